@@ -46,9 +46,14 @@ var arrows = map[string][]string{
 	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
 	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
-	"extproc":                    {"extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
+	"extproc/latebinding":        {"extproc/kvtransfer", "extproc/openai", "extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission"}, // the first two in tests
+	"extproc/answer":             {"extproc/kvtransfer", "extproc/openai"},
+	"extproc/concurrent":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
+	"extproc/endpointpicker":     {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc/paths":              {},
+	"extproc":                    {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
 	"protos/config/v1":           {},
-	"internal/config":            {"extproc", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
+	"internal/config":            {"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
 	"protos/state/v1":            {},
 	"protos/ticket/v1":           {},
 	"protos/envoygateway/v1":     {},
@@ -204,7 +209,7 @@ var dialectsMayBeNamed = []string{"extproc/kvtransfer", "internal/config", "inte
 
 // otherWords are names that mean something else in a file.
 var otherWords = map[string]string{
-	"extproc/paths.go sglang":          "an engine, by its paths",
+	"extproc/paths/paths.go sglang":    "an engine, by its paths",
 	"kvstate/scrape/engines.go sglang": "an engine, by its metrics",
 	"kvstate/scrape/engines.go trtllm": "an engine, by its metrics",
 	"cmd/tandem/replay.go mooncake":    "a trace",

@@ -103,7 +103,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	mine := s.release(t) || s.reservedHere(t, reservedAs(e))
 	if pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed; pair && (redirected || e.ClientGone) {
-		s.pairs.giveUp(t.ID) // with concurrent legs: nobody waits for P's leg any more
+		s.pairs.GiveUp(t.ID) // with concurrent legs: nobody waits for P's leg any more
 	}
 	if redirected {
 		return

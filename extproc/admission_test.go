@@ -13,7 +13,9 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/internal/budget"
 	"tandem/kvstate"
@@ -21,7 +23,7 @@ import (
 )
 
 // late is the policy of a pool whose requests wait.
-func late(w Waiting) Policy {
+func late(w latebinding.Limits) Policy {
 	p := splitting()
 	p.Place.Late, p.Waiting = true, w
 	return p
@@ -78,7 +80,7 @@ func (c *crowd) sendAndLeave(id string, tokens int) (leave func()) {
 
 // done ends both hops of a request that was bound, a moment later.
 func (c *crowd) done(id string) {
-	time.Sleep(2 * waitPause)
+	time.Sleep(2 * latebinding.Pause)
 	c.server.releasePass(id, 0, c.server.State.Release)
 	synctest.Wait()
 }
@@ -119,7 +121,7 @@ func (s *stand) busy(name string, work time.Duration) (end func()) {
 func TestRequestsAreBoundLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.pool("chat", late(Waiting{}), "p1", "d1")
+		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		c := newCrowd(s)
 		c.send("first", 16_000)
 		require.Equal(t, []string{"first"}, c.order, "nothing is ahead of it")
@@ -135,13 +137,13 @@ func TestRequestsAreBoundLate(t *testing.T) {
 
 		c.done("first")
 		require.ElementsMatch(t, []string{"first", "short", "middling"}, c.order, "less than half a second of work, and one more on top")
-		require.Less(t, c.after["short"], waitTick, "woken by the end of the first, and not by the tick")
+		require.Less(t, c.after["short"], latebinding.Tick, "woken by the end of the first, and not by the tick")
 		c.done("short")
 		c.done("middling")
 		require.Len(t, c.order, 4)
 		c.done("long")
 		c.group.Wait()
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 		require.Zero(t, c.waiting())
 		require.Zero(t, s.server.Memory.Load())
 		require.Zero(t, s.state.Reservations())
@@ -152,29 +154,29 @@ func TestRequestsAreBoundLate(t *testing.T) {
 func TestARequestThatWaitedGoesOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.pool("chat", late(Waiting{}), "p1", "d1")
+		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		end := s.busy("p1", time.Minute)
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 		time.AfterFunc(3*time.Second, end)
 		began := time.Now()
 		require.Zero(t, q.pass().status())
-		require.Equal(t, 3*time.Second, time.Since(began).Truncate(waitTick))
+		require.Equal(t, 3*time.Second, time.Since(began).Truncate(latebinding.Tick))
 		require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
-		q.prefillLeg(answer{status: 200, body: prefilled(params(3))})
+		q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(3))})
 		q.follow()
 		require.Zero(t, q.pass().status())
 		require.Equal(t, addressOf("d1"), q.headers[envoywire.HeaderEndpoint])
 		s.log(q.entry(200, "via_upstream"))
 		require.Zero(t, s.state.Reservations())
 		trace := s.server.Recent(1)[0]
-		require.Equal(t, 3*time.Second, trace.Waited.Truncate(waitTick))
+		require.Equal(t, 3*time.Second, trace.Waited.Truncate(latebinding.Tick))
 		waited := trace.Waited.Round(time.Millisecond).String()
 		require.Equal(t, map[string]string{"bound chat": "1, " + waited}, s.timed("tandem_queue_wait_seconds"))
 		require.Equal(t, map[string]string{"main": "2, " + waited, "prefill-leg": "1, 0s"}, s.timed("tandem_ext_proc_duration_seconds"), "it was open while it waited")
 		for work, took := range s.timed("tandem_ext_proc_phase_seconds") {
 			require.Regexp(t, ", 0s$", took, "%s: to wait is no work", work)
 		}
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -215,7 +217,7 @@ func TestWaitingEnds(t *testing.T) {
 			c.send("a", 1000)
 			require.Equal(t, 1, c.waiting())
 			c.server.Memory.Add(900_000)
-			time.Sleep(waitTick)
+			time.Sleep(latebinding.Tick)
 			synctest.Wait()
 			require.Equal(t, []string{"a"}, c.order)
 			c.send("b", 1000)
@@ -250,7 +252,7 @@ func TestWaitingEnds(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				s := newStand(t, Options{HeldBytes: 1_000_000})
-				s.pool("chat", late(Waiting{MaxTime: 5 * time.Second, Max: 2}), "p1", "d1")
+				s.pool("chat", late(latebinding.Limits{MaxTime: 5 * time.Second, Max: 2}), "p1", "d1")
 				end := s.busy("p1", time.Hour)
 				c := newCrowd(s)
 				tt(t, c)
@@ -260,7 +262,7 @@ func TestWaitingEnds(t *testing.T) {
 					require.Nil(t, c.ended[id].immediate, id)
 					c.server.releasePass(id, 0, c.server.State.Release)
 				}
-				time.Sleep(2 * waitTick) // for the queue's goroutine to see that nobody waits
+				time.Sleep(2 * latebinding.Tick) // for the queue's goroutine to see that nobody waits
 				synctest.Wait()
 				require.Zero(t, c.waiting())
 				require.Zero(t, s.server.Memory.Load())
@@ -275,7 +277,7 @@ func TestWaitingEnds(t *testing.T) {
 func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.pool("chat", late(Waiting{}), "p1", "d1")
+		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		s.busy("p1", time.Hour)
 		c := newCrowd(s)
 		c.send("a", 1000)
@@ -285,11 +287,11 @@ func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 			eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})
 		}
 		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, eps)
-		time.Sleep(waitTick)
+		time.Sleep(latebinding.Tick)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order)
 		require.Contains(t, []string{addressOf("p0"), addressOf("p2")}, c.ended["a"].set[envoywire.HeaderEndpoint])
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -297,7 +299,7 @@ func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 func TestWaitingSeesOtherReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
-		s.pool("chat", late(Waiting{}), "p1", "d1")
+		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		p := s.state.Pool("chat").Endpoint(addressOf("p1"))
 		p.SetRemoteLoad(kvstate.RemoteLoad{Requests: 1, PromptTokens: 50_000, Jobs: 1, Queue: 4 * time.Second, At: time.Now()})
 		c := newCrowd(s)
@@ -305,12 +307,12 @@ func TestWaitingSeesOtherReplicas(t *testing.T) {
 		require.Equal(t, 1, c.waiting())
 		time.Sleep(time.Second)
 		p.SetRemoteLoad(kvstate.RemoteLoad{Requests: 1, PromptTokens: 100, Jobs: 1, Queue: 5 * time.Millisecond, At: time.Now()})
-		time.Sleep(waitTick)
+		time.Sleep(latebinding.Tick)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order)
 		decisions := s.server.metrics.Totals().Decisions
 		require.Less(t, decisions.Quantile(1), 100*time.Millisecond, "waiting is no part of deciding")
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -320,7 +322,7 @@ func TestWaitingAtRandom(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(seed, 3))
 			s := newStand(t, Options{HeldBytes: 3_000_000})
-			s.pool("chat", late(Waiting{MaxTime: 3 * time.Second, Max: 30}), "p1", "p2", "d1", "d2")
+			s.pool("chat", late(latebinding.Limits{MaxTime: 3 * time.Second, Max: 30}), "p1", "p2", "d1", "d2")
 			var all sync.WaitGroup
 			for i := range 150 {
 				id := fmt.Sprint("r", i)
@@ -351,14 +353,14 @@ func TestWaitingAtRandom(t *testing.T) {
 			require.Zero(t, s.count("tandem_queue_requests", "chat"))
 			require.Zero(t, s.server.Memory.Load())
 			require.Zero(t, s.state.Reservations())
-			require.Empty(t, s.server.settings.Load().Pools["chat"].admission.committed)
+			require.Zero(t, s.server.settings.Load().Pools["chat"].queue.Status().Committed)
 		})
 	}
 }
 
 // Where nothing is to wait for, late binding costs no memory; where it is off, it is not noticed at all.
 func TestChoosingAlloc(t *testing.T) {
-	for name, policy := range map[string]Policy{"off": splitting(), "on": late(Waiting{})} {
+	for name, policy := range map[string]Policy{"off": splitting(), "on": late(latebinding.Limits{})} {
 		t.Run(name, func(t *testing.T) {
 			s := newStand(t, Options{})
 			s.pool("chat", policy, "p1", "p2", "d1", "d2")
@@ -366,7 +368,7 @@ func TestChoosingAlloc(t *testing.T) {
 			x.grpc, x.Began = &wire{ctx: t.Context()}, time.Now()
 			pool := s.state.Pool("chat")
 			inForce, _ := s.server.policy("chat")
-			require.Equal(t, name == "on", inForce.admission != nil)
+			require.Equal(t, name == "on", inForce.queue != nil)
 			x.describe(pool, plan.Attempt{})
 			r := picker.Request{PromptTokens: 4000, Split: true}
 			budget.Allocs(t, 100, 0, func() {
@@ -375,7 +377,7 @@ func TestChoosingAlloc(t *testing.T) {
 				if err != nil || c.Prefill < 0 {
 					t.Fatal(c, err)
 				}
-				x.committed()
+				x.waiter.Committed()
 			})
 		})
 	}
@@ -399,14 +401,14 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			require.Equal(t, addressOf("p1"), c.ended["a"].set[envoywire.HeaderPrefillEndpoint])
 			require.Equal(t, addressOf("d1"), c.ended["a"].set[envoywire.HeaderEndpoint])
 			c.done("a")
-			time.Sleep(2 * waitTick)
+			time.Sleep(2 * latebinding.Tick)
 			require.Zero(t, s.state.Reservations())
 		})
 	})
 	t.Run("endpoint picker", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
-			s := newStand(t, Options{Picker: &PickerOptions{}})
-			policy := late(Waiting{})
+			s := newStand(t, Options{Picker: &endpointpicker.Options{}})
+			policy := late(latebinding.Limits{})
 			policy.Handoff = plan.HandoffSidecar
 			s.pool("chat", policy, "p1", "d1", "d2")
 			end := s.busy("p1", time.Hour)
@@ -415,8 +417,8 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			require.Equal(t, addressOf("d2"), s.ask(hello, map[string]*structpb.Struct{envoywire.NamespaceSubset: object(t, `{"x-gateway-destination-endpoint-subset":["10.0.2.2:8000"]}`)}).destination())
 			require.Zero(t, time.Since(began))
 			require.NotEmpty(t, s.ask(hello, nil).destination())
-			require.Equal(t, time.Second, time.Since(began).Truncate(waitTick))
-			time.Sleep(2 * waitTick)
+			require.Equal(t, time.Second, time.Since(began).Truncate(latebinding.Tick))
+			time.Sleep(2 * latebinding.Tick)
 		})
 	})
 }

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/answer"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -50,65 +51,38 @@ func (x answerLeg) serve() error {
 
 // rewriter returns how to rewrite D's answer, according to the ticket.
 func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
-	switch {
-	case t.Stage == kvtransfer.PairLegs:
-		return &joined{x: x, t: t}, nil
-	case t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers:
+	if t.Stage == kvtransfer.PairLegs {
+		return &answer.Joined{Prefill: func() ([]byte, bool) { return x.awaitJoined(t) }}, nil
+	}
+	if t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers {
 		return x.recordConversation(t), nil
-	case t.Stage == kvtransfer.DecodeLeg && t.Params != nil:
-		c, err := kvtransfer.ReadContinuation(t.Params)
-		if err != nil {
-			return nil, fmt.Errorf("the ticket of an answer leg: %w", err)
-		}
-		return c, nil
-	case t.Stage == kvtransfer.DecodeLeg && t.Cached > 0:
-		return openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}, nil
 	}
-	x.s.metrics.TicketRefused()
-	return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
+	r, err := answer.Rewriter(t)
+	if r == nil && err == nil {
+		x.s.metrics.TicketRefused()
+		return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
+	}
+	return r, err
 }
 
-// joined inserts P's answer into D's when the legs run concurrently. The replica that serves P's leg stores P's
-// answer under the attempt's id before it ends the leg, and all replicas learn when the leg ends. D generates no
-// token before that, so the wait is short.
-type joined struct {
-	x    answerLeg
-	t    *kvtransfer.Ticket
-	with *openai.InputLogprobs
-}
-
-func (j *joined) wait() {
-	if j.with != nil {
-		return
-	}
-	j.with = &openai.InputLogprobs{}
-	x := j.x
-	p := x.s.pairs.enter(j.t.ID)
-	defer x.s.pairs.leave(j.t.ID)
-	timer := time.NewTimer(x.prefillLimit(j.t))
+// awaitJoined returns P's answer to a request whose legs run concurrently; false: it is not known here.
+func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
+	p := x.s.pairs.Enter(t.ID)
+	defer x.s.pairs.Leave(t.ID)
+	timer := time.NewTimer(x.prefillLimit(t))
 	defer timer.Stop()
 	select {
-	case <-p.ended:
+	case <-p.Ended:
 	case <-timer.C:
 	case <-x.s.draining:
 	case <-x.stream.Context().Done():
 	}
-	var ok bool
-	if j.with.Prefill, ok = x.s.State.TakeHandOver(j.t.ID); !ok && x.stream.Context().Err() == nil {
-		x.s.Log.Warn("prefill's log probabilities are not known here: the client gets decode's alone", "request_id", x.requestID, "prefill", j.t.Prefill)
+	prefill, ok := x.s.State.TakeHandOver(t.ID)
+	if !ok && x.stream.Context().Err() == nil {
+		x.s.Log.Warn("prefill's log probabilities are not known here: the client gets decode's alone",
+			"request_id", x.requestID, "prefill", t.Prefill)
 	}
-}
-
-func (*joined) Begin(dst []byte) []byte { return dst }
-
-func (j *joined) Whole(dst, answer []byte) ([]byte, error) {
-	j.wait()
-	return j.with.Whole(dst, answer)
-}
-
-func (j *joined) Event(dst, event []byte) []byte {
-	j.wait()
-	return j.with.Event(dst, event)
+	return prefill, ok
 }
 
 // rewriteWhole sends the rewritten answer when D's answer is complete.

@@ -31,7 +31,7 @@ func TestDecodeCountsWhatComesToIt(t *testing.T) {
 				require.Zero(t, q.pass().status())
 				require.Equal(t, [2]int64{1, atFirst}, booked())
 				require.Equal(t, 2, s.state.Reservations(), "its place on D is held")
-				answered := answer{status: 200, body: prefilled(params(3))}
+				answered := engineAnswer{status: 200, body: prefilled(params(3))}
 				q.prefillLeg(answered)
 				q.follow()
 				require.Zero(t, q.pass().status())

@@ -76,7 +76,7 @@ func (r route) release(state *kvstate.State) {
 func (x *planning) reserve(e *kvstate.Endpoint, role kvstate.Role, redirects int, b kvstate.Booking) kvstate.ReservationID {
 	id := x.s.State.ReserveAs(x.s.reservationID(x.reservedAs, redirects, role), e, b, sourceOf(x.stream.Context()))
 	if b.For&kvstate.RolePrefill != 0 {
-		x.committed()
+		x.waiter.Committed()
 	}
 	return id
 }

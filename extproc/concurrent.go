@@ -4,20 +4,12 @@ import (
 	"errors"
 	"slices"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/picker"
 )
-
-// Some engines hand KV over while both legs run: P sends, D receives, each needs the other. For those pass 1 names both
-// endpoints at once, and Envoy sends the request to D through the listener decode-leg and a copy of it to P through the
-// listener prefill-mirror (docs/adr/0010). The body that leaves pass 1 is P's; decode-leg's filter makes D's of it with
-// the ticket's undo, as pass 2 does where the legs follow each other.
-//
-// concurrent.go plans the attempt, decodeleg.go and mirroredleg.go serve the legs, pairs.go is where they meet.
 
 // isSGLang reports whether POST /generate, which names no model, is SGLang's here.
 func (x mainRole) isSGLang() bool {
@@ -128,49 +120,4 @@ func (x firstPass) pickPair(policy *Policy) (c picker.Choice, ok bool, err error
 	}
 	c, err = x.picker.Pick(&want, &x.view)
 	return c, err == nil && c.Prefill >= 0, nil
-}
-
-// setPairHeaders sets the headers that the two legs need in addition to every route's, or removes those of an
-// earlier pass.
-func (x mainRole) setPairHeaders(p *plan.Pair) {
-	h := &x.headers
-	set := func(name, value string) {
-		if value != "" {
-			h.Set(name, []byte(value))
-		} else if len(x.msg.Headers.ClientID) > 0 {
-			h.Remove(name)
-		}
-	}
-	if p == nil {
-		if len(x.msg.Headers.ClientID) == 0 {
-			return
-		}
-		for _, name := range [...]string{
-			envoywire.HeaderPrefillEndpoint, envoywire.HeaderPrefillScheme, envoywire.HeaderMirror, envoywire.HeaderClientID,
-			envoywire.HeaderLegID, envoywire.HeaderPrefillRank, envoywire.HeaderDecodeRank, envoywire.HeaderAnswer,
-		} {
-			h.Remove(name)
-		}
-		return
-	}
-	scheme := p.Prefill.Scheme
-	if scheme == "http" {
-		scheme = ""
-	}
-	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
-	set(envoywire.HeaderPrefillScheme, scheme)
-	mirror := envoywire.MirrorKeep
-	if p.Cancel {
-		mirror = envoywire.MirrorCancel
-	}
-	set(envoywire.HeaderMirror, mirror)
-	set(envoywire.HeaderClientID, x.requestID)
-	set(envoywire.HeaderLegID, p.Plan.RequestID)
-	set(envoywire.HeaderPrefillRank, p.Plan.PrefillRank)
-	set(envoywire.HeaderDecodeRank, p.Plan.DecodeRank)
-	joined := ""
-	if p.Plan.Joined {
-		joined = "joined"
-	}
-	set(envoywire.HeaderAnswer, joined)
 }

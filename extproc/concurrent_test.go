@@ -85,7 +85,7 @@ func (q *request) mirror(s *stand) *leg {
 	return l
 }
 
-// answer is the engine's, on its way through the leg.
+// engineAnswer is the engine's, on its way through the leg.
 func (l *leg) answer(status int, body string) {
 	require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseHeaders{
 		ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(":status", strconv.Itoa(status)), EndOfStream: body == ""},
@@ -368,27 +368,6 @@ func TestPairForeignTickets(t *testing.T) {
 				require.EqualValues(t, 500, l.receive().GetImmediateResponse().GetStatus().GetCode(), "%s with %q", role, ticket)
 			}
 		}
-	})
-}
-
-// What is remembered of pairs is bounded in time and number.
-func TestPairsAreForgotten(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ps := newPairs()
-		id := func(n int) [16]byte { return [16]byte{byte(n), byte(n >> 8), byte(n >> 16)} }
-		for i := range maxIdlePairs + 1000 {
-			ps.report(id(i), outcome{})
-		}
-		require.LessOrEqual(t, len(ps.live), maxIdlePairs)
-		time.Sleep(idlePairTime + time.Second)
-		held := ps.enter(id(7))
-		ps.report(id(1<<20), outcome{})
-		require.Len(t, ps.live, 2)
-		ps.leave(id(7))
-		require.NotNil(t, held)
-		time.Sleep(idlePairTime + time.Second)
-		ps.giveUp(id(1 << 21))
-		require.Len(t, ps.live, 1)
 	})
 }
 

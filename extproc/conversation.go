@@ -3,11 +3,10 @@ package extproc
 import (
 	"crypto/sha256"
 	"encoding/binary"
-	"encoding/json"
-	"errors"
 	"strconv"
 	"time"
 
+	"tandem/extproc/answer"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -87,7 +86,7 @@ func (x firstPass) lastTurn(conversation [16]byte, prefill *kvstate.Endpoint, li
 	if !ok {
 		return nil, nil
 	}
-	turn, until, err := readTurn(text)
+	turn, until, err := answer.ReadTurn(text)
 	if err != nil {
 		x.conversationMiss(pool, conversationUnusable, err)
 		return nil, nil
@@ -107,7 +106,7 @@ func (x firstPass) lastTurn(conversation [16]byte, prefill *kvstate.Endpoint, li
 		return nil, nil
 	}
 	if !turn.Expires && time.Until(until) < limit { // P would fetch the blocks of another prompt by then
-		x.conversationMiss(pool, conversationUnusable, errTurnExpired)
+		x.conversationMiss(pool, conversationUnusable, answer.ErrTurnExpired)
 		return nil, nil
 	}
 	if !turn.Begins(r.IDs) {
@@ -193,7 +192,7 @@ func (x answerLeg) recordConversation(t *kvtransfer.Ticket) openai.Rewriter {
 		a.Room = x.holdExtra
 	}
 	if t.Cached > 0 {
-		return openai.Both{First: a, Second: openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}}
+		return openai.Both{First: a, Second: answer.Cached(t)}
 	}
 	return a
 }
@@ -209,7 +208,7 @@ func (x answerLeg) storeConversation(t *kvtransfer.Ticket, params []byte, ids []
 	turn, err := turns.Read(params, ids, &side)
 	var text []byte
 	if err == nil {
-		text, err = writeTurn(turn, time.Now().Add(turns.TTL))
+		text, err = answer.WriteTurn(turn, time.Now().Add(turns.TTL))
 	}
 	if err != nil {
 		x.s.metrics.Turn(t.Pool, conversationUnusable)
@@ -221,32 +220,4 @@ func (x answerLeg) storeConversation(t *kvtransfer.Ticket, params []byte, ids []
 		return
 	}
 	x.s.metrics.Turn(t.Pool, conversationStored)
-}
-
-// storedTurn is the stored form of a turn.
-type storedTurn struct {
-	Until int64           `json:"until"` // Unix time in milliseconds
-	Turn  json.RawMessage `json:"turn"`
-}
-
-func writeTurn(turn *kvtransfer.Turn, until time.Time) ([]byte, error) {
-	text, err := turn.Marshal()
-	if err != nil {
-		return nil, err
-	}
-	return json.Marshal(storedTurn{until.UnixMilli(), text})
-}
-
-var errTurnExpired = errors.New("its time is over")
-
-func readTurn(text []byte) (turn *kvtransfer.Turn, until time.Time, err error) {
-	var kept storedTurn
-	if err := json.Unmarshal(text, &kept); err != nil {
-		return nil, until, err
-	}
-	if until = time.UnixMilli(kept.Until); !time.Now().Before(until) {
-		return nil, until, errTurnExpired
-	}
-	turn, err = kvtransfer.UnmarshalTurn(kept.Turn)
-	return turn, until, err
 }

@@ -108,7 +108,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			s := newStand(t, Options{})
 			s.pool("chat", conversing(t, change), "p1", "d1")
 			q := s.secondTurn()
-			q.prefillLeg(answer{status: 500, body: []byte(`{}`)})
+			q.prefillLeg(engineAnswer{status: 500, body: []byte(`{}`)})
 			q.follow()
 			q.pass()
 			require.Equal(t, plan.LegPrefill, q.headers[envoywire.HeaderLeg])
@@ -123,7 +123,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			}
 			require.InDelta(t, 1, s.count("tandem_replans_total", "chat", kvtransfer.CauseTurn), 0)
 
-			q.prefillLeg(answer{status: 500, body: []byte(`{}`)}) // and this time it is P's failure
+			q.prefillLeg(engineAnswer{status: 500, body: []byte(`{}`)}) // and this time it is P's failure
 			require.Equal(t, kvtransfer.CausePrefill, s.ticket(q.taken, "r2").Cause)
 		})
 	}
@@ -137,7 +137,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 			s.pool("chat", conversing(t, func(p *Policy) { p.OnFailure = plan.Fail }), "p1", "p2", "d1")
 			q := s.secondTurn()
 			if !told {
-				q.prefillLeg(answer{status: 500, body: []byte(`{}`)})
+				q.prefillLeg(engineAnswer{status: 500, body: []byte(`{}`)})
 				q.follow()
 				q.pass()
 			}

@@ -208,7 +208,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 		strand := func(id string) {
 			q := s.newRequest("/v1/chat/completions", id, chatBody)
 			q.pass()
-			require.Equal(t, 307, q.prefillLeg(answer{status: 200, body: prefilled(params(2))}).status())
+			require.Equal(t, 307, q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))}).status())
 			q.follow()
 			s.state.SetPool(s.state.Pool("chat").Spec, []kvstate.EndpointSpec{{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill}})
 			s.log(q.entry(0, "downstream_remote_disconnect"))
@@ -221,7 +221,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 		s.pool("chat", policy, "p1", "d1")
 		q := s.newRequest("/v1/chat/completions", "r2", chatBody)
 		q.pass()
-		q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+		q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 		q.follow()
 		s.state.RemovePool("chat")
 		require.NotZero(t, q.pass().status())

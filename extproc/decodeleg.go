@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -35,19 +36,19 @@ func (x decodeLeg) serve() error {
 		return err
 	}
 	x.spanPairLeg(telemetry.SpanDecodeLeg, t)
-	p := x.s.pairs.enter(t.ID)
-	defer x.s.pairs.leave(t.ID)
+	p := x.s.pairs.Enter(t.ID)
+	defer x.s.pairs.Leave(t.ID)
 	if err = x.serveDecode(t, p); err != nil {
-		x.s.pairs.giveUp(t.ID) // the client has left, or Envoy is trying this leg again
+		x.s.pairs.GiveUp(t.ID) // the client has left, or Envoy is trying this leg again
 	}
 	return err
 }
 
-func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *pair) error {
+func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + plan.MaxDecodeMember); err != nil {
 		return err
 	}
-	edits, err := x.decodeBody(t)
+	edits, err := concurrent.DecodeEdits(t, x.body.Len())
 	if err != nil {
 		return err
 	}
@@ -89,30 +90,8 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 	return t, nil
 }
 
-// decodeBody returns the edits that turn P's body into D's: they undo the changes made for P, and replace P's
-// members by D's, unless they are meant for both.
-func (x decodeLeg) decodeBody(t *kvtransfer.Ticket) (openai.Edits, error) {
-	if x.body.Len() != t.BodyBytes {
-		return nil, fmt.Errorf("the body of a decode leg has %d bytes, %d were sent", x.body.Len(), t.BodyBytes)
-	}
-	if err := t.Undo.Check(x.body.Len()); err != nil {
-		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
-	}
-	switch {
-	case t.Params != nil && len(t.Params) == 0:
-		return t.Undo, nil // the client's own
-	case len(t.Undo) == 0:
-		return nil, errors.New("the undo of a prefill leg is empty")
-	case t.Params == nil:
-		return t.Undo[1:], nil
-	}
-	edits := t.Undo
-	edits[0].New = append(append(t.Params, ','), edits[0].New...)
-	return edits, nil
-}
-
 // watch waits for P's verdict. If it returns nil, Envoy continues without this stream.
-func (x decodeLeg) watch(t *kvtransfer.Ticket, p *pair) error {
+func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	received := x.receiveLater() // at most one message comes: D's headers
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
@@ -130,19 +109,19 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *pair) error {
 				return err
 			}
 			received = nil
-		case <-p.ended:
+		case <-p.Ended:
 			switch {
-			case p.verdict.ok:
+			case p.Verdict.OK:
 				x.SpanLegEnded("ok", 0)
 				x.holds(t)
 				return x.passAnswer(held)
-			case clientsFault(p.verdict.status):
-				return x.answerFor(p.verdict)
+			case plan.ClientsFault(p.Verdict.Status):
+				return x.answerFor(p.Verdict)
 			}
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-timer.C:
 			x.s.metrics.PrefillLate(t)
-			x.s.pairs.giveUp(t.ID)
+			x.s.pairs.GiveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-x.s.draining:
 			return x.passAnswer(held)
@@ -165,23 +144,23 @@ func (x decodeLeg) holds(t *kvtransfer.Ticket) {
 }
 
 // afterPrefillOf sends D's request only after P has done its part, and then ends the stream.
-func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *pair, edits openai.Edits) error {
+func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edits openai.Edits) error {
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	select {
-	case <-p.ended:
+	case <-p.Ended:
 		switch {
-		case p.verdict.ok:
+		case p.Verdict.OK:
 			x.SpanLegEnded("ok", 0)
 			x.holds(t)
 			return x.answerBody(edits)
-		case clientsFault(p.verdict.status):
-			return x.answerFor(p.verdict)
+		case plan.ClientsFault(p.Verdict.Status):
+			return x.answerFor(p.Verdict)
 		}
 	case <-timer.C:
 		x.s.metrics.PrefillLate(t)
-		x.s.pairs.giveUp(t.ID)
+		x.s.pairs.GiveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
 	}
@@ -196,21 +175,21 @@ func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
 // extended.
-func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *pair, limit time.Duration) (held bool, err error) {
+func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit time.Duration) (held bool, err error) {
 	if x.msg.Phase != envoywire.PhaseResponseHeaders {
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	if (code >= 500 || code < 200) && len(x.msg.Headers.Final) == 0 {
 		cause := kvtransfer.CauseDecode
-		if p.prefillFailed(x.stream.Context()) {
+		if p.PrefillFailed(x.stream.Context()) {
 			cause = kvtransfer.CausePrefill // D failed because P did
 		}
-		x.s.pairs.giveUp(t.ID)
+		x.s.pairs.GiveUp(t.ID)
 		return false, x.planAgain(t, cause)
 	}
 	if code >= 300 {
-		x.s.pairs.giveUp(t.ID)
+		x.s.pairs.GiveUp(t.ID)
 		x.SpanLegEnded("refused", code)
 		// a script of this listener removes Tandem's additions from its body
 		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
@@ -227,11 +206,11 @@ func (x decodeLeg) passAnswer(held bool) error {
 }
 
 // answerFor answers the client with P's refusal of the request.
-func (x decodeLeg) answerFor(v outcome) error {
+func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 	x.SpanLegEnded("refused", 0)
-	i := &envoywire.Immediate{Status: v.status, Body: v.answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
+	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
 	if len(i.Body) == 0 {
-		e := openai.Error{Status: v.status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
+		e := openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
 		i.Body = e.JSON()
 	}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))

@@ -32,9 +32,9 @@
 //     (planning.go), have the picker choose, let package plan decide ([plan.First], [plan.Resume]), and return its
 //     [plan.Decision]; commit.go reserves what it needs and seals its ticket.
 //   - prefillLeg (prefillleg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones (inline.go).
-//   - decodeLeg, mirroredLeg: concurrent legs; pairs.go is where they meet.
+//   - decodeLeg, mirroredLeg: concurrent legs; package concurrent is where they meet.
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
 //
-// The rest: replan.go and accesslog.go; admission.go, in which requests wait for endpoints; settings.go, the
+// The rest: replan.go and accesslog.go; choose.go, which may have a request wait (package latebinding); settings.go, the
 // settings that may change.
 package extproc

@@ -59,7 +59,7 @@ func encodeLegs(t *testing.T, a *txtar.Archive) *txtar.Archive {
 		require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
 		add("prefill request", v.body)
 		add("prefill answer", prefilled)
-		q.prefillLeg(answer{status: 200, body: prefilled})
+		q.prefillLeg(engineAnswer{status: 200, body: prefilled})
 		q.follow()
 		v = q.pass()
 	}

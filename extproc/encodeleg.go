@@ -101,7 +101,7 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	took, result := time.Since(x.s.sealedAt(t)), "failed"
 	pool := x.s.State.Pool(t.Pool)
 	switch {
-	case clientsFault(code): // prefill will report it, in terms of the client's own body
+	case plan.ClientsFault(code): // prefill will report it, in terms of the client's own body
 		result = "refused"
 	case code == 200 && !x.msg.Over:
 		params, err := kvtransfer.ReadEncoded(x.body.Bytes())

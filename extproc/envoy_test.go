@@ -362,8 +362,8 @@ func (q *request) leave(sent int, wait func()) {
 	wait()
 }
 
-// answer is P's answer, or what Envoy says in its place, on its way through the prefill leg's filter.
-type answer struct {
+// engineAnswer is P's answer, or what Envoy says in its place, on its way through the prefill leg's filter.
+type engineAnswer struct {
 	status   int
 	body     []byte
 	piece    int // of the body; 0: all in one
@@ -373,7 +373,7 @@ type answer struct {
 }
 
 // prefillLeg takes P's answer through the leg's filter.
-func (q *request) prefillLeg(a answer) *verdict {
+func (q *request) prefillLeg(a engineAnswer) *verdict {
 	t := q.s.t
 	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(t.Context(), "x-tandem-role", "prefill-leg"))
 	ext := q.s.ext

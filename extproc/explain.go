@@ -8,9 +8,9 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -39,8 +39,9 @@ func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, erro
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
 	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect.Prefill != nil && policy.Split, Rand: random()}, &v)}
-	if policy.admission != nil {
-		e.Waiting, e.Remote, e.Longest = policy.admission.waits(time.Now())
+	if policy.queue != nil {
+		now := policy.queue.Status()
+		e.Waiting, e.Remote, e.Longest = now.Waiting, now.Remote, now.Longest
 	}
 	return e, nil
 }
@@ -57,10 +58,11 @@ func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
 		parts := strings.Builder{}
 		e.Print(&parts)
 		x.s.Log.Debug("decision", "request_id", x.requestID, "pool", pool.Spec.Name, "prefill", e.Prefill, "decode", e.Decode,
-			"price", e.Price, "load", e.Load, "waited", x.waited, "waited_for", x.blockedOn.endpoint, "behind", x.blockedOn.local, "behind_remote", x.blockedOn.remote, "weighed", parts.String())
+			"price", e.Price, "load", e.Load, "waited", x.waiter.Took, "waited_for", x.waiter.BlockedOn.Endpoint,
+			"behind", x.waiter.BlockedOn.Local, "behind_remote", x.waiter.BlockedOn.Remote, "weighed", parts.String())
 	}
 	if asked {
-		x.explanation = explanation(pool.Spec.Name, x.waited, x.blockedOn, &e)
+		x.explanation = explanation(pool.Spec.Name, &x.waiter, &e)
 	}
 }
 
@@ -68,7 +70,7 @@ func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
 const maxExplanation = 8 << 10
 
 // explanation renders a decision for a header: JSON, with as many endpoints as fit, the chosen ones first.
-func explanation(pool string, waited time.Duration, by blockedOn, e *picker.Explanation) []byte {
+func explanation(pool string, w *latebinding.Waiter, e *picker.Explanation) []byte {
 	chosen := func(w picker.Weighed) int {
 		if w.Endpoint == e.Prefill || w.Endpoint == e.Decode {
 			return 0
@@ -84,7 +86,7 @@ func explanation(pool string, waited time.Duration, by blockedOn, e *picker.Expl
 			Behind       int     `json:"behind,omitempty"`
 			BehindRemote int     `json:"behind_remote,omitempty"`
 			*picker.Explanation
-		}{pool, waited.Seconds(), by.endpoint, by.local, by.remote, e})
+		}{pool, w.Took.Seconds(), w.BlockedOn.Endpoint, w.BlockedOn.Local, w.BlockedOn.Remote, e})
 		switch {
 		case err != nil: // a price that is not a number: there is no endpoint
 			return []byte(`{"pool":` + strconv.Quote(pool) + `,"refused":` + strconv.Quote(e.Refused) + `}`)

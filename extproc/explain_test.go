@@ -12,7 +12,9 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -85,7 +87,7 @@ func TestExplanationFitsAHeader(t *testing.T) {
 	for i := range 500 {
 		e.Candidates = append(e.Candidates, picker.Weighed{Endpoint: fmt.Sprintf("10.0.%d.%d:8000", 1+i%2, i/2), Role: "prefill", Prefill: &picker.PrefillPrice{Queue: 1.0 / 3, Work: 2.0 / 3}})
 	}
-	text := explanation("chat", time.Second, blockedOn{endpoint: "10.0.1.9:8000", local: 3, remote: 2}, &e)
+	text := explanation("chat", &latebinding.Waiter{Took: time.Second, BlockedOn: latebinding.BlockedOn{Endpoint: "10.0.1.9:8000", Local: 3, Remote: 2}}, &e)
 	require.LessOrEqual(t, len(text), maxExplanation)
 	require.Greater(t, len(text), maxExplanation/4)
 	var got struct {
@@ -108,7 +110,7 @@ func TestDecisionMetadata(t *testing.T) {
 		"pool": "chat", "route": "split", "prefill": "10.0.1.1:8000", "decode": "10.0.2.1:8000", "prompt_tokens": 4000., "price": .25, "waited": 1.5,
 	}}, got.AsMap())
 
-	s := newStand(t, Options{DecisionMetadata: true, Picker: &PickerOptions{}})
+	s := newStand(t, Options{DecisionMetadata: true, Picker: &endpointpicker.Options{}})
 	policy := splitting()
 	policy.Handoff = plan.HandoffSidecar
 	s.pool("chat", policy, "p1", "d1")

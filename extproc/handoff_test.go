@@ -13,6 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
@@ -23,7 +24,7 @@ import (
 
 // handoff: sidecar. D's sidecar is told of P in one authoritative value, and the body stays the client's.
 func TestSidecarIsToldOfPrefill(t *testing.T) {
-	s := pickerStand(t, PickerOptions{}, "p1", "d1")
+	s := pickerStand(t, endpointpicker.Options{}, "p1", "d1")
 	g := s.ask(hello, nil, "x-prefiller-host-port", "6.6.6.6:1")
 	require.Equal(t, addressOf("d1"), g.destination())
 	require.Equal(t, addressOf("p1"), g.set["x-prefiller-host-port"])
@@ -35,7 +36,7 @@ func TestSidecarIsToldOfPrefill(t *testing.T) {
 
 // And of encoders where the request has media, and of who holds most of the prompt's beginning where the dialect fetches it.
 func TestSidecarIsToldOfEncodersAndSources(t *testing.T) {
-	s := newStand(t, Options{Picker: &PickerOptions{}})
+	s := newStand(t, Options{Picker: &endpointpicker.Options{}})
 	policy := splitting()
 	dialect, err := kvtransfer.New(kvtransfer.Options{Name: "offload"})
 	require.NoError(t, err)
@@ -68,7 +69,7 @@ const kvAnswer = `{"id":"x","choices":[],"usage":{"prompt_tokens":9},"kv_transfe
 // handoff: direct. The server asks P itself; P's parameters go to D with the client's own body.
 func TestDirectPrefill(t *testing.T) {
 	directly := func(policy Policy, p ...*kvstate.EndpointSpec) *stand {
-		s := newStand(t, Options{Picker: &PickerOptions{WatchBody: true}})
+		s := newStand(t, Options{Picker: &endpointpicker.Options{WatchBody: true}})
 		policy.Handoff = plan.HandoffDirect
 		s.pool("chat", policy, "d1")
 		eps := []kvstate.EndpointSpec{{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}}
@@ -141,13 +142,6 @@ func TestDirectPrefill(t *testing.T) {
 		<-ended
 		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
-	t.Run("bounded", func(t *testing.T) {
-		s := directly(splitting(), prefiller(t, good))
-		for range maxDirectCalls {
-			s.server.direct.places <- struct{}{}
-		}
-		require.Equal(t, hello, string(s.ask(hello, nil).body))
-	})
 }
 
 // Pools with another hand-over behind an Envoy of our own: one hop to D, which is planned again from the client's own body
@@ -162,7 +156,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		v := q.pass()
 		first := v.set[envoywire.HeaderEndpoint]
 		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
-		require.Equal(t, addressOf("p1"), v.set[headerPrefiller])
+		require.Equal(t, addressOf("p1"), v.set["x-prefiller-host-port"])
 		require.Equal(t, hello, string(v.body))
 		require.Equal(t, 307, q.replan().Code)
 		q.follow()
@@ -183,7 +177,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
 		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
-		require.Empty(t, v.set[headerPrefiller])
+		require.Empty(t, v.set["x-prefiller-host-port"])
 		require.Contains(t, string(v.body), `"remote_engine_id":"e"`)
 		require.Equal(t, 307, q.replan().Code)
 		q.follow()

@@ -262,7 +262,7 @@ func (q *request) live(r *rand.Rand) (int, string) {
 				return w.Code, "via_upstream"
 			}
 		default:
-			a := []answer{{status: 200, body: prefilled(params(1 + r.IntN(100)))}, {status: 200, body: prefilled("null")}, {status: 429}, {status: 503, body: []byte("x")}, {status: 200, body: []byte("{")}}
+			a := []engineAnswer{{status: 200, body: prefilled(params(1 + r.IntN(100)))}, {status: 200, body: prefilled("null")}, {status: 429}, {status: 503, body: []byte("x")}, {status: 200, body: []byte("{")}}
 			q.prefillLeg(a[r.IntN(len(a))])
 		}
 	}

@@ -2,15 +2,12 @@ package extproc
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/openai"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
-	"tandem/picker"
 )
 
 // How a failed KV load was seen: label values of a metric.
@@ -74,34 +71,4 @@ func checkEndpoint(check func(*kvstate.Endpoint), pool *kvstate.Pool, name strin
 	if e := pool.Endpoint(name); e != nil {
 		check(e)
 	}
-}
-
-// chooseOther is choose with regard to failed KV loads. A request that is not streamed may try an avoided pair
-// again. A request whose last pair failed excludes that pair's decode endpoint. It gets a pair without either
-// endpoint; else, after the first failure, one with another prefill endpoint; else one with another decode
-// endpoint. If all pairs are avoided and there is no other way to answer, it gets an avoided pair, which may fail
-// again: the alternative is a certain error.
-func (x *planning) chooseOther(policy *Policy, r *picker.Request) (picker.Choice, error) {
-	if !x.req.True(openai.FieldStream) {
-		x.view.AllowTrials()
-	}
-	if x.req.PairFailed != ([2]string{}) && r.Split {
-		excluded, prefill := r.Excluded, x.req.PairFailed[0]
-		tries := [][]string{append([]string{prefill}, excluded...)}
-		if len(excluded) == 1 {
-			tries = append(tries, []string{prefill})
-		}
-		for _, r.Excluded = range tries {
-			if c, err := x.choose(policy, r); err == nil && c.Prefill >= 0 {
-				return c, nil
-			}
-		}
-		r.Excluded = excluded
-	}
-	c, err := x.choose(policy, r)
-	refused := err == nil && c.Prefill < 0 && r.Split && policy.MustSplit()
-	if (refused || errors.Is(err, picker.ErrNoEndpoint)) && x.view.ForgetFaults() {
-		return x.choose(policy, r)
-	}
-	return c, err
 }

@@ -24,7 +24,7 @@ func TestARequestIsCounted(t *testing.T) {
 
 	q := s.newRequest("/v1/chat/completions", "req-1", chatBody)
 	require.Zero(t, q.pass().status())
-	require.Equal(t, 307, q.prefillLeg(answer{status: 200, body: prefilled(params(4))}).status())
+	require.Equal(t, 307, q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))}).status())
 	q.follow()
 	require.Zero(t, q.pass().status())
 	s.log(q.entry(200, "via_upstream"))
@@ -65,7 +65,7 @@ func TestTimesLeadToTraces(t *testing.T) {
 	q.headers[envoywire.HeaderTraceparent] = clientsSpan
 	first := q.pass()
 	require.Zero(t, first.status())
-	require.Equal(t, 307, q.prefillLeg(answer{status: 200, body: prefilled(params(4))}).status())
+	require.Equal(t, 307, q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))}).status())
 	q.follow()
 	require.Zero(t, q.pass().status())
 	e := q.entry(200, "via_upstream")

@@ -5,9 +5,11 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -47,28 +49,28 @@ func (x mirroredLeg) serve() error {
 	}
 	v := x.judge(t, code)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.pairs.report(t.ID, v)
+	x.s.pairs.Report(t.ID, v)
 	return x.dropAnswer(code, v)
 }
 
 // untilAnswer lets the leg start, and waits for P's headers. It cuts the leg if nobody waits for it any more.
 func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
-	p := x.s.pairs.enter(t.ID)
-	defer x.s.pairs.leave(t.ID)
+	p := x.s.pairs.Enter(t.ID)
+	defer x.s.pairs.Leave(t.ID)
 	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
 		return err
 	}
 	select {
 	case got := <-x.receiveLater():
 		if got.err != nil { // the leg ended without an answer
-			x.s.pairs.report(t.ID, outcome{})
+			x.s.pairs.Report(t.ID, concurrent.Outcome{})
 			return got.err
 		}
 		x.take(got)
 		return nil
 	case <-x.s.draining:
 		return errAnswered // P continues without this stream
-	case <-p.over:
+	case <-p.Over:
 	}
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
 	took, result := time.Since(x.s.sealedAt(t)), "client_gone"
@@ -81,17 +83,17 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 }
 
 // judge evaluates P's answer in x.body, counts it, and learns from it.
-func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
-	v := outcome{status: code}
+func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
+	v := concurrent.Outcome{Status: code}
 	took := time.Since(x.s.sealedAt(t))
 	pool := x.s.State.Pool(t.Pool)
 	policy, _ := x.s.policy(t.Pool)
 	result := "failed"
 	switch {
-	case clientsFault(code):
+	case plan.ClientsFault(code):
 		result = "refused"
 		if x.body.Len() <= maxRefusal {
-			v.answer = openai.CutEcho(nil, x.body.Bytes())
+			v.Answer = openai.CutEcho(nil, x.body.Bytes())
 		}
 	case code == 200 && !x.msg.Over && policy.Dialect.Concurrent != nil:
 		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
@@ -100,7 +102,7 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) outcome {
 			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
 			break
 		}
-		v.ok, result = true, "ok"
+		v.OK, result = true, "ok"
 		x.prefilled(pool, t, got)
 	}
 	x.s.metrics.PrefillEnded(t, code, result, took, x.Exemplar)
@@ -145,8 +147,8 @@ func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvt
 
 // dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's
 // access log, so an unusable answer gets a status that says so.
-func (x mirroredLeg) dropAnswer(code int, v outcome) error {
-	if code < 300 && !v.ok {
+func (x mirroredLeg) dropAnswer(code int, v concurrent.Outcome) error {
+	if code < 300 && !v.OK {
 		x.headers.Set(":status", []byte("502"))
 	}
 	x.headers.Remove("content-length")
@@ -170,5 +172,5 @@ func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
 		return
 	}
 	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	s.pairs.report(t.ID, outcome{status: e.Status, ok: e.Status == 200})
+	s.pairs.Report(t.ID, concurrent.Outcome{Status: e.Status, OK: e.Status == 200})
 }

@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"errors"
 	"math"
 	"strconv"
 	"time"
@@ -10,7 +9,6 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
-	"tandem/kvstate"
 	"tandem/picker"
 )
 
@@ -91,21 +89,4 @@ func target(value []byte, header string, seconds *float64) error {
 	}
 	*seconds = ms / 1000
 	return nil
-}
-
-func overloaded() error {
-	return openai.Overloaded("the pool is full, and this request gives way to others", time.Second)
-}
-
-// missed turns a choice that misses the request's targets, and that the pool therefore refuses, into the client's
-// error. The client may retry when the excess work before it will be done.
-func missed(r *picker.Request, c *picker.Choice, err error) error {
-	if !errors.Is(err, picker.ErrMissed) {
-		return err
-	}
-	after := time.Second
-	if r.TTFT > 0 {
-		after = max(after, kvstate.Seconds(r.Waited+c.FirstToken-r.TTFT))
-	}
-	return openai.TargetMissed(min(after, time.Minute))
 }

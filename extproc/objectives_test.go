@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -86,7 +87,7 @@ func TestTargetsWait(t *testing.T) {
 		require.Contains(t, c.order, "c")
 		require.Greater(t, c.after["c"], 2*time.Second, "when less is ahead, or it is too late for all")
 		c.done("c")
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -117,7 +118,7 @@ func TestShedFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
 		policy := wishing(picker.MissGoOn)
-		policy.Place.Late, policy.Waiting = true, Waiting{Max: 2, MaxTime: 10 * time.Second}
+		policy.Place.Late, policy.Waiting = true, latebinding.Limits{Max: 2, MaxTime: 10 * time.Second}
 		s.pool("chat", policy, "p1", "d1")
 		s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Objectives: map[string]int32{"nightly": -7}})
 		end := s.busy("p1", time.Hour)
@@ -138,7 +139,7 @@ func TestShedFirst(t *testing.T) {
 		c.group.Wait()
 		end()
 		c.done("c")
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -165,7 +166,7 @@ func TestEnginesAreToldOfPriority(t *testing.T) {
 				require.Zero(t, q.pass().status())
 				require.Contains(t, string(q.body), want)
 				require.Equal(t, name == "none", strings.Contains(string(q.body), `"priority":77`))
-				q.prefillLeg(answer{status: 200, body: prefilled(params(3))})
+				q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(3))})
 				q.follow()
 				require.Zero(t, q.pass().status())
 				require.Contains(t, string(q.body), `"priority":77`)
@@ -199,7 +200,7 @@ func TestAdaptersAndLabelsOnBothLegs(t *testing.T) {
 			q.headers["x-engine-labels"] = tt.labels
 			require.Zero(t, q.pass().status())
 			require.Equal(t, addressOf(tt.prefill), q.headers[envoywire.HeaderEndpoint])
-			q.prefillLeg(answer{status: 200, body: prefilled(params(3))})
+			q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(3))})
 			q.follow()
 			require.Zero(t, q.pass().status())
 			require.Equal(t, addressOf(tt.decode), q.headers[envoywire.HeaderEndpoint])

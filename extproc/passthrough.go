@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	"tandem/extproc/envoywire"
@@ -97,6 +98,36 @@ func (x firstPass) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
 		}
 	}
 	return nil, nil
+}
+
+// served reports whether any pool serves a path.
+func (s *Server) served(method, path string) bool {
+	for _, policy := range s.settings.Load().Pools {
+		if policy.Paths.Allow(method, path) {
+			return true
+		}
+	}
+	return false
+}
+
+// checkBody refuses a body that an engine might read as JSON although Tandem does not: Tandem reads
+// application/json only, and nothing reads forms as JSON.
+func (x *planning) checkBody() error {
+	if x.msg.EndOfStream {
+		return nil
+	}
+	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
+	switch strings.ToLower(strings.TrimSpace(kind)) {
+	case "application/json":
+		if x.msg.Mode.Request == envoywire.ModeNone {
+			// Envoy's routes are not those of `tandem envoy`
+			return openai.UnsupportedMediaType("a JSON body did not come to the router")
+		}
+		return openai.CheckHeaders(string(x.msg.Headers.ContentType), string(x.msg.Headers.ContentEncoding))
+	case "multipart/form-data":
+		return nil
+	}
+	return openai.UnsupportedMediaType("content-type must be application/json or multipart/form-data on this path")
 }
 
 // listModels answers GET /v1/models with the union over all pools.

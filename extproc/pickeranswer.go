@@ -5,6 +5,7 @@ import (
 	"strconv"
 	"strings"
 
+	"tandem/extproc/answer"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -15,9 +16,9 @@ import (
 
 // followAnswer reads the gateway's messages about the answer, and passes it on, until it ends.
 func (x endpointPicker) followAnswer(p *picked) error {
-	var back *replacer
+	var back *answer.Replacer
 	if p.rewritten != "" {
-		back = newReplacer(p.rewritten, p.asked)
+		back = answer.NewReplacer(p.rewritten, p.asked)
 	}
 	x.msg.Body, x.msg.BodyLimit, x.msg.EndOfStream = &x.body, maxAnswer, false
 	for {
@@ -79,7 +80,7 @@ func (x endpointPicker) answerBegins(p *picked) {
 }
 
 // answerHeaders returns the changes to the answer's headers.
-func (x endpointPicker) answerHeaders(_ *picked, back *replacer) *envoywire.Reply {
+func (x endpointPicker) answerHeaders(_ *picked, back *answer.Replacer) *envoywire.Reply {
 	x.headers.Reset()
 	if back != nil {
 		x.headers.Remove("content-length") // the models' names have different lengths
@@ -91,7 +92,7 @@ func (x endpointPicker) answerHeaders(_ *picked, back *replacer) *envoywire.Repl
 }
 
 // passPiece sends a piece of the answer on.
-func (x endpointPicker) passPiece(back *replacer) error {
+func (x endpointPicker) passPiece(back *answer.Replacer) error {
 	end := x.msg.EndOfStream
 	if x.msg.Mode.Response != envoywire.ModeFullDuplex {
 		x.body.Free()
@@ -99,7 +100,7 @@ func (x endpointPicker) passPiece(back *replacer) error {
 	}
 	if back != nil {
 		x.spare.Grow(x.body.Len() + 64)
-		x.spare.Data = back.append(x.spare.Data[:0], x.body.Bytes(), end)
+		x.spare.Data = back.Append(x.spare.Data[:0], x.body.Bytes(), end)
 		x.body, x.spare = x.spare, x.body
 		x.spare.Free()
 	}
@@ -107,12 +108,12 @@ func (x endpointPicker) passPiece(back *replacer) error {
 }
 
 // flush sends what the replacer held back: the answer ends with trailers.
-func (x endpointPicker) flush(back *replacer) error {
+func (x endpointPicker) flush(back *answer.Replacer) error {
 	if back == nil || x.msg.Mode.Response != envoywire.ModeFullDuplex {
 		return nil
 	}
 	x.body.Grow(64)
-	x.body.Data = back.append(x.body.Data[:0], nil, true)
+	x.body.Data = back.Append(x.body.Data[:0], nil, true)
 	if x.body.Len() == 0 {
 		return nil
 	}

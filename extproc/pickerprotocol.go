@@ -5,20 +5,15 @@ import (
 	"errors"
 	"time"
 
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
 )
-
-// PickerOptions are options of the Endpoint Picker protocol.
-type PickerOptions struct {
-	Fallbacks    int  // endpoints listed after the chosen one
-	WatchBody    bool // keep the stream until the answer ends, instead of until it begins
-	ShedRequests int  // reservations on every decode endpoint from which on requests of negative priority get 429
-	Conformance  bool // support the headers of the Inference Extension's conformance suite; for tests only
-}
 
 // picked is the choice for one request in the Endpoint Picker protocol.
 type picked struct {
@@ -58,7 +53,7 @@ func (x endpointPicker) serve() error {
 	if x.newID {
 		h.Set(envoywire.HeaderRequestID, []byte(x.requestID))
 	}
-	setSidecar(h, p.sidecar)
+	endpointpicker.SetSidecar(h, p.sidecar)
 	x.setExplanation()
 	if err := x.sendOn(p.edits, append(envoywire.Destination(p.list), x.decision...)); err != nil {
 		return err
@@ -74,7 +69,7 @@ func (x endpointPicker) pick() (picked, error) {
 	if len(h.Upgrade) > 0 {
 		return picked{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
-	h.Path, _ = x.s.withoutPrefix(h.Path) // for the decision only: the gateway rewrites paths itself
+	h.Path, _ = paths.WithoutPrefix(x.s.PathPrefixes, h.Path) // for the decision only: the gateway rewrites paths itself
 	api := openai.Classify(string(h.Method), string(h.Path))
 	if (api == openai.PassThrough || api == openai.SGLangGenerate) && !x.s.served(string(h.Method), string(h.Path)) {
 		return picked{}, openai.NotServed()
@@ -142,16 +137,18 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 	}
 	x.countTokens(policy)
 	p := picked{pool: pool, tokens: r.Tokens}
-	x.allow()
+	endpointpicker.Allow(&x.view, &x.msg, x.s.Picker)
 	request := picker.Request{PromptTokens: p.tokens, Blocks: len(r.Hashes), Model: r.Model(), Rand: random()}
 	if err := x.applyObjectives(policy, &request); err != nil {
 		return p, err
 	}
-	if err := x.shed(&request); err != nil {
+	if err := endpointpicker.Shed(&request, &x.view, x.s.Picker); err != nil {
 		return p, err
 	}
-	if err := x.toHolderOf(); err != nil {
-		return p, err
+	if r.Why != "pass_through" {
+		if err := endpointpicker.ToHolder(r, &x.view); err != nil {
+			return p, err
+		}
 	}
 	request.Split = !r.Alone
 	choice, err := x.choose(policy, &request)
@@ -167,9 +164,10 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 	d := x.view.Endpoints[choice.Decode].Endpoint
 	p.endpoint = d
 	p.booked = x.reserve(d, kvstate.RoleDecode, 0, choice.DecodeBooking())
-	x.committed()
-	p.list = x.withFallbacks(&request, choice)
-	x.rewriteModel(&p)
+	x.waiter.Committed()
+	p.list = endpointpicker.Fallbacks(&x.picker, &request, &x.view, choice, x.s.Picker)
+	p.rewritten, p.edits = endpointpicker.Rewrite(r, x.s.State)
+	p.asked = r.Model()
 	split := "decode_alone"
 	var prefill *kvstate.Endpoint
 	if choice.Prefill >= 0 {
@@ -177,7 +175,7 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 		if prefill, edits, err = x.handOver(policy, choice, p.rewritten); err != nil {
 			return p, err
 		}
-		p.edits = merge(edits, p.edits)
+		p.edits = endpointpicker.Merge(edits, p.edits)
 		if prefill != nil || edits != nil {
 			split = "split"
 		}
@@ -193,12 +191,31 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 	return p, nil
 }
 
-// dropped reports in the Inference Extension's terms why a request was not served.
-func dropped(i *envoywire.Immediate, e *openai.Error) {
-	switch e.Status {
-	case 429:
-		i.Headers.Set(envoywire.HeaderDropped, []byte(envoywire.ReasonSaturated))
-	case 503:
-		i.Headers.Set(envoywire.HeaderDropped, []byte(envoywire.ReasonNoEndpoints))
+// handOver plans the call to P for a request whose second hop is not Envoy's. prefill is set if the sidecar has the
+// prompt computed; edits are those of the client's body for D. model is the name to ask P for, "": the client's.
+func (x firstPass) handOver(policy *Policy, c picker.Choice, model string) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
+	if policy.Handoff == plan.HandoffSidecar {
+		prefill = x.view.Endpoints[c.Prefill].Endpoint
+		x.s.State.Routed(x.req.Pool, prefill, x.req.Hashes)
+		return prefill, nil, nil
 	}
+	h := &x.msg.Headers
+	edits, err = x.s.direct.Prefill(x.stream.Context(), &endpointpicker.Call{
+		Request: &x.req, View: &x.view, Picker: &x.picker, Policy: &policy.Policy, Model: model,
+		Path: string(h.Path), Authorization: string(h.Authorization), Source: sourceOf(x.stream.Context()), Observer: directObserver(x),
+	}, c)
+	return nil, edits, err
+}
+
+// directObserver counts the prefill calls that the server makes for a request.
+type directObserver firstPass
+
+func (x directObserver) Reserved() { x.waiter.Committed() }
+
+func (x directObserver) PrefillCalled(endpoint, result string, took time.Duration) {
+	x.s.metrics.HopEnded(x.req.Pool.Spec.Name, "prefill", endpoint, result, took, x.Exemplar)
+}
+
+func (x directObserver) PromptCounted(got kvtransfer.Answer) {
+	x.s.metrics.Prompt(x.req.Pool.Spec.Name, got)
 }

@@ -20,7 +20,8 @@ func (x *planning) planned(
 		RequestID: x.requestID, Started: started, Pass: pass, Pool: pool.Spec.Name, Route: route, Reason: reason, Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
-		Waited:   x.waited, WaitedFor: x.blockedOn.endpoint, Behind: x.blockedOn.local, BehindRemote: x.blockedOn.remote,
+		Waited:   x.waiter.Took, WaitedFor: x.waiter.BlockedOn.Endpoint,
+		Behind: x.waiter.BlockedOn.Local, BehindRemote: x.waiter.BlockedOn.Remote,
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr

@@ -3,9 +3,9 @@ package extproc
 import (
 	"errors"
 	"strings"
-	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -16,11 +16,10 @@ import (
 // decide; commit.go carries the decision out. Later streams reuse the memory.
 type planning struct {
 	handler
-	queued
-
 	req    plan.Request
 	view   kvstate.View
 	picker picker.Picker
+	waiter latebinding.Waiter
 
 	reservedAs string // see reservationKey
 	newID      bool   // the client's request id was missing or invalid
@@ -32,17 +31,10 @@ type planning struct {
 
 // reset clears the request; the memory stays.
 func (x *planning) reset() {
-	x.waits, x.waited, x.blockedOn = waiter{hits: x.waits.hits[:0]}, 0, blockedOn{}
+	x.waiter.Reset()
 	x.req.Reset()
 	x.reservedAs, x.newID, x.stripped = "", false, false
 	x.explanation, x.decision = nil, nil
-}
-
-// queued is how a request waited for its endpoints.
-type queued struct {
-	waits     waiter
-	waited    time.Duration
-	blockedOn blockedOn // what it waited for
 }
 
 // identify sets the request id: the client's own if it is valid, else a new one.

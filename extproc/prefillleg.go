@@ -59,7 +59,7 @@ func (x prefillLeg) serve() error {
 	x.SpanTicket(t)
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	x.observe(t)
-	if clientsFault(code) {
+	if plan.ClientsFault(code) {
 		x.s.metrics.PrefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)), x.Exemplar)
 		x.s.release(t)
 		x.dropInline()
@@ -167,15 +167,6 @@ func (x *prefillAnswer) observe(t *kvtransfer.Ticket) {
 		signals.At = time.Now()
 		x.s.State.Observe(e, signals)
 	}
-}
-
-// clientsFault reports whether P's status is about the request itself, so that the client gets P's answer.
-func clientsFault(code int) bool {
-	switch code {
-	case 400, 401, 403, 404, 413, 415, 422:
-		return true
-	}
-	return false
 }
 
 // answerRefused passes P's refusal without the members that Tandem added for P.

@@ -53,7 +53,7 @@ func TestCleanupDecode(t *testing.T) {
 			q := s.newRequest("/v1/chat/completions", "r1", `{"model":"m","messages":[{"role":"user","content":"hi"}]}`)
 			q.goOn(q.pass())
 			given := randomParams(c.blocks)
-			q.prefillLeg(answer{status: 200, body: prefilled(given)})
+			q.prefillLeg(engineAnswer{status: 200, body: prefilled(given)})
 			q.follow()
 			hanging := s.ticket(q.headers[envoywire.HeaderTicket], "r1")
 			require.Equal(t, kvtransfer.HandOver, hanging.Stage)
@@ -170,7 +170,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			})
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.goOn(q.pass())
-			q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			c.end(s, q)
 			if c.result != "" {
 				require.Eventually(t, func() bool { return s.count("tandem_cleanup_decodes_total", "chat", c.result) == 1 }, 30*time.Second, time.Millisecond)
@@ -250,7 +250,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.goOn(q.pass())
 	s.log(q.entry(0, "downstream_remote_disconnect"))
-	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 1)
 	require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "client_gone"), 0)
 
@@ -258,7 +258,7 @@ func TestTheEndIsToldBeforeTheAnswer(t *testing.T) {
 	q.goOn(q.pass())
 	late := *q
 	q.replan()
-	late.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	late.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 	settled(t, r, calls, 2)
 	requireNoneRecorded(t, s)
 	require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "replanned"), 0)
@@ -270,23 +270,23 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 	for name, end := range map[string]func(a, b *request){
 		"the answer was read twice, and not followed": func(a, b *request) {
 			a.breaks = true
-			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
-			b.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			a.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
+			b.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			e := a.entry(0, gone)
 			a.s.log(e)
 			b.s.log(e)
 		},
 		"the answer was read twice, and pass 2 did not begin": func(a, b *request) {
-			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			a.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			b.s.server.HandOverTTL += time.Second // as if it came later
-			b.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			b.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			b.follow()
 			e := b.entry(0, gone)
 			a.s.log(e)
 			b.s.log(e)
 		},
 		"two decided": func(a, b *request) {
-			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			a.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			a.follow()
 			b.headers = maps.Clone(a.headers)
 			b.body = a.body
@@ -297,7 +297,7 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 			b.s.log(e)
 		},
 		"two decided, and decode was not reached": func(a, b *request) {
-			a.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			a.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			a.follow()
 			b.headers = maps.Clone(a.headers)
 			b.body = a.body
@@ -332,7 +332,7 @@ func TestNoCleanupWithoutTheOthersWord(t *testing.T) {
 	s.state.Connect(silentReplicas{})
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.goOn(q.pass())
-	q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	require.Eventually(t, func() bool {
 		return s.count("tandem_cleanup_decodes_total", "chat", "unsure") == 1
@@ -349,7 +349,7 @@ func TestStrandedIsCountedOnce(t *testing.T) {
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.goOn(q.pass())
-			q.prefillLeg(answer{status: 200, body: prefilled(params(2))})
+			q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			next := s.ticket(q.taken, "r1")
 			if first == "leg" {
 				s.server.reclaim.Orphaned(next, "r1", reclaim.ClientGone) // as the leg does when Envoy has let go of it
@@ -369,7 +369,7 @@ func TestAnswerCut(t *testing.T) {
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.goOn(q.pass())
-	q.prefillLeg(answer{status: 200, body: prefilled(params(2)), piece: 20, cut: true})
+	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2)), piece: 20, cut: true})
 	require.Eventually(t, func() bool {
 		return s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "answer_cut") == 1
 	}, 30*time.Second, time.Millisecond)

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -35,7 +36,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
 		s.state.Connect(silentReplicas{})
-		s.pool("chat", late(Waiting{}), "p1", "p2", "d1")
+		s.pool("chat", late(latebinding.Limits{}), "p1", "p2", "d1")
 		pool := s.state.Pool("chat")
 		end1, end2 := s.busy("p1", time.Minute), s.busy("p2", time.Minute)
 		c := newCrowd(s)
@@ -52,7 +53,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 		var r openai.Request
 		require.NoError(t, r.Scan(openai.Chat, []byte(strings.Replace(chatBody, "hi", "a"+filler(8000), 1)), openai.Limits{}))
 		s.state.Routed(pool, pool.Endpoint(addressOf("p2")), r.PromptHash(nil, plan.BlockBytes, plan.MaxBlocks))
-		time.Sleep(2 * hitsTTL)
+		time.Sleep(2 * latebinding.HitsTTL)
 		synctest.Wait()
 		held := 0
 		for _, w := range pool.Queued() {
@@ -69,7 +70,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 		require.Empty(t, pool.Queued())
 		c.done("a")
 		c.done("b")
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -78,7 +79,7 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
 		s.state.Connect(silentReplicas{})
-		policy := late(Waiting{})
+		policy := late(latebinding.Limits{})
 		policy.LabelHeader = "x-engine-labels"
 		s.pool("chat", policy, "p1", "p2", "d1")
 		pool := s.state.Pool("chat")
@@ -114,7 +115,7 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 		for _, id := range []string{"any", "gold", "adapter"} {
 			c.done(id)
 		}
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 	})
 }
 
@@ -124,7 +125,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
 		s.state.Connect(silentReplicas{})
-		s.pool("chat", late(Waiting{}), "p1", "d1")
+		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		pool := s.state.Pool("chat")
 		end := s.busy("p1", time.Minute)
 		short := kvstate.Queued{ID: 77, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}
@@ -139,7 +140,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		synctest.Wait()
 		require.Empty(t, c.order, "the other is next, and with it the endpoint has enough")
 		pool.ApplyQueued(9, nil, []uint64{77}, nil, false)
-		time.Sleep(2 * waitPause)
+		time.Sleep(2 * latebinding.Pause)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order, "the other has been sent, to somewhere else")
 		trace := s.server.Recent(1)[0]
@@ -155,12 +156,9 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		c.group.Wait()
 		require.InDelta(t, .15, c.after["b"].Seconds(), .05, "a replica that is gone, or knows better")
 		c.done("b")
-		time.Sleep(2 * waitTick)
+		time.Sleep(2 * latebinding.Tick)
 		synctest.Wait()
-		room := s.server.settings.Load().Pools["chat"].admission
-		room.mu.Lock()
-		require.False(t, room.running, "nobody waits here")
-		room.mu.Unlock()
+		require.False(t, s.server.settings.Load().Pools["chat"].queue.Status().Running, "nobody waits here")
 		require.Equal(t, 1, waitElsewhere(t, s.state))
 		pool.ApplyQueued(9, nil, nil, nil, true)
 		require.Zero(t, waitElsewhere(t, s.state), "shown though nobody waits here")

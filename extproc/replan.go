@@ -59,11 +59,11 @@ func (s *Server) Replan() http.Handler {
 		case kvtransfer.EncodeLeg:
 			hop, next.Cause = "encode", kvtransfer.CauseEncode
 		case kvtransfer.PairLegs:
-			p := s.pairs.enter(t.ID)
-			if e := endpointOf(s.State, t.Pool, t.Decode); (e == nil || !e.Failed()) && p.prefillFailed(r.Context()) {
+			p := s.pairs.Enter(t.ID)
+			if e := endpointOf(s.State, t.Pool, t.Decode); (e == nil || !e.Failed()) && p.PrefillFailed(r.Context()) {
 				hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
 			}
-			s.pairs.leave(t.ID)
+			s.pairs.Leave(t.ID)
 		}
 		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
 			s.reclaim.NotFollowed(t, id, reclaim.Replanned)

@@ -6,9 +6,12 @@ import (
 	"io"
 	"time"
 
+	"tandem/extproc/concurrent"
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 )
@@ -74,7 +77,7 @@ func (x mainRole) decide() (*plan.Decision, error) {
 		}
 		return nextPass(x).resume(t, err)
 	}
-	h.Path, x.stripped = x.s.withoutPrefix(h.Path)
+	h.Path, x.stripped = paths.WithoutPrefix(x.s.PathPrefixes, h.Path)
 	switch api := openai.Classify(string(h.Method), string(h.Path)); api {
 	case openai.Models:
 		return nil, x.listModels()
@@ -175,9 +178,9 @@ func (x mainRole) setHeaders(r route) {
 	if r.Leg != plan.LegEncode { // the next pass decides
 		x.setExplanation()
 	}
-	x.setPairHeaders(r.Pair)
+	concurrent.SetHeaders(&x.headers, &x.msg.Headers, x.requestID, r.Pair)
 	if r.Sidecar != nil {
-		setSidecar(h, r.Sidecar)
+		endpointpicker.SetSidecar(h, r.Sidecar)
 	}
 	if s := r.Endpoint.Scheme; s != "" && s != "http" {
 		h.Set(envoywire.HeaderScheme, []byte(s))

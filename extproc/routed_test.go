@@ -27,7 +27,7 @@ func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 	require.Equal(t, []string{addressOf("p1")}, holders(), "who decodes is not settled")
 	inMind := s.ticket(v.set[envoywire.HeaderTicket], "r-1").Decode
 	s.state.MarkFailed(pool.Endpoint(inMind))
-	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
+	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
 	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
@@ -51,7 +51,7 @@ func TestRequestsAreCountedOnce(t *testing.T) {
 	}
 	q := s.newRequest("/v1/chat/completions", "r-1", body)
 	q.pass()
-	q.prefillLeg(answer{status: 500})
+	q.prefillLeg(engineAnswer{status: 500})
 	q.follow()
 	q.pass()
 	require.Zero(t, uses(), "one request shares nothing")
@@ -93,7 +93,7 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 	turn := func(id, body string) string {
 		q := s.newRequest("/v1/chat/completions", id, body)
 		require.Equal(t, plan.LegPrefill, q.pass().set[envoywire.HeaderLeg])
-		q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
+		q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 		q.follow()
 		v := q.pass()
 		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
@@ -122,7 +122,7 @@ func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
 	tell("p1", "m")
 	tell("d1", "m")
 	q.pass()
-	q.prefillLeg(answer{status: 200, body: prefilled(params(4))})
+	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 	s.pool("chat", splitting(), "p1", "d1", "d2")
 	tell("d2", "another")
 	for range 100 {

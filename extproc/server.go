@@ -18,9 +18,13 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tandem/extproc/concurrent"
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
+	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
@@ -55,7 +59,7 @@ type Options struct {
 
 	PathPrefixes []string // that gateways in front add to paths
 
-	Picker *PickerOptions // not nil: serve the Endpoint Picker protocol instead of the main role
+	Picker *endpointpicker.Options // not nil: serve the Endpoint Picker protocol instead of the main role
 }
 
 // Policy is the configuration of a pool's requests.
@@ -64,20 +68,20 @@ type Policy struct {
 
 	Peers       *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
 	Session     SessionKey
-	Tokens      TokenSource   // where to ask for the prompt's token ids, in addition to prefill
-	TokenBudget time.Duration // how long a request waits for that; 0: not at all
-	Waiting     Waiting       // with Place.Late, or if objectives make requests wait
+	Tokens      TokenSource        // where to ask for the prompt's token ids, in addition to prefill
+	TokenBudget time.Duration      // how long a request waits for that; 0: not at all
+	Waiting     latebinding.Limits // with Place.Late, or if objectives make requests wait
 	Objectives  Objectives
 	// what clients may use in addition to the APIs; default: the client paths of all engines
-	Paths       *Paths
+	Paths       *paths.Paths
 	LabelHeader string // the request header with the labels that its endpoints must have; "": none
 
-	admission *poolAdmission // nil: requests do not wait
+	queue *latebinding.Queue // nil: requests do not wait
 }
 
 func (p Policy) withDefaults() Policy {
 	if p.Paths == nil {
-		p.Paths, _ = NewPaths("any", nil) // no paths to refuse
+		p.Paths, _ = paths.New("any", nil) // no paths to refuse
 	}
 	p.Policy = p.WithDefaults()
 	return p
@@ -99,10 +103,11 @@ type Server struct {
 	hedges   hedges
 	reclaim  *reclaim.Reclaimer
 	recent   *telemetry.Recent
-	pairs    *pairs
+	pairs    *concurrent.Pairs
 	seed     uint64 // of reservation ids
-	direct   *directCalls
+	direct   *endpointpicker.Direct
 	guard    *guard.Guard
+	waiting  latebinding.Options
 }
 
 // New returns a server over the options' state. It starts no goroutines.
@@ -122,9 +127,12 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	}
 	s := &Server{
 		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), hedges: hedges{held: map[[16]byte]*hedge{}},
-		recent: telemetry.NewRecent(), pairs: newPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
+		recent: telemetry.NewRecent(), pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
-	s.direct = newDirectCalls()
+	s.direct = endpointpicker.NewDirect(o.State, o.Log)
+	s.waiting = latebinding.Options{
+		State: o.State, Guard: s.guard, Observer: m, Started: s.started, Draining: s.draining, ShortOfMemory: s.shortOfMemory,
+	}
 	if o.State != nil {
 		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) { s.loadFailed(p, prefill, decode, loadCount) })
 	}
@@ -302,7 +310,7 @@ func (s *Server) refuse(x *stream, role string, err error) error {
 // release prepares the memory for the next stream.
 func (m *scratch) release() {
 	m.stream.stopBodyTime()
-	m.request.committed()
+	m.request.waiter.Committed()
 	m.request.reset()
 	m.prefill.reset()
 	m.telemetry.Reset()

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -30,27 +31,27 @@ func (s *Server) Apply(l Settings) {
 	for name, p := range l.Pools {
 		p.Session = p.Session.lower()
 		p.LabelHeader = strings.ToLower(p.LabelHeader)
-		p.admission = s.admissionFor(name, &p)
+		p.queue = s.queueFor(name, &p)
 		p = p.withDefaults()
 		pools[name], policies[name] = p, &p
 	}
 	s.settings.Store(&activeSettings{Settings: Settings{Keys: l.Keys, Pools: pools}, policies: policies, names: sessionHeaders(pools)})
 }
 
-// admissionFor returns the admission queue of a pool; nil: its requests do not wait. Waiting requests stay in it.
-func (s *Server) admissionFor(pool string, p *Policy) *poolAdmission {
+// queueFor returns the admission queue of a pool; nil: its requests do not wait. Waiting requests stay in it.
+func (s *Server) queueFor(pool string, p *Policy) *latebinding.Queue {
 	if !p.waits() {
 		return nil
 	}
-	var room *poolAdmission
+	var queue *latebinding.Queue
 	if now := s.settings.Load(); now != nil {
-		room = now.Pools[pool].admission
+		queue = now.Pools[pool].queue
 	}
-	if room == nil {
-		room = newPoolAdmission(s, pool)
+	if queue == nil {
+		queue = latebinding.New(&s.waiting, pool)
 	}
-	room.set(p)
-	return room
+	queue.Apply(&p.Policy, p.Waiting)
+	return queue
 }
 
 // Settings returns the current settings. Do not modify.

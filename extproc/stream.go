@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/mem"
 
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/internal/guard"
@@ -202,7 +203,7 @@ func (x *stream) sendError(e *openai.Error, final bool) error {
 		i.Headers.SetInt(envoywire.HeaderRetryAfter, int((e.RetryAfter+time.Second-1)/time.Second))
 	}
 	if x.s.Picker != nil {
-		dropped(i, e)
+		endpointpicker.Dropped(i, e)
 	}
 	if final {
 		i.Headers.Set(envoywire.HeaderFinal, []byte("true"))

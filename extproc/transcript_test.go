@@ -487,7 +487,7 @@ func short(b []byte) string {
 }
 
 func (p *player) answer(words []string, line string) {
-	a, carried := answer{status: p.number(words[0])}, false
+	a, carried := engineAnswer{status: p.number(words[0])}, false
 	text := strings.TrimPrefix(line, "answer "+words[0])
 	for _, w := range words[1:] {
 		key, value, _ := strings.Cut(w, "=")

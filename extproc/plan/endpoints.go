@@ -38,3 +38,31 @@ func (p *Policy) NoEndpoint(pool *kvstate.Pool, err error) error {
 	}
 	return fmt.Errorf("picking endpoints in pool %q: %w", pool.Spec.Name, err)
 }
+
+// Overloaded returns the client's error for a request that a full pool refuses.
+func Overloaded() error {
+	return openai.Overloaded("the pool is full, and this request gives way to others", time.Second)
+}
+
+// Missed turns a choice that misses the request's targets, and that the pool therefore refuses, into the client's
+// error. The client may retry when the excess work before it will be done.
+func Missed(r *picker.Request, c *picker.Choice, err error) error {
+	if !errors.Is(err, picker.ErrMissed) {
+		return err
+	}
+	after := time.Second
+	if r.TTFT > 0 {
+		after = max(after, kvstate.Seconds(r.Waited+c.FirstToken-r.TTFT))
+	}
+	return openai.TargetMissed(min(after, time.Minute))
+}
+
+// ClientsFault reports whether an engine's status is about the request itself, so that the client gets the engine's
+// answer.
+func ClientsFault(code int) bool {
+	switch code {
+	case 400, 401, 403, 404, 413, 415, 422:
+		return true
+	}
+	return false
+}

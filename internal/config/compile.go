@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"tandem/extproc"
+	"tandem/extproc/endpointpicker"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
@@ -24,7 +25,7 @@ func ServerOptions(c *configv1.Config) extproc.Options {
 		DecisionMetadata: c.GetExtProc().GetDecisionMetadata(),
 	}
 	if e := c.GetExtProc(); e.GetProtocol() == ProtocolEndpointPicker {
-		o.Picker = &extproc.PickerOptions{
+		o.Picker = &endpointpicker.Options{
 			Fallbacks:    int(e.GetEndpointPicker().GetFallbacks()),
 			WatchBody:    e.GetEndpointPicker().GetResponses() == "body",
 			ShedRequests: int(e.GetEndpointPicker().GetShedRequests()),

@@ -7,6 +7,8 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
+	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/picker"
 	configv1 "tandem/protos/config/v1"
@@ -40,7 +42,7 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 			policy.Tokens = extproc.RenderTokens
 		}
 	}
-	if policy.Paths, err = extproc.NewPaths(p.GetEngine(), p.GetPaths()); err != nil {
+	if policy.Paths, err = paths.New(p.GetEngine(), p.GetPaths()); err != nil {
 		return policy, fmt.Errorf("paths: %w", err)
 	}
 	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(),
@@ -123,7 +125,7 @@ func newDialect(p *configv1.Pool, arrivals kvtransfer.Arrivals) (kvtransfer.Dial
 func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
 	policy.Place.Late = p.GetBinding() == "late"
 	if q := p.GetQueue(); q != nil {
-		policy.Waiting = extproc.Waiting{MaxTime: Duration(q.GetMaxWait()), Max: int(q.GetMaxWaiting())}
+		policy.Waiting = latebinding.Limits{MaxTime: Duration(q.GetMaxWait()), Max: int(q.GetMaxWaiting())}
 	}
 	policy.LabelHeader = p.GetLabelHeader()
 	switch p.GetEnginePriority() {

@@ -1,4 +1,4 @@
-package extproc
+package answer
 
 import (
 	"bytes"
@@ -14,10 +14,10 @@ func FuzzReplacer(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte, a, b uint8) {
 		i, j := int(a)%(len(text)+1), int(b)%(len(text)+1)
 		i, j = min(i, j), max(i, j)
-		r := newReplacer("b", "longer")
+		r := NewReplacer("b", "longer")
 		var got []byte
 		for n, piece := range [][]byte{text[:i], text[i:j], text[j:]} {
-			got = r.append(got, bytes.Clone(piece), n == 2)
+			got = r.Append(got, bytes.Clone(piece), n == 2)
 		}
 		want := bytes.ReplaceAll(text, []byte(`"model":"b"`), []byte(`"model":"longer"`))
 		want = bytes.ReplaceAll(want, []byte(`"model": "b"`), []byte(`"model": "longer"`))

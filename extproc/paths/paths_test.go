@@ -1,4 +1,4 @@
-package extproc
+package paths
 
 import (
 	"testing"
@@ -65,32 +65,31 @@ func TestPathsAllowWhatClientsUse(t *testing.T) {
 		{"any", "POST", "/generate", true},
 		{"any", "POST", "/vertex_generate", false},
 	} {
-		p, err := NewPaths(tt.engine, nil)
+		p, err := New(tt.engine, nil)
 		require.NoError(t, err)
 		require.Equal(t, tt.want, p.Allow(tt.method, tt.path), "%s: %s %s", tt.engine, tt.method, tt.path)
 	}
 }
 
 func TestPathsByConfiguration(t *testing.T) {
-	p, err := NewPaths("vllm", []string{"POST /v1/things/*", "PUT /tokenize"})
+	p, err := New("vllm", []string{"POST /v1/things/*", "PUT /tokenize"})
 	require.NoError(t, err)
 	require.True(t, p.Allow("POST", "/v1/things/7"))
 	require.True(t, p.Allow("PUT", "/tokenize"))
 	require.True(t, p.Allow("POST", "/tokenize"))
 	require.False(t, p.Allow("POST", "/v1/things/7/8"))
 	for _, wrong := range []string{"", "/path", "post /path", "POST path", "POST /a//b", "POST /a/../b", "POST /a?b", "POST /a%20b", " /a"} {
-		_, err := NewPaths("vllm", []string{wrong})
+		_, err := New("vllm", []string{wrong})
 		require.Error(t, err, wrong)
 	}
 }
 
 func TestPrefixesOfGateways(t *testing.T) {
-	s := newStand(t, Options{PathPrefixes: []string{"/llm", "/team/a"}})
 	for path, want := range map[string]string{
 		"/llm/v1/completions?x=/llm/": "/v1/completions?x=/llm/", "/team/a/metrics": "/metrics", "/llm": "/llm", "/llmx/v1/completions": "/llmx/v1/completions",
 		"/llm//v1/completions": "//v1/completions", "/llm/llm/v1/completions": "/llm/v1/completions", "/v1/completions": "/v1/completions", "": "",
 	} {
-		rest, ok := s.server.withoutPrefix([]byte(path))
+		rest, ok := WithoutPrefix([]string{"/llm", "/team/a"}, []byte(path))
 		require.Equal(t, want, string(rest), path)
 		require.Equal(t, want != path, ok, path)
 	}

@@ -1,13 +1,11 @@
-package extproc
+// Package paths is the allowlist of what clients may use on a pool's engines, in addition to the APIs that are split.
+package paths
 
 import (
 	"fmt"
 	"net/url"
 	"slices"
 	"strings"
-
-	"tandem/extproc/envoywire"
-	"tandem/extproc/openai"
 )
 
 // Paths is the allowlist of a pool: methods and paths that clients may use on its engines, in addition to the APIs
@@ -30,23 +28,27 @@ type pattern struct {
 const (
 	openAIPaths = `
 GET /health /ping /version /v1/models/* /v1/responses/*
-POST /ping /v1/embeddings /v1/responses/*/cancel /v1/messages/count_tokens /v1/audio/transcriptions /v1/audio/translations
+POST /ping /v1/embeddings /v1/responses/*/cancel /v1/messages/count_tokens
+POST /v1/audio/transcriptions /v1/audio/translations
 POST /v1/images/generations /v1/images/edits /v1/audio/speech /v1/moderations
 DELETE /v1/responses/*`
 	vllmPaths = `
 GET /tokenizer_info
-POST /tokenize /detokenize /pooling /classify /score /v1/score /generative_scoring /rerank /v1/rerank /v2/rerank /v2/embed /invocations
-POST /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender /v1/completions/render /v1/completions/derender
+POST /tokenize /detokenize /pooling /classify /score /v1/score /generative_scoring
+POST /rerank /v1/rerank /v2/rerank /v2/embed /invocations
+POST /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender
+POST /v1/completions/render /v1/completions/derender
 POST /v1/messages/render /v1/responses/render /cohere/v2/chat`
 	sglangPaths = `
 GET /health_generate /get_model_info /model_info
-POST /generate /encode /classify /v1/classify /tokenize /v1/tokenize /detokenize /v1/detokenize /v1/score /v1/rerank /invocations
+POST /generate /encode /classify /v1/classify /tokenize /v1/tokenize /detokenize /v1/detokenize
+POST /v1/score /v1/rerank /invocations
 POST /parse_function_call /separate_reasoning`
 )
 
-// NewPaths returns the allowlist for a kind of engine (vllm, sglang, trtllm; any: the paths of all), plus
+// New returns the allowlist for a kind of engine (vllm, sglang, trtllm; any: the paths of all), plus
 // configured paths such as "POST /v1/things/*".
-func NewPaths(engine string, more []string) (*Paths, error) {
+func New(engine string, more []string) (*Paths, error) {
 	p := &Paths{exact: map[string][]string{}}
 	tables := openAIPaths
 	if engine == "vllm" || engine == "any" {
@@ -88,7 +90,8 @@ func (p *Paths) Allow(method, path string) bool {
 		return false
 	}
 	allows := func(methods []string) bool {
-		return slices.Contains(methods, method) || method == "OPTIONS" || method == "HEAD" && slices.Contains(methods, "GET")
+		return slices.Contains(methods, method) || method == "OPTIONS" ||
+			method == "HEAD" && slices.Contains(methods, "GET")
 	}
 	if methods, ok := p.exact[path]; ok {
 		return allows(methods)
@@ -98,7 +101,9 @@ func (p *Paths) Allow(method, path string) bool {
 }
 
 func (t pattern) match(segments []string) bool {
-	return slices.EqualFunc(t.segments, segments, func(want, got string) bool { return want == got || want == "*" && got != "" })
+	return slices.EqualFunc(t.segments, segments, func(want, got string) bool {
+		return want == got || want == "*" && got != ""
+	})
 }
 
 // plainPath returns a path without query and escapes.
@@ -114,7 +119,8 @@ func plainPath(path string) string {
 
 // canonical reports whether all readers interpret a path alike.
 func canonical(path string) bool {
-	if !strings.HasPrefix(path, "/") || strings.ContainsAny(path, "%\\;?#") || strings.ContainsFunc(path, func(r rune) bool { return r <= ' ' || r == 0x7f }) {
+	control := func(r rune) bool { return r <= ' ' || r == 0x7f }
+	if !strings.HasPrefix(path, "/") || strings.ContainsAny(path, "%\\;?#") || strings.ContainsFunc(path, control) {
 		return false
 	}
 	for segment := range strings.SplitSeq(path[1:], "/") {
@@ -125,43 +131,13 @@ func canonical(path string) bool {
 	return true
 }
 
-// withoutPrefix removes the prefix that a gateway in front adds to paths (envoy.pathPrefixes); ok is false if there
+// WithoutPrefix removes the prefix that a gateway in front adds to paths (envoy.pathPrefixes); ok is false if there
 // is none.
-func (s *Server) withoutPrefix(path []byte) (rest []byte, ok bool) {
-	for _, prefix := range s.PathPrefixes {
+func WithoutPrefix(prefixes []string, path []byte) (rest []byte, ok bool) {
+	for _, prefix := range prefixes {
 		if len(path) > len(prefix) && path[len(prefix)] == '/' && string(path[:len(prefix)]) == prefix {
 			return path[len(prefix):], true
 		}
 	}
 	return path, false
-}
-
-// served reports whether any pool serves a path.
-func (s *Server) served(method, path string) bool {
-	for _, policy := range s.settings.Load().Pools {
-		if policy.Paths.Allow(method, path) {
-			return true
-		}
-	}
-	return false
-}
-
-// checkBody refuses a body that an engine might read as JSON although Tandem does not: Tandem reads
-// application/json only, and nothing reads forms as JSON.
-func (x *planning) checkBody() error {
-	if x.msg.EndOfStream {
-		return nil
-	}
-	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
-	switch strings.ToLower(strings.TrimSpace(kind)) {
-	case "application/json":
-		if x.msg.Mode.Request == envoywire.ModeNone {
-			// Envoy's routes are not those of `tandem envoy`
-			return openai.UnsupportedMediaType("a JSON body did not come to the router")
-		}
-		return openai.CheckHeaders(string(x.msg.Headers.ContentType), string(x.msg.Headers.ContentEncoding))
-	case "multipart/form-data":
-		return nil
-	}
-	return openai.UnsupportedMediaType("content-type must be application/json or multipart/form-data on this path")
 }

@@ -1,0 +1,78 @@
+package concurrent
+
+import (
+	"errors"
+	"fmt"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/plan"
+)
+
+// SetHeaders sets the headers that the two legs need in addition to every route's, or, without p, removes those of an
+// earlier pass, which the request's headers in show.
+func SetHeaders(h *envoywire.HeaderEdits, in *envoywire.Headers, requestID string, p *plan.Pair) {
+	set := func(name, value string) {
+		if value != "" {
+			h.Set(name, []byte(value))
+		} else if len(in.ClientID) > 0 {
+			h.Remove(name)
+		}
+	}
+	if p == nil {
+		if len(in.ClientID) == 0 {
+			return
+		}
+		for _, name := range [...]string{
+			envoywire.HeaderPrefillEndpoint, envoywire.HeaderPrefillScheme, envoywire.HeaderMirror,
+			envoywire.HeaderClientID, envoywire.HeaderLegID, envoywire.HeaderPrefillRank, envoywire.HeaderDecodeRank,
+			envoywire.HeaderAnswer,
+		} {
+			h.Remove(name)
+		}
+		return
+	}
+	scheme := p.Prefill.Scheme
+	if scheme == "http" {
+		scheme = ""
+	}
+	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
+	set(envoywire.HeaderPrefillScheme, scheme)
+	mirror := envoywire.MirrorKeep
+	if p.Cancel {
+		mirror = envoywire.MirrorCancel
+	}
+	set(envoywire.HeaderMirror, mirror)
+	set(envoywire.HeaderClientID, requestID)
+	set(envoywire.HeaderLegID, p.Plan.RequestID)
+	set(envoywire.HeaderPrefillRank, p.Plan.PrefillRank)
+	set(envoywire.HeaderDecodeRank, p.Plan.DecodeRank)
+	joined := ""
+	if p.Plan.Joined {
+		joined = "joined"
+	}
+	set(envoywire.HeaderAnswer, joined)
+}
+
+// DecodeEdits returns the edits that turn P's body, of so many bytes, into D's: they undo the changes made for P, and
+// replace P's members by D's, unless they are meant for both.
+func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
+	if bytes != t.BodyBytes {
+		return nil, fmt.Errorf("the body of a decode leg has %d bytes, %d were sent", bytes, t.BodyBytes)
+	}
+	if err := t.Undo.Check(bytes); err != nil {
+		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
+	}
+	switch {
+	case t.Params != nil && len(t.Params) == 0:
+		return t.Undo, nil // the client's own
+	case len(t.Undo) == 0:
+		return nil, errors.New("the undo of a prefill leg is empty")
+	case t.Params == nil:
+		return t.Undo[1:], nil
+	}
+	edits := t.Undo
+	edits[0].New = append(append(t.Params, ','), edits[0].New...)
+	return edits, nil
+}

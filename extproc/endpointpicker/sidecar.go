@@ -1,0 +1,42 @@
+// Package endpointpicker is what the Endpoint Picker protocol needs in addition to a decision, and what a second hop
+// needs that is not Envoy's.
+//
+//   - [Allow], [Shed], [Fallbacks] and [Dropped] are about the endpoints that a gateway allows and is told of
+//     (candidates.go).
+//   - [Rewrite] replaces the model that a request asks for (model.go).
+//   - [SetSidecar] sets the headers for llm-d's routing sidecar (sidecar.go).
+//   - [Direct] calls the prefill endpoint in place of Envoy (direct.go).
+//
+// Package extproc has the handler of the gateway's streams.
+package endpointpicker
+
+import (
+	"tandem/extproc/envoywire"
+	"tandem/extproc/plan"
+)
+
+// Headers that llm-d's routing sidecar applies (llm-d-router, pkg/common/routing/common.go). A client's never pass.
+// Data-parallel ranks are endpoints here, so that header is only ever removed.
+const (
+	headerPrefiller    = "x-prefiller-host-port"
+	headerEncoders     = "x-encoder-hosts-ports"
+	headerCacheSource  = "x-kv-cache-source-host-port"
+	headerDataParallel = "x-data-parallel-host-port"
+)
+
+// SetSidecar sets the headers for the sidecar, and removes those that the client sent.
+func SetSidecar(h *envoywire.HeaderEdits, o *plan.SidecarHeaders) {
+	if o == nil {
+		o = &plan.SidecarHeaders{}
+	}
+	for _, header := range [...]struct{ name, value string }{
+		{headerPrefiller, o.Prefill}, {headerEncoders, o.Encoders}, {headerCacheSource, o.Source},
+		{headerDataParallel, ""},
+	} {
+		if header.value != "" {
+			h.Set(header.name, []byte(header.value))
+		} else {
+			h.Remove(header.name)
+		}
+	}
+}
