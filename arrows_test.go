@@ -40,7 +40,7 @@ var arrows = map[string][]string{
 	"picker/admission":           {"kvstate", "picker"},
 	"replay":                     {"kvstate", "picker", "picker/admission"},
 	"extproc/openai":             {},
-	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate"},
+	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest"},
 	"extproc/envoywire/wiretest": {},                                                                  // for tests
 	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests

@@ -14,7 +14,6 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/reclaim"
-	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 )
@@ -78,7 +77,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
 	if t == nil {
-		s.metrics.TicketRefused()
+		s.observer.TicketRefused()
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.RequestID), "err", err)
 		return
 	}
@@ -122,18 +121,12 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 			first = max(e.Start.Add(e.FirstByte).Sub(began), 0)
 		}
 	}
+	s.observer.RequestEnded(t, e, took, first, mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
-		s.metrics.RequestEnded(t, e, took, first)
 		if policy, _ := s.policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
-			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
+			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
 	}
-	s.recent.Change(string(e.RequestID), t.Started, func(trace *telemetry.Trace) {
-		trace.DecodeTime, trace.Status = took, e.Status
-		if e.FirstByte > 0 {
-			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
-		}
-	})
 }
 
 // endOf returns what the reclaimer needs from an access log entry.
@@ -221,3 +214,33 @@ func (s *Server) reservationID(key string, redirects int, role kvstate.Role) kvs
 
 // sealedAt returns when a leg's ticket was made: the start of the hop.
 func (s *Server) sealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.TicketTTL) }
+
+// If Envoy did not follow a redirect, the client would get it as its answer. A script in the bootstrap replaces it
+// by a 503 (attempts_exhausted) and tags the access log entry. Envoy reports the reason only in its stats; here it
+// is derived from the entry.
+
+// notFollowedReason returns the reason for the metric: one of those that Envoy (1.40, Filter::setupRedirect of its
+// router) can have on the routes of our bootstrap. t is the ticket of the pass that the answer ended.
+func (s *Server) notFollowedReason(t *kvtransfer.Ticket, e *envoywire.LogEntry) string {
+	body := int64(e.Sent) - int64(e.SentHeaders) // frames included
+	switch {
+	case string(e.Unfollowed) == envoywire.UnfollowedLocation:
+		return "no_location"
+	case t.Redirects >= s.MaxRedirects:
+		return "too_many"
+	case body < int64(t.BodyBytes):
+		return "incomplete"
+	}
+	return "not_kept"
+}
+
+// notFollowed logs and counts such an end. Every replica receives the entry; mine reports whether this one made the
+// reservation, and counts it.
+func (s *Server) notFollowed(t *kvtransfer.Ticket, e *envoywire.LogEntry, mine bool) {
+	why := s.notFollowedReason(t, e)
+	s.Log.Warn("Envoy did not follow a redirect", "request_id", string(e.RequestID), "reason", why, "stage", t.Stage.String(), "prefill", t.Prefill,
+		"decode", t.Decode, "redirects", t.Redirects, "body_bytes", t.BodyBytes, "sent_bytes", e.Sent, "sent_header_bytes", e.SentHeaders, "duration", e.Duration)
+	if mine {
+		s.observer.NotFollowed(why)
+	}
+}

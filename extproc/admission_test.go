@@ -310,7 +310,7 @@ func TestWaitingSeesOtherReplicas(t *testing.T) {
 		time.Sleep(latebinding.Tick)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order)
-		decisions := s.server.metrics.Totals().Decisions
+		decisions := s.server.observer.Totals().Decisions
 		require.Less(t, decisions.Quantile(1), 100*time.Millisecond, "waiting is no part of deciding")
 		time.Sleep(2 * latebinding.Tick)
 	})

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -33,7 +34,7 @@ func (x answerLeg) serve() error {
 	}
 	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, time.Now())
 	if t == nil { // an expired ticket is accepted: the answer has begun
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return fmt.Errorf("opening the ticket of an answer leg: %w", err)
 	}
 	if code, _ := strconv.Atoi(string(x.msg.Headers.Status)); code != 200 {
@@ -59,7 +60,7 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	}
 	r, err := answer.Rewriter(t)
 	if r == nil && err == nil {
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
 	}
 	return r, err
@@ -79,8 +80,8 @@ func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 	}
 	prefill, ok := x.s.State.TakeHandOver(t.ID)
 	if !ok && x.stream.Context().Err() == nil {
-		x.s.Log.Warn("prefill's log probabilities are not known here: the client gets decode's alone",
-			"request_id", x.requestID, "prefill", t.Prefill)
+		x.log(slog.LevelWarn, "prefill's log probabilities are not known here: the client gets decode's alone",
+			"prefill", t.Prefill)
 	}
 	return prefill, ok
 }
@@ -99,7 +100,7 @@ func (x answerLeg) rewriteWhole(c openai.Rewriter) error {
 	x.spare.Grow(x.body.Len() + 4096)
 	out, err := c.Whole(x.spare.Data[:0], x.body.Bytes())
 	if err != nil {
-		x.s.Log.Error("decode's answer stays as it is", "request_id", x.requestID, "err", err)
+		x.log(slog.LevelError, "decode's answer stays as it is", "err", err)
 		out = append(x.spare.Data[:0], x.body.Bytes()...)
 	}
 	x.spare.Data = out

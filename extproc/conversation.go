@@ -1,8 +1,7 @@
 package extproc
 
 import (
-	"crypto/sha256"
-	"encoding/binary"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -43,39 +42,13 @@ const conversationTimeout = 500 * time.Millisecond
 // be used. It may ask an engine for the prompt's token ids.
 func (x firstPass) readConversation(policy *Policy, c picker.Choice) {
 	r := &x.req
-	r.Turn.Conversation, r.Turn.OwnIDs = x.conversation(policy)
+	r.Turn.Conversation, r.Turn.OwnIDs = plan.Conversation(r, &policy.Policy)
 	if r.Turn.Conversation == ([16]byte{}) || r.Prefills > 0 || r.ConversationFailed {
 		return
 	}
 	limit := plan.PrefillLimit(r, &x.view, c, &policy.Policy)
 	r.LastTurn, r.TurnIDs = x.lastTurn(r.Turn.Conversation, x.view.Endpoints[c.Prefill].Endpoint, limit)
 	r.Turn.Told = r.LastTurn != nil
-}
-
-// conversation returns the name under which the request's turns are stored, and whether the client itself asked for
-// token ids. It is zero if the turns are not stored. Model and salt are part of the name, because they are part of
-// what KV is: the same tokens under another adapter have other blocks, and another salt belongs to another tenant.
-// Token ids do not identify media, so a chat with media has no conversation.
-func (x firstPass) conversation(policy *Policy) (name [16]byte, ownIDs bool) {
-	turns := policy.Dialect.Turns
-	if turns == nil || x.req.Session == 0 || policy.Handoff != plan.HandoffEnvoy || !turns.Takes(x.req.API(), x.req.PromptIDs() != nil) || !x.req.PromptIsAll() {
-		return name, false
-	}
-	ownIDs = x.req.True(openai.FieldReturnTokenIDs)
-	if x.req.Has(openai.FieldReturnTokenIDs) && !ownIDs { // a duplicate would be an error
-		return name, false
-	}
-	h := sha256.New()
-	text := func(b []byte) {
-		_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(b))))
-		_, _ = h.Write(b)
-	}
-	text([]byte("turn"))
-	text([]byte(x.req.Pool.Spec.Name))
-	text(binary.LittleEndian.AppendUint64(nil, x.req.Session))
-	text([]byte(x.req.Model()))
-	text(x.req.Raw(openai.FieldCacheSalt))
-	return [16]byte(h.Sum(nil)), ownIDs
 }
 
 // lastTurn returns the blocks of the conversation's last turn for P, an endpoint of the view, if they outlast
@@ -117,7 +90,7 @@ func (x firstPass) lastTurn(conversation [16]byte, prefill *kvstate.Endpoint, li
 		x.conversationMiss(pool, conversationOtherPrompt, nil)
 		return nil, nil
 	}
-	x.s.metrics.Turn(pool.Spec.Name, conversationUsed)
+	x.Turn(pool.Spec.Name, conversationUsed)
 	if inBody {
 		return turn, nil
 	}
@@ -126,9 +99,9 @@ func (x firstPass) lastTurn(conversation [16]byte, prefill *kvstate.Endpoint, li
 
 // conversationMiss counts a stored turn that was not used.
 func (x firstPass) conversationMiss(pool *kvstate.Pool, why string, err error) {
-	x.s.metrics.Turn(pool.Spec.Name, why)
+	x.Turn(pool.Spec.Name, why)
 	if err != nil {
-		x.s.Log.Warn("what was kept of a conversation's last turn is of no use", "request_id", x.requestID, "err", err)
+		x.log(slog.LevelWarn, "what was kept of a conversation's last turn is of no use", "err", err)
 	}
 }
 
@@ -137,7 +110,7 @@ func (x firstPass) conversationMiss(pool *kvstate.Pool, why string, err error) {
 func (s *Server) conversationFailed(next *kvtransfer.Ticket, requestID string, status int) {
 	next.Cause, next.Turn.Told = kvtransfer.CauseTurn, false
 	next.Prefills = max(next.Prefills-1, 0)
-	s.metrics.Turn(next.Pool, conversationFailed)
+	s.observer.Turn(next.Pool, conversationFailed)
 	s.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without", "request_id", requestID, "endpoint", next.Prefill, "status", status)
 }
 
@@ -211,13 +184,13 @@ func (x answerLeg) storeConversation(t *kvtransfer.Ticket, params []byte, ids []
 		text, err = answer.WriteTurn(turn, time.Now().Add(turns.TTL))
 	}
 	if err != nil {
-		x.s.metrics.Turn(t.Pool, conversationUnusable)
-		x.s.Log.Info("what decode keeps for the next turn is of no use", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
+		x.Turn(t.Pool, conversationUnusable)
+		x.log(slog.LevelInfo, "what decode keeps for the next turn is of no use", "endpoint", t.Decode, "err", err)
 		return
 	}
 	if err := x.s.State.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
-		x.s.metrics.Turn(t.Pool, conversationFull)
+		x.Turn(t.Pool, conversationFull)
 		return
 	}
-	x.s.metrics.Turn(t.Pool, conversationStored)
+	x.Turn(t.Pool, conversationStored)
 }

@@ -256,7 +256,7 @@ func TestPhasesOfWorkAreTold(t *testing.T) {
 				require.Regexp(t, ", 0s$", took, phase)
 			}
 		}
-		decisions := s.server.metrics.Totals().Decisions
+		decisions := s.server.observer.Totals().Decisions
 		require.Less(t, decisions.Quantile(.5), time.Millisecond)
 		s.server.releasePass("r1", 0, s.server.State.Release)
 	})

@@ -80,11 +80,11 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 	x.requestID = string(requestID)
 	t, err := x.s.keys().Open(string(ticket), x.requestID, time.Now())
 	if err != nil {
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
 	}
 	if t.Stage != kvtransfer.PairLegs {
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return nil, fmt.Errorf("one of two legs came with a ticket of stage %v", t.Stage)
 	}
 	return t, nil
@@ -120,7 +120,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			}
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-timer.C:
-			x.s.metrics.PrefillLate(t)
+			x.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill)
 		case <-x.s.draining:
@@ -159,7 +159,7 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 			return x.answerFor(p.Verdict)
 		}
 	case <-timer.C:
-		x.s.metrics.PrefillLate(t)
+		x.PrefillLate(t)
 		x.s.pairs.GiveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
@@ -232,7 +232,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	failed := t.Prefill
 	if cause == kvtransfer.CauseDecode {
 		failed = t.Decode
-		x.s.metrics.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
+		x.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
 	}
 	next.Excluded = append(next.Excluded, failed)
 	if cause != kvtransfer.CauseDecode || decodeOut || !x.s.loadLegFailed(t) {

@@ -3,6 +3,7 @@ package extproc
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -85,7 +86,7 @@ func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 		err = fmt.Errorf("it is of stage %v", t.Stage)
 	}
 	if err != nil {
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of an encode leg: %w", err)
 	}
 	return t, nil
@@ -106,7 +107,7 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	case code == 200 && !x.msg.Over:
 		params, err := kvtransfer.ReadEncoded(x.body.Bytes())
 		if err != nil {
-			x.s.Log.Warn("an encode endpoint's answer is of no use: prefill encodes", "request_id", x.requestID, "endpoint", t.Decode, "err", err)
+			x.log(slog.LevelWarn, "an encode endpoint's answer is of no use: prefill encodes", "endpoint", t.Decode, "err", err)
 			break
 		}
 		next.Stage, next.Cause, next.Params, result = kvtransfer.Encoded, "", params, "ok"
@@ -117,7 +118,6 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	case code >= 500 && pool != nil:
 		x.markFailed(pool, t.Decode)
 	}
-	x.s.metrics.HopEnded(t.Pool, "encode", t.Decode, result, took, x.Exemplar)
-	x.SpanLegEnded(result, code)
+	x.LegEnded(t.Pool, "encode", t.Decode, result, code, took)
 	return &next
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/latebinding"
@@ -109,4 +110,31 @@ func (x *planning) decisionMetadata(p *telemetry.Planned) []byte {
 		envoywire.MetadataField{Name: "decode", Text: p.Decode},
 		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
 		envoywire.MetadataField{Name: "price", Number: x.req.Price}, envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
+}
+
+// planned reports the plan of a pass. prefill is nil if one endpoint does both; reason is "" if there was no alternative.
+func (x *planning) planned(
+	pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64, started time.Time, pass int,
+) {
+	p := telemetry.Planned{
+		RequestID: x.requestID, Started: started, Pass: pass, Pool: pool.Spec.Name, Route: route, Reason: reason,
+		Decode: decode.Addr, PromptTokens: tokens,
+		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
+		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
+		Waited:   x.waiter.Took, WaitedFor: x.waiter.BlockedOn.Endpoint,
+		Behind: x.waiter.BlockedOn.Local, BehindRemote: x.waiter.BlockedOn.Remote,
+	}
+	if prefill != nil {
+		p.Prefill = prefill.Addr
+	}
+	if x.s.DecisionMetadata {
+		x.decision = x.decisionMetadata(&p)
+	}
+	two := prefill != nil
+	if (two || route == "decode_alone") && x.WantsWeighed() {
+		p.Weighed = telemetry.Weigh(x.picker.Explain(&picker.Request{
+			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,
+		}, &x.view).Candidates, two)
+	}
+	x.Planned(x.stream.Context(), &p)
 }

@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"errors"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -17,6 +18,11 @@ import (
 type handler struct {
 	*stream
 	*telemetry.Meter
+}
+
+// log writes a message about the request to the log.
+func (x handler) log(level slog.Level, message string, args ...any) {
+	x.s.Log.Log(x.Context(), level, message, append([]any{"request_id", x.requestID}, args...)...)
 }
 
 // receiveBody reads the whole body into x.body, at most limit bytes.
@@ -78,7 +84,7 @@ func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
 	if err != nil {
 		return err
 	}
-	x.s.metrics.TicketSealed(len(sealed))
+	x.TicketSealed(len(sealed))
 	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_redirect"}
 	i.Headers.Set("location", to)
 	i.Headers.Set(envoywire.HeaderTicket, sealed)
@@ -96,7 +102,7 @@ func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	}
 	var err error
 	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
-		x.s.Log.Warn("hand-over too large for a header and no room to keep it: decode computes the prompt", "request_id", x.requestID, "err", err)
+		x.log(slog.LevelWarn, "hand-over too large for a header and no room to keep it: decode computes the prompt", "err", err)
 		t.ParamsRef = [16]byte{}
 	}
 	t.Params = nil

@@ -40,7 +40,7 @@ func (s *Server) decodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 func (s *Server) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
 	news := s.State.LoadFailed(pool, prefill, decode)
 	if news || seen != loadCount { // a count also rises for failures that were seen as they happened
-		s.metrics.LoadFailed(pool.Spec.Name, prefill, seen)
+		s.observer.LoadFailed(pool.Spec.Name, prefill, seen)
 	}
 	if !news {
 		return

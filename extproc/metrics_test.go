@@ -28,9 +28,9 @@ func TestARequestIsCounted(t *testing.T) {
 	q.follow()
 	require.Zero(t, q.pass().status())
 	s.log(q.entry(200, "via_upstream"))
-	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.server.observer.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
 
-	m := s.server.metrics
+	m := s.server.observer
 	require.InDelta(t, 1, s.count("tandem_decisions_total", "chat", "split"), 0)
 	require.Positive(t, s.count("tandem_prefill_seconds_compared_total", "chat", "expected"))
 	require.Positive(t, s.count("tandem_prefill_seconds_compared_total", "chat", "measured"))
@@ -71,7 +71,7 @@ func TestTimesLeadToTraces(t *testing.T) {
 	e := q.entry(200, "via_upstream")
 	e.Request.RequestHeaders[envoywire.HeaderTraceparent] = first.set[envoywire.HeaderTraceparent]
 	s.log(e)
-	require.Eventually(t, func() bool { return s.server.metrics.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.server.observer.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
 
 	families, err := s.registry.Gather()
 	require.NoError(t, err)

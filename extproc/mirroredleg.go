@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"errors"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -77,8 +78,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	if took >= x.prefillLimit(t) { // P exceeded its time limit
 		result = "failed"
 	}
-	x.s.metrics.HopEnded(t.Pool, "prefill", t.Prefill, result, took, x.Exemplar)
-	x.SpanLegEnded(result, 0)
+	x.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)
 	return errors.Join(errAnswered, x.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
 }
 
@@ -99,15 +99,13 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
 		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
 		policy.learnEngine(t.Prefill, peer)
 		if err != nil {
-			x.s.Log.Warn("prefill answered, but not as one that has sent its KV", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
+			x.log(slog.LevelWarn, "prefill answered, but not as one that has sent its KV", "endpoint", t.Prefill, "err", err)
 			break
 		}
 		v.OK, result = true, "ok"
 		x.prefilled(pool, t, got)
 	}
-	x.s.metrics.PrefillEnded(t, code, result, took, x.Exemplar)
-	x.SpanLegEnded(result, code)
-	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) { trace.PrefillTime = took })
+	x.MirrorEnded(x.requestID, t, code, result, took)
 	return v
 }
 
@@ -123,11 +121,10 @@ const maxRefusal = 64 << 10
 
 // prefilled records what a good answer reports.
 func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
-	x.s.metrics.Prompt(t.Pool, got)
-	x.SpanAnswered(got)
+	x.PromptRead(x.requestID, t, got, time.Since(x.s.sealedAt(t)))
 	if got.Joined != nil {
 		if err := x.s.State.PutHandOverAs(t.ID, got.Joined); err != nil {
-			x.s.Log.Warn("no room for prefill's log probabilities: the client gets decode's alone", "request_id", x.requestID, "err", err)
+			x.log(slog.LevelWarn, "no room for prefill's log probabilities: the client gets decode's alone", "err", err)
 		}
 	}
 	if pool == nil {
@@ -137,12 +134,6 @@ func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvt
 	if got.PromptTokens > 0 {
 		pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 	}
-	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) {
-		trace.CachedTokens = got.CachedTokens
-		if got.PromptTokens > 0 {
-			trace.PromptTokens = got.PromptTokens
-		}
-	})
 }
 
 // dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's
@@ -167,7 +158,7 @@ func (x mirroredLeg) dropAnswer(code int, v concurrent.Outcome) error {
 func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
 	t, err := s.keys().Open(string(e.Ticket), string(e.ClientID), time.Now())
 	if t == nil {
-		s.metrics.TicketRefused()
+		s.observer.TicketRefused()
 		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.ClientID), "err", err)
 		return
 	}

@@ -8,7 +8,6 @@ import (
 	"tandem/extproc/answer"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/plan"
-	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
 
@@ -74,9 +73,7 @@ func (x endpointPicker) answerBegins(p *picked) {
 	} else if code == 503 && x.msg.Hints.Served == "" && !strings.Contains(p.list, ",") {
 		x.s.State.MarkFailed(served) // no endpoint answered: the gateway could not connect
 	}
-	x.s.recent.Change(x.requestID, x.req.Started, func(trace *telemetry.Trace) {
-		trace.Decode, trace.Status = served.Addr, code
-	})
+	x.AnswerBegan(x.requestID, x.req.Started, served, code)
 }
 
 // answerHeaders returns the changes to the answer's headers.

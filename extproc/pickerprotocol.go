@@ -58,7 +58,7 @@ func (x endpointPicker) serve() error {
 	if err := x.sendOn(p.edits, append(envoywire.Destination(p.list), x.decision...)); err != nil {
 		return err
 	}
-	x.s.metrics.Processed(envoywire.RolePicker, time.Since(began), x.Busy, nil)
+	x.s.observer.Processed(envoywire.RolePicker, time.Since(began), x.Busy, nil)
 	_ = x.followAnswer(&p) // however it ends, nothing more can be reported
 	return errAnswered
 }
@@ -213,9 +213,9 @@ type directObserver firstPass
 func (x directObserver) Reserved() { x.waiter.Committed() }
 
 func (x directObserver) PrefillCalled(endpoint, result string, took time.Duration) {
-	x.s.metrics.HopEnded(x.req.Pool.Spec.Name, "prefill", endpoint, result, took, x.Exemplar)
+	x.HopEnded(x.req.Pool.Spec.Name, "prefill", endpoint, result, took, x.Exemplar)
 }
 
 func (x directObserver) PromptCounted(got kvtransfer.Answer) {
-	x.s.metrics.Prompt(x.req.Pool.Spec.Name, got)
+	x.Prompt(x.req.Pool.Spec.Name, got)
 }

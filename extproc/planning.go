@@ -56,7 +56,7 @@ func (x *planning) scan(api openai.API) error {
 	if !x.req.HasControl() {
 		return nil
 	}
-	x.s.metrics.ControlFieldsCut()
+	x.ControlFieldsCut()
 	x.spare.Grow(x.body.Len())
 	x.spare.Data = x.req.Clean(x.spare.Data[:0])
 	x.swapBody()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -48,11 +49,11 @@ func (x prefillLeg) serve() error {
 	x.requestID = string(a.RequestID)
 	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, time.Now())
 	if t == nil {
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
 	}
 	if t.Stage != kvtransfer.PrefillLeg {
-		x.s.metrics.TicketRefused()
+		x.TicketRefused()
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
 	x.startSpan(telemetry.SpanPrefillAnswer, false)
@@ -60,7 +61,7 @@ func (x prefillLeg) serve() error {
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	x.observe(t)
 	if plan.ClientsFault(code) {
-		x.s.metrics.PrefillEnded(t, code, "refused", time.Since(x.s.sealedAt(t)), x.Exemplar)
+		x.PrefillRefused(t, code, time.Since(x.s.sealedAt(t)))
 		x.s.release(t)
 		x.dropInline()
 		return x.answerRefused()
@@ -122,7 +123,7 @@ func (x prefillLeg) endedByEnvoy() bool {
 // it keeps.
 func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 	if policy, _ := x.s.policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
-		x.s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
+		x.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
 	}
 }
 
@@ -132,26 +133,19 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	took := time.Since(x.s.sealedAt(t))
 	next, final = x.afterPrefill(t, code, answer, over)
 	if final != nil {
-		x.s.metrics.PrefillEnded(t, code, "ok", took, x.Exemplar)
-		x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) {
-			trace.PrefillTime, trace.Decode, trace.Final = took, "", true
-		})
+		x.PrefillEnded(x.requestID, t, code, took, nil)
 		return nil, final
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
 		next.Expires = time.Now().Add(x.s.HandOverTTL)
 	}
-	result := "ok"
 	if next.Stage == kvtransfer.Failed {
 		x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-		result = "failed"
 	} else {
 		x.s.State.Complete(kvstate.ReservationID(t.Reservations[0]))
 	}
-	x.s.metrics.PrefillEnded(t, code, result, took, x.Exemplar)
-	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) { trace.PrefillTime = took })
-	x.SpanPrefilled(code, next)
+	x.PrefillEnded(x.requestID, t, code, took, next)
 	return next, nil
 }
 
@@ -208,12 +202,12 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 		}
 	}
 	if err != nil {
-		x.s.Log.Warn("prefill answered without usable KV parameters", "request_id", x.requestID, "endpoint", t.Prefill, "err", err)
+		x.log(slog.LevelWarn, "prefill answered without usable KV parameters", "endpoint", t.Prefill, "err", err)
 		x.prefillFailed(pool, &next, code)
 		return &next, nil
 	}
 	if got.Unused != "" {
-		x.s.Log.Info("KV parameters not handed on: decode computes the prompt", "request_id", x.requestID, "endpoint", t.Prefill, "why", got.Unused)
+		x.log(slog.LevelInfo, "KV parameters not handed on: decode computes the prompt", "endpoint", t.Prefill, "why", got.Unused)
 	}
 	if c := policy.Dialect.Concurrent; c != nil { // P was not known well enough for concurrent legs
 		_, peer, _ := c.ReadAnswer(answer, nil)
@@ -228,14 +222,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 			next.PromptTokens = got.PromptTokens
 		}
 	}
-	x.s.metrics.Prompt(t.Pool, got)
-	x.s.metrics.Compare(t, got, time.Since(x.s.sealedAt(t)))
-	x.s.recent.Leg(x.requestID, t, func(trace *telemetry.Trace) {
-		trace.CachedTokens = got.CachedTokens
-		if got.PromptTokens > 0 {
-			trace.PromptTokens = got.PromptTokens
-		}
-	})
+	x.PromptRead(x.requestID, t, got, time.Since(x.s.sealedAt(t)))
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	next.Written = got.WrittenTokens
 	return &next, got.Final
@@ -297,4 +284,17 @@ const redirectHost = "http://tandem"
 func location(path []byte) []byte {
 	path, _, _ = bytes.Cut(path, []byte("?"))
 	return append([]byte(redirectHost), path...)
+}
+
+// awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes
+// what is missing.
+func (x *prefillAnswer) awaitKV(t *kvtransfer.Ticket) {
+	policy, _ := x.s.policy(t.Pool)
+	push := policy.Dialect.Push
+	if push == nil {
+		return
+	}
+	if !push.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
+		x.log(slog.LevelWarn, "no word that the KV is with decode: it computes what it lacks", "prefill", t.Prefill, "decode", t.Decode)
+	}
 }

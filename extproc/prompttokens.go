@@ -52,10 +52,10 @@ func (x *planning) tokenize(pool *kvstate.Pool, policy *Policy) {
 		return
 	}
 	text, size, prompt := slices.Clone(x.req.Hashes), x.req.PromptBytes(), x.req.TokenPrompt(pool)
-	metrics := x.s.metrics
+	observer := x.s.observer
 	done := x.s.Tokenizer.Tokenize(guard.With(x.stream.Context(), x.s.guard), pool, text[len(text)-1], path, body, func(ids []uint32) {
 		prompt.IDs = ids
-		metrics.Learned(pool.Spec.Name, "tokenizer", len(ids))
+		observer.Learned(pool.Spec.Name, "tokenizer", len(ids))
 		x.s.State.LearnTokens(pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: size}, &prompt)
 	})
 	if done == nil || policy.TokenBudget <= 0 {
@@ -141,7 +141,7 @@ func (x *prefillAnswer) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvt
 	}
 	if ids, ok := openai.TokenIDs(x.ids[:0], got.PromptIDs); ok {
 		x.ids = ids
-		x.s.metrics.Learned(pool.Spec.Name, "prefill", len(ids))
+		x.Learned(pool.Spec.Name, "prefill", len(ids))
 		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: t.Learn.Bytes}
 		x.s.State.LearnTokens(pool, learned, &prefixindex.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt})
 	}

@@ -68,9 +68,9 @@ func (s *Server) Replan() http.Handler {
 		if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
 			s.reclaim.NotFollowed(t, id, reclaim.Replanned)
 		}
-		s.metrics.HopEnded(t.Pool, hop, failed, "failed", took, nil)
+		s.observer.HopEnded(t.Pool, hop, failed, "failed", took, nil)
 		if hop == "decode" && t.Split {
-			s.metrics.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
 		}
 		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
 			s.conversationFailed(&next, id, 0)
@@ -159,7 +159,7 @@ func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
 func discard(body io.Reader, limit int64) { _, _ = io.CopyN(io.Discard, body, limit) }
 
 func (s *Server) refuseReplan(w http.ResponseWriter, e *openai.Error) {
-	s.metrics.Refused(e)
+	s.observer.Refused(e)
 	w.Header().Set("content-type", envoywire.ContentTypeJSON)
 	if e.RetryAfter > 0 {
 		w.Header().Set(envoywire.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))

@@ -96,7 +96,7 @@ func (x mainRole) decide() (*plan.Decision, error) {
 // openTicket opens the ticket of pass 2. Envoy removes tickets from clients' requests, so a ticket here came with a
 // redirect, and the body with it is a leg's. If the ticket cannot be read (another key, another release, or an
 // Envoy that lets clients' tickets in), the client's body cannot be restored, and the request fails. Tickets of a
-// leg, which engines see, are refused as well, except pass 1's together with P's inline answer (inline.go). An
+// leg, which engines see, are refused as well, except pass 1's together with P's inline answer. An
 // expired ticket is returned with its error.
 func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, time.Now())
@@ -104,7 +104,7 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
-	x.s.metrics.TicketRefused()
+	x.TicketRefused()
 	x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
 	return nil, openai.Unavailable("ticket_refused", "the state of this request cannot be read here; send it again", time.Second)
 }

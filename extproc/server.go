@@ -96,13 +96,12 @@ func (s *Server) limits() plan.Limits {
 type Server struct {
 	Options
 	settings atomic.Pointer[activeSettings]
-	metrics  *telemetry.Metrics
+	observer *telemetry.Observer
 	started  time.Time
 	scratch  sync.Pool // of *scratch
 	draining chan struct{}
 	hedges   hedges
 	reclaim  *reclaim.Reclaimer
-	recent   *telemetry.Recent
 	pairs    *concurrent.Pairs
 	seed     uint64 // of reservation ids
 	direct   *endpointpicker.Direct
@@ -126,17 +125,17 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{
-		Options: o, metrics: m, started: time.Now(), draining: make(chan struct{}), hedges: hedges{held: map[[16]byte]*hedge{}},
-		recent: telemetry.NewRecent(), pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
+		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}), hedges: hedges{held: map[[16]byte]*hedge{}},
+		pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.direct = endpointpicker.NewDirect(o.State, o.Log)
 	s.waiting = latebinding.Options{
-		State: o.State, Guard: s.guard, Observer: m, Started: s.started, Draining: s.draining, ShortOfMemory: s.shortOfMemory,
+		State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining, ShortOfMemory: s.shortOfMemory,
 	}
 	if o.State != nil {
 		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) { s.loadFailed(p, prefill, decode, loadCount) })
 	}
-	s.reclaim = reclaim.New(reclaim.Options{State: o.State, Log: o.Log, Observer: m, TTL: o.HandOverTTL, Policy: func(pool string) reclaim.Policy {
+	s.reclaim = reclaim.New(reclaim.Options{State: o.State, Log: o.Log, Observer: s.observer, TTL: o.HandOverTTL, Policy: func(pool string) reclaim.Policy {
 		policy, _ := s.policy(pool)
 		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
 	}})
@@ -199,7 +198,7 @@ type scratch struct {
 }
 
 func newScratch(s *Server) *scratch {
-	m := &scratch{stream: stream{s: s}, telemetry: telemetry.Meter{Metrics: s.metrics}}
+	m := &scratch{stream: stream{s: s}, telemetry: telemetry.Meter{Observer: s.observer}}
 	shared := handler{&m.stream, &m.telemetry}
 	m.request.handler, m.prefill.handler = shared, shared
 	return m
@@ -303,7 +302,7 @@ func (s *Server) refuse(x *stream, role string, err error) error {
 		s.Log.Error("request failed", "role", role, "request_id", x.requestID, "err", err)
 		e = openai.Internal()
 	}
-	s.metrics.Refused(e)
+	s.observer.Refused(e)
 	return x.sendError(e, role == envoywire.RoleAnswerLeg)
 }
 
@@ -332,9 +331,9 @@ func (s *Server) Run(ctx context.Context) {
 	var workers sync.WaitGroup
 	defer workers.Wait()
 	workers.Go(func() { s.reclaim.Run(ctx) })
-	workers.Go(func() { s.metrics.PruneSeries(ctx, s.State) })
+	workers.Go(func() { s.observer.PruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }
 
 // Recent returns the traces of the latest requests, newest first, at most n.
-func (s *Server) Recent(n int) []telemetry.Trace { return s.recent.Latest(n) }
+func (s *Server) Recent(n int) []telemetry.Trace { return s.observer.Latest(n) }

@@ -261,7 +261,7 @@ func (x *stream) endEarly(stream grpc.ServerStream, requestID string, e *openai.
 		return
 	}
 	x.answered = true
-	x.s.metrics.Refused(e)
+	x.s.observer.Refused(e)
 	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
 	if e.RetryAfter > 0 {
@@ -281,3 +281,11 @@ func (x *stream) stopBodyTime() {
 	x.timer = nil // a deadline that is firing now sees this and does nothing
 	x.sending.Unlock()
 }
+
+func serverBusy() *openai.Error {
+	return openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second)
+}
+
+// shortOfMemory reports whether so much of the memory for bodies is in use that no request should wait with its
+// body.
+func (s *Server) shortOfMemory() bool { return s.Memory.Load() > s.Memory.Limit()/4*3 }

@@ -118,7 +118,7 @@ func TestTracingOffAllocatesNothing(t *testing.T) {
 	budget.Allocs(t, 100, 0, func() {
 		x.startSpan(telemetry.SpanDecide, true)
 		x.SpanTicket(nil)
-		x.SpanPrefilled(200, nil)
+		x.SpanLegEnded("ok", 200)
 		x.EndSpan("")
 	})
 	require.Empty(t, x.Next.Traceparent)

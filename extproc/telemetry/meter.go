@@ -39,7 +39,7 @@ func (m *Metrics) observeWork(h *prometheus.HistogramVec) {
 
 // Meter measures one stream: its phases, and its span if it is traced.
 type Meter struct {
-	Metrics  *Metrics
+	*Observer
 	tracer   trace.Tracer // nil: no traces
 	role     int          // position in workRoles
 	Began    time.Time    // when the stream began
@@ -90,8 +90,8 @@ type expectations struct {
 	ratio  *prometheus.HistogramVec // pool
 }
 
-// Compare counts one prefill hop that ended well.
-func (m *Metrics) Compare(t *kvtransfer.Ticket, got kvtransfer.Answer, took time.Duration) {
+// compare counts one prefill hop that ended well.
+func (m *Metrics) compare(t *kvtransfer.Ticket, got kvtransfer.Answer, took time.Duration) {
 	if got.PromptTokens > 0 && got.CachedTokens >= 0 {
 		m.expected.cached.WithLabelValues(t.Pool, "expected").Add(float64(t.ExpectedCached))
 		m.expected.cached.WithLabelValues(t.Pool, "measured").Add(float64(got.CachedTokens))

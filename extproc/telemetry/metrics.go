@@ -210,9 +210,9 @@ func (m *Metrics) Refused(e *openai.Error) {
 	m.liveTotals.refused.Add(1)
 }
 
-// Decided counts a pass that was planned.
-func (m *Metrics) Decided(p *kvstate.Pool, route, reason string) {
-	m.requests.WithLabelValues(p.Spec.Name, route, reason).Inc()
+// decided counts a pass that was planned.
+func (m *Metrics) decided(pool, route, reason string) {
+	m.requests.WithLabelValues(pool, route, reason).Inc()
 	m.liveTotals.decided(route)
 }
 
@@ -225,8 +225,8 @@ func (m *Metrics) Replanned(t *kvtransfer.Ticket) {
 // Panicked counts a panic of a handler.
 func (m *Metrics) Panicked(where string) { m.panics.WithLabelValues(where).Inc() }
 
-// PrefillEnded counts P's answer, or Envoy's in its place.
-func (m *Metrics) PrefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration, of exemplar) {
+// prefillEnded counts P's answer, or Envoy's in its place.
+func (m *Metrics) prefillEnded(t *kvtransfer.Ticket, code int, result string, took time.Duration, of exemplar) {
 	m.HopEnded(t.Pool, "prefill", t.Prefill, result, took, of)
 	if result == "ok" {
 		m.liveTotals.prefill.observe(took)
@@ -265,8 +265,8 @@ func (m *Metrics) HopEnded(pool, hop, endpoint, result string, took time.Duratio
 	observe(m.hops.WithLabelValues(pool, hop, endpoint, result), took, of)
 }
 
-// RequestEnded counts the end of a request as Envoy logs it. The end of a prefill leg was counted there.
-func (m *Metrics) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration) {
+// requestEnded counts the end of a request as Envoy logs it. The end of a prefill leg was counted there.
+func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration) {
 	of := exemplarIn(e.Traceparent)
 	switch {
 	case t.Stage == kvtransfer.DecodeLeg, t.Stage == kvtransfer.PairLegs:

@@ -70,7 +70,7 @@ func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 	state.SetPool(spec, []kvstate.EndpointSpec{stays, leaves})
 	for _, e := range []string{stays.Addr, leaves.Addr} {
 		m.HopEnded("chat", "prefill", e, "ok", time.Second, nil)
-		m.PrefillEnded(&kvtransfer.Ticket{Pool: "chat", Prefill: e}, 999, "failed", time.Second, nil)
+		m.prefillEnded(&kvtransfer.Ticket{Pool: "chat", Prefill: e}, 999, "failed", time.Second, nil)
 	}
 	now := time.Unix(0, 0)
 	m.prune(state, now)

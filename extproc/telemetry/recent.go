@@ -94,8 +94,8 @@ func (r *Recent) trace(id string, started time.Time) *Trace {
 	return &r.ring[i]
 }
 
-// Planned records the plan of a pass.
-func (r *Recent) Planned(p *Planned) {
+// record records the plan of a pass.
+func (r *Recent) record(p *Planned) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	t := r.trace(p.RequestID, p.Started)
@@ -116,14 +116,14 @@ func (r *Recent) Planned(p *Planned) {
 // deciding.
 const weighEvery = 100 * time.Millisecond
 
-// WantsWeighed reports whether to record the prices of this decision.
-func (r *Recent) WantsWeighed(now time.Time) bool {
+// wantsWeighed reports whether to record the prices of this decision.
+func (r *Recent) wantsWeighed(now time.Time) bool {
 	last := r.weighed.Load()
 	return now.UnixNano()-last >= int64(weighEvery) && r.weighed.CompareAndSwap(last, now.UnixNano())
 }
 
-// Leg edits the trace of a request, of which this replica serves a leg or the next pass. It may be planned elsewhere.
-func (r *Recent) Leg(id string, ticket *kvtransfer.Ticket, edit func(*Trace)) {
+// leg edits the trace of a request, of which this replica serves a leg or the next pass. It may be planned elsewhere.
+func (r *Recent) leg(id string, ticket *kvtransfer.Ticket, edit func(*Trace)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	t := r.trace(id, ticket.Started)
@@ -135,8 +135,8 @@ func (r *Recent) Leg(id string, ticket *kvtransfer.Ticket, edit func(*Trace)) {
 	edit(t)
 }
 
-// Change edits the trace of a request, if this replica has one.
-func (r *Recent) Change(id string, started time.Time, edit func(*Trace)) {
+// change edits the trace of a request, if this replica has one.
+func (r *Recent) change(id string, started time.Time, edit func(*Trace)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if i, ok := r.at[traceKey{id, started.UnixMicro()}]; ok {

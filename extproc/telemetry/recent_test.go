@@ -29,16 +29,16 @@ func TestMerge(t *testing.T) {
 	for _, names := range []string{"abc", "acb", "bac", "bca", "cab", "cba", "aaa"} {
 		first, leg, second := names[:1], names[1:2], names[2:]
 		at := map[string]*Recent{"a": NewRecent(), "b": NewRecent(), "c": NewRecent()}
-		at[first].Planned(planned("r", 0, "p1", "d1"))
-		at[leg].Leg("r", ticket(0), func(t *Trace) { t.CachedTokens, t.PromptTokens, t.PrefillTime = 64, 120, time.Second })
-		at[second].Leg("r", ticket(1), func(t *Trace) { t.Decode = "d2" })
+		at[first].record(planned("r", 0, "p1", "d1"))
+		at[leg].leg("r", ticket(0), func(t *Trace) { t.CachedTokens, t.PromptTokens, t.PrefillTime = 64, 120, time.Second })
+		at[second].leg("r", ticket(1), func(t *Trace) { t.Decode = "d2" })
 		for _, r := range at { // the access log's entry comes to all
-			r.Change("r", ticket(1).Started, func(t *Trace) { t.Status, t.DecodeTime, t.FirstByte = 200, 2*time.Second, 3*time.Second })
-			r.Change("other", began, func(t *Trace) { t.Status = 500 })
+			r.change("r", ticket(1).Started, func(t *Trace) { t.Status, t.DecodeTime, t.FirstByte = 200, 2*time.Second, 3*time.Second })
+			r.change("other", began, func(t *Trace) { t.Status = 500 })
 		}
 		// Another one with the same id, whose hop failed: planned again elsewhere.
-		at[first].Planned(&Planned{RequestID: "r", Started: began.Add(-time.Minute), Route: "split", Prefill: "p1", Decode: "d1"})
-		at[second].Planned(&Planned{RequestID: "r", Started: began.Add(-time.Minute), Pass: 1, Route: "decode_alone", Decode: "d3"})
+		at[first].record(&Planned{RequestID: "r", Started: began.Add(-time.Minute), Route: "split", Prefill: "p1", Decode: "d1"})
+		at[second].record(&Planned{RequestID: "r", Started: began.Add(-time.Minute), Pass: 1, Route: "decode_alone", Decode: "d3"})
 
 		parts := map[string][]Trace{}
 		for name, r := range at {
@@ -69,11 +69,11 @@ func TestRecentIsBounded(t *testing.T) {
 	r := NewRecent()
 	began := time.Now()
 	for i := range 3 * recentTraces {
-		r.Planned(&Planned{RequestID: "same", Started: began.Add(time.Duration(i) * time.Millisecond), Route: "split"})
+		r.record(&Planned{RequestID: "same", Started: began.Add(time.Duration(i) * time.Millisecond), Route: "split"})
 	}
 	all := r.Latest(10 * recentTraces)
 	require.Len(t, all, recentTraces)
 	require.Len(t, r.at, recentTraces)
 	require.True(t, all[0].Started.After(all[recentTraces-1].Started))
-	r.Change("same", began, func(*Trace) { t.Fatal("it was dropped") })
+	r.change("same", began, func(*Trace) { t.Fatal("it was dropped") })
 }

@@ -119,8 +119,8 @@ func (x *Meter) EndSpan(code string) {
 	x.span = nil
 }
 
-// SpanPlanned records the decision, and the parts of the prices of the chosen endpoints.
-func (x *Meter) SpanPlanned(p *Planned) {
+// spanPlanned records the decision, and the parts of the prices of the chosen endpoints.
+func (x *Meter) spanPlanned(p *Planned) {
 	if x.span == nil {
 		return
 	}
@@ -177,8 +177,8 @@ func (x *Meter) SpanCause(cause string) {
 	}
 }
 
-// SpanPrefilled records how the prefill hop ended. next is the redirect's ticket.
-func (x *Meter) SpanPrefilled(status int, next *kvtransfer.Ticket) {
+// spanPrefilled records how the prefill hop ended. next is the redirect's ticket.
+func (x *Meter) spanPrefilled(status int, next *kvtransfer.Ticket) {
 	if x.span == nil {
 		return
 	}
@@ -191,8 +191,8 @@ func (x *Meter) SpanPrefilled(status int, next *kvtransfer.Ticket) {
 	}
 }
 
-// SpanHandOver records where the request continues, and whether the KV parameters go with it.
-func (x *Meter) SpanHandOver(d *kvstate.Endpoint, withParams bool) {
+// spanHandOver records where the request continues, and whether the KV parameters go with it.
+func (x *Meter) spanHandOver(d *kvstate.Endpoint, withParams bool) {
 	if x.span == nil {
 		return
 	}
@@ -225,8 +225,8 @@ func (x *Meter) SpanLegEnded(result string, status int) {
 	}
 }
 
-// SpanAnswered records what P's answer reports of the prompt.
-func (x *Meter) SpanAnswered(got kvtransfer.Answer) {
+// spanAnswered records what P's answer reports of the prompt.
+func (x *Meter) spanAnswered(got kvtransfer.Answer) {
 	if x.span == nil {
 		return
 	}

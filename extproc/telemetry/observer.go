@@ -1,0 +1,118 @@
+package telemetry
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
+)
+
+// Observer is what a server reports to: behind it stand the metrics, the latest requests and the log. A handler
+// reports to the [Meter] of its stream, which adds the span.
+type Observer struct {
+	*Metrics
+	*Recent
+	log *slog.Logger
+}
+
+// NewObserver returns an observer without requests.
+func NewObserver(m *Metrics, log *slog.Logger) *Observer {
+	return &Observer{Metrics: m, Recent: NewRecent(), log: log}
+}
+
+// RequestEnded reports the end of a request as Envoy logs it. took is the time of the last hop, first the time to its
+// first byte; mine says that this replica counts it.
+func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration, mine bool) {
+	if mine {
+		o.Metrics.requestEnded(t, e, took, first)
+	}
+	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
+		trace.DecodeTime, trace.Status = took, e.Status
+		if e.FirstByte > 0 {
+			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
+		}
+	})
+}
+
+// AnswerBegan reports the endpoint whose answer begins, and its status. started is when the request came in.
+func (o *Observer) AnswerBegan(requestID string, started time.Time, e *kvstate.Endpoint, status int) {
+	o.change(requestID, started, func(trace *Trace) { trace.Decode, trace.Status = e.Addr, status })
+}
+
+// WantsWeighed reports whether the plan should name the prices of all endpoints.
+func (x *Meter) WantsWeighed() bool { return x.Recording() || x.wantsWeighed(time.Now()) }
+
+// Planned reports the plan of a pass.
+func (x *Meter) Planned(ctx context.Context, p *Planned) {
+	x.decided(p.Pool, p.Route, p.Reason)
+	x.record(p)
+	x.spanPlanned(p)
+	if x.log.Enabled(ctx, slog.LevelDebug) {
+		x.log.DebugContext(ctx, "planned", "request_id", p.RequestID, "pool", p.Pool, "route", p.Route,
+			"reason", p.Reason, "prefill", p.Prefill, "decode", p.Decode, "prompt_tokens", p.PromptTokens,
+			"body_bytes", p.BodyBytes, "waited", p.Waited)
+	}
+}
+
+// HandedOver reports where pass 2 sends the request of a ticket, and whether the KV parameters go with it.
+func (x *Meter) HandedOver(requestID string, t *kvtransfer.Ticket, d *kvstate.Endpoint, withParams bool) {
+	x.leg(requestID, t, func(trace *Trace) { trace.Decode = d.Addr })
+	x.spanHandOver(d, withParams)
+}
+
+// PrefillRefused reports that P refused the request itself.
+func (x *Meter) PrefillRefused(t *kvtransfer.Ticket, code int, took time.Duration) {
+	x.prefillEnded(t, code, "refused", took, x.Exemplar)
+}
+
+// PrefillEnded reports how a prefill leg ended. next is the redirect's ticket; nil: P's answer is the client's.
+func (x *Meter) PrefillEnded(
+	requestID string, t *kvtransfer.Ticket, code int, took time.Duration, next *kvtransfer.Ticket,
+) {
+	result := "ok"
+	if next != nil && next.Stage == kvtransfer.Failed {
+		result = "failed"
+	}
+	x.prefillEnded(t, code, result, took, x.Exemplar)
+	x.leg(requestID, t, func(trace *Trace) {
+		trace.PrefillTime = took
+		if next == nil {
+			trace.Decode, trace.Final = "", true
+		}
+	})
+	if next != nil {
+		x.spanPrefilled(code, next)
+	}
+}
+
+// MirrorEnded reports how the prefill leg of concurrent legs ended (ok, refused, failed).
+func (x *Meter) MirrorEnded(requestID string, t *kvtransfer.Ticket, code int, result string, took time.Duration) {
+	x.prefillEnded(t, code, result, took, x.Exemplar)
+	x.SpanLegEnded(result, code)
+	x.leg(requestID, t, func(trace *Trace) { trace.PrefillTime = took })
+}
+
+// PromptRead reports what P's answer says of the prompt.
+func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfer.Answer, took time.Duration) {
+	x.Prompt(t.Pool, got)
+	if t.Stage == kvtransfer.PairLegs {
+		x.spanAnswered(got)
+	} else {
+		x.compare(t, got, took)
+	}
+	x.leg(requestID, t, func(trace *Trace) {
+		trace.CachedTokens = got.CachedTokens
+		if got.PromptTokens > 0 {
+			trace.PromptTokens = got.PromptTokens
+		}
+	})
+}
+
+// LegEnded reports how a hop ended (ok, refused, failed, client_gone). status is the engine's; 0: none came.
+func (x *Meter) LegEnded(pool, hop, endpoint, result string, status int, took time.Duration) {
+	x.HopEnded(pool, hop, endpoint, result, took, x.Exemplar)
+	x.SpanLegEnded(result, status)
+}
