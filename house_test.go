@@ -80,7 +80,7 @@ var longLines = map[string]int{
 	"e2e/load":                     37,
 	"e2e/process":                  1,
 	"envoy-configs":                170,
-	"extproc":                      77,
+	"extproc":                      63,
 	"extproc/kvtransfer":           170,
 	"extproc/openai":               12,
 	"extproc/reclaim":              6,

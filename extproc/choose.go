@@ -66,3 +66,7 @@ func (x *planning) chooseOther(policy *Policy, r *picker.Request) (picker.Choice
 	}
 	return c, err
 }
+
+// shortOfMemory reports whether so much of the memory for bodies is in use that no request should wait with its
+// body.
+func (s *Server) shortOfMemory() bool { return s.Memory.Load() > s.Memory.Limit()/4*3 }

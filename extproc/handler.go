@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"bytes"
 	"errors"
 	"log/slog"
 	"strconv"
@@ -18,6 +19,7 @@ import (
 type handler struct {
 	*stream
 	*telemetry.Meter
+	s *Server
 }
 
 // log writes a message about the request to the log.
@@ -102,7 +104,8 @@ func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	}
 	var err error
 	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
-		x.log(slog.LevelWarn, "hand-over too large for a header and no room to keep it: decode computes the prompt", "err", err)
+		const message = "hand-over too large for a header and no room to keep it: decode computes the prompt"
+		x.log(slog.LevelWarn, message, "err", err)
 		t.ParamsRef = [16]byte{}
 	}
 	t.Params = nil
@@ -148,5 +151,21 @@ func (x handler) switched() error {
 	if err := x.receive(); err != nil {
 		return err
 	}
-	return &openai.Error{Status: 502, Type: "api_error", Code: "bad_gateway", Message: "the endpoint's answer was not valid HTTP; try again", RetryAfter: time.Second}
+	return &openai.Error{
+		Status: 502, Type: "api_error", Code: "bad_gateway",
+		Message: "the endpoint's answer was not valid HTTP; try again", RetryAfter: time.Second,
+	}
+}
+
+// maxHeaderParams is the length from which on KV parameters never fit a header, however they are packed.
+const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
+
+// redirectHost is the host of every redirect. It is not the client's, because Envoy's URL parser refuses some legal
+// ones (my_service:8080). The query is omitted for the same reason. Pass 2 restores both from the ticket.
+const redirectHost = "http://tandem"
+
+// location returns the URL of a redirect for a request with this path.
+func location(path []byte) []byte {
+	path, _, _ = bytes.Cut(path, []byte("?"))
+	return append([]byte(redirectHost), path...)
 }

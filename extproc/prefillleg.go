@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -10,7 +9,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 
 	"tandem/extproc/envoywire"
@@ -21,9 +19,6 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
-
-// maxAnswer bounds the part of a prefill endpoint's answer that is read: one token, and the KV parameters.
-const maxAnswer = 16 << 20
 
 // prefillLeg handles the filter of the prefill leg.
 type prefillLeg struct{ *prefillAnswer }
@@ -250,9 +245,7 @@ func (x prefillLeg) answerWith(body []byte) error {
 	shared := x.spare.Share()
 	defer shared.Free()
 	trailers := x.msg.Phase == envoywire.PhaseResponseTrailers
-	err := x.pieces.Each(shared, func(parts mem.BufferSlice, last bool) error {
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, Parts: parts, End: last && !trailers})
-	})
+	err := x.sendPieces(envoywire.PhaseResponseBody, shared, !trailers)
 	if err == nil && trailers {
 		err = x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
 	}
@@ -271,19 +264,6 @@ func (x *prefillAnswer) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticke
 	if pool != nil && code >= 500 {
 		x.markFailed(pool, next.Prefill)
 	}
-}
-
-// maxHeaderParams is the length from which on KV parameters never fit a header, however they are packed.
-const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
-
-// redirectHost is the host of every redirect. It is not the client's, because Envoy's URL parser refuses some legal
-// ones (my_service:8080). The query is omitted for the same reason. Pass 2 restores both from the ticket.
-const redirectHost = "http://tandem"
-
-// location returns the URL of a redirect for a request with this path.
-func location(path []byte) []byte {
-	path, _, _ = bytes.Cut(path, []byte("?"))
-	return append([]byte(redirectHost), path...)
 }
 
 // awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes

@@ -107,6 +107,7 @@ type Server struct {
 	direct   *endpointpicker.Direct
 	guard    *guard.Guard
 	waiting  latebinding.Options
+	streams  streamOptions
 }
 
 // New returns a server over the options' state. It starts no goroutines.
@@ -125,20 +126,30 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{
-		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}), hedges: hedges{held: map[[16]byte]*hedge{}},
-		pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
+		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
+		hedges: hedges{held: map[[16]byte]*hedge{}}, pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
+	}
+	s.streams = streamOptions{
+		memory: o.Memory, guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
+		refused: s.observer.Refused,
 	}
 	s.direct = endpointpicker.NewDirect(o.State, o.Log)
 	s.waiting = latebinding.Options{
-		State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining, ShortOfMemory: s.shortOfMemory,
+		State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining,
+		ShortOfMemory: s.shortOfMemory,
 	}
 	if o.State != nil {
-		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) { s.loadFailed(p, prefill, decode, loadCount) })
+		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) {
+			s.loadFailed(p, prefill, decode, loadCount)
+		})
 	}
-	s.reclaim = reclaim.New(reclaim.Options{State: o.State, Log: o.Log, Observer: s.observer, TTL: o.HandOverTTL, Policy: func(pool string) reclaim.Policy {
+	cleanup := func(pool string) reclaim.Policy {
 		policy, _ := s.policy(pool)
 		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
-	}})
+	}
+	s.reclaim = reclaim.New(reclaim.Options{
+		State: o.State, Log: o.Log, Observer: s.observer, TTL: o.HandOverTTL, Policy: cleanup,
+	})
 	s.Apply(o.Settings)
 	s.Options.Settings = Settings{} // the initial settings must not be read later
 	s.scratch.New = func() any { return newScratch(s) }
@@ -190,6 +201,7 @@ const (
 
 // scratch is the memory of one stream, which later ones reuse.
 type scratch struct {
+	s         *Server
 	stream    stream
 	telemetry telemetry.Meter
 	request   planning
@@ -198,8 +210,8 @@ type scratch struct {
 }
 
 func newScratch(s *Server) *scratch {
-	m := &scratch{stream: stream{s: s}, telemetry: telemetry.Meter{Observer: s.observer}}
-	shared := handler{&m.stream, &m.telemetry}
+	m := &scratch{s: s, stream: stream{streamOptions: &s.streams}, telemetry: telemetry.Meter{Observer: s.observer}}
+	shared := handler{&m.stream, &m.telemetry, s}
 	m.request.handler, m.prefill.handler = shared, shared
 	return m
 }
@@ -233,7 +245,7 @@ func (m *scratch) serveGuarded(role string) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
 			m.spoiled = true
-			err = m.stream.s.guard.Caught("ext_proc "+role, v)
+			err = m.s.guard.Caught("ext_proc "+role, v)
 		}
 	}()
 	return m.serve(role)
@@ -286,7 +298,8 @@ func (s *Server) roleOf(ctx context.Context) string {
 		role = values[0]
 	}
 	switch role {
-	case envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg, envoywire.RoleSwitched:
+	case envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg,
+		envoywire.RoleEncodeLeg, envoywire.RoleSwitched:
 		return role
 	}
 	if s.Picker != nil {
@@ -315,7 +328,7 @@ func (m *scratch) release() {
 	m.telemetry.Reset()
 	m.stream.reset()
 	if !m.spoiled {
-		m.stream.s.scratch.Put(m)
+		m.s.scratch.Put(m)
 	}
 }
 

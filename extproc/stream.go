@@ -19,7 +19,7 @@ import (
 // stream is one ext_proc stream: the messages that it receives and sends, and the memory of their bodies. It makes
 // no decisions.
 type stream struct {
-	s    *Server
+	*streamOptions
 	grpc grpc.ServerStream
 	msg  envoywire.Message
 
@@ -39,6 +39,15 @@ type stream struct {
 	answered  bool        // by the timer
 }
 
+// streamOptions are what the streams of a server share.
+type streamOptions struct {
+	memory      *memory.Budget // of all bodies
+	guard       *guard.Guard
+	bodyTimeout time.Duration
+	gateway     bool                // errors name the protocol's reasons, which a gateway reads
+	refused     func(*openai.Error) // counts an error
+}
+
 // Context returns the context of the gRPC stream.
 func (x *stream) Context() context.Context { return x.grpc.Context() }
 
@@ -54,7 +63,7 @@ func (x *stream) begin(grpc grpc.ServerStream, headers []string) {
 func (x *stream) reset() {
 	x.body.Free()
 	x.spare.Free()
-	x.s.Memory.Add(-x.heldBytes)
+	x.memory.Add(-x.heldBytes)
 	x.heldBytes, x.extraBytes = 0, 0
 	x.msg.Reset()
 	x.headers.Reset()
@@ -89,10 +98,12 @@ func (x *stream) receiveAnswer() error {
 // receiveLater reads the next message in a goroutine, which ends with the stream. The message has its own memory:
 // when it arrives, the stream may serve another one.
 func (x *stream) receiveLater() <-chan *received {
-	stream, ctx, out := x.grpc, guard.With(x.grpc.Context(), x.s.guard), make(chan *received, 1)
+	stream, ctx, out := x.grpc, guard.With(x.grpc.Context(), x.guard), make(chan *received, 1)
 	go func() {
 		r := new(received)
-		_, r.err = guard.Try(ctx, "ext_proc message", func() (struct{}, error) { return struct{}{}, stream.RecvMsg(&r.Message) })
+		_, r.err = guard.Try(ctx, "ext_proc message", func() (struct{}, error) {
+			return struct{}{}, stream.RecvMsg(&r.Message)
+		})
 		out <- r
 	}()
 	return out
@@ -117,31 +128,39 @@ func (x *stream) send(r *envoywire.Reply) error {
 
 // sendOn is answerBody with optional metadata.
 func (x *stream) sendOn(edits openai.Edits, metadata []byte) error {
+	out := envoywire.Reply{
+		Phase: envoywire.PhaseRequestHeaders, Headers: &x.headers, ClearRoute: true, Metadata: metadata,
+	}
 	if !x.hasBody() {
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders, Headers: &x.headers, ClearRoute: true, Metadata: metadata})
+		return x.send(&out)
 	}
 	x.pieces.Cut(&x.body, edits)
 	shared := x.body.Share()
 	defer shared.Free()
 	if x.msg.Mode.Request == envoywire.ModeBuffered {
-		out := envoywire.Reply{Phase: envoywire.PhaseRequestBody, Headers: &x.headers, ClearRoute: true, Metadata: metadata}
+		out.Phase = envoywire.PhaseRequestBody
 		if len(edits) > 0 || x.changed {
 			x.headers.SetInt("content-length", x.pieces.Total) // Envoy compares it with the body and refuses a mismatch
 			out.Kind, out.Parts = envoywire.ReplaceBody, x.pieces.Whole(shared)
 		}
 		return x.send(&out)
 	}
-	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders, Headers: &x.headers, ClearRoute: true, Metadata: metadata}); err != nil {
+	if err := x.send(&out); err != nil {
 		return err
 	}
 	trailers := x.msg.Phase == envoywire.PhaseRequestTrailers
-	err := x.pieces.Each(shared, func(parts mem.BufferSlice, last bool) error {
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestBody, Kind: envoywire.StreamBody, Parts: parts, End: last && !trailers})
-	})
+	err := x.sendPieces(envoywire.PhaseRequestBody, shared, !trailers)
 	if err == nil && trailers {
 		err = x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestTrailers})
 	}
 	return err
+}
+
+// sendPieces sends a body that was cut into pieces; end marks the last part of the message.
+func (x *stream) sendPieces(phase envoywire.Phase, shared mem.Buffer, end bool) error {
+	return x.pieces.Each(shared, func(parts mem.BufferSlice, last bool) error {
+		return x.send(&envoywire.Reply{Phase: phase, Kind: envoywire.StreamBody, Parts: parts, End: last && end})
+	})
 }
 
 // answerBody sends the headers as set, and the edited body.
@@ -155,9 +174,7 @@ func (x *stream) sendBody(b *envoywire.Body, end bool) error {
 	x.pieces.Cut(b, nil)
 	shared := b.Share()
 	defer shared.Free()
-	return x.pieces.Each(shared, func(parts mem.BufferSlice, last bool) error {
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, Parts: parts, End: last && end})
-	})
+	return x.sendPieces(envoywire.PhaseResponseBody, shared, end)
 }
 
 // passAnswer passes P's answer to the client, byte for byte.
@@ -175,10 +192,7 @@ func (x *stream) passAnswer() error {
 		}
 		x.pieces.Cut(&x.body, nil)
 		shared := x.body.Share()
-		end := x.msg.EndOfStream
-		err := x.pieces.Each(shared, func(parts mem.BufferSlice, last bool) error {
-			return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, Parts: parts, End: last && end})
-		})
+		err := x.sendPieces(envoywire.PhaseResponseBody, shared, x.msg.EndOfStream)
 		shared.Free()
 		if err != nil {
 			return err
@@ -202,7 +216,7 @@ func (x *stream) sendError(e *openai.Error, final bool) error {
 	if e.RetryAfter > 0 {
 		i.Headers.SetInt(envoywire.HeaderRetryAfter, int((e.RetryAfter+time.Second-1)/time.Second))
 	}
-	if x.s.Picker != nil {
+	if x.gateway {
 		endpointpicker.Dropped(i, e)
 	}
 	if final {
@@ -221,13 +235,16 @@ func (x *stream) swapBody() {
 	x.changed = true
 }
 
+// maxAnswer bounds the part of a prefill endpoint's answer that is read: one token, and the KV parameters.
+const maxAnswer = 16 << 20
+
 // smallShare is the fraction of the budget that is always allowed, although others have used it up.
 const smallShare = 1024
 
 // hold reserves memory for the body, and for other data of the stream, from the budget of all streams.
 func (x *stream) hold() error {
 	n := int64(x.body.Len()) + x.extraBytes
-	total, limit := x.s.Memory.Add(n-x.heldBytes), x.s.Memory.Limit()
+	total, limit := x.memory.Add(n-x.heldBytes), x.memory.Limit()
 	if total > limit && (n > limit/smallShare || total > 2*limit) {
 		x.heldBytes = n
 		return serverBusy()
@@ -247,7 +264,7 @@ func (x *stream) holdExtra(n int) bool {
 func (x *stream) limitBodyTime() {
 	stream, requestID := x.grpc, x.requestID
 	x.sending.Lock()
-	x.timer = time.AfterFunc(x.s.BodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout()) })
+	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout()) })
 	x.sending.Unlock()
 	memory.OnFull(stream.Context(), func() { x.endEarly(stream, requestID, serverBusy()) })
 }
@@ -261,7 +278,7 @@ func (x *stream) endEarly(stream grpc.ServerStream, requestID string, e *openai.
 		return
 	}
 	x.answered = true
-	x.s.observer.Refused(e)
+	x.refused(e)
 	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
 	if e.RetryAfter > 0 {
@@ -285,7 +302,3 @@ func (x *stream) stopBodyTime() {
 func serverBusy() *openai.Error {
 	return openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second)
 }
-
-// shortOfMemory reports whether so much of the memory for bodies is in use that no request should wait with its
-// body.
-func (s *Server) shortOfMemory() bool { return s.Memory.Load() > s.Memory.Limit()/4*3 }
