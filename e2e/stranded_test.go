@@ -92,7 +92,7 @@ func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 }
 
 // Clients leave at any moment. Of the unfetched blocks only those stay held about which Tandem could not know
-// (docs/operations.md, TandemHandoversStranded): P's answer never reached Tandem completely, because Envoy had cut the
+// (docs/operations.md, TandemHandoversOrphaned): P's answer never reached Tandem completely, because Envoy had cut the
 // leg; or D had the request, and gave it up before its scheduler saw it.
 func TestNoBlocksStayOrphaned(t *testing.T) {
 	for _, replicas := range []int{1, 2} { // two that share nothing: one of them acts

@@ -44,6 +44,7 @@ type reloader struct {
 	mu     sync.Mutex
 	config *configv1.Config // in force; what takes a restart is as it was at the start
 	warned string           // of what takes a restart
+	logged []string         // warnings about the files in force
 }
 
 func newReloader(
@@ -61,7 +62,21 @@ func newReloader(
 	l.reloads.WithLabelValues("applied")
 	l.reloads.WithLabelValues("refused")
 	l.last.SetToCurrentTime()
+	l.logged = warningsOf(file, cfg)
 	return l
+}
+
+// warningsOf returns the warnings about a configuration and its key file, which a start has logged.
+func warningsOf(file string, cfg *configv1.Config) []string {
+	_, warnings, err := config.Load(file)
+	if err != nil {
+		return nil
+	}
+	if keys := cfg.GetTickets().GetKeyFile(); keys != "" {
+		_, said, _ := kvtransfer.ReadKeyFile(keys) // the start has read it
+		warnings = append(warnings, said...)
+	}
+	return warnings
 }
 
 // run reloads when the files change, or at once when told to, until ctx ends.
@@ -162,8 +177,11 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 		keys, warnings = read, append(warnings, said...)
 	}
 	for _, w := range warnings {
-		r.log.Warn(w)
+		if !slices.Contains(r.logged, w) { // one that holds on is logged once
+			r.log.Warn(w)
+		}
 	}
+	r.logged = warnings
 	inForce := proto.CloneOf(r.config)
 	config.TakeEnvoy(inForce, next)
 	resources, err := envoyconfigs.Dynamic(inForce)

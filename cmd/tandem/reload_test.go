@@ -98,6 +98,25 @@ func TestReload(t *testing.T) {
 	require.Equal(t, n, strings.Count(r.said.String(), "take a restart"), "said once")
 }
 
+// A warning that holds on is logged once: not again with a reload, but when it comes back.
+func TestWarningsComeOnce(t *testing.T) {
+	r := startReloading(t)
+	warned := func() int {
+		_, err := r.reload(t.Context())
+		require.NoError(t, err)
+		return strings.Count(r.said.String(), "others than its owner may read it")
+	}
+	require.Zero(t, warned())
+	require.NoError(t, os.Chmod(r.key, 0o644))
+	require.Equal(t, 1, warned())
+	require.Equal(t, 1, warned())
+	require.NoError(t, os.Chmod(r.key, 0o600))
+	require.Equal(t, 1, warned())
+	require.NoError(t, os.Chmod(r.key, 0o644))
+	require.Equal(t, 2, warned())
+	require.Len(t, warningsOf(r.config, r.reloader.config), 1, "those of the start are not logged again")
+}
+
 // A change is taken up by itself, one on the heels of the start too, and on a signal.
 func TestReloadWhenFilesChange(t *testing.T) {
 	r := startReloading(t)
