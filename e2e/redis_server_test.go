@@ -46,7 +46,7 @@ func (r *redis) awaitPort() {
 	}, patience, 5*time.Millisecond)
 }
 
-// send sends one command, as words, and returns the first line of the answer.
+// do sends one command, as words, and returns the first line of the answer.
 func (r *redis) do(words ...string) string {
 	r.t.Helper()
 	c, err := net.DialTimeout("tcp", r.addr, patience)

@@ -13,7 +13,7 @@ const (
 	outExcluded = "failed_request" // it failed this request
 	outModel    = "model"          // others report the model, this one reports others
 	outLoRA     = "lora"           // others are configured with the adapter, this one is not
-	outLabels   = "labels"         // it unmet labels that the request asks for
+	outLabels   = "labels"         // it lacks labels that the request asks for
 )
 
 // why returns the reason for which an endpoint is excluded; "" if it is not.
@@ -31,7 +31,7 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 	return k.unmet(r, c)
 }
 
-// unmet returns what an endpoint unmet to serve the request at all, whatever happens to the others; "" if nothing.
+// unmet returns what an endpoint lacks to serve the request at all, whatever happens to the others; "" if nothing.
 func (k *Picker) unmet(r *Request, c *kvstate.Candidate) string {
 	if k.placed && !c.Endpoint.HasLoRA(r.Model) && !named(c, r.Model) {
 		return outLoRA

@@ -130,7 +130,7 @@ func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
 	return c, err
 }
 
-// pick returns Pick by price alone.
+// pick is Pick by price alone.
 func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	t := k.weighAll(r, v)
 	pair := none()

@@ -145,7 +145,7 @@ func oneRequest(wire []byte) bool {
 	return oneof == 1 && bodies <= 1
 }
 
-// decode reads a reply with the generated types.
+// decodeReply reads a reply with the generated types.
 func decodeReply(t *testing.T, r *Reply) *extprocv3.ProcessingResponse {
 	t.Helper()
 	var got extprocv3.ProcessingResponse

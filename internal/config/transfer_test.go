@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// checkPool is a configuration of one pool with two endpoints, and what more the pool and each of them has.
+// pool returns a configuration of one pool with two endpoints, and what more the pool and each of them has.
 func pool(dialect, more, prefill, decode string) string {
 	return fmt.Sprintf(`pools:
 - name: chat
@@ -63,7 +63,7 @@ func TestDialectDefaults(t *testing.T) {
 	require.Nil(t, c.Notices)
 }
 
-// ValidationErrors about KV transfer are reported at the start, with the endpoint, the field and the remedy.
+// Errors about KV transfer are reported at the start, with the endpoint, the field and the remedy.
 func TestTransferErrors(t *testing.T) {
 	const at = "pools[0].endpoints"
 	for name, tt := range map[string]struct {

@@ -15,7 +15,7 @@ import (
 	"tandem/kvstate"
 )
 
-// A publisher subscriptionOf endpoint in --kv-events-config names a host connects to us, and we bind the socket. Its endpoint
+// A publisher whose endpoint in --kv-events-config names a host connects to us, and we bind the socket. Its endpoint
 // follows from its topic, by custom kv@<pod address>@<model>, or from its source address.
 //
 // It reaches one replica. That one forwards the batches as they arrive, and three times a lease the number of the next
