@@ -17,11 +17,11 @@ type Notice struct {
 	Doc  string `json:"doc"` // page of the documentation, relative to docs/, with an anchor
 }
 
-// Sharing is how a replica stands with the other replicas.
+// Sharing is a replica's connection to the other replicas.
 type Sharing struct {
 	Redis      bool `json:"redis"`    // the configuration has state.redis
 	Up         bool `json:"up"`       // it is in use
-	Replicas   int  `json:"replicas"` // that live, this one included; without Redis those configured, 0: not known
+	Replicas   int  `json:"replicas"` // living ones, this one included; without Redis the configured ones, 0: unknown
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 }
 
@@ -30,7 +30,7 @@ const (
 	idleDecisions = 10  // decisions of the last minute from which prefill that got none of them is idle
 )
 
-// attention lists what needs attention in a status that is otherwise complete, what fails first.
+// attention lists the notices of an otherwise complete status, failures first.
 func attention(s *Status, recent []telemetry.Trace) []Notice {
 	problems, warnings := []Notice{}, []Notice{}
 	add := func(bad bool, doc, format string, values ...any) {
@@ -41,14 +41,18 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		*list = append(*list, Notice{Bad: bad, Text: fmt.Sprintf(format, values...), Doc: doc})
 	}
 	if s.Sharing.KeysDiffer > 0 {
-		add(true, "howto/rotate-keys.md", "The ticket keys differ from those of %s: requests that pass through both fail.", count(s.Sharing.KeysDiffer, "other replica"))
+		add(true, "howto/rotate-keys.md",
+			"The ticket keys differ from those of %s: requests that pass through both fail.",
+			count(s.Sharing.KeysDiffer, "other replica"))
 	}
 	if !s.Ready {
-		add(true, "operations.md#health", "This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.")
+		add(true, "operations.md#health",
+			"This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.")
 	}
 	otherReplicas(s, add)
 	if s.Minute.Failed > 0 {
-		add(true, "operations.md#when-an-engine-fails", "%s requests a second failed in the last minute.", number(s.Minute.Failed))
+		add(true, "operations.md#when-an-engine-fails", "%s requests a second failed in the last minute.",
+			number(s.Minute.Failed))
 	}
 	for _, e := range s.Envoys {
 		if e.Refused != "" {
@@ -60,25 +64,30 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		p := &s.Pools[i]
 		for _, role := range []string{"prefill", "decode", "both"} {
 			if names, of := inState(p, role, "out"); len(names) > 0 {
-				add(len(names) == of, "operations.md#when-an-engine-fails", "%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.",
+				add(len(names) == of, "operations.md#when-an-engine-fails",
+					"%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.",
 					p.Name, len(names), of, role, list(names))
 			}
 			if names, of := inState(p, role, "stale"); len(names) > 0 {
-				add(false, "operations.md#when-an-engine-fails", "%s: %d of %d endpoints with role %s sent no metrics for %v: %s. Decisions go by bookings alone.",
+				add(false, "operations.md#when-an-engine-fails",
+					"%s: %d of %d endpoints with role %s sent no metrics for %v: %s. Decisions go by bookings alone.",
 					p.Name, len(names), of, role, staleAfter, list(names))
 			}
 		}
 		for _, e := range p.Endpoints {
 			if e.KVUsage >= fullKV && e.Waiting > 0 {
-				add(false, "howto/autoscale.md", "%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
+				add(false, "howto/autoscale.md",
+					"%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
 					p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
 			}
 			if e.NoPairs != "" || len(e.UnloadableBy) > 0 {
-				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.", p.Name, e.Name, avoided(&e))
+				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.",
+					p.Name, e.Name, avoided(&e))
 			}
 		}
 		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
-			add(false, "howto/prefill-idles.md", "%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
+			add(false, "howto/prefill-idles.md",
+				"%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
 		}
 	}
 	if s.Sharing.Redis && !s.Sharing.Up {
@@ -87,15 +96,17 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	return append(problems, warnings...)
 }
 
-// otherReplicas adds what needs attention at replicas that were not asked.
+// otherReplicas adds notices about replicas that were not asked.
 func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	if len(s.Silent) > 0 {
-		add(true, "howto/several-replicas.md", "No answer within a second from %s: what it knows is missing below.", list(s.Silent))
+		add(true, "howto/several-replicas.md", "No answer within a second from %s: what it knows is missing below.",
+			list(s.Silent))
 	}
 	for _, r := range s.Replicas[min(1, len(s.Replicas)):] {
 		if !r.Ready {
 			add(true, "operations.md#health",
-				"Replica %s takes no requests: it starts, drains, or has other ticket keys. Its /readyz says which.", r.Name)
+				"Replica %s takes no requests: it starts, drains, or has other ticket keys. Its /readyz says which.",
+				r.Name)
 		}
 		if !r.Redis {
 			add(false, "howto/redis.md", "Replica %s does not use Redis: it goes by what it knows itself.", r.Name)
@@ -106,7 +117,8 @@ func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...a
 	}
 }
 
-// inState returns the names of a pool's endpoints of a role that are in a state, and how many have the role.
+// inState returns the names of a pool's endpoints of a role that are in a state, and the number of endpoints of the
+// role.
 func inState(p *Pool, role, state string) (names []string, of int) {
 	for _, e := range p.Endpoints {
 		if e.Role == role {
@@ -119,8 +131,8 @@ func inState(p *Pool, role, state string) (names []string, of int) {
 	return names, of
 }
 
-// idlePrefill returns how many requests of the last minute a pool's prefill endpoints that are up got no part of,
-// and why; 0 if they got some, or there were few.
+// idlePrefill returns the number of the last minute's requests if a pool's prefill endpoints that are up got no part
+// of them, and the reason; 0 if they got some, or there were few.
 func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int, reason string) {
 	if !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Role == "prefill" && e.State == "up" }) {
 		return 0, ""
@@ -152,7 +164,7 @@ func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int
 	return requests, fmt.Sprintf(" (%d: %s)", reasons[most], most)
 }
 
-// avoided names the pairs that an endpoint is left out of.
+// avoided names the pairs that an endpoint is excluded from.
 func avoided(e *Endpoint) string {
 	if e.NoPairs != "" {
 		return "all pairs with it as " + e.NoPairs
@@ -167,7 +179,7 @@ func count(n int, what string) string {
 	return fmt.Sprintf("%d %ss", n, what)
 }
 
-// list joins names, the first few of many.
+// list joins names, at most the first few.
 func list(names []string) string {
 	const shown = 4
 	if len(names) > shown {

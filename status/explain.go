@@ -11,14 +11,16 @@ import (
 	"tandem/picker"
 )
 
-// PrintExplanation writes a decision for a terminal: one sentence, then what each endpoint would cost.
+// PrintExplanation writes a decision for a terminal: one sentence, then the price of each endpoint.
 func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	fmt.Fprintf(w, "%s\n", Sentence(&e.Explanation))
 	if e.Waiting > 0 || e.Remote > 0 {
-		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Remote, millis(e.Longest*1000))
+		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Remote,
+			millis(e.Longest*1000))
 	}
 	if e.Refused == "" {
-		fmt.Fprintf(w, "The first token is expected after %s, then one each %s; %.0f in the answer.\n", millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
+		fmt.Fprintf(w, "The first token is expected after %s, then one each %s; %.0f in the answer.\n",
+			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
 	}
 	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n\n", 100*e.Load)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
@@ -41,7 +43,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	_ = t.Flush()
 }
 
-// learned says how an endpoint's times differ from the model's, as far as that is learned.
+// learned describes the learned difference of an endpoint's times from the model's.
 func learned(c *picker.Weighed) (note string) {
 	for _, l := range []struct {
 		what   string
@@ -54,7 +56,7 @@ func learned(c *picker.Weighed) (note string) {
 	return note
 }
 
-// join puts two remarks together, either of which may be empty.
+// join joins two remarks, either of which may be empty.
 func join(a, b string) string {
 	if a == "" || b == "" {
 		return a + b
@@ -69,7 +71,7 @@ func price(has bool, seconds float64) string {
 	return millis(max(seconds, 0) * 1000)
 }
 
-// Sentence says what was decided, and by how much it is cheaper than the other way.
+// Sentence describes the decision, and by how much it is cheaper than the other way.
 func Sentence(e *picker.Explanation) string {
 	if e.Refused != "" {
 		return "No endpoint can take the request: " + e.Refused + "."
@@ -97,15 +99,16 @@ func Sentence(e *picker.Explanation) string {
 	return s + compared(alone-e.Price, "decode alone")
 }
 
-// compared ends a sentence with what the other way would cost more, in seconds.
+// compared ends a sentence with the additional cost of the other way, in seconds.
 func compared(more float64, other string) string {
 	if more >= 0 {
 		return fmt.Sprintf(": %s cheaper than %s.", millis(more*1000), other)
 	}
-	return fmt.Sprintf(", though %s would be %s cheaper: the pool asks for it, or endpoints have no capacity left.", other, millis(-more*1000))
+	return fmt.Sprintf(", though %s would be %s cheaper: the pool asks for it, or endpoints have no capacity left.",
+		other, millis(-more*1000))
 }
 
-// ways are the least prices of a pair and of decode alone; infinite where there is none.
+// ways returns the least prices of a pair and of decode alone; infinite if there is none.
 func ways(e *picker.Explanation) (pair, alone float64) {
 	prefill, decode := math.Inf(1), math.Inf(1)
 	alone = math.Inf(1)

@@ -14,21 +14,20 @@ import (
 	"tandem/kvstate/operator"
 )
 
-// Status is what there is to see of all replicas that answered, from the one that was asked. Times of points are
-// milliseconds.
+// Status is the state of all replicas that answered the asked one. Times of points are milliseconds.
 type Status struct {
-	Replica      string            `json:"replica"` // that was asked; the next four are about it
+	Replica      string            `json:"replica"` // the asked one; the next four are about it
 	Version      string            `json:"version"`
 	Started      time.Time         `json:"started"`
 	Now          time.Time         `json:"now"`
 	Ready        bool              `json:"ready"`
 	Sharing      Sharing           `json:"sharing"`
-	Scope        string            `json:"scope"`            // which replicas this is about, for people
-	Replicas     []Replica         `json:"replicas"`         // whose parts are in the rest; the asked one first
-	Silent       []string          `json:"silent,omitempty"` // replicas that live and did not answer
+	Scope        string            `json:"scope"`            // the replicas that this is about, for people
+	Replicas     []Replica         `json:"replicas"`         // those whose parts are in the rest; the asked one first
+	Silent       []string          `json:"silent,omitempty"` // living replicas that did not answer
 	Attention    []Notice          `json:"attention"`
 	Reservations int               `json:"reservations"`
-	Envoys       []Envoy           `json:"envoys,omitempty"` // those that replicas serve their configuration
+	Envoys       []Envoy           `json:"envoys,omitempty"` // those with configuration from replicas
 	Pools        []Pool            `json:"pools"`
 	Flow         []Flow            `json:"flow"`   // of the last minute, among the latest requests
 	Minute       Point             `json:"minute"` // rates and percentiles of the last minute
@@ -36,7 +35,7 @@ type Status struct {
 	Recent       []telemetry.Trace `json:"recent"` // newest first
 }
 
-// Replica is one of them.
+// Replica is one of the replicas.
 type Replica struct {
 	Name         string    `json:"name"`
 	Version      string    `json:"version"`
@@ -46,14 +45,14 @@ type Replica struct {
 	Reservations int       `json:"reservations"`
 }
 
-// Envoy is one that gets its configuration over xDS.
+// Envoy is an Envoy with configuration over xDS.
 type Envoy struct {
 	Name    string    `json:"name"`              // its node id
 	Build   string    `json:"build,omitempty"`   // its release
-	Version string    `json:"version"`           // of the configuration that it has; "": none yet
-	Pending bool      `json:"pending"`           // it has not answered to the newest yet
+	Version string    `json:"version"`           // of its configuration; "": none yet
+	Pending bool      `json:"pending"`           // it has not acknowledged the newest version yet
 	Refused string    `json:"refused,omitempty"` // version
-	Why     string    `json:"why,omitempty"`     // it refused that version, in its own words
+	Why     string    `json:"why,omitempty"`     // its error message for that version
 	Since   time.Time `json:"since"`             // connected
 }
 
@@ -68,22 +67,21 @@ type Pool struct {
 	Endpoints   []Endpoint `json:"endpoints"`
 }
 
-// Endpoint is one endpoint: what is booked on it, and what the latest requests say of it.
+// Endpoint is one endpoint: its reservations, and its part in the latest requests.
 type Endpoint struct {
 	Name    string `json:"name"`
 	Address string `json:"address"`
 	Role    string `json:"role"`
 	Group   string `json:"group,omitempty"`
 	Up      bool   `json:"up"`
-	// up; stale: its engine has not said anything lately; out: it failed; paused; draining: its pod is on its way
-	// out
+	// up; stale: no recent report of its engine; out: it failed; paused; draining: its pod is terminating
 	State    string `json:"state"`
 	Paused   bool   `json:"paused"` // by an operator or the configuration, whatever its state
 	Weight   int    `json:"weight"` // per cent
 	Requests int64  `json:"requests"`
 	Tokens   int64  `json:"prompt_tokens"`
 	Hops     int    `json:"hops"` // of the latest requests
-	// cached of prompt tokens in those, 0 to 1; -1: not known
+	// cached of prompt tokens in those, 0 to 1; -1: unknown
 	HitShare float64 `json:"hit_share"`
 	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
 	Running  int64   `json:"running"`                             // in the engine's batch, as it says; -1: not known
@@ -91,12 +89,14 @@ type Endpoint struct {
 	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
 	Output           // of the last minute
 
-	// Failed KV loads: as prefill it is left out of pairs with these decode endpoints, or of all pairs as NoPairs says.
+	// Failed KV loads: as prefill it is excluded from pairs with these decode endpoints, or from all pairs if NoPairs
+	// says so.
 	UnloadableBy []string `json:"unloadable_by,omitempty"`
 	NoPairs      string   `json:"no_pairs,omitempty"`
 }
 
-// Flow is how many of the latest requests went from one endpoint to another. Prefill is "" where decode worked alone.
+// Flow is the number of the latest requests that went from one endpoint to another. Prefill is "" if decode worked
+// alone.
 type Flow struct {
 	Pool     string `json:"pool"`
 	Prefill  string `json:"prefill"`
@@ -127,7 +127,7 @@ type Point struct {
 	Decide99    float64 `json:"decide_99"`
 }
 
-// Source is what a feed looks at.
+// Source is the input of a feed.
 type Source struct {
 	Version  string
 	Name     string // of this replica
@@ -140,7 +140,7 @@ type Source struct {
 	Replicas *operator.Operator // nil: there is no Redis
 }
 
-// What is kept: ten minutes of points, and of the counts as much as a minute's percentiles need.
+// The history: ten minutes of points, and as many counts as a minute's percentiles need.
 const (
 	keptPoints   = 600
 	keptTotals   = 61
@@ -201,7 +201,7 @@ func (f *Feed) sample() {
 	f.sampleOutput(time.Now())
 }
 
-// dropOver drops the oldest of what is more than n.
+// dropOver drops the oldest elements beyond n.
 func dropOver[T any](s []T, n int) []T {
 	if over := len(s) - n; over > 0 {
 		return slices.Delete(s, 0, over)
@@ -209,13 +209,14 @@ func dropOver[T any](s []T, n int) []T {
 	return s
 }
 
-// rates returns what a count of so many seconds is in one.
+// rates returns the rates per second of counts over that many seconds.
 func rates(t *telemetry.Totals, seconds float64) Point {
 	rate := func(n uint64) float64 { return float64(n) / seconds }
 	return Point{
 		Split: rate(t.Split), Alone: rate(t.Alone), Pass: rate(t.Pass),
 		OK: rate(t.OK), Rejected: rate(t.Rejected), Failed: rate(t.Failed), Gone: rate(t.Gone),
-		Refused: rate(t.Refused), Replans: rate(t.Replans), Cached: rate(t.CachedTokens), Computed: rate(t.ComputedTokens),
+		Refused: rate(t.Refused), Replans: rate(t.Replans), Cached: rate(t.CachedTokens),
+		Computed: rate(t.ComputedTokens),
 	}
 }
 
@@ -266,7 +267,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	return out
 }
 
-// staleAfter is the age from which what an engine says counts less in decisions.
+// staleAfter is the age from which an engine's report counts less in decisions.
 const staleAfter = 5 * time.Second
 
 func stateOf(e *kvstate.Endpoint, now time.Time) string {
@@ -284,7 +285,7 @@ func stateOf(e *kvstate.Endpoint, now time.Time) string {
 	return "up"
 }
 
-// seenIn takes in what the latest requests say of the endpoint.
+// seenIn adds the endpoint's part in the latest requests.
 func (e *Endpoint) seenIn(recent []telemetry.Trace) {
 	var prompt, cached int64
 	for i := range recent {
@@ -321,7 +322,7 @@ func flow(recent []telemetry.Trace, since time.Time) []Flow {
 	return out
 }
 
-// envoys are those that get their configuration from the replica.
+// envoys returns the Envoys with configuration from the replica.
 func (s *Source) envoys() []Envoy {
 	if s.Envoys == nil {
 		return nil

@@ -14,17 +14,17 @@ import (
 	"tandem/extproc/telemetry"
 )
 
-// What is shown is the sum of what replicas report. Each reports its part ([Feed.report]) when one of them is asked,
-// and nothing otherwise; the asked one merges them ([merge]). With one replica, and without Redis, there is one report.
+// The status is the sum of replicas' reports. Each reports its part ([Feed.report]) when one of them is asked, and
+// nothing otherwise; the asked one merges them ([merge]). With one replica, and without Redis, there is one report.
 
 // aboutStatus is the question for a report.
 const aboutStatus = "status"
 
-// question is what a replica is asked for.
+// question is a request for a report.
 type question struct {
 	Since  int64 `json:"since"`  // points after this second; < 0: none
-	Status bool  `json:"status"` // all; else traces alone
-	Traces int   `json:"traces"` // at most so many
+	Status bool  `json:"status"` // everything; otherwise only traces
+	Traces int   `json:"traces"` // maximum number
 }
 
 // report is one replica's part.
@@ -38,13 +38,14 @@ type report struct {
 	Envoys       []Envoy           `json:"envoys,omitempty"`
 	Pools        []Pool            `json:"pools,omitempty"`
 	Minute       telemetry.Totals  `json:"minute"`  // counts of the last minute
-	Seconds      float64           `json:"seconds"` // that these counts are of
+	Seconds      float64           `json:"seconds"` // duration of these counts
 	Last         int64             `json:"last"`    // second of the last point
 	Points       []Point           `json:"points,omitempty"`
 	Traces       []telemetry.Trace `json:"traces,omitempty"` // newest first
 }
 
-// weighedTraces is how many of the latest traces bear their prices: those are large, and the rest is counted only.
+// weighedTraces is the number of latest traces that include their prices: those are large, and the others are only
+// counted.
 const weighedTraces = shownRecent
 
 // maxReport bounds an unpacked report.
@@ -83,7 +84,7 @@ func (f *Feed) answer(text []byte) []byte {
 	}
 	q.Traces = min(q.Traces, allRecent)
 	var out bytes.Buffer
-	packed, _ := gzip.NewWriterLevel(&out, gzip.BestSpeed) // the level is right
+	packed, _ := gzip.NewWriterLevel(&out, gzip.BestSpeed) // the level is valid
 	if json.NewEncoder(packed).Encode(f.report(q)) != nil || packed.Close() != nil {
 		return nil
 	}
@@ -99,8 +100,8 @@ func unpack(body []byte) (r report, err error) {
 	return r, err
 }
 
-// gather returns the reports of all replicas that answer, this one's first, and the names of those that do not. Those
-// who ask the same at once share the answers.
+// gather returns the reports of all replicas that answer, this one's first, and the names of those that do not.
+// Concurrent calls share the answers.
 func (f *Feed) gather(ctx context.Context, q question, alone bool) (reports []report, silent []string) {
 	reports = []report{f.report(q)}
 	if alone || f.source.Replicas == nil {
@@ -132,8 +133,8 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) (reports []re
 	return append(reports, others.reports...), others.silent
 }
 
-// Status is what there is to see of all replicas now, of points those after since; with alone of this replica only. It
-// takes a second at most.
+// Status returns the current state of all replicas, with points after since; with alone of this replica only. It takes
+// a second at most.
 func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
 	reports, silent := f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone)
 	return merge(reports, silent, time.Now())
@@ -146,8 +147,8 @@ func (f *Feed) Requests(ctx context.Context, n int, alone bool) []telemetry.Trac
 	return all[:min(n, len(all))]
 }
 
-// traces merges the traces of all reports. Parts of requests whose planning nobody reports are shown if a replica that
-// may have planned them did not answer.
+// traces merges the traces of all reports. Parts of requests without a report of their planning are shown if a replica
+// that may have planned them did not answer.
 func traces(reports []report, silent []string) []telemetry.Trace {
 	parts := make(map[string][]telemetry.Trace, len(reports))
 	for i := range reports {
@@ -160,7 +161,7 @@ func traces(reports []report, silent []string) []telemetry.Trace {
 	return telemetry.Merge(parts, len(silent) > 0)
 }
 
-// merge makes a status of reports, the first of which is the asked replica's.
+// merge merges reports into a status; the first report is the asked replica's.
 func merge(reports []report, silent []string, now time.Time) Status {
 	asked := &reports[0]
 	s := Status{
@@ -204,7 +205,7 @@ func merge(reports []report, silent []string, now time.Time) Status {
 	return s
 }
 
-// addEnvoy adds an Envoy. Of two replicas that know it the one to which it connected last counts.
+// addEnvoy adds an Envoy. If two replicas know it, the one to which it connected last counts.
 func (s *Status) addEnvoy(e Envoy) {
 	i := slices.IndexFunc(s.Envoys, func(known Envoy) bool { return known.Name == e.Name })
 	switch {
@@ -215,7 +216,8 @@ func (s *Status) addEnvoy(e Envoy) {
 	}
 }
 
-// behind is how many seconds a replica's clock may be behind before points of the others are shown without it.
+// behind is the number of seconds that a replica's clock may be behind before points of the others are shown without
+// it.
 const behind = 5
 
 // points sums the points of all reports, second by second, up to the last that all have.
@@ -243,7 +245,7 @@ func points(reports []report, last int64) []Point {
 	return out
 }
 
-// add adds another replica's point of the same second. Of medians the mean by requests counts, of p99 the highest.
+// add adds another replica's point of the same second. For medians it takes the mean by requests, for p99 the highest.
 func (p *Point) add(o *Point) {
 	mean := func(a, b *float64, n, m float64) {
 		switch {
@@ -292,7 +294,7 @@ func (s *Status) addPool(of *Pool) {
 	}
 }
 
-// add adds another replica's part of an endpoint. All know its engine alike; the worst state counts.
+// add adds another replica's part of an endpoint. All have the same report of its engine; the worst state counts.
 func (e *Endpoint) add(o *Endpoint) {
 	e.Requests, e.Tokens = e.Requests+o.Requests, e.Tokens+o.Tokens
 	if severity(o.State) > severity(e.State) {

@@ -11,7 +11,7 @@ import (
 //go:embed page
 var page embed.FS
 
-// Handler serves the page at /, what it draws at /status.json?since=N (the points after N), and the latest requests at
+// Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
 // /debug/requests?n=20. With scope=replica the last two are about this replica only.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
@@ -41,9 +41,11 @@ func Handler(f *Feed) http.Handler {
 	})
 	static := http.FileServerFS(files)
 	mux.HandleFunc("GET /", func(w http.ResponseWriter, r *http.Request) {
-		// What is shown of requests is partly the client's (ids, models): the page sets text, never markup, and
-		// this holds it to that.
-		w.Header().Set("content-security-policy", "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'self'")
+		// Parts of the requests shown come from clients (ids, models): the page sets text, never markup, and this
+		// enforces it.
+		w.Header().Set("content-security-policy",
+			"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "+
+				"frame-ancestors 'self'")
 		w.Header().Set("cache-control", "no-cache")
 		static.ServeHTTP(w, r)
 	})

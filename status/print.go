@@ -22,10 +22,12 @@ func Print(w io.Writer, s *Status) {
 	fmt.Fprintf(w, "Tandem %s, %s, up %s, %d booked; %s\n\n",
 		s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations, s.Scope)
 	printAttention(w, s.Attention)
-	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n", number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
+	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n",
+		number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
 	fmt.Fprintf(w, "first byte   p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
-		millis(m.FirstByte50), millis(m.FirstByte99), millis(m.Prefill50), millis(m.Prefill99), millis(m.Decide50), millis(m.Decide99))
+		millis(m.FirstByte50), millis(m.FirstByte99), millis(m.Prefill50), millis(m.Prefill99), millis(m.Decide50),
+		millis(m.Decide99))
 	cached := "-"
 	if all := m.Cached + m.Computed; all > 0 {
 		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
@@ -40,7 +42,7 @@ func Print(w io.Writer, s *Status) {
 	printRecent(w, s.Recent)
 }
 
-// scopeOf says which replicas a status is about.
+// scopeOf describes the replicas that a status is about.
 func scopeOf(s *Status) string {
 	all := len(s.Replicas) + len(s.Silent)
 	switch {
@@ -94,7 +96,7 @@ func printAttention(w io.Writer, notices []Notice) {
 	}
 }
 
-// printEnvoys shows what configuration Envoys have.
+// printEnvoys shows the Envoys' configuration versions.
 func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
 	if len(envoys) == 0 {
 		return
@@ -168,7 +170,7 @@ func printFlow(w io.Writer, flow []Flow) {
 	_ = t.Flush()
 }
 
-// terminalRecent is how many of the latest requests fit a terminal beside the rest.
+// terminalRecent is the number of latest requests that fit a terminal beside the rest.
 const terminalRecent = 10
 
 func printRecent(w io.Writer, recent []telemetry.Trace) {
@@ -195,13 +197,14 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 		if r.Reason != "" {
 			route += " (" + r.Reason + ")"
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, route, cmp.Or(r.Prefill, "-"), r.Decode, r.PromptTokens, cached,
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, route, cmp.Or(r.Prefill, "-"), r.Decode,
+			r.PromptTokens, cached,
 			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
 	}
 	_ = t.Flush()
 }
 
-// hop1 is how long prefill took, and behind it how long it was expected to.
+// hop1 returns the time of prefill, followed by the expected one.
 func hop1(r *telemetry.Trace) string {
 	took := millis(milliseconds(r.PrefillTime))
 	if r.Prefill == "" || r.ExpectedPrefill <= 0 {
@@ -210,7 +213,7 @@ func hop1(r *telemetry.Trace) string {
 	return took + " (" + millis(milliseconds(r.ExpectedPrefill)) + ")"
 }
 
-// plain keeps what others chose (names, ids) from steering the terminal.
+// plain keeps foreign text (names, ids) from steering the terminal.
 func plain(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {
@@ -244,7 +247,7 @@ func millis(v float64) string {
 	return fmt.Sprintf("%.0f us", v*1000)
 }
 
-// perSecond is a rate of bytes as people say it: two digits, never an exponent.
+// perSecond formats a rate of bytes for people: two digits, never an exponent.
 func perSecond(bytes float64) string {
 	units := []string{"B/s", "KB/s", "MB/s", "GB/s", "TB/s"}
 	i := 0

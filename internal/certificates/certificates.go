@@ -18,8 +18,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// TLS returns the TLS configuration of a server, nil for plaintext. Certificates that are files are read again when
-// they change.
+// TLS returns the TLS configuration of a server, nil for plaintext. Certificate files are read again when they change.
 func TLS(spec *configv1.Tls) (*tls.Config, error) {
 	switch spec.GetMode() {
 	case "files":
@@ -56,25 +55,25 @@ func newFiles(spec *configv1.Tls) (*files, error) {
 	return f, nil
 }
 
-// config is what the listener uses: the newest readable files, for every new connection.
+// config returns the listener's configuration for a new connection: that of the newest readable files.
 func (f *files) config() *tls.Config {
 	return &tls.Config{MinVersion: tls.VersionTLS12, NextProtos: []string{"h2"},
 		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return f.get(), nil }}
 }
 
-// checkEvery bounds how often connections make the files' times be looked at.
+// checkEvery is the minimum interval at which connections check the files' times.
 const checkEvery = time.Second
 
 func (f *files) get() *tls.Config {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if time.Since(f.checked) > checkEvery {
-		_ = f.read() // half-written files are no reason to drop a certificate that works
+		_ = f.read() // half-written files are no reason to drop a working certificate
 	}
 	return f.current
 }
 
-// read takes the files in if one of them is newer than what is in use.
+// read reads the files if one of them is newer than the configuration in use.
 func (f *files) read() error {
 	f.checked = time.Now()
 	newest := time.Time{}
@@ -115,8 +114,8 @@ func (f *files) read() error {
 	return nil
 }
 
-// selfSigned makes a certificate for this run of the server. It says nothing about who serves: gateways that call
-// endpoint pickers encrypt and do not verify (Endpoint Picker protocol, proposal 004).
+// selfSigned makes a certificate for this run of the server. It does not prove the server's identity: gateways that
+// call endpoint pickers encrypt and do not verify (Endpoint Picker protocol, proposal 004).
 func selfSigned() (*tls.Config, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

@@ -1,7 +1,7 @@
 // Package gatewayextension is Tandem's side of Envoy Gateway's extension protocol (docs/adr/0039): an HTTPRoute whose
 // EnvoyExtensionPolicy names Tandem leads to Tandem's own listener within the same Envoy.
 //
-// Files: extend.go what is changed, a function of resources; server.go the gRPC service.
+// Files: extend.go the changes, a function of resources; server.go the gRPC service.
 package gatewayextension
 
 import (
@@ -27,12 +27,12 @@ import (
 // extProcPrefix begins the names of Envoy Gateway's external processors.
 const extProcPrefix = "envoy.filters.http.ext_proc"
 
-// errNameTaken means that a resource of somebody else has the name of one of Tandem's.
+// errNameTaken means that a foreign resource has the name of one of Tandem's.
 var errNameTaken = errors.New("the name is taken")
 
-// Extend returns what Envoys are to get in place of a translation, and the names of the routes that now lead to
-// Tandem. These are the routes on which an external processor is enabled that services name ("name.namespace:port", of
-// the policy's backendRef). Resources that do not change are the very bytes of the translation.
+// Extend returns Envoys' resources in place of a translation, and the names of the routes that now lead to Tandem.
+// These are the routes with an enabled external processor of services ("name.namespace:port", the policy's
+// backendRef). Unchanged resources keep the bytes of the translation.
 func Extend(
 	in *egv1.PostTranslateModifyRequest, own *envoyconfigs.Behind, services []string,
 ) (*egv1.PostTranslateModifyResponse, []string, error) {
@@ -74,7 +74,7 @@ type extension struct {
 	own      *envoyconfigs.Behind
 	services []string
 
-	filters map[string]bool // that ask Tandem
+	filters map[string]bool // filters that ask Tandem
 	tables  map[string]bool // route configurations with routes to Tandem
 	routes  []string        // their names
 }
@@ -101,7 +101,7 @@ func (e *extension) find(raw []byte) error {
 	}, nil)
 }
 
-// extendTable has the routes of a route configuration lead to Tandem on which one of the filters is enabled.
+// extendTable makes the routes of a route configuration lead to Tandem if one of the filters is enabled on them.
 func (e *extension) extendTable(raw []byte) ([]byte, error) {
 	mentioned := false
 	for name := range e.filters {
@@ -129,7 +129,7 @@ func (e *extension) extendTable(raw []byte) ([]byte, error) {
 	return write(&table)
 }
 
-// disable takes the filters off a route and reports whether there were any: Tandem's own listener asks.
+// disable removes the filters from a route and reports whether there were any: Tandem's own listener has its own.
 func (e *extension) disable(r *routev3.Route) (was bool) {
 	for name := range e.filters {
 		if _, ok := r.GetTypedPerFilterConfig()[name]; ok {
@@ -140,8 +140,8 @@ func (e *extension) disable(r *routev3.Route) (was bool) {
 	return was
 }
 
-// extendRoute has a route lead to Tandem's listener. Its match, rewrites, headers, mirrors, retries and the settings of
-// its other filters stay. A route that redirects or answers by itself stays as it is.
+// extendRoute makes a route lead to Tandem's listener. Its match, rewrites, headers, mirrors, retries and the settings
+// of its other filters stay. A route that redirects or answers directly stays unchanged.
 func (e *extension) extendRoute(table string, r *routev3.Route) {
 	a := r.GetRoute()
 	if a == nil {
@@ -150,12 +150,12 @@ func (e *extension) extendRoute(table string, r *routev3.Route) {
 	e.tables[table] = true
 	e.routes = append(e.routes, r.GetName())
 	a.ClusterSpecifier = &routev3.RouteAction_Cluster{Cluster: envoyconfigs.BehindName}
-	// These are about the endpoints that the route led to.
+	// These are about the route's former endpoints.
 	a.MetadataMatch = nil
 	if _, ok := a.GetHostRewriteSpecifier().(*routev3.RouteAction_AutoHostRewrite); ok {
 		a.HostRewriteSpecifier = nil
 	}
-	// Envoy's default of 15 s is for the whole answer. What the HTTPRoute or a policy says stays.
+	// Envoy's default of 15 s covers the whole answer. A timeout of the HTTPRoute or a policy stays.
 	if a.Timeout == nil {
 		a.Timeout = durationpb.New(0)
 	}
@@ -164,7 +164,8 @@ func (e *extension) extendRoute(table string, r *routev3.Route) {
 	}
 }
 
-// extendListener has a listener with routes to Tandem give its own answers to their requests OpenAI's shape.
+// extendListener gives the own answers of a listener with routes to Tandem OpenAI's shape, for requests to these
+// routes.
 func (e *extension) extendListener(raw []byte) ([]byte, error) {
 	mentioned := false
 	for name := range e.tables {
@@ -192,8 +193,8 @@ func (e *extension) extendListener(raw []byte) ([]byte, error) {
 	return out, err
 }
 
-// eachManager calls f with each HTTP connection manager of a listener. If out is not nil, it gets the listener as f
-// left it, where f changed a filter.
+// eachManager calls f with each HTTP connection manager of a listener. If out is not nil, it gets the listener with
+// f's changes, if f changed a filter.
 func eachManager(
 	raw []byte, f func(*listenerv3.Filter, *hcmv3.HttpConnectionManager) error, out *[]byte,
 ) error {
@@ -262,7 +263,7 @@ func add[M named](to [][]byte, own []M, into M) ([][]byte, error) {
 	return out, nil
 }
 
-// write is the same for the same message, or Envoys would get a version of their configuration that says nothing new.
+// write is deterministic: otherwise Envoys would get a new version of an unchanged configuration.
 func write(m proto.Message) ([]byte, error) {
 	raw, err := proto.MarshalOptions{Deterministic: true}.Marshal(m)
 	if err != nil {

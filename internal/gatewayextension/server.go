@@ -22,12 +22,11 @@ import (
 // serviceName is Envoy Gateway's name of the protocol.
 const serviceName = "envoygateway.extension.EnvoyGatewayExtension"
 
-// maxTranslations are worked on at one time. Envoy Gateway sends one after the other.
+// maxTranslations bounds concurrent translations. Envoy Gateway sends one after the other.
 const maxTranslations = 4
 
-// Server extends translations. To an Envoy whose route was not extended it says so, in the place of an external
-// processor: such a route would send a prefill request to whatever it leads to, and its answer of one token to the
-// client.
+// Server extends translations. It also refuses requests on routes that were not extended, as their external processor:
+// such a route would send a prefill request to its endpoint, and that answer of one token to the client.
 type Server struct {
 	extprocv3.UnimplementedExternalProcessorServer
 
@@ -42,7 +41,7 @@ type Server struct {
 	seen     []string // routes of the last translation
 }
 
-// New returns a server for a configuration that was loaded by configv1.
+// New returns a server for a configuration from package config.
 func New(c *configv1.Config, r prometheus.Registerer, log *slog.Logger) (*Server, error) {
 	s := &Server{
 		log: log, slots: make(chan struct{}, maxTranslations),
@@ -64,8 +63,8 @@ func New(c *configv1.Config, r prometheus.Registerer, log *slog.Logger) (*Server
 	return s, nil
 }
 
-// Set has translations from now on extended for another configuration. Envoy Gateway translates when its own objects
-// change, so Envoys get it then. One without envoyGateway changes nothing.
+// Set changes the configuration for later translations. Envoy Gateway translates when its own objects change, so
+// Envoys get it then. A configuration without envoyGateway changes nothing.
 func (s *Server) Set(c *configv1.Config) error {
 	if c.GetEnvoyGateway() == nil {
 		return nil
@@ -91,7 +90,9 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	extprocv3.RegisterExternalProcessorServer(r, s)
 }
 
-// serve is PostTranslateModify, the only hook that Tandem has Envoy Gateway call.
+// serve is PostTranslateModify, the only hook of Tandem's.
+//
+// nolint:revive // gRPC's order of arguments
 //
 //nolint:revive // gRPC's order of arguments
 func (s *Server) serve(_ any, ctx context.Context, decode func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
@@ -102,8 +103,8 @@ func (s *Server) serve(_ any, ctx context.Context, decode func(any) error, _ grp
 	return s.postTranslate(ctx, in)
 }
 
-// postTranslate extends a translation. If that fails, Envoys get it as it is: then routes to Tandem are refused
-// requests by Process, and all others work.
+// postTranslate extends a translation. If that fails, Envoys get the translation unchanged: then Process refuses
+// requests on routes to Tandem, and all others work.
 func (s *Server) postTranslate(
 	ctx context.Context, in *egv1.PostTranslateModifyRequest,
 ) (*egv1.PostTranslateModifyResponse, error) {
@@ -144,7 +145,7 @@ func unchanged(in *egv1.PostTranslateModifyRequest) *egv1.PostTranslateModifyRes
 	}
 }
 
-// report counts a translation, and logs routes that come or go.
+// report counts a translation, and logs new and removed routes.
 func (s *Server) report(routes []string) {
 	result := "extended"
 	if len(routes) == 0 {

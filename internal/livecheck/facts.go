@@ -19,19 +19,19 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// engineInfo is what engines report of themselves. "" and 0: the engine does not report it.
+// engineInfo is an engine's report about itself. "" and 0: not reported.
 type engineInfo struct {
 	Version   string // vLLM at /version, SGLang at /server_info
 	Mode      string // SGLang: prefill, decode, null; "": another engine
 	Bootstrap int32  // SGLang's --disaggregation-bootstrap-port
-	Engine    string // vLLM or SGLang, where an answer tells
+	Engine    string // vLLM or SGLang, if an answer reveals it
 	Connector string // vLLM's kv_connector
 	KVRole    string // vLLM's kv_role
 	TP        int32  // tensor-parallel ranks
 	Facts     map[kvtransfer.Fact]string
 }
 
-// serverInfo is GET /server_info: of SGLang (0.5.23), and with config_format=json of vLLM (0.32) where it runs with
+// serverInfo is GET /server_info: of SGLang (0.5.23), and with config_format=json of vLLM (0.32) if it runs with
 // VLLM_SERVER_DEV_MODE=1.
 type serverInfo struct {
 	Version   string `json:"version"`
@@ -124,7 +124,7 @@ func (i *engineInfo) take(s *serverInfo) {
 	}
 }
 
-// know keeps the first report of a fact.
+// know stores a fact, unless it is known already.
 func (i *engineInfo) know(f kvtransfer.Fact, value string) {
 	if value != "" && i.Facts[f] == "" {
 		i.Facts[f] = value
@@ -141,7 +141,7 @@ func label(labels []byte, name string) string {
 	return string(value)
 }
 
-// checkVLLM compares the pool's dialect, and an endpoint's role, with the connector that a vLLM runs with.
+// checkVLLM compares the pool's dialect, and an endpoint's role, with the connector of a vLLM.
 func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoint) {
 	d, info := config.DialectOf(p), &a.info
 	if len(d.Reports.Connectors) > 0 {
@@ -162,7 +162,7 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 	}
 }
 
-// dialectsFor is the hint for a connector.
+// dialectsFor returns the hint for a connector.
 func dialectsFor(connector string) string {
 	var names []string
 	for _, d := range kvtransfer.All() {
@@ -176,7 +176,7 @@ func dialectsFor(connector string) string {
 	return "set kvTransfer to " + strings.Join(names, " or ") + ", or start the engine otherwise"
 }
 
-// checkRanks compares transfer.tensorParallelSize with what the engine reports, where it is set or has to be.
+// checkRanks compares transfer.tensorParallelSize with the engine's report, if it is set or required.
 func (a *engineAnswer) checkRanks(at string, p *configv1.Pool, e *configv1.Endpoint) {
 	set := e.GetTransfer().GetTensorParallelSize()
 	if set == 0 && !config.DialectOf(p).Reports.Ranks {
@@ -189,7 +189,8 @@ func (a *engineAnswer) checkRanks(at string, p *configv1.Pool, e *configv1.Endpo
 	}
 }
 
-// unlike reports what endpoint j and one before it, which it may be paired with, have to have in common and have not.
+// unlike returns the differences between endpoint j and an earlier one that it may be paired with, in facts that both
+// must share.
 func unlike(path string, p *configv1.Pool, answers []engineAnswer, j int) (out []finding) {
 	e := p.GetEndpoints()[j]
 	for _, fact := range config.DialectOf(p).Reports.Alike {

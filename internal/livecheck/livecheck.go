@@ -1,9 +1,9 @@
-// Package livecheck asks engines whether they are what the configuration says of them: `tandem serve --check --live`,
-// and the start of every server.
+// Package livecheck compares engines with their configuration: `tandem serve --check --live`, and the start of every
+// server.
 //
 // [Check] asks every configured endpoint, all of a pool at once, and returns a [Report]: a row for each endpoint with
-// what was compared and what its engine does not report, and the findings, in the configuration's order. facts.go reads
-// what engines report of themselves, report.go prints.
+// the compared facts and those that its engine does not report, and the findings, in the configuration's order.
+// facts.go reads engines' reports, report.go prints.
 package livecheck
 
 import (
@@ -26,7 +26,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// timeout is how long one engine may take to answer one question.
+// timeout is the time limit of one request to an engine.
 const timeout = 3 * time.Second
 
 // Report is the result of a check.
@@ -39,10 +39,11 @@ type Report struct {
 // Engine is one endpoint that was asked.
 type Engine struct {
 	Pool, Address, Role string
-	Engine, Release     string   // "": it does not report them
-	Down                bool     // it did not answer
-	Compared            []string // with the configuration, or with the endpoints that it may be paired with
-	NotReported         []string // what would have been compared
+	Engine, Release     string // "": it does not report them
+	Down                bool   // it did not answer
+	// facts compared with the configuration, or with the endpoints that it may be paired with
+	Compared    []string
+	NotReported []string // facts that could not be compared
 }
 
 // finding is a difference between the configuration and an engine, with the path of the field and a remedy.
@@ -97,9 +98,9 @@ func Warn(ctx context.Context, cfg *configv1.Config, log *slog.Logger) {
 	}
 }
 
-// engineAnswer is what an engine reports of itself, and what was compared with it.
+// engineAnswer is an engine's report about itself, with the results of the comparison.
 type engineAnswer struct {
-	version  string // "": it does not report it
+	version  string // "": not reported
 	info     engineInfo
 	down     bool
 	compared []string
@@ -107,7 +108,7 @@ type engineAnswer struct {
 	findings []finding
 }
 
-// note adds a comparison: known says whether the engine reports what it needs.
+// note records a comparison; known: the engine reports the fact.
 func (a *engineAnswer) note(what string, known bool) {
 	if known {
 		a.compared = append(a.compared, what)
@@ -158,13 +159,14 @@ func askEngine(
 	return a
 }
 
-// release is a version without what does not count: a v before it, and the build behind it (0.32.0+cu129).
+// release returns a version without a leading v and without the build (0.32.0+cu129).
 func release(version string) string {
 	version, _, _ = strings.Cut(strings.TrimPrefix(version, "v"), "+")
 	return version
 }
 
-// checkSGLang compares a pool's dialect, and an endpoint's role and bootstrap port, with what an SGLang server reports.
+// checkSGLang compares a pool's dialect, and an endpoint's role and bootstrap port, with the report of an SGLang
+// server.
 func (a *engineAnswer) checkSGLang(at string, p *configv1.Pool, e *configv1.Endpoint) {
 	d, info := config.DialectOf(p), &a.info
 	if d.Engine == kvtransfer.EngineSGLang {
@@ -190,7 +192,7 @@ func (a *engineAnswer) checkSGLang(at string, p *configv1.Pool, e *configv1.Endp
 	}
 }
 
-// transferPort is where other engines reach an endpoint for KV.
+// transferPort is the address at which other engines reach an endpoint for KV.
 type transferPort struct{ field, addr string }
 
 func (p *transferPort) number() string {
@@ -220,7 +222,7 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 	return out
 }
 
-// disagreement says that endpoint j runs another release than one before it that it may be paired with.
+// disagreement returns a finding if endpoint j runs another release than an earlier one that it may be paired with.
 func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) []finding {
 	e, mine := p.GetEndpoints()[j], answers[j].version
 	if !config.DialectOf(p).SameRelease || mine == "" {

@@ -13,7 +13,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// Print writes a table of what was asked and compared, and below it what could not be.
+// Print writes a table of the compared facts, followed by those that could not be compared.
 func (r *Report) Print(w io.Writer) {
 	if len(r.Engines) > 0 {
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
@@ -60,7 +60,7 @@ func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engi
 		return out
 	}
 	out.Compared, out.NotReported = append([]string{"health"}, a.compared...), a.unknown
-	// What a pair must have in common is compared if the engines of both report it.
+	// Facts that a pair must share are compared if both engines report them.
 	add := func(what string, reported func(*engineAnswer) bool, partner func(other *configv1.Endpoint) bool) {
 		if !reported(a) {
 			out.NotReported = append(out.NotReported, what)

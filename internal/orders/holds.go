@@ -10,20 +10,20 @@ import (
 	"tandem/kvstate"
 )
 
-// HoldsFor is the header of an answer that says which replicas an order holds for: a [Holds] as JSON.
+// HoldsFor is the header of an answer with the replicas that an order applies to: a [Holds] as JSON.
 const HoldsFor = "tandem-holds-for"
 
-// Holds is which replicas an order holds for.
+// Holds is the set of replicas that an order applies to.
 type Holds struct {
 	Fleet    bool     `json:"fleet"`            // all replicas, also those that start later
-	Replicas int      `json:"replicas"`         // that have applied it, the asked one included
+	Replicas int      `json:"replicas"`         // those that have applied it, the asked one included
 	Silent   []string `json:"silent,omitempty"` // living replicas that did not confirm it within a second
 	Redis    bool     `json:"redis"`            // the configuration has state.redis
 
-	load map[string]int64 // of the others that answered, by address
+	load map[string]int64 // of the other replicas that answered, by address
 }
 
-// String says it for people.
+// String returns it in words for people.
 func (h *Holds) String() string {
 	switch {
 	case !h.Redis:
@@ -44,7 +44,7 @@ func (h *Holds) writeTo(w http.ResponseWriter) {
 	}
 }
 
-// busy reports whether other replicas have, or may have, something running on the target.
+// busy reports whether other replicas have, or may have, requests running on the target.
 func (h *Holds) busy() bool {
 	if len(h.Silent) > 0 {
 		return true
@@ -71,10 +71,10 @@ type target struct {
 	Endpoint string `json:"endpoint"`
 }
 
-// refresh applies what operators ordered at other replicas, so that the next order changes that.
+// refresh applies orders that were given at other replicas, so that the next order changes their result.
 func (o *Orders) refresh(ctx context.Context) {
 	if o.Replicas != nil {
-		_ = o.Replicas.Sync(ctx) // without Redis it changes what is known here
+		_ = o.Replicas.Sync(ctx) // without Redis the known state is changed
 	}
 }
 
@@ -93,10 +93,11 @@ func (o *Orders) publish(ctx context.Context, t target) (h Holds) {
 	return h
 }
 
-// aboutLoad is the question what runs on a target. Its answer proves that the orders before have been applied.
+// aboutLoad is the question for the requests that run on a target. Its answer proves that the earlier orders have been
+// applied.
 const aboutLoad = "load"
 
-// ask asks the other replicas what they have running on the target.
+// ask asks the other replicas for their requests on the target.
 func (o *Orders) ask(ctx context.Context, h *Holds, t target) {
 	question, err := json.Marshal(t)
 	if err != nil {
@@ -120,7 +121,7 @@ func (o *Orders) ask(ctx context.Context, h *Holds, t target) {
 	}
 }
 
-// answerLoad answers another replica's question about a target: the requests that this one booked there, by address.
+// answerLoad answers another replica's question about a target: this replica's requests there, by address.
 func (o *Orders) answerLoad(question []byte) []byte {
 	var t target
 	if json.Unmarshal(question, &t) != nil {

@@ -1,4 +1,5 @@
-// Package orders takes what operators tell a running replica on its admin port, and passes it to the other replicas.
+// Package orders accepts operators' orders on the admin port of a running replica, and passes them to the other
+// replicas.
 package orders
 
 import (
@@ -16,8 +17,8 @@ import (
 )
 
 // Orders pause and resume a pool, pause, drain and resume an endpoint, change its weight, and read the configuration
-// again. With Redis all but the last hold for all replicas, until they are taken back at any of them; without they hold
-// for this replica until it ends. The header [HoldsFor] of an answer says which.
+// again. With Redis all but the last apply to all replicas, until they are revoked at any of them; without Redis they
+// apply to this replica until it ends. The header [HoldsFor] of an answer has the replicas.
 //
 //	POST   /api/pools/{pool}/pause | resume
 //	POST   /api/pools/{pool}/endpoints/{endpoint}/pause | resume | drain?timeout=5m
@@ -25,14 +26,14 @@ import (
 //	DELETE /api/pools/{pool}/endpoints/{endpoint}/weight
 //	POST   /api/reload
 type Orders struct {
-	TokenFile string // "": no orders are taken
+	TokenFile string // "": orders are refused
 	State     *kvstate.State
 	Reload    func(context.Context) ([]config.Change, error)
 	Replicas  *operator.Operator // nil: there is no Redis
 	Log       *slog.Logger
 }
 
-// Register adds the orders to the admin port. To be called before the replica answers others' questions.
+// Register adds the orders to the admin port. Call it before the replica answers others' questions.
 func (o *Orders) Register(mux *http.ServeMux) {
 	const pool, endpoint = "/api/pools/{pool}/", "/api/pools/{pool}/endpoints/{endpoint}/"
 	mux.HandleFunc("POST "+pool+"pause", o.allowed(o.pool(true)))
@@ -48,8 +49,8 @@ func (o *Orders) Register(mux *http.ServeMux) {
 	}
 }
 
-// allowed lets in who has the token. Hashes are compared, in constant time: neither the token nor its length shows in
-// how long it takes.
+// allowed passes requests with the token on. It compares hashes, in constant time: the time reveals neither the token
+// nor its length.
 func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		want, err := ReadToken(o.TokenFile)
@@ -77,7 +78,7 @@ func answerError(w http.ResponseWriter, status int, message string) {
 	writeJSON(w, map[string]any{"error": map[string]string{"message": message}})
 }
 
-// answerUnknown turns what the state says into an answer.
+// answerUnknown turns an error of the state into an answer.
 func answerUnknown(w http.ResponseWriter, err error) {
 	status := http.StatusConflict
 	if errors.Is(err, kvstate.ErrUnknown) {
@@ -100,12 +101,12 @@ func (o *Orders) pool(paused bool) http.HandlerFunc {
 	}
 }
 
-// Ordered is what an order about an endpoint is answered with, for each of its addresses.
+// Ordered is the answer to an order about an endpoint, for each of its addresses.
 type Ordered struct {
 	Address  string `json:"address"`
 	Paused   bool   `json:"paused"`
 	Weight   int    `json:"weight"`
-	Requests int64  `json:"requests"` // that run there, sent by the replicas that the order holds for
+	Requests int64  `json:"requests"` // running there, sent by the replicas that the order applies to
 }
 
 func (o *Orders) endpoint(change func(*kvstate.Override)) http.HandlerFunc {
@@ -144,16 +145,16 @@ func (o *Orders) weight(w http.ResponseWriter, r *http.Request) {
 	o.endpoint(func(e *kvstate.Override) { e.Weight = body.Weight })(w, r)
 }
 
-// Bounds of how long an order to drain waits, and how often it looks.
+// Bounds of an order to drain: how long it waits, and how often it checks.
 const (
 	DrainDefault = 30 * time.Second
 	drainLongest = 30 * time.Minute
 	drainLook    = 50 * time.Millisecond
-	drainAsk     = 250 * time.Millisecond // how often the other replicas are asked
+	drainAsk     = 250 * time.Millisecond // interval of the questions to other replicas
 )
 
-// drain pauses an endpoint and waits until no replica has anything running on it: 200. If the time is over before, 202,
-// and the endpoint stays paused.
+// drain pauses an endpoint and waits until no replica has requests running on it: 200. If the time is over before
+// that: 202, and the endpoint stays paused.
 func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	limit := DrainDefault
 	if text := r.URL.Query().Get("timeout"); text != "" {
@@ -180,8 +181,8 @@ func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, h.shown(found))
 }
 
-// quiet waits until nothing is booked on the endpoints, here and at the replicas that the order holds for; false if it
-// gave up before.
+// quiet waits until nothing is booked on the endpoints, here and at the replicas that the order applies to; false if
+// it gave up.
 func (o *Orders) quiet(ctx context.Context, h *Holds, endpoints []*kvstate.Endpoint, t target) bool {
 	tick := time.NewTicker(drainLook)
 	defer tick.Stop()

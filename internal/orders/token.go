@@ -12,8 +12,7 @@ import (
 	"time"
 )
 
-// minToken is the least length of a token that is taken for a secret, and maxTokenFile the most that is read of its
-// file.
+// minToken is the minimum length of a token, and maxTokenFile the maximum that is read of its file.
 const (
 	minToken     = 16
 	maxTokenFile = 4 << 10
@@ -24,8 +23,8 @@ func sameToken(a, b string) bool {
 	return subtle.ConstantTimeCompare(x[:], y[:]) == 1
 }
 
-// OperatorToken says whether a request bears the operator's token; nil where there is none. Anybody may send a wrong
-// one, so the file is read once a second at most.
+// OperatorToken returns a function that reports whether a request has the operator's token; nil if there is no token.
+// A wrong one can come from anywhere, so the file is read once a second at most.
 func OperatorToken(file string) func([]byte) bool {
 	if file == "" {
 		return nil

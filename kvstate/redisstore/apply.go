@@ -40,7 +40,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	c.unknown.Add(unknown)
 	at := known(endpoints)
 	for _, blocks := range b.GetBlocks() {
-		if blocks.GetKind() != statev1.Blocks_KIND_ROUTED { // of a later release
+		if blocks.GetKind() != statev1.Blocks_KIND_ROUTED { // from a later release
 			continue
 		}
 		if e := at(blocks.GetAddress()); e != nil {
@@ -71,7 +71,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	for _, id := range b.GetReleased() {
 		p.s.state.Release(kvstate.ReservationID(id))
 	}
-	if !before { // else the feed that is loaded contains them
+	if !before { // otherwise the loaded feed contains them
 		p.applyForwarded(pool, b.GetEvents(), at)
 	}
 	if m != nil && b.GetHello() && p.leads(b.GetReplica()) {
@@ -79,13 +79,13 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	}
 	if n := b.GetSnapshot(); n != nil {
 		p.unsaved = 0
-		if !before { // else it is loaded already, or was replaced since
+		if !before { // otherwise it is loaded already, or was replaced since
 			p.announced(n)
 		}
 	}
 }
 
-// known returns the endpoint at a position in a message; nil if it is not known here.
+// known returns a function for the endpoint at a position in a message; nil if it is unknown here.
 func known(endpoints []*kvstate.Endpoint) func(uint32) *kvstate.Endpoint {
 	return func(i uint32) *kvstate.Endpoint {
 		if int(i) < len(endpoints) {
@@ -124,13 +124,13 @@ func (x *endpoints) find(pool *kvstate.Pool, addr string) *kvstate.Endpoint {
 	return x.byAddr[addr]
 }
 
-// Bounds of the bookings in a batch: more than anybody books.
+// Bounds of the reservations in a batch: more than any replica makes.
 const (
 	maxLoad = 1 << 40
 	maxWork = int64(24 * time.Hour / time.Microsecond)
 )
 
-// applyLoads notes the bookings of a replica as of the time at.
+// applyLoads records the reservations of a replica as of the time at.
 func (p *poolReplica) applyLoads(m *member, b *statev1.Batch, at time.Time) {
 	if m.prefillRate != b.GetPrefillRate() || m.localRate != b.GetLocalRate() {
 		m.prefillRate, m.localRate = b.GetPrefillRate(), b.GetLocalRate()
@@ -170,15 +170,17 @@ func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
 	return b
 }
 
-// maxPrompt is more than a prompt has of bytes or tokens.
+// maxPrompt is more than the bytes or tokens of any prompt.
 const maxPrompt = 1 << 30
 
 func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
 	out := &prefixindex.LearnedTokens{
-		Prompt: t.GetPrompt(), BlockBytes: int(t.GetBlockBytes()), Bytes: int(min(t.GetBytes(), maxPrompt)), Tokens: int(min(t.GetTokens(), maxPrompt)),
+		Prompt: t.GetPrompt(), BlockBytes: int(t.GetBlockBytes()), Bytes: int(min(t.GetBytes(), maxPrompt)),
+		Tokens: int(min(t.GetTokens(), maxPrompt)),
 	}
 	for _, b := range t.GetBlocks() {
-		out.Blocks = append(out.Blocks, prefixindex.LearnedBlocks{Size: int(b.GetSize()), From: int(b.GetFrom()), Hashes: b.GetHashes()})
+		out.Blocks = append(out.Blocks,
+			prefixindex.LearnedBlocks{Size: int(b.GetSize()), From: int(b.GetFrom()), Hashes: b.GetHashes()})
 	}
 	return out
 }
@@ -196,10 +198,12 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 		looked = at.Add(-time.Duration(g.GetLookOlderMs()) * time.Millisecond)
 	}
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
-		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()), KVTokens: g.GetKvTokens(), At: at, ScrapedAt: looked, External: max(g.GetElsewhere(), 0),
+		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()),
+		KVTokens: g.GetKvTokens(), At: at, ScrapedAt: looked, External: max(g.GetElsewhere(), 0),
 		Transfers: kvstate.TransferCounters{
-			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()), Tokens: int64(g.GetTransferTokens()),
-			Time: time.Duration(g.GetTransferUs()) * time.Microsecond, Failed: int64(g.GetFailedTransfers()),
+			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()),
+			Tokens: int64(g.GetTransferTokens()),
+			Time:   time.Duration(g.GetTransferUs()) * time.Microsecond, Failed: int64(g.GetFailedTransfers()),
 		},
 		Answers: kvstate.AnswerCounters{
 			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,

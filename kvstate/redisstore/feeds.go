@@ -8,15 +8,14 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Every replica subscribes to every publisher of KV events by itself. Two things pass through Redis: the feeds of a
-// replica that starts, in the snapshot that answers its hello; and the batches of publishers that connect to one
-// replica.
+// Every replica subscribes to every publisher of KV events by itself. Two things pass through Redis: feeds for a
+// replica that starts, in the snapshot that it requests; and the batches of publishers that connect to one replica.
 
-// Follow has f take the feeds and batches of other replicas. To be called before [Store.Join].
+// Follow makes f receive the feeds and batches of other replicas. Call it before [Store.Join].
 func (s *Store) Follow(f kvstate.EventFollower) { s.follower = f }
 
-// maxForwarded bounds the batches that wait to be published, in bytes: some 10,000 blocks. A batch that does not
-// fit shows as a gap in the publisher's numbers.
+// maxForwarded bounds the batches that wait to be published, in bytes: some 10,000 blocks. A batch that does not fit
+// appears as a gap in the publisher's numbers.
 const maxForwarded = 1 << 20
 
 // forwarded is a batch that waits to be published.
@@ -38,11 +37,13 @@ func (s *Store) Forward(pool *kvstate.Pool, b kvstate.EventBatch) {
 		return
 	}
 	p.out.forwardedBytes += itemBytes + len(b.Payload)
-	p.out.forwarded = append(p.out.forwarded, forwarded{b.Endpoint.Addr, &statev1.EventBatch{Rank: uint32(b.Rank), Seq: b.Seq, Payload: bytes.Clone(b.Payload)}})
+	p.out.forwarded = append(p.out.forwarded,
+		forwarded{b.Endpoint.Addr,
+			&statev1.EventBatch{Rank: uint32(b.Rank), Seq: b.Seq, Payload: bytes.Clone(b.Payload)}})
 	s.Changed()
 }
 
-// addForwarded adds the batches that wait to one of the stream's.
+// addForwarded adds the waiting batches to one of the stream's.
 func addForwarded(b *statev1.Batch, out *outbox, t *addressTable) {
 	for _, f := range out.forwarded {
 		f.batch.Address = t.position(f.addr)
@@ -50,19 +51,20 @@ func addForwarded(b *statev1.Batch, out *outbox, t *addressTable) {
 	}
 }
 
-// applyForwarded takes the batches that another replica received from publishers.
+// applyForwarded applies batches that another replica received from publishers.
 func (p *poolReplica) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, at func(uint32) *kvstate.Endpoint) {
 	if p.s.follower == nil {
 		return
 	}
 	for _, b := range all {
 		if e := at(b.GetAddress()); e != nil {
-			p.s.follower.Forwarded(pool, kvstate.EventBatch{Endpoint: e, Rank: int(b.GetRank()), Seq: b.GetSeq(), Payload: b.GetPayload()})
+			p.s.follower.Forwarded(pool,
+				kvstate.EventBatch{Endpoint: e, Rank: int(b.GetRank()), Seq: b.GetSeq(), Payload: b.GetPayload()})
 		}
 	}
 }
 
-// needsFeeds reports whether this replica lacks what publishers reported before it started.
+// needsFeeds reports whether this replica lacks earlier reports of publishers.
 func (p *poolReplica) needsFeeds() bool {
 	pool := p.s.state.Pool(p.pool)
 	return p.s.follower != nil && pool != nil && p.s.follower.NeedsFeeds(pool)
@@ -71,7 +73,8 @@ func (p *poolReplica) needsFeeds() bool {
 // feed adds a part of a publisher's feed to a snapshot.
 func (w *chunkWriter) feed(part *kvstate.FeedPart) error {
 	out := &statev1.Feed{
-		Address: w.table.position(part.Endpoint.Addr), Rank: uint32(part.Rank), Next: part.Next, Time: part.Time, First: part.First, More: part.More,
+		Address: w.table.position(part.Endpoint.Addr), Rank: uint32(part.Rank), Next: part.Next, Time: part.Time,
+		First: part.First, More: part.More,
 	}
 	for i := range part.Events {
 		e := &part.Events[i]
@@ -100,7 +103,8 @@ func (p *poolReplica) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at fu
 		if e == nil {
 			continue
 		}
-		part := kvstate.FeedPart{Endpoint: e, Rank: int(f.GetRank()), Next: f.GetNext(), Time: f.GetTime(), First: f.GetFirst(), More: f.GetMore()}
+		part := kvstate.FeedPart{Endpoint: e, Rank: int(f.GetRank()), Next: f.GetNext(), Time: f.GetTime(),
+			First: f.GetFirst(), More: f.GetMore()}
 		for _, run := range f.GetRuns() {
 			if len(run.GetBlocks()) == 0 || len(run.GetBlocks()) == len(run.GetKeys()) {
 				part.Events = append(part.Events, eventOf(run))
@@ -110,7 +114,7 @@ func (p *poolReplica) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at fu
 	}
 }
 
-// maxBlockSize is more tokens than a block has.
+// maxBlockSize is more than the tokens of any block.
 const maxBlockSize = 1 << 20
 
 func eventOf(run *statev1.Run) prefixindex.BlockEvent {

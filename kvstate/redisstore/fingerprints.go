@@ -7,19 +7,19 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Replicas whose ticket keys differ refuse each other's tickets, so that about half of all requests fail behind two
-// of them. Each publishes fingerprints of its keys, never a key, and compares those of the others with its own.
+// Replicas whose ticket keys differ refuse each other's tickets, so behind two of them about half of all requests
+// fail. Each publishes fingerprints of its keys, never a key, and compares those of the others with its own.
 
 // KeyCheck is the comparison of a replica's ticket keys with those of the others.
 type KeyCheck struct {
 	// living replicas that cannot open this one's tickets, or whose tickets this one cannot open; sorted
 	Differ []uint64
-	Yields bool // this replica is of the smaller group, or the younger of two as large, and should take no requests
+	Yields bool // this replica is in the smaller group, or the younger of two equal ones, and should take no requests
 }
 
-// CompareKeys has fingerprints of this replica's ticket keys published and compared. fingerprints returns them,
-// first that of the key that seals; changed is called when the result of [Store.KeyCheck] may have changed, and
-// must not block. To be called before [Store.Run].
+// CompareKeys makes the store publish and compare fingerprints of this replica's ticket keys. fingerprints returns
+// them, the sealing key's first; changed is called when the result of [Store.KeyCheck] may have changed, and must not
+// block. Call it before [Store.Run].
 func (s *Store) CompareKeys(fingerprints func() []uint64, changed func()) {
 	s.fingerprints, s.keysChanged = fingerprints, changed
 }
@@ -43,7 +43,7 @@ func (p *poolReplica) addFingerprints(b *statev1.Batch) {
 	}
 }
 
-// noteFingerprints notes the fingerprints of another replica's keys. poolReplica.mu is held.
+// noteFingerprints records the fingerprints of another replica's keys. poolReplica.mu is held.
 func (p *poolReplica) noteFingerprints(m *member, b *statev1.Batch) {
 	if keys := b.GetTicketKeys(); len(keys) > 0 && len(keys) <= maxFingerprints && !slices.Equal(keys, m.ticketKeys) {
 		m.ticketKeys = keys
@@ -78,8 +78,8 @@ func (s *Store) KeyCheck() KeyCheck {
 	return compareKeys(s.replica, s.fingerprints(), others)
 }
 
-// compareKeys finds the replicas whose keys do not work with this one's. Two replicas work together if each can
-// open what the other seals.
+// compareKeys finds the replicas whose keys do not work with this one's. Two replicas work together if each can open
+// the other's tickets.
 func compareKeys(replica uint64, own []uint64, others map[uint64][]uint64) (c KeyCheck) {
 	same, oldest := 1, replica
 	for id, keys := range others {

@@ -19,13 +19,13 @@ import (
 // snapshotRequest is the state of a request for a snapshot (a batch with hello set).
 type snapshotRequest struct {
 	wanted   bool     // not answered yet
-	position streamID // of the request in the stream; the snapshot must reach as far
+	position streamID // of the request in the stream; the snapshot must include it
 	at       time.Time
 	tries    int
 }
 
-// requestTries is how often a snapshot that no replica writes is requested, a lease apart: the replica that should
-// write it may be gone.
+// requestTries is the maximum number of requests for the same snapshot, a lease apart: the replica that should write
+// it may be gone.
 const requestTries = 3
 
 // ask requests a snapshot, unless one is requested already. poolReplica.mu is held.
@@ -57,9 +57,9 @@ func (p *poolReplica) requestSnapshot() {
 	p.s.Changed()
 }
 
-// Join loads what Redis stores and what the other replicas know, before this replica decides anything. It returns
-// when that is done, when the limit is reached, or when Redis does not answer. [Store.Run] continues, so an error
-// is for the log only.
+// Join loads the state in Redis and the other replicas' knowledge, before this replica decides anything. It returns
+// when that is done, when the limit is reached, or when Redis does not answer. [Store.Run] continues, so an error is
+// for the log only.
 func (s *Store) Join(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -103,8 +103,8 @@ func (p *poolReplica) warmUp(ctx context.Context) error {
 	}
 }
 
-// joinOnce loads what Redis holds: the last snapshot, and the stream from there up to this replica's first batch.
-// It relies on no other replica: one that seems alive may be this one's own former process, killed a moment ago.
+// joinOnce loads the state in Redis: the last snapshot, and the stream from there up to this replica's first batch. It
+// relies on no other replica: one that seems alive may be this one's own former process, killed a moment ago.
 func (p *poolReplica) joinOnce(ctx context.Context) error {
 	p.mu.Lock()
 	joined := p.joined
@@ -118,7 +118,7 @@ func (p *poolReplica) joinOnce(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	p.began = said
-	// the answer may be among what is read now
+	// the answer may be among the entries read now
 	p.sync = snapshotRequest{wanted: true, position: said, at: time.Now(), tries: 1}
 	p.mu.Unlock()
 	gapless, err := p.loadStored(ctx, said)
@@ -133,9 +133,9 @@ func (p *poolReplica) joinOnce(ctx context.Context) error {
 	return nil
 }
 
-// loadStored loads the last snapshot and reads the stream from its position, or from the beginning if there is
-// none, up to end. At least one lease is read: every living replica has published within it. gapless: nothing was
-// cut from the stream that the snapshot lacks.
+// loadStored loads the last snapshot and reads the stream from its position, or from the beginning if there is none,
+// up to end. It reads at least one lease: every living replica has published within it. gapless: nothing was cut from
+// the stream that the snapshot lacks.
 func (p *poolReplica) loadStored(ctx context.Context, end streamID) (gapless bool, err error) {
 	n, err := p.lastSnapshot(ctx)
 	if err != nil {
@@ -149,7 +149,8 @@ func (p *poolReplica) loadStored(ctx context.Context, end streamID) (gapless boo
 			err = p.load(ctx, n)
 		}
 		if err != nil {
-			p.s.log.Warn("the last snapshot was not loaded: starting with what the stream holds", "pool", p.pool, "err", err)
+			p.s.log.Warn("the last snapshot was not loaded: starting with what the stream holds", "pool", p.pool, "err",
+				err)
 			n, from = nil, streamID{}
 		}
 	}
@@ -171,10 +172,11 @@ func (p *poolReplica) loadStored(ctx context.Context, end streamID) (gapless boo
 	return gapless, p.readTo(ctx, end)
 }
 
-// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first
-// batch, so that nothing came before it.
+// firstEntry returns the id of the stream's first entry. fresh: the stream begins with another replica's first batch,
+// so nothing came before it.
 func (p *poolReplica) firstEntry(ctx context.Context) (id streamID, fresh bool, err error) {
-	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{Streams: []string{p.keys.stream(), "0"}, Count: 1, Block: -1}).Result()
+	streams, err := p.s.client.XRead(ctx,
+		&redis.XReadArgs{Streams: []string{p.keys.stream(), "0"}, Count: 1, Block: -1}).Result()
 	if errors.Is(err, redis.Nil) { // emptied since the first batch
 		return streamID{ms: math.MaxUint64}, false, nil
 	}
@@ -217,7 +219,8 @@ func (p *poolReplica) publishJoin(ctx context.Context) (streamID, error) {
 	defer p.s.sending.RUnlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true, WantsFeeds: p.needsFeeds()}
+	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true,
+		WantsFeeds: p.needsFeeds()}
 	text, err := proto.Marshal(b)
 	if err != nil {
 		return streamID{}, err

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// version is the version of the keys and their contents. A release that changes either incompatibly increments it,
-// and shares nothing with this one.
+// version is the version of the keys and their contents. A release that changes either incompatibly increments it, and
+// shares nothing with this one.
 const version = "1"
 
 // How long keys live unless they are written again. A stream outlives its replicas for long enough to restart all
@@ -15,16 +15,16 @@ const version = "1"
 const (
 	streamTTL   = 10 * time.Minute
 	snapshotTTL = 10 * time.Minute
-	spentTTL    = 2 * time.Minute // longer than a hand-over is good for (extproc, HandOverTTL)
+	spentTTL    = 2 * time.Minute // longer than the life of a hand-over (extproc, HandOverTTL)
 	handOverTTL = time.Minute
 	secretsTTL  = 24 * time.Hour
 )
 
-// streamLength is about how many batches a stream keeps: at 16 replicas that all route all the time the last 5 s, else
-// minutes. Who missed more than that asks for a snapshot.
+// streamLength is the approximate number of batches in a stream: the last 5 s of 16 busy replicas, else minutes. A
+// replica that missed more requests a snapshot.
 const streamLength = 16384
 
-// poolKeys are the keys of a pool. Its name is their hash tag: they lie on one node of a Cluster.
+// poolKeys are the keys of a pool. Its name is their hash tag: one node of a Cluster stores them.
 type poolKeys struct{ prefix string }
 
 func (o *Options) poolKeys(pool string) poolKeys {

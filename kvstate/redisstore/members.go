@@ -16,14 +16,13 @@ type member struct {
 	expires time.Time
 	loads   map[string]kvstate.Booked // by address
 
-	prefillRate, localRate uint32   // as statev1.Batch has them
-	ticketKeys             []uint64 // fingerprints, first that of the key that seals; none: it publishes none
-	// it has only asked for a snapshot so far: it cannot write one yet, and other starting replicas do not wait for
-	// it
+	prefillRate, localRate uint32   // as in statev1.Batch
+	ticketKeys             []uint64 // fingerprints, the sealing key's first; none: it publishes none
+	// so far it has only requested a snapshot: it cannot write one yet, and other starting replicas do not wait for it
 	starting bool
 }
 
-// observe renews the lease of a replica whose batch is so old. nil: the lease has ended since, and the reservations
+// observe renews the lease of a replica whose batch has that age. nil: the lease has ended since, and the reservations
 // in the batch are void.
 func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 	left := min(time.Duration(b.GetLeaseMs())*time.Millisecond, maxLease) - age
@@ -51,7 +50,7 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 // maxLease bounds the lease that another replica can claim.
 const maxLease = time.Minute
 
-// forget drops a replica and its bookings.
+// forget drops a replica and its reservations.
 func (p *poolReplica) forget(replica uint64) {
 	m := p.members[replica]
 	if m == nil {
@@ -79,7 +78,7 @@ func (p *poolReplica) expire(now time.Time) {
 	}
 }
 
-// set notes a member's bookings on an endpoint, and sets the endpoint's total.
+// set records a member's reservations on an endpoint, and updates the endpoint's total.
 func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 	if next == (kvstate.Booked{}) {
 		delete(m.loads, addr)
@@ -140,8 +139,8 @@ func (p *poolReplica) leads(asking uint64) bool {
 	return false
 }
 
-// Owns reports whether this replica scrapes an endpoint. Replicas that know each other agree without asking: it is
-// the one with the highest hash of itself and the address. When a replica dies, its endpoints are scraped by others
+// Owns reports whether this replica scrapes an endpoint. Replicas that know each other agree without communication: it
+// is the one with the highest hash of itself and the address. When a replica dies, its endpoints are scraped by others
 // as soon as its lease ends; without Redis each replica scrapes all.
 func (s *Store) Owns(pool *kvstate.Pool, e *kvstate.Endpoint) bool {
 	p := s.poolReplica(pool.Spec.Name)

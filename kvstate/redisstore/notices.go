@@ -10,10 +10,10 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// LMCache's engines notify one replica that KV has arrived, and the request may wait at another (package notices).
-// So each notice is published to all replicas, through a stream of its own: the engines of every pool push to the
-// same port. A notice is useful for seconds only, so nothing is kept for replicas that start later, and nothing is
-// sent again.
+// LMCache's engines notify one replica that KV has arrived, and the request may wait at another (package notices). So
+// each notification is published to all replicas, through a stream of its own: the engines of every pool push to the
+// same port. A notification is useful for seconds only, so nothing is kept for replicas that start later, and nothing
+// is sent again.
 const (
 	noticesWaiting = 4096 // waiting to be published; more are dropped, which costs what a lost notification costs
 	noticesAtOnce  = 256  // in one entry
@@ -26,7 +26,7 @@ const (
 
 func (o *Options) noticesKey() string { return o.KeyPrefix + ":" + version + ":{notices}" }
 
-// PublishNotice sends a notice that came here to the other replicas. It does not wait.
+// PublishNotice sends a notification that arrived here to the other replicas. It does not wait.
 func (s *Store) PublishNotice(id string) {
 	if len(id) != noticeID || strings.ContainsRune(id, ' ') {
 		return
@@ -94,8 +94,8 @@ func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, er
 	return added.Val(), nil
 }
 
-// receiveNotices reads on from where the stream ends now: an entry of its own marks that, since what came between
-// two reads "from the end" would be lost.
+// receiveNotices reads the stream from its current end, which it marks with an entry of its own: repeated reads "from
+// the end" would lose entries in between.
 func (s *Store) receiveNotices(ctx context.Context, received func(id string)) {
 	own := strconv.FormatUint(s.replica, 16)
 	from := ""
@@ -109,7 +109,9 @@ func (s *Store) receiveNotices(ctx context.Context, received func(id string)) {
 			continue
 		}
 		reading, cancel := context.WithTimeout(ctx, noticesBlock+besidePath)
-		streams, err := s.client.XRead(reading, &redis.XReadArgs{Streams: []string{s.o.noticesKey(), from}, Count: readAtOnce, Block: noticesBlock}).Result()
+		streams, err := s.client.XRead(reading,
+			&redis.XReadArgs{Streams: []string{s.o.noticesKey(), from}, Count: readAtOnce,
+				Block: noticesBlock}).Result()
 		cancel()
 		if err != nil && !errors.Is(err, redis.Nil) {
 			if ctx.Err() == nil {

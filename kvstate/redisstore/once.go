@@ -8,7 +8,7 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// question is whether a ticket is spent, on its way from a request to Redis.
+// question asks Redis whether a ticket is consumed, for a request.
 type question struct {
 	ticket [16]byte
 	answer chan spent // buffered
@@ -16,8 +16,9 @@ type question struct {
 
 type spent struct{ first, known bool }
 
-// How many ask Redis at a time, and for how many requests at once. Requests do not wait for connections that way:
-// the 5 ms are for Redis to answer, not for a TLS handshake, and those who come together make one round trip.
+// The number of concurrent questions to Redis, and of requests in one of them. This way requests do not wait for
+// connections: the 5 ms are for Redis to answer, not for a TLS handshake, and simultaneous requests share a round
+// trip.
 const (
 	askers    = 4
 	askAtOnce = 64
@@ -36,7 +37,7 @@ func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 			if a, ok := s.await(q, within); ok {
 				return a.first, a.known
 			}
-		default: // more wait than Redis can answer in time
+		default: // too many wait for Redis to answer in time
 		}
 	}
 	s.counters.spendUnknown.Add(1)
@@ -56,8 +57,8 @@ func (s *Store) await(q question, within time.Duration) (spent, bool) {
 	}
 }
 
-// askAll sends the questions of requests to Redis, until ctx ends. A request that does not wait any more has
-// decided; its ticket is marked as spent all the same.
+// askAll sends the questions of requests to Redis, until ctx ends. A request that no longer waits has decided; its
+// ticket is marked as consumed all the same.
 func (s *Store) askAll(ctx context.Context) {
 	var batch []question
 	for {
@@ -114,8 +115,7 @@ func (s *Store) PutHandOver(ref [16]byte, params []byte) {
 	}
 }
 
-// TakeHandOver implements [kvstate.Replicas]. The params stay until they expire: the ticket makes sure that
-// nobody asks twice.
+// TakeHandOver implements [kvstate.Replicas]. The params stay until they expire: the ticket prevents a second use.
 func (s *Store) TakeHandOver(ref [16]byte) ([]byte, bool) {
 	if !s.link.mayAsk() {
 		return nil, false

@@ -14,23 +14,23 @@ import (
 	"github.com/redis/go-redis/v9/maintnotifications"
 )
 
-// Options say where Redis is and how it is used. Zero values take the defaults named.
+// Options are the connection to Redis and its use. Zero values take the named defaults.
 type Options struct {
-	// redis://[user:password@]host:port/db, or rediss:// for TLS; of Sentinel or a Cluster any node
+	// redis://[user:password@]host:port/db, or rediss:// for TLS; any node of a Sentinel set-up or a Cluster
 	URL            string
 	Nodes          []string    // more nodes, host:port
-	SentinelMaster string      // the nodes are Sentinels, and this is the name of what they watch
-	Cluster        bool        // the nodes are of a Cluster; so they are where there are several and no SentinelMaster
+	SentinelMaster string      // the nodes are Sentinels, and this is the name of their master
+	Cluster        bool        // the nodes are a Cluster's; several nodes without SentinelMaster are taken for one
 	PasswordFile   string      // in place of the URL's password; read for every new connection
 	TLS            *tls.Config // of rediss://; nil: the system's authorities
 
 	KeyPrefix string        // of all keys, so that several installations share one Redis; default "tandem"
-	Lease     time.Duration // how long a replica's bookings outlive it; default 3 s
+	Lease     time.Duration // time for which a replica's reservations outlive it; default 3 s
 	Log       *slog.Logger
 }
 
-// The time that commands may take. Those on the way of a request have onPath, and a hand-over, which is read once
-// and up to 8 MiB large, has handOverTime; the rest happen beside requests.
+// Time limits of commands. Those on a request's path have onPath, and a hand-over, which is read once and up to 8 MiB
+// large, has handOverTime; the others run beside requests.
 const (
 	onPath       = 5 * time.Millisecond
 	handOverTime = 50 * time.Millisecond
@@ -49,8 +49,8 @@ func (o *Options) setDefaults() {
 	}
 }
 
-// LogTo sends what the Redis client has to say, which has one logger for the whole process, to log. For main to
-// call, once.
+// LogTo sends the messages of the Redis client, which has one logger for the whole process, to log. main calls it
+// once.
 func LogTo(log *slog.Logger) { redis.SetLogger(clientLog{log}) }
 
 type clientLog struct{ log *slog.Logger }
@@ -59,7 +59,7 @@ func (l clientLog) Printf(_ context.Context, format string, v ...any) {
 	l.log.Debug(fmt.Sprintf(format, v...))
 }
 
-// client makes the client. It connects when it is used.
+// client returns the client. It connects when it is used.
 func (o *Options) client(c *counters) (redis.UniversalClient, error) {
 	u, err := redis.ParseURL(o.URL)
 	if err != nil {
@@ -77,7 +77,8 @@ func (o *Options) client(c *counters) (redis.UniversalClient, error) {
 		Addrs: append([]string{u.Addr}, o.Nodes...), MasterName: o.SentinelMaster, IsClusterMode: o.Cluster,
 		Username: u.Username, Password: u.Password, DB: u.DB, TLSConfig: encrypted, Dialer: dialer(encrypted, c),
 		DialTimeout: besidePath, ReadTimeout: besidePath, WriteTimeout: besidePath, PoolTimeout: besidePath,
-		ContextTimeoutEnabled: true, MaxRetries: 1, MinRetryBackoff: -1, MaxRetryBackoff: -1, DialerRetries: 1, MinIdleConns: 1, PoolSize: 64,
+		ContextTimeoutEnabled: true, MaxRetries: 1, MinRetryBackoff: -1, MaxRetryBackoff: -1, DialerRetries: 1,
+		MinIdleConns: 1, PoolSize: 64,
 		ConnMaxIdleTime: 5 * time.Minute, DisableIdentity: true,
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 	}
@@ -96,7 +97,7 @@ func (o *Options) client(c *counters) (redis.UniversalClient, error) {
 	return client, nil
 }
 
-// withoutURL keeps a URL, and the password in it, out of an error.
+// withoutURL removes the URL, and the password in it, from an error.
 func withoutURL(err error) error {
 	if _, reason, ok := strings.Cut(err.Error(), "\": "); ok {
 		return fmt.Errorf("%s", reason) //nolint:err113 // the reason alone
@@ -104,7 +105,7 @@ func withoutURL(err error) error {
 	return err
 }
 
-// dialer connects, with TLS where there is some, and counts bytes.
+// dialer connects, with TLS if configured, and counts bytes.
 func dialer(encrypted *tls.Config, c *counters) func(context.Context, string, string) (net.Conn, error) {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		d := net.Dialer{Timeout: besidePath, KeepAlive: 30 * time.Second}

@@ -23,13 +23,13 @@ type outbox struct {
 	bytes    int
 	lossy    bool
 
-	forwarded      []forwarded // bounded by themselves, and not part of that snapshot
+	forwarded      []forwarded // with their own bound, and not part of that snapshot
 	forwardedBytes int
 }
 
 type blocks struct {
 	addr   string
-	also   []string // other endpoints that were sent the same prompt
+	also   []string // other endpoints with the same prompt
 	hashes []uint64
 }
 
@@ -38,13 +38,14 @@ type affinity struct {
 	prefill, decode string
 }
 
-// maxOutbox bounds what waits, in bytes: some 20 s of 100 long prompts a second.
+// maxOutbox bounds the waiting changes, in bytes: some 20 s of 100 long prompts a second.
 const maxOutbox = 4 << 20
 
-const itemBytes = 64 // about what an item takes beside its hashes
+const itemBytes = 64 // about the size of an item without its hashes
 
 func (o *outbox) empty() bool {
-	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 && len(o.forwarded) == 0 &&
+	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 &&
+		len(o.forwarded) == 0 &&
 		o.notice == nil && !o.join
 }
 
@@ -57,7 +58,7 @@ func (o *outbox) reserve(bytes int) bool {
 	return true
 }
 
-// addEndpoint adds an endpoint to the prompt noted last, if it is the same one.
+// addEndpoint adds an endpoint to the last prompt, if it is the same one.
 func (o *outbox) addEndpoint(addr string, hashes []uint64) bool {
 	if len(o.blocks) == 0 {
 		return false
@@ -70,8 +71,8 @@ func (o *outbox) addEndpoint(addr string, hashes []uint64) bool {
 	return true
 }
 
-// requeue puts back what could not be sent, in front, and returns how many routed prompts did not fit. Batches of
-// KV events are not put back: a gap shows that they are missing.
+// requeue puts unsent changes back, in front, and returns the number of routed prompts that did not fit. Batches of KV
+// events are not put back: a gap shows that they are missing.
 func (o *outbox) requeue(unsent *outbox) (dropped int) {
 	if o.bytes+unsent.bytes > maxOutbox {
 		o.lossy = true
@@ -138,7 +139,7 @@ func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
 	s.Changed()
 }
 
-// Learned implements [kvstate.Replicas]. What does not fit is dropped: it will be learned again.
+// Learned implements [kvstate.Replicas]. Tokens that do not fit are dropped: they will be learned again.
 func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
 	p := s.poolReplica(pool.Spec.Name)
 	if p == nil {
@@ -187,18 +188,19 @@ func (p *poolReplica) take() outbox {
 	return taken
 }
 
-// published is what the other replicas know of an endpoint, so that it need not be published again.
+// published is the other replicas' knowledge of an endpoint, so that it need not be published again.
 type published struct {
 	load    kvstate.Booked
 	failed  bool
-	signals time.Time // and when its metrics were looked at
+	signals time.Time // and of the last scrape
 	looked  time.Time
 }
 
-// batchOf makes the batch that publishes the outbox and the changes since the last batch; with complete, all
-// bookings. It is nil if there is nothing to publish. before is what the other replicas knew until then of the
+// batchOf returns the batch that publishes the outbox and the changes since the last batch; with complete, all
+// reservations. It is nil if there is nothing to publish. before is the other replicas' previous knowledge of the
 // endpoints in it. poolReplica.mu is held.
-func (p *poolReplica) batchOf(out *outbox, complete bool, now time.Time) (b *statev1.Batch, before map[string]published) {
+func (p *poolReplica) batchOf(out *outbox, complete bool,
+	now time.Time) (b *statev1.Batch, before map[string]published) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
 		Hello: out.join, WantsFeeds: out.join && p.needsFeeds(), Snapshot: out.notice, Released: out.released,
@@ -206,7 +208,8 @@ func (p *poolReplica) batchOf(out *outbox, complete bool, now time.Time) (b *sta
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
 		item := &out.blocks[i]
-		published := &statev1.Blocks{Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: item.hashes}
+		published := &statev1.Blocks{Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED,
+			Hashes: item.hashes}
 		for _, addr := range item.also {
 			published.Also = append(published.Also, t.position(addr))
 		}
@@ -236,14 +239,16 @@ func (p *poolReplica) batchOf(out *outbox, complete bool, now time.Time) (b *sta
 			}
 		}
 	}
-	if out.empty() && !complete && len(b.Addresses)+len(b.TicketKeys) == 0 && len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll {
+	if out.empty() && !complete && len(b.Addresses)+len(b.TicketKeys) == 0 &&
+		len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll {
 		return nil, nil
 	}
 	return b, before
 }
 
-// publishEndpoint adds to the batch what has changed at an endpoint, and returns what the other replicas know then.
-func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endpoint, known published, complete bool, now time.Time) (next published) {
+// publishEndpoint adds an endpoint's changes to the batch, and returns the other replicas' knowledge after it.
+func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvstate.Endpoint, known published,
+	complete bool, now time.Time) (next published) {
 	next = known
 	if l := e.Booked(now); l != known.load || complete && l != (kvstate.Booked{}) {
 		b.Loads = append(b.Loads, loadOf(t.position(e.Addr), &l, now))
@@ -260,10 +265,11 @@ func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvst
 	return next
 }
 
-// signalsOf encodes signals. A scrape that was published is left out: its age would make it a later one.
+// signalsOf encodes signals. A published scrape is left out: its age would make it a later one.
 func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *statev1.Signals {
 	out := &statev1.Signals{
-		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage), AgeMs: millis(now.Sub(g.At)), Elsewhere: g.External,
+		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage),
+		AgeMs: millis(now.Sub(g.At)), Elsewhere: g.External,
 	}
 	if g.ScrapedAt.After(looked) {
 		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.ScrapedAt))
@@ -277,13 +283,15 @@ func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *state
 	return out
 }
 
-// millis are milliseconds; none where the clock went back.
+// millis returns milliseconds; 0 if the clock went back.
 func millis(d time.Duration) uint32 { return uint32(min(max(d.Milliseconds(), 0), math.MaxUint32)) }
 
 func tokensOf(l *prefixindex.LearnedTokens) *statev1.Tokens {
-	out := &statev1.Tokens{Prompt: l.Prompt, BlockBytes: uint32(l.BlockBytes), Bytes: uint64(l.Bytes), Tokens: uint64(l.Tokens)}
+	out := &statev1.Tokens{Prompt: l.Prompt, BlockBytes: uint32(l.BlockBytes), Bytes: uint64(l.Bytes),
+		Tokens: uint64(l.Tokens)}
 	for _, b := range l.Blocks {
-		out.Blocks = append(out.Blocks, &statev1.TokenBlocks{Size: uint32(b.Size), From: uint32(b.From), Hashes: b.Hashes})
+		out.Blocks = append(out.Blocks,
+			&statev1.TokenBlocks{Size: uint32(b.Size), From: uint32(b.From), Hashes: b.Hashes})
 	}
 	return out
 }
@@ -303,7 +311,7 @@ func loadOf(address uint32, l *kvstate.Booked, now time.Time) *statev1.Load {
 	return out
 }
 
-// toMicros is a rate in millionths, as batches have it.
+// toMicros returns a rate in millionths, as in batches.
 func toMicros(v float64) uint32 { return uint32(min(max(v*1e6, 0), math.MaxUint32)) }
 
 func toPPM(v float64) int64 {

@@ -11,7 +11,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// readAtOnce is how many entries one XREAD brings at most.
+// readAtOnce is the maximum number of entries of one XREAD.
 const readAtOnce = 256
 
 // read applies the batches of other replicas, until ctx ends.
@@ -35,7 +35,7 @@ func (s *Store) read(ctx context.Context, p *poolReplica) {
 	}
 }
 
-// receive applies the entries that are there, or that come within the given time.
+// receive applies the available entries, or those that arrive within the given time.
 func (p *poolReplica) receive(ctx context.Context, block time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, block+besidePath)
 	defer cancel()
@@ -81,7 +81,7 @@ func (p *poolReplica) takeIn(m *redis.XMessage) {
 		p.apply(&b, id)
 	}
 	if p.unsaved >= streamLength/2 && p.leads(0) && time.Since(p.saved) >= snapshotSoonest {
-		p.saved = time.Now() // or every entry to come asks for it again
+		p.saved = time.Now() // otherwise every later entry would request it again
 		p.snapshots.want(snapshotWish{})
 	}
 }

@@ -13,20 +13,20 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// Secrets are the keys of tickets where no file holds them: made by the replica that starts first, and everybody's
-// from then on. A replica that starts while Redis does not answer makes its own; when Redis is back it seals with
-// the shared one, and the others learn to open what it has sealed until then.
+// Secrets are the keys of tickets if no file has them: the replica that starts first generates them, and all others
+// use them. A replica that starts while Redis does not answer generates its own; when Redis is back it seals with the
+// shared one, and the others learn to open its earlier tickets.
 type Secrets struct {
 	s     *Store
 	use   func(seal [32]byte, open ...[32]byte) error
 	own   [32]byte   // made here
-	alone bool       // it was used before anybody else knew of it
-	seal  [32]byte   // in use; own until Redis says otherwise
+	alone bool       // it was used before any other replica knew it
+	seal  [32]byte   // in use; own until Redis has another
 	open  [][32]byte // in use
 	inUse bool
 }
 
-// Secrets makes the keys ready, asking Redis for those of the others; use is called with them now and whenever they
+// Secrets prepares the keys, and asks Redis for those of the others; use is called with them now and whenever they
 // change.
 func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32]byte) error) (*Secrets, error) {
 	k := &Secrets{s: s, use: use}
@@ -43,15 +43,15 @@ func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32
 }
 
 const (
-	// secretsEvery is how often keys are looked at: for so long the others cannot open what was sealed with a key
-	// of their own.
+	// secretsEvery is the interval at which keys are checked: for so long the others cannot open tickets sealed with a
+	// key of their own.
 	secretsEvery = time.Second
-	// secretsSoon is how often while this replica does not know the others' keys: until then every request that
+	// secretsSoon is the interval while this replica does not know the others' keys: until then every request that
 	// passes two replicas fails.
 	secretsSoon = 50 * time.Millisecond
 )
 
-// Run keeps the keys in step with the others' until ctx ends.
+// Run synchronises the keys with the others' until ctx ends.
 func (k *Secrets) Run(ctx context.Context) {
 	every := secretsEvery
 	if k.alone {
@@ -67,7 +67,7 @@ func (k *Secrets) Run(ctx context.Context) {
 	}
 }
 
-// sync offers the key in use as the one that seals, takes the one that was first, and learns which else may open.
+// sync offers the key in use as the sealing one, takes the one that was first, and learns which others may open.
 func (k *Secrets) sync(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
@@ -97,10 +97,10 @@ func (k *Secrets) sync(ctx context.Context) error {
 	return k.take(first, others)
 }
 
-// maxOpen bounds how many keys open tickets.
+// maxOpen bounds the keys that open tickets.
 const maxOpen = 64
 
-// secretsOf are those that can be read, in order, but for one.
+// secretsOf returns the readable ones of texts, in order, except but.
 func secretsOf(texts []string, but [32]byte) (out [][32]byte) {
 	for _, text := range texts {
 		if secret, err := parseSecret(text); err == nil && secret != but && len(out) < maxOpen {
@@ -111,7 +111,7 @@ func secretsOf(texts []string, but [32]byte) (out [][32]byte) {
 	return out
 }
 
-// take makes keys those in use, if they are not.
+// take uses the keys, if they have changed.
 func (k *Secrets) take(seal [32]byte, open [][32]byte) error {
 	if k.inUse && seal == k.seal && slices.Equal(open, k.open) {
 		return nil
@@ -120,7 +120,7 @@ func (k *Secrets) take(seal [32]byte, open [][32]byte) error {
 	return k.use(seal, open...)
 }
 
-// tell publishes the key with which tickets were sealed here before the others knew it.
+// tell publishes the key with which this replica sealed tickets before the others knew it.
 func (k *Secrets) tell(ctx context.Context) error {
 	text := hex.EncodeToString(k.own[:])
 	pipe := k.s.client.Pipeline()

@@ -14,9 +14,9 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// How often the oldest replica writes a snapshot without being asked, for those who start when all are gone; how
-// often at most because the stream would otherwise cut entries that no snapshot has; how soon after one the next
-// may follow; and how many blocks and sessions make a chunk, about 512 KiB.
+// The interval at which the oldest replica writes a snapshot unasked, for replicas that start when all are gone; the
+// minimum interval of those that are needed because the stream would otherwise cut entries that no snapshot has; the
+// minimum pause after a snapshot; and the number of blocks and sessions in a chunk, about 512 KiB.
 const (
 	snapshotEvery   = time.Minute
 	snapshotSoonest = 10 * time.Second
@@ -26,12 +26,12 @@ const (
 	chunksAtOnce    = 2 // 1 MiB has to arrive within besidePath
 )
 
-// maxChunks bounds what a notice can make a replica read: 64 Mi blocks.
+// maxChunks bounds the reading that a notice can cause: 64 Mi blocks.
 const maxChunks = 1 << 10
 
 // snapshotWish is the purpose of a snapshot to be written.
 type snapshotWish struct {
-	everyone bool // to be loaded by everyone, not only by those who asked
+	everyone bool // every replica must load it, not only those that asked
 	feeds    bool // for a replica that starts: with the feeds of publishers of KV events
 }
 
@@ -41,10 +41,10 @@ type snapshots struct {
 	due chan struct{} // one is wanted
 
 	mu   sync.Mutex
-	wish snapshotWish // what for
+	wish snapshotWish // its purpose
 }
 
-// want has a snapshot written soon.
+// want makes the oldest replica write a snapshot soon.
 func (s *snapshots) want(w snapshotWish) {
 	s.mu.Lock()
 	s.wish.everyone = s.wish.everyone || w.everyone
@@ -65,7 +65,7 @@ func (s *snapshots) take() snapshotWish {
 	return w
 }
 
-// writeSnapshots writes the snapshots that are wanted, until ctx ends; then a last one, if this replica is the oldest.
+// writeSnapshots writes requested snapshots, until ctx ends; then a last one, if this replica is the oldest.
 func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 	every := time.NewTicker(snapshotEvery)
 	defer every.Stop()
@@ -87,7 +87,8 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 		w := p.snapshots.take()
 		written := p.snapshots.tryWrite(ctx, w)
 		wait(ctx, snapshotAtMost)
-		// a replica that requested one repeats that; nobody requests what did not fit into the outbox
+		// a replica that requested one repeats that; but no replica requests one for changes that did not fit into the
+		// outbox
 		if !written && w.everyone {
 			p.snapshots.want(w)
 		}
@@ -102,10 +103,10 @@ func (s *snapshots) tryWrite(ctx context.Context, wish snapshotWish) (written bo
 	return err == nil
 }
 
-// errNotJoined: this replica knows less than what is there, so far.
+// errNotJoined means that this replica has not read the stream yet.
 var errNotJoined = errors.New("the stream is not read yet")
 
-// write writes what this replica knows, and announces it.
+// write writes this replica's knowledge, and announces it.
 func (s *snapshots) write(ctx context.Context, wish snapshotWish) error {
 	p := s.p
 	pool := p.s.state.Pool(p.pool)
@@ -158,7 +159,7 @@ func (s *snapshots) write(ctx context.Context, wish snapshotWish) error {
 	})
 }
 
-// announce makes a snapshot the last one, and drops the one before the one that it replaces.
+// announce makes a snapshot the last one, and drops the one before its predecessor.
 func (s *snapshots) announce(ctx context.Context, last, n *statev1.SnapshotNotice) error {
 	p := s.p
 	text, err := proto.Marshal(n)
@@ -207,7 +208,8 @@ func (w *chunkWriter) blocks(addr string, parent uint64, hashes []uint64) {
 		return
 	}
 	w.chunk.Blocks = append(w.chunk.Blocks, &statev1.Blocks{
-		Address: w.table.position(addr), Kind: statev1.Blocks_KIND_ROUTED, Parent: parent, Hashes: append([]uint64(nil), hashes...),
+		Address: w.table.position(addr), Kind: statev1.Blocks_KIND_ROUTED, Parent: parent,
+		Hashes: append([]uint64(nil), hashes...),
 	})
 	if w.held += len(hashes); w.held >= chunkBlocks {
 		w.write()
@@ -240,7 +242,7 @@ func (w *chunkWriter) write() {
 	w.begin()
 }
 
-// lastSnapshot is the notice of the last one, nil if there is none.
+// lastSnapshot returns the notice of the last snapshot, nil if there is none.
 func (p *poolReplica) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice, error) {
 	text, err := p.s.client.Get(ctx, p.keys.snapshot()).Bytes()
 	if errors.Is(err, redis.Nil) {
@@ -256,7 +258,7 @@ func (p *poolReplica) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice
 	return n, nil
 }
 
-// announced has a snapshot loaded, if it is for this replica. poolReplica.mu is held.
+// announced schedules the loading of a snapshot, if it is for this replica. poolReplica.mu is held.
 func (p *poolReplica) announced(n *statev1.SnapshotNotice) {
 	position, err := parseStreamID(n.GetPosition())
 	answers := p.sync.wanted && err == nil && p.sync.position != (streamID{}) && position.compare(p.sync.position) >= 0
@@ -266,7 +268,7 @@ func (p *poolReplica) announced(n *statev1.SnapshotNotice) {
 	}
 }
 
-// loadAnnounced loads the snapshot that was announced.
+// loadAnnounced loads the announced snapshot.
 func (p *poolReplica) loadAnnounced(ctx context.Context) {
 	p.mu.Lock()
 	n := p.notice
@@ -278,12 +280,12 @@ func (p *poolReplica) loadAnnounced(ctx context.Context) {
 	if err := p.load(ctx, n); err != nil && ctx.Err() == nil {
 		p.s.log.Warn("a snapshot was not loaded", "pool", p.pool, "err", err)
 		p.mu.Lock()
-		p.sync = snapshotRequest{wanted: true, at: time.Now(), tries: 1} // askDue does
+		p.sync = snapshotRequest{wanted: true, at: time.Now(), tries: 1} // askDue requests it
 		p.mu.Unlock()
 	}
 }
 
-// load reads a snapshot into the state, beside what is there.
+// load adds a snapshot to the state.
 func (p *poolReplica) load(ctx context.Context, n *statev1.SnapshotNotice) error {
 	pool := p.s.state.Pool(p.pool)
 	if pool == nil {
@@ -311,7 +313,8 @@ func (p *poolReplica) load(ctx context.Context, n *statev1.SnapshotNotice) error
 			}
 		}
 	}
-	p.s.log.Info("took over what other replicas know", "pool", p.pool, "chunks", chunks, "blocks", pool.Blocks(), "time", time.Since(began))
+	p.s.log.Info("took over what other replicas know", "pool", p.pool, "chunks", chunks, "blocks", pool.Blocks(),
+		"time", time.Since(began))
 	return nil
 }
 
@@ -334,7 +337,7 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 	for _, session := range chunk.GetSessions() {
 		p.s.state.ApplyAffinity(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
 	}
-	if joined { // else the snapshot is an old one, and the engine may keep no batches since
+	if joined { // otherwise the snapshot is old, and the engine may have dropped the batches since
 		p.loadFeeds(pool, chunk.GetFeeds(), at)
 	}
 	p.mu.Lock()

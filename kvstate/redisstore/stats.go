@@ -10,43 +10,44 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
-// Stats is what passed between this replica and Redis since its start.
+// Stats are the statistics of the traffic between this replica and Redis since its start.
 type Stats struct {
-	Commands       int64 // sent, those that open connections included
-	BytesSent      int64 // as they are on the wire
+	Commands       int64 // sent, including those that open connections
+	BytesSent      int64 // on the wire
 	BytesRead      int64
 	BatchesSent    int64
 	BatchesRead    int64 // of other replicas
-	Errors         int64 // of the commands, those that failed or came too late
+	Errors         int64 // failed or late ones of the commands
 	Dropped        int64 // routed prompts that did not fit into the outbox
 	EventsDropped  int64 // batches of KV events that were not forwarded
 	NoticesDropped int64 // notices of engines that were not published
-	Gaps           int64 // times that batches of another replica were missed
-	Unknown        int64 // endpoints named in batches and snapshots that are not known here
+	Gaps           int64 // number of times that batches of another replica were missed
+	Unknown        int64 // unknown endpoints in batches and snapshots
 	Snapshots      int64 // written
-	SpendUnknown   int64 // tickets that were spent without Redis
+	SpendUnknown   int64 // tickets that were consumed without Redis
 	Lag            Lag
 }
 
-// Lag is how long batches with prompts that other replicas routed took, from when the first of them was routed
-// there until all are known here; not those published before this replica joined. It goes by Redis's clock, so it
-// is right to some milliseconds whatever the hosts' clocks.
+// Lag is the time from another replica's routing of a batch's first prompt until all are known here; batches published
+// before this replica joined do not count. It uses Redis's clock, so it is right to some milliseconds whatever the
+// hosts' clocks.
 type Lag struct {
 	Count   uint64
-	Seconds float64           // in all
-	Buckets [len(lags)]uint64 // how many took no longer than [LagBucket] says
+	Seconds float64           // sum
+	Buckets [len(lags)]uint64 // number of batches that took at most [LagBucket]
 }
 
 // lags are the bounds of the buckets of Lag.
 var lags = [...]time.Duration{
-	time.Millisecond, 2 * time.Millisecond, 5 * time.Millisecond, 10 * time.Millisecond, 20 * time.Millisecond, 50 * time.Millisecond,
+	time.Millisecond, 2 * time.Millisecond, 5 * time.Millisecond, 10 * time.Millisecond, 20 * time.Millisecond,
+	50 * time.Millisecond,
 	100 * time.Millisecond, 200 * time.Millisecond, 500 * time.Millisecond, time.Second, 5 * time.Second,
 }
 
-// LagBucket is the upper bound of Lag.Buckets[i].
+// LagBucket returns the upper bound of Lag.Buckets[i].
 func LagBucket(i int) time.Duration { return lags[i] }
 
-// lag is Lag while it is counted.
+// lag is the live counters behind Lag.
 type lag struct {
 	count, micros atomic.Int64
 	buckets       [len(lags)]atomic.Int64
@@ -74,7 +75,7 @@ func (l *lag) read() (out Lag) {
 	return out
 }
 
-// counters are Stats while they are counted.
+// counters are the live counters behind Stats.
 type counters struct {
 	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors atomic.Int64
 	dropped, gaps, unknown, snapshots, spendUnknown, eventsDropped   atomic.Int64
@@ -82,14 +83,15 @@ type counters struct {
 	lag                                                              lag
 }
 
-// Stats is what was counted so far.
+// Stats returns the current statistics.
 func (s *Store) Stats() Stats {
 	c := &s.counters
 	return Stats{
 		Commands: c.commands.Load(), BytesSent: c.bytesSent.Load(), BytesRead: c.bytesRead.Load(),
 		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
-		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(), NoticesDropped: c.noticesDropped.Load(), Lag: c.lag.read(),
+		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(),
+		NoticesDropped: c.noticesDropped.Load(), Lag: c.lag.read(),
 	}
 }
 
@@ -129,7 +131,7 @@ func (h counting) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proc
 	return func(ctx context.Context, cmds []redis.Cmder) error {
 		h.c.commands.Add(int64(len(cmds)))
 		err := next(ctx, cmds)
-		for _, cmd := range cmds { // err is the first that one of them has, and "there is none" is one
+		for _, cmd := range cmds { // err is the first of theirs, and "there is none" is one
 			h.failed(cmd.Err())
 		}
 		return err

@@ -22,7 +22,7 @@ type Store struct {
 	o        Options
 	state    *kvstate.State
 	log      *slog.Logger
-	replica  uint64 // ours
+	replica  uint64 // this replica's number
 	client   redis.UniversalClient
 	counters counters
 	link     link
@@ -30,12 +30,13 @@ type Store struct {
 	clock    clock
 	follower kvstate.EventFollower // nil: no KV events are followed
 
-	fingerprints func() []uint64 // of this replica's ticket keys; nil: they are not compared
+	fingerprints func() []uint64 // of this replica's ticket keys; nil: no comparison
 	keysChanged  func()
 
-	dirty   atomic.Bool
-	wake    chan struct{} // something is to be published
-	sending sync.RWMutex  // a batch has its number and is on its way: of any pool; for reading: the first batch of one
+	dirty atomic.Bool
+	wake  chan struct{} // there is something to publish
+	// a batch of any pool has its number and is being sent; held for reading by the first batch of one
+	sending sync.RWMutex
 
 	questions chan question // of requests
 	notices   chan string   // to be published
@@ -46,12 +47,13 @@ type Store struct {
 
 var _ kvstate.Replicas = (*Store)(nil)
 
-// New makes a store for the state. It connects to nothing: that is [Store.Join] and [Store.Run].
+// New returns a store for the state. It does not connect; [Store.Join] and [Store.Run] do.
 func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
 		o: o, state: state, log: o.Log, replica: newReplica(time.Now()),
-		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce), notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
+		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce),
+		notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}
 	s.link.since = time.Now()
 	var err error
@@ -62,11 +64,11 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	return s, nil
 }
 
-// newReplica makes a replica's number: when it started, in milliseconds, and 20 random bits. So the lowest is the
+// newReplica returns a replica's number: its start time in milliseconds, and 20 random bits. So the lowest is the
 // oldest.
 func newReplica(now time.Time) uint64 { return uint64(now.UnixMilli())<<20 | rand.Uint64N(1<<20) }
 
-// Close lets go of the connections.
+// Close closes the connections.
 func (s *Store) Close() error { return s.client.Close() }
 
 // Run keeps the state and the other replicas' up to date until ctx ends; then it publishes that it leaves.
@@ -83,8 +85,7 @@ func (s *Store) Run(ctx context.Context) {
 	running.Wait()
 }
 
-// pools returns the parts of all pools that there are now. (Pools are configured: they do not come and go while Run
-// runs.)
+// pools returns the parts of all current pools. (Pools are configured: they do not change while Run runs.)
 func (s *Store) pools() []*poolReplica {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -116,29 +117,29 @@ type poolReplica struct {
 
 	mu        sync.Mutex
 	seq       uint64               // of the last batch sent
-	published map[string]published // by address: what the other replicas know
+	published map[string]published // by address: the other replicas' knowledge
 	members   map[uint64]*member
 	waits     map[uint64]uint64 // requests that wait here, as published: by id, kvstate.Waits.Told as of then
 	reading
 	sync snapshotRequest
 
-	publishedKeys []uint64                // fingerprints of our ticket keys, as others know them
-	waitsUnknown  bool                    // the other replicas may have missed who waits: publish all
-	notice        *statev1.SnapshotNotice // of a snapshot that is to be loaded
+	publishedKeys []uint64                // fingerprints of our ticket keys, as published
+	waitsUnknown  bool                    // the other replicas may have missed waiting requests: publish all
+	notice        *statev1.SnapshotNotice // of a snapshot to load
 	endpoints     endpoints
 
-	ids       atomic.Pointer[[]uint64] // of the living replicas, ours among them, sorted
+	ids       atomic.Pointer[[]uint64] // of the living replicas, including ours, sorted
 	snapshots snapshots
 }
 
-// reading is how far the pool's stream has been read.
+// reading is the position in the pool's stream.
 type reading struct {
 	position streamID // of the last entry read
 	began    streamID // of our first batch; earlier entries were published before we joined
 	joined   bool
-	gapless  bool      // Redis held all that was published before we joined: no need to wait for a snapshot
+	gapless  bool      // Redis had everything that was published before we joined: no need to wait for a snapshot
 	unsaved  int       // entries read since the last snapshot was announced
-	saved    time.Time // when a snapshot was last wanted because of them
+	saved    time.Time // when a snapshot was last requested because of them
 }
 
 func newPoolReplica(s *Store, pool string) *poolReplica {
@@ -150,17 +151,17 @@ func newPoolReplica(s *Store, pool string) *poolReplica {
 	return p
 }
 
-// link is whether Redis answers.
+// link is the state of the connection to Redis.
 type link struct {
 	mu     sync.Mutex
 	up     bool
 	since  time.Time
 	reason error
-	until  time.Time // requests do not ask before
-	misses int       // in a row, of what requests asked
+	until  time.Time // requests do not ask before that
+	misses int       // in a row, of requests' questions
 }
 
-// result notes how a command outside of requests ended, and reports whether the link went up or down.
+// result records the result of a command outside of requests, and reports whether the link went up or down.
 func (l *link) result(err error) (changed bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -178,7 +179,7 @@ func (l *link) isUp() bool {
 	return l.up
 }
 
-// pathMisses is how many requests in a row may wait in vain for Redis before it is left alone for pathPause.
+// pathMisses is the number of requests in a row that may wait in vain for Redis before it is not asked for pathPause.
 const (
 	pathMisses = 3
 	pathPause  = 250 * time.Millisecond
@@ -209,7 +210,8 @@ func (s *Store) Status() (text string, up bool) {
 	if s.link.up {
 		return fmt.Sprintf("redis: up for %v, %d replicas", since, s.Replicas()), true
 	}
-	return fmt.Sprintf("redis: not in use for %v (%v): this replica goes on with what it knows itself", since, s.link.reason), false
+	return fmt.Sprintf("redis: not in use for %v (%v): this replica goes on with what it knows itself", since,
+		s.link.reason), false
 }
 
 // Access is what package operator needs to use the same Redis.
@@ -220,7 +222,7 @@ type Access struct {
 	Living  func() []uint64 // the numbers of all living replicas, sorted
 }
 
-// Access returns the store's own connections and what it knows of the replicas.
+// Access returns the store's own connections and its knowledge of the replicas.
 func (s *Store) Access() Access {
 	return Access{s.client, s.o.KeyPrefix + ":" + version + ":", s.replica, func() (out []uint64) {
 		s.mu.RLock()
@@ -233,7 +235,7 @@ func (s *Store) Access() Access {
 	}}
 }
 
-// Replicas is how many replicas are known to live, this one included.
+// Replicas returns the number of living replicas, this one included.
 func (s *Store) Replicas() int {
 	s.mu.RLock()
 	defer s.mu.RUnlock()

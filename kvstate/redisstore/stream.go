@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// streamID is the id of a stream's entry: when it came in by the server's clock, and a count within that millisecond.
+// streamID is the id of a stream's entry: its time by the server's clock, and a count within that millisecond.
 type streamID struct{ ms, n uint64 }
 
 func parseStreamID(text string) (id streamID, err error) {
@@ -34,16 +34,16 @@ func (id streamID) compare(other streamID) int {
 	return cmp.Or(cmp.Compare(id.ms, other.ms), cmp.Compare(id.n, other.n))
 }
 
-// clock is Redis's, as far as our own entries tell: their ids are the server's time. Only ages are taken from it.
+// clock estimates Redis's clock from our own entries: their ids are the server's time. Only ages are derived from it.
 type clock struct{ ahead atomic.Int64 } // microseconds that it is ahead of ours
 
-// set notes when an entry of ours came in: some time between when it was sent and when the reply was there. The id
-// has whole milliseconds, so half of one is added.
+// set records the id of an entry of ours: it was added between sent and replied. The id has whole milliseconds, so
+// half of one is added.
 func (c *clock) set(id streamID, sent, replied time.Time) {
 	c.ahead.Store(int64(id.ms)*1000 + 500 - (sent.UnixMicro()+replied.UnixMicro())/2)
 }
 
-// age is how long ago an entry came in, by Redis's clock.
+// age returns an entry's age, by Redis's clock.
 func (c *clock) age(id streamID, now time.Time) time.Duration {
 	return max(0, time.Duration(now.UnixMicro()+c.ahead.Load()-int64(id.ms)*1000-500)*time.Microsecond)
 }

@@ -28,11 +28,11 @@ func (s *Store) PutConversation(conversation [16]byte, turn []byte, ttl time.Dur
 	}
 }
 
-// takenTTL is how long it shows that a turn was taken, as an empty text.
+// takenTTL is the time for which an empty text marks a turn as taken.
 const takenTTL = time.Second
 
-// TakeConversation implements [kvstate.Replicas]: one SET GET (Redis 6.2) leaves nothing in its place, so that
-// of all replicas one gets it. Where the answer does not come in time it counts as taken.
+// TakeConversation implements [kvstate.Replicas]: one SET GET (Redis 6.2) leaves nothing in its place, so only one of
+// all replicas gets it. If the answer is late, it counts as taken.
 func (s *Store) TakeConversation(conversation [16]byte) ([]byte, bool) {
 	if !s.link.mayAsk() {
 		return nil, false

@@ -7,13 +7,14 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Requests that wait for endpoints (late binding) are published as they change, and in full with every complete
-// batch: those in front of the queue, some 50 bytes each. So what is lost is repaired within a second, as bookings
-// are, and ends with a replica's lease.
+// Requests that wait for endpoints (late binding) are published as they change, and in full with every complete batch:
+// those in front of the queue, some 50 bytes each. So a loss is repaired within a second, as with reservations, and
+// ends with a replica's lease.
 
 // publishWaits adds to a batch the changes of the requests that wait here; with complete, all of them.
 // poolReplica.mu is held.
-func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool, now time.Time) {
+func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvstate.Pool, complete bool,
+	now time.Time) {
 	here := pool.Queued()
 	b.WaitsSent = pool.TakeDispatched()
 	b.WaitsAll, p.waitsUnknown = complete || p.waitsUnknown, false
@@ -38,7 +39,8 @@ func (p *poolReplica) publishWaits(b *statev1.Batch, t *addressTable, pool *kvst
 
 func waitsOf(w *kvstate.Queued, t *addressTable, now time.Time) *statev1.Waits {
 	out := &statev1.Waits{
-		Id: w.ID, WaitedUs: uint64(max(now.Sub(w.Arrived), 0).Microseconds()), WorkUs: uint64(max(w.Work, 0).Microseconds()),
+		Id: w.ID, WaitedUs: uint64(max(now.Sub(w.Arrived), 0).Microseconds()),
+		WorkUs:   uint64(max(w.Work, 0).Microseconds()),
 		Priority: w.Priority, Flow: w.Flow, PromptTokens: w.PromptTokens,
 	}
 	for _, h := range w.Held {
@@ -69,7 +71,8 @@ func readWaits(w *statev1.Waits, addresses []string, at time.Time) kvstate.Queue
 	}
 	for i, position := range w.GetHeldAt() {
 		if i < len(w.GetHeld()) && i < kvstate.MaxHeld && int(position) < len(addresses) {
-			out.Held = append(out.Held, kvstate.Held{Addr: addresses[position], Tokens: min(max(w.GetHeld()[i], 0), out.PromptTokens)})
+			out.Held = append(out.Held,
+				kvstate.Held{Addr: addresses[position], Tokens: min(max(w.GetHeld()[i], 0), out.PromptTokens)})
 		}
 	}
 	return out

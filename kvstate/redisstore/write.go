@@ -10,10 +10,10 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// gatherFor is how long changes are collected before they are published: those of planning one request go into one
-// batch. restFor is the pause after a batch, beatsPerLease how often within a lease all bookings are published, and
-// retryAfter how long a failed write is not tried again. A replica that knows of no other pauses for aloneRest instead,
-// after writing and after reading: only a replica that starts needs what it publishes.
+// gatherFor is the time for which changes are collected before they are published: those of planning one request go
+// into one batch. restFor is the pause after a batch, beatsPerLease the number of complete batches within a lease, and
+// retryAfter the pause after a failed write. A replica that knows of no other pauses for aloneRest instead, after
+// writing and after reading: only a replica that starts needs its batches.
 const (
 	gatherFor     = time.Millisecond
 	restFor       = 2 * time.Millisecond
@@ -22,7 +22,7 @@ const (
 	retryAfter    = 100 * time.Millisecond
 )
 
-// write publishes batches, until ctx ends; then that this replica leaves.
+// write publishes batches, until ctx ends; then it publishes that this replica leaves.
 func (s *Store) write(ctx context.Context) {
 	beat := time.NewTicker(s.o.Lease / beatsPerLease)
 	defer beat.Stop()
@@ -62,7 +62,7 @@ func (s *Store) alone() bool {
 	return true
 }
 
-// wait is false if ctx ended first.
+// wait returns false if ctx ended first.
 func wait(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -74,10 +74,10 @@ func wait(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// flush publishes the changes of all pools, in one round trip. It fails if Redis does. The end of ctx does not cut
-// it short, as that would look like a failure of Redis: the last snapshot is only written to one that answers.
+// flush publishes the changes of all pools, in one round trip. It fails if Redis does. The end of ctx does not cut it
+// short, because that would look like a failure of Redis: the last snapshot is only written to one that answers.
 func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
-	s.sending.Lock() // or publishJoin would take the same number
+	s.sending.Lock() // otherwise publishJoin would take the same number
 	defer s.sending.Unlock()
 	s.dirty.Store(false) // before looking: later changes are published next time
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), besidePath)
@@ -108,10 +108,10 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	return err
 }
 
-// linked notes whether Redis answers, and logs it when that changes.
+// linked records whether Redis answers, and logs changes.
 func (s *Store) linked(err error) {
 	if c, ok := s.client.(*redis.ClusterClient); ok && err != nil {
-		c.ReloadState(context.Background()) // a node may have taken another's place; the client looks every 10 s
+		c.ReloadState(context.Background()) // a node may have replaced another; the client checks only every 10 s
 	}
 	if !s.link.result(err) {
 		return
@@ -133,7 +133,7 @@ func (s *Store) linked(err error) {
 	s.log.Warn("redis is not in use: going on with what this replica knows itself", "err", err)
 }
 
-// entry is one batch on its way.
+// entry is one batch that is being sent.
 type entry struct {
 	p      *poolReplica
 	out    outbox
@@ -142,7 +142,7 @@ type entry struct {
 	reply  *redis.StringCmd
 }
 
-// entry makes the pool's next entry, nil if there is nothing to publish.
+// entry returns the pool's next entry, nil if there is nothing to publish.
 func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -167,7 +167,7 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 	return e, nil
 }
 
-// batchField is the one field of a stream's entry.
+// batchField is the only field of a stream's entry.
 const batchField = "b"
 
 func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
@@ -179,13 +179,12 @@ func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 	}
 }
 
-// clockBehind is how much lower than what was read last the id of an entry of ours must be to tell that another
-// server gave it, in milliseconds. Others' later entries are often read before the reply to ours is, but not so
-// much later.
+// clockBehind is the difference in milliseconds by which our entry's id must be below the last one read to show that
+// another server gave it. Others' later entries are often read before the reply to ours, but not so much later.
 const clockBehind = uint64(2 * besidePath / time.Millisecond)
 
-// settle handles the reply to a batch sent at a time. A batch that failed is published again; if Redis has it after
-// all, the other replicas apply it twice, which does no harm.
+// settle handles the reply to a batch. A failed batch is published again; if Redis has it after all, the other
+// replicas apply it twice, which does no harm.
 func (e *entry) settle(sent time.Time) error {
 	p := e.p
 	text, err := e.reply.Result()
@@ -210,7 +209,7 @@ func (e *entry) settle(sent time.Time) error {
 	if e.out.join {
 		p.sync.position = id
 	}
-	if p.joined && id.ms+clockBehind < p.position.ms { // another server, whose clock is behind: go on from here
+	if p.joined && id.ms+clockBehind < p.position.ms { // another server, whose clock is behind: continue from here
 		p.position, p.began = id, id
 		p.ask()
 	}
@@ -218,7 +217,7 @@ func (e *entry) settle(sent time.Time) error {
 	return nil
 }
 
-// publishRest has a snapshot written for everyone if something did not fit into the outbox.
+// publishRest requests a snapshot for everyone if something did not fit into the outbox.
 func (p *poolReplica) publishRest() {
 	p.outMu.Lock()
 	lossy := p.out.lossy
