@@ -120,7 +120,8 @@ func (e *Explanation) Print(w io.Writer) {
 				busy = ", but its answers would suffer"
 			}
 			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s%s + others %s + answers %s + decode %s + overflow %s%s\n",
-				name, ms(a.sum()), ms(a.Queue), ms(a.Work), load(a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode), ms(a.Overflow), busy)
+				name, ms(a.sum()), ms(a.Queue), ms(a.Work), load(a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode),
+				ms(a.Overflow), busy)
 		}
 	}
 }

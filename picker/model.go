@@ -37,9 +37,10 @@ type LoadBandwidth [len(kvstate.Loads{})]float64
 func DefaultModel() Model {
 	return Model{
 		PrefillStep: 0.005, PrefillToken: 1.0 / 16000, PrefillContext: 1.3e-9, StepTokens: 8192,
-		DecodeStep: kvstate.DecodeStep, DecodeAnswer: kvstate.DecodeAnswer, DecodeToken: kvstate.DecodeToken, KVTokens: 1e6, MaxAnswers: 256,
-		TokenBytes: kvstate.TokenBytes, Bandwidth: kvstate.TransferBandwidth, NodeGain: 2, ZoneGap: 10, TransferLag: kvstate.TransferLag.Seconds(),
-		LoadBandwidth: LoadBandwidth{25e9, 5e9, 2e9},
+		DecodeStep: kvstate.DecodeStep, DecodeAnswer: kvstate.DecodeAnswer, DecodeToken: kvstate.DecodeToken,
+		KVTokens: 1e6, MaxAnswers: 256,
+		TokenBytes: kvstate.TokenBytes, Bandwidth: kvstate.TransferBandwidth, NodeGain: 2, ZoneGap: 10,
+		TransferLag: kvstate.TransferLag.Seconds(), LoadBandwidth: LoadBandwidth{25e9, 5e9, 2e9},
 	}
 }
 

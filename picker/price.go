@@ -129,7 +129,8 @@ type PrefillPrice struct {
 	Work   float64 `json:"work"`           // its own, at the endpoint's speed
 	Load   float64 `json:"load,omitempty"` // until the KV that it keeps outside GPU memory is there
 	Others float64 `json:"others"`         // delay of other requests, by the fleet's utilisation
-	Jobs   float64 `json:"jobs"`           // delay of the requests that wait on this endpoint: long prompts go where few wait
+	// delay of the requests that wait on this endpoint: long prompts go where few wait
+	Jobs float64 `json:"jobs"`
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }

@@ -63,7 +63,8 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.IntVar(&c.Blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.HostBlocks, "host-blocks", 0, "KV blocks of CPU memory behind them; 0: none")
 	f.Float64Var(&c.LoadRate, "load-rate", 0, "bytes/s of KV from there (a token has 512); 0: instantaneous")
-	f.IntVar(&c.MaxModelLen, "max-model-len", 5_000_000, "longest prompt and answer together, tokens (a token is four bytes)")
+	f.IntVar(&c.MaxModelLen, "max-model-len", 5_000_000,
+		"longest prompt and answer together, tokens (a token is four bytes)")
 	f.DurationVar(&c.Lease, "lease", 30*time.Second, "how long a prefill engine keeps blocks (kv_lease_duration)")
 	f.Float64Var(&c.PrefillSpeed, "prefill-speed", 0, "tokens/s of prefill, one prompt after another; 0: instantaneous")
 	f.Float64Var(&c.TransferRate, "transfer-rate", 0,

@@ -124,5 +124,6 @@ func readPushPeer(params []byte) (peer Peer, engine []byte) {
 	if err != nil {
 		return Peer{}, nil
 	}
-	return Peer{}.with(rank, Rank{EngineID: id, Host: reported.Host, Port: reported.Port, TP: reported.TP, PP: reported.PP}), canonical
+	return Peer{}.with(rank,
+		Rank{EngineID: id, Host: reported.Host, Port: reported.Port, TP: reported.TP, PP: reported.PP}), canonical
 }

@@ -21,9 +21,10 @@ import (
 //	        | size<<1|1 separator before chunk* 0x00
 //	                                             uvarint; size is the separator's. before: varint, what the first
 //	                                             difference is to
-//	chunk   = count shape base bits              count: 1 to 128 integers; shape: width in bits, or with 0x80 if differences
-//	                                             are written; base: what to add to each (uvarint, or varint for
-//	                                             differences); bits: little endian, padded to bytes
+//	chunk   = count shape base bits              count: 1 to 128 integers; shape: width in bits, with 0x80 if
+//	                                             differences are written; base: what to add to each (uvarint,
+//	                                             or varint for differences); bits: little endian, padded to
+//	                                             bytes
 //
 // Random block ids cost their width (16 bits below 65,536), consecutive ones next to nothing.
 const (

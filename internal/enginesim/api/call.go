@@ -302,8 +302,8 @@ func (c *call) refuse(e *engine.Error) {
 	c.writeBody(e.Status, "application/json", errorBody(e, c.req.API))
 }
 
-// reportLoad adds vLLM's ORCA header if the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two figures,
-// for two of the APIs.
+// reportLoad adds vLLM's ORCA header if the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two
+// figures, for two of the APIs.
 func (c *call) reportLoad() {
 	if c.req.API != request.Chat && c.req.API != request.Completions {
 		return
