@@ -26,7 +26,7 @@ type Behind struct {
 	Listeners []*listenerv3.Listener
 	// Replies are answers of the other listener, in OpenAI's shape, to requests that would go to the cluster.
 	Replies []*hcmv3.ResponseMapper
-	// IdleTimeout is for how long an answer may stand still.
+	// IdleTimeout is the longest pause within an answer.
 	IdleTimeout time.Duration
 }
 

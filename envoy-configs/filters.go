@@ -98,7 +98,7 @@ func grpcTo(cluster string) *corev3.GrpcService {
 	}}
 }
 
-// otherReplica has a question that a replica did not answer asked of others, but not of the same.
+// otherReplica is the retry policy for a replica that does not answer: others are asked, but not the same one again.
 func (m *model) otherReplica() *corev3.RetryPolicy {
 	return &corev3.RetryPolicy{
 		RetryOn: "connect-failure,refused-stream,reset,unavailable", NumRetries: wrapperspb.UInt32(4),

@@ -174,7 +174,7 @@ func bodyRules(b *settings) []gatewayRule {
 
 const typePrefix = "type.googleapis.com/envoy.config."
 
-// patch changes one of Envoy's resources: JSONPath says where in it, Path what there.
+// patch changes one of Envoy's resources: JSONPath selects an object in it, Path a field of that object.
 type patch struct {
 	Type, Name         string
 	Op, JSONPath, Path string

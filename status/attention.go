@@ -131,8 +131,8 @@ func inState(p *Pool, role, state string) (names []string, of int) {
 	return names, of
 }
 
-// idlePrefill returns the number of the last minute's requests if a pool's prefill endpoints that are up got no part
-// of them, and the reason; 0 if they got some, or there were few.
+// idlePrefill returns the number of the last minute's requests, and the reason, if none of them used the pool's prefill
+// endpoints that are up. It returns 0 if some did, or if there were few requests.
 func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int, reason string) {
 	if !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Role == "prefill" && e.State == "up" }) {
 		return 0, ""

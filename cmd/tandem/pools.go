@@ -34,8 +34,8 @@ func newPoolSources(state *kvstate.State, log *slog.Logger) *poolSources {
 	return &poolSources{state: state, log: log, current: map[string]*poolSource{}}
 }
 
-// set makes the state's pools those given. Names are resolved before a pool changes, within a time limit. What is the
-// same in a pool stays as it is.
+// set replaces the state's pools. Names are resolved before a pool changes, within a time limit. Unchanged parts of a
+// pool stay.
 func (s *poolSources) set(ctx context.Context, pools []config.PoolSpec) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

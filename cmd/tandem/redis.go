@@ -26,7 +26,7 @@ import (
 // joinTime is how long a replica that starts waits to hear what the others know.
 const joinTime = 2 * time.Second
 
-// connectTime is how long it waits before for the connections to publishers of KV events.
+// connectTime is the time that it waits for the connections to publishers of KV events, before joining.
 const connectTime = 500 * time.Millisecond
 
 // feedTime is how long it waits, while it serves requests, for feeds that did not come within joinTime.

@@ -21,7 +21,7 @@ func newXDS(config *configv1.Config, r prometheus.Registerer, log *slog.Logger) 
 	return s, s.Publish(resources)
 }
 
-// envoysOf has the status show the Envoys of an xDS server.
+// envoysOf returns the function by which the status gets the Envoys of an xDS server.
 func envoysOf(s *xds.Server) func() []status.Envoy {
 	return func() []status.Envoy {
 		out := []status.Envoy{}

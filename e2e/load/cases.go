@@ -47,7 +47,7 @@ func size(n int) string {
 
 const kb, mb = 1 << 10, 1 << 20
 
-// cases returns the cases, those of one stand consecutively.
+// cases returns all cases; cases with the same stand follow each other.
 func cases(full bool) []testCase {
 	if full {
 		return fullCases()
