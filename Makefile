@@ -140,7 +140,7 @@ e2e-oracles: ## the engines' own parsers and connectors read what Tandem sends, 
 	e2e/oracles/install.sh
 	e2e/oracles/run.sh
 
-e2e-releases: ## of that, against the newest two releases of vLLM and SGLang on PyPI, whatever they are by then: says which dialect they changed
+e2e-releases: ## of that, held releases and the newest of vLLM and SGLang on PyPI: a row for each release and dialect, passed or what changed; SMOKE=1: real vLLM, too
 	e2e/oracles/install.sh
 	e2e/oracles/run.sh newest
 

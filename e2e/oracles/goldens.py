@@ -1,5 +1,6 @@
 """Reads the goldens of extproc/kvtransfer/testdata: the bytes that Tandem sends, as its own tests hold them."""
 import json
+import os
 import pathlib
 import re
 
@@ -54,7 +55,7 @@ class Judgement:
     """Runs oracles over goldens: each must accept what Tandem sends, and none may accept it with one name changed."""
 
     def __init__(self, testdata: str):
-        self.testdata, self.rows, self.wrong = testdata, [], []
+        self.testdata, self.rows, self.results, self.wrong = testdata, [], [], []
 
     def dialect(self, name: str, release: str, judge: str, check, names: dict, skip=()):
         """check(golden, leg, body) raises where the engine would not understand the body. names are, for each leg, the members that
@@ -95,6 +96,7 @@ class Judgement:
         if not accepted or not caught:
             self.wrong.append(f"{name}: no golden was judged, or no change noticed")
         self.rows.append(f"| {cell(name)} | {judge} | {release} | {accepted} | {caught} |")
+        self.results.append((release, name, f"passed: {accepted} bodies accepted, {caught} changes noticed"))
 
     def refused(self, golden: dict, check, names: dict):
         for leg in names:
@@ -107,7 +109,18 @@ class Judgement:
             else:
                 self.wrong.append(f"{golden['name']}, {leg}: the engine did not refuse it")
 
+    def matrix(self):
+        """A row for each dialect of a release: passed, or what changed first."""
+        for release, name, result in self.results:
+            folder = pathlib.Path(FOLDERS.get(name, name)).name
+            if wrong := [w for w in self.wrong if w.startswith((folder + "/", folder + ":"))]:
+                result = f"changed ({len(wrong)}): {wrong[0]}".replace("\n", " ").replace("|", "\\|")[:300]
+            print(f"| {release} | {cell(name)} | {result} |")
+
     def end(self):
+        if os.environ.get("TANDEM_MATRIX"):
+            self.matrix()
+            raise SystemExit(1 if self.wrong else 0)
         print("\n".join(self.rows))
         for line in self.wrong:
             print("WRONG", line)

@@ -116,10 +116,13 @@ func (s *suite) storedTogether(t *testing.T) {
 func (s *suite) storesAtRest(t *testing.T) {
 	s.freed(t, s.engines())
 	requireAlive(t, s.engines())
-	s.requireNoFailures(t)
-	require.LessOrEqual(t, s.since(t, expiredPrefills), float64(s.report.aborted), "more prefills expired than clients left")
-	m, err := scrape(s.admin)
-	require.NoError(t, err)
-	require.Zero(t, m.sum("tandem_reservations", ""), "reservations")
-	s.report.row("Left at the end", 0, "running 0, waiting 0, KV blocks held 0, reservations 0, failed transfers 0")
+	// For a client that left while D fetched, P may be notified of a request that it no longer knows. Only such clients do that.
+	for _, counter := range counters {
+		require.LessOrEqual(t, s.since(t, counter), float64(s.report.aborted), "%s: more than clients left", counter)
+	}
+	require.Eventually(t, func() bool { // a client that left is logged a little later
+		m, err := scrape(s.admin)
+		return err == nil && m.sum("tandem_reservations", "") == 0
+	}, 30*time.Second, 100*time.Millisecond, "reservations")
+	s.report.row("Left at the end", 0, "running 0, waiting 0, KV blocks held 0, reservations 0")
 }
