@@ -108,11 +108,12 @@ func (s *State) ObserveCached(e *Endpoint, promised, found int64) {
 const textBlockBytes = 512
 
 // sizeRouted sets how many blocks the index remembers of the prompts routed to an endpoint: twice the engine's KV
-// memory. An engine keeps blocks that are used again, which the index does not see, and [State.ObserveCached] corrects
-// an estimate that is too high. With half of it many hits were missed.
-func (l *endpointState) sizeRouted(kvTokens int64) {
-	if kvTokens > 0 && l.ratio != nil {
-		l.blocks.Keeps(int(min(2*float64(kvTokens)*l.ratio.bytesPerToken()/textBlockBytes, 1<<30)))
+// memory, CPU memory included. An engine keeps blocks that are used again, which the index does not see, and
+// [State.ObserveCached] corrects an estimate that is too high. With half of it many hits were missed.
+func (l *endpointState) sizeRouted(g *Signals) {
+	if g.KVTokens > 0 && l.ratio != nil {
+		tokens := g.KVTokens + g.Host.capacity(l.load.learnedTokenBytes())
+		l.blocks.Keeps(int(min(2*float64(tokens)*l.ratio.bytesPerToken()/textBlockBytes, 1<<30)))
 	}
 }
 

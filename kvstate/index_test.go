@@ -164,18 +164,26 @@ func TestViewHasSharedPrefixes(t *testing.T) {
 	require.Empty(t, v.Uses)
 }
 
-// The index remembers twice an engine's memory, and a default if the engine does not report it.
+// The index remembers twice an engine's memory, CPU memory included, and a default if the engine does not report it.
 func TestTheIndexIsTwiceTheEngine(t *testing.T) {
-	for tokens, want := range map[int64]int{
-		-1:        1 << 14,
-		64_000:    1000,   // 4 bytes a token, 512 a block: 500 blocks
-		4_096_000: 64_000, // more than is usual
+	for _, c := range []struct {
+		tokens int64
+		host   HostMemory
+		want   int
+	}{
+		{-1, HostMemory{}, 1 << 14},
+		{-1, HostMemory{Tokens: 64_000}, 1 << 14},
+		{64_000, HostMemory{}, 1000},      // 4 bytes a token, 512 a block: 500 blocks
+		{4_096_000, HostMemory{}, 64_000}, // more than is usual
+		{64_000, HostMemory{Tokens: 192_000}, 4000},
+		{64_000, HostMemory{Bytes: 192_000 * TokenBytes}, 4000},
 	} {
+		tokens, want := c.tokens, c.want
 		s := New(Options{})
 		s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "p", Role: RolePrefill}})
 		p := s.Pool("chat")
 		e := p.Endpoint("p")
-		s.Observe(e, Signals{Running: 0, KVUsage: 0, KVTokens: tokens, At: time.Now()})
+		s.Observe(e, Signals{Running: 0, KVUsage: 0, KVTokens: tokens, Host: c.host, At: time.Now()})
 		prompts := make([][]uint64, 700)
 		for i := range prompts {
 			for k := range 100 {

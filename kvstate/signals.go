@@ -14,7 +14,8 @@ type Signals struct {
 	KVTokens  int64            // capacity of the KV cache, in tokens
 	Transfers TransferCounters // KV that it fetched; a counter until the engine restarts
 	Answers   AnswerCounters   // likewise, of answers
-	At        time.Time        // when it reported any of this; zero: never
+	Host      HostMemory
+	At        time.Time // when it reported any of this; zero: never
 
 	// ScrapedAt is the time of the last scrape of its metrics, which contain all figures; zero: never, or too long
 	// ago. Response headers contain Waiting and KVUsage only, so Running, KVTokens and External are no newer than the
@@ -85,8 +86,11 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 			return false
 		}
 		if e.signals.CompareAndSwap(known, &next) {
-			if known == nil || known.KVTokens != next.KVTokens {
-				e.sizeRouted(next.KVTokens)
+			if known == nil || known.KVTokens != next.KVTokens || known.Host != next.Host {
+				e.sizeRouted(&next)
+			}
+			if known != nil && known.Host != next.Host && e.load != nil {
+				e.load.learnLoads(&next.Host, &known.Host, e.Transfer.TP)
 			}
 			if known != nil && next.Transfers.Failed > known.Transfers.Failed && next.ScrapedAt.After(known.ScrapedAt) {
 				s.blameTransfers(e, known.ScrapedAt)
@@ -139,6 +143,9 @@ func (g *Signals) mergeInto(
 	}
 	if g.Answers != (AnswerCounters{}) {
 		next.Answers = g.Answers
+	}
+	if g.Host != (HostMemory{}) {
+		next.Host = g.Host
 	}
 	return next, true
 }

@@ -133,6 +133,16 @@ func (w *workload) tokenBytes() float64 {
 	return math.Round(min(max(w.movedBytes/w.movedTokens, fewestBytes), mostBytes))
 }
 
+// learnedTokenBytes is tokenBytes for callers without w.mu.
+func (w *workload) learnedTokenBytes() float64 {
+	if w == nil {
+		return 0
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.tokenBytes()
+}
+
 // transferWithin returns [Candidate.Transfer].
 func (l *endpointState) transferWithin(pool float64, now int64) float64 {
 	if m := l.transferTime.Load(); m != nil {
@@ -154,8 +164,4 @@ func (s *State) Bandwidth(p *Pool, e *Endpoint) float64 {
 }
 
 // TokenBytes returns the KV bytes per token; 0: not learned.
-func (p *Pool) TokenBytes() float64 {
-	p.load.mu.Lock()
-	defer p.load.mu.Unlock()
-	return p.load.tokenBytes()
-}
+func (p *Pool) TokenBytes() float64 { return p.load.learnedTokenBytes() }

@@ -23,6 +23,7 @@ type workload struct {
 
 	remotePrefill, remoteLocal float64 // work booked by other replicas, seconds per second
 	movedBytes, movedTokens    float64 // of KV transfers
+	loadedBytes, loadTime      float64 // of loads from CPU memory; s
 	zoned                      bool    // endpoints run in several zones
 }
 
@@ -41,6 +42,8 @@ type Utilisation struct {
 	Step       float64 // of decode steps: observed over modelled time; 0: unknown
 	TokenBytes float64 // KV bytes of one token, as observed; 0: unknown
 	Answer     float64 // mean tokens of an answer, as observed; 0: unknown
+
+	LoadBandwidth float64 // of loads of KV from CPU memory, as observed, bytes/s; 0: unknown
 }
 
 func newWorkload() *workload { return &workload{freed: make(chan struct{}, 1)} }
@@ -107,7 +110,7 @@ func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)),
 		Speed: w.speed.ratio(1, now.UnixNano()), Step: w.steps.ratio(1, now.UnixNano()),
-		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(),
+		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(), LoadBandwidth: w.loadBandwidth(),
 		Prefill: min((prefill+w.remotePrefill)/float64(max(prefills, 1)), 1),
 		Local:   min((local+w.remoteLocal)/float64(max(decodes, 1)), 1),
 	}

@@ -86,7 +86,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	}
 	v.SameNode = sameNodePairs(v)
 	v.Load = kvstate.Utilisation{Prefill: []float64{0, .5, .8, 1}[r.IntN(4)], Local: []float64{0, .3}[r.IntN(2)], Work: time.Duration(r.IntN(2)) * 300 * time.Millisecond}
-	v.Load.TokenBytes = []float64{0, 0, 2e6}[r.IntN(3)]
+	v.Load.TokenBytes, v.Load.LoadBandwidth = []float64{0, 0, 2e6}[r.IntN(3)], []float64{0, 0, 1e9}[r.IntN(3)]
 	v.Load.Answer, v.Load.Step = []float64{0, 0, 20, 4000}[r.IntN(4)], []float64{0, 1, 2, .5}[r.IntN(4)]
 	for blocks := 1 + r.IntN(3); blocks < 5 && r.IntN(2) > 0; blocks += 1 + r.IntN(2) {
 		v.Uses = append(v.Uses, kvstate.UseStep{Blocks: int32(blocks), Uses: float32(1000 / blocks)})

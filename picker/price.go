@@ -67,6 +67,9 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	for tier, rate := range t.m.LoadBandwidth {
 		t.loadBlock[tier] = t.perBlock * bytes / rate
 	}
+	if v.Load.LoadBandwidth > 0 {
+		t.loadBlock[0] = t.perBlock * bytes / v.Load.LoadBandwidth
+	}
 	t.others = othersPrice(v.Load.Prefill, prefills)
 	t.local = othersPrice(v.Load.Local, decodes)
 	t.jobs, t.jobCap = 1, seconds(v.Load.Work)

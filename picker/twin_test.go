@@ -64,7 +64,11 @@ func (w *twin) load(i int) (seconds float64) {
 		bytes = w.v.Load.TokenBytes
 	}
 	for tier, blocks := range w.v.Endpoints[i].Loads {
-		seconds += float64(blocks) / float64(w.r.Blocks) * w.tokens() * bytes / w.p.Model.LoadBandwidth[tier]
+		rate := w.p.Model.LoadBandwidth[tier]
+		if tier == 0 && w.v.Load.LoadBandwidth > 0 {
+			rate = w.v.Load.LoadBandwidth
+		}
+		seconds += float64(blocks) / float64(w.r.Blocks) * w.tokens() * bytes / rate
 	}
 	return seconds
 }

@@ -357,11 +357,12 @@ func TestKVEvents(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{"pools[0].kvEvents.replayPort: is missing: an event that is lost makes all that an endpoint holds unknown"}, warnings)
 	for text, want := range map[string]string{
-		pool("", ", kvEventsPort: 5557"):                    "pools[0].endpoints[0].kvEventsPort: has no effect without the pool's kvEvents: set that too, {} is enough",
-		pool("kvEvents: {},", ", kvReplayPort: 5558"):       "pools[0].endpoints[0].kvReplayPort: has no effect without kvEventsPort: set that too",
-		pool("kvEvents: {port: 65535, ranks: 2},", ""):      "pools[0].kvEvents.port: 65535 is not a port",
-		pool("kvEvents: {ranks: 2000},", ""):                "pools[0].kvEvents.ranks: 2000 is not between 1 and 1024",
-		pool("kvEvents: {listen: \"127.0.0.1:9002\"},", ""): "pools[0].kvEvents.listen: 127.0.0.1:9002 clashes with extProc.listen: give it another port",
+		pool("", ", kvEventsPort: 5557"):                        "pools[0].endpoints[0].kvEventsPort: has no effect without the pool's kvEvents: set that too, {} is enough",
+		pool("kvEvents: {},", ", kvReplayPort: 5558"):           "pools[0].endpoints[0].kvReplayPort: has no effect without kvEventsPort: set that too",
+		pool("kvEvents: {port: 65535, ranks: 2},", ""):          "pools[0].kvEvents.port: 65535 is not a port",
+		pool("kvEvents: {loadBandwidth: {diskBytes: -1}},", ""): "pools[0].kvEvents.loadBandwidth.diskBytes: -1 is negative",
+		pool("kvEvents: {ranks: 2000},", ""):                    "pools[0].kvEvents.ranks: 2000 is not between 1 and 1024",
+		pool("kvEvents: {listen: \"127.0.0.1:9002\"},", ""):     "pools[0].kvEvents.listen: 127.0.0.1:9002 clashes with extProc.listen: give it another port",
 	} {
 		_, _, err := Parse([]byte(text))
 		require.ErrorContains(t, err, want)

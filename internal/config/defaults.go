@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/picker"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -168,6 +169,11 @@ func setPoolDefaults(p *configv1.Pool) {
 		or(&p.KvEvents.Ranks, 1)
 		or(&p.KvEvents.Tokens, "learned")
 		or(&p.KvEvents.TokenBudget, "0s")
+		sub(&p.KvEvents.LoadBandwidth)
+		rates := picker.DefaultModel().LoadBandwidth
+		for tier, rate := range loadBandwidth(p) {
+			or(rate, int64(rates[tier]))
+		}
 	}
 	if p.Encode != nil {
 		or(&p.Encode.Timeout, "30s")

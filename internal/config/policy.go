@@ -77,6 +77,11 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 func placement(p *configv1.Pool) picker.Policy {
 	place := picker.DefaultPolicy()
 	place.MinPrefillTokens = p.GetMinPrefillTokens()
+	if p.KvEvents != nil {
+		for tier, rate := range loadBandwidth(p) {
+			place.Model.LoadBandwidth[tier] = float64(*rate)
+		}
+	}
 	switch p.GetSplit() {
 	case "always":
 		place.Split = picker.SplitAlways
@@ -87,6 +92,12 @@ func placement(p *configv1.Pool) picker.Policy {
 		place.Split = picker.SplitAlways
 	}
 	return place
+}
+
+// loadBandwidth returns the pool's kvEvents.loadBandwidth in the order of [picker.LoadBandwidth].
+func loadBandwidth(p *configv1.Pool) [len(picker.LoadBandwidth{})]*int64 {
+	b := p.KvEvents.LoadBandwidth
+	return [...]*int64{&b.CpuBytes, &b.DiskBytes, &b.RemoteBytes}
 }
 
 // sourceOf names the source of a pool's endpoints.

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/picker"
 )
 
 // Every dialect can be configured with only addresses and roles (and the requirements of multi and p2p-nccl).
@@ -30,3 +31,18 @@ func TestEveryDialectCanBeConfigured(t *testing.T) {
 
 // noArrivals has no notifications.
 type noArrivals struct{ kvtransfer.Arrivals }
+
+// The bandwidths of tiers outside GPU memory are those of the model where the configuration does not say.
+func TestLoadBandwidth(t *testing.T) {
+	of := func(kvEvents string) picker.LoadBandwidth {
+		c, _, err := Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: nixl, %sendpoints: `+
+			`[{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]`, kvEvents))
+		require.NoError(t, err)
+		return placement(c.GetPools()[0]).Model.LoadBandwidth
+	}
+	usual := picker.DefaultModel().LoadBandwidth
+	require.Equal(t, usual, of(""))
+	require.Equal(t, usual, of("kvEvents: {replayPort: 5558}, "))
+	require.Equal(t, picker.LoadBandwidth{usual[0], 7e9, 1 << 30},
+		of("kvEvents: {replayPort: 5558, loadBandwidth: {diskBytes: 7G, remoteBytes: 1Gi}}, "))
+}

@@ -152,6 +152,11 @@ func checkKvEvents(v *validator, path string, p *configv1.Pool) {
 	checkPort(v, path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
 	checkOneOf(v, path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
 	checkDuration(v, path+".kvEvents.tokenBudget", k.TokenBudget, 0)
+	for tier, rate := range loadBandwidth(p) {
+		if *rate < 0 {
+			v.m.add(path+".kvEvents.loadBandwidth."+[...]string{"cpuBytes", "diskBytes", "remoteBytes"}[tier], "%d is negative", *rate)
+		}
+	}
 	if k.Listen != "" {
 		checkListen(v, path+".kvEvents.listen", k.Listen)
 	} else if k.ReplayPort == 0 &&

@@ -209,10 +209,18 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
 			Generated: int64(g.GetGenerated()),
 		},
+		Host: hostMemoryOf(g.GetHost()),
 	}) {
 		t := p.published[e.Addr]
 		t.signals, t.looked = later(t.signals, at), later(t.looked, looked)
 		p.published[e.Addr] = t
+	}
+}
+
+func hostMemoryOf(h *statev1.HostMemory) kvstate.HostMemory {
+	return kvstate.HostMemory{
+		Tokens: int64(h.GetTokens()), Bytes: int64(h.GetBytes()), LoadedTokens: int64(h.GetLoadedTokens()),
+		LoadedBytes: int64(h.GetLoadedBytes()), LoadTime: time.Duration(h.GetLoadUs()) * time.Microsecond,
 	}
 }
 

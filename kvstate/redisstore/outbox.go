@@ -279,6 +279,12 @@ func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *state
 		out.Generated = uint64(g.Answers.Generated)
 		out.FailedTransfers = uint64(g.Transfers.Failed)
 		out.Gaps, out.GapUs = uint64(g.Answers.Gaps), uint64(g.Answers.GapTime.Microseconds())
+		if h := &g.Host; *h != (kvstate.HostMemory{}) {
+			out.Host = &statev1.HostMemory{
+				Tokens: uint64(h.Tokens), Bytes: uint64(h.Bytes), LoadedTokens: uint64(h.LoadedTokens),
+				LoadedBytes: uint64(h.LoadedBytes), LoadUs: uint64(h.LoadTime.Microseconds()),
+			}
+		}
 	}
 	return out
 }

@@ -147,13 +147,14 @@ func TestSignalsAreShared(t *testing.T) {
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
 	at := time.Now().Add(-2 * time.Minute)
 	moved := kvstate.TransferCounters{Transfers: 7, Bytes: 1 << 50, Time: time.Hour, Tokens: 9000}
-	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, At: at})
+	host := kvstate.HostMemory{Tokens: 1, Bytes: 1 << 40, LoadedTokens: 3, LoadedBytes: 4, LoadTime: time.Minute}
+	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, Host: host, At: at})
 	eventually(t, "the signals are known", func() bool { return b.e(0).Signals() != nil })
 	got := *b.e(0).Signals()
 	require.WithinDuration(t, at, got.At, time.Minute, "its age comes along; what the way took is lost")
 	require.Equal(t, got.At, got.ScrapedAt)
 	got.At, got.ScrapedAt = time.Time{}, time.Time{}
-	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved}, got)
+	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, Host: host}, got)
 	require.Nil(t, b.e(1).Signals())
 
 	// The second of two looks says what came another way; nobody but who looked can tell.

@@ -39,7 +39,7 @@ type engine struct {
 func engines() []engine {
 	return []engine{
 		{"vllm", "vllm:", "nkgcpirt", "engine", (*reading).vllm},
-		{"sglang", "sglang:", "ntmpcig", "dp_rank", (*reading).sglang},
+		{"sglang", "sglang:", "ntmpcighl", "dp_rank", (*reading).sglang},
 		{"trtllm", "trtllm_", "nk", "", (*reading).trtllm}, {"triton", "nv_trt_llm_", "rk", "", (*reading).triton},
 	}
 }
@@ -53,6 +53,13 @@ type reading struct {
 	ranks               map[string]bool
 	transfers           transferCounts
 	answers             answerCounts
+	host                hostCounts
+}
+
+// hostCounts are about KV in CPU memory: its capacity, in tokens or bytes, and what was loaded from there.
+type hostCounts struct {
+	tokens, bytes, loadedTokens, loadedBytes, seconds float64
+	formerBytes, formerSeconds                        float64 // under vLLM's former names, which may be there as well
 }
 
 // transferCounts count the KV that the engine has fetched since it started.
@@ -93,6 +100,12 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 		GapTime:   time.Duration(count(r.answers.seconds * float64(time.Second))),
 		Generated: count(r.answers.generated),
 	}
+	r.host.loadedBytes = max(r.host.loadedBytes, r.host.formerBytes)
+	r.host.seconds = max(r.host.seconds, r.host.formerSeconds)
+	s.Host = kvstate.HostMemory{
+		Tokens: count(r.host.tokens), Bytes: count(r.host.bytes), LoadedTokens: count(r.host.loadedTokens),
+		LoadedBytes: count(r.host.loadedBytes), LoadTime: time.Duration(count(r.host.seconds * float64(time.Second))),
+	}
 	return s, s.Running >= 0 || s.Waiting >= 0 || s.KVUsage >= 0
 }
 
@@ -115,6 +128,9 @@ func (r *reading) vllm(s sample) {
 			add(&r.tokens, tokens)
 		} else if blocks, size := s.number("num_gpu_blocks"), s.number("block_size"); blocks > 0 && size > 0 {
 			add(&r.tokens, blocks*size)
+		}
+		if size := s.number("kv_offloading_size"); size > 0 { // of all ranks together
+			add(&r.host.bytes, size*(1<<30))
 		}
 	case "vllm:nixl_xfer_time_seconds_count": // KV fetched from others; all ranks' transfers together
 		add(&r.transfers.transfers, s.value())
@@ -139,6 +155,26 @@ func (r *reading) vllm(s sample) {
 		add(&r.answers.answers, s.value())
 	case "vllm:request_generation_tokens_sum":
 		add(&r.answers.tokens, s.value())
+	default:
+		r.vllmOffloading(s)
+	}
+}
+
+// vllmOffloading reads what vLLM's offloading connector counts.
+func (r *reading) vllmOffloading(s sample) {
+	switch string(s.name) {
+	case "vllm:kv_offload_load_bytes_total":
+		add(&r.host.loadedBytes, s.value())
+	case "vllm:kv_offload_load_time_total":
+		add(&r.host.seconds, s.value())
+	case "vllm:kv_offload_total_bytes_total":
+		if s.label("transfer_type") == "CPU_to_GPU" {
+			add(&r.host.formerBytes, s.value())
+		}
+	case "vllm:kv_offload_total_time_total":
+		if s.label("transfer_type") == "CPU_to_GPU" {
+			add(&r.host.formerSeconds, s.value())
+		}
 	}
 }
 
@@ -160,6 +196,14 @@ func (r *reading) sglang(s sample) {
 		sum = &r.tokens
 	case "sglang:num_pages": // since 0.5.16
 		sum = &r.blocks
+	case "sglang:hicache_host_total_tokens":
+		sum = &r.host.tokens
+	case "sglang:load_back_bytes_total":
+		sum = &r.host.loadedBytes
+	case "sglang:load_back_tokens_total":
+		sum = &r.host.loadedTokens
+	case "sglang:load_back_duration_seconds_sum":
+		sum = &r.host.seconds
 	case "sglang:page_size":
 		r.blockTokens = max(r.blockTokens, s.value())
 	case "sglang:inter_token_latency_seconds_count": // from the tokenizer's process, without ranks

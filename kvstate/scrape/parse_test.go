@@ -66,6 +66,32 @@ vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 5.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.2e+12
 vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 16384.0
 `, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second, Generated: 371}}},
+		"vLLM with KV in CPU memory": {`
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:cache_config_info{block_size="16",engine="0",kv_offloading_backend="native",kv_offloading_size="8.0",num_gpu_blocks="1000"} 1.0
+vllm:kv_offload_total_bytes_total{engine="0",transfer_type="GPU_to_CPU"} 9e+09
+vllm:kv_offload_total_bytes_total{engine="0",transfer_type="CPU_to_GPU"} 3e+09
+vllm:kv_offload_total_time_total{engine="0",transfer_type="GPU_to_CPU"} 2.0
+vllm:kv_offload_total_time_total{engine="0",transfer_type="CPU_to_GPU"} 0.25
+`, "vllm", kvstate.Signals{Running: 1, KVUsage: -1, KVTokens: 16000, Host: kvstate.HostMemory{Bytes: 8 << 30, LoadedBytes: 3e9, LoadTime: 250 * time.Millisecond}}},
+		"vLLM with the newer names of loads beside the former": {`
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_offload_total_bytes_total{engine="0",transfer_type="CPU_to_GPU"} 3e+09
+vllm:kv_offload_load_bytes_total{engine="0"} 3e+09
+vllm:kv_offload_load_time_total{engine="0"} 0.5
+`, "vllm", kvstate.Signals{Running: 1, KVUsage: -1, KVTokens: -1, Host: kvstate.HostMemory{LoadedBytes: 3e9, LoadTime: 500 * time.Millisecond}}},
+		"SGLang with HiCache": {`
+sglang:num_running_reqs{dp_rank="0",tp_rank="0"} 8.0
+sglang:num_queue_reqs{dp_rank="0",tp_rank="0"} 2.0
+sglang:max_total_num_tokens{dp_rank="0",tp_rank="0"} 100000.0
+sglang:hicache_host_total_tokens{dp_rank="0",tp_rank="0"} 400000.0
+sglang:hicache_host_total_tokens{dp_rank="0",tp_rank="1"} 400000.0
+sglang:load_back_tokens_total{dp_rank="0",tp_rank="0"} 5000.0
+sglang:load_back_tokens_total{dp_rank="0",tp_rank="1"} 5000.0
+sglang:load_back_duration_seconds_sum{dp_rank="0",tp_rank="0"} 0.125
+`, "sglang", kvstate.Signals{Running: 8, Waiting: 2, KVUsage: -1, KVTokens: 100000, Host: kvstate.HostMemory{Tokens: 400000, LoadedTokens: 5000, LoadTime: 125 * time.Millisecond}}},
 		"vLLM before 0.9.2": {`vllm:num_requests_running{model_name="m"} 1.0
 vllm:num_requests_waiting{model_name="m"} 5.0
 vllm:gpu_cache_usage_perc{model_name="m"} 0.75

@@ -2090,7 +2090,9 @@ type KvEvents struct {
 	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too. Default: learned.
 	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Default: 0s.
-	TokenBudget   string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
+	TokenBudget string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
+	// How fast an engine loads KV that it keeps outside GPU memory, if its events report such blocks.
+	LoadBandwidth *LoadBandwidth `protobuf:"bytes,8,opt,name=load_bandwidth,json=loadBandwidth,proto3" json:"load_bandwidth,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2174,6 +2176,77 @@ func (x *KvEvents) GetTokenBudget() string {
 	return ""
 }
 
+func (x *KvEvents) GetLoadBandwidth() *LoadBandwidth {
+	if x != nil {
+		return x.LoadBandwidth
+	}
+	return nil
+}
+
+// Bytes per second.
+type LoadBandwidth struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// From CPU memory. What the engines' metrics show overrides it (vLLM's offloading, SGLang's HiCache). Default 25G.
+	CpuBytes int64 `protobuf:"varint,1,opt,name=cpu_bytes,json=cpuBytes,proto3" json:"cpu_bytes,omitempty"`
+	// From disk. Default 5G.
+	DiskBytes int64 `protobuf:"varint,2,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
+	// From a store that several engines share. Default 2G.
+	RemoteBytes   int64 `protobuf:"varint,3,opt,name=remote_bytes,json=remoteBytes,proto3" json:"remote_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadBandwidth) Reset() {
+	*x = LoadBandwidth{}
+	mi := &file_config_v1_config_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadBandwidth) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadBandwidth) ProtoMessage() {}
+
+func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
+func (*LoadBandwidth) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *LoadBandwidth) GetCpuBytes() int64 {
+	if x != nil {
+		return x.CpuBytes
+	}
+	return 0
+}
+
+func (x *LoadBandwidth) GetDiskBytes() int64 {
+	if x != nil {
+		return x.DiskBytes
+	}
+	return 0
+}
+
+func (x *LoadBandwidth) GetRemoteBytes() int64 {
+	if x != nil {
+		return x.RemoteBytes
+	}
+	return 0
+}
+
 // Set one of these.
 type Discovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2191,7 +2264,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2203,7 +2276,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2216,7 +2289,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2260,7 +2333,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2272,7 +2345,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2285,7 +2358,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2322,7 +2395,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2334,7 +2407,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2347,7 +2420,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2410,7 +2483,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2422,7 +2495,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2435,7 +2508,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2491,7 +2564,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2503,7 +2576,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2516,7 +2589,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -2579,7 +2652,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2591,7 +2664,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2604,7 +2677,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -2691,7 +2764,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2703,7 +2776,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2716,7 +2789,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -2780,7 +2853,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2792,7 +2865,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2805,7 +2878,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -2942,7 +3015,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2954,7 +3027,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2967,7 +3040,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3045,7 +3118,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3057,7 +3130,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3070,7 +3143,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3262,7 +3335,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\"=\n" +
 	"\fOrchestrated\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
-	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\xbe\x01\n" +
+	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\x86\x02\n" +
 	"\bKvEvents\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
 	"\vreplay_port\x18\x02 \x01(\x05R\n" +
@@ -3271,7 +3344,13 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
 	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
 	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
-	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\"\x8b\x02\n" +
+	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\x12F\n" +
+	"\x0eload_bandwidth\x18\b \x01(\v2\x1f.tandem.config.v1.LoadBandwidthR\rloadBandwidth\"n\n" +
+	"\rLoadBandwidth\x12\x1b\n" +
+	"\tcpu_bytes\x18\x01 \x01(\x03R\bcpuBytes\x12\x1d\n" +
+	"\n" +
+	"disk_bytes\x18\x02 \x01(\x03R\tdiskBytes\x12!\n" +
+	"\fremote_bytes\x18\x03 \x01(\x03R\vremoteBytes\"\x8b\x02\n" +
 	"\tDiscovery\x123\n" +
 	"\x04file\x18\x01 \x01(\v2\x1f.tandem.config.v1.FileDiscoveryR\x04file\x121\n" +
 	"\x03dns\x18\x02 \x03(\v2\x1f.tandem.config.v1.NameDiscoveryR\x03dns\x12E\n" +
@@ -3368,7 +3447,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                 // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
@@ -3396,16 +3475,17 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*LMCache)(nil),                // 23: tandem.config.v1.LMCache
 	(*Orchestrated)(nil),           // 24: tandem.config.v1.Orchestrated
 	(*KvEvents)(nil),               // 25: tandem.config.v1.KvEvents
-	(*Discovery)(nil),              // 26: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 27: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 28: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 29: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 30: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 31: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 32: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 33: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 34: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 35: tandem.config.v1.LMCacheReceiver
+	(*LoadBandwidth)(nil),          // 26: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),              // 27: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 28: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 29: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 30: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 31: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 32: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 33: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 34: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 35: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 36: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	4,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -3424,33 +3504,34 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	10, // 13: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
 	12, // 14: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
 	13, // 15: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	32, // 16: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	33, // 17: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	33, // 16: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	34, // 17: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
 	21, // 18: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
 	20, // 19: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
 	23, // 20: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
 	24, // 21: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
 	22, // 22: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
 	25, // 23: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	26, // 24: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	27, // 24: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
 	17, // 25: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
 	18, // 26: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
 	16, // 27: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
 	19, // 28: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
 	19, // 29: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	27, // 30: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	28, // 31: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	29, // 32: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	30, // 33: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	31, // 34: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	31, // 35: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	34, // 36: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	35, // 37: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	38, // [38:38] is the sub-list for method output_type
-	38, // [38:38] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	26, // 30: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	28, // 31: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	29, // 32: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	30, // 33: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	31, // 34: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	32, // 35: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	32, // 36: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	35, // 37: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	36, // 38: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	39, // [39:39] is the sub-list for method output_type
+	39, // [39:39] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -3459,14 +3540,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[33].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[34].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   36,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

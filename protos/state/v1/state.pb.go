@@ -1111,7 +1111,9 @@ type Signals struct {
 	// Failed fetches of KV from others since the engine started. From the scrape.
 	FailedTransfers uint64 `protobuf:"varint,17,opt,name=failed_transfers,json=failedTransfers,proto3" json:"failed_transfers,omitempty"`
 	// Tokens that the engine has written since it started, those of running answers too. From the scrape.
-	Generated     uint64 `protobuf:"varint,18,opt,name=generated,proto3" json:"generated,omitempty"`
+	Generated uint64 `protobuf:"varint,18,opt,name=generated,proto3" json:"generated,omitempty"`
+	// From the scrape.
+	Host          *HostMemory `protobuf:"bytes,19,opt,name=host,proto3" json:"host,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1272,6 +1274,91 @@ func (x *Signals) GetGenerated() uint64 {
 	return 0
 }
 
+func (x *Signals) GetHost() *HostMemory {
+	if x != nil {
+		return x.Host
+	}
+	return nil
+}
+
+// KV that an engine keeps in CPU memory: the capacity in tokens or in bytes, and what it has loaded from there since it
+// started, in microseconds. 0: not reported.
+type HostMemory struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Tokens        uint64                 `protobuf:"varint,1,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	Bytes         uint64                 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	LoadedTokens  uint64                 `protobuf:"varint,3,opt,name=loaded_tokens,json=loadedTokens,proto3" json:"loaded_tokens,omitempty"`
+	LoadedBytes   uint64                 `protobuf:"varint,4,opt,name=loaded_bytes,json=loadedBytes,proto3" json:"loaded_bytes,omitempty"`
+	LoadUs        uint64                 `protobuf:"varint,5,opt,name=load_us,json=loadUs,proto3" json:"load_us,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HostMemory) Reset() {
+	*x = HostMemory{}
+	mi := &file_state_v1_state_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HostMemory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HostMemory) ProtoMessage() {}
+
+func (x *HostMemory) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HostMemory.ProtoReflect.Descriptor instead.
+func (*HostMemory) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *HostMemory) GetTokens() uint64 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *HostMemory) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *HostMemory) GetLoadedTokens() uint64 {
+	if x != nil {
+		return x.LoadedTokens
+	}
+	return 0
+}
+
+func (x *HostMemory) GetLoadedBytes() uint64 {
+	if x != nil {
+		return x.LoadedBytes
+	}
+	return 0
+}
+
+func (x *HostMemory) GetLoadUs() uint64 {
+	if x != nil {
+		return x.LoadUs
+	}
+	return 0
+}
+
 // The endpoints that served a session last: positions in addresses, plus one; 0: none.
 type Session struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1285,7 +1372,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1297,7 +1384,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1310,7 +1397,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Session) GetKey() uint64 {
@@ -1353,7 +1440,7 @@ type SnapshotNotice struct {
 
 func (x *SnapshotNotice) Reset() {
 	*x = SnapshotNotice{}
-	mi := &file_state_v1_state_proto_msgTypes[12]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1365,7 +1452,7 @@ func (x *SnapshotNotice) String() string {
 func (*SnapshotNotice) ProtoMessage() {}
 
 func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[12]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1378,7 +1465,7 @@ func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotNotice.ProtoReflect.Descriptor instead.
 func (*SnapshotNotice) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SnapshotNotice) GetId() uint64 {
@@ -1437,7 +1524,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_state_v1_state_proto_msgTypes[13]
+	mi := &file_state_v1_state_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1449,7 +1536,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[13]
+	mi := &file_state_v1_state_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1462,7 +1549,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SnapshotChunk) GetAddresses() []string {
@@ -1603,7 +1690,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xb1\x04\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe2\x04\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1625,7 +1712,15 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x04gaps\x18\x0f \x01(\x04R\x04gaps\x12\x15\n" +
 	"\x06gap_us\x18\x10 \x01(\x04R\x05gapUs\x12)\n" +
 	"\x10failed_transfers\x18\x11 \x01(\x04R\x0ffailedTransfers\x12\x1c\n" +
-	"\tgenerated\x18\x12 \x01(\x04R\tgenerated\"M\n" +
+	"\tgenerated\x18\x12 \x01(\x04R\tgenerated\x12/\n" +
+	"\x04host\x18\x13 \x01(\v2\x1b.tandem.state.v1.HostMemoryR\x04host\"\x9b\x01\n" +
+	"\n" +
+	"HostMemory\x12\x16\n" +
+	"\x06tokens\x18\x01 \x01(\x04R\x06tokens\x12\x14\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12#\n" +
+	"\rloaded_tokens\x18\x03 \x01(\x04R\floadedTokens\x12!\n" +
+	"\floaded_bytes\x18\x04 \x01(\x04R\vloadedBytes\x12\x17\n" +
+	"\aload_us\x18\x05 \x01(\x04R\x06loadUs\"M\n" +
 	"\aSession\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x06R\x03key\x12\x18\n" +
 	"\aprefill\x18\x02 \x01(\rR\aprefill\x12\x16\n" +
@@ -1657,7 +1752,7 @@ func file_state_v1_state_proto_rawDescGZIP() []byte {
 }
 
 var file_state_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_state_v1_state_proto_goTypes = []any{
 	(Blocks_Kind)(0),       // 0: tandem.state.v1.Blocks.Kind
 	(*Batch)(nil),          // 1: tandem.state.v1.Batch
@@ -1671,32 +1766,34 @@ var file_state_v1_state_proto_goTypes = []any{
 	(*Load)(nil),           // 9: tandem.state.v1.Load
 	(*Health)(nil),         // 10: tandem.state.v1.Health
 	(*Signals)(nil),        // 11: tandem.state.v1.Signals
-	(*Session)(nil),        // 12: tandem.state.v1.Session
-	(*SnapshotNotice)(nil), // 13: tandem.state.v1.SnapshotNotice
-	(*SnapshotChunk)(nil),  // 14: tandem.state.v1.SnapshotChunk
+	(*HostMemory)(nil),     // 12: tandem.state.v1.HostMemory
+	(*Session)(nil),        // 13: tandem.state.v1.Session
+	(*SnapshotNotice)(nil), // 14: tandem.state.v1.SnapshotNotice
+	(*SnapshotChunk)(nil),  // 15: tandem.state.v1.SnapshotChunk
 }
 var file_state_v1_state_proto_depIdxs = []int32{
-	13, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
+	14, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
 	6,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
 	9,  // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
 	10, // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
 	11, // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
-	12, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
+	13, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
 	7,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
 	3,  // 7: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
 	2,  // 8: tandem.state.v1.Batch.events:type_name -> tandem.state.v1.EventBatch
 	5,  // 9: tandem.state.v1.Feed.runs:type_name -> tandem.state.v1.Run
 	0,  // 10: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
 	8,  // 11: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
-	6,  // 12: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
-	10, // 13: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
-	12, // 14: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
-	4,  // 15: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
-	16, // [16:16] is the sub-list for method output_type
-	16, // [16:16] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	12, // 12: tandem.state.v1.Signals.host:type_name -> tandem.state.v1.HostMemory
+	6,  // 13: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
+	10, // 14: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
+	13, // 15: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
+	4,  // 16: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
+	17, // [17:17] is the sub-list for method output_type
+	17, // [17:17] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_state_v1_state_proto_init() }
@@ -1711,7 +1808,7 @@ func file_state_v1_state_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_state_v1_state_proto_rawDesc), len(file_state_v1_state_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
