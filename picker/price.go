@@ -9,13 +9,16 @@ import (
 // The weights of the price. They were chosen by replay (docs/decision.md has their effects and origin). They are
 // not configurable, because the quantities that vary between fleets are observed.
 const (
-	othersWeight = 2.0  // of the delay that a second of prefill causes other requests ...
-	othersSpread = 6.0  // ... at most this over the root of the number of endpoints: many endpoints share their queues
-	maxLoad      = 0.9  // largest utilisation used: the price of a second is at most 9 times the weight
-	answerWeight = 0.1  // of the time of the whole answer relative to the first token's
-	maxFill      = 0.5  // a decode endpoint with a fuller KV cache computes no prompt
-	tpotMargin   = 0.9  // nor does one whose answers would need more than this share of the target per token
-	usualAnswer  = 256. // expected tokens of an answer in a pool without observations
+	othersWeight = 2.0 // of the delay that a second of prefill causes other requests ...
+	othersSpread = 6.0 // ... at most this over the root of the number of endpoints: many endpoints share their queues
+	maxLoad      = 0.9 // largest utilisation used: the price of a second is at most 9 times the weight
+	answerWeight = 0.1 // of the time of the whole answer relative to the first token's
+	maxFill      = 0.5 // a decode endpoint with a fuller KV cache computes no prompt
+	tpotMargin   = 0.9 // nor does one whose answers would need more than this share of the target per token
+	// with a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
+	// make a p99
+	askedSpread = 0.5
+	usualAnswer = 256. // expected tokens of an answer in a pool without observations
 	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.
 	scrapeAge  = 2.0
 	localSteps = 1.0 // decode steps that each step of a local prefill delays
@@ -35,6 +38,7 @@ type terms struct {
 	jobs        float64       // weight of a job that waits before it
 	jobCap      float64       // largest price of such a job, s
 	tpot        float64       // target, s
+	spread      float64       // tokens of a running answer over which a delay is spread
 	fullStep    float64       // of the model
 	answer      float64       // weight of the answer relative to its first token
 	moveToken   float64       // transfer time of a token's KV within a zone, as modelled, s
@@ -79,8 +83,9 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if v.Load.Step > 0 {
 		t.tpot *= v.Load.Step // the target cannot be lower than what these engines reach
 	}
+	t.spread = t.mean
 	if r.TPOT > 0 {
-		t.tpot = r.TPOT
+		t.tpot, t.spread = r.TPOT, t.mean*askedSpread
 	}
 	t.answer = answerWeight
 	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // only this request's time counts, whatever that costs others
@@ -322,7 +327,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+step
 	}
-	return fill <= maxFill && (t.tpot <= 0 || step/left <= tpotMargin*t.tpot)
+	return fill <= maxFill && (t.tpot <= 0 || step/left+longer/t.spread <= tpotMargin*t.tpot)
 }
 
 // Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an

@@ -253,11 +253,15 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	c, m := &w.v.Endpoints[d], w.p.Model
 	n, kv, step, overflow := w.step(d)
 	fill := max(n/m.MaxAnswers, kv/w.room(d))
-	if guarded && (fill > .5 || w.p.TPOT > 0 && step/max(1-c.Share, .01) > .9*w.tpot()) {
+	if guarded && fill > .5 {
 		return 0, false
 	}
 	e := w.e(d)
 	u := w.tokens() - w.cached(d)
+	slower := (e - m.PrefillStep*math.Ceil(u/m.StepTokens)) * w.speed(d) / w.weight(d) / w.mean()
+	if guarded && w.p.TPOT > 0 && step/max(1-c.Share, .01)+slower > .9*w.tpot() {
+		return 0, false
+	}
 	queue := (c.Local + c.Queue).Seconds() / w.weight(d) * (1 + step/(m.StepTokens*m.PrefillToken))
 	steps := math.Ceil(u / m.StepTokens)
 	longer := (e - m.PrefillStep*steps) * w.speed(d) / w.weight(d)

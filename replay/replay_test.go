@@ -159,6 +159,26 @@ func TestSharedPrefixesSpread(t *testing.T) {
 	}
 }
 
+// What requests ask for between tokens is held in the 99th percentile, though decode endpoints compute prompts as well;
+// what they do not ask for is not.
+func TestTPOTIsHeld(t *testing.T) {
+	for _, name := range []string{"agent", "mixed"} {
+		c := DefaultConfig()
+		trace, err := Prepare(name, 2000, 1, .8, c)
+		require.NoError(t, err)
+		tpot := func(ask float64, split picker.Split) float64 {
+			c.AskTPOT, c.Split = ask, split
+			r, err := Run(t.Context(), trace, "tandem", c)
+			require.NoError(t, err)
+			return r.TPOT.P99
+		}
+		const ask = 0.025
+		require.Less(t, tpot(0, picker.SplitAlways), ask, name)
+		require.Greater(t, tpot(0, picker.SplitAuto), 1.2*ask, name)
+		require.Less(t, tpot(ask, picker.SplitAuto), 1.1*ask, name)
+	}
+}
+
 func TestLoadIsWhatWasAskedFor(t *testing.T) {
 	for _, trace := range []string{"mooncake", "agent"} {
 		c := DefaultConfig()

@@ -26,6 +26,8 @@ type Config struct {
 	// Tandem's own: seconds until replicas learn each other's decisions; negative: never
 	Sharing float64
 
+	AskTPOT float64 // Tandem's own: seconds between tokens that requests ask for; 0: they do not
+
 	Routed bool // Tandem's own: hits come from its own routing, not from the engines' KV events
 
 	TTFT, TPOT float64 // targets of goodput, seconds

@@ -140,6 +140,7 @@ func (r *replica) Look(id uint64, v *kvstate.View) *picker.Request {
 func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	r.request = picker.Request{PromptTokens: int64(j.Input), Blocks: len(j.Blocks), Split: true,
 		Rand: r.random.Uint64()}
+	r.request.TPOT = r.config.AskTPOT
 	if r.config.Routed {
 		r.state.Hits(r.pool, j.Blocks, v)
 		return &r.request

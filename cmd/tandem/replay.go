@@ -53,6 +53,7 @@ func newReplay() *cobra.Command {
 	f.IntVar(&o.Replicas, "replicas", 1, "`NUMBER` of tandems that take turns")
 	f.DurationVar(&o.sharing, "sharing", 0, "`TIME` until tandems know each other's decisions; negative: never")
 	f.Float64Var(&o.TTFT, "ttft", o.TTFT, "target of goodput: `SECONDS` to the first token")
+	f.Float64Var(&o.AskTPOT, "ask-tpot", 0, "requests ask tandem for so many `SECONDS` between tokens; 0: they do not")
 	f.Float64Var(&o.TPOT, "tpot", o.TPOT, "target of goodput: `SECONDS` between tokens")
 	f.BoolVar(&o.asJSON, "json", false, "print one JSON object per policy, each on one line, and nothing else")
 	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
