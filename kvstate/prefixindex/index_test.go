@@ -285,6 +285,28 @@ func TestIndexUnderConcurrency(t *testing.T) {
 			x.leave(m)
 		}
 	})
+	seq := sequenceOf(1, make([]byte, 40))
+	for i := range 3 { // an engine's blocks move between tiers, in sets of all sizes
+		feed := owners[2*i].NewFeed()
+		writers.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(i), 9))
+			for range 1000 {
+				from, tier := r.IntN(40), Tier(r.IntN(int(Tiers)))
+				feed.Apply([]BlockEvent{storedFrom(seq, 0, 40, tier)})
+				feed.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: seq.keys[from:], Tier: tier}})
+			}
+		})
+	}
+	readers.Go(func() {
+		for !stop.Load() {
+			for i, depth := range depths(x, owners, seq.hashes, (*Owner).Reports) {
+				if held := owners[i].Tiers(seq.hashes, depth); !slices.IsSorted(held[:]) || held[Tiers-1] != depth {
+					t.Errorf("tiers %v of %d blocks", held, depth)
+					return
+				}
+			}
+		}
+	})
 	readers.Go(func() { // snapshots are made
 		for range 100 {
 			owners[3].EachBlock(func(_ uint64, hashes []uint64) {
