@@ -77,9 +77,9 @@ func TestBrokenManifests(t *testing.T) {
 	resources, pool := read(t, "envoy-gateway/resources.yaml"), read(t, "inference-extension/inferencepool.yaml")
 	deployment := read(t, "kustomize/base/deployment.yaml")
 	for _, c := range []struct{ manifest, old, broken, want string }{
-		{resources, "failOpen: false", "failOpn: false", "failOpn: unknown field"},
-		{resources, "body: FullDuplexStreamed", "body: FullDuplex", "is not one of"},
-		{resources, "statusOnError: 503", "statusOnError: never", "is text, not integer"},
+		{resources, "sectionName: http", "sectionNam: http", "sectionNam: unknown field"},
+		{resources, "requestID: PreserveOrGenerate", "requestID: Keep", "is not one of"},
+		{resources, "port: 8080", "port: many", "is text, not integer"},
 		{resources, "type: JSONPatch", "type: JSON", "is not one of"},
 		{pool, "targetPorts: [{number: 8000}]", "targetPorts: [{number: 80000}]", "above 65535"},
 		{pool, "targetPorts: [{number: 8000}]", "targetPorts: []", "at least 1"},

@@ -294,6 +294,26 @@ func TestEnvoyGatewayMerged(t *testing.T) {
 	g.split(g.ask("second.test", "/v1/chat/completions", "second"), "second")
 }
 
+// Without an extension, patches do the same for one listener of a Gateway that is there.
+func TestEnvoyGatewayPatches(t *testing.T) {
+	g := startGateway(t, "enableBackend: true", "enableBackend: true, enableEnvoyPatchPolicy: true")
+	before := g.neighbour()
+	bin, err := binaries()
+	require.NoError(t, err)
+	text, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", g.config, "--for", "envoy-gateway",
+		"--gateway", "existing/http").Output()
+	require.NoError(t, err)
+	text = bytes.Replace(text, []byte("  rules:"), []byte("  hostnames: [patched.test]\n  rules:"), 1)
+	require.NoError(t, os.WriteFile(filepath.Join(g.dir, "resources/tandem.yaml"), text, 0o600))
+	soon(t, "the patches are in force", func() bool {
+		got, err := g.try(t.Context(), http.MethodGet, "/v1/models", "", "host", "patched.test")
+		return err == nil && got.status == 200 && strings.Contains(got.body, `"sglang"`)
+	})
+	g.split(g.ask("patched.test", "/v1/chat/completions", "patched"), "patched")
+	require.Contains(t, g.overTLS("patched.test", "other"), `"uri"`, "the other listener has not got the route")
+	require.Equal(t, before, g.neighbour())
+}
+
 func (g *gateway) testEngineDies(*testing.T) {
 	g.prefills[0].stop(syscall.SIGKILL) // of nixl
 	g.lenient = true
@@ -373,22 +393,30 @@ func (g *gateway) testSizes(t *testing.T) {
 	}
 }
 
-func (g *gateway) testTLS(t *testing.T) {
+func (g *gateway) testTLS(*testing.T) {
+	g.split(answer{status: 200, body: g.overTLS("llm.test", "tls")}, "tls")
+}
+
+// overTLS sends a chat over HTTP/2 to the TLS listener, and returns what was answered with 200.
+func (g *gateway) overTLS(host, id string) string {
+	g.t.Helper()
 	c := &http.Client{Transport: &http.Transport{
-		ForceAttemptHTTP2: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true, ServerName: "llm.test"}, // the test's own
+		ForceAttemptHTTP2: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true, ServerName: host}, // the test's own
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return new(net.Dialer).DialContext(ctx, "tcp", "127.0.0.1:18443")
 		},
 	}}
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "https://llm.test/v1/chat/completions", bytes.NewBufferString(gatewayChat("tls", 50)))
-	require.NoError(t, err)
+	r, err := http.NewRequestWithContext(g.t.Context(), http.MethodPost, "https://"+host+"/v1/chat/completions",
+		bytes.NewBufferString(gatewayChat(id, 50)))
+	require.NoError(g.t, err)
 	r.Header.Set("content-type", "application/json")
 	resp, err := c.Do(r)
-	require.NoError(t, err)
+	require.NoError(g.t, err)
+	require.Equal(g.t, 2, resp.ProtoMajor)
 	got, err := readAnswer(resp)
-	require.NoError(t, err)
-	require.Equal(t, 2, resp.ProtoMajor)
-	g.split(got, "tls")
+	require.NoError(g.t, err)
+	require.Equal(g.t, 200, got.status, got.body)
+	return got.body
 }
 
 // openAI requires an error in OpenAI's shape.

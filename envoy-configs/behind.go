@@ -47,12 +47,16 @@ func behind(c *configv1.Config) (*Behind, *model, error) {
 	s.serveAll()
 	s.Late = true
 	m := newModel(s)
+	return behindOf(m), m, nil
+}
+
+func behindOf(m *model) *Behind {
 	return &Behind{
 		Clusters:    append(m.clusters(), m.loopCluster(loop{BehindName, BehindName})),
 		Listeners:   append([]*listenerv3.Listener{behindListener(m)}, m.legListeners()...),
 		Replies:     repliesInFront(m),
-		IdleTimeout: s.IdleTimeout,
-	}, m, nil
+		IdleTimeout: m.IdleTimeout,
+	}
 }
 
 // behindListener is the main listener, reached through its cluster alone.

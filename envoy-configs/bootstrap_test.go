@@ -138,14 +138,23 @@ func TestPrintedIsTheModel(t *testing.T) {
 	}
 }
 
-// What Envoy Gateway's resources have no routes for is refused, not left out.
-func TestEnvoyGatewayRefuses(t *testing.T) {
-	for setting, why := range map[string]string{"encode: {}": "no route to encode endpoints", "cachedTokens: prefill": "have answers rewritten"} {
-		c, _, err := config.Parse([]byte(strings.Replace(pool, "kvTransfer: nixl", "kvTransfer: nixl\n  "+setting, 1)))
-		require.NoError(t, err)
-		_, err = EnvoyGateway(c, GatewayOptions{})
-		require.ErrorContains(t, err, why)
+// The resources for an existing Gateway attach to one listener of it, the patched one, and bring no Gateway and no class.
+func TestEnvoyGatewayOfOthers(t *testing.T) {
+	c, _, err := config.Parse([]byte(pool))
+	require.NoError(t, err)
+	text, err := EnvoyGateway(c, GatewayOptions{Gateway: "shop/https", Namespace: "web"})
+	require.NoError(t, err)
+	require.NotRegexp(t, `(?m)^kind: (Gateway|GatewayClass|EnvoyProxy|ClientTrafficPolicy)$`, string(text))
+	require.Contains(t, string(text), "- {name: shop, sectionName: https}")
+	require.Contains(t, string(text), "targetRef: {group: gateway.networking.k8s.io, kind: Gateway, name: shop}")
+	require.Contains(t, string(text), "name: web/shop/https\n    type: type.googleapis.com/envoy.config.route.v3.RouteConfiguration")
+	for _, wrong := range []string{"shop", "shop/", "/https"} {
+		_, err = EnvoyGateway(c, GatewayOptions{Gateway: wrong})
+		require.ErrorContains(t, err, "it is NAME/SECTION")
 	}
+	text, err = EnvoyGateway(c, GatewayOptions{})
+	require.NoError(t, err)
+	require.NotContains(t, string(text), "kind: GatewayClass", "a class is the administrator's")
 }
 
 // flow is pool as the rest of a flow mapping.

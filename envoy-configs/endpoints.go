@@ -172,7 +172,7 @@ type knownCluster struct {
 	of      func() *clusterv3.Cluster
 }
 
-// knownClusters gives each set's rules, which stand behind those of the legs, and the clusters that they replace.
+// knownClusters gives each set's rules, which stand behind the one for requests, and the clusters that they replace.
 func (g *gatewayResources) knownClusters(m *model) {
 	g.known = map[string]knownCluster{}
 	for i, set := range g.Endpoints {
@@ -181,8 +181,8 @@ func (g *gatewayResources) knownClusters(m *model) {
 				return m.endpoints(cluster, header, m.Engines.Schemes[i])
 			}}
 			if refs := set.refs(); len(refs) > 0 {
-				k.Known = fmt.Sprintf("httproute/%s/%s/rule/%d", g.Namespace, g.Name, len(g.Rules))
-				g.Rules = append(g.Rules, gatewayRule{Leg: "none-" + k.Cluster, Timeout: "0s", Refs: refs})
+				g.Known = append(g.Known, refs)
+				k.Known = fmt.Sprintf("httproute/%s/%s/rule/%d", g.Namespace, g.Name, len(g.Known))
 			}
 			g.known[k.Cluster] = k
 		}

@@ -167,15 +167,6 @@ func (b *notebook) singleNode(f protoreflect.FieldDescriptor, v protoreflect.Val
 	}
 }
 
-// texts is a list of strings.
-func texts(values ...string) *yaml.Node {
-	out := &yaml.Node{Kind: yaml.SequenceNode}
-	for _, v := range values {
-		out.Content = append(out.Content, scalar("!!str", v))
-	}
-	return out
-}
-
 func scalar(tag, value string) *yaml.Node {
 	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: tag, Value: value}
 	if strings.Contains(value, "\n") {

@@ -41,7 +41,10 @@ func newEnvoy() *cobra.Command {
 	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
 	f.StringVar(&o.Namespace, "namespace", "default", "`NAMESPACE` of the resources for Envoy Gateway")
 	f.StringVar(&o.Name, "name", "tandem", "`NAME` of the resources for Envoy Gateway")
-	f.StringVar(&o.Class, "class", "eg", "`CLASS`: GatewayClass of the resources for Envoy Gateway")
+	f.StringVar(&o.Gateway, "gateway", "",
+		"`NAME/SECTION`: the Gateway and listener that the resources attach to; absent: one of their own")
+	f.StringVar(&o.Class, "class", "",
+		"`CLASS`: GatewayClass of the Gateway among the resources (default \"eg\", with --standalone a class of their own)")
 	f.BoolVar(&o.Standalone, "standalone", false, "Envoy Gateway runs without a cluster and starts Envoy itself")
 	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst),
 		"`HOW` Envoy Gateway's Envoy finds endpoints: original-dst or override-host")

@@ -210,10 +210,15 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	drain(server, envoys, grpcServer, replan, admin)
 	stop()
-	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-		return err
+	return unlessCanceled(group.Wait())
+}
+
+// unlessCanceled is err, but not what ends when it is told to.
+func unlessCanceled(err error) error {
+	if errors.Is(err, context.Canceled) {
+		return nil
 	}
-	return nil
+	return err
 }
 
 // ports are the addresses of ext_proc, replan, admin and, where there is a board, notices, and the extension of Envoy Gateway.
