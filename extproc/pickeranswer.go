@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"errors"
 	"io"
 	"strconv"
 	"strings"
@@ -55,6 +56,16 @@ func (x endpointPicker) followAnswer(p *picked) error {
 	}
 }
 
+// passAnswer passes on an answer whose request this server has not seen: an earlier filter gave it (401, 403, 429).
+func (x endpointPicker) passAnswer() error {
+	x.headers.Reset()
+	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders}); err != nil || x.msg.EndOfStream {
+		return errors.Join(errAnswered, err)
+	}
+	_ = x.followAnswer(&picked{}) // however it ends, nothing is reserved for it
+	return errAnswered
+}
+
 // answerBegins records which endpoint answered, and with what status.
 func (x endpointPicker) answerBegins(p *picked) {
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
@@ -72,6 +83,9 @@ func (x endpointPicker) answerBegins(p *picked) {
 		x.s.State.MarkGood(served)
 	} else if code == 503 && x.msg.Hints.Served == "" && !strings.Contains(p.list, ",") {
 		x.s.State.MarkFailed(served) // no endpoint answered: the gateway could not connect
+	}
+	if code >= 500 && p.prefill != nil && x.s.Check != nil {
+		x.s.Check(p.prefill) // the sidecar may have failed for want of it
 	}
 	x.AnswerBegan(x.requestID, x.req.Started, served, code)
 }

@@ -29,6 +29,7 @@ type gateway struct {
 	metadata *structpb.Struct
 	body     []byte // as it goes to the endpoint
 	refused  *extprocv3.ImmediateResponse
+	full     bool // the stream begins with the answer: it says how bodies come
 }
 
 const hello = `{"model":"m","messages":[{"role":"user","content":"Hello, who are you?"}],"max_tokens":5}`
@@ -110,7 +111,12 @@ func (g *gateway) answer(served string, status int, trailers bool, pieces ...str
 	if served != "" {
 		metadata.FilterMetadata = map[string]*structpb.Struct{"envoy.lb": object(g.t, `{"x-gateway-destination-endpoint-served":"`+served+`"}`)}
 	}
+	var protocol *extprocv3.ProtocolConfiguration
+	if g.full {
+		protocol = &extprocv3.ProtocolConfiguration{ResponseBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED}
+	}
 	require.NoError(g.t, g.stream.Send(&extprocv3.ProcessingRequest{
+		ProtocolConfig: protocol,
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{
 			Headers: wiretest.HeaderMap(":status", strconv.Itoa(status)), EndOfStream: len(pieces) == 0 && !trailers,
 		}},

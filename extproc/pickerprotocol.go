@@ -19,6 +19,7 @@ import (
 type picked struct {
 	pool      *kvstate.Pool // nil: nothing was chosen
 	endpoint  *kvstate.Endpoint
+	prefill   *kvstate.Endpoint    // that the sidecar asks; nil: none
 	sidecar   *plan.SidecarHeaders // nil: no sidecar
 	list      string               // the endpoint and its fallbacks, for the gateway
 	edits     openai.Edits
@@ -38,8 +39,12 @@ func (x endpointPicker) serve() error {
 	if err := x.receive(); err != nil {
 		return err
 	}
-	if x.msg.Phase != envoywire.PhaseRequestHeaders {
-		return errors.New("the first message of a stream was not request headers")
+	switch x.msg.Phase {
+	case envoywire.PhaseRequestHeaders:
+	case envoywire.PhaseResponseHeaders:
+		return x.passAnswer()
+	default:
+		return errors.New("the first message of a stream was neither request headers nor response headers")
 	}
 	began := time.Now()
 	x.identify()
@@ -180,6 +185,7 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 			split = "split"
 		}
 	}
+	p.prefill = prefill
 	p.sidecar = plan.Sidecar(r, &x.view, choice, &policy.Policy, prefill)
 	x.s.State.Routed(pool, d, r.Hashes)
 	var at *kvstate.Endpoint

@@ -35,6 +35,33 @@ func TestPickerPicks(t *testing.T) {
 	}
 }
 
+// Row: a stream that begins with a response, which an earlier filter gave (401, 403, 429), passes untouched.
+func TestPickerPassesOthersAnswers(t *testing.T) {
+	for _, trailers := range []bool{false, true} {
+		s := pickerStand(t, PickerOptions{}, "d1")
+		stream, err := s.ext.Process(t.Context())
+		require.NoError(t, err)
+		g := &gateway{t: t, stream: stream, full: true}
+		client, headers := g.answer("", 401, trailers, `{"error":`, `"who are you?"}`)
+		require.Equal(t, `{"error":"who are you?"}`, client)
+		require.Empty(t, headers)
+		require.Zero(t, s.state.Reservations())
+	}
+}
+
+// Row: a 5xx of the sidecar has the prefill endpoint checked that it was to ask; other answers do not.
+func TestPickerChecksPrefill(t *testing.T) {
+	for status, checked := range map[int]string{200: "", 404: "", 500: addressOf("p1"), 502: addressOf("p1")} {
+		s := pickerStand(t, PickerOptions{WatchBody: true}, "p1", "d1")
+		var asked []string
+		s.server.Check = func(e *kvstate.Endpoint) { asked = append(asked, e.Addr) }
+		g := s.ask(hello, nil)
+		require.Equal(t, addressOf("p1"), g.set["x-prefiller-host-port"])
+		g.answer(addressOf("d1"), status, false, "{}")
+		require.Equal(t, checked, strings.Join(asked, " "), "%d", status)
+	}
+}
+
 // Row: a request without body is answered in the header phase.
 func TestPickerHeaderOnly(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1", "p1")

@@ -95,6 +95,10 @@ func (m pullMembers) missing() error {
 	return nil
 }
 
+// simulatorBlocks are the block ids that llm-d's simulator answers (llm-d-inference-sim). A string kills a real D; no
+// real P answers one.
+const simulatorBlocks = `["DUMMY_ID"]`
+
 // member checks one member. A duplicate is refused: D might take the other one.
 func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 	var is pullMembers
@@ -108,6 +112,10 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 		}
 	case "remote_block_ids":
 		is = memberBlocks
+		if string(value) == simulatorBlocks && !p.turn {
+			p.groups, p.blocks = 1, 1
+			break
+		}
 		if p.groups, p.blocks, err = checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
 			err = fmt.Errorf("remote_block_ids: %w", err)
 		}
