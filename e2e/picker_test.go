@@ -15,6 +15,7 @@ import (
 	"regexp"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -142,6 +143,34 @@ func TestEndpointPicker(t *testing.T) {
 	require.Equal(t, 503, none.status)
 	require.Equal(t, 400, f.post("/v1/chat/completions", "{").status, "refused, and answered")
 	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, patience, 20*time.Millisecond)
+}
+
+// A replica that a rollout ends keeps the streams of answers that it watches until these end: none is cut. The answer
+// takes longer than streams of other protocols may; TANDEM_ANSWER=5m makes it longer.
+func TestEndpointPickerRollout(t *testing.T) {
+	t.Parallel()
+	takes := 25 * time.Second
+	if text := os.Getenv("TANDEM_ANSWER"); text != "" {
+		var err error
+		takes, err = time.ParseDuration(text)
+		require.NoError(t, err)
+	}
+	f := start(t, options{
+		extProcFields: ", protocol: endpointPicker", pool: "  handoff: direct\n", bootstrap: gatewayTo(), engineArgs: []string{"--decode-step", "250ms"},
+	})
+	tokens := int(takes / (250 * time.Millisecond))
+	body := fmt.Sprintf(`{"model":"tiny","messages":[{"role":"user","content":"Hi"}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, tokens)
+	answer := send(t.Context(), f.url, "rollout", body)
+	<-answer.events
+	began := time.Now()
+	require.NoError(t, f.tandems[0].cmd.Process.Signal(syscall.SIGTERM))
+	<-answer.done
+	require.NoError(t, answer.err)
+	require.Equal(t, 200, answer.status)
+	require.Contains(t, answer.body.String(), "[DONE]")
+	require.Greater(t, time.Since(began), takes/2)
+	<-f.tandems[0].exited
+	t.Logf("the answer was whole after %v, and the replica ended after it", time.Since(began).Round(time.Second))
 }
 
 // routingSidecar stands in for llm-d's routing sidecar: it acts only on the header x-prefiller-host-port. It asks the

@@ -56,6 +56,8 @@ func newServe() *cobra.Command {
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
 	f.BoolVar(&check, "check", false, "validate the configuration and exit")
 	f.BoolVar(&live, "live", false, "with --check: also ask the engines whether they are what the configuration says")
+	f.DurationVar(&set.drain, "drain", 0, "after SIGTERM, wait at most this `TIME` for streams to end "+
+		"(default 20s; 10m for an endpoint picker that watches answers)")
 	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, take requests for this `TIME` while not ready, so that health checks notice")
 	f.BoolVar(&set.conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
@@ -118,14 +120,25 @@ func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	return nil, fmt.Errorf("--log-format: %q is not one of text, json", format)
 }
 
-// drainTime is how long running ext_proc streams may take to finish after SIGTERM. They are short: none of them is kept
-// open for an answer.
-const drainTime = 20 * time.Second
-
 // settings are those of the command line.
 type settings struct {
 	linger      time.Duration
+	drain       time.Duration // 0: drainTime
 	conformance bool
+}
+
+// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
+// those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
+// its stream.
+func (s settings) drainTime(picker *extproc.PickerOptions) time.Duration {
+	switch {
+	case s.drain > 0:
+		return s.drain
+	case picker != nil && picker.WatchBody:
+		return 10 * time.Minute
+	default:
+		return 20 * time.Second
+	}
 }
 
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
@@ -206,9 +219,10 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	<-running.Done()
 	<-kept // or it could say once more that requests are welcome
 	health.SetReady(false)
-	log.Info("draining", "linger", set.linger, "deadline", drainTime)
+	deadline := set.drainTime(options.Picker)
+	log.Info("draining", "linger", set.linger, "deadline", deadline)
 	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
-	drain(server, envoys, grpcServer, replan, admin)
+	drain(server, envoys, grpcServer, deadline, replan, admin)
 	stop()
 	return unlessCanceled(group.Wait())
 }
@@ -234,10 +248,10 @@ func ports(cfg *configv1.Config, fleet *fleet) []string {
 }
 
 // drain lets what runs end, with a deadline each.
-func drain(server *extproc.Server, envoys *xds.Server, grpcServer *grpcserver.Server, ports ...*http.Server) {
+func drain(server *extproc.Server, envoys *xds.Server, grpcServer *grpcserver.Server, deadline time.Duration, ports ...*http.Server) {
 	server.Drain()
 	envoys.Close()
-	stopGRPC(grpcServer)
+	stopGRPC(grpcServer, deadline)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	for _, s := range ports {
@@ -289,13 +303,13 @@ func listen(ctx context.Context, addresses ...string) ([]net.Listener, error) {
 	return out, nil
 }
 
-// stopGRPC lets running streams end, but not for longer than drainTime. Access log streams have no end of their own.
-func stopGRPC(s *grpcserver.Server) {
+// stopGRPC lets running streams end, but not for longer than deadline. Access log streams have no end of their own.
+func stopGRPC(s *grpcserver.Server, deadline time.Duration) {
 	stopped := make(chan struct{})
 	go func() { s.GracefulStop(); close(stopped) }()
 	select {
 	case <-stopped:
-	case <-time.After(drainTime):
+	case <-time.After(deadline):
 		s.Stop()
 		<-stopped
 	}

@@ -23,6 +23,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 
+{{/* How long streams may take to end: those of an endpoint picker last as long as the answers that it watches. */}}
+{{- define "tandem.drain" -}}
+{{ .Values.drain | default (ternary "10m" "20s" (eq (include "tandem.picker" .) "true")) }}
+{{- end }}
+
 {{/* Seconds of a duration such as 5s, 500ms or 1m, rounded up. */}}
 {{- define "tandem.seconds" -}}
 {{- $n := int (regexFind "^[0-9]+" .) }}
