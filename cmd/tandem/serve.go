@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tandem/extproc"
+	"tandem/extproc/endpointpicker"
 	"tandem/extproc/telemetry"
 	"tandem/internal/config"
 	"tandem/internal/gatewayextension"
@@ -130,7 +131,7 @@ type settings struct {
 // drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
 // those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
 // its stream.
-func (s settings) drainTime(picker *extproc.PickerOptions) time.Duration {
+func (s settings) drainTime(picker *endpointpicker.Options) time.Duration {
 	switch {
 	case s.drain > 0:
 		return s.drain
