@@ -38,7 +38,7 @@ func TestPickerPicks(t *testing.T) {
 // Row: a stream that begins with a response, which an earlier filter gave (401, 403, 429), passes untouched.
 func TestPickerPassesOthersAnswers(t *testing.T) {
 	for _, trailers := range []bool{false, true} {
-		s := pickerStand(t, PickerOptions{}, "d1")
+		s := pickerStand(t, endpointpicker.Options{}, "d1")
 		stream, err := s.ext.Process(t.Context())
 		require.NoError(t, err)
 		g := &gateway{t: t, stream: stream, full: true}
@@ -52,7 +52,7 @@ func TestPickerPassesOthersAnswers(t *testing.T) {
 // Row: a 5xx of the sidecar has the prefill endpoint checked that it was to ask; other answers do not.
 func TestPickerChecksPrefill(t *testing.T) {
 	for status, checked := range map[int]string{200: "", 404: "", 500: addressOf("p1"), 502: addressOf("p1")} {
-		s := pickerStand(t, PickerOptions{WatchBody: true}, "p1", "d1")
+		s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "p1", "d1")
 		var asked []string
 		s.server.Check = func(e *kvstate.Endpoint) { asked = append(asked, e.Addr) }
 		g := s.ask(hello, nil)

@@ -16,7 +16,6 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tandem/extproc"
-	"tandem/extproc/endpointpicker"
 	"tandem/extproc/telemetry"
 	"tandem/internal/config"
 	"tandem/internal/gatewayextension"
@@ -131,11 +130,11 @@ type settings struct {
 // drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
 // those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
 // its stream.
-func (s settings) drainTime(picker *endpointpicker.Options) time.Duration {
+func (s settings) drainTime(watchesAnswers bool) time.Duration {
 	switch {
 	case s.drain > 0:
 		return s.drain
-	case picker != nil && picker.WatchBody:
+	case watchesAnswers:
 		return 10 * time.Minute
 	default:
 		return 20 * time.Second
@@ -220,7 +219,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	<-running.Done()
 	<-kept // or it could say once more that requests are welcome
 	health.SetReady(false)
-	deadline := set.drainTime(options.Picker)
+	deadline := set.drainTime(options.Picker != nil && options.Picker.WatchBody)
 	log.Info("draining", "linger", set.linger, "deadline", deadline)
 	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	drain(server, envoys, grpcServer, deadline, replan, admin)
