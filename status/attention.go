@@ -111,6 +111,10 @@ func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...a
 		if !r.Redis {
 			add(false, "howto/redis.md", "Replica %s does not use Redis: it goes by what it knows itself.", r.Name)
 		}
+		if mine := s.Replicas[0].Config; r.Config != mine && r.Config != "" && mine != "" {
+			add(false, "howto/several-replicas.md", "Replica %s has other settings of pools than this one: "+
+				"give all replicas the same configuration.", r.Name)
+		}
 		if r.Version != s.Version {
 			add(false, "howto/upgrade.md", "Replica %s runs Tandem %s, and this one %s.", r.Name, r.Version, s.Version)
 		}

@@ -41,7 +41,8 @@ type Replica struct {
 	Version      string    `json:"version"`
 	Started      time.Time `json:"started"`
 	Ready        bool      `json:"ready"`
-	Redis        bool      `json:"redis"` // it uses Redis
+	Redis        bool      `json:"redis"`            // it uses Redis
+	Config       string    `json:"config,omitempty"` // a fingerprint of its pools' configuration
 	Reservations int       `json:"reservations"`
 }
 
@@ -135,6 +136,7 @@ type Source struct {
 	Totals   func() telemetry.Totals
 	Recent   func(n int) []telemetry.Trace
 	Ready    func() bool
+	Config   func() string // a fingerprint of the pools' configuration; nil: not known
 	Sharing  func() Sharing
 	Envoys   func() []Envoy     // nil: none
 	Replicas *operator.Operator // nil: there is no Redis

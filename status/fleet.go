@@ -33,6 +33,7 @@ type report struct {
 	Version      string            `json:"version"`
 	Started      time.Time         `json:"started"`
 	Ready        bool              `json:"ready"`
+	Config       string            `json:"config,omitempty"` // a fingerprint of the pools' configuration
 	Sharing      Sharing           `json:"sharing"`
 	Reservations int               `json:"reservations"`
 	Envoys       []Envoy           `json:"envoys,omitempty"`
@@ -63,6 +64,9 @@ func (f *Feed) report(q question) report {
 		}
 	}
 	out.Version, out.Started, out.Ready = f.source.Version, f.started, f.source.Ready()
+	if f.source.Config != nil {
+		out.Config = f.source.Config()
+	}
 	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Reservations()
 	for _, p := range f.source.State.Pools() {
 		out.Pools = append(out.Pools, f.pool(p))
@@ -174,7 +178,7 @@ func merge(reports []report, silent []string, now time.Time) Status {
 		r := &reports[i]
 		s.Replicas = append(s.Replicas, Replica{
 			Name: r.Name, Version: r.Version, Started: r.Started, Ready: r.Ready,
-			Redis: r.Sharing.Up, Reservations: r.Reservations,
+			Redis: r.Sharing.Up, Reservations: r.Reservations, Config: r.Config,
 		})
 		s.Reservations += r.Reservations
 		for j := range r.Pools {

@@ -36,7 +36,7 @@ func TestPrintFleet(t *testing.T) {
 	a := of("tandem-0:9090", 1, "up", 1000, telemetry.Trace{RequestID: "one", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.9:8000", PromptTokens: 100, CachedTokens: -1, Served: telemetry.Served{Plans: 1}, Status: 200, Started: began})
 	b := of("tandem-1:9090", 3, "out", 999, telemetry.Trace{RequestID: "one", Served: telemetry.Served{Pass: 1}, Decode: "10.0.2.1:8000", CachedTokens: 25, PromptTokens: 80,
 		PrefillTime: 12 * time.Millisecond, DecodeTime: 2 * time.Second, Started: began})
-	b.Version, b.Ready = "v2", false
+	a.Config, b.Version, b.Ready, b.Config = "af", "v2", false, "07"
 	text, err := json.Marshal(b) // as it comes from another replica
 	require.NoError(t, err)
 	b = report{}

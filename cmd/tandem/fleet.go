@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -35,6 +36,7 @@ type fleet struct {
 	pools   *poolSources
 	sources []source          // of pools that are discovered; they stay as they are until a restart
 	synced  []<-chan struct{} // closed when a source that takes its time has written its pool
+	config  atomic.Value      // string: a fingerprint of the pools' configuration
 	joined  chan struct{}     // closed when all have, and what other replicas know was taken in
 
 	discovered map[string]*configv1.Discovery
@@ -76,6 +78,7 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 		return nil, err
 	}
 	f.pools.set(ctx, next)
+	f.config.Store(config.Fingerprint(cfg))
 	f.prober = discovery.NewProber(f.state, log)
 	if f.store, err = newStore(cfg.GetState().GetRedis(), f.state, log); err != nil {
 		return nil, err
@@ -171,6 +174,7 @@ func (f *fleet) sameDiscovery(cfg *configv1.Config) error {
 
 // keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
 func (f *fleet) keep(cfg *configv1.Config, policies map[string]extproc.Policy) {
+	f.config.Store(config.Fingerprint(cfg))
 	f.peers.set(cfg, policies)
 	f.events.SetPools(config.EventSources(cfg))
 }

@@ -3,8 +3,10 @@ package config
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/cespare/xxhash/v2"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
@@ -60,6 +62,15 @@ func ofEnvoy(path string, moves bool) bool {
 		return found && !moves
 	}
 	return found
+}
+
+// Fingerprint returns a short name of what a configuration says about pools. Replicas of one fleet should have the same.
+func Fingerprint(c *configv1.Config) string {
+	text, err := proto.MarshalOptions{Deterministic: true}.Marshal(&configv1.Config{Pools: c.GetPools()})
+	if err != nil {
+		return "" // not valid: no replica runs with it
+	}
+	return strconv.FormatUint(xxhash.Sum64(text), 16)
 }
 
 // TakeEnvoy copies into c the settings of another configuration that only Envoy uses.

@@ -65,3 +65,14 @@ pools:
 		})
 	}
 }
+
+func TestFingerprint(t *testing.T) {
+	of := func(text string) string {
+		c, _, err := Parse([]byte(text))
+		require.NoError(t, err)
+		return Fingerprint(c)
+	}
+	one := "pools: [{name: a, kvTransfer: nixl, endpoints: [{role: prefill, address: \"h:1\"}, {role: decode, address: \"h:2\"}]}]\n"
+	require.Equal(t, of(one), of("extProc: {listen: 127.0.0.1:7000}\n"+one), "replicas may listen on ports of their own")
+	require.NotEqual(t, of(one), of(strings.Replace(one, "h:2", "h:3", 1)))
+}
