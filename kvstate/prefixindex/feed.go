@@ -222,7 +222,8 @@ func (f *Feed) copied(e *BlockEvent) {
 }
 
 // renamed handles a reused name: it releases the block that had it, or removes this block's other name. Engines whose
-// hashes are small numbers reuse them. It reports whether that removed the parent of the block that is about to be stored.
+// hashes are small numbers reuse them. It reports whether that removed the parent of the block that is about to be
+// stored.
 func (f *Feed) renamed(key, hash uint64, parent uint32) (orphaned bool) {
 	if old, ok := f.keys.get(key); ok && f.x.store.at(old).hash.Load() != hash {
 		f.keys.remove(key)

@@ -206,7 +206,8 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 			Time:   time.Duration(g.GetTransferUs()) * time.Microsecond, Failed: int64(g.GetFailedTransfers()),
 		},
 		Answers: kvstate.AnswerCounters{
-			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()), Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
+			Answers: int64(g.GetAnswers()), Tokens: int64(g.GetAnswerTokens()),
+			Gaps: int64(g.GetGaps()), GapTime: time.Duration(g.GetGapUs()) * time.Microsecond,
 			Generated: int64(g.GetGenerated()),
 		},
 		Host: hostMemoryOf(g.GetHost()),
