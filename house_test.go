@@ -72,12 +72,10 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    140,
-	"deploy":        3,
-	"docs":          1,
-	"envoy-configs": 170,
+	"cmd/tandem":    139,
+	"envoy-configs": 41,
 	"extproc":       63,
-	"status":        23,
+	"status":        4,
 }
 
 // TestTypesAndPackagesStaySmall holds the limits, and the exceptions to some room above what they were made for.

@@ -202,7 +202,8 @@ func TestHelmValues(t *testing.T) {
 	template := func(set ...string) string {
 		return output(t, helm, append([]string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}, set...)...)
 	}
-	require.Equal(t, template(), template(), "helm template makes no key: the same values give the same text")
+	once, again := template(), template()
+	require.Equal(t, once, again, "helm template makes no key: the same values give the same text")
 	require.Contains(t, template(), "kubectl -n llm create secret generic router-ticket")
 	require.NotContains(t, template("--set", "redis.url=redis://redis:6379"), "router-ticket", "replicas share a key through Redis")
 	for set, want := range map[string]string{

@@ -2,7 +2,7 @@ package docs
 
 import "embed"
 
-// Pages are the pages that the admin port serves under /docs/, so that an operator reads those of the release that runs.
+// Pages are the pages that the admin port serves under /docs/: an operator reads those of the release that runs.
 //
 //go:embed *.md howto/*.md plots/*.svg
 var Pages embed.FS

@@ -146,7 +146,7 @@ func (p *Pool) KnownPrompts() int { return p.tokens.Prompts() }
 // LoRA returns the adapter that a model name stands for; see [prefixindex.Index.LoRA].
 func (p *Pool) LoRA(model string) string { return p.index.LoRA(model) }
 
-// TextOf returns the hashes of a prompt's text blocks, given the last one, in the memory of dst; at most most of them.
+// TextOf returns the hashes of a prompt's text blocks, given the last one, in the memory of dst: not more than most.
 // It returns nil if no replica whose updates this one receives has routed the prompt.
 func (p *Pool) TextOf(dst []uint64, last uint64, most int) []uint64 {
 	return p.index.Chain(dst, last, most)

@@ -15,8 +15,8 @@ const (
 	answerWeight = 0.1 // of the time of the whole answer relative to the first token's
 	maxFill      = 0.5 // a decode endpoint with a fuller KV cache computes no prompt
 	tpotMargin   = 0.9 // nor does one whose answers would need more than this share of the target per token
-	// with a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
-	// make a p99
+	// With a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
+	// make a p99.
 	askedSpread = 0.5
 	usualAnswer = 256. // expected tokens of an answer in a pool without observations
 	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.

@@ -23,7 +23,7 @@ const (
 	HeaderTTFT     = "x-llm-d-slo-ttft-ms"
 	HeaderTPOT     = "x-llm-d-slo-tpot-ms"
 
-	// of a request: an operator's token that asks for an explanation of the decision
+	// HeaderExplain is a request's: an operator's token that asks for an explanation of the decision.
 	HeaderExplain     = "tandem-explain"
 	HeaderExplanation = "x-tandem-explain" // of the request from then on, and of its answer: the explanation
 

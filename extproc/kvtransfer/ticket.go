@@ -49,8 +49,8 @@ func (s Stage) String() string {
 // Causes of a failed hop (Ticket.Cause), also label values of metrics.
 const (
 	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
-	// a prefill leg that was to fetch the conversation's last turn failed: the request continues as if no turn were
-	// kept
+	// CauseTurn: a prefill leg that was to fetch the conversation's last turn failed. The request continues as if no
+	// turn were kept.
 	CauseTurn   = "turn"
 	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
 	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself

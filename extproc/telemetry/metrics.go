@@ -45,6 +45,8 @@ type Metrics struct {
 }
 
 // NewMetrics registers the server's metrics and gauges of its state.
+//
+//nolint:funlen // a list
 func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)

@@ -154,7 +154,8 @@ func checkKvEvents(v *validator, path string, p *configv1.Pool) {
 	checkDuration(v, path+".kvEvents.tokenBudget", k.TokenBudget, 0)
 	for tier, rate := range loadBandwidth(p) {
 		if *rate < 0 {
-			v.m.add(path+".kvEvents.loadBandwidth."+[...]string{"cpuBytes", "diskBytes", "remoteBytes"}[tier], "%d is negative", *rate)
+			name := [...]string{"cpuBytes", "diskBytes", "remoteBytes"}[tier]
+			v.m.add(path+".kvEvents.loadBandwidth."+name, "%d is negative", *rate)
 		}
 	}
 	if k.Listen != "" {

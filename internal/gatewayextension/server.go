@@ -92,8 +92,6 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 
 // serve is PostTranslateModify, the only hook of Tandem's.
 //
-// nolint:revive // gRPC's order of arguments
-//
 //nolint:revive // gRPC's order of arguments
 func (s *Server) serve(_ any, ctx context.Context, decode func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
 	in := &egv1.PostTranslateModifyRequest{}

@@ -2,6 +2,7 @@ package livecheck
 
 import (
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -107,9 +108,7 @@ func TestPrint(t *testing.T) {
 		"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json",
 	}
 	all := map[string]string{"/server_info": "vllm-0.32.0-server_info.json"}
-	for path, file := range always {
-		all[path] = file
-	}
+	maps.Copy(all, always)
 	prefill, decode, gone := recorded(t, all), recorded(t, always), loopback.Addresses(t, 1)[0]
 	c, _, err := config.Parse(fmt.Appendf(nil, `pools:
 - {name: chat, kvTransfer: nixl, endpoints: [{role: prefill, address: %q}, {role: decode, address: %q}]}

@@ -157,32 +157,37 @@ func TestCheck(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				var begun time.Time
-				excluded := time.Duration(-1)
-				s := kvstate.New(kvstate.Options{HealthChanged: func(_ *kvstate.Endpoint, out bool, _ kvstate.HealthCause) {
-					if excluded < 0 {
-						excluded = time.Since(begun)
-					}
-				}})
+				changes := make(chan time.Time, 2)
+				s := kvstate.New(kvstate.Options{HealthChanged: func(*kvstate.Endpoint, bool, kvstate.HealthCause) { changes <- time.Now() }})
 				s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Addr: "engine:1", Role: kvstate.RoleBoth}})
-				var asked int
 				p := NewProber(s, quiet())
-				p.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
-					if asked++; r.URL.Path == "/health" && asked <= len(test.errs) {
-						return nil, test.errs[asked-1]
+				errs := make(chan error, len(test.errs))
+				p.client = enginehttp.Over(roundTrip(func(*http.Request) (*http.Response, error) {
+					select {
+					case err := <-errs:
+						return nil, err
+					default:
+						return &http.Response{StatusCode: 200, Body: http.NoBody}, nil
 					}
-					return &http.Response{StatusCode: 200, Body: http.NoBody}, nil
 				}), 0)
 				ctx, stop := context.WithCancel(t.Context())
 				go p.Run(ctx)
 				time.Sleep(time.Second) // the models are known
-				asked, begun = 0, time.Now()
+				for _, err := range test.errs {
+					errs <- err
+				}
+				begun := time.Now()
 				for range 3 {
 					p.Check(s.Pool("p").Endpoints()[0])
 				}
 				time.Sleep(10 * time.Second)
-				require.Equal(t, test.excluded, excluded)
-				require.False(t, s.Pool("p").Endpoints()[0].Failed(), "it is back")
+				if test.excluded < 0 {
+					require.Empty(t, changes)
+				} else {
+					require.Equal(t, test.excluded, (<-changes).Sub(begun))
+					require.Len(t, changes, 1, "and it is back")
+				}
+				require.False(t, s.Pool("p").Endpoints()[0].Failed())
 				stop()
 				synctest.Wait()
 			})

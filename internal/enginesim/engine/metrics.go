@@ -147,8 +147,8 @@ var violationKinds = []string{
 	"incomplete_params", "forbidden_keys", "bad_disagg_id", "first_token_asked", "spec_on_decode", "buffer_exhausted",
 }
 
-// the recorded tiny model's: 16,384 bytes for a block of 32
-const KVBytesPerToken = 512 // the recorded tiny model's: 16,384 bytes for a block of 32
+// KVBytesPerToken is the recorded tiny model's: 16,384 bytes for a block of 32.
+const KVBytesPerToken = 512
 
 func (m *metrics) Transferred(blocks, blockSize int, took time.Duration) {
 	bytes := int64(blocks) * int64(blockSize) * KVBytesPerToken
