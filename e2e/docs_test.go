@@ -26,7 +26,7 @@ import (
 // documentedRun: servers stay up until the test ends, as later commands need them.
 var documentedRun = []string{
 	"openssl rand -hex 32 > ticket.key && chmod 600 ticket.key",
-	"openssl rand -hex 32 > admin.token",
+	"openssl rand -hex 32 > admin.token && chmod 600 admin.token",
 	"openssl rand -hex 32",
 	"tandem serve -f tandem.yaml --check",
 	"tandem envoy -f tandem.yaml > envoy.yaml",
@@ -84,6 +84,7 @@ var documentedElsewhere = map[string]string{
 	"kubectl -n llm port-forward svc/router-envoy 8080:80":                                     "a cluster",
 	"curl http://127.0.0.1:8080/v1/models":                                                     "it follows the two before",
 	"tandem requests -f tandem2.yaml":                                                          "the same command with another file",
+	"tandem requests -f tandem2.yaml --this-replica":                                           "likewise",
 	"envoy -c envoy-xds.yaml --service-node edge-1":                                            "TestXDSChangesUnderLoad",
 	"go test ./cmd/tandem -run TestCommandReference -update":                                   "writes to the tree",
 	"envoy -c envoy-xds.yaml --service-node edge-1 --drain-time-s 3600":                        "TestXDSChangesUnderLoad",
