@@ -45,7 +45,12 @@ func TestOutput(t *testing.T) {
 		require.Equal(t, map[string]Output{"p": {Rate: -1}, "d1": {100, 10, 0, 0}, "d2": {Rate: 20}, "silent": {Rate: -1}}, of)
 		require.InDelta(t, 120, p.Rate, 1e-9)
 		require.InDelta(t, 10, p.PerToken, 1e-9)
-		require.LessOrEqual(t, len(f.output[outputKey{"chat", "d1"}]), keptTotals)
+		kept := func() int {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			return len(f.output[outputKey{"chat", "d1"}])
+		}
+		require.LessOrEqual(t, kept(), keptTotals)
 
 		d1 = kvstate.AnswerCounters{} // a restart
 		for range 4 {
@@ -58,6 +63,6 @@ func TestOutput(t *testing.T) {
 		require.InDelta(t, -1, pool().Rate, 0, "they have reported nothing lately")
 		state.SetPool(kvstate.PoolSpec{Name: "chat"}, nil)
 		second(false)
-		require.Empty(t, f.output)
+		require.Zero(t, kept())
 	})
 }
