@@ -78,7 +78,7 @@ var arrows = map[string][]string{
 	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
 	"status":                       {"extproc/telemetry", "extproc", "kvstate", "kvstate/operator", "picker"},
 	"deploy/observability/promql":  {},                                                                                                             // a module of its own: Prometheus' parsers
-	"deploy":                       {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},                                       // tests alone
+	"deploy":                       {"envoy-configs", "extproc/kvtransfer", "internal/config", "protos/config/v1", "e2e/loopback"},                 // tests alone
 	"docs":                         {"extproc/telemetry", "extproc", "internal/config", "kvstate", "protos/config/v1"},                             // tests that hold the documents to the code
 	"internal/grpcserver":          {"internal/memory"},                                                                                            // knows gRPC, not Envoy
 	"internal/livecheck":           {"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1", "e2e/loopback"}, // the last in tests

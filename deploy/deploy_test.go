@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -17,6 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
+	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
 )
 
@@ -196,12 +198,39 @@ func TestHelm(t *testing.T) {
 	}
 }
 
+// The chart's schema knows the dialects.
+func TestHelmKnowsDialects(t *testing.T) {
+	var schema struct {
+		Properties struct {
+			Config struct {
+				Properties struct {
+					Pools struct {
+						Items struct {
+							Properties struct {
+								KvTransfer struct{ Enum []string }
+							}
+						}
+					}
+				}
+			}
+		}
+	}
+	require.NoError(t, yaml.Unmarshal([]byte(read(t, "helm/tandem/values.schema.json")), &schema))
+	require.ElementsMatch(t, append(kvtransfer.Names(), "none"), schema.Properties.Config.Properties.Pools.Items.Properties.KvTransfer.Enum)
+}
+
 // What a chart computes from its values.
 func TestHelmValues(t *testing.T) {
 	helm := tool(t, "helm")
 	template := func(set ...string) string {
 		return output(t, helm, append([]string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}, set...)...)
 	}
+	bootstrap := regexp.MustCompile(`checksum/bootstrap: \w+`)
+	envoy := template("--set", "envoy.enabled=true")
+	require.NotEmpty(t, bootstrap.FindString(envoy))
+	require.Equal(t, bootstrap.FindString(envoy), bootstrap.FindString(template("--set", "envoy.enabled=true,config.envoy.maxBodyBytes=1000000")),
+		"Envoy gets this over xDS")
+	require.NotEqual(t, bootstrap.FindString(envoy), bootstrap.FindString(template("--set", "envoy.enabled=true,config.envoy.admin=127.0.0.1:9902")))
 	once, again := template(), template()
 	require.Equal(t, once, again, "helm template makes no key: the same values give the same text")
 	require.Contains(t, template(), "kubectl -n llm create secret generic router-ticket")
@@ -215,6 +244,7 @@ func TestHelmValues(t *testing.T) {
 		"linger=1500ms":                 "terminationGracePeriodSeconds: 37",
 		"config.pools[0].name=a,config.pools[0].kvTransfer=lmcache":    "- {name: tcp-notices, port: 7500, targetPort: tcp-notices}",
 		"config.extProc.protocol=endpointPicker":                       "terminationGracePeriodSeconds: 620",
+		"admin.existingSecret=admin":                                   "tokenFile: /etc/tandem-admin/token",
 		"log.level=debug":                                              "--log, debug, --log-format, json]",
 		"networkPolicy.enabled=true,networkPolicy.gateway=gateway-api": "gateway.networking.k8s.io/gateway-name",
 		"networkPolicy.enabled=true,envoy.enabled=true":                "app.kubernetes.io/name: tandem-envoy",

@@ -78,6 +78,9 @@ tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
 {{- $_ := set $config "state" (dict "redis" $redis) }}
 {{- end }}
 {{- end }}
+{{- if .Values.admin.existingSecret }}
+{{- $_ := set $config "admin" (dict "listen" "0.0.0.0:9090" "tokenFile" "/etc/tandem-admin/token") }}
+{{- end }}
 {{- if .Values.envoyGateway.enabled }}
 {{- $_ := set $config "envoyGateway" (dict "listen" "0.0.0.0:9004") }}
 {{- end }}
