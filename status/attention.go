@@ -19,9 +19,10 @@ type Notice struct {
 
 // Sharing is a replica's connection to the other replicas.
 type Sharing struct {
-	Redis      bool `json:"redis"`    // the configuration has state.redis
-	Up         bool `json:"up"`       // it is in use
-	Replicas   int  `json:"replicas"` // living ones, this one included; without Redis the configured ones, 0: unknown
+	Redis      bool `json:"redis"`                // the configuration has state.redis
+	Up         bool `json:"up"`                   // it is in use
+	Replicas   int  `json:"replicas"`             // living ones, this one included; without Redis the configured ones
+	Configured int  `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, which may be of several
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 }
 
@@ -62,6 +63,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	}
 	for i := range s.Pools {
 		p := &s.Pools[i]
+		paused(p, add)
 		for _, role := range []string{"prefill", "decode", "both"} {
 			if names, of := inState(p, role, "out"); len(names) > 0 {
 				add(len(names) == of, "operations.md#when-an-engine-fails",
@@ -89,6 +91,14 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			add(false, "howto/prefill-idles.md",
 				"%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
 		}
+	}
+	if here := s.Sharing.Replicas; s.Sharing.Redis && s.Sharing.Up && here < s.Sharing.Configured {
+		are := "are"
+		if here == 1 {
+			are = "is"
+		}
+		add(false, "howto/several-replicas.md", "%d of the %d replicas in envoy.extProcs %s here.",
+			here, s.Sharing.Configured, are)
 	}
 	if s.Sharing.Redis && !s.Sharing.Up {
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
@@ -119,6 +129,63 @@ func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...a
 			add(false, "howto/upgrade.md", "Replica %s runs Tandem %s, and this one %s.", r.Name, r.Version, s.Version)
 		}
 	}
+}
+
+// paused adds a notice if a pool, or all that could serve one of its legs, gets no new requests because of an order or
+// of a weight of 0. Requests can do without prefill, but not without decode.
+func paused(p *Pool, add func(bad bool, doc, format string, values ...any)) {
+	const doc = "howto/drain.md"
+	if p.Paused {
+		add(true, doc, "%s: the pool is paused by order: its requests are refused.", p.Name)
+		return
+	}
+	for _, leg := range []struct {
+		role, without string
+		bad           bool
+	}{
+		{"decode", "No request can be served.", true},
+		{"prefill", "Decode endpoints compute the prompts, where the pool allows it.", false},
+	} {
+		var by, other []string
+		serving, how := false, "by order"
+		for _, e := range p.Endpoints {
+			switch {
+			case e.Role != leg.role && e.Role != "both":
+			case e.Paused:
+				if by = append(by, e.Name); e.Drained {
+					how = "by order or configuration"
+				}
+			case e.State == "out" || e.State == "draining":
+				other = append(other, e.Name)
+			default:
+				serving = true
+			}
+		}
+		if serving || len(by) == 0 {
+			continue
+		}
+		if len(other) > 0 {
+			add(leg.bad, doc, "%s: no %s endpoint is left: paused %s: %s; failed or terminating: %s. %s",
+				p.Name, leg.role, how, list(by), list(other), leg.without)
+		} else {
+			add(leg.bad, doc, "%s: %s paused %s: %s. %s",
+				p.Name, every(len(by), leg.role), how, list(by), leg.without)
+		}
+		if leg.bad {
+			return // without decode, prefill does not matter
+		}
+	}
+}
+
+// every names all n endpoints of a role, with a verb.
+func every(n int, role string) string {
+	switch n {
+	case 1:
+		return "the only " + role + " endpoint is"
+	case 2:
+		return "both " + role + " endpoints are"
+	}
+	return fmt.Sprintf("all %d %s endpoints are", n, role)
 }
 
 // inState returns the names of a pool's endpoints of a role that are in a state, and the number of endpoints of the

@@ -18,6 +18,11 @@ func TestAttention(t *testing.T) {
 			{Name: "d1", Address: "d1:1", Role: "decode", State: "up", KVUsage: .5},
 		}}}}
 	}
+	pause := func(s *Status, endpoints ...int) {
+		for _, i := range endpoints {
+			s.Pools[0].Endpoints[i].Paused, s.Pools[0].Endpoints[i].State = true, "paused"
+		}
+	}
 	requests := func(n int, t telemetry.Trace) []telemetry.Trace {
 		out := make([]telemetry.Trace, n)
 		for i := range out {
@@ -47,6 +52,26 @@ func TestAttention(t *testing.T) {
 			{false, "chat: 1 of 1 endpoints with role decode sent no metrics for 5s: d1. Decisions go by bookings alone.", "operations.md#when-an-engine-fails"}}},
 		"full": {change: func(s *Status) { s.Pools[0].Endpoints[2].KVUsage, s.Pools[0].Endpoints[2].Waiting = .97, 1 }, want: []Notice{
 			{false, "chat: d1 (decode) is full: 97 % of its KV cache is in use, 1 request in its queue.", "howto/autoscale.md"}}},
+		"all prefill is paused": {change: func(s *Status) { pause(s, 0, 1) }, want: []Notice{
+			{false, "chat: both prefill endpoints are paused by order: p1, p2. " +
+				"Decode endpoints compute the prompts, where the pool allows it.", "howto/drain.md"}}},
+		"some prefill is paused": {change: func(s *Status) { pause(s, 0) }},
+		"prefill is paused or out": {change: func(s *Status) { pause(s, 0); s.Pools[0].Endpoints[1].State = "out" }, want: []Notice{
+			{false, "chat: no prefill endpoint is left: paused by order: p1; failed or terminating: p2. " +
+				"Decode endpoints compute the prompts, where the pool allows it.", "howto/drain.md"},
+			{false, "chat: 1 of 2 endpoints with role prefill failed: p2. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
+		"all decode is paused": {change: func(s *Status) { pause(s, 0, 1, 2) }, want: []Notice{
+			{true, "chat: the only decode endpoint is paused by order: d1. No request can be served.", "howto/drain.md"}}},
+		"paused by a weight of 0": {change: func(s *Status) { pause(s, 2); s.Pools[0].Endpoints[2].Drained = true }, want: []Notice{
+			{true, "chat: the only decode endpoint is paused by order or configuration: d1. No request can be served.", "howto/drain.md"}}},
+		"one with both roles serves": {change: func(s *Status) { s.Pools[0].Endpoints[0].Role = "both"; pause(s, 1, 2) }},
+		"the pool is paused": {change: func(s *Status) { s.Pools[0].Paused = true; pause(s, 2) }, want: []Notice{
+			{true, "chat: the pool is paused by order: its requests are refused.", "howto/drain.md"}}},
+		"a replica is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2} }, want: []Notice{
+			{false, "1 of the 2 replicas in envoy.extProcs is here.", "howto/several-replicas.md"}}},
+		"one of three is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2, Configured: 3} }, want: []Notice{
+			{false, "2 of the 3 replicas in envoy.extProcs are here.", "howto/several-replicas.md"}}},
+		"all are here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 3, Configured: 2} }},
 		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
 			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},
 		"keys, failures and no Redis; what fails comes first": {

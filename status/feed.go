@@ -77,8 +77,9 @@ type Endpoint struct {
 	Up      bool   `json:"up"`
 	// up; stale: no recent report of its engine; out: it failed; paused; draining: its pod is terminating
 	State    string `json:"state"`
-	Paused   bool   `json:"paused"` // by an operator or the configuration, whatever its state
-	Weight   int    `json:"weight"` // per cent
+	Paused   bool   `json:"paused"`            // by an operator or the configuration, whatever its state
+	Drained  bool   `json:"drained,omitempty"` // paused by the configuration: its weight is 0
+	Weight   int    `json:"weight"`            // per cent
 	Requests int64  `json:"requests"`
 	Tokens   int64  `json:"prompt_tokens"`
 	Hops     int    `json:"hops"` // of the latest requests
@@ -245,7 +246,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group,
-			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
+			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Drained: e.Drained, Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		if shown.Name == "" {

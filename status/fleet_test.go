@@ -78,6 +78,10 @@ func TestScope(t *testing.T) {
 		"this replica, 1 of 3": {Replicas: make([]Replica, 1), Sharing: Sharing{Replicas: 3}},
 		"the only replica":     {Replicas: make([]Replica, 1), Sharing: Sharing{Redis: true, Up: true, Replicas: 1}},
 		"all 2 replicas":       {Replicas: make([]Replica, 2), Sharing: Sharing{Redis: true, Up: true, Replicas: 2}},
+		"1 of 2 replicas":      {Replicas: make([]Replica, 1), Sharing: Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2}},
+		"this replica, 1 of 2": {Replicas: make([]Replica, 1), Sharing: Sharing{Redis: true, Replicas: 1, Configured: 2}},
+		"this replica, 1 of 4": {Replicas: make([]Replica, 1), Sharing: Sharing{Redis: true, Up: true, Replicas: 3, Configured: 4}},
+		"2 of 4 replicas":      {Replicas: make([]Replica, 2), Silent: []string{"c"}, Sharing: Sharing{Redis: true, Up: true, Replicas: 3, Configured: 4}},
 		"2 of 3 replicas":      {Replicas: make([]Replica, 2), Silent: []string{"c"}},
 	} {
 		require.Equal(t, want, scopeOf(&s))

@@ -44,14 +44,15 @@ func Print(w io.Writer, s *Status) {
 
 // scopeOf describes the replicas that a status is about.
 func scopeOf(s *Status) string {
-	all := len(s.Replicas) + len(s.Silent)
+	asked := len(s.Replicas) + len(s.Silent)
+	all := max(asked, s.Sharing.Replicas, s.Sharing.Configured)
 	switch {
-	case len(s.Silent) > 0:
-		return fmt.Sprintf("%d of %d replicas", len(s.Replicas), all)
-	case all > 1:
+	case all > 1 && len(s.Replicas) == all:
 		return fmt.Sprintf("all %d replicas", all)
-	case s.Sharing.Replicas > 1:
-		return fmt.Sprintf("this replica, 1 of %d", s.Sharing.Replicas)
+	case asked == 1 && all > 1 && (s.Sharing.Replicas > 1 || !s.Sharing.Up): // others were not asked
+		return fmt.Sprintf("this replica, 1 of %d", all)
+	case all > 1:
+		return fmt.Sprintf("%d of %d replicas", len(s.Replicas), all)
 	case s.Sharing.Redis && s.Sharing.Up:
 		return "the only replica"
 	}

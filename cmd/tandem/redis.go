@@ -126,10 +126,13 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 // sharing is how this replica stands with the others.
 func (f *fleet) sharing() status.Sharing {
 	if f.store == nil {
-		return status.Sharing{Replicas: f.configured}
+		return status.Sharing{Replicas: f.configured, Configured: f.configured}
 	}
 	_, up := f.store.Status()
-	return status.Sharing{Redis: true, Up: up, Replicas: f.store.Replicas(), KeysDiffer: len(f.store.KeyCheck().Differ)}
+	return status.Sharing{
+		Redis: true, Up: up, Replicas: f.store.Replicas(), Configured: f.configured,
+		KeysDiffer: len(f.store.KeyCheck().Differ),
+	}
 }
 
 // keyCheck compares the ticket keys with those of the other replicas; without Redis there is nobody to compare with.
