@@ -92,18 +92,23 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 				"%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
 		}
 	}
-	if here := s.Sharing.Replicas; s.Sharing.Redis && s.Sharing.Up && here < s.Sharing.Configured {
+	sharing(&s.Sharing, add)
+	return append(problems, warnings...)
+}
+
+// sharing adds notices about replicas that do not run, and about Redis.
+func sharing(s *Sharing, add func(bad bool, doc, format string, values ...any)) {
+	if here := s.Replicas; s.Redis && s.Up && here < s.Configured {
 		are := "are"
 		if here == 1 {
 			are = "is"
 		}
 		add(false, "howto/several-replicas.md", "%d of the %d replicas in envoy.extProcs %s here.",
-			here, s.Sharing.Configured, are)
+			here, s.Configured, are)
 	}
-	if s.Sharing.Redis && !s.Sharing.Up {
+	if s.Redis && !s.Up {
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
 	}
-	return append(problems, warnings...)
 }
 
 // otherReplicas adds notices about replicas that were not asked.
