@@ -78,6 +78,7 @@ var documentedElsewhere = map[string]string{
 	"enginesim --listen 127.0.0.1:8102 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "likewise",
 	"enginesim --listen 127.0.0.1:8201 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
 	"enginesim --listen 127.0.0.1:8202 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
+	"envoy --mode validate -c your-envoy.yaml":                                                 "the reader's own file",
 	"tandem serve -f tandem2.yaml":                                                             "TestReplicas",
 	"tandem serve -f tandem.yaml --check --live":                                               "TestCheckLive",
 	"helm install router deploy/helm/tandem --namespace llm --create-namespace -f values.yaml": "a cluster",
