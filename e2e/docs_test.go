@@ -21,7 +21,7 @@ import (
 //
 //   - those of documentedRun are run, in this order, in a directory that holds the README's tandem.yaml;
 //   - of `make` the target must exist, and of `go test` and `go run` the packages and the names in -run and -bench;
-//   - those of documentedElsewhere are not run here, for the given reason.
+//   - those of documentedOnly are not run here, for the given reason.
 //
 // documentedRun: servers stay up until the test ends, as later commands need them.
 var documentedRun = []string{
@@ -61,7 +61,7 @@ var documentedShows = map[string]string{
 	"tandem status -f tandem.yaml":                `(?s)^Tandem .*ready.*prefill +up`,
 }
 
-var documentedElsewhere = map[string]string{
+var documentedOnly = map[string]string{
 	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                "a cluster",
 	"kubectl apply -k deploy/kustomize/base":                                                                       "a cluster; go test ./deploy holds what it applies to the schemas",
 	"docker compose -f deploy/observability/compose.yaml up":                                                       "a container engine; go test ./docs holds the file to its schema",
@@ -159,7 +159,7 @@ func TestDocumentedCommands(t *testing.T) {
 	require.Greater(t, len(found), 40, "commands are not found any more")
 	targets := map[string]bool{}
 	for command, page := range found {
-		_, elsewhere := documentedElsewhere[command]
+		_, elsewhere := documentedOnly[command]
 		program := regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(\S+) ?(.*)`).FindStringSubmatch(command)
 		switch {
 		case elsewhere || slices.Contains(documentedRun, command):
@@ -177,7 +177,7 @@ func TestDocumentedCommands(t *testing.T) {
 		case program[1] == "go":
 			checkGo(t, page, program[2])
 		default:
-			t.Errorf("%s: `%s` is run by no test: add it to documentedRun, or to documentedElsewhere with the reason", page, command)
+			t.Errorf("%s: `%s` is run by no test: add it to documentedRun, or to documentedOnly with the reason", page, command)
 		}
 	}
 	makefile, err := os.ReadFile("../Makefile")
@@ -187,9 +187,9 @@ func TestDocumentedCommands(t *testing.T) {
 		require.Regexp(t, `(?m)^`+target+`:`, string(makefile))
 		t.Logf("not run here: make %s (%s)", target, makeTargets[target])
 	}
-	for _, command := range slices.Sorted(maps.Keys(documentedElsewhere)) {
+	for _, command := range slices.Sorted(maps.Keys(documentedOnly)) {
 		require.Contains(t, found, command, "no page has it any more")
-		t.Logf("not run here: %s (%s)", command, documentedElsewhere[command])
+		t.Logf("not run here: %s (%s)", command, documentedOnly[command])
 	}
 	for _, command := range documentedRun {
 		require.Contains(t, found, command, "no page has it any more")

@@ -151,7 +151,7 @@ func TestTurns(t *testing.T) {
 			fetched := p.ExternalTokens + p.CachedTokens
 			require.Greater(t, fetched, p.PromptTokens/2, "%s: %d of %d tokens were there", p.RequestID, fetched, p.PromptTokens)
 		}
-		require.InDelta(t, 3*(i+1), f.turns("told"), 0)
+		require.InDelta(t, 3*(i+1), f.turns("used"), 0)
 	}
 	require.InDelta(t, 16, f.turns("kept"), 0)
 
@@ -216,7 +216,7 @@ func TestTurnsOfOtherPrompts(t *testing.T) {
 	p, _ = f.hops(a.id)
 	require.Contains(t, p.Body, `"remote_block_ids":null`)
 	require.Zero(t, p.ExternalTokens)
-	require.InDelta(t, 1, f.turns("told"), 0)
+	require.InDelta(t, 1, f.turns("used"), 0)
 }
 
 // A turn older than the pool allows is not used, though decode still keeps it.
@@ -230,7 +230,7 @@ func TestTurnsExpire(t *testing.T) {
 	require.Contains(t, p.Body, `"remote_block_ids":null`)
 	p, _ = c.say(t)
 	require.Contains(t, p.Body, `"remote_block_ids":[[`, "at once, it is")
-	require.InDelta(t, 1, f.turns("told"), 0)
+	require.InDelta(t, 1, f.turns("used"), 0)
 }
 
 // A decode endpoint that restarted, or has died, has lost its kept blocks: prefill cannot fetch them, and is asked
@@ -258,8 +258,8 @@ func TestTurnsOfDeadDecodes(t *testing.T) {
 			a := c.next(t)
 			got := f.post(a.path, a.body, "x-request-id", a.id, "x-session", c.session)
 			c.hear(t, a, got)
-			require.InDelta(t, 1, f.turns("told")+f.turns("endpoint")+f.turns("no_ids"), 0, "no_ids: the dead engine was asked to render")
-			require.InDelta(t, f.turns("told"), f.turns("failed"), 0)
+			require.InDelta(t, 1, f.turns("used")+f.turns("endpoint")+f.turns("no_ids"), 0, "no_ids: the dead engine was asked to render")
+			require.InDelta(t, f.turns("used"), f.turns("failed"), 0)
 			for _, p := range f.requests(a.id, f.prefills...) {
 				if p.Status == 200 {
 					require.Contains(t, p.Body, `"remote_block_ids":null`)
@@ -309,7 +309,7 @@ func TestTurnsWhileClientsLeave(t *testing.T) {
 		})
 	}
 	talks.Wait()
-	require.Greater(t, f.turns("told"), 20.0)
+	require.Greater(t, f.turns("used"), 20.0)
 	require.Zero(t, f.turns("failed"))
 	for _, e := range f.engines() {
 		require.Zero(t, metric(t, "http://"+e.addr, "enginesim_violations_total"))
@@ -342,10 +342,10 @@ func TestTurnsOverReplicas(t *testing.T) {
 	talks.Wait()
 	require.InDelta(t, 18, f.turns("kept"), 0)
 	if missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_consumed_locally_total"); missed == 0 {
-		require.InDelta(t, 12, f.turns("told"), 0)
+		require.InDelta(t, 12, f.turns("used"), 0)
 	} else { // turns are dropped if Redis takes more than 50 ms, and while it is not asked after that
-		require.Positive(t, f.turns("told"), "Redis was late %v times", missed)
-		require.LessOrEqual(t, f.turns("told"), 12.)
+		require.Positive(t, f.turns("used"), "Redis was late %v times", missed)
+		require.LessOrEqual(t, f.turns("used"), 12.)
 	}
 	for i, admin := range f.admins {
 		require.Positive(t, metric(t, admin, "tandem_turns_total"), "replica %d", i)

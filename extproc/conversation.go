@@ -27,7 +27,7 @@ const (
 	conversationStored      = "kept"
 	conversationUnusable    = "unusable"
 	conversationFull        = "no_room"
-	conversationUsed        = "told"
+	conversationUsed        = "used"
 	conversationFailed      = "failed"
 	conversationEndpoint    = "endpoint"
 	conversationNoIDs       = "no_ids"
@@ -48,7 +48,7 @@ func (x firstPass) readConversation(policy *Policy, c picker.Choice) {
 	}
 	limit := plan.PrefillLimit(r, &x.view, c, &policy.Policy)
 	r.LastTurn, r.TurnIDs = x.lastTurn(r.Turn.Conversation, x.view.Endpoints[c.Prefill].Endpoint, limit)
-	r.Turn.Told = r.LastTurn != nil
+	r.Turn.Named = r.LastTurn != nil
 }
 
 // lastTurn returns the blocks of the conversation's last turn for P, an endpoint of the view, if they outlast
@@ -108,7 +108,7 @@ func (x firstPass) conversationMiss(pool *kvstate.Pool, why string, err error) {
 // conversationFailed makes next the ticket of a request without a stored turn, after a prefill leg that used one
 // failed. The pool's policy for failed prefills does not apply: the reuse caused the prefill.
 func (s *Server) conversationFailed(next *kvtransfer.Ticket, requestID string, status int) {
-	next.Cause, next.Turn.Told = kvtransfer.CauseTurn, false
+	next.Cause, next.Turn.Named = kvtransfer.CauseTurn, false
 	next.Prefills = max(next.Prefills-1, 0)
 	s.observer.Turn(next.Pool, conversationFailed)
 	s.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without", "request_id", requestID, "endpoint", next.Prefill, "status", status)

@@ -41,7 +41,7 @@ func ids(n int) string {
 func (s *stand) secondTurn() *request {
 	s.t.Helper()
 	q := s.secondTurnAfter(keptObject)
-	require.True(s.t, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Told)
+	require.True(s.t, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Named)
 	require.Contains(s.t, string(q.body), `"remote_block_ids":[[1,2,3]]`)
 	return q
 }
@@ -59,7 +59,7 @@ func (s *stand) secondTurnAfter(object string) *request {
 	first := turn("r1", 20)
 	told := s.ticket(first.headers[envoywire.HeaderTicket], "r1").Turn
 	require.NotZero(s.t, told.Conversation)
-	require.False(s.t, told.Told)
+	require.False(s.t, told.Named)
 	s.throughAnswerLeg(&kvtransfer.Ticket{
 		Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute), Pool: "chat", Decode: addressOf("d1"),
 		Turn: kvtransfer.TurnLeg{Answers: true, Conversation: told.Conversation, OwnIDs: true},
@@ -89,7 +89,7 @@ func TestTurnThatMayExpire(t *testing.T) {
 				p.Dialect = dialect
 			}), "p1", "d1")
 			q := s.secondTurnAfter(c.object)
-			require.Equal(t, c.told, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Told)
+			require.Equal(t, c.told, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Named)
 			unusable := s.count("tandem_turns_total", "chat", conversationUnusable)
 			require.Equal(t, c.told, unusable == 0)
 		})
@@ -115,7 +115,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
 			require.Contains(t, string(q.body), `"remote_block_ids":null`)
 			again := s.ticket(q.headers[envoywire.HeaderTicket], "r2")
-			require.False(t, again.Turn.Told)
+			require.False(t, again.Turn.Named)
 			require.Equal(t, 1, again.Prefills)
 			require.Empty(t, again.Excluded)
 			for what, n := range map[string]float64{conversationUsed: 1, conversationFailed: 1} {

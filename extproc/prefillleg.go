@@ -255,7 +255,7 @@ func (x prefillLeg) answerWith(body []byte) error {
 // prefillFailed makes next the ticket of a request whose prefill was lost.
 func (x *prefillAnswer) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
 	next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
-	if next.Turn.Told { // the decode endpoint that P should have fetched from may be at fault instead
+	if next.Turn.Named { // the decode endpoint that P should have fetched from may be at fault instead
 		x.s.conversationFailed(next, x.requestID, code)
 		return
 	}

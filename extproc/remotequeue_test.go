@@ -151,7 +151,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		pool.ApplyQueued(9, []kvstate.Queued{{ID: 78, Arrived: time.Now(), Work: 510 * time.Millisecond, PromptTokens: 8000}}, nil, nil, false)
 		c.send("b", 16_000)
 		require.Equal(t, 1, c.waiting(), "nobody waits here, but there")
-		require.Equal(t, 1, waitElsewhere(t, s.state))
+		require.Equal(t, 1, waitRemotely(t, s.state))
 		time.Sleep(time.Second)
 		c.group.Wait()
 		require.InDelta(t, .15, c.after["b"].Seconds(), .05, "a replica that is gone, or knows better")
@@ -159,14 +159,14 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		time.Sleep(2 * latebinding.Tick)
 		synctest.Wait()
 		require.False(t, s.server.settings.Load().Pools["chat"].queue.Status().Running, "nobody waits here")
-		require.Equal(t, 1, waitElsewhere(t, s.state))
+		require.Equal(t, 1, waitRemotely(t, s.state))
 		pool.ApplyQueued(9, nil, nil, nil, true)
-		require.Zero(t, waitElsewhere(t, s.state), "shown though nobody waits here")
+		require.Zero(t, waitRemotely(t, s.state), "shown though nobody waits here")
 	})
 }
 
-// waitElsewhere is tandem_queue_requests_remote.
-func waitElsewhere(t *testing.T, state *kvstate.State) int {
+// waitRemotely is tandem_queue_requests_remote.
+func waitRemotely(t *testing.T, state *kvstate.State) int {
 	t.Helper()
 	r := prometheus.NewPedanticRegistry()
 	telemetry.NewMetrics(r, state)

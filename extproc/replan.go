@@ -72,7 +72,7 @@ func (s *Server) Replan() http.Handler {
 		if hop == "decode" && t.Split {
 			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
 		}
-		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Told {
+		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Named {
 			s.conversationFailed(&next, id, 0)
 		}
 		next.Excluded = append(next.Excluded, failed)
@@ -141,7 +141,7 @@ func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, overdue b
 		if !e.Failed() { // otherwise it would not count as hanging any more
 			s.State.MarkFailed(e)
 		}
-	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Told:
+	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Named:
 		s.State.MarkHung(e)
 	}
 }

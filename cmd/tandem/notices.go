@@ -19,11 +19,11 @@ type noticeCounter struct {
 
 func noticeCounters() []noticeCounter {
 	const messages, messagesHelp = "tandem_kv_notices_total",
-		"Messages at notices.listen: taken, ignored (not a notification), or unwanted (no request waited for the id here in time); told: received by another replica."
+		"Messages at notices.listen: taken, ignored (not a notification), or unwanted (no request waited for the id here in time); forwarded: received by another replica."
 	const waits, waitsHelp = "tandem_kv_notice_waits_total", "Prefill legs that waited for notices: there (had come before), woken, or missed (decode computes what it lacks)."
 	return []noticeCounter{
 		{messages, messagesHelp, "taken", func(c notices.Counts) uint64 { return c.Received }},
-		{messages, messagesHelp, "told", func(c notices.Counts) uint64 { return c.Forwarded }},
+		{messages, messagesHelp, "forwarded", func(c notices.Counts) uint64 { return c.Forwarded }},
 		{messages, messagesHelp, "ignored", func(c notices.Counts) uint64 { return c.Ignored }},
 		{messages, messagesHelp, "unwanted", func(c notices.Counts) uint64 { return c.Unwanted }},
 		{waits, waitsHelp, "there", func(c notices.Counts) uint64 { return c.First }},

@@ -117,7 +117,7 @@ func (s *suite) ids(n int) (ids []int) {
 // and the text is a single engine's.
 func (s *suite) turnsOfIDs(t *testing.T) {
 	const talks, turns = 4, 4
-	before, kept, told := promptTokens(t, s.prefill...), s.turnsNow(t, "kept"), s.turnsNow(t, "told")
+	before, kept, told := promptTokens(t, s.prefill...), s.turnsNow(t, "kept"), s.turnsNow(t, "used")
 	for c := range talks {
 		prompt := s.ids(300 + 40*c)
 		for range turns {
@@ -131,7 +131,7 @@ func (s *suite) turnsOfIDs(t *testing.T) {
 	}
 	got := promptTokens(t, s.prefill...).minus(before)
 	require.InDelta(t, talks*turns, s.turnsNow(t, "kept")-kept, 0, "unusable: %v", s.turnsNow(t, "unusable"))
-	require.InDelta(t, talks*(turns-1), s.turnsNow(t, "told")-told, 0)
+	require.InDelta(t, talks*(turns-1), s.turnsNow(t, "used")-told, 0)
 	require.Greater(t, got.transferred, float64(talks*(turns-1)*64), "prefill: %s", got)
 	s.report.row("Turns, prompts of token ids", talks*turns, fmt.Sprintf("text as aggregated; %d turns told to prefill, where of all prompts: %s", talks*(turns-1), got))
 }
@@ -151,7 +151,7 @@ func (s *suite) chats(t *testing.T, name string, tokens int) (told float64) {
 	const talks, turns = 6, 3
 	before := promptTokens(t, s.prefill...)
 	counts := map[string]float64{}
-	for _, what := range []string{"kept", "told", "other_prompt", "no_ids"} {
+	for _, what := range []string{"kept", "used", "other_prompt", "no_ids"} {
 		counts[what] = -s.turnsNow(t, what)
 	}
 	for c := range talks {
@@ -172,14 +172,14 @@ func (s *suite) chats(t *testing.T, name string, tokens int) (told float64) {
 	}
 	require.Zero(t, counts["no_ids"], "the engines do not render")
 	s.report.row("Turns, "+name, talks*turns, fmt.Sprintf("text as aggregated; %.0f kept, %.0f told to prefill, %.0f not how the chat went on; prefill: %s",
-		counts["kept"], counts["told"], counts["other_prompt"], promptTokens(t, s.prefill...).minus(before)))
-	return counts["told"]
+		counts["kept"], counts["used"], counts["other_prompt"], promptTokens(t, s.prefill...).minus(before)))
+	return counts["used"]
 }
 
 // turnsOfOthers: prompts that do not continue the last turn, one of them only because of its last token.
 func (s *suite) turnsOfOthers(t *testing.T) {
 	const talks = 6
-	told := s.turnsNow(t, "told")
+	told := s.turnsNow(t, "used")
 	for c := range talks {
 		prompt, session := s.ids(400), fmt.Sprint("others-", c)
 		path, body := turnBody(prompt, false, false, 80)
@@ -190,7 +190,7 @@ func (s *suite) turnsOfOthers(t *testing.T) {
 		path, body = turnBody(other, false, false, 80)
 		require.Equal(t, say(t, s.reference.addr, "", path, body).ids, say(t, s.front.addr, session, path, body).ids)
 	}
-	require.InDelta(t, told, s.turnsNow(t, "told"), 0)
+	require.InDelta(t, told, s.turnsNow(t, "used"), 0)
 	s.report.row("Turns, prompts that go on otherwise", 2*talks, "text as aggregated, none told")
 }
 

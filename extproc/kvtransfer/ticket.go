@@ -117,7 +117,7 @@ type Ticket struct {
 type TurnLeg struct {
 	Conversation [16]byte // the name under which the turn is stored; zero: it is not
 	OwnIDs       bool     // the client asked for token ids itself
-	Told         bool     // of a prefill leg: P's request names the last turn
+	Named        bool     // of a prefill leg: P's request names the last turn
 	Answers      bool     // of a decode leg: D's answer describes the blocks that it keeps
 }
 

@@ -46,7 +46,7 @@ const (
 	fieldLearnSalt          protowire.Number = 35
 	fieldConversation       protowire.Number = 60
 	fieldOwnIDs             protowire.Number = 61
-	fieldTurnTold           protowire.Number = 62
+	fieldTurnNamed          protowire.Number = 62
 	fieldTurnAnswers        protowire.Number = 63
 	fieldLoads              protowire.Number = 64
 	fieldLeastBytes         protowire.Number = 65
@@ -109,7 +109,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 		b = appendBytes(b, fieldConversation, t.Turn.Conversation[:])
 	}
 	b = appendNumber(b, fieldOwnIDs, protowire.EncodeBool(t.Turn.OwnIDs))
-	b = appendNumber(b, fieldTurnTold, protowire.EncodeBool(t.Turn.Told))
+	b = appendNumber(b, fieldTurnNamed, protowire.EncodeBool(t.Turn.Named))
 	b = appendNumber(b, fieldTurnAnswers, protowire.EncodeBool(t.Turn.Answers))
 	b = appendNumber(b, fieldLoads, protowire.EncodeBool(t.Loads))
 	b = appendNumber(b, fieldLeastBytes, uint64(t.LeastBytes))
@@ -249,7 +249,7 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnTold, fieldTurnAnswers,
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnNamed, fieldTurnAnswers,
 		fieldLoads:
 		limit = 255
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
@@ -276,8 +276,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.StreamUsage = v != 0
 	case fieldOwnIDs:
 		t.Turn.OwnIDs = v != 0
-	case fieldTurnTold:
-		t.Turn.Told = v != 0
+	case fieldTurnNamed:
+		t.Turn.Named = v != 0
 	case fieldTurnAnswers:
 		t.Turn.Answers = v != 0
 	case fieldLoads:

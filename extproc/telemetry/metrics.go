@@ -102,7 +102,7 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 			"source"),
 		turns: counter("tandem_turns_total",
 			"Turns of conversations whose blocks decode holds for the next turn: kept, unusable, no_room; at the "+
-				"next turn told (prefill got them), failed, or why prefill did not get them.",
+				"next turn used (prefill got them), failed, or why prefill did not get them.",
 			"pool", "what"),
 		notFollowed: counter("tandem_redirects_not_followed_total",
 			"Redirects that Envoy did not follow, so that the client got attempts_exhausted, by reason (incomplete, "+

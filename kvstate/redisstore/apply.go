@@ -74,7 +74,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	if !before { // otherwise the loaded feed contains them
 		p.applyForwarded(pool, b.GetEvents(), at)
 	}
-	if m != nil && b.GetHello() && p.leads(b.GetReplica()) {
+	if m != nil && b.GetJoining() && p.leads(b.GetReplica()) {
 		p.snapshots.want(snapshotWish{feeds: b.GetWantsFeeds()})
 	}
 	if n := b.GetSnapshot(); n != nil {
@@ -199,7 +199,7 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 	}
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
 		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()),
-		KVTokens: g.GetKvTokens(), At: at, ScrapedAt: looked, External: max(g.GetElsewhere(), 0),
+		KVTokens: g.GetKvTokens(), At: at, ScrapedAt: looked, External: max(g.GetExternal(), 0),
 		Transfers: kvstate.TransferCounters{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()),
 			Tokens: int64(g.GetTransferTokens()),

@@ -115,7 +115,7 @@ func TestFeedsAreWanted(t *testing.T) {
 	r := lonely(t, 1)
 	x := newEvents(t, r)
 	for _, wants := range []bool{true, false} {
-		r.hears(&statev1.Batch{Replica: r.store.replica + 1, Hello: true, WantsFeeds: wants})
+		r.hears(&statev1.Batch{Replica: r.store.replica + 1, Joining: true, WantsFeeds: wants})
 		<-r.p.snapshots.due
 		require.Equal(t, snapshotWish{feeds: wants}, r.p.snapshots.take())
 	}

@@ -13,7 +13,7 @@ import (
 // Whatever lies in a stream, or in a snapshot, is read without panic, and no endpoint has less than nothing booked by it.
 func FuzzTakeIn(f *testing.F) {
 	whole, err := proto.Marshal(&statev1.Batch{
-		Replica: 7, Seq: 1, LeaseMs: 1000, Complete: true, Hello: true, Addresses: []string{addr(0), addr(1), "elsewhere:1"},
+		Replica: 7, Seq: 1, LeaseMs: 1000, Complete: true, Joining: true, Addresses: []string{addr(0), addr(1), "elsewhere:1"},
 		Blocks: []*statev1.Blocks{{Address: 1, Kind: statev1.Blocks_KIND_ROUTED, Hashes: []uint64{1, 2}}, {Address: 9}},
 		Loads:  []*statev1.Load{{Address: 0, Requests: 2, PromptTokens: -5}, {Address: 2, Requests: 1 << 62}, {Address: 7}},
 		Health: []*statev1.Health{{Address: 1, Failed: true}}, Signals: []*statev1.Signals{{Address: 0, Running: -1}},

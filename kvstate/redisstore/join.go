@@ -189,7 +189,8 @@ func (p *poolReplica) firstEntry(ctx context.Context) (id streamID, fresh bool, 
 	}
 	var b statev1.Batch
 	text, _ := m.Values[batchField].(string)
-	fresh = proto.Unmarshal([]byte(text), &b) == nil && b.GetHello() && b.GetSeq() == 1 && b.GetReplica() != p.s.replica
+	fresh = proto.Unmarshal([]byte(text), &b) == nil && b.GetJoining() && b.GetSeq() == 1 &&
+		b.GetReplica() != p.s.replica
 	return id, fresh, nil
 }
 
@@ -219,8 +220,10 @@ func (p *poolReplica) publishJoin(ctx context.Context) (streamID, error) {
 	defer p.s.sending.RUnlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	b := &statev1.Batch{Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Hello: true,
-		WantsFeeds: p.needsFeeds()}
+	b := &statev1.Batch{
+		Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()),
+		Joining: true, WantsFeeds: p.needsFeeds(),
+	}
 	text, err := proto.Marshal(b)
 	if err != nil {
 		return streamID{}, err

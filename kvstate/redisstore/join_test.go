@@ -220,9 +220,9 @@ func TestWhatRedisLacks(t *testing.T) {
 		gapless  bool
 	}{
 		"nothing":                         {0, nil, false},
-		"all since the first replica":     {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 1, Hello: true}, 1001: {Replica: 7, Seq: 2}}, true},
+		"all since the first replica":     {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 1, Joining: true}, 1001: {Replica: 7, Seq: 2}}, true},
 		"emptied, no snapshot since":      {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 20}}, false},
-		"emptied, someone asked since":    {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 20, Hello: true}}, false},
+		"emptied, someone asked since":    {0, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 20, Joining: true}}, false},
 		"a snapshot and all since":        {1000, map[uint64]*statev1.Batch{1000: {Replica: 7, Seq: 9}, 1001: {Replica: 7, Seq: 10}}, true},
 		"a snapshot, and cut since":       {1000, map[uint64]*statev1.Batch{1001: {Replica: 7, Seq: 10}}, false},
 		"a snapshot, and nothing besides": {1000, nil, false},

@@ -37,7 +37,7 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 		p.count()
 		p.s.log.Info("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
 	}
-	if m.starting && !(b.GetHello() && b.GetSeq() == 1) {
+	if m.starting && !(b.GetJoining() && b.GetSeq() == 1) {
 		m.starting = false
 		if p.joined && b.GetReplica() < p.s.replica {
 			p.ask() // an older one, unknown before: it may know more

@@ -203,7 +203,7 @@ func (p *poolReplica) batchOf(out *outbox, complete bool,
 	now time.Time) (b *statev1.Batch, before map[string]published) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
-		Hello: out.join, WantsFeeds: out.join && p.needsFeeds(), Snapshot: out.notice, Released: out.released,
+		Joining: out.join, WantsFeeds: out.join && p.needsFeeds(), Snapshot: out.notice, Released: out.released,
 	}
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
@@ -269,7 +269,7 @@ func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvst
 func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *statev1.Signals {
 	out := &statev1.Signals{
 		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage),
-		AgeMs: millis(now.Sub(g.At)), Elsewhere: g.External,
+		AgeMs: millis(now.Sub(g.At)), External: g.External,
 	}
 	if g.ScrapedAt.After(looked) {
 		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.ScrapedAt))

@@ -249,7 +249,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	require.Equal(t, []uint64{21, 22}, []uint64{b.GetTokens()[0].GetPrompt(), b.GetTokens()[1].GetPrompt()})
 	require.Equal(t, []int{1, 1, 1}, []int{len(b.GetLoads()), len(b.GetHealth()), len(b.GetSignals())})
 	require.True(t, b.GetWaitsAll())
-	require.True(t, b.GetHello())
+	require.True(t, b.GetJoining())
 	require.EqualValues(t, 31, b.GetSnapshot().GetId())
 
 	require.NoError(t, r.flush(false))

@@ -119,7 +119,7 @@ type poolReplica struct {
 	seq       uint64               // of the last batch sent
 	published map[string]published // by address: the other replicas' knowledge
 	members   map[uint64]*member
-	waits     map[uint64]uint64 // requests that wait here, as published: by id, kvstate.Waits.Told as of then
+	waits     map[uint64]uint64 // requests that wait here, as published: by id, the version published
 	reading
 	sync snapshotRequest
 

@@ -94,7 +94,7 @@ type Batch struct {
 	// loads has every endpoint on which the replica has reservations; on others it has none.
 	Complete bool `protobuf:"varint,4,opt,name=complete,proto3" json:"complete,omitempty"`
 	// The replica asks for a snapshot: it has just started, or has missed something.
-	Hello bool `protobuf:"varint,5,opt,name=hello,proto3" json:"hello,omitempty"`
+	Joining bool `protobuf:"varint,5,opt,name=joining,proto3" json:"joining,omitempty"`
 	// The replica ends: its reservations are void.
 	Leaving bool `protobuf:"varint,6,opt,name=leaving,proto3" json:"leaving,omitempty"`
 	// A snapshot was written.
@@ -126,7 +126,7 @@ type Batch struct {
 	WaitsAll bool `protobuf:"varint,42,opt,name=waits_all,json=waitsAll,proto3" json:"waits_all,omitempty"`
 	// Ids of those that were dispatched in turn: only their work counts as their flow's share.
 	WaitsSent []uint64 `protobuf:"fixed64,43,rep,packed,name=waits_sent,json=waitsSent,proto3" json:"waits_sent,omitempty"`
-	// With hello: the sender has just started, and the snapshot must contain feeds.
+	// With joining: the sender has just started, and the snapshot must contain feeds.
 	WantsFeeds bool `protobuf:"varint,44,opt,name=wants_feeds,json=wantsFeeds,proto3" json:"wants_feeds,omitempty"`
 	// Batches of publishers of KV events that connected to the sender: no other replica receives them.
 	Events        []*EventBatch `protobuf:"bytes,45,rep,name=events,proto3" json:"events,omitempty"`
@@ -192,9 +192,9 @@ func (x *Batch) GetComplete() bool {
 	return false
 }
 
-func (x *Batch) GetHello() bool {
+func (x *Batch) GetJoining() bool {
 	if x != nil {
-		return x.Hello
+		return x.Joining
 	}
 	return false
 }
@@ -1098,8 +1098,8 @@ type Signals struct {
 	TransferUs     uint64 `protobuf:"varint,9,opt,name=transfer_us,json=transferUs,proto3" json:"transfer_us,omitempty"`
 	TransferTokens uint64 `protobuf:"varint,10,opt,name=transfer_tokens,json=transferTokens,proto3" json:"transfer_tokens,omitempty"`
 	// External load: running and waiting requests that no replica had booked.
-	Elsewhere int64 `protobuf:"zigzag64,11,opt,name=elsewhere,proto3" json:"elsewhere,omitempty"`
-	// Age of the scrape from which running, kv_tokens, transfers and elsewhere come, beyond the age of the rest. Without running
+	External int64 `protobuf:"zigzag64,11,opt,name=external,proto3" json:"external,omitempty"`
+	// Age of the scrape from which running, kv_tokens, transfers and external come, beyond the age of the rest. Without running
 	// there was no scrape to publish; milliseconds.
 	LookOlderMs uint32 `protobuf:"varint,12,opt,name=look_older_ms,json=lookOlderMs,proto3" json:"look_older_ms,omitempty"`
 	// The engine's output since it started, 0 if not reported: finished answers, their tokens, gaps between two tokens of one
@@ -1218,9 +1218,9 @@ func (x *Signals) GetTransferTokens() uint64 {
 	return 0
 }
 
-func (x *Signals) GetElsewhere() int64 {
+func (x *Signals) GetExternal() int64 {
 	if x != nil {
-		return x.Elsewhere
+		return x.External
 	}
 	return 0
 }
@@ -1591,13 +1591,13 @@ var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xa0\a\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xa4\a\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
 	"\blease_ms\x18\x03 \x01(\rR\aleaseMs\x12\x1a\n" +
-	"\bcomplete\x18\x04 \x01(\bR\bcomplete\x12\x14\n" +
-	"\x05hello\x18\x05 \x01(\bR\x05hello\x12\x18\n" +
+	"\bcomplete\x18\x04 \x01(\bR\bcomplete\x12\x18\n" +
+	"\ajoining\x18\x05 \x01(\bR\ajoining\x12\x18\n" +
 	"\aleaving\x18\x06 \x01(\bR\aleaving\x12;\n" +
 	"\bsnapshot\x18\a \x01(\v2\x1f.tandem.state.v1.SnapshotNoticeR\bsnapshot\x12\x1c\n" +
 	"\taddresses\x18\b \x03(\tR\taddresses\x12/\n" +
@@ -1690,7 +1690,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe2\x04\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe0\x04\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1704,8 +1704,8 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\vtransfer_us\x18\t \x01(\x04R\n" +
 	"transferUs\x12'\n" +
 	"\x0ftransfer_tokens\x18\n" +
-	" \x01(\x04R\x0etransferTokens\x12\x1c\n" +
-	"\telsewhere\x18\v \x01(\x12R\telsewhere\x12\"\n" +
+	" \x01(\x04R\x0etransferTokens\x12\x1a\n" +
+	"\bexternal\x18\v \x01(\x12R\bexternal\x12\"\n" +
 	"\rlook_older_ms\x18\f \x01(\rR\vlookOlderMs\x12\x18\n" +
 	"\aanswers\x18\r \x01(\x04R\aanswers\x12#\n" +
 	"\ranswer_tokens\x18\x0e \x01(\x04R\fanswerTokens\x12\x12\n" +

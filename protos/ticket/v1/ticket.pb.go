@@ -158,7 +158,7 @@ type Ticket struct {
 	// turn; of a decode leg, whether its answer describes the kept blocks.
 	Conversation []byte `protobuf:"bytes,60,opt,name=conversation,proto3" json:"conversation,omitempty"`
 	OwnIds       bool   `protobuf:"varint,61,opt,name=own_ids,json=ownIds,proto3" json:"own_ids,omitempty"`
-	TurnTold     bool   `protobuf:"varint,62,opt,name=turn_told,json=turnTold,proto3" json:"turn_told,omitempty"`
+	TurnNamed    bool   `protobuf:"varint,62,opt,name=turn_named,json=turnNamed,proto3" json:"turn_named,omitempty"`
 	TurnAnswers  bool   `protobuf:"varint,63,opt,name=turn_answers,json=turnAnswers,proto3" json:"turn_answers,omitempty"`
 	// With a decode leg: its request names KV of the prefill endpoint; and the minimum size of a complete answer, 0: unknown, or not
 	// streamed.
@@ -440,9 +440,9 @@ func (x *Ticket) GetOwnIds() bool {
 	return false
 }
 
-func (x *Ticket) GetTurnTold() bool {
+func (x *Ticket) GetTurnNamed() bool {
 	if x != nil {
-		return x.TurnTold
+		return x.TurnNamed
 	}
 	return false
 }
@@ -547,7 +547,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xd2\v\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xd4\v\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -588,8 +588,9 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
 	"learn_salt\x18# \x01(\x06R\tlearnSalt\x12\"\n" +
 	"\fconversation\x18< \x01(\fR\fconversation\x12\x17\n" +
-	"\aown_ids\x18= \x01(\bR\x06ownIds\x12\x1b\n" +
-	"\tturn_told\x18> \x01(\bR\bturnTold\x12!\n" +
+	"\aown_ids\x18= \x01(\bR\x06ownIds\x12\x1d\n" +
+	"\n" +
+	"turn_named\x18> \x01(\bR\tturnNamed\x12!\n" +
 	"\fturn_answers\x18? \x01(\bR\vturnAnswers\x12\x14\n" +
 	"\x05loads\x18@ \x01(\bR\x05loads\x12\x1f\n" +
 	"\vleast_bytes\x18A \x01(\rR\n" +
