@@ -184,7 +184,7 @@ func TestEachFigureOfNoticesIsShown(t *testing.T) {
 		got[c.name+" "+c.result] = c.count(notices.Counts{Received: 1, Forwarded: 2, Ignored: 3, Unwanted: 4, First: 5, Woken: 6, Missed: 7})
 	}
 	require.Equal(t, map[string]uint64{
-		"tandem_kv_notices_total taken": 1, "tandem_kv_notices_total told": 2, "tandem_kv_notices_total ignored": 3, "tandem_kv_notices_total unwanted": 4,
+		"tandem_kv_notices_total taken": 1, "tandem_kv_notices_total forwarded": 2, "tandem_kv_notices_total ignored": 3, "tandem_kv_notices_total unwanted": 4,
 		"tandem_kv_notice_waits_total there": 5, "tandem_kv_notice_waits_total woken": 6, "tandem_kv_notice_waits_total missed": 7,
 	}, got)
 	board := notices.NewWaiters(0, 0)
@@ -194,7 +194,7 @@ func TestEachFigureOfNoticesIsShown(t *testing.T) {
 	board.ArrivedAtReplica("b")
 	shown := values(t, r)
 	require.InDelta(t, 2, shown["tandem_kv_notices_held"], 0)
-	require.Equal(t, []string{"tandem_kv_notices_held", "tandem_kv_notices_total told"}, slices.Sorted(maps.Keys(positive(shown))))
+	require.Equal(t, []string{"tandem_kv_notices_held", "tandem_kv_notices_total forwarded"}, slices.Sorted(maps.Keys(positive(shown))))
 }
 
 func positive(of map[string]float64) map[string]float64 {
