@@ -127,6 +127,7 @@ e2e-vllm-stores: tools build ## of that, ExampleConnector (kvTransfer shared) an
 site: ## docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open .cache/site/index.html
 	./scripts/tools.sh site
 	.tools/site/bin/mkdocs build --quiet
+	@echo 'the site: .cache/site/index.html'
 
 page: tools ## the replica's page in headless Chromium: accessibility by axe-core (npm), light, dark and on a phone; docs' screenshots anew
 	./scripts/tools.sh page

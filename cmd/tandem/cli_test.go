@@ -102,8 +102,9 @@ var update = flag.Bool("update", false, "rewrite docs/cli.md")
 
 // docs/cli.md has the help of every command.
 func TestCommandReference(t *testing.T) {
-	want := "# Commands\n\nWritten by `go test ./cmd/tandem -run TestCommandReference -update` from what `tandem COMMAND --help` prints.\n"
-	for _, name := range []string{"serve", "envoy", "status", "requests", "explain", "drain", "pause", "resume", "weights", "demo", "replay", "completion"} {
+	want := "# Commands\n\nWritten by `go test ./cmd/tandem -run TestCommandReference -update` from what `tandem COMMAND --help` prints.\n" +
+		"[Columns and notes](operations.md#columns-and-notes) explains what status, requests and explain show.\n"
+	for _, name := range []string{"serve", "envoy", "status", "requests", "explain", "drain", "pause", "resume", "weights", "demo", "replay", "version", "completion"} {
 		want += "\n## tandem " + name + "\n\n```text\n" + printed(t, name, "--help") + "```\n"
 	}
 	if *update {
