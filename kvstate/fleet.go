@@ -222,7 +222,7 @@ func (e *Endpoint) Models() []string {
 }
 
 // Failed reports whether the endpoint is marked as failed.
-func (e *Endpoint) Failed() bool { return e.failed.Load() != 0 }
+func (e *Endpoint) Failed() bool { return e.endpointState != nil && e.failed.Load() != 0 }
 
 // Load returns this replica's reservations on the endpoint: requests and their prompt tokens.
 func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }

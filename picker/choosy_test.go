@@ -2,6 +2,8 @@ package picker
 
 import (
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -33,4 +35,34 @@ func TestChoosy(t *testing.T) {
 	}
 	s.SetModels(p.Endpoint("d2"), []string{"other"})
 	require.True(t, pick().Selective)
+}
+
+// An explanation tells which usable endpoints have failed or are stale.
+func TestExplainState(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := kvstate.New(kvstate.Options{})
+		s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{
+			{Addr: "d1", Role: kvstate.RoleDecode}, {Addr: "d2", Role: kvstate.RoleDecode},
+			{Addr: "p1", Role: kvstate.RolePrefill}, {Addr: "p2", Role: kvstate.RolePrefill},
+		})
+		p := s.Pool("chat")
+		s.Observe(p.Endpoint("p1"), kvstate.Signals{Running: 1, KVTokens: -1, At: time.Now()})
+		time.Sleep(6 * time.Second)
+		s.Observe(p.Endpoint("p2"), kvstate.Signals{Running: 1, KVTokens: -1, At: time.Now()})
+		s.MarkFailed(p.Endpoint("d1"))
+		explain := func() map[string][2]string {
+			var v kvstate.View
+			s.View(p, nil, &v)
+			k, out := Picker{Policy: DefaultPolicy()}, map[string][2]string{}
+			for _, c := range k.Explain(&Request{PromptTokens: 1000, Split: true}, &v).Candidates {
+				out[c.Endpoint] = [2]string{c.Out, c.State}
+			}
+			return out
+		}
+		want := map[string][2]string{"d1": {"failed", ""}, "d2": {}, "p1": {"", "stale"}, "p2": {}}
+		require.Equal(t, want, explain())
+		s.MarkFailed(p.Endpoint("d2"))
+		want["d1"], want["d2"] = [2]string{"", "failed"}, [2]string{"", "failed"}
+		require.Equal(t, want, explain(), "all decode endpoints failed")
+	})
 }

@@ -30,8 +30,10 @@ type Weighed struct {
 	Name     string `json:"name,omitempty"`
 	Role     string `json:"role"`
 	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
-	Hit      int    `json:"hit_blocks"`
-	Loads    int    `json:"load_blocks,omitempty"` // of those, outside GPU memory
+	// failed, although it counts as usable because all of its role have failed; or stale: no recent report of its engine
+	State string `json:"state,omitempty"`
+	Hit   int    `json:"hit_blocks"`
+	Loads int    `json:"load_blocks,omitempty"` // of those, outside GPU memory
 	// learned factor on the modelled prefill times; absent: as modelled
 	Speed    float64       `json:"prefill_learned,omitempty"`
 	Step     float64       `json:"decode_learned,omitempty"` // the same for its decode steps
@@ -71,6 +73,12 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	w.Hit, w.Loads = c.Hit, c.Loads.Blocks()
 	if w.Out != "" {
 		return w
+	}
+	switch {
+	case c.Endpoint.Failed():
+		w.State = "failed"
+	case c.Signals != nil && c.Trust < 1:
+		w.State = "stale"
 	}
 	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
 		w.Prefill, w.Speed = &PrefillPrice{}, learned(c.Speed)

@@ -28,19 +28,36 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	for i := range e.Candidates {
 		c := &e.Candidates[i]
 		prefill, decode, alone := c.Totals()
-		note := learned(c)
-		switch {
-		case c.Out != "":
-			note = "left out: " + c.Out
-		case c.Busy:
-			note = join("no decode alone here: its answers would suffer", note)
-		case c.Endpoint == e.Prefill || c.Endpoint == e.Decode:
-			note = join("chosen", note)
-		}
+		note := remark(c, c.Endpoint == e.Prefill || c.Endpoint == e.Decode)
 		fmt.Fprintf(t, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(cmp.Or(c.Name, c.Endpoint)), c.Role, c.Hit,
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
 	_ = t.Flush()
+}
+
+// remark says whether an endpoint is chosen or out, and what differs from the model.
+func remark(c *picker.Weighed, chosen bool) string {
+	note := learned(c)
+	if c.State == "stale" {
+		note = join("stale", note)
+	}
+	switch {
+	case c.Out != "" && chosen:
+		return "out: " + c.Out + "; chosen since all are out"
+	case c.Out != "":
+		return "left out: " + c.Out
+	case c.State == "failed" && chosen:
+		return join("out: failed; chosen since all are out", note)
+	case c.State == "failed":
+		return join("out: failed; weighed since all are out", note)
+	case c.Busy && chosen:
+		return join("chosen, no decode alone here: its answers would suffer", note)
+	case c.Busy:
+		return join("no decode alone here: its answers would suffer", note)
+	case chosen:
+		return join("chosen", note)
+	}
+	return note
 }
 
 // learned describes the learned difference of an endpoint's times from the model's.

@@ -37,6 +37,25 @@ Prefill endpoints are 40 % busy.
 	require.Equal(t, "No endpoint can take the request: no endpoint.", Sentence(&e.Explanation))
 }
 
+// An endpoint that is chosen in want of a better one is marked, whichever leg it serves.
+func TestExplainedState(t *testing.T) {
+	for want, tt := range map[string]struct {
+		c      picker.Weighed
+		chosen bool
+	}{
+		"":                                      {},
+		"chosen":                                {chosen: true},
+		"stale":                                 {c: picker.Weighed{State: "stale"}},
+		"chosen, stale, decode times 2":         {c: picker.Weighed{State: "stale", Step: 2}, chosen: true},
+		"out: failed; chosen since all are out": {c: picker.Weighed{State: "failed"}, chosen: true},
+		"out: failed; weighed since all are out, prefill times 3": {c: picker.Weighed{State: "failed", Speed: 3}},
+		"out: model; chosen since all are out":                    {c: picker.Weighed{Out: "model"}, chosen: true},
+		"left out: failed":                                        {c: picker.Weighed{Out: "failed"}},
+	} {
+		require.Equal(t, want, remark(&tt.c, tt.chosen))
+	}
+}
+
 func TestPerSecond(t *testing.T) {
 	for bytes, want := range map[float64]string{1.3e11: "130 GB/s", 2.5e9: "2.5 GB/s", 999.7e6: "1.0 GB/s", 512: "512 B/s", 9.96e3: "10 KB/s", 5e15: "5000 TB/s"} {
 		require.Equal(t, want, perSecond(bytes))

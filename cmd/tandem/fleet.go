@@ -89,7 +89,7 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 		owns, events.Forward = f.store.Owns, f.store
 		f.operator = operator.New(f.store, f.state, replicaName(cfg), log)
 	}
-	f.scraper = scrape.New(f.state, owns, log)
+	f.scraper = scrape.New(f.state, owns, f.prober.Check, log)
 	f.events = kvevents.NewCollector(events)
 	if len(f.synced) == 0 { // else no endpoints are known yet that blocks could be of
 		f.join(ctx, log)

@@ -67,7 +67,7 @@ func TestWhatEnginesSayIsShown(t *testing.T) {
 		time.Sleep(3 * time.Second)
 		state.Observe(p, kvstate.Signals{Running: -1, Waiting: 4, KVUsage: .5, KVTokens: -1, At: time.Now()})
 		time.Sleep(time.Second)
-		signals := newSignals(state, scrape.New(state, nil, slog.New(slog.DiscardHandler)))
+		signals := newSignals(state, scrape.New(state, nil, nil, slog.New(slog.DiscardHandler)))
 		show := func() map[string]float64 { return values(t, collecting(signals.Collect)) }
 		want := map[string]float64{
 			"tandem_scrapes_total ok": 0, "tandem_scrapes_total failed": 0,
@@ -90,7 +90,7 @@ func TestOutputIsShown(t *testing.T) {
 	state.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "d", Role: kvstate.RoleDecode}})
 	written := kvstate.AnswerCounters{Answers: 2, Tokens: 30, Gaps: 40, GapTime: 500 * time.Millisecond, Generated: 42}
 	state.Observe(state.Pool("chat").Endpoint("d"), kvstate.Signals{Running: 1, Answers: written, At: time.Now()})
-	got := collecting(newSignals(state, scrape.New(state, nil, slog.New(slog.DiscardHandler))).Collect)
+	got := collecting(newSignals(state, scrape.New(state, nil, nil, slog.New(slog.DiscardHandler))).Collect)
 	require.InDelta(t, 42, values(t, got)["tandem_engine_output_tokens_total d chat"], 0)
 	families, err := got.Gather()
 	require.NoError(t, err)
@@ -111,7 +111,7 @@ func TestTransfersAreShown(t *testing.T) {
 		all := kvstate.TransferCounters{Transfers: 10 * n, Bytes: 10 * n * moved.Bytes, Tokens: 10 * n * moved.Tokens, Time: time.Duration(10*n) * moved.Time}
 		state.Observe(d, kvstate.Signals{Running: 0, Waiting: 0, KVUsage: 0, KVTokens: -1, Transfers: all, At: at.Add(time.Duration(n) * time.Second)})
 	}
-	signals := newSignals(state, scrape.New(state, nil, slog.New(slog.DiscardHandler)))
+	signals := newSignals(state, scrape.New(state, nil, nil, slog.New(slog.DiscardHandler)))
 	got := values(t, collecting(signals.Collect))
 	require.InDelta(t, 100_000, got["tandem_kv_bytes_per_token chat"], 1000)
 	require.InEpsilon(t, 25e9, got["tandem_engine_transfer_bytes_per_second d chat"], .2, "10 ms of the 26 are the start of each")

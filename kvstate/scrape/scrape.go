@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"tandem/internal/guard"
@@ -46,6 +47,7 @@ const pathCount = 2
 type Scraper struct {
 	state  *kvstate.State
 	owns   func(*kvstate.Pool, *kvstate.Endpoint) bool
+	check  func(*kvstate.Endpoint)
 	log    *slog.Logger
 	client *enginehttp.Client
 	pages  sync.Pool // *bytes.Buffer
@@ -72,10 +74,14 @@ type target struct {
 	engine string
 }
 
-// New returns a scraper of those endpoints of a state for which owns is true.
-func New(state *kvstate.State, owns func(*kvstate.Pool, *kvstate.Endpoint) bool, log *slog.Logger) *Scraper {
+// New returns a scraper of those endpoints of a state for which owns is true. It calls check for those that refuse
+// connections, so that the health of an endpoint without requests is known as well; check must not block.
+func New(
+	state *kvstate.State, owns func(*kvstate.Pool, *kvstate.Endpoint) bool, check func(*kvstate.Endpoint),
+	log *slog.Logger,
+) *Scraper {
 	return &Scraper{
-		state: state, owns: owns, log: log,
+		state: state, owns: owns, check: check, log: log,
 		client: enginehttp.New(askTimeout, func(t *http.Transport) {
 			// inflating costs more than reading
 			t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 1, 30*time.Second, true
@@ -172,6 +178,9 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 		s.answered.Add(1)
 	} else {
 		s.failed.Add(1)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			s.check(e)
+		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

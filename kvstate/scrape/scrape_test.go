@@ -48,6 +48,26 @@ func fleet(addrs ...string) (*kvstate.State, *kvstate.Pool) {
 	return s, s.Pool("chat")
 }
 
+// An endpoint that refuses connections is to be checked, and one that answers is not, whatever it answers.
+func TestRefusedIsChecked(t *testing.T) {
+	silent := httptest.NewServer(http.NotFoundHandler())
+	defer silent.Close()
+	gone := httptest.NewServer(http.NotFoundHandler())
+	gone.Close()
+	at := func(s *httptest.Server) string { return strings.TrimPrefix(s.URL, "http://") }
+	state, _ := fleet(at(silent), at(gone))
+	checked := make(chan string, 100)
+	run(t, New(state, everything, func(e *kvstate.Endpoint) { checked <- e.Addr }, slog.New(slog.DiscardHandler)))
+	for range 2 {
+		select {
+		case addr := <-checked:
+			require.Equal(t, at(gone), addr)
+		case <-time.After(30 * time.Second):
+			t.Fatal("not checked")
+		}
+	}
+}
+
 func run(t *testing.T, s *Scraper) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -89,7 +109,7 @@ func TestScraper(t *testing.T) {
 
 	state, pool := fleet(at(vllm), at(trtllm), at(others))
 	e := func(s *httptest.Server) *kvstate.Endpoint { return pool.Endpoint(at(s)) }
-	scraper := New(state, func(_ *kvstate.Pool, e *kvstate.Endpoint) bool { return e.Addr != at(others) }, slog.New(slog.DiscardHandler))
+	scraper := New(state, func(_ *kvstate.Pool, e *kvstate.Endpoint) bool { return e.Addr != at(others) }, nil, slog.New(slog.DiscardHandler))
 	run(t, scraper)
 	require.Eventually(t, func() bool { return e(vllm).Signals() != nil && e(trtllm).Signals() != nil }, 30*time.Second, 10*time.Millisecond)
 	require.Equal(t, int64(3), e(vllm).Signals().Running)
@@ -131,7 +151,7 @@ func TestGroups(t *testing.T) {
 					addrs = append(addrs, fmt.Sprintf("10.0.%d.%d:8000", i/256, i%256))
 				}
 				state, _ := fleet(addrs...)
-				s := New(state, everything, slog.New(slog.DiscardHandler))
+				s := New(state, everything, nil, slog.New(slog.DiscardHandler))
 				began := time.Now()
 				var mu sync.Mutex
 				asked := map[string][]time.Duration{}
@@ -183,7 +203,7 @@ func TestHangingEnginesDelayNoOther(t *testing.T) {
 		}
 		hangs := func(addr string) bool { return !strings.HasSuffix(addr, "0.1:8000") } // all but one in ten
 		state, pool := fleet(addrs...)
-		s := New(state, everything, slog.New(slog.DiscardHandler))
+		s := New(state, everything, nil, slog.New(slog.DiscardHandler))
 		s.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
 			if hangs(r.URL.Host) {
 				<-r.Context().Done()
@@ -212,7 +232,7 @@ func TestGroupsOutliveAPause(t *testing.T) {
 		addrs = append(addrs, fmt.Sprintf("10.0.%d.1:8000", i))
 	}
 	state, _ := fleet(addrs...)
-	s := New(state, everything, slog.New(slog.DiscardHandler))
+	s := New(state, everything, nil, slog.New(slog.DiscardHandler))
 	var asked atomic.Int64
 	s.client = enginehttp.Over(roundTrip(func(*http.Request) (*http.Response, error) {
 		asked.Add(1)
@@ -255,7 +275,7 @@ func TestHundredEndpoints(t *testing.T) {
 		addrs = append(addrs, fmt.Sprintf("127.0.1.%d:%s", i+1, port))
 	}
 	state, pool := fleet(addrs...)
-	run(t, New(state, everything, slog.New(slog.DiscardHandler)))
+	run(t, New(state, everything, nil, slog.New(slog.DiscardHandler)))
 	require.Eventually(t, func() bool {
 		for _, e := range pool.Endpoints() {
 			if e.Signals() == nil {
