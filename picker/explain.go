@@ -30,7 +30,7 @@ type Weighed struct {
 	Name     string `json:"name,omitempty"`
 	Role     string `json:"role"`
 	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
-	// failed, although it counts as usable because all of its role have failed; or stale: no recent report of its engine
+	// failed, though it counts as usable because all of its role have failed; or stale: no recent engine report
 	State string `json:"state,omitempty"`
 	Hit   int    `json:"hit_blocks"`
 	Loads int    `json:"load_blocks,omitempty"` // of those, outside GPU memory

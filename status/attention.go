@@ -51,9 +51,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			"This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.")
 	}
 	otherReplicas(s, add)
-	if s.Minute.Failed > 0 {
-		add(true, "operations.md#when-an-engine-fails", "%s requests a second failed in the last minute.",
-			number(s.Minute.Failed))
+	if s.Failures > 0 {
+		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute.",
+			count(int(s.Failures), "request"))
 	}
 	for _, e := range s.Envoys {
 		if e.Refused != "" {

@@ -29,10 +29,11 @@ type Status struct {
 	Reservations int               `json:"reservations"`
 	Envoys       []Envoy           `json:"envoys,omitempty"` // those with configuration from replicas
 	Pools        []Pool            `json:"pools"`
-	Flow         []Flow            `json:"flow"`   // of the last minute, among the latest requests
-	Minute       Point             `json:"minute"` // rates and percentiles of the last minute
-	Points       []Point           `json:"points"` // one a second, oldest first
-	Recent       []telemetry.Trace `json:"recent"` // newest first
+	Flow         []Flow            `json:"flow"`     // of the last minute, among the latest requests
+	Failures     uint64            `json:"failures"` // requests that failed in the last minute
+	Minute       Point             `json:"minute"`   // rates and percentiles of the last minute
+	Points       []Point           `json:"points"`   // one a second, oldest first
+	Recent       []telemetry.Trace `json:"recent"`   // newest first
 }
 
 // Replica is one of the replicas.

@@ -189,6 +189,7 @@ func merge(reports []report, silent []string, now time.Time) Status {
 		}
 		of := rates(&r.Minute, max(r.Seconds, 1))
 		s.Minute.addRates(&of)
+		s.Failures += r.Minute.Failed
 		minute.FirstByte.Add(&r.Minute.FirstByte)
 		minute.Prefill.Add(&r.Minute.Prefill)
 		minute.Decisions.Add(&r.Minute.Decisions)

@@ -24,7 +24,7 @@ func TestPrintFleet(t *testing.T) {
 		r := report{
 			Name: name, Version: "v1", Started: now.Add(-time.Hour), Ready: true, Sharing: Sharing{Redis: true, Up: true, Replicas: 3}, Reservations: int(requests),
 			Pools: []Pool{{Name: "chat", Models: []string{"*"}, IndexBlocks: 7, Output: e.Output, Endpoints: []Endpoint{e}}}, Seconds: 60, Last: last, Traces: traces,
-			Minute: telemetry.Totals{OK: 120, Split: 60},
+			Minute: telemetry.Totals{OK: 120, Split: 60, Failed: 1},
 		}
 		r.Minute.FirstByte[30] = 100
 		for n := last - 39; n <= last; n++ {

@@ -194,15 +194,33 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 		if r.CachedTokens >= 0 {
 			cached = fmt.Sprint(r.CachedTokens)
 		}
-		route := r.Route
-		if r.Reason != "" {
-			route += " (" + r.Reason + ")"
-		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, route, cmp.Or(r.Prefill, "-"), r.Decode,
-			r.PromptTokens, cached,
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, routeOf(&r),
+			cmp.Or(r.Prefill, "-"), r.Decode, r.PromptTokens, cached,
 			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
 	}
 	_ = t.Flush()
+}
+
+// routeOf returns the route, the reason if the request was not split, and which plan it was if not the first.
+func routeOf(r *telemetry.Trace) string {
+	route := r.Route
+	switch r.Reason {
+	case "":
+	case "cheaper":
+		route += " (cheaper than two hops)"
+	default:
+		route += " (" + r.Reason + ")"
+	}
+	switch plan := r.Replans + 1; plan {
+	case 1:
+	case 2:
+		route += ", 2nd plan"
+	case 3:
+		route += ", 3rd plan"
+	default:
+		route += fmt.Sprintf(", %dth plan", plan)
+	}
+	return route
 }
 
 // hop1 returns the time of prefill, followed by the expected one.
@@ -230,6 +248,8 @@ func number(v float64) string {
 		return fmt.Sprintf("%.0fk", v/1e3)
 	case v >= 10 || v == float64(int64(v)):
 		return fmt.Sprintf("%.0f", v)
+	case v < .095: // one request in a minute is not none
+		return fmt.Sprintf("%.2f", v)
 	}
 	return fmt.Sprintf("%.1f", v)
 }

@@ -38,7 +38,7 @@ func fleet(totals func() telemetry.Totals) Source {
 	recent := []telemetry.Trace{
 		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, Foreseen: telemetry.Foreseen{ExpectedPrefill: 15 * time.Millisecond}, DecodeTime: 2 * time.Second, Status: 200, Started: now},
 		{RequestID: "req-1", Pool: "chat", Route: "decode_alone", Reason: "no_prefill", Decode: "10.0.2.1:8000", PromptTokens: 50, CachedTokens: -1, Started: now.Add(-time.Second)},
-		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Status: 503, Started: now.Add(-time.Hour)},
+		{RequestID: "req-0\x1b]0;", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 50, Replans: 1, Status: 503, Started: now.Add(-time.Hour)},
 	}
 	return Source{Version: "v1", State: state, Totals: totals, Ready: func() bool { return true },
 		Sharing: func() Sharing { return Sharing{Redis: true, Replicas: 2, KeysDiffer: 1} },
@@ -105,6 +105,28 @@ func TestPrint(t *testing.T) {
 	want, err := os.ReadFile("testdata/status.txt")
 	require.NoError(t, err)
 	require.Equal(t, string(want), out.String())
+}
+
+// A row tells why a request was not split, and how often it was planned.
+func TestRoute(t *testing.T) {
+	for want, r := range map[string]telemetry.Trace{
+		"split":                                   {Route: "split"},
+		"split, 2nd plan":                         {Route: "split", Replans: 1},
+		"split, 3rd plan":                         {Route: "split", Replans: 2},
+		"split, 4th plan":                         {Route: "split", Replans: 3},
+		"split, 11th plan":                        {Route: "split", Replans: 10},
+		"decode_alone (cheaper than two hops)":    {Route: "decode_alone", Reason: "cheaper"},
+		"decode_alone (prefill_failed), 2nd plan": {Route: "decode_alone", Reason: "prefill_failed", Replans: 1},
+	} {
+		require.Equal(t, want, routeOf(&r))
+	}
+}
+
+// A rate that is not 0 is not shown as 0.
+func TestNumber(t *testing.T) {
+	for v, want := range map[float64]string{0: "0", 1. / 60: "0.02", .096: "0.1", .25: "0.2", 3: "3", 12.4: "12", 25e3: "25k"} {
+		require.Equal(t, want, number(v))
+	}
 }
 
 func TestHandler(t *testing.T) {
