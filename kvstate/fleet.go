@@ -153,10 +153,10 @@ type Endpoint struct {
 // endpointState is the state of an address while it stays in its pool, even if its spec changes. The fields that every
 // view reads come first: with a thousand endpoints each of them is a cache miss.
 type endpointState struct {
-	failed atomic.Int64 // when it failed, Unix ns; 0: healthy
-	hung   atomic.Bool  // it failed by a timeout
-	paused atomic.Bool  // by an operator
-	weight atomic.Int32 // set by an operator; 0: the spec's weight
+	failed atomic.Int64            // when it failed, Unix ns; 0: healthy
+	how    atomic.Pointer[failure] // how it failed last; nil: it never did
+	paused atomic.Bool             // by an operator
+	weight atomic.Int32            // set by an operator; 0: the spec's weight
 
 	requests     atomic.Int64               // reservations held
 	tokens       atomic.Int64               // prompt tokens of those

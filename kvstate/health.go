@@ -22,6 +22,22 @@ const (
 	CauseReplica   HealthCause = "replica"    // another replica noticed
 )
 
+// failure is how an endpoint failed. It is never modified.
+type failure struct {
+	hung  bool // by a timeout
+	cause HealthCause
+}
+
+func (f *failure) hangs() bool { return f != nil && f.hung }
+
+// FailedBy returns the cause for which an endpoint is marked as failed; "" if it is not.
+func (s *Health) FailedBy(e *Endpoint) HealthCause {
+	if how := e.how.Load(); how != nil && e.Failed() {
+		return how.cause
+	}
+	return ""
+}
+
 // MarkFailed marks an endpoint as failed. It returns true if it was not already.
 func (s *Health) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
 
@@ -53,7 +69,11 @@ func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 }
 
 func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
-	e.hung.Store(hung)
+	next := failure{hung, cause}
+	if old := e.how.Load(); old != nil && e.Failed() {
+		next.cause = old.cause // the first one counts
+	}
+	e.how.Store(&next)
 	marked := s.setFailed(e, true)
 	if marked {
 		s.changed()
@@ -87,6 +107,9 @@ func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 // ApplyFailed applies [State.MarkFailed] or [State.MarkGood] of another replica.
 func (s *Health) ApplyFailed(e *Endpoint, failed bool) {
 	if s.setFailed(e, failed) {
+		if failed {
+			e.how.Store(&failure{e.how.Load().hangs(), CauseReplica})
+		}
 		s.healthChanged(e, !failed, CauseReplica)
 	}
 }

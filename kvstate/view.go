@@ -83,7 +83,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
 			e := c.Endpoint
-			hangs := e.Role == RolePrefill && e.hung.Load()
+			hangs := e.Role == RolePrefill && e.how.Load().hangs()
 			if e.Role&^usable != 0 && !e.Paused() && !e.Draining && !hangs {
 				c.Usable = true
 			}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate"
 )
 
 // Notice is something that needs an operator's attention.
@@ -200,11 +201,25 @@ func inState(p *Pool, role, state string) (names []string, of int) {
 		if e.Role == role {
 			of++
 			if e.State == state {
-				names = append(names, e.Name)
+				names = append(names, e.Name+why(&e))
 			}
 		}
 	}
 	return names, of
+}
+
+// why says in brackets why an endpoint is out, and since when; "" if it is not out or nothing is known.
+func why(e *Endpoint) string {
+	cause := map[string]string{
+		string(kvstate.CauseRequest):   "a request failed",
+		string(kvstate.CauseTimeLimit): "a request got no answer in time",
+		string(kvstate.CauseCheck):     "its health check failed",
+		string(kvstate.CauseReplica):   "another replica noticed",
+	}[e.FailedBy]
+	if cause == "" || e.State != "out" {
+		return ""
+	}
+	return fmt.Sprintf(" (%s %v ago)", cause, time.Duration(e.FailedS*float64(time.Second)).Round(time.Second))
 }
 
 // idlePrefill returns the number of the last minute's requests, and the reason, if none of them used the pool's prefill

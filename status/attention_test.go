@@ -48,6 +48,11 @@ func TestAttention(t *testing.T) {
 				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
 		"one of two": {change: func(s *Status) { s.Pools[0].Endpoints[0].State = "out" }, want: []Notice{
 			{false, "chat: 1 of 2 endpoints with role prefill failed: p1. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
+		"one of two, and why": {change: func(s *Status) {
+			e := &s.Pools[0].Endpoints[0]
+			e.State, e.FailedBy, e.FailedS = "out", "check", 12.3
+		}, want: []Notice{
+			{false, "chat: 1 of 2 endpoints with role prefill failed: p1 (its health check failed 12s ago). Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
 		"stale": {change: func(s *Status) { s.Pools[0].Endpoints[2].State = "stale" }, want: []Notice{
 			{false, "chat: 1 of 1 endpoints with role decode sent no metrics for 5s: d1. Decisions go by bookings alone.", "operations.md#when-an-engine-fails"}}},
 		"full": {change: func(s *Status) { s.Pools[0].Endpoints[2].KVUsage, s.Pools[0].Endpoints[2].Waiting = .97, 1 }, want: []Notice{

@@ -77,13 +77,13 @@ type Endpoint struct {
 	Group   string `json:"group,omitempty"`
 	Up      bool   `json:"up"`
 	// up; stale: no recent report of its engine; out: it failed; paused; draining: its pod is terminating
-	State    string `json:"state"`
-	Paused   bool   `json:"paused"`            // by an operator or the configuration, whatever its state
-	Drained  bool   `json:"drained,omitempty"` // paused by the configuration: its weight is 0
-	Weight   int    `json:"weight"`            // per cent
-	Requests int64  `json:"requests"`
-	Tokens   int64  `json:"prompt_tokens"`
-	Hops     int    `json:"hops"` // of the latest requests
+	State  string `json:"state"`
+	Paused bool   `json:"paused"` // by an operator or the configuration, whatever its state
+	Excluded
+	Weight   int   `json:"weight"` // per cent
+	Requests int64 `json:"requests"`
+	Tokens   int64 `json:"prompt_tokens"`
+	Hops     int   `json:"hops"` // of the latest requests
 	// cached of prompt tokens in those, 0 to 1; -1: unknown
 	HitShare float64 `json:"hit_share"`
 	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
@@ -96,6 +96,13 @@ type Endpoint struct {
 	// says so.
 	UnloadableBy []string `json:"unloadable_by,omitempty"`
 	NoPairs      string   `json:"no_pairs,omitempty"`
+}
+
+// Excluded is why an endpoint is not used.
+type Excluded struct {
+	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
+	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
+	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
 }
 
 // Flow is the number of the latest requests that went from one endpoint to another. Prefill is "" if decode worked
@@ -247,9 +254,11 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group,
-			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Drained: e.Drained, Weight: e.Weight(),
+			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
+		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
+		shown.FailedS = f.source.State.FailedFor(e).Seconds()
 		if shown.Name == "" {
 			shown.Name = e.Addr
 		}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate"
 )
 
 // The status is the sum of replicas' reports. Each reports its part ([Feed.report]) when one of them is asked, and
@@ -302,6 +303,9 @@ func (s *Status) addPool(of *Pool) {
 // add adds another replica's part of an endpoint. All have the same report of its engine; the worst state counts.
 func (e *Endpoint) add(o *Endpoint) {
 	e.Requests, e.Tokens = e.Requests+o.Requests, e.Tokens+o.Tokens
+	if e.FailedBy == "" || e.FailedBy == string(kvstate.CauseReplica) && o.FailedBy != "" { // rather who noticed
+		e.FailedBy, e.FailedS = o.FailedBy, o.FailedS
+	}
 	if severity(o.State) > severity(e.State) {
 		e.State, e.Up = o.State, o.Up
 	}
