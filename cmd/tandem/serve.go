@@ -49,7 +49,7 @@ func newServe() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return serve(c.Context(), file, check, live, set, c.ErrOrStderr(), log)
+			return serve(c.Context(), file, check, live, set, c.OutOrStdout(), log)
 		},
 	}
 	f := c.Flags()
@@ -76,7 +76,7 @@ func required(c *cobra.Command, names ...string) {
 }
 
 // serve checks the configuration, or runs the server until ctx ends and lets streams finish.
-func serve(ctx context.Context, file string, check, live bool, set settings, stderr io.Writer, log *slog.Logger) error {
+func serve(ctx context.Context, file string, check, live bool, set settings, stdout io.Writer, log *slog.Logger) error {
 	var also []func(*configv1.Config) config.ValidationErrors
 	if check {
 		also = append(also, checkFiles)
@@ -94,12 +94,12 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 	if check {
 		if live {
 			report := livecheck.Check(ctx, cfg)
-			report.Print(stderr)
+			report.Print(stdout)
 			if err := report.Err(); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)
 			}
 		}
-		fmt.Fprintf(stderr, "%s: valid\n", file)
+		fmt.Fprintf(stdout, "%s: valid\n", file)
 		return nil
 	}
 	return runServer(ctx, file, cfg, set, log)

@@ -150,7 +150,7 @@ func TestValidationErrors(t *testing.T) {
 			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
 		"everything at once": {"admin: {listen: 9090, tokenFle: x}\nenvoy: {maxBodyBytes: 1}\ntracing: 7\npools:\n- {name: a, name: b, kvTransfer: nxil, endpoints: [{address: x, role: 1}, {address: \"d:1\", role: decode}]}\n", []string{
 			`not readable as YAML: line 5: key "name" already set in map`,
-			"admin.listen: must be text, is the number 9090: put it in quotes",
+			"admin.listen: must be host:port, is the number 9090: 127.0.0.1:9090 for this machine alone",
 			"admin.tokenFle: unknown field; did you mean tokenFile?",
 			"envoy.maxBodyBytes: 1 is not between 1024 and 134217728",
 			`pools[0].endpoints[0].address: "x" is not an address: ip:port, [ip]:port or name:port`,

@@ -128,6 +128,8 @@ func checkText(m *ValidationErrors, path string, value any, field string) bool {
 	case ok:
 	case isNumber && slices.Contains(durations(), field):
 		m.add(path, "must have a unit, is %s: %ss for seconds, %sms for milliseconds", number, number, number)
+	case isNumber && slices.Contains([]string{"listen", "address", "admin"}, field):
+		m.add(path, "must be host:port, is the number %s: 127.0.0.1:%s for this machine alone", number, number)
 	case value == nil:
 		m.add(path, "is empty")
 	default:
