@@ -55,7 +55,7 @@ var documentedRun = []string{
 
 // documentedShows has the output that pages show for commands.
 var documentedShows = map[string]string{
-	"tandem requests -f tandem.yaml": `(?s)split +127.*decode_alone \(cheaper\) +-`,
+	"tandem requests -f tandem.yaml": `(?s)split +127.*decode_alone \(cheaper than two hops\) +-`,
 	// A few milliseconds decide which is cheaper, depending on the time since earlier requests.
 	"tandem explain -f tandem.yaml --tokens 8000": `^(Split: \S+ computes the prompt, \S+ answers|Decode alone on \S+): .* cheaper than`,
 	"tandem status -f tandem.yaml":                `(?s)^Tandem .*ready.*prefill +up`,
