@@ -158,10 +158,18 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	}
 }
 
-// Prefills reports whether any endpoint of the view can prefill now.
+// Prefills reports whether any endpoint of the view can prefill now for one of its group that can decode.
 func (v *View) Prefills() bool {
-	for i := range v.Endpoints {
-		if c := &v.Endpoints[i]; c.Usable && c.Endpoint.Role&RolePrefill != 0 {
+	roles, group := Role(0), ""
+	for i := range v.Endpoints { // sorted by group
+		c := &v.Endpoints[i]
+		if c.Endpoint.Group != group {
+			roles, group = 0, c.Endpoint.Group
+		}
+		if c.Usable {
+			roles |= c.Endpoint.Role
+		}
+		if roles&(RolePrefill|RoleDecode) == RolePrefill|RoleDecode {
 			return true
 		}
 	}
