@@ -47,6 +47,12 @@ func kubeTool(t testing.TB, name string) string {
 	if os.Getenv("TANDEM_KUBE") == "" {
 		t.Skip("takes a real kube-apiserver: make e2e-kube")
 	}
+	return builtTool(t, name)
+}
+
+// builtTool is kubeTool for tests that need no API server.
+func builtTool(t testing.TB, name string) string {
+	t.Helper()
 	dir := os.Getenv("TANDEM_KUBE_BIN")
 	if dir == "" {
 		home, err := os.UserHomeDir()

@@ -48,14 +48,7 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 	if os.Getenv("TANDEM_GATEWAY") == "" {
 		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
 	}
-	dir := os.Getenv("TANDEM_KUBE_BIN")
-	if dir == "" {
-		home, err := os.UserHomeDir()
-		require.NoError(t, err)
-		dir = filepath.Join(home, ".cache/tandem/bin")
-	}
-	program := filepath.Join(dir, "envoy-gateway")
-	require.FileExists(t, program, "scripts/kube-tools.sh envoy-gateway builds it")
+	program := builtTool(t, "envoy-gateway")
 	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 4, decodes: 4,
 		mix: []string{"nixl", "sglang"},
 		top: "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"})

@@ -65,14 +65,7 @@ func inFront(c *configv1.Config) ([]byte, error) {
 // Behind a listener that is not ours everything is as in an Envoy of our own.
 func TestEnvoyBehind(t *testing.T) {
 	s := newStandOf(t, standConfig, inFront)
-	t.Run("two hops", s.testTwoHops)
-	t.Run("what a client must not set", s.testForged)
-	t.Run("how bodies come", s.testModes)
-	t.Run("paths", s.testPaths)
-	t.Run("replan", s.testReplan)
-	t.Run("early answers", s.testEarlyAnswers)
-	t.Run("circle", s.testCircle)
-	t.Run("immediate", s.testImmediate)
+	s.testRequests(t)
 	t.Run("refusals", s.testRefusals)
 }
 

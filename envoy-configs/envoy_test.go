@@ -50,6 +50,13 @@ func (s *stand) do(t *testing.T, r *http.Request) answer {
 // TestEnvoy holds what the server relies on against the real Envoy.
 func TestEnvoy(t *testing.T) {
 	s := newStand(t, standConfig)
+	s.testRequests(t)
+	t.Run("local replies", s.testLocalReplies)
+}
+
+// testRequests holds what an Envoy does with requests, wherever Tandem's main listener stands in it.
+func (s *stand) testRequests(t *testing.T) {
+	t.Helper()
 	t.Run("two hops", s.testTwoHops)
 	t.Run("what a client must not set", s.testForged)
 	t.Run("how bodies come", s.testModes)
@@ -58,7 +65,6 @@ func TestEnvoy(t *testing.T) {
 	t.Run("early answers", s.testEarlyAnswers)
 	t.Run("circle", s.testCircle)
 	t.Run("immediate", s.testImmediate)
-	t.Run("local replies", s.testLocalReplies)
 }
 
 func (s *stand) testTwoHops(t *testing.T) {

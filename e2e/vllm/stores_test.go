@@ -5,7 +5,6 @@ package vllm
 import (
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"testing"
 	"time"
@@ -21,11 +20,7 @@ func TestRealStores(t *testing.T) {
 	if dialect() != "shared" && dialect() != "multi" {
 		t.Skip("engines of another dialect")
 	}
-	s := &suite{stack: newStack(t), prompts: prompts{rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))}, report: &report{}, start: map[string]float64{}}
-	for _, counter := range counters {
-		s.start[counter] = total(t, s.engines(), counter)
-	}
-	s.report.versions = s.versions(t)
+	s := newSuite(t, uint64(time.Now().UnixNano()))
 	defer s.report.print(t)
 	s.run(t, "every API", s.storedAPIs)
 	s.run(t, "several clients, some leave", s.storedTogether)

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net/http"
 	"os"
 	"slices"
@@ -25,11 +24,7 @@ func TestRealTurns(t *testing.T) {
 	if !bidirectional() {
 		t.Skip("engines without bidirectional_kv_xfer")
 	}
-	s := &suite{stack: newStack(t), prompts: prompts{rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))}, report: &report{}, start: map[string]float64{}}
-	for _, counter := range counters {
-		s.start[counter] = total(t, s.engines(), counter)
-	}
-	s.report.versions = s.versions(t)
+	s := newSuite(t, uint64(time.Now().UnixNano()))
 	defer s.report.print(t)
 	s.run(t, "completions of token ids", s.turnsOfIDs)
 	s.run(t, "chats", s.turnsOfChats)

@@ -55,12 +55,7 @@ func TestRealVLLM(t *testing.T) {
 		require.NoError(t, err)
 	}
 	t.Logf("TANDEM_VLLM_SEED=%d", seed)
-	s := &suite{stack: newStack(t), prompts: prompts{rand.New(rand.NewPCG(seed, 0))}, report: &report{}, start: map[string]float64{}}
-	for _, counter := range counters {
-		s.start[counter] = total(t, s.engines(), counter)
-	}
-	s.report.versions = s.versions(t)
-
+	s := newSuite(t, seed)
 	defer s.report.print(t) // as far as it got
 	s.run(t, "same text", s.sameText)
 	s.run(t, "KV moved by NIXL", s.kvMoved)
@@ -70,6 +65,18 @@ func TestRealVLLM(t *testing.T) {
 	s.run(t, "other doors", s.otherDoors)
 	s.run(t, "mixed and aborted", s.mixed)
 	s.run(t, "nothing left at the end", s.nothingLeft)
+}
+
+// newSuite returns a suite in front of the engines, with the engines' counters as they are now.
+func newSuite(t *testing.T, seed uint64) *suite {
+	s := &suite{
+		stack: newStack(t), prompts: prompts{rand.New(rand.NewPCG(seed, 0))}, report: &report{}, start: map[string]float64{},
+	}
+	for _, counter := range counters {
+		s.start[counter] = total(t, s.engines(), counter)
+	}
+	s.report.versions = s.versions(t)
+	return s
 }
 
 // run is t.Run that stops everything at the first failure: after it the engines are in an unknown state.

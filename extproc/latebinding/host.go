@@ -94,11 +94,7 @@ func (q *Queue) look(r *Waiter, v *kvstate.View) *picker.Request {
 	if r.hitsOf != q.pool || now.Sub(r.hitsAt) > HitsTTL {
 		q.State.Hits(q.pool, r.of.Hashes, v)
 		r.of.MatchTokens(q.pool, v)
-		r.hits = r.hits[:0]
-		for i := range v.Endpoints {
-			r.hits = append(r.hits, v.Endpoints[i].HeldBlocks())
-		}
-		r.hitsOf, r.hitsAt = q.pool, now
+		r.save(v, q.pool, now)
 		if r.published {
 			q.publish(r)
 		}

@@ -129,6 +129,14 @@ type cachedHits struct {
 	hitsAt time.Time
 }
 
+// save keeps the cache hits of a view of a pool.
+func (h *cachedHits) save(v *kvstate.View, of *kvstate.Pool, at time.Time) {
+	h.hits, h.hitsOf, h.hitsAt = h.hits[:0], of, at
+	for i := range v.Endpoints {
+		h.hits = append(h.hits, v.Endpoints[i].HeldBlocks())
+	}
+}
+
 // settlement is the choice for a request.
 type settlement struct {
 	settled         bool
@@ -176,10 +184,7 @@ func (q *Queue) Choose(
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
 		cachedHits: cachedHits{hits: r.hits[:0]},
 	}
-	for i := range v.Endpoints {
-		r.hits = append(r.hits, v.Endpoints[i].HeldBlocks())
-	}
-	r.hitsOf, r.hitsAt = of.Pool, r.came
+	r.save(v, of.Pool, r.came)
 	if blocked, waits := q.enter(r); waits {
 		q.wait(ctx, r)
 		waited = time.Since(r.came)

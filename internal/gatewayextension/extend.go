@@ -103,11 +103,7 @@ func (e *extension) find(raw []byte) error {
 
 // extendTable makes the routes of a route configuration lead to Tandem if one of the filters is enabled on them.
 func (e *extension) extendTable(raw []byte) ([]byte, error) {
-	mentioned := false
-	for name := range e.filters {
-		mentioned = mentioned || bytes.Contains(raw, []byte(name))
-	}
-	if !mentioned {
+	if !mentions(raw, e.filters) {
 		return raw, nil
 	}
 	var table routev3.RouteConfiguration
@@ -167,11 +163,7 @@ func (e *extension) extendRoute(table string, r *routev3.Route) {
 // extendListener gives the own answers of a listener with routes to Tandem OpenAI's shape, for requests to these
 // routes.
 func (e *extension) extendListener(raw []byte) ([]byte, error) {
-	mentioned := false
-	for name := range e.tables {
-		mentioned = mentioned || bytes.Contains(raw, []byte(name))
-	}
-	if !mentioned {
+	if !mentions(raw, e.tables) {
 		return raw, nil
 	}
 	out := raw
@@ -191,6 +183,16 @@ func (e *extension) extendListener(raw []byte) ([]byte, error) {
 		return nil
 	}, &out)
 	return out, err
+}
+
+// mentions reports whether a resource may refer to one of some names: if not, it need not be read.
+func mentions(raw []byte, names map[string]bool) bool {
+	for name := range names {
+		if bytes.Contains(raw, []byte(name)) {
+			return true
+		}
+	}
+	return false
 }
 
 // eachManager calls f with each HTTP connection manager of a listener. If out is not nil, it gets the listener with

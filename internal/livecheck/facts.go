@@ -74,7 +74,7 @@ const maxInfo = 4 << 20
 func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
 	info.Facts = map[kvtransfer.Fact]string{}
 	read := func(path string, into any) bool {
-		status, body, err := get(ctx, client, engine, path, maxInfo)
+		status, body, err := client.GetAll(ctx, engine, path, maxInfo)
 		return err == nil && status == http.StatusOK && json.Unmarshal(body, into) == nil
 	}
 	var version struct{ Version string }
@@ -92,7 +92,7 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 	if read("/v1/models", &models) && len(models.Data) > 0 {
 		info.know(kvtransfer.FactModel, models.Data[0].Root)
 	}
-	if status, body, err := get(ctx, client, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
+	if status, body, err := client.GetAll(ctx, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
 		if line := cacheConfig.FindSubmatch(body); line != nil {
 			info.Engine = engineVLLM
 			info.know(kvtransfer.FactKVDtype, label(line[1], "cache_dtype"))

@@ -125,7 +125,7 @@ func askEngine(
 	ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint,
 ) (a engineAnswer) {
 	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme()}}
-	status, _, err := get(ctx, client, engine, "/health", 64<<10)
+	status, _, err := client.GetAll(ctx, engine, "/health", 64<<10)
 	if err != nil || status >= http.StatusInternalServerError {
 		why := "status " + strconv.Itoa(status)
 		if err != nil {
@@ -237,17 +237,4 @@ func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) 
 		}
 	}
 	return nil
-}
-
-// get reads an answer of at most limit bytes.
-func get(
-	ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint, path string, limit int64,
-) (status int, body []byte, err error) {
-	resp, err := client.Get(ctx, e, path)
-	if err != nil {
-		return 0, nil, err
-	}
-	defer resp.Body.Close()
-	body, err = enginehttp.ReadAll(resp, limit)
-	return resp.StatusCode, body, err
 }

@@ -91,7 +91,7 @@ func (p *Prober) wait(ctx context.Context, pause time.Duration, probes *sync.Wai
 		case <-over.C:
 			return true
 		case e := <-p.checks:
-			p.startCheck(ctx, e, probes)
+			p.start(ctx, p.checking, e, probes, p.checkHealth)
 		}
 	}
 }
@@ -110,23 +110,25 @@ func (p *Prober) Check(e *kvstate.Endpoint) {
 	}
 }
 
-// startCheck starts a check of an endpoint that has none.
-func (p *Prober) startCheck(ctx context.Context, e *kvstate.Endpoint, probes *sync.WaitGroup) {
+// start starts a probe of an endpoint, unless one of its kind is in progress there.
+func (p *Prober) start(
+	ctx context.Context, inProgress map[*kvstate.Endpoint]bool, e *kvstate.Endpoint, probes *sync.WaitGroup,
+	probe func(context.Context, *kvstate.Endpoint),
+) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.checking[e] {
+	if inProgress[e] {
 		return
 	}
-	p.checking[e] = true
+	inProgress[e] = true
 	probes.Go(func() {
 		defer func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			delete(p.checking, e)
-			p.next[e] = time.Now().Add(checkBusyEvery)
+			delete(inProgress, e)
 		}()
 		defer guard.Recover(ctx, "probes")
-		p.checkHealth(ctx, e)
+		probe(ctx, e)
 	})
 }
 
@@ -135,9 +137,14 @@ func (p *Prober) startCheck(ctx context.Context, e *kvstate.Endpoint, probes *sy
 func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 	asking, stop := context.WithTimeout(ctx, healthTimeout)
 	defer stop()
+	defer func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.next[e] = time.Now().Add(checkBusyEvery)
+	}()
 	recovers := e.Failed() // an answer to a check that began before the failure proves nothing
 	for {
-		status, _, err := p.get(asking, e, "/health")
+		status, _, err := p.client.GetAll(asking, e, "/health", maxModels)
 		switch {
 		case ctx.Err() != nil:
 			return
@@ -177,18 +184,14 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 			seen[e] = true
 			if e.Failed() {
 				failed = true
-				p.startCheck(ctx, e, probes)
+				p.start(ctx, p.checking, e, probes, p.checkHealth)
 				continue
 			}
 			if p.checkDue(e, now) {
-				p.startCheck(ctx, e, probes)
+				p.start(ctx, p.checking, e, probes, p.checkHealth)
 			}
-			if p.modelsDue(e, now) && p.claim(e) {
-				probes.Go(func() {
-					defer p.unclaim(e)
-					defer guard.Recover(ctx, "probes")
-					p.askModels(ctx, e)
-				})
+			if p.modelsDue(e, now) {
+				p.start(ctx, p.busy, e, probes, p.askModels)
 			}
 		}
 	}
@@ -204,22 +207,6 @@ func (p *Prober) checkDue(e *kvstate.Endpoint, now time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return !now.Before(p.next[e])
-}
-
-func (p *Prober) claim(e *kvstate.Endpoint) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.busy[e] {
-		return false
-	}
-	p.busy[e] = true
-	return true
-}
-
-func (p *Prober) unclaim(e *kvstate.Endpoint) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.busy, e)
 }
 
 func (p *Prober) modelsDue(e *kvstate.Endpoint, now time.Time) bool {
@@ -253,7 +240,7 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	}
 	ctx, stop := context.WithTimeout(ctx, modelsTimeout)
 	defer stop()
-	status, body, err := p.get(ctx, e, "/v1/models")
+	status, body, err := p.client.GetAll(ctx, e, "/v1/models", maxModels)
 	if err == nil && status != http.StatusOK {
 		err = fmt.Errorf("asking %s for its models: status %d", e.Addr, status)
 	}
@@ -275,16 +262,4 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	p.mu.Lock()
 	p.asked[e] = time.Now().Add(next)
 	p.mu.Unlock()
-}
-
-// get fetches a path; an answer of more than maxModels bytes is an error.
-func (p *Prober) get(ctx context.Context, e *kvstate.Endpoint, path string) (status int, body []byte, err error) {
-	resp, err := p.client.Get(ctx, e, path) //nolint:bodyclose // ReadAll closes it
-	if err != nil {
-		return 0, nil, err
-	}
-	if body, err = enginehttp.ReadAll(resp, maxModels); err != nil {
-		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
-	}
-	return resp.StatusCode, body, nil
 }

@@ -64,6 +64,20 @@ func (c *Client) Get(ctx context.Context, e *kvstate.Endpoint, path string) (*ht
 	return c.do(ctx, e, http.MethodGet, path, nil, nil)
 }
 
+// GetAll requests a path of an endpoint, and reads the answer of at most limit bytes; a longer one is an error.
+func (c *Client) GetAll(
+	ctx context.Context, e *kvstate.Endpoint, path string, limit int64,
+) (status int, body []byte, err error) {
+	resp, err := c.Get(ctx, e, path)
+	if err != nil {
+		return 0, nil, err
+	}
+	if body, err = ReadAll(resp, limit); err != nil {
+		return 0, nil, fmt.Errorf("asking %s: %w", e.Addr, err)
+	}
+	return resp.StatusCode, body, nil
+}
+
 // Post sends JSON to a path of an endpoint, with additional headers.
 func (c *Client) Post(ctx context.Context, e *kvstate.Endpoint, path string, body []byte,
 	header http.Header) (*http.Response, error) {

@@ -215,7 +215,10 @@ func (o *Operator) run(ctx context.Context) {
 		next, err := o.read(ctx, from)
 		if from = next; err != nil && ctx.Err() == nil {
 			o.log.Debug("reading operators' questions from redis", "err", err)
-			pause(ctx, retryAfter)
+			select {
+			case <-ctx.Done():
+			case <-time.After(retryAfter):
+			}
 		}
 	}
 }
@@ -288,14 +291,5 @@ func (o *Operator) reply(ctx context.Context, question string, answer []byte) {
 	pipe.PExpire(ctx, key, answerTTL)
 	if _, err := pipe.Exec(ctx); err != nil {
 		o.log.Debug("answering an operator's question", "err", err)
-	}
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-ctx.Done():
-	case <-t.C:
 	}
 }
