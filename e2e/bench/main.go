@@ -23,8 +23,13 @@
 //
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
 //
+// What a request costs with 1, 4 or 16 replicas and a Redis is measured by
+//
+//	go run ./e2e/bench -fleet 1,4,16 -rate 200 -shapes json1k -rounds 3
+//
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
-// report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers.
+// report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
+// several replicas.
 package main
 
 import (
@@ -68,12 +73,13 @@ type options struct {
 	profiles   string
 	variants   []variant // the first is called tandem
 	peers      []peer
+	fleet      []int // numbers of replicas for the fleet mode; none: the other mode
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
 	o := options{}
 	base := variant{name: "tandem"}
-	var shapes, clients, env, vllm, sglang string
+	var shapes, clients, env, vllm, sglang, fleet string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
@@ -99,6 +105,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		o.variants = append(o.variants, added)
 		return err
 	})
+	f.StringVar(&fleet, "fleet", "", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
+		"second of the first shape (fleet.go)")
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
 	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
@@ -127,6 +135,13 @@ func parse(args []string, stderr io.Writer) (options, error) {
 			return o, fmt.Errorf("-clients: %q is not a number of clients", text)
 		}
 		o.clients = append(o.clients, n)
+	}
+	for text := range strings.FieldsFuncSeq(fleet, func(r rune) bool { return r == ',' }) {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || o.rate <= 0 {
+			return o, fmt.Errorf("-fleet: %q is not a number of replicas, or there is no -rate", text)
+		}
+		o.fleet = append(o.fleet, n)
 	}
 	if o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.rate < 0 || o.tokenTime <= 0 {
 		return o, errors.New("-rounds, -workers, -requests and -rate are numbers of things, -token-time a time")
@@ -174,6 +189,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		runtime.NumCPU(), runtime.Version(), l.versions(ctx)+l.peerVersions(ctx, o.peers))
 	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds,
 		prompts(o.fresh))
+	if len(o.fleet) > 0 {
+		return l.fleet(ctx, o, stdout)
+	}
 	r := newReport(l.stacks)
 	for _, s := range o.shapes {
 		for _, clients := range o.clients {

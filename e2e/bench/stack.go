@@ -33,6 +33,7 @@ type variant struct {
 	name, bodyMode string
 	binary         string // "": the one built
 	redis          bool   // Tandem shares its state through a Redis
+	replicas       int    // 0: one
 	env            []string
 }
 
@@ -42,8 +43,12 @@ type stack struct {
 	addr          string             // where clients connect
 	addrs         map[string]string  // the same by model, of a peer
 	routers       []*process.Process // of a peer; Tandem's Redis
-	admin         string             // Tandem's
-	envoy, tandem *process.Process
+	redis         string             // address
+	admins        []string           // of all replicas
+	admin         string             // Tandem's, the first replica's
+	envoyAdmin    string
+	envoy, tandem *process.Process   // the first replica
+	tandems       []*process.Process // all replicas
 	pairs         map[string]pair
 }
 
@@ -52,6 +57,7 @@ type lab struct {
 	log io.Writer
 	process.Group
 	envoyPath string
+	bin       string
 	tokenTime time.Duration // of paced engines
 	rate      float64       // requests per second of all clients; 0: as fast as possible
 	pairs     map[string]pair
@@ -72,10 +78,14 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 		return err
 	}
 	l.pairs = map[string]pair{}
+	l.bin = bin
 	for _, name := range []string{instant, paced} {
 		if l.pairs[name], err = l.startPair(ctx, bin, name, "nixl-"+name, "nixl"); err != nil {
 			return err
 		}
+	}
+	if len(o.fleet) > 0 {
+		return nil
 	}
 	if err := l.startFloor(ctx, o); err != nil {
 		return fmt.Errorf("starting the floor: %w", err)
@@ -186,38 +196,58 @@ func (l *lab) startFloor(ctx context.Context, o options) error {
 }
 
 func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
-	ports, err := process.FreePorts(5)
+	ports, err := process.FreePorts(2)
+	if err != nil {
+		return err
+	}
+	replicas, err := replicaPorts(max(v.replicas, 1))
 	if err != nil {
 		return err
 	}
 	var config strings.Builder
-	fmt.Fprintf(&config, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, "+
-		"admin: %q, bodyMode: %s}\npools:\n",
-		ports[2], ports[3], ports[4], ports[0], ports[1], v.bodyMode)
+	config.WriteString("pools:\n")
 	for name, p := range l.pairs {
 		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  endpoints: "+
 			"[{address: %q, role: prefill}, {address: %q, role: decode}]\n",
 			name, name, p.prefill, p.decode)
 	}
-	s := &stack{name: v.name, addr: ports[0], admin: "http://" + ports[4], pairs: l.pairs}
+	s := &stack{name: v.name, addr: ports[0], envoyAdmin: ports[1], pairs: l.pairs}
 	if v.redis {
-		redis, url, err := l.startRedis(ctx, v.name)
+		redis, addr, err := l.startRedis(ctx, v.name)
 		if err != nil {
 			return err
 		}
-		s.routers = append(s.routers, redis)
-		fmt.Fprintf(&config, "state: {redis: {url: %q}}\n", url)
+		s.routers, s.redis = append(s.routers, redis), addr
+		fmt.Fprintf(&config, "state: {redis: {url: %q}}\n", "redis://"+addr)
 	}
-	file := filepath.Join(l.Dir, v.name+".yaml")
-	if err := os.WriteFile(file, []byte(config.String()), 0o600); err != nil {
-		return err
+	var extProcs, replans []string
+	for _, r := range replicas {
+		extProcs, replans = append(extProcs, strconv.Quote(r.extProc)), append(replans, strconv.Quote(r.replan))
 	}
-	if s.tandem, err = l.Start(v.name+"-tandem", v.env, v.binary, "serve", "-f", file); err != nil {
-		return err
+	fmt.Fprintf(&config, "envoy: {listen: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", ports[0],
+		ports[1], v.bodyMode, strings.Join(extProcs, ", "), strings.Join(replans, ", "))
+	file := ""
+	for i, r := range replicas {
+		name := v.name
+		if i > 0 {
+			name += strconv.Itoa(i)
+		}
+		own := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", r.extProc, r.replan,
+			r.admin) + config.String()
+		file = filepath.Join(l.Dir, name+".yaml")
+		if err := os.WriteFile(file, []byte(own), 0o600); err != nil {
+			return err
+		}
+		t, err := l.Start(name+"-tandem", v.env, v.binary, "serve", "-f", file)
+		if err != nil {
+			return err
+		}
+		s.tandems, s.admins = append(s.tandems, t), append(s.admins, "http://"+r.admin)
+		if err := t.Wait(ctx, "http://"+r.admin+"/readyz"); err != nil {
+			return err
+		}
 	}
-	if err := s.tandem.Wait(ctx, s.admin+"/readyz"); err != nil {
-		return err
-	}
+	s.tandem, s.admin = s.tandems[0], s.admins[0]
 	bootstrap, err := exec.CommandContext(ctx, v.binary, "envoy", "-f", file).Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
@@ -229,7 +259,7 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	return s.envoy.Wait(ctx, "http://"+s.addr+"/v1/models")
 }
 
-// startRedis starts a Redis that keeps nothing on disk.
+// startRedis starts a Redis that keeps nothing on disk, and returns its address.
 func (l *lab) startRedis(ctx context.Context, name string) (*process.Process, string, error) {
 	path := cmp.Or(os.Getenv("REDIS_SERVER"), "redis-server")
 	if _, err := exec.LookPath(path); err != nil {
@@ -247,7 +277,7 @@ func (l *lab) startRedis(ctx context.Context, name string) (*process.Process, st
 	for {
 		conn, err := new(net.Dialer).DialContext(ctx, "tcp", ports[0])
 		if err == nil {
-			return p, "redis://" + ports[0], conn.Close()
+			return p, ports[0], conn.Close()
 		}
 		if _, gone := p.CPU(); gone != nil || ctx.Err() != nil {
 			return nil, "", fmt.Errorf("redis-server does not accept connections: %w", err)

@@ -130,6 +130,20 @@ func (p *Process) CPU() (time.Duration, error) {
 	return time.Duration(t.Nano()), nil
 }
 
+// Wakeups returns how often threads of the process that still run went to sleep and woke up (voluntary context
+// switches).
+func (p *Process) Wakeups() (n int64) {
+	tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", p.cmd.Process.Pid))
+	for _, file := range tasks {
+		text, _ := os.ReadFile(file)
+		_, rest, _ := strings.Cut(string(text), "\nvoluntary_ctxt_switches:")
+		line, _, _ := strings.Cut(rest, "\n")
+		v, _ := strconv.ParseInt(strings.TrimSpace(line), 10, 64)
+		n += v
+	}
+	return n
+}
+
 // Resident returns the resident memory of the process, in bytes; 0 if it is unknown.
 func (p *Process) Resident() int64 { return p.memory("VmRSS:") }
 
