@@ -24,41 +24,42 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
-	"kvstate":                    {"kvstate/prefixindex"},
-	"kvstate/prefixindex":        {},
-	"kvstate/enginehttp":         {"kvstate"},
-	"kvstate/discovery":          {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":           {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"}, // the last two in tests
-	"kvstate/registrations":      {"internal/zmtp", "e2e/loopback"},                                                                           // the last in tests
-	"kvstate/redisstore":         {"internal/guard", "kvstate", "kvstate/prefixindex", "protos/state/v1", "e2e/loopback"},                     // the last in tests
-	"kvstate/scrape":             {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"internal/zmtp":              {"internal/guard"},
-	"kvstate/notices":            {"internal/zmtp"},
-	"kvstate/tokenize":           {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/operator":           {"internal/guard", "kvstate", "kvstate/redisstore", "e2e/loopback"}, // the last in tests
-	"picker":                     {"kvstate"},
-	"picker/admission":           {"kvstate", "picker"},
-	"replay":                     {"kvstate", "picker", "picker/admission"},
-	"extproc/openai":             {},
-	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
-	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest"},
-	"extproc/envoywire/wiretest": {},                                                                  // for tests
-	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
-	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
-	"extproc/latebinding":        {"extproc/kvtransfer", "extproc/openai", "extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission"}, // the first two in tests
-	"extproc/answer":             {"extproc/kvtransfer", "extproc/openai"},
-	"extproc/concurrent":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
-	"extproc/endpointpicker":     {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
-	"extproc/paths":              {},
-	"extproc":                    {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
-	"protos/config/v1":           {},
-	"internal/config":            {"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
-	"protos/state/v1":            {},
-	"protos/ticket/v1":           {},
-	"protos/envoygateway/v1":     {},
-	"envoy-configs":              {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                    // the last in tests
-	"cmd/tandem":                 {"internal/guard", "internal/livecheck", "internal/orders", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
+	"kvstate":                        {"kvstate/prefixindex"},
+	"kvstate/prefixindex":            {},
+	"kvstate/enginehttp":             {"kvstate"},
+	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"},               // the last two in tests
+	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                         // the last in tests
+	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback"}, // the last in tests
+	"kvstate/redisstore/redisclient": {},
+	"kvstate/scrape":                 {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"internal/zmtp":                  {"internal/guard"},
+	"kvstate/notices":                {"internal/zmtp"},
+	"kvstate/tokenize":               {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/operator":               {"internal/guard", "kvstate", "kvstate/redisstore", "e2e/loopback"}, // the last in tests
+	"picker":                         {"kvstate"},
+	"picker/admission":               {"kvstate", "picker"},
+	"replay":                         {"kvstate", "picker", "picker/admission"},
+	"extproc/openai":                 {},
+	"extproc/telemetry":              {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
+	"extproc/envoywire":              {"extproc/openai", "extproc/envoywire/wiretest"},
+	"extproc/envoywire/wiretest":     {},                                                                  // for tests
+	"extproc/kvtransfer":             {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
+	"extproc/plan":                   {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
+	"extproc/reclaim":                {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc/latebinding":            {"extproc/kvtransfer", "extproc/openai", "extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission"}, // the first two in tests
+	"extproc/answer":                 {"extproc/kvtransfer", "extproc/openai"},
+	"extproc/concurrent":             {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
+	"extproc/endpointpicker":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc/paths":                  {},
+	"extproc":                        {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
+	"protos/config/v1":               {},
+	"internal/config":                {"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
+	"protos/state/v1":                {},
+	"protos/ticket/v1":               {},
+	"protos/envoygateway/v1":         {},
+	"envoy-configs":                  {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                    // the last in tests
+	"cmd/tandem":                     {"internal/guard", "internal/livecheck", "internal/orders", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last three in tests
 	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},
@@ -100,7 +101,7 @@ var guarded = map[string][]string{
 	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
 	"google.golang.org/grpc":     {"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
-	"github.com/redis/":          {"kvstate/redisstore", "kvstate/operator"},
+	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
 	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "internal/gatewayextension (test)", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},

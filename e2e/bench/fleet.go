@@ -248,9 +248,10 @@ func writeFleet(stdout io.Writer, o options, rows map[int][]fleetRow) error {
 		if i == 0 {
 			one = sum
 		}
-		fmt.Fprintf(w, "| %d\t| %.3f\t| %.3f\t| %.3f\t| %.3f\t| %.2f\t| %.1f\t| %.1f\t| %.2f\t| %.0f\t| %.2f\t| %.0f\t| "+
-			"%.2f\t| %.2f\t| %.2f\t| %.0f\t| %.0f\t|\n",
-			n, m[0], m[1], m[2], sum, sum/one, idle[1]+idle[2], m[3], m[4], m[5], m[6], m[7], m[12], m[11], m[8], m[9], m[10])
+		fmt.Fprintf(w, "| %d\t| %.3f\t| %.3f\t| %.3f\t| %.3f\t| %.2f\t| %.1f\t| %.1f\t| %.2f\t| %.0f\t| %.2f\t| "+
+			"%.0f\t| %.2f\t| %.2f\t| %.2f\t| %.0f\t| %.0f\t|\n",
+			n, m[0], m[1], m[2], sum, sum/one, idle[1]+idle[2], m[3], m[4], m[5], m[6], m[7], m[12], m[11], m[8],
+			m[9], m[10])
 	}
 	return w.Flush()
 }

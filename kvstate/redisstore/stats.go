@@ -1,13 +1,10 @@
 package redisstore
 
 import (
-	"context"
-	"errors"
-	"net"
 	"sync/atomic"
 	"time"
 
-	"github.com/redis/go-redis/v9"
+	"tandem/kvstate/redisstore/redisclient"
 )
 
 // Stats are the statistics of the traffic between this replica and Redis since its start.
@@ -77,69 +74,21 @@ func (l *lag) read() (out Lag) {
 
 // counters are the live counters behind Stats.
 type counters struct {
-	commands, bytesSent, bytesRead, batchesSent, batchesRead, errors atomic.Int64
-	dropped, gaps, unknown, snapshots, spendUnknown, eventsDropped   atomic.Int64
-	noticesDropped                                                   atomic.Int64
-	lag                                                              lag
+	redisclient.Counts
+	batchesSent, batchesRead                                       atomic.Int64
+	dropped, gaps, unknown, snapshots, spendUnknown, eventsDropped atomic.Int64
+	noticesDropped                                                 atomic.Int64
+	lag                                                            lag
 }
 
 // Stats returns the current statistics.
 func (s *Store) Stats() Stats {
 	c := &s.counters
 	return Stats{
-		Commands: c.commands.Load(), BytesSent: c.bytesSent.Load(), BytesRead: c.bytesRead.Load(),
-		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.errors.Load(),
+		Commands: c.Commands.Load(), BytesSent: c.BytesSent.Load(), BytesRead: c.BytesRead.Load(),
+		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.Errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
 		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(),
 		NoticesDropped: c.noticesDropped.Load(), Lag: c.lag.read(),
-	}
-}
-
-// countedConn counts the bytes of a connection.
-type countedConn struct {
-	net.Conn
-	c *counters
-}
-
-func (c *countedConn) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	c.c.bytesRead.Add(int64(n))
-	return n, err
-}
-
-func (c *countedConn) Write(b []byte) (int, error) {
-	n, err := c.Conn.Write(b)
-	c.c.bytesSent.Add(int64(n))
-	return n, err
-}
-
-// counting is the hook that counts commands.
-type counting struct{ c *counters }
-
-func (h counting) DialHook(next redis.DialHook) redis.DialHook { return next }
-
-func (h counting) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
-	return func(ctx context.Context, cmd redis.Cmder) error {
-		h.c.commands.Add(1)
-		err := next(ctx, cmd)
-		h.failed(err)
-		return err
-	}
-}
-
-func (h counting) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
-	return func(ctx context.Context, cmds []redis.Cmder) error {
-		h.c.commands.Add(int64(len(cmds)))
-		err := next(ctx, cmds)
-		for _, cmd := range cmds { // err is the first of theirs, and "there is none" is one
-			h.failed(cmd.Err())
-		}
-		return err
-	}
-}
-
-func (h counting) failed(err error) {
-	if err != nil && !errors.Is(err, redis.Nil) && !errors.Is(err, context.Canceled) {
-		h.c.errors.Add(1)
 	}
 }

@@ -57,7 +57,7 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	}
 	s.link.since = time.Now()
 	var err error
-	if s.client, err = o.client(&s.counters); err != nil {
+	if s.client, err = o.client(&s.counters.Counts); err != nil {
 		return nil, err
 	}
 	s.pools()
