@@ -39,6 +39,10 @@ func newServe() *cobra.Command {
 		Long: "Run the server until SIGTERM, then let streams finish. Changes of the file take effect while it runs.\n" +
 			"With --check, validate the configuration, report all errors, and exit.",
 		RunE: func(c *cobra.Command, _ []string) error {
+			if live && !check {
+				return errors.New("--live belongs to --check: add --check to ask the engines and exit, or leave out " +
+					"--live; a server that starts asks them by itself")
+			}
 			to := c.ErrOrStderr()
 			if !check {
 				lines := newLogWriter(to)

@@ -21,13 +21,14 @@ import (
 
 // engineInfo is an engine's report about itself. "" and 0: not reported.
 type engineInfo struct {
-	Version   string // vLLM at /version, SGLang at /server_info
-	Mode      string // SGLang: prefill, decode, null; "": another engine
-	Bootstrap int32  // SGLang's --disaggregation-bootstrap-port
-	Engine    string // vLLM or SGLang, if an answer reveals it
-	Connector string // vLLM's kv_connector
-	KVRole    string // vLLM's kv_role
-	TP        int32  // tensor-parallel ranks
+	Version   string   // vLLM at /version, SGLang at /server_info
+	Mode      string   // SGLang: prefill, decode, null; "": another engine
+	Bootstrap int32    // SGLang's --disaggregation-bootstrap-port
+	Engine    string   // one of kvtransfer's Engine constants, if an answer reveals it
+	Models    []string // ids of GET /v1/models, adapters included
+	Connector string   // vLLM's kv_connector
+	KVRole    string   // vLLM's kv_role
+	TP        int32    // tensor-parallel ranks
 	Facts     map[kvtransfer.Fact]string
 }
 
@@ -62,11 +63,27 @@ type serverInfo struct {
 // cacheConfig is a line of vLLM's metrics: its labels are the cache's configuration (v1/metrics/loggers.py).
 var cacheConfig = regexp.MustCompile(`(?m)^vllm:cache_config_info\{(.*)\}`)
 
-// Names of engines for people.
-const (
-	engineVLLM   = "vLLM"
-	engineSGLang = "SGLang"
-)
+// engineName returns the name of one of kvtransfer's engines for people; "" if it is none of them.
+func engineName(engine string) string {
+	switch engine {
+	case kvtransfer.EngineVLLM:
+		return "vLLM"
+	case kvtransfer.EngineSGLang:
+		return "SGLang"
+	case kvtransfer.EngineTRTLLM:
+		return "TensorRT-LLM"
+	}
+	return ""
+}
+
+// engineOwning returns the engine that names itself as the owner of its models: vLLM 0.32.0 (protocol.py, ModelCard),
+// SGLang 0.5.23 (srt/entrypoints/openai/protocol.py), TensorRT-LLM 1.0 (serve/openai_protocol.py).
+func engineOwning(owner string) string {
+	return map[string]string{
+		kvtransfer.EngineVLLM: kvtransfer.EngineVLLM, kvtransfer.EngineSGLang: kvtransfer.EngineSGLang,
+		"tensorrt_llm": kvtransfer.EngineTRTLLM,
+	}[owner]
+}
 
 // maxInfo bounds an answer of /server_info or /metrics: SGLang's info has 37 KB, vLLM's 27 KB.
 const maxInfo = 4 << 20
@@ -85,16 +102,25 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 	if read("/server_info?config_format=json", &reported) {
 		info.take(&reported)
 	}
+	var models struct {
+		Data []struct {
+			ID, Root string
+			Owner    string `json:"owned_by"`
+		}
+	}
+	if read("/v1/models", &models) && len(models.Data) > 0 {
+		info.know(kvtransfer.FactModel, models.Data[0].Root)
+		info.Engine = cmp.Or(info.Engine, engineOwning(models.Data[0].Owner))
+		for _, m := range models.Data {
+			info.Models = append(info.Models, m.ID)
+		}
+	}
 	if info.Mode != "" {
 		return info
 	}
-	var models struct{ Data []struct{ Root string } }
-	if read("/v1/models", &models) && len(models.Data) > 0 {
-		info.know(kvtransfer.FactModel, models.Data[0].Root)
-	}
 	if status, body, err := client.GetAll(ctx, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
 		if line := cacheConfig.FindSubmatch(body); line != nil {
-			info.Engine = engineVLLM
+			info.Engine = kvtransfer.EngineVLLM
 			info.know(kvtransfer.FactKVDtype, label(line[1], "cache_dtype"))
 			info.know(kvtransfer.FactBlockSize, label(line[1], "block_size"))
 		}
@@ -104,10 +130,10 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 
 func (i *engineInfo) take(s *serverInfo) {
 	if s.VLLM.Model.Model != "" {
-		i.Engine = engineVLLM
+		i.Engine = kvtransfer.EngineVLLM
 	}
 	if s.Mode != "" {
-		i.Engine = engineSGLang
+		i.Engine = kvtransfer.EngineSGLang
 	}
 	i.Version, i.Mode, i.Bootstrap = cmp.Or(i.Version, s.Version), s.Mode, s.Bootstrap
 	i.TP = max(s.TP, s.VLLM.Parallel.TP)
@@ -139,6 +165,87 @@ func label(labels []byte, name string) string {
 		return ""
 	}
 	return string(value)
+}
+
+// checkEngine reports an engine that does not speak the pool's dialect, or is not the one that the pool names. Nothing
+// else of such an engine can be compared.
+func (a *engineAnswer) checkEngine(at string, p *configv1.Pool) (right bool) {
+	d, is := config.DialectOf(p), a.info.Engine
+	speaks := d.Engine
+	if d.VLLM {
+		speaks = kvtransfer.EngineVLLM
+	}
+	switch {
+	case is == "":
+	case engineName(speaks) != "" && speaks != is:
+		a.report(at+".address", "the engine is %s, and the pool's kvTransfer is %s, which only %s speaks: "+
+			"set kvTransfer to %s, or correct the address",
+			engineName(is), p.GetKvTransfer(), engineName(speaks), dialectOf(&a.info))
+		return false
+	case engineName(p.GetEngine()) != "" && p.GetEngine() != is:
+		a.report(at+".address", "the engine is %s, and the pool's engine is %s: "+
+			"set engine to %s, or correct the address", engineName(is), p.GetEngine(), is)
+		return false
+	}
+	return true
+}
+
+// dialectOf names the dialects that fit an engine.
+func dialectOf(info *engineInfo) string {
+	var names, all []string
+	for _, d := range kvtransfer.All() {
+		if slices.Contains(d.Reports.Connectors, info.Connector) {
+			names = append(names, d.Name)
+		}
+		if d.Engine == info.Engine {
+			all = append(all, d.Name)
+		}
+	}
+	switch {
+	case len(names) > 0:
+		return strings.Join(names, " or ")
+	case len(all) > 1:
+		return "one of " + strings.Join(all, ", ")
+	}
+	return strings.Join(all, "")
+}
+
+// unserved returns a finding for each model of a pool that no engine of a leg serves, as far as they list their models.
+func unserved(path string, p *configv1.Pool, answers []engineAnswer) (out []finding) {
+	for m, model := range p.GetModels() {
+		for _, leg := range []string{"decode", "prefill"} {
+			if f := unservedLeg(p, answers, model, leg); f != nil {
+				f.text = fmt.Sprintf("%s.models[%d]: %q: %s", path, m, model, f.text)
+				out = append(out, *f)
+				break
+			}
+		}
+	}
+	return out
+}
+
+// unservedLeg returns nil if an engine of the leg serves the model, or if none lists its models.
+func unservedLeg(p *configv1.Pool, answers []engineAnswer, model, leg string) *finding {
+	at, serves, checked := "", []string(nil), false
+	for i, e := range p.GetEndpoints() {
+		if e.GetRole() != leg && e.GetRole() != "both" || len(answers[i].info.Models) == 0 {
+			continue
+		}
+		listed := append(slices.Clone(answers[i].info.Models), e.GetLoras()...)
+		if model == "*" || slices.Contains(listed, model) {
+			return nil
+		}
+		if at == "" {
+			at, serves = e.GetAddress(), listed
+		}
+		// SGLang and TensorRT-LLM ignore the name
+		checked = checked || answers[i].info.Engine == kvtransfer.EngineVLLM || answers[i].info.Engine == ""
+	}
+	if at == "" {
+		return nil
+	}
+	return &finding{note: !checked, text: fmt.Sprintf("no %s endpoint serves it; %s serves %s: "+
+		"correct the name, or start the engines with --served-model-name", leg, at, strings.Join(serves, ", "))}
 }
 
 // checkVLLM compares the pool's dialect, and an endpoint's role, with the connector of a vLLM.

@@ -102,6 +102,60 @@ func TestCheckLiveVLLMFacts(t *testing.T) {
 	require.Contains(t, found[0], "KV cache dtype is fp8")
 }
 
+// A vLLM is no SGLang, whatever its models are called, and the other way around.
+func TestCheckLiveEngine(t *testing.T) {
+	always := map[string]string{"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt"}
+	onlyModels := map[string]string{"/v1/models": "vllm-0.32.0-models.json"}
+	dev := map[string]string{"/server_info": "vllm-0.32.0-server_info.json"}
+	maps.Copy(dev, always)
+	const isVLLM = "the engine is vLLM, and the pool's kvTransfer is sglang, which only SGLang speaks: set kvTransfer to "
+	const address = "pools[0].endpoints[%d].address: "
+	found := live(t, pairOf("sglang", recorded(t, always), "", recorded(t, dev)))
+	require.Len(t, found, 2)
+	require.True(t, strings.HasPrefix(found[0], fmt.Sprintf(address, 0)+isVLLM+"one of lmcache, "), found[0])
+	require.Equal(t, fmt.Sprintf(address, 1)+isVLLM+"nixl, or correct the address", found[1])
+
+	sglang := recorded(t, onlyModels, `"owned_by":"vllm"`, `"owned_by":"sglang"`)
+	trtllm := recorded(t, onlyModels, `"owned_by":"vllm"`, `"owned_by":"tensorrt_llm"`)
+	require.Equal(t, []string{
+		fmt.Sprintf(address, 0) + "the engine is SGLang, and the pool's kvTransfer is nixl, which only vLLM speaks: set kvTransfer to sglang, or correct the address",
+		fmt.Sprintf(address, 1) + "the engine is TensorRT-LLM, and the pool's kvTransfer is nixl, which only vLLM speaks: set kvTransfer to one of trtllm, trtllm-generation-first, or correct the address",
+	}, live(t, pairOf("nixl", sglang, "", trtllm)))
+	require.Equal(t, []string{fmt.Sprintf(address, 0) + "the engine is SGLang, and the pool's engine is vllm: set engine to sglang, or correct the address"},
+		live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, engine: vllm, endpoints: [{address: %q}]}]", sglang)))
+	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q}, {address: %q}]}]", sglang, trtllm)))
+}
+
+// A pool's model that no engine serves is an error, but for engines that ignore the name.
+func TestCheckLiveModels(t *testing.T) {
+	answers := map[string]string{"/v1/models": "vllm-0.32.0-models.json"}
+	tiny, second, other := recorded(t, answers), recorded(t, answers), recorded(t, answers, `"id":"tiny"`, `"id":"other"`)
+	pool := func(models, prefill, decode, more string) string {
+		return fmt.Sprintf("pools: [{name: x, models: [%s], kvTransfer: nixl, endpoints: [{role: prefill, address: %q}, "+
+			"{role: decode, address: %q%s}]}]", models, prefill, decode, more)
+	}
+	none := func(i int, model, leg, at, serves string) string {
+		return fmt.Sprintf("pools[0].models[%d]: %q: no %s endpoint serves it; %s serves %s: "+
+			"correct the name, or start the engines with --served-model-name", i, model, leg, at, serves)
+	}
+	for _, models := range []string{"tiny", `"*"`} {
+		require.Empty(t, live(t, pool(models, second, tiny, "")), models)
+	}
+	require.Equal(t, []string{none(1, "tini", "decode", tiny, "tiny")}, live(t, pool("tiny, tini", second, tiny, "")))
+	require.Equal(t, []string{none(0, "tiny", "prefill", other, "other")}, live(t, pool("tiny", other, tiny, "")))
+	require.Equal(t, []string{none(0, "sql", "prefill", second, "tiny")}, live(t, pool("sql", second, tiny, ", loras: [sql]")))
+	require.Empty(t, live(t, pool("tini", engineOf(t, ""), engineOf(t, ""), "")), "no engine lists its models")
+
+	sglang := recorded(t, answers, `"owned_by":"vllm"`, `"owned_by":"sglang"`)
+	c, _, err := config.Parse(fmt.Appendf(nil, "pools: [{name: x, models: [tini], kvTransfer: none, endpoints: [{address: %q}]}]", sglang))
+	require.NoError(t, err)
+	report := Check(t.Context(), c)
+	require.NoError(t, report.Err())
+	var text strings.Builder
+	report.Print(&text)
+	require.Contains(t, text.String(), "warning: "+none(0, "tini", "decode", sglang, "tiny"))
+}
+
 // The report lists what was asked and compared, what engines do not report, and what was not asked.
 func TestPrint(t *testing.T) {
 	always := map[string]string{

@@ -50,6 +50,7 @@ type Engine struct {
 type finding struct {
 	text string
 	down bool // the engine did not answer at all
+	note bool // a warning: requests are served nevertheless
 }
 
 // Check asks the engines of all configured endpoints. It takes some seconds at most for each pool.
@@ -75,15 +76,18 @@ func Check(ctx context.Context, cfg *configv1.Config) *Report {
 			out.findings = append(out.findings, a.findings...)
 			out.Engines = append(out.Engines, a.row(p, answers, j))
 		}
+		out.findings = append(out.findings, unserved(fmt.Sprintf("pools[%d]", i), p, answers)...)
 	}
 	return out
 }
 
-// Err joins all findings; nil if there are none.
+// Err joins all findings but the warnings, which Print writes; nil if there are none.
 func (r *Report) Err() error {
 	var errs []error
 	for _, f := range r.findings {
-		errs = append(errs, errors.New(f.text))
+		if !f.note {
+			errs = append(errs, errors.New(f.text))
+		}
 	}
 	return errors.Join(errs...)
 }
@@ -121,6 +125,7 @@ func (a *engineAnswer) report(path, format string, args ...any) {
 	a.findings = append(a.findings, finding{text: path + ": " + fmt.Sprintf(format, args...)})
 }
 
+// askEngine compares what one engine reports with its configuration.
 func askEngine(
 	ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint,
 ) (a engineAnswer) {
@@ -143,6 +148,9 @@ func askEngine(
 		if a.version != "" && r != a.version {
 			a.report(at+".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), a.info.Version)
 		}
+	}
+	if !a.checkEngine(at, p) {
+		return a
 	}
 	a.checkSGLang(at, p, e)
 	a.checkVLLM(at, p, e)

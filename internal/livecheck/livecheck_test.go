@@ -124,9 +124,13 @@ func TestCheckSGLang(t *testing.T) {
 		"pools[0].endpoints[1].role: is decode here, and the engine runs with --disaggregation-mode null: correct the role, or start the engine otherwise",
 	}, live(t, pool("sglang", sglangOf(t, "prefill", port+1), bootstrap, sglangOf(t, "null", 8998))))
 	require.Equal(t, []string{
-		"pools[0].endpoints[0].address: the engine is an SGLang of the mode prefill, and the pool's kvTransfer is nixl: set that to sglang, or correct the address",
-		"pools[0].endpoints[1].address: the engine is an SGLang of the mode decode, and the pool's kvTransfer is nixl: set that to sglang, or correct the address",
+		"pools[0].endpoints[0].address: the engine is SGLang, and the pool's kvTransfer is nixl, which only vLLM speaks: set kvTransfer to sglang, or correct the address",
+		"pools[0].endpoints[1].address: the engine is SGLang, and the pool's kvTransfer is nixl, which only vLLM speaks: set kvTransfer to sglang, or correct the address",
 	}, live(t, pool("nixl", p, "", d)))
+	require.Equal(t, []string{
+		"pools[0].endpoints[0].address: the engine is an SGLang of the mode prefill, and the pool's kvTransfer is shared: set that to sglang, or correct the address",
+		"pools[0].endpoints[1].address: the engine is an SGLang of the mode decode, and the pool's kvTransfer is shared: set that to sglang, or correct the address",
+	}, live(t, pool("shared", p, "", d)))
 	whole := sglangOf(t, "null", 0)
 	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q}]}]", whole)))
 	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: sglang, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q}, {role: both, address: %q}]}]", p, bootstrap, d, whole)),

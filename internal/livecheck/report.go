@@ -20,7 +20,7 @@ func (r *Report) Print(w io.Writer) {
 		fmt.Fprintln(t, "pool\tendpoint\trole\tengine\trelease\tcompared")
 		for i := range r.Engines {
 			e := &r.Engines[i]
-			engine := cmp.Or(e.Engine, "not reported")
+			engine := cmp.Or(engineName(e.Engine), "not reported")
 			if e.Down {
 				engine = "NO ANSWER"
 			}
@@ -43,6 +43,11 @@ func (r *Report) Print(w io.Writer) {
 	}
 	if connectors {
 		fmt.Fprintln(w, "vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1")
+	}
+	for _, f := range r.findings {
+		if f.note {
+			fmt.Fprintf(w, "warning: %s\n", f.text)
+		}
 	}
 	for _, line := range r.NotAsked {
 		fmt.Fprintf(w, "not asked: %s\n", line)

@@ -93,7 +93,7 @@ func (s *Server) serveModels(w http.ResponseWriter, _ *http.Request) {
 		dst = jsontext.AppendQuoted(append(dst, `{"id":`...), m)
 		dst = append(dst, `,"object":"model"`...)
 		dst = jsontext.AppendInt(dst, "created", s.Started.Unix())
-		dst = append(dst, `,"owned_by":"vllm"`...)
+		dst = jsontext.AppendStr(dst, "owned_by", s.cfg.Connector.Owner())
 		dst = jsontext.AppendStr(dst, "root", s.cfg.Models[0])
 		dst = append(dst, `,"parent":null`...)
 		dst = jsontext.AppendInt(dst, "max_model_len", int64(s.cfg.MaxModelLen))

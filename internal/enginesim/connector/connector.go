@@ -34,6 +34,17 @@ func Names() []Name {
 		Mooncake013, MoRIIORead, None}
 }
 
+// Owner returns the name that the connector's engine calls the owner of its models: its own.
+func (k Name) Owner() string {
+	switch k {
+	case SGLang:
+		return "sglang"
+	case TRTLLM:
+		return "tensorrt_llm"
+	}
+	return "vllm"
+}
+
 // Known reports whether there is such a connector.
 func (k Name) Known() bool { return slices.Contains(Names(), k) }
 
