@@ -10,6 +10,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -36,14 +37,18 @@ func TestOneRequestIDForMany(t *testing.T) {
 		})
 	}
 	soon(t, "all are booked", func() bool { return f.known(0).Reservations == many })
-	soon(t, "they spread", func() bool {
+	running := map[string]float64{}
+	require.Eventually(t, func() bool {
+		var all float64
 		for _, e := range f.decodes {
-			if metric(t, "http://"+e.addr, "vllm:num_requests_running") != many/3 {
-				return false
-			}
+			running[e.addr] = metric(t, "http://"+e.addr, "vllm:num_requests_running")
+			all += running[e.addr]
 		}
-		return true
-	})
+		return all == many
+	}, patience, 10*time.Millisecond, "all run")
+	for addr, n := range running { // not many/3: the learned pace of engines differs a little
+		require.GreaterOrEqual(t, n, float64(many/6), "they spread, but for %s: %v", addr, running)
+	}
 	leave()
 	answers.Wait()
 	soon(t, "all are over", func() bool { return f.known(0).Reservations == 0 })

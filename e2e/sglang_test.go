@@ -318,10 +318,12 @@ func TestSGLangDecodeFailsBeforeItsPrefill(t *testing.T) {
 // breaks makes an engine fail by a rule. If it is to refuse connections for a while, a missed attempt is repeated.
 func (f *fleet) breaks(e *engine, rule string) {
 	f.t.Helper()
-	f.inject(e, rule)
 	if !strings.Contains(rule, `"refuse"`) {
+		f.inject(e, rule)
 		return
 	}
+	soon(f.t, "it takes connections, and so a rule", func() bool { return healthy(e) })
+	f.inject(e, rule)
 	for tries := 1; healthy(e); tries++ {
 		require.Less(f.t, tries, 10_000, "it does not refuse")
 		if time.Sleep(5 * time.Millisecond); tries%1000 == 0 {
