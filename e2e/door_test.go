@@ -177,7 +177,7 @@ func TestClientsDoNotSteer(t *testing.T) {
 	for _, ticket := range []string{sealed, "AAAA", strings.Repeat("A", 300), sealed[:len(sealed)-2], ""} {
 		for _, id := range []string{"steer-0", "steer-ticket"} {
 			got := f.post(apis[0].path, apis[0].body, "x-request-id", id, "x-tandem-ticket", ticket, "x-tandem-leg", "decode",
-				"x-tandem-body-bytes", "70000", "x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1",
+				"x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1",
 				"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-retry-on", "5xx", "x-envoy-max-retries", "9", "x-envoy-hedge-on-per-try-timeout", "true",
 				"x-data-parallel-rank", "1", "x-override-port", "1")
 			require.Equal(t, 200, got.status, got.body)

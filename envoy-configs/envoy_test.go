@@ -96,7 +96,7 @@ func (s *stand) testTwoHops(t *testing.T) {
 
 func (s *stand) testForged(t *testing.T) {
 	got := s.post(t, "/v1/chat/completions", "application/json", strings.NewReader("{}"), "x-tandem-ticket", "forged", "x-tandem-leg", "pass",
-		"x-tandem-body-bytes", "100000", "x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1", "x-envoy-max-retries", "9",
+		"x-tandem-scheme", "https", "x-gateway-destination-endpoint", "127.0.0.1:1", "x-envoy-max-retries", "9",
 		"x-envoy-upstream-rq-timeout-ms", "1", "x-envoy-original-url", "x", "x-envoy-anything", "x", "x-tandem-reservation", "forged")
 	require.Equal(t, `{"engine":"D"}`, got.Body)
 	passes, _ := s.take()
@@ -122,10 +122,10 @@ func (s *stand) testModes(t *testing.T) {
 		"small":                 {small, "application/json", false, "FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"},
 		"large":                 {large, "application/json; charset=utf-8", false, "BUFFERED", "BUFFERED"},
 		"at the limit":          {200000, "application/json", false, "BUFFERED", "BUFFERED"},
-		"longer":                {200001, "application/json", false, "FULL_DUPLEX_STREAMED", "BUFFERED"},
-		"far longer":            {long, "application/json", false, "FULL_DUPLEX_STREAMED", "BUFFERED"},
+		"longer":                {200001, "application/json", false, "FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"},
+		"far longer":            {long, "application/json", false, "FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"},
 		"small, of no length":   {small, "Application/JSON", true, "FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"},
-		"large, of no length":   {large, "application/json", true, "FULL_DUPLEX_STREAMED", "BUFFERED"},
+		"large, of no length":   {large, "application/json", true, "FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"},
 		"upload":                {large, "multipart/form-data; boundary=x", false, "NONE", ""},
 		"upload, of no length":  {20 << 20, "multipart/form-data; boundary=x", true, "NONE", ""},
 		"upload over all limit": {40 << 20, "application/octet-stream", false, "NONE", ""},

@@ -13,6 +13,7 @@ import (
 	bufferv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/buffer/v3"
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	headermutationv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/header_mutation/v3"
+	metadatav3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/header_to_metadata/v3"
 	luav3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/lua/v3"
 	routerv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/router/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
@@ -181,6 +182,25 @@ func all(ps ...*predicate) *predicate {
 // buffer has Envoy wait for the whole body.
 func (m *model) buffer() *hcmv3.HttpFilter {
 	return m.filter(bufferFilter, &bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
+}
+
+// measured has Envoy count a body that ext_proc streamed back.
+func (m *model) measured() *hcmv3.HttpFilter {
+	f := m.filter(bufferFilter+"/measured",
+		&bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
+	return noted(m, f, notes{"": "ext_proc takes the length away. The endpoint gets it again, with the whole body."})
+}
+
+// keepCarry takes x-tandem-carry off the request, and keeps it for the answer.
+func (m *model) keepCarry() *hcmv3.HttpFilter {
+	rule := &metadatav3.Config_Rule{
+		Header: "x-tandem-carry", Remove: true,
+		OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem", Key: "carry"},
+	}
+	return noted(m, m.filter("envoy.filters.http.header_to_metadata",
+		&metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{rule}}), notes{
+		"": "P need not see it. Its answer gets it again, above.",
+	})
 }
 
 // router is the last filter of every listener.

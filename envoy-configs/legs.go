@@ -45,16 +45,19 @@ type leg struct {
 
 func (m *model) legListener(l leg) *listenerv3.Listener {
 	l.host.Name, l.host.Domains = "all", []string{"*"}
-	l.host.RequestHeadersToRemove = append(l.remove, "x-envoy-expected-rq-timeout-ms")
 	h := &hcmv3.HttpConnectionManager{
 		StatPrefix: l.name, ServerHeaderTransformation: hcmv3.HttpConnectionManager_PASS_THROUGH,
 		DelayedCloseTimeout: durationpb.New(20 * time.Millisecond), StreamIdleTimeout: durationpb.New(0),
 		GenerateRequestId: wrapperspb.Bool(false), MaxRequestHeadersKb: wrapperspb.UInt32(maxHeaderKiB),
 		CommonHttpProtocolOptions: &corev3.HttpProtocolOptions{MaxHeadersCount: wrapperspb.UInt32(maxHeaders)},
 		AccessLog:                 l.log,
-		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: &routev3.RouteConfiguration{
+		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: noted(m, &routev3.RouteConfiguration{
 			Name: l.name, VirtualHosts: []*routev3.VirtualHost{l.host},
-		}},
+			RequestHeadersToRemove: append(l.remove, "x-envoy-expected-rq-timeout-ms"),
+		}, notes{
+			"request_headers_to_remove": "After the virtual host, which reads some of them. The ticket stays: the " +
+				"filter reads it from the request when the answer is there.",
+		})},
 		HttpFilters: append(l.filters, m.router()),
 	}
 	if l.replies != nil {
@@ -106,13 +109,11 @@ func (m *model) prefillLeg() *listenerv3.Listener {
 			overwriteOrAdd)},
 		ResponseHeadersToRemove: []string{"x-tandem-carry", "x-tandem-prefilled"},
 		ResponseHeadersToAdd: []*corev3.HeaderValueOption{
-			setHeader("x-tandem-carry", "%REQ(x-tandem-carry)%", overwriteOrAdd),
+			setHeader("x-tandem-carry", "%DYNAMIC_METADATA(tandem:carry)%", overwriteOrAdd),
 			setHeader("x-tandem-ticket", "%REQ(x-tandem-ticket)%", overwriteOrAdd),
 		},
 		Routes: m.legRoutes(),
 	}, notes{
-		"request_headers_to_remove": "The ticket stays: the filter below reads it from the request when the " +
-			"answer is there.",
 		"request_headers_to_add": "P reports its load along with its answer, if it can (vLLM, ORCA).",
 		"response_headers_to_remove": "For a short answer: where the redirect leads, and the ticket, which is " +
 			"pass 1's own. Not P's to set.",
@@ -120,8 +121,9 @@ func (m *model) prefillLeg() *listenerv3.Listener {
 	return m.legListener(leg{
 		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an " +
 			"ordinary ext_proc filter.",
-		remove: []string{"x-tandem-scheme", "x-tandem-body-bytes"}, host: host,
+		remove: []string{"x-tandem-scheme"}, host: host,
 		filters: []*hcmv3.HttpFilter{
+			m.keepCarry(),
 			noted(m, m.buffer(), notes{"": "P is not asked before the whole body is here. Else its failure, which " +
 				"is sooner there than the rest of a long body, would " +
 				"make a redirect of a request that has not gone out in full, and Envoy follows none of those."}),
@@ -139,7 +141,7 @@ func (m *model) encodeLeg() *listenerv3.Listener {
 		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
 			"the client's, which the main listener keeps as " +
 			"it is, and of the answer a redirect.",
-		remove: []string{"tandem-explain", "x-tandem-scheme", "x-tandem-body-bytes"},
+		remove: []string{"tandem-explain", "x-tandem-scheme"},
 		host:   &routev3.VirtualHost{Routes: m.legRoutes()},
 		filters: []*hcmv3.HttpFilter{
 			m.buffer(), m.filter(extProcFilter, ask),
@@ -159,7 +161,7 @@ func (m *model) answerLeg() *listenerv3.Listener {
 		name: "answer-leg", why: "A decode leg whose answer is not the client's as it is: its ext_proc stream " +
 			"lives as long as the answer, so only such requests " +
 			"come this way.",
-		remove:  []string{"x-tandem-scheme", "x-tandem-body-bytes"},
+		remove:  []string{"x-tandem-scheme"},
 		host:    &routev3.VirtualHost{Routes: m.legRoutes()},
 		filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)}, untraced: true,
 	})
@@ -186,11 +188,11 @@ func (m *model) decodeLeg() *listenerv3.Listener {
 	return m.legListener(leg{
 		name: "decode-leg", why: "The decode leg of a pair. Its ext_proc stream ends when prefill is done, before " +
 			"or with the first byte of the answer.",
-		remove: []string{"x-tandem-body-bytes", "x-tandem-prefill-endpoint", "x-tandem-prefill-scheme",
-			"x-tandem-prefill-rank", "x-tandem-mirror"},
+		remove: []string{"x-tandem-prefill-endpoint", "x-tandem-prefill-scheme",
+			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-mirror", "x-tandem-leg-id"},
 		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
 		filters: []*hcmv3.HttpFilter{
-			m.buffer(), m.cleanRefusal(), m.filter(extProcFilter, ask),
+			m.buffer(), m.cleanRefusal(), m.filter(extProcFilter, ask), m.measured(),
 		},
 	})
 }
@@ -215,8 +217,9 @@ func (m *model) prefillMirror() *listenerv3.Listener {
 		name: "prefill-mirror",
 		why: "The prefill leg of a pair: a copy that Envoy forgets once it is sent. Its log reports to every " +
 			"replica how it ends.",
-		remove: []string{destination, "x-tandem-scheme", "x-tandem-body-bytes", "x-tandem-prefill-scheme",
-			"x-tandem-decode-rank", "x-tandem-answer"},
+		remove: []string{destination, "x-tandem-scheme", "x-tandem-prefill-scheme",
+			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
+			"x-tandem-leg-id"},
 		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
 		log:  m.endOfMirror(), filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)},
 	})

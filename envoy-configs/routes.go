@@ -115,7 +115,7 @@ func (m *model) bodyRoutes() (out []*routev3.Route) {
 	afterMax := m.Bodies.Max + 1 // Envoy's ranges exclude their end
 	if m.Bodies.Mode != "duplex" {
 		out = append(out, m.bufferedRoute("pass-2-buffered", ticket,
-			within("x-tandem-body-bytes", m.Bodies.BufferedFrom, forever)))
+			within("content-length", m.Bodies.BufferedFrom, forever)))
 	}
 	out = append(out, undecided("pass-2", unbuffered, ticket))
 	if m.Bodies.Mode != "duplex" {

@@ -196,7 +196,7 @@ func (s *stand) Process(stream pb.ExternalProcessor_ProcessServer) error {
 		return s.immediate(stream, body)
 	case m.GetRequestHeaders().EndOfStream || pass.Mode == "NONE":
 		s.note(pass)
-		return stream.Send(headersReply(route(s, h, query, "")))
+		return stream.Send(headersReply(route(s, h, query)))
 	}
 	if pass.Mode == "BUFFERED" {
 		if err := stream.Send(headersReply(nil)); err != nil {
@@ -209,7 +209,7 @@ func (s *stand) Process(stream pb.ExternalProcessor_ProcessServer) error {
 	}
 	pass.Body, pass.Pieces = len(body), pieces
 	s.note(pass)
-	return answerBody(stream, pass.Mode, body, route(s, h, query, fmt.Sprint(len(body)+1)), late)
+	return answerBody(stream, pass.Mode, body, route(s, h, query), late)
 }
 
 func (s *stand) note(p seen) {
@@ -263,7 +263,7 @@ func answerBody(stream pb.ExternalProcessor_ProcessServer, mode string, body []b
 }
 
 // route decides: prefill, or decode once there is a ticket of a redirect.
-func route(s *stand, h map[string]string, query, bodyBytes string) *pb.HeaderMutation {
+func route(s *stand, h map[string]string, query string) *pb.HeaderMutation {
 	if query == "undecided" {
 		return nil
 	}
@@ -278,9 +278,6 @@ func route(s *stand, h map[string]string, query, bodyBytes string) *pb.HeaderMut
 	}
 	if query == "dead" && !strings.HasPrefix(h["x-tandem-ticket"], "replanned") {
 		set["x-gateway-destination-endpoint"] = "127.0.0.1:1"
-	}
-	if bodyBytes != "" {
-		set["x-tandem-body-bytes"] = bodyBytes
 	}
 	return mutation(set)
 }

@@ -147,10 +147,8 @@ func (x mainRole) setHeaders(r route) {
 	}
 	if r.ticket != nil {
 		h.Set(envoywire.HeaderTicket, r.ticket)
-		h.SetInt(envoywire.HeaderBodyBytes, r.Edits.Len(x.body.Len()))
 	} else {
 		h.Remove(envoywire.HeaderTicket)
-		h.Remove(envoywire.HeaderBodyBytes)
 	}
 	perTry := r.PerTry
 	switch r.Leg {

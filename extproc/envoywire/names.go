@@ -2,12 +2,11 @@ package envoywire
 
 // Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
 const (
-	HeaderEndpoint  = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
-	HeaderLeg       = "x-tandem-leg"                           // the route: one of package plan's legs
-	HeaderTicket    = "x-tandem-ticket"                        // sealed state of the request
-	HeaderScheme    = "x-tandem-scheme"                        // https or h2c; absent: http
-	HeaderBodyBytes = "x-tandem-body-bytes"                    // length of the body as rewritten
-	HeaderPerTry    = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
+	HeaderEndpoint = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
+	HeaderLeg      = "x-tandem-leg"                           // the route: one of package plan's legs
+	HeaderTicket   = "x-tandem-ticket"                        // sealed state of the request
+	HeaderScheme   = "x-tandem-scheme"                        // https or h2c; absent: http
+	HeaderPerTry   = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
 	// HeaderHedge is "true" for a hop that continues after that time, beside a try at the replan port.
 	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"
 	HeaderCarry       = "x-tandem-carry"     // prefill leg: the redirect target of an inline answer
