@@ -93,23 +93,43 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 				"%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
 		}
 	}
-	sharing(&s.Sharing, add)
+	missing(s, add)
 	return append(problems, warnings...)
 }
 
-// sharing adds notices about replicas that do not run, and about Redis.
-func sharing(s *Sharing, add func(bad bool, doc, format string, values ...any)) {
-	if here := s.Replicas; s.Redis && s.Up && here < s.Configured {
-		are := "are"
-		if here == 1 {
-			are = "is"
+// missing adds notices about replicas that do not run, and about Redis.
+func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
+	names := ""
+	if len(s.Gone) > 0 {
+		var gone []string
+		for _, g := range s.Gone {
+			gone = append(gone, fmt.Sprintf("%s (last heard %s)", g.Name, minutesAgo(s.Now.Sub(g.Heard))))
 		}
-		add(false, "howto/several-replicas.md", "%d of the %d replicas in envoy.extProcs %s here.",
-			here, s.Configured, are)
+		names = fmt.Sprintf("Gone without a shutdown: %s.", list(gone))
 	}
-	if s.Redis && !s.Up {
+	sharing := &s.Sharing
+	switch here := sharing.Replicas; {
+	case sharing.Redis && sharing.Up && here < sharing.Configured:
+		run := "run"
+		if here == 1 {
+			run = "runs"
+		}
+		add(false, "howto/several-replicas.md", "%s", strings.TrimSpace(fmt.Sprintf(
+			"%d of the %d replicas in envoy.extProcs %s. %s", here, sharing.Configured, run, names)))
+	case names != "":
+		add(false, "howto/several-replicas.md", "%s Each is named for an hour.", names)
+	}
+	if sharing.Redis && !sharing.Up {
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
 	}
+}
+
+// minutesAgo is coarse, for a text that should not change every second: screen readers read changes out.
+func minutesAgo(d time.Duration) string {
+	if d < time.Minute {
+		return "less than a minute ago"
+	}
+	return fmt.Sprintf("%d min ago", int(d.Minutes()))
 }
 
 // otherReplicas adds notices about replicas that were not asked.

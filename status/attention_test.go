@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate/operator"
 )
 
 // Each thing that needs attention is said once, in a sentence, with a page that helps; a fleet that is well says nothing.
@@ -73,9 +74,20 @@ func TestAttention(t *testing.T) {
 		"the pool is paused": {change: func(s *Status) { s.Pools[0].Paused = true; pause(s, 2) }, want: []Notice{
 			{true, "chat: the pool is paused by order: its requests are refused.", "howto/drain.md"}}},
 		"a replica is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2} }, want: []Notice{
-			{false, "1 of the 2 replicas in envoy.extProcs is here.", "howto/several-replicas.md"}}},
+			{false, "1 of the 2 replicas in envoy.extProcs runs.", "howto/several-replicas.md"}}},
 		"one of three is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2, Configured: 3} }, want: []Notice{
-			{false, "2 of the 3 replicas in envoy.extProcs are here.", "howto/several-replicas.md"}}},
+			{false, "2 of the 3 replicas in envoy.extProcs run.", "howto/several-replicas.md"}}},
+		"one is gone": {change: func(s *Status) {
+			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2}
+			s.Gone = []operator.Gone{{Name: "b:9090", Heard: now.Add(-12 * time.Second)}}
+		}, want: []Notice{
+			{false, "1 of the 2 replicas in envoy.extProcs runs. Gone without a shutdown: b:9090 (last heard less than a minute ago).",
+				"howto/several-replicas.md"}}},
+		"one of a Deployment is gone": {change: func(s *Status) {
+			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2}
+			s.Gone = []operator.Gone{{Name: "b:9090", Heard: now.Add(-125 * time.Second)}}
+		}, want: []Notice{
+			{false, "Gone without a shutdown: b:9090 (last heard 2 min ago). Each is named for an hour.", "howto/several-replicas.md"}}},
 		"all are here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 3, Configured: 2} }},
 		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
 			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},

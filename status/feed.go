@@ -25,6 +25,7 @@ type Status struct {
 	Scope        string            `json:"scope"`            // the replicas that this is about, for people
 	Replicas     []Replica         `json:"replicas"`         // those whose parts are in the rest; the asked one first
 	Silent       []string          `json:"silent,omitempty"` // living replicas that did not answer
+	Gone         []operator.Gone   `json:"gone,omitempty"`   // replicas that did not end in order, for an hour
 	Attention    []Notice          `json:"attention"`
 	Reservations int               `json:"reservations"`
 	Envoys       []Envoy           `json:"envoys,omitempty"` // those with configuration from replicas

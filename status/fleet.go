@@ -13,6 +13,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/kvstate/operator"
 )
 
 // The status is the sum of replicas' reports. Each reports its part ([Feed.report]) when one of them is asked, and
@@ -105,24 +106,26 @@ func unpack(body []byte) (r report, err error) {
 	return r, err
 }
 
-// gather returns the reports of all replicas that answer, this one's first, and the names of those that do not.
-// Concurrent calls share the answers.
-func (f *Feed) gather(ctx context.Context, q question, alone bool) (reports []report, silent []string) {
-	reports = []report{f.report(q)}
+// answers are the reports of the replicas that answer, the asked one's first, and the names of the others.
+type answers struct {
+	reports []report
+	silent  []string
+	gone    []operator.Gone
+}
+
+// gather asks all replicas. Concurrent calls share the answers.
+func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
+	mine := answers{reports: []report{f.report(q)}}
 	if alone || f.source.Replicas == nil {
-		return reports, nil
+		return mine
 	}
 	text, err := json.Marshal(q)
 	if err != nil {
-		return reports, nil
-	}
-	type answers struct {
-		reports []report
-		silent  []string
+		return mine
 	}
 	found, _, _ := f.asking.Do(string(text), func() (any, error) {
 		got, _ := f.source.Replicas.Ask(context.WithoutCancel(ctx), aboutStatus, text) // on an error all are silent
-		out := answers{silent: got.Silent}
+		out := answers{silent: got.Silent, gone: got.Gone}
 		for _, a := range got.Of {
 			r, err := unpack(a.Body)
 			if err != nil {
@@ -135,20 +138,19 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) (reports []re
 		return out, nil
 	})
 	others := found.(answers)
-	return append(reports, others.reports...), others.silent
+	return answers{append(mine.reports, others.reports...), others.silent, others.gone}
 }
 
 // Status returns the current state of all replicas, with points after since; with alone of this replica only. It takes
 // a second at most.
 func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
-	reports, silent := f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone)
-	return merge(reports, silent, time.Now())
+	return merge(f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone), time.Now())
 }
 
 // Requests returns the latest n requests of all replicas, newest first; with alone those that this one planned.
 func (f *Feed) Requests(ctx context.Context, n int, alone bool) []telemetry.Trace {
-	reports, silent := f.gather(ctx, question{Since: -1, Traces: min(n, allRecent)}, alone)
-	all := traces(reports, silent)
+	got := f.gather(ctx, question{Since: -1, Traces: min(n, allRecent)}, alone)
+	all := traces(got.reports, got.silent)
 	return all[:min(n, len(all))]
 }
 
@@ -167,13 +169,17 @@ func traces(reports []report, silent []string) []telemetry.Trace {
 }
 
 // merge merges reports into a status; the first report is the asked replica's.
-func merge(reports []report, silent []string, now time.Time) Status {
+func merge(got answers, now time.Time) Status {
+	reports := got.reports
 	asked := &reports[0]
 	s := Status{
 		Replica: asked.Name, Version: asked.Version, Started: asked.Started, Now: now, Ready: asked.Ready,
-		Sharing: asked.Sharing, Silent: silent, Pools: []Pool{},
+		Sharing: asked.Sharing, Silent: got.silent, Gone: got.gone, Pools: []Pool{},
 	}
-	recent := traces(reports, silent)
+	if !asked.Sharing.Up { // it does not know who lives
+		s.Gone = nil
+	}
+	recent := traces(reports, got.silent)
 	minute, last := telemetry.Totals{}, asked.Last
 	for i := range reports {
 		r := &reports[i]

@@ -61,7 +61,7 @@ func scopeOf(s *Status) string {
 
 // printReplicas shows the replicas, if there are several.
 func printReplicas(w io.Writer, s *Status) {
-	if len(s.Replicas)+len(s.Silent) < 2 {
+	if len(s.Replicas)+len(s.Silent)+len(s.Gone) < 2 {
 		return
 	}
 	fmt.Fprintln(w)
@@ -81,7 +81,15 @@ func printReplicas(w io.Writer, s *Status) {
 	for _, name := range s.Silent {
 		fmt.Fprintf(t, "  %s\tNO ANSWER\t-\t-\t-\n", plain(name))
 	}
+	for _, g := range s.Gone {
+		fmt.Fprintf(t, "  %s\tGONE, last heard %s\t-\t-\t-\n", plain(g.Name), ago(s.Now, g.Heard))
+	}
 	_ = t.Flush()
+}
+
+// ago returns a time in the past for people.
+func ago(now, then time.Time) string {
+	return max(now.Sub(then), 0).Round(time.Second).String() + " ago"
 }
 
 func printAttention(w io.Writer, notices []Notice) {

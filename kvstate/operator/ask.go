@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"slices"
 	"strconv"
 	"sync"
@@ -58,15 +57,15 @@ type Operator struct {
 	synced  time.Time     // when orders were last compared with Redis; for run alone
 	asking  chan struct{} // a token for each question in progress
 
-	mu    sync.Mutex
-	names map[uint64]string // of living replicas that have answered
+	mu      sync.Mutex
+	members map[uint64]member // as last read
 }
 
 // New returns the operator of a replica; name identifies the replica to people. It does nothing before it is used.
 func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.Logger) *Operator {
 	return &Operator{
 		redis: store.Access(), state: state, log: log, name: name,
-		answer: map[string]func([]byte) []byte{}, asking: make(chan struct{}, maxAsking), names: map[uint64]string{},
+		answer: map[string]func([]byte) []byte{}, asking: make(chan struct{}, maxAsking), members: map[uint64]member{},
 	}
 }
 
@@ -81,10 +80,11 @@ func (o *Operator) Name() string { return o.name }
 var ErrBusy = errors.New("too many questions at once: try again")
 
 // Answers are the answers to a question, oldest replica first. Silent lists the living replicas that did not answer,
-// by name, or by their start time if they have never answered.
+// by name, or by their start time if they started a moment ago.
 type Answers struct {
 	Of     []Answer
 	Silent []string
+	Gone   []Gone // by name
 }
 
 // Answer is one replica's answer.
@@ -103,14 +103,12 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, a := range of {
-		o.names[a.Replica] = a.Name
+		o.members[a.Replica] = member{a.Name, time.Now()}
 	}
-	living := o.redis.Living()
-	maps.DeleteFunc(o.names, func(id uint64, _ string) bool { return !slices.Contains(living, id) })
 	for _, id := range silent {
-		started := time.UnixMilli(int64(id >> 20)).UTC()
-		out.Silent = append(out.Silent, cmp.Or(o.names[id], "started "+started.Format(time.RFC3339)))
+		out.Silent = append(out.Silent, o.nameOf(id))
 	}
+	out.Gone = o.gone(o.redis.Living())
 	return out, err
 }
 
@@ -210,6 +208,7 @@ func (o *Operator) Run(ctx context.Context) {
 }
 
 func (o *Operator) run(ctx context.Context) {
+	defer o.leave(ctx)
 	from := "" // nothing was read yet, or Redis did not answer: questions of that time are not answered
 	for ctx.Err() == nil {
 		next, err := o.read(ctx, from)
@@ -273,6 +272,9 @@ func (o *Operator) read(ctx context.Context, from string) (next string, err erro
 
 func (o *Operator) syncNow(ctx context.Context) error {
 	o.synced = time.Now()
+	if err := o.announce(ctx, o.name); err != nil { // orders matter more
+		o.log.Debug("names of replicas", "err", err)
+	}
 	return o.Sync(ctx)
 }
 

@@ -1,0 +1,97 @@
+package operator
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// A replica writes its name and the time into a hash every few seconds, and a last time without its name when it ends
+// in order. So a replica that ended otherwise has a name for people, also if it never answered a question. There is a
+// hash for each hour, which expires: nothing has to be removed, and the Redis user needs no more rights.
+
+const (
+	goneFor  = time.Hour        // a replica that is gone is named for this time, then it was removed for good
+	starting = 10 * time.Second // in this time a new replica may be in the hash, and not yet known to be living
+)
+
+// Gone is a replica that did not end in order and is not living any more.
+type Gone struct {
+	Name  string    `json:"name"`
+	Heard time.Time `json:"heard"` // by that replica's clock, at most 5 s too early
+}
+
+// member is an entry of a hash.
+type member struct {
+	name  string // "": it ended in order
+	heard time.Time
+}
+
+// membersKey returns the key of the hash of an hour.
+func (o *Operator) membersKey(at time.Time) string {
+	return o.key("replicas:" + strconv.FormatInt(at.Unix()/int64(goneFor.Seconds()), 10))
+}
+
+// announce writes this replica's entry, with its name or "", and reads those of all.
+func (o *Operator) announce(ctx context.Context, name string) error {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	now := time.Now()
+	key, id := o.membersKey(now), strconv.FormatUint(o.redis.Replica, 16)
+	pipe := o.redis.Client.Pipeline()
+	pipe.HSet(ctx, key, id, fmt.Sprintf("%s %d %s", id, now.UnixMilli(), name))
+	pipe.PExpire(ctx, key, 2*goneFor)
+	before, current := pipe.HVals(ctx, o.membersKey(now.Add(-goneFor))), pipe.HVals(ctx, key)
+	if _, err := pipe.Exec(ctx); err != nil {
+		return fmt.Errorf("announcing this replica: %w", err)
+	}
+	members := map[uint64]member{}
+	for _, text := range slices.Concat(before.Val(), current.Val()) { // the newer entry of a replica comes second
+		id, rest, _ := strings.Cut(text, " ")
+		ms, name, found := strings.Cut(rest, " ")
+		replica, err := strconv.ParseUint(id, 16, 64)
+		at, wrong := strconv.ParseInt(ms, 10, 64)
+		if err == nil && wrong == nil && found && len(name) <= maxName {
+			members[replica] = member{name, time.UnixMilli(at)}
+		}
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.members = members
+	return nil
+}
+
+// leave says that this replica ends in order.
+func (o *Operator) leave(ctx context.Context) {
+	if err := o.announce(context.WithoutCancel(ctx), ""); err != nil {
+		o.log.Debug("a replica that ends", "err", err)
+	}
+}
+
+// started returns when a replica started, which its number contains.
+func started(replica uint64) time.Time { return time.UnixMilli(int64(replica >> 20)) }
+
+// nameOf returns a replica's name for people. mu is held.
+func (o *Operator) nameOf(replica uint64) string {
+	return cmp.Or(o.members[replica].name, "started "+started(replica).UTC().Format(time.RFC3339))
+}
+
+// gone returns the replicas that did not end in order, unless another one of the same name runs now. mu is held.
+func (o *Operator) gone(living []uint64) (out []Gone) {
+	names := []string{"", o.name}
+	for _, id := range living {
+		names = append(names, o.members[id].name)
+	}
+	for id, m := range o.members {
+		unsure := time.Since(started(id)) <= starting || time.Since(m.heard) > goneFor
+		if !unsure && !slices.Contains(living, id) && !slices.Contains(names, m.name) {
+			out = append(out, Gone{m.name, m.heard})
+		}
+	}
+	slices.SortFunc(out, func(a, b Gone) int { return strings.Compare(a.Name, b.Name) })
+	return slices.CompactFunc(out, func(a, b Gone) bool { return a.Name == b.Name })
+}
