@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -177,4 +178,155 @@ func TestXDSOverMutualTLS(t *testing.T) {
 	put("2222")
 	soon(t, "Envoy has the new certificate", func() bool { return used() > before })
 	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
+}
+
+// launchMore starts one more replica beside replica 0, whose file no other names.
+func (f *fleet) launchMore() (extProc string) {
+	f.t.Helper()
+	text, err := os.ReadFile(filepath.Join(f.dir, "tandem-0.yaml"))
+	require.NoError(f.t, err)
+	a := ports(f.t, 3)
+	for i, key := range []string{"extProc", "replan", "admin"} {
+		listen := regexp.MustCompile(`(?m)^` + key + `: \{listen: "[^"]+"`)
+		require.True(f.t, listen.Match(text), key)
+		text = listen.ReplaceAll(text, fmt.Appendf(nil, "%s: {listen: %q", key, a[i]))
+	}
+	i := len(f.tandems)
+	file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
+	require.NoError(f.t, os.WriteFile(file, text, 0o600))
+	f.startTandem(i, file, "http://"+a[2])
+	return a[0]
+}
+
+// has reports whether Envoy has the replica at an address: it asks it, and sends it the access log.
+func (f *fleet) has(extProc string) (asked, logged bool) {
+	f.t.Helper()
+	resp, err := http.Get(f.envoyURL + "/clusters")
+	require.NoError(f.t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(f.t, err)
+	return strings.Contains(string(text), "tandem-extproc::"+extProc+"::"),
+		regexp.MustCompile(`(?m)^tandem-accesslog-[^:]+::` + regexp.QuoteMeta(extProc) + `::`).Match(text)
+}
+
+// Replicas come and go while clients send requests and the configuration changes ten times a second: Envoy follows
+// without anything being edited, and no request is lost.
+func TestXDSChangesFollowReplicas(t *testing.T) {
+	t.Parallel()
+	r := startRedis(t)
+	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "1ms", "--lease", "10s"},
+		envoyFields: ", replicas: redis, decodeIdleTimeout: 30m", serveArgs: []string{"--linger", "2s"},
+		top: fmt.Sprintf("state: {redis: {url: \"redis://%s\", lease: 1s}}\n", r.addr)})
+	text, err := os.ReadFile(f.config)
+	require.NoError(t, err)
+	first := regexp.MustCompile(`extProcs: \["([^"]*)"`).FindSubmatch(text)
+	require.NotNil(t, first)
+
+	soon(t, "Envoy has both replicas", func() bool { return f.envoyStat("cluster.tandem-extproc.membership_total") == 2 })
+	listeners := f.envoyStat("listener_manager.listener_modified")
+	load := f.wholeTraffic(8)
+	stop, stopped := make(chan struct{}), make(chan int)
+	go func() { // ten changes a second, also while replicas start and stop
+		for n := 1; ; n++ {
+			select {
+			case <-stop:
+				stopped <- n
+				return
+			case <-time.After(100 * time.Millisecond):
+			}
+			for i, p := range slices.Clone(f.tandems[:2]) {
+				file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
+				text, err := os.ReadFile(file)
+				if err == nil {
+					text = regexp.MustCompile(`decodeIdleTimeout: [0-9a-z]+`).ReplaceAll(text,
+						fmt.Appendf(nil, "decodeIdleTimeout: %ds", 1800+n))
+					_ = os.WriteFile(file+".new", text, 0o600)
+					_ = os.Rename(file+".new", file)
+				}
+				_ = p.cmd.Process.Signal(syscall.SIGHUP)
+			}
+		}
+	}()
+	third := f.launchMore()
+	soon(t, "Envoy has the third replica", func() bool { asked, logged := f.has(third); return asked && logged })
+	load.turn(t)
+	soon(t, "the third replica decides", func() bool { return metric(t, f.admins[2], "tandem_decisions_total") > 0 })
+	load.more(t, 200)
+
+	go f.tandems[0].stop(syscall.SIGTERM) // drains; nobody's file changes
+	soon(t, "the first replica is gone", func() bool { return !f.tandems[0].running() })
+	soon(t, "Envoy does not know it any more", func() bool {
+		asked, logged := f.has(string(first[1]))
+		return !asked && !logged
+	})
+	load.more(t, max(1000-load.asked.Load(), 200))
+	close(stop)
+	t.Logf("%d changes, of which Envoy took %d of routes", <-stopped, f.envoyStat("http.openai.rds.openai.config_reload"))
+	load.end(t)
+	require.Zero(t, f.envoyStat("listener_manager.lds.update_rejected")+
+		f.envoyStat("cluster_manager.cds.update_rejected")+f.envoyStat("runtime.load_error"))
+	require.Equal(t, listeners, f.envoyStat("listener_manager.listener_modified"), "no connection has to end")
+}
+
+// When all replicas die, a running Envoy keeps its configuration: answers go on, and new requests get an error that
+// says to try again. When a replica is back, it serves, and Envoy is sent nothing.
+func TestXDSWithoutReplicas(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "10ms", "--lease", "10s"}})
+	version := ""
+	soon(t, "Envoy has its configuration", func() bool {
+		for i := range f.tandems {
+			for _, e := range f.envoys(i) {
+				if !e.Pending {
+					version = e.Version
+				}
+			}
+		}
+		return version != ""
+	})
+	listeners := f.envoyStat("listener_manager.listener_modified")
+	began, long := make(chan struct{}), make(chan string, 1)
+	go func() { // an answer of ten seconds
+		resp, err := http.Post(f.url+"/v1/chat/completions", "application/json", strings.NewReader(`{"model":"tiny",`+
+			`"stream":true,"ignore_eos":true,"min_tokens":1000,"max_tokens":1000,"messages":[{"role":"user","content":"All."}]}`))
+		close(began)
+		if err != nil {
+			long <- err.Error()
+			return
+		}
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		long <- fmt.Sprint(resp.StatusCode, err, string(text[max(0, len(text)-16):]))
+	}()
+	<-began
+	for _, p := range f.tandems {
+		p.stop(syscall.SIGKILL)
+	}
+	soon(t, "clients are told to try again", func() bool {
+		got := f.post(apis[0].path, apis[0].body)
+		return got.status == 503 && strings.Contains(got.body, "router_unavailable") && got.header.Get("Retry-After") == "1"
+	})
+	require.Equal(t, 200, f.statusOf(f.envoyURL+"/ready"), "it keeps its configuration")
+	for _, path := range []string{"/v1/models", "/v1/completions", "/any/other"} {
+		require.Equal(t, 503, f.statusOf(f.url+path), "%s: never a 404, which would be final", path)
+	}
+	require.Equal(t, "200 <nil>\n\ndata: [DONE]\n\n", <-long)
+
+	f.startTandem(0, filepath.Join(f.dir, "tandem-0.yaml"), f.admins[0])
+	soon(t, "requests are served again", func() bool { return f.post(apis[0].path, apis[0].body).status == 200 })
+	soon(t, "Envoy gets its configuration from the replica that is back", func() bool {
+		e := f.envoys(0)
+		return len(e) == 1 && !e[0].Pending && e[0].Version == version
+	})
+	require.Equal(t, listeners, f.envoyStat("listener_manager.listener_modified"), "nothing has changed")
+}
+
+// statusOf returns the status of an answer to GET.
+func (f *fleet) statusOf(url string) int {
+	f.t.Helper()
+	resp, err := http.Get(url)
+	require.NoError(f.t, err)
+	defer resp.Body.Close()
+	return resp.StatusCode
 }

@@ -27,7 +27,11 @@ type logged struct {
 
 // toEveryReplica sends a log to each of them: what a request has booked lives in the replica that booked it.
 func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
-	for _, replica := range m.Servers.AccessLogs {
+	for i, replica := range m.Servers.AccessLogs {
+		when := l.when()
+		if m.Servers.Slots {
+			when = logAnd(inUse(i), when)
+		}
 		config := &grpclogv3.HttpGrpcAccessLogConfig{
 			CommonConfig: &grpclogv3.CommonGrpcAccessLogConfig{
 				LogName: l.name, TransportApiVersion: corev3.ApiVersion_V3, GrpcService: grpcTo(replica.Cluster),
@@ -36,7 +40,7 @@ func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 			AdditionalRequestHeadersToLog: l.headers,
 		}
 		out = append(out, noted(m, &accesslogv3.AccessLog{
-			Name: "envoy.access_loggers.http_grpc", Filter: l.when(),
+			Name: "envoy.access_loggers.http_grpc", Filter: when,
 			ConfigType: &accesslogv3.AccessLog_TypedConfig{TypedConfig: m.pack(config)},
 		}, l.notes))
 	}

@@ -111,6 +111,9 @@ func (m *model) accessLogClusters() (out []*clusterv3.Cluster) {
 		c.CircuitBreakers = unlimited()
 		c.TypedExtensionProtocolOptions = m.grpcOptions()
 		c.TransportSocket = m.tls(m.Servers.TLS, "extproc")
+		if m.Servers.Slots {
+			m.apart(c, replica)
+		}
 		out = append(out, c)
 	}
 	return out

@@ -13,6 +13,7 @@ import (
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
 	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
 	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
+	runtimev3 "github.com/envoyproxy/go-control-plane/envoy/service/runtime/v3"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -31,13 +32,14 @@ type Resources struct {
 	Listeners []*listenerv3.Listener
 	Routes    []*routev3.RouteConfiguration
 	Secrets   []*tlsv3.Secret
+	Runtimes  []*runtimev3.Runtime
 }
 
 // All are the resources with the URLs of their types.
 func (r *Resources) All() iter.Seq2[string, proto.Message] {
 	return func(yield func(string, proto.Message) bool) {
 		_ = each(r.Clusters, yield) && each(r.Endpoints, yield) && each(r.Listeners, yield) && each(r.Routes,
-			yield) && each(r.Secrets, yield)
+			yield) && each(r.Secrets, yield) && each(r.Runtimes, yield)
 	}
 }
 
@@ -50,9 +52,10 @@ func each[M proto.Message](of []M, yield func(string, proto.Message) bool) bool 
 	return true
 }
 
-// Dynamic makes the resources for a configuration that was loaded by configv1.
-func Dynamic(c *configv1.Config) (*Resources, error) {
-	s, err := gather(c, true)
+// Dynamic makes the resources for a configuration that was loaded by configv1. living are the replicas if they are not
+// those of the configuration.
+func Dynamic(c *configv1.Config, living ...Replica) (*Resources, error) {
+	s, err := gather(c, true, living...)
 	if err != nil {
 		return nil, err
 	}
@@ -60,6 +63,7 @@ func Dynamic(c *configv1.Config) (*Resources, error) {
 	out := &Resources{Clusters: m.clusters(), Listeners: append([]*listenerv3.Listener{m.mainListener()},
 		m.legListeners()...)}
 	out.Endpoints, out.Routes, out.Secrets = m.assignments(), []*routev3.RouteConfiguration{m.routes()}, m.secrets
+	out.Runtimes = m.runtime()
 	return out, m.err
 }
 
@@ -80,6 +84,9 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 		},
 		CdsConfig: waiting(), LdsConfig: waiting(),
 	}, notes{"cds_config": "Envoy waits until a replica is up, and is not ready before."})
+	if c.GetEnvoy().GetReplicas() == "redis" {
+		b.LayeredRuntime = noted(m, layeredRuntime(), notes{"": "Which replicas are sent the access log."})
+	}
 	noted(m, b, notes{"node": "Give each Envoy an id of its own (envoy --service-node NAME): logs and `tandem status` name it."})
 	const overview = `Envoy for Tandem, which gets all else from Tandem (xDS). Written by ` + "`tandem envoy --xds`" + `; needs Envoy 1.37 or newer.`
 	return m.print(overview, b)
@@ -128,6 +135,11 @@ func (m *model) apart(c *clusterv3.Cluster, h hosts) {
 func (m *model) assignments() (out []*endpointv3.ClusterLoadAssignment) {
 	for _, h := range []hosts{m.Servers.ExtProcs, m.Servers.Replans} {
 		if !h.ByName() {
+			out = append(out, assignment(h))
+		}
+	}
+	if m.Servers.Slots {
+		for _, h := range m.Servers.AccessLogs {
 			out = append(out, assignment(h))
 		}
 	}

@@ -72,3 +72,37 @@ func TestReplicasComeApart(t *testing.T) {
 	}
 	require.Len(t, two, len(one)+1, "the log of the other replica")
 }
+
+// Replicas that come and go by themselves change endpoints and the runtime, and nothing else.
+func TestLivingReplicas(t *testing.T) {
+	served := func(living ...Replica) map[string]proto.Message {
+		c, _, err := config.Parse([]byte(`{envoy: {replicas: redis}, state: {redis: {url: "redis://localhost"}}` + flow()))
+		require.NoError(t, err)
+		bootstrap, err := DynamicBootstrap(c)
+		require.NoError(t, err)
+		require.Contains(t, string(bootstrap), "rtds_layer")
+		validate(t, bootstrap)
+		r, err := Dynamic(c, living...)
+		require.NoError(t, err)
+		out := map[string]proto.Message{}
+		for kind, resource := range r.All() {
+			require.NoError(t, resource.(interface{ ValidateAll() error }).ValidateAll())
+			name := fmt.Sprint(resource.ProtoReflect().Get(resource.ProtoReflect().Descriptor().Fields().ByNumber(1)))
+			out[kind[strings.LastIndex(kind, ".")+1:]+" "+name] = resource
+		}
+		return out
+	}
+	a, b := Replica{0, "10.0.0.1:9002", "10.0.0.1:9003"}, Replica{2, "10.0.0.2:9002", "10.0.0.2:9003"}
+	one, two := served(a), served(a, b)
+	require.Len(t, two, len(one))
+	changed := []string{}
+	for name := range one {
+		if !proto.Equal(one[name], two[name]) {
+			changed = append(changed, name)
+		}
+	}
+	require.ElementsMatch(t, []string{
+		"ClusterLoadAssignment tandem-extproc", "ClusterLoadAssignment tandem-replan",
+		"ClusterLoadAssignment tandem-accesslog-slot-2", "Runtime tandem",
+	}, changed)
+}

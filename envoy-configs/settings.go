@@ -47,6 +47,7 @@ type settings struct {
 type servers struct {
 	ExtProcs   hosts      // all replicas, as one cluster
 	AccessLogs []hosts    // each replica, as a cluster of its own
+	Slots      bool       // AccessLogs are MaxReplicas slots, of which some are empty
 	Replans    hosts      // their replan ports
 	TLS        *clientTLS // nil: plaintext
 }
@@ -104,7 +105,8 @@ func (s *settings) several() bool {
 	return s.Dynamic || len(s.Servers.ExtProcs.Hosts) > 1 || s.Servers.ExtProcs.ByName()
 }
 
-func gather(c *configv1.Config, dynamic bool) (*settings, error) {
+// gather takes the replicas from living, or from the configuration if there are none.
+func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, error) {
 	e := c.GetEnvoy()
 	s := &settings{
 		Dynamic: dynamic, Late: dynamic,
@@ -127,7 +129,7 @@ func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	if s.Admin, err = parse(e.GetAdmin()); err != nil {
 		return nil, err
 	}
-	if s.Servers, err = gatherServers(c, dynamic); err != nil {
+	if s.Servers, err = gatherServers(c, dynamic, living); err != nil {
 		return nil, err
 	}
 	switch {
@@ -145,16 +147,25 @@ func gather(c *configv1.Config, dynamic bool) (*settings, error) {
 	return s, nil
 }
 
-func gatherServers(c *configv1.Config, dynamic bool) (out servers, err error) {
+func gatherServers(c *configv1.Config, dynamic bool, living []Replica) (out servers, err error) {
 	e := c.GetEnvoy()
+	extProcs, replans := e.GetExtProcs(), e.GetReplans()
+	if len(living) > 0 {
+		extProcs, replans = addresses(living)
+	}
 	if config.Encrypted(c.GetExtProc()) || e.GetExtProcTls() != nil {
 		out.TLS = newClientTLS(e.GetExtProcTls(), true)
 	}
-	if out.ExtProcs, err = reachable("tandem-extproc", e.GetExtProcs()); err != nil {
+	if out.ExtProcs, err = reachable("tandem-extproc", extProcs); err != nil {
 		return servers{}, err
 	}
-	if out.Replans, err = reachable("tandem-replan", e.GetReplans()); err != nil {
+	if out.Replans, err = reachable("tandem-replan", replans); err != nil {
 		return servers{}, err
+	}
+	if len(living) > 0 {
+		out.Slots = true
+		out.AccessLogs = slots(living, out.ExtProcs.Hosts)
+		return out, nil
 	}
 	for i, a := range out.ExtProcs.Hosts {
 		name := strconv.Itoa(i)

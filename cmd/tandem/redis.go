@@ -87,8 +87,11 @@ func replicaName(cfg *configv1.Config) string {
 	return net.JoinHostPort(host, port)
 }
 
-// configuredReplicas returns how many replicas envoy.extProcs names; 0 if there may be more behind a name.
+// configuredReplicas returns how many replicas envoy.extProcs names; 0 if there may be more: behind a name, in Redis.
 func configuredReplicas(cfg *configv1.Config) int {
+	if replicasFromRedis(cfg) {
+		return 0
+	}
 	all := cfg.GetEnvoy().GetExtProcs()
 	for _, addr := range all {
 		if host, _, err := net.SplitHostPort(addr); err != nil || net.ParseIP(host) == nil {

@@ -21,6 +21,7 @@ import (
 	"tandem/internal/config"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/xds"
+	"tandem/kvstate/membership"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -45,6 +46,9 @@ type reloader struct {
 	config *configv1.Config // in force; what takes a restart is as it was at the start
 	warned string           // of what takes a restart
 	logged []string         // warnings about the files in force
+
+	living      []membership.Replica
+	livingKnown bool
 }
 
 func newReloader(
@@ -184,8 +188,7 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	r.logged = warnings
 	inForce := proto.CloneOf(r.config)
 	config.TakeEnvoy(inForce, next)
-	resources, err := envoyconfigs.Dynamic(inForce)
-	if err != nil {
+	if _, err := r.resources(inForce); err != nil {
 		return nil, err
 	}
 	if err := r.gateway.Set(inForce); err != nil {
@@ -196,7 +199,7 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
 		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
 	}
-	if err := r.xds.Publish(resources); err != nil {
+	if err := r.serveEnvoys(inForce); err != nil {
 		return nil, err
 	}
 

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"runtime/debug"
 	"time"
@@ -63,6 +64,8 @@ func newServe() *cobra.Command {
 	f.DurationVar(&set.drain, "drain", 0, "after SIGTERM, wait at most this `TIME` for streams to end "+
 		"(default 20s; 10m for an endpoint picker that watches answers)")
 	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, take requests for this `TIME` while not ready, so that health checks notice")
+	f.StringVar(&set.advertise, "advertise", "",
+		"the `IP` address at which Envoys reach this replica, for envoy.replicas: redis")
 	f.BoolVar(&set.conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
 	f.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json, one object a line")
@@ -129,6 +132,7 @@ type settings struct {
 	linger      time.Duration
 	drain       time.Duration // 0: drainTime
 	conformance bool
+	advertise   string // "": where it listens
 }
 
 // drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
@@ -148,6 +152,9 @@ func (s settings) drainTime(watchesAnswers bool) time.Duration {
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
 func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
 	registry := newRegistry()
+	if _, err := netip.ParseAddr(set.advertise); err != nil && set.advertise != "" {
+		return fmt.Errorf("--advertise: %w", err)
+	}
 	fleet, err := newFleet(ctx, cfg, log)
 	if err != nil {
 		return err
@@ -212,6 +219,10 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	}
 	group.Go(func() error { return serveExtension(background, cfg, extension, listeners[len(listeners)-1]) })
 	group.Go(func() error { reload.follow(background); return nil })
+	group.Go(func() error {
+		fleet.followReplicas(background, cfg, set.advertise, reload.setReplicas)
+		return nil
+	})
 	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
 	kept := make(chan struct{})
 	group.Go(func() error {

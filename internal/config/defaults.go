@@ -81,6 +81,7 @@ func setEnvoyDefaults(c *configv1.Config) {
 	or(&e.Listen, "127.0.0.1:8080")
 	or(&e.Admin, "127.0.0.1:9901")
 	or(&e.MaxBodyBytes, 16<<20)
+	or(&e.Replicas, "configured")
 	or(&e.BodyMode, bodyMode(c))
 	or(&e.DecodeIdleTimeout, "30m")
 	if len(e.ExtProcs) == 0 {
@@ -98,7 +99,7 @@ func setEnvoyDefaults(c *configv1.Config) {
 // ask another replica if one fails; but it limits the time that such a body may wait in a queue.
 func bodyMode(c *configv1.Config) string {
 	long := func(p *configv1.Pool) bool { return Duration(p.GetQueue().GetMaxWait()) > maxBufferedWait }
-	if !several(c.Envoy.ExtProcs) || slices.ContainsFunc(c.Pools, long) {
+	if !several(c.Envoy.ExtProcs) && c.Envoy.Replicas != "redis" || slices.ContainsFunc(c.Pools, long) {
 		return "duplex"
 	}
 	return "auto"

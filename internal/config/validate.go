@@ -129,6 +129,10 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 				"%.100q is not a path without a slash at its end, such as /llm", prefix)
 		}
 	}
+	checkOneOf(v, "envoy.replicas", e.Replicas, "configured", "redis")
+	if e.Replicas == "redis" && c.State.GetRedis() == nil {
+		v.m.add("envoy.replicas", "redis needs state.redis, through which replicas know each other")
+	}
 	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
 	checkDuration(v, "envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
 	checkClientTLS(v, "envoy.endpointTls", e.EndpointTls)

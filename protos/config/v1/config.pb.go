@@ -675,7 +675,12 @@ type Envoy struct {
 	EndpointTls *ClientTls `protobuf:"bytes,9,opt,name=endpoint_tls,json=endpointTls,proto3" json:"endpoint_tls,omitempty"`
 	// Prefixes that gateways in front add to paths, such as /llm. Tandem removes them: engines get paths without them.
 	// Paths without a prefix are served too.
-	PathPrefixes  []string `protobuf:"bytes,10,rep,name=path_prefixes,json=pathPrefixes,proto3" json:"path_prefixes,omitempty"`
+	PathPrefixes []string `protobuf:"bytes,10,rep,name=path_prefixes,json=pathPrefixes,proto3" json:"path_prefixes,omitempty"`
+	// From where Envoys with xDS know the replicas: configured or redis. configured: extProcs and replans. redis: the
+	// replicas that live, as they come and go; needs state.redis. Each is reached at the host of its extProc.listen, or,
+	// if that is 0.0.0.0 or ::, at the address that it has towards Redis; or where `tandem serve --advertise` says. The
+	// bootstrap still names extProcs. Default configured.
+	Replicas      string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -778,6 +783,13 @@ func (x *Envoy) GetPathPrefixes() []string {
 		return x.PathPrefixes
 	}
 	return nil
+}
+
+func (x *Envoy) GetReplicas() string {
+	if x != nil {
+		return x.Replicas
+	}
+	return ""
 }
 
 // TLS from Envoy to others. Envoy reads the files, on its machine.
@@ -3222,7 +3234,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05Admin\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
-	"token_file\x18\x02 \x01(\tR\ttokenFile\"\x83\x03\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\"\x9f\x03\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -3235,7 +3247,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"extProcTls\x12>\n" +
 	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
 	"\rpath_prefixes\x18\n" +
-	" \x03(\tR\fpathPrefixes\"}\n" +
+	" \x03(\tR\fpathPrefixes\x12\x1a\n" +
+	"\breplicas\x18\v \x01(\tR\breplicas\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +

@@ -1,0 +1,46 @@
+package membership
+
+import (
+	"cmp"
+	"fmt"
+	"net"
+	"net/netip"
+	"net/url"
+)
+
+// Self returns where Envoys reach a replica that listens at two addresses: at host, or, if that is empty, at the
+// address on which it listens, or, if it listens on all, at that from which it connects to Redis.
+func Self(extProc, replan, host, redisURL string) (Replica, error) {
+	listen, port, err := net.SplitHostPort(extProc)
+	if err != nil {
+		return Replica{}, fmt.Errorf("extProc.listen: %w", err)
+	}
+	_, replanPort, err := net.SplitHostPort(replan)
+	if err != nil {
+		return Replica{}, fmt.Errorf("replan.listen: %w", err)
+	}
+	if host = cmp.Or(host, listen); host == "" || net.ParseIP(host).IsUnspecified() {
+		if host, err = localAddress(redisURL); err != nil {
+			return Replica{}, err
+		}
+	}
+	if _, err := netip.ParseAddr(host); err != nil {
+		return Replica{}, fmt.Errorf("the address of this replica (--advertise, extProc.listen): %w", err)
+	}
+	return Replica{ExtProc: net.JoinHostPort(host, port), Replan: net.JoinHostPort(host, replanPort)}, nil
+}
+
+// localAddress returns the address from which this machine connects to a URL's host. It sends nothing.
+func localAddress(to string) (string, error) {
+	u, err := url.Parse(to)
+	if err != nil {
+		return "", fmt.Errorf("the URL of Redis: %w", err)
+	}
+	c, err := net.Dial("udp", net.JoinHostPort(cmp.Or(u.Hostname(), "localhost"), cmp.Or(u.Port(), "6379")))
+	if err != nil {
+		return "", fmt.Errorf("the address towards Redis: %w", err)
+	}
+	defer c.Close()
+	host, _, err := net.SplitHostPort(c.LocalAddr().String())
+	return host, err
+}

@@ -1,0 +1,219 @@
+// Package membership tells every replica at which addresses Envoys reach the others, through Redis, so that Envoys
+// with xDS follow replicas that come and go (docs/adr/0035).
+//
+// Each replica writes its addresses under a key of its own. Which replicas live is what redisstore knows: their leases
+// and their goodbyes. A replica that is missing stays in the list for [Options.Hold], so that one that hangs or starts
+// anew at the same address does not change Envoys; their health checks leave it out meanwhile. While Redis does not
+// answer, nobody is missing.
+//
+// Each replica also has a slot, a small number that it chooses among those that no other has, and keeps. If two chose
+// the same, the younger chooses again.
+package membership
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+	"time"
+
+	"tandem/kvstate/redisstore"
+)
+
+// Replica has the addresses of one replica, each an IP address with a port.
+type Replica struct {
+	Slot    int    `json:"slot"`
+	ExtProc string `json:"extProc"` // gRPC: ext_proc, access log, xDS
+	Replan  string `json:"replan"`
+}
+
+// Options of [New].
+type Options struct {
+	Self  func() (Replica, error) // this replica without its slot; asked until it knows
+	Slots int                     // how many there are
+	Every time.Duration           // interval at which the list is read; default 1 s
+	Hold  time.Duration           // for so long a missing replica stays in the list; default 30 s
+	// Changed is called with the list when it changes, sorted, this replica included. An error says why there is none:
+	// ten times Every after the start.
+	Changed func([]Replica, error)
+}
+
+const (
+	within  = 500 * time.Millisecond // for one exchange with Redis
+	ttl     = 10                     // of a replica's addresses, in intervals
+	maxText = 512                    // bytes of a replica's addresses
+)
+
+// Members follows the list.
+type Members struct {
+	o     Options
+	redis redisstore.Access
+	up    func() bool
+
+	self    Replica               // its slot is -1 if it has none
+	found   bool                  // self has its addresses
+	seen    map[Replica]time.Time // when each was last known to live
+	list    []Replica             // as published
+	known   bool                  // a list was published
+	started time.Time
+	down    time.Time // when Redis last did not answer
+}
+
+// New returns the membership of a replica. It does nothing before [Members.Run].
+func New(store *redisstore.Store, o Options) *Members {
+	o.Every, o.Hold = cmp.Or(o.Every, time.Second), cmp.Or(o.Hold, 30*time.Second)
+	up := func() bool { _, up := store.Status(); return up }
+	return &Members{o: o, redis: store.Access(), up: up, seen: map[Replica]time.Time{}, self: Replica{Slot: -1}}
+}
+
+// Run writes this replica's addresses and follows those of the others until ctx ends. Start it when the store has
+// joined the other replicas.
+func (m *Members) Run(ctx context.Context) {
+	m.started = time.Now()
+	tick := time.NewTicker(m.o.Every)
+	defer tick.Stop()
+	for ctx.Err() == nil {
+		living, err := m.exchange(ctx)
+		if err == nil || ctx.Err() == nil {
+			m.take(time.Now(), living, err)
+		}
+		select {
+		case <-ctx.Done():
+		case <-tick.C:
+		}
+	}
+}
+
+func (m *Members) key(replica uint64) string {
+	return m.redis.Prefix + "{replicas}:" + strconv.FormatUint(replica, 16)
+}
+
+// exchange reads the addresses of the living replicas, oldest first, and writes this one's, if it has a slot.
+func (m *Members) exchange(ctx context.Context) ([]Replica, error) {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	if !m.found {
+		self, err := m.o.Self()
+		if err != nil {
+			return nil, fmt.Errorf("finding this replica's addresses: %w", err)
+		}
+		self.Slot = m.self.Slot
+		m.self, m.found = self, true
+	}
+	ids := slices.DeleteFunc(m.redis.Living(), func(id uint64) bool { return id == m.redis.Replica })
+	older, _ := slices.BinarySearch(ids, m.redis.Replica)
+	keys := []string{m.key(m.redis.Replica)}
+	for _, id := range ids {
+		keys = append(keys, m.key(id))
+	}
+	values, err := m.redis.Client.MGet(ctx, keys...).Result()
+	if err != nil {
+		return nil, fmt.Errorf("reading the replicas' addresses: %w", err)
+	}
+	var before, after []Replica
+	for i, v := range values[1:] {
+		text, is := v.(string)
+		if r, err := m.parse(text); is && err == nil { // else it is starting, or of a release without addresses
+			if i < older {
+				before = append(before, r)
+			} else {
+				after = append(after, r)
+			}
+		}
+	}
+	m.choose(before, after, values[0] != nil)
+	out := slices.Concat(before, after)
+	if m.self.Slot < 0 {
+		return out, nil
+	}
+	text, err := json.Marshal(m.self)
+	if err != nil {
+		return nil, fmt.Errorf("writing this replica's addresses: %w", err)
+	}
+	err = m.redis.Client.Set(ctx, keys[0], text, ttl*m.o.Every).Err()
+	if err != nil {
+		return nil, fmt.Errorf("writing this replica's addresses: %w", err)
+	}
+	return append(out, m.self), nil
+}
+
+// choose sets this replica's slot: that which it has, unless an older replica has it too, or any if the others have not
+// seen this one for a while.
+func (m *Members) choose(older, younger []Replica, known bool) {
+	taken := make([]bool, m.o.Slots)
+	for _, r := range older {
+		taken[r.Slot] = true
+	}
+	if known && m.self.Slot >= 0 && !taken[m.self.Slot] {
+		return
+	}
+	for _, r := range younger {
+		taken[r.Slot] = true
+	}
+	if m.self.Slot < 0 || taken[m.self.Slot] {
+		m.self.Slot = slices.Index(taken, false)
+	}
+}
+
+func (m *Members) parse(text string) (r Replica, err error) {
+	if len(text) > maxText {
+		return r, fmt.Errorf("addresses of %d bytes", len(text))
+	}
+	if err := json.Unmarshal([]byte(text), &r); err != nil {
+		return r, fmt.Errorf("addresses of a replica: %w", err)
+	}
+	if r.Slot < 0 || r.Slot >= m.o.Slots {
+		return r, fmt.Errorf("there is no slot %d", r.Slot)
+	}
+	for _, a := range []string{r.ExtProc, r.Replan} {
+		if at, err := netip.ParseAddrPort(a); err != nil || at.Port() == 0 || at.Addr().IsUnspecified() {
+			return r, fmt.Errorf("%q is not the address of a replica", a)
+		}
+	}
+	return r, nil
+}
+
+// take applies what an exchange with Redis returned, and publishes the list if it has changed.
+func (m *Members) take(now time.Time, living []Replica, err error) {
+	if err != nil || !m.up() {
+		m.down = now
+		for r := range m.seen {
+			m.seen[r] = now // nobody can be seen
+		}
+		if !m.known && now.Sub(m.started) >= 10*m.o.Every {
+			m.known = true
+			m.o.Changed(nil, cmp.Or(err, errNoWrites))
+		}
+		return
+	}
+	for _, r := range living {
+		m.seen[r] = now
+	}
+	maps.DeleteFunc(m.seen, func(r Replica, at time.Time) bool {
+		// in its place, or at its address
+		succeeded := slices.ContainsFunc(living, func(l Replica) bool {
+			return l.Slot == r.Slot || l.ExtProc == r.ExtProc
+		})
+		return now.Sub(at) >= m.o.Hold || at.Before(now) && succeeded
+	})
+	// After an outage replicas come back one after the other.
+	if len(m.list) == 0 && !m.down.IsZero() && now.Sub(m.down) < 5*m.o.Every {
+		return
+	}
+	list := slices.SortedFunc(maps.Keys(m.seen), func(a, b Replica) int {
+		return cmp.Or(cmp.Compare(a.Slot, b.Slot), cmp.Compare(a.ExtProc, b.ExtProc))
+	})
+	// Two of one slot: for as long as the younger has not seen it.
+	list = slices.CompactFunc(list, func(a, b Replica) bool { return a.Slot == b.Slot })
+	if len(list) > 0 && !slices.Equal(list, m.list) {
+		m.list, m.known = list, true
+		m.o.Changed(list, nil)
+	}
+}
+
+var errNoWrites = errors.New("Redis does not take what replicas publish")
