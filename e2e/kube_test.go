@@ -2,11 +2,15 @@ package e2e
 
 import (
 	"fmt"
+	"io"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -190,6 +194,10 @@ func (k *kubelet) comesToState(n int) {
 // The service account of the manifests has the permissions of discovery, and no more.
 func TestKubeRole(t *testing.T) {
 	c := startCluster(t)
+	soon(t, "the API server knows the role that it has taken", func() bool {
+		status, _, err := c.ask(tandemToken, http.MethodGet, podsPath, "", "")
+		return err == nil && status == http.StatusOK
+	})
 	for _, path := range []string{podsPath, podsPath + "?watch=true&timeoutSeconds=1"} {
 		status, text, err := c.ask(tandemToken, http.MethodGet, path, "", "")
 		require.NoError(t, err)
@@ -203,4 +211,89 @@ func TestKubeRole(t *testing.T) {
 	status, _, err := c.ask(tandemToken, http.MethodDelete, podsPath+"/any", "", "")
 	require.NoError(t, err)
 	require.Equal(t, 403, status)
+}
+
+// A thousand pods, of which ten a second are replaced while clients send requests: every answer is whole, and Tandem
+// knows those that live. The pods are addresses that lead to four engines.
+func TestKubeThousandPods(t *testing.T) {
+	const pods, churned = 1000, 100
+	k := newKubelet(startCluster(t), 1)
+	var mu sync.Mutex
+	alive := map[string]*thinPod{}
+	next := 0
+	o := options{prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "1ms", "--lease", "10s"}}
+	o.launch = func(f *fleet) {
+		k.fleet = f
+		began := time.Now()
+		k.each(16, pods, func(i int) {
+			p := k.thin(i)
+			mu.Lock()
+			defer mu.Unlock()
+			alive[p.addr] = p
+		})
+		next = pods
+		t.Logf("%d pods made in %v", pods, time.Since(began).Round(time.Second))
+	}
+	o.pools = fmt.Sprintf("pools:\n- name: chat\n  kvTransfer: nixl\n  split: always\n  decodeAlone: fallback\n"+
+		"  discovery:\n    kubernetes: {selector: app=llm, ports: [%s]}\n", k.ports[0])
+	start(t, o)
+	began := time.Now()
+	k.knows(alive)
+	t.Logf("all known %v after Tandem and Envoy had started", time.Since(began).Round(time.Millisecond))
+
+	load := k.fleet.wholeTraffic(6)
+	load.more(t, 50)
+	var terminating []*thinPod
+	for range churned {
+		for _, p := range alive { // any
+			k.must(http.MethodDelete, podsPath+"/"+p.name, "application/json",
+				`{"kind":"DeleteOptions","apiVersion":"v1","gracePeriodSeconds":300}`)
+			terminating = append(terminating, p)
+			delete(alive, p.addr)
+			break
+		}
+		p := k.thin(next)
+		next++
+		alive[p.addr] = p
+		if len(terminating) > 20 { // it has had two seconds to finish its requests
+			k.gone(terminating[0])
+			terminating = terminating[1:]
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	for _, p := range terminating {
+		k.gone(p)
+	}
+	began = time.Now()
+	k.knows(alive)
+	t.Logf("%d pods replaced; all known %v after the last", churned, time.Since(began).Round(time.Millisecond))
+	load.more(t, 50)
+	load.end(t)
+	resp, err := http.Get(k.fleet.admins[0] + "/metrics")
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	t.Logf("/metrics has %d KB", len(text)>>10)
+	rss, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", k.fleet.tandems[0].cmd.Process.Pid))
+	require.NoError(t, err)
+	t.Logf("Tandem's memory: %s", regexp.MustCompile(`VmHWM:\s*(.*)`).FindSubmatch(rss)[1])
+}
+
+// each calls f for 0 to n - 1, in so many goroutines.
+func (k *kubelet) each(goroutines, n int, f func(i int)) {
+	var group sync.WaitGroup
+	numbers := make(chan int)
+	for range goroutines {
+		group.Go(func() {
+			for i := range numbers {
+				f(i)
+			}
+		})
+	}
+	for i := range n {
+		numbers <- i
+	}
+	close(numbers)
+	group.Wait()
 }

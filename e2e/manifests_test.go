@@ -29,7 +29,7 @@ func (c *cluster) installAll() {
 func rendered(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
-	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "envoy-gateway/extension/policy.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
 		files, err := filepath.Glob(filepath.Join("../deploy", pattern))
 		require.NoError(t, err)
 		for _, file := range files {
@@ -70,12 +70,13 @@ func TestKubeManifests(t *testing.T) {
 	}
 	t.Logf("%d objects of %d manifests are taken", checked, len(manifests))
 
-	resources := manifests["deploy/envoy-gateway/resources.yaml"]
+	policy := manifests["deploy/envoy-gateway/extension/policy.yaml"]
 	pool := manifests["deploy/inference-extension/inferencepool.yaml"]
 	for _, b := range []struct{ manifest, old, broken, want string }{
-		{resources, "failOpen: false", "failOpen: true", "FullDuplexStreamed"}, // a CEL rule
-		{resources, "failOpen: false", "failOpn: false", "unknown field"},
-		{resources, "bufferLimit: \"", "bufferLimit: \"many ", "bufferLimit"},
+		{policy, "request: {}", "request: {body: FullDuplexStreamed}}\n    failOpen: true\n    metadata: {",
+			"FullDuplexStreamed"}, // a CEL rule
+		{policy, "processingMode", "procesingMode", "unknown field"},
+		{policy, "request: {}", "request: {body: Many}", "Many"},
 		{pool, "targetPorts: [{number: 8000}]", "targetPorts: [{number: 8000}, {number: 8000}]", "unique"}, // another
 		{pool, ", port: {number: 9002}", "", "port"},                                                       // and another
 	} {

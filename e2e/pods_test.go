@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -160,3 +161,73 @@ func (k *kubelet) end(load *wholeTraffic) {
 
 // within is the time in which traffic must follow the cluster.
 const within = time.Second
+
+// thinPod is a pod whose address leads to an engine that other pods share.
+type thinPod struct {
+	name, addr string
+	listener   net.Listener
+}
+
+// thin makes a ready pod: one prefill pod after four decode pods.
+func (k *kubelet) thin(i int) *thinPod {
+	role, engines := "decode", k.fleet.decodes
+	if i%5 == 0 {
+		role, engines = "prefill", k.fleet.prefills
+	}
+	ip := fmt.Sprintf("127.2.%d.%d", i/250, i%250+1)
+	p := &thinPod{name: fmt.Sprintf("thin-%d", i), addr: net.JoinHostPort(ip, k.ports[0])}
+	var err error
+	p.listener, err = net.Listen("tcp", p.addr)
+	require.NoError(k.t, err)
+	k.t.Cleanup(func() { _ = p.listener.Close() })
+	go forwardTo(p.listener, engines[i%len(engines)].addr)
+	k.must(http.MethodPost, podsPath, "application/yaml", fmt.Sprintf(`{apiVersion: v1, kind: Pod, `+
+		`metadata: {name: %s, labels: {app: llm, llm-d.ai/role: %s}}, `+
+		`spec: {nodeName: node, terminationGracePeriodSeconds: 300, containers: [{name: engine, image: enginesim}]}}`,
+		p.name, role))
+	k.ready(&pod{name: p.name, ip: ip}, true)
+	return p
+}
+
+// gone ends a pod that is terminating. Its connections end by themselves.
+func (k *kubelet) gone(p *thinPod) {
+	k.must(http.MethodDelete, podsPath+"/"+p.name, "application/json",
+		`{"kind":"DeleteOptions","apiVersion":"v1","gracePeriodSeconds":0}`)
+	_ = p.listener.Close()
+}
+
+// forwardTo takes connections to an address until the listener is closed.
+func forwardTo(l net.Listener, addr string) {
+	for {
+		in, err := l.Accept()
+		if err != nil {
+			return
+		}
+		out, err := net.Dial("tcp", addr)
+		if err != nil {
+			_ = in.Close()
+			continue
+		}
+		for from, to := range map[net.Conn]net.Conn{in: out, out: in} {
+			go func() {
+				_, _ = io.Copy(to, from)
+				_ = to.Close()
+				_ = from.Close()
+			}()
+		}
+	}
+}
+
+// knows waits until Tandem has these endpoints, and no other.
+func (k *kubelet) knows(pods map[string]*thinPod) {
+	k.t.Helper()
+	soon(k.t, "Tandem knows the pods that live", func() bool {
+		state := k.fleet.state(0)
+		for addr := range pods {
+			if _, there := state[addr]; !there {
+				return false
+			}
+		}
+		return len(state) == len(pods)
+	})
+}
