@@ -414,8 +414,18 @@ func (p *Pool) reported(model string) bool {
 	return false
 }
 
-// SetModels records the models that an endpoint reports.
-func (s *State) SetModels(e *Endpoint, ids []string) { e.models.Store(&ids) }
+// SetModels records the models that an endpoint reports. Endpoints with equal lists share one, which is compared once.
+func (s *State) SetModels(e *Endpoint, ids []string) {
+	for _, p := range s.Pools() {
+		for _, other := range p.endpoints {
+			if known := other.models.Load(); known != nil && slices.Equal(*known, ids) {
+				e.models.Store(known)
+				return
+			}
+		}
+	}
+	e.models.Store(&ids)
+}
 
 // Models returns the names that a pool serves: the configured ones and, if it accepts any model, those that its
 // endpoints report.

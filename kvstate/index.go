@@ -34,6 +34,9 @@ func (p *Pool) noteHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []
 
 // find returns how many leading blocks of a prompt each candidate holds; none if none holds any.
 func (p *Pool) find(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) []int32 {
+	if len(hashes) == 0 {
+		return nil
+	}
 	return v.lookup.Find(p.index, hashes, len(v.Endpoints), func(i int) []int32 {
 		return of(&v.Endpoints[i].Endpoint.blocks)
 	})
@@ -65,9 +68,7 @@ func (p *Pool) DropGuesses(text []uint64, known int, v *View) {
 			c.SetHeld(HeldBlocks{})
 		}
 	}
-	if len(text) > 0 {
-		p.noteHits(text, v, (*prefixindex.Owner).Fresh)
-	}
+	p.noteHits(text, v, (*prefixindex.Owner).Fresh)
 }
 
 // TokenBlockSizes returns the block sizes of the engines whose KV events the pool receives.

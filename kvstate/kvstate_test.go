@@ -158,6 +158,19 @@ func TestPoolFor(t *testing.T) {
 	require.Empty(t, s.Models(s.Pool("any")))
 }
 
+func TestEqualListsOfModelsAreShared(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 2))
+	e := s.Pool("p").Endpoints()
+	for i, ids := range [][]string{{"a", "b"}, {"a", "b"}, {"a"}} {
+		s.SetModels(e[i], ids)
+		require.Equal(t, ids, e[i].Models())
+	}
+	require.Same(t, &e[0].Models()[0], &e[1].Models()[0])
+	s.SetModels(e[1], []string{"c"})
+	require.Equal(t, []string{"a", "b"}, e[0].Models(), "the other keeps its own")
+}
+
 func TestHealth(t *testing.T) {
 	both := EndpointSpec{Name: "b0", Addr: "10.0.2.0:8000", Role: RoleBoth}
 	for _, c := range []struct {

@@ -44,15 +44,23 @@ func (g *Signals) Trust(now time.Time) float64 {
 	if g == nil {
 		return 0
 	}
-	return min(1, max(0, float64(signalsDead-g.Age(now))/float64(signalsDead-signalsFresh)))
+	return trust(g.Age(now))
+}
+
+// trust returns the weight of signals of that age.
+func trust(age time.Duration) float64 {
+	return min(1, max(0, float64(signalsDead-age)/float64(signalsDead-signalsFresh)))
 }
 
 // Age returns the age of the oldest figure.
-func (g *Signals) Age(now time.Time) time.Duration {
+func (g *Signals) Age(now time.Time) time.Duration { return now.Sub(g.oldestFigure()) }
+
+// oldestFigure returns the time of the oldest figure.
+func (g *Signals) oldestFigure() time.Time {
 	if g.ScrapedAt.IsZero() {
-		return now.Sub(g.At)
+		return g.At
 	}
-	return now.Sub(g.ScrapedAt)
+	return g.ScrapedAt
 }
 
 // Observe records the load that an endpoint reports. A figure of -1 keeps its previous value until that is too old.
@@ -170,10 +178,10 @@ func (e *Endpoint) unbooked(g *Signals) int64 {
 // long as the booked ones, or externalTokens without any; on a prefill endpoint as waiting prompts. Their duration
 // is unknown, so no request waits for them ([Candidate.Queue]).
 func (g *Signals) addTo(c *Candidate) {
-	n := int64(math.Round(c.Trust * float64(g.External)))
-	if n <= 0 {
+	if g.External <= 0 {
 		return
 	}
+	n := int64(math.Round(c.Trust * float64(g.External)))
 	each := int64(externalTokens)
 	if c.Requests > 0 && c.PromptTokens > 0 {
 		each = c.PromptTokens / c.Requests

@@ -89,11 +89,8 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 			}
 		}
 	}
-	v.Uses = v.Uses[:0]
-	if len(hashes) > 0 {
-		p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
-		s.FindUses(p, hashes, v)
-	}
+	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
+	v.Uses = p.uses.Steps(v.Uses[:0], hashes, now)
 }
 
 // Copy copies another view.
@@ -130,11 +127,8 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
 		v.Endpoints[i].SetHeld(HeldBlocks{})
 	}
-	v.Uses = v.Uses[:0]
-	if len(hashes) > 0 {
-		p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
-		s.FindUses(p, hashes, v)
-	}
+	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
+	s.FindUses(p, hashes, v)
 }
 
 // fill sets c to the endpoint's current state. It writes field by field, which is faster than copying a struct that
@@ -153,7 +147,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	}
 	c.Trust, c.KVTokens = 0, 0
 	if c.Signals = e.signals.Load(); c.Signals != nil {
-		c.Trust, c.KVTokens = c.Signals.Trust(time.Unix(0, now)), max(c.Signals.KVTokens, 0)
+		c.Trust, c.KVTokens = trust(time.Duration(now-c.Signals.oldestFigure().UnixNano())), max(c.Signals.KVTokens, 0)
 		c.Signals.addTo(c)
 	}
 }

@@ -43,7 +43,12 @@ func wholeCases() (all []pickCase) {
 	for _, c := range []struct {
 		endpoints, blocks int
 		lengths           string // distribution of the held lengths of prompts, a quarter of which is common to all
-	}{{64, 430, "whole"}, {1024, 8192, "whole"}, {1024, 8192, "different"}} {
+		// as in a server: engines report loads and models, requests name a model, prompts are counted
+		served bool
+	}{
+		{64, 430, "whole", false}, {1024, 8192, "whole", false}, {1024, 8192, "different", false},
+		{64, 430, "whole", true}, {1024, 8192, "whole", true}, {1024, 8192, "different", true},
+	} {
 		s, random := kvstate.New(kvstate.Options{}), rand.New(rand.NewPCG(1, 1))
 		var eps []kvstate.EndpointSpec
 		for _, c := range fleet(c.endpoints, 1).Endpoints {
@@ -62,7 +67,12 @@ func wholeCases() (all []pickCase) {
 		}
 		order := random.Perm(c.endpoints)
 		for i, e := range p.Endpoints() {
-			s.Reserve(e, kvstate.Booking{For: e.Role, PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond})
+			s.Reserve(e, kvstate.Booking{
+				For: e.Role, PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond,
+			})
+			if c.served {
+				report(s, e)
+			}
 			if c.lengths == "whole" {
 				s.Routed(p, e, prompts[i%len(prompts)])
 			} else {
@@ -78,6 +88,13 @@ func wholeCases() (all []pickCase) {
 		i := 0
 		view := func() { s.View(p, prompts[i%len(prompts)], &v) }
 		name := fmt.Sprintf("%d/blocks=%d/%s", c.endpoints, c.blocks, c.lengths)
+		if c.served {
+			r.Model, name = "m", name+"/served"
+			for range 20 * len(prompts) { // popular ones
+				s.CountPrompt(p, prompts[i%len(prompts)])
+				i++
+			}
+		}
 		view()
 		all = append(all,
 			pickCase{name + "/view", func() error { i++; view(); return nil }},
@@ -90,6 +107,14 @@ func wholeCases() (all []pickCase) {
 			}})
 	}
 	return all
+}
+
+// report has an endpoint report its load and its model, and teaches its speed.
+func report(s *kvstate.State, e *kvstate.Endpoint) {
+	s.SetModels(e, []string{"m"})
+	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .3, KVTokens: 1e6, At: time.Now(), ScrapedAt: time.Now()})
+	id := s.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Millisecond})
+	s.Release(id)
 }
 
 func BenchmarkPick(b *testing.B) {

@@ -25,7 +25,7 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 		return outFailed
 	case len(r.Excluded) > 0 && slices.Contains(r.Excluded, c.Endpoint.Addr):
 		return outExcluded
-	case k.learned && !k.placed && !serves(c, r.Model):
+	case k.learned && k.partly && !k.placed && !serves(c, r.Model):
 		return outModel
 	}
 	return k.unmet(r, c)
@@ -66,13 +66,35 @@ func bears(c *kvstate.Candidate, labels []string) bool {
 // it as an adapter. If none does, the reports exclude nobody.
 func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 	k.learned, k.partly, k.placed = false, false, false
-	if v.Load.Prefills+v.Load.Decodes > 0 && r.Model == "" {
-		return v.Load.Prefills, v.Load.Decodes
+	prefills, decodes = v.Load.Prefills, v.Load.Decodes
+	if prefills+decodes == 0 {
+		prefills, decodes = countRoles(v)
 	}
+	if r.Model == "" {
+		return prefills, decodes
+	}
+	var last []string // the list of models before this one; most endpoints share one
+	has := false      // the model is in it
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		k.placed = k.placed || r.Model != "" && c.Endpoint.HasLoRA(r.Model)
-		k.partly = k.partly || r.Model != "" && !serves(c, r.Model)
+		k.placed = k.placed || c.Endpoint.LoRAs != "" && c.Endpoint.HasLoRA(r.Model)
+		models := c.Endpoint.Models()
+		if len(models) == 0 {
+			continue // it may serve the model
+		}
+		if len(last) != len(models) || &last[0] != &models[0] {
+			last, has = models, slices.Contains(models, r.Model)
+		}
+		k.partly = k.partly || !has
+		k.learned = k.learned || has && c.Usable
+	}
+	return prefills, decodes
+}
+
+// countRoles counts the usable endpoints of each role.
+func countRoles(v *kvstate.View) (prefills, decodes int) {
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
 		if !c.Usable {
 			continue
 		}
@@ -81,9 +103,6 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 		}
 		if c.Endpoint.Role&kvstate.RoleDecode != 0 {
 			decodes++
-		}
-		if r.Model != "" {
-			k.learned = k.learned || named(c, r.Model)
 		}
 	}
 	return prefills, decodes

@@ -43,19 +43,23 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 		}
 	}
 	k.findPartners(v, t, from, to)
-	best := math.Inf(1)
-	for p := from; p < to; p++ {
-		k.total[p] = math.Inf(1)
-		if price := k.prices[p].prefill; price < math.Inf(1) {
-			var partner float64
-			if f := v.Endpoints[p].Faults; f == nil || len(f.Decodes) == 0 {
-				partner = min(k.cheapest(p), k.sameNode(v, t, p))
-			} else { // one of the partners is missing: rare
-				partner = k.partnersOf(v, t, p, grown(&k.of, len(v.Endpoints)))
-			}
-			k.total[p] = price + partner
-			best = min(best, k.total[p])
+	best, total := math.Inf(1), k.total[from:to]
+	for i, p := range k.prices[from:to] {
+		total[i] = math.Inf(1)
+		if p.prefill == math.Inf(1) {
+			continue
 		}
+		partner, at := 0.0, from+i
+		switch {
+		case p.faults && len(v.Endpoints[at].Faults.Decodes) > 0: // one of the partners is missing: rare
+			partner = k.partnersOf(v, t, at, grown(&k.of, len(v.Endpoints)))
+		case v.SameNode != nil:
+			partner = min(k.cheapest(at), k.sameNode(v, t, at))
+		default:
+			partner = k.cheapest(at)
+		}
+		total[i] = p.prefill + partner
+		best = min(best, total[i])
 	}
 	return best
 }
@@ -115,17 +119,14 @@ func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 		if math.IsInf(price.decode, 1) {
 			continue
 		}
-		c := &v.Endpoints[d]
-		if c.Faults.Excludes(kvstate.RoleDecode) {
+		if price.faults && v.Endpoints[d].Faults.Excludes(kvstate.RoleDecode) {
 			continue
 		}
 		row := table[int(price.kind)*width:][:width]
-		near := price.decode + t.transfer(c, true)
-		price.near = near
-		row[width-1].offer(d, near)
+		row[width-1].offer(d, price.near)
 		if len(k.zones) > 1 { // else all are in one zone
-			row[price.zone].offer(d, near)
-			row[width-2].offer(d, price.decode+t.transfer(c, false))
+			row[price.zone].offer(d, price.near)
+			row[width-2].offer(d, price.decode+t.transfer(&v.Endpoints[d], false))
 		}
 	}
 }

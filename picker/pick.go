@@ -110,8 +110,9 @@ type Picker struct {
 // prices are an endpoint's prices for each leg; infinite if it cannot serve it.
 type prices struct {
 	prefill, decode, alone float64
-	near                   float64 // decode with a transfer within its zone, set by findPartners
+	near                   float64 // decode with a transfer within its zone
 	busy                   bool    // decode alone would delay its answers too much
+	faults                 bool    // some of its KV transfers failed
 	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown
 }
 
@@ -186,12 +187,13 @@ func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 }
 
 func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
-	simple := len(r.Excluded) == 0 && !k.learned && !k.placed && len(r.Labels) == 0
+	simple := len(r.Excluded) == 0 && !(k.learned && k.partly) && !k.placed && len(r.Labels) == 0
 	inf := math.Inf(1)
 	all := grown(&k.prices, len(v.Endpoints))
 	for i := range v.Endpoints {
 		c, p := &v.Endpoints[i], &all[i]
-		p.prefill, p.decode, p.alone, p.near, p.busy, p.kind, p.zone = inf, inf, inf, 0, false, 0, 0
+		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
+		p.busy, p.faults, p.kind, p.zone = false, c.Faults != nil, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			t.weigh(c, p)
 		}
@@ -224,6 +226,7 @@ func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
 		t.batch(c, &runs)
 		t.decode(c, &runs, &price)
 		p.decode = price.sum()
+		p.near = p.decode + t.transfer(c, true)
 		if !t.always {
 			var price AlonePrice
 			p.busy = !t.alone(c, &runs, &price)
@@ -279,20 +282,22 @@ func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []floa
 	for d := range total {
 		total[d] = math.Inf(1)
 	}
+	faults := prefill >= 0 && k.prices[prefill].faults
 	for d := first; d < end; d++ {
 		p := &k.prices[d]
-		if p.decode == math.Inf(1) || d == prefill || !loads(v, prefill, d) {
+		if p.decode == math.Inf(1) || d == prefill || (faults || p.faults) && !loads(v, prefill, d) {
 			continue
 		}
-		c, near := &v.Endpoints[d], true
+		total[d] = p.near
 		if !v.Uniform || !v.Grouped {
+			c := &v.Endpoints[d]
 			if prefill >= 0 && !from.pairsWith(c) {
+				total[d] = math.Inf(1)
 				continue
 			}
-			near = agree(zone, c.Endpoint.Zone)
-		}
-		if total[d] = p.near; !near || p.near == 0 {
-			total[d] = p.decode + t.transfer(c, near)
+			if !agree(zone, c.Endpoint.Zone) {
+				total[d] = p.decode + t.transfer(c, false)
+			}
 		}
 		best = min(best, total[d])
 	}
