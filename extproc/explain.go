@@ -20,6 +20,9 @@ import (
 // Explanation is a decision with the prices of all candidates, and the requests that wait.
 type Explanation struct {
 	picker.Explanation
+	// why no request of this length is split, whatever it costs: no_kv_transfer, policy, min_prefill_tokens, no_prefill
+	NotSplit string `json:"not_split,omitempty"`
+
 	Waiting int     `json:"waiting,omitempty"` // requests that wait in this replica for endpoints of the pool
 	Longest float64 `json:"longest,omitempty"` // longest wait of one of them, s
 	Remote  int     `json:"remote,omitempty"`  // requests known to wait in other replicas
@@ -27,7 +30,7 @@ type Explanation struct {
 
 // Explain returns where a request with so many uncached prompt tokens would be placed in a pool now: every endpoint
 // with its price, or why it is excluded. It reserves nothing.
-func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, error) {
+func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, err error) {
 	pool := s.State.Pool(poolName)
 	if pool == nil && poolName == "" {
 		pool = s.State.PoolFor("")
@@ -39,7 +42,15 @@ func (s *Server) Explain(poolName string, promptTokens int64) (Explanation, erro
 	k := picker.Picker{Policy: policy.Placement()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
-	e := Explanation{Explanation: k.Explain(&picker.Request{PromptTokens: promptTokens, Split: policy.Dialect.Prefill != nil && policy.Split, Rand: random()}, &v)}
+	e.NotSplit = policy.NotSplit(promptTokens)
+	e.Explanation = k.Explain(&picker.Request{
+		PromptTokens: promptTokens, Split: e.NotSplit == "", Rand: random(),
+	}, &v)
+	if e.NotSplit == "" && e.Refused == "" && e.Prefill == "" {
+		if e.NotSplit, err = policy.Whole(pool, &v); err != nil {
+			e.Refused, e.Decode = err.Error(), ""
+		}
+	}
 	if policy.queue != nil {
 		now := policy.queue.Status()
 		e.Waiting, e.Remote, e.Longest = now.Waiting, now.Remote, now.Longest

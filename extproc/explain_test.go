@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -41,6 +42,7 @@ func TestExplain(t *testing.T) {
 	require.Equal(t, "failed", e.Candidates[1].Out)
 	require.InDelta(t, .266, e.Candidates[0].Prefill.Work, .01)
 	require.Zero(t, state.Reservations())
+	require.Equal(t, "no_kv_transfer", e.NotSplit)
 	_, err = s.Explain("other", 1)
 	require.EqualError(t, err, `there is no pool "other"`)
 
@@ -51,6 +53,48 @@ func TestExplain(t *testing.T) {
 	x.explain(state.Pool("chat"), &picker.Request{PromptTokens: 4000, Split: true})
 	require.Contains(t, log.String(), "p1: prefill 265 = queue 0.0 + work 265")
 	require.Contains(t, log.String(), "p2: out, failed")
+}
+
+// An explanation says why nothing of a length is split, and is a refusal where the requests would get one.
+func TestExplainNotSplit(t *testing.T) {
+	dialect := kvtransfer.Named
+	prefill := kvstate.EndpointSpec{Name: "p1", Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill, Group: "a"}
+	decode := kvstate.EndpointSpec{Name: "d1", Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode, Group: "a"}
+	elsewhere := decode
+	elsewhere.Group = "b"
+	auto, always := picker.DefaultPolicy(), picker.DefaultPolicy()
+	auto.MinPrefillTokens, always.Split = 5000, picker.SplitAlways
+	for name, tt := range map[string]struct {
+		policy    plan.Policy
+		endpoints []kvstate.EndpointSpec
+		notSplit  string
+		refused   string
+		split     bool
+	}{
+		"never":           {policy: plan.Policy{Dialect: dialect("nixl")}, notSplit: "policy"},
+		"short":           {policy: plan.Policy{Dialect: dialect("nixl"), Split: true, Place: auto}, notSplit: "min_prefill_tokens"},
+		"always":          {policy: plan.Policy{Dialect: dialect("nixl"), Split: true, Place: always}, split: true},
+		"both legs":       {policy: plan.Policy{Dialect: dialect("sglang"), Split: true}, split: true},
+		"no prefill":      {policy: plan.Policy{Dialect: dialect("nixl"), Split: true}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill"},
+		"another group":   {policy: plan.Policy{Dialect: dialect("nixl"), Split: true}, endpoints: []kvstate.EndpointSpec{prefill, elsewhere}, notSplit: "no_prefill"},
+		"refused":         {policy: plan.Policy{Dialect: dialect("nixl"), Split: true, Place: always, Alone: plan.AloneNever}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill", refused: "has no prefill endpoint"},
+		"never one alone": {policy: plan.Policy{Dialect: dialect("sglang"), Split: true}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill", refused: "no pair of endpoints"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			state := kvstate.New(kvstate.Options{})
+			if tt.endpoints == nil {
+				tt.endpoints = []kvstate.EndpointSpec{prefill, decode}
+			}
+			state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, tt.endpoints)
+			s := New(Options{State: state, Settings: Settings{Pools: map[string]Policy{"chat": {Policy: tt.policy}}}}, nil)
+			e, err := s.Explain("chat", 4000)
+			require.NoError(t, err)
+			require.Equal(t, tt.notSplit, e.NotSplit)
+			require.Equal(t, tt.split, e.Prefill != "")
+			require.Contains(t, e.Refused, tt.refused)
+			require.Equal(t, tt.refused != "", e.Decode == "", e.Refused)
+		})
+	}
 }
 
 // An operator who shows the token gets the decision in a header; nobody else does, and the token goes no further.

@@ -8,12 +8,13 @@ import (
 	"text/tabwriter"
 
 	"tandem/extproc"
+	"tandem/kvstate"
 	"tandem/picker"
 )
 
 // PrintExplanation writes a decision for a terminal: one sentence, then the price of each endpoint.
 func PrintExplanation(w io.Writer, e *extproc.Explanation) {
-	fmt.Fprintf(w, "%s\n", Sentence(&e.Explanation))
+	fmt.Fprintf(w, "%s\n", Sentence(e))
 	if e.Waiting > 0 || e.Remote > 0 {
 		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Remote,
 			millis(e.Longest*1000))
@@ -89,11 +90,11 @@ func price(has bool, seconds float64) string {
 }
 
 // Sentence describes the decision, and by how much it is cheaper than the other way.
-func Sentence(e *picker.Explanation) string {
+func Sentence(e *extproc.Explanation) string {
 	if e.Refused != "" {
 		return "No endpoint can take the request: " + e.Refused + "."
 	}
-	pair, alone := ways(e)
+	pair, alone := ways(&e.Explanation)
 	name := func(address string) string {
 		for _, c := range e.Candidates {
 			if c.Endpoint == address {
@@ -104,8 +105,11 @@ func Sentence(e *picker.Explanation) string {
 	}
 	if e.Prefill == "" {
 		s := "Decode alone on " + name(e.Decode)
+		if why := whole(e); why != "" {
+			return s + ": " + why + "."
+		}
 		if math.IsInf(pair, 1) {
-			return s + ": no prefill endpoint can take the request, or the pool does not split."
+			return s + ": " + noPrefill(e) + "."
 		}
 		return s + compared(pair-e.Price, "splitting it")
 	}
@@ -114,6 +118,43 @@ func Sentence(e *picker.Explanation) string {
 		return s + ": no decode endpoint can take it alone."
 	}
 	return s + compared(alone-e.Price, "decode alone")
+}
+
+// whole says why a request is not split whatever that costs; "" if prices decide.
+func whole(e *extproc.Explanation) string {
+	switch e.NotSplit {
+	case "no_kv_transfer":
+		return "the pool splits nothing (kvTransfer is none)"
+	case "policy":
+		return "the pool splits nothing (split is never)"
+	case "min_prefill_tokens":
+		return "the pool splits no prompt as short as this (minPrefillTokens)"
+	case "no_prefill":
+		return noPrefill(e)
+	}
+	return ""
+}
+
+// noPrefill says why no prefill endpoint can take a request.
+func noPrefill(e *extproc.Explanation) string {
+	var out []string
+	free := false
+	for i := range e.Candidates {
+		switch c := &e.Candidates[i]; {
+		case c.Role == kvstate.RoleDecode.String() || c.Role == kvstate.RoleEncode.String():
+		case c.Out != "":
+			out = append(out, plain(cmp.Or(c.Name, c.Endpoint))+" "+c.Out)
+		default:
+			free = true
+		}
+	}
+	switch {
+	case free:
+		return "no prefill endpoint shares its group with a decode endpoint that can answer"
+	case len(out) == 0:
+		return "the pool has no prefill endpoint"
+	}
+	return "no prefill endpoint can take the request (" + list(out) + ")"
 }
 
 // compared ends a sentence with the additional cost of the other way, in seconds.

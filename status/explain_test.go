@@ -30,11 +30,25 @@ Prefill endpoints are 40 % busy.
 `, text.String())
 
 	e.Prefill, e.Price = "", 2
-	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: the pool asks for it, or endpoints have no capacity left.", Sentence(&e.Explanation))
+	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: the pool asks for it, or endpoints have no capacity left.", Sentence(&e))
 	e.Candidates = []picker.Weighed{p2, d1}
-	require.Equal(t, "Decode alone on d1: no prefill endpoint can take the request, or the pool does not split.", Sentence(&e.Explanation))
+	require.Equal(t, "Decode alone on d1: no prefill endpoint can take the request (10.0.1.2:8000 failed).", Sentence(&e))
+	e.NotSplit = "no_prefill"
+	require.Equal(t, "Decode alone on d1: no prefill endpoint can take the request (10.0.1.2:8000 failed).", Sentence(&e))
+	e.Candidates = []picker.Weighed{d1}
+	require.Equal(t, "Decode alone on d1: the pool has no prefill endpoint.", Sentence(&e))
+	e.Candidates = []picker.Weighed{p1, d1}
+	for why, want := range map[string]string{
+		"no_prefill":         "no prefill endpoint shares its group with a decode endpoint that can answer",
+		"policy":             "the pool splits nothing (split is never)",
+		"no_kv_transfer":     "the pool splits nothing (kvTransfer is none)",
+		"min_prefill_tokens": "the pool splits no prompt as short as this (minPrefillTokens)",
+	} {
+		e.NotSplit = why
+		require.Equal(t, "Decode alone on d1: "+want+".", Sentence(&e))
+	}
 	e.Refused = "no endpoint"
-	require.Equal(t, "No endpoint can take the request: no endpoint.", Sentence(&e.Explanation))
+	require.Equal(t, "No endpoint can take the request: no endpoint.", Sentence(&e))
 }
 
 // An endpoint that is chosen in want of a better one is marked, whichever leg it serves.

@@ -192,6 +192,11 @@ func printRecent(w io.Writer, recent []telemetry.Trace) {
 
 // PrintRequests writes a table of requests for a terminal.
 func PrintRequests(w io.Writer, recent []telemetry.Trace) {
+	if len(recent) == 0 {
+		fmt.Fprintln(w, "No request was planned yet. With --this-replica the list has only those that this replica\n"+
+			"planned; otherwise Envoy has asked none of the replicas (envoy.extProcs).")
+		return
+	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1 (expected)\thop 2\trequest id")
 	for _, r := range recent {
@@ -202,8 +207,12 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 		if r.CachedTokens >= 0 {
 			cached = fmt.Sprint(r.CachedTokens)
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%.40s\n", status, routeOf(&r),
-			cmp.Or(r.Prefill, "-"), r.Decode, r.PromptTokens, cached,
+		tokens := fmt.Sprint(r.PromptTokens)
+		if r.CachedTokens < 0 { // P has not counted them
+			tokens = "~" + tokens
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.40s\n", status, routeOf(&r),
+			cmp.Or(r.Prefill, "-"), r.Decode, tokens, cached,
 			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
 	}
 	_ = t.Flush()
@@ -234,7 +243,10 @@ func routeOf(r *telemetry.Trace) string {
 // hop1 returns the time of prefill, followed by the expected one.
 func hop1(r *telemetry.Trace) string {
 	took := millis(milliseconds(r.PrefillTime))
-	if r.Prefill == "" || r.ExpectedPrefill <= 0 {
+	switch {
+	case r.Prefill == "" && r.PrefillTime > 0:
+		return took + " (former plan)"
+	case r.Prefill == "" || r.ExpectedPrefill <= 0:
 		return took
 	}
 	return took + " (" + millis(milliseconds(r.ExpectedPrefill)) + ")"
@@ -305,4 +317,22 @@ func spark(points []Point, value func(*Point) float64) string {
 		b.WriteRune([]rune("▁▂▃▄▅▆▇█")[height])
 	}
 	return b.String()
+}
+
+// Paint colours a printed text for a terminal: red what needs attention, bold the headings.
+func Paint(text string) string {
+	const red, bold, plain = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+	var out strings.Builder
+	for line := range strings.Lines(text) {
+		body, end := strings.TrimSuffix(line, "\n"), line[len(strings.TrimSuffix(line, "\n")):]
+		switch {
+		case strings.HasPrefix(body, "PROBLEM"), strings.HasPrefix(body, "  5"), strings.Contains(body, "NOT READY"),
+			strings.Contains(body, "  OUT "), strings.Contains(body, "  NO ANSWER "), strings.Contains(body, "  GONE,"):
+			body = red + body + plain
+		case body != "" && !strings.HasPrefix(body, " "):
+			body = bold + body + plain
+		}
+		out.WriteString(body + end)
+	}
+	return out.String()
 }

@@ -182,3 +182,9 @@ func TestStates(t *testing.T) {
 	s.MarkFailed(e)
 	require.Equal(t, "out", stateOf(e, now))
 }
+
+func TestPaint(t *testing.T) {
+	require.Equal(t, "\x1b[1mTandem v1, ready\x1b[0m\n\x1b[31mPROBLEM  x\x1b[0m\n  p1  prefill  up\n"+
+		"\x1b[31m  d1  decode  OUT  0\x1b[0m\n\x1b[31m  503  split\x1b[0m\n",
+		Paint("Tandem v1, ready\nPROBLEM  x\n  p1  prefill  up\n  d1  decode  OUT  0\n  503  split\n"))
+}

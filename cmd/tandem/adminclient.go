@@ -18,6 +18,7 @@ import (
 
 	"tandem/internal/config"
 	"tandem/internal/orders"
+	"tandem/status"
 )
 
 // adminClient talks to the admin port of a running replica.
@@ -151,21 +152,5 @@ func coloured(w io.Writer, text string) string {
 	if !ok || !term.IsTerminal(int(f.Fd())) || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
 		return text
 	}
-	return paint(text)
-}
-
-func paint(text string) string {
-	const red, bold, plain = "\x1b[31m", "\x1b[1m", "\x1b[0m"
-	var out strings.Builder
-	for line := range strings.Lines(text) {
-		body, end := strings.TrimSuffix(line, "\n"), line[len(strings.TrimSuffix(line, "\n")):]
-		switch {
-		case strings.Contains(body, "  OUT ") || strings.Contains(body, "NOT READY") || strings.HasPrefix(body, "  5"):
-			body = red + body + plain
-		case body != "" && !strings.HasPrefix(body, " "):
-			body = bold + body + plain
-		}
-		out.WriteString(body + end)
-	}
-	return out.String()
+	return status.Paint(text)
 }

@@ -115,8 +115,6 @@ func TestCommandReference(t *testing.T) {
 	require.Equal(t, want, string(got), "run go test ./cmd/tandem -run TestCommandReference -update")
 }
 
-func TestPaint(t *testing.T) {
-	require.Equal(t, "\x1b[1mTandem v1, ready\x1b[0m\n  p1  prefill  up\n\x1b[31m  d1  decode  OUT  0\x1b[0m\n\x1b[31m  503  split\x1b[0m\n",
-		paint("Tandem v1, ready\n  p1  prefill  up\n  d1  decode  OUT  0\n  503  split\n"))
+func TestColoured(t *testing.T) {
 	require.Equal(t, "x", coloured(&strings.Builder{}, "x"), "not a terminal")
 }

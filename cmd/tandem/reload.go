@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -228,7 +229,8 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 			continue
 		}
 		if n++; n <= maxLogged {
-			r.log.Info("configuration changed", "path", c.Path, "before", c.Before, "now", c.After)
+			r.log.Info("configuration changed", "path", c.Path,
+				"before", orUnset(c.Before), "now", orUnset(c.After))
 		}
 	}
 	if n > maxLogged {
@@ -237,18 +239,26 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 	if keys {
 		r.log.Info("ticket keys changed")
 	}
-	if n == 0 && !keys {
+	if n == 0 && !keys && len(restart) == 0 {
 		r.log.Info("configuration read again, nothing to change")
 	}
 	if len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 	}
-	if text := fmt.Sprint(restart); text != r.warned && len(restart) > 0 {
+	switch text := fmt.Sprint(restart); {
+	case len(restart) == 0:
+		r.warned = ""
+	case text == r.warned && n == 0 && !keys:
+		r.log.Info("configuration read again: what differs still takes a restart of tandem", "paths", restart)
+	case text != r.warned:
 		r.log.Warn("these changes take a restart of tandem; the settings of before stay in force", "paths", restart)
 		r.warned = text
 	}
 }
+
+// orUnset is a setting's value for the log.
+func orUnset(value string) string { return cmp.Or(value, "not set") }
 
 // maxLogged bounds the lines about one change.
 const maxLogged = 100

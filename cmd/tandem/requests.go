@@ -17,6 +17,9 @@ func newRequests() *cobra.Command {
 	c := &cobra.Command{
 		Use: "requests", Short: "List the latest requests: where each went, and why it was not split",
 		Args: cobra.NoArgs,
+		Long: "List the latest requests, newest first: where each went, and in brackets why it was not split.\n" +
+			"tokens is the prompt's length as prefill counted it, ~ an estimate. hop 1 is the time of prefill (as\n" +
+			"expected), hop 2 that of decode. 2nd plan: a hop failed, and the request was planned again.",
 		RunE: func(c *cobra.Command, _ []string) error {
 			if n < 1 {
 				return fmt.Errorf("--number: %d is not a number of requests", n)

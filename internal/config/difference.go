@@ -104,9 +104,17 @@ func (d *difference) messages(path string, before, after protoreflect.Message) {
 			d.presence(at, before.Has(f), after.Has(f))
 			d.messages(at, b.Message(), a.Message())
 		default:
-			d.values(at, b.String(), a.String())
+			d.values(at, scalar(before, f), scalar(after, f))
 		}
 	}
+}
+
+// scalar returns a setting's value; "" if it is absent, whose number in the message, 0, may not be what is used.
+func scalar(m protoreflect.Message, f protoreflect.FieldDescriptor) string {
+	if !m.Has(f) && f.Kind() != protoreflect.BoolKind {
+		return ""
+	}
+	return m.Get(f).String()
 }
 
 // presence records a message that only one of both has: even an empty one may have a meaning.

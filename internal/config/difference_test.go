@@ -19,6 +19,10 @@ pools:
 	for _, c := range []struct{ name, old, new, want string }{
 		{"nothing", "", "", ""},
 		{"a weight", `"10.0.0.2:1", role: decode`, `"10.0.0.2:1", role: decode, weight: 50`, `pools[a].endpoints[10.0.0.2:1].weight: "100" -> "50"`},
+		{"a number that was absent", `"10.0.0.2:1", role: decode`, `"10.0.0.2:1", role: decode, transfer: {tensorParallelSize: 2}`,
+			"pools[a].endpoints[10.0.0.2:1].transfer: \"\" -> \"set\"\npools[a].endpoints[10.0.0.2:1].transfer.tensorParallelSize: \"\" -> \"2\""},
+		{"a switch", `models: [m], `, `models: [m], nixl: {reuseTokenIds: true}, `,
+			"pools[a].nixl: \"\" -> \"set\"\npools[a].nixl.reuseTokenIds: \"false\" -> \"true\""},
 		{"an endpoint more", `role: decode}]`, `role: decode}, {address: "10.0.0.4:1", role: both}]`,
 			`pools[a].endpoints[10.0.0.4:1]: "" -> "address: 10.0.0.4:1, role: both, scheme: http, weight: 100"`},
 		{"an endpoint less", `{address: "10.0.0.1:1", role: prefill}, `, ``,

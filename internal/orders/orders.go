@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"strings"
@@ -56,8 +57,12 @@ func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 		want, err := ReadToken(o.TokenFile)
 		if err != nil {
 			o.Log.Warn("order refused", "path", r.URL.Path, "from", r.RemoteAddr, "err", err)
-			answerError(w, http.StatusForbidden,
-				"no orders are taken here: admin.tokenFile is not set, or holds no token of at least 16 characters")
+			message := "this replica started without admin.tokenFile: set it in its file, and restart the replica"
+			if o.TokenFile != "" {
+				message = fmt.Sprintf("admin.tokenFile, %s, has no token of at least %d characters that this replica "+
+					"can read; its log says why", o.TokenFile, minToken)
+			}
+			answerError(w, http.StatusForbidden, "no orders are taken here: "+message)
 			return
 		}
 		scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")

@@ -174,7 +174,7 @@ function decision(t) {
   const bad = t.status >= 500 ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
   const way = t.prefill ? t.prefill + ' → ' + t.decode : t.decode;
   const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : 'running'), el('b', {}, t.route.replace('_', ' ')),
-    el('span', {}, way), el('span', { class: 'soft' }, `${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
+    el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
   d.append(el('p', {}, sentence(t) + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
