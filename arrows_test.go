@@ -91,8 +91,8 @@ var arrows = map[string][]string{
 	".":                            {"extproc/kvtransfer"}, // the names of the dialects
 	"internal/certificates":        {"protos/config/v1"},
 	// Envoy's configuration, served.
-	"internal/gatewayextension": {"envoy-configs", "internal/config", "protos/config/v1", "protos/envoygateway/v1"}, // the second in tests
-	"internal/xds":              {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},           // but the first in tests
+	"internal/gatewayextension": {"envoy-configs", "internal/guard", "internal/config", "protos/config/v1", "protos/envoygateway/v1"}, // the second in tests
+	"internal/xds":              {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},                             // but the first in tests
 }
 
 // guarded are modules that only some packages may see, tests included.

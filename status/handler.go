@@ -39,17 +39,19 @@ func Handler(f *Feed) http.Handler {
 		enc.SetIndent("", "  ")
 		_ = enc.Encode(f.Requests(r.Context(), n, alone(r)))
 	})
-	static := http.FileServerFS(files)
-	mux.HandleFunc("GET /", func(w http.ResponseWriter, r *http.Request) {
-		// Parts of the requests shown come from clients (ids, models): the page sets text, never markup, and this
-		// enforces it.
-		w.Header().Set("content-security-policy",
-			"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "+
-				"frame-ancestors 'self'")
-		w.Header().Set("cache-control", "no-cache")
-		static.ServeHTTP(w, r)
-	})
+	mux.Handle("GET /", Secured(http.FileServerFS(files)))
 	return mux
+}
+
+// Secured serves pages of the admin port with their Content-Security-Policy. Parts of the requests shown come from
+// clients (ids, models): the page sets text, never markup, and this enforces it.
+func Secured(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("content-security-policy", "default-src 'none'; script-src 'self'; style-src 'self'; "+
+			"connect-src 'self'; img-src 'self' data:; frame-ancestors 'self'")
+		w.Header().Set("cache-control", "no-cache")
+		h.ServeHTTP(w, r)
+	})
 }
 
 // alone reports whether a request is about this replica only.

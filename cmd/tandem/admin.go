@@ -14,6 +14,7 @@ import (
 	"tandem/extproc"
 	"tandem/internal/orders"
 	"tandem/kvstate/redisstore"
+	"tandem/status"
 )
 
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does. It is for the inside;
@@ -41,11 +42,7 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 		writeJSON(w, e)
 	})
 	operator.Register(mux)
-	pages := http.StripPrefix("/docs/", http.FileServerFS(docs.Pages))
-	mux.HandleFunc("GET /docs/", func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("content-type", "text/plain; charset=utf-8") // Markdown, which browsers would save
-		pages.ServeHTTP(w, r)
-	})
+	mux.Handle("GET /docs/", status.Secured(docs.Handler()))
 	mux.Handle("GET /status.json", page)
 	mux.Handle("GET /", page)
 	return mux

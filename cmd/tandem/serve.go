@@ -185,7 +185,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
 		Sharing: fleet.sharing, Envoys: envoysOf(envoys), Config: func() string { return fleet.config.Load().(string) }, //nolint:forcetypeassert // newFleet stores one
 	})
-	gateway, err := gatewayextension.New(cfg, registry, log)
+	gateway, err := gatewayextension.New(cfg, keep, registry, log)
 	if err != nil {
 		return err
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"runtime/debug"
 	"slices"
 	"sync"
 
@@ -15,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 
 	envoyconfigs "tandem/envoy-configs"
+	"tandem/internal/guard"
 	configv1 "tandem/protos/config/v1"
 	egv1 "tandem/protos/envoygateway/v1"
 )
@@ -31,6 +31,7 @@ type Server struct {
 	extprocv3.UnimplementedExternalProcessorServer
 
 	log          *slog.Logger
+	keep         *guard.Guard
 	translations *prometheus.CounterVec // result
 	routes       prometheus.Gauge
 	slots        chan struct{}
@@ -41,10 +42,10 @@ type Server struct {
 	seen     []string // routes of the last translation
 }
 
-// New returns a server for a configuration from package config.
-func New(c *configv1.Config, r prometheus.Registerer, log *slog.Logger) (*Server, error) {
+// New returns a server for a configuration from package config. A translation that panics counts with keep.
+func New(c *configv1.Config, keep *guard.Guard, r prometheus.Registerer, log *slog.Logger) (*Server, error) {
 	s := &Server{
-		log: log, slots: make(chan struct{}, maxTranslations),
+		log: log, keep: keep, slots: make(chan struct{}, maxTranslations),
 		translations: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_gateway_translations_total",
 			Help: "Translations of Envoy Gateway that passed Tandem, by result (extended, unchanged, failed).",
@@ -115,7 +116,12 @@ func (s *Server) postTranslate(
 	s.mu.Lock()
 	own, services := s.own, s.services
 	s.mu.Unlock()
-	out, routes, err := guarded(in, own, services)
+	var routes []string
+	work := func() (out *egv1.PostTranslateModifyResponse, err error) {
+		out, routes, err = Extend(in, own, services)
+		return out, err
+	}
+	out, err := guard.Try(guard.With(ctx, s.keep), "gateway extension", work)
 	if err != nil {
 		s.log.Error("Envoy Gateway's translation goes on as it is: routes to Tandem are refused", "err", err)
 		s.translations.WithLabelValues("failed").Inc()
@@ -123,18 +129,6 @@ func (s *Server) postTranslate(
 	}
 	s.report(routes)
 	return out, nil
-}
-
-// guarded is Extend, with a panic as an error.
-func guarded(in *egv1.PostTranslateModifyRequest, own *envoyconfigs.Behind, services []string) (
-	out *egv1.PostTranslateModifyResponse, routes []string, err error,
-) {
-	defer func() {
-		if v := recover(); v != nil {
-			err = fmt.Errorf("panic: %v\n%s", v, debug.Stack())
-		}
-	}()
-	return Extend(in, own, services)
 }
 
 func unchanged(in *egv1.PostTranslateModifyRequest) *egv1.PostTranslateModifyResponse {

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/test/bufconn"
 	"google.golang.org/protobuf/proto"
 
+	"tandem/internal/guard"
 	egv1 "tandem/protos/envoygateway/v1"
 )
 
@@ -23,7 +24,8 @@ func served(t *testing.T) (*grpc.ClientConn, *bytes.Buffer) {
 	t.Helper()
 	log := &bytes.Buffer{}
 	c, _ := tandem(t)
-	s, err := New(c, prometheus.NewRegistry(), slog.New(slog.NewTextHandler(log, nil)))
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	s, err := New(c, guard.New(logger, func(string) {}), prometheus.NewRegistry(), logger)
 	require.NoError(t, err)
 	l, g := bufconn.Listen(1<<20), grpc.NewServer()
 	s.Register(g)
@@ -59,10 +61,19 @@ func TestBrokenTranslationContinues(t *testing.T) {
 	require.Contains(t, log.String(), "reading a listener")
 }
 
-// A panic is an error like others.
+// A panic is counted and logged, and the translation goes on as it came.
 func TestPanic(t *testing.T) {
-	_, _, err := guarded(read(t, "testdata/existing.in.yaml"), nil, []string{"tandem.default:17000"})
-	require.ErrorContains(t, err, "panic")
+	c, _ := tandem(t)
+	log := slog.New(slog.DiscardHandler)
+	var panics []string
+	s, err := New(c, guard.New(log, func(where string) { panics = append(panics, where) }), prometheus.NewRegistry(), log)
+	require.NoError(t, err)
+	s.own = nil
+	in := read(t, "testdata/existing.in.yaml")
+	out, err := s.postTranslate(t.Context(), in)
+	require.NoError(t, err)
+	require.True(t, proto.Equal(unchanged(in), out))
+	require.Equal(t, []string{"gateway extension"}, panics)
 }
 
 // An Envoy whose route was not extended gets an error to pass on, and no prefill request.
