@@ -1,6 +1,7 @@
 package endpointpicker
 
 import (
+	"bytes"
 	"math/rand/v2"
 	"slices"
 	"strconv"
@@ -22,7 +23,11 @@ func Rewrite(r *plan.Request, state *kvstate.State) (to string, edits openai.Edi
 	}
 	r.Patch.Reset(&r.Request)
 	r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, to))
-	return to, slices.Clone(r.Patch.Edits())
+	edits = slices.Clone(r.Patch.Edits())
+	for i := range edits {
+		edits[i].New = bytes.Clone(edits[i].New) // the patch is used again, for the prefill
+	}
+	return to, edits
 }
 
 // Merge joins two lists of edits of one body in their order. They do not overlap; insertions of a come first.
