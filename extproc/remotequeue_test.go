@@ -25,6 +25,8 @@ func (silentReplicas) Routed(*kvstate.Pool, *kvstate.Endpoint, []uint64)        
 func (silentReplicas) Released(*kvstate.Pool, kvstate.ReservationID)                             {}
 func (silentReplicas) Learned(*kvstate.Pool, prefixindex.LearnedTokens)                          {}
 func (silentReplicas) SessionServed(*kvstate.Pool, uint64, *kvstate.Endpoint, *kvstate.Endpoint) {}
+func (silentReplicas) KVLoaded(*kvstate.Pool, string, string, bool)                              {}
+func (silentReplicas) Reachable() bool                                                           { return true }
 func (silentReplicas) Consume([16]byte, bool) (first, known bool)                                { return true, false }
 func (silentReplicas) PutHandOver([16]byte, []byte)                                              {}
 func (silentReplicas) TakeHandOver([16]byte) (params []byte, ok bool)                            { return nil, false }

@@ -71,8 +71,16 @@ func newLoadPairs() *loadPairs {
 }
 
 // LoadFailed records that a decode endpoint could not load the KV of a prefill endpoint. It reports whether this is
-// new: several requests may fail before the first failure is known.
+// new: several requests may fail before the first failure is known. What is new is published.
 func (s *KVLoads) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
+	if isNew = s.ApplyLoadFailed(p, prefill, decode); isNew && s.replicas != nil {
+		s.replicas.KVLoaded(p, prefill, decode, true)
+	}
+	return isNew
+}
+
+// ApplyLoadFailed applies [KVLoads.LoadFailed] of another replica.
+func (s *KVLoads) ApplyLoadFailed(p *Pool, prefill, decode string) (isNew bool) {
 	now := s.now()
 	l := p.loads
 	l.mu.Lock()
@@ -92,9 +100,7 @@ func (s *KVLoads) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
 		f.until = now.Add(f.pause)
 	}
 	f.last, f.trial = now, [16]byte{}
-	if p.publishFaults(now); isNew {
-		s.changed()
-	}
+	p.publishFaults(now)
 	return isNew
 }
 
@@ -156,10 +162,17 @@ func (l *loadPairs) onlySource(decode string, since time.Time) (prefill string) 
 }
 
 // LoadSucceeded records that a decode endpoint has loaded the KV of a prefill endpoint. Other pairs of that prefill
-// endpoint may be tried at once.
+// endpoint may be tried at once. If it had failed before, this is published.
 func (s *KVLoads) LoadSucceeded(p *Pool, prefill, decode string) {
+	if s.ApplyLoadSucceeded(p, prefill, decode) && s.replicas != nil {
+		s.replicas.KVLoaded(p, prefill, decode, false)
+	}
+}
+
+// ApplyLoadSucceeded applies [KVLoads.LoadSucceeded] of another replica, and reports whether a failure was known.
+func (s *KVLoads) ApplyLoadSucceeded(p *Pool, prefill, decode string) bool {
 	if e := p.Endpoint(prefill); e == nil || e.loads.Load() == nil {
-		return
+		return false
 	}
 	now := s.now()
 	l := p.loads
@@ -167,7 +180,7 @@ func (s *KVLoads) LoadSucceeded(p *Pool, prefill, decode string) {
 	defer l.mu.Unlock()
 	key := loadPair{prefill, decode}
 	if l.pairs[key] == nil {
-		return
+		return false
 	}
 	delete(l.pairs, key)
 	for k, f := range l.pairs {
@@ -176,6 +189,7 @@ func (s *KVLoads) LoadSucceeded(p *Pool, prefill, decode string) {
 		}
 	}
 	p.publishFaults(now)
+	return true
 }
 
 // ClaimTrial makes an attempt the trial of a pair whose pause has ended. Until the attempt ends, no other request
@@ -230,12 +244,9 @@ func (l *loadPairs) forget(addr string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	maps.DeleteFunc(l.started, func(k loadPair, _ time.Time) bool { return k.prefill == addr || k.decode == addr })
-	for k := range l.pairs {
-		if k.prefill == addr || k.decode == addr {
-			delete(l.pairs, k)
-			l.stale = true
-		}
-	}
+	before := len(l.pairs)
+	maps.DeleteFunc(l.pairs, func(k loadPair, _ *loadFault) bool { return k.prefill == addr || k.decode == addr })
+	l.stale = l.stale || len(l.pairs) < before
 }
 
 // sweepLoads makes pairs eligible again when their pause has ended.
@@ -246,11 +257,7 @@ func (p *Pool) sweepLoads(now time.Time) {
 	if len(l.pairs) == 0 && !l.stale {
 		return
 	}
-	for k, f := range l.pairs {
-		if now.Sub(f.last) > forgetLoad {
-			delete(l.pairs, k)
-		}
-	}
+	maps.DeleteFunc(l.pairs, func(_ loadPair, f *loadFault) bool { return now.Sub(f.last) > forgetLoad })
 	p.publishFaults(now)
 }
 

@@ -86,6 +86,8 @@ func (*silentReplicas) Routed(*Pool, *Endpoint, []uint64)                 {}
 func (*silentReplicas) Released(*Pool, ReservationID)                     {}
 func (*silentReplicas) Learned(*Pool, prefixindex.LearnedTokens)          {}
 func (*silentReplicas) SessionServed(*Pool, uint64, *Endpoint, *Endpoint) {}
+func (*silentReplicas) KVLoaded(*Pool, string, string, bool)              {}
+func (*silentReplicas) Reachable() bool                                   { return true }
 func (*silentReplicas) Consume([16]byte, bool) (first, known bool)        { return true, false }
 func (*silentReplicas) PutHandOver([16]byte, []byte)                      {}
 func (*silentReplicas) TakeHandOver([16]byte) (params []byte, _ bool)     { return nil, false }

@@ -68,9 +68,8 @@ func (r *receiveBuffer) grant() {
 // tokens. It waits, first come, first served, until the buffer has space for the prompt, and holds the space until
 // the reservation is released. It books nothing and returns false if ctx ends first, or if the prompt is larger
 // than the buffer. Replicas do not coordinate their use of a buffer.
-func (s *Bookings) ReserveBuffer(
-	ctx context.Context, id ReservationID, e *Endpoint, b Booking, limit int64, from *Source,
-) (ReservationID, bool) {
+func (s *Bookings) ReserveBuffer(ctx context.Context, id ReservationID, e *Endpoint, b Booking, limit int64,
+	from *Source) (ReservationID, bool) {
 	promptTokens := max(b.PromptTokens, 0)
 	if !e.buffer.acquire(ctx, promptTokens, limit) {
 		return 0, false

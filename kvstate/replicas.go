@@ -20,6 +20,10 @@ type Replicas interface {
 	Learned(p *Pool, l prefixindex.LearnedTokens)
 	// SessionServed publishes which endpoints served a session; either may be nil.
 	SessionServed(p *Pool, session uint64, prefill, decode *Endpoint)
+	// KVLoaded publishes that a decode endpoint could not load the KV of a prefill endpoint, or can again.
+	KVLoaded(p *Pool, prefill, decode string, failed bool)
+	// Reachable reports whether others receive now what is published.
+	Reachable() bool
 
 	// Consume marks a ticket as consumed. first reports whether it was not consumed before; it is valid only if
 	// known. patient means that no request waits for the answer.
@@ -49,6 +53,9 @@ func (l *link) changed() {
 // HasReplicas reports whether there may be other replicas. Then [HandOvers.Consume], [HandOvers.TakeHandOver] and
 // [HandOvers.PutHandOver] may wait for Redis.
 func (l *link) HasReplicas() bool { return l.replicas != nil }
+
+// Shares reports whether other replicas receive now what this one publishes.
+func (l *link) Shares() bool { return l.replicas != nil && l.replicas.Reachable() }
 
 // ApplyRouted applies [State.Routed] of another replica.
 func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {

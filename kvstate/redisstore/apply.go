@@ -52,11 +52,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 			}
 		}
 	}
-	for _, h := range b.GetHealth() {
-		if e := at(h.GetAddress()); e != nil {
-			p.applyHealth(e, h.GetFailed())
-		}
-	}
+	p.applyFailures(pool, b, at)
 	for _, g := range b.GetSignals() {
 		if e := at(g.GetAddress()); e != nil {
 			p.applySignals(e, g, now.Add(-age-time.Duration(g.GetAgeMs())*time.Millisecond))
@@ -81,6 +77,25 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		p.unsaved = 0
 		if !before { // otherwise it is loaded already, or was replaced since
 			p.announced(n)
+		}
+	}
+}
+
+// applyFailures applies what another replica saw fail, and recover.
+func (p *poolReplica) applyFailures(pool *kvstate.Pool, b *statev1.Batch, at func(uint32) *kvstate.Endpoint) {
+	for _, h := range b.GetHealth() {
+		if e := at(h.GetAddress()); e != nil {
+			p.applyHealth(e, h.GetFailed())
+		}
+	}
+	for _, l := range b.GetKvLoads() {
+		prefill, decode := at(l.GetPrefill()), at(l.GetDecode())
+		switch {
+		case prefill == nil || decode == nil:
+		case l.GetFailed():
+			p.s.state.ApplyLoadFailed(pool, prefill.Addr, decode.Addr)
+		default:
+			p.s.state.ApplyLoadSucceeded(pool, prefill.Addr, decode.Addr)
 		}
 	}
 }

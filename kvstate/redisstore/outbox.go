@@ -18,6 +18,7 @@ type outbox struct {
 	sessions []affinity
 	released []uint64
 	learned  []prefixindex.LearnedTokens
+	kvLoads  []kvLoad
 	notice   *statev1.SnapshotNotice
 	join     bool
 	bytes    int
@@ -33,6 +34,12 @@ type blocks struct {
 	hashes []uint64
 }
 
+// kvLoad is a KV load that failed, or that succeeded after failures.
+type kvLoad struct {
+	prefill, decode string
+	failed          bool
+}
+
 type affinity struct {
 	name            uint64
 	prefill, decode string
@@ -45,7 +52,7 @@ const itemBytes = 64 // about the size of an item without its hashes
 
 func (o *outbox) empty() bool {
 	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 &&
-		len(o.forwarded) == 0 &&
+		len(o.forwarded) == 0 && len(o.kvLoads) == 0 &&
 		o.notice == nil && !o.join
 }
 
@@ -85,6 +92,7 @@ func (o *outbox) requeue(unsent *outbox) (dropped int) {
 	o.sessions = append(unsent.sessions, o.sessions...)
 	o.released = append(unsent.released, o.released...)
 	o.learned = append(unsent.learned, o.learned...)
+	o.kvLoads = append(unsent.kvLoads, o.kvLoads...)
 	o.bytes += unsent.bytes
 	o.lossy = o.lossy || unsent.lossy
 	o.join = o.join || unsent.join
@@ -179,6 +187,23 @@ func (s *Store) SessionServed(pool *kvstate.Pool, name uint64, prefill, decode *
 	s.Changed()
 }
 
+// KVLoaded implements [kvstate.Replicas].
+func (s *Store) KVLoaded(pool *kvstate.Pool, prefill, decode string, failed bool) {
+	p := s.poolReplica(pool.Spec.Name)
+	if p == nil {
+		return
+	}
+	p.outMu.Lock()
+	if p.out.reserve(itemBytes) {
+		p.out.kvLoads = append(p.out.kvLoads, kvLoad{prefill, decode, failed})
+	}
+	p.outMu.Unlock()
+	s.Changed()
+}
+
+// Reachable implements [kvstate.Replicas].
+func (s *Store) Reachable() bool { return s.link.isUp() }
+
 // take empties the outbox.
 func (p *poolReplica) take() outbox {
 	p.outMu.Lock()
@@ -223,6 +248,10 @@ func (p *poolReplica) batchOf(out *outbox, complete bool,
 	}
 	for i := range out.learned {
 		b.Tokens = append(b.Tokens, tokensOf(&out.learned[i]))
+	}
+	for _, l := range out.kvLoads {
+		b.KvLoads = append(b.KvLoads,
+			&statev1.KVLoad{Prefill: t.position(l.prefill), Decode: t.position(l.decode), Failed: l.failed})
 	}
 	before = map[string]published{}
 	pool := p.s.state.Pool(p.pool)

@@ -341,3 +341,25 @@ func TestWhatWasLearnedHasHalfTheRoom(t *testing.T) {
 	require.Equal(t, []uint64{0, 2}, []uint64{x.last().GetTokens()[0].GetPrompt(), x.last().GetTokens()[1].GetPrompt()})
 	require.False(t, r.p.out.lossy, "no snapshot has it")
 }
+
+// A KV load that failed at one replica is avoided by all: the end of a request is reported to one replica only. It holds until one
+// sees the pair succeed. What is applied is not published again.
+func TestFailedKVLoadsAreShared(t *testing.T) {
+	a, b := lonely(t, 2), lonely(t, 2)
+	xa, xb := record(a), record(b)
+	p, d := a.e(0).Addr, a.e(1).Addr
+	require.True(t, a.state.LoadFailed(a.pool, p, d))
+	require.NoError(t, a.flush(false))
+	b.hears(xa.last())
+	require.True(t, b.e(0).LoadFaults().Avoids(d))
+	require.NoError(t, b.flush(true))
+	require.Empty(t, xb.last().GetKvLoads())
+
+	b.state.LoadSucceeded(b.pool, p, d)
+	require.NoError(t, b.flush(false))
+	a.hears(xb.last())
+	require.False(t, a.e(0).LoadFaults().Avoids(d))
+	b.state.LoadSucceeded(b.pool, p, d) // as nearly always: nothing had failed
+	require.NoError(t, b.flush(true))
+	require.Empty(t, xb.last().GetKvLoads())
+}

@@ -78,7 +78,7 @@ func (x Blocks_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Blocks_Kind.Descriptor instead.
 func (Blocks_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{5, 0}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{6, 0}
 }
 
 // One replica's report about one pool: an entry of the pool's stream. Everything in it may be applied twice. Everything but
@@ -129,7 +129,9 @@ type Batch struct {
 	// With joining: the sender has just started, and the snapshot must contain feeds.
 	WantsFeeds bool `protobuf:"varint,44,opt,name=wants_feeds,json=wantsFeeds,proto3" json:"wants_feeds,omitempty"`
 	// Batches of publishers of KV events that connected to the sender: no other replica receives them.
-	Events        []*EventBatch `protobuf:"bytes,45,rep,name=events,proto3" json:"events,omitempty"`
+	Events []*EventBatch `protobuf:"bytes,45,rep,name=events,proto3" json:"events,omitempty"`
+	// What the sender saw of KV transfers between two endpoints: the end of a request is reported to one replica.
+	KvLoads       []*KVLoad `protobuf:"bytes,46,rep,name=kv_loads,json=kvLoads,proto3" json:"kv_loads,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -339,6 +341,74 @@ func (x *Batch) GetEvents() []*EventBatch {
 	return nil
 }
 
+func (x *Batch) GetKvLoads() []*KVLoad {
+	if x != nil {
+		return x.KvLoads
+	}
+	return nil
+}
+
+// A decode endpoint could not load the KV of a prefill endpoint, or could again after failures.
+type KVLoad struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Prefill       uint32                 `protobuf:"varint,1,opt,name=prefill,proto3" json:"prefill,omitempty"`
+	Decode        uint32                 `protobuf:"varint,2,opt,name=decode,proto3" json:"decode,omitempty"`
+	Failed        bool                   `protobuf:"varint,3,opt,name=failed,proto3" json:"failed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KVLoad) Reset() {
+	*x = KVLoad{}
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KVLoad) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KVLoad) ProtoMessage() {}
+
+func (x *KVLoad) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KVLoad.ProtoReflect.Descriptor instead.
+func (*KVLoad) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *KVLoad) GetPrefill() uint32 {
+	if x != nil {
+		return x.Prefill
+	}
+	return 0
+}
+
+func (x *KVLoad) GetDecode() uint32 {
+	if x != nil {
+		return x.Decode
+	}
+	return 0
+}
+
+func (x *KVLoad) GetFailed() bool {
+	if x != nil {
+		return x.Failed
+	}
+	return false
+}
+
 // One batch of KV events as its publisher sent it.
 type EventBatch struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
@@ -354,7 +424,7 @@ type EventBatch struct {
 
 func (x *EventBatch) Reset() {
 	*x = EventBatch{}
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -366,7 +436,7 @@ func (x *EventBatch) String() string {
 func (*EventBatch) ProtoMessage() {}
 
 func (x *EventBatch) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -379,7 +449,7 @@ func (x *EventBatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventBatch.ProtoReflect.Descriptor instead.
 func (*EventBatch) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *EventBatch) GetAddress() uint32 {
@@ -429,7 +499,7 @@ type Waits struct {
 
 func (x *Waits) Reset() {
 	*x = Waits{}
-	mi := &file_state_v1_state_proto_msgTypes[2]
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -441,7 +511,7 @@ func (x *Waits) String() string {
 func (*Waits) ProtoMessage() {}
 
 func (x *Waits) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[2]
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -454,7 +524,7 @@ func (x *Waits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Waits.ProtoReflect.Descriptor instead.
 func (*Waits) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Waits) GetId() uint64 {
@@ -533,7 +603,7 @@ type Feed struct {
 
 func (x *Feed) Reset() {
 	*x = Feed{}
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -545,7 +615,7 @@ func (x *Feed) String() string {
 func (*Feed) ProtoMessage() {}
 
 func (x *Feed) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -558,7 +628,7 @@ func (x *Feed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Feed.ProtoReflect.Descriptor instead.
 func (*Feed) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Feed) GetAddress() uint32 {
@@ -631,7 +701,7 @@ type Run struct {
 
 func (x *Run) Reset() {
 	*x = Run{}
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -643,7 +713,7 @@ func (x *Run) String() string {
 func (*Run) ProtoMessage() {}
 
 func (x *Run) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -656,7 +726,7 @@ func (x *Run) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Run.ProtoReflect.Descriptor instead.
 func (*Run) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Run) GetKeys() []uint64 {
@@ -718,7 +788,7 @@ type Blocks struct {
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -730,7 +800,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -743,7 +813,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Blocks) GetAddress() uint32 {
@@ -797,7 +867,7 @@ type Tokens struct {
 
 func (x *Tokens) Reset() {
 	*x = Tokens{}
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -809,7 +879,7 @@ func (x *Tokens) String() string {
 func (*Tokens) ProtoMessage() {}
 
 func (x *Tokens) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -822,7 +892,7 @@ func (x *Tokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tokens.ProtoReflect.Descriptor instead.
 func (*Tokens) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Tokens) GetPrompt() uint64 {
@@ -873,7 +943,7 @@ type TokenBlocks struct {
 
 func (x *TokenBlocks) Reset() {
 	*x = TokenBlocks{}
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -885,7 +955,7 @@ func (x *TokenBlocks) String() string {
 func (*TokenBlocks) ProtoMessage() {}
 
 func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -898,7 +968,7 @@ func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenBlocks.ProtoReflect.Descriptor instead.
 func (*TokenBlocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TokenBlocks) GetSize() uint32 {
@@ -942,7 +1012,7 @@ type Load struct {
 
 func (x *Load) Reset() {
 	*x = Load{}
-	mi := &file_state_v1_state_proto_msgTypes[8]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -954,7 +1024,7 @@ func (x *Load) String() string {
 func (*Load) ProtoMessage() {}
 
 func (x *Load) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[8]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -967,7 +1037,7 @@ func (x *Load) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Load.ProtoReflect.Descriptor instead.
 func (*Load) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Load) GetAddress() uint32 {
@@ -1037,7 +1107,7 @@ type Health struct {
 
 func (x *Health) Reset() {
 	*x = Health{}
-	mi := &file_state_v1_state_proto_msgTypes[9]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1049,7 +1119,7 @@ func (x *Health) String() string {
 func (*Health) ProtoMessage() {}
 
 func (x *Health) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[9]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1062,7 +1132,7 @@ func (x *Health) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Health.ProtoReflect.Descriptor instead.
 func (*Health) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Health) GetAddress() uint32 {
@@ -1120,7 +1190,7 @@ type Signals struct {
 
 func (x *Signals) Reset() {
 	*x = Signals{}
-	mi := &file_state_v1_state_proto_msgTypes[10]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1132,7 +1202,7 @@ func (x *Signals) String() string {
 func (*Signals) ProtoMessage() {}
 
 func (x *Signals) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[10]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1145,7 +1215,7 @@ func (x *Signals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Signals.ProtoReflect.Descriptor instead.
 func (*Signals) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Signals) GetAddress() uint32 {
@@ -1296,7 +1366,7 @@ type HostMemory struct {
 
 func (x *HostMemory) Reset() {
 	*x = HostMemory{}
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1308,7 +1378,7 @@ func (x *HostMemory) String() string {
 func (*HostMemory) ProtoMessage() {}
 
 func (x *HostMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1321,7 +1391,7 @@ func (x *HostMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HostMemory.ProtoReflect.Descriptor instead.
 func (*HostMemory) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *HostMemory) GetTokens() uint64 {
@@ -1372,7 +1442,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_state_v1_state_proto_msgTypes[12]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1384,7 +1454,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[12]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1397,7 +1467,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Session) GetKey() uint64 {
@@ -1440,7 +1510,7 @@ type SnapshotNotice struct {
 
 func (x *SnapshotNotice) Reset() {
 	*x = SnapshotNotice{}
-	mi := &file_state_v1_state_proto_msgTypes[13]
+	mi := &file_state_v1_state_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1452,7 +1522,7 @@ func (x *SnapshotNotice) String() string {
 func (*SnapshotNotice) ProtoMessage() {}
 
 func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[13]
+	mi := &file_state_v1_state_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1465,7 +1535,7 @@ func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotNotice.ProtoReflect.Descriptor instead.
 func (*SnapshotNotice) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SnapshotNotice) GetId() uint64 {
@@ -1524,7 +1594,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_state_v1_state_proto_msgTypes[14]
+	mi := &file_state_v1_state_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1606,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[14]
+	mi := &file_state_v1_state_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1619,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{14}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SnapshotChunk) GetAddresses() []string {
@@ -1591,7 +1661,7 @@ var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xa4\a\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xd8\a\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
@@ -1623,7 +1693,12 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"waits_sent\x18+ \x03(\x06R\twaitsSent\x12\x1f\n" +
 	"\vwants_feeds\x18, \x01(\bR\n" +
 	"wantsFeeds\x123\n" +
-	"\x06events\x18- \x03(\v2\x1b.tandem.state.v1.EventBatchR\x06eventsJ\x04\b\x13\x10\x17\"f\n" +
+	"\x06events\x18- \x03(\v2\x1b.tandem.state.v1.EventBatchR\x06events\x122\n" +
+	"\bkv_loads\x18. \x03(\v2\x17.tandem.state.v1.KVLoadR\akvLoadsJ\x04\b\x13\x10\x17\"R\n" +
+	"\x06KVLoad\x12\x18\n" +
+	"\aprefill\x18\x01 \x01(\rR\aprefill\x12\x16\n" +
+	"\x06decode\x18\x02 \x01(\rR\x06decode\x12\x16\n" +
+	"\x06failed\x18\x03 \x01(\bR\x06failed\"f\n" +
 	"\n" +
 	"EventBatch\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x12\n" +
@@ -1752,48 +1827,50 @@ func file_state_v1_state_proto_rawDescGZIP() []byte {
 }
 
 var file_state_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_state_v1_state_proto_goTypes = []any{
 	(Blocks_Kind)(0),       // 0: tandem.state.v1.Blocks.Kind
 	(*Batch)(nil),          // 1: tandem.state.v1.Batch
-	(*EventBatch)(nil),     // 2: tandem.state.v1.EventBatch
-	(*Waits)(nil),          // 3: tandem.state.v1.Waits
-	(*Feed)(nil),           // 4: tandem.state.v1.Feed
-	(*Run)(nil),            // 5: tandem.state.v1.Run
-	(*Blocks)(nil),         // 6: tandem.state.v1.Blocks
-	(*Tokens)(nil),         // 7: tandem.state.v1.Tokens
-	(*TokenBlocks)(nil),    // 8: tandem.state.v1.TokenBlocks
-	(*Load)(nil),           // 9: tandem.state.v1.Load
-	(*Health)(nil),         // 10: tandem.state.v1.Health
-	(*Signals)(nil),        // 11: tandem.state.v1.Signals
-	(*HostMemory)(nil),     // 12: tandem.state.v1.HostMemory
-	(*Session)(nil),        // 13: tandem.state.v1.Session
-	(*SnapshotNotice)(nil), // 14: tandem.state.v1.SnapshotNotice
-	(*SnapshotChunk)(nil),  // 15: tandem.state.v1.SnapshotChunk
+	(*KVLoad)(nil),         // 2: tandem.state.v1.KVLoad
+	(*EventBatch)(nil),     // 3: tandem.state.v1.EventBatch
+	(*Waits)(nil),          // 4: tandem.state.v1.Waits
+	(*Feed)(nil),           // 5: tandem.state.v1.Feed
+	(*Run)(nil),            // 6: tandem.state.v1.Run
+	(*Blocks)(nil),         // 7: tandem.state.v1.Blocks
+	(*Tokens)(nil),         // 8: tandem.state.v1.Tokens
+	(*TokenBlocks)(nil),    // 9: tandem.state.v1.TokenBlocks
+	(*Load)(nil),           // 10: tandem.state.v1.Load
+	(*Health)(nil),         // 11: tandem.state.v1.Health
+	(*Signals)(nil),        // 12: tandem.state.v1.Signals
+	(*HostMemory)(nil),     // 13: tandem.state.v1.HostMemory
+	(*Session)(nil),        // 14: tandem.state.v1.Session
+	(*SnapshotNotice)(nil), // 15: tandem.state.v1.SnapshotNotice
+	(*SnapshotChunk)(nil),  // 16: tandem.state.v1.SnapshotChunk
 }
 var file_state_v1_state_proto_depIdxs = []int32{
-	14, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
-	6,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
-	9,  // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
-	10, // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
-	11, // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
-	13, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
-	7,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
-	3,  // 7: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
-	2,  // 8: tandem.state.v1.Batch.events:type_name -> tandem.state.v1.EventBatch
-	5,  // 9: tandem.state.v1.Feed.runs:type_name -> tandem.state.v1.Run
-	0,  // 10: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
-	8,  // 11: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
-	12, // 12: tandem.state.v1.Signals.host:type_name -> tandem.state.v1.HostMemory
-	6,  // 13: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
-	10, // 14: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
-	13, // 15: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
-	4,  // 16: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
-	17, // [17:17] is the sub-list for method output_type
-	17, // [17:17] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	15, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
+	7,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
+	10, // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
+	11, // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
+	12, // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
+	14, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
+	8,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
+	4,  // 7: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
+	3,  // 8: tandem.state.v1.Batch.events:type_name -> tandem.state.v1.EventBatch
+	2,  // 9: tandem.state.v1.Batch.kv_loads:type_name -> tandem.state.v1.KVLoad
+	6,  // 10: tandem.state.v1.Feed.runs:type_name -> tandem.state.v1.Run
+	0,  // 11: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
+	9,  // 12: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
+	13, // 13: tandem.state.v1.Signals.host:type_name -> tandem.state.v1.HostMemory
+	7,  // 14: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
+	11, // 15: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
+	14, // 16: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
+	5,  // 17: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
+	18, // [18:18] is the sub-list for method output_type
+	18, // [18:18] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_state_v1_state_proto_init() }
@@ -1801,14 +1878,14 @@ func file_state_v1_state_proto_init() {
 	if File_state_v1_state_proto != nil {
 		return
 	}
-	file_state_v1_state_proto_msgTypes[4].OneofWrappers = []any{}
+	file_state_v1_state_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_state_v1_state_proto_rawDesc), len(file_state_v1_state_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
