@@ -1,6 +1,9 @@
 package envoyconfigs
 
 import (
+	"fmt"
+	"hash/fnv"
+	"strconv"
 	"time"
 
 	accesslogv3 "github.com/envoyproxy/go-control-plane/envoy/config/accesslog/v3"
@@ -22,19 +25,51 @@ type logged struct {
 	tags    []*tracingv3.CustomTag
 	headers []string
 	when    func() *accesslogv3.AccessLogFilter
+	one     bool // to the one replica that the request names, if it does
 	notes   notes
 }
 
-// toEveryReplica sends a log to each of them: what a request has booked lives in the replica that booked it.
+// numbered reports whether the ends of passes are logged to one of several replicas.
+func (s *settings) numbered() bool { return len(s.Servers.AccessLogs) > 1 }
+
+// fleet returns a fingerprint of the list of replicas, by which numbers in it are meant. Slots are numbers of
+// themselves, and listeners must not change with the replicas in them.
+func (s *settings) fleet() string {
+	if s.Servers.Slots {
+		return "slots"
+	}
+	h := fnv.New32a()
+	for _, replica := range s.Servers.AccessLogs {
+		fmt.Fprintln(h, replica.Hosts)
+	}
+	return strconv.FormatUint(uint64(h.Sum32()), 16)
+}
+
+// notOfOne holds for passes that every replica is told of: those that bear no number, and those that did not end well,
+// since another replica may have decided last.
+func notOfOne() *accesslogv3.AccessLogFilter {
+	absent := &routev3.HeaderMatcher{Name: "x-tandem-replica", InvertMatch: true,
+		HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true}}
+	return logOr(logHeaderIs(absent), flagged(), statusFrom(400, "tandem.log.refused"),
+		statusIs(accesslogv3.ComparisonFilter_LE, 199, "tandem.log.unanswered"))
+}
+
+// toEveryReplica sends a log to each of them, or to the one whose number the request bears: what a request has booked
+// lives in the replica that booked it.
 func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 	for i, replica := range m.Servers.AccessLogs {
-		when := l.when()
+		to, when := grpcTo(replica.Cluster), l.when()
+		if l.one && m.numbered() {
+			number := strconv.Itoa(i)
+			to.InitialMetadata = []*corev3.HeaderValue{{Key: "x-tandem-replica", Value: m.fleet() + "/" + number}}
+			when = logAnd(when, logOr(logHeaderIs(exact("x-tandem-replica", number)), notOfOne()))
+		}
 		if m.Servers.Slots {
 			when = logAnd(inUse(i), when)
 		}
 		config := &grpclogv3.HttpGrpcAccessLogConfig{
 			CommonConfig: &grpclogv3.CommonGrpcAccessLogConfig{
-				LogName: l.name, TransportApiVersion: corev3.ApiVersion_V3, GrpcService: grpcTo(replica.Cluster),
+				LogName: l.name, TransportApiVersion: corev3.ApiVersion_V3, GrpcService: to,
 				BufferFlushInterval: durationpb.New(l.flush), BufferSizeBytes: l.bytes, CustomTags: l.tags,
 			},
 			AdditionalRequestHeadersToLog: l.headers,
@@ -53,11 +88,12 @@ func (m *model) endOfPass() []*accesslogv3.AccessLog {
 	l := logged{
 		name: "tandem", flush: 200 * time.Millisecond, bytes: wrapperspb.UInt32(64 << 10),
 		tags:    []*tracingv3.CustomTag{unfollowedTag()},
-		headers: []string{"x-tandem-ticket", "x-tandem-reservation"}, when: booked,
+		headers: []string{"x-tandem-ticket", "x-tandem-reservation"}, when: booked, one: true,
 		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left " +
 			"before theirs was set. " +
 			"A pass that ended in a redirect too: the replica that serves the next pass may be another than the " +
-			"one that booked it."},
+			"one that booked it. To the replica that decided it, by its number; to all if it bears none or did " +
+			"not end well."},
 	}
 	if !m.several() {
 		l.when = func() *accesslogv3.AccessLogFilter { return logAnd(booked(), m.notRedirected()) }
@@ -138,7 +174,7 @@ func logOr(filters ...*accesslogv3.AccessLogFilter) *accesslogv3.AccessLogFilter
 	}}
 }
 
-// flagged holds where Envoy set one of its response flags.
+// flagged holds where Envoy set one of these response flags; without any, where it set one at all.
 func flagged(flags ...string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ResponseFlagFilter{
 		ResponseFlagFilter: &accesslogv3.ResponseFlagFilter{Flags: flags},
@@ -147,10 +183,14 @@ func flagged(flags ...string) *accesslogv3.AccessLogFilter {
 
 // logHeader holds for requests with a header.
 func logHeader(name string) *accesslogv3.AccessLogFilter {
+	return logHeaderIs(&routev3.HeaderMatcher{
+		Name: name, HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true},
+	})
+}
+
+func logHeaderIs(header *routev3.HeaderMatcher) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_HeaderFilter{
-		HeaderFilter: &accesslogv3.HeaderFilter{Header: &routev3.HeaderMatcher{
-			Name: name, HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true},
-		}},
+		HeaderFilter: &accesslogv3.HeaderFilter{Header: header},
 	}}
 }
 

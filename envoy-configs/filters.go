@@ -248,6 +248,9 @@ func (m *model) mainExtProc() *hcmv3.HttpFilter {
 			"dies cuts no answer.",
 	})
 	yes := wrapperspb.Bool(true)
+	if m.numbered() {
+		ask.GrpcService.InitialMetadata = []*corev3.HeaderValue{{Key: "x-tandem-fleet", Value: m.fleet()}}
+	}
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: yes, AllowEnvoy: yes}
 	if m.Metadata {
 		ask.MetadataOptions = noted(m, &extprocv3.MetadataOptions{

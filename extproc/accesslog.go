@@ -19,13 +19,14 @@ import (
 )
 
 // Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
-// request, sent when the pass has ended. So no ext_proc stream has to stay open for it, and a server that dies cuts
-// no running answer.
+// request, sent when the pass has ended, to the replica that decided it if that suffices (setReplica). So no ext_proc
+// stream has to stay open for it, and a server that dies cuts no running answer.
 
 // streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService. Such a stream never ends by itself, so the
 // server ends it when it drains: the reservations that the entries would release end with the server.
 func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 	ended := make(chan error, 1)
+	defer s.loggers.Opened(stream.Context())()
 	ctx := guard.With(stream.Context(), s.guard)
 	go func() {
 		_, err := guard.Try(ctx, "access log", func() (struct{}, error) { return struct{}{}, s.readAccessLogs(stream) })

@@ -108,6 +108,7 @@ type Server struct {
 	guard    *guard.Guard
 	waiting  latebinding.Options
 	streams  streamOptions
+	loggers  envoywire.Loggers
 }
 
 // New returns a server over the options' state. It starts no goroutines.

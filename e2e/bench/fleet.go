@@ -237,9 +237,10 @@ func writeFleet(stdout io.Writer, o options, rows map[int][]fleetRow) error {
 	fmt.Fprintf(stdout, "%v requests a second in all, %s, %d clients. CPU in ms, everything per request.\n\n", o.rate,
 		o.shapes[0].title, fleetClients)
 	w := tabwriter.NewWriter(stdout, 0, 0, 1, ' ', 0)
-	fmt.Fprintln(w, "| replicas\t| Envoy\t| Tandem\t| Redis\t| sum\t| x one\t| idle, ms/s\t| wake-ups\t| ext_proc\t| "+
-		"its bytes\t| log entries\t| its bytes\t| XADD\t| XREAD\t| commands\t| bytes in\t| bytes out\t|")
-	fmt.Fprintln(w, strings.Repeat("|---\t", 17)+"|")
+	fmt.Fprintln(w, "| replicas\t| Envoy\t| Tandem\t| Redis\t| sum\t| x one\t| Envoy idle, ms/s\t| others\t| "+
+		"wake-ups\t| ext_proc\t| its bytes\t| log entries\t| its bytes\t| XADD\t| XREAD\t| commands\t| bytes in\t| "+
+		"bytes out\t|")
+	fmt.Fprintln(w, strings.Repeat("|---\t", 18)+"|")
 	one := 0.0
 	for i, n := range o.fleet {
 		m := medians(rows[n], func(r *fleetRow) []float64 { return r.request })
@@ -248,10 +249,10 @@ func writeFleet(stdout io.Writer, o options, rows map[int][]fleetRow) error {
 		if i == 0 {
 			one = sum
 		}
-		fmt.Fprintf(w, "| %d\t| %.3f\t| %.3f\t| %.3f\t| %.3f\t| %.2f\t| %.1f\t| %.1f\t| %.2f\t| %.0f\t| %.2f\t| "+
-			"%.0f\t| %.2f\t| %.2f\t| %.2f\t| %.0f\t| %.0f\t|\n",
-			n, m[0], m[1], m[2], sum, sum/one, idle[1]+idle[2], m[3], m[4], m[5], m[6], m[7], m[12], m[11], m[8],
-			m[9], m[10])
+		fmt.Fprintf(w, "| %d\t| %.3f\t| %.3f\t| %.3f\t| %.3f\t| %.2f\t| %.1f\t| %.1f\t| %.1f\t| %.2f\t| %.0f\t| "+
+			"%.2f\t| %.0f\t| %.2f\t| %.2f\t| %.2f\t| %.0f\t| %.0f\t|\n",
+			n, m[0], m[1], m[2], sum, sum/one, idle[0], idle[1]+idle[2], m[3], m[4], m[5], m[6], m[7], m[12],
+			m[11], m[8], m[9], m[10])
 	}
 	return w.Flush()
 }

@@ -13,9 +13,11 @@ const (
 	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64
 	HeaderRequestID   = "x-request-id"
 	HeaderReservation = "x-tandem-reservation" // Envoy's own id of the request, under which it is booked
-	HeaderRetryAfter  = "retry-after"
-	HeaderRestart     = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
-	HeaderFinal       = "x-envoy-ratelimited" // of an answer: Envoy must not retry, whatever the status
+	// HeaderReplica is the number of the replica that decided: the end of the pass is logged to it alone.
+	HeaderReplica    = "x-tandem-replica"
+	HeaderRetryAfter = "retry-after"
+	HeaderRestart    = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
+	HeaderFinal      = "x-envoy-ratelimited" // of an answer: Envoy must not retry, whatever the status
 
 	// Inference objectives, named as in llm-d (llm-d-router, docs/metrics and headers). Used if the pool allows it.
 	headerFairness = "x-llm-d-inference-fairness-id" // the flow: flows share a pool's queue evenly
@@ -43,6 +45,8 @@ const (
 	MirrorCancel = "cancel" // Tandem cancels the leg when nobody needs its blocks any more
 	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again if it fails
 
+	MetadataFleet   = "x-tandem-fleet"   // of ext_proc streams: fingerprint of Envoy's list of replicas
+	MetadataReplica = "x-tandem-replica" // of access log streams: that fingerprint, "/", the replica's number
 	MetadataRole    = "x-tandem-role"
 	RoleMain        = "main" // in metrics; its filter sends no role
 	RolePrefillLeg  = "prefill-leg"

@@ -52,7 +52,12 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 			}
 		}
 	}
-	p.applyFailures(pool, b, at)
+	for _, h := range b.GetHealth() {
+		if e := at(h.GetAddress()); e != nil {
+			p.applyHealth(e, h.GetFailed())
+		}
+	}
+	applyKVLoads(p.s.state, pool, b.GetKvLoads(), at)
 	for _, g := range b.GetSignals() {
 		if e := at(g.GetAddress()); e != nil {
 			p.applySignals(e, g, now.Add(-age-time.Duration(g.GetAgeMs())*time.Millisecond))
@@ -81,21 +86,17 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	}
 }
 
-// applyFailures applies what another replica saw fail, and recover.
-func (p *poolReplica) applyFailures(pool *kvstate.Pool, b *statev1.Batch, at func(uint32) *kvstate.Endpoint) {
-	for _, h := range b.GetHealth() {
-		if e := at(h.GetAddress()); e != nil {
-			p.applyHealth(e, h.GetFailed())
-		}
-	}
-	for _, l := range b.GetKvLoads() {
+// applyKVLoads applies what another replica saw of KV loads.
+func applyKVLoads(s *kvstate.State, pool *kvstate.Pool, loads []*statev1.KVLoad,
+	at func(uint32) *kvstate.Endpoint) {
+	for _, l := range loads {
 		prefill, decode := at(l.GetPrefill()), at(l.GetDecode())
 		switch {
 		case prefill == nil || decode == nil:
 		case l.GetFailed():
-			p.s.state.ApplyLoadFailed(pool, prefill.Addr, decode.Addr)
+			s.ApplyLoadFailed(pool, prefill.Addr, decode.Addr)
 		default:
-			p.s.state.ApplyLoadSucceeded(pool, prefill.Addr, decode.Addr)
+			s.ApplyLoadSucceeded(pool, prefill.Addr, decode.Addr)
 		}
 	}
 }

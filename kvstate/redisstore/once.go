@@ -34,7 +34,7 @@ func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 			if patient {
 				within = besidePath
 			}
-			if a, ok := s.await(q, within); ok {
+			if a, ok := s.link.await(q, within); ok {
 				return a.first, a.known
 			}
 		default: // too many wait for Redis to answer in time
@@ -45,14 +45,14 @@ func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 }
 
 // await waits for the answer.
-func (s *Store) await(q question, within time.Duration) (spent, bool) {
+func (l *link) await(q question, within time.Duration) (spent, bool) {
 	t := time.NewTimer(within)
 	defer t.Stop()
 	select {
 	case a := <-q.answer:
 		return a, a.known
 	case <-t.C:
-		s.link.asked(context.DeadlineExceeded)
+		l.asked(context.DeadlineExceeded)
 		return spent{}, false
 	}
 }
@@ -78,11 +78,11 @@ func (s *Store) askAll(ctx context.Context) {
 				break collect
 			}
 		}
-		s.askRedis(ctx, batch)
+		askRedis(ctx, s, batch)
 	}
 }
 
-func (s *Store) askRedis(ctx context.Context, batch []question) {
+func askRedis(ctx context.Context, s *Store, batch []question) {
 	ctx, cancel := context.WithTimeout(ctx, besidePath)
 	defer cancel()
 	pipe := s.client.Pipeline()

@@ -51,7 +51,7 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 	for name, ask := range map[string]func(s *Store){
 		"a ticket": func(s *Store) {
 			q := question{ticketOf(1), make(chan spent, 1)}
-			s.askRedis(context.Background(), append([]question(nil), q))
+			askRedis(context.Background(), s, append([]question(nil), q))
 			<-q.answer
 		},
 		"a hand-over is put":   func(s *Store) { s.PutHandOver(ticketOf(1), []byte("x")) },
