@@ -19,8 +19,8 @@ import (
 )
 
 // Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
-// request, sent when the pass has ended, to the replica that decided it if that suffices (setReplica). So no ext_proc
-// stream has to stay open for it, and a server that dies cuts no running answer.
+// request, sent when the pass has ended, to the replica that decided it if that suffices (envoywire.Loggers). So no
+// ext_proc stream has to stay open for it, and a server that dies cuts no running answer.
 
 // streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService. Such a stream never ends by itself, so the
 // server ends it when it drains: the reservations that the entries would release end with the server.

@@ -172,7 +172,8 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderPrefilled)
 		h.Remove(envoywire.HeaderLoad)
 	}
-	x.setReplica(r)
+	// another replica may watch a leg of a pair; and what others learn from this log, they learn by Redis otherwise
+	x.s.loggers.Address(x.Context(), h, r.Pair == nil && x.s.State.Shares())
 	x.SetTrace(&x.headers)
 	if r.Leg != plan.LegEncode { // the next pass decides
 		x.setExplanation()
@@ -185,18 +186,6 @@ func (x mainRole) setHeaders(r route) {
 		h.Set(envoywire.HeaderScheme, []byte(s))
 	} else {
 		h.Remove(envoywire.HeaderScheme)
-	}
-}
-
-// setReplica has Envoy log the end of this pass to this replica alone. An error, a client that left, and what has no
-// number are logged to all: so are pairs, whose legs other replicas may watch, and everything while Redis does not
-// take what the others must know of the end.
-func (x mainRole) setReplica(r route) {
-	number, several := x.s.loggers.Number(x.Context())
-	if number != nil && r.Pair == nil && x.s.State.Shares() {
-		x.headers.Set(envoywire.HeaderReplica, number)
-	} else if several {
-		x.headers.Remove(envoywire.HeaderReplica)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/kvstate/prefixindex"
+	"tandem/kvstate/receivebuffer"
 )
 
 // Role is the set of legs that an endpoint may serve; a bit set.
@@ -171,7 +172,7 @@ type endpointState struct {
 
 	loads      atomic.Pointer[LoadFaults] // nil: none
 	models     atomic.Pointer[[]string]
-	buffer     receiveBuffer
+	buffer     receivebuffer.Buffer
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's

@@ -175,7 +175,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	r.on.tokens.Add(-r.tokens)
 	s.booked.Add(-1)
 	if r.bufferTokens > 0 {
-		r.on.buffer.release(r.bufferTokens)
+		r.on.buffer.Release(r.bufferTokens)
 	}
 	s.changed()
 	defer r.on.load.signalFreed() // after the numbers have changed

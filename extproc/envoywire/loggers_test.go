@@ -29,6 +29,13 @@ func TestLoggers(t *testing.T) {
 	other := l.Opened(with(MetadataReplica, "bb/0"))
 	require.Equal(t, "3", of(&l, "aa"))
 	require.Equal(t, "0", of(&l, "bb"))
+	var one, all, lonely HeaderEdits
+	l.Address(with(MetadataFleet, "aa"), &one, true)
+	l.Address(with(MetadataFleet, "aa"), &all, false)
+	l.Address(t.Context(), &lonely, true)
+	require.Equal(t, HeaderEdits{set: []headerSet{{HeaderReplica, []byte("3")}}}, one)
+	require.Equal(t, HeaderEdits{remove: []string{HeaderReplica}}, all, "an earlier pass may have set it")
+	require.Equal(t, HeaderEdits{}, lonely)
 	first()
 	require.Equal(t, "3", of(&l, "aa"))
 	second()
