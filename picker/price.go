@@ -18,6 +18,9 @@ const (
 	// With a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
 	// make a p99.
 	askedSpread = 0.5
+	// mean jobs that a job counts as at most, for those that wait before it: without a limit the longest prompts wait
+	// for too long
+	maxJobs     = 2.0
 	usualAnswer = 256. // expected tokens of an answer in a pool without observations
 	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.
 	scrapeAge  = 2.0
@@ -35,7 +38,7 @@ type terms struct {
 	others      float64       // delay of other requests by a second of prefill, s
 	local       float64       // the same on decode endpoints that compute prompts
 	fleet       float64       // learned speed of the fleet
-	jobs        float64       // weight of a job that waits before it
+	jobs        float64       // weight of a job that waits before it: 1, or 0 if only latency counts
 	jobCap      float64       // largest price of such a job, s
 	tpot        float64       // target, s
 	spread      float64       // tokens of a running answer over which a delay is spread
@@ -76,9 +79,9 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	}
 	t.others = othersPrice(v.Load.Prefill, prefills)
 	t.local = othersPrice(v.Load.Local, decodes)
-	t.jobs, t.jobCap = 1, seconds(v.Load.Work)
-	if k.Late {
-		t.jobs, t.jobCap = 0.5, math.Inf(1)
+	t.jobs, t.jobCap = 1, maxJobs*seconds(v.Load.Work)
+	if k.Late { // few wait at endpoints
+		t.jobCap = math.Inf(1)
 	}
 	if v.Load.Step > 0 {
 		t.tpot *= v.Load.Step // the target cannot be lower than what these engines reach

@@ -101,11 +101,11 @@ func (w *twin) phi(rho float64, role kvstate.Role) float64 {
 func (w *twin) costP(i int) float64 {
 	c, e := &w.v.Endpoints[i], w.e(i)
 	usual := e * w.fleet()
-	beta, limit := 1.0, w.v.Load.Work.Seconds()
+	limit := 2 * w.v.Load.Work.Seconds()
 	if w.p.Late {
-		beta, limit = .5, math.Inf(1)
+		limit = math.Inf(1)
 	}
-	return w.load(i) + (c.Queue.Seconds()+e*w.speed(i)+beta*float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
+	return w.load(i) + (c.Queue.Seconds()+e*w.speed(i)+float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
 }
 
 // paid returns the part of a miss on endpoint i that other uses pay, block by block.
