@@ -100,11 +100,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
-		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), or environment", func(v string) error {
-		added, err := parseVariant(v)
-		o.variants = append(o.variants, added)
-		return err
-	})
+		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), binding=late, or environment",
+		func(v string) error {
+			added, err := parseVariant(v)
+			o.variants = append(o.variants, added)
+			return err
+		})
 	f.StringVar(&fleet, "fleet", "", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
 		"second of the first shape (fleet.go)")
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
@@ -167,6 +168,8 @@ func parseVariant(text string) (variant, error) {
 			v.binary = value
 		case s == "redis=yes":
 			v.redis = true
+		case key == "binding":
+			v.binding = value
 		default:
 			v.env = append(v.env, s)
 		}
