@@ -129,7 +129,8 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 	})
 }
 
-// With client certificates strangers cannot read the configuration, and Envoy loads a changed certificate.
+// With client certificates strangers cannot read the configuration, and Envoy loads a changed certificate while clients
+// send requests.
 func TestXDSOverMutualTLS(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -175,9 +176,12 @@ func TestXDSOverMutualTLS(t *testing.T) {
 	}
 	used := func() int { return strings.Count(certificates(), `"serial_number": "2222"`) } // counts authorities too
 	before := used()
+	load := f.wholeTraffic(4)
+	load.more(t, 50)
 	put("2222")
 	soon(t, "Envoy has the new certificate", func() bool { return used() > before })
-	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
+	load.more(t, 100)
+	load.end(t) // no request is lost
 }
 
 // launchMore starts one more replica beside replica 0, whose file no other names.
@@ -273,7 +277,9 @@ func TestXDSChangesFollowReplicas(t *testing.T) {
 // says to try again. When a replica is back, it serves, and Envoy is sent nothing.
 func TestXDSWithoutReplicas(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "10ms", "--lease", "10s"}})
+	stats := ports(t, 1)[0]
+	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "10ms", "--lease", "10s"},
+		envoyFields: fmt.Sprintf(", stats: %q", stats)})
 	version := ""
 	soon(t, "Envoy has its configuration", func() bool {
 		for i := range f.tandems {
@@ -307,7 +313,11 @@ func TestXDSWithoutReplicas(t *testing.T) {
 		got := f.post(apis[0].path, apis[0].body)
 		return got.status == 503 && strings.Contains(got.body, "router_unavailable") && got.header.Get("Retry-After") == "1"
 	})
-	require.Equal(t, 200, f.statusOf(f.envoyURL+"/ready"), "it keeps its configuration")
+	require.Equal(t, 200, f.statusOf("http://"+stats+"/ready"), "it keeps its configuration")
+	require.Equal(t, 200, f.statusOf("http://"+stats+"/stats/prometheus"))
+	for _, path := range []string{"/", "/config_dump", "/quitquitquit", "/ready/../stats", "/stats"} {
+		require.Equal(t, 404, f.statusOf("http://"+stats+path), "%s of the admin port is not shown", path)
+	}
 	for _, path := range []string{"/v1/models", "/v1/completions", "/any/other"} {
 		require.Equal(t, 503, f.statusOf(f.url+path), "%s: never a 404, which would be final", path)
 	}

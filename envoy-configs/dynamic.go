@@ -76,6 +76,7 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 	m := newModel(s)
 	b := m.frame()
 	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{Clusters: []*clusterv3.Cluster{m.xdsCluster()}}
+	m.showStats(b.StaticResources)
 	b.DynamicResources = noted(m, &bootstrapv3.Bootstrap_DynamicResources{
 		AdsConfig: &corev3.ApiConfigSource{
 			ApiType: corev3.ApiConfigSource_DELTA_GRPC, TransportApiVersion: corev3.ApiVersion_V3,

@@ -69,6 +69,7 @@ func (m *model) bootstrap() *bootstrapv3.Bootstrap {
 		Listeners: append([]*listenerv3.Listener{m.mainListener()}, m.legListeners()...),
 		Clusters:  m.clusters(),
 	}
+	m.showStats(b.StaticResources)
 	return b
 }
 

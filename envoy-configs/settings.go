@@ -30,6 +30,7 @@ type settings struct {
 	Dynamic       bool // over xDS, in pieces that can change
 	Late          bool // clusters may come after the listeners that lead to them
 	Listen, Admin address
+	Stats         *address // nil: none
 	Servers       servers
 	Engines       engines
 	Bodies        bodies
@@ -128,6 +129,13 @@ func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, err
 	}
 	if s.Admin, err = parse(e.GetAdmin()); err != nil {
 		return nil, err
+	}
+	if e.GetStats() != "" {
+		stats, err := parse(e.GetStats())
+		if err != nil {
+			return nil, err
+		}
+		s.Stats = &stats
 	}
 	if s.Servers, err = gatherServers(c, dynamic, living); err != nil {
 		return nil, err

@@ -51,12 +51,12 @@ func moves(before, after *configv1.Config) bool {
 }
 
 // ofEnvoy reports whether only Envoy uses a setting. The server reads envoy's other settings too, at its start; admin
-// is in Envoy's bootstrap.
+// and stats are in Envoy's bootstrap.
 func ofEnvoy(path string, moves bool) bool {
 	name, found := strings.CutPrefix(path, "envoy.")
 	name, _, _ = strings.Cut(name, ".")
 	switch name {
-	case "admin", "maxBodyBytes", "pathPrefixes":
+	case "admin", "stats", "maxBodyBytes", "pathPrefixes":
 		return false
 	case "extProcs", "replans", "extProcTls":
 		return found && !moves

@@ -51,6 +51,9 @@ func checkListeners(v *validator, c *configv1.Config) {
 	checkListen(v, "admin.listen", c.Admin.Listen)
 	checkListen(v, "envoy.listen", c.Envoy.Listen)
 	checkListen(v, "envoy.admin", c.Envoy.Admin)
+	if c.Envoy.Stats != "" {
+		checkListen(v, "envoy.stats", c.Envoy.Stats)
+	}
 	if c.Notices != nil {
 		checkListen(v, "notices.listen", c.Notices.Listen)
 	}

@@ -680,7 +680,10 @@ type Envoy struct {
 	// replicas that live, as they come and go; needs state.redis. Each is reached at the host of its extProc.listen, or,
 	// if that is 0.0.0.0 or ::, at the address that it has towards Redis; or where `tandem serve --advertise` says. The
 	// bootstrap still names extProcs. Default configured.
-	Replicas      string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
+	Replicas string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
+	// Where Envoy shows its statistics and readiness. /stats/prometheus and /ready are all that it shows there of its
+	// admin port. Default: nowhere.
+	Stats         string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -788,6 +791,13 @@ func (x *Envoy) GetPathPrefixes() []string {
 func (x *Envoy) GetReplicas() string {
 	if x != nil {
 		return x.Replicas
+	}
+	return ""
+}
+
+func (x *Envoy) GetStats() string {
+	if x != nil {
+		return x.Stats
 	}
 	return ""
 }
@@ -3234,7 +3244,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05Admin\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
-	"token_file\x18\x02 \x01(\tR\ttokenFile\"\x9f\x03\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xb5\x03\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -3248,7 +3258,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
 	"\rpath_prefixes\x18\n" +
 	" \x03(\tR\fpathPrefixes\x12\x1a\n" +
-	"\breplicas\x18\v \x01(\tR\breplicas\"}\n" +
+	"\breplicas\x18\v \x01(\tR\breplicas\x12\x14\n" +
+	"\x05stats\x18\f \x01(\tR\x05stats\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +

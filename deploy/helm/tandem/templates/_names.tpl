@@ -64,6 +64,8 @@ tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
 {{- $config := dict "extProc" (dict "listen" "0.0.0.0:9002") "replan" (dict "listen" "0.0.0.0:9003") "admin" (dict "listen" "0.0.0.0:9090") }}
 {{- if ne (include "tandem.picker" .) "true" }}
 {{- $_ := set $config "envoy" (dict "listen" "0.0.0.0:8080" "extProcs" (list (printf "%s:9002" $name)) "replans" (list (printf "%s:9003" $name))) }}
+{{- if .Values.envoy.enabled }}{{ $_ := set $config.envoy "stats" "0.0.0.0:9902" }}{{ end }}
+{{- if .Values.redis.url }}{{ $_ := set $config.envoy "replicas" "redis" }}{{ end }}
 {{- end }}
 {{- if include "tandem.ticketSecret" . }}
 {{- $_ := set $config "tickets" (dict "keyFile" "/etc/tandem-ticket/ticket.key") }}
