@@ -75,7 +75,7 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (r
 	v := o.variants[0]
 	v.binary = cmp.Or(v.binary, filepath.Join(l.bin, "tandem"))
 	v.name, v.replicas, v.redis = fmt.Sprintf("fleet%d", n), n, true
-	g := &lab{log: l.log, envoyPath: l.envoyPath, rate: o.rate, pairs: l.pairs, bin: l.bin}
+	g := &lab{log: l.log, envoyPath: l.envoyPath, pairs: l.pairs, bin: l.bin}
 	g.Dir = l.Dir
 	defer g.Stop()
 	if err := g.startTandem(ctx, o, v); err != nil {
@@ -86,6 +86,7 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (r
 	if _, err := g.load(ctx, s, sh, b, fleetClients, 20*n+200); err != nil { // warm
 		return row, err
 	}
+	g.rate = o.rate
 	if err := pause(ctx, fleetSettle); err != nil {
 		return row, err
 	}

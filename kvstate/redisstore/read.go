@@ -29,8 +29,8 @@ func (s *Store) read(ctx context.Context, p *poolReplica) {
 		if err != nil && ctx.Err() == nil {
 			s.log.Debug("reading from redis", "pool", p.pool, "err", err)
 			wait(ctx, retryAfter)
-		} else if s.alone() {
-			wait(ctx, aloneRest)
+		} else {
+			wait(ctx, s.rest())
 		}
 	}
 }

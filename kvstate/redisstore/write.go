@@ -11,12 +11,14 @@ import (
 )
 
 // gatherFor is the time for which changes are collected before they are published: those of planning one request go
-// into one batch. restFor is the pause after a batch, beatsPerLease the number of complete batches within a lease, and
-// retryAfter the pause after a failed write. A replica that knows of no other pauses for aloneRest instead, after
-// writing and after reading: only a replica that starts needs its batches.
+// into one batch. restFor for each replica, at most restMost, is the pause after a batch, and after reading: so all
+// replicas together write and read about as often as one, and wake for many entries at once. beatsPerLease is the
+// number of complete batches within a lease, and retryAfter the pause after a failed write. A replica that knows of no
+// other pauses for aloneRest: only a replica that starts needs its batches.
 const (
 	gatherFor     = time.Millisecond
-	restFor       = 2 * time.Millisecond
+	restFor       = 2500 * time.Microsecond
+	restMost      = 40 * time.Millisecond
 	aloneRest     = 50 * time.Millisecond
 	beatsPerLease = 3
 	retryAfter    = 100 * time.Millisecond
@@ -27,10 +29,7 @@ func (s *Store) write(ctx context.Context) {
 	beat := time.NewTicker(s.o.Lease / beatsPerLease)
 	defer beat.Stop()
 	for complete := true; ; {
-		pause := restFor
-		if s.alone() {
-			pause = aloneRest
-		}
+		pause := s.rest()
 		if err := s.flush(ctx, complete, false); err != nil {
 			pause = retryAfter
 		}
@@ -52,14 +51,12 @@ func (s *Store) write(ctx context.Context) {
 	_ = s.flush(ctx, true, true)
 }
 
-// alone reports whether no other replica is known, of any pool.
-func (s *Store) alone() bool {
-	for _, p := range s.pools() {
-		if len(*p.ids.Load()) > 1 {
-			return false
-		}
+// rest returns the pause after a batch, and after reading.
+func (s *Store) rest() time.Duration {
+	if n := s.Replicas(); n > 1 {
+		return min(time.Duration(n)*restFor, restMost)
 	}
-	return true
+	return aloneRest
 }
 
 // wait returns false if ctx ended first.
