@@ -107,6 +107,7 @@ type engineAnswer struct {
 	version  string // "": not reported
 	info     engineInfo
 	down     bool
+	foreign  bool // another engine than the pool's: nothing else is compared
 	compared []string
 	unknown  []string
 	findings []finding
@@ -149,7 +150,7 @@ func askEngine(
 			a.report(at+".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), a.info.Version)
 		}
 	}
-	if !a.checkEngine(at, p) {
+	if a.foreign = !a.checkEngine(at, p); a.foreign {
 		return a
 	}
 	a.checkSGLang(at, p, e)

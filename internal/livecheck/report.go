@@ -65,6 +65,9 @@ func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engi
 		return out
 	}
 	out.Compared, out.NotReported = append([]string{"health"}, a.compared...), a.unknown
+	if a.foreign {
+		return out
+	}
 	// Facts that a pair must share are compared if both engines report them.
 	add := func(what string, reported func(*engineAnswer) bool, partner func(other *configv1.Endpoint) bool) {
 		if !reported(a) {

@@ -162,6 +162,6 @@ func addresses(ips []netip.Addr) []string {
 // that a name which cannot be resolved now keeps its addresses. s must not be running.
 func (s *Static) Replace(spec kvstate.PoolSpec, configured []kvstate.EndpointSpec) *Static {
 	next := *s
-	next.spec, next.configured, next.current = spec, configured, nil
+	next.spec, next.configured, next.renewed = spec, configured, true
 	return &next
 }
