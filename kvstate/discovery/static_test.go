@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/netip"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -140,4 +141,25 @@ func TestStaticWithoutNames(t *testing.T) {
 		synctest.Wait()
 		stop()
 	})
+}
+
+// A replaced source writes the same endpoints again, as the pool has changed, and logs only other endpoints.
+func TestStaticReplaced(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	var log strings.Builder
+	of := func(addrs ...string) (out []kvstate.EndpointSpec) {
+		for _, a := range addrs {
+			out = append(out, kvstate.EndpointSpec{Name: a, Addr: a, Role: kvstate.RoleBoth})
+		}
+		return out
+	}
+	source := NewStatic(s, kvstate.PoolSpec{Name: "p", Models: []string{"a"}}, of("10.0.0.1:80", "10.0.0.2:80"),
+		slog.New(slog.NewTextHandler(&log, nil)))
+	source.Resolve(t.Context())
+	source = source.Replace(kvstate.PoolSpec{Name: "p", Models: []string{"b"}}, of("10.0.0.1:80", "10.0.0.2:80"))
+	source.Resolve(t.Context())
+	require.Equal(t, []string{"b"}, s.Pool("p").Spec.Models)
+	require.NotContains(t, log.String(), "endpoints changed")
+	source.Replace(source.spec, of("10.0.0.1:80")).Resolve(t.Context())
+	require.Contains(t, log.String(), `msg="endpoints changed" pool=p before=2 now=1`)
 }

@@ -103,7 +103,7 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, a := range of {
-		o.members[a.Replica] = member{a.Name, time.Now()}
+		o.members[a.Replica] = member{name: a.Name, heard: time.Now()}
 	}
 	for _, id := range silent {
 		out.Silent = append(out.Silent, o.nameOf(id))
@@ -272,7 +272,7 @@ func (o *Operator) read(ctx context.Context, from string) (next string, err erro
 
 func (o *Operator) syncNow(ctx context.Context) error {
 	o.synced = time.Now()
-	if err := o.announce(ctx, o.name); err != nil { // orders matter more
+	if err := o.announce(ctx, markRuns); err != nil { // orders matter more
 		o.log.Debug("names of replicas", "err", err)
 	}
 	return o.Sync(ctx)

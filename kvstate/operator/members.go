@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// A replica writes its name and the time into a hash every few seconds, and a last time without its name when it ends
-// in order. So a replica that ended otherwise has a name for people, also if it never answered a question. There is a
+// A replica writes its name and the time into a hash every few seconds, and once more, marked, when it ends in order.
+// So a replica that ended otherwise has a name for people, also if it never answered a question. There is a
 // hash for each hour, which expires: nothing has to be removed, and the Redis user needs no more rights.
 
 const (
@@ -27,23 +27,30 @@ type Gone struct {
 
 // member is an entry of a hash.
 type member struct {
-	name  string // "": it ended in order
+	name  string
 	heard time.Time
+	ended bool // in order
 }
+
+// Marks of entries.
+const (
+	markRuns  = "r"
+	markEnded = "e"
+)
 
 // membersKey returns the key of the hash of an hour.
 func (o *Operator) membersKey(at time.Time) string {
 	return o.key("replicas:" + strconv.FormatInt(at.Unix()/int64(goneFor.Seconds()), 10))
 }
 
-// announce writes this replica's entry, with its name or "", and reads those of all.
-func (o *Operator) announce(ctx context.Context, name string) error {
+// announce writes this replica's entry, with a mark, and reads those of all.
+func (o *Operator) announce(ctx context.Context, mark string) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	now := time.Now()
 	key, id := o.membersKey(now), strconv.FormatUint(o.redis.Replica, 16)
 	pipe := o.redis.Client.Pipeline()
-	pipe.HSet(ctx, key, id, fmt.Sprintf("%s %d %s", id, now.UnixMilli(), name))
+	pipe.HSet(ctx, key, id, fmt.Sprintf("%s %d %s %s", id, now.UnixMilli(), mark, o.name))
 	pipe.PExpire(ctx, key, 2*goneFor)
 	before, current := pipe.HVals(ctx, o.membersKey(now.Add(-goneFor))), pipe.HVals(ctx, key)
 	if _, err := pipe.Exec(ctx); err != nil {
@@ -51,12 +58,14 @@ func (o *Operator) announce(ctx context.Context, name string) error {
 	}
 	members := map[uint64]member{}
 	for _, text := range slices.Concat(before.Val(), current.Val()) { // the newer entry of a replica comes second
-		id, rest, _ := strings.Cut(text, " ")
-		ms, name, found := strings.Cut(rest, " ")
-		replica, err := strconv.ParseUint(id, 16, 64)
-		at, wrong := strconv.ParseInt(ms, 10, 64)
-		if err == nil && wrong == nil && found && len(name) <= maxName {
-			members[replica] = member{name, time.UnixMilli(at)}
+		parts := strings.SplitN(text, " ", 4)
+		if len(parts) < 4 || len(parts[3]) > maxName {
+			continue
+		}
+		replica, err := strconv.ParseUint(parts[0], 16, 64)
+		at, wrong := strconv.ParseInt(parts[1], 10, 64)
+		if err == nil && wrong == nil {
+			members[replica] = member{parts[3], time.UnixMilli(at), parts[2] == markEnded}
 		}
 	}
 	o.mu.Lock()
@@ -67,7 +76,7 @@ func (o *Operator) announce(ctx context.Context, name string) error {
 
 // leave says that this replica ends in order.
 func (o *Operator) leave(ctx context.Context) {
-	if err := o.announce(context.WithoutCancel(ctx), ""); err != nil {
+	if err := o.announce(context.WithoutCancel(ctx), markEnded); err != nil {
 		o.log.Debug("a replica that ends", "err", err)
 	}
 }
@@ -80,18 +89,20 @@ func (o *Operator) nameOf(replica uint64) string {
 	return cmp.Or(o.members[replica].name, "started "+started(replica).UTC().Format(time.RFC3339))
 }
 
-// gone returns the replicas that did not end in order, unless another one of the same name runs now. mu is held.
+// gone returns the replicas that did not end in order, unless another one of the same name was started since. mu is
+// held.
 func (o *Operator) gone(living []uint64) (out []Gone) {
-	names := []string{"", o.name}
-	for _, id := range living {
-		names = append(names, o.members[id].name)
-	}
+	last := map[string]uint64{o.name: o.redis.Replica} // the replica of each name that started last
 	for id, m := range o.members {
+		last[m.name] = max(last[m.name], id)
+	}
+	for name, id := range last {
+		m := o.members[id]
 		unsure := time.Since(started(id)) <= starting || time.Since(m.heard) > goneFor
-		if !unsure && !slices.Contains(living, id) && !slices.Contains(names, m.name) {
-			out = append(out, Gone{m.name, m.heard})
+		if !unsure && !m.ended && id != o.redis.Replica && !slices.Contains(living, id) {
+			out = append(out, Gone{name, m.heard})
 		}
 	}
 	slices.SortFunc(out, func(a, b Gone) int { return strings.Compare(a.Name, b.Name) })
-	return slices.CompactFunc(out, func(a, b Gone) bool { return a.Name == b.Name })
+	return out
 }

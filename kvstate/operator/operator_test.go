@@ -123,19 +123,21 @@ func TestGone(t *testing.T) {
 	redis := client(t, addr)
 	heard := time.Now().Add(-time.Minute).Truncate(time.Millisecond)
 	number := func(age time.Duration) uint64 { return uint64(time.Now().Add(-age).UnixMilli()) << 20 }
-	write := func(replica uint64, at time.Time, name string) {
+	write := func(replica uint64, at time.Time, mark, name string) {
 		id := strconv.FormatUint(replica, 16)
-		require.NoError(t, redis.HSet(t.Context(), a.membersKey(at), id, fmt.Sprintf("%s %d %s", id, at.UnixMilli(), name)).Err())
+		entry := fmt.Sprintf("%s %d %s %s", id, at.UnixMilli(), mark, name)
+		require.NoError(t, redis.HSet(t.Context(), a.membersKey(at), id, entry).Err())
 	}
-	write(number(2*time.Hour), heard, "killed:9090")
-	write(number(3*time.Hour), heard, "a:9090") // a runs again
+	write(number(2*time.Hour), heard, markRuns, "killed:9090")
+	write(number(3*time.Hour), heard, markRuns, "a:9090") // a runs again
 	ended := number(4 * time.Hour)
-	write(ended, heard.Add(-30*time.Minute), "ended:9090") // in order, a minute ago
-	write(ended, heard, "")
-	write(number(5*time.Hour), heard.Add(-time.Hour), "removed:90") // for good
-	write(number(-time.Hour), heard, "starting:9090")               // not known to be living yet
+	write(number(5*time.Hour), heard.Add(-40*time.Minute), markRuns, "ended:9090") // killed, started again, then ended
+	write(ended, heard.Add(-30*time.Minute), markRuns, "ended:9090")
+	write(ended, heard, markEnded, "ended:9090")
+	write(number(5*time.Hour), heard.Add(-time.Hour), markRuns, "removed:90") // for good
+	write(number(-time.Hour), heard, markRuns, "starting:9090")               // not known to be living yet
 	require.NoError(t, redis.HSet(t.Context(), a.membersKey(heard), "no number", "no entry").Err())
-	require.Eventually(t, func() bool { return a.announce(t.Context(), a.name) == nil }, soon, time.Millisecond)
+	require.Eventually(t, func() bool { return a.announce(t.Context(), markRuns) == nil }, soon, time.Millisecond)
 
 	got, err := a.Ask(t.Context(), "test", nil)
 	require.NoError(t, err)
@@ -143,13 +145,13 @@ func TestGone(t *testing.T) {
 
 	b := startNamed(t, addr, "b:9090", nil)
 	last := func() member {
-		require.Eventually(t, func() bool { return a.announce(t.Context(), a.name) == nil }, soon, time.Millisecond)
+		require.Eventually(t, func() bool { return a.announce(t.Context(), markRuns) == nil }, soon, time.Millisecond)
 		return a.members[b.redis.Replica]
 	}
 	require.Eventually(t, func() bool { return last().name == "b:9090" }, soon, time.Millisecond)
+	require.False(t, last().ended)
 	b.stop()
-	require.Empty(t, last().name)
-	require.NotZero(t, last().heard)
+	require.True(t, last().ended)
 }
 
 func knowEachOther(t *testing.T, replicas ...*replica) {
@@ -243,7 +245,7 @@ func TestAsk(t *testing.T) {
 	silent := startNamed(t, addr, "silent", nil)
 	knowEachOther(t, a, b, silent)
 	require.Eventually(t, func() bool { return client(t, addr).HLen(t.Context(), a.membersKey(time.Now())).Val() == 3 }, soon, time.Millisecond)
-	require.Eventually(t, func() bool { return a.announce(t.Context(), a.name) == nil }, soon, time.Millisecond)
+	require.Eventually(t, func() bool { return a.announce(t.Context(), markRuns) == nil }, soon, time.Millisecond)
 	a.order(true)
 	a.publish()
 	require.Eventually(t, func() bool { // a stalled machine does not answer within a second
