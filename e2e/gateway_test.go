@@ -23,6 +23,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -39,6 +40,8 @@ type gateway struct {
 	dir  string
 	key  *rsa.PrivateKey // of JWTs
 	shop string          // address
+
+	authorized atomic.Int64 // questions to the external authority
 }
 
 // startGateway starts one in the network namespace of this process, whose ports Envoy Gateway chooses itself. Its
@@ -68,7 +71,7 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 	}
 	crt, key := certificate(t)
 	g.write("resources.yaml", "resources/existing.yaml", "TLSCRT", crt, "TLSKEY", key, "PUBLICKEYS", g.jwks(),
-		"ENGINE", portOf(f.decodes[0].addr), "SHOP", portOf(g.shop))
+		"ENGINE", portOf(f.decodes[0].addr), "SHOP", portOf(g.shop), "AUTHORITY", portOf(g.authority()))
 	config := g.write("envoy-gateway.yaml", "gateway.yaml",
 		append(replacements, "DIR", g.dir, "EXTENSION", portOf(extension))...)
 	out, err := exec.Command(program, "certgen", "--local", "--config-home", filepath.Join(g.dir, "config")).CombinedOutput()
@@ -248,6 +251,12 @@ func TestEnvoyGatewayExtension(t *testing.T) {
 	t.Run("JWT", g.testJWT)
 	t.Run("API key", g.testAPIKey)
 	t.Run("rate limit", g.testRateLimit)
+	t.Run("CORS", g.testCORS)
+	t.Run("external authorization", g.testExternalAuthorization)
+	t.Run("basic auth", g.testBasicAuth)
+	t.Run("IP list", func(t *testing.T) {
+		openAI(t, g.ask("denied.test", "/v1/chat/completions", "denied"), 403, "permission_denied", "")
+	})
 	t.Run("both legs at once", func(*testing.T) {
 		body := strings.Replace(gatewayChat("pair", 50), `"nixl"`, `"sglang"`, 1)
 		g.split(g.post("/v1/chat/completions", body, "host", "llm.test"), "pair")
@@ -440,6 +449,47 @@ func (g *gateway) testAPIKey(t *testing.T) {
 		require.Equal(t, []string{"someone"}, hop.Headers["X-Client"])
 		require.Empty(t, hop.Headers["X-Api-Key"], "the credential is removed, and not asked for again")
 	}
+}
+
+func (g *gateway) testCORS(t *testing.T) {
+	preflight, err := g.try(t.Context(), http.MethodOptions, "/v1/chat/completions", "", "host", "cors.test",
+		"origin", "https://app.test", "access-control-request-method", "POST")
+	require.NoError(t, err)
+	require.Equal(t, 200, preflight.status)
+	require.Equal(t, "https://app.test", preflight.header.Get("access-control-allow-origin"))
+	got := g.ask("cors.test", "/v1/chat/completions", "cors", "origin", "https://app.test")
+	g.split(got, "cors")
+	require.Equal(t, []string{"https://app.test"}, got.header.Values("access-control-allow-origin"))
+}
+
+// authority starts an external authorization server, which lets requests with a header pass.
+func (g *gateway) authority() string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(g.t, err)
+	s := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		g.authorized.Add(1)
+		if r.Header.Get("x-pass") != "yes" {
+			http.Error(w, "you have no pass", http.StatusForbidden)
+		}
+	})}
+	go func() { _ = s.Serve(l) }()
+	g.t.Cleanup(func() { _ = s.Close() })
+	return l.Addr().String()
+}
+
+// The authority is asked once for a request, and not again at a redirect; what it answers to a client stays.
+func (g *gateway) testExternalAuthorization(t *testing.T) {
+	refused := g.ask("authorized.test", "/v1/chat/completions", "authorized-none")
+	require.Equal(t, 403, refused.status)
+	require.Equal(t, "you have no pass\n", refused.body)
+	before := g.authorized.Load()
+	g.split(g.ask("authorized.test", "/v1/chat/completions", "authorized", "x-pass", "yes"), "authorized")
+	require.EqualValues(t, 1, g.authorized.Load()-before)
+}
+
+func (g *gateway) testBasicAuth(t *testing.T) {
+	openAI(t, g.ask("basic.test", "/v1/chat/completions", "basic-none"), 401, "invalid_api_key", "")
+	g.split(g.ask("basic.test", "/v1/chat/completions", "basic", "authorization", "Basic c29tZW9uZTpzZWNyZXQtd29yZA=="), "basic")
 }
 
 func (g *gateway) testRateLimit(t *testing.T) {
