@@ -25,7 +25,8 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 	d := p.GetDiscovery()
 	switch {
 	case d.GetFile() != nil:
-		s := discovery.NewFile(f.state, spec, d.GetFile().GetPath(), d.GetFile().GetScheme(), log)
+		file := d.GetFile()
+		s := discovery.NewFile(f.state, spec, file.GetPath(), file.GetScheme(), config.RankLimit(p), log)
 		s.Resolve(ctx)
 		return s, nil
 	case len(d.GetDns()) > 0:

@@ -218,6 +218,15 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 // maxRanks bounds the data-parallel ranks behind one port.
 const maxRanks = 64
 
+// RankLimit returns how many data-parallel ranks an endpoint of a pool may have; 0 if requests of the pool cannot name
+// one, or if its KV events are not counted by rank.
+func RankLimit(p *configv1.Pool) int {
+	if p.KvTransfer != "none" && !DialectOf(p).DataRanks || p.Handoff != "envoy" || p.GetKvEvents().GetRanks() > 1 {
+		return 0
+	}
+	return maxRanks
+}
+
 // checkRanks checks the data-parallel ranks of a pool's endpoints.
 func checkRanks(v *validator, path string, p *configv1.Pool) {
 	for i, e := range p.Endpoints {

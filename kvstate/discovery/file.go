@@ -29,20 +29,23 @@ const maxEndpointsFile = 4 << 20
 //	endpoints:
 //	- {address: 10.0.1.1:8000, role: prefill, group: a}
 //	- {address: 10.0.2.1:8000, role: decode, group: a, zone: eu-1a, loras: [sql], labels: [tier=gold]}
+//	- {address: 10.0.2.2:8000, role: decode, group: a, dataParallelRanks: 8}
 //
 // Addresses are ip:port, [ip]:port or name:port; names are resolved regularly, as configured ones are. A file that
 // cannot be read changes nothing.
 type File struct {
 	Static
-	path    string
-	scheme  string
-	seen    []byte
-	failing bool
+	path     string
+	scheme   string
+	maxRanks int
+	seen     []byte
+	failing  bool
 }
 
-// NewFile returns the source of one pool. It writes nothing until Resolve or Run.
-func NewFile(state *kvstate.State, spec kvstate.PoolSpec, path, scheme string, log *slog.Logger) *File {
-	return &File{Static: *NewStatic(state, spec, nil, log), path: path, scheme: scheme}
+// NewFile returns the source of one pool, whose endpoints may have maxRanks ranks. It writes nothing until Resolve or
+// Run.
+func NewFile(state *kvstate.State, spec kvstate.PoolSpec, path, scheme string, maxRanks int, log *slog.Logger) *File {
+	return &File{Static: *NewStatic(state, spec, nil, log), path: path, scheme: scheme, maxRanks: maxRanks}
 }
 
 // Resolve reads the file and resolves its names, once.
@@ -77,7 +80,7 @@ func (f *File) read() bool {
 	}
 	var endpoints []kvstate.EndpointSpec
 	if err == nil {
-		endpoints, err = ParseEndpoints(text, f.scheme)
+		endpoints, err = ParseEndpoints(text, f.scheme, f.maxRanks)
 	}
 	if err != nil {
 		if !f.failing {
@@ -105,8 +108,9 @@ func readAtMost(path string, limit int64) ([]byte, error) {
 }
 
 // ParseEndpoints parses an endpoints file strictly: an unknown member is an error. It requires at least one
-// endpoint, because a file that is being rewritten may be empty for a moment.
-func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) {
+// endpoint, because a file that is being rewritten may be empty for a moment. maxRanks is the largest number of
+// data-parallel ranks behind an address; 0: the pool cannot name a rank.
+func ParseEndpoints(text []byte, scheme string, maxRanks int) ([]kvstate.EndpointSpec, error) {
 	var file struct {
 		Endpoints []struct {
 			Address string   `json:"address"`
@@ -116,6 +120,7 @@ func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) 
 			Node    string   `json:"node"`
 			LoRAs   []string `json:"loras"`
 			Labels  []string `json:"labels"`
+			Ranks   int      `json:"dataParallelRanks"`
 		} `json:"endpoints"`
 	}
 	if err := yaml.UnmarshalStrict(text, &file); err != nil {
@@ -136,9 +141,13 @@ func ParseEndpoints(text []byte, scheme string) ([]kvstate.EndpointSpec, error) 
 				return nil, fmt.Errorf("endpoints[%d].role: %w", i, err)
 			}
 		}
+		if e.Ranks < 0 || e.Ranks > maxRanks {
+			return nil, fmt.Errorf("endpoints[%d].dataParallelRanks: %d is not between 0 and %d, the most that this "+
+				"pool takes", i, e.Ranks, maxRanks)
+		}
 		out = append(out, kvstate.EndpointSpec{
 			Name: e.Address, Scheme: scheme, Role: role, Group: e.Group, Zone: e.Zone, Node: e.Node,
-			LoRAs: strings.Join(e.LoRAs, ","), Labels: strings.Join(e.Labels, ","),
+			LoRAs: strings.Join(e.LoRAs, ","), Labels: strings.Join(e.Labels, ","), Ranks: e.Ranks,
 		})
 	}
 	return out, nil

@@ -30,8 +30,11 @@ func TestEndpointsFile(t *testing.T) {
 		{"endpoints: [{address: ':80'}]", `endpoints[0].address: ":80" is not ip:port`},
 		{"endpoints: [{address: 'a:1', role: encoder}]", `endpoints[0].role: "encoder" is not a role`},
 		{"endpoints: [{address: 'a:1', rank: 1}]", `unknown field "rank"`},
+		{"endpoints: [{address: 'a:1', dataParallelRanks: 8}]", ""},
+		{"endpoints: [{address: 'a:1', dataParallelRanks: 9}]", "endpoints[0].dataParallelRanks: 9 is not between 0 and 8"},
+		{"endpoints: [{address: 'a:1', dataParallelRanks: -1}]", "endpoints[0].dataParallelRanks: -1"},
 	} {
-		eps, err := ParseEndpoints([]byte(c.text), "h2c")
+		eps, err := ParseEndpoints([]byte(c.text), "h2c", 8)
 		if c.want != "" {
 			require.ErrorContains(t, err, c.want, c.text)
 			continue
@@ -44,7 +47,7 @@ func TestEndpointsFile(t *testing.T) {
 func FuzzParseEndpoints(f *testing.F) {
 	f.Add([]byte("endpoints: [{address: 10.0.0.1:80, role: prefill}]"))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		eps, err := ParseEndpoints(text, "http")
+		eps, err := ParseEndpoints(text, "http", 8)
 		require.Equal(t, err != nil, len(eps) == 0)
 		for _, e := range eps {
 			_, _, err := net.SplitHostPort(e.Name)
@@ -66,13 +69,16 @@ func TestFileIsWatched(t *testing.T) {
 	write("1", "endpoints: [{address: 10.0.0.1:80, role: prefill}, {address: 10.0.0.2:80, role: decode}]")
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})
-		source := NewFile(s, kvstate.PoolSpec{Name: "p"}, link, "http", quiet())
+		source := NewFile(s, kvstate.PoolSpec{Name: "p"}, link, "http", 2, quiet())
 		source.Resolve(t.Context())
 		require.Equal(t, []string{"10.0.0.1:80", "10.0.0.2:80"}, addrs(s, "p"))
 		ctx, stop := context.WithCancel(t.Context())
 		go source.Run(ctx)
 		later := func() { time.Sleep(fileCheckEvery + time.Millisecond); synctest.Wait() }
 
+		write("ranks", "endpoints: [{address: 10.0.0.1:80, dataParallelRanks: 2}]")
+		later()
+		require.Equal(t, []string{"10.0.0.1:80#0", "10.0.0.1:80#1"}, addrs(s, "p"))
 		write("2", "endpoints: [{address: 10.0.0.3:80}]")
 		later()
 		require.Equal(t, []string{"10.0.0.3:80"}, addrs(s, "p"))
@@ -151,7 +157,7 @@ func TestDNS(t *testing.T) {
 
 // Properties that distinguish endpoints besides their roles: zones, adapters, labels.
 func TestWhereAndWhat(t *testing.T) {
-	eps, err := ParseEndpoints([]byte(`endpoints: [{address: "10.0.0.1:1", role: decode, zone: eu-1a, loras: [sql, chat], labels: [gpu=h200, tier=gold]}]`), "http")
+	eps, err := ParseEndpoints([]byte(`endpoints: [{address: "10.0.0.1:1", role: decode, zone: eu-1a, loras: [sql, chat], labels: [gpu=h200, tier=gold]}]`), "http", 0)
 	require.NoError(t, err)
 	require.Equal(t, []kvstate.EndpointSpec{{Name: "10.0.0.1:1", Scheme: "http", Role: kvstate.RoleDecode, Zone: "eu-1a", LoRAs: "sql,chat", Labels: "gpu=h200,tier=gold"}}, eps)
 	require.True(t, eps[0].HasLoRA("chat"))
