@@ -39,18 +39,18 @@ var plots = []plot{
 	},
 	{
 		file: "traces.svg", title: "Mean time to the first token at 80 % load",
-		unit: "1 is the best other policy that splits every request; lower is better", one: true, digits: 2,
+		unit: "1 is the best other policy with the same choice; lower is better", one: true, digits: 2,
 		labels: []string{"trace, engines"},
 		bars: []bar{
-			{"immediate", "immediate", "best other"},
-			{"late", "late", "best other"},
-			{"immediate or decode alone", "immediate or alone", "best other"},
-			{"late or decode alone", "late or alone", "best other"},
+			{"immediate", "immediate", "best that splits"},
+			{"late", "late", "best that splits"},
+			{"immediate or decode alone", "immediate or alone", "best that may decode alone"},
+			{"late or decode alone", "late or alone", "best that may decode alone"},
 		},
 	},
 	{
 		file: "loads.svg", title: "Mean time to the first token by load",
-		unit: "1 is the best other policy that splits every request; lower is better", one: true, digits: 2,
+		unit: "1 is the best other policy with the same choice; lower is better", one: true, digits: 2,
 		labels: []string{"load"}, suffix: " load",
 		bars: []bar{
 			{"immediate", "immediate", ""}, {"late", "late", ""},
