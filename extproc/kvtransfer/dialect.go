@@ -73,14 +73,24 @@ type Dialect struct {
 	Concurrent *Concurrent // both legs run at once; Prefill, if not nil, is for a P that is not known yet
 
 	// For the configuration.
-	Ports       []Port // ports that an endpoint configures for the dialect
-	RankToRank  bool   // tensor-parallel rank n of P sends to rank n of D: only endpoints with equally many ranks pair
-	DataRanks   bool   // a request can select a data-parallel rank, of several behind one port
-	SameRelease bool   // engines of different releases refuse each other's KV, or misread it
+	Ports       []Port   // ports that an endpoint configures for the dialect
+	RankRule    RankRule // which tensor-parallel sizes of P and D fit each other
+	DataRanks   bool     // a request can select a data-parallel rank, of several behind one port
+	SameRelease bool     // engines of different releases refuse each other's KV, or misread it
 	Reports     Reports
 	// Validate returns the faults of a pool, beyond the rules for every pool.
 	Validate func(f *Fleet) []Problem
 }
+
+// RankRule says which tensor-parallel sizes of P and D fit each other.
+type RankRule uint8
+
+// The rules.
+const (
+	AnyRanks      RankRule = iota
+	RankToRank             // rank n of P sends to rank n of D: only endpoints with equally many ranks pair
+	RankMultiples          // one size is a multiple of the other: the engine asserts it at the handshake
+)
 
 // Reports lists the facts that engines must report for them to fit the pool.
 type Reports struct {

@@ -28,7 +28,8 @@ func mooncakeDialect(*Options) (Dialect, error) {
 	d := newMooncake()
 	return Dialect{
 		Name: "mooncake", Engine: EngineVLLM, VLLM: true, DataRanks: true, Ports: bootstrapPorts(),
-		Reports: Reports{Connectors: []string{"MooncakeConnector"}},
+		RankRule: RankMultiples, // vLLM 0.32.0, mooncake_connector.py, _get_tp_ratio
+		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
 		Concurrent: &Concurrent{
 			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
 			Peers: &PeerSource{Ask: queryBootstrap},

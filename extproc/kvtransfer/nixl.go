@@ -48,8 +48,9 @@ func nixlDialect(o *Options) (Dialect, error) {
 func (d nixl) dialect() Dialect {
 	return Dialect{
 		Name: "nixl", Engine: EngineVLLM, VLLM: true, DataRanks: true, SameRelease: true,
-		Reports: Reports{Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike()},
-		Inline:  true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+		RankRule: RankMultiples, // vLLM 0.32.0, kv_connector/utils.py, tp_ratio
+		Reports:  Reports{Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike()},
+		Inline:   true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"tandem/extproc/kvtransfer"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -308,8 +309,29 @@ func checkGroups(v *validator, path string, p *configv1.Pool) {
 		} else if !pairs {
 			v.warn(fmt.Sprintf("%s[%d]", path, i),
 				"no endpoint that decodes pairs with it (%s), so it will never be used", pairing(p, e))
+		} else if o := unequalRanks(p, e); o != nil {
+			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i),
+				"is %d, and %d of %s, with which it pairs: one must be a multiple of the other, or the engines refuse "+
+					"the handshake; set different groups", e.GetTransfer().GetTensorParallelSize(),
+				o.GetTransfer().GetTensorParallelSize(), o.GetAddress())
 		}
 	}
+}
+
+// unequalRanks returns an endpoint that decodes for a prefill endpoint, and whose known tensor-parallel size does not
+// fit its size; nil if there is none.
+func unequalRanks(p *configv1.Pool, e *configv1.Endpoint) *configv1.Endpoint {
+	mine := e.GetTransfer().GetTensorParallelSize()
+	if DialectOf(p).RankRule != kvtransfer.RankMultiples || e.Role != "prefill" || mine < 1 {
+		return nil
+	}
+	for _, o := range p.Endpoints {
+		theirs := o.GetTransfer().GetTensorParallelSize()
+		if theirs > 0 && decodes(o) && PairsAs(p, o) == PairsAs(p, e) && max(mine, theirs)%min(mine, theirs) != 0 {
+			return o
+		}
+	}
+	return nil
 }
 
 func checkTLSToEndpoints(v *validator, c *configv1.Config) {

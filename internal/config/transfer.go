@@ -29,7 +29,7 @@ func PairsAs(p *configv1.Pool, e *configv1.Endpoint) string {
 	if e.Release != "" {
 		as += " " + e.Release
 	}
-	if e.GetTransfer().GetTensorParallelSize() > 1 && DialectOf(p).RankToRank {
+	if e.GetTransfer().GetTensorParallelSize() > 1 && DialectOf(p).RankRule == kvtransfer.RankToRank {
 		as += " tp" + strconv.Itoa(int(e.GetTransfer().GetTensorParallelSize()))
 	}
 	return strings.TrimPrefix(as, " ")
@@ -41,7 +41,7 @@ func pairing(p *configv1.Pool, e *configv1.Endpoint) string {
 	if e.Release != "" {
 		text += ", release " + e.Release
 	}
-	if DialectOf(p).RankToRank {
+	if DialectOf(p).RankRule == kvtransfer.RankToRank {
 		text += ", tensorParallelSize " + strconv.Itoa(int(max(e.GetTransfer().GetTensorParallelSize(), 1)))
 	}
 	return text

@@ -167,3 +167,23 @@ func TestDataParallelRanks(t *testing.T) {
 		require.EqualValues(t, c.Pools[0].Endpoints[0].DataParallelRanks, pools[0].Endpoints[0].Ranks)
 	}
 }
+
+// vLLM's NIXL and Mooncake need tensor-parallel sizes of which one is a multiple of the other.
+func TestRankMultiples(t *testing.T) {
+	of := func(dialect, prefill, decode, group string) error {
+		_, _, err := Parse(fmt.Appendf(nil, "pools: [{name: a, kvTransfer: %s, endpoints: [{role: prefill, address: \"h:1\"%s}, "+
+			"{role: decode, address: \"h:2\"%s%s}, {role: decode, address: \"h:3\"}]}]", dialect, prefill, decode, group))
+		return err
+	}
+	const three, two, four = ", transfer: {tensorParallelSize: 3}", ", transfer: {tensorParallelSize: 2}", ", transfer: {tensorParallelSize: 4}"
+	const wrong = "pools[0].endpoints[0].transfer.tensorParallelSize: is 3, and 2 of h:2, with which it pairs: one must be a " +
+		"multiple of the other, or the engines refuse the handshake; set different groups"
+	for _, dialect := range []string{"nixl", "nixl-push", "mooncake"} {
+		require.EqualError(t, of(dialect, three, two, ""), wrong)
+		require.NoError(t, of(dialect, two, four, ""))
+		require.NoError(t, of(dialect, four, two, ""))
+		require.NoError(t, of(dialect, three, "", ""), "the other one is not known")
+		require.NoError(t, of(dialect, three, two, ", group: other"))
+	}
+	require.NoError(t, of("shared", three, two, ""))
+}
