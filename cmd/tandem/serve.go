@@ -109,6 +109,9 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 		fmt.Fprintf(stdout, "%s: valid\n", file)
 		return nil
 	}
+	if _, err := netip.ParseAddr(set.advertise); err != nil && set.advertise != "" {
+		return fmt.Errorf("--advertise: %w", err)
+	}
 	return runServer(ctx, file, cfg, set, log)
 }
 
@@ -152,9 +155,6 @@ func (s settings) drainTime(watchesAnswers bool) time.Duration {
 // runServer wires the parts together and runs them until ctx ends or one of them fails.
 func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
 	registry := newRegistry()
-	if _, err := netip.ParseAddr(set.advertise); err != nil && set.advertise != "" {
-		return fmt.Errorf("--advertise: %w", err)
-	}
 	fleet, err := newFleet(ctx, cfg, log)
 	if err != nil {
 		return err
@@ -219,10 +219,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	}
 	group.Go(func() error { return serveExtension(background, cfg, extension, listeners[len(listeners)-1]) })
 	group.Go(func() error { reload.follow(background); return nil })
-	group.Go(func() error {
-		fleet.followReplicas(background, cfg, set.advertise, reload.setReplicas)
-		return nil
-	})
+	group.Go(func() error { fleet.followReplicas(background, cfg, set.advertise, reload); return nil })
 	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
 	kept := make(chan struct{})
 	group.Go(func() error {

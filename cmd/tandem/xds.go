@@ -74,8 +74,7 @@ func (r *reloader) resources(cfg *configv1.Config) (*envoyconfigs.Resources, err
 }
 
 // followReplicas tells the other replicas where Envoys reach this one, and follows who lives, until ctx ends.
-func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host string,
-	changed func([]membership.Replica, error)) {
+func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host string, reload *reloader) {
 	if f.store == nil {
 		return
 	}
@@ -85,11 +84,11 @@ func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host s
 		return
 	}
 	members := membership.New(f.store, membership.Options{
-		Self: func() (membership.Replica, error) {
-			return membership.Self(cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), host,
+		Self: func(ctx context.Context) (membership.Replica, error) {
+			return membership.Self(ctx, cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), host,
 				cfg.GetState().GetRedis().GetUrl())
 		},
-		Slots: envoyconfigs.MaxReplicas, Changed: changed,
+		Slots: envoyconfigs.MaxReplicas, Changed: reload.setReplicas,
 		Hold: 10 * config.Duration(cfg.GetState().GetRedis().GetLease()),
 	})
 	guard.Keep(ctx, "Redis", func() { members.Run(ctx) })

@@ -2,6 +2,7 @@ package membership
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"net"
 	"net/netip"
@@ -10,7 +11,7 @@ import (
 
 // Self returns where Envoys reach a replica that listens at two addresses: at host, or, if that is empty, at the
 // address on which it listens, or, if it listens on all, at that from which it connects to Redis.
-func Self(extProc, replan, host, redisURL string) (Replica, error) {
+func Self(ctx context.Context, extProc, replan, host, redisURL string) (Replica, error) {
 	listen, port, err := net.SplitHostPort(extProc)
 	if err != nil {
 		return Replica{}, fmt.Errorf("extProc.listen: %w", err)
@@ -20,7 +21,7 @@ func Self(extProc, replan, host, redisURL string) (Replica, error) {
 		return Replica{}, fmt.Errorf("replan.listen: %w", err)
 	}
 	if host = cmp.Or(host, listen); host == "" || net.ParseIP(host).IsUnspecified() {
-		if host, err = localAddress(redisURL); err != nil {
+		if host, err = localAddress(ctx, redisURL); err != nil {
 			return Replica{}, err
 		}
 	}
@@ -31,12 +32,13 @@ func Self(extProc, replan, host, redisURL string) (Replica, error) {
 }
 
 // localAddress returns the address from which this machine connects to a URL's host. It sends nothing.
-func localAddress(to string) (string, error) {
+func localAddress(ctx context.Context, to string) (string, error) {
 	u, err := url.Parse(to)
 	if err != nil {
 		return "", fmt.Errorf("the URL of Redis: %w", err)
 	}
-	c, err := net.Dial("udp", net.JoinHostPort(cmp.Or(u.Hostname(), "localhost"), cmp.Or(u.Port(), "6379")))
+	at := net.JoinHostPort(cmp.Or(u.Hostname(), "localhost"), cmp.Or(u.Port(), "6379"))
+	c, err := new(net.Dialer).DialContext(ctx, "udp", at)
 	if err != nil {
 		return "", fmt.Errorf("the address towards Redis: %w", err)
 	}

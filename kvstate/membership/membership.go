@@ -34,10 +34,10 @@ type Replica struct {
 
 // Options of [New].
 type Options struct {
-	Self  func() (Replica, error) // this replica without its slot; asked until it knows
-	Slots int                     // how many there are
-	Every time.Duration           // interval at which the list is read; default 1 s
-	Hold  time.Duration           // for so long a missing replica stays in the list; default 30 s
+	Self  func(context.Context) (Replica, error) // this replica without its slot; asked until it knows
+	Slots int                                    // how many there are
+	Every time.Duration                          // interval at which the list is read; default 1 s
+	Hold  time.Duration                          // for so long a missing replica stays in the list; default 30 s
 	// Changed is called with the list when it changes, sorted, this replica included. An error says why there is none:
 	// ten times Every after the start.
 	Changed func([]Replica, error)
@@ -98,7 +98,7 @@ func (m *Members) exchange(ctx context.Context) ([]Replica, error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	if !m.found {
-		self, err := m.o.Self()
+		self, err := m.o.Self(ctx)
 		if err != nil {
 			return nil, fmt.Errorf("finding this replica's addresses: %w", err)
 		}
@@ -216,4 +216,4 @@ func (m *Members) take(now time.Time, living []Replica, err error) {
 	}
 }
 
-var errNoWrites = errors.New("Redis does not take what replicas publish")
+var errNoWrites = errors.New("what replicas publish is not taken by Redis")

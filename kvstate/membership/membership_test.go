@@ -172,7 +172,7 @@ func TestSelf(t *testing.T) {
 		{"replica:9002", "", "redis://127.0.0.1", ""},
 		{"10.0.0.1", "", "redis://127.0.0.1", ""},
 	} {
-		self, err := Self(c.listen, "0.0.0.0:9003", c.host, c.redis)
+		self, err := Self(t.Context(), c.listen, "0.0.0.0:9003", c.host, c.redis)
 		require.Equal(t, c.want == "", err != nil, "%v: %v", c, err)
 		require.Equal(t, c.want, self.ExtProc)
 	}
@@ -219,7 +219,7 @@ func start(t *testing.T, redis string, self Replica) *running {
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return store.Join(t.Context(), 2*time.Second) == nil }, soon, time.Millisecond)
 	r := &running{}
-	m := New(store, Options{Self: func() (Replica, error) { return self, nil },
+	m := New(store, Options{Self: func(context.Context) (Replica, error) { return self, nil },
 		Slots: 2, Every: 20 * time.Millisecond, Hold: 100 * time.Millisecond, Changed: func(l []Replica, _ error) {
 			r.mu.Lock()
 			defer r.mu.Unlock()
