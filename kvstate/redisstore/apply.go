@@ -152,11 +152,16 @@ func (p *poolReplica) applyLoads(m *member, b *statev1.Batch, at time.Time) {
 		m.prefillRate, m.localRate = b.GetPrefillRate(), b.GetLocalRate()
 		p.setRates()
 	}
-	named := make(map[string]bool, len(b.GetLoads()))
+	var named map[string]bool
+	if b.GetComplete() {
+		named = make(map[string]bool, len(b.GetLoads()))
+	}
 	for _, l := range b.GetLoads() {
 		if i := int(l.GetAddress()); i < len(b.GetAddresses()) {
 			addr := b.GetAddresses()[i]
-			named[addr] = true
+			if named != nil {
+				named[addr] = true
+			}
 			p.set(m, addr, bookedOf(l, at))
 		}
 	}

@@ -5,7 +5,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/redis/go-redis/v9"
+	"google.golang.org/protobuf/proto"
+
 	"tandem/kvstate"
+	statev1 "tandem/protos/state/v1"
 )
 
 func total(replicas []*replica) (sum Stats) {
@@ -84,5 +88,56 @@ func BenchmarkTell(b *testing.B) {
 			at.p.take()
 		}
 		at.store.Routed(at.pool, e, hashes)
+	}
+}
+
+// BenchmarkApply is what it costs a replica to read what 16 others publish, from the stream's entry to the index: the CPU of one
+// entry, which has a request's reservations on two endpoints of 64 and its prompt for both. Known prompts are repeated, as those of
+// conversations.
+func BenchmarkApply(b *testing.B) {
+	const replicas, endpoints, prompts = 16, 64, 64
+	for _, c := range []struct {
+		name   string
+		blocks int
+		known  bool
+	}{{"none", 0, true}, {"100-known", 100, true}, {"100-new", 100, false}, {"8192-known", 8192, true}, {"8192-new", 8192, false}} {
+		b.Run(c.name, func(b *testing.B) {
+			r := apart(b, Options{URL: "redis://127.0.0.1:1"}, endpoints)
+			made := 0
+			entries := func(n int) (out []redis.XMessage) {
+				for range n {
+					made++
+					p, d := uint32(0), uint32(1)
+					batch := &statev1.Batch{
+						Replica: uint64(1 + made%replicas), Seq: uint64(1 + made/replicas), LeaseMs: 60_000,
+						Addresses: []string{addr(made % endpoints), addr((made + 5) % endpoints)},
+						Loads:     []*statev1.Load{{Address: p, Requests: 3, PromptTokens: 40_000, Jobs: 2, WorkUs: 3e6, LeadUs: 1e5}, {Address: d, Requests: 9, PromptTokens: 9e4}},
+					}
+					if c.blocks > 0 {
+						of := made
+						if c.known {
+							of = made % prompts
+						}
+						batch.Blocks = []*statev1.Blocks{{Address: p, Also: []uint32{d}, Kind: statev1.Blocks_KIND_ROUTED, Hashes: prompt(of, c.blocks)}}
+					}
+					text, err := proto.Marshal(batch)
+					if err != nil {
+						b.Fatal(err)
+					}
+					out = append(out, message(streamID{ms: uint64(time.Now().UnixMilli()), n: uint64(made)}.String(), string(text)))
+				}
+				return out
+			}
+			r.p.takeIn(entries(prompts)...)
+			const read = 32 // entries at once
+			b.ReportAllocs()
+			for b.Loop() {
+				b.StopTimer()
+				next := entries(read)
+				b.StartTimer()
+				r.p.takeIn(next...)
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/read, "ns/entry")
+		})
 	}
 }

@@ -60,6 +60,7 @@ func (p *poolReplica) forget(replica uint64) {
 	for addr := range m.loads {
 		p.set(m, addr, kvstate.Booked{})
 	}
+	sumLoads(p)
 	p.setRates()
 	p.s.keysMayDiffer()
 	if pool := p.s.state.Pool(p.pool); pool != nil {
@@ -78,31 +79,37 @@ func (p *poolReplica) expire(now time.Time) {
 	}
 }
 
-// set records a member's reservations on an endpoint, and updates the endpoint's total.
+// set records a member's reservations on an endpoint. sumLoads updates the endpoint's total.
 func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 	if next == (kvstate.Booked{}) {
 		delete(m.loads, addr)
 	} else {
 		m.loads[addr] = next
 	}
+	p.resum[addr] = struct{}{}
+}
+
+// sumLoads updates the totals of endpoints with other reservations: once for all entries of a read, because every
+// member has to be looked at. poolReplica.mu is held.
+func sumLoads(p *poolReplica) {
 	pool := p.s.state.Pool(p.pool)
-	if pool == nil {
-		return
-	}
-	e := p.endpoints.find(pool, addr)
-	if e == nil {
-		return
-	}
-	all := kvstate.RemoteLoad{At: time.Now()}
-	if next != (kvstate.Booked{}) {
-		all.Add(&next)
-	}
-	for _, other := range p.members {
-		if l, ok := other.loads[addr]; ok && other != m {
-			all.Add(&l)
+	for addr := range p.resum {
+		if pool == nil {
+			break
 		}
+		e := p.endpoints.find(pool, addr)
+		if e == nil {
+			continue
+		}
+		all := kvstate.RemoteLoad{At: time.Now()}
+		for _, m := range p.members {
+			if l, ok := m.loads[addr]; ok {
+				all.Add(&l)
+			}
+		}
+		e.SetRemoteLoad(all)
 	}
-	e.SetRemoteLoad(all)
+	clear(p.resum)
 }
 
 // setRates sets the pool's total of the rates at which members book prefill.

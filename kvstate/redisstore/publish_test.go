@@ -366,3 +366,18 @@ func TestFailedKVLoadsAreShared(t *testing.T) {
 	require.NoError(t, b.flush(true))
 	require.Empty(t, xb.last().GetKvLoads())
 }
+
+// What a request costs in bytes: its prompt once for both endpoints, 8 bytes a block, and its reservations.
+func TestBytesOfARequest(t *testing.T) {
+	r := lonely(t, 2)
+	x := record(r)
+	require.NoError(t, r.flush(true))
+	for i := range 2 {
+		r.state.Reserve(r.e(i), kvstate.Booking{For: []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode}[i], PromptTokens: 12800, Uncached: 12800, Work: time.Second})
+		r.state.Routed(r.pool, r.e(i), prompt(1, 100))
+	}
+	before := len(x.published)
+	require.NoError(t, r.flush(false))
+	require.Len(t, x.published, before+1)
+	require.LessOrEqual(t, proto.Size(x.last()), 8*100+150)
+}

@@ -55,15 +55,23 @@ func (p *poolReplica) receive(ctx context.Context, block time.Duration) error {
 		return err
 	}
 	for _, stream := range streams {
-		for i := range stream.Messages {
-			p.takeIn(&stream.Messages[i])
-		}
+		p.takeIn(stream.Messages...)
 	}
 	return nil
 }
 
-// takeIn applies one entry. Entries that cannot be read, of a later release or not Tandem's, are skipped.
-func (p *poolReplica) takeIn(m *redis.XMessage) {
+// takeIn applies entries.
+func (p *poolReplica) takeIn(entries ...redis.XMessage) {
+	for i := range entries {
+		takeOne(p, &entries[i])
+	}
+	p.mu.Lock()
+	sumLoads(p)
+	p.mu.Unlock()
+}
+
+// takeOne applies one entry. Entries that cannot be read, of a later release or not Tandem's, are skipped.
+func takeOne(p *poolReplica, m *redis.XMessage) {
 	id, err := parseStreamID(m.ID)
 	if err != nil {
 		return

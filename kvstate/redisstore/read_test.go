@@ -47,10 +47,10 @@ func TestWhoseBatchItIs(t *testing.T) {
 	r := lonely(t, 1)
 	r.p.position = streamID{ms: 5, n: 5}
 	for _, id := range []string{"5-4", "4-9", "nonsense"} {
-		r.p.takeIn(&redis.XMessage{ID: id})
+		r.p.takeIn(redis.XMessage{ID: id})
 		require.Equal(t, streamID{ms: 5, n: 5}, r.p.position)
 	}
-	r.p.takeIn(&redis.XMessage{ID: "5-6"})
+	r.p.takeIn(redis.XMessage{ID: "5-6"})
 	require.Equal(t, streamID{ms: 5, n: 6}, r.p.position)
 	r.hears(&statev1.Batch{})
 	r.hears(&statev1.Batch{Replica: r.store.replica})

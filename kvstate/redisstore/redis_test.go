@@ -192,8 +192,8 @@ func during(ctx context.Context, do func(context.Context)) (stop func()) {
 }
 
 // message is an entry of the stream with a batch in it, as it is read.
-func message(id, batch string) *redis.XMessage {
-	return &redis.XMessage{ID: id, Values: map[string]any{batchField: batch}}
+func message(id, batch string) redis.XMessage {
+	return redis.XMessage{ID: id, Values: map[string]any{batchField: batch}}
 }
 
 func (r *replica) e(i int) *kvstate.Endpoint { return r.pool.Endpoint(addr(i)) }
@@ -220,7 +220,7 @@ func (r *replica) publishedOf(s *server, i, n int, hashes []uint64) {
 		reader := apart(r.t, Options{URL: "redis://127.0.0.1:1"}, n)
 		defer reader.store.Close()
 		for _, m := range c.XRange(context.Background(), r.p.keys.stream(), "-", "+").Val() {
-			reader.p.takeIn(&m)
+			reader.p.takeIn(m)
 		}
 		return reader.hit(i, hashes) == len(hashes)
 	})

@@ -119,7 +119,8 @@ type poolReplica struct {
 	seq       uint64               // of the last batch sent
 	published map[string]published // by address: the other replicas' knowledge
 	members   map[uint64]*member
-	waits     map[uint64]uint64 // requests that wait here, as published: by id, the version published
+	resum     map[string]struct{} // addresses whose remote load has changed since it was summed
+	waits     map[uint64]uint64   // requests that wait here, as published: by id, the version published
 	reading
 	sync snapshotRequest
 
@@ -145,6 +146,7 @@ type reading struct {
 func newPoolReplica(s *Store, pool string) *poolReplica {
 	p := &poolReplica{
 		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{}, members: map[uint64]*member{},
+		resum: map[string]struct{}{},
 	}
 	p.snapshots = snapshots{p: p, due: make(chan struct{}, 1)}
 	p.ids.Store(&[]uint64{s.replica})
