@@ -54,7 +54,7 @@ attack: tools ## attacks on the gRPC port, 6 s each, and large bodies from many 
 speed: tools ## what is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes)
 	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
 
-replay: ## the routing tables of docs/benchmarks.md, from traces (half an hour of one core; SUITE=quick: a minute)
+replay: ## the routing tables of docs/benchmarks.md, from traces (six minutes of one core; SUITE=quick: one)
 	$(GO) run ./cmd/tandem replay --suite $(SUITE)
 
 bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem and plain Envoy, in one run (15 minutes)
