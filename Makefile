@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -39,7 +39,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@# budgets of allocations are not held under the race detector (package internal/budget)
 	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./internal/... ./kvstate/... ./picker/...)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
-	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles'
+	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
@@ -123,6 +123,10 @@ e2e-vllm-stores: tools build ## of that, ExampleConnector (kvTransfer shared) an
 	e2e/vllm/install.sh
 	CONNECTOR=ExampleConnector ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealStores -v ./e2e/vllm
 	CONNECTOR=MultiConnector ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealStores -v ./e2e/vllm
+
+e2e-foreign: tools build ## against llm-d's simulator and AIBrix's mock, built from their repositories (minutes, once)
+	e2e/foreign/install.sh
+	TANDEM_FOREIGN=$${TANDEM_FOREIGN:-$${XDG_CACHE_HOME:-$$HOME/.cache}/tandem/foreign} $(GO) test -tags foreign -count 1 -timeout 10m -v ./e2e/foreign
 
 site: ## docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open .cache/site/index.html
 	./scripts/tools.sh site
