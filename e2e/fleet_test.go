@@ -173,6 +173,7 @@ type options struct {
 	pool              string                                                                      // more lines of the pool, indented by two
 	pools             string                                                                      // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
 	top               string                                                                      // more top-level YAML; %i is the replica's number
+	poolOf            map[string]string                                                           // more fields of a dialect's pool
 	envoyFields       string                                                                      // more fields of envoy:, as flow YAML
 	extProcFields     string                                                                      // more fields of extProc:, likewise
 	concurrency       int                                                                         // Envoy's workers; default 2
@@ -301,7 +302,7 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		if len(o.mix) == 1 {
 			name, models = "chat", "*"
 		}
-		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n  decodeAlone: fallback\n%s", name, models, dialect, o.pool)
+		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n  decodeAlone: fallback\n%s", name, models, dialect, o.pool+o.poolOf[dialect])
 		if dialect == "p2p-nccl" {
 			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
 		}

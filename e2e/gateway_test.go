@@ -52,9 +52,10 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
 	}
 	program := builtTool(t, "envoy-gateway")
-	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 4, decodes: 4,
-		mix: []string{"nixl", "sglang"},
-		top: "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"})
+	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 6, decodes: 6, encodes: 1,
+		mix:    []string{"nixl", "sglang", "shared"},
+		poolOf: map[string]string{"nixl": "  encode: {timeout: 5s}\n", "shared": "  cachedTokens: prefill\n"},
+		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"})
 	g := &gateway{fleet: f, dir: t.TempDir(), shop: startShop(t)}
 	var err error
 	g.key, err = rsa.GenerateKey(rand.Reader, 2048)
@@ -261,6 +262,8 @@ func TestEnvoyGatewayExtension(t *testing.T) {
 		body := strings.Replace(gatewayChat("pair", 50), `"nixl"`, `"sglang"`, 1)
 		g.split(g.post("/v1/chat/completions", body, "host", "llm.test"), "pair")
 	})
+	t.Run("encode", g.testEncode)
+	t.Run("rewritten answers", g.testRewrittenAnswers)
 	t.Run("an engine dies", g.testEngineDies)
 	t.Run("a replica dies", g.testReplicaDies)
 	t.Run("detached", g.testDetached)
@@ -314,6 +317,35 @@ func TestEnvoyGatewayPatches(t *testing.T) {
 	g.split(g.ask("patched.test", "/v1/chat/completions", "patched"), "patched")
 	require.Contains(t, g.overTLS("patched.test", "other"), `"uri"`, "the other listener has not got the route")
 	require.Equal(t, before, g.neighbour())
+}
+
+// A picture is encoded before both other legs.
+func (g *gateway) testEncode(t *testing.T) {
+	body := strings.Replace(show(1, 1, 1, "").body, `"tiny"`, `"nixl"`, 1)
+	got := g.post("/v1/chat/completions", body, "host", "llm.test")
+	require.Equal(t, 200, got.status, got.body)
+	require.Len(t, g.requests("", g.encodes...), 1)
+	encoded := 0
+	for _, s := range g.requests("", g.prefills...) {
+		encoded += s.Encoded
+	}
+	require.Equal(t, 1, encoded)
+}
+
+// What prefill found in its cache is in the client's usage.
+func (g *gateway) testRewrittenAnswers(t *testing.T) {
+	for range 2 {
+		body := strings.Replace(gatewayChat("cached", 500), `"nixl"`, `"shared"`, 1)
+		got := g.post("/v1/chat/completions", body, "host", "llm.test")
+		require.Equal(t, 200, got.status, got.body)
+		legs := g.asked("cached", g.prefills)
+		require.Contains(t, got.body, fmt.Sprintf(`"cached_tokens":%d`, legs[len(legs)-1].CachedTokens))
+	}
+	passed := 0.
+	for _, admin := range g.admins {
+		passed += metric(t, admin, "tandem_ext_proc_duration_seconds_count", `role="answer-leg"`)
+	}
+	require.InDelta(t, 2, passed, 0)
 }
 
 func (g *gateway) testEngineDies(*testing.T) {

@@ -6,10 +6,15 @@ import (
 	"tandem/kvstate/prefixindex"
 )
 
-// Replicas connects a State to the other replicas (package redisstore). The first methods publish changes. They are
-// called on the request path, so they copy their arguments and return at once. The others ask all replicas; each
-// has its own deadline of a few milliseconds and reports if there was no answer.
+// Replicas connects a State to the other replicas (package redisstore).
 type Replicas interface {
+	Publisher
+	Shared
+}
+
+// Publisher tells other replicas of changes. Its methods are called on the request path, so they copy their arguments
+// and return at once.
+type Publisher interface {
 	// Changed reports that a reservation, the health or a signal of some endpoint has changed.
 	Changed()
 	// Routed publishes that a prompt with these blocks was sent to an endpoint.
@@ -24,7 +29,11 @@ type Replicas interface {
 	KVLoaded(p *Pool, prefill, decode string, failed bool)
 	// Reachable reports whether others receive now what is published.
 	Reachable() bool
+}
 
+// Shared is what all replicas have in common. Each method has its own deadline of a few milliseconds and reports if
+// there was no answer.
+type Shared interface {
 	// Consume marks a ticket as consumed. first reports whether it was not consumed before; it is valid only if
 	// known. patient means that no request waits for the answer.
 	Consume(ticket [16]byte, patient bool) (first, known bool)

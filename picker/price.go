@@ -18,8 +18,8 @@ const (
 	// With a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
 	// make a p99.
 	askedSpread = 0.5
-	// mean jobs that a job counts as at most, for those that wait before it: without a limit the longest prompts wait
-	// for too long
+	// A job counts as at most this many mean jobs for those that wait before it. Without a limit the longest prompts
+	// wait for too long.
 	maxJobs     = 2.0
 	usualAnswer = 256. // expected tokens of an answer in a pool without observations
 	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.
