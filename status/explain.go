@@ -52,7 +52,7 @@ func remark(c *picker.Weighed, chosen bool) string {
 	case c.State == "failed":
 		return join("out: failed; weighed since all are out", note)
 	case c.Busy && chosen:
-		return join("chosen, no decode alone here: its answers would suffer", note)
+		return join("chosen since there is no other way, though its answers suffer", note)
 	case c.Busy:
 		return join("no decode alone here: its answers would suffer", note)
 	case chosen:

@@ -46,7 +46,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second,
 		"lmcache: how long an allocation waits for room")
 	f.BoolVar(&c.Bidirectional, "bidirectional", false,
-		"nixl: bidirectional_kv_xfer, on prefill and decode engines (turns.go)")
+		"nixl: bidirectional_kv_xfer, on prefill and decode engines")
 	f.DurationVar(&c.DecoderTTL, "decoder-ttl", 480*time.Second,
 		"how long a decode engine keeps an answer's blocks (decoder_kv_blocks_ttl)")
 	f.StringVar(&c.Store, "store", "",

@@ -21,6 +21,9 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	if c.Prefill < 0 {
 		if r.Why == "" {
 			r.Why = Unpaired(v)
+			if r.Why == "cheaper" && r.Prefills > 0 && !r.DecodeFailed {
+				r.Why = "prefill_failed" // else it would not be planned again
+			}
 		}
 		return Alone(r, v, c, p)
 	}

@@ -148,6 +148,12 @@ func TestValidationErrors(t *testing.T) {
 		"an engine's words": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: NixlConnector"), "role: prefill", "role: kv_producer", 1), []string{
 			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode (prefill?)`,
 			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
+		"an engine's word, misspelt": {edited("kvTransfer: nixl", "kvTransfer: NixlConnectr"), []string{
+			`pools[0].kvTransfer: "NixlConnectr" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
+		"a store of Mooncake": {edited("kvTransfer: nixl", "kvTransfer: mooncake-store"), []string{
+			`pools[0].kvTransfer: "mooncake-store" is not one of ` + strings.Join(dialects(), ", ") + ` (shared?)`}},
+		"TensorRT-LLM's word": {edited("role: prefill", "role: context"), []string{
+			`pools[0].endpoints[0].role: "context" is not a role: one of prefill, decode, both, encode (prefill?)`}},
 		"everything at once": {"admin: {listen: 9090, tokenFle: x}\nenvoy: {maxBodyBytes: 1}\ntracing: 7\npools:\n- {name: a, name: b, kvTransfer: nxil, endpoints: [{address: x, role: 1}, {address: \"d:1\", role: decode}]}\n", []string{
 			`not readable as YAML: line 5: key "name" already set in map`,
 			"admin.listen: must be host:port, is the number 9090: 127.0.0.1:9090 for this machine alone",

@@ -1,7 +1,6 @@
 package config
 
 import (
-	"cmp"
 	"fmt"
 	"net"
 	"net/netip"
@@ -258,10 +257,7 @@ func checkEndpoint(v *validator, path string, e *configv1.Endpoint) {
 	if e.Role == "" {
 		v.m.add(path+".role", "is missing: one of prefill, decode, both, encode")
 	} else if r := e.Role; !prefills(e) && !decodes(e) && r != "encode" {
-		near := cmp.Or(engineWord(r), nearest(r, []string{"prefill", "decode", "both", "encode"}))
-		if near != "" {
-			near = " (" + near + "?)"
-		}
+		near := meant(r, []string{"prefill", "decode", "both", "encode"})
 		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode%s", r, near)
 	}
 	checkOneOf(v, path+".scheme", e.Scheme, "http", "https", "h2c")

@@ -2,6 +2,7 @@ package config
 
 import (
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -172,30 +173,35 @@ func checkOneOf(v *validator, path, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
 		return
 	}
-	near := engineWord(value)
+	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), meant(value, allowed))
+}
+
+// meant is " (WORD?)" with the allowed word that was probably meant, "" if none is near.
+func meant(value string, allowed []string) string {
+	near := engineWords[strings.ToLower(value)]
 	if !slices.Contains(allowed, near) {
 		near = nearest(value, allowed)
 	}
-	if near != "" {
-		near = " (" + near + "?)"
+	if near == "" { // an engine's own word, misspelt
+		near = engineWords[nearest(value, slices.Sorted(maps.Keys(engineWords)))]
 	}
-	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), near)
+	if !slices.Contains(allowed, near) {
+		return ""
+	}
+	return " (" + near + "?)"
 }
 
-// engineWord translates an engine's own name of a connector or role, as in its flags; "" if it is unknown.
-func engineWord(value string) string {
-	return map[string]string{
-		"nixlconnector": "nixl", "nixlpushconnector": "nixl-push", "mooncakeconnector": "mooncake",
-		"moriioconnector":  "moriio",
-		"p2pncclconnector": "p2p-nccl", "lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache",
-		"lmcachempconnector": "lmcache",
-		"multiconnector":     "multi", "offloadingconnector": "offload", "mooncakestoreconnector": "shared",
-		"sharedstorageconnector": "shared",
-		"exampleconnector":       "shared", "hf3fskvconnector": "shared", "flexkvconnectorv1": "shared",
-		"tensorrt-llm": "trtllm", "vllm": "nixl",
-		"kv_producer": "prefill", "ec_producer": "encode", "kv_consumer": "decode", "kv_both": "both",
-		"prefiller": "prefill", "decoder": "decode", "prefill-decode": "both",
-	}[strings.ToLower(value)]
+// engineWords translate the engines' own names of connectors and roles, as in their flags, in lower case.
+var engineWords = map[string]string{
+	"nixlconnector": "nixl", "nixlpullconnector": "nixl", "nixlpushconnector": "nixl-push",
+	"mooncakeconnector": "mooncake", "moriioconnector": "moriio", "p2pncclconnector": "p2p-nccl",
+	"lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache", "lmcachempconnector": "lmcache",
+	"multiconnector": "multi", "offloadingconnector": "offload",
+	"mooncakestoreconnector": "shared", "mooncake-store": "shared", "sharedstorageconnector": "shared",
+	"exampleconnector": "shared", "hf3fskvconnector": "shared", "flexkvconnectorv1": "shared",
+	"tensorrt-llm": "trtllm", "vllm": "nixl", "sgl": "sglang",
+	"kv_producer": "prefill", "ec_producer": "encode", "kv_consumer": "decode", "kv_both": "both",
+	"prefiller": "prefill", "decoder": "decode", "prefill-decode": "both", "context": "prefill", "generation": "decode",
 }
 
 // longest is the maximum of a duration setting.
