@@ -21,9 +21,6 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	if c.Prefill < 0 {
 		if r.Why == "" {
 			r.Why = Unpaired(v)
-			if r.Why == "cheaper" && r.Prefills > 0 && !r.DecodeFailed {
-				r.Why = "prefill_failed" // else it would not be planned again
-			}
 		}
 		return Alone(r, v, c, p)
 	}
@@ -115,6 +112,10 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	if err := p.RefuseAlone(r.Pool, r.Why); err != nil {
 		return nil, err
 	}
+	reason := r.Why
+	if reason == "cheaper" && r.Prefills > 0 && !r.DecodeFailed {
+		reason = "prefill_failed" // else it would not be planned again
+	}
 	at := c.Decode
 	c.Prefill = -1
 	e := v.Endpoints[at].Endpoint
@@ -123,7 +124,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		PerTry:   p.AnswerStart(r.Streams(), r.Pool.PrefillTime(r.Tokens+v.Endpoints[at].PromptTokens, p.PerToken)),
 		Decode:   Reservation{Endpoint: e, Booking: c.DecodeBooking()},
 		Computes: e, Affinity: Affinity{Session: r.Session, Decode: e},
-		Report: Report{Route: "decode_alone", Reason: r.Why, Decode: e},
+		Report: Report{Route: "decode_alone", Reason: reason, Decode: e},
 		Ticket: r.ticket(kvtransfer.DecodeLeg, 0),
 	})
 	if r.lastHop() {

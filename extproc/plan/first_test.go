@@ -53,9 +53,13 @@ func TestFirst(t *testing.T) {
 		prefills int    // that the ticket counts
 		code     string // of the client's error
 	}{
-		"split":                  {choice: pair, leg: LegPrefill, to: "p1:1", prefills: 1},
-		"split again":            {choice: pair, a: Attempt{Redirects: 2, Prefills: 1}, leg: LegPrefill, to: "p1:1", prefills: 2},
-		"cheaper alone":          {choice: alone, leg: LegDecode, to: "d2:1", reason: "cheaper"},
+		"split":                 {choice: pair, leg: LegPrefill, to: "p1:1", prefills: 1},
+		"split again":           {choice: pair, a: Attempt{Redirects: 2, Prefills: 1}, leg: LegPrefill, to: "p1:1", prefills: 2},
+		"cheaper alone":         {choice: alone, leg: LegDecode, to: "d2:1", reason: "cheaper"},
+		"prefill has failed it": {choice: alone, a: Attempt{Prefills: 1}, leg: LegDecode, to: "d2:1", reason: "prefill_failed"},
+		"it is cheaper than another prefill": {choice: alone, a: Attempt{Prefills: 1}, policy: func(p *Policy) {
+			p.Alone, p.Place.Split = AloneNever, picker.SplitAuto
+		}, leg: LegDecode, to: "d2:1", reason: "prefill_failed"},
 		"cannot be split":        {choice: alone, a: Attempt{Alone: true, Why: "several_choices"}, leg: LegDecode, to: "d2:1", reason: "several_choices"},
 		"the last redirect":      {choice: alone, a: Attempt{Redirects: 7}, leg: LegPass, to: "d2:1", reason: "cheaper"},
 		"must be split":          {choice: alone, policy: func(p *Policy) { p.OnFailure = Fail }, code: "no_prefill"},
