@@ -58,7 +58,8 @@ func TestFirst(t *testing.T) {
 		"cheaper alone":         {choice: alone, leg: LegDecode, to: "d2:1", reason: "cheaper"},
 		"prefill has failed it": {choice: alone, a: Attempt{Prefills: 1}, leg: LegDecode, to: "d2:1", reason: "prefill_failed"},
 		"it is cheaper than another prefill": {choice: alone, a: Attempt{Prefills: 1}, policy: func(p *Policy) {
-			p.Alone, p.Place.Split = AloneNever, picker.SplitAuto
+			p.Alone, p.Place = AloneNever, picker.DefaultPolicy()
+			p.Place.Split = picker.SplitAuto
 		}, leg: LegDecode, to: "d2:1", reason: "prefill_failed"},
 		"cannot be split":        {choice: alone, a: Attempt{Alone: true, Why: "several_choices"}, leg: LegDecode, to: "d2:1", reason: "several_choices"},
 		"the last redirect":      {choice: alone, a: Attempt{Redirects: 7}, leg: LegPass, to: "d2:1", reason: "cheaper"},
