@@ -21,6 +21,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/loopback"
 	"tandem/e2e/realengines"
 )
 
@@ -57,13 +58,17 @@ func (k kind) run(t *testing.T) {
 	require.NoError(t, err)
 	tandem := filepath.Join(root, "bin/tandem")
 	require.FileExists(t, tandem, "make build")
-	dir, ports := t.TempDir(), freePorts(t, 9)
-	for _, port := range ports[:4] {
+	dir := t.TempDir()
+	addrs, letGo, err := loopback.Take(9)
+	require.NoError(t, err)
+	t.Cleanup(letGo)
+	for _, addr := range addrs[:4] {
+		_, port, err := net.SplitHostPort(addr)
+		require.NoError(t, err)
 		k.start(t, dir, port)
 	}
-	at := func(i int) string { return "127.0.0.1:" + ports[i] }
-	for i := range 4 {
-		require.Eventually(t, func() bool { return realengines.OK(at(i), "/health") }, time.Minute, 100*time.Millisecond)
+	for _, addr := range addrs[:4] {
+		require.Eventually(t, func() bool { return realengines.OK(addr, "/health") }, time.Minute, 100*time.Millisecond)
 	}
 	config := filepath.Join(dir, "tandem.yaml")
 	require.NoError(t, os.WriteFile(config, fmt.Appendf(nil, `extProc: {listen: %q}
@@ -80,7 +85,7 @@ pools:
   - {address: %q, role: prefill}
   - {address: %q, role: decode}
   - {address: %q, role: decode}
-`, at(4), at(5), at(6), at(7), at(8), k.dialect, at(0), at(1), at(2), at(3)), 0o600))
+`, addrs[4], addrs[5], addrs[6], addrs[7], addrs[8], k.dialect, addrs[0], addrs[1], addrs[2], addrs[3]), 0o600))
 	realengines.Start(t, dir, "tandem", tandem, "serve", "-f", config)
 	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
 	require.NoError(t, err, "tandem envoy")
@@ -88,12 +93,12 @@ pools:
 	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
 	realengines.Start(t, dir, "envoy", realengines.Envoy(t, root), "-c", file, "--log-level", "warning",
 		"--use-dynamic-base-id")
-	require.Eventually(t, func() bool { return realengines.OK(at(6), "/readyz") && realengines.OK(at(7), "/v1/models") },
+	require.Eventually(t, func() bool { return realengines.OK(addrs[6], "/readyz") && realengines.OK(addrs[7], "/v1/models") },
 		time.Minute, 100*time.Millisecond)
 
 	ask := func(i int) {
 		text := fmt.Sprintf("what is %d times %d", i, i+1)
-		got, err := post(t.Context(), at(7), text, i%2 == 0)
+		got, err := post(t.Context(), addrs[7], text, i%2 == 0)
 		require.NoError(t, err)
 		k.answers(t, text, strings.TrimSpace(got))
 	}
@@ -110,7 +115,7 @@ pools:
 	}
 	clients.Wait()
 	// Every request was planned once, for two engines.
-	page, err := http.Get("http://" + at(6) + "/metrics")
+	page, err := http.Get("http://" + addrs[6] + "/metrics")
 	require.NoError(t, err)
 	defer page.Body.Close()
 	plans := map[string]string{}
@@ -176,17 +181,4 @@ func post(ctx context.Context, addr, text string, stream bool) (string, error) {
 		}
 	}
 	return "", fmt.Errorf("no [DONE] after %q: %w", out.String(), lines.Err())
-}
-
-func freePorts(t *testing.T, n int) (ports []string) {
-	t.Helper()
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		defer l.Close()
-		_, port, err := net.SplitHostPort(l.Addr().String())
-		require.NoError(t, err)
-		ports = append(ports, port)
-	}
-	return ports
 }
