@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"tandem/kvstate"
+	"tandem/kvstate/operator"
 )
 
 // HoldsFor is the header of an answer with the replicas that an order applies to: a [Holds] as JSON.
@@ -20,6 +21,9 @@ type Holds struct {
 	Silent   []string `json:"silent,omitempty"` // living replicas that did not confirm it within a second
 	Redis    bool     `json:"redis"`            // the configuration has state.redis
 
+	// replicas that did not end in order and are not living; one that only hung applies the order when it is back
+	Gone []operator.Gone `json:"gone,omitempty"`
+
 	load map[string]int64 // of the other replicas that answered, by address
 }
 
@@ -31,11 +35,32 @@ func (h *Holds) String() string {
 	case !h.Fleet:
 		return "this replica only, as Redis does not answer; the others follow when it does"
 	case len(h.Silent) > 0:
-		return fmt.Sprintf("%d replicas; no answer yet from %s", h.Replicas, strings.Join(h.Silent, ", "))
+		return fmt.Sprintf("%s; no answer yet from %s%s", counted(h.Replicas), strings.Join(h.Silent, ", "), h.gone())
+	case len(h.Gone) > 0:
+		return counted(h.Replicas) + h.gone()
 	case h.Replicas == 1:
 		return "all replicas; this is the only one now"
 	}
 	return fmt.Sprintf("all %d replicas", h.Replicas)
+}
+
+func counted(replicas int) string {
+	if replicas == 1 {
+		return "this replica"
+	}
+	return fmt.Sprintf("%d replicas", replicas)
+}
+
+// gone ends the sentence with the replicas that are gone: nobody knows whether they hang or have ended.
+func (h *Holds) gone() string {
+	if len(h.Gone) == 0 {
+		return ""
+	}
+	names := make([]string, len(h.Gone))
+	for i, g := range h.Gone {
+		names[i] = g.Name
+	}
+	return fmt.Sprintf("; %s died or hangs, and applies the order if it comes back", strings.Join(names, ", "))
 }
 
 func (h *Holds) writeTo(w http.ResponseWriter) {
@@ -107,7 +132,7 @@ func (o *Orders) ask(ctx context.Context, h *Holds, t target) {
 	if err != nil && ctx.Err() == nil {
 		o.Log.Warn("other replicas were not asked whether they apply an order", "err", err)
 	}
-	h.Silent, h.Replicas, h.load = answers.Silent, 1, map[string]int64{}
+	h.Silent, h.Gone, h.Replicas, h.load = answers.Silent, answers.Gone, 1, map[string]int64{}
 	for _, a := range answers.Of {
 		var load map[string]int64
 		if json.Unmarshal(a.Body, &load) != nil {

@@ -105,10 +105,13 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 	for _, a := range of {
 		o.members[a.Replica] = member{name: a.Name, heard: time.Now()}
 	}
+	living := o.redis.Living() // a replica that died while it was asked is gone, and not silent as well
 	for _, id := range silent {
-		out.Silent = append(out.Silent, o.nameOf(id))
+		if slices.Contains(living, id) {
+			out.Silent = append(out.Silent, o.nameOf(id))
+		}
 	}
-	out.Gone = o.gone(o.redis.Living())
+	out.Gone = o.gone(living)
 	return out, err
 }
 

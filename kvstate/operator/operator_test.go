@@ -154,6 +154,28 @@ func TestGone(t *testing.T) {
 	require.True(t, last().ended)
 }
 
+// A replica that dies while it is asked is gone, and not silent as well.
+func TestDiesWhileAsked(t *testing.T) {
+	t.Parallel()
+	addr, _ := startRedis(t)
+	a := startNamed(t, addr, "a:9090", nil)
+	dies, heard := uint64(time.Now().Add(-time.Hour).UnixMilli())<<20, time.Now()
+	o := New(a.store, a.state, "a:9090", slog.New(slog.DiscardHandler))
+	o.members = map[uint64]member{dies: {name: "b:9090", heard: heard}}
+	asked := false
+	o.redis.Living = func() []uint64 {
+		if asked {
+			return []uint64{o.redis.Replica}
+		}
+		asked = true
+		return []uint64{o.redis.Replica, dies}
+	}
+	got, err := o.Ask(t.Context(), "test", nil)
+	require.NoError(t, err)
+	require.Empty(t, got.Silent)
+	require.Equal(t, []Gone{{"b:9090", heard}}, got.Gone)
+}
+
 func knowEachOther(t *testing.T, replicas ...*replica) {
 	t.Helper()
 	require.Eventually(t, func() bool {
