@@ -29,7 +29,8 @@ type Sharing struct {
 
 const (
 	fullKV        = .95 // share of an engine's KV cache in use from which it is full
-	idleDecisions = 10  // decisions of the last minute from which prefill that got none of them is idle
+	idleDecisions = 10  // latest requests of the last minute from which prefill that got none of them is idle
+	idleGaps      = 8   // if some before them were split: as many times the usual distance of two of those
 )
 
 // attention lists the notices of an otherwise complete status, failures first.
@@ -90,7 +91,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		}
 		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
 			add(false, "howto/prefill-idles.md",
-				"%s: prefill idles: none of the last minute's %d requests was split%s.", p.Name, n, reason)
+				"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
 		}
 	}
 	missing(s, add)
@@ -242,25 +243,31 @@ func why(e *Endpoint) string {
 	return fmt.Sprintf(" (%s %v ago)", cause, time.Duration(e.FailedS*float64(time.Second)).Round(time.Second))
 }
 
-// idlePrefill returns the number of the last minute's requests, and the reason, if none of them used the pool's prefill
-// endpoints that are up. It returns 0 if some did, or if there were few requests.
+// idlePrefill returns the number of the latest requests, and the reason, if none of them used the pool's prefill
+// endpoints that are up. It returns 0 if there were few, or if such runs are usual: among many short prompts that stay
+// on decode a few are split. recent has the newest first; those of the last minute count.
 func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int, reason string) {
 	if !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Role == "prefill" && e.State == "up" }) {
 		return 0, ""
 	}
 	reasons := map[string]int{}
+	split, before := 0, 0 // from the latest split request on
 	for i := range recent {
 		t := &recent[i]
 		if t.Pool != p.Name || now.Sub(t.Started) > time.Minute {
 			continue
 		}
 		if t.Prefill != "" {
-			return 0, ""
+			split++
+		}
+		if split > 0 {
+			before++
+			continue
 		}
 		requests++
 		reasons[t.Reason]++
 	}
-	if requests < idleDecisions {
+	if requests < idleDecisions || requests*split < idleGaps*before {
 		return 0, ""
 	}
 	most := ""

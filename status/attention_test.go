@@ -1,6 +1,7 @@
 package status
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -33,17 +34,22 @@ func TestAttention(t *testing.T) {
 		return out
 	}
 	alone := telemetry.Trace{Route: "decode_alone", Reason: "cheaper"}
+	split := telemetry.Trace{Route: "split", Prefill: "p1:1"}
 	for name, tt := range map[string]struct {
 		change func(s *Status)
 		faults []string
 		recent []telemetry.Trace
 		want   []Notice
 	}{
-		"well":       {},
-		"few alone":  {recent: requests(9, alone)},
-		"some split": {recent: append(requests(20, alone), requests(1, telemetry.Trace{Route: "split", Prefill: "p1:1"})...)},
+		"well":          {},
+		"few alone":     {recent: requests(9, alone)},
+		"few are split": {recent: slices.Concat(requests(20, alone), requests(1, split), requests(30, alone))},
 		"prefill idles": {recent: append(requests(20, alone), requests(3, telemetry.Trace{Route: "pass_through"})...), want: []Notice{
-			{false, "chat: prefill idles: none of the last minute's 23 requests was split (20: cheaper).", "howto/prefill-idles.md"}}},
+			{false, "chat: prefill idles: none of the latest 23 requests was split (20: cheaper).", "howto/prefill-idles.md"}}},
+		"it idles from now on": {recent: append(requests(10, alone), requests(5, split)...), want: []Notice{
+			{false, "chat: prefill idles: none of the latest 10 requests was split (10: cheaper).", "howto/prefill-idles.md"}}},
+		"it idles no more":  {recent: append(requests(1, split), requests(90, alone)...)},
+		"every fifth split": {recent: slices.Concat(requests(20, alone), requests(1, split), requests(4, alone), requests(1, split))},
 		"no prefill is up": {
 			change: func(s *Status) { s.Pools[0].Endpoints[0].State, s.Pools[0].Endpoints[1].State = "out", "out" }, recent: requests(20, alone), want: []Notice{
 				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
