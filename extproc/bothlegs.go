@@ -47,7 +47,7 @@ func (x firstPass) concurrent(policy *Policy) (*plan.Decision, error) {
 	if !dialect.DecodesAlone { // then only an engine with both roles can
 		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Role != kvstate.RoleBoth })
 		if len(x.view.Endpoints) == 0 {
-			return nil, plan.RefusePair(&r.Attempt, r.Limits)
+			return nil, policy.RefusePair(r.Pool, &r.Attempt, r.Limits)
 		}
 	}
 	x.picker.Policy = policy.Placement()

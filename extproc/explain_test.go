@@ -78,7 +78,7 @@ func TestExplainNotSplit(t *testing.T) {
 		"no prefill":      {policy: plan.Policy{Dialect: dialect("nixl"), Split: true}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill"},
 		"another group":   {policy: plan.Policy{Dialect: dialect("nixl"), Split: true}, endpoints: []kvstate.EndpointSpec{prefill, elsewhere}, notSplit: "no_prefill"},
 		"refused":         {policy: plan.Policy{Dialect: dialect("nixl"), Split: true, Place: always, Alone: plan.AloneNever}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill", refused: "has no prefill endpoint"},
-		"never one alone": {policy: plan.Policy{Dialect: dialect("sglang"), Split: true}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill", refused: "no pair of endpoints"},
+		"never one alone": {policy: plan.Policy{Dialect: dialect("sglang"), Split: true}, endpoints: []kvstate.EndpointSpec{decode}, notSplit: "no_prefill", refused: "has no prefill endpoint: there is none in its endpoints, and the dialect's"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			state := kvstate.New(kvstate.Options{})

@@ -170,6 +170,9 @@ func (l *endpointState) applyOverride(o Override) {
 // Paused reports whether the endpoint gets no new requests, by its spec or by an operator.
 func (e *Endpoint) Paused() bool { return e.Drained || e.endpointState != nil && e.paused.Load() }
 
+// TakesWork reports whether an endpoint may get new requests: it is not paused, has not failed, and does not terminate.
+func (e *Endpoint) TakesWork() bool { return !e.Paused() && !e.Failed() && !e.Draining }
+
 // maxWeight bounds weights, so that prices do not overflow.
 const maxWeight = 10_000
 

@@ -27,6 +27,7 @@ type adminClient struct {
 
 	scope string // more of a query: "&scope=replica", or ""
 	holds string // which replicas the last order holds for, as orders.Holds; "": it does not say
+	warns string // what the last order leaves without endpoints; "": nothing
 }
 
 // register adds the flags by which a command finds a replica and prints what it answers.
@@ -116,7 +117,7 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 		return 0, nil, fmt.Errorf("asking the replica (is it running, is --admin right?): %w", err)
 	}
 	defer func() { _ = resp.Body.Close() }()
-	a.holds = resp.Header.Get(orders.HoldsFor)
+	a.holds, a.warns = resp.Header.Get(orders.HoldsFor), resp.Header.Get(orders.Warning)
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 	if err != nil {
 		return 0, nil, fmt.Errorf("reading the replica's answer: %w", err)

@@ -83,10 +83,14 @@ func (a *adminClient) showOrdered(c *cobra.Command, answer []byte) error {
 	})
 }
 
-// showOrder prints the answer to an order, and which replicas it holds for: to stderr where the answer is JSON.
+// showOrder prints the answer to an order, and which replicas it holds for, to stderr where the answer is JSON. What
+// the order leaves without endpoints goes to stderr always.
 func (a *adminClient) showOrder(c *cobra.Command, answer []byte, into any, table func(io.Writer)) error {
 	if err := a.show(c.OutOrStdout(), answer, into, table); err != nil {
 		return err
+	}
+	if a.warns != "" {
+		fmt.Fprintf(c.ErrOrStderr(), "warning: %s\n", a.warns)
 	}
 	var holds orders.Holds
 	if json.Unmarshal([]byte(a.holds), &holds) != nil {

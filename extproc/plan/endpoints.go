@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"tandem/extproc/openai"
@@ -26,9 +27,46 @@ func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
 	case !slices.ContainsFunc(all, func(e *kvstate.Endpoint) bool { return !e.Failed() }):
 		return fmt.Sprintf("no %s endpoint of pool %s works: all %d of its %s have failed",
 			name, pool.Spec.Name, len(all), source)
+	case !slices.ContainsFunc(all, (*kvstate.Endpoint).TakesWork):
+		return fmt.Sprintf("no %s endpoint of pool %s takes requests: of %d in its %s %s",
+			name, pool.Spec.Name, len(all), source, outOfWork(all))
 	}
 	return fmt.Sprintf("no %s endpoint of pool %s can take this request now, of %d in its %s",
 		name, pool.Spec.Name, len(all), source)
+}
+
+// outOfWork counts endpoints by the reason why they take no new requests.
+func outOfWork(all []*kvstate.Endpoint) string {
+	failed, ending, paused := 0, 0, 0
+	for _, e := range all {
+		switch {
+		case e.Failed():
+			failed++
+		case e.Draining:
+			ending++
+		default:
+			paused++
+		}
+	}
+	var out []string
+	for _, c := range []struct {
+		n   int
+		why string
+	}{{paused, "paused or drained by the operator"}, {failed, "failed"}, {ending, "terminating"}} {
+		if c.n > 0 {
+			out = append(out, fmt.Sprintf("%d %s", c.n, c.why))
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+// noPair describes the side of a pool that has no endpoint for a pair.
+func (p *Policy) noPair(pool *kvstate.Pool) string {
+	decodes := func(e *kvstate.Endpoint) bool { return e.Role&kvstate.RoleDecode != 0 && e.TakesWork() }
+	if slices.ContainsFunc(pool.Endpoints(), decodes) {
+		return missing(pool, kvstate.RolePrefill, p.Source)
+	}
+	return missing(pool, kvstate.RoleDecode, p.Source)
 }
 
 // NoEndpoint turns the picker's refusal into the client's 503.

@@ -88,9 +88,12 @@ func TestMayPair(t *testing.T) {
 		require.NoError(t, p.MayPair(&tt.a, scanned(t, openai.Chat, tt.body), tt.bytes, limits))
 		require.Equal(t, want, tt.a.Why)
 	}
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat"}, nil)
+	pool := state.Pool("chat")
 	for why, status := range map[string]int{"body_too_long": 413, "prefill_failed": 503, "no_prefill": 503, "several_choices": 400} {
 		var e *openai.Error
-		require.ErrorAs(t, RefusePair(&Attempt{Why: why}, limits), &e)
+		require.ErrorAs(t, (&Policy{}).RefusePair(pool, &Attempt{Why: why}, limits), &e)
 		require.Equal(t, status, e.Status, why)
 	}
 }
@@ -150,7 +153,12 @@ func TestRefuseAlone(t *testing.T) {
 		require.ErrorAs(t, err, &e)
 		require.Equal(t, tt.code, e.Code)
 	}
-	require.ErrorContains(t, (&Policy{}).NoEndpoint(pool, picker.ErrNoEndpoint), "no decode endpoint of pool chat can take this request now, of 1 in its endpoints")
+	refusal := func() string { return (&Policy{}).NoEndpoint(pool, picker.ErrNoEndpoint).Error() }
+	require.Contains(t, refusal(), "no decode endpoint of pool chat can take this request now, of 1 in its endpoints")
+	_, err := state.SetOverride("chat", "d1", func(o *kvstate.Override) { o.Paused = true })
+	require.NoError(t, err)
+	require.Contains(t, refusal(), "no decode endpoint of pool chat takes requests: of 1 in its endpoints 1 paused or drained by the operator")
+	require.ErrorContains(t, (&Policy{}).RefusePair(pool, &Attempt{Why: "no_prefill"}, limits), "no decode endpoint of pool chat takes requests")
 }
 
 func TestTimes(t *testing.T) {

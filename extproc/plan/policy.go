@@ -169,14 +169,16 @@ func (p *Policy) MayPair(a *Attempt, r *openai.Request, bytes int, l Limits) err
 }
 
 // RefusePair returns the client's answer to a request that neither a pair nor a single engine can answer.
-func RefusePair(a *Attempt, l Limits) error {
+func (p *Policy) RefusePair(pool *kvstate.Pool, a *Attempt, l Limits) error {
 	switch a.Why {
 	case "body_too_long":
 		return openai.TooLarge(l.SplitBodyBytes)
 	case "attempts_spent", "redirects_spent", "prefill_failed":
 		const message = "every pair of endpoints that was tried has failed this request"
 		return openai.Unavailable("endpoint_failed", message, time.Second)
-	case "no_prefill", "unknown_peer", "policy":
+	case "no_prefill":
+		return openai.Unavailable("no_endpoint", p.noPair(pool), time.Second)
+	case "unknown_peer", "policy":
 	default:
 		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.Why+
 			") needs an engine that is not split into prefill and decode, and there is none here")

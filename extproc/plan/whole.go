@@ -34,7 +34,7 @@ func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View) (why string, refusal
 	}
 	both := func(c kvstate.Candidate) bool { return c.Usable && c.Endpoint.Role == kvstate.RoleBoth }
 	if p.Dialect.PairsOnly() && !slices.ContainsFunc(v.Endpoints, both) {
-		const message = "no pair of endpoints can take it, and the dialect's decode endpoints do not decode alone"
+		message := p.noPair(pool) + ", and the dialect's decode endpoints do not decode alone"
 		return why, openai.Unavailable("no_endpoint", message, time.Second)
 	}
 	return why, nil

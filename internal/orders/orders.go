@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -19,7 +20,8 @@ import (
 
 // Orders pause and resume a pool, pause, drain and resume an endpoint, change its weight, and read the configuration
 // again. With Redis all but the last apply to all replicas, until they are revoked at any of them; without Redis they
-// apply to this replica until it ends. The header [HoldsFor] of an answer has the replicas.
+// apply to this replica until it ends. The header [HoldsFor] of an answer has the replicas, [Warning] what the order
+// leaves without endpoints.
 //
 //	POST   /api/pools/{pool}/pause | resume
 //	POST   /api/pools/{pool}/endpoints/{endpoint}/pause | resume | drain?timeout=5m
@@ -102,6 +104,9 @@ func (o *Orders) pool(paused bool) http.HandlerFunc {
 		}
 		h := o.publish(r.Context(), target{Pool: name})
 		h.writeTo(w)
+		if paused {
+			w.Header().Set(Warning, fmt.Sprintf("pool %s takes no requests now: clients get 503", name))
+		}
 		writeJSON(w, map[string]any{"pool": name, "paused": paused})
 	}
 }
@@ -119,7 +124,35 @@ func (o *Orders) endpoint(change func(*kvstate.Override)) http.HandlerFunc {
 		if found, ok := o.order(w, r, change); ok {
 			h := o.publish(r.Context(), targetOf(r))
 			h.writeTo(w)
+			o.warn(w, r.PathValue("pool"), found)
 			writeJSON(w, h.shown(found))
+		}
+	}
+}
+
+// Warning is the header of an answer to an order that leaves a pool without an endpoint of a role: a sentence.
+const Warning = "tandem-warning"
+
+// warn adds the warning if one of the endpoints is paused, and none of its role is left that takes new requests.
+func (o *Orders) warn(w http.ResponseWriter, pool string, ordered []*kvstate.Endpoint) {
+	p := o.State.Pool(pool)
+	if p == nil {
+		return
+	}
+	for _, leg := range []struct {
+		role          kvstate.Role
+		name, without string
+	}{
+		{kvstate.RoleDecode, "decode", "no request can be served"},
+		{kvstate.RolePrefill, "prefill", "decode endpoints compute the prompts, where the pool allows it"},
+	} {
+		has := func(e *kvstate.Endpoint) bool { return e.Role&leg.role != 0 }
+		stopped := slices.ContainsFunc(ordered, func(e *kvstate.Endpoint) bool { return has(e) && e.Paused() })
+		left := slices.ContainsFunc(p.Endpoints(), func(e *kvstate.Endpoint) bool { return has(e) && e.TakesWork() })
+		if stopped && !left {
+			w.Header().Set(Warning, fmt.Sprintf("no %s endpoint of pool %s takes requests now: %s",
+				leg.name, p.Spec.Name, leg.without))
+			return // without decode, prefill does not matter
 		}
 	}
 }
@@ -179,6 +212,7 @@ func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	h := o.publish(r.Context(), targetOf(r))
 	quiet := o.quiet(ctx, &h, found, targetOf(r))
 	h.writeTo(w)
+	o.warn(w, r.PathValue("pool"), found)
 	if !quiet {
 		w.Header().Set("content-type", contentJSON)
 		w.WriteHeader(http.StatusAccepted)

@@ -19,6 +19,7 @@ import (
 
 	"tandem/internal/config"
 	"tandem/kvstate"
+	"tandem/kvstate/operator"
 )
 
 const goodToken = "a-token-of-some-length"
@@ -129,4 +130,41 @@ func TestDrainWaits(t *testing.T) {
 		require.Equal(t, 200, status)
 		require.InDelta(t, 3, time.Since(began).Seconds(), 0.1)
 	})
+}
+
+// The command says which replicas an order holds for, and never that there are no others when one may only hang.
+func TestHolds(t *testing.T) {
+	gone := []operator.Gone{{Name: "b:9090"}}
+	for want, h := range map[string]Holds{
+		"this replica only, until it ends: without state.redis give the order to each":                   {Replicas: 1},
+		"this replica only, as Redis does not answer; the others follow when it does":                    {Redis: true, Replicas: 1},
+		"all replicas; this is the only one now":                                                         {Redis: true, Fleet: true, Replicas: 1},
+		"all 2 replicas":                                                                                 {Redis: true, Fleet: true, Replicas: 2},
+		"this replica; no answer yet from b:9090":                                                        {Redis: true, Fleet: true, Replicas: 1, Silent: []string{"b:9090"}},
+		"2 replicas; b:9090 died or hangs, and applies the order if it comes back":                       {Redis: true, Fleet: true, Replicas: 2, Gone: gone},
+		"this replica; b:9090 died or hangs, and applies the order if it comes back":                     {Redis: true, Fleet: true, Replicas: 1, Gone: gone},
+		"2 replicas; no answer yet from c; b:9090 died or hangs, and applies the order if it comes back": {Redis: true, Fleet: true, Replicas: 2, Silent: []string{"c"}, Gone: gone},
+	} {
+		require.Equal(t, want, h.String())
+	}
+}
+
+// An order that leaves a pool without an endpoint of a role warns.
+func TestWarning(t *testing.T) {
+	_, h := ordersOn(tokenFile(t, goodToken), io.Discard)
+	warning := func(method, path string) string {
+		r := httptest.NewRequest(method, "/api/pools/chat"+path, nil)
+		r.Header.Set("Authorization", "Bearer "+goodToken)
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		return w.Header().Get(Warning)
+	}
+	const d1 = "/endpoints/10.0.0.1:80/"
+	const nothing = "no decode endpoint of pool chat takes requests now: no request can be served"
+	require.Equal(t, nothing, warning("POST", d1+"pause"))
+	require.Equal(t, nothing, warning("POST", d1+"drain"))
+	require.Equal(t, nothing, warning("DELETE", d1+"weight"), "it is still paused")
+	require.Empty(t, warning("POST", d1+"resume"))
+	require.Equal(t, "pool chat takes no requests now: clients get 503", warning("POST", "/pause"))
+	require.Empty(t, warning("POST", "/resume"))
 }
