@@ -115,7 +115,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 			return nil, err
 		}
 	}
-	if h.Restored = h.Continues(&policy.Policy, x.req.Limits); h.Restored {
+	if h.Restored = h.Restores(&policy.Policy, x.req.Limits); h.Restored {
 		x.restoreBody(t)
 		h.Invalid = x.req.Scan(h.API, x.body.Bytes(), openai.Limits{})
 	}
@@ -125,7 +125,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 		return nil, err
 	}
 	if d.Lost != nil {
-		x.log(slog.LevelWarn, "decode cannot go on behind prefill's token: it computes the prompt", "err", d.Lost)
+		x.log(slog.LevelWarn, "decode cannot use prefill's answer: it computes the prompt", "err", d.Lost)
 	}
 	x.HandedOver(x.requestID, t, h.Decode, d.Ticket.Loads)
 	if x.s.reclaim.Enabled(t.Pool) {

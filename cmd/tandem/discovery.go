@@ -38,9 +38,9 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 		s.Resolve(ctx)
 		return s, nil
 	case d.GetKubernetes() != nil:
-		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(config.DialectOf(p).SameRelease, log), log)
+		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(config.DialectOf(p).Reports.Release, log), log)
 	case d.GetInferencePool() != nil:
-		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(config.DialectOf(p).SameRelease, log), log)
+		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(config.DialectOf(p).Reports.Release, log), log)
 	}
 	return nil, errors.New("discovery names no source")
 }

@@ -56,6 +56,9 @@ type Dialect struct {
 	// DecodeMember appends to dst the members that D's body has in addition to the client's, without a trailing comma.
 	// They are inserted right after the opening brace. params is Answer.Params, not nil.
 	DecodeMember func(dst, params []byte) []byte
+	// Completion plans D's body of a completion in place of DecodeMember, where that changes the client's prompt. p was
+	// Reset to the client's request; params is Answer.Params, not nil.
+	Completion func(p *openai.Patch, params []byte) error
 	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
 	Inline   bool
 	TokenIDs []openai.API // APIs for which Prefill already asks P for the prompt's token ids
@@ -73,11 +76,10 @@ type Dialect struct {
 	Concurrent *Concurrent // both legs run at once; Prefill, if not nil, is for a P that is not known yet
 
 	// For the configuration.
-	Ports       []Port   // ports that an endpoint configures for the dialect
-	RankRule    RankRule // which tensor-parallel sizes of P and D fit each other
-	DataRanks   bool     // a request can select a data-parallel rank, of several behind one port
-	SameRelease bool     // engines of different releases refuse each other's KV, or misread it
-	Reports     Reports
+	Ports     []Port   // ports that an endpoint configures for the dialect
+	RankRule  RankRule // which tensor-parallel sizes of P and D fit each other
+	DataRanks bool     // a request can select a data-parallel rank, of several behind one port
+	Reports   Reports
 	// Validate returns the faults of a pool, beyond the rules for every pool.
 	Validate func(f *Fleet) []Problem
 }
@@ -96,6 +98,7 @@ const (
 type Reports struct {
 	Connectors []string // names of vLLM's kv_connector; nil: unknown, or another engine
 	Alike      []Fact   // facts in which P and D must agree: otherwise one refuses the other's KV at the handshake
+	Release    bool     // engines of different releases refuse each other's KV, or misread it
 	Ranks      bool     // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
 }
 

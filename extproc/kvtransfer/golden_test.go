@@ -171,6 +171,8 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 		add("decode request", request)
 	case dialect.Continue != nil:
 		continued(t, dialect, api, request, read.Params, a, add)
+	case dialect.Completion != nil && api == openai.Completions:
+		add("decode request", completed(t, dialect, request, read.Params))
 	default:
 		decode := decodeBody(dialect, prefill, undo, read.Params)
 		add("decode request", decode)
@@ -232,6 +234,20 @@ func keepTurn(t *testing.T, d *Turns, pair *Pair, a *txtar.Archive, add func(str
 			add("kept", text)
 		}
 	}
+}
+
+// completed returns the body of a completion for D, which is made from the client's.
+func completed(t *testing.T, d Dialect, request, params []byte) []byte {
+	var r openai.Request
+	var p openai.Patch
+	require.NoError(t, r.Scan(openai.Completions, request, openai.Limits{}))
+	p.Reset(&r)
+	require.NoError(t, d.Completion(&p, params))
+	edits := p.Edits()
+	decode := edits.Apply(nil, request)
+	requireScans(t, openai.Completions, decode)
+	require.Equal(t, string(request), string(edits.Inverse(nil, request).Apply(nil, decode)), "undo gives the client's bytes")
+	return decode
 }
 
 // continued adds the body with which D continues after P's first token, D's answer, and the client's.

@@ -41,8 +41,8 @@ func newMulti(members []string) (multi, error) {
 func multiDialect(o *Options) (Dialect, error) {
 	d, err := newMulti(o.Members)
 	out := Dialect{
-		Name: "multi", Engine: EngineAny, VLLM: true, SameRelease: true,
-		Reports: Reports{Connectors: []string{"MultiConnector"}},
+		Name: "multi", Engine: EngineAny, VLLM: true,
+		Reports: Reports{Connectors: []string{"MultiConnector"}, Release: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 	if d.offload {

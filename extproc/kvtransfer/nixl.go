@@ -47,10 +47,12 @@ func nixlDialect(o *Options) (Dialect, error) {
 
 func (d nixl) dialect() Dialect {
 	return Dialect{
-		Name: "nixl", Engine: EngineVLLM, VLLM: true, DataRanks: true, SameRelease: true,
+		Name: "nixl", Engine: EngineVLLM, VLLM: true, DataRanks: true,
 		RankRule: RankMultiples, // vLLM 0.32.0, kv_connector/utils.py, tp_ratio
-		Reports:  Reports{Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike()},
-		Inline:   true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+		Reports: Reports{
+			Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike(), Release: true,
+		},
+		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 }
 

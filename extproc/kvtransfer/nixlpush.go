@@ -31,8 +31,8 @@ func newNIXLPush() nixlPush { return nixlPush{newNIXL(false)} }
 func nixlPushDialect(*Options) (Dialect, error) {
 	d := newNIXLPush()
 	out := d.nixl.dialect()
-	out.Name, out.SameRelease, out.Inline = "nixl-push", false, false
-	out.Reports.Connectors = []string{"NixlPushConnector"}
+	out.Name, out.Inline = "nixl-push", false
+	out.Reports.Connectors, out.Reports.Release = []string{"NixlPushConnector"}, false
 	out.Concurrent = &Concurrent{DecodesAlone: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
 		Peers: &PeerSource{}}
 	return out, nil

@@ -31,8 +31,8 @@ func p2pPorts() []Port {
 func offloadDialect(*Options) (Dialect, error) {
 	d := newOffload()
 	return Dialect{
-		Name: "offload", Engine: EngineAny, VLLM: true, SameRelease: true,
-		Reports: Reports{Connectors: []string{"OffloadingConnector"}},
+		Name: "offload", Engine: EngineAny, VLLM: true,
+		Reports: Reports{Connectors: []string{"OffloadingConnector"}, Release: true},
 		Ports:   p2pPorts(),
 		Inline:  true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,
 	}, nil

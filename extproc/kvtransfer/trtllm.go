@@ -30,7 +30,7 @@ func trtllmDialect(*Options) (Dialect, error) {
 	return Dialect{
 		// which take disaggregated_params
 		Name: "trtllm", Engine: EngineTRTLLM, APIs: []openai.API{openai.Chat, openai.Completions},
-		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Completion: d.Completion,
 	}, nil
 }
 
@@ -68,18 +68,29 @@ func (trtllm) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
 	return a, nil
 }
 
-// DecodeMember appends the members that ReadAnswer made.
-//
-// The official server replaces a completion's prompt by P's token ids, so that D need not tokenise. Here D gets the
-// client's prompt: without a chat template the same text gives the same ids, and the ticket need not carry the prompt
-// to undo it.
+// DecodeMember appends the members that ReadAnswer made: of a chat, D takes prompt_token_ids instead of its template.
 func (trtllm) DecodeMember(dst, params []byte) []byte { return append(dst, params...) }
+
+// Completion sets P's parameters, and P's token ids as the prompt, so that D need not tokenise. A completion has no
+// member prompt_token_ids.
+func (trtllm) Completion(p *openai.Patch, params []byte) error {
+	members := cursor{b: append(append([]byte{'{'}, params...), '}')}
+	return members.object(func(key, value []byte, _ int) error {
+		switch string(key) {
+		case "disaggregated_params":
+			p.Set("disaggregated_params", openai.FieldDisaggregatedParams, value)
+		case "prompt_token_ids":
+			p.Set("prompt", openai.FieldPrompt, value)
+		}
+		return nil
+	})
+}
 
 // contextAnswer has the members of a context server's answer that are read: JSON text within it.
 type contextAnswer struct {
 	body, choice             []byte
 	choiceAt                 int // where choice starts in body
-	object, finish           []byte
+	finish                   []byte
 	params                   []byte // disaggregated_params
 	usage                    []byte
 	tokenIDs, tokenIDsBase64 []byte // prompt_token_ids; newer servers can answer them packed in base64
@@ -93,8 +104,6 @@ func (c *contextAnswer) read(body []byte) error {
 	top := cursor{b: body, i: at}
 	err := top.object(func(key, value []byte, at int) error {
 		switch string(key) {
-		case "object":
-			c.object = value
 		case "choices":
 			choices, choicesAt = value, at
 		case "usage":
@@ -150,8 +159,8 @@ func onlyElement(list []byte) (element []byte, at int, err error) {
 	return element, at, nil
 }
 
-// forDecode writes D's members: P's parameters with another request_type, and for chat the token ids, so that D does
-// not apply its template again.
+// forDecode writes D's members: P's parameters with another request_type, and the token ids, so that D does not make
+// them again.
 func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 	if len(c.params) > MaxParamsBytes/2 {
 		return nil, fmt.Errorf("%d bytes, more than %d", len(c.params), MaxParamsBytes/2)
@@ -189,11 +198,7 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 	case disaggID != nil && string(disaggID) != "null" && string(disaggID) != strconv.FormatUint(id, 10):
 		return nil, refuse([]byte("disagg_request_id"), disaggID, "the one that P was sent")
 	}
-	out = append(out, '}')
-	if string(c.object) != `"chat.completion"` {
-		return out, nil
-	}
-	return c.appendTokenIDs(out)
+	return c.appendTokenIDs(append(out, '}'))
 }
 
 // isID reports whether a value is an integer that fits 64 bits.

@@ -2,6 +2,7 @@ package plan
 
 import (
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -260,7 +261,7 @@ func TestResumeContinues(t *testing.T) {
 		Ticket: &kvtransfer.Ticket{Pool: "chat", Prefill: "p1:1"}, Params: []byte("[1]"), API: openai.Chat,
 		Decode: v.Endpoints[2].Endpoint, Paired: true, Restored: true, Body: r.Body(),
 	}
-	require.True(t, h.Continues(&p, r.Limits))
+	require.True(t, h.Restores(&p, r.Limits))
 	d, err := Resume(r, &h, &p)
 	require.NoError(t, err)
 	require.Equal(t, LegAnswer, d.Leg)
@@ -274,4 +275,52 @@ func TestResumeContinues(t *testing.T) {
 	require.Equal(t, LegDecode, d.Leg)
 	require.Equal(t, cannot, d.Lost)
 	require.Empty(t, d.Edits, "D gets the client's body")
+}
+
+// A completion of TensorRT-LLM gets P's token ids. If D fails, it gets the client's prompt back, or keeps the ids where
+// the prompt is too long for a ticket.
+func TestResumeWithTokenIDs(t *testing.T) {
+	const params = `"disaggregated_params":{"request_type":"generation_only"},"prompt_token_ids":[1,2]`
+	for name, tt := range map[string]struct {
+		bytes   int
+		undoes  bool
+		invalid error
+	}{
+		"a short prompt": {bytes: 100, undoes: true},
+		"a long prompt":  {bytes: kvtransfer.MaxUndoBytes},
+		"no valid body":  {bytes: 100, undoes: true, invalid: errors.New("a broken body")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := splitting("trtllm")
+			body := `{"model":"m","prompt":"` + strings.Repeat("x", tt.bytes) + `","max_tokens":9}`
+			r, v := asked(t, Attempt{}, hello)
+			require.NoError(t, r.Scan(openai.Completions, []byte(body), openai.Limits{}))
+			h := HandOver{
+				Ticket: &kvtransfer.Ticket{Pool: "chat", Prefill: "p1:1"}, Params: []byte(params), API: openai.Completions,
+				Decode: v.Endpoints[2].Endpoint, Paired: true, Restored: true, Body: []byte(body), Invalid: tt.invalid,
+			}
+			require.True(t, h.Restores(&p, r.Limits))
+			d, err := Resume(r, &h, &p)
+			require.NoError(t, err)
+			require.Equal(t, LegDecode, d.Leg)
+			decode := string(d.Edits.Apply(nil, h.Body))
+			require.Equal(t, tt.invalid, d.Lost)
+			const withIDs = `{"disaggregated_params":{"request_type":"generation_only"},"model":"m","prompt":[1,2],"max_tokens":9}`
+			if tt.invalid == nil {
+				require.Equal(t, withIDs, decode)
+			} else {
+				require.Equal(t, body, decode, "D gets the client's own body")
+			}
+			undone := string(d.Ticket.Undo.Apply(nil, []byte(decode)))
+			if tt.undoes {
+				require.Equal(t, body, undone)
+			} else {
+				require.Equal(t, `{"model":"m","prompt":[1,2],"max_tokens":9}`, undone)
+			}
+			require.Equal(t, len(decode), d.Ticket.BodyBytes)
+
+			h.API = openai.Chat
+			require.False(t, h.Restores(&p, r.Limits), "a chat's body is only added to")
+		})
+	}
 }

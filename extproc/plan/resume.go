@@ -62,9 +62,15 @@ func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Poli
 	return nil
 }
 
-// Continues reports whether D may continue after P's first token, for which the client's body must be restored.
-func (h *HandOver) Continues(p *Policy, l Limits) bool {
-	return h.Params != nil && h.Paired && p.Dialect.Continue != nil && h.Ticket.Redirects+1 < l.MaxRedirects
+// Restores reports whether D's body is made from the client's, and not from the prefill leg's: D may continue after
+// P's first token, or gets a completion with P's token ids.
+func (h *HandOver) Restores(p *Policy, l Limits) bool {
+	return h.Params != nil && h.Paired &&
+		(p.Dialect.Continue != nil && h.Ticket.Redirects+1 < l.MaxRedirects || h.completion(p))
+}
+
+func (h *HandOver) completion(p *Policy) bool {
+	return p.Dialect.Completion != nil && h.API == openai.Completions
 }
 
 // Resume decides for the decode leg, with the KV parameters from P's answer.
@@ -92,6 +98,8 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 		if h.Restored {
 			leg.Params, leg.Undo = r.continueAfter(d, h, p)
 		}
+	} else if params != nil && h.completion(p) {
+		leg.Undo = r.completeWith(d, h, p)
 	} else if params != nil && p.Dialect.DecodeMember != nil {
 		var more []byte
 		leg.Turn, more = rememberTurn(d, t, p)
@@ -136,6 +144,29 @@ func (r *Request) continueAfter(d *Decision, h *HandOver, p *Policy) (answer []b
 		d.Path = completionsPath
 	}
 	return answer, r.memory.undo
+}
+
+// completeWith makes D's leg a completion with P's token ids as its prompt. If that is not possible, D gets the
+// client's own body. The undo of a prompt that is too long for a ticket leaves the ids in its place: if D fails, the
+// request is planned again with them, which is the same prompt.
+func (r *Request) completeWith(d *Decision, h *HandOver, p *Policy) openai.Edits {
+	d.Edits = nil // the body is the client's already
+	err := h.Invalid
+	if err == nil {
+		r.Patch.Reset(&r.Request)
+		err = p.Dialect.Completion(&r.Patch, h.Params)
+	}
+	if err != nil {
+		d.Lost = err
+		return nil
+	}
+	d.Edits = r.Patch.Edits()
+	undo := d.Edits.Inverse(r.memory.undo[:0], h.Body)
+	if undo.Size() > kvtransfer.MaxUndoBytes {
+		undo = slices.DeleteFunc(undo, func(e openai.Edit) bool { return len(e.New) > 0 })
+	}
+	r.memory.undo = undo
+	return undo
 }
 
 // rememberTurn routes D's answer through the answer leg if D may describe its blocks, and returns the members of D's

@@ -234,7 +234,7 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 // disagreement returns a finding if endpoint j runs another release than an earlier one that it may be paired with.
 func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) []finding {
 	e, mine := p.GetEndpoints()[j], answers[j].version
-	if !config.DialectOf(p).SameRelease || mine == "" {
+	if !config.DialectOf(p).Reports.Release || mine == "" {
 		return nil
 	}
 	for i, other := range p.GetEndpoints()[:j] {

@@ -82,7 +82,7 @@ func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engi
 		}
 	}
 	d := config.DialectOf(p)
-	if d.SameRelease && e.GetRelease() == "" {
+	if d.Reports.Release && e.GetRelease() == "" {
 		add("release", func(of *engineAnswer) bool { return of.version != "" },
 			func(other *configv1.Endpoint) bool { return config.PairsAs(p, other) == config.PairsAs(p, e) })
 	}
