@@ -76,7 +76,7 @@ var arrows = map[string][]string{
 	"e2e/load":                     {"e2e/process"},
 	"e2e/loopback":                 {}, // for tests
 	"e2e/process":                  {"e2e/loopback"},
-	"e2e/realengines":              {}, // for tests
+	"e2e/realengines":              {"e2e/loopback"}, // for tests
 	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
 	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
 	"e2e/foreign":                  {"e2e/loopback", "e2e/realengines"},

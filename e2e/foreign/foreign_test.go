@@ -12,7 +12,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -54,29 +53,19 @@ func TestForeignEngines(t *testing.T) {
 }
 
 func (k kind) run(t *testing.T) {
-	root, err := filepath.Abs("../..")
-	require.NoError(t, err)
-	tandem := filepath.Join(root, "bin/tandem")
-	require.FileExists(t, tandem, "make build")
 	dir := t.TempDir()
-	addrs, letGo, err := loopback.Take(9)
+	addrs, letGo, err := loopback.Take(4)
 	require.NoError(t, err)
 	t.Cleanup(letGo)
-	for _, addr := range addrs[:4] {
+	for _, addr := range addrs {
 		_, port, err := net.SplitHostPort(addr)
 		require.NoError(t, err)
 		k.start(t, dir, port)
 	}
-	for _, addr := range addrs[:4] {
+	for _, addr := range addrs {
 		require.Eventually(t, func() bool { return realengines.OK(addr, "/health") }, time.Minute, 100*time.Millisecond)
 	}
-	config := filepath.Join(dir, "tandem.yaml")
-	require.NoError(t, os.WriteFile(config, fmt.Appendf(nil, `extProc: {listen: %q}
-replan:  {listen: %q}
-admin:   {listen: %q}
-envoy:   {listen: %q, admin: %q}
-pools:
-- name: tiny
+	front, admin := realengines.Serve(t, fmt.Sprintf(`- name: tiny
   models: ["*"]
   kvTransfer: %s
   split: always
@@ -85,20 +74,11 @@ pools:
   - {address: %q, role: prefill}
   - {address: %q, role: decode}
   - {address: %q, role: decode}
-`, addrs[4], addrs[5], addrs[6], addrs[7], addrs[8], k.dialect, addrs[0], addrs[1], addrs[2], addrs[3]), 0o600))
-	realengines.Start(t, dir, "tandem", tandem, "serve", "-f", config)
-	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
-	require.NoError(t, err, "tandem envoy")
-	file := filepath.Join(dir, "envoy.yaml")
-	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
-	realengines.Start(t, dir, "envoy", realengines.Envoy(t, root), "-c", file, "--log-level", "warning",
-		"--use-dynamic-base-id")
-	require.Eventually(t, func() bool { return realengines.OK(addrs[6], "/readyz") && realengines.OK(addrs[7], "/v1/models") },
-		time.Minute, 100*time.Millisecond)
+`, k.dialect, addrs[0], addrs[1], addrs[2], addrs[3]))
 
 	ask := func(i int) {
 		text := fmt.Sprintf("what is %d times %d", i, i+1)
-		got, err := post(t.Context(), addrs[7], text, i%2 == 0)
+		got, err := post(t.Context(), front, text, i%2 == 0)
 		require.NoError(t, err)
 		k.answers(t, text, strings.TrimSpace(got))
 	}
@@ -115,7 +95,7 @@ pools:
 	}
 	clients.Wait()
 	// Every request was planned once, for two engines.
-	page, err := http.Get("http://" + addrs[6] + "/metrics")
+	page, err := http.Get("http://" + admin + "/metrics")
 	require.NoError(t, err)
 	defer page.Body.Close()
 	plans := map[string]string{}

@@ -1,10 +1,11 @@
-// Package realengines starts Tandem and Envoy for tests against real engines (e2e/vllm, e2e/sglang), which
-// servers.sh runs.
+// Package realengines starts Tandem and Envoy for tests against engines that Tandem's authors did not write: real ones
+// (e2e/vllm, e2e/sglang), which servers.sh runs, and other projects' simulators (e2e/foreign).
 package realengines
 
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"net/http"
 	"os"
 	"os/exec"
@@ -15,7 +16,38 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
 )
+
+// Serve runs Tandem for one pool, and Envoy in front of it, until the test ends. pool is an entry of the
+// configuration's pools. front is Envoy's address for clients, admin Tandem's for operators. Tests run in a folder two
+// below the repository's root.
+func Serve(t *testing.T, pool string) (front, admin string) {
+	t.Helper()
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	tandem := filepath.Join(root, "bin/tandem")
+	require.FileExists(t, tandem, "make build")
+	dir, addrs := t.TempDir(), loopback.Addresses(t, 5)
+	admin, front = addrs[2], addrs[3]
+	config := filepath.Join(dir, "tandem.yaml")
+	require.NoError(t, os.WriteFile(config, fmt.Appendf(nil, `extProc: {listen: %q}
+replan:  {listen: %q}
+admin:   {listen: %q}
+envoy:   {listen: %q, admin: %q}
+pools:
+%s`, addrs[0], addrs[1], admin, front, addrs[4], pool), 0o600))
+	Start(t, dir, "tandem", tandem, "serve", "-f", config)
+	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
+	require.NoError(t, err, "tandem envoy")
+	file := filepath.Join(dir, "envoy.yaml")
+	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
+	Start(t, dir, "envoy", envoy(t, root), "-c", file, "--log-level", "warning", "--use-dynamic-base-id")
+	require.Eventually(t, func() bool { return OK(admin, "/readyz") && OK(front, "/v1/models") },
+		time.Minute, 100*time.Millisecond, "Tandem and Envoy did not become ready")
+	return front, admin
+}
 
 // Start runs a program in a directory until the test ends; then it must exit within 30 s of SIGTERM, with status 0.
 // Its output is shown if the test failed.
@@ -54,8 +86,8 @@ func OK(addr, path string) bool {
 	return answer.StatusCode == http.StatusOK
 }
 
-// Envoy finds Envoy: $ENVOY, PATH, or the one that make tools has installed below root.
-func Envoy(t *testing.T, root string) string {
+// envoy finds Envoy: $ENVOY, PATH, or the one that make tools has installed below root.
+func envoy(t *testing.T, root string) string {
 	t.Helper()
 	if path := os.Getenv("ENVOY"); path != "" {
 		return path

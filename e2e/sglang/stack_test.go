@@ -8,8 +8,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
@@ -17,7 +15,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/e2e/loopback"
 	"tandem/e2e/realengines"
 )
 
@@ -39,39 +36,20 @@ func servers(t *testing.T, variable string) []string {
 func newStack(t *testing.T, whole bool) *stack {
 	t.Helper()
 	s := &stack{prefill: servers(t, "TANDEM_SGLANG_PREFILL"), decode: servers(t, "TANDEM_SGLANG_DECODE"), reference: servers(t, "TANDEM_SGLANG_REFERENCE")[0]}
-	root, err := filepath.Abs("../..")
-	require.NoError(t, err)
-	addrs := loopback.Addresses(t, 5)
-	s.admin, s.front = addrs[2], addrs[3]
-	dir := t.TempDir()
-	config := filepath.Join(dir, "tandem.yaml")
-	require.NoError(t, os.WriteFile(config, []byte(s.config(t, addrs, whole)), 0o600))
-	tandem := filepath.Join(root, "bin/tandem")
-	realengines.Start(t, dir, "tandem", tandem, "serve", "-f", config)
-	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
-	require.NoError(t, err, "tandem envoy")
-	file := filepath.Join(dir, "envoy.yaml")
-	require.NoError(t, os.WriteFile(file, bootstrap, 0o600))
-	realengines.Start(t, dir, "envoy", realengines.Envoy(t, root), "-c", file, "--log-level", "warning", "--use-dynamic-base-id")
-	require.Eventually(t, func() bool { return realengines.OK(s.admin, "/readyz") && realengines.OK(s.front, "/v1/models") }, time.Minute, 100*time.Millisecond)
+	s.front, s.admin = realengines.Serve(t, s.pool(t, whole))
 	return s
 }
 
-func (s *stack) config(t *testing.T, addrs []string, whole bool) string {
+func (s *stack) pool(t *testing.T, whole bool) string {
 	t.Helper()
 	var b strings.Builder
-	fmt.Fprintf(&b, `extProc: {listen: %q}
-replan:  {listen: %q}
-admin:   {listen: %q}
-envoy:   {listen: %q, admin: %q}
-pools:
-- name: tiny
+	b.WriteString(`- name: tiny
   models: ["*"]
   kvTransfer: sglang
   split: always
   prefillTimeout: {base: 2m} # of servers that share two cores with whatever else runs here
   endpoints:
-`, addrs[0], addrs[1], addrs[2], addrs[3], addrs[4])
+`)
 	for _, p := range s.prefill {
 		_, port, err := net.SplitHostPort(p)
 		require.NoError(t, err)

@@ -6,16 +6,12 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/e2e/loopback"
 	"tandem/e2e/realengines"
 )
 
@@ -58,43 +54,19 @@ func runningEngines(t *testing.T) *stack {
 
 func startStack(t *testing.T, s *stack) *stack {
 	t.Helper()
-	root, err := filepath.Abs("../..")
-	require.NoError(t, err)
-	tandem, envoy := filepath.Join(root, "bin/tandem"), realengines.Envoy(t, root)
-	require.FileExists(t, tandem, "make build")
-
-	dir := t.TempDir()
-	ports := freePorts(t, 5)
-	s.front, s.admin = engine{"127.0.0.1:" + ports[3]}, "127.0.0.1:"+ports[2]
-	config := filepath.Join(dir, "tandem.yaml")
-	require.NoError(t, os.WriteFile(config, []byte(s.config(ports)), 0o600))
-
-	realengines.Start(t, dir, "tandem", tandem, "serve", "-f", config)
-	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
-	require.NoError(t, err, "tandem envoy")
-	bootstrapFile := filepath.Join(dir, "envoy.yaml")
-	require.NoError(t, os.WriteFile(bootstrapFile, bootstrap, 0o600))
-	realengines.Start(t, dir, "envoy", envoy, "-c", bootstrapFile, "--log-level", "warning", "--use-dynamic-base-id")
-
-	require.Eventually(t, func() bool { return realengines.OK(s.admin, "/readyz") && realengines.OK(s.front.addr, "/v1/models") },
-		30*time.Second, 100*time.Millisecond, "Tandem and Envoy did not become ready")
+	s.front.addr, s.admin = realengines.Serve(t, s.pool())
 	return s
 }
 
-func (s *stack) config(ports []string) string {
+func (s *stack) pool() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, `extProc: {listen: "127.0.0.1:%s"}
-replan:  {listen: "127.0.0.1:%s"}
-admin:   {listen: "127.0.0.1:%s"}
-envoy:   {listen: "127.0.0.1:%s", admin: "127.0.0.1:%s"}
-pools:
-- name: tiny
+	fmt.Fprintf(&b, `- name: tiny
   models: ["*"]
   kvTransfer: %s
   split: always
   decodeAlone: fallback
 %s  endpoints:
-`, ports[0], ports[1], ports[2], ports[3], ports[4], dialect(), turnsConfig()+membersConfig())
+`, dialect(), turnsConfig()+membersConfig())
 	for i, e := range s.prefill {
 		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s}\n", s.prefillDoors.before(i, e), bootstrap(e))
 	}
@@ -153,15 +125,6 @@ func enginesFrom(t *testing.T, variable string) []engine {
 	var out []engine
 	for addr := range strings.SplitSeq(value, ",") {
 		out = append(out, engine{addr})
-	}
-	return out
-}
-
-func freePorts(t *testing.T, n int) []string {
-	t.Helper()
-	out := loopback.Addresses(t, n)
-	for i, addr := range out {
-		_, out[i], _ = net.SplitHostPort(addr)
 	}
 	return out
 }
