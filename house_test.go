@@ -75,7 +75,7 @@ var longLines = map[string]int{
 	"cmd/tandem":    139,
 	"envoy-configs": 41,
 	"extproc":       63,
-	"status":        4,
+	"status":        3,
 }
 
 // TestTypesAndPackagesStaySmall holds the limits, and the exceptions to some room above what they were made for.

@@ -299,6 +299,14 @@ func TestSheddingAndExplaining(t *testing.T) {
 	require.Equal(t, []string{p.Engine, d.Engine}, []string{e.Prefill, e.Decode})
 	require.Len(t, e.Candidates, 2)
 	require.Empty(t, p.Headers["Tandem-Explain"], "the token goes no further")
+	var past []struct {
+		Prefill, Decode string
+		Weighed         []json.RawMessage
+	}
+	require.NoError(t, getJSON(f.admins[0]+"/debug/requests?id=asked", &past))
+	require.Len(t, past, 1)
+	require.Equal(t, []string{p.Engine, d.Engine}, []string{past[0].Prefill, past[0].Decode})
+	require.Len(t, past[0].Weighed, 2)
 	for _, headers := range [][]string{{"tandem-explain", "guess"}, {"x-tandem-explain", "mine"}, {}} {
 		a := f.post("/v1/chat/completions", question("not asked", 900), headers...)
 		require.Equal(t, 200, a.status)

@@ -45,6 +45,7 @@ var documentedRun = []string{
 	"tandem status -f tandem.yaml --this-replica",
 	"tandem requests -f tandem.yaml",
 	"tandem explain -f tandem.yaml --tokens 8000",
+	"tandem explain REQUEST_ID -f tandem.yaml",
 	"tandem weights -f tandem.yaml",
 	"tandem weights chat 10.0.0.1:8000 50 -f tandem.yaml",
 	`curl -X POST -H "Authorization: Bearer $(cat admin.token)" 'http://127.0.0.1:9090/api/pools/chat/endpoints/10.0.0.1:8000/drain?timeout=5m'`,
@@ -58,6 +59,7 @@ var documentedShows = map[string]string{
 	"tandem requests -f tandem.yaml": `(?s)split +127.*decode_alone \(cheaper than two hops\) +-`,
 	// A few milliseconds decide which is cheaper, depending on the time since earlier requests.
 	"tandem explain -f tandem.yaml --tokens 8000": `^(Split: \S+ computes the prompt, \S+ answers|Decode alone on \S+): .* cheaper than`,
+	"tandem explain REQUEST_ID -f tandem.yaml":    `^Request \S+, \S+ ago, (.|\n)*\. *\n(Split: \S+ computes|Decode alone on)`,
 	"tandem status -f tandem.yaml":                `(?s)^Tandem .*ready.*prefill +up`,
 }
 
@@ -289,6 +291,7 @@ func runDocumented(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "tandem.yaml"), []byte(config), 0o600))
 
 	here := strings.NewReplacer("127.0.0.1:8080", listen, "127.0.0.1:9090", admin, "10.0.0.1:8000", prefill, "ENDPOINT", prefill, "MODEL", "tiny",
+		"REQUEST_ID", "$(curl -s http://"+admin+"/debug/requests?n=1 | grep -m1 request_id | cut -d'\"' -f4)",
 		" | kubectl apply -f -", " > resources.yaml", "curl ", "curl -sS --fail-with-body ")
 	shell := func(command string) (path string, args []string) {
 		return "/bin/bash", []string{"-c", "cd " + dir + " && PATH=" + dir + ":$PATH && " + command}

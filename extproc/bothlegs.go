@@ -109,6 +109,7 @@ func (x firstPass) pickPair(policy *Policy) (c picker.Choice, ok bool, err error
 		return c, false, err
 	}
 	c, err = x.chooseOther(policy, &want)
+	x.explain(r.Pool, &want)
 	if err == nil && c.Prefill >= 0 {
 		return c, true, nil
 	}

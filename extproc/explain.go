@@ -141,7 +141,7 @@ func (x *planning) planned(
 	if x.s.DecisionMetadata {
 		x.decision = x.decisionMetadata(&p)
 	}
-	two := prefill != nil
+	two := prefill != nil || reason == "cheaper" // then both ways were weighed
 	if (two || route == "decode_alone") && x.WantsWeighed() {
 		p.Weighed = telemetry.Weigh(x.picker.Explain(&picker.Request{
 			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,

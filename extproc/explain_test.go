@@ -55,6 +55,21 @@ func TestExplain(t *testing.T) {
 	require.Contains(t, log.String(), "p2: out, failed")
 }
 
+// Of a request that decode alone served because that was cheaper, the prices of both ways are kept.
+func TestBothWaysAreKept(t *testing.T) {
+	s := newStand(t, Options{})
+	policy := splitting()
+	policy.Place = picker.DefaultPolicy()
+	s.pool("chat", policy, "p1", "d1")
+	s.newRequest("/v1/chat/completions", "r-1", `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`).pass()
+	trace := s.server.Recent(1)[0]
+	require.Equal(t, []string{"decode_alone", "cheaper"}, []string{trace.Route, trace.Reason})
+	require.Len(t, trace.Weighed, 2)
+	require.NotEmpty(t, trace.Weighed[0].Prefill, "what a pair would have cost")
+	require.NotEmpty(t, trace.Weighed[1].Decode)
+	require.NotEmpty(t, trace.Weighed[1].Alone)
+}
+
 // An explanation says why nothing of a length is split, and is a refusal where the requests would get one.
 func TestExplainNotSplit(t *testing.T) {
 	dialect := kvtransfer.Named
@@ -123,6 +138,16 @@ func TestExplanationForAnOperator(t *testing.T) {
 		}
 		s.server.releasePass("r1", 0, s.server.State.Release)
 	}
+
+	both := splitting()
+	var err error
+	both.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "sglang"})
+	require.NoError(t, err)
+	s.pool("chat", both, "p1", "d1")
+	q := s.newRequest("/v1/chat/completions", "r2", chatBody)
+	q.headers[envoywire.HeaderExplain] = "secret"
+	require.Zero(t, q.pass().status())
+	require.Contains(t, q.headers[envoywire.HeaderExplanation], addressOf("p1"), "both legs at once")
 }
 
 // A large fleet's explanation fits a header: those chosen stand first, and some others.

@@ -22,6 +22,9 @@ type Explanation struct {
 	FirstToken  float64   `json:"first_token"`            // estimated, s
 	TokenTime   float64   `json:"token_time"`             // between two tokens, s
 	Candidates  []Weighed `json:"candidates"`             // in the view's order
+
+	// quantities of which nothing was measured yet, so that the model's defaults count
+	Defaults []string `json:"defaults,omitempty"`
 }
 
 // Weighed is one endpoint in a decision.
@@ -65,8 +68,36 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	for i := range v.Endpoints {
 		e.Candidates = append(e.Candidates, k.weigh(r, &t, &v.Endpoints[i]))
 	}
+	e.Defaults = defaults(v)
 	return e
 }
+
+// defaults names the quantities of which nothing was measured at any endpoint.
+func defaults(v *kvstate.View) (out []string) {
+	var prefill, decode, transfer bool // measured
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		prefill = prefill || c.Endpoint.Role&kvstate.RolePrefill != 0 && measured(c.Speed)
+		if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+			decode, transfer = decode || measured(c.Step), transfer || measured(c.Transfer)
+		}
+	}
+	for _, q := range []struct {
+		known bool
+		name  string
+	}{
+		{prefill, "speed of prefill"}, {decode, "speed of decode"}, {transfer, "speed of transfers"},
+		{v.Load.TokenBytes > 0, "KV bytes of a token"}, {v.Load.Answer > 0, "length of answers"},
+	} {
+		if !q.known {
+			out = append(out, q.name)
+		}
+	}
+	return out
+}
+
+// measured reports whether a factor was learned; before that it is 1, or 0.
+func measured(factor float64) bool { return factor != 0 && factor != 1 }
 
 func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	w := Weighed{Endpoint: c.Endpoint.Addr, Name: c.Endpoint.Name, Role: c.Endpoint.Role.String(), Out: k.why(r, c)}

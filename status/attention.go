@@ -68,9 +68,14 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		paused(p, add)
 		for _, role := range []string{"prefill", "decode", "both"} {
 			if names, of := inState(p, role, "out"); len(names) > 0 {
+				meanwhile := ""
+				if role == "prefill" && len(names) == of {
+					meanwhile = " Requests may try each once, then decode computes the prompt, " +
+						"where the pool allows it."
+				}
 				add(len(names) == of, "operations.md#when-an-engine-fails",
-					"%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.",
-					p.Name, len(names), of, role, list(names))
+					"%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.%s",
+					p.Name, len(names), of, role, list(names), meanwhile)
 			}
 			if names, of := inState(p, role, "stale"); len(names) > 0 {
 				add(false, "operations.md#when-an-engine-fails",

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
+	"strings"
 	"text/tabwriter"
 
 	"tandem/extproc"
@@ -23,9 +25,13 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 		fmt.Fprintf(w, "The first token is expected after %s, then one each %s; %.0f in the answer.\n",
 			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
 	}
-	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n\n", 100*e.Load)
+	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n", 100*e.Load)
+	if len(e.Defaults) > 0 {
+		fmt.Fprintf(w, "Default, nothing measured yet: %s.\n", strings.Join(e.Defaults, ", "))
+	}
+	fmt.Fprintln(w)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  endpoint\trole\tcached blocks\tprefill\ttransfer and decode\tdecode alone\tnote") //nolint:dupword // two columns
+	fmt.Fprintln(t, priceColumns)
 	for i := range e.Candidates {
 		c := &e.Candidates[i]
 		prefill, decode, alone := c.Totals()
@@ -35,6 +41,10 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	}
 	_ = t.Flush()
 }
+
+// priceColumns is the header of a table of prices.
+const priceColumns = "  endpoint\trole\tcached blocks\tprefill\t" +
+	"transfer and decode\tdecode alone\tnote" //nolint:dupword // two columns
 
 // remark says whether an endpoint is chosen or out, and what differs from the model.
 func remark(c *picker.Weighed, chosen bool) string {
@@ -115,9 +125,17 @@ func Sentence(e *extproc.Explanation) string {
 	}
 	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", name(e.Prefill), name(e.Decode))
 	if math.IsInf(alone, 1) {
-		return s + ": no decode endpoint can take it alone."
+		s += ": no decode endpoint can take it alone."
+	} else {
+		s += compared(alone-e.Price, "decode alone")
 	}
-	return s + compared(alone-e.Price, "decode alone")
+	if slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
+		return c.Endpoint == e.Prefill && c.State == "failed"
+	}) {
+		s += " All prefill endpoints have failed; they are tried since one may be back,\n" +
+			"and if they fail the request, decode computes the prompt, where the pool allows it."
+	}
+	return s
 }
 
 // whole says why a request is not split whatever that costs; "" if prices decide.

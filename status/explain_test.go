@@ -29,6 +29,14 @@ Prefill endpoints are 40 % busy.
   d1             decode   0              -        120 ms               2.0 s         chosen, decode times 2
 `, text.String())
 
+	e.Candidates[0].State = "failed"
+	require.Contains(t, Sentence(&e), "cheaper than decode alone. All prefill endpoints have failed; they are tried since one")
+	e.Candidates[0].State = ""
+	e.Defaults = []string{"speed of decode", "length of answers"}
+	text.Reset()
+	PrintExplanation(&text, &e)
+	require.Contains(t, text.String(), "40 % busy.\nDefault, nothing measured yet: speed of decode, length of answers.\n\n  endpoint")
+
 	e.Prefill, e.Price = "", 2
 	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: the pool asks for it, or endpoints have no capacity left.", Sentence(&e))
 	e.Candidates = []picker.Weighed{p2, d1}

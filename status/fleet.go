@@ -27,6 +27,8 @@ type question struct {
 	Since  int64 `json:"since"`  // points after this second; < 0: none
 	Status bool  `json:"status"` // everything; otherwise only traces
 	Traces int   `json:"traces"` // maximum number
+
+	ID string `json:"id,omitempty"` // only traces of requests with this id
 }
 
 // report is one replica's part.
@@ -57,6 +59,9 @@ const maxReport = 32 << 20
 // report returns this replica's part.
 func (f *Feed) report(q question) report {
 	out := report{Name: f.source.Name, Traces: f.source.Recent(q.Traces)}
+	if q.ID != "" {
+		out.Traces = withID(out.Traces, q.ID)
+	}
 	if !q.Status {
 		return out
 	}

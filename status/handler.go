@@ -12,7 +12,8 @@ import (
 var page embed.FS
 
 // Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
-// /debug/requests?n=20. With scope=replica the last two are about this replica only.
+// /debug/requests?n=20, or those with an id at /debug/requests?id=ID. With scope=replica the last two are about this
+// replica only.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
@@ -26,6 +27,19 @@ func Handler(f *Feed) http.Handler {
 		_ = json.NewEncoder(w).Encode(f.Status(r.Context(), since, alone(r)))
 	})
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("content-type", "application/json")
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		if id := r.URL.Query().Get("id"); id != "" {
+			found := f.Request(r.Context(), id, alone(r))
+			if len(found) == 0 {
+				http.Error(w, "no request with this id is among the latest 256 that each replica keeps",
+					http.StatusNotFound)
+				return
+			}
+			_ = enc.Encode(found)
+			return
+		}
 		n := 20
 		if text := r.URL.Query().Get("n"); text != "" {
 			var err error
@@ -34,9 +48,6 @@ func Handler(f *Feed) http.Handler {
 				return
 			}
 		}
-		w.Header().Set("content-type", "application/json")
-		enc := json.NewEncoder(w)
-		enc.SetIndent("", "  ")
 		_ = enc.Encode(f.Requests(r.Context(), n, alone(r)))
 	})
 	mux.Handle("GET /", Secured(http.FileServerFS(files)))

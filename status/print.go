@@ -26,8 +26,8 @@ func Print(w io.Writer, s *Status) {
 		number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
 	fmt.Fprintf(w, "first byte   p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
-		millis(m.FirstByte50), millis(m.FirstByte99), millis(m.Prefill50), millis(m.Prefill99), millis(m.Decide50),
-		millis(m.Decide99))
+		about(m.FirstByte50), about(m.FirstByte99), about(m.Prefill50), about(m.Prefill99), about(m.Decide50),
+		about(m.Decide99))
 	cached := "-"
 	if all := m.Cached + m.Computed; all > 0 {
 		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
@@ -286,6 +286,14 @@ func millis(v float64) string {
 		return fmt.Sprintf("%.1f ms", v)
 	}
 	return fmt.Sprintf("%.0f us", v*1000)
+}
+
+// about formats a time that was read from buckets: up to a quarter too long.
+func about(v float64) string {
+	if v == 0 {
+		return millis(v)
+	}
+	return "~" + millis(v)
 }
 
 // perSecond formats a rate of bytes for people: two digits, never an exponent.

@@ -153,6 +153,10 @@ func TestHandler(t *testing.T) {
 		require.Equal(t, want, get("/debug/requests"+query).Code, query)
 	}
 	require.Len(t, strings.Split(get("/debug/requests?n=2").Body.String(), `"request_id"`), 1+2)
+	one := get("/debug/requests?id=req-1")
+	require.Equal(t, 200, one.Code)
+	require.Equal(t, 1, strings.Count(one.Body.String(), `"request_id"`), one.Body)
+	require.Equal(t, 404, get("/debug/requests?id=req").Code)
 }
 
 // Nothing comes from elsewhere, and nothing that came with a request becomes markup.

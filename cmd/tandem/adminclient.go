@@ -132,6 +132,15 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 	return resp.StatusCode, answer, nil
 }
 
+// query prints a page of the replica's admin port: as it came, or as a table.
+func (a *adminClient) query(c *cobra.Command, path string, into any, table func(io.Writer)) error {
+	answer, err := a.get(c.Context(), path)
+	if err != nil {
+		return err
+	}
+	return a.show(c.OutOrStdout(), answer, into, table)
+}
+
 // show prints an answer: as it came, or as a table.
 func (a *adminClient) show(w io.Writer, answer []byte, into any, table func(io.Writer)) error {
 	if a.output == "json" {

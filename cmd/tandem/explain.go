@@ -8,6 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"tandem/extproc"
+	"tandem/extproc/telemetry"
 	"tandem/status"
 )
 
@@ -17,16 +18,21 @@ func newExplain() *cobra.Command {
 	var pool string
 	var tokens int64
 	c := &cobra.Command{
-		Use: "explain", Short: "Show how a request would be placed now, and what each endpoint would cost", Args: cobra.NoArgs,
+		Use: "explain [REQUEST_ID]", Args: cobra.MaximumNArgs(1),
+		Short: "Show why a request went where it did, or where one would go now",
 		Long: "Show where a prompt of so many tokens, none of them cached, would go now, and the price of each endpoint.\n" +
-			"Nothing is reserved. Prices are times, and include the time that other requests wait.",
-		RunE: func(c *cobra.Command, _ []string) error {
-			answer, err := a.get(c.Context(), "/debug/explain?"+url.Values{"pool": {pool}, "tokens": {strconv.FormatInt(tokens, 10)}}.Encode())
-			if err != nil {
-				return err
+			"Nothing is reserved. Prices are times, and include the time that other requests wait.\n\n" +
+			"With REQUEST_ID (x-request-id of the answer, or from tandem requests) show what was decided about that request:\n" +
+			"one of the latest 256 of each replica. Prices are kept of ten decisions a second at most.",
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				var found []telemetry.Trace
+				return a.query(c, "/debug/requests?"+url.Values{"id": args}.Encode(), &found,
+					func(w io.Writer) { status.PrintDecided(w, found) })
 			}
 			var e extproc.Explanation
-			return a.show(c.OutOrStdout(), answer, &e, func(w io.Writer) { status.PrintExplanation(w, &e) })
+			asked := url.Values{"pool": {pool}, "tokens": {strconv.FormatInt(tokens, 10)}}
+			return a.query(c, "/debug/explain?"+asked.Encode(), &e, func(w io.Writer) { status.PrintExplanation(w, &e) })
 		},
 	}
 	a.register(c)

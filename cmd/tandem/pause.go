@@ -6,7 +6,6 @@ import (
 	"io"
 	"net/http"
 	"net/url"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -62,7 +61,7 @@ func newPause(paused bool) *cobra.Command {
 				Paused bool
 			}
 			return a.showOrder(c, answer, &pool, func(w io.Writer) {
-				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orderState(pool.Paused))
+				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orders.StateName(pool.Paused))
 			})
 		},
 	}
@@ -73,14 +72,7 @@ func newPause(paused bool) *cobra.Command {
 // showOrdered prints the endpoints that an order was about.
 func (a *adminClient) showOrdered(c *cobra.Command, answer []byte) error {
 	var found []orders.Ordered
-	return a.showOrder(c, answer, &found, func(w io.Writer) {
-		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-		fmt.Fprintln(t, "endpoint\tstate\tweight\trequests")
-		for _, e := range found {
-			fmt.Fprintf(t, "%s\t%s\t%d %%\t%d\n", e.Address, orderState(e.Paused), e.Weight, e.Requests)
-		}
-		_ = t.Flush()
-	})
+	return a.showOrder(c, answer, &found, func(w io.Writer) { orders.Print(w, found) })
 }
 
 // showOrder prints the answer to an order, and which replicas it holds for, to stderr where the answer is JSON. What
@@ -102,11 +94,4 @@ func (a *adminClient) showOrder(c *cobra.Command, answer []byte, into any, table
 	}
 	_, err := fmt.Fprintf(w, "holds for %s\n", &holds)
 	return err
-}
-
-func orderState(paused bool) string {
-	if paused {
-		return "paused"
-	}
-	return "active"
 }

@@ -24,12 +24,9 @@ func newRequests() *cobra.Command {
 			if n < 1 {
 				return fmt.Errorf("--number: %d is not a number of requests", n)
 			}
-			answer, err := a.get(c.Context(), fmt.Sprint("/debug/requests?n=", n)+a.scope)
-			if err != nil {
-				return err
-			}
 			var recent []telemetry.Trace
-			return a.show(c.OutOrStdout(), answer, &recent, func(w io.Writer) { status.PrintRequests(w, recent) })
+			return a.query(c, fmt.Sprint("/debug/requests?n=", n)+a.scope, &recent,
+				func(w io.Writer) { status.PrintRequests(w, recent) })
 		},
 	}
 	a.register(c)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"tandem/internal/orders"
 	"tandem/status"
 )
 
@@ -49,19 +50,15 @@ func newWeights() *cobra.Command {
 
 // listWeights shows the weights of a pool's endpoints, or of all.
 func (a *adminClient) listWeights(c *cobra.Command, pool string) error {
-	answer, err := a.get(c.Context(), statusPath)
-	if err != nil {
-		return err
-	}
 	var state status.Status
-	return a.show(c.OutOrStdout(), answer, &state, func(w io.Writer) {
+	return a.query(c, statusPath, &state, func(w io.Writer) {
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 		fmt.Fprintln(t, "pool\tendpoint\trole\tstate\tweight\trequests")
 		for _, p := range state.Pools {
 			for _, e := range p.Endpoints {
 				if pool == "" || p.Name == pool {
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n",
-						p.Name, e.Address, e.Role, orderState(p.Paused || e.Paused), e.Weight, e.Requests)
+						p.Name, e.Address, e.Role, orders.StateName(p.Paused || e.Paused), e.Weight, e.Requests)
 				}
 			}
 		}

@@ -7,10 +7,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"slices"
 	"strings"
+	"text/tabwriter"
 	"time"
 
 	"tandem/internal/config"
@@ -117,6 +119,24 @@ type Ordered struct {
 	Paused   bool   `json:"paused"`
 	Weight   int    `json:"weight"`
 	Requests int64  `json:"requests"` // running there, sent by the replicas that the order applies to
+}
+
+// Print writes the endpoints that an order was about, for a terminal.
+func Print(w io.Writer, found []Ordered) {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "endpoint\tstate\tweight\trequests")
+	for _, e := range found {
+		fmt.Fprintf(t, "%s\t%s\t%d %%\t%d\n", e.Address, StateName(e.Paused), e.Weight, e.Requests)
+	}
+	_ = t.Flush()
+}
+
+// StateName names what an order leaves of a pool or an endpoint, for people.
+func StateName(paused bool) string {
+	if paused {
+		return "paused"
+	}
+	return "active"
 }
 
 func (o *Orders) endpoint(change func(*kvstate.Override)) http.HandlerFunc {

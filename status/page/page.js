@@ -25,6 +25,8 @@ const count = v => v >= 1e6 ? (v / 1e6).toFixed(1) + 'M' : v >= 1e4 ? (v / 1e3).
   : v >= 10 || Number.isInteger(v) ? v.toFixed(0) : v.toFixed(1);
 const ms = v => v === 0 ? '–' : v >= 1e4 ? (v / 1e3).toFixed(0) + ' s' : v >= 1000 ? (v / 1e3).toFixed(1) + ' s' : v >= 10 ? v.toFixed(0) + ' ms'
   : v >= 0.1 ? v.toFixed(1) + ' ms' : (v * 1000).toFixed(0) + ' µs';
+// percentiles are read from buckets: up to a quarter too long
+const about = v => v === 0 ? ms(v) : '~' + ms(v);
 // prices are seconds, and may be below nothing
 const price = v => v < 0 ? '−' + ms(-1000 * v) : ms(1000 * v);
 const percent = v => (100 * v).toFixed(0) + ' %';
@@ -35,10 +37,10 @@ function tiles(m, status) {
   const all = [
     ['requests / s', count(m.ok + m.rejected + m.failed + m.gone)],
     ['failed / s', count(m.failed + m.refused), m.failed + m.refused > 0 ? 'c-bad' : ''],
-    ['first byte p50', ms(m.first_byte_50)], ['first byte p99', ms(m.first_byte_99)],
+    ['first byte p50', about(m.first_byte_50)], ['first byte p99', about(m.first_byte_99)],
     ['over two hops', m.split + m.alone > 0 ? percent(m.split / (m.split + m.alone)) : '–'],
     ['prompt cached', prompt > 0 ? percent(m.cached / prompt) : '–'],
-    ['to decide p99', ms(m.decide_99)],
+    ['to decide p99', about(m.decide_99)],
     ['booked now', count(status.reservations)],
   ];
   byId('tiles').replaceChildren(...all.map(([name, value, css]) => el('div', { class: 'tile ' + (css || '') }, el('b', {}, value), el('small', {}, name))));
@@ -58,10 +60,10 @@ function attention(notices) {
 const charts = [
   { title: 'Requests a second', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
   { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
-  { title: 'Time to first byte', unit: ms, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
-  { title: 'Prefill hop', unit: ms, lines: [['p50', 'prefill_50', 'c-decode'], ['p99', 'prefill_99', 'c-bad']] },
+  { title: 'Time to first byte', unit: about, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
+  { title: 'Prefill hop', unit: about, lines: [['p50', 'prefill_50', 'c-decode'], ['p99', 'prefill_99', 'c-bad']] },
   { title: 'Prompt tokens a second', unit: count, lines: [['cached', 'cached', 'c-good'], ['computed', 'computed', 'c-prefill']] },
-  { title: "Tandem's own time", unit: ms, lines: [['p50', 'decide_50', 'c-decode'], ['p99', 'decide_99', 'c-bad']] },
+  { title: "Tandem's own time", unit: about, lines: [['p50', 'decide_50', 'c-decode'], ['p99', 'decide_99', 'c-bad']] },
 ];
 
 function chart(c) {
@@ -74,11 +76,11 @@ function chart(c) {
   const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': `${c.title}, now: ${now}` });
   for (const share of [0, 0.5, 1]) {
     const v = max / 1.1 * share;
-    picture.append(svg('line', { class: 'axis', x1: left, x2: w, y1: y(v), y2: y(v) }), svg('text', { x: left - 4, y: y(v) + 4, 'text-anchor': 'end' }, share === 0 ? '0' : c.unit(v)));
+    picture.append(svg('line', { class: 'axis', x1: left, x2: w, y1: y(v), y2: y(v) }), svg('text', { x: left - 4, y: y(v) + 4, 'text-anchor': 'end' }, share === 0 ? '0' : (c.unit === about ? ms : c.unit)(v)));
   }
   picture.append(svg('text', { x: left, y: h - 3 }, n > 1 ? `${n >= 120 ? Math.round(n / 60) + ' min' : n + ' s'} ago` : ''), svg('text', { x: w, y: h - 3, 'text-anchor': 'end' }, 'now'));
   values.forEach((line, i) => {
-    const there = k => c.unit !== ms || line[k] > 0;   // a time of nothing is a gap
+    const there = k => c.unit !== about || line[k] > 0;   // a time of nothing is a gap
     const d = line.map((v, k) => there(k) ? (k && there(k - 1) ? 'L' : 'M') + x(k).toFixed(1) + ' ' + y(v).toFixed(1) : '').join('');
     if (d) picture.append(svg('path', { class: 'series ' + c.lines[i][2], d }));
   });

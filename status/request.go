@@ -1,0 +1,163 @@
+package status
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"tandem/extproc/telemetry"
+)
+
+// Request returns the requests with an id of all replicas, newest first; with alone those that this one planned. There
+// may be several: clients choose ids.
+func (f *Feed) Request(ctx context.Context, id string, alone bool) []telemetry.Trace {
+	got := f.gather(ctx, question{Since: -1, Traces: allRecent, ID: id}, alone)
+	return withID(traces(got.reports, got.silent), id) // a replica of an earlier release reports all
+}
+
+func withID(all []telemetry.Trace, id string) []telemetry.Trace {
+	return slices.DeleteFunc(all, func(t telemetry.Trace) bool { return t.RequestID != id })
+}
+
+// PrintDecided writes the decisions about requests for a terminal, as they were recorded.
+func PrintDecided(w io.Writer, requests []telemetry.Trace) {
+	for i := range requests {
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
+		printDecided(w, &requests[i], time.Now())
+	}
+}
+
+func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
+	status := "still running, or its end is not reported yet"
+	if t.Status > 0 {
+		status = fmt.Sprint("status ", t.Status)
+	}
+	fmt.Fprintf(w, "Request %s, %s, %s.\n", plain(t.RequestID), ago(now, t.Started), status)
+	fmt.Fprintln(w, decided(t))
+	if t.Replans > 0 {
+		fmt.Fprintf(w, "That is plan %d: a hop of the former failed.\n", t.Replans+1)
+	}
+	if t.Waited > 0 {
+		fmt.Fprintf(w, "It waited %s for %s, behind %d requests here and %d in other replicas.\n",
+			millis(milliseconds(t.Waited)), plain(t.WaitedFor), t.Behind, t.BehindRemote)
+	}
+	if len(t.Replicas) > 1 {
+		fmt.Fprintf(w, "Its passes were served by %s.\n", plain(strings.Join(t.Replicas, ", ")))
+	}
+	prompt := fmt.Sprintf("Prompt: about %d tokens.", t.PromptTokens)
+	if t.CachedTokens >= 0 {
+		prompt = fmt.Sprintf("Prompt: %d tokens, %d of them cached at prefill.", t.PromptTokens, t.CachedTokens)
+	}
+	took := func(d time.Duration) string { return millis(milliseconds(d)) }
+	fmt.Fprintf(w, "%s Took: prefill %s (expected %s), first byte %s (first token expected %s), last hop %s.\n",
+		prompt, took(t.PrefillTime), took(t.ExpectedPrefill), took(t.FirstByte), took(t.ExpectedFirst),
+		took(t.DecodeTime))
+	printPrices(w, t)
+}
+
+// printPrices writes the recorded price of each endpoint.
+func printPrices(w io.Writer, t *telemetry.Trace) {
+	if len(t.Weighed) == 0 {
+		if t.Prefill != "" || t.Route == "decode_alone" {
+			fmt.Fprintln(w, "Its prices were not kept: they are of ten decisions a second at most.\n"+
+				"tandem explain --tokens shows those of now.")
+		}
+		return
+	}
+	fmt.Fprintln(w)
+	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(table, priceColumns)
+	for i := range t.Weighed {
+		p := &t.Weighed[i]
+		decode, alone, note := p.Decode, p.Alone, ""
+		if t.Prefill == "" && alone == nil { // it could not be split: the price of its only hop is that of both
+			decode, alone = nil, p.Decode
+		}
+		if p.Endpoint == t.Prefill || p.Endpoint == t.Decode {
+			note = "chosen"
+		}
+		if p.Out {
+			note = join(note, "out")
+		}
+		fmt.Fprintf(table, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(p.Endpoint), p.Role, p.Hit,
+			price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),
+			price(alone != nil, sum(alone)), note)
+	}
+	_ = table.Flush()
+	fmt.Fprintln(w, "\nThe prices of the last plan, as they were then. --output json has their parts.")
+}
+
+// sum returns the sum of parts; infinite if there are none.
+func sum(parts []telemetry.Part) float64 {
+	if parts == nil {
+		return math.Inf(1)
+	}
+	all := 0.
+	for _, p := range parts {
+		all += p.Value
+	}
+	return all
+}
+
+// decided describes a recorded decision in a sentence.
+func decided(t *telemetry.Trace) string {
+	switch {
+	case t.Route == telemetry.RouteUnknown:
+		return "A replica planned it that does not answer: what it decided is not known."
+	case t.Prefill == "" && t.Route != "decode_alone":
+		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
+		return "It went to " + plain(t.Decode) + " as it came (" + route + ")."
+	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
+		return "Decode alone on " + plain(t.Decode) + ": " + t.Reason +
+			" (docs/operations.md#why-a-request-took-one-endpoint)."
+	}
+	prefill := func(w *telemetry.Weighed) []telemetry.Part { return w.Prefill }
+	decode := func(w *telemetry.Weighed) []telemetry.Part { return w.Decode }
+	alone := func(w *telemetry.Weighed) []telemetry.Part { return w.Alone }
+	if t.Prefill == "" {
+		s := "Decode alone on " + plain(t.Decode)
+		if more := least(t, prefill) + least(t, decode) - at(t, t.Decode, alone); finite(more) {
+			return s + compared(more, "splitting it")
+		}
+		if t.Reason == "cheaper" {
+			return s + ": it cost less than two hops."
+		}
+		return s + "."
+	}
+	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", plain(t.Prefill), plain(t.Decode))
+	more := least(t, alone) - at(t, t.Prefill, prefill) - at(t, t.Decode, decode)
+	if !finite(more) {
+		return s + "."
+	}
+	return s + compared(more, "decode alone")
+}
+
+// least returns the lowest price of one kind; infinite if no endpoint has one.
+func least(t *telemetry.Trace, of func(*telemetry.Weighed) []telemetry.Part) float64 {
+	out := math.Inf(1)
+	for i := range t.Weighed {
+		if !t.Weighed[i].Out {
+			out = min(out, sum(of(&t.Weighed[i])))
+		}
+	}
+	return out
+}
+
+// at returns an endpoint's price of one kind; infinite if it has none.
+func at(t *telemetry.Trace, address string, of func(*telemetry.Weighed) []telemetry.Part) float64 {
+	for i := range t.Weighed {
+		if t.Weighed[i].Endpoint == address {
+			return sum(of(&t.Weighed[i]))
+		}
+	}
+	return math.Inf(1)
+}
+
+func finite(v float64) bool { return !math.IsInf(v, 0) && !math.IsNaN(v) }

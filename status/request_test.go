@@ -1,0 +1,59 @@
+package status
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/telemetry"
+)
+
+// A request of the past is explained by what was recorded of it.
+func TestPrintDecided(t *testing.T) {
+	now := time.Now()
+	part := func(v float64) []telemetry.Part { return []telemetry.Part{{Name: "work", Value: v}} }
+	prices := []telemetry.Weighed{
+		{Endpoint: "p1:1", Role: "prefill", Hit: 3, Prefill: part(.1)}, {Endpoint: "p2:1", Role: "prefill", Out: true},
+		{Endpoint: "d1:1", Role: "decode", Decode: part(.05), Alone: part(.5)},
+	}
+	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
+	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
+		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200,
+		Started: now.Add(-5 * time.Second), Weighed: prices}
+	r.ExpectedPrefill, r.Waited, r.WaitedFor, r.Behind = 100*time.Millisecond, time.Second, "p1:1", 2
+	var text strings.Builder
+	printDecided(&text, &r, now)
+	require.Equal(t, `Request r-1, 5s ago, status 200.
+Split: p1:1 computes the prompt, d1:1 answers: 350 ms cheaper than decode alone.
+It waited 1.0 s for p1:1, behind 2 requests here and 0 in other replicas.
+Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected 100 ms), `+
+		`first byte - (first token expected -), last hop 2.0 s.
+
+  endpoint  role     cached blocks  prefill  transfer and decode  decode alone  note
+  p1:1      prefill  3              100 ms   -                    -             chosen
+  p2:1      prefill  0              -        -                    -             out
+  d1:1      decode   0              -        50 ms                500 ms        chosen
+
+The prices of the last plan, as they were then. --output json has their parts.
+`, text.String())
+
+	for want, change := range map[string]func(*telemetry.Trace){
+		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ":   func(r *telemetry.Trace) { r.Reason = "cheaper" },
+		"Decode alone on d1:1: it cost less than two hops.":                     func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
+		"Its prices were not kept":                                              func(r *telemetry.Trace) { r.Weighed = nil },
+		"Decode alone on d1:1: several_choices (docs/":                          func(r *telemetry.Trace) { r.Reason, r.Weighed = "several_choices", whole },
+		"d1:1      decode  0              -        -                    500 ms": func(r *telemetry.Trace) { r.Weighed = whole },
+		"It went to d1:1 as it came (pass_through).":                            func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
+		"A replica planned it that does not answer":                             func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
+		"That is plan 2: a hop of the former failed.":                           func(r *telemetry.Trace) { r.Replans = 1 },
+	} {
+		one := r
+		one.Prefill, one.Route = "", "decode_alone"
+		change(&one)
+		text.Reset()
+		PrintDecided(&text, []telemetry.Trace{one, one})
+		require.Equal(t, 2, strings.Count(text.String(), want), text.String())
+	}
+}
