@@ -57,29 +57,31 @@ type EndpointSpec struct {
 	Name   string // as configured: host:port or ip:port
 	Addr   string // ip:port, [ip]:port for IPv6: Envoy connects there; followed by #rank if Ranks is not 0
 	Scheme string // http, https or h2c; "" is http
-	Role   Role
 	Group  string // endpoints with a group only pair within it
-	Weight int    // assumed speed, in per cent of the others'; 0 is 100
 	Zone   string // where it runs; "": unknown. Transfers within a zone are assumed to be faster than between two
 	// the machine it runs on; "": that of its IP address. Transfers within a node are assumed to be faster still
 	Node   string
 	Engine string // engine release and model revision; if both endpoints of a pair report it, they must be equal
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
-	LoRAs  string // adapters configured for it, comma-separated; those that the engine reports count as well
 	Labels string // name=value, comma-separated: labels that requests may ask for
 
-	Drained    bool // no new work
-	EventsPort int  // port of its KV events; 0: the pool's
-	ReplayPort int  // port of the replay socket of these events, if EventsPort is not 0; 0: none
+	EventsPort int // port of its KV events; 0: the pool's
+	ReplayPort int // port of the replay socket of these events, if EventsPort is not 0; 0: none
 	Transfer   Transfer
-
-	// Draining endpoints finish their requests, serve the KV blocks that they hold for others, and get no new
-	// requests.
-	Draining bool
 
 	// Ranks is the number of data-parallel ranks behind the address, each a separate endpoint; 0: one without a
 	// number. Rank is this one's number, and part of Addr (#rank), which identifies an endpoint.
 	Ranks, Rank int
+
+	// What follows is read by every decision: in one cache line with the state, see [endpointState].
+
+	LoRAs   string // adapters configured for it, comma-separated; those that the engine reports count as well
+	Role    Role
+	Drained bool // no new work
+	// Draining endpoints finish their requests, serve the KV blocks that they hold for others, and get no new
+	// requests.
+	Draining bool
+	Weight   int // assumed speed, in per cent of the others'; 0 is 100
 }
 
 // HostPort returns the address to connect to: Addr without the rank.
@@ -166,12 +168,12 @@ type endpointState struct {
 	pace         atomic.Pointer[speed]         // of prefill; replaced, never modified; nil: nothing observed
 	steps        atomic.Pointer[speed]         // likewise, of decode steps
 	transferTime atomic.Pointer[transferRatio] // likewise, of KV transfers
-	blocks       prefixindex.Owner             // blocks that it holds according to the pool's prefix index
+	loads        atomic.Pointer[LoadFaults]    // nil: none
+	models       atomic.Pointer[[]string]
+	blocks       prefixindex.Owner // blocks that it holds according to the pool's prefix index
 	queue        prefillQueue
 	local        localWork
 
-	loads      atomic.Pointer[LoadFaults] // nil: none
-	models     atomic.Pointer[[]string]
 	buffer     receivebuffer.Buffer
 	load       *workload // the pool's
 	stepTokens int64

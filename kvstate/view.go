@@ -147,7 +147,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	}
 	c.Trust, c.KVTokens = 0, 0
 	if c.Signals = e.signals.Load(); c.Signals != nil {
-		c.Trust, c.KVTokens = trust(time.Duration(now-c.Signals.oldestFigure().UnixNano())), max(c.Signals.KVTokens, 0)
+		c.Trust, c.KVTokens = trust(time.Duration(now-c.Signals.oldest)), max(c.Signals.KVTokens, 0)
 		c.Signals.addTo(c)
 	}
 }

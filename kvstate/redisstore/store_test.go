@@ -154,7 +154,7 @@ func TestSignalsAreShared(t *testing.T) {
 	require.WithinDuration(t, at, got.At, time.Minute, "its age comes along; what the way took is lost")
 	require.Equal(t, got.At, got.ScrapedAt)
 	got.At, got.ScrapedAt = time.Time{}, time.Time{}
-	require.Equal(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, Host: host}, got)
+	require.EqualExportedValues(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, Host: host}, got)
 	require.Nil(t, b.e(1).Signals())
 
 	// The second of two looks says what came another way; nobody but who looked can tell.
