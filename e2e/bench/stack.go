@@ -32,7 +32,7 @@ type pair struct{ prefill, decode, bootstrap string }
 type variant struct {
 	name, bodyMode string
 	binary         string // "": the one built
-	binding        string // of its pools; "": immediate
+	binding        string // of its pools; "": late
 	redis          bool   // Tandem shares its state through a Redis
 	replicas       int    // 0: one
 	env            []string
@@ -210,7 +210,7 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	for name, p := range l.pairs {
 		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  binding: %s\n"+
 			"  endpoints: [{address: %q, role: prefill}, {address: %q, role: decode}]\n",
-			name, name, cmp.Or(v.binding, "immediate"), p.prefill, p.decode)
+			name, name, cmp.Or(v.binding, "late"), p.prefill, p.decode)
 	}
 	s := &stack{name: v.name, addr: ports[0], envoyAdmin: ports[1], pairs: l.pairs}
 	if v.redis {

@@ -18,7 +18,7 @@ func Waits(p *configv1.Pool) bool {
 }
 
 func setObjectiveDefaults(p *configv1.Pool) {
-	or(&p.Binding, "immediate")
+	or(&p.Binding, binding(p))
 	or(&p.EnginePriority, "none")
 	if p.Objectives != nil {
 		or(&p.Objectives.OnMiss, "goOn")
@@ -30,6 +30,16 @@ func setObjectiveDefaults(p *configv1.Pool) {
 		or(&p.Queue.MaxWaiting, 4096)
 	}
 }
+
+// binding returns the default of a pool's binding. Requests wait for prefill endpoints only.
+func binding(p *configv1.Pool) string {
+	if neverSplits(p) {
+		return "immediate"
+	}
+	return "late"
+}
+
+func neverSplits(p *configv1.Pool) bool { return p.KvTransfer == "none" || p.Split == "never" }
 
 // setWaitDefault sets the maximum wait of a pool's requests: in the replay a minute is as good as no limit, and 20 s
 // turn an overload into first come, first served.
@@ -47,7 +57,7 @@ func setWaitDefault(p *configv1.Pool, bodyMode string) {
 func checkObjectives(v *validator, path string, p *configv1.Pool) {
 	checkOneOf(v, path+".binding", p.Binding, "immediate", "late")
 	checkOneOf(v, path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
-	if p.Binding == "late" && (p.KvTransfer == "none" || p.Split == "never") {
+	if p.Binding == "late" && neverSplits(p) {
 		v.warn(path+".binding", "has no effect: requests wait for prefill endpoints, and nothing is split here")
 	}
 	if q := p.Queue; q != nil {

@@ -20,9 +20,13 @@ func TestObjectives(t *testing.T) {
 	require.Equal(t, "20s", onlyPool(t, with("envoy: {bodyMode: auto}, ", "binding: late,")).GetQueue().GetMaxWait())
 	require.EqualValues(t, 4096, p.GetQueue().GetMaxWaiting())
 	require.Equal(t, "goOn", p.GetObjectives().GetOnMiss())
-	require.Equal(t, "immediate", onlyPool(t, with("", "")).GetBinding())
-	require.False(t, Waits(onlyPool(t, with("", ""))))
-	require.True(t, Waits(onlyPool(t, with("", "objectives: {onMiss: queue},"))))
+	for pool, binding := range map[string]string{"": "late", "split: always,": "late", "split: never,": "immediate", "binding: immediate,": "immediate"} {
+		require.Equal(t, binding, onlyPool(t, with("", pool)).GetBinding(), pool)
+		require.Equal(t, binding == "late", Waits(onlyPool(t, with("", pool))), pool)
+	}
+	alone := onlyPool(t, `pools: [{name: a, kvTransfer: none, endpoints: [{address: "10.0.0.1:1"}]}]`)
+	require.Equal(t, "immediate", alone.GetBinding(), "nothing is split")
+	require.True(t, Waits(onlyPool(t, with("", "binding: immediate, objectives: {onMiss: queue},"))))
 
 	for pool, want := range map[string]string{
 		"binding: later,":                              `pools[0].binding: "later" is not one of immediate, late (late?)`,
@@ -40,7 +44,7 @@ func TestObjectives(t *testing.T) {
 	}
 	_, _, err = Parse([]byte(with("envoy: {bodyMode: auto}, ", "binding: late, queue: {maxWait: 1m},")))
 	require.ErrorContains(t, err, "pools[0].queue.maxWait: is above 20s, and envoy.bodyMode auto")
-	_, warnings, err = Parse([]byte(with("", "queue: {},")))
+	_, warnings, err = Parse([]byte(with("", "binding: immediate, queue: {},")))
 	require.NoError(t, err)
 	require.Equal(t, []string{"pools[0].queue: has no effect: requests wait with binding late, or with objectives.onMiss queue"}, warnings)
 

@@ -1250,9 +1250,10 @@ type Pool struct {
 	// that cannot make two hops. Neither works with a kvTransfer whose legs run at once, and direct does not work with
 	// lmcache. With extProc.protocol endpointPicker the default is sidecar. Default envoy.
 	Handoff string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
-	// When requests get their endpoints: immediate or late. immediate: at once. late: they wait in Tandem until an
+	// When requests get their endpoints: immediate or late. immediate: at once. late: they wait in Tandem until a prefill
 	// endpoint has less than about one step of work ahead (half a second). The shortest go first, and waiting raises a
-	// request's rank. Engines get nothing meanwhile. Default immediate.
+	// request's rank. Engines get nothing meanwhile. Default: late; immediate if nothing is split (kvTransfer none, or
+	// split never).
 	Binding string `protobuf:"bytes,50,opt,name=binding,proto3" json:"binding,omitempty"`
 	// With binding late, or objectives.onMiss queue.
 	Queue *Queue `protobuf:"bytes,51,opt,name=queue,proto3" json:"queue,omitempty"`
