@@ -20,6 +20,7 @@ import (
 	"tandem/kvstate/notices"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/redisstore/lag"
 	"tandem/kvstate/scrape"
 )
 
@@ -163,17 +164,17 @@ func TestEachFigureOfRedisIsShown(t *testing.T) {
 		"tandem_redis_notices_dropped_total": 13,
 	}, got)
 
-	lag := redisstore.Lag{Count: 7, Seconds: 12.5}
-	for i := range lag.Buckets { // each counts those below it
-		lag.Buckets[i] = uint64(min(i, 6))
+	late := lag.Lag{Count: 7, Seconds: 12.5}
+	for i := range late.Buckets { // each counts those below it
+		late.Buckets[i] = uint64(min(i, 6))
 	}
 	var m dto.Metric
-	require.NoError(t, lagHistogram(prometheus.NewDesc("lag", "help", nil, nil), lag).Write(&m))
+	require.NoError(t, lagHistogram(prometheus.NewDesc("lag", "help", nil, nil), late).Write(&m))
 	require.Equal(t, uint64(7), m.GetHistogram().GetSampleCount())
 	require.InDelta(t, 12.5, m.GetHistogram().GetSampleSum(), 0)
 	for i, b := range m.GetHistogram().GetBucket() {
 		require.Equal(t, uint64(min(i, 6)), b.GetCumulativeCount())
-		require.InDelta(t, redisstore.LagBucket(i).Seconds(), b.GetUpperBound(), 0)
+		require.InDelta(t, lag.Bucket(i).Seconds(), b.GetUpperBound(), 0)
 	}
 }
 

@@ -19,6 +19,7 @@ import (
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/redisstore/lag"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
@@ -266,10 +267,10 @@ func (c lagCollector) Collect(to chan<- prometheus.Metric) {
 	to <- lagHistogram(c.desc, c.store.Stats().Lag)
 }
 
-func lagHistogram(desc *prometheus.Desc, lag redisstore.Lag) prometheus.Metric {
-	buckets := make(map[float64]uint64, len(lag.Buckets))
-	for i, n := range lag.Buckets {
-		buckets[redisstore.LagBucket(i).Seconds()] = n
+func lagHistogram(desc *prometheus.Desc, l lag.Lag) prometheus.Metric {
+	buckets := make(map[float64]uint64, len(l.Buckets))
+	for i, n := range l.Buckets {
+		buckets[lag.Bucket(i).Seconds()] = n
 	}
-	return prometheus.MustNewConstHistogram(desc, lag.Count, lag.Seconds, buckets)
+	return prometheus.MustNewConstHistogram(desc, l.Count, l.Seconds, buckets)
 }

@@ -46,6 +46,7 @@ type Options struct {
 const (
 	within  = 500 * time.Millisecond // for one exchange with Redis
 	ttl     = 10                     // of a replica's addresses, in intervals
+	rewrite = 3                      // intervals after which they are written again
 	maxText = 512                    // bytes of a replica's addresses
 )
 
@@ -58,6 +59,7 @@ type Members struct {
 	self    Replica               // its slot is -1 if it has none
 	found   bool                  // self has its addresses
 	seen    map[Replica]time.Time // when each was last known to live
+	written time.Time             // when self was
 	list    []Replica             // as published
 	known   bool                  // a list was published
 	started time.Time
@@ -135,9 +137,11 @@ func (m *Members) exchange(ctx context.Context) ([]Replica, error) {
 	if err != nil {
 		return nil, fmt.Errorf("writing this replica's addresses: %w", err)
 	}
-	err = m.redis.Client.Set(ctx, keys[0], text, ttl*m.o.Every).Err()
-	if err != nil {
-		return nil, fmt.Errorf("writing this replica's addresses: %w", err)
+	if now := time.Now(); values[0] != string(text) || now.Sub(m.written) >= rewrite*m.o.Every {
+		if err := m.redis.Client.Set(ctx, keys[0], text, ttl*m.o.Every).Err(); err != nil {
+			return nil, fmt.Errorf("writing this replica's addresses: %w", err)
+		}
+		m.written = now
 	}
 	return append(out, m.self), nil
 }

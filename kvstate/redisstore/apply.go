@@ -20,7 +20,7 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	c.batchesRead.Add(1)
 	before := id.compare(p.began) <= 0 // it was published before this replica joined
 	if len(b.GetBlocks()) > 0 && !before {
-		c.lag.note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
+		c.lag.Note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
 	m := p.observe(b, age)
 	if m != nil {

@@ -381,3 +381,20 @@ func TestBytesOfARequest(t *testing.T) {
 	require.Len(t, x.published, before+1)
 	require.LessOrEqual(t, proto.Size(x.last()), 8*100+150)
 }
+
+// Complete batches of all replicas come at about the same moments of Redis's clock, whatever their own clocks and starts, and at
+// least twice in a lease.
+func TestBeatsComeTogether(t *testing.T) {
+	now := time.Now()
+	for i := range uint64(200) {
+		r := lonely(t, 1)
+		r.store.replica = newReplica(now) + i<<20
+		r.store.clock.ahead.Store(int64(i) * 7777)
+		every := r.store.o.Lease / beatsPerLease
+		left := r.store.untilBeat(now)
+		require.GreaterOrEqual(t, left, every/2)
+		require.Less(t, left, 3*every/2)
+		phase := (r.store.clock.of(now) + left) % every
+		require.Less(t, phase, beatSpread)
+	}
+}

@@ -3,31 +3,49 @@ package redisstore
 import (
 	"context"
 	"errors"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 	"google.golang.org/protobuf/proto"
 
+	"tandem/internal/guard"
 	statev1 "tandem/protos/state/v1"
 )
 
-// readAtOnce is the maximum number of entries of one XREAD.
+// readAtOnce is the maximum number of entries of one stream in an XREAD.
 const readAtOnce = 256
 
-// read applies the batches of other replicas, until ctx ends.
-func (s *Store) read(ctx context.Context, p *poolReplica) {
+// loadingBlock is the time for which a read waits while a pool is left out of it: that pool's entries wait too.
+const loadingBlock = 50 * time.Millisecond
+
+// streamsOf returns the pools whose streams one command can read: all; in a Cluster, where they are stored on several
+// nodes, each by itself.
+func (s *Store) streamsOf() (out [][]*poolReplica) {
+	if _, ok := s.client.(*redis.ClusterClient); !ok {
+		return [][]*poolReplica{s.pools()}
+	}
+	for _, p := range s.pools() {
+		out = append(out, []*poolReplica{p})
+	}
+	return out
+}
+
+// read applies the batches of other replicas to these pools, until ctx ends.
+func (s *Store) read(ctx context.Context, pools ...*poolReplica) {
+	var loading sync.WaitGroup
+	defer loading.Wait()
 	for ctx.Err() == nil {
-		err := p.joinOnce(ctx)
-		if err == nil {
-			err = p.receive(ctx, s.o.Lease/beatsPerLease)
+		err := s.readOnce(ctx, pools, &loading)
+		for _, p := range pools {
+			p.mu.Lock()
+			p.expire(time.Now())
+			p.askDue(time.Now())
+			p.mu.Unlock()
 		}
-		p.mu.Lock()
-		p.expire(time.Now())
-		p.askDue(time.Now())
-		p.mu.Unlock()
-		p.loadAnnounced(ctx)
 		if err != nil && ctx.Err() == nil {
-			s.log.Debug("reading from redis", "pool", p.pool, "err", err)
+			s.log.Debug("reading from redis", "err", err)
 			wait(ctx, retryAfter)
 		} else {
 			wait(ctx, s.rest())
@@ -35,27 +53,84 @@ func (s *Store) read(ctx context.Context, p *poolReplica) {
 	}
 }
 
+// readOnce reads the streams of those pools that have joined and load no snapshot. That happens beside, because it may
+// take seconds.
+func (s *Store) readOnce(ctx context.Context, pools []*poolReplica, loading *sync.WaitGroup) error {
+	ready := make([]*poolReplica, 0, len(pools))
+	for _, p := range pools {
+		if p.upToDate() {
+			ready = append(ready, p)
+		} else if p.loading.CompareAndSwap(false, true) {
+			loading.Go(func() {
+				defer p.loading.Store(false)
+				p.bringUpToDate(ctx)
+			})
+		}
+	}
+	if len(ready) == 0 {
+		return nil
+	}
+	block := s.o.Lease / beatsPerLease
+	if len(ready) < len(pools) {
+		block = loadingBlock
+	}
+	err := s.receive(ctx, block, ready...)
+	var refused redis.Error // the key of one pool may be unreadable
+	if len(ready) > 1 && errors.As(err, &refused) {
+		for _, p := range ready {
+			err = errors.Join(err, s.receive(ctx, 0, p))
+		}
+	}
+	return err
+}
+
+// upToDate reports whether a pool's entries can be read.
+func (p *poolReplica) upToDate() bool {
+	if p.loading.Load() {
+		return false
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.joined && p.notice == nil
+}
+
+// bringUpToDate joins, or loads the announced snapshot.
+func (p *poolReplica) bringUpToDate(ctx context.Context) {
+	_, err := guard.Try(ctx, "Redis", func() (struct{}, error) {
+		err := p.joinOnce(ctx)
+		p.loadAnnounced(ctx)
+		return struct{}{}, err
+	})
+	if err != nil && ctx.Err() == nil {
+		p.s.log.Debug("reading from redis", "pool", p.pool, "err", err)
+		wait(ctx, retryAfter)
+	}
+}
+
 // receive applies the available entries, or those that arrive within the given time.
-func (p *poolReplica) receive(ctx context.Context, block time.Duration) error {
+func (s *Store) receive(ctx context.Context, block time.Duration, pools ...*poolReplica) error {
 	ctx, cancel := context.WithTimeout(ctx, block+besidePath)
 	defer cancel()
-	p.mu.Lock()
-	from := p.position
-	p.mu.Unlock()
 	if block == 0 {
 		block = -1
 	}
-	streams, err := p.s.client.XRead(ctx, &redis.XReadArgs{
-		Streams: []string{p.keys.stream(), from.String()}, Count: readAtOnce, Block: block,
-	}).Result()
+	names := make([]string, 2*len(pools))
+	for i, p := range pools {
+		p.mu.Lock()
+		names[i], names[len(pools)+i] = p.keys.stream(), p.position.String()
+		p.mu.Unlock()
+	}
+	streams, err := s.client.XRead(ctx, &redis.XReadArgs{Streams: names, Count: readAtOnce, Block: block}).Result()
 	if errors.Is(err, redis.Nil) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	for _, stream := range streams {
-		p.takeIn(stream.Messages...)
+	for i := range streams {
+		if at := slices.Index(names[:len(pools)], streams[i].Stream); at >= 0 {
+			pools[at].takeIn(streams[i].Messages...)
+		}
 	}
 	return nil
 }

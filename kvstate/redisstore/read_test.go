@@ -99,3 +99,29 @@ func TestWhatIsToldIsKnown(t *testing.T) {
 		require.InDelta(t, va.Load.Local, vb.Load.Local, 1e-4)
 	})
 }
+
+// All pools are read at once, and a key that Redis refuses to read stops its own pool only.
+func TestABadKeyStopsOnePool(t *testing.T) {
+	t.Parallel()
+	s := startRedis(t)
+	both := func() *replica {
+		r := apart(t, redisURL(s), 1)
+		r.state.SetPool(kvstate.PoolSpec{Name: "other"}, []kvstate.EndpointSpec{{Name: addr(0), Addr: addr(0), Role: kvstate.RoleBoth}})
+		r.joins()
+		r.run()
+		return r
+	}
+	a, b := both(), both()
+	other := b.state.Pool("other")
+	held := func() int {
+		var v kvstate.View
+		b.state.View(other, prompt(1, 3), &v)
+		return v.Endpoints[0].Hit
+	}
+	a.state.Routed(a.state.Pool("other"), a.state.Pool("other").Endpoint(addr(0)), prompt(1, 3))
+	eventually(t, "a prompt of the second pool is known", func() bool { return held() == 3 })
+	s.do("DEL", b.store.poolReplica("other").keys.stream())
+	s.do("SET", b.store.poolReplica("other").keys.stream(), "nonsense")
+	a.state.Routed(a.pool, a.e(0), prompt(2, 3))
+	eventually(t, "one of the first is, too", func() bool { return b.hit(0, prompt(2, 3)) == 3 })
+}

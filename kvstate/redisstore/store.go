@@ -74,8 +74,10 @@ func (s *Store) Close() error { return s.client.Close() }
 // Run keeps the state and the other replicas' up to date until ctx ends; then it publishes that it leaves.
 func (s *Store) Run(ctx context.Context) {
 	var running sync.WaitGroup
+	for _, pools := range s.streamsOf() {
+		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.read(ctx, pools...) }) })
+	}
 	for _, p := range s.pools() {
-		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.read(ctx, p) }) })
 		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.writeSnapshots(ctx, p) }) })
 	}
 	for range askers {
@@ -117,6 +119,7 @@ type poolReplica struct {
 
 	mu        sync.Mutex
 	seq       uint64               // of the last batch sent
+	lives     time.Time            // the stream's time to live was set then
 	published map[string]published // by address: the other replicas' knowledge
 	members   map[uint64]*member
 	resum     map[string]struct{} // addresses whose remote load has changed since it was summed
@@ -129,6 +132,7 @@ type poolReplica struct {
 	notice        *statev1.SnapshotNotice // of a snapshot to load
 	endpoints     endpoints
 
+	loading   atomic.Bool              // a snapshot is being loaded, and nothing else is read meanwhile
 	ids       atomic.Pointer[[]uint64] // of the living replicas, including ours, sorted
 	snapshots snapshots
 }

@@ -43,6 +43,11 @@ func (c *clock) set(id streamID, sent, replied time.Time) {
 	c.ahead.Store(int64(id.ms)*1000 + 500 - (sent.UnixMicro()+replied.UnixMicro())/2)
 }
 
+// of returns Redis's clock as the time since 1970.
+func (c *clock) of(now time.Time) time.Duration {
+	return time.Duration(now.UnixMicro()+c.ahead.Load()) * time.Microsecond
+}
+
 // age returns an entry's age, by Redis's clock.
 func (c *clock) age(id streamID, now time.Time) time.Duration {
 	return max(0, time.Duration(now.UnixMicro()+c.ahead.Load()-int64(id.ms)*1000-500)*time.Microsecond)

@@ -21,14 +21,18 @@ const (
 	restMost      = 40 * time.Millisecond
 	aloneRest     = 50 * time.Millisecond
 	beatsPerLease = 3
+	beatSpread    = 8 * time.Millisecond // less than the rest after reading with 4 replicas
 	retryAfter    = 100 * time.Millisecond
 )
 
 // write publishes batches, until ctx ends; then it publishes that this replica leaves.
 func (s *Store) write(ctx context.Context) {
-	beat := time.NewTicker(s.o.Lease / beatsPerLease)
+	beat := time.NewTimer(0)
 	defer beat.Stop()
 	for complete := true; ; {
+		if complete {
+			beat.Reset(s.untilBeat(time.Now()))
+		}
 		pause := s.rest()
 		if err := s.flush(ctx, complete, false); err != nil {
 			pause = retryAfter
@@ -49,6 +53,18 @@ func (s *Store) write(ctx context.Context) {
 		}
 	}
 	_ = s.flush(ctx, true, true)
+}
+
+// untilBeat returns the time until the next complete batch: at least half an interval, and at most one and a half. A
+// lease has three.
+func (s *Store) untilBeat(now time.Time) time.Duration {
+	every := s.o.Lease / beatsPerLease
+	offset := time.Duration(s.replica*0x9E3779B185EBCA87>>32) * beatSpread >> 32
+	left := every - (s.clock.of(now)-offset)%every
+	if left < every/2 {
+		left += every
+	}
+	return left
 }
 
 // rest returns the pause after a batch, and after reading.
@@ -135,8 +151,10 @@ type entry struct {
 	p      *poolReplica
 	out    outbox
 	before map[string]published
+	lives  time.Time // the stream's time to live was set then
 	bytes  []byte
 	reply  *redis.StringCmd
+	expire *redis.BoolCmd // sets the stream's time to live; nil: not sent
 }
 
 // entry returns the pool's next entry, nil if there is nothing to publish.
@@ -150,7 +168,7 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 			p.s.follower.ForwardPositions(pool)
 		}
 	}
-	e := &entry{p: p, out: p.take()}
+	e := &entry{p: p, out: p.take(), lives: p.lives}
 	b, before := p.batchOf(&e.out, complete, time.Now())
 	if b == nil {
 		return nil, nil
@@ -167,12 +185,15 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 // batchField is the only field of a stream's entry.
 const batchField = "b"
 
+// expireEvery is how often a replica sets the stream's time to live.
+const expireEvery = streamTTL / 10
+
 func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 	e.reply = pipe.XAdd(ctx, &redis.XAddArgs{
 		Stream: e.p.keys.stream(), MaxLen: streamLength, Approx: true, Values: []any{batchField, e.bytes},
 	})
-	if complete {
-		pipe.PExpire(ctx, e.p.keys.stream(), streamTTL)
+	if complete && time.Since(e.lives) >= expireEvery {
+		e.expire = pipe.PExpire(ctx, e.p.keys.stream(), streamTTL)
 	}
 }
 
@@ -193,7 +214,7 @@ func (e *entry) settle(sent time.Time) error {
 	defer p.mu.Unlock()
 	if err != nil {
 		maps.Copy(p.published, e.before)
-		p.waitsUnknown, p.publishedKeys = true, nil
+		p.waitsUnknown, p.publishedKeys, p.lives = true, nil, time.Time{} // it may come back empty
 		p.outMu.Lock()
 		p.s.counters.dropped.Add(int64(p.out.requeue(&e.out)))
 		p.s.counters.eventsDropped.Add(int64(len(e.out.forwarded)))
@@ -201,6 +222,9 @@ func (e *entry) settle(sent time.Time) error {
 		return fmt.Errorf("writing to Redis: %w", err)
 	}
 	p.seq++
+	if e.expire != nil && e.expire.Err() == nil {
+		p.lives = sent
+	}
 	p.s.counters.batchesSent.Add(1)
 	p.s.clock.set(id, sent, time.Now())
 	if e.out.join {
