@@ -4,10 +4,12 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -32,28 +34,30 @@ const (
 	fleetClients = 16
 )
 
-// spent is what a stack has used up to a moment.
+// spent is what a stack has used up to a moment, or in a part of the time.
 type spent struct {
-	envoy, tandem, redis  time.Duration // CPU
-	wakeups               float64       // of the replicas' threads
-	extProc, extProcBytes float64       // streams of Envoy to replicas, and bytes both ways
-	logs, logBytes        float64       // access log entries times replicas that they were sent to, and bytes
-	commands              float64       // of Redis
-	redisIn, redisOut     float64       // bytes to and from it
-	reads                 float64       // XREAD
-	writes                float64       // XADD
+	envoy, tandem, redis  float64 // CPU, ms
+	wakeups               float64 // of the replicas' threads
+	extProc, extProcBytes float64 // streams of Envoy to replicas, and bytes both ways
+	logs, logBytes        float64 // access log entries times replicas that they were sent to, and bytes
+	commands              float64 // of Redis
+	redisIn, redisOut     float64 // bytes to and from it
+	reads                 float64 // XREAD
+	writes                float64 // XADD
 }
 
-// figures are the fields of spent, for arithmetic.
-func (s *spent) figures() []float64 {
-	return []float64{
-		s.envoy.Seconds() * 1e3, s.tandem.Seconds() * 1e3, s.redis.Seconds() * 1e3, s.wakeups, s.extProc,
-		s.extProcBytes, s.logs, s.logBytes, s.commands, s.redisIn, s.redisOut, s.reads, s.writes,
+// figures are pointers to all fields, for arithmetic.
+func (s *spent) figures() []*float64 {
+	return []*float64{
+		&s.envoy, &s.tandem, &s.redis, &s.wakeups, &s.extProc, &s.extProcBytes, &s.logs, &s.logBytes, &s.commands,
+		&s.redisIn, &s.redisOut, &s.reads, &s.writes,
 	}
 }
 
+func (s *spent) cpu() float64 { return s.envoy + s.tandem + s.redis }
+
 // fleetRow is one round of one size: what a request cost, and a second without requests.
-type fleetRow struct{ request, idle []float64 }
+type fleetRow struct{ request, idle spent }
 
 // fleet measures each number of replicas in o.fleet, o.rounds times, and prints the table.
 func (l *lab) fleet(ctx context.Context, o options, stdout io.Writer) error {
@@ -116,42 +120,46 @@ func pause(ctx context.Context, d time.Duration) error {
 }
 
 // between returns what do used, in n parts.
-func (s *stack) between(ctx context.Context, n float64, do func() error) ([]float64, error) {
+func (s *stack) between(ctx context.Context, n float64, do func() error) (used spent, err error) {
 	before, err := s.spent(ctx)
 	if err != nil {
-		return nil, err
+		return used, err
 	}
 	if err := do(); err != nil {
-		return nil, err
+		return used, err
 	}
-	after, err := s.spent(ctx)
-	if err != nil {
-		return nil, err
+	if used, err = s.spent(ctx); err != nil {
+		return used, err
 	}
-	was, out := before.figures(), after.figures()
-	for i := range out {
-		out[i] = (out[i] - was[i]) / n
+	was := before.figures()
+	for i, v := range used.figures() {
+		*v = (*v - *was[i]) / n
 	}
-	return out, nil
+	return used, nil
 }
 
 func (s *stack) spent(ctx context.Context) (u spent, err error) {
-	if u.envoy, err = s.envoy.CPU(); err != nil {
+	if u.envoy, err = cpuMillis(s.envoy); err != nil {
 		return u, err
 	}
-	if u.tandem, err = cpuOf(s.tandems...); err != nil {
+	if u.tandem, err = cpuMillis(s.tandems...); err != nil {
 		return u, err
 	}
 	for _, t := range s.tandems {
 		u.wakeups += float64(t.Wakeups())
 	}
-	if u.redis, err = cpuOf(s.routers...); err != nil {
+	if u.redis, err = cpuMillis(s.routers...); err != nil {
 		return u, err
 	}
 	if err := s.envoyCounts(ctx, &u); err != nil {
 		return u, err
 	}
 	return u, s.redisCounts(&u)
+}
+
+func cpuMillis(processes ...*process.Process) (float64, error) {
+	used, err := cpuOf(processes...)
+	return used.Seconds() * 1e3, err
 }
 
 // envoyCounts reads Envoy's own counts of its connections to replicas.
@@ -233,39 +241,71 @@ func read(ctx context.Context, url string) ([]byte, error) {
 	return io.ReadAll(resp.Body)
 }
 
+// column is one of the fleet's table.
+type column struct {
+	name, format string
+	of           func(request, idle *spent) float64
+}
+
+func columns(one float64) []column {
+	return []column{
+		{"Envoy", "%.3f", func(r, _ *spent) float64 { return r.envoy }},
+		{"Tandem", "%.3f", func(r, _ *spent) float64 { return r.tandem }},
+		{"Redis", "%.3f", func(r, _ *spent) float64 { return r.redis }},
+		{"sum", "%.3f", func(r, _ *spent) float64 { return r.cpu() }},
+		{"x one", "%.2f", func(r, _ *spent) float64 { return r.cpu() / one }},
+		{"idle Envoy, ms/s", "%.1f", func(_, i *spent) float64 { return i.envoy }},
+		{"idle Tandem", "%.1f", func(_, i *spent) float64 { return i.tandem }},
+		{"idle Redis", "%.1f", func(_, i *spent) float64 { return i.redis }},
+		{"idle wake-ups/s", "%.0f", func(_, i *spent) float64 { return i.wakeups }},
+		{"idle commands/s", "%.1f", func(_, i *spent) float64 { return i.commands }},
+		{"wake-ups", "%.1f", func(r, _ *spent) float64 { return r.wakeups }},
+		{"ext_proc", "%.2f", func(r, _ *spent) float64 { return r.extProc }},
+		{"its bytes", "%.0f", func(r, _ *spent) float64 { return r.extProcBytes }},
+		{"log entries", "%.2f", func(r, _ *spent) float64 { return r.logs }},
+		{"its bytes", "%.0f", func(r, _ *spent) float64 { return r.logBytes }},
+		{"XADD", "%.2f", func(r, _ *spent) float64 { return r.writes }},
+		{"XREAD", "%.2f", func(r, _ *spent) float64 { return r.reads }},
+		{"commands", "%.2f", func(r, _ *spent) float64 { return r.commands }},
+		{"bytes in", "%.0f", func(r, _ *spent) float64 { return r.redisIn }},
+		{"bytes out", "%.0f", func(r, _ *spent) float64 { return r.redisOut }},
+	}
+}
+
 // writeFleet prints medians over rounds.
 func writeFleet(stdout io.Writer, o options, rows map[int][]fleetRow) error {
-	fmt.Fprintf(stdout, "%v requests a second in all, %s, %d clients. CPU in ms, everything per request.\n\n", o.rate,
-		o.shapes[0].title, fleetClients)
+	fmt.Fprintf(stdout, "%v requests a second in all, %s, %d clients. CPU in ms, everything per request; idle: all "+
+		"processes together, per second without requests.\n\n", o.rate, o.shapes[0].title, fleetClients)
 	w := tabwriter.NewWriter(stdout, 0, 0, 1, ' ', 0)
-	fmt.Fprintln(w, "| replicas\t| Envoy\t| Tandem\t| Redis\t| sum\t| x one\t| Envoy idle, ms/s\t| others\t| "+
-		"wake-ups\t| ext_proc\t| its bytes\t| log entries\t| its bytes\t| XADD\t| XREAD\t| commands\t| bytes in\t| "+
-		"bytes out\t|")
-	fmt.Fprintln(w, strings.Repeat("|---\t", 18)+"|")
-	one := 0.0
+	var table []column
 	for i, n := range o.fleet {
-		m := medians(rows[n], func(r *fleetRow) []float64 { return r.request })
-		idle := medians(rows[n], func(r *fleetRow) []float64 { return r.idle })
-		sum := m[0] + m[1] + m[2]
+		request := medians(rows[n], func(r *fleetRow) *spent { return &r.request })
+		idle := medians(rows[n], func(r *fleetRow) *spent { return &r.idle })
 		if i == 0 {
-			one = sum
+			table = columns(request.cpu())
+			fmt.Fprint(w, "| replicas\t")
+			for _, c := range table {
+				fmt.Fprintf(w, "| %s\t", c.name)
+			}
+			fmt.Fprintln(w, "|\n"+strings.Repeat("|---\t", len(table)+1)+"|")
 		}
-		fmt.Fprintf(w, "| %d\t| %.3f\t| %.3f\t| %.3f\t| %.3f\t| %.2f\t| %.1f\t| %.1f\t| %.1f\t| %.2f\t| %.0f\t| "+
-			"%.2f\t| %.0f\t| %.2f\t| %.2f\t| %.2f\t| %.0f\t| %.0f\t|\n",
-			n, m[0], m[1], m[2], sum, sum/one, idle[0], idle[1]+idle[2], m[3], m[4], m[5], m[6], m[7], m[12],
-			m[11], m[8], m[9], m[10])
+		fmt.Fprintf(w, "| %d\t", n)
+		for _, c := range table {
+			fmt.Fprintf(w, "| "+c.format+"\t", c.of(&request, &idle))
+		}
+		fmt.Fprintln(w, "|")
 	}
 	return w.Flush()
 }
 
 // medians returns the median of each figure.
-func medians(rows []fleetRow, of func(*fleetRow) []float64) (out []float64) {
-	for i := range of(&rows[0]) {
+func medians(rows []fleetRow, of func(*fleetRow) *spent) (out spent) {
+	for i, v := range out.figures() {
 		var all []float64
 		for k := range rows {
-			all = append(all, of(&rows[k])[i])
+			all = append(all, *of(&rows[k]).figures()[i])
 		}
-		out = append(out, median(all))
+		*v = median(all)
 	}
 	return out
 }
@@ -287,36 +327,53 @@ func purposes() [][2]string {
 	}
 }
 
-// fleetProfile profiles all replicas at once under load, and prints the share of CPU by purpose.
+// fleetProfile profiles all replicas at once, without requests and under load, and prints the share of CPU by purpose.
 func (l *lab) fleetProfile(ctx context.Context, o options, s *stack, b *body) error {
+	if err := pause(ctx, 2*settleTime); err != nil {
+		return err
+	}
+	if err := l.profileAll(ctx, o, s, "idle", idleProfileTime); err != nil {
+		return err
+	}
 	loaded, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		_, _ = l.load(loaded, s, o.shapes[0], b, fleetClients, 1<<40)
 	}()
+	err := l.profileAll(ctx, o, s, "loaded", profileTime)
+	cancel()
+	<-ended
+	return err
+}
+
+// idleProfileTime is longer, because an idle process has few samples.
+const idleProfileTime = 20 * time.Second
+
+func (l *lab) profileAll(ctx context.Context, o options, s *stack, what string, length time.Duration) error {
+	if err := os.MkdirAll(o.profiles, 0o755); err != nil {
+		return err
+	}
 	files := make([]string, len(s.admins))
 	errs := make([]error, len(s.admins))
 	var group sync.WaitGroup
 	for i, admin := range s.admins {
-		files[i] = filepath.Join(o.profiles, fmt.Sprintf("%s-%d.pprof", s.name, i))
+		files[i] = filepath.Join(o.profiles, fmt.Sprintf("%s-%s-%d.pprof", s.name, what, i))
 		group.Go(func() {
-			errs[i] = fetch(ctx, fmt.Sprintf("%s/debug/pprof/profile?seconds=%d", admin, int(profileTime.Seconds())),
-				files[i])
+			url := fmt.Sprintf("%s/debug/pprof/profile?seconds=%d", admin, int(length.Seconds()))
+			errs[i] = fetch(ctx, url, files[i])
 		})
 	}
 	group.Wait()
-	cancel()
-	<-ended
-	if i := slices.IndexFunc(errs, func(err error) bool { return err != nil }); i >= 0 {
-		return errs[i]
+	if err := errors.Join(errs...); err != nil {
+		return err
 	}
 	args := append([]string{"tool", "pprof", "-top", "-cum", "-nodecount=100000", "-nodefraction=0"}, files...)
 	text, err := exec.CommandContext(ctx, "go", args...).Output()
 	if err != nil {
 		return fmt.Errorf("go tool pprof: %w", err)
 	}
-	fmt.Fprintf(l.log, "%s:", s.name)
+	fmt.Fprintf(l.log, "%s, %s:", s.name, what)
 	for _, p := range purposes() {
 		for line := range bytes.Lines(text) {
 			if f := strings.Fields(string(line)); len(f) >= 6 && f[5] == p[1] {
