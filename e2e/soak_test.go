@@ -21,8 +21,9 @@ import (
 )
 
 // A fleet runs for SOAK (a duration; `make soak`: 20m) under load and churn: engines die and return, are drained,
-// weighted, removed from the configuration and added again; the second replica of Tandem is stopped, killed and
-// restarted; clients leave; with SOAK_REDIS=1 there is a Redis, which is restarted too. At the end everything that
+// weighted, removed from the configuration and added again; replicas of Tandem are stopped, killed and restarted;
+// clients leave; with SOAK_REDIS=1 there is a Redis, which is restarted too. SOAK_REPLICAS (2) replicas serve
+// SOAK_CLIENTS (8) clients. At the end everything that
 // could leak is where it was: memory, goroutines and descriptors of the replica that ran all the time and of Envoy,
 // reservations, the engines' ledgers. Every client got an answer, or the beginning of one whose engine was killed, or,
 // for bodies over 64 KiB, which Envoy does not keep for another replica, a 503 with Retry-After if the replica with
@@ -100,7 +101,7 @@ type soak struct {
 
 func newSoak(t *testing.T) *soak {
 	s := &soak{seen: map[string]int{}, churned: map[string]int{}}
-	o := options{prefills: 3, decodes: 3, replicas: 2, serveArgs: []string{"-linger", "2s", "-log", "warn"}, engineArgs: []string{
+	o := options{prefills: 3, decodes: 3, replicas: max(fromEnv("SOAK_REPLICAS", 2), 2), serveArgs: []string{"-linger", "2s", "-log", "warn"}, engineArgs: []string{
 		"--decode-step", "2ms", "--prefill-speed", "100000", "--lease", "5s", "--load-timeout", "200ms", "--record=false", "--kv-load-failure", "recompute"}}
 	if os.Getenv("SOAK_REDIS") != "" {
 		tool(t, "REDIS_SERVER", "redis-server", ".tools/bin/redis-server")
@@ -196,11 +197,11 @@ func (s *soak) count(of map[string]int, kind string) {
 	of[kind]++
 }
 
-// load runs eight clients for a time, and calls look every ten seconds.
+// load runs the clients for a time, and calls look every ten seconds.
 func (s *soak) load(length time.Duration, look func()) {
 	stop := make(chan struct{})
 	var clients sync.WaitGroup
-	for i := range 8 {
+	for i := range fromEnv("SOAK_CLIENTS", 8) {
 		clients.Go(func() { s.client(i, stop) })
 	}
 	for began := time.Now(); time.Since(began) < length; {
@@ -264,15 +265,15 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 	engines := append(slices.Clone(s.prefills[1:]), s.decodes[1:]...)
 	paused := map[*engine]bool{}
 	out := map[*engine]bool{} // of the configuration
-	replica := filepath.Join(s.dir, "tandem-1.yaml")
 	for {
 		select {
 		case <-stop:
-			s.restore(engines, paused, out, replica)
+			s.restore(engines, paused, out)
 			return
 		case <-time.After(time.Duration(200+random.IntN(1500)) * time.Millisecond):
 		}
 		e := engines[random.IntN(len(engines))]
+		replica := 1 + random.IntN(len(s.tandems)-1)
 		did := ""
 		switch n := random.IntN(20); {
 		case n < 7 && e.running():
@@ -290,15 +291,15 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 			out[e] = !out[e]
 			s.configure(e, !out[e])
 			did = map[bool]string{true: "endpoint taken out", false: "endpoint put in"}[out[e]]
-		case n < 18 && s.tandems[1].running():
+		case n < 18 && s.tandems[replica].running():
 			signal := map[bool]os.Signal{true: syscall.SIGTERM, false: syscall.SIGKILL}[n < 17]
 			if signal == syscall.SIGKILL {
 				s.replicaKilled.Store(time.Now().UnixNano())
 			}
-			s.tandems[1].stop(signal)
+			s.tandems[replica].stop(signal)
 			did = "replica ended by " + signal.String()
 		case n < 18:
-			s.startTandem(1, replica, s.admins[1])
+			s.startReplica(replica)
 			for e, p := range paused { // orders of a single replica
 				if p {
 					s.pause(e, true)
@@ -318,6 +319,10 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 	}
 }
 
+func (s *soak) startReplica(i int) {
+	s.startTandem(i, filepath.Join(s.dir, fmt.Sprintf("tandem-%d.yaml", i)), s.admins[i])
+}
+
 func (s *soak) pause(e *engine, paused bool) {
 	verb := map[bool]string{true: "pause", false: "resume"}[paused]
 	for i, admin := range s.admins {
@@ -332,7 +337,7 @@ func (s *soak) pause(e *engine, paused bool) {
 	}
 }
 
-// configure adds an endpoint to the configuration of both replicas, or removes it.
+// configure adds an endpoint to the configuration of all replicas, or removes it.
 func (s *soak) configure(e *engine, in bool) {
 	line := fmt.Sprintf("  - {address: %q, role: %s}\n", e.addr, e.role)
 	for i := range s.admins {
@@ -345,12 +350,14 @@ func (s *soak) configure(e *engine, in bool) {
 	}
 }
 
-func (s *soak) restore(engines []*engine, paused, out map[*engine]bool, replica string) {
+func (s *soak) restore(engines []*engine, paused, out map[*engine]bool) {
 	if s.redis != nil && !s.redis.running() {
 		s.startRedis(s.t.(*testing.T))
 	}
-	if !s.tandems[1].running() {
-		s.startTandem(1, replica, s.admins[1])
+	for i, tandem := range s.tandems {
+		if !tandem.running() {
+			s.startReplica(i)
+		}
 	}
 	for _, e := range engines {
 		if !e.running() {
