@@ -90,7 +90,7 @@ func (p *poolReplica) warmUp(ctx context.Context) error {
 		if warm {
 			return nil
 		}
-		failed := p.s.receive(ctx, 50*time.Millisecond, p)
+		failed := receive(ctx, p.s, 50*time.Millisecond, p)
 		if failed != nil {
 			wait(ctx, retryAfter)
 		}
@@ -203,7 +203,7 @@ func (p *poolReplica) readTo(ctx context.Context, end streamID) error {
 		if before.compare(end) >= 0 {
 			return nil
 		}
-		if err := p.s.receive(ctx, 0, p); err != nil {
+		if err := receive(ctx, p.s, 0, p); err != nil {
 			return fmt.Errorf("reading the stream: %w", err)
 		}
 		p.mu.Lock()

@@ -14,6 +14,7 @@ const version = "1"
 // of them.
 const (
 	streamTTL   = 10 * time.Minute
+	expireEvery = streamTTL / 10 // the interval at which a replica sets it again
 	snapshotTTL = 10 * time.Minute
 	spentTTL    = 2 * time.Minute // longer than the life of a hand-over (extproc, HandOverTTL)
 	handOverTTL = time.Minute

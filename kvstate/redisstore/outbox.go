@@ -45,10 +45,9 @@ type affinity struct {
 	prefill, decode string
 }
 
-// maxOutbox bounds the waiting changes, in bytes: some 20 s of 100 long prompts a second.
-const maxOutbox = 4 << 20
-
-const itemBytes = 64 // about the size of an item without its hashes
+// maxOutbox bounds the waiting changes, in bytes: some 20 s of 100 long prompts a second. itemBytes is about the size
+// of an item without its hashes.
+const maxOutbox, itemBytes = 4 << 20, 64
 
 func (o *outbox) empty() bool {
 	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 &&

@@ -391,7 +391,7 @@ func TestBeatsComeTogether(t *testing.T) {
 		r.store.replica = newReplica(now) + i<<20
 		r.store.clock.ahead.Store(int64(i) * 7777)
 		every := r.store.o.Lease / beatsPerLease
-		left := r.store.untilBeat(now)
+		left := untilBeat(r.store, now)
 		require.GreaterOrEqual(t, left, every/2)
 		require.Less(t, left, 3*every/2)
 		phase := (r.store.clock.of(now) + left) % every

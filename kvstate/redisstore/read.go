@@ -22,14 +22,11 @@ const loadingBlock = 50 * time.Millisecond
 
 // streamsOf returns the pools whose streams one command can read: all; in a Cluster, where they are stored on several
 // nodes, each by itself.
-func (s *Store) streamsOf() (out [][]*poolReplica) {
-	if _, ok := s.client.(*redis.ClusterClient); !ok {
-		return [][]*poolReplica{s.pools()}
+func streamsOf(s *Store) [][]*poolReplica {
+	if _, ok := s.client.(*redis.ClusterClient); ok {
+		return slices.Collect(slices.Chunk(s.pools(), 1))
 	}
-	for _, p := range s.pools() {
-		out = append(out, []*poolReplica{p})
-	}
-	return out
+	return [][]*poolReplica{s.pools()}
 }
 
 // read applies the batches of other replicas to these pools, until ctx ends.
@@ -37,7 +34,7 @@ func (s *Store) read(ctx context.Context, pools ...*poolReplica) {
 	var loading sync.WaitGroup
 	defer loading.Wait()
 	for ctx.Err() == nil {
-		err := s.readOnce(ctx, pools, &loading)
+		err := readOnce(ctx, s, pools, &loading)
 		for _, p := range pools {
 			p.mu.Lock()
 			p.expire(time.Now())
@@ -55,14 +52,14 @@ func (s *Store) read(ctx context.Context, pools ...*poolReplica) {
 
 // readOnce reads the streams of those pools that have joined and load no snapshot. That happens beside, because it may
 // take seconds.
-func (s *Store) readOnce(ctx context.Context, pools []*poolReplica, loading *sync.WaitGroup) error {
+func readOnce(ctx context.Context, s *Store, pools []*poolReplica, loading *sync.WaitGroup) error {
 	ready := make([]*poolReplica, 0, len(pools))
 	for _, p := range pools {
-		if p.upToDate() {
+		if upToDate(p) {
 			ready = append(ready, p)
-		} else if p.loading.CompareAndSwap(false, true) {
+		} else if p.snapshots.loading.CompareAndSwap(false, true) {
 			loading.Go(func() {
-				defer p.loading.Store(false)
+				defer p.snapshots.loading.Store(false)
 				p.bringUpToDate(ctx)
 			})
 		}
@@ -74,19 +71,19 @@ func (s *Store) readOnce(ctx context.Context, pools []*poolReplica, loading *syn
 	if len(ready) < len(pools) {
 		block = loadingBlock
 	}
-	err := s.receive(ctx, block, ready...)
+	err := receive(ctx, s, block, ready...)
 	var refused redis.Error // the key of one pool may be unreadable
 	if len(ready) > 1 && errors.As(err, &refused) {
 		for _, p := range ready {
-			err = errors.Join(err, s.receive(ctx, 0, p))
+			err = errors.Join(err, receive(ctx, s, 0, p))
 		}
 	}
 	return err
 }
 
 // upToDate reports whether a pool's entries can be read.
-func (p *poolReplica) upToDate() bool {
-	if p.loading.Load() {
+func upToDate(p *poolReplica) bool {
+	if p.snapshots.loading.Load() {
 		return false
 	}
 	p.mu.Lock()
@@ -96,11 +93,9 @@ func (p *poolReplica) upToDate() bool {
 
 // bringUpToDate joins, or loads the announced snapshot.
 func (p *poolReplica) bringUpToDate(ctx context.Context) {
-	_, err := guard.Try(ctx, "Redis", func() (struct{}, error) {
-		err := p.joinOnce(ctx)
-		p.loadAnnounced(ctx)
-		return struct{}{}, err
-	})
+	defer guard.Recover(ctx, "Redis")
+	err := p.joinOnce(ctx)
+	p.loadAnnounced(ctx)
 	if err != nil && ctx.Err() == nil {
 		p.s.log.Debug("reading from redis", "pool", p.pool, "err", err)
 		wait(ctx, retryAfter)
@@ -108,7 +103,7 @@ func (p *poolReplica) bringUpToDate(ctx context.Context) {
 }
 
 // receive applies the available entries, or those that arrive within the given time.
-func (s *Store) receive(ctx context.Context, block time.Duration, pools ...*poolReplica) error {
+func receive(ctx context.Context, s *Store, block time.Duration, pools ...*poolReplica) error {
 	ctx, cancel := context.WithTimeout(ctx, block+besidePath)
 	defer cancel()
 	if block == 0 {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -39,6 +40,8 @@ type snapshotWish struct {
 type snapshots struct {
 	p   *poolReplica
 	due chan struct{} // one is wanted
+
+	loading atomic.Bool // one is being loaded, and nothing else is read meanwhile
 
 	mu   sync.Mutex
 	wish snapshotWish // its purpose

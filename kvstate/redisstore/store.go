@@ -74,7 +74,7 @@ func (s *Store) Close() error { return s.client.Close() }
 // Run keeps the state and the other replicas' up to date until ctx ends; then it publishes that it leaves.
 func (s *Store) Run(ctx context.Context) {
 	var running sync.WaitGroup
-	for _, pools := range s.streamsOf() {
+	for _, pools := range streamsOf(s) {
 		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.read(ctx, pools...) }) })
 	}
 	for _, p := range s.pools() {
@@ -132,7 +132,6 @@ type poolReplica struct {
 	notice        *statev1.SnapshotNotice // of a snapshot to load
 	endpoints     endpoints
 
-	loading   atomic.Bool              // a snapshot is being loaded, and nothing else is read meanwhile
 	ids       atomic.Pointer[[]uint64] // of the living replicas, including ours, sorted
 	snapshots snapshots
 }

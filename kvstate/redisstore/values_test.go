@@ -39,7 +39,7 @@ func (x *counted) routed(i, blocks int) {
 }
 
 func (x *counted) tell(complete bool) { _ = x.a.flush(complete) }
-func (x *counted) read(of *replica)   { _ = of.store.receive(context.Background(), 0, of.p) }
+func (x *counted) read(of *replica)   { _ = receive(context.Background(), of.store, 0, of.p) }
 func (x *counted) spend()             { x.prompts++; x.a.store.Consume(ticketOf(uint64(x.prompts)), true) }
 
 // notice has a tell the others of notices, and stop when that is done.

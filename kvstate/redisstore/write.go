@@ -31,7 +31,7 @@ func (s *Store) write(ctx context.Context) {
 	defer beat.Stop()
 	for complete := true; ; {
 		if complete {
-			beat.Reset(s.untilBeat(time.Now()))
+			beat.Reset(untilBeat(s, time.Now()))
 		}
 		pause := s.rest()
 		if err := s.flush(ctx, complete, false); err != nil {
@@ -57,7 +57,7 @@ func (s *Store) write(ctx context.Context) {
 
 // untilBeat returns the time until the next complete batch: at least half an interval, and at most one and a half. A
 // lease has three.
-func (s *Store) untilBeat(now time.Time) time.Duration {
+func untilBeat(s *Store, now time.Time) time.Duration {
 	every := s.o.Lease / beatsPerLease
 	offset := time.Duration(s.replica*0x9E3779B185EBCA87>>32) * beatSpread >> 32
 	left := every - (s.clock.of(now)-offset)%every
@@ -184,9 +184,6 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 
 // batchField is the only field of a stream's entry.
 const batchField = "b"
-
-// expireEvery is how often a replica sets the stream's time to live.
-const expireEvery = streamTTL / 10
 
 func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 	e.reply = pipe.XAdd(ctx, &redis.XAddArgs{
