@@ -29,9 +29,10 @@ var arrows = map[string][]string{
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
 	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"},               // the last two in tests
-	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                         // the last in tests
-	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback"}, // the last in tests
+	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"},                                         // the last two in tests
+	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                   // the last in tests
+	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback"}, // the last in tests
+	"kvstate/redisstore/lag":         {},
 	"kvstate/redisstore/redisclient": {},
 	"kvstate/scrape":                 {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"internal/zmtp":                  {"internal/guard"},
@@ -60,8 +61,8 @@ var arrows = map[string][]string{
 	"protos/state/v1":                {},
 	"protos/ticket/v1":               {},
 	"protos/envoygateway/v1":         {},
-	"envoy-configs":                  {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                          // the last in tests
-	"cmd/tandem":                     {"internal/guard", "internal/livecheck", "internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
+	"envoy-configs":                  {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                    // the last in tests
+	"cmd/tandem":                     {"internal/guard", "internal/livecheck", "internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/redisstore/lag", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last three in tests
 	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},
