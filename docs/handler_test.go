@@ -50,7 +50,7 @@ func TestRender(t *testing.T) {
 		"<a href=\"https://example.org\">out</a> <!-- raw HTML omitted -->bold<!-- raw HTML omitted --></p>\n", body)
 }
 
-// Every page can be rendered, and every link within and between pages finds its heading.
+// Every page can be rendered, every picture is there, and every link within and between pages finds its heading.
 func TestRenderedLinks(t *testing.T) {
 	pages := map[string]string{}
 	require.NoError(t, fs.WalkDir(Pages, ".", func(name string, d fs.DirEntry, err error) error {
@@ -63,6 +63,18 @@ func TestRenderedLinks(t *testing.T) {
 		return nil
 	}))
 	require.Greater(t, len(pages), 30)
+	picture, seen := regexp.MustCompile(`<img src="([^"]+)" alt="[^"]`), 0
+	for name, text := range pages {
+		source, err := fs.ReadFile(Pages, name)
+		require.NoError(t, err)
+		require.NotContains(t, string(source), "<img", "%s: HTML is left out: ![...](...)", name)
+		for _, img := range picture.FindAllStringSubmatch(text, -1) {
+			at := "/docs/" + path.Join(path.Dir(name), img[1])
+			require.Equal(t, http.StatusOK, get(t, at, "image/*").Code, "%s: %s", name, at)
+			seen++
+		}
+	}
+	require.Greater(t, seen, 8)
 	anchor := regexp.MustCompile(`href="([^":#]*)#([^"]+)"`)
 	for name, text := range pages {
 		for _, link := range anchor.FindAllStringSubmatch(text, -1) {
