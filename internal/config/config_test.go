@@ -260,7 +260,12 @@ func TestWarnings(t *testing.T) {
 		"encode, alone": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  encode: {}"), []string{"pools[0].encode: has no effect: no endpoint has the role encode"}},
 		"encode, unasked": {least + "  - {address: e.svc:8000, role: encode}\n", []string{
 			"pools[0].endpoints[2].role: is encode, which has no effect without the pool's encode: set that too, {} is enough"}},
-		"encode":             {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", nil},
+		"encode": {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", nil},
+		"replicas alone": {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"], replans: [\"a:2\"]}\n" + least, []string{
+			"state.redis: is missing: each of the 2 replicas (envoy.extProcs) knows only what it did itself: load, prefixes, failures, " +
+				"and orders such as drain (docs/howto/redis.md)",
+			"envoy.replans: names 1 of the 2 replicas (envoy.extProcs): without them requests that fail are not planned again: " +
+				"name the replan port of each"}},
 		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
 	} {
 		t.Run(name, func(t *testing.T) {

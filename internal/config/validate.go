@@ -124,6 +124,7 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	e := c.Envoy
 	checkReachable(v, "envoy.extProcs", e.ExtProcs)
 	checkReachable(v, "envoy.replans", e.Replans)
+	checkReplicas(v, c)
 	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 128<<20 {
 		v.m.add("envoy.maxBodyBytes", "%d is not between %d and %d", e.MaxBodyBytes, 1<<10, 128<<20)
 	}
@@ -140,6 +141,19 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
 	checkDuration(v, "envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
 	checkClientTLS(v, "envoy.endpointTls", e.EndpointTls)
+}
+
+// checkReplicas warns of several replicas that do not share what they know, or not the work of replanning.
+func checkReplicas(v *validator, c *configv1.Config) {
+	n := len(c.Envoy.ExtProcs)
+	if n > 1 && c.State.GetRedis() == nil {
+		v.warn("state.redis", "is missing: each of the %d replicas (envoy.extProcs) knows only what it did itself: "+
+			"load, prefixes, failures, and orders such as drain (docs/howto/redis.md)", n)
+	}
+	if n > 1 && len(c.Envoy.Replans) < n {
+		v.warn("envoy.replans", "names %d of the %d replicas (envoy.extProcs): without them requests that fail are "+
+			"not planned again: name the replan port of each", len(c.Envoy.Replans), n)
+	}
 }
 
 // checkReachable checks a list of servers that Envoy connects to.

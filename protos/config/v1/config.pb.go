@@ -592,10 +592,10 @@ type Admin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// HTTP. Default 127.0.0.1:9090.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
-	// A file with the operators' token, on one line, at least 16 characters. It is read for every request. The requests
-	// POST /api/... must have this token (docs/operations.md). A client that sends it in the header tandem-explain gets
-	// the decision for its request in x-tandem-explain. Absent: such requests are refused, and no decision is explained
-	// to clients.
+	// A file with the operators' token, on one line, at least 16 characters. It is read for every request, so a new token
+	// counts at once; another path takes a restart of the replica, and the log says so. The requests POST /api/... must
+	// have this token (docs/operations.md). A client that sends it in the header tandem-explain gets the decision for its
+	// request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to clients.
 	TokenFile     string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
