@@ -175,10 +175,11 @@ func (q *Queue) Apply(p *plan.Policy, l Limits) {
 
 // Choose chooses the endpoints of a request when it is its turn, which may be at once. v is a view of all endpoints of
 // the request's pool; after the wait it is the view of the choice. want is what is asked of the picker, updated. waited
-// is how long it took. [Waiter.Committed] must follow.
+// is how long it took. [Waiter.Committed] must follow, or another Choose with the same waiter.
 func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
+	r.Committed() // a choice that was not taken: another one is tried
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),

@@ -88,3 +88,30 @@ func TestChoose(t *testing.T) {
 		})
 	}
 }
+
+// A request may choose again instead of taking its choice, as after a failed KV load. Its first choice counts no more.
+func TestChooseAgain(t *testing.T) {
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Name: "p1", Addr: "p1:1", Role: kvstate.RolePrefill}, {Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode},
+	})
+	pool := state.Pool("chat")
+	q := New(&Options{
+		State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
+		Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
+	}, "chat")
+	q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Split: true, Place: picker.Policy{Late: true}}, Limits{})
+	r := &plan.Request{Pool: pool, Tokens: 1000, Began: time.Now()}
+	require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+	var waiter Waiter
+	var v kvstate.View
+	state.View(pool, nil, &v)
+	for range 3 {
+		c, _, err := q.Choose(t.Context(), &waiter, r, &v, &picker.Request{PromptTokens: 1000, Split: true})
+		require.NoError(t, err)
+		require.Equal(t, 0, c.Prefill)
+		require.Equal(t, 1, q.Status().Committed)
+	}
+	waiter.Committed()
+	require.Zero(t, q.Status().Committed)
+}
