@@ -213,19 +213,37 @@ func dialectOf(info *engineInfo) string {
 // unserved returns a finding for each model of a pool that no engine of a leg serves, as far as they list their models.
 func unserved(path string, p *configv1.Pool, answers []engineAnswer) (out []finding) {
 	for m, model := range p.GetModels() {
-		for _, leg := range []string{"decode", "prefill"} {
-			if f := unservedLeg(p, answers, model, leg); f != nil {
-				f.text = fmt.Sprintf("%s.models[%d]: %q: %s", path, m, model, f.text)
-				out = append(out, *f)
-				break
-			}
+		decode, prefill := unservedLeg(p, answers, model, "decode"), unservedLeg(p, answers, model, "prefill")
+		f := cmp.Or(decode, prefill)
+		if f == nil {
+			continue
 		}
+		none, serve := "no "+f.leg+" endpoint serves it", f.serves()
+		if decode != nil && prefill != nil && decode.at != prefill.at {
+			none, serve = "no endpoint serves it", prefill.serves()+", "+decode.serves()
+		}
+		out = append(out, finding{note: !decode.isChecked() && !prefill.isChecked(), text: fmt.Sprintf(
+			"%s.models[%d]: %q: %s; %s: correct the name, or start the engines with --served-model-name",
+			path, m, model, none, serve)})
 	}
 	return out
 }
 
+// notServed is a leg without an engine that serves a model, and the first engine of the leg.
+type notServed struct {
+	leg, at string
+	models  []string // of that engine
+	checked bool     // engines refuse requests for other names
+}
+
+func (n *notServed) serves() string {
+	return fmt.Sprintf("%s (%s) serves %s", n.at, n.leg, strings.Join(n.models, ", "))
+}
+
+func (n *notServed) isChecked() bool { return n != nil && n.checked }
+
 // unservedLeg returns nil if an engine of the leg serves the model, or if none lists its models.
-func unservedLeg(p *configv1.Pool, answers []engineAnswer, model, leg string) *finding {
+func unservedLeg(p *configv1.Pool, answers []engineAnswer, model, leg string) *notServed {
 	at, serves, checked := "", []string(nil), false
 	for i, e := range p.GetEndpoints() {
 		if e.GetRole() != leg && e.GetRole() != "both" || len(answers[i].info.Models) == 0 {
@@ -244,8 +262,7 @@ func unservedLeg(p *configv1.Pool, answers []engineAnswer, model, leg string) *f
 	if at == "" {
 		return nil
 	}
-	return &finding{note: !checked, text: fmt.Sprintf("no %s endpoint serves it; %s serves %s: "+
-		"correct the name, or start the engines with --served-model-name", leg, at, strings.Join(serves, ", "))}
+	return &notServed{leg, at, serves, checked}
 }
 
 // checkVLLM compares the pool's dialect, and an endpoint's role, with the connector of a vLLM.

@@ -135,13 +135,15 @@ func TestCheckLiveModels(t *testing.T) {
 			"{role: decode, address: %q%s}]}]", models, prefill, decode, more)
 	}
 	none := func(i int, model, leg, at, serves string) string {
-		return fmt.Sprintf("pools[0].models[%d]: %q: no %s endpoint serves it; %s serves %s: "+
-			"correct the name, or start the engines with --served-model-name", i, model, leg, at, serves)
+		return fmt.Sprintf("pools[0].models[%d]: %q: no %s endpoint serves it; %s (%s) serves %s: "+
+			"correct the name, or start the engines with --served-model-name", i, model, leg, at, leg, serves)
 	}
 	for _, models := range []string{"tiny", `"*"`} {
 		require.Empty(t, live(t, pool(models, second, tiny, "")), models)
 	}
-	require.Equal(t, []string{none(1, "tini", "decode", tiny, "tiny")}, live(t, pool("tiny, tini", second, tiny, "")))
+	require.Equal(t, []string{fmt.Sprintf("pools[0].models[1]: \"tini\": no endpoint serves it; %s (prefill) serves tiny, "+
+		"%s (decode) serves tiny: correct the name, or start the engines with --served-model-name", second, tiny)},
+		live(t, pool("tiny, tini", second, tiny, "")))
 	require.Equal(t, []string{none(0, "tiny", "prefill", other, "other")}, live(t, pool("tiny", other, tiny, "")))
 	require.Equal(t, []string{none(0, "sql", "prefill", second, "tiny")}, live(t, pool("sql", second, tiny, ", loras: [sql]")))
 	require.Empty(t, live(t, pool("tini", engineOf(t, ""), engineOf(t, ""), "")), "no engine lists its models")
@@ -179,6 +181,7 @@ chat D decode vLLM 0.32.0 health, release, model, KV cache dtype
 whole GONE both NO ANSWER - -
 not compared at P, because the engine does not report it: model revision
 not compared at D, because the engine does not report it: connector, role, model revision, dtype
+chat: kvTransfer nixl needs NixlConnector or NixlPullConnector; whether the engines run with it is not known: look at kv_connector of their --kv-transfer-config
 vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1
 not asked: pools[2]: pods discovers its endpoints when the server runs
 `, regexp.MustCompile(` {2,}`).ReplaceAllString(got, " "))

@@ -44,6 +44,9 @@ type Engine struct {
 	// facts compared with the configuration, or with the endpoints that it may be paired with
 	Compared    []string
 	NotReported []string // facts that could not be compared
+
+	dialect    string
+	connectors []string // those that the dialect takes
 }
 
 // finding is a difference between the configuration and an engine, with the path of the field and a remedy.
@@ -160,12 +163,24 @@ func askEngine(
 		a.note("port "+port.number(), true)
 		conn, err := (&net.Dialer{Timeout: timeout}).DialContext(ctx, "tcp", port.addr)
 		if err != nil {
-			a.report(at+port.field, "%s is not open: %v; other engines connect there", port.addr, err)
+			a.report(at+port.field, "%s is not open: %v; other engines connect there%s", port.addr, err,
+				a.otherDialect(p))
 			continue
 		}
 		_ = conn.Close()
 	}
 	return a
+}
+
+// otherDialect continues a finding about a port: an engine of another dialect does not open it, and if the engine does
+// not report its connector, nobody knows.
+func (a *engineAnswer) otherDialect(p *configv1.Pool) string {
+	takes := config.DialectOf(p).Reports.Connectors
+	if len(takes) == 0 || a.info.Connector != "" {
+		return ""
+	}
+	return fmt.Sprintf(": correct it, or look at kv_connector of the engine's --kv-transfer-config, which it does not "+
+		"report: kvTransfer %s needs %s", p.GetKvTransfer(), strings.Join(takes, " or "))
 }
 
 // release returns a version without a leading v and without the build (0.32.0+cu129).

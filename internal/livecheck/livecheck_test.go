@@ -83,6 +83,8 @@ func TestCheckLive(t *testing.T) {
 		found := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q, transfer: {bootstrapPort: %s}}, {role: decode, address: %q}]}]", dialect, a, port, silent))
 		require.Len(t, found, 1, dialect)
 		require.Contains(t, found[0], at+" is not open: ")
+		require.Equal(t, dialect == "mooncake", strings.HasSuffix(found[0], "other engines connect there: correct it, or look at kv_connector "+
+			"of the engine's --kv-transfer-config, which it does not report: kvTransfer mooncake needs MooncakeConnector"), found[0])
 	}
 	ports := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: lmcache, endpoints: [{role: prefill, address: %q}, {role: decode, address: %q, lmcache: {initPort: %s, allocPort: %s}}]}]",
 		a, b, strings.TrimPrefix(a, "127.0.0.1:"), port))

@@ -29,7 +29,7 @@ func (r *Report) Print(w io.Writer) {
 		}
 		_ = t.Flush()
 	}
-	connectors := false
+	var unknown []string // what the dialects need of engines that do not report it
 	for i := range r.Engines {
 		e := &r.Engines[i]
 		if len(e.NotReported) > 0 {
@@ -39,9 +39,14 @@ func (r *Report) Print(w io.Writer) {
 		if host, _, err := net.SplitHostPort(e.Address); err == nil && net.ParseIP(host) == nil && host != "localhost" {
 			fmt.Fprintf(w, "asked at %s: one of the addresses of that name\n", e.Address)
 		}
-		connectors = connectors || slices.Contains(e.NotReported, "connector")
+		if needs := e.needs(); slices.Contains(e.NotReported, "connector") && !slices.Contains(unknown, needs) {
+			unknown = append(unknown, needs)
+		}
 	}
-	if connectors {
+	for _, needs := range unknown {
+		fmt.Fprintln(w, needs)
+	}
+	if len(unknown) > 0 {
 		fmt.Fprintln(w, "vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1")
 	}
 	for _, f := range r.findings {
@@ -54,12 +59,19 @@ func (r *Report) Print(w io.Writer) {
 	}
 }
 
+// needs says which connector a pool's engines need, if that could not be compared.
+func (e *Engine) needs() string {
+	return fmt.Sprintf("%s: kvTransfer %s needs %s; whether the engines run with it is not known: "+
+		"look at kv_connector of their --kv-transfer-config", e.Pool, e.dialect, strings.Join(e.connectors, " or "))
+}
+
 // row returns the report's row for endpoint j of a pool.
 func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engine {
 	e := p.GetEndpoints()[j]
 	out := Engine{
 		Pool: p.GetName(), Address: e.GetAddress(), Role: e.GetRole(),
 		Engine: a.info.Engine, Release: a.info.Version, Down: a.down,
+		dialect: p.GetKvTransfer(), connectors: config.DialectOf(p).Reports.Connectors,
 	}
 	if a.down {
 		return out
