@@ -25,6 +25,7 @@ type Sharing struct {
 	Replicas   int  `json:"replicas"`             // living ones, this one included; without Redis the configured ones
 	Configured int  `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, which may be of several
 	KeysDiffer int  `json:"keys_differ,omitempty"`
+	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
 }
 
 const (
@@ -51,6 +52,10 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	if !s.Ready {
 		add(true, "operations.md#health",
 			"This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.")
+	}
+	if s.Sharing.NoSlot {
+		add(true, "howto/xds.md", "Envoys send this replica no requests: they can have 16 replicas "+
+			"(envoy.replicas: redis), and there are more.")
 	}
 	otherReplicas(s, add)
 	if s.Failures > 0 {
@@ -152,6 +157,10 @@ func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...a
 		}
 		if !r.Redis {
 			add(false, "howto/redis.md", "Replica %s does not use Redis: it goes by what it knows itself.", r.Name)
+		}
+		if r.NoSlot {
+			add(false, "howto/xds.md", "Envoys send replica %s no requests: they can have 16 replicas "+
+				"(envoy.replicas: redis), and there are more.", r.Name)
 		}
 		if mine := s.Replicas[0].Config; r.Config != mine && r.Config != "" && mine != "" {
 			add(false, "howto/several-replicas.md", "Replica %s has other settings of pools than this one: "+

@@ -95,6 +95,14 @@ func TestAttention(t *testing.T) {
 		}, want: []Notice{
 			{false, "Gone without a shutdown: b:9090 (last heard 2 min ago). Each is named for an hour.", "howto/several-replicas.md"}}},
 		"all are here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 3, Configured: 2} }},
+		"Envoys are told of 16 others": {change: func(s *Status) {
+			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 17, NoSlot: true}
+		}, want: []Notice{
+			{true, "Envoys send this replica no requests: they can have 16 replicas (envoy.replicas: redis), and there are more.", "howto/xds.md"}}},
+		"and another replica is the seventeenth": {change: func(s *Status) {
+			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true}, {Name: "b:9090", Redis: true, Ready: true, NoSlot: true}}
+		}, want: []Notice{
+			{false, "Envoys send replica b:9090 no requests: they can have 16 replicas (envoy.replicas: redis), and there are more.", "howto/xds.md"}}},
 		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
 			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},
 		"keys, failures and no Redis; what fails comes first": {

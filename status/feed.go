@@ -43,7 +43,8 @@ type Replica struct {
 	Version      string    `json:"version"`
 	Started      time.Time `json:"started"`
 	Ready        bool      `json:"ready"`
-	Redis        bool      `json:"redis"`            // it uses Redis
+	Redis        bool      `json:"redis"` // it uses Redis
+	NoSlot       bool      `json:"no_slot,omitempty"`
 	Config       string    `json:"config,omitempty"` // a fingerprint of its pools' configuration
 	Reservations int       `json:"reservations"`
 }

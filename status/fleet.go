@@ -190,7 +190,7 @@ func merge(got answers, now time.Time) Status {
 		r := &reports[i]
 		s.Replicas = append(s.Replicas, Replica{
 			Name: r.Name, Version: r.Version, Started: r.Started, Ready: r.Ready,
-			Redis: r.Sharing.Up, Reservations: r.Reservations, Config: r.Config,
+			Redis: r.Sharing.Up, NoSlot: r.Sharing.NoSlot, Reservations: r.Reservations, Config: r.Config,
 		})
 		s.Reservations += r.Reservations
 		for j := range r.Pools {

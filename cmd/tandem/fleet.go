@@ -47,6 +47,7 @@ type fleet struct {
 	operator   *operator.Operator // of orders and questions that are for all replicas; nil: there is no Redis
 	keys       *kvtransfer.Keys
 	health     *healthLog
+	noSlot     atomic.Bool           // envoy.replicas: redis names other replicas to Envoys, and not this one
 	configured int                   // replicas that the configuration names; 0: it does not tell
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
 	board      *notices.Waiters      // nil: no pool takes notices

@@ -37,7 +37,7 @@ func registerMemory(r prometheus.Registerer, b *memory.Budget) {
 func (f *fleet) register(r prometheus.Registerer) {
 	r.MustRegister(newSignals(f.state, f.scraper), newIndexMetrics(f.state, f.events), f.health.changes)
 	if f.store != nil {
-		registerStore(r, f.store)
+		registerStore(r, f.store, &f.noSlot)
 	}
 	if f.board != nil {
 		registerNotices(r, f.board)

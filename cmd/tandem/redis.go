@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -135,7 +136,7 @@ func (f *fleet) sharing() status.Sharing {
 	_, up := f.store.Status()
 	return status.Sharing{
 		Redis: true, Up: up, Replicas: f.store.Replicas(), Configured: f.configured,
-		KeysDiffer: len(f.store.KeyCheck().Differ),
+		KeysDiffer: len(f.store.KeyCheck().Differ), NoSlot: f.noSlot.Load(),
 	}
 }
 
@@ -210,17 +211,17 @@ func ticketKeys(ctx context.Context, cfg *configv1.Config, store *redisstore.Sto
 	return keys, secrets.Run, nil
 }
 
-// registerStore shows what passes between this replica and Redis.
-func registerStore(r prometheus.Registerer, store *redisstore.Store) {
+// registerStore shows what passes between this replica and Redis, and whether it has no slot among the replicas.
+func registerStore(r prometheus.Registerer, store *redisstore.Store, noSlot *atomic.Bool) {
 	gauge := func(name, help string, value func() float64) {
 		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
 	}
 	gauge("tandem_redis_up", "Whether Redis accepted this replica's last write (1) or not (0).", func() float64 {
-		if _, up := store.Status(); up {
-			return 1
-		}
-		return 0
+		_, up := store.Status()
+		return oneIf(up)
 	})
+	gauge("tandem_replica_without_slot", "Whether Envoys have so many replicas that they skip this one (1).",
+		func() float64 { return oneIf(noSlot.Load()) })
 	gauge("tandem_ticket_keys_differ", "Other replicas whose ticket keys differ from this one's: requests that both serve fail.",
 		func() float64 { return float64(len(store.KeyCheck().Differ)) })
 	gauge("tandem_replicas", "Replicas known to be alive, this one included.", func() float64 { return float64(store.Replicas()) })

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"runtime/debug"
 	"time"
@@ -65,7 +64,7 @@ func newServe() *cobra.Command {
 		"(default 20s; 10m for an endpoint picker that watches answers)")
 	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, take requests for this `TIME` while not ready, so that health checks notice")
 	f.StringVar(&set.advertise, "advertise", "",
-		"the `IP` address at which Envoys reach this replica, for envoy.replicas: redis")
+		"the `ADDRESS` at which Envoys reach this replica, for envoy.replicas: redis; a host name is looked up once")
 	f.BoolVar(&set.conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
 	f.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json, one object a line")
@@ -108,9 +107,6 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 		}
 		fmt.Fprintf(stdout, "%s: valid\n", file)
 		return nil
-	}
-	if _, err := netip.ParseAddr(set.advertise); err != nil && set.advertise != "" {
-		return fmt.Errorf("--advertise: %w", err)
 	}
 	return runServer(ctx, file, cfg, set, log)
 }

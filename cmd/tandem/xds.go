@@ -50,6 +50,15 @@ func (r *reloader) setReplicas(living []membership.Replica, unknown error) {
 	}
 }
 
+// setFull notes whether Envoys are told of this replica, or of MaxReplicas others and not of this one.
+func (r *reloader) setFull(full bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if full = full && replicasFromRedis(r.config); r.fleet.noSlot.Swap(full) != full && full {
+		r.log.Error("Envoys have the most replicas they can, and not this one", "most", envoyconfigs.MaxReplicas)
+	}
+}
+
 // serveEnvoys publishes a configuration, but not before its replicas are known. r.mu is held.
 func (r *reloader) serveEnvoys(cfg *configv1.Config) error {
 	if replicasFromRedis(cfg) && !r.livingKnown {
@@ -88,7 +97,7 @@ func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host s
 			return membership.Self(ctx, cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), host,
 				cfg.GetState().GetRedis().GetUrl())
 		},
-		Slots: envoyconfigs.MaxReplicas, Changed: reload.setReplicas,
+		Slots: envoyconfigs.MaxReplicas, Changed: reload.setReplicas, Full: reload.setFull,
 		Hold: 10 * config.Duration(cfg.GetState().GetRedis().GetLease()),
 	})
 	guard.Keep(ctx, "Redis", func() { members.Run(ctx) })

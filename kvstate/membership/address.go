@@ -7,10 +7,12 @@ import (
 	"net"
 	"net/netip"
 	"net/url"
+	"slices"
 )
 
 // Self returns where Envoys reach a replica that listens at two addresses: at host, or, if that is empty, at the
-// address on which it listens, or, if it listens on all, at that from which it connects to Redis.
+// address on which it listens, or, if it listens on all, at that from which it connects to Redis. Host names are looked
+// up once, here.
 func Self(ctx context.Context, extProc, replan, host, redisURL string) (Replica, error) {
 	listen, port, err := net.SplitHostPort(extProc)
 	if err != nil {
@@ -25,10 +27,24 @@ func Self(ctx context.Context, extProc, replan, host, redisURL string) (Replica,
 			return Replica{}, err
 		}
 	}
-	if _, err := netip.ParseAddr(host); err != nil {
+	if host, err = resolve(ctx, host); err != nil {
 		return Replica{}, fmt.Errorf("the address of this replica (--advertise, extProc.listen): %w", err)
 	}
 	return Replica{ExtProc: net.JoinHostPort(host, port), Replan: net.JoinHostPort(host, replanPort)}, nil
+}
+
+// resolve returns the IP address of a host, which may be one already. Of several it takes the one on which a server
+// that listens at this name does: the first of IPv4, if there is any. Envoys and other replicas get no names.
+func resolve(ctx context.Context, host string) (string, error) {
+	if _, err := netip.ParseAddr(host); err == nil {
+		return host, nil
+	}
+	found, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	if err != nil {
+		return "", err
+	}
+	first := max(0, slices.IndexFunc(found, func(a netip.Addr) bool { return a.Unmap().Is4() }))
+	return found[first].Unmap().String(), nil
 }
 
 // localAddress returns the address from which this machine connects to a URL's host. It sends nothing.

@@ -41,6 +41,9 @@ type Options struct {
 	// Changed is called with the list when it changes, sorted, this replica included. An error says why there is none:
 	// ten times Every after the start.
 	Changed func([]Replica, error)
+	// Full is called with true when this replica finds that all slots are taken, so that no Envoy learns of it, and
+	// with false when it gets one after that.
+	Full func(bool)
 }
 
 const (
@@ -58,6 +61,7 @@ type Members struct {
 
 	self    Replica               // its slot is -1 if it has none
 	found   bool                  // self has its addresses
+	full    bool                  // the last choice found no slot
 	seen    map[Replica]time.Time // when each was last known to live
 	written time.Time             // when self was
 	list    []Replica             // as published
@@ -129,6 +133,10 @@ func (m *Members) exchange(ctx context.Context) ([]Replica, error) {
 		}
 	}
 	m.choose(before, after, values[0] != nil)
+	if full := m.self.Slot < 0; full != m.full {
+		m.full = full
+		m.o.Full(full)
+	}
 	out := slices.Concat(before, after)
 	if m.self.Slot < 0 {
 		return out, nil

@@ -169,7 +169,9 @@ func TestSelf(t *testing.T) {
 		{"0.0.0.0:9002", "10.0.0.7", "redis://192.0.2.1", "10.0.0.7:9002"},
 		{":9002", "", "redis://127.0.0.1:1", "127.0.0.1:9002"},
 		{"[::]:9002", "fd00::1", "redis://192.0.2.1", "[fd00::1]:9002"},
-		{"replica:9002", "", "redis://127.0.0.1", ""},
+		{"localhost:9002", "", "redis://192.0.2.1", "127.0.0.1:9002"},
+		{"0.0.0.0:9002", "localhost", "redis://192.0.2.1", "127.0.0.1:9002"},
+		{"replica.invalid:9002", "", "redis://127.0.0.1", ""},
 		{"10.0.0.1", "", "redis://127.0.0.1", ""},
 	} {
 		self, err := Self(t.Context(), c.listen, "0.0.0.0:9003", c.host, c.redis)
@@ -208,6 +210,7 @@ func startRedis(t *testing.T) (addr string) {
 type running struct {
 	mu   sync.Mutex
 	list []Replica
+	full bool
 	stop func()
 }
 
@@ -224,6 +227,10 @@ func start(t *testing.T, redis string, self Replica) *running {
 			r.mu.Lock()
 			defer r.mu.Unlock()
 			r.list = l
+		}, Full: func(full bool) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.full = full
 		}})
 	ctx, cancel := context.WithCancel(context.Background())
 	var group sync.WaitGroup
@@ -254,4 +261,27 @@ func TestReplicasKnowEachOther(t *testing.T) {
 	b.has(t, replicaAt(1), replicaAt(2))
 	a.stop()
 	b.has(t, replicaAt(2))
+}
+
+// A replica for which no slot is left is in nobody's list, knows it, and gets the slot of one that goes.
+func TestMoreReplicasThanSlots(t *testing.T) {
+	t.Parallel()
+	redis := startRedis(t)
+	a := start(t, redis, replicaAt(1))
+	a.has(t, replicaAt(1))
+	b := start(t, redis, replicaAt(2))
+	a.has(t, replicaAt(1), replicaAt(2))
+	c := start(t, redis, Replica{0, "10.0.0.3:9002", "10.0.0.3:9003"})
+	c.has(t, replicaAt(1), replicaAt(2))
+	isFull := func(want bool) {
+		require.Eventually(t, func() bool {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			return c.full == want
+		}, soon, 5*time.Millisecond)
+	}
+	isFull(true)
+	a.stop()
+	b.has(t, Replica{0, "10.0.0.3:9002", "10.0.0.3:9003"}, replicaAt(2))
+	isFull(false)
 }
