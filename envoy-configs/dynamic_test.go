@@ -2,11 +2,14 @@ package envoyconfigs
 
 import (
 	"fmt"
+	"os"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
+	"sigs.k8s.io/yaml"
 
 	"tandem/internal/config"
 )
@@ -30,6 +33,43 @@ func TestDynamic(t *testing.T) {
 			validate(t, bootstrap)
 		})
 	}
+}
+
+// What an Envoy gets over xDS, every resource as typed YAML: with TLS, tracing, and two replicas. Of replicas from
+// Redis only the runtime, which says whose the 16 access logs are.
+func TestDynamicGolden(t *testing.T) {
+	const file = "testdata/dynamic.yaml"
+	const text = `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"], replicas: REPLICAS,
+extProcTls: {caFile: ca.pem, certFile: envoy.pem, keyFile: envoy.key}},
+extProc: {tls: {certFile: t.pem, keyFile: t.key}}, tickets: {keyFile: k}, state: {redis: {url: "redis://redis:6379"}}, tracing: {endpoint: "otel:4317", sampleRatio: 0.1},
+pools: [{name: a, kvTransfer: nixl, discovery: {kubernetes: {selector: "app=llm", ports: [8000]}}}]}`
+	made := func(replicas string, living ...Replica) *Resources {
+		c, _, err := config.Parse([]byte(strings.Replace(text, "REPLICAS", replicas, 1)))
+		require.NoError(t, err)
+		r, err := Dynamic(c, living...)
+		require.NoError(t, err)
+		return r
+	}
+	r := made("configured")
+	require.Empty(t, r.Runtimes)
+	r.Runtimes = made("redis", Replica{0, "10.0.0.1:9002", "10.0.0.1:9003"},
+		Replica{3, "10.0.0.2:9002", "10.0.0.2:9003"}).Runtimes
+	var got strings.Builder
+	got.WriteString("# What an Envoy gets over xDS: written by go test ./envoy-configs -update\n")
+	for kind, resource := range r.All() {
+		require.NoError(t, resource.(interface{ ValidateAll() error }).ValidateAll())
+		text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(resource)
+		require.NoError(t, err)
+		text, err = yaml.JSONToYAML(text)
+		require.NoError(t, err)
+		fmt.Fprintf(&got, "--- # %s\n%s", kind, text)
+	}
+	if *update {
+		require.NoError(t, os.WriteFile(file, []byte(got.String()), 0o644))
+	}
+	want, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, string(want), got.String(), "run go test -update")
 }
 
 // Pools change nothing of what is served, so that replicas may read them at different times.
