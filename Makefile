@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -39,7 +39,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@# budgets of allocations are not held under the race detector (package internal/budget)
 	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./internal/... ./kvstate/... ./picker/...)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
-	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
+	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
 bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
 	$(GO) test -run '^$$' -bench . -benchmem ./...
@@ -107,6 +107,10 @@ e2e-gateway: tools build ## both hops through a real Envoy Gateway, standalone; 
 e2e-kube: tools ## discovery from a real kube-apiserver and etcd, and every manifest held against it; built from Go modules (10 minutes or more, once)
 	scripts/kube-tools.sh kustomize helm etcd kube-apiserver
 	TANDEM_KUBE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestKube' -v ./e2e
+
+e2e-cluster: tools build ## the five commands of docs/kubernetes.md in a cluster of one node on this machine, with kubelet and containerd (30 minutes of builds, once); needs root
+	scripts/kube-tools.sh cluster
+	e2e/cluster/run.sh
 
 e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 3 to 5 minutes a dialect
 	e2e/vllm/install.sh

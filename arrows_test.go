@@ -80,6 +80,7 @@ var arrows = map[string][]string{
 	"e2e/realengines":              {"e2e/loopback"}, // for tests
 	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
 	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
+	"e2e/cluster":                  {},
 	"e2e/foreign":                  {"e2e/loopback", "e2e/realengines"},
 	"status":                       {"extproc/telemetry", "extproc", "kvstate", "kvstate/operator", "picker"},
 	"deploy/observability/promql":  {},                                                                                                             // a module of its own: Prometheus' parsers

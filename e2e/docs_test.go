@@ -64,15 +64,15 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
-	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                "a cluster",
-	"kubectl apply -k deploy/kustomize/base":                                                                       "a cluster; go test ./deploy holds what it applies to the schemas",
+	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                "make e2e-cluster",
+	"kubectl apply -k deploy/kustomize/base":                                                                       "make e2e-cluster",
 	"docker compose -f deploy/observability/compose.yaml up":                                                       "a container engine; go test ./docs holds the file to its schema",
 	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'`: "a GPU; make e2e-vllm runs it on CPU",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                 "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                  "a cluster",
-	"kubectl apply -f deploy/envoy-gateway/extension/policy.yaml":                                                  "a cluster; TestEnvoyGatewayExtension applies the like",
-	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values -f deploy/envoy-gateway/extension/helm-values.yaml": "a cluster; TestEnvoyGatewayExtension runs with the same settings",
-	"curl http://GATEWAY/v1/chat/completions -H 'content-type: application/json' -d '{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}'":    "a cluster",
+	"kubectl apply -f deploy/envoy-gateway/extension/policy.yaml":                                                  "make e2e-cluster",
+	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values -f deploy/envoy-gateway/extension/helm-values.yaml":             "make e2e-cluster",
+	`curl http://GATEWAY/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}]}"`: "make e2e-cluster",
 	"kubectl get envoypatchpolicy": "a cluster",
 	"docker buildx build -f deploy/Dockerfile --platform linux/amd64,linux/arm64 --build-arg VERSION=$(scripts/version.sh) -t REGISTRY/tandem:VERSION --push .": "a container engine",
 	"docker load": "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
@@ -108,7 +108,7 @@ var makeTargets = map[string]string{
 	"build": "the tests build the same", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
 	"bench": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "replay": "minutes", "load": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
 	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "observability": "a module of its own; in CI",
-	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-vllm-stores": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-releases": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-failures": "minutes",
+	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-vllm-stores": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-releases": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-cluster": "root, and 10 GB of builds", "e2e-failures": "minutes",
 	"e2e-foreign": "minutes, and GitHub",
 }
 
