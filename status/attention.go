@@ -31,7 +31,7 @@ type Sharing struct {
 const (
 	fullKV        = .95 // share of an engine's KV cache in use from which it is full
 	idleDecisions = 10  // latest requests of the last minute from which prefill that got none of them is idle
-	idleGaps      = 8   // if some before them were split: as many times the usual distance of two of those
+	idleGaps      = 3   // if some before them were split: as many times the usual distance of two of those
 )
 
 // attention lists the notices of an otherwise complete status, failures first.

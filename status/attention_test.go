@@ -48,8 +48,8 @@ func TestAttention(t *testing.T) {
 			{false, "chat: prefill idles: none of the latest 23 requests was split (20: cheaper).", "howto/prefill-idles.md"}}},
 		"it idles from now on": {recent: append(requests(10, alone), requests(5, split)...), want: []Notice{
 			{false, "chat: prefill idles: none of the latest 10 requests was split (10: cheaper).", "howto/prefill-idles.md"}}},
-		"it idles no more":  {recent: append(requests(1, split), requests(90, alone)...)},
-		"every fifth split": {recent: slices.Concat(requests(20, alone), requests(1, split), requests(4, alone), requests(1, split))},
+		"it idles no more": {recent: append(requests(1, split), requests(90, alone)...)},
+		"some split":       {recent: slices.Concat(requests(11, alone), requests(1, split), requests(6, alone), requests(1, split))},
 		"no prefill is up": {
 			change: func(s *Status) { s.Pools[0].Endpoints[0].State, s.Pools[0].Endpoints[1].State = "out", "out" }, recent: requests(20, alone), want: []Notice{
 				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer. Requests may try each once, then decode computes the prompt, where the pool allows it.", "operations.md#when-an-engine-fails"}}},

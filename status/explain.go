@@ -102,7 +102,11 @@ func price(has bool, seconds float64) string {
 // Sentence describes the decision, and by how much it is cheaper than the other way.
 func Sentence(e *extproc.Explanation) string {
 	if e.Refused != "" {
-		return "No endpoint can take the request: " + e.Refused + "."
+		s := "No endpoint can take the request: " + strings.TrimPrefix(e.Refused, "picker: ")
+		if out := excluded(e, kvstate.RoleDecode.String()); len(out) > 0 {
+			s += " (" + list(out) + ")"
+		}
+		return s + "."
 	}
 	pair, alone := ways(&e.Explanation)
 	name := func(address string) string {
@@ -132,8 +136,8 @@ func Sentence(e *extproc.Explanation) string {
 	if slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
 		return c.Endpoint == e.Prefill && c.State == "failed"
 	}) {
-		s += " All prefill endpoints have failed; they are tried since one may be back,\n" +
-			"and if they fail the request, decode computes the prompt, where the pool allows it."
+		s += "\nAll prefill endpoints have failed. They are tried, since one may be back; if they fail the request,\n" +
+			"decode computes the prompt, where the pool allows it."
 	}
 	return s
 }
@@ -153,19 +157,22 @@ func whole(e *extproc.Explanation) string {
 	return ""
 }
 
-// noPrefill says why no prefill endpoint can take a request.
-func noPrefill(e *extproc.Explanation) string {
-	var out []string
-	free := false
+// excluded lists the endpoints of a role, or of both, that cannot take a request, each with the reason.
+func excluded(e *extproc.Explanation, role string) (out []string) {
 	for i := range e.Candidates {
-		switch c := &e.Candidates[i]; {
-		case c.Role == kvstate.RoleDecode.String() || c.Role == kvstate.RoleEncode.String():
-		case c.Out != "":
+		if c := &e.Candidates[i]; c.Out != "" && (c.Role == role || c.Role == kvstate.RoleBoth.String()) {
 			out = append(out, plain(cmp.Or(c.Name, c.Endpoint))+" "+c.Out)
-		default:
-			free = true
 		}
 	}
+	return out
+}
+
+// noPrefill says why no prefill endpoint can take a request.
+func noPrefill(e *extproc.Explanation) string {
+	out := excluded(e, kvstate.RolePrefill.String())
+	free := slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
+		return c.Out == "" && c.Role != kvstate.RoleDecode.String() && c.Role != kvstate.RoleEncode.String()
+	})
 	switch {
 	case free:
 		return "no prefill endpoint shares its group with a decode endpoint that can answer"

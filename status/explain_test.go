@@ -30,7 +30,7 @@ Prefill endpoints are 40 % busy.
 `, text.String())
 
 	e.Candidates[0].State = "failed"
-	require.Contains(t, Sentence(&e), "cheaper than decode alone. All prefill endpoints have failed; they are tried since one")
+	require.Contains(t, Sentence(&e), "cheaper than decode alone.\nAll prefill endpoints have failed. They are tried, since one")
 	e.Candidates[0].State = ""
 	e.Defaults = []string{"speed of decode", "length of answers"}
 	text.Reset()
@@ -55,6 +55,10 @@ Prefill endpoints are 40 % busy.
 		e.NotSplit = why
 		require.Equal(t, "Decode alone on d1: "+want+".", Sentence(&e))
 	}
+	d2 := picker.Weighed{Endpoint: "10.0.2.2:8000", Role: "decode", Out: "paused"}
+	e.Refused, e.Candidates = "picker: no endpoint can decode this request", []picker.Weighed{p2, d2}
+	require.Equal(t, "No endpoint can take the request: no endpoint can decode this request (10.0.2.2:8000 paused).", Sentence(&e))
+	e.Candidates = nil
 	e.Refused = "no endpoint"
 	require.Equal(t, "No endpoint can take the request: no endpoint.", Sentence(&e))
 }

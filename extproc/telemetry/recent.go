@@ -57,7 +57,7 @@ type Recent struct {
 	next int
 	at   map[traceKey]int
 
-	weighed atomic.Int64 // when prices were last recorded, Unix nanoseconds
+	weighed atomic.Int64 // when the last recorded prices were due, Unix nanoseconds; see wantsWeighed
 }
 
 // traceKey identifies a request: clients may send one id with several.
@@ -112,14 +112,18 @@ func (r *Recent) record(p *Planned) {
 	}
 }
 
-// weighEvery is the interval at which the prices of a decision are recorded for operators: recording costs more than
-// deciding.
-const weighEvery = 100 * time.Millisecond
+// weighEvery is the mean interval at which the prices of decisions are recorded for operators, and weighBurst how many
+// may follow each other at once: recording costs more than deciding.
+const (
+	weighEvery = 100 * time.Millisecond
+	weighBurst = 10
+)
 
 // wantsWeighed reports whether to record the prices of this decision.
 func (r *Recent) wantsWeighed(now time.Time) bool {
 	last := r.weighed.Load()
-	return now.UnixNano()-last >= int64(weighEvery) && r.weighed.CompareAndSwap(last, now.UnixNano())
+	due := max(last, now.UnixNano()-int64(weighBurst*weighEvery)) + int64(weighEvery)
+	return due <= now.UnixNano() && r.weighed.CompareAndSwap(last, due)
 }
 
 // leg edits the trace of a request, of which this replica serves a leg or the next pass. It may be planned elsewhere.

@@ -64,6 +64,20 @@ func TestMerge(t *testing.T) {
 	}
 }
 
+// Prices are recorded of ten decisions a second, also if they follow each other at once.
+func TestWantsWeighed(t *testing.T) {
+	r, now, n := NewRecent(), time.Now(), 0
+	for range 100 {
+		if r.wantsWeighed(now) {
+			n++
+		}
+	}
+	require.Equal(t, 10, n)
+	require.False(t, r.wantsWeighed(now.Add(99*time.Millisecond)))
+	require.True(t, r.wantsWeighed(now.Add(100*time.Millisecond)))
+	require.False(t, r.wantsWeighed(now.Add(100*time.Millisecond)))
+}
+
 // The list is bounded, and drops the oldest.
 func TestRecentIsBounded(t *testing.T) {
 	r := NewRecent()
