@@ -41,9 +41,9 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
-bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run
+bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run, compared with the last one (.cache/bench.json)
 	$(GO) test -run '^$$' -bench . -benchmem ./...
-	$(GO) run ./e2e/bench
+	$(GO) run ./e2e/bench -json .cache/bench.json
 
 e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e

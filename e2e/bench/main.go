@@ -27,6 +27,12 @@
 //
 //	go run ./e2e/bench -fleet 1,4,16 -rate 200 -shapes json1k -rounds 3
 //
+// How long a small request waits for large ones on the same connections of Envoy to Tandem, with its 99.9th percentile:
+//
+//	go run ./e2e/bench -shapes json1k -clients 1,16,64,256 -rate 200 -requests 2000 -rounds 3 -beside json1m
+//
+// With -json FILE the figures are compared with those of the last run, and kept for the next one (last.go).
+//
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
 // several replicas.
@@ -74,12 +80,14 @@ type options struct {
 	variants   []variant // the first is called tandem
 	peers      []peer
 	fleet      []int // numbers of replicas for the fleet mode; none: the other mode
+	beside     shape // of requests that run all the time beside the measured ones; zero: none
+	last       string
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
 	o := options{}
 	base := variant{name: "tandem"}
-	var shapes, clients, env, vllm, sglang, fleet string
+	var shapes, clients, env, vllm, sglang, fleet, beside string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
@@ -108,6 +116,9 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		})
 	f.StringVar(&fleet, "fleet", "", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
 		"second of the first shape (fleet.go)")
+	f.StringVar(&beside, "beside", "", "shape of requests that are sent beside the measured ones, "+
+		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
+	f.StringVar(&o.last, "json", "", "`file` with the figures of the last run: compare with it, then replace it")
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
 	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
@@ -122,6 +133,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	for i := range o.variants {
 		v := &o.variants[i]
 		v.bodyMode, v.binary = cmp.Or(v.bodyMode, base.bodyMode), cmp.Or(v.binary, base.binary)
+	}
+	if beside != "" {
+		var err error
+		if o.beside, err = findShape(beside); err != nil {
+			return o, err
+		}
 	}
 	for name := range strings.SplitSeq(shapes, ",") {
 		s, err := findShape(name)
@@ -195,6 +212,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(o.fleet) > 0 {
 		return l.fleet(ctx, o, stdout)
 	}
+	if o.beside.name != "" {
+		fmt.Fprintf(stdout, "Beside: %s, %d a second. CPU contains theirs.\n\n", o.beside.title, besideRate)
+	}
 	r := newReport(l.stacks)
 	for _, s := range o.shapes {
 		for _, clients := range o.clients {
@@ -212,7 +232,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	r.write(stdout)
 	fmt.Fprintf(stdout, "\n%s\n", ledgers)
-	return nil
+	if o.last == "" {
+		return nil
+	}
+	return r.compare(stdout, o.last)
 }
 
 func prompts(fresh bool) string {

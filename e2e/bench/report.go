@@ -13,12 +13,13 @@ import (
 type report struct {
 	names   []string // of the stacks, the floor first
 	rows    []row
+	figures []figures
 	targets []target
 	peaks   []string
 }
 
 // row is one line of the table.
-type row [12]string
+type row [14]string
 
 // target is a limit for Tandem's figures.
 type target struct {
@@ -71,14 +72,14 @@ func ratio(ours, floor []round, figure func(*round) time.Duration) float64 {
 func p50(r *round) time.Duration   { return quantile(r.took, .5) }
 func first(r *round) time.Duration { return quantile(r.first, .5) }
 
-// p99 returns the 99th percentile over all rounds: a single one may have had fewer than a hundred requests.
-func p99(rounds []round) time.Duration {
+// tail returns a high percentile over all rounds: a single one may have had fewer than a hundred requests.
+func tail(rounds []round, q float64) time.Duration {
 	var all []time.Duration
 	for _, r := range rounds {
 		all = append(all, r.took...)
 	}
 	slices.Sort(all)
-	return quantile(all, .99)
+	return quantile(all, q)
 }
 
 // add adds the rounds of one shape and number of clients, by stack.
@@ -91,7 +92,7 @@ func (r *report) add(sh shape, clients int, results [][]round) {
 			millis(median(each(rounds, func(r *round) time.Duration { return r.envoy }))), "",
 			fmt.Sprintf("%s (%s-%s)", millis(median(cpus)), millis(slices.Min(cpus)), millis(slices.Max(cpus))), "", "",
 			millis(median(each(rounds, p50))), "",
-			millis(p99(rounds)),
+			millis(tail(rounds, .99)), "", millis(tail(rounds, .999)),
 			fmt.Sprintf("%.0f", median(each(rounds, func(r *round) float64 { return r.rate }))),
 		}
 		if sh.stream {
@@ -101,6 +102,8 @@ func (r *report) add(sh shape, clients int, results [][]round) {
 			line[4] = millis(median(each(rounds, func(r *round) time.Duration { return r.tandem })))
 			line[6] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, (*round).cpu))
 			line[9] = fmt.Sprintf("**%.2f**", ratio(rounds, floor, p50))
+			line[11] = fmt.Sprintf("**%.2f**", float64(tail(rounds, .99))/float64(tail(floor, .99)))
+			r.figures = append(r.figures, figuresOf(sh, clients, r.names[i], rounds, floor))
 		}
 		if i > 1 {
 			line[7] = fmt.Sprintf("%.2f", ratio(rounds, results[1], (*round).cpu))
@@ -147,7 +150,7 @@ func (r *report) write(w io.Writer) {
 	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a "+
 		"stream until its end (until its first byte).\n\n")
 	head := row{"shape", "clients", "stack", "Envoy CPU", "router CPU", "sum", "x floor", "x tandem", "p50", "x floor",
-		"p99", "req/s"}
+		"p99", "x floor", "p99.9", "req/s"}
 	table(w, append([]row{head}, r.rows...))
 	fmt.Fprintf(w, "\nMost memory, MiB: %s.\n\n", strings.Join(r.peaks, "; "))
 	fmt.Fprint(w, "| target, as a multiple of the floor | at most | measured | |\n|---|---|---|---|\n")

@@ -33,6 +33,34 @@ func quantile(sorted []time.Duration, q float64) time.Duration {
 // late.
 const settleTime = 150 * time.Millisecond
 
+// besideClients send besideRate requests of the shape -beside a second: few, so that small requests wait for them on
+// the way and not for the processor.
+const (
+	besideClients = 2
+	besideRate    = 10
+)
+
+// with runs requests of another shape beside do, if there is one.
+func (l *lab) with(ctx context.Context, s *stack, o options, do func() error) error {
+	if o.beside.name == "" {
+		return do()
+	}
+	loaded, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() {
+		slow := *l
+		slow.rate = besideRate
+		_, err := slow.load(loaded, s, o.beside, newBody(o.beside, o.fresh), besideClients, 1<<40)
+		ended <- err
+	}()
+	err := do()
+	cancel()
+	if failed := <-ended; failed != nil && !errors.Is(failed, context.Canceled) {
+		err = errors.Join(err, fmt.Errorf("beside: %w", failed))
+	}
+	return err
+}
+
 // measure runs the rounds of one shape and number of clients on all stacks. The result is by stack, then by round.
 func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([][]round, error) {
 	n := sh.requests
@@ -56,7 +84,11 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 			order = together
 		}
 		err := order(len(l.stacks), i, func(at int) error {
-			r, err := l.round(ctx, l.stacks[at], sh, b, clients, n)
+			var r round
+			err := l.with(ctx, l.stacks[at], o, func() (err error) {
+				r, err = l.round(ctx, l.stacks[at], sh, b, clients, n)
+				return err
+			})
 			if err != nil {
 				return fmt.Errorf("%s: %w", l.stacks[at].name, err)
 			}
@@ -140,9 +172,9 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 	var mu sync.Mutex
 	var group sync.WaitGroup
 	began := time.Now()
-	for range clients {
+	for i := range clients {
 		group.Go(func() {
-			took, first, err := l.requests(ctx, s, sh, b.clone(), &left, clients)
+			took, first, err := l.requests(ctx, s, sh, b.clone(), &left, i, clients)
 			if err != nil {
 				cancel(err)
 			}
@@ -161,15 +193,18 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 	return r, nil
 }
 
-// requests sends one client's share of the requests.
+// requests sends the share of client i. At a rate, clients take turns, as they would come one by one.
 func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64,
-	clients int) (took, first []time.Duration, err error) {
+	i, clients int) (took, first []time.Duration, err error) {
 	c, err := dial(s.address(sh.model))
 	if err != nil {
 		return nil, nil, err
 	}
 	defer c.close()
 	next := time.Now()
+	if l.rate > 0 {
+		next = next.Add(time.Duration(float64(i) / l.rate * float64(time.Second)))
+	}
 	for left.Add(-1) >= 0 && ctx.Err() == nil {
 		if l.rate > 0 {
 			time.Sleep(time.Until(next))
