@@ -141,3 +141,40 @@ func BenchmarkApply(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkReference is what a reference in place of a known prompt's hashes would save a replica that reads them, and cost it: taking
+// the hashes from an entry, against finding them in the index by the last one. A prompt of 16k tokens has 128 blocks.
+func BenchmarkReference(b *testing.B) {
+	const blocks, prompts = 128, 4096
+	r := apart(b, Options{URL: "redis://127.0.0.1:1"}, 2)
+	texts := make([][]byte, prompts)
+	for i := range prompts {
+		r.state.ApplyRouted(r.pool, r.e(0), prompt(i, blocks))
+		var err error
+		texts[i], err = proto.Marshal(&statev1.Blocks{Kind: statev1.Blocks_KIND_ROUTED, Hashes: prompt(i, blocks)})
+		if err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.Run("hashes", func(b *testing.B) {
+		b.ReportAllocs()
+		for i := 0; b.Loop(); i++ {
+			var read statev1.Blocks
+			if err := proto.Unmarshal(texts[i%prompts], &read); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("reference", func(b *testing.B) {
+		last := make([]uint64, prompts)
+		for i := range last {
+			last[i] = prompt(i, blocks)[blocks-1]
+		}
+		b.ReportAllocs()
+		for i := 0; b.Loop(); i++ {
+			if len(r.pool.TextOf(nil, last[i%prompts], blocks)) != blocks {
+				b.Fatal("not found")
+			}
+		}
+	})
+}

@@ -14,7 +14,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// Without Redis it is tried ten times a second; whose lease ends meanwhile is gone, and who has not been answered asks again.
+// Without Redis it is tried ten times a second, by one command for all pools; whose lease ends meanwhile is gone, and who has not been answered asks again.
 func TestReadingWithoutRedis(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 1)
@@ -24,13 +24,17 @@ func TestReadingWithoutRedis(t *testing.T) {
 		r.hears(&statev1.Batch{Replica: 8})
 		r.p.members[7].expires = time.Now().Add(retryAfter / 2)
 		r.p.joined, r.p.sync = true, snapshotRequest{wanted: true, at: time.Now()}
+		r.state.SetPool(kvstate.PoolSpec{Name: "other"}, nil)
+		pools := r.store.pools()
+		require.Len(t, pools, 2)
+		r.store.poolReplica("other").joined = true
 		asked := func() bool {
 			synctest.Wait()
 			r.p.outMu.Lock()
 			defer r.p.outMu.Unlock()
 			return r.p.out.join
 		}
-		stop := during(t.Context(), func(ctx context.Context) { r.store.read(ctx, r.p) })
+		stop := during(t.Context(), func(ctx context.Context) { r.store.read(ctx, pools...) })
 		time.Sleep(10*retryAfter - time.Millisecond)
 		synctest.Wait()
 		require.Equal(t, 10, x.refused())
