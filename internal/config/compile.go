@@ -107,7 +107,7 @@ func PodLabels(c *configv1.PodLabels) (discovery.Labels, error) {
 	}
 	l.Role, l.Group, l.Port = cmp.Or(c.GetRoleLabel(), l.Role), cmp.Or(c.GetGroupLabel(), l.Group),
 		cmp.Or(c.GetPortLabel(), l.Port)
-	l.Zone, l.Keep = c.GetZoneLabel(), c.GetKeep()
+	l.Zone, l.Keep, l.Ranks = c.GetZoneLabel(), c.GetKeep(), c.GetRanksLabel()
 	for _, values := range []struct {
 		configured []string
 		values     *[]string

@@ -61,6 +61,7 @@ func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	if len(p.Endpoints) > 0 {
 		v.m.add(path+".endpoints", "stand beside discovery: list endpoints or have them found")
 	}
+	pool := path
 	path += ".discovery"
 	d := p.Discovery
 	kinds := 0
@@ -81,10 +82,16 @@ func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	}
 	if k := d.Kubernetes; k != nil {
 		checkKubernetes(v, path+".kubernetes", k)
+		if k.Labels.RanksLabel != "" {
+			checkRanksNamed(v, path+".kubernetes.labels.ranksLabel", pool, p)
+		}
 	}
 	if i := d.InferencePool; i != nil {
 		checkNeeded(v, path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
 		checkPodLabels(v, path+".inferencePool.labels", i.Labels)
+		if i.Labels.RanksLabel != "" {
+			checkRanksNamed(v, path+".inferencePool.labels.ranksLabel", pool, p)
+		}
 		checkOneOf(v, path+".inferencePool.intents", i.Intents, "none", "watch")
 	}
 }

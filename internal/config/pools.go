@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate/discovery"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -215,16 +216,13 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 	}
 }
 
-// maxRanks bounds the data-parallel ranks behind one port.
-const maxRanks = 64
-
 // RankLimit returns how many data-parallel ranks an endpoint of a pool may have; 0 if requests of the pool cannot name
 // one, or if its KV events are not counted by rank.
 func RankLimit(p *configv1.Pool) int {
 	if p.KvTransfer != "none" && !DialectOf(p).DataRanks || p.Handoff != "envoy" || p.GetKvEvents().GetRanks() > 1 {
 		return 0
 	}
-	return maxRanks
+	return discovery.MaxRanks
 }
 
 // checkRanks checks the data-parallel ranks of a pool's endpoints.
@@ -233,18 +231,26 @@ func checkRanks(v *validator, path string, p *configv1.Pool) {
 		at := fmt.Sprintf("%s.endpoints[%d].dataParallelRanks", path, i)
 		switch n := e.DataParallelRanks; {
 		case n == 0:
-		case n < 1 || n > maxRanks:
-			v.m.add(at, "%d is not between 1 and %d", n, maxRanks)
-		case p.KvTransfer != "none" && !DialectOf(p).DataRanks:
-			v.m.add(at, "kvTransfer %s has no word for ranks: give each rank a port and an endpoint of its own, "+
-				"or leave it to the engine", p.KvTransfer)
-		case p.Handoff != "envoy":
-			v.m.add(at, "needs handoff envoy, not %s: only there the rank goes with the request", p.Handoff)
-		case p.GetKvEvents().GetRanks() > 1:
-			v.m.add(path+".kvEvents.ranks",
-				"is %d, and endpoints have dataParallelRanks, which counts events by rank: leave one out",
-				p.GetKvEvents().GetRanks())
+		case n < 1 || n > discovery.MaxRanks:
+			v.m.add(at, "%d is not between 1 and %d", n, discovery.MaxRanks)
+		default:
+			checkRanksNamed(v, at, path, p)
 		}
+	}
+}
+
+// checkRanksNamed checks that requests of a pool can name ranks, which at asks for.
+func checkRanksNamed(v *validator, at, path string, p *configv1.Pool) {
+	switch {
+	case p.KvTransfer != "none" && !DialectOf(p).DataRanks:
+		v.m.add(at, "kvTransfer %s has no word for ranks: give each rank a port and an endpoint of its own, "+
+			"or leave it to the engine", p.KvTransfer)
+	case p.Handoff != "envoy":
+		v.m.add(at, "needs handoff envoy, not %s: only there the rank goes with the request", p.Handoff)
+	case p.GetKvEvents().GetRanks() > 1:
+		v.m.add(path+".kvEvents.ranks",
+			"is %d, and endpoints have data-parallel ranks, which count events by rank: leave one out",
+			p.GetKvEvents().GetRanks())
 	}
 }
 

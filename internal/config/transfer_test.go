@@ -156,7 +156,7 @@ func TestDataParallelRanks(t *testing.T) {
 		"below zero":      {of(-1, "nixl", ""), "pools[0].endpoints[0].dataParallelRanks: -1 is not between 1 and 64"},
 		"another dialect": {of(2, "trtllm", ""), "pools[0].endpoints[0].dataParallelRanks: kvTransfer trtllm has no word for ranks: give each rank a port and an endpoint of its own, or leave it to the engine"},
 		"events twice": {of(2, "nixl", "kvEvents: {ranks: 2},"),
-			"pools[0].kvEvents.ranks: is 2, and endpoints have dataParallelRanks, which counts events by rank: leave one out"},
+			"pools[0].kvEvents.ranks: is 2, and endpoints have data-parallel ranks, which count events by rank: leave one out"},
 	} {
 		c, _, err := Parse([]byte(tt.yaml))
 		if tt.want != "" {

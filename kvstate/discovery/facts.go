@@ -58,7 +58,8 @@ func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
 
 // fill adds the known facts to endpoints, and starts to ask unknown ones; learnt is notified when there is more. Role
 // 0 means a pod without a role label: it gets the role that its engine reports, else otherwise, and is left out until
-// the engine was asked. Engines that are not among specs are forgotten. nil Facts change nothing.
+// the engine was asked. Engines that are not among specs are forgotten. nil Facts know nothing. out has an endpoint for
+// each data-parallel rank.
 func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwise kvstate.Role,
 	learnt chan<- struct{}) (out []kvstate.EndpointSpec) {
 	nothing := &fact{asked: true}
@@ -83,7 +84,7 @@ func (f *Facts) fill(ctx context.Context, specs []kvstate.EndpointSpec, otherwis
 		}
 		e.Transfer.Release, e.Transfer.BootstrapPort = known.release, known.bootstrap
 		if e.Role != 0 {
-			out = append(out, e)
+			out = append(out, e.ByRank()...)
 		}
 	}
 	if f != nil {

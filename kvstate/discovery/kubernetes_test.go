@@ -96,7 +96,16 @@ func TestPodsBecomeEndpoints(t *testing.T) {
 			require.Equal(t, c.want, lines((*Facts)(nil).fill(t.Context(), p.endpoints(c.pods), labels.Default, nil)))
 		})
 	}
-	_, err := Conventions("dynamo")
+	dp, err := Conventions("llm-d")
+	require.NoError(t, err)
+	dp.Ranks = "dp"
+	ranked := podPool{ports: []int{8000}, labels: dp}
+	pods := []*corev1.Pod{pod("a", "10.0.0.1", l{"dp": "2"}), pod("b", "10.0.0.2", l{"dp": "65"}), pod("c", "10.0.0.3", nil)}
+	want := []string{"decode 10.0.0.1:8000#0", "decode 10.0.0.1:8000#1", "decode 10.0.0.2:8000", "decode 10.0.0.3:8000"}
+	require.Equal(t, want,
+		lines((*Facts)(nil).fill(t.Context(), ranked.endpoints(pods), dp.Default, nil)), "65 are more than a port may have")
+
+	_, err = Conventions("dynamo")
 	require.ErrorContains(t, err, "one of llm-d, aibrix, production-stack, kthena")
 }
 

@@ -17,15 +17,16 @@ const MaxPorts = 8
 
 // podPool turns pods into endpoints.
 type podPool struct {
-	ports   []int // each is an endpoint: data-parallel ranks of one pod
+	ports   []int // each is an endpoint: data-parallel ranks of one pod may have a port each
 	scheme  string
 	labels  Labels
 	unknown map[string]string // role labels that are not known, and a pod that has each
 }
 
 // endpoints returns the endpoints of the pods that are ready, and of terminating ones that still answer, in the
-// order of the pods' names, so that equal states of the cluster yield equal lists. Role is 0 for pods without a
-// role label. Pods with an unknown role are left out, and noted in p.unknown.
+// order of the pods' names, so that equal states of the cluster yield equal lists. An engine is one endpoint here, and
+// one for each data-parallel rank after [Facts.fill]. Role is 0 for pods without a role label. Pods with an unknown
+// role are left out, and noted in p.unknown.
 func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 	slices.SortFunc(pods, func(a, b *corev1.Pod) int {
 		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
@@ -47,6 +48,7 @@ func (p *podPool) endpoints(pods []*corev1.Pod) []kvstate.EndpointSpec {
 				Name: pod.Namespace + "/" + pod.Name, Addr: net.JoinHostPort(ip.Unmap().String(), strconv.Itoa(port)),
 				Scheme: p.scheme, Role: role, Group: pod.Labels[p.labels.Group], Zone: pod.Labels[p.labels.Zone],
 				Node: pod.Spec.NodeName, Labels: p.labels.kept(pod.Labels), Draining: pod.DeletionTimestamp != nil,
+				Ranks: p.labels.ranks(pod.Labels),
 			})
 		}
 	}

@@ -3,6 +3,7 @@ package discovery
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
 	"tandem/kvstate"
@@ -16,6 +17,7 @@ type Labels struct {
 	Both    []string // ... and both
 	Group   string   // the label whose value is the group; "": no groups
 	Port    string   // the label that holds the engine's port; "": the configured ports
+	Ranks   string   // the label that holds the number of data-parallel ranks behind each port; "": the engine chooses
 	Zone    string   // the label whose value is the zone; "": zones are unknown
 	Keep    []string // labels that the endpoint gets too, for requests to ask for
 
@@ -50,6 +52,21 @@ func Conventions(name string) (Labels, error) {
 			name)
 	}
 	return l, nil
+}
+
+// MaxRanks bounds the data-parallel ranks behind one port.
+const MaxRanks = 64
+
+// ranks returns the number of data-parallel ranks behind each port of a pod; 0 if its labels do not say.
+func (l *Labels) ranks(labels map[string]string) int {
+	if l.Ranks == "" {
+		return 0
+	}
+	n, err := strconv.Atoi(labels[l.Ranks])
+	if err != nil || n < 1 || n > MaxRanks {
+		return 0
+	}
+	return n
 }
 
 // kept returns a pod's labels that its endpoints get, in the form of an endpoint's.

@@ -2668,7 +2668,10 @@ type PodLabels struct {
 	// topology.kubernetes.io/zone.
 	ZoneLabel string `protobuf:"bytes,50,opt,name=zone_label,json=zoneLabel,proto3" json:"zone_label,omitempty"`
 	// Labels of pods that become labels of their endpoints (pools[].labelHeader).
-	Keep          []string `protobuf:"bytes,51,rep,name=keep,proto3" json:"keep,omitempty"`
+	Keep []string `protobuf:"bytes,51,rep,name=keep,proto3" json:"keep,omitempty"`
+	// The label that has the number of data-parallel ranks behind each port. At most 64, as with
+	// endpoints[].dataParallelRanks. A pod without it, or with another value, leaves the rank to the engine.
+	RanksLabel    string `protobuf:"bytes,52,opt,name=ranks_label,json=ranksLabel,proto3" json:"ranks_label,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2771,6 +2774,13 @@ func (x *PodLabels) GetKeep() []string {
 		return x.Keep
 	}
 	return nil
+}
+
+func (x *PodLabels) GetRanksLabel() string {
+	if x != nil {
+		return x.RanksLabel
+	}
+	return ""
 }
 
 type PrefillTimeout struct {
@@ -3403,7 +3413,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
 	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12\x18\n" +
-	"\aintents\x18\x04 \x01(\tR\aintents\"\xa6\x02\n" +
+	"\aintents\x18\x04 \x01(\tR\aintents\"\xc7\x02\n" +
 	"\tPodLabels\x12\x1e\n" +
 	"\n" +
 	"convention\x18\x01 \x01(\tR\n" +
@@ -3420,7 +3430,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\x12\x1d\n" +
 	"\n" +
 	"zone_label\x182 \x01(\tR\tzoneLabel\x12\x12\n" +
-	"\x04keep\x183 \x03(\tR\x04keep\"A\n" +
+	"\x04keep\x183 \x03(\tR\x04keep\x12\x1f\n" +
+	"\vranks_label\x184 \x01(\tR\n" +
+	"ranksLabel\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
 	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xef\x03\n" +
