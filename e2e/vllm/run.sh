@@ -11,6 +11,8 @@
 #                           (mooncake.sh), with mooncake-transfer-engine-non-cuda in PYTHONPATH
 #                           ExampleConnector or MultiConnector (NixlConnector and ExampleConnector): go test -run TestRealStores
 #              BIDIRECTIONAL  not empty: the engines hand KV over both ways, and keep answers for 40 s; go test -run TestRealTurns
+#              RANKS        data-parallel ranks behind the port of each prefill and decode engine, which then publish KV events 3000
+#                           above their ports (replay: 4000), rank by rank; go test -run TestRealRanks
 #              ENGINES      how many of each role; default 2
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
@@ -33,6 +35,13 @@ export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_HOST_IP=127.0.0.1 VLLM_NIXL_SIDE_CH
 export UCX_NET_DEVICES=lo UCX_TLS=tcp,sm,self NIXL_PTHR_DELAY_US=1000 CUDA_VISIBLE_DEVICES=
 unset PYTHONDONTWRITEBYTECODE # five engines start together: let them keep what they compile
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONHASHSEED=0
+
+ranks() { # PORT: the arguments of an engine with data-parallel ranks
+  [ -n "${RANKS:-}" ] || return 0
+  printf '%s\n' --data-parallel-size "$RANKS" --data-parallel-address 127.0.0.1 --kv-events-config \
+    "{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:$(($1 + 3000))\",\"replay_endpoint\":\"tcp://*:$(($1 + 4000))\"}"
+}
+[ -z "${RANKS:-}" ] || export VLLM_ENABLE_V1_MULTIPROCESSING=1 TANDEM_VLLM_RANKS=$RANKS # a process for each rank
 
 # engine NAME PORT [argument...]: one vLLM in its own process group. float32, so that text does not hang on the order of additions
 # in a batch; block size 32, as CPU attention refuses the default 16.
@@ -78,8 +87,10 @@ mkdir -p "$store"
 export TANDEM_VLLM_STORE=$store
 last=$((${ENGINES:-2} - 1))
 for i in $(seq 0 $last); do
-  engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)"
-  engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)"
+  mapfile -t more < <(ranks "${prefill[i]}")
+  engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)" ${more[@]+"${more[@]}"}
+  mapfile -t more < <(ranks "${decode[i]}")
+  engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)" ${more[@]+"${more[@]}"}
 done
 if [ "${REFERENCE:-}" = prefill ]; then
   reference=${prefill[0]}

@@ -66,12 +66,12 @@ func (s *stack) pool() string {
   split: always
   decodeAlone: fallback
 %s  endpoints:
-`, dialect(), turnsConfig()+membersConfig())
+`, dialect(), turnsConfig()+membersConfig()+eventsConfig())
 	for i, e := range s.prefill {
-		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s}\n", s.prefillDoors.before(i, e), bootstrap(e))
+		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s%s}\n", s.prefillDoors.before(i, e), bootstrap(e), ranks(e))
 	}
 	for i, e := range s.decode {
-		fmt.Fprintf(&b, "  - {address: %q, role: decode}\n", s.decodeDoors.before(i, e))
+		fmt.Fprintf(&b, "  - {address: %q, role: decode%s}\n", s.decodeDoors.before(i, e), ranks(e))
 	}
 	return b.String()
 }
@@ -90,6 +90,25 @@ func membersConfig() string {
 		return ""
 	}
 	return "  members: [nixl, shared]\n"
+}
+
+// eventsConfig returns the settings of a pool whose engines publish KV events: those with ranks do (run.sh).
+func eventsConfig() string {
+	if os.Getenv("TANDEM_VLLM_RANKS") == "" {
+		return ""
+	}
+	return "  kvEvents: {replayPort: 1}\n" // each engine has its own
+}
+
+// ranks returns the fields of an engine with data-parallel ranks behind its port.
+func ranks(e engine) string {
+	n := os.Getenv("TANDEM_VLLM_RANKS")
+	_, port, err := net.SplitHostPort(e.addr)
+	at, err2 := strconv.Atoi(port)
+	if n == "" || err != nil || err2 != nil {
+		return ""
+	}
+	return fmt.Sprintf(", dataParallelRanks: %s, kvEventsPort: %d, kvReplayPort: %d", n, at+3000, at+4000)
 }
 
 // before returns an engine's address: its door's, if it has one.

@@ -48,6 +48,9 @@ func TestRealVLLM(t *testing.T) {
 	if bidirectional() {
 		t.Skip("engines that keep answers: TestRealTurns")
 	}
+	if os.Getenv("TANDEM_VLLM_RANKS") != "" {
+		t.Skip("engines with ranks: TestRealRanks")
+	}
 	seed := uint64(time.Now().UnixNano())
 	if text := os.Getenv("TANDEM_VLLM_SEED"); text != "" {
 		var err error
