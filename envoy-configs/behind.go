@@ -78,6 +78,9 @@ func refusals() []localReply {
 	return []localReply{
 		{"response.code == 401", 0, clientsFault, "invalid_api_key", why, 0},
 		{"response.code == 403", 0, clientsFault, "permission_denied", why, 0},
+		// The global rate limit has no words of its own.
+		{"response.code == 429 && " + details("request_rate_limited"), 0, "requests", "rate_limit_exceeded",
+			"the rate limit of this gateway is exceeded", 0},
 		{"response.code == 429", 0, "requests", "rate_limit_exceeded", why, 0},
 	}
 }
