@@ -127,7 +127,7 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 		if json.Unmarshal(answer, &refused) != nil || refused.Error.Message == "" {
 			refused.Error.Message = strings.TrimSpace(string(answer))
 		}
-		return resp.StatusCode, nil, fmt.Errorf("the replica refuses (%s): %.500s", resp.Status, refused.Error.Message)
+		return resp.StatusCode, nil, fmt.Errorf("the replica answers %s: %.500s", resp.Status, refused.Error.Message)
 	}
 	return resp.StatusCode, answer, nil
 }
