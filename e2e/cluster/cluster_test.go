@@ -10,6 +10,7 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	"math/big"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -58,6 +60,7 @@ func TestFiveCommands(t *testing.T) {
 	}
 	c.split(commands[4])
 	t.Run("global rate limit", func(t *testing.T) { c.under(t).globalRateLimit() })
+	t.Run("OIDC", func(t *testing.T) { c.under(t).oidc() })
 	t.Run("TLS on port 9004", func(t *testing.T) { c.under(t).tlsForEnvoyGateway() })
 }
 
@@ -99,9 +102,68 @@ func (c *cluster) globalRateLimit() {
 	require.Len(c.t, c.requests("prefill"), before+3, "all three were split")
 	status, body := c.chat("llm.test", "another")
 	require.Equal(c.t, "429", status)
-	require.Contains(c.t, body, `"code":"rate_limit_exceeded"`)
+	require.Contains(c.t, body, `"code":"rate_limit_exceeded","message":"the rate limit of this gateway is exceeded"`)
 	c.t.Logf("the fourth: %s %s", status, body)
 	c.must("kubectl delete -f " + c.file("limit.yaml"))
+}
+
+// oidc: a request without a session is sent to the provider, and to no engine. One with a session has both hops.
+func (c *cluster) oidc() {
+	tokens := 0
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /token", func(w http.ResponseWriter, _ *http.Request) {
+		tokens++
+		part := base64.RawURLEncoding.EncodeToString
+		id := part([]byte(`{"alg":"none"}`)) + "." + part([]byte(`{"sub":"user"}`)) + "." + part([]byte("none"))
+		w.Header().Set("Content-Type", "application/json")
+		fmt.Fprintf(w, `{"access_token":"access","id_token":%q,"token_type":"Bearer","expires_in":3600}`, id)
+	})
+	l, err := new(net.ListenConfig).Listen(c.t.Context(), "tcp", "10.200.0.1:18999")
+	require.NoError(c.t, err)
+	provider := &http.Server{Handler: mux, ReadHeaderTimeout: time.Minute}
+	go func() { _ = provider.Serve(l) }()
+	defer provider.Close()
+
+	c.must("kubectl apply -f " + c.file("oidc.yaml"))
+	before := len(c.requests("prefill")) + len(c.requests("decode"))
+	var login *http.Response
+	c.await("there is a redirect to the provider", func() bool {
+		login = c.get("/v1/models", nil)
+		return login.StatusCode == http.StatusFound
+	})
+	to, err := login.Location()
+	require.NoError(c.t, err)
+	require.Equal(c.t, "/authorize", to.Path)
+	require.Equal(c.t, "tandem", to.Query().Get("client_id"))
+	status, _ := c.chat("llm.test", "")
+	require.Equal(c.t, "302", status)
+	require.Equal(c.t, before, len(c.requests("prefill"))+len(c.requests("decode")), "no engine is asked")
+
+	session := c.get("/oauth2/callback?code=code&state="+url.QueryEscape(to.Query().Get("state")), login.Cookies())
+	require.Equal(c.t, http.StatusFound, session.StatusCode)
+	require.Equal(c.t, 1, tokens)
+	before = len(c.requests("prefill"))
+	status, body := c.chat("llm.test", "", append(login.Cookies(), session.Cookies()...)...)
+	require.Equal(c.t, "200", status, body)
+	require.Len(c.t, c.requests("prefill"), before+1)
+	require.Equal(c.t, 1, tokens)
+	c.must("kubectl delete -f " + c.file("oidc.yaml"))
+	c.await("the route takes requests without a session", func() bool { return c.status() == "200" })
+}
+
+// get asks the host llm.test for a page, with cookies.
+func (c *cluster) get(path string, cookies []*http.Cookie) *http.Response {
+	c.t.Helper()
+	req, err := http.NewRequestWithContext(c.t.Context(), http.MethodGet, "http://"+c.gate+path, nil)
+	require.NoError(c.t, err)
+	req.Host = "llm.test"
+	for _, cookie := range cookies {
+		req.AddCookie(cookie)
+	}
+	resp, err := c.client.Do(req)
+	require.NoError(c.t, err)
+	require.NoError(c.t, resp.Body.Close())
+	return resp
 }
 
 // tlsForEnvoyGateway encrypts Tandem's gRPC ports with a certificate that Envoy Gateway verifies. A route that comes
@@ -137,7 +199,7 @@ func (c *cluster) tlsForEnvoyGateway() {
 }
 
 // chat sends a long chat, with a prompt of its own, to a host, and returns the answer's status and body.
-func (c *cluster) chat(host, user string) (status, body string) {
+func (c *cluster) chat(host, user string, cookies ...*http.Cookie) (status, body string) {
 	c.t.Helper()
 	prompt := rand.Text() + strings.Repeat(" word", 10_000)
 	req, err := http.NewRequestWithContext(c.t.Context(), http.MethodPost, "http://"+c.gate+"/v1/chat/completions",
@@ -146,6 +208,9 @@ func (c *cluster) chat(host, user string) (status, body string) {
 	req.Host = host
 	req.Header.Set("x-user", user)
 	req.Header.Set("content-type", "application/json")
+	for _, cookie := range cookies {
+		req.AddCookie(cookie)
+	}
 	resp, err := c.client.Do(req)
 	if err != nil {
 		return err.Error(), ""
@@ -323,7 +388,8 @@ func start(t *testing.T) *cluster {
 	t.Helper()
 	tools := os.Getenv("TANDEM_KUBE_BIN")
 	c := &cluster{t: t, dir: t.TempDir()}
-	c.client = &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}
+	c.client = &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	ca := filepath.Join(c.dir, "registry.pem")
 	c.env = append(os.Environ(), "PATH="+tools+":"+os.Getenv("PATH"), "HOME="+c.dir, "SSL_CERT_FILE="+ca)
 	registry(t, os.Getenv("TANDEM_CHART"), ca)
