@@ -14,7 +14,7 @@ TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
 PARALLEL ?= 4
-SUITE ?= full
+SUITE ?= full shared engines
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 
 # The race detector needs a C compiler. Where there is none the tests run without it, and say so.
@@ -54,8 +54,8 @@ attack: tools ## attacks on the gRPC port, 6 s each, and large bodies from many 
 speed: tools ## what is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes)
 	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
 
-replay: ## the routing tables of docs/benchmarks.md, from traces (six minutes of one core; SUITE=quick: one)
-	$(GO) run ./cmd/tandem replay --suite $(SUITE)
+replay: ## all routing tables of docs/benchmarks.md, from traces (a quarter of an hour; SUITE=quick: one minute)
+	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
 bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem and plain Envoy, in one run (15 minutes)
 	./scripts/tools.sh peers
