@@ -64,13 +64,14 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
-	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                "make e2e-cluster",
-	"kubectl apply -k deploy/kustomize/base":                                                                       "make e2e-cluster",
-	"docker compose -f deploy/observability/compose.yaml up":                                                       "a container engine; go test ./docs holds the file to its schema",
-	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'`: "a GPU; make e2e-vllm runs it on CPU",
-	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                 "5.5 GiB of vLLM, and minutes",
-	"kubectl port-forward deployment/tandem 9090":                                                                  "a cluster",
-	"kubectl apply -f deploy/envoy-gateway/extension/policy.yaml":                                                  "make e2e-cluster",
+	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                                                                                  "make e2e-cluster",
+	"kubectl apply -k deploy/kustomize/base":                                                                                                                                         "make e2e-cluster",
+	"docker compose -f deploy/observability/compose.yaml up":                                                                                                                         "a container engine; go test ./docs holds the file to its schema",
+	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'`:                                                                   "a GPU; make e2e-vllm runs it on CPU",
+	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
+	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
+	"kubectl port-forward deployment/tandem 9090":                                                                                                                                    "a cluster",
+	"kubectl apply -f deploy/envoy-gateway/extension/policy.yaml":                                                                                                                    "make e2e-cluster",
 	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values -f deploy/envoy-gateway/extension/helm-values.yaml":             "make e2e-cluster",
 	`curl http://GATEWAY/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}]}"`: "make e2e-cluster",
 	"kubectl get envoypatchpolicy": "a cluster",

@@ -200,7 +200,7 @@ func TestTokensAreKnownToEveryReplica(t *testing.T) {
 		require.Contains(t, first.Body, `"return_token_ids":true`)
 		f.onAll("its blocks are known", atLeast(before[first.Engine]+90), "tandem_kv_events_blocks", strconv.Quote(first.Engine))
 		// An answer that overtakes another replica's publication of its prompt is not learned from; the next one is.
-		for tries := 0; !f.knownPrompts(i + 1); tries++ {
+		for tries := 0; !f.knownPrompts(i+1, time.Second); tries++ {
 			require.Less(t, tries, 100, "its tokens are not known to all")
 			require.Equal(t, 200, f.post("/v1/chat/completions", conversation(name, 3)).status)
 		}
@@ -214,9 +214,9 @@ func TestTokensAreKnownToEveryReplica(t *testing.T) {
 	}
 }
 
-// knownPrompts reports whether every replica learns the tokens of that many prompts within a second.
-func (f *fleet) knownPrompts(n int) bool {
-	for until := time.Now().Add(time.Second); ; time.Sleep(10 * time.Millisecond) {
+// knownPrompts reports whether every replica learns the tokens of that many prompts in time.
+func (f *fleet) knownPrompts(n int, within time.Duration) bool {
+	for until := time.Now().Add(within); ; time.Sleep(10 * time.Millisecond) {
 		known := true
 		for _, admin := range f.admins {
 			known = known && metric(f.t, admin, "tandem_index_prompts") >= float64(n)

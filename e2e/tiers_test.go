@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -52,7 +53,7 @@ func TestPrefixesInCPUMemory(t *testing.T) {
 	first, _ := ask(name, 3)
 	f.eventually("tandem_kv_events_blocks", first, atLeast(before[first]+90))
 	known++
-	require.True(t, f.knownPrompts(known))
+	require.True(t, f.knownPrompts(known, 20*time.Second))
 	evict(first, name+" evicted ")
 
 	again, cached := ask(name, 4)
@@ -61,7 +62,7 @@ func TestPrefixesInCPUMemory(t *testing.T) {
 	loaded := metric(t, "http://"+first.addr, "vllm:kv_offload_total_bytes_total", `"CPU_to_GPU"`)
 	require.Greater(t, loaded, 90.*16*512, "of 90 blocks")
 	known++
-	require.True(t, f.knownPrompts(known))
+	require.True(t, f.knownPrompts(known, 20*time.Second))
 	evict(first, name+" evicted again ")
 
 	other := f.prefills[0]
@@ -74,5 +75,5 @@ func TestPrefixesInCPUMemory(t *testing.T) {
 	require.Equal(t, other.addr, again.addr, "the one that has it in GPU memory")
 	require.Greater(t, cached, 1000)
 	known++
-	require.True(t, f.knownPrompts(known))
+	require.True(t, f.knownPrompts(known, 20*time.Second))
 }
