@@ -52,10 +52,10 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
 	}
 	program := builtTool(t, "envoy-gateway")
-	f := start(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 6, decodes: 6, encodes: 1,
+	f := start(t, withOrders(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 6, decodes: 6, encodes: 1,
 		mix:    []string{"nixl", "sglang", "shared"},
 		poolOf: map[string]string{"nixl": "  encode: {timeout: 5s}\n", "shared": "  cachedTokens: prefill\n"},
-		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"})
+		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"}))
 	g := &gateway{fleet: f, dir: t.TempDir(), shop: startShop(t)}
 	var err error
 	g.key, err = rsa.GenerateKey(rand.Reader, 2048)
@@ -252,6 +252,7 @@ func TestEnvoyGatewayExtension(t *testing.T) {
 	t.Run("JWT", g.testJWT)
 	t.Run("API key", g.testAPIKey)
 	t.Run("rate limit", g.testRateLimit)
+	t.Run("retries", g.testRetries)
 	t.Run("CORS", g.testCORS)
 	t.Run("external authorization", g.testExternalAuthorization)
 	t.Run("basic auth", g.testBasicAuth)
@@ -530,4 +531,22 @@ func (g *gateway) testRateLimit(t *testing.T) {
 		g.split(g.ask("limited.test", "/v1/chat/completions", id), id)
 	}
 	openAI(t, g.ask("limited.test", "/v1/chat/completions", "limited"), 429, "rate_limit_exceeded", "rate")
+}
+
+// A retry of Envoy Gateway's repeats the whole request: Tandem plans it again, and refuses it again here.
+func (g *gateway) testRetries(t *testing.T) {
+	refused := func() (n float64) {
+		for _, admin := range g.admins {
+			n += metric(t, admin, "tandem_refusals_total", `code="pool_paused"`)
+		}
+		return n
+	}
+	before := refused()
+	g.order("POST", "/api/pools/nixl/pause", "")
+	openAI(t, g.ask("retried.test", "/v1/chat/completions", "retried"), 503, "pool_paused", "no requests now")
+	require.InDelta(t, before+3, refused(), 0, "once, and two retries")
+	openAI(t, g.ask("llm.test", "/v1/chat/completions", "once"), 503, "pool_paused", "no requests now")
+	require.InDelta(t, before+4, refused(), 0, "a route without the policy does not retry")
+	g.order("POST", "/api/pools/nixl/resume", "")
+	g.split(g.ask("retried.test", "/v1/chat/completions", "well"), "well")
 }
