@@ -60,6 +60,7 @@ func TestPageInChromium(t *testing.T) {
 		}
 		f.post(apis[i%2].path, body, "x-request-id", fmt.Sprintf("request-%d", i))
 	}
+	require.Equal(t, 400, f.post(apis[0].path, `{"model":`).status)
 	live := make(chan struct{})
 	var clients sync.WaitGroup
 	defer clients.Wait()
@@ -101,6 +102,8 @@ setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d
 	require.Contains(t, dom, "to prefill")
 	require.Regexp(t, `127\.0\.0\.1:\d+ computes the prompt|Decode alone on`, dom, "a decision in a sentence")
 	require.Contains(t, dom, "Nothing needs attention.")
+	require.Contains(t, dom, `<div class="tile "><b>0</b><small>failed / s</small>`, "a refusal is no failure")
+	require.Regexp(t, `<b>(0\.\d+|[1-9]\d*)</b><small>refused / s</small>`, dom)
 
 	phone, _ := chromium(t, "--dump-dom", server.URL+"/phone")
 	require.Regexp(t, `<pre id="found">width 390 of 390</pre>`, phone)

@@ -90,6 +90,17 @@ func (e *EndpointSpec) HostPort() string {
 	return at
 }
 
+// DisplayName returns the name for people: as configured, or the address if it has none; with #rank if Ranks is not 0.
+func (e *EndpointSpec) DisplayName() string {
+	if e.Name == "" {
+		return e.Addr
+	}
+	if e.Ranks == 0 {
+		return e.Name
+	}
+	return e.Name + "#" + strconv.Itoa(e.Rank)
+}
+
 // RankName returns the rank in the engines' form, "" for the only endpoint of an address.
 func (e *EndpointSpec) RankName() string {
 	if e.Ranks == 0 {

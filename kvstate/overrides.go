@@ -117,7 +117,8 @@ func (p *Pool) Paused() bool { return p.paused.Load() }
 // Find returns the pool's endpoints with an address or a configured name.
 func (p *Pool) Find(nameOrAddr string) (out []*Endpoint) {
 	for _, e := range p.endpoints {
-		if e.Addr == nameOrAddr || e.HostPort() == nameOrAddr || e.Name == nameOrAddr {
+		if e.Addr == nameOrAddr || e.HostPort() == nameOrAddr || e.Name == nameOrAddr ||
+			e.DisplayName() == nameOrAddr {
 			out = append(out, e)
 		}
 	}
@@ -154,7 +155,7 @@ func (s *State) SetOverride(pool, endpoint string, change func(*Override)) ([]*E
 // overrideOf returns the override of an endpoint: the newest of those by its address and by its names.
 func (s *State) overrideOf(pool string, e *Endpoint) Override {
 	newest := s.overrides[overrideKey{pool, e.Addr}]
-	for _, name := range []string{e.HostPort(), e.Name} {
+	for _, name := range []string{e.HostPort(), e.Name, e.DisplayName()} {
 		if o := s.overrides[overrideKey{pool, name}]; name != "" && o.version > newest.version {
 			newest = o
 		}

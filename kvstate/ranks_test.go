@@ -23,7 +23,14 @@ func TestByRank(t *testing.T) {
 		require.Equal(t, "[fd00::1]:8000#"+e.RankName(), e.Addr)
 		require.Equal(t, e, p.Endpoint(e.Addr))
 		require.Equal(t, []*Endpoint{e}, p.Find(e.Addr), "an operator's order for one rank")
+		require.Equal(t, "engine:8000#"+e.RankName(), e.DisplayName())
+		require.Equal(t, []*Endpoint{e}, p.Find(e.DisplayName()), "by the name that is shown")
 	}
 	require.Len(t, p.Find("[fd00::1]:8000"), 2, "and for the engine")
 	require.Len(t, p.Find("engine:8000"), 2)
+
+	_, err := s.SetOverride("p", "engine:8000#1", func(o *Override) { o.Paused = true })
+	require.NoError(t, err)
+	require.False(t, p.Endpoints()[0].Paused())
+	require.True(t, p.Endpoints()[1].Paused())
 }

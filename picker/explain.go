@@ -100,7 +100,9 @@ func defaults(v *kvstate.View) (out []string) {
 func measured(factor float64) bool { return factor != 0 && factor != 1 }
 
 func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
-	w := Weighed{Endpoint: c.Endpoint.Addr, Name: c.Endpoint.Name, Role: c.Endpoint.Role.String(), Out: k.why(r, c)}
+	w := Weighed{
+		Endpoint: c.Endpoint.Addr, Name: c.Endpoint.DisplayName(), Role: c.Endpoint.Role.String(), Out: k.why(r, c),
+	}
 	w.Hit, w.Loads = c.Hit, c.Loads.Blocks()
 	if w.Out != "" {
 		return w

@@ -255,15 +255,12 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	for _, e := range p.Endpoints() {
 		requests, tokens := e.Load()
 		shown := Endpoint{
-			Name: e.Name, Address: e.Addr, Role: e.Role.String(), Group: e.Group,
+			Name: e.DisplayName(), Address: e.Addr, Role: e.Role.String(), Group: e.Group,
 			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
 		shown.FailedS = f.source.State.FailedFor(e).Seconds()
-		if shown.Name == "" {
-			shown.Name = e.Addr
-		}
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
 				shown.NoPairs = faults.Parts.String()

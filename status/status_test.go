@@ -122,6 +122,20 @@ func TestRoute(t *testing.T) {
 	}
 }
 
+// Data-parallel ranks of one engine have different names, as configured and by address.
+func TestRankNames(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	named := kvstate.EndpointSpec{Name: "engine:8000", Addr: "10.0.0.1:8000", Ranks: 2, Role: kvstate.RoleBoth}
+	plain := kvstate.EndpointSpec{Addr: "10.0.0.2:8000", Ranks: 2, Role: kvstate.RoleBoth}
+	s.SetPool(kvstate.PoolSpec{Name: "p"}, append(named.ByRank(), plain.ByRank()...))
+	f := NewFeed(Source{State: s, Totals: func() telemetry.Totals { return telemetry.Totals{} }})
+	var names []string
+	for _, e := range f.pool(s.Pool("p")).Endpoints {
+		names = append(names, e.Name)
+	}
+	require.Equal(t, []string{"engine:8000#0", "engine:8000#1", "10.0.0.2:8000#0", "10.0.0.2:8000#1"}, names)
+}
+
 // A rate that is not 0 is not shown as 0.
 func TestNumber(t *testing.T) {
 	for v, want := range map[float64]string{0: "0", 1. / 60: "0.02", .096: "0.1", .25: "0.2", 3: "3", 12.4: "12", 25e3: "25k"} {

@@ -22,7 +22,7 @@ function svg(name, attributes, ...children) {
 }
 
 const count = v => v >= 1e6 ? (v / 1e6).toFixed(1) + 'M' : v >= 1e4 ? (v / 1e3).toFixed(0) + 'k' : v >= 1000 ? (v / 1e3).toFixed(1) + 'k'
-  : v >= 10 || Number.isInteger(v) ? v.toFixed(0) : v.toFixed(1);
+  : v >= 10 || Number.isInteger(v) ? v.toFixed(0) : v < 0.095 ? v.toFixed(2) : v.toFixed(1);   // one request in a minute is not none
 const ms = v => v === 0 ? '–' : v >= 1e4 ? (v / 1e3).toFixed(0) + ' s' : v >= 1000 ? (v / 1e3).toFixed(1) + ' s' : v >= 10 ? v.toFixed(0) + ' ms'
   : v >= 0.1 ? v.toFixed(1) + ' ms' : (v * 1000).toFixed(0) + ' µs';
 // percentiles are read from buckets: up to a quarter too long
@@ -36,7 +36,8 @@ function tiles(m, status) {
   const prompt = m.cached + m.computed;
   const all = [
     ['requests / s', count(m.ok + m.rejected + m.failed + m.gone)],
-    ['failed / s', count(m.failed + m.refused), m.failed + m.refused > 0 ? 'c-bad' : ''],
+    ['failed / s', count(m.failed), m.failed > 0 ? 'c-bad' : ''],
+    ['refused / s', count(m.refused)],
     ['first byte p50', about(m.first_byte_50)], ['first byte p99', about(m.first_byte_99)],
     ['over two hops', m.split + m.alone > 0 ? percent(m.split / (m.split + m.alone)) : '–'],
     ['prompt cached', prompt > 0 ? percent(m.cached / prompt) : '–'],
