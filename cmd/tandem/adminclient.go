@@ -48,15 +48,19 @@ func (a *adminClient) settle(c *cobra.Command) error {
 	if a.file == "" {
 		return nil
 	}
-	cfg, _, err := config.Load(a.file)
+	admin, faulty, err := config.LoadAdmin(a.file)
 	if err != nil {
 		return err
 	}
+	if faulty { // the server may run with the former file
+		fmt.Fprintf(c.ErrOrStderr(), "warning: %s has errors (tandem serve --check -f %s); its admin section is used\n",
+			a.file, a.file)
+	}
 	if !c.Flags().Changed("admin") {
-		a.address = onLoopback(cfg.GetAdmin().GetListen())
+		a.address = onLoopback(admin.GetListen())
 	}
 	if a.tokenFile == "" {
-		a.tokenFile = cfg.GetAdmin().GetTokenFile()
+		a.tokenFile = admin.GetTokenFile()
 	}
 	return nil
 }

@@ -384,7 +384,7 @@ func TestKVEvents(t *testing.T) {
 
 // Sizes may have units, and a caller's mistakes are among the others.
 func TestSizes(t *testing.T) {
-	for size, want := range map[string]int64{"16Mi": 16 << 20, "512KiB": 512 << 10, "\"2M\"": 2e6, "4096": 4096, "64k": 64e3} {
+	for size, want := range map[string]int64{"16Mi": 16 << 20, "512KiB": 512 << 10, "\"2M\"": 2e6, "16MB": 16e6, "4096": 4096, "64k": 64e3} {
 		c, _, err := Parse([]byte("envoy: {maxBodyBytes: " + size + "}\n" + least))
 		require.NoError(t, err, size)
 		require.Equal(t, want, c.Envoy.MaxBodyBytes)

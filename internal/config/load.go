@@ -34,6 +34,31 @@ func Load(path string,
 	return c, warnings, nil
 }
 
+// LoadAdmin reads the admin section of a configuration file for commands, which need nothing else of it. faulty reports
+// that the rest of the file has errors. An error is that of [Load]: the section has errors, or cannot be read.
+func LoadAdmin(path string) (admin *configv1.Admin, faulty bool, err error) {
+	c, _, err := Load(path)
+	var found ValidationErrors
+	if err == nil || !errors.As(err, &found) {
+		return c.GetAdmin(), false, err
+	}
+	for _, e := range found {
+		if e.Path == "" || e.Path == "admin" || strings.HasPrefix(e.Path, "admin.") {
+			return nil, false, err
+		}
+	}
+	text, readErr := os.ReadFile(path)
+	if readErr != nil {
+		return nil, false, fmt.Errorf("reading the configuration: %w", readErr)
+	}
+	var m ValidationErrors
+	if c = m.read(text); c == nil {
+		return nil, false, err
+	}
+	SetDefaults(c)
+	return c.GetAdmin(), true, nil
+}
+
 // Parse reads a configuration from YAML text, with defaults filled in. An error is [ValidationErrors].
 func Parse(text []byte,
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {

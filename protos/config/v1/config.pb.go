@@ -596,6 +596,7 @@ type Admin struct {
 	// counts at once; another path takes a restart of the replica, and the log says so. The requests POST /api/... must
 	// have this token (docs/operations.md). A client that sends it in the header tandem-explain gets the decision for its
 	// request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to clients.
+	// A relative path is relative to the working directory of the server, and of the command that sends an order.
 	TokenFile     string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
