@@ -200,10 +200,7 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1 (expected)\thop 2\trequest id")
 	for _, r := range recent {
-		status, cached := "...", "-"
-		if r.Status > 0 {
-			status = fmt.Sprint(r.Status)
-		}
+		status, cached := statusOf(&r, time.Now()), "-"
 		if r.CachedTokens >= 0 {
 			cached = fmt.Sprint(r.CachedTokens)
 		}
@@ -216,6 +213,21 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
 	}
 	_ = t.Flush()
+}
+
+// unknownAfter is the age from which a request without a reported end is not shown as running: the replica that got the
+// report may be gone. Reservations end at the same age.
+const unknownAfter = 15 * time.Minute
+
+// statusOf returns the status of the client's answer; "..." while it may be running.
+func statusOf(r *telemetry.Trace, now time.Time) string {
+	switch {
+	case r.Status > 0:
+		return fmt.Sprint(r.Status)
+	case now.Sub(r.Started) > unknownAfter:
+		return "unknown"
+	}
+	return "..."
 }
 
 // routeOf returns the route, the reason if the request was not split, and which plan it was if not the first.

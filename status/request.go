@@ -38,6 +38,8 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	status := "still running, or its end is not reported yet"
 	if t.Status > 0 {
 		status = fmt.Sprint("status ", t.Status)
+	} else if now.Sub(t.Started) > unknownAfter {
+		status = "its end is unknown"
 	}
 	fmt.Fprintf(w, "Request %s, %s, %s.\n", plain(t.RequestID), ago(now, t.Started), status)
 	fmt.Fprintln(w, decided(t))

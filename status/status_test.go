@@ -107,6 +107,17 @@ func TestPrint(t *testing.T) {
 	require.Equal(t, string(want), out.String())
 }
 
+// A request whose end nobody reports is not shown as running forever.
+func TestStatusOf(t *testing.T) {
+	now := time.Now()
+	require.Equal(t, "...", statusOf(&telemetry.Trace{Started: now.Add(-time.Minute)}, now))
+	require.Equal(t, "unknown", statusOf(&telemetry.Trace{Started: now.Add(-16 * time.Minute)}, now))
+	require.Equal(t, "200", statusOf(&telemetry.Trace{Started: now.Add(-16 * time.Minute), Status: 200}, now))
+	var out bytes.Buffer
+	printDecided(&out, &telemetry.Trace{RequestID: "r", Started: now.Add(-16 * time.Minute)}, now)
+	require.Contains(t, out.String(), "16m0s ago, its end is unknown.")
+}
+
 // A row tells why a request was not split, and how often it was planned.
 func TestRoute(t *testing.T) {
 	for want, r := range map[string]telemetry.Trace{

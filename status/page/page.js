@@ -176,7 +176,7 @@ function decision(t) {
   if (t.route === 'unknown') t.route = 'planned by a silent replica';
   const bad = t.status >= 500 ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
   const way = t.prefill ? t.prefill + ' → ' + t.decode : t.decode;
-  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : 'running'), el('b', {}, t.route.replace('_', ' ')),
+  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running'), el('b', {}, t.route.replace('_', ' ')),
     el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
