@@ -73,7 +73,7 @@ func (x firstPass) pairUp(policy *Policy) (*plan.Decision, error) {
 		return nil, err
 	}
 	if !ok {
-		r.Why = plan.Unpaired(&x.view)
+		r.Why = policy.Unpaired(&x.view, c.Uncached)
 		if len(r.Excluded) > 0 {
 			r.Why = "prefill_failed"
 		}

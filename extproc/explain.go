@@ -47,7 +47,7 @@ func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, er
 		PromptTokens: promptTokens, Split: e.NotSplit == "", Rand: random(),
 	}, &v)
 	if e.NotSplit == "" && e.Refused == "" && e.Prefill == "" {
-		if e.NotSplit, err = policy.Whole(pool, &v); err != nil {
+		if e.NotSplit, err = policy.Whole(pool, &v, promptTokens); err != nil {
 			e.Refused, e.Decode = err.Error(), ""
 		}
 	}
@@ -141,7 +141,7 @@ func (x *planning) planned(
 	if x.s.DecisionMetadata {
 		x.decision = x.decisionMetadata(&p)
 	}
-	two := prefill != nil || reason == "cheaper" // then both ways were weighed
+	two := prefill != nil || reason == "cheaper" || reason == "min_prefill_tokens" // then both ways were weighed
 	if (two || route == "decode_alone") && x.WantsWeighed() {
 		p.Weighed = telemetry.Weigh(x.picker.Explain(&picker.Request{
 			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,

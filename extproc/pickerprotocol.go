@@ -162,7 +162,7 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 		return p, policy.NoEndpoint(pool, err)
 	}
 	if choice.Prefill < 0 {
-		if err := policy.RefuseAlone(pool, cmp.Or(r.Why, plan.Unpaired(&x.view))); err != nil {
+		if err := policy.RefuseAlone(pool, cmp.Or(r.Why, policy.Unpaired(&x.view, choice.Uncached))); err != nil {
 			return p, err
 		}
 	}

@@ -35,7 +35,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	for i := range e.Candidates {
 		c := &e.Candidates[i]
 		prefill, decode, alone := c.Totals()
-		note := remark(c, c.Endpoint == e.Prefill || c.Endpoint == e.Decode)
+		note := remark(c, c.Endpoint == e.Prefill || c.Endpoint == e.Decode, e.Prefill != "")
 		fmt.Fprintf(t, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(cmp.Or(c.Name, c.Endpoint)), c.Role, c.Hit,
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
@@ -47,7 +47,7 @@ const priceColumns = "  endpoint\trole\tcached blocks\tprefill\t" +
 	"transfer and decode\tdecode alone\tnote" //nolint:dupword // two columns
 
 // remark says whether an endpoint is chosen or out, and what differs from the model.
-func remark(c *picker.Weighed, chosen bool) string {
+func remark(c *picker.Weighed, chosen, split bool) string {
 	note := learned(c)
 	if c.State == "stale" {
 		note = join("stale", note)
@@ -61,9 +61,9 @@ func remark(c *picker.Weighed, chosen bool) string {
 		return join("out: failed; chosen since all are out", note)
 	case c.State == "failed":
 		return join("out: failed; weighed since all are out", note)
-	case c.Busy && chosen:
+	case c.Busy && chosen && !split:
 		return join("chosen since there is no other way, though its answers suffer", note)
-	case c.Busy:
+	case c.Busy && !chosen:
 		return join("no decode alone here: its answers would suffer", note)
 	case chosen:
 		return join("chosen", note)
@@ -142,6 +142,9 @@ func Sentence(e *extproc.Explanation) string {
 	return s
 }
 
+// tooShort says of a prompt that decode lacks too few of its tokens for a split.
+const tooShort = "the pool splits no prompt as short as this (minPrefillTokens)"
+
 // whole says why a request is not split whatever that costs; "" if prices decide.
 func whole(e *extproc.Explanation) string {
 	switch e.NotSplit {
@@ -150,7 +153,7 @@ func whole(e *extproc.Explanation) string {
 	case "policy":
 		return "the pool splits nothing (split is never)"
 	case "min_prefill_tokens":
-		return "the pool splits no prompt as short as this (minPrefillTokens)"
+		return tooShort
 	case "no_prefill":
 		return noPrefill(e)
 	}

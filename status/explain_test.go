@@ -78,8 +78,9 @@ func TestExplainedState(t *testing.T) {
 		"out: model; chosen since all are out":                    {c: picker.Weighed{Out: "model"}, chosen: true},
 		"left out: failed":                                        {c: picker.Weighed{Out: "failed"}},
 	} {
-		require.Equal(t, want, remark(&tt.c, tt.chosen))
+		require.Equal(t, want, remark(&tt.c, tt.chosen, false))
 	}
+	require.Equal(t, "chosen", remark(&picker.Weighed{Busy: true}, true, true), "half of a split does not decode alone")
 }
 
 func TestPerSecond(t *testing.T) {

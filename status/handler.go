@@ -33,8 +33,8 @@ func Handler(f *Feed) http.Handler {
 		if id := r.URL.Query().Get("id"); id != "" {
 			found := f.Request(r.Context(), id, alone(r))
 			if len(found) == 0 {
-				http.Error(w, "no request with this id is among the latest 256 that each replica keeps",
-					http.StatusNotFound)
+				http.Error(w, "no request with this id is among the latest 256 that each replica keeps.\n"+
+					"Requests that Tandem refused are not kept: the answer says why.", http.StatusNotFound)
 				return
 			}
 			_ = enc.Encode(found)

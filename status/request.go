@@ -58,9 +58,12 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 		prompt = fmt.Sprintf("Prompt: %d tokens, %d of them cached at prefill.", t.PromptTokens, t.CachedTokens)
 	}
 	took := func(d time.Duration) string { return millis(milliseconds(d)) }
-	fmt.Fprintf(w, "%s Took: prefill %s (expected %s), first byte %s (first token expected %s), last hop %s.\n",
-		prompt, took(t.PrefillTime), took(t.ExpectedPrefill), took(t.FirstByte), took(t.ExpectedFirst),
-		took(t.DecodeTime))
+	fmt.Fprint(w, prompt, " Took: ")
+	if t.Prefill != "" || t.PrefillTime > 0 {
+		fmt.Fprintf(w, "prefill %s (expected %s), ", took(t.PrefillTime), took(t.ExpectedPrefill))
+	}
+	fmt.Fprintf(w, "first byte %s (first token expected %s), last hop %s.\n",
+		took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
 	printPrices(w, t)
 }
 
@@ -116,6 +119,8 @@ func decided(t *telemetry.Trace) string {
 	case t.Prefill == "" && t.Route != "decode_alone":
 		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
 		return "It went to " + plain(t.Decode) + " as it came (" + route + ")."
+	case t.Prefill == "" && t.Reason == "min_prefill_tokens":
+		return "Decode alone on " + plain(t.Decode) + ": " + tooShort + "."
 	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
 		return "Decode alone on " + plain(t.Decode) + ": " + t.Reason +
 			" (docs/operations.md#why-a-request-took-one-endpoint)."

@@ -40,8 +40,12 @@ The prices of the last plan, as they were then. --output json has their parts.
 `, text.String())
 
 	for want, change := range map[string]func(*telemetry.Trace){
-		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ":   func(r *telemetry.Trace) { r.Reason = "cheaper" },
-		"Decode alone on d1:1: it cost less than two hops.":                     func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
+		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ": func(r *telemetry.Trace) { r.Reason = "cheaper" },
+		"Decode alone on d1:1: it cost less than two hops.":                   func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
+		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens).": func(r *telemetry.Trace) {
+			r.Reason = "min_prefill_tokens"
+		},
+		"cached at prefill. Took: first byte -":                                 func(r *telemetry.Trace) { r.PrefillTime = 0 },
 		"Its prices were not kept":                                              func(r *telemetry.Trace) { r.Weighed = nil },
 		"Decode alone on d1:1: several_choices (docs/":                          func(r *telemetry.Trace) { r.Reason, r.Weighed = "several_choices", whole },
 		"d1:1      decode  0              -        -                    500 ms": func(r *telemetry.Trace) { r.Weighed = whole },

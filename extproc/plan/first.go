@@ -20,7 +20,7 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	}
 	if c.Prefill < 0 {
 		if r.Why == "" {
-			r.Why = Unpaired(v)
+			r.Why = p.Unpaired(v, c.Uncached)
 		}
 		return Alone(r, v, c, p)
 	}
@@ -32,12 +32,21 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	return Alone(r, v, c, p)
 }
 
-// Unpaired returns why the picker chose no pair.
-func Unpaired(v *kvstate.View) string {
-	if v.Prefills() {
-		return "cheaper"
+// Unpaired returns why the picker chose no pair for a prompt of which decode lacks so many tokens.
+func (p *Policy) Unpaired(v *kvstate.View, uncached int64) string {
+	switch {
+	case !v.Prefills():
+		return "no_prefill"
+	case p.short(uncached):
+		return "min_prefill_tokens"
 	}
-	return "no_prefill"
+	return "cheaper"
+}
+
+// short reports whether decode lacks too few tokens for a split, whatever that costs.
+func (p *Policy) short(uncached int64) bool {
+	place := p.Placement()
+	return place.Split == picker.SplitAuto && uncached < place.MinPrefillTokens
 }
 
 // PrefillLimit returns the time limit of the prefill hop of a choice.
@@ -113,7 +122,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		return nil, err
 	}
 	reason := r.Why
-	if reason == "cheaper" && r.Prefills > 0 && !r.DecodeFailed {
+	if (reason == "cheaper" || reason == "min_prefill_tokens") && r.Prefills > 0 && !r.DecodeFailed {
 		reason = "prefill_failed" // else it would not be planned again
 	}
 	at := c.Decode

@@ -54,9 +54,17 @@ func TestFirst(t *testing.T) {
 		prefills int    // that the ticket counts
 		code     string // of the client's error
 	}{
-		"split":                 {choice: pair, leg: LegPrefill, to: "p1:1", prefills: 1},
-		"split again":           {choice: pair, a: Attempt{Redirects: 2, Prefills: 1}, leg: LegPrefill, to: "p1:1", prefills: 2},
-		"cheaper alone":         {choice: alone, leg: LegDecode, to: "d2:1", reason: "cheaper"},
+		"split":         {choice: pair, leg: LegPrefill, to: "p1:1", prefills: 1},
+		"split again":   {choice: pair, a: Attempt{Redirects: 2, Prefills: 1}, leg: LegPrefill, to: "p1:1", prefills: 2},
+		"cheaper alone": {choice: alone, leg: LegDecode, to: "d2:1", reason: "cheaper"},
+		"too short": {choice: picker.Choice{Prefill: -1, Decode: 3, Uncached: 99}, policy: func(p *Policy) {
+			p.Place = picker.DefaultPolicy()
+			p.Place.MinPrefillTokens = 100
+		}, leg: LegDecode, to: "d2:1", reason: "min_prefill_tokens"},
+		"just long enough": {choice: picker.Choice{Prefill: -1, Decode: 3, Uncached: 100}, policy: func(p *Policy) {
+			p.Place = picker.DefaultPolicy()
+			p.Place.MinPrefillTokens = 100
+		}, leg: LegDecode, to: "d2:1", reason: "cheaper"},
 		"prefill has failed it": {choice: alone, a: Attempt{Prefills: 1}, leg: LegDecode, to: "d2:1", reason: "prefill_failed"},
 		"it is cheaper than another prefill": {choice: alone, a: Attempt{Prefills: 1}, policy: func(p *Policy) {
 			p.Alone, p.Place = AloneNever, picker.DefaultPolicy()
