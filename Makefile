@@ -61,7 +61,7 @@ bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem a
 	./scripts/tools.sh peers
 	$(GO) run ./e2e/bench -bin bin -rounds 5 -vllm-router .tools/peers/bin/vllm-router -sglang-router .tools/peers/bin/sglang-router
 
-load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=full for all shapes, ten)
+load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=replicas for 1, 4 and 8 replicas, five; LOAD=full for all shapes, twelve)
 	./scripts/tools.sh load
 	$(GO) run ./e2e/load
 

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -214,7 +213,7 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	}
 	s := &stack{name: v.name, addr: ports[0], envoyAdmin: ports[1], pairs: l.pairs}
 	if v.redis {
-		redis, addr, err := l.startRedis(ctx, v.name)
+		redis, addr, err := l.StartRedis(ctx, v.name)
 		if err != nil {
 			return err
 		}
@@ -258,33 +257,6 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	}
 	l.stacks = append(l.stacks, s)
 	return s.envoy.Wait(ctx, "http://"+s.addr+"/v1/models")
-}
-
-// startRedis starts a Redis that keeps nothing on disk, and returns its address.
-func (l *lab) startRedis(ctx context.Context, name string) (*process.Process, string, error) {
-	path := cmp.Or(os.Getenv("REDIS_SERVER"), "redis-server")
-	if _, err := exec.LookPath(path); err != nil {
-		path = ".tools/bin/redis-server"
-	}
-	ports, err := process.FreePorts(1)
-	if err != nil {
-		return nil, "", err
-	}
-	p, err := l.Start(name+"-redis", nil, path, "--bind", "127.0.0.1", "--port", port(ports[0]),
-		"--save", "", "--appendonly", "no", "--dir", l.Dir)
-	if err != nil {
-		return nil, "", err
-	}
-	for {
-		conn, err := new(net.Dialer).DialContext(ctx, "tcp", ports[0])
-		if err == nil {
-			return p, ports[0], conn.Close()
-		}
-		if _, gone := p.CPU(); gone != nil || ctx.Err() != nil {
-			return nil, "", fmt.Errorf("redis-server does not accept connections: %w", err)
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
 }
 
 func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte,

@@ -11,6 +11,7 @@ type testCase struct {
 	Rate      float64 // of an open loop, requests per second
 	Endpoints int     // half of them prefill, half decode
 	Replicas  int     // of Tandem
+	Redis     bool    // replicas share their state through a Redis
 }
 
 func (c testCase) name() string {
@@ -21,8 +22,15 @@ func (c testCase) name() string {
 	if c.Share > 0 {
 		loop = fmt.Sprintf("open loop at %.0f %%", 100*c.Share)
 	}
-	return fmt.Sprintf("%s %s, %s, %d endpoints, %s", size(c.Size), kind, loop, c.Endpoints,
-		count(c.Replicas, "replica"))
+	return fmt.Sprintf("%s %s, %s, %d endpoints, %s", size(c.Size), kind, loop, c.Endpoints, c.fleet())
+}
+
+// fleet names the replicas of a case.
+func (c testCase) fleet() string {
+	if c.Redis {
+		return count(c.Replicas, "replica") + " with Redis"
+	}
+	return count(c.Replicas, "replica")
 }
 
 // like returns the name of the closed loop from which an open one takes its rate.
@@ -47,11 +55,20 @@ func size(n int) string {
 
 const kb, mb = 1 << 10, 1 << 20
 
-// cases returns all cases; cases with the same stand follow each other.
-func cases(full bool) []testCase {
-	if full {
-		return fullCases()
+// cases returns all cases of a suite; cases with the same stand follow each other.
+func cases(suite string) ([]testCase, error) {
+	switch suite {
+	case "", "quick":
+		return quickCases(), nil
+	case "full":
+		return fullCases(), nil
+	case "replicas":
+		return replicaCases(), nil
 	}
+	return nil, fmt.Errorf("-suite: %q is none of quick, full, replicas", suite)
+}
+
+func quickCases() []testCase {
 	return []testCase{
 		{Size: kb, Clients: 1, Endpoints: 4, Replicas: 1},
 		{Size: kb, Clients: 16, Endpoints: 4, Replicas: 1},
@@ -62,28 +79,57 @@ func cases(full bool) []testCase {
 		{Size: kb, Stream: true, Clients: 16, Endpoints: 4, Replicas: 1},
 		{Size: kb, Stream: true, Clients: 16, Share: 0.5, Endpoints: 4, Replicas: 1},
 		{Size: kb, Clients: 16, Endpoints: 64, Replicas: 1},
-		{Size: kb, Clients: 16, Endpoints: 4, Replicas: 4},
+		{Size: kb, Clients: 16, Endpoints: 4, Replicas: 4, Redis: true},
 	}
 }
 
+// replicaCases are the same few loads for each number of replicas.
+func replicaCases() (out []testCase) {
+	for _, c := range []testCase{{Replicas: 1}, {Replicas: 1, Redis: true}, {Replicas: 4, Redis: true},
+		{Replicas: 8, Redis: true}} {
+		c.Endpoints = 4
+		for _, c.Size = range []int{kb, 220 * kb, mb} {
+			for _, c.Clients = range []int{16, 64} {
+				out = append(out, c)
+			}
+		}
+		c.Size, c.Clients, c.Stream = kb, 16, true
+		out = append(out, c)
+	}
+	return out
+}
+
 func fullCases() (out []testCase) {
-	for _, replicas := range []int{1, 4} {
-		for _, bytes := range []int{kb, 16 * kb, 220 * kb, mb} {
-			for _, clients := range []int{1, 16, 64, 256, 512} {
-				out = append(out, testCase{Size: bytes, Clients: clients, Endpoints: 4, Replicas: replicas})
-			}
-			for _, share := range []float64{0.5, 0.8} {
-				out = append(out, testCase{Size: bytes, Clients: 64, Share: share, Endpoints: 4, Replicas: replicas})
-			}
-		}
-		for _, clients := range []int{1, 16, 128, 512} {
-			out = append(out, testCase{Size: kb, Stream: true, Clients: clients, Endpoints: 4, Replicas: replicas})
-		}
-		out = append(out, testCase{Size: kb, Stream: true, Clients: 128, Share: 0.5, Endpoints: 4, Replicas: replicas})
+	one := testCase{Endpoints: 4, Replicas: 1}
+	out = sizes(out, one, []int{kb, 16 * kb, 220 * kb, mb}, []int{1, 16, 64, 256, 512}, []float64{0.5, 0.8})
+	one.Size, one.Stream = kb, true
+	out = sizes(out, one, []int{kb}, []int{1, 16, 128, 512}, nil)
+	one.Clients, one.Share = 128, 0.5
+	out = append(out, one)
+	for _, replicas := range []int{4, 8} {
+		c := testCase{Endpoints: 4, Replicas: replicas, Redis: true}
+		out = sizes(out, c, []int{kb, 220 * kb, mb}, []int{1, 16, 64, 256}, []float64{0.5})
+		c.Stream = true
+		out = sizes(out, c, []int{kb}, []int{16, 128}, nil)
 	}
 	for _, endpoints := range []int{2, 16, 64, 256, 512} {
 		for _, bytes := range []int{kb, 220 * kb} {
 			out = append(out, testCase{Size: bytes, Clients: 64, Endpoints: endpoints, Replicas: 1})
+		}
+	}
+	return out
+}
+
+// sizes adds a case for each size and number of clients, and open loops of 64 clients.
+func sizes(out []testCase, c testCase, sizes, clients []int, shares []float64) []testCase {
+	for _, c.Size = range sizes {
+		for _, c.Clients = range clients {
+			out = append(out, c)
+		}
+		open := c
+		open.Clients = 64
+		for _, open.Share = range shares {
+			out = append(out, open)
 		}
 	}
 	return out

@@ -1,6 +1,6 @@
 // Command load puts Envoy, Tandem and N simulated engines under load with well-known tools, and writes a report.
 //
-//	go run ./e2e/load [-full] [-out DIR]        or make load, LOAD=full make load
+//	go run ./e2e/load [-suite NAME] [-out DIR]        or make load, LOAD=full make load, LOAD=replicas make load
 //
 // Envoy's and Tandem's configurations are those of envoy-configs/ (two-hop; replicas for several), with other ports
 // and as many endpoints as a case needs. h2load (Debian: nghttp2-client) drives plain HTTP/1.1, aiperf (PyPI) streamed
@@ -48,8 +48,7 @@ func main() {
 
 // options are the values of the flags.
 type options struct {
-	full                  bool
-	out, only             string
+	suite, out, only      string
 	time                  time.Duration
 	workers               int
 	envoy, h2load, python string
@@ -60,8 +59,8 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 	var o options
 	f := flag.NewFlagSet("load", flag.ContinueOnError)
 	f.SetOutput(log)
-	f.BoolVar(&o.full, "full", os.Getenv("LOAD") == "full",
-		"all sizes, clients, endpoints and replicas (ten minutes and more) instead of a few minutes' worth")
+	f.StringVar(&o.suite, "suite", os.Getenv("LOAD"), "`name` of the cases: quick (the default, a few minutes), full "+
+		"(all sizes, clients, endpoints and replicas) or replicas (the same loads with 1, 4 and 8 replicas)")
 	f.StringVar(&o.out, "out", ".cache/load", "`directory` of the report")
 	f.StringVar(&o.only, "only", "", "run only the cases whose name contains this `text`")
 	f.DurationVar(&o.time, "time", 5*time.Second, "how long each case is measured")
@@ -102,7 +101,11 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 // runCases runs one case after the other. A case that cannot be run is in the report with its reason.
 func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error {
 	var all []testCase
-	for _, c := range cases(o.full) {
+	suite, err := cases(o.suite)
+	if err != nil {
+		return err
+	}
+	for _, c := range suite {
 		if (c.Stream && o.python == "") || (!c.Stream && o.h2load == "") || !strings.Contains(c.name(), o.only) {
 			continue
 		}
@@ -113,7 +116,7 @@ func (o *options) runCases(ctx context.Context, r *report, log io.Writer) error 
 	defer func() { s.stop() }()
 	for i, c := range all {
 		bar(log, i, len(all), c.name())
-		if s == nil || s.endpoints != c.Endpoints || s.replicas != c.Replicas || s.paced != c.Stream {
+		if s == nil || !s.serves(c) {
 			s.stop()
 			var err error
 			if s, err = o.startStand(ctx, c); err != nil {

@@ -17,19 +17,23 @@ import (
 
 // stand is all running processes: engines, replicas of Tandem, one Envoy.
 type stand struct {
-	endpoints, replicas int
-	paced               bool // decode engines take their time for every token
+	of testCase // what it was started for
 	process.Group
 	url              string
 	config           string // of the first replica
 	engines, tandems []*process.Process
-	envoy            *process.Process
+	envoy, redis     *process.Process // redis is nil without one
+}
+
+// serves reports whether a case can run on this stand. Decode engines take their time for every token of a stream.
+func (s *stand) serves(c testCase) bool {
+	return s != nil && s.of.Endpoints == c.Endpoints && s.of.fleet() == c.fleet() && s.of.Stream == c.Stream
 }
 
 // startStand starts engines, replicas and Envoy.
 func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err error) {
 	replicas := c.Replicas
-	s = &stand{endpoints: c.Endpoints, replicas: replicas, paced: c.Stream}
+	s = &stand{of: c}
 	defer func() {
 		if err != nil {
 			s.stop()
@@ -52,13 +56,21 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 	if err := os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600); err != nil {
 		return s, err
 	}
-	config := ""
+	config, shared := "", ""
+	if c.Redis {
+		redis, addr, err := s.StartRedis(ctx, "load")
+		if err != nil {
+			return s, err
+		}
+		s.redis, shared = redis, fmt.Sprintf("state: {redis: {url: %q}}\n", "redis://"+addr)
+	}
 	for i := range replicas {
 		text, err := configuration(replicas, p[0], p[1], p[2:2+replicas], p[2+replicas:2+2*replicas], p[2+2*replicas+i],
 			i, key, lines)
 		if err != nil {
 			return s, err
 		}
+		text = shared + text
 		if i == 0 {
 			s.config = text
 		}
@@ -80,15 +92,15 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 
 // startEngines starts them, and returns their lines of the configuration.
 func (s *stand) startEngines(ctx context.Context, o *options) (lines string, err error) {
-	p, err := process.FreePorts(2 * s.endpoints)
+	p, err := process.FreePorts(2 * s.of.Endpoints)
 	if err != nil {
 		return "", err
 	}
-	for i := range s.endpoints {
+	for i := range s.of.Endpoints {
 		role, step := "prefill", "0s"
-		if i >= s.endpoints/2 {
+		if i >= s.of.Endpoints/2 {
 			role = "decode"
-			if s.paced {
+			if s.of.Stream {
 				step = "5ms"
 			}
 		}
@@ -174,7 +186,7 @@ func (s *stand) stop() {
 
 // usage is the resources that the processes have used: CPU time so far, resident memory now.
 type usage struct {
-	envoy, tandem, engines   time.Duration
+	envoy, tandem, engines   time.Duration // tandem: all replicas and their Redis
 	envoyMemory, tandemBytes int64
 }
 
@@ -190,6 +202,7 @@ func (s *stand) usage() (u usage, err error) {
 		add(&u.tandem, t)
 		u.tandemBytes += t.Resident()
 	}
+	add(&u.tandem, s.redis)
 	for _, e := range s.engines {
 		add(&u.engines, e)
 	}

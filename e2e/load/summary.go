@@ -18,7 +18,7 @@ type configText struct {
 
 // keepConfig stores the configuration of a stand, once.
 func (r *report) keepConfig(s *stand) {
-	of := fmt.Sprintf("%d endpoints, %s", s.endpoints, count(s.replicas, "replica"))
+	of := fmt.Sprintf("%d endpoints, %s", s.of.Endpoints, s.of.fleet())
 	for _, c := range r.Configs {
 		if c.Of == of {
 			return
