@@ -2,17 +2,14 @@ package extproc
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"log/slog"
-	"slices"
-	"strconv"
 	"strings"
 	"time"
 
 	"tandem/extproc/envoywire"
-	"tandem/extproc/latebinding"
 	"tandem/extproc/telemetry"
+	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -20,8 +17,13 @@ import (
 // Explanation is a decision with the prices of all candidates, and the requests that wait.
 type Explanation struct {
 	picker.Explanation
-	// why no request of this length is split, whatever it costs: no_kv_transfer, policy, min_prefill_tokens, no_prefill
+	// why no request of this length is split, whatever it costs: no_kv_transfer, policy, min_prefill_tokens, no_prefill,
+	// unknown_peer
 	NotSplit string `json:"not_split,omitempty"`
+	Always   bool   `json:"split_always,omitempty"` // the pool splits whatever it costs
+	// if all prefill endpoints have failed and one is tried: that the request gets an error if it fails again; else
+	// decode computes the prompt
+	NoFallback bool `json:"no_fallback,omitempty"`
 
 	Waiting int     `json:"waiting,omitempty"` // requests that wait in this replica for endpoints of the pool
 	Longest float64 `json:"longest,omitempty"` // longest wait of one of them, s
@@ -36,16 +38,21 @@ func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, er
 		pool = s.State.PoolFor("")
 	}
 	if pool == nil {
-		return Explanation{}, fmt.Errorf("there is no pool %q", poolName)
+		return Explanation{}, noPool(s.State, poolName)
 	}
 	policy, _ := s.policy(pool.Spec.Name)
 	k := picker.Picker{Policy: policy.Placement()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
-	e.NotSplit = policy.NotSplit(promptTokens)
-	e.Explanation = k.Explain(&picker.Request{
-		PromptTokens: promptTokens, Split: e.NotSplit == "", Rand: random(),
-	}, &v)
+	r := picker.Request{PromptTokens: promptTokens, Rand: random()}
+	e.NotSplit, e.Always = policy.NotSplit(promptTokens), policy.Placement().Split == picker.SplitAlways
+	r.Split = e.NotSplit == ""
+	e.Explanation = k.Explain(&r, &v)
+	if e.Prefill != "" && policy.strange(guard.With(context.Background(), s.guard), pool.Endpoint(e.Prefill)) {
+		e.NotSplit, r.Split = "unknown_peer", false
+		e.Explanation = k.Explain(&r, &v)
+	}
+	e.NoFallback = e.Prefill != "" && policy.Refusal(pool, &v, "prefill_failed") != nil
 	if e.NotSplit == "" && e.Refused == "" && e.Prefill == "" {
 		if e.NotSplit, err = policy.Whole(pool, &v, promptTokens); err != nil {
 			e.Refused, e.Decode = err.Error(), ""
@@ -56,6 +63,33 @@ func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, er
 		e.Waiting, e.Remote, e.Longest = now.Waiting, now.Remote, now.Longest
 	}
 	return e, nil
+}
+
+// noPool returns the error for a pool that does not exist, with those that do.
+func noPool(state *kvstate.State, name string) error {
+	var names []string
+	for _, p := range state.Pools() {
+		names = append(names, p.Spec.Name)
+	}
+	if name == "" {
+		return fmt.Errorf("no pool takes any model, so name one (--pool): %s", strings.Join(names, ", "))
+	}
+	return fmt.Errorf("there is no pool %q; there are: %s", name, strings.Join(names, ", "))
+}
+
+// strange reports whether requests cannot be split with a prefill endpoint because nobody knows yet who its engine is.
+func (p *Policy) strange(ctx context.Context, prefill *kvstate.Endpoint) bool {
+	if p.Peers == nil || p.Dialect.Prefill != nil || prefill == nil {
+		return false
+	}
+	_, known := p.Peers.Lookup(ctx, prefill)
+	return !known
+}
+
+// queued returns how the request waited.
+func (x *planning) queued() telemetry.Queued {
+	on := &x.waiter.BlockedOn
+	return telemetry.Queued{Waited: x.waiter.Took, WaitedFor: on.Endpoint, Behind: on.Local, BehindRemote: on.Remote}
 }
 
 // explain writes all prices of a decision to the debug log, and to an operator who asks for them.
@@ -74,38 +108,7 @@ func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
 			"behind", x.waiter.BlockedOn.Local, "behind_remote", x.waiter.BlockedOn.Remote, "weighed", parts.String())
 	}
 	if asked {
-		x.explanation = explanation(pool.Spec.Name, &x.waiter, &e)
-	}
-}
-
-// maxExplanation bounds the explanation in a header, in bytes; Envoy accepts some 58 KiB of headers in all.
-const maxExplanation = 8 << 10
-
-// explanation renders a decision for a header: JSON, with as many endpoints as fit, the chosen ones first.
-func explanation(pool string, w *latebinding.Waiter, e *picker.Explanation) []byte {
-	chosen := func(w picker.Weighed) int {
-		if w.Endpoint == e.Prefill || w.Endpoint == e.Decode {
-			return 0
-		}
-		return 1
-	}
-	slices.SortStableFunc(e.Candidates, func(a, b picker.Weighed) int { return chosen(a) - chosen(b) })
-	for {
-		text, err := json.Marshal(struct {
-			Pool         string  `json:"pool"`
-			Waited       float64 `json:"waited"` // s
-			WaitedFor    string  `json:"waited_for,omitempty"`
-			Behind       int     `json:"behind,omitempty"`
-			BehindRemote int     `json:"behind_remote,omitempty"`
-			*picker.Explanation
-		}{pool, w.Took.Seconds(), w.BlockedOn.Endpoint, w.BlockedOn.Local, w.BlockedOn.Remote, e})
-		switch {
-		case err != nil: // a price that is not a number: there is no endpoint
-			return []byte(`{"pool":` + strconv.Quote(pool) + `,"refused":` + strconv.Quote(e.Refused) + `}`)
-		case len(text) <= maxExplanation || len(e.Candidates) == 0:
-			return text
-		}
-		e.Candidates = e.Candidates[:len(e.Candidates)/2]
+		x.explanation = telemetry.Explanation(pool.Spec.Name, x.queued(), &e)
 	}
 }
 
@@ -132,8 +135,7 @@ func (x *planning) planned(
 		Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
-		Waited:   x.waiter.Took, WaitedFor: x.waiter.BlockedOn.Endpoint,
-		Behind: x.waiter.BlockedOn.Local, BehindRemote: x.waiter.BlockedOn.Remote,
+		Queued:   x.queued(),
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr

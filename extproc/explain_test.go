@@ -2,8 +2,9 @@ package extproc
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
-	"fmt"
+	"errors"
 	"log/slog"
 	"testing"
 	"time"
@@ -15,7 +16,6 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -44,7 +44,7 @@ func TestExplain(t *testing.T) {
 	require.Zero(t, state.Reservations())
 	require.Equal(t, "no_kv_transfer", e.NotSplit)
 	_, err = s.Explain("other", 1)
-	require.EqualError(t, err, `there is no pool "other"`)
+	require.EqualError(t, err, `there is no pool "other"; there are: chat`)
 
 	x := &newScratch(s).request
 	x.requestID = "r1"
@@ -112,6 +112,30 @@ func TestExplainNotSplit(t *testing.T) {
 	}
 }
 
+// While nobody knows who the prefill engine is, an explanation says that requests are not split, and why.
+func TestExplainAnUnknownPeer(t *testing.T) {
+	s := newStand(t, Options{})
+	policy := splitting()
+	var err error
+	policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "mooncake"})
+	require.NoError(t, err)
+	source := kvtransfer.PeerSource{Ask: func(context.Context, *kvstate.Endpoint) (kvtransfer.Peer, error) {
+		return kvtransfer.Peer{}, errors.New("connection refused")
+	}}
+	policy.Peers = source.NewPeers(slog.New(slog.DiscardHandler))
+	s.pool("chat", policy, "p1", "d1")
+	e, err := s.server.Explain("chat", 4000)
+	require.NoError(t, err)
+	require.Equal(t, []string{"unknown_peer", "", addressOf("d1")}, []string{e.NotSplit, e.Prefill, e.Decode})
+	require.Empty(t, e.Refused)
+
+	policy.Peers = nil
+	s.pool("chat", policy, "p1", "d1")
+	e, err = s.server.Explain("chat", 4000)
+	require.NoError(t, err)
+	require.Equal(t, []string{"", addressOf("p1"), addressOf("d1")}, []string{e.NotSplit, e.Prefill, e.Decode})
+}
+
 // An operator who shows the token gets the decision in a header; nobody else does, and the token goes no further.
 func TestExplanationForAnOperator(t *testing.T) {
 	s := newStand(t, Options{Operator: func(token []byte) bool { return string(token) == "secret" }})
@@ -150,30 +174,13 @@ func TestExplanationForAnOperator(t *testing.T) {
 	require.Contains(t, q.headers[envoywire.HeaderExplanation], addressOf("p1"), "both legs at once")
 }
 
-// A large fleet's explanation fits a header: those chosen stand first, and some others.
-func TestExplanationFitsAHeader(t *testing.T) {
-	e := picker.Explanation{Prefill: "10.0.1.9:8000", Decode: "10.0.2.8:8000"}
-	for i := range 500 {
-		e.Candidates = append(e.Candidates, picker.Weighed{Endpoint: fmt.Sprintf("10.0.%d.%d:8000", 1+i%2, i/2), Role: "prefill", Prefill: &picker.PrefillPrice{Queue: 1.0 / 3, Work: 2.0 / 3}})
-	}
-	text := explanation("chat", &latebinding.Waiter{Took: time.Second, BlockedOn: latebinding.BlockedOn{Endpoint: "10.0.1.9:8000", Local: 3, Remote: 2}}, &e)
-	require.LessOrEqual(t, len(text), maxExplanation)
-	require.Greater(t, len(text), maxExplanation/4)
-	var got struct {
-		Waited     float64
-		Candidates []picker.Weighed
-	}
-	require.NoError(t, json.Unmarshal(text, &got))
-	require.InDelta(t, 1, got.Waited, 0)
-	require.ElementsMatch(t, []string{e.Prefill, e.Decode}, []string{got.Candidates[0].Endpoint, got.Candidates[1].Endpoint})
-}
-
 // Decisions in dynamic metadata, as Envoy reads them.
 func TestDecisionMetadata(t *testing.T) {
 	x := planning{req: plan.Request{Foreseen: plan.Foreseen{Price: .25}}}
 	var got structpb.Struct
 	require.NoError(t, proto.Unmarshal(x.decisionMetadata(&telemetry.Planned{
-		Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 4000, Waited: 1500 * time.Millisecond,
+		Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 4000,
+		Queued: telemetry.Queued{Waited: 1500 * time.Millisecond},
 	}), &got))
 	require.Equal(t, map[string]any{"tandem": map[string]any{
 		"pool": "chat", "route": "split", "prefill": "10.0.1.1:8000", "decode": "10.0.2.1:8000", "prompt_tokens": 4000., "price": .25, "waited": 1.5,

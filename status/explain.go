@@ -22,12 +22,18 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 			millis(e.Longest*1000))
 	}
 	if e.Refused == "" {
-		fmt.Fprintf(w, "The first token is expected after %s, then one each %s; %.0f in the answer.\n",
+		first := "The first"
+		if prefillFailed(e) {
+			first = "If it is back, the first"
+		}
+		fmt.Fprintf(w, "%s token is expected after %s, then one each %s; %.0f in the answer.\n", first,
 			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
 	}
 	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n", 100*e.Load)
 	if len(e.Defaults) > 0 {
-		fmt.Fprintf(w, "Default, nothing measured yet: %s.\n", strings.Join(e.Defaults, ", "))
+		names := strings.Join(e.Defaults, ", ")
+		names = strings.Replace(names, "length of answers", "length of answers (from 20 answers on)", 1)
+		fmt.Fprintf(w, "Not learned yet, so the model's defaults count: %s.\n", names)
 	}
 	fmt.Fprintln(w)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
@@ -127,37 +133,44 @@ func Sentence(e *extproc.Explanation) string {
 		}
 		return s + compared(pair-e.Price, "splitting it")
 	}
+	if prefillFailed(e) {
+		return tried(e, name(e.Prefill))
+	}
 	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", name(e.Prefill), name(e.Decode))
-	if math.IsInf(alone, 1) {
-		s += ": no decode endpoint can take it alone."
-	} else {
-		s += compared(alone-e.Price, "decode alone")
+	switch {
+	case e.Always:
+		return s + ": the pool splits every prompt (split is always)."
+	case math.IsInf(alone, 1) && slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool { return c.Busy }):
+		return s + ": decode endpoints are too busy to compute it, too."
+	case math.IsInf(alone, 1):
+		return s + ": no decode endpoint can compute it, too."
 	}
-	if slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
-		return c.Endpoint == e.Prefill && c.State == "failed"
-	}) {
-		s += "\nAll prefill endpoints have failed. They are tried, since one may be back; if they fail the request,\n" +
-			"decode computes the prompt, where the pool allows it."
-	}
-	return s
+	return s + compared(alone-e.Price, "decode alone")
 }
 
-// tooShort says of a prompt that decode lacks too few of its tokens for a split.
-const tooShort = "the pool splits no prompt as short as this (minPrefillTokens)"
+// prefillFailed reports whether the chosen prefill endpoint has failed, as all others have.
+func prefillFailed(e *extproc.Explanation) bool {
+	return slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
+		return c.Endpoint == e.Prefill && c.State == "failed"
+	})
+}
+
+// tried says what happens to a request while all prefill endpoints have failed.
+func tried(e *extproc.Explanation, prefill string) string {
+	s := "All prefill endpoints have failed: start one again. Until then a request tries " + prefill +
+		", which may be back.\nIf it is not, "
+	if e.NoFallback {
+		return s + "the request gets an error (503): the pool does not let decode compute the prompt."
+	}
+	return s + "decode computes the prompt."
+}
 
 // whole says why a request is not split whatever that costs; "" if prices decide.
 func whole(e *extproc.Explanation) string {
-	switch e.NotSplit {
-	case "no_kv_transfer":
-		return "the pool splits nothing (kvTransfer is none)"
-	case "policy":
-		return "the pool splits nothing (split is never)"
-	case "min_prefill_tokens":
-		return tooShort
-	case "no_prefill":
+	if e.NotSplit == "no_prefill" {
 		return noPrefill(e)
 	}
-	return ""
+	return because(e.NotSplit)
 }
 
 // excluded lists the endpoints of a role, or of both, that cannot take a request, each with the reason.
@@ -190,7 +203,8 @@ func compared(more float64, other string) string {
 	if more >= 0 {
 		return fmt.Sprintf(": %s cheaper than %s.", millis(more*1000), other)
 	}
-	return fmt.Sprintf(", though %s would be %s cheaper: the pool asks for it, or endpoints have no capacity left.",
+	return fmt.Sprintf(", though %s would be %s cheaper: the pool's settings or a target of the request ask for it, "+
+		"or endpoints have no capacity left.",
 		other, millis(-more*1000))
 }
 

@@ -30,15 +30,28 @@ Prefill endpoints are 40 % busy.
 `, text.String())
 
 	e.Candidates[0].State = "failed"
-	require.Contains(t, Sentence(&e), "cheaper than decode alone.\nAll prefill endpoints have failed. They are tried, since one")
+	require.Equal(t, "All prefill endpoints have failed: start one again. Until then a request tries p1, which may be back.\n"+
+		"If it is not, decode computes the prompt.", Sentence(&e))
+	e.NoFallback = true
+	require.Contains(t, Sentence(&e), "If it is not, the request gets an error (503): the pool does not let decode compute")
+	text.Reset()
+	PrintExplanation(&text, &e)
+	require.Contains(t, text.String(), "\nIf it is back, the first token is expected after 700 ms")
 	e.Candidates[0].State = ""
+	e.Candidates[2].Busy = true
+	require.Equal(t, "Split: p1 computes the prompt, d1 answers: decode endpoints are too busy to compute it, too.", Sentence(&e))
+	e.Candidates[2].Busy, e.Always = false, true
+	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the pool splits every prompt (split is always).", Sentence(&e))
+	e.Always = false
 	e.Defaults = []string{"speed of decode", "length of answers"}
 	text.Reset()
 	PrintExplanation(&text, &e)
-	require.Contains(t, text.String(), "40 % busy.\nDefault, nothing measured yet: speed of decode, length of answers.\n\n  endpoint")
+	require.Contains(t, text.String(), "40 % busy.\n"+
+		"Not learned yet, so the model's defaults count: speed of decode, length of answers (from 20 answers on).\n\n  endpoint")
 
 	e.Prefill, e.Price = "", 2
-	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: the pool asks for it, or endpoints have no capacity left.", Sentence(&e))
+	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: "+
+		"the pool's settings or a target of the request ask for it, or endpoints have no capacity left.", Sentence(&e))
 	e.Candidates = []picker.Weighed{p2, d1}
 	require.Equal(t, "Decode alone on d1: no prefill endpoint can take the request (10.0.1.2:8000 failed).", Sentence(&e))
 	e.NotSplit = "no_prefill"
@@ -47,9 +60,11 @@ Prefill endpoints are 40 % busy.
 	require.Equal(t, "Decode alone on d1: the pool has no prefill endpoint.", Sentence(&e))
 	e.Candidates = []picker.Weighed{p1, d1}
 	for why, want := range map[string]string{
-		"no_prefill":         "no prefill endpoint shares its group with a decode endpoint that can answer",
-		"policy":             "the pool splits nothing (split is never)",
-		"no_kv_transfer":     "the pool splits nothing (kvTransfer is none)",
+		"no_prefill":     "no prefill endpoint shares its group with a decode endpoint that can answer",
+		"policy":         "the pool splits nothing (split is never)",
+		"no_kv_transfer": "the pool splits nothing (kvTransfer is none)",
+		"unknown_peer": "the prefill engine has not said who it is, which the pool's kvTransfer needs. The log names it: " +
+			"look whether its bootstrap or registration port answers",
 		"min_prefill_tokens": "the pool splits no prompt as short as this (minPrefillTokens)",
 	} {
 		e.NotSplit = why

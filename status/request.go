@@ -1,6 +1,7 @@
 package status
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -119,11 +120,9 @@ func decided(t *telemetry.Trace) string {
 	case t.Prefill == "" && t.Route != "decode_alone":
 		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
 		return "It went to " + plain(t.Decode) + " as it came (" + route + ")."
-	case t.Prefill == "" && t.Reason == "min_prefill_tokens":
-		return "Decode alone on " + plain(t.Decode) + ": " + tooShort + "."
 	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
-		return "Decode alone on " + plain(t.Decode) + ": " + t.Reason +
-			" (docs/operations.md#why-a-request-took-one-endpoint)."
+		return "Decode alone on " + plain(t.Decode) + ": " + cmp.Or(because(t.Reason), plain(t.Reason)) +
+			" (" + plain(t.Reason) + ")."
 	}
 	prefill := func(w *telemetry.Weighed) []telemetry.Part { return w.Prefill }
 	decode := func(w *telemetry.Weighed) []telemetry.Part { return w.Decode }
@@ -134,7 +133,7 @@ func decided(t *telemetry.Trace) string {
 			return s + compared(more, "splitting it")
 		}
 		if t.Reason == "cheaper" {
-			return s + ": it cost less than two hops."
+			return s + ": " + because(t.Reason) + "."
 		}
 		return s + "."
 	}

@@ -1,6 +1,7 @@
 package status
 
 import (
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -42,16 +43,16 @@ The prices of the last plan, as they were then. --output json has their parts.
 	for want, change := range map[string]func(*telemetry.Trace){
 		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ": func(r *telemetry.Trace) { r.Reason = "cheaper" },
 		"Decode alone on d1:1: it cost less than two hops.":                   func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
-		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens).": func(r *telemetry.Trace) {
+		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {
 			r.Reason = "min_prefill_tokens"
 		},
-		"cached at prefill. Took: first byte -":                                 func(r *telemetry.Trace) { r.PrefillTime = 0 },
-		"Its prices were not kept":                                              func(r *telemetry.Trace) { r.Weighed = nil },
-		"Decode alone on d1:1: several_choices (docs/":                          func(r *telemetry.Trace) { r.Reason, r.Weighed = "several_choices", whole },
-		"d1:1      decode  0              -        -                    500 ms": func(r *telemetry.Trace) { r.Weighed = whole },
-		"It went to d1:1 as it came (pass_through).":                            func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
-		"A replica planned it that does not answer":                             func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
-		"That is plan 2: a hop of the former failed.":                           func(r *telemetry.Trace) { r.Replans = 1 },
+		"cached at prefill. Took: first byte -": func(r *telemetry.Trace) { r.PrefillTime = 0 },
+		"Its prices were not kept":              func(r *telemetry.Trace) { r.Weighed = nil },
+		"Decode alone on d1:1: it asks for several choices (n), and a KV cache that is handed over serves one (several_choices).": func(r *telemetry.Trace) { r.Reason, r.Weighed = "several_choices", whole },
+		"d1:1      decode  0              -        -                    500 ms":                                                   func(r *telemetry.Trace) { r.Weighed = whole },
+		"It went to d1:1 as it came (pass_through).":                                                                              func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
+		"A replica planned it that does not answer":                                                                               func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
+		"That is plan 2: a hop of the former failed.":                                                                             func(r *telemetry.Trace) { r.Replans = 1 },
 	} {
 		one := r
 		one.Prefill, one.Route = "", "decode_alone"
@@ -60,4 +61,30 @@ The prices of the last plan, as they were then. --output json has their parts.
 		PrintDecided(&text, []telemetry.Trace{one, one})
 		require.Equal(t, 2, strings.Count(text.String(), want), text.String())
 	}
+}
+
+// Every reason of the documentation is explained in words, and has another one for each.
+func TestReasonsHaveWords(t *testing.T) {
+	text, err := os.ReadFile("../docs/operations.md")
+	require.NoError(t, err)
+	_, rest, found := strings.Cut(string(text), "Reasons for `decode_alone`:\n")
+	require.True(t, found)
+	table, _, found := strings.Cut(rest, "\n- ")
+	require.True(t, found)
+	reasons, said := 0, map[string]string{}
+	for row := range strings.Lines(table) {
+		names, _, _ := strings.Cut(strings.TrimPrefix(row, "|"), "|")
+		for i, name := range strings.Split(names, "`") {
+			if i%2 == 0 || name == "reason" {
+				continue
+			}
+			reasons++
+			words := because(name)
+			require.NotEmpty(t, words, name)
+			require.Empty(t, said[words], name)
+			said[words] = name
+		}
+	}
+	require.Greater(t, reasons, 20)
+	require.Empty(t, because("of another release"))
 }

@@ -25,16 +25,24 @@ func (p *Policy) NotSplit(tokens int64) string {
 // It returns no_prefill if there is none, "" if decode alone is cheaper, and the client's answer as an error if it
 // must not be decoded alone.
 func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View, tokens int64) (why string, refusal error) {
-	if why = p.Unpaired(v, tokens); why == "cheaper" {
+	why = p.Unpaired(v, tokens)
+	refusal = p.Refusal(pool, v, why)
+	if why == "cheaper" {
 		why = ""
 	}
-	if err := p.RefuseAlone(pool, p.Unpaired(v, tokens)); err != nil {
-		return why, err
+	return why, refusal
+}
+
+// Refusal returns the client's answer if a request that may be split, and for this reason is not, must not be decoded
+// alone; nil if it may.
+func (p *Policy) Refusal(pool *kvstate.Pool, v *kvstate.View, why string) error {
+	if err := p.RefuseAlone(pool, why); err != nil {
+		return err
 	}
 	both := func(c kvstate.Candidate) bool { return c.Usable && c.Endpoint.Role == kvstate.RoleBoth }
 	if p.Dialect.PairsOnly() && !slices.ContainsFunc(v.Endpoints, both) {
 		message := p.noPair(pool) + ", and the dialect's decode endpoints do not decode alone"
-		return why, openai.Unavailable("no_endpoint", message, time.Second)
+		return openai.Unavailable("no_endpoint", message, time.Second)
 	}
-	return why, nil
+	return nil
 }

@@ -41,9 +41,7 @@ type Planned struct {
 
 	Foreseen
 
-	Waited               time.Duration // for its endpoints
-	WaitedFor            string        // the endpoint that was too busy when the request arrived
-	Behind, BehindRemote int           // requests that were waiting before it
+	Queued // for its endpoints
 
 	Weighed []Weighed // nil: not wanted
 }

@@ -1,0 +1,33 @@
+package telemetry
+
+import (
+	"encoding/json"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/picker"
+)
+
+// A large fleet's explanation fits a header: those chosen stand first, and some others.
+func TestExplanationFitsAHeader(t *testing.T) {
+	e := picker.Explanation{Prefill: "10.0.1.9:8000", Decode: "10.0.2.8:8000"}
+	for i := range 500 {
+		e.Candidates = append(e.Candidates, picker.Weighed{
+			Endpoint: fmt.Sprintf("10.0.%d.%d:8000", 1+i%2, i/2), Role: "prefill",
+			Prefill: &picker.PrefillPrice{Queue: 1.0 / 3, Work: 2.0 / 3},
+		})
+	}
+	text := Explanation("chat", Queued{Waited: time.Second, WaitedFor: "10.0.1.9:8000", Behind: 3, BehindRemote: 2}, &e)
+	require.LessOrEqual(t, len(text), maxExplanation)
+	require.Greater(t, len(text), maxExplanation/4)
+	var got struct {
+		Waited     float64
+		Candidates []picker.Weighed
+	}
+	require.NoError(t, json.Unmarshal(text, &got))
+	require.InDelta(t, 1, got.Waited, 0)
+	require.ElementsMatch(t, []string{e.Prefill, e.Decode}, []string{got.Candidates[0].Endpoint, got.Candidates[1].Endpoint})
+}
