@@ -32,7 +32,6 @@ var larger = map[string]struct {
 	"cmd/tandem: lines":                 {3600, "one file for each subcommand and each thing that is wired"},
 	"e2e/load.result: fields":           {30, "one field for each figure of the report"},
 	"envoy-configs: lines":              {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
-	"envoy-configs.model: methods":      {80, "one method for each part of Envoy's configuration"},
 	"extproc/envoywire.Headers: fields": {40, "one field for each header that is read"},
 	"extproc/kvtransfer.Ticket: fields": {40, "one field for each of the sealed ticket"},
 	"extproc/kvtransfer: files":         {30, "one file for each dialect"},

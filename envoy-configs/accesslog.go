@@ -56,7 +56,7 @@ func notOfOne() *accesslogv3.AccessLogFilter {
 
 // toEveryReplica sends a log to each of them, or to the one whose number the request bears: what a request has booked
 // lives in the replica that booked it.
-func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
+func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 	for i, replica := range m.Servers.AccessLogs {
 		to, when := grpcTo(replica.Cluster), l.when()
 		if l.one && m.numbered() {
@@ -84,23 +84,21 @@ func (m *model) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 
 // endOfPass reports how each pass of a request ended. A pass that ended in a redirect is logged with the ticket of
 // the redirect.
-func (m *model) endOfPass() []*accesslogv3.AccessLog {
+func (m accessLogs) endOfPass() []*accesslogv3.AccessLog {
 	l := logged{
 		name: "tandem", flush: 200 * time.Millisecond, bytes: wrapperspb.UInt32(64 << 10),
 		tags:    []*tracingv3.CustomTag{unfollowedTag()},
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"}, when: booked, one: true,
-		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left " +
-			"before theirs was set. " +
-			"A pass that ended in a redirect too: the replica that serves the next pass may be another than the " +
-			"one that booked it. To the replica that decided it, by its number; to all if it bears none or did " +
-			"not end well."},
+		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left before " +
+			"theirs was set. A pass that ended in a redirect too: the replica that serves the next pass may be " +
+			"another than the one that booked it. To the replica that decided it, by its number; to all if it bears " +
+			"none or did not end well."},
 	}
 	if !m.several() {
 		l.when = func() *accesslogv3.AccessLogFilter { return logAnd(booked(), m.notRedirected()) }
 		l.notes = notes{"filter": "What may have something booked: passes with a ticket, and clients that left " +
-			"before theirs was set. " +
-			"Not a pass that ended in a redirect: the one replica there is learns from the next pass that it is " +
-			"over."}
+			"before theirs was set. Not a pass that ended in a redirect: the one replica there is learns from the " +
+			"next pass that it is over."}
 	}
 	if m.Tracing != nil {
 		l.headers = append(l.headers, "traceparent")
@@ -109,7 +107,7 @@ func (m *model) endOfPass() []*accesslogv3.AccessLog {
 }
 
 // failedTries reports tries of a hop that failed.
-func (m *model) failedTries() []*accesslogv3.AccessLog {
+func (m accessLogs) failedTries() []*accesslogv3.AccessLog {
 	return m.toEveryReplica(logged{
 		name: "tandem-failed", flush: 200 * time.Millisecond,
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
@@ -121,7 +119,7 @@ func (m *model) failedTries() []*accesslogv3.AccessLog {
 }
 
 // endOfMirror reports how the prefill leg of a pair ended.
-func (m *model) endOfMirror() []*accesslogv3.AccessLog {
+func (m accessLogs) endOfMirror() []*accesslogv3.AccessLog {
 	return m.toEveryReplica(logged{
 		name: "tandem-prefill-mirror", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
 		headers: []string{"x-tandem-ticket", "x-tandem-request-id"},
@@ -147,17 +145,17 @@ func booked() *accesslogv3.AccessLogFilter { return logOr(logHeader("x-tandem-ti
 
 // notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also
 // be an engine's own answer.
-func (m *model) notRedirected() *accesslogv3.AccessLogFilter {
+func (m accessLogs) notRedirected() *accesslogv3.AccessLogFilter {
 	return logOr(statusIs(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
 		statusFrom(308, "tandem.log.above"),
 		m.cel("response.code_details != 'internal_redirect'"))
 }
 
-func (m *model) cel(expression string) *accesslogv3.AccessLogFilter {
+func (b *notebook) cel(expression string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ExtensionFilter{
 		ExtensionFilter: &accesslogv3.ExtensionFilter{
 			Name:       "envoy.access_loggers.extension_filters.cel",
-			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{TypedConfig: m.pack(&celv3.ExpressionFilter{Expression: expression})},
+			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{TypedConfig: b.pack(&celv3.ExpressionFilter{Expression: expression})},
 		},
 	}}
 }

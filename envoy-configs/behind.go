@@ -39,10 +39,10 @@ func NewBehind(c *configv1.Config) (*Behind, error) {
 	return b, m.err
 }
 
-func behind(c *configv1.Config) (*Behind, *model, error) {
+func behind(c *configv1.Config) (*Behind, model, error) {
 	s, err := gather(c, false)
 	if err != nil {
-		return nil, nil, err
+		return nil, model{}, err
 	}
 	s.serveAll()
 	s.Late = true
@@ -50,21 +50,21 @@ func behind(c *configv1.Config) (*Behind, *model, error) {
 	return behindOf(m), m, nil
 }
 
-func behindOf(m *model) *Behind {
+func behindOf(m model) *Behind {
 	return &Behind{
-		Clusters:    append(m.clusters(), m.loopCluster(loop{BehindName, BehindName})),
-		Listeners:   append([]*listenerv3.Listener{behindListener(m)}, m.legListeners()...),
+		Clusters:    append(clusters(m).all(), clusters(m).loopCluster(loop{BehindName, BehindName})),
+		Listeners:   append([]*listenerv3.Listener{behindListener(m)}, legs(m).all()...),
 		Replies:     repliesInFront(m),
 		IdleTimeout: m.IdleTimeout,
 	}
 }
 
 // behindListener is the main listener, reached through its cluster alone.
-func behindListener(m *model) *listenerv3.Listener {
-	manager := m.mainManager()
+func behindListener(m model) *listenerv3.Listener {
+	manager := listeners(m).mainManager()
 	manager.UseRemoteAddress = nil // the listener in front has set x-forwarded-for and x-request-id
 	manager.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
-	l := m.listener(BehindName, manager)
+	l := listeners(m).listener(BehindName, manager)
 	l.ListenerSpecifier = &listenerv3.Listener_InternalListener{
 		InternalListener: &listenerv3.Listener_InternalListenerConfig{},
 	}
@@ -86,11 +86,11 @@ func refusals() []localReply {
 }
 
 // repliesInFront change answers to requests for the cluster, and no other.
-func repliesInFront(m *model) (out []*hcmv3.ResponseMapper) {
+func repliesInFront(m model) (out []*hcmv3.ResponseMapper) {
 	for _, reply := range append(refusals(), envoysReplies()...) {
 		// An external authorization service writes its answers itself.
 		reply.When = "xds.cluster_name == '" + BehindName + "' && !" + details("ext_authz") + " && (" + reply.When + ")"
-		out = append(out, m.mapper(reply))
+		out = append(out, replies(m).mapper(reply))
 	}
 	return out
 }

@@ -41,7 +41,7 @@ func inFront(c *configv1.Config) ([]byte, error) {
 	neighbour.Match.PathSpecifier = &routev3.RouteMatch_Prefix{Prefix: "/neighbour"}
 	ours := toCluster(BehindName)
 	ours.GetRoute().IdleTimeout = durationpb.New(own.IdleTimeout)
-	front := m.listener("front", &hcmv3.HttpConnectionManager{
+	front := listeners(m).listener("front", &hcmv3.HttpConnectionManager{
 		StatPrefix: "front", UseRemoteAddress: wrapperspb.Bool(true), PreserveExternalRequestId: true,
 		MaxRequestHeadersKb: wrapperspb.UInt32(8192), // so that it is the listener behind that has a limit
 		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: &routev3.RouteConfiguration{
@@ -50,7 +50,7 @@ func inFront(c *configv1.Config) ([]byte, error) {
 			}},
 		}},
 		LocalReplyConfig: &hcmv3.LocalReplyConfig{Mappers: own.Replies},
-		HttpFilters:      []*hcmv3.HttpFilter{m.filter("envoy.filters.http.rbac", denied), m.router()},
+		HttpFilters:      []*hcmv3.HttpFilter{filters(m).filter("envoy.filters.http.rbac", denied), filters(m).router()},
 	})
 	front.PerConnectionBufferLimitBytes = wrapperspb.UInt32(32 << 10) // as Envoy Gateway's
 	front.Address = socketAddress(m.Listen)

@@ -10,17 +10,15 @@ import (
 	compositev3 "github.com/envoyproxy/go-control-plane/envoy/extensions/clusters/composite/v3"
 	internalupstreamv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/internal_upstream/v3"
 	rawbufferv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/raw_buffer/v3"
-	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
 	httpv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/upstreams/http/v3"
-	matcherv3 "github.com/envoyproxy/go-control-plane/envoy/type/matcher/v3"
 	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
-// clusters are all that requests, questions to Tandem, logs and spans go to.
-func (m *model) clusters() []*clusterv3.Cluster {
+// all are the clusters that requests, questions to Tandem, logs and spans go to.
+func (m clusters) all() []*clusterv3.Cluster {
 	out := append([]*clusterv3.Cluster{m.extProcCluster()}, m.accessLogClusters()...)
 	out = append(out, m.replanCluster(), m.loopCluster(loop{"tandem-prefill-loop", "prefill-leg"}))
 	if m.Tracing != nil {
@@ -50,7 +48,7 @@ func (m *model) clusters() []*clusterv3.Cluster {
 			composites = append(composites, m.endpoints("tandem-mirror-pod", "x-tandem-prefill-endpoint", s))
 		}
 	}
-	noted(m, composites[0],
+	m.note(composites[0],
 		notes{"": "Composite clusters: the first try is the hop, those after it are tandem-replan's."})
 	return append(out, composites...)
 }
@@ -82,11 +80,10 @@ func lbEndpoint(a *corev3.Address) *endpointv3.LbEndpoint {
 }
 
 // extProcCluster is all replicas.
-func (m *model) extProcCluster() *clusterv3.Cluster {
+func (m clusters) extProcCluster() *clusterv3.Cluster {
 	c := noted(m, cluster(m.Servers.ExtProcs), notes{
-		"lb_policy": "Not in turns: a client by itself would have all its first passes at one of two replicas. " +
-			"Nor by least requests: a replica that " +
-			"just died has none, and would be asked first.",
+		"lb_policy": "Not in turns: a client by itself would have all its first passes at one of two replicas. Nor " +
+			"by least requests: a replica that just died has none, and would be asked first.",
 		"per_connection_buffer_limit_bytes": "Not the default of 1 MiB: bodies wait here for the server, and " +
 			"where the limit was hit they waited for each other.",
 	})
@@ -99,18 +96,18 @@ func (m *model) extProcCluster() *clusterv3.Cluster {
 			GrpcHealthCheck: &corev3.HealthCheck_GrpcHealthCheck{ServiceName: "envoy.service.ext_proc.v3.ExternalProcessor"},
 		}})
 	}
-	c.TransportSocket = m.tls(m.Servers.TLS, "extproc")
+	c.TransportSocket = m.tls(m.Servers.TLS, extProcTLS)
 	m.apart(c, m.Servers.ExtProcs)
 	return c
 }
 
 // accessLogClusters are one for each replica, since each gets every log.
-func (m *model) accessLogClusters() (out []*clusterv3.Cluster) {
+func (m clusters) accessLogClusters() (out []*clusterv3.Cluster) {
 	for _, replica := range m.Servers.AccessLogs {
 		c := cluster(replica)
 		c.CircuitBreakers = unlimited()
 		c.TypedExtensionProtocolOptions = m.grpcOptions()
-		c.TransportSocket = m.tls(m.Servers.TLS, "extproc")
+		c.TransportSocket = m.tls(m.Servers.TLS, extProcTLS)
 		if m.Servers.Slots {
 			m.apart(c, replica)
 		}
@@ -120,7 +117,7 @@ func (m *model) accessLogClusters() (out []*clusterv3.Cluster) {
 }
 
 // replanCluster is the replan ports of all replicas.
-func (m *model) replanCluster() *clusterv3.Cluster {
+func (m clusters) replanCluster() *clusterv3.Cluster {
 	c := cluster(m.Servers.Replans)
 	c.PerConnectionBufferLimitBytes = wrapperspb.UInt32(uint32(m.Bodies.Buffer))
 	c.CircuitBreakers = unlimited()
@@ -135,7 +132,7 @@ func (m *model) replanCluster() *clusterv3.Cluster {
 }
 
 // watch has Envoy leave out replicas that are gone, and those that hang.
-func (m *model) watch(c *clusterv3.Cluster, check *corev3.HealthCheck) {
+func (m clusters) watch(c *clusterv3.Cluster, check *corev3.HealthCheck) {
 	often := durationpb.New(300 * time.Millisecond)
 	check.Timeout, check.Interval, check.NoTrafficInterval = durationpb.New(400*time.Millisecond), often, often
 	check.UnhealthyThreshold, check.HealthyThreshold = wrapperspb.UInt32(1), wrapperspb.UInt32(1)
@@ -150,17 +147,16 @@ func (m *model) watch(c *clusterv3.Cluster, check *corev3.HealthCheck) {
 		EnforcingConsecutive_5Xx: no, EnforcingSuccessRate: no, EnforcingLocalOriginSuccessRate: no,
 	}
 	c.TypedExtensionProtocolOptions = m.http2Options(300*time.Millisecond, 400*time.Millisecond)
-	noted(m, c, notes{
+	m.note(c, notes{
 		"common_lb_config": "A replica that refused a connection is left out at once, one that does not say " +
 			"SERVING within 0.8 s; unless all are.",
 		"typed_extension_protocol_options": "A replica that hangs takes connections and answers nothing: its " +
-			"connections are given up, and what waits there goes " +
-			"to another.",
+			"connections are given up, and what waits there goes to another.",
 	})
 }
 
 // loopCluster leads to an internal listener.
-func (m *model) loopCluster(l loop) *clusterv3.Cluster {
+func (m clusters) loopCluster(l loop) *clusterv3.Cluster {
 	address := &corev3.Address{Address: &corev3.Address_EnvoyInternalAddress{EnvoyInternalAddress: &corev3.EnvoyInternalAddress{
 		AddressNameSpecifier: &corev3.EnvoyInternalAddress_ServerListenerName{ServerListenerName: l.Listener},
 	}}}
@@ -178,12 +174,12 @@ func (m *model) loopCluster(l loop) *clusterv3.Cluster {
 	}
 }
 
-func (m *model) socket(name string, config *anypb.Any) *corev3.TransportSocket {
+func (b *notebook) socket(name string, config *anypb.Any) *corev3.TransportSocket {
 	return &corev3.TransportSocket{Name: name, ConfigType: &corev3.TransportSocket_TypedConfig{TypedConfig: config}}
 }
 
 // composite sends the first try to a hop, and so many more to tandem-replan.
-func (m *model) composite(name, hop string, tries int) *clusterv3.Cluster {
+func (m clusters) composite(name, hop string, tries int) *clusterv3.Cluster {
 	entry := func(name string) *compositev3.ClusterConfig_ClusterEntry {
 		return &compositev3.ClusterConfig_ClusterEntry{Name: name}
 	}
@@ -199,7 +195,7 @@ func (m *model) composite(name, hop string, tries int) *clusterv3.Cluster {
 }
 
 // endpoints is whichever endpoint a header names.
-func (m *model) endpoints(name, header string, s scheme) *clusterv3.Cluster {
+func (m clusters) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 	idle := &corev3.HttpProtocolOptions{IdleTimeout: durationpb.New(4 * time.Second)}
 	options := &httpv3.HttpProtocolOptions{CommonHttpProtocolOptions: idle,
 		UpstreamProtocolOptions: &httpv3.HttpProtocolOptions_ExplicitHttpConfig_{
@@ -232,21 +228,21 @@ func (m *model) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 			"a request must not meet that.",
 	})
 	if s.Name == "https" {
-		c.TransportSocket = m.tls(m.Engines.TLS, "endpoint")
+		c.TransportSocket = m.tls(m.Engines.TLS, endpointTLS)
 	}
 	return c
 }
 
-func (m *model) httpOptions(options *httpv3.HttpProtocolOptions) map[string]*anypb.Any {
+func (m clusters) httpOptions(options *httpv3.HttpProtocolOptions) map[string]*anypb.Any {
 	return map[string]*anypb.Any{"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": m.pack(options)}
 }
 
 // grpcOptions are HTTP/2 with pings that notice a peer which is gone.
-func (m *model) grpcOptions() map[string]*anypb.Any {
+func (m clusters) grpcOptions() map[string]*anypb.Any {
 	return m.http2Options(10*time.Second, 5*time.Second)
 }
 
-func (m *model) http2Options(ping, timeout time.Duration) map[string]*anypb.Any {
+func (m clusters) http2Options(ping, timeout time.Duration) map[string]*anypb.Any {
 	h2 := &corev3.Http2ProtocolOptions{ConnectionKeepalive: &corev3.KeepaliveSettings{
 		Interval: durationpb.New(ping), Timeout: durationpb.New(timeout),
 	}}
@@ -264,39 +260,4 @@ func unlimited() *clusterv3.CircuitBreakers {
 		MaxConnections: wrapperspb.UInt32(limit), MaxPendingRequests: wrapperspb.UInt32(limit),
 		MaxRequests: wrapperspb.UInt32(limit), MaxRetries: wrapperspb.UInt32(limit),
 	}}}
-}
-
-// tls speaks TLS as configured; nil is plaintext. Over xDS, certificates are secrets with that name; "": they are
-// not.
-func (m *model) tls(t *clientTLS, name string) *corev3.TransportSocket {
-	if t == nil {
-		return nil
-	}
-	common := &tlsv3.CommonTlsContext{TlsParams: &tlsv3.TlsParameters{TlsMinimumProtocolVersion: tlsv3.TlsParameters_TLSv1_2}}
-	if t.H2 {
-		common.AlpnProtocols = []string{"h2"}
-	}
-	if t.CertFile != "" {
-		common.TlsCertificates = []*tlsv3.TlsCertificate{{CertificateChain: file(t.CertFile),
-			PrivateKey: file(t.KeyFile)}}
-	}
-	if t.CAFile != "" {
-		validation := &tlsv3.CertificateValidationContext{TrustedCa: file(t.CAFile)}
-		if t.ServerName != "" {
-			validation.MatchTypedSubjectAltNames = []*tlsv3.SubjectAltNameMatcher{{
-				SanType: tlsv3.SubjectAltNameMatcher_DNS,
-				Matcher: &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Exact{Exact: t.ServerName}},
-			}}
-		}
-		common.ValidationContextType = &tlsv3.CommonTlsContext_ValidationContext{ValidationContext: validation}
-	}
-	if m.Dynamic && name != "" {
-		m.secretly(common, name)
-	}
-	return m.socket("envoy.transport_sockets.tls", m.pack(&tlsv3.UpstreamTlsContext{Sni: t.ServerName,
-		CommonTlsContext: common}))
-}
-
-func file(name string) *corev3.DataSource {
-	return &corev3.DataSource{Specifier: &corev3.DataSource_Filename{Filename: name}}
 }

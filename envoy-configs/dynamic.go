@@ -2,8 +2,6 @@ package envoyconfigs
 
 import (
 	"iter"
-	"path"
-	"slices"
 	"time"
 
 	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
@@ -60,10 +58,14 @@ func Dynamic(c *configv1.Config, living ...Replica) (*Resources, error) {
 		return nil, err
 	}
 	m := newModel(s)
-	out := &Resources{Clusters: m.clusters(), Listeners: append([]*listenerv3.Listener{m.mainListener()},
-		m.legListeners()...)}
-	out.Endpoints, out.Routes, out.Secrets = m.assignments(), []*routev3.RouteConfiguration{m.routes()}, m.secrets
-	out.Runtimes = m.runtime()
+	out := &Resources{
+		Clusters:  clusters(m).all(),
+		Endpoints: m.assignments(),
+		Listeners: append([]*listenerv3.Listener{listeners(m).main()}, legs(m).all()...),
+		Routes:    []*routev3.RouteConfiguration{routes(m).configuration()},
+		Secrets:   append(m.Servers.TLS.secrets(extProcTLS), m.Engines.TLS.secrets(endpointTLS)...),
+		Runtimes:  m.runtime(),
+	}
 	return out, m.err
 }
 
@@ -75,7 +77,7 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 	}
 	m := newModel(s)
 	b := m.frame()
-	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{Clusters: []*clusterv3.Cluster{m.xdsCluster()}}
+	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{Clusters: []*clusterv3.Cluster{clusters(m).xdsCluster()}}
 	m.showStats(b.StaticResources)
 	b.DynamicResources = noted(m, &bootstrapv3.Bootstrap_DynamicResources{
 		AdsConfig: &corev3.ApiConfigSource{
@@ -88,7 +90,7 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 	if c.GetEnvoy().GetReplicas() == "redis" {
 		b.LayeredRuntime = noted(m, layeredRuntime(), notes{"": "Which replicas are sent the access log."})
 	}
-	noted(m, b, notes{"node": "Give each Envoy an id of its own (envoy --service-node NAME): logs and `tandem status` name it."})
+	m.note(b, notes{"node": "Give each Envoy an id of its own (envoy --service-node NAME): logs and `tandem status` name it."})
 	const overview = `Envoy for Tandem, which gets all else from Tandem (xDS). Written by ` + "`tandem envoy --xds`" + `; needs Envoy 1.37 or newer.`
 	return m.print(overview, b)
 }
@@ -109,7 +111,7 @@ func waiting() *corev3.ConfigSource {
 }
 
 // xdsCluster is all replicas, as the bootstrap knows them.
-func (m *model) xdsCluster() *clusterv3.Cluster {
+func (m clusters) xdsCluster() *clusterv3.Cluster {
 	h := m.Servers.ExtProcs
 	h.Cluster = "tandem-xds"
 	c := noted(m, cluster(h), notes{
@@ -122,7 +124,7 @@ func (m *model) xdsCluster() *clusterv3.Cluster {
 }
 
 // apart has the endpoints of a cluster come as a resource of their own, if they are addresses.
-func (m *model) apart(c *clusterv3.Cluster, h hosts) {
+func (m clusters) apart(c *clusterv3.Cluster, h hosts) {
 	if !m.Dynamic || h.ByName() {
 		return
 	}
@@ -133,46 +135,16 @@ func (m *model) apart(c *clusterv3.Cluster, h hosts) {
 }
 
 // assignments are the endpoints of clusters that have them apart.
-func (m *model) assignments() (out []*endpointv3.ClusterLoadAssignment) {
-	for _, h := range []hosts{m.Servers.ExtProcs, m.Servers.Replans} {
+func (s *settings) assignments() (out []*endpointv3.ClusterLoadAssignment) {
+	for _, h := range []hosts{s.Servers.ExtProcs, s.Servers.Replans} {
 		if !h.ByName() {
 			out = append(out, assignment(h))
 		}
 	}
-	if m.Servers.Slots {
-		for _, h := range m.Servers.AccessLogs {
+	if s.Servers.Slots {
+		for _, h := range s.Servers.AccessLogs {
 			out = append(out, assignment(h))
 		}
 	}
 	return out
-}
-
-// secretly names a TLS context's files in secrets: Envoy reads them again when their folders change. What is in them
-// stays on its machine.
-func (m *model) secretly(common *tlsv3.CommonTlsContext, name string) {
-	config := func(secret *tlsv3.Secret) *tlsv3.SdsSecretConfig {
-		if !slices.ContainsFunc(m.secrets, func(s *tlsv3.Secret) bool { return s.GetName() == secret.GetName() }) {
-			m.secrets = append(m.secrets, secret) // several clusters may refer to it
-		}
-		return &tlsv3.SdsSecretConfig{Name: secret.GetName(), SdsConfig: ads()}
-	}
-	for _, certificate := range common.GetTlsCertificates() {
-		certificate.WatchedDirectory = folder(certificate.GetCertificateChain().GetFilename())
-		common.TlsCertificateSdsSecretConfigs = append(common.TlsCertificateSdsSecretConfigs, config(&tlsv3.Secret{
-			Name: name + "-certificate", Type: &tlsv3.Secret_TlsCertificate{TlsCertificate: certificate},
-		}))
-	}
-	common.TlsCertificates = nil
-	if validation := common.GetValidationContext(); validation != nil {
-		validation.WatchedDirectory = folder(validation.GetTrustedCa().GetFilename())
-		common.ValidationContextType = &tlsv3.CommonTlsContext_ValidationContextSdsSecretConfig{
-			ValidationContextSdsSecretConfig: config(&tlsv3.Secret{
-				Name: name + "-authorities", Type: &tlsv3.Secret_ValidationContext{ValidationContext: validation},
-			}),
-		}
-	}
-}
-
-func folder(file string) *corev3.WatchedDirectory {
-	return &corev3.WatchedDirectory{Path: path.Dir(file)}
 }

@@ -173,12 +173,12 @@ type knownCluster struct {
 }
 
 // knownClusters gives each set's rules, which stand behind the one for requests, and the clusters that they replace.
-func (g *gatewayResources) knownClusters(m *model) {
+func (g *gatewayResources) knownClusters(m model) {
 	g.known = map[string]knownCluster{}
 	for i, set := range g.Endpoints {
 		replace := func(cluster, header string) {
 			k := knownCluster{Cluster: cluster + set.Suffix, Header: header, of: func() *clusterv3.Cluster {
-				return m.endpoints(cluster, header, m.Engines.Schemes[i])
+				return clusters(m).endpoints(cluster, header, m.Engines.Schemes[i])
 			}}
 			if refs := set.refs(); len(refs) > 0 {
 				g.Known = append(g.Known, refs)
@@ -198,17 +198,17 @@ func (g *gatewayResources) knownClusters(m *model) {
 // An endpoint that Envoy Gateway does not know has to fail its hop as one that refuses connections does, so that the hop's next
 // try is tandem-replan's. But where a load balancer has no host, Envoy's router gives up without another try. So the cluster
 // is a way to a listener that asks Envoy Gateway's cluster, and whose own 503 is an answer like any other.
-func (k knownCluster) patches(m *model) []patch {
+func (k knownCluster) patches(m model) []patch {
 	out := []patch{
 		addResource(m, listenerKind, k.Cluster, k.listener(m)),
-		addResource(m, clusterKind, k.Cluster, m.loopCluster(loop{k.Cluster, k.Cluster})),
+		addResource(m, clusterKind, k.Cluster, clusters(m).loopCluster(loop{k.Cluster, k.Cluster})),
 	}
 	if k.Known == "" {
 		return out
 	}
 	c := k.of()
 	c.Name, c.ClusterDiscoveryType, c.LbPolicy, c.LbConfig, c.CleanupInterval = "", nil, 0, nil, nil
-	c.LoadBalancingPolicy = m.overrideHost(k.Header)
+	c.LoadBalancingPolicy = clusters(m).overrideHost(k.Header)
 	c.PerConnectionBufferLimitBytes = wrapperspb.UInt32(1 << 20) // Envoy's default; Envoy Gateway's is 32 KiB
 	for field, value := range m.fields(c) {
 		out = append(out, patch{Type: clusterKind, Name: k.Known, Op: "add", Path: "/" + field, Value: value})
@@ -217,13 +217,14 @@ func (k knownCluster) patches(m *model) []patch {
 }
 
 // listener asks Envoy Gateway's cluster. Envoy's own answers are those of the main listener.
-func (k knownCluster) listener(m *model) *listenerv3.Listener {
+func (k knownCluster) listener(m model) *listenerv3.Listener {
 	route := toCluster(k.Known)
 	if k.Known == "" {
 		route = &routev3.Route{Match: anyPath(), Action: &routev3.Route_DirectResponse{DirectResponse: &routev3.DirectResponseAction{Status: 503}}}
 	}
-	return m.legListener(leg{
-		name: k.Cluster, host: &routev3.VirtualHost{Routes: []*routev3.Route{route}}, untraced: true, replies: m.localReplies(), optional: true,
+	return legs(m).listener(leg{
+		name: k.Cluster, host: &routev3.VirtualHost{Routes: []*routev3.Route{route}}, untraced: true,
+		replies: replies(m).config(), optional: true,
 	})
 }
 
@@ -232,7 +233,7 @@ func (k knownCluster) listener(m *model) *listenerv3.Listener {
 // The header, not the metadata that endpoint pickers set beside it: metadata pass neither a redirect nor an internal listener.
 // Where it names no endpoint of the cluster there is no other to take (a subset of hosts with a label that none has): KV blocks,
 // ranks and what is booked belong to the one that was named.
-func (m *model) overrideHost(header string) *clusterv3.LoadBalancingPolicy {
+func (m clusters) overrideHost(header string) *clusterv3.LoadBalancingPolicy {
 	policy := func(name string, config proto.Message) *clusterv3.LoadBalancingPolicy {
 		return &clusterv3.LoadBalancingPolicy{Policies: []*clusterv3.LoadBalancingPolicy_Policy{{
 			TypedExtensionConfig: m.extension("envoy.load_balancing_policies."+name, config),

@@ -37,6 +37,25 @@ const (
 // destination is the header that names the endpoint of a hop.
 const destination = "x-gateway-destination-endpoint"
 
+// main are those of the main listener, in the order of requests; answers pass them the other way.
+func (m filters) main() []*hcmv3.HttpFilter {
+	return []*hcmv3.HttpFilter{
+		m.hygiene(),
+		m.switched(),
+		noted(m, m.buffer(), notes{
+			"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
+		}),
+		m.mainExtProc(),
+		m.unfollowed(),
+		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
+			UpstreamLog: accessLogs(m).failedTries()}, notes{
+			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and " +
+				"if it got no connection, the decode endpoint was never sent the KV parameters, and the blocks can " +
+				"be freed.",
+		})),
+	}
+}
+
 // phase is what ext_proc is asked about of a request or of an answer.
 type phase int
 
@@ -78,7 +97,7 @@ func processing(request, response phase) *extprocv3.ProcessingMode {
 }
 
 // extProc asks Tandem in a role; "" is the main filter's. Whoever adds to it does so before it is packed.
-func (m *model) extProc(role string, mode *extprocv3.ProcessingMode) *extprocv3.ExternalProcessor {
+func (m filters) extProc(role string, mode *extprocv3.ProcessingMode) *extprocv3.ExternalProcessor {
 	ask := grpcTo("tandem-extproc")
 	if role != "" {
 		ask.InitialMetadata = []*corev3.HeaderValue{{Key: "x-tandem-role", Value: role}}
@@ -100,7 +119,7 @@ func grpcTo(cluster string) *corev3.GrpcService {
 }
 
 // otherReplica is the retry policy for a replica that does not answer: others are asked, but not the same one again.
-func (m *model) otherReplica() *corev3.RetryPolicy {
+func (m filters) otherReplica() *corev3.RetryPolicy {
 	return &corev3.RetryPolicy{
 		RetryOn: "connect-failure,refused-stream,reset,unavailable", NumRetries: wrapperspb.UInt32(4),
 		RetryBackOff: &corev3.BackoffStrategy{
@@ -117,12 +136,12 @@ func (m *model) otherReplica() *corev3.RetryPolicy {
 }
 
 // filter is one filter of a listener.
-func (m *model) filter(name string, config proto.Message) *hcmv3.HttpFilter {
+func (m filters) filter(name string, config proto.Message) *hcmv3.HttpFilter {
 	return &hcmv3.HttpFilter{Name: name, ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: m.pack(config)}}
 }
 
 // filterUnless is a filter that Envoy leaves out for answers that the predicate holds for.
-func (m *model) filterUnless(name, kind string, config proto.Message, p *predicate) *hcmv3.HttpFilter {
+func (m filters) filterUnless(name, kind string, config proto.Message, p *predicate) *hcmv3.HttpFilter {
 	skip := &matcherv3.Matcher_OnMatch{OnMatch: &matcherv3.Matcher_OnMatch_Action{
 		Action: &xdscorev3.TypedExtensionConfig{Name: "skip", TypedConfig: m.pack(&actionv3.SkipFilter{})},
 	}}
@@ -138,7 +157,7 @@ func (m *model) filterUnless(name, kind string, config proto.Message, p *predica
 type predicate = matcherv3.Matcher_MatcherList_Predicate
 
 // input is a condition on one thing that Envoy knows of an answer.
-func (m *model) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate {
+func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate {
 	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
 		SinglePredicate: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate{
 			Input:   &xdscorev3.TypedExtensionConfig{Name: name, TypedConfig: m.pack(config)},
@@ -147,11 +166,11 @@ func (m *model) input(name string, config proto.Message, value *matcherv3.String
 	}}
 }
 
-func (m *model) statusIs(status string) *predicate {
+func (m filters) statusIs(status string) *predicate {
 	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, textIs(status))
 }
 
-func (m *model) answerHeader(name string, value *matcherv3.StringMatcher) *predicate {
+func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *predicate {
 	return m.input("header", &envoymatcherv3.HttpResponseHeaderMatchInput{HeaderName: name}, value)
 }
 
@@ -180,19 +199,19 @@ func all(ps ...*predicate) *predicate {
 }
 
 // buffer has Envoy wait for the whole body.
-func (m *model) buffer() *hcmv3.HttpFilter {
+func (m filters) buffer() *hcmv3.HttpFilter {
 	return m.filter(bufferFilter, &bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
 }
 
 // measured has Envoy count a body that ext_proc streamed back.
-func (m *model) measured() *hcmv3.HttpFilter {
+func (m filters) measured() *hcmv3.HttpFilter {
 	f := m.filter(bufferFilter+"/measured",
 		&bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
 	return noted(m, f, notes{"": "ext_proc takes the length away. The endpoint gets it again, with the whole body."})
 }
 
 // keepCarry takes x-tandem-carry off the request, and keeps it for the answer.
-func (m *model) keepCarry() *hcmv3.HttpFilter {
+func (m filters) keepCarry() *hcmv3.HttpFilter {
 	rule := &metadatav3.Config_Rule{
 		Header: "x-tandem-carry", Remove: true,
 		OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem", Key: "carry"},
@@ -204,12 +223,12 @@ func (m *model) keepCarry() *hcmv3.HttpFilter {
 }
 
 // router is the last filter of every listener.
-func (m *model) router() *hcmv3.HttpFilter {
+func (m filters) router() *hcmv3.HttpFilter {
 	return m.filter("envoy.filters.http.router", &routerv3.Router{SuppressEnvoyHeaders: true})
 }
 
 // hygiene takes off answers what is Tandem's.
-func (m *model) hygiene() *hcmv3.HttpFilter {
+func (m filters) hygiene() *hcmv3.HttpFilter {
 	own := func() []*mutationv3.HeaderMutation {
 		return []*mutationv3.HeaderMutation{removePrefix("x-tandem-"), remove(destination)}
 	}
@@ -231,7 +250,7 @@ func (m *model) hygiene() *hcmv3.HttpFilter {
 }
 
 // switched answers an engine's 101.
-func (m *model) switched() *hcmv3.HttpFilter {
+func (m filters) switched() *hcmv3.HttpFilter {
 	ask := m.extProc("switched", processing(nothing, headers))
 	ask.MessageTimeout = durationpb.New(5 * time.Second)
 	ask.StatusOnError = &typev3.HttpStatus{Code: typev3.StatusCode_BadGateway}
@@ -242,7 +261,7 @@ func (m *model) switched() *hcmv3.HttpFilter {
 }
 
 // mainExtProc is where a pass is decided.
-func (m *model) mainExtProc() *hcmv3.HttpFilter {
+func (m filters) mainExtProc() *hcmv3.HttpFilter {
 	ask := noted(m, m.extProc("", processing(streamBody, nothing)), notes{
 		"processing_mode": "All of the response is skipped, so the stream ends with the request: a replica that " +
 			"dies cuts no answer.",
@@ -268,14 +287,12 @@ func (m *model) mainExtProc() *hcmv3.HttpFilter {
 var unfollowedScript string
 
 // unfollowed ends redirects that Envoy could not follow, on routes that enable it.
-func (m *model) unfollowed() *hcmv3.HttpFilter {
+func (m filters) unfollowed() *hcmv3.HttpFilter {
 	lua := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(unfollowedScript)}}
 	return noted(m, m.filterUnless(luaFilter, luaFilter, lua, not(m.statusIs("307"))), notes{
-		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as " +
-			"an error, and the access " +
-			"log says so, from which the server works out why. The matcher keeps all other answers from the " +
-			"script, which would cost " +
-			"each a coroutine.",
+		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an " +
+			"error, and the access log says so, from which the server works out why. The matcher keeps all other " +
+			"answers from the script, which would cost each a coroutine.",
 	})
 }
 
@@ -283,14 +300,13 @@ func (m *model) unfollowed() *hcmv3.HttpFilter {
 var inlineScript string
 
 // inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
-func (m *model) inlineAnswer() *hcmv3.HttpFilter {
+func (m filters) inlineAnswer() *hcmv3.HttpFilter {
 	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")),
 		m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
 	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(inlineScript)},
 		not(short)), notes{
 		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
-			"redirect, if " +
-			"pass 1 said so. The matcher keeps all others from the script.",
+			"redirect, if pass 1 said so. The matcher keeps all others from the script.",
 	})
 }
 
@@ -298,13 +314,12 @@ func (m *model) inlineAnswer() *hcmv3.HttpFilter {
 var refusalScript string
 
 // cleanRefusal cuts KV parameters out of what an engine says of a request that it refuses.
-func (m *model) cleanRefusal() *hcmv3.HttpFilter {
+func (m filters) cleanRefusal() *hcmv3.HttpFilter {
 	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
 	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(refusalScript)},
 		not(refused)), notes{
-		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those " +
-			"that name internal hosts and " +
-			"rooms are cut. The matcher keeps all other answers from the script.",
+		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that " +
+			"name internal hosts and rooms are cut. The matcher keeps all other answers from the script.",
 	})
 }
 
@@ -316,16 +331,16 @@ func inline(text string) *corev3.DataSource {
 type perFilter = map[string]*anypb.Any
 
 // luaNamed enables one of the scripts of source_codes.
-func (m *model) luaNamed(name string) *anypb.Any {
+func (m filters) luaNamed(name string) *anypb.Any {
 	return m.pack(&luav3.LuaPerRoute{Override: &luav3.LuaPerRoute_Name{Name: name}})
 }
 
-func (m *model) noBuffer() *anypb.Any {
+func (m filters) noBuffer() *anypb.Any {
 	return m.pack(&bufferv3.BufferPerRoute{Override: &bufferv3.BufferPerRoute_Disabled{Disabled: true}})
 }
 
 // asked changes what ext_proc is asked about on a route. With optional a request goes on where no replica answers.
-func (m *model) asked(mode *extprocv3.ProcessingMode, optional bool) *anypb.Any {
+func (m filters) asked(mode *extprocv3.ProcessingMode, optional bool) *anypb.Any {
 	o := &extprocv3.ExtProcOverrides{ProcessingMode: mode}
 	if optional {
 		o.FailureModeAllow = wrapperspb.Bool(true)

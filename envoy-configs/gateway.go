@@ -163,12 +163,12 @@ const (
 )
 
 // addResource adds a whole resource to Envoy's configuration.
-func addResource(m *model, kind, name string, resource proto.Message) patch {
+func addResource(m model, kind, name string, resource proto.Message) patch {
 	return patch{Type: kind, Name: name, Op: "add", Value: m.node(resource.ProtoReflect())}
 }
 
 // patches are what the documented API cannot say.
-func (g *gatewayResources) patches(m *model) []patch {
+func (g *gatewayResources) patches(m model) []patch {
 	own := behindOf(m)
 	listener := g.Namespace + "/" + g.Gateway + "/" + g.Section
 	route := fmt.Sprintf(`$.virtual_hosts[*].routes[?match(@.name, "httproute/%s/%s/rule/0/.*")]`, g.Namespace, g.Name)

@@ -7,8 +7,6 @@ import (
 	"strconv"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
-
-	configv1 "tandem/protos/config/v1"
 )
 
 type address struct {
@@ -67,14 +65,4 @@ func reachable(cluster string, hostPorts []string) (hosts, error) {
 		out.Hosts = append(out.Hosts, a)
 	}
 	return out, nil
-}
-
-// clientTLS is how Envoy speaks TLS to a cluster.
-type clientTLS struct {
-	CAFile, ServerName, CertFile, KeyFile string
-	H2                                    bool // gRPC: the protocol has to be agreed on
-}
-
-func newClientTLS(t *configv1.ClientTls, h2 bool) *clientTLS {
-	return &clientTLS{t.GetCaFile(), t.GetServerName(), t.GetCertFile(), t.GetKeyFile(), h2}
 }

@@ -14,9 +14,8 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
-// legListeners are those without a port: each puts an ordinary ext_proc filter between the main listener and an
-// endpoint.
-func (m *model) legListeners() []*listenerv3.Listener {
+// all are listeners without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
+func (m legs) all() []*listenerv3.Listener {
 	out := []*listenerv3.Listener{m.prefillLeg()}
 	if m.Encodes {
 		out = append(out, m.encodeLeg())
@@ -43,7 +42,8 @@ type leg struct {
 	optional bool                     // its clusters may not exist
 }
 
-func (m *model) legListener(l leg) *listenerv3.Listener {
+func (m legs) listener(l leg) *listenerv3.Listener {
+	base := listeners(m)
 	l.host.Name, l.host.Domains = "all", []string{"*"}
 	h := &hcmv3.HttpConnectionManager{
 		StatPrefix: l.name, ServerHeaderTransformation: hcmv3.HttpConnectionManager_PASS_THROUGH,
@@ -58,7 +58,7 @@ func (m *model) legListener(l leg) *listenerv3.Listener {
 			"request_headers_to_remove": "After the virtual host, which reads some of them. The ticket stays: the " +
 				"filter reads it from the request when the answer is there.",
 		})},
-		HttpFilters: append(l.filters, m.router()),
+		HttpFilters: append(l.filters, filters(m).router()),
 	}
 	if l.replies != nil {
 		h.LocalReplyConfig = l.replies
@@ -67,23 +67,23 @@ func (m *model) legListener(l leg) *listenerv3.Listener {
 		h.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
 	}
 	if m.Tracing != nil && !l.untraced {
-		h.Tracing, h.RequestIdExtension = m.traced(), m.requestIDs()
+		h.Tracing, h.RequestIdExtension = base.traced(), base.requestIDs()
 	}
-	out := m.listener(l.name, h)
+	out := base.listener(l.name, h)
 	out.ListenerSpecifier = &listenerv3.Listener_InternalListener{InternalListener: &listenerv3.Listener_InternalListenerConfig{}}
 	return noted(m, out, notes{"": l.why})
 }
 
-// legRoutes lead to the clusters of each scheme.
-func (m *model) legRoutes() (out []*routev3.Route) {
+// podRoutes lead to the clusters of each scheme.
+func (m legs) podRoutes() (out []*routev3.Route) {
 	for _, s := range m.legSchemes() {
-		out = append(out, toCluster("tandem-pod"+s.Suffix, m.ofScheme("x-tandem-scheme", s)...))
+		out = append(out, toCluster("tandem-pod"+s.Suffix, ofScheme("x-tandem-scheme", s)...))
 	}
 	return out
 }
 
 // ofScheme matches requests to endpoints of a scheme, where no route before took them.
-func (m *model) ofScheme(header string, s scheme) []*routev3.HeaderMatcher {
+func ofScheme(header string, s scheme) []*routev3.HeaderMatcher {
 	if s.Suffix == "" {
 		return nil
 	}
@@ -99,8 +99,9 @@ func toCluster(cluster string, headers ...*routev3.HeaderMatcher) *routev3.Route
 }
 
 // prefillLeg turns P's answer into a redirect to pass 2.
-func (m *model) prefillLeg() *listenerv3.Listener {
-	ask := m.extProc("prefill-leg", processing(nothing, streamBody))
+func (m legs) prefillLeg() *listenerv3.Listener {
+	f := filters(m)
+	ask := f.extProc("prefill-leg", processing(nothing, streamBody))
 	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']",
 		"request.path"}
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
@@ -112,69 +113,72 @@ func (m *model) prefillLeg() *listenerv3.Listener {
 			setHeader("x-tandem-carry", "%DYNAMIC_METADATA(tandem:carry)%", overwriteOrAdd),
 			setHeader("x-tandem-ticket", "%REQ(x-tandem-ticket)%", overwriteOrAdd),
 		},
-		Routes: m.legRoutes(),
+		Routes: m.podRoutes(),
 	}, notes{
 		"request_headers_to_add": "P reports its load along with its answer, if it can (vLLM, ORCA).",
 		"response_headers_to_remove": "For a short answer: where the redirect leads, and the ticket, which is " +
 			"pass 1's own. Not P's to set.",
 	})
-	return m.legListener(leg{
+	return m.listener(leg{
 		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an " +
 			"ordinary ext_proc filter.",
 		remove: []string{"x-tandem-scheme"}, host: host,
 		filters: []*hcmv3.HttpFilter{
-			m.keepCarry(),
-			noted(m, m.buffer(), notes{"": "P is not asked before the whole body is here. Else its failure, which " +
-				"is sooner there than the rest of a long body, would " +
-				"make a redirect of a request that has not gone out in full, and Envoy follows none of those."}),
-			m.filterUnless(extProcFilter, extProcFilter, ask, m.answerHeader("x-tandem-carry", textIs("carried"))),
-			m.inlineAnswer(),
+			f.keepCarry(),
+			noted(m, f.buffer(), notes{
+				"": "P is not asked before the whole body is here. Else its failure, which is sooner there than the " +
+					"rest of a long body, would make a redirect of a request that has not gone out in full, and " +
+					"Envoy follows none of those.",
+			}),
+			f.filterUnless(extProcFilter, extProcFilter, ask, f.answerHeader("x-tandem-carry", textIs("carried"))),
+			f.inlineAnswer(),
 		},
 	})
 }
 
 // encodeLeg computes what a prompt shows, before both other legs.
-func (m *model) encodeLeg() *listenerv3.Listener {
-	ask := m.extProc("encode-leg", processing(streamBody, streamBody))
+func (m legs) encodeLeg() *listenerv3.Listener {
+	f := filters(m)
+	ask := f.extProc("encode-leg", processing(streamBody, streamBody))
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
-	return m.legListener(leg{
+	return m.listener(leg{
 		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
-			"the client's, which the main listener keeps as " +
-			"it is, and of the answer a redirect.",
+			"the client's, which the main listener keeps as it is, and of the answer a redirect.",
 		remove: []string{"tandem-explain", "x-tandem-scheme"},
-		host:   &routev3.VirtualHost{Routes: m.legRoutes()},
+		host:   &routev3.VirtualHost{Routes: m.podRoutes()},
 		filters: []*hcmv3.HttpFilter{
-			m.buffer(), m.filter(extProcFilter, ask),
+			f.buffer(), f.filter(extProcFilter, ask),
 		},
 	})
 }
 
 // answerLeg rewrites answers.
-func (m *model) answerLeg() *listenerv3.Listener {
-	ask := noted(m, m.extProc("answer-leg", processing(nothing, streamBody)), notes{
+func (m legs) answerLeg() *listenerv3.Listener {
+	f := filters(m)
+	ask := noted(m, f.extProc("answer-leg", processing(nothing, streamBody)), notes{
 		"mutation_rules": "x-envoy-ratelimited: an answer that no other endpoint is to be asked for.",
 	})
 	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']",
 		"request.headers['x-tandem-request-id']"}
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowEnvoy: wrapperspb.Bool(true)}
-	return m.legListener(leg{
-		name: "answer-leg", why: "A decode leg whose answer is not the client's as it is: its ext_proc stream " +
-			"lives as long as the answer, so only such requests " +
-			"come this way.",
+	return m.listener(leg{
+		name: "answer-leg", why: "A decode leg whose answer is not the client's as it is: its ext_proc stream lives " +
+			"as long as the answer, so only such requests come this way.",
 		remove:  []string{"x-tandem-scheme"},
-		host:    &routev3.VirtualHost{Routes: m.legRoutes()},
-		filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)}, untraced: true,
+		host:    &routev3.VirtualHost{Routes: m.podRoutes()},
+		filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, untraced: true,
 	})
 }
 
 // decodeLeg is the client's half of a pair.
-func (m *model) decodeLeg() *listenerv3.Listener {
-	ask := noted(m, m.extProc("decode-leg", processing(streamBody, headers)), notes{
+func (m legs) decodeLeg() *listenerv3.Listener {
+	f := filters(m)
+	ask := noted(m, f.extProc("decode-leg", processing(streamBody, headers)), notes{
 		"max_message_timeout": "The server asks for it while it holds an answer's headers until prefill is done.",
 	})
 	ask.MaxMessageTimeout = durationpb.New(time.Hour)
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
-	routes := m.legRoutes()
+	routes := m.podRoutes()
 	for _, r := range routes {
 		r.RequestHeadersToRemove = []string{"x-tandem-scheme"}
 	}
@@ -185,14 +189,14 @@ func (m *model) decodeLeg() *listenerv3.Listener {
 		rewritten.RequestHeadersToRemove = []string{"x-tandem-answer"}
 		routes = slices.Insert(routes, 0, rewritten)
 	}
-	return m.legListener(leg{
+	return m.listener(leg{
 		name: "decode-leg", why: "The decode leg of a pair. Its ext_proc stream ends when prefill is done, before " +
 			"or with the first byte of the answer.",
 		remove: []string{"x-tandem-prefill-endpoint", "x-tandem-prefill-scheme",
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-mirror", "x-tandem-leg-id"},
 		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
 		filters: []*hcmv3.HttpFilter{
-			m.buffer(), m.cleanRefusal(), m.filter(extProcFilter, ask), m.measured(),
+			f.buffer(), f.cleanRefusal(), f.filter(extProcFilter, ask), f.measured(),
 		},
 	})
 }
@@ -206,14 +210,15 @@ func ownHeaders(leg string) []*corev3.HeaderValueOption {
 }
 
 // prefillMirror is the other half.
-func (m *model) prefillMirror() *listenerv3.Listener {
-	ask := m.extProc("prefill-mirror", processing(headers, streamBody))
+func (m legs) prefillMirror() *listenerv3.Listener {
+	f := filters(m)
+	ask := f.extProc("prefill-mirror", processing(headers, streamBody))
 	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-tandem-request-id']"}
 	var routes []*routev3.Route
 	for _, s := range m.legSchemes() {
 		routes = append(routes, m.mirrorRoutes(s)...)
 	}
-	return m.legListener(leg{
+	return m.listener(leg{
 		name: "prefill-mirror",
 		why: "The prefill leg of a pair: a copy that Envoy forgets once it is sent. Its log reports to every " +
 			"replica how it ends.",
@@ -221,26 +226,26 @@ func (m *model) prefillMirror() *listenerv3.Listener {
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
 			"x-tandem-leg-id"},
 		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
-		log:  m.endOfMirror(), filters: []*hcmv3.HttpFilter{m.filter(extProcFilter, ask)},
+		log:  accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)},
 	})
 }
 
 // mirrorRoutes are those of a scheme, by what becomes of a prefill that nobody waits for.
-func (m *model) mirrorRoutes(s scheme) []*routev3.Route {
+func (m legs) mirrorRoutes(s scheme) []*routev3.Route {
 	const header = "x-tandem-prefill-scheme"
 	to := func(headers ...*routev3.HeaderMatcher) *routev3.Route {
 		r := toCluster("tandem-mirror-pod"+s.Suffix, headers...)
 		r.GetRoute().Timeout = durationpb.New(m.TicketTTL)
 		return r
 	}
-	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, m.ofScheme(header,
+	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, ofScheme(header,
 		s)...)...), notes{
 		"": "Cut by Tandem when nobody waits for it, so its stream is open from the start.",
 	})
-	finished := noted(m, to(m.ofScheme("x-tandem-scheme", s)...), notes{
+	finished := noted(m, to(ofScheme("x-tandem-scheme", s)...), notes{
 		"": "Runs to its end, and is sent again if it failed: decode waits for these very blocks.",
 	})
-	finished.TypedPerFilterConfig = perFilter{extProcFilter: m.asked(processing(nothing, streamBody), true)}
+	finished.TypedPerFilterConfig = perFilter{extProcFilter: filters(m).asked(processing(nothing, streamBody), true)}
 	finished.GetRoute().RetryPolicy = &routev3.RetryPolicy{
 		RetryOn: "connect-failure,refused-stream,reset,5xx", NumRetries: wrapperspb.UInt32(2),
 		RetryBackOff: &routev3.RetryPolicy_RetryBackOff{

@@ -7,7 +7,6 @@ import (
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
 	tracev3 "github.com/envoyproxy/go-control-plane/envoy/config/trace/v3"
-	routerv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/router/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	earlyv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/http/early_header_mutation/header_mutation/v3"
 	uuidv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/request_id/uuid/v3"
@@ -23,8 +22,8 @@ const (
 	maxHeaders   = 160
 )
 
-// mainListener is where clients' requests come in, and what a redirect starts again.
-func (m *model) mainListener() *listenerv3.Listener {
+// main is the listener where clients' requests come in, and what a redirect starts again.
+func (m listeners) main() *listenerv3.Listener {
 	l := m.listener("openai", m.mainManager())
 	l.Address = socketAddress(m.Listen)
 	return noted(m, l, notes{
@@ -35,7 +34,7 @@ func (m *model) mainListener() *listenerv3.Listener {
 }
 
 // listener has one connection manager and room for a body.
-func (m *model) listener(name string, manager *hcmv3.HttpConnectionManager) *listenerv3.Listener {
+func (m listeners) listener(name string, manager *hcmv3.HttpConnectionManager) *listenerv3.Listener {
 	return &listenerv3.Listener{
 		Name: name, PerConnectionBufferLimitBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer)),
 		FilterChains: []*listenerv3.FilterChain{{Filters: []*listenerv3.Filter{{
@@ -45,7 +44,7 @@ func (m *model) listener(name string, manager *hcmv3.HttpConnectionManager) *lis
 	}
 }
 
-func (m *model) mainManager() *hcmv3.HttpConnectionManager {
+func (m listeners) mainManager() *hcmv3.HttpConnectionManager {
 	yes := wrapperspb.Bool(true)
 	h := &hcmv3.HttpConnectionManager{
 		StatPrefix: "openai", CodecType: hcmv3.HttpConnectionManager_AUTO, UseRemoteAddress: yes,
@@ -60,63 +59,41 @@ func (m *model) mainManager() *hcmv3.HttpConnectionManager {
 		GenerateRequestId:            yes, PreserveExternalRequestId: true, AlwaysSetRequestIdInResponse: true,
 		RequestIdExtension:            m.requestIDs(),
 		EarlyHeaderMutationExtensions: []*corev3.TypedExtensionConfig{m.forgery()},
-		AccessLog:                     m.endOfPass(),
-		LocalReplyConfig:              m.localReplies(),
-		HttpFilters:                   m.mainFilters(),
+		AccessLog:                     accessLogs(m).endOfPass(),
+		LocalReplyConfig:              replies(m).config(),
+		HttpFilters:                   filters(m).main(),
 	}
-	noted(m, h, notes{
-		"normalize_path": "Engines decode a path before they look at it, so what they would decode is decoded " +
-			"here: no other spelling of a " +
-			"path reaches an API past the router.",
+	m.note(h, notes{
+		"normalize_path": "Engines decode a path before they look at it, so what they would decode is decoded here: " +
+			"no other spelling of a path reaches an API past the router.",
 		"stream_idle_timeout":    "Until a route says otherwise: an upload that stands still.",
 		"max_request_headers_kb": "Tickets with KV parameters come back to this listener on a redirect.",
 		"http2_protocol_options": "One bad request resets its own stream only.",
 		"generate_request_id": "One id names a request on both hops, in every log and in the engines' own ids. " +
 			"The client's own is kept.",
 		"local_reply_config": "Envoy's own answers in OpenAI's error shape.",
-		"access_log": "How each pass of a request ended: what it has booked lives in the replica that " +
-			"booked it.",
+		"access_log":         "How each pass of a request ended: what it has booked lives in the replica that booked it.",
 		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the " +
-			"request comes in, and not after a redirect: " +
-			"so a ticket that is here in pass 2 came with the 307.",
+			"request comes in, and not after a redirect: so a ticket that is here in pass 2 came with the 307.",
 	})
 	if m.Dynamic {
 		h.RouteSpecifier = &hcmv3.HttpConnectionManager_Rds{Rds: &hcmv3.Rds{RouteConfigName: "openai",
 			ConfigSource: ads()}}
 	} else {
-		h.RouteSpecifier = &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: m.routes()}
+		h.RouteSpecifier = &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: routes(m).configuration()}
 	}
 	if m.Tracing != nil {
 		h.Tracing = m.traced()
 		h.Tracing.NoContextPropagation = true
-		noted(m, h, notes{"tracing": "Envoy's spans of the request, of the hops and of each question to the " +
-			"server, which its own spans join. The header that " +
-			"the hops go on with is the server's: Envoy (1.40) forgets at a redirect that it traces, and would " +
-			"say so to the second hop."})
+		m.note(h, notes{"tracing": "Envoy's spans of the request, of the hops and of each question to the server, " +
+			"which its own spans join. The header that the hops go on with is the server's: Envoy (1.40) forgets at " +
+			"a redirect that it traces, and would say so to the second hop."})
 	}
 	return h
 }
 
-// mainFilters are in the order of requests; answers pass them the other way.
-func (m *model) mainFilters() []*hcmv3.HttpFilter {
-	return []*hcmv3.HttpFilter{
-		m.hygiene(),
-		m.switched(),
-		noted(m, m.buffer(), notes{"": "The server needs the whole body anyway: waiting for it here makes one " +
-			"message of it."}),
-		m.mainExtProc(),
-		m.unfollowed(),
-		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
-			UpstreamLog: m.failedTries()}, notes{
-			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and " +
-				"if it got no connection, the decode " +
-				"endpoint was never sent the KV parameters, and the blocks can be freed.",
-		})),
-	}
-}
-
 // forgery takes off requests what steers, and names each for its reservations.
-func (m *model) forgery() *corev3.TypedExtensionConfig {
+func (m listeners) forgery() *corev3.TypedExtensionConfig {
 	mutations := []*mutationv3.HeaderMutation{
 		removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination),
 		noted(m, remove("x-data-parallel-rank"), notes{
@@ -134,7 +111,7 @@ func (m *model) forgery() *corev3.TypedExtensionConfig {
 }
 
 // reservation is Envoy's own name for a request.
-func (m *model) reservation() *mutationv3.HeaderMutation {
+func (m listeners) reservation() *mutationv3.HeaderMutation {
 	id := setHeader("x-tandem-reservation", "%UNIQUE_ID%", overwriteOrAdd)
 	return noted(m, &mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Append{Append: id}}, notes{
 		"": "What Tandem books for a request goes by this name: clients may send one x-request-id many times.",
@@ -142,7 +119,7 @@ func (m *model) reservation() *mutationv3.HeaderMutation {
 }
 
 // requestIDs leaves ids as they are: with spans, whether a request is traced is not read from its id.
-func (m *model) requestIDs() *hcmv3.RequestIDExtension {
+func (m listeners) requestIDs() *hcmv3.RequestIDExtension {
 	config := &uuidv3.UuidRequestIdConfig{PackTraceReason: wrapperspb.Bool(false)}
 	if m.Tracing != nil {
 		config.UseRequestIdForTraceSampling = wrapperspb.Bool(false)
@@ -152,7 +129,7 @@ func (m *model) requestIDs() *hcmv3.RequestIDExtension {
 
 // traced sends spans to the collector. A client's traceparent decides whether a request is traced, chance where there
 // is none.
-func (m *model) traced() *hcmv3.HttpConnectionManager_Tracing {
+func (m listeners) traced() *hcmv3.HttpConnectionManager_Tracing {
 	collector := grpcTo("tandem-otlp")
 	collector.Timeout = durationpb.New(time.Second)
 	chance := &samplersv3.TraceIdRatioBasedSamplerConfig{SamplingPercentage: &typev3.FractionalPercent{

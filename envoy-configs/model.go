@@ -8,9 +8,9 @@
 //
 // Where to look: listener.go has the main listener, legs.go the internal listeners of the legs, routes.go,
 // clusters.go and filters.go what their names say, accesslog.go how Tandem learns the end of a request, replies.go
-// what Envoy answers by itself. settings.go gathers what all of them are built from, hosts.go how servers are
-// reached, print.go writes YAML. Why something is set is a note of the model beside it, so that the printed
-// configuration says it too.
+// what Envoy answers by itself. Each has a type whose methods build these resources. settings.go gathers what all of
+// them are built from, hosts.go and tls.go how servers are reached, print.go writes YAML. Why something is set is a
+// note of the model next to it, so that the printed configuration has it, too.
 package envoyconfigs
 
 import (
@@ -20,7 +20,6 @@ import (
 	overloadv3 "github.com/envoyproxy/go-control-plane/envoy/config/overload/v3"
 	internallistenerv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/bootstrap/internal_listener/v3"
 	downstreamv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/resource_monitors/downstream_connections/v3"
-	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
 
 	configv1 "tandem/protos/config/v1"
 )
@@ -29,10 +28,21 @@ import (
 type model struct {
 	*settings
 	*notebook
-	secrets []*tlsv3.Secret // that clusters refer to
 }
 
-func newModel(s *settings) *model { return &model{settings: s, notebook: newNotebook()} }
+// Each of these types builds one kind of resource. All have the model's fields, so one gets at another's resources by
+// a conversion: filters(m).buffer().
+type (
+	listeners  model
+	legs       model
+	routes     model
+	filters    model
+	clusters   model
+	accessLogs model
+	replies    model
+)
+
+func newModel(s *settings) model { return model{settings: s, notebook: newNotebook()} }
 
 // overview stands above every printed bootstrap; pairsOverview too where a pool has both legs run at once.
 const (
@@ -55,19 +65,19 @@ const (
 ext_proc never sits in a cluster's http_filters: Envoy 1.37 to 1.40 dies of SIGSEGV there under load with large bodies.`
 )
 
-func (m *model) overview() string {
-	if m.Pairs {
+func (s *settings) overview() string {
+	if s.Pairs {
 		return overview + pairsOverview + crashOverview
 	}
 	return overview + crashOverview
 }
 
 // bootstrap is all of Envoy's configuration in one message.
-func (m *model) bootstrap() *bootstrapv3.Bootstrap {
+func (m model) bootstrap() *bootstrapv3.Bootstrap {
 	b := m.frame()
 	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{
-		Listeners: append([]*listenerv3.Listener{m.mainListener()}, m.legListeners()...),
-		Clusters:  m.clusters(),
+		Listeners: append([]*listenerv3.Listener{listeners(m).main()}, legs(m).all()...),
+		Clusters:  clusters(m).all(),
 	}
 	m.showStats(b.StaticResources)
 	return b
@@ -77,7 +87,7 @@ func (m *model) bootstrap() *bootstrapv3.Bootstrap {
 const maxDownstream = 50000
 
 // frame is the part of a bootstrap that is about the process.
-func (m *model) frame() *bootstrapv3.Bootstrap {
+func (m model) frame() *bootstrapv3.Bootstrap {
 	return &bootstrapv3.Bootstrap{
 		Node:  &corev3.Node{Id: "tandem", Cluster: "tandem"},
 		Admin: &bootstrapv3.Admin{Address: socketAddress(m.Admin)},

@@ -24,12 +24,19 @@ func newNotebook() *notebook {
 	return &notebook{notes: map[proto.Message]notes{}, packed: map[*anypb.Any]proto.Message{}}
 }
 
-// noted adds notes to a message of the model and returns the message.
-func noted[M proto.Message](m *model, message M, n notes) M {
-	if m.notes[message] == nil {
-		m.notes[message] = notes{}
+// note adds notes to a message of the model.
+func (b *notebook) note(message proto.Message, n notes) {
+	if b.notes[message] == nil {
+		b.notes[message] = notes{}
 	}
-	maps.Copy(m.notes[message], n)
+	maps.Copy(b.notes[message], n)
+}
+
+// noted adds notes to a message of the model and returns the message.
+func noted[M proto.Message](b interface {
+	note(message proto.Message, n notes)
+}, message M, n notes) M {
+	b.note(message, n)
 	return message
 }
 

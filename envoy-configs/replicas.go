@@ -59,12 +59,12 @@ func inUse(slot int) *accesslogv3.AccessLogFilter {
 const runtimeLayer = "tandem"
 
 // runtime says which slots are in use.
-func (m *model) runtime() []*runtimev3.Runtime {
-	if !m.Servers.Slots {
+func (s *settings) runtime() []*runtimev3.Runtime {
+	if !s.Servers.Slots {
 		return nil
 	}
 	layer := &structpb.Struct{Fields: map[string]*structpb.Value{}}
-	for i, slot := range m.Servers.AccessLogs {
+	for i, slot := range s.Servers.AccessLogs {
 		layer.Fields[slotKey(i)] = structpb.NewNumberValue(float64(100 * len(slot.Hosts)))
 	}
 	return []*runtimev3.Runtime{{Name: runtimeLayer, Layer: layer}}

@@ -56,8 +56,8 @@ func otherReply() localReply {
 		Message: "the request could not be carried out; its id leads to the cause in the logs"}
 }
 
-// localReplies give Envoy's own answers OpenAI's shape.
-func (m *model) localReplies() *hcmv3.LocalReplyConfig {
+// config gives Envoy's own answers OpenAI's shape.
+func (m replies) config() *hcmv3.LocalReplyConfig {
 	mappers := []*hcmv3.ResponseMapper{noted(m, &hcmv3.ResponseMapper{
 		Filter: m.cel(details("tandem")),
 		BodyFormatOverride: &corev3.SubstitutionFormatString{
@@ -73,7 +73,7 @@ func (m *model) localReplies() *hcmv3.LocalReplyConfig {
 }
 
 // mapper gives an answer of Envoy's the shape of a reply.
-func (m *model) mapper(reply localReply) *hcmv3.ResponseMapper {
+func (m replies) mapper(reply localReply) *hcmv3.ResponseMapper {
 	mapper := &hcmv3.ResponseMapper{Filter: m.cel(reply.When), BodyFormatOverride: reply.format()}
 	if reply.Status != 0 {
 		mapper.StatusCode = wrapperspb.UInt32(reply.Status)

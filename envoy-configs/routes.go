@@ -14,8 +14,8 @@ import (
 
 // replanTries is how many tries tandem-replan gets after a failed hop. With several replicas there are four: one that
 // was killed refuses its own.
-func (m *model) replanTries() int {
-	if m.several() {
+func (s *settings) replanTries() int {
+	if s.several() {
 		return 4
 	}
 	return 1
@@ -25,8 +25,8 @@ func (m *model) replanTries() int {
 // s there is one, and again after each further 10 s: six of those, beside the four.
 const hedgedTries = 10
 
-// routes are those of the main listener, in the order in which Envoy tries them.
-func (m *model) routes() *routev3.RouteConfiguration {
+// configuration has the routes of the main listener, in the order in which Envoy tries them.
+func (m routes) configuration() *routev3.RouteConfiguration {
 	var decided []*routev3.Route
 	for _, s := range m.Engines.Schemes {
 		decided = append(decided, m.schemeRoutes(s)...)
@@ -45,13 +45,14 @@ func (m *model) routes() *routev3.RouteConfiguration {
 		}}
 		decided = append(decided, pair)
 	}
-	noted(m, decided[0], notes{"": "Where a decided request goes. x-tandem-leg is set by ext_proc, and the route " +
-		"is chosen again after it."})
+	m.note(decided[0], notes{
+		"": "Where a decided request goes. x-tandem-leg is set by ext_proc, and the route is chosen again after it.",
+	})
 	undecided := m.bodyRoutes()
-	noted(m, undecided[0],
-		notes{"": "How a request's body comes to ext_proc. These are chosen before it is asked; a request that is " +
-			"still here " +
-			"afterwards was not decided."})
+	m.note(undecided[0], notes{
+		"": "How a request's body comes to ext_proc. These are chosen before it is asked; a request that is still " +
+			"here afterwards was not decided.",
+	})
 	return &routev3.RouteConfiguration{Name: "openai",
 		VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
 			Name: "all", Domains: []string{"*"},
@@ -67,17 +68,16 @@ func (m *model) routes() *routev3.RouteConfiguration {
 }
 
 // schemeRoutes are the routes of decided requests to endpoints of a scheme.
-func (m *model) schemeRoutes(s scheme) []*routev3.Route {
+func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	of := absent("x-tandem-scheme")
 	if s.Suffix != "" {
 		of = exact("x-tandem-scheme", s.Name)
 	}
 	prefill := m.legRoute("prefill"+s.Suffix, "prefill", "tandem-prefill"+s.Suffix, 0, m.retry(m.replanTries()), of)
-	noted(m, prefill.GetRoute(),
-		notes{"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length."})
+	m.note(prefill.GetRoute(), notes{"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length."})
 	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries),
 		of)
-	noted(m, decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
+	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.TypedPerFilterConfig = nil
 	pass.GetRoute().InternalRedirectPolicy = nil
@@ -85,11 +85,11 @@ func (m *model) schemeRoutes(s scheme) []*routev3.Route {
 }
 
 // legRoute is where requests of a leg go: without a limit to the whole answer.
-func (m *model) legRoute(name, leg, cluster string, idle time.Duration, retry *routev3.RetryPolicy,
+func (m routes) legRoute(name, leg, cluster string, idle time.Duration, retry *routev3.RetryPolicy,
 	more ...*routev3.HeaderMatcher) *routev3.Route {
 	r := &routev3.Route{
 		Name: name, Match: anyPath(append([]*routev3.HeaderMatcher{exact("x-tandem-leg", leg)}, more...)...),
-		TypedPerFilterConfig: perFilter{luaFilter: m.luaNamed("unfollowed")},
+		TypedPerFilterConfig: perFilter{luaFilter: filters(m).luaNamed("unfollowed")},
 		Action: &routev3.Route_Route{Route: &routev3.RouteAction{
 			ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0),
 			IdleTimeout:            durationpb.New(idle),
@@ -103,7 +103,8 @@ func (m *model) legRoute(name, leg, cluster string, idle time.Duration, retry *r
 }
 
 // bodyRoutes say how bodies of requests that nobody has decided yet come to ext_proc.
-func (m *model) bodyRoutes() (out []*routev3.Route) {
+func (m routes) bodyRoutes() (out []*routev3.Route) {
+	f := filters(m)
 	ticket, json := present("x-tandem-ticket"), &routev3.HeaderMatcher{
 		Name: "content-type",
 		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
@@ -111,7 +112,7 @@ func (m *model) bodyRoutes() (out []*routev3.Route) {
 		}},
 	}
 	const forever = 1_000_000_000_000
-	unbuffered := perFilter{bufferFilter: m.noBuffer()}
+	unbuffered := perFilter{bufferFilter: f.noBuffer()}
 	afterMax := m.Bodies.Max + 1 // Envoy's ranges exclude their end
 	if m.Bodies.Mode != "duplex" {
 		out = append(out, m.bufferedRoute("pass-2-buffered", ticket,
@@ -125,8 +126,8 @@ func (m *model) bodyRoutes() (out []*routev3.Route) {
 	return append(out,
 		undecided("json", nil, json, within("content-length", 0, afterMax)),
 		undecided("json-of-unknown-or-great-length", unbuffered, json),
-		undecided("other", perFilter{bufferFilter: m.noBuffer(),
-			extProcFilter: m.asked(processing(headers, nothing), false)}),
+		undecided("other", perFilter{bufferFilter: f.noBuffer(),
+			extProcFilter: f.asked(processing(headers, nothing), false)}),
 	)
 }
 
@@ -139,17 +140,18 @@ func undecided(name string, filters perFilter, headers ...*routev3.HeaderMatcher
 }
 
 // bufferedRoute is of requests whose body comes to ext_proc whole.
-func (m *model) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *routev3.Route {
+func (m routes) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *routev3.Route {
+	f := filters(m)
 	whole := processing(bufferBody, nothing)
 	if !m.several() {
-		return undecided(name, perFilter{bufferFilter: m.noBuffer(), extProcFilter: m.asked(whole, false)},
+		return undecided(name, perFilter{bufferFilter: f.noBuffer(), extProcFilter: f.asked(whole, false)},
 			headers...)
 	}
 	return noted(m, &routev3.Route{
 		Name: name, Match: anyPath(headers...),
 		RequestHeadersToAdd: []*corev3.HeaderValueOption{setHeader("x-tandem-restart", "true", overwriteOrAdd)},
 		TypedPerFilterConfig: perFilter{
-			bufferFilter: m.noBuffer(), luaFilter: m.luaNamed("unfollowed"), extProcFilter: m.asked(whole, true),
+			bufferFilter: f.noBuffer(), luaFilter: f.luaNamed("unfollowed"), extProcFilter: f.asked(whole, true),
 		},
 		Action: &routev3.Route_Route{Route: &routev3.RouteAction{
 			ClusterSpecifier:       &routev3.RouteAction_Cluster{Cluster: "tandem-replan"},
@@ -158,13 +160,12 @@ func (m *model) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *r
 		}},
 	}, notes{
 		"request_headers_to_add": "Envoy keeps a buffered body. Where the replica that has it fails, the request " +
-			"goes on to tandem-replan undecided, and a " +
-			"redirect starts it again at another one.",
+			"goes on to tandem-replan undecided, and a redirect starts it again at another one.",
 	})
 }
 
 // redirects are followed if they are Tandem's: an engine's has no ticket, so it leads to none of these routes.
-func (m *model) redirects() *routev3.InternalRedirectPolicy {
+func (m routes) redirects() *routev3.InternalRedirectPolicy {
 	return &routev3.InternalRedirectPolicy{
 		MaxInternalRedirects: wrapperspb.UInt32(MaxRedirects), RedirectResponseCodes: []uint32{307},
 		AllowCrossSchemeRedirect: true,
@@ -177,7 +178,7 @@ func (m *model) redirects() *routev3.InternalRedirectPolicy {
 
 // retry is of a hop, in a composite cluster whose tries after the first are tandem-replan's: so there is nothing to
 // wait for, but for another replica to be chosen.
-func (m *model) retry(tries int) *routev3.RetryPolicy {
+func (m routes) retry(tries int) *routev3.RetryPolicy {
 	backOff := &routev3.RetryPolicy_RetryBackOff{
 		BaseInterval: durationpb.New(time.Millisecond), MaxInterval: durationpb.New(2 * time.Millisecond),
 	}

@@ -10,7 +10,7 @@ import (
 const adminCluster = "envoy-admin"
 
 // showStats adds to a bootstrap what leads to statistics and readiness of the admin port, if that is configured.
-func (m *model) showStats(b *bootstrapv3.Bootstrap_StaticResources) {
+func (m model) showStats(b *bootstrapv3.Bootstrap_StaticResources) {
 	if m.Stats == nil {
 		return
 	}
@@ -29,9 +29,9 @@ func (m *model) showStats(b *bootstrapv3.Bootstrap_StaticResources) {
 		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: &routev3.RouteConfiguration{
 			Name: "stats", VirtualHosts: []*routev3.VirtualHost{routes},
 		}},
-		HttpFilters: []*hcmv3.HttpFilter{m.filter("envoy.filters.http.router", &routerv3.Router{})},
+		HttpFilters: []*hcmv3.HttpFilter{filters(m).filter("envoy.filters.http.router", &routerv3.Router{})},
 	}
-	l := m.listener("stats", manager)
+	l := listeners(m).listener("stats", manager)
 	l.Address, l.PerConnectionBufferLimitBytes = socketAddress(*m.Stats), nil
 	l.IgnoreGlobalConnLimit = true
 	b.Listeners = append(b.Listeners, noted(m, l, notes{"": "Statistics and readiness, for Prometheus and probes: no " +
