@@ -72,7 +72,7 @@ var branching = map[string]struct {
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
 	"cmd/tandem":    139,
-	"envoy-configs": 41,
+	"envoy-configs": 32,
 	"extproc":       63,
 	"status":        3,
 }

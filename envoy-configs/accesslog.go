@@ -48,9 +48,7 @@ func (s *settings) fleet() string {
 // notOfOne holds for passes that every replica is told of: those that bear no number, and those that did not end well,
 // since another replica may have decided last.
 func notOfOne() *accesslogv3.AccessLogFilter {
-	absent := &routev3.HeaderMatcher{Name: "x-tandem-replica", InvertMatch: true,
-		HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true}}
-	return logOr(logHeaderIs(absent), flagged(), statusFrom(400, "tandem.log.refused"),
+	return logOr(logHeader(absent("x-tandem-replica")), flagged(), statusFrom(400, "tandem.log.refused"),
 		statusIs(accesslogv3.ComparisonFilter_LE, 199, "tandem.log.unanswered"))
 }
 
@@ -62,7 +60,7 @@ func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 		if l.one && m.numbered() {
 			number := strconv.Itoa(i)
 			to.InitialMetadata = []*corev3.HeaderValue{{Key: "x-tandem-replica", Value: m.fleet() + "/" + number}}
-			when = logAnd(when, logOr(logHeaderIs(exact("x-tandem-replica", number)), notOfOne()))
+			when = logAnd(when, logOr(logHeader(exact("x-tandem-replica", number)), notOfOne()))
 		}
 		if m.Servers.Slots {
 			when = logAnd(inUse(i), when)
@@ -113,7 +111,7 @@ func (m accessLogs) failedTries() []*accesslogv3.AccessLog {
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
 		when: func() *accesslogv3.AccessLogFilter {
 			return logAnd(logOr(flagged("UF", "UC", "UR", "UPE"), statusFrom(400, "tandem.log.failed")),
-				logHeader("x-tandem-ticket"))
+				logHeader(present("x-tandem-ticket")))
 		},
 	})
 }
@@ -123,7 +121,7 @@ func (m accessLogs) endOfMirror() []*accesslogv3.AccessLog {
 	return m.toEveryReplica(logged{
 		name: "tandem-prefill-mirror", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
 		headers: []string{"x-tandem-ticket", "x-tandem-request-id"},
-		when:    func() *accesslogv3.AccessLogFilter { return logHeader("x-tandem-ticket") },
+		when:    func() *accesslogv3.AccessLogFilter { return logHeader(present("x-tandem-ticket")) },
 		notes: notes{"": "At once: where the decode leg is watched by another replica, this is how that learns " +
 			"of the prefill."},
 	})
@@ -141,7 +139,9 @@ func unfollowedTag() *tracingv3.CustomTag {
 }
 
 // booked holds for passes that may have something booked.
-func booked() *accesslogv3.AccessLogFilter { return logOr(logHeader("x-tandem-ticket"), flagged("DC")) }
+func booked() *accesslogv3.AccessLogFilter {
+	return logOr(logHeader(present("x-tandem-ticket")), flagged("DC"))
+}
 
 // notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also
 // be an engine's own answer.
@@ -179,14 +179,7 @@ func flagged(flags ...string) *accesslogv3.AccessLogFilter {
 	}}
 }
 
-// logHeader holds for requests with a header.
-func logHeader(name string) *accesslogv3.AccessLogFilter {
-	return logHeaderIs(&routev3.HeaderMatcher{
-		Name: name, HeaderMatchSpecifier: &routev3.HeaderMatcher_PresentMatch{PresentMatch: true},
-	})
-}
-
-func logHeaderIs(header *routev3.HeaderMatcher) *accesslogv3.AccessLogFilter {
+func logHeader(header *routev3.HeaderMatcher) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_HeaderFilter{
 		HeaderFilter: &accesslogv3.HeaderFilter{Header: header},
 	}}

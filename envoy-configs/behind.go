@@ -40,13 +40,12 @@ func NewBehind(c *configv1.Config) (*Behind, error) {
 }
 
 func behind(c *configv1.Config) (*Behind, model, error) {
-	s, err := gather(c, false)
+	m, err := newModel(c, false)
 	if err != nil {
-		return nil, model{}, err
+		return nil, m, err
 	}
-	s.serveAll()
-	s.Late = true
-	m := newModel(s)
+	m.serveAll()
+	m.Late = true
 	return behindOf(m), m, nil
 }
 
@@ -65,9 +64,7 @@ func behindListener(m model) *listenerv3.Listener {
 	manager.UseRemoteAddress = nil // the listener in front has set x-forwarded-for and x-request-id
 	manager.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
 	l := listeners(m).listener(BehindName, manager)
-	l.ListenerSpecifier = &listenerv3.Listener_InternalListener{
-		InternalListener: &listenerv3.Listener_InternalListenerConfig{},
-	}
+	l.ListenerSpecifier = internalListener()
 	return l
 }
 

@@ -110,9 +110,8 @@ func TestPrintedIsTheModel(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c, _, err := config.Parse([]byte(text))
 			require.NoError(t, err)
-			s, err := gather(c, false)
+			m, err := newModel(c, false)
 			require.NoError(t, err)
-			m := newModel(s)
 			want := m.bootstrap()
 			text, err := m.print(m.overview(), want)
 			require.NoError(t, err)

@@ -53,11 +53,10 @@ func each[M proto.Message](of []M, yield func(string, proto.Message) bool) bool 
 // Dynamic makes the resources for a configuration that was loaded by configv1. living are the replicas if they are not
 // those of the configuration.
 func Dynamic(c *configv1.Config, living ...Replica) (*Resources, error) {
-	s, err := gather(c, true, living...)
+	m, err := newModel(c, true, living...)
 	if err != nil {
 		return nil, err
 	}
-	m := newModel(s)
 	out := &Resources{
 		Clusters:  clusters(m).all(),
 		Endpoints: m.assignments(),
@@ -71,11 +70,10 @@ func Dynamic(c *configv1.Config, living ...Replica) (*Resources, error) {
 
 // DynamicBootstrap prints the bootstrap of an Envoy that gets everything else from Tandem.
 func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
-	s, err := gather(c, true)
+	m, err := newModel(c, true)
 	if err != nil {
 		return nil, err
 	}
-	m := newModel(s)
 	b := m.frame()
 	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{Clusters: []*clusterv3.Cluster{clusters(m).xdsCluster()}}
 	m.showStats(b.StaticResources)

@@ -24,7 +24,7 @@ type Upstream string
 const (
 	// OriginalDst connects to the address, whichever it is.
 	OriginalDst Upstream = "original-dst"
-	// OverrideHost looks the address up among the endpoints that Envoy Gateway has told it of (Services and Backends that
+	// OverrideHost looks the address up among the endpoints that Envoy Gateway gave it (Services and Backends, which
 	// are printed too), by Envoy's load-balancing policy override_host. A hop to any other is planned again.
 	OverrideHost Upstream = "override-host"
 )
@@ -35,12 +35,12 @@ const (
 	maxRules            = 16
 )
 
-// endpointSet is what Envoy Gateway has to know of the endpoints that are spoken to with one scheme: one Backend, or one Service.
-// Of several it would make a cluster each as soon as one of them had no endpoints (v1.9.1), and the patches would miss them all.
+// endpointSet is what Envoy Gateway has to know of the endpoints of one scheme: one Backend, or one Service. If there
+// were several and one had no endpoints, it would make a cluster of each (v1.9.1), which the patches would miss.
 type endpointSet struct {
-	Suffix  string        // of the scheme's clusters
-	Backend string        // that lists Hosts
-	Hosts   []gatewayHost // listed or looked up
+	Suffix  string    // of the scheme's clusters
+	Backend string    // that lists Hosts
+	Hosts   []address // listed or looked up
 	Service *gatewayService
 }
 
@@ -81,11 +81,10 @@ func endpointSets(c *configv1.Config, o GatewayOptions, schemes []scheme) ([]end
 		}
 	}
 	for _, s := range sets {
-		named := slices.ContainsFunc(s.Hosts, func(h gatewayHost) bool { return h.FQDN })
 		switch {
 		case s.Service != nil && len(s.Hosts) > 0:
 			return nil, errSeveral
-		case named && slices.ContainsFunc(s.Hosts, func(h gatewayHost) bool { return !h.FQDN }):
+		case slices.ContainsFunc(s.Hosts, func(a address) bool { return a.ByName() != s.Hosts[0].ByName() }):
 			return nil, errors.New("endpoints by name stand beside others, which Envoy Gateway cannot have in one cluster; use --upstream original-dst")
 		case len(s.Hosts) > maxBackendEndpoints:
 			return nil, fmt.Errorf("%d endpoints are more than Envoy Gateway's Backend holds (%d); use --upstream original-dst", len(s.Hosts), maxBackendEndpoints)
@@ -102,11 +101,8 @@ func addEndpoints(of map[string]*endpointSet, p *configv1.Pool, o GatewayOptions
 		if err != nil {
 			return err
 		}
-		s := of[scheme]
-		for _, h := range gatewayHosts(hosts{Hosts: []address{a}}) {
-			if !slices.Contains(s.Hosts, h) {
-				s.Hosts = append(s.Hosts, h)
-			}
+		if s := of[scheme]; !slices.Contains(s.Hosts, a) {
+			s.Hosts = append(s.Hosts, a)
 		}
 		return nil
 	}
@@ -193,11 +189,11 @@ func (g *gatewayResources) knownClusters(m model) {
 	}
 }
 
-// patches put Envoy Gateway's cluster in the place of one of the bootstrap, whose settings it gets.
+// patches replace a cluster of the bootstrap by Envoy Gateway's, which gets its settings.
 //
-// An endpoint that Envoy Gateway does not know has to fail its hop as one that refuses connections does, so that the hop's next
-// try is tandem-replan's. But where a load balancer has no host, Envoy's router gives up without another try. So the cluster
-// is a way to a listener that asks Envoy Gateway's cluster, and whose own 503 is an answer like any other.
+// If Envoy Gateway does not know an endpoint, the hop must fail as with a refused connection: its next try goes to
+// tandem-replan. But Envoy's router does not retry if a load balancer has no host. So the cluster leads to a listener
+// that asks Envoy Gateway's cluster, and the listener's own 503 is retried like any other.
 func (k knownCluster) patches(m model) []patch {
 	out := []patch{
 		addResource(m, listenerKind, k.Cluster, k.listener(m)),
@@ -228,11 +224,10 @@ func (k knownCluster) listener(m model) *listenerv3.Listener {
 	})
 }
 
-// overrideHost takes the endpoint that a header names, and no other.
+// overrideHost takes the endpoint that a header names, and no other: KV blocks, ranks and reservations belong to it.
 //
-// The header, not the metadata that endpoint pickers set beside it: metadata pass neither a redirect nor an internal listener.
-// Where it names no endpoint of the cluster there is no other to take (a subset of hosts with a label that none has): KV blocks,
-// ranks and what is booked belong to the one that was named.
+// It reads the header, not the metadata that endpoint pickers also set: metadata pass neither a redirect nor an internal
+// listener. If the cluster has no such endpoint, the policy falls back on a subset of hosts with a label that none has.
 func (m clusters) overrideHost(header string) *clusterv3.LoadBalancingPolicy {
 	policy := func(name string, config proto.Message) *clusterv3.LoadBalancingPolicy {
 		return &clusterv3.LoadBalancingPolicy{Policies: []*clusterv3.LoadBalancingPolicy_Policy{{

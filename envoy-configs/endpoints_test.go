@@ -33,10 +33,10 @@ pools:
 	require.NoError(t, err)
 	sets, err := endpointSets(c, GatewayOptions{Namespace: "default", Name: "tandem"}, s.Engines.Schemes)
 	require.NoError(t, err)
-	ip := func(host string) gatewayHost { return gatewayHost{address: address{host, 8000}} }
+	ip := func(host string) address { return address{host, 8000} }
 	require.Equal(t, []endpointSet{
-		{Backend: "tandem-endpoints", Hosts: []gatewayHost{ip("10.0.0.1"), ip("10.0.0.3")}},
-		{Suffix: "-h2c", Backend: "tandem-endpoints-h2c", Hosts: []gatewayHost{ip("10.0.0.2")}},
+		{Backend: "tandem-endpoints", Hosts: []address{ip("10.0.0.1"), ip("10.0.0.3")}},
+		{Suffix: "-h2c", Backend: "tandem-endpoints-h2c", Hosts: []address{ip("10.0.0.2")}},
 		{
 			Suffix: "-https", Backend: "tandem-endpoints-https",
 			Service: &gatewayService{Name: "tandem-pool-2", Labels: []string{`app: "llm"`, `tier: "gpu"`}, Ports: []int32{8000, 8001}},

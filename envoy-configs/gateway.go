@@ -2,9 +2,9 @@ package envoyconfigs
 
 import (
 	"bytes"
+	"cmp"
 	_ "embed"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 	"text/template"
@@ -36,17 +36,11 @@ type gatewayResources struct {
 	Gateway, Section string
 	Own              bool // the Gateway is among the resources
 	Port             int
-	Replans          []gatewayHost
+	Replans          []address
 	Endpoints        []endpointSet           // with OverrideHost
 	Known            [][]backendRef          // one rule each, which no request matches
 	Patches          string                  // a YAML list
 	known            map[string]knownCluster // by the cluster that is replaced
-}
-
-// gatewayHost is one endpoint of a Backend.
-type gatewayHost struct {
-	address
-	FQDN bool
 }
 
 // backendRef is a Backend, or a port of a Service.
@@ -57,24 +51,22 @@ type backendRef struct {
 
 // EnvoyGateway renders the resources with which Envoy Gateway 1.9 does without an extension what it does with one
 // (docs/adr/0039): an HTTPRoute, and an EnvoyPatchPolicy that has it lead to a listener of Tandem's own, and that adds
-// [Behind]. The HTTPRoute is on one listener, the patched one; where the patches are not in force it leads to the replan
-// port, which refuses what has no ticket.
+// [Behind]. The HTTPRoute is on one listener, the patched one; where the patches are not in force it leads to the
+// replan port, which refuses what has no ticket.
 func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
-	or(&o.Namespace, "default")
-	or(&o.Name, "tandem")
+	o.Namespace, o.Name = cmp.Or(o.Namespace, "default"), cmp.Or(o.Name, "tandem")
 	if o.Standalone {
-		or(&o.Class, o.Name)
+		o.Class = cmp.Or(o.Class, o.Name)
 	}
-	or(&o.Class, "eg")
-	s, err := gather(c, false)
+	o.Class = cmp.Or(o.Class, "eg")
+	m, err := newModel(c, false)
 	if err != nil {
 		return nil, err
 	}
-	s.Late = true
-	m := newModel(s)
+	m.Late = true
 	g := gatewayResources{
-		GatewayOptions: o, Gateway: o.Name, Section: "http", Own: o.Gateway == "", Port: s.Listen.Port,
-		Replans: gatewayHosts(s.Servers.Replans),
+		GatewayOptions: o, Gateway: o.Name, Section: "http", Own: o.Gateway == "", Port: m.Listen.Port,
+		Replans: m.Servers.Replans.Hosts,
 	}
 	if !g.Own {
 		var ok bool
@@ -85,7 +77,7 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 	switch o.Upstream {
 	case OriginalDst, "":
 	case OverrideHost:
-		if g.Endpoints, err = endpointSets(c, o, s.Engines.Schemes); err != nil {
+		if g.Endpoints, err = endpointSets(c, o, m.Engines.Schemes); err != nil {
 			return nil, err
 		}
 		g.knownClusters(m)
@@ -114,21 +106,6 @@ func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
 		return nil, fmt.Errorf("rendering Envoy Gateway's resources: %w", err)
 	}
 	return out.Bytes(), nil
-}
-
-func or(v *string, d string) {
-	if *v == "" {
-		*v = d
-	}
-}
-
-func gatewayHosts(h hosts) []gatewayHost {
-	var out []gatewayHost
-	for _, a := range h.Hosts {
-		_, err := netip.ParseAddr(a.Host)
-		out = append(out, gatewayHost{a, err != nil})
-	}
-	return out
 }
 
 const typePrefix = "type.googleapis.com/envoy.config."

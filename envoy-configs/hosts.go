@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
@@ -12,6 +13,12 @@ import (
 type address struct {
 	Host string
 	Port int
+}
+
+// ByName reports whether the host has to be looked up.
+func (a address) ByName() bool {
+	_, err := netip.ParseAddr(a.Host)
+	return err != nil
 }
 
 func socketAddress(a address) *corev3.Address {
@@ -27,14 +34,7 @@ type hosts struct {
 }
 
 // ByName reports whether any of them has to be looked up.
-func (h hosts) ByName() bool {
-	for _, a := range h.Hosts {
-		if _, err := netip.ParseAddr(a.Host); err != nil {
-			return true
-		}
-	}
-	return false
-}
+func (h hosts) ByName() bool { return slices.ContainsFunc(h.Hosts, address.ByName) }
 
 func parse(hostPort string) (address, error) {
 	host, port, err := net.SplitHostPort(hostPort)

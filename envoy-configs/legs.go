@@ -70,8 +70,13 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 		h.Tracing, h.RequestIdExtension = base.traced(), base.requestIDs()
 	}
 	out := base.listener(l.name, h)
-	out.ListenerSpecifier = &listenerv3.Listener_InternalListener{InternalListener: &listenerv3.Listener_InternalListenerConfig{}}
+	out.ListenerSpecifier = internalListener()
 	return noted(m, out, notes{"": l.why})
+}
+
+// internalListener stands in place of an address: other listeners alone lead here, by a cluster.
+func internalListener() *listenerv3.Listener_InternalListener {
+	return &listenerv3.Listener_InternalListener{InternalListener: &listenerv3.Listener_InternalListenerConfig{}}
 }
 
 // podRoutes lead to the clusters of each scheme.

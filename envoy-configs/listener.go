@@ -72,7 +72,8 @@ func (m listeners) mainManager() *hcmv3.HttpConnectionManager {
 		"generate_request_id": "One id names a request on both hops, in every log and in the engines' own ids. " +
 			"The client's own is kept.",
 		"local_reply_config": "Envoy's own answers in OpenAI's error shape.",
-		"access_log":         "How each pass of a request ended: what it has booked lives in the replica that booked it.",
+		"access_log": "How each pass of a request ended: what it has booked lives in the replica " +
+			"that booked it.",
 		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the " +
 			"request comes in, and not after a redirect: so a ticket that is here in pass 2 came with the 307.",
 	})

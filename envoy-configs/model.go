@@ -42,7 +42,11 @@ type (
 	replies    model
 )
 
-func newModel(s *settings) model { return model{settings: s, notebook: newNotebook()} }
+// newModel is of a configuration that was loaded by configv1; see gather.
+func newModel(c *configv1.Config, dynamic bool, living ...Replica) (model, error) {
+	s, err := gather(c, dynamic, living...)
+	return model{s, newNotebook()}, err
+}
 
 // overview stands above every printed bootstrap; pairsOverview too where a pool has both legs run at once.
 const (
@@ -109,10 +113,9 @@ func (m model) frame() *bootstrapv3.Bootstrap {
 
 // Bootstrap prints the Envoy bootstrap for a configuration that was loaded by configv1.
 func Bootstrap(c *configv1.Config) ([]byte, error) {
-	s, err := gather(c, false)
+	m, err := newModel(c, false)
 	if err != nil {
 		return nil, err
 	}
-	m := newModel(s)
 	return m.print(m.overview(), m.bootstrap())
 }

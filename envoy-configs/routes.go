@@ -74,7 +74,9 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 		of = exact("x-tandem-scheme", s.Name)
 	}
 	prefill := m.legRoute("prefill"+s.Suffix, "prefill", "tandem-prefill"+s.Suffix, 0, m.retry(m.replanTries()), of)
-	m.note(prefill.GetRoute(), notes{"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length."})
+	m.note(prefill.GetRoute(), notes{
+		"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length.",
+	})
 	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries),
 		of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
