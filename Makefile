@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -41,9 +41,22 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
-bench: tools build ## Go benchmarks, then Tandem beside plain Envoy in one run, compared with the last one (.cache/bench.json)
+# What bench, bench-peers and load measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
+# On a busy machine: git checkout docs README.md afterwards.
+PAGE = $(GO) test ./docs -count 1 -run 'TestFigures|TestPlots' -update
+BENCH = $(GO) run ./e2e/bench -bin bin -rounds 5
+TAILS = $(BENCH) -shapes json1k -clients 1,16,64,256 -rate 200 -requests 400 -json docs/figures/tails.json
+
+bench: tools build ## Tandem beside plain Envoy, compared with the last run: the tables and plots of docs/benchmarks.md anew; on an idle machine (8 minutes)
+	$(BENCH) -shapes json1k,json220k -clients 1,16,64 -variant 'redis: redis=yes' -json docs/figures/floor.json
+	$(BENCH) -shapes sse256 -clients 4,16,64 -json docs/figures/floor.json
+	$(TAILS)
+	$(TAILS) -beside json1m
+	$(GO) run ./e2e/bench -bin bin -fleet 1,4,16 -rate 500 -shapes json1k -rounds 1 -json docs/figures/fleet.json
+	$(PAGE)
+
+bench-go: ## Go benchmarks of all packages
 	$(GO) test -run '^$$' -bench . -benchmem ./...
-	$(GO) run ./e2e/bench -json .cache/bench.json
 
 e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
@@ -63,7 +76,8 @@ bench-peers: tools build ## vllm-router and sglang-router (PyPI) beside Tandem a
 
 load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=replicas for 1, 4 and 8 replicas, five; LOAD=full for all shapes, twelve)
 	./scripts/tools.sh load
-	$(GO) run ./e2e/load
+	$(GO) run ./e2e/load $(if $(LOAD),-json docs/figures/load.json)
+	$(if $(LOAD),$(PAGE))
 
 idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
 	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e

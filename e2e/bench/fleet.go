@@ -72,7 +72,31 @@ func (l *lab) fleet(ctx context.Context, o options, stdout io.Writer) error {
 			fmt.Fprintf(l.log, "%d replicas: round %d of %d\n", n, round+1, o.rounds)
 		}
 	}
-	return writeFleet(stdout, o, rows)
+	if err := writeFleet(stdout, o, rows); err != nil || o.last == "" {
+		return err
+	}
+	return publish(stdout, o.last, l.origin(ctx, o), fleetFigures(o, rows))
+}
+
+// fleetFigures returns medians over rounds.
+func fleetFigures(o options, rows map[int][]fleetRow) (out []figures) {
+	one := 0.0
+	for i, n := range o.fleet {
+		u := medians(rows[n], func(r *fleetRow) *spent { return &r.request })
+		idle := medians(rows[n], func(r *fleetRow) *spent { return &r.idle })
+		if i == 0 {
+			one = u.cpu()
+		}
+		out = append(out, figures{
+			key: key{Shape: o.shapes[0].name, Replicas: n, Rate: o.rate, Clients: fleetClients},
+			Fleet: &fleetCost{
+				Envoy: round3(u.envoy), Tandem: round3(u.tandem), Redis: round3(u.redis), One: round3(u.cpu() / one),
+				Logs: round3(u.logs), Commands: round3(u.commands), Wakeups: round3(u.wakeups),
+				Idle: round3(idle.cpu()),
+			},
+		})
+	}
+	return out
 }
 
 func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (row fleetRow, err error) {

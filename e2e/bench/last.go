@@ -6,73 +6,132 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"time"
 )
 
-// figures are one line of the report for the next run. Ratios to the floor of the same run can be compared between
-// runs; times and CPU belong to a machine and an hour.
+// key names a measurement. A new one replaces the last one with the same key.
+type key struct {
+	Shape    string  `json:"shape,omitempty"`
+	Clients  int     `json:"clients,omitempty"`
+	Beside   string  `json:"beside,omitempty"` // shape of the requests beside
+	Stack    string  `json:"stack,omitempty"`
+	Replicas int     `json:"replicas,omitempty"` // in the fleet mode
+	Rate     float64 `json:"rate,omitempty"`     // requests a second of all clients; 0: as fast as possible
+}
+
+// origin says when and where a line was measured.
+type origin struct {
+	Date     string `json:"date"`               // UTC
+	Machine  string `json:"machine"`            // processor and cores
+	Versions string `json:"versions,omitempty"` // of peers
+}
+
+// figures are one line of the report, for the next run and for docs/benchmarks.md. CPU is per request, p50 and p99 are
+// until the answer's end. Ratios to the floor of the same run can be compared between runs; times and CPU belong to a
+// machine and an hour.
 type figures struct {
-	Shape   string  `json:"shape"`
-	Clients int     `json:"clients"`
-	Stack   string  `json:"stack"`
-	CPU     float64 `json:"cpuXFloor"`
-	P50     float64 `json:"p50XFloor"`
-	P99     float64 `json:"p99XFloor"`
-	CPUms   float64 `json:"cpuMs"` // per request, of Envoy and Tandem
-	P99ms   float64 `json:"p99Ms"`
-	P999ms  float64 `json:"p999Ms"`
+	key
+	origin
+	CPU     float64    `json:"cpuXFloor,omitempty"`
+	P50     float64    `json:"p50XFloor,omitempty"`
+	P99     float64    `json:"p99XFloor,omitempty"`
+	Tandem  float64    `json:"cpuXTandem,omitempty"` // of the stacks after the first Tandem
+	More    float64    `json:"p50MsMore,omitempty"`  // than the first Tandem's, ms
+	Envoy   float64    `json:"envoyMs,omitempty"`    // CPU
+	Router  float64    `json:"routerMs,omitempty"`   // CPU of Tandem and its Redis, or of a peer
+	P50ms   float64    `json:"p50Ms,omitempty"`
+	P99ms   float64    `json:"p99Ms,omitempty"`
+	P999ms  float64    `json:"p999Ms,omitempty"`
+	FirstMs float64    `json:"firstByteMs,omitempty"` // p50, of streams
+	Fleet   *fleetCost `json:"fleet,omitempty"`
 }
 
-// lastRun is the file of -json.
-type lastRun struct {
-	At      time.Time `json:"at"`
-	Figures []figures `json:"figures"`
+// fleetCost is a line of the fleet mode: CPU (ms) and counts per request, and CPU of a second without requests (ms).
+type fleetCost struct {
+	Envoy    float64 `json:"envoyMs"`
+	Tandem   float64 `json:"tandemMs"`
+	Redis    float64 `json:"redisMs"`
+	One      float64 `json:"xOne"` // CPU, as a multiple of the smallest fleet's
+	Logs     float64 `json:"logEntries"`
+	Commands float64 `json:"redisCommands"`
+	Wakeups  float64 `json:"wakeups"`
+	Idle     float64 `json:"idleMs"`
 }
 
-func figuresOf(sh shape, clients int, stack string, rounds, floor []round) figures {
-	ms := func(d time.Duration) float64 { return d.Seconds() * 1e3 }
-	return figures{
-		Shape: sh.name, Clients: clients, Stack: stack,
-		CPU: ratio(rounds, floor, (*round).cpu), P50: ratio(rounds, floor, p50),
-		P99:   float64(tail(rounds, .99)) / float64(tail(floor, .99)),
-		CPUms: ms(median(each(rounds, (*round).cpu))), P99ms: ms(tail(rounds, .99)), P999ms: ms(tail(rounds, .999)),
+// figuresOf returns the figures of a stack; tandem are the rounds of the first Tandem, nil for itself and the floor.
+func figuresOf(k key, sh shape, rounds, floor, tandem []round) figures {
+	ms := func(d time.Duration) float64 { return round3(d.Seconds() * 1e3) }
+	f := figures{
+		key:    k,
+		Envoy:  ms(median(each(rounds, func(r *round) time.Duration { return r.envoy }))),
+		Router: ms(median(each(rounds, func(r *round) time.Duration { return r.tandem }))),
+		P50ms:  ms(median(each(rounds, p50))), P99ms: ms(tail(rounds, .99)), P999ms: ms(tail(rounds, .999)),
 	}
+	if sh.stream {
+		f.FirstMs = ms(median(each(rounds, first)))
+	}
+	if k.Stack != floorName {
+		f.CPU, f.P50 = round3(ratio(rounds, floor, (*round).cpu)), round3(ratio(rounds, floor, p50))
+		f.P99 = round3(float64(tail(rounds, .99)) / float64(tail(floor, .99)))
+	}
+	if tandem != nil {
+		f.Tandem = round3(ratio(rounds, tandem, (*round).cpu))
+		f.More = round3(f.P50ms - ms(median(each(tandem, p50))))
+	}
+	return f
 }
 
-// compare prints this run's ratios beside those of the run that a file has, and replaces that.
-func (r *report) compare(w io.Writer, file string) error {
-	var last lastRun
+func round3(v float64) float64 { return math.Round(v*1e3) / 1e3 }
+
+// publish prints this run's ratios beside those that a file has of earlier runs, and puts this run's lines in the place
+// of those with the same key. What this run did not measure stays.
+func publish(w io.Writer, file string, from origin, now []figures) error {
+	var all []figures
 	text, err := os.ReadFile(file)
 	if err == nil {
-		err = json.Unmarshal(text, &last)
+		err = json.Unmarshal(text, &all)
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("reading the last run's figures: %w", err)
 	}
-	if err == nil {
-		r.writeChanges(w, &last)
+	writeChanges(w, all, now)
+	at := map[key]int{}
+	for i := range all {
+		at[all[i].key] = i
 	}
-	text, err = json.MarshalIndent(lastRun{time.Now().UTC(), r.figures}, "", "  ")
-	if err != nil {
+	for _, f := range now {
+		f.origin = from
+		if i, ok := at[f.key]; ok {
+			all[i] = f
+			continue
+		}
+		all = append(all, f)
+	}
+	if text, err = json.MarshalIndent(all, "", "  "); err != nil {
 		return err
 	}
 	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
 		return err
 	}
-	return os.WriteFile(file, append(text, '\n'), 0o600)
+	return os.WriteFile(file, append(text, '\n'), 0o644)
 }
 
-func (r *report) writeChanges(w io.Writer, last *lastRun) {
-	fmt.Fprintf(w, "\nMultiples of the floor, and those of the run of %s:\n\n"+
-		"| shape | clients | stack | CPU | p50 | p99 |\n|---|---|---|---|---|---|\n",
-		last.At.Format("2006-01-02 15:04 UTC"))
-	for _, now := range r.figures {
-		for _, f := range last.Figures {
-			if f.Shape == now.Shape && f.Clients == now.Clients && f.Stack == now.Stack {
-				fmt.Fprintf(w, "| %s | %d | %s | %.2f (%.2f) | %.2f (%.2f) | %.2f (%.2f) |\n", now.Shape, now.Clients,
-					now.Stack, now.CPU, f.CPU, now.P50, f.P50, now.P99, f.P99)
+func writeChanges(w io.Writer, last, now []figures) {
+	fmt.Fprint(w, "\nMultiples of the floor (with `fleet`: of the smallest fleet), and those of the last run:\n\n"+
+		"| shape | clients | stack | CPU | p50 | p99 | last run |\n|---|---|---|---|---|---|---|\n")
+	for _, n := range now {
+		for _, f := range last {
+			switch {
+			case f.key != n.key:
+			case f.Fleet != nil && n.Fleet != nil:
+				fmt.Fprintf(w, "| fleet | | %d replicas | %.2f (%.2f) | | | %s |\n", n.Replicas, n.Fleet.One,
+					f.Fleet.One, f.Date)
+			case n.CPU > 0:
+				fmt.Fprintf(w, "| %s | %d | %s | %.2f (%.2f) | %.2f (%.2f) | %.2f (%.2f) | %s |\n", n.Shape, n.Clients,
+					n.Stack, n.CPU, f.CPU, n.P50, f.P50, n.P99, f.P99, f.Date)
 			}
 		}
 	}

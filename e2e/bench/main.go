@@ -31,7 +31,8 @@
 //
 //	go run ./e2e/bench -shapes json1k -clients 1,16,64,256 -rate 200 -requests 2000 -rounds 3 -beside json1m
 //
-// With -json FILE the figures are compared with those of the last run, and kept for the next one (last.go).
+// With -json FILE the figures are compared with those of the last run, and kept for the next one and for
+// docs/benchmarks.md (last.go).
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
@@ -118,7 +119,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		"second of the first shape (fleet.go)")
 	f.StringVar(&beside, "beside", "", "shape of requests that are sent beside the measured ones, "+
 		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
-	f.StringVar(&o.last, "json", "", "`file` with the figures of the last run: compare with it, then replace it")
+	f.StringVar(&o.last, "json", "", "`file` with the figures of earlier runs (docs/figures/*.json): compare, then "+
+		"replace what was measured again; go test ./docs -update writes docs/benchmarks.md from it")
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
 	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
@@ -222,7 +224,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			if err != nil {
 				return fmt.Errorf("%s, %d clients: %w", s.name, clients, err)
 			}
-			r.add(s, clients, results)
+			r.add(s, key{Shape: s.name, Clients: clients, Beside: o.beside.name, Rate: o.rate}, results)
 		}
 	}
 	r.memory(l.stacks)
@@ -235,7 +237,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if o.last == "" {
 		return nil
 	}
-	return r.compare(stdout, o.last)
+	return publish(stdout, o.last, l.origin(ctx, o), r.figures)
+}
+
+func (l *lab) origin(ctx context.Context, o options) origin {
+	return origin{time.Now().UTC().Format(time.DateOnly), fmt.Sprintf("%s, %d cores", processor(), runtime.NumCPU()),
+		strings.TrimPrefix(l.peerVersions(ctx, o.peers), ", ")}
 }
 
 func prompts(fresh bool) string {

@@ -49,6 +49,7 @@ func main() {
 // options are the values of the flags.
 type options struct {
 	suite, out, only      string
+	figures               string
 	time                  time.Duration
 	workers               int
 	envoy, h2load, python string
@@ -63,6 +64,8 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 		"(all sizes, clients, endpoints and replicas) or replicas (the same loads with 1, 4 and 8 replicas)")
 	f.StringVar(&o.out, "out", ".cache/load", "`directory` of the report")
 	f.StringVar(&o.only, "only", "", "run only the cases whose name contains this `text`")
+	f.StringVar(&o.figures, "json", "", "`file` with the figures of docs/benchmarks.md (docs/figures/load.json): "+
+		"replace those that are measured again")
 	f.DurationVar(&o.time, "time", 5*time.Second, "how long each case is measured")
 	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency")
 	f.StringVar(&o.python, "aiperf", ".tools/load/bin/aiperf", "aiperf `binary`")
@@ -92,10 +95,14 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 		return err
 	}
 	file, err := r.write(o.out)
-	if err == nil {
-		fmt.Fprintf(log, "report: %s\n", file)
+	if err != nil {
+		return err
 	}
-	return err
+	fmt.Fprintf(log, "report: %s\n", file)
+	if o.figures == "" {
+		return nil
+	}
+	return r.publish(o.figures)
 }
 
 // runCases runs one case after the other. A case that cannot be run is in the report with its reason.

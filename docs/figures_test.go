@@ -1,0 +1,384 @@
+package docs
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A measured line is one of figures/*.json, as e2e/bench and e2e/load write them (their figures types). CPU and times
+// are milliseconds.
+type measured struct {
+	Shape, Beside, Stack, Date, Machine, Versions                   string
+	Clients, Replicas, Bytes                                        int
+	Stream, Redis                                                   bool
+	Rate, CPUXFloor, P50XFloor, P99XFloor, CPUXTandem, P50MsMore    float64
+	EnvoyMs, RouterMs, P50Ms, P99Ms, P999Ms, FirstByteMs, PerSecond float64
+	Fleet                                                           *fleetLine
+}
+
+type fleetLine struct {
+	EnvoyMs, TandemMs, RedisMs, XOne, LogEntries, RedisCommands, Wakeups, IdleMs float64
+}
+
+// figuresOf reads what was measured of a table.
+func figuresOf(t *testing.T, table string) (out []measured) {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("figures", table+".json"))
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &out))
+	slices.SortStableFunc(out, func(a, b measured) int {
+		return slices.Compare(a.order(), b.order())
+	})
+	return out
+}
+
+// order is where a line belongs in its table.
+func (m *measured) order() []string {
+	kind := fmt.Sprint(slices.Index([]string{"json1k", "json220k", "json1m", "sse256"}, m.Shape), m.Stream)
+	number := func(n int) string { return fmt.Sprintf("%9d", n) }
+	return []string{kind, number(m.Bytes), m.Beside, number(m.Clients), number(m.Replicas), fmt.Sprint(m.Redis)}
+}
+
+// pick returns the lines that a condition holds for.
+func pick(lines []measured, is func(*measured) bool) (out []measured) {
+	for i := range lines {
+		if is(&lines[i]) {
+			out = append(out, lines[i])
+		}
+	}
+	return out
+}
+
+// of returns the line of another stack that was measured beside a line; the zero value if there is none.
+func (m *measured) of(lines []measured, stack string) measured {
+	for _, o := range lines {
+		if o.Shape == m.Shape && o.Clients == m.Clients && o.Beside == m.Beside && o.Rate == m.Rate && o.Stack == stack {
+			return o
+		}
+	}
+	return measured{}
+}
+
+// Formats of values. A value that was not measured is an empty cell.
+func ratioText(v float64) string { return format(v, "%.1f") }
+
+func format(v float64, with string) string {
+	if v == 0 {
+		return ""
+	}
+	return fmt.Sprintf(with, v)
+}
+
+// cpuText has two digits below 10 ms, one above.
+func cpuText(v float64) string {
+	if v < 9.995 {
+		return format(v, "%.2f")
+	}
+	return format(v, "%.1f")
+}
+
+// timeText has two digits of what is below 1 ms, none from 100 ms on.
+func timeText(v float64) string {
+	switch {
+	case v < 0.995:
+		return format(v, "%.2f")
+	case v < 99.5:
+		return format(v, "%.1f")
+	}
+	return figure(v, 0)
+}
+
+// span is the least and the most of some values: "4.7 to 4.8".
+func span(lines []measured, with string, of func(*measured) float64) (text string, most float64) {
+	var all []float64
+	for i := range lines {
+		all = append(all, of(&lines[i]))
+	}
+	low, high := format(slices.Min(all), with), format(slices.Max(all), with)
+	if low == high {
+		return high, slices.Max(all)
+	}
+	return low + " to " + high, slices.Max(all)
+}
+
+// rows writes a text and a table.
+func rows(text, head string, lines [][]string) string {
+	var b strings.Builder
+	columns := strings.Count(head, "|") - 1
+	fmt.Fprintf(&b, "%s\n%s\n|%s\n", wrap(text, ""), head, strings.Repeat("---|", columns))
+	for _, l := range lines {
+		fmt.Fprintf(&b, "| %s |\n", strings.ReplaceAll(strings.Join(l, " | "), "|  |", "| |"))
+	}
+	return b.String()
+}
+
+// when says when and where lines were measured.
+func when(lines []measured) string {
+	var days, places []string
+	for _, l := range lines {
+		days = append(days, l.Date)
+		for _, p := range []string{l.Machine, l.Versions} {
+			if p != "" && !slices.Contains(places, p) {
+				places = append(places, p)
+			}
+		}
+	}
+	from, to := slices.Min(days), slices.Max(days)
+	text := "Measured on " + from
+	if from != to {
+		text += " to " + to
+	}
+	if from < "2026-11-23" {
+		text += ", before grpc-go served"
+	}
+	return text + " (" + strings.Join(places, "; ") + ")."
+}
+
+// goal marks a value above its goal.
+func goal(value float64, text, limit string) string {
+	var at float64
+	_, _ = fmt.Sscan(limit, &at)
+	if value > at {
+		return text + ": **missed**"
+	}
+	return text
+}
+
+func shapeName(shape string) string {
+	return map[string]string{
+		"json1k": "1 KB", "json220k": "220 KB", "json1m": "1 MB", "sse256": "stream of 256 tokens",
+	}[shape]
+}
+
+func plain(m *measured) bool  { return m.Stack == "tandem" && strings.HasPrefix(m.Shape, "json") }
+func stream(m *measured) bool { return m.Stack == "tandem" && m.Shape == "sse256" }
+
+func floorTable(t *testing.T) string {
+	all := figuresOf(t, "floor")
+	lines := pick(all, plain)
+	var out [][]string
+	for _, l := range lines {
+		floor, before := l.of(all, "floor"), l.of(all, "before")
+		out = append(out, []string{
+			shapeName(l.Shape), fmt.Sprint(l.Clients), cpuText(floor.EnvoyMs), cpuText(l.EnvoyMs), cpuText(l.RouterMs),
+			ratioText(l.CPUXFloor), ratioText(l.P50XFloor), ratioText(before.CPUXFloor),
+		})
+	}
+	cpu, _ := span(lines, "%.1f", func(m *measured) float64 { return m.CPUXFloor })
+	return rows(fmt.Sprintf("Envoy and Tandem take %s times the CPU of plain Envoy through which the client makes both "+
+		"requests itself (the floor); CPU is in milliseconds per request. %s",
+		cpu, when(lines)),
+		"| body | clients | floor: Envoy | Envoy | Tandem | x floor | p50 x floor | before, x floor |", out)
+}
+
+func redisTable(t *testing.T) string {
+	lines := pick(figuresOf(t, "floor"), func(m *measured) bool { return m.Stack == "redis" && m.Shape == "json1k" })
+	var out [][]string
+	for _, l := range lines {
+		out = append(out, []string{
+			fmt.Sprint(l.Clients), goal(l.CPUXTandem, format(l.CPUXTandem, "%.2f"), "1.3"),
+			goal(l.P50MsMore, format(l.P50MsMore, "%.2f"), "0.3"),
+		})
+	}
+	_, most := span(lines, "%.2f", func(m *measured) float64 { return m.CPUXTandem })
+	return rows(fmt.Sprintf("With a Redis (and no other replica), all three programs take up to %.2f times the CPU that "+
+		"Envoy and Tandem take without it, for 1 KB. %s",
+		most, when(lines)),
+		"| clients | CPU, x without Redis (goal 1.3) | p50, ms more (goal 0.3) |", out)
+}
+
+func streamTable(t *testing.T) string {
+	all := figuresOf(t, "floor")
+	lines := pick(all, stream)
+	var out [][]string
+	for _, l := range lines {
+		floor := l.of(all, "floor")
+		out = append(out, []string{
+			fmt.Sprint(l.Clients), cpuText(floor.EnvoyMs), cpuText(l.EnvoyMs), cpuText(l.RouterMs),
+			format(l.CPUXFloor, "%.2f"),
+		})
+	}
+	cpu, _ := span(lines, "%.0f", func(m *measured) float64 { return 100 * (m.CPUXFloor - 1) })
+	return rows(fmt.Sprintf("A stream of 256 tokens, one every 5 ms, costs %s %% more CPU than the floor, in milliseconds "+
+		"per stream. %s",
+		cpu, when(lines)),
+		"| clients | floor: Envoy | Envoy | Tandem | x floor |", out)
+}
+
+func tailsTable(t *testing.T) string {
+	all := figuresOf(t, "tails")
+	lines := pick(all, plain)
+	var out [][]string
+	for _, l := range lines {
+		floor, beside := l.of(all, "floor"), "alone"
+		if l.Beside != "" {
+			beside = "beside 10 of " + shapeName(l.Beside) + " a second"
+		}
+		out = append(out, []string{
+			beside, fmt.Sprint(l.Clients), timeText(floor.P50Ms), timeText(floor.P99Ms), timeText(floor.P999Ms),
+			timeText(l.P50Ms), timeText(l.P99Ms), timeText(l.P999Ms), ratioText(l.P99XFloor),
+		})
+	}
+	return rows(fmt.Sprintf("Milliseconds of requests of 1 KB at %.0f a second. %s",
+		lines[0].Rate, when(lines)),
+		"| | clients | floor: p50 | p99 | p99.9 | Tandem: p50 | p99 | p99.9 | p99 x floor |", out)
+}
+
+func peersTable(t *testing.T) string {
+	all := figuresOf(t, "peers")
+	peers := []struct{ stack, head string }{
+		{"tandem", "Envoy + Tandem"}, {"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"},
+		{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
+		{"llm-d", "Envoy + llm-d"},
+	}
+	peers = slices.DeleteFunc(peers, func(p struct{ stack, head string }) bool {
+		return !slices.ContainsFunc(all, func(m measured) bool { return m.Stack == p.stack })
+	})
+	head := "| request |"
+	for _, p := range peers {
+		head += " " + p.head + " |"
+	}
+	var out [][]string
+	var first []string
+	for _, l := range pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.Clients == 16 }) {
+		line := []string{shapeName(l.Shape)}
+		for _, p := range peers {
+			m := l.of(all, p.stack)
+			cell := cpuText(m.RouterMs)
+			if m.EnvoyMs > 0 {
+				cell = cpuText(m.EnvoyMs) + " + " + cell
+			}
+			line = append(line, cell)
+			if m.FirstByteMs > 0 {
+				first = append(first, fmt.Sprintf("%s ms (%s)", timeText(m.FirstByteMs), p.head))
+			}
+		}
+		out = append(out, line)
+	}
+	return rows(fmt.Sprintf("Milliseconds of CPU per request with 16 clients. The first byte of a stream came after (p50) "+
+		"%s. %s",
+		strings.Join(first, ", "), when(all)),
+		head, out)
+}
+
+func loadTable(t *testing.T) string {
+	lines := figuresOf(t, "load")
+	var out [][]string
+	for _, l := range pick(lines, func(m *measured) bool { return m.Clients == 16 }) {
+		body, replicas := fmt.Sprintf("%d KB", l.Bytes>>10), fmt.Sprint(l.Replicas)
+		if l.Bytes == 1<<20 {
+			body = "1 MB"
+		}
+		if l.Stream {
+			body = "stream of 64 tokens, first token"
+		}
+		if l.Redis {
+			replicas += " with Redis"
+		}
+		out = append(out, []string{body, replicas, figure(l.PerSecond, 0), loadTime(l.P50Ms), loadTime(l.P99Ms)})
+	}
+	return rows(fmt.Sprintf("With 16 clients, on the cores that the load generators share. %s",
+		when(lines)),
+		"| body | replicas | requests a second | p50, ms | p99, ms |", out)
+}
+
+func loadTime(v float64) string {
+	if v < 9.95 {
+		return fmt.Sprintf("%.1f", v)
+	}
+	return figure(v, 0)
+}
+
+func fleetTable(t *testing.T) string {
+	lines := figuresOf(t, "fleet")
+	goals := map[int]string{4: "1.15", 16: "1.3"}
+	var out [][]string
+	for _, l := range lines {
+		f, limit := l.Fleet, goals[l.Replicas]
+		if limit != "" {
+			limit = strings.Replace(goal(f.XOne, "", limit), ": ", limit+": ", 1)
+		}
+		out = append(out, []string{
+			fmt.Sprint(l.Replicas), cpuText(f.EnvoyMs), cpuText(f.TandemMs), cpuText(f.RedisMs), ratioText(f.XOne), limit,
+			ratioText(f.LogEntries), ratioText(f.RedisCommands), format(f.Wakeups, "%.0f"), format(f.IdleMs/10, "%.1f %%"),
+		})
+	}
+	return rows(fmt.Sprintf("Milliseconds per request of 1 KB, at %.0f requests a second in all. %s",
+		lines[0].Rate, when(lines)),
+		"| replicas | Envoy | all Tandems | Redis | x one | goal | log entries | Redis commands | wake-ups | idle, of a "+
+			"core |", out)
+}
+
+// The tables of benchmarks.md that measurements write, each between two comments.
+var tables = map[string]func(*testing.T) string{
+	"floor": floorTable, "redis": redisTable, "streams": streamTable, "tails": tailsTable, "peers": peersTable,
+	"load": loadTable, "fleet": fleetTable,
+}
+
+// results sets the answers of the first table, and of README's, that measurements write; the other rows have other
+// sources.
+func results(t *testing.T, page, readme string) (newPage, newReadme string) {
+	t.Helper()
+	all, tails := figuresOf(t, "floor"), figuresOf(t, "tails")
+	set := func(page *string, question, cells string) {
+		if question == "" {
+			return
+		}
+		at := regexp.MustCompile(`(?m)^\| ` + regexp.QuoteMeta(question) + ` \| [^|]* \| [^|]* \|$`)
+		require.Regexp(t, at, *page)
+		*page = at.ReplaceAllLiteralString(*page, fmt.Sprintf("| %s | %s |", question, cells))
+	}
+	for _, r := range []struct {
+		question, short, with, limit string
+		lines                        []measured
+		of                           func(*measured) float64
+	}{
+		{"CPU of Envoy and Tandem, 1 KB", "CPU, 1 KB", "%.1f", "4",
+			pick(all, func(m *measured) bool { return plain(m) && m.Shape == "json1k" }), cpuXFloor},
+		{"the same, 220 KB", "CPU, 220 KB", "%.1f", "6",
+			pick(all, func(m *measured) bool { return plain(m) && m.Shape == "json220k" }), cpuXFloor},
+		{"the same, a stream of 256 tokens", "CPU, streams", "%.2f", "1.2", pick(all, stream), cpuXFloor},
+		{"p99 of 1 KB, 64 clients at 200 requests a second", "", "%.1f", "3",
+			pick(tails, func(m *measured) bool { return plain(m) && m.Clients == 64 && m.Beside == "" }),
+			func(m *measured) float64 { return m.P99XFloor }},
+	} {
+		text, most := span(r.lines, r.with, r.of)
+		set(&page, r.question, text+" x floor | "+goal(most, r.limit, r.limit))
+		if text += " times"; r.short == "CPU, 1 KB" {
+			text += " plain Envoy's"
+		}
+		set(&readme, r.short, text+" | `make bench`")
+	}
+	return page, readme
+}
+
+func cpuXFloor(m *measured) float64 { return m.CPUXFloor }
+
+// The page, and the rows of README that it gives, show what figures/*.json have.
+func TestFigures(t *testing.T) {
+	page, readme := read(t, "benchmarks.md"), read(t, "../README.md")
+	want, wantReadme := results(t, page, readme)
+	for name, table := range tables {
+		begins, ends := "<!-- figures: "+name+" -->\n", "<!-- end of figures -->\n"
+		before, rest, ok := strings.Cut(want, begins)
+		require.True(t, ok, "benchmarks.md has no place for %s", name)
+		_, after, ok := strings.Cut(rest, ends)
+		require.True(t, ok, name)
+		want = before + begins + "\n" + table(t) + "\n" + ends + after
+	}
+	if *update {
+		require.NoError(t, os.WriteFile("benchmarks.md", []byte(want), 0o600))
+		require.NoError(t, os.WriteFile("../README.md", []byte(wantReadme), 0o600))
+		return
+	}
+	require.Equal(t, want, page, "run go test ./docs -update")
+	require.Equal(t, wantReadme, readme, "run go test ./docs -update")
+}
