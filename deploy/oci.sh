@@ -11,8 +11,8 @@ version=$(scripts/version.sh)
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 blobs=$work/blobs/sha256; mkdir -p "$blobs"
 
-# blob FILE: moves it to the blobs; prints "digest size"
-blob() { local d; d=$(sha256sum "$1" | cut -d' ' -f1); echo "sha256:$d $(stat -c %s "$1")"; mv "$1" "$blobs/$d"; }
+# blob FILE: moves it to the blobs; prints "digest size" after that, because the caller goes on at once
+blob() { local d; d=$(sha256sum "$1" | cut -d' ' -f1); mv "$1" "$blobs/$d"; echo "sha256:$d $(stat -c %s "$blobs/$d")"; }
 
 manifests=()
 for arch in "${archs[@]}"; do
