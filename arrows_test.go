@@ -29,17 +29,17 @@ var arrows = map[string][]string{
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
 	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback"},                                         // the last two in tests
-	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                   // the last in tests
-	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback"}, // the last in tests
+	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback", "e2e/redisserver"},                                         // the last three in tests
+	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                                      // the last in tests
+	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback", "e2e/redisserver"}, // the last two in tests
 	"kvstate/redisstore/lag":         {},
 	"kvstate/redisstore/redisclient": {},
 	"kvstate/scrape":                 {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"internal/zmtp":                  {"internal/guard"},
 	"kvstate/notices":                {"internal/zmtp"},
 	"kvstate/tokenize":               {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/operator":               {"internal/guard", "kvstate", "kvstate/redisstore", "e2e/loopback"}, // the last in tests
-	"kvstate/membership":             {"kvstate", "kvstate/redisstore", "e2e/loopback"},                   // but the second in tests
+	"kvstate/operator":               {"internal/guard", "kvstate", "kvstate/redisstore", "e2e/redisserver"}, // the last in tests
+	"kvstate/membership":             {"kvstate", "kvstate/redisstore", "e2e/redisserver"},                   // all but the second in tests
 	"picker":                         {"kvstate"},
 	"picker/admission":               {"kvstate", "picker"},
 	"replay":                         {"kvstate", "picker", "picker/admission"},
@@ -77,6 +77,7 @@ var arrows = map[string][]string{
 	"e2e/load":                     {"e2e/process"},
 	"e2e/loopback":                 {}, // for tests
 	"e2e/process":                  {"e2e/loopback"},
+	"e2e/redisserver":              {"e2e/loopback"}, // for tests
 	"e2e/realengines":              {"e2e/loopback"}, // for tests
 	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
 	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
@@ -106,7 +107,7 @@ var guarded = map[string][]string{
 	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
 	"google.golang.org/grpc":     {"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
-	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)"},
+	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
 	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "internal/gatewayextension (test)", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},

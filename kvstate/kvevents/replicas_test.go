@@ -4,11 +4,8 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
-	"net"
 	"os"
-	"os/exec"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -16,52 +13,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/loopback"
+	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 )
-
-// redisServer is a redis-server of the test's own.
-type redisServer struct {
-	t    *testing.T
-	addr string
-	cmd  *exec.Cmd
-}
-
-func startRedis(t *testing.T) *redisServer {
-	path := os.Getenv("REDIS_SERVER")
-	if path == "" {
-		path = "redis-server"
-	}
-	path, err := exec.LookPath(path)
-	if err != nil {
-		require.Empty(t, os.Getenv("TANDEM_REQUIRE_TOOLS"), "redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
-		t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
-	}
-	r := &redisServer{t: t, addr: loopback.Addresses(t, 1)[0]}
-	r.start(path)
-	t.Cleanup(r.kill)
-	return r
-}
-
-func (r *redisServer) start(path string) {
-	_, port, err := net.SplitHostPort(r.addr)
-	require.NoError(r.t, err)
-	r.cmd = exec.Command(path, "--bind", "127.0.0.1", "--port", port, "--dir", r.t.TempDir(), "--save", "", "--appendonly", "no")
-	r.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	require.NoError(r.t, r.cmd.Start())
-	soon(r.t, "redis is there", func() bool {
-		c, err := net.Dial("tcp", r.addr)
-		if err == nil {
-			_ = c.Close()
-		}
-		return err == nil
-	})
-}
-
-func (r *redisServer) kill() {
-	_ = r.cmd.Process.Kill()
-	_ = r.cmd.Wait()
-}
 
 func soon(t *testing.T, what string, is func() bool) time.Duration {
 	t.Helper()
@@ -81,11 +36,11 @@ type sharing struct {
 // steady is a lease that no pause of a busy machine outlives.
 const steady = 8 * time.Second
 
-func (r *redisServer) join(source Source, endpoints ...kvstate.EndpointSpec) *sharing {
-	t := r.t
+func join(t *testing.T, redis string, source Source, endpoints ...kvstate.EndpointSpec) *sharing {
+	t.Helper()
 	s := &sharing{state: kvstate.New(kvstate.Options{})}
 	s.state.SetPool(kvstate.PoolSpec{Name: "p"}, endpoints)
-	store, err := redisstore.New(redisstore.Options{URL: "redis://" + r.addr, Lease: steady}, s.state)
+	store, err := redisstore.New(redisstore.Options{URL: "redis://" + redis, Lease: steady}, s.state)
 	require.NoError(t, err)
 	s.store = store
 	s.state.Connect(store)
@@ -178,18 +133,18 @@ func (p *publisher) serve(next func(int) int) (stop func()) {
 // Each replica follows an engine by itself. One that starts while the engine is busy, and keeps no batches, gets the
 // others' knowledge and continues it: nothing is lost. Losing Redis or another replica changes nothing.
 func TestReplicasFollowAnEngineThatKeepsNothing(t *testing.T) {
-	r := startRedis(t)
+	redis := redisserver.New(t)
 	p := newPublisher(t, true)
 	p.e.blocks = 20_000 // it evicts none: a feed lacks the blocks behind an evicted one
 	require.NoError(t, p.pub.Listen("tcp://127.0.0.1:0"))
 	source := Source{Port: port(t, p.pub)}
 	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth}
 	next := rand.New(rand.NewPCG(3, 4)).IntN
-	replicas := []*sharing{r.join(source, endpoint)}
+	replicas := []*sharing{join(t, redis.Addr, source, endpoint)}
 	soon(t, "it has subscribed", func() bool { return len(p.pub.(zmq4.Topics).Topics()) > 0 })
 	for range 3 {
 		stop := p.serve(next)
-		replicas = append(replicas, r.join(source, endpoint))
+		replicas = append(replicas, join(t, redis.Addr, source, endpoint))
 		stop()
 		p.alike("one more came", replicas)
 	}
@@ -199,7 +154,7 @@ func TestReplicasFollowAnEngineThatKeepsNothing(t *testing.T) {
 	stop := p.serve(next)
 	replicas[0].kill()
 	replicas = replicas[1:]
-	r.kill()
+	redis.Kill()
 	stop()
 	p.alike("another replica and redis are gone", replicas)
 	for _, s := range replicas {
@@ -210,17 +165,17 @@ func TestReplicasFollowAnEngineThatKeepsNothing(t *testing.T) {
 // An engine that connects reaches one replica, and every other has the same knowledge, later ones included; also when
 // the engine reconnects to another replica.
 func TestAnEngineThatConnectsIsKnownToAll(t *testing.T) {
-	r := startRedis(t)
+	redis := redisserver.New(t)
 	p := newPublisher(t, true)
 	p.e.blocks = 20_000
 	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: 1, ReplayPort: port(t, p.router)}
 	next := rand.New(rand.NewPCG(5, 6)).IntN
 	var replicas []*sharing
 	addrs := loopback.Addresses(t, 4)
-	join := func(i int) { replicas = append(replicas, r.join(Source{Listen: addrs[i]}, endpoint)) }
-	join(0)
-	join(1)
-	join(2)
+	add := func(i int) { replicas = append(replicas, join(t, redis.Addr, Source{Listen: addrs[i]}, endpoint)) }
+	add(0)
+	add(1)
+	add(2)
 	dial := func(to *sharing, addr string) {
 		soon(t, "it listens", func() bool { return p.pub.Dial("tcp://"+addr) == nil })
 		soon(t, "it knows who that is", func() bool { p.step(next); return to.c.find(place{"p", "127.0.0.1:8100", 0}).isUp() })
@@ -235,7 +190,7 @@ func TestAnEngineThatConnectsIsKnownToAll(t *testing.T) {
 	dial(replicas[1], addrs[1])
 	require.Zero(t, replicas[1].c.Stats()[0].Forwarded)
 	soon(t, "batches are forwarded", func() bool { return replicas[0].c.Stats()[0].Forwarded > 0 })
-	join(3)
+	add(3)
 	p.alike("one more came", replicas)
 	gone := replicas[1]
 	replicas = append(replicas[:1:1], replicas[2:]...)

@@ -5,19 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
-	"os/exec"
 	"slices"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
-	"tandem/e2e/loopback"
+	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 )
@@ -180,32 +176,6 @@ func TestSelf(t *testing.T) {
 	}
 }
 
-// startRedis starts a redis-server. Tests skip without one, unless TANDEM_REQUIRE_TOOLS is set.
-func startRedis(t *testing.T) (addr string) {
-	t.Helper()
-	path := os.Getenv("REDIS_SERVER")
-	if path == "" {
-		path = "redis-server"
-	}
-	path, err := exec.LookPath(path)
-	if err != nil && os.Getenv("TANDEM_REQUIRE_TOOLS") == "" {
-		t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
-	}
-	require.NoError(t, err)
-	addr = loopback.Addresses(t, 1)[0]
-	_, port, err := net.SplitHostPort(addr)
-	require.NoError(t, err)
-	cmd := exec.Command(path, "--bind", "127.0.0.1", "--port", port, "--dir", t.TempDir(), "--save", "",
-		"--appendonly", "no")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	require.NoError(t, cmd.Start())
-	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-	client := redis.NewClient(&redis.Options{Addr: addr})
-	defer client.Close()
-	require.Eventually(t, func() bool { return client.Ping(t.Context()).Err() == nil }, soon, 5*time.Millisecond)
-	return addr
-}
-
 // running is a replica as far as this package knows it.
 type running struct {
 	mu   sync.Mutex
@@ -253,7 +223,7 @@ func (r *running) has(t *testing.T, want ...Replica) {
 // Replicas that come and go are in the lists of all.
 func TestReplicasKnowEachOther(t *testing.T) {
 	t.Parallel()
-	redis := startRedis(t)
+	redis := redisserver.New(t).Addr
 	a := start(t, redis, replicaAt(1)) // it takes the first slot, the next one the second
 	a.has(t, replicaAt(1))
 	b := start(t, redis, replicaAt(2))
@@ -266,7 +236,7 @@ func TestReplicasKnowEachOther(t *testing.T) {
 // A replica for which no slot is left is in nobody's list, knows it, and gets the slot of one that goes.
 func TestMoreReplicasThanSlots(t *testing.T) {
 	t.Parallel()
-	redis := startRedis(t)
+	redis := redisserver.New(t).Addr
 	a := start(t, redis, replicaAt(1))
 	a.has(t, replicaAt(1))
 	b := start(t, redis, replicaAt(2))

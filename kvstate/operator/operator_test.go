@@ -4,9 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
-	"os/exec"
 	"strconv"
 	"sync"
 	"syscall"
@@ -16,7 +14,7 @@ import (
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
-	"tandem/e2e/loopback"
+	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 )
@@ -27,31 +25,6 @@ const soon = 50 * time.Second
 func TestMain(m *testing.M) {
 	redisstore.LogTo(slog.New(slog.DiscardHandler))
 	os.Exit(m.Run())
-}
-
-// startRedis starts a redis-server. Tests skip without one, unless TANDEM_REQUIRE_TOOLS is set.
-func startRedis(t *testing.T) (addr string, process *os.Process) {
-	t.Helper()
-	path := os.Getenv("REDIS_SERVER")
-	if path == "" {
-		path = "redis-server"
-	}
-	path, err := exec.LookPath(path)
-	if err != nil && os.Getenv("TANDEM_REQUIRE_TOOLS") == "" {
-		t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
-	}
-	require.NoError(t, err)
-	addr = loopback.Addresses(t, 1)[0]
-	_, port, err := net.SplitHostPort(addr)
-	require.NoError(t, err)
-	cmd := exec.Command(path, "--bind", "127.0.0.1", "--port", port, "--dir", t.TempDir(), "--save", "", "--appendonly", "no")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	require.NoError(t, cmd.Start())
-	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-	client := redis.NewClient(&redis.Options{Addr: addr})
-	defer client.Close()
-	require.Eventually(t, func() bool { return client.Ping(t.Context()).Err() == nil }, soon, 5*time.Millisecond)
-	return addr, cmd.Process
 }
 
 // replica is one Tandem, as far as this package knows it.
@@ -118,7 +91,7 @@ func client(t *testing.T, addr string) *redis.Client {
 // order is forgotten.
 func TestGone(t *testing.T) {
 	t.Parallel()
-	addr, _ := startRedis(t)
+	addr := redisserver.New(t).Addr
 	a := startNamed(t, addr, "a:9090", nil)
 	redis := client(t, addr)
 	heard := time.Now().Add(-time.Minute).Truncate(time.Millisecond)
@@ -157,7 +130,7 @@ func TestGone(t *testing.T) {
 // A replica that dies while it is asked is gone, and not silent as well.
 func TestDiesWhileAsked(t *testing.T) {
 	t.Parallel()
-	addr, _ := startRedis(t)
+	addr := redisserver.New(t).Addr
 	a := startNamed(t, addr, "a:9090", nil)
 	dies, heard := uint64(time.Now().Add(-time.Hour).UnixMilli())<<20, time.Now()
 	o := New(a.store, a.state, "a:9090", slog.New(slog.DiscardHandler))
@@ -191,7 +164,7 @@ func knowEachOther(t *testing.T, replicas ...*replica) {
 // An order applies at every replica, also at one that starts later, and can be revoked at any of them.
 func TestOrdersHoldForAllReplicas(t *testing.T) {
 	t.Parallel()
-	addr, _ := startRedis(t)
+	addr := redisserver.New(t).Addr
 	a, b := start(t, addr, nil), start(t, addr, nil)
 	a.order(true)
 	a.publish()
@@ -215,13 +188,14 @@ func TestOrdersHoldForAllReplicas(t *testing.T) {
 // again.
 func TestOrdersWithoutRedis(t *testing.T) {
 	t.Parallel()
-	addr, process := startRedis(t)
+	server := redisserver.New(t)
+	addr := server.Addr
 	a, b := start(t, addr, nil), start(t, addr, nil)
-	require.NoError(t, process.Signal(syscall.SIGSTOP))
+	server.Signal(syscall.SIGSTOP)
 	a.order(true)
 	require.Error(t, a.Publish(t.Context()))
 	require.True(t, a.paused())
-	require.NoError(t, process.Signal(syscall.SIGCONT))
+	server.Signal(syscall.SIGCONT)
 	require.Eventually(t, b.paused, soon, 5*time.Millisecond)
 
 	client := redis.NewClient(&redis.Options{Addr: addr})
@@ -234,7 +208,7 @@ func TestOrdersWithoutRedis(t *testing.T) {
 // Invalid orders are ignored, and do no harm.
 func TestOrdersThatAreNone(t *testing.T) {
 	t.Parallel()
-	addr, _ := startRedis(t)
+	addr := redisserver.New(t).Addr
 	a := start(t, addr, nil)
 	client := redis.NewClient(&redis.Options{Addr: addr})
 	defer client.Close()
@@ -250,7 +224,7 @@ func TestOrdersThatAreNone(t *testing.T) {
 // orders.
 func TestAsk(t *testing.T) {
 	t.Parallel()
-	addr, _ := startRedis(t)
+	addr := redisserver.New(t).Addr
 	a := start(t, addr, nil)
 	alone, err := a.Ask(t.Context(), "test", []byte("anybody?"))
 	require.NoError(t, err)

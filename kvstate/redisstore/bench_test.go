@@ -35,7 +35,7 @@ func BenchmarkShared(b *testing.B) {
 			r := startRedis(b)
 			var replicas []*replica
 			for range n {
-				replicas = append(replicas, join(b, Options{URL: "redis://" + r.addr, Lease: 3 * time.Second}, 16))
+				replicas = append(replicas, join(b, Options{URL: "redis://" + r.Addr, Lease: 3 * time.Second}, 16))
 			}
 			eventually(b, "all know each other", func() bool { return replicas[0].store.Replicas() == n && replicas[n-1].store.Replicas() == n })
 			time.Sleep(7 * time.Second) // those who came ask for snapshots until two leases later

@@ -95,10 +95,10 @@ func TestNoticesWithoutRedis(t *testing.T) {
 	a, b := join(t, redisURL(s), 1), join(t, redisURL(s), 1)
 	a.sharing(t)
 	received := b.sharing(t)
-	s.kill()
+	s.Kill()
 	for i := range 3 * noticesWaiting {
 		a.store.PublishNotice(attempt(i))
 	}
-	s.start()
+	s.Start()
 	until(t, a, received, 1_000_000)
 }

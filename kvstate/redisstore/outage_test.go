@@ -104,8 +104,8 @@ func cpuTime(t *testing.T) time.Duration {
 
 // outages are the ways in which Redis is lost for a while.
 var outages = map[string]struct{ begin, end func(*server) }{
-	"killed, and back empty":   {(*server).kill, (*server).start},
-	"frozen":                   {func(r *server) { r.signal(syscall.SIGSTOP) }, func(r *server) { r.signal(syscall.SIGCONT) }},
+	"killed, and back empty":   {func(r *server) { r.Kill() }, func(r *server) { r.Start() }},
+	"frozen":                   {func(r *server) { r.Signal(syscall.SIGSTOP) }, func(r *server) { r.Signal(syscall.SIGCONT) }},
 	"refuses writes, is full":  {func(r *server) { r.do("CONFIG", "SET", "maxmemory", "1") }, func(r *server) { r.do("CONFIG", "SET", "maxmemory", "0") }},
 	"emptied":                  {func(r *server) { r.do("FLUSHALL") }, func(*server) {}},
 	"forgets who is connected": {func(r *server) { r.do("CLIENT", "KILL", "TYPE", "normal") }, func(*server) {}},
@@ -156,10 +156,10 @@ func TestLongOutage(t *testing.T) {
 	a, b := join(t, briefly(r), 2), join(t, briefly(r), 2)
 	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "it is known", func() bool { return b.booked(0) == 1 })
-	r.signal(syscall.SIGSTOP)
+	r.Signal(syscall.SIGSTOP)
 	eventually(t, "it is void", func() bool { return b.booked(0) == 0 && b.store.Replicas() == 1 })
 	require.True(t, b.store.Owns(b.pool, b.e(0)) && b.store.Owns(b.pool, b.e(1)))
-	r.signal(syscall.SIGCONT)
+	r.Signal(syscall.SIGCONT)
 	eventually(t, "it is known again", func() bool { return b.booked(0) == 1 && b.store.Replicas() == 2 })
 }
 
@@ -233,7 +233,7 @@ func TestTheAnswerComesWhileTheStreamIsRead(t *testing.T) {
 func TestStartWithoutRedis(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 2)
-	r.kill()
+	r.Kill()
 	began := time.Now()
 	b := apart(t, redisURL(r), 2)
 	require.Error(t, b.store.Join(context.Background(), time.Hour))
@@ -244,7 +244,7 @@ func TestStartWithoutRedis(t *testing.T) {
 	b.run()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
-	r.start()
+	r.Start()
 	eventually(t, "they have found each other", func() bool {
 		return b.hit(0, hashes) == 20 && a.store.Replicas() == 2 && b.store.Replicas() == 2
 	})
@@ -257,12 +257,12 @@ func TestMoreThanTheOutboxHolds(t *testing.T) {
 	}
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
-	r.kill()
+	r.Kill()
 	n := maxOutbox/8/1000 + 100
 	for i := range n {
 		a.state.Routed(a.pool, a.e(i%2), prompt(i, 1000))
 	}
-	r.start()
+	r.Start()
 	eventually(t, "all is known", func() bool {
 		return b.hit(0, prompt(0, 1000)) == 1000 && b.hit((n-1)%2, prompt(n-1, 1000)) == 1000
 	})
@@ -348,13 +348,13 @@ func TestSecretsAreEverybodys(t *testing.T) {
 	inStep()
 	require.Equal(t, ofB, ofA, "an emptied Redis gets the same one back")
 
-	r.kill()
+	r.Kill()
 	c := apart(t, redisURL(r), 1)
 	kc, err := c.store.Secrets(ctx, keep(&ofC))
 	require.NoError(t, err)
 	own := ofC.seal
 	require.NotEqual(t, ofA.seal, own, "made while Redis was away")
-	r.start()
+	r.Start()
 	eventually(t, "redis is back", func() bool { return ka.sync(ctx) == nil && kc.sync(ctx) == nil })
 	require.Equal(t, ring{ofA.seal, [][32]byte{own}}, ofC)
 	client := r.client()

@@ -5,20 +5,15 @@ import (
 	"encoding/binary"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
-	"os/exec"
-	"slices"
-	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
-	"tandem/e2e/loopback"
+	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 )
 
@@ -29,71 +24,17 @@ func TestMain(m *testing.M) {
 
 // server is a redis-server of the test's own.
 type server struct {
-	t    testing.TB
-	addr string
-	dir  string
-	args []string
-	cmd  *exec.Cmd
-}
-
-// program finds redis-server. Tests that need it skip without, unless TANDEM_REQUIRE_TOOLS is set.
-func program(t testing.TB) string {
-	t.Helper()
-	path := os.Getenv("REDIS_SERVER")
-	if path == "" {
-		path = "redis-server"
-	}
-	path, err := exec.LookPath(path)
-	if err == nil {
-		return path
-	}
-	if os.Getenv("TANDEM_REQUIRE_TOOLS") != "" {
-		t.Fatal("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
-	}
-	t.Skip("redis-server is missing: run scripts/tools.sh, or set REDIS_SERVER")
-	return ""
+	*redisserver.Server
+	t testing.TB
 }
 
 func startRedis(t testing.TB, args ...string) *server {
 	t.Helper()
-	s := &server{t: t, addr: loopback.Addresses(t, 1)[0], dir: t.TempDir(), args: args}
-	s.start()
-	t.Cleanup(s.kill)
-	return s
+	return &server{redisserver.New(t, args...), t}
 }
-
-func (s *server) start() {
-	s.t.Helper()
-	_, port, err := net.SplitHostPort(s.addr)
-	require.NoError(s.t, err)
-	args := append(s.args, "--bind", "127.0.0.1", "--port", port, "--dir", s.dir) // a configuration file comes first
-	if !slices.Contains(args, "--sentinel") {
-		args = append(args, "--save", "", "--appendonly", "no")
-	}
-	s.cmd = exec.Command(program(s.t), args...)
-	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	require.NoError(s.t, s.cmd.Start())
-	c := s.client()
-	defer c.Close()
-	require.Eventually(s.t, func() bool { return !refused(c.Ping(context.Background()).Err()) }, 30*time.Second, 5*time.Millisecond)
-}
-
-func refused(err error) bool {
-	return err != nil && strings.Contains(err.Error(), "connection refused")
-}
-
-func (s *server) kill() {
-	if s.cmd != nil {
-		_ = s.cmd.Process.Kill()
-		_ = s.cmd.Wait()
-		s.cmd = nil
-	}
-}
-
-func (s *server) signal(sig os.Signal) { require.NoError(s.t, s.cmd.Process.Signal(sig)) }
 
 func (s *server) client() *redis.Client {
-	return redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1, DialTimeout: patience, ReadTimeout: patience, WriteTimeout: patience})
+	return redis.NewClient(&redis.Options{Addr: s.Addr, MaxRetries: -1, DialTimeout: patience, ReadTimeout: patience, WriteTimeout: patience})
 }
 
 func (s *server) do(args ...any) {
@@ -255,7 +196,7 @@ func eventually(t testing.TB, what string, f func() bool) time.Duration {
 	return time.Since(began)
 }
 
-func redisURL(s *server) Options { return Options{URL: "redis://" + s.addr + "/0"} }
+func redisURL(s *server) Options { return Options{URL: "redis://" + s.Addr + "/0"} }
 
 // briefly is redisURL with a lease that a test can wait for.
-func briefly(s *server) Options { return Options{URL: "redis://" + s.addr + "/0", Lease: brief} }
+func briefly(s *server) Options { return Options{URL: "redis://" + s.Addr + "/0", Lease: brief} }

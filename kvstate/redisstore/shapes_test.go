@@ -77,7 +77,7 @@ func startCluster(t *testing.T, replicas int) []*server {
 		n.do("CLUSTER", "SET-CONFIG-EPOCH", i+1)
 	}
 	for i, n := range nodes[1:] {
-		_, port, err := net.SplitHostPort(n.addr)
+		_, port, err := net.SplitHostPort(n.Addr)
 		require.NoError(t, err)
 		nodes[0].do("CLUSTER", "MEET", "127.0.0.1", port, buses[i+1])
 	}
@@ -105,16 +105,16 @@ func startCluster(t *testing.T, replicas int) []*server {
 
 func TestCluster(t *testing.T) {
 	nodes := startCluster(t, 0)
-	o := Options{URL: "redis://" + nodes[0].addr, Nodes: []string{nodes[1].addr, nodes[2].addr}}
+	o := Options{URL: "redis://" + nodes[0].Addr, Nodes: []string{nodes[1].Addr, nodes[2].Addr}}
 	agree(t, o)
 	// One node suffices to find the others.
-	agree(t, Options{URL: "redis://" + nodes[1].addr, Cluster: true, KeyPrefix: "another"})
+	agree(t, Options{URL: "redis://" + nodes[1].Addr, Cluster: true, KeyPrefix: "another"})
 }
 
 // A master of a Cluster dies and its replica takes over: what was told meanwhile is told after.
 func TestClusterFailover(t *testing.T) {
 	nodes := startCluster(t, 3)
-	o := Options{URL: "redis://" + nodes[0].addr, Cluster: true, Lease: time.Second}
+	o := Options{URL: "redis://" + nodes[0].Addr, Cluster: true, Lease: time.Second}
 	for _, n := range nodes[3:] {
 		c := n.client()
 		eventually(t, "replicas follow their masters", func() bool {
@@ -130,7 +130,7 @@ func TestClusterFailover(t *testing.T) {
 	if owner == nodes[0] {
 		t.Log("the pool lies on the node that is asked for the others")
 	}
-	owner.kill()
+	owner.Kill()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
 	require.True(t, a.state.Consume([16]byte{1}))
@@ -142,7 +142,7 @@ func TestClusterFailover(t *testing.T) {
 // Sentinels say which server is the master, and find another when it dies.
 func TestSentinel(t *testing.T) {
 	master := startRedis(t)
-	host, port, err := net.SplitHostPort(master.addr)
+	host, port, err := net.SplitHostPort(master.Addr)
 	require.NoError(t, err)
 	follower := startRedis(t, "--replicaof", host+" "+port)
 	var sentinels []*server
@@ -160,9 +160,9 @@ func TestSentinel(t *testing.T) {
 		})
 		_ = c.Close()
 	}
-	o := Options{URL: "redis://" + sentinels[0].addr, Nodes: []string{sentinels[1].addr, sentinels[2].addr}, SentinelMaster: "shared", Lease: time.Second}
+	o := Options{URL: "redis://" + sentinels[0].Addr, Nodes: []string{sentinels[1].Addr, sentinels[2].Addr}, SentinelMaster: "shared", Lease: time.Second}
 	a, b := agree(t, o)
-	master.kill()
+	master.Kill()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
 	require.True(t, a.state.Consume([16]byte{1, 1}))

@@ -219,8 +219,8 @@ func TestSpendingDoesNotWaitForAFrozenRedis(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 1)
 	require.True(t, a.state.Consume([16]byte{0}))
-	r.signal(syscall.SIGSTOP)
-	defer r.signal(syscall.SIGCONT)
+	r.Signal(syscall.SIGSTOP)
+	defer r.Signal(syscall.SIGCONT)
 	var all, worst time.Duration
 	for i := range 200 {
 		began := time.Now()
