@@ -71,7 +71,7 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    139,
+	"cmd/tandem":    136,
 	"envoy-configs": 32,
 	"extproc":       63,
 	"status":        3,

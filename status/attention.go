@@ -57,6 +57,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		add(true, "howto/xds.md", "Envoys send this replica no requests: they can have 16 replicas "+
 			"(envoy.replicas: redis), and there are more.")
 	}
+	files(s, add)
 	otherReplicas(s, add)
 	if s.Failures > 0 {
 		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute.",

@@ -41,7 +41,20 @@ func TestAttention(t *testing.T) {
 		recent []telemetry.Trace
 		want   []Notice
 	}{
-		"well":          {},
+		"well": {},
+		"a refused file": {change: func(s *Status) {
+			file := File{Refused: "tandem.yaml:\npools[0].kvTransfer: no such dialect\npools: one more.", Since: now.Add(-3 * time.Minute)}
+			s.Replicas = []Replica{{Redis: true, Ready: true, File: file}, {Name: "t2", Redis: true, Ready: true, File: File{Restart: []string{"admin.listen"}}}}
+		}, want: []Notice{
+			{true, "This replica refused its configuration file (3 min ago) and goes on with the one before; it would not start with this one: " +
+				"tandem.yaml: pools[0].kvTransfer: no such dialect; pools: one more.", "operations.md#change-without-restart"},
+			{false, "Replica t2 has not taken up these changes of its configuration file, since they take a restart: admin.listen.", "operations.md#change-without-restart"}}},
+		"an old bootstrap": {change: func(s *Status) {
+			s.Replicas = []Replica{{File: File{Bootstrap: []string{"https"}, Outdated: now.Add(-time.Minute)}}, {Redis: true, Ready: true,
+				File: File{Bootstrap: []string{"https"}, Outdated: now.Add(-2 * time.Hour)}}}
+		}, want: []Notice{
+			{true, "The pools need parts that a bootstrap of Envoy from before the last change lacks (1 min ago): https. " +
+				"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.", "operations.md#change-without-restart"}}},
 		"few alone":     {recent: requests(9, alone)},
 		"few are split": {recent: slices.Concat(requests(20, alone), requests(1, split), requests(30, alone))},
 		"prefill idles": {recent: append(requests(20, alone), requests(3, telemetry.Trace{Route: "pass_through"})...), want: []Notice{

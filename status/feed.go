@@ -46,6 +46,7 @@ type Replica struct {
 	Redis        bool      `json:"redis"` // it uses Redis
 	NoSlot       bool      `json:"no_slot,omitempty"`
 	Config       string    `json:"config,omitempty"` // a fingerprint of its pools' configuration
+	File         File      `json:"file,omitzero"`
 	Reservations int       `json:"reservations"`
 }
 
@@ -147,7 +148,7 @@ type Source struct {
 	Totals   func() telemetry.Totals
 	Recent   func(n int) []telemetry.Trace
 	Ready    func() bool
-	Config   func() string // a fingerprint of the pools' configuration; nil: not known
+	Config   func() File // nil: not known
 	Sharing  func() Sharing
 	Envoys   func() []Envoy     // nil: none
 	Replicas *operator.Operator // nil: there is no Redis

@@ -38,6 +38,7 @@ type report struct {
 	Started      time.Time         `json:"started"`
 	Ready        bool              `json:"ready"`
 	Config       string            `json:"config,omitempty"` // a fingerprint of the pools' configuration
+	File         File              `json:"file,omitzero"`
 	Sharing      Sharing           `json:"sharing"`
 	Reservations int               `json:"reservations"`
 	Envoys       []Envoy           `json:"envoys,omitempty"`
@@ -72,7 +73,8 @@ func (f *Feed) report(q question) report {
 	}
 	out.Version, out.Started, out.Ready = f.source.Version, f.started, f.source.Ready()
 	if f.source.Config != nil {
-		out.Config = f.source.Config()
+		out.File = f.source.Config()
+		out.Config = out.File.Fingerprint
 	}
 	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Reservations()
 	for _, p := range f.source.State.Pools() {
@@ -190,7 +192,7 @@ func merge(got answers, now time.Time) Status {
 		r := &reports[i]
 		s.Replicas = append(s.Replicas, Replica{
 			Name: r.Name, Version: r.Version, Started: r.Started, Ready: r.Ready,
-			Redis: r.Sharing.Up, NoSlot: r.Sharing.NoSlot, Reservations: r.Reservations, Config: r.Config,
+			Redis: r.Sharing.Up, NoSlot: r.Sharing.NoSlot, Reservations: r.Reservations, Config: r.Config, File: r.File,
 		})
 		s.Reservations += r.Reservations
 		for j := range r.Pools {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -27,12 +28,13 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
-	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeState(w, fleet.state) })
+	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, status.State(fleet.state)) })
 	mux.Handle("GET /debug/requests", page)
 	mux.HandleFunc("GET /debug/explain", func(w http.ResponseWriter, r *http.Request) {
-		tokens, err := strconv.ParseInt(r.URL.Query().Get("tokens"), 10, 64)
+		tokens, err := strconv.ParseInt(cmp.Or(r.URL.Query().Get("tokens"), "1000"), 10, 64)
 		if err != nil || tokens < 1 {
-			tokens = 1000
+			http.Error(w, "tokens is the length of the prompt: 1 or more", http.StatusBadRequest)
+			return
 		}
 		e, err := server.Explain(r.URL.Query().Get("pool"), tokens)
 		if err != nil {

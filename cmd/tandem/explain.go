@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"io"
 	"net/url"
 	"strconv"
@@ -25,6 +26,14 @@ func newExplain() *cobra.Command {
 			"With REQUEST_ID (x-request-id of the answer, or from tandem requests) show what was decided about that request:\n" +
 			"one of the latest 256 of each replica. Prices are kept of ten decisions a second at most.",
 		RunE: func(c *cobra.Command, args []string) error {
+			for _, flag := range []string{"pool", "tokens"} {
+				if len(args) == 1 && c.Flags().Changed(flag) {
+					return fmt.Errorf("--%s is for a prompt of now: it does not go with the id of a request", flag)
+				}
+			}
+			if tokens < 1 {
+				return fmt.Errorf("--tokens: a prompt has 1 token or more, not %d", tokens)
+			}
 			if len(args) == 1 {
 				var found []telemetry.Trace
 				return a.query(c, "/debug/requests?"+url.Values{"id": args}.Encode(), &found,

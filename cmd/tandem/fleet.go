@@ -5,10 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
 	"slices"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/proto"
@@ -28,6 +26,7 @@ import (
 	"tandem/kvstate/scrape"
 	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status"
 )
 
 // fleet is the state and who keeps it up to date.
@@ -36,8 +35,8 @@ type fleet struct {
 	pools   *poolSources
 	sources []source          // of pools that are discovered; they stay as they are until a restart
 	synced  []<-chan struct{} // closed when a source that takes its time has written its pool
-	config  atomic.Value      // string: a fingerprint of the pools' configuration
-	joined  chan struct{}     // closed when all have, and what other replicas know was taken in
+	config  atomic.Pointer[status.File]
+	joined  chan struct{} // closed when all have, and what other replicas know was taken in
 
 	discovered map[string]*configv1.Discovery
 	prober     *discovery.Prober
@@ -79,7 +78,7 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 		return nil, err
 	}
 	f.pools.set(ctx, next)
-	f.config.Store(config.Fingerprint(cfg))
+	f.config.Store(&status.File{Fingerprint: config.Fingerprint(cfg)})
 	f.prober = discovery.NewProber(f.state, log)
 	if f.store, err = newStore(cfg.GetState().GetRedis(), f.state, log); err != nil {
 		return nil, err
@@ -175,85 +174,16 @@ func (f *fleet) sameDiscovery(cfg *configv1.Config) error {
 
 // keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
 func (f *fleet) keep(cfg *configv1.Config, policies map[string]extproc.Policy) {
-	f.config.Store(config.Fingerprint(cfg))
+	f.note(func(now *status.File) { now.Fingerprint = config.Fingerprint(cfg) })
 	f.peers.set(cfg, policies)
 	f.events.SetPools(config.EventSources(cfg))
 }
 
-// said is what an engine says about itself, as shown.
-type said struct {
-	Running  int64   `json:"running"` // -1 here and below: it does not say
-	Waiting  int64   `json:"waiting"`
-	External int64   `json:"external"` // of those, load that did not come through Tandem
-	KVUsage  float64 `json:"kv_usage"`
-	KVTokens int64   `json:"kv_tokens"`
-	Age      float64 `json:"age_seconds"`  // of the oldest of these
-	News     float64 `json:"news_seconds"` // of the newest, which may have come with an answer
-	Trust    float64 `json:"trust"`
-}
-
-func engineSaid(g *kvstate.Signals) *said {
-	if g == nil {
-		return nil
-	}
-	now := time.Now()
-	return &said{g.Running, g.Waiting, g.External, g.KVUsage, g.KVTokens, g.Age(now).Seconds(), now.Sub(g.At).Seconds(), g.Trust(now)}
-}
-
-// writeState shows pools and endpoints as JSON, for people and tests.
-func writeState(w http.ResponseWriter, state *kvstate.State) {
-	type endpoint struct {
-		Name     string `json:"name"`
-		Address  string `json:"address"`
-		Role     string `json:"role"`
-		Group    string `json:"group,omitempty"`
-		Zone     string `json:"zone,omitempty"`
-		Node     string `json:"node,omitempty"`
-		LoRAs    string `json:"loras,omitempty"`
-		Labels   string `json:"labels,omitempty"`
-		Failed   bool   `json:"failed"`
-		Paused   bool   `json:"paused"`
-		Draining bool   `json:"draining,omitempty"` // its pod is on its way out
-		Weight   int    `json:"weight"`
-		Requests int64  `json:"requests"`
-		Tokens   int64  `json:"prompt_tokens"`
-		Others   int64  `json:"remote_requests,omitempty"` // booked by other replicas
-		Engine   *said  `json:"engine,omitempty"`
-
-		// What KV loads it is left out of because they failed: as prefill by these decode endpoints, or this part of every pair.
-		UnloadableBy []string `json:"unloadable_by,omitempty"`
-		NoPairs      string   `json:"no_pairs,omitempty"`
-	}
-	type pool struct {
-		Name      string     `json:"name"`
-		Models    []string   `json:"models"`
-		Blocks    int        `json:"blocks"` // in the prefix index
-		Paused    bool       `json:"paused"`
-		Endpoints []endpoint `json:"endpoints"`
-	}
-	out := struct {
-		Reservations int    `json:"reservations"`
-		Pools        []pool `json:"pools"`
-	}{Reservations: state.Reservations()}
-	for _, p := range state.Pools() {
-		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Paused: p.Paused(), Blocks: p.Blocks()}
-		for _, e := range p.Endpoints() {
-			requests, tokens := e.Load()
-			others := e.RemoteLoad().Requests
-			one := endpoint{
-				e.Name, e.Addr, e.Role.String(), e.Group, e.Zone, e.Node, e.LoRAs, e.Labels, e.Failed(), e.Paused(), e.Draining, e.Weight(), requests, tokens, others, engineSaid(e.Signals()),
-				nil, "",
-			}
-			if f := e.LoadFaults(); f != nil {
-				if one.UnloadableBy = f.Decodes; f.Parts != 0 {
-					one.NoPairs = f.Parts.String()
-				}
-			}
-			shown.Endpoints = append(shown.Endpoints, one)
-		}
-		out.Pools = append(out.Pools, shown)
-	}
-	writeJSON(w, out)
+// note changes what is shown of the configuration file. Only the reloader calls it.
+func (f *fleet) note(change func(*status.File)) {
+	next := *f.config.Load()
+	change(&next)
+	f.config.Store(&next)
 }
 
 // serverOptions are those of the configuration, and what runs.

@@ -14,6 +14,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -47,6 +48,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	root.SetVersionTemplate("tandem {{.Version}}\n")
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
+		var bad *pflag.InvalidValueError
+		if errors.As(err, &bad) && strings.HasPrefix(bad.GetFlag().Value.Type(), "int") {
+			err = fmt.Errorf("--%s: %q is not a whole number", bad.GetFlag().Name, bad.GetValue())
+		}
 		return fmt.Errorf("%w (%s --help lists the flags)", err, c.CommandPath())
 	})
 	root.AddGroup(&cobra.Group{ID: "run", Title: "Run:"}, &cobra.Group{ID: "watch", Title: "Look at a running replica:"},

@@ -24,6 +24,7 @@ import (
 	"tandem/internal/xds"
 	"tandem/kvstate/membership"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status"
 )
 
 // reloadEvery is how often the files are looked at. A change counts when they have been the same twice in a row: who
@@ -153,10 +154,19 @@ func (r *reloader) reload(ctx context.Context) ([]config.Change, error) {
 	if err != nil {
 		r.reloads.WithLabelValues("refused").Inc()
 		r.log.Error("configuration not reloaded, the one in force stays", "file", r.file, "err", err)
+		r.fleet.note(func(f *status.File) { f.Refused, f.Since = err.Error(), time.Now() })
 		return nil, err
 	}
 	r.reloads.WithLabelValues("applied").Inc()
 	r.last.SetToCurrentTime()
+	r.fleet.note(func(f *status.File) {
+		f.Refused, f.Restart = "", nil
+		for _, c := range changes {
+			if !c.Live {
+				f.Restart = append(f.Restart, c.Path)
+			}
+		}
+	})
 	return changes, nil
 }
 
@@ -199,6 +209,7 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	r.say(changes, keys.ID() != live.Keys.ID())
 	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
 		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
+		r.fleet.note(func(f *status.File) { f.Bootstrap, f.Outdated = missing, time.Now() })
 	}
 	if err := r.serveEnvoys(inForce); err != nil {
 		return nil, err

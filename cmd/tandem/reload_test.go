@@ -79,6 +79,7 @@ func TestReload(t *testing.T) {
 	require.ErrorContains(t, err, "pools[0].kvTransfer")
 	require.Equal(t, before, r.server.Settings().Keys.ID())
 	require.NotNil(t, r.fleet.state.Pool("c"), "what is not valid changes nothing")
+	require.Contains(t, r.fleet.config.Load().Refused, "pools[0].kvTransfer", "operators see it")
 
 	require.NoError(t, os.WriteFile(r.key, []byte("no key\n"), 0o600))
 	r.write(twoPools)
@@ -92,6 +93,8 @@ func TestReload(t *testing.T) {
 	require.NoError(t, err)
 	require.NotEqual(t, before, r.server.Settings().Keys.ID())
 	require.Contains(t, r.said.String(), "paths=[admin.listen]")
+	require.Empty(t, r.fleet.config.Load().Refused)
+	require.Equal(t, []string{"admin.listen"}, r.fleet.config.Load().Restart)
 	n := strings.Count(r.said.String(), "take a restart")
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)

@@ -179,7 +179,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	}
 	feed := status.NewFeed(status.Source{
 		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
-		Sharing: fleet.sharing, Envoys: envoysOf(envoys), Config: func() string { return fleet.config.Load().(string) }, //nolint:forcetypeassert // newFleet stores one
+		Sharing: fleet.sharing, Envoys: envoysOf(envoys), Config: func() status.File { return *fleet.config.Load() },
 	})
 	gateway, err := gatewayextension.New(cfg, keep, registry, log)
 	if err != nil {

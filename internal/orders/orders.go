@@ -87,13 +87,34 @@ func answerError(w http.ResponseWriter, status int, message string) {
 	writeJSON(w, map[string]any{"error": map[string]string{"message": message}})
 }
 
-// answerUnknown turns an error of the state into an answer.
-func answerUnknown(w http.ResponseWriter, err error) {
-	status := http.StatusConflict
-	if errors.Is(err, kvstate.ErrUnknown) {
-		status = http.StatusNotFound
+// answerUnknown turns an error of the state into an answer. If the pool does not exist, it names those that do, and if
+// the endpoint does not, the pool's.
+func (o *Orders) answerUnknown(w http.ResponseWriter, pool string, err error) {
+	if !errors.Is(err, kvstate.ErrUnknown) {
+		answerError(w, http.StatusConflict, err.Error())
+		return
 	}
-	answerError(w, status, err.Error())
+	var names []string
+	p := o.State.Pool(pool)
+	if p == nil {
+		for _, other := range o.State.Pools() {
+			names = append(names, other.Spec.Name)
+		}
+	} else {
+		for _, e := range p.Endpoints() {
+			names = append(names, e.DisplayName())
+		}
+	}
+	answerError(w, http.StatusNotFound, fmt.Sprintf("%v; there are: %s", err, listed(names)))
+}
+
+// listed joins names, at most the first few.
+func listed(names []string) string {
+	const shown = 8
+	if len(names) > shown {
+		names = append(names[:shown:shown], fmt.Sprintf("and %d more", len(names)-shown))
+	}
+	return strings.Join(names, ", ")
 }
 
 func (o *Orders) pool(paused bool) http.HandlerFunc {
@@ -101,7 +122,7 @@ func (o *Orders) pool(paused bool) http.HandlerFunc {
 		name := r.PathValue("pool")
 		o.refresh(r.Context())
 		if err := o.State.PausePool(name, paused); err != nil {
-			answerUnknown(w, err)
+			o.answerUnknown(w, r.PathValue("pool"), err)
 			return
 		}
 		h := o.publish(r.Context(), target{Pool: name})
@@ -183,7 +204,7 @@ func (o *Orders) order(
 	o.refresh(r.Context())
 	found, err := o.State.SetOverride(r.PathValue("pool"), r.PathValue("endpoint"), change)
 	if err != nil {
-		answerUnknown(w, err)
+		o.answerUnknown(w, r.PathValue("pool"), err)
 	}
 	return found, err == nil
 }

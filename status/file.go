@@ -1,0 +1,57 @@
+package status
+
+import (
+	"strings"
+	"time"
+)
+
+// File compares a replica's configuration file with what is in force.
+type File struct {
+	Fingerprint string    `json:"-"`                   // of the pools' configuration in force
+	Refused     string    `json:"refused,omitempty"`   // why the file as it is now is not in force; "": it is
+	Since       time.Time `json:"since,omitzero"`      // when it was refused
+	Restart     []string  `json:"restart,omitempty"`   // paths of its settings that take a restart of Tandem
+	Bootstrap   []string  `json:"bootstrap,omitempty"` // what its pools need of a new one
+	Outdated    time.Time `json:"outdated,omitzero"`   // since when they need that
+}
+
+// The age to which a bootstrap is called outdated: Tandem does not see when Envoy gets a new one. And the longest
+// reason that is shown.
+const (
+	outdatedFor = time.Hour
+	maxRefusal  = 600 // bytes
+)
+
+// files adds notices about replicas' configuration files.
+func files(s *Status, add func(bad bool, doc, format string, values ...any)) {
+	for i := range s.Replicas {
+		who := "This replica"
+		if i > 0 {
+			who = "Replica " + s.Replicas[i].Name
+		}
+		s.Replicas[i].File.notices(s.Now, who, add)
+	}
+}
+
+// notices adds what of a replica's file is not in force. who is the replica in a sentence.
+func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format string, values ...any)) {
+	const doc = "operations.md#change-without-restart"
+	if f.Refused != "" {
+		reason := strings.Join(strings.Fields(strings.ReplaceAll(f.Refused, "\n", "; ")), " ")
+		if len(reason) > maxRefusal {
+			reason = strings.ToValidUTF8(reason[:maxRefusal], "") + " ..."
+		}
+		reason = strings.TrimSuffix(strings.ReplaceAll(reason, ":; ", ": "), ".")
+		add(true, doc, "%s refused its configuration file (%s) and goes on with the one before; "+
+			"it would not start with this one: %s.", who, minutesAgo(now.Sub(f.Since)), reason)
+	}
+	if len(f.Restart) > 0 {
+		add(false, doc, "%s has not taken up these changes of its configuration file, since they take a restart: %s.",
+			who, list(f.Restart))
+	}
+	if len(f.Bootstrap) > 0 && now.Sub(f.Outdated) < outdatedFor {
+		add(true, doc, "The pools need parts that a bootstrap of Envoy from before the last change lacks (%s): %s. "+
+			"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.",
+			minutesAgo(now.Sub(f.Outdated)), list(f.Bootstrap))
+	}
+}
