@@ -38,7 +38,6 @@ var larger = map[string]struct {
 	"extproc/kvtransfer: lines":         {5000, "one file for each dialect"},
 	"extproc/openai: files":             {30, "one file for each thing that is read of a body"},
 	"extproc/openai: lines":             {4000, "one file for each thing that is read of a body"},
-	"extproc/telemetry.Metrics: fields": {40, "one field for each metric"},
 	"extproc: files":                    {31, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
 	"extproc: lines":                    {4730, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
 	"internal/enginesim/api: lines":     {3050, "the answers of six APIs, each in its engine's own form"},

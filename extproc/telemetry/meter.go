@@ -29,12 +29,14 @@ var workRoles = [...]string{
 	envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg,
 }
 
-func (m *Metrics) observeWork(h *prometheus.HistogramVec) {
+// workOf returns the observers of all phases of all roles, so that streams need not look them up.
+func workOf(h *prometheus.HistogramVec) (out [len(workRoles)][works]prometheus.Observer) {
 	for i, role := range workRoles {
 		for w, name := range [...]string{"receive", "scan", "decide", "answer"} {
-			m.work[i][w] = h.WithLabelValues(role, name)
+			out[i][w] = h.WithLabelValues(role, name)
 		}
 	}
+	return out
 }
 
 // Meter measures one stream: its phases, and its span if it is traced.
