@@ -18,7 +18,7 @@ const observability = "../deploy/observability/"
 func metricsOfTheCode(t *testing.T) map[string]bool {
 	t.Helper()
 	out := map[string]bool{}
-	for _, top := range []string{"../cmd/tandem", "../extproc", "../kvstate", "../picker", "../status", "../internal/xds", "../internal/gatewayextension"} {
+	for _, top := range []string{"../cmd/tandem", "../extproc", "../kvstate", "../picker", "../status", "../internal/fleetmetrics", "../internal/xds", "../internal/gatewayextension"} {
 		require.NoError(t, filepath.WalkDir(top, func(file string, _ fs.DirEntry, err error) error {
 			if err != nil || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go") {
 				return err

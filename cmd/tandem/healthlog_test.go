@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
@@ -40,7 +42,6 @@ func TestHealthChangesAreToldOnce(t *testing.T) {
 		`level=INFO msg="endpoint is back" endpoint=10.0.0.1:80 role=prefill cause=replica`,
 		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=check`,
 	}, strings.Split(strings.TrimSpace(text.String()), "\n"))
-	r := newRegistry()
-	r.MustRegister(h.changes)
-	require.InDelta(t, 1, values(t, r)["tandem_endpoint_health_changes_total time_limit 10.0.0.1:80 out"], 0)
+	out := prometheus.Labels{"endpoint": "10.0.0.1:80", "to": "out", "cause": "time_limit"}
+	require.InDelta(t, 1, testutil.ToFloat64(h.changes.With(out)), 0)
 }

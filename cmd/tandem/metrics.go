@@ -6,12 +6,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
+	"tandem/internal/fleetmetrics"
 	"tandem/internal/memory"
 )
 
-// newRegistry is where every part registers what it counts: extproc by itself, and what lives under kvstate, which knows no
-// Prometheus, by a function beside its wiring here that reads its Stats. Names are tandem_<part>_<what>_<unit>[_total], labels
-// bounded; docs/operations.md has a row for each (a test holds it to that).
+// newRegistry returns the registry of all metrics. extproc registers its own, internal/fleetmetrics those of kvstate. Names
+// are tandem_<part>_<what>_<unit>[_total], labels bounded; docs/operations.md has a row for each (a test requires it).
 func newRegistry() *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -35,11 +35,11 @@ func registerMemory(r prometheus.Registerer, b *memory.Budget) {
 
 // register adds what the fleet knows of engines, replicas and Redis.
 func (f *fleet) register(r prometheus.Registerer) {
-	r.MustRegister(newSignals(f.state, f.scraper), newIndexMetrics(f.state, f.events), f.health.changes)
+	r.MustRegister(fleetmetrics.Signals(f.state, f.scraper), fleetmetrics.Index(f.state, f.events), f.health.changes)
 	if f.store != nil {
-		registerStore(r, f.store, &f.noSlot)
+		fleetmetrics.RegisterRedis(r, f.store, &f.noSlot)
 	}
 	if f.board != nil {
-		registerNotices(r, f.board)
+		fleetmetrics.RegisterNotices(r, f.board)
 	}
 }

@@ -24,7 +24,6 @@ type reloading struct {
 	t           *testing.T
 	fleet       *fleet
 	said        bytes.Buffer
-	registry    *prometheus.Registry
 	config, key string
 }
 
@@ -47,10 +46,10 @@ func startReloading(t *testing.T) *reloading {
 	require.NoError(t, err)
 	options, err := serverOptions(cfg, r.fleet, log)
 	require.NoError(t, err)
-	r.registry = prometheus.NewRegistry()
-	envoys, err := newXDS(cfg, r.registry, log)
+	registry := prometheus.NewRegistry()
+	envoys, err := newXDS(cfg, registry, log)
 	require.NoError(t, err)
-	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(r.registry, r.fleet.state)), envoys, nil, r.registry, log)
+	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(registry, r.fleet.state)), envoys, nil, registry, log)
 	return r
 }
 

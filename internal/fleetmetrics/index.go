@@ -1,4 +1,4 @@
-package main
+package fleetmetrics
 
 import (
 	"strconv"
@@ -9,7 +9,7 @@ import (
 	"tandem/kvstate/kvevents"
 )
 
-// indexMetrics show the prefix index and the KV events that fill it. They are read when somebody asks.
+// indexMetrics are read when they are scraped.
 type indexMetrics struct {
 	state  *kvstate.State
 	events *kvevents.Collector
@@ -20,6 +20,11 @@ type indexMetrics struct {
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
 }
 
+// Index returns the collector of the prefix index and the KV events that fill it.
+func Index(state *kvstate.State, events *kvevents.Collector) prometheus.Collector {
+	return newIndexMetrics(state, events)
+}
+
 func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMetrics {
 	pool := func(name, help string) *prometheus.Desc { return prometheus.NewDesc(name, help, []string{"pool"}, nil) }
 	feed := func(name, help string) *prometheus.Desc {
@@ -27,20 +32,30 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 	}
 	return &indexMetrics{
 		state: state, events: events,
-		blocks:    pool("tandem_index_blocks", "Different blocks in the prefix index."),
-		entries:   pool("tandem_index_entries", "Blocks in the prefix index, counted once for each endpoint that holds them."),
-		prompts:   pool("tandem_index_prompts", "Prompts whose tokens are known, so that they can be matched with KV events."),
-		connected: feed("tandem_kv_events_connected", "1 while the KV events of an endpoint's publisher reach this replica, by itself or from the replica that the publisher connected to."),
-		forwarded: feed("tandem_kv_events_forwarded_total", "Batches that came from the replica that the publisher connected to."),
-		lag:       feed("tandem_kv_events_lag_seconds", "From the engine's clock to the index, of the last batch of KV events that came as it was published."),
-		held:      feed("tandem_kv_events_blocks", "Blocks that the engine holds, as it reports."),
-		orphans:   feed("tandem_kv_events_orphan_blocks", "Blocks that the engine holds and that no known prefix leads to: one before them was lost or evicted."),
-		batches:   feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
-		gaps:      feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
-		lost:      feed("tandem_kv_events_lost_total", "Times that batches could not be had again or read, and all that was known of the engine's cache was forgotten."),
-		restarts:  feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its batches' numbers show."),
-		bad:       feed("tandem_kv_events_malformed_total", "Messages that were no batch of KV events."),
-		unusable:  feed("tandem_kv_events_unusable_total", "Blocks stored by the engine that the index could not take."),
+		blocks: pool("tandem_index_blocks", "Different blocks in the prefix index."),
+		entries: pool("tandem_index_entries",
+			"Blocks in the prefix index, counted once for each endpoint that holds them."),
+		prompts: pool("tandem_index_prompts",
+			"Prompts whose tokens are known, so that they can be matched with KV events."),
+		connected: feed("tandem_kv_events_connected",
+			"1 while the KV events of an endpoint's publisher reach this replica, by itself or from the replica that "+
+				"the publisher connected to."),
+		forwarded: feed("tandem_kv_events_forwarded_total",
+			"Batches that came from the replica that the publisher connected to."),
+		lag: feed("tandem_kv_events_lag_seconds",
+			"From the engine's clock to the index, of the last batch of KV events that came as it was published."),
+		held: feed("tandem_kv_events_blocks", "Blocks that the engine holds, as it reports."),
+		orphans: feed("tandem_kv_events_orphan_blocks",
+			"Blocks that the engine holds and that no known prefix leads to: one before them was lost or evicted."),
+		batches: feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
+		gaps:    feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
+		lost: feed("tandem_kv_events_lost_total",
+			"Times that batches could not be had again or read, and all that was known of the engine's cache was "+
+				"forgotten."),
+		restarts: feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its batches' numbers show."),
+		bad:      feed("tandem_kv_events_malformed_total", "Messages that were no batch of KV events."),
+		unusable: feed("tandem_kv_events_unusable_total",
+			"Blocks stored by the engine that the index could not take."),
 	}
 }
 
@@ -78,7 +93,9 @@ func (m *indexMetrics) feed(out chan<- prometheus.Metric, s *kvevents.Stats) {
 	counter(m.unusable, s.Feed.Unusable)
 }
 
-func send(out chan<- prometheus.Metric, d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
+func send(
+	out chan<- prometheus.Metric, d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string,
+) {
 	out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
 }
 

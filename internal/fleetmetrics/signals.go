@@ -1,4 +1,6 @@
-package main
+// Package fleetmetrics shows what the packages under kvstate count as Prometheus metrics: they do not know Prometheus.
+// docs/operations.md has a row for each metric.
+package fleetmetrics
 
 import (
 	"time"
@@ -9,7 +11,7 @@ import (
 	"tandem/kvstate/scrape"
 )
 
-// signals shows what engines say about their load as gauges: what a decision was made from, and how old it was.
+// signals are what decisions are made from, and how old it is.
 type signals struct {
 	state                                           *kvstate.State
 	scraper                                         *scrape.Scraper
@@ -17,31 +19,45 @@ type signals struct {
 	bandwidth, tokenBytes, output, perToken         *prometheus.Desc
 }
 
-func newSignals(state *kvstate.State, scraper *scrape.Scraper) *signals {
+// Signals returns the collector of the load that engines report.
+func Signals(state *kvstate.State, scraper *scrape.Scraper) prometheus.Collector {
 	gauge := func(name, help string) *prometheus.Desc {
 		return prometheus.NewDesc(name, help, []string{"pool", "endpoint"}, nil)
 	}
 	return &signals{
-		state:      state,
-		scraper:    scraper,
-		scrapes:    prometheus.NewDesc("tandem_scrapes_total", "Times that this replica asked an engine for its metrics, by result (ok, failed).", []string{"result"}, nil),
-		running:    gauge("tandem_engine_running", "Running requests, as the engine reports them. Absent: not reported."),
-		waiting:    gauge("tandem_engine_waiting", "Waiting requests, as the engine reports them. Absent: not reported."),
-		external:   gauge("tandem_engine_requests_external", "Running and waiting requests that no replica booked, in two scrapes: load that did not come through Tandem. Absent: not reported."),
-		usage:      gauge("tandem_engine_kv_usage", "Share of the KV cache in use, 0 to 1, as the engine reports it. Absent: not reported."),
-		bandwidth:  gauge("tandem_engine_transfer_bytes_per_second", "Rate of KV transfers to the endpoint, learned from its engine's counters. Absent: not learned."),
-		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token", "KV bytes of a token, learned from the engines' counters of transfers. Absent: not learned.", []string{"pool"}, nil),
+		state:   state,
+		scraper: scraper,
+		scrapes: prometheus.NewDesc("tandem_scrapes_total",
+			"Times that this replica asked an engine for its metrics, by result (ok, "+
+				"failed).", []string{"result"}, nil),
+		running: gauge("tandem_engine_running",
+			"Running requests, as the engine reports them. Absent: not reported."),
+		waiting: gauge("tandem_engine_waiting",
+			"Waiting requests, as the engine reports them. Absent: not reported."),
+		external: gauge("tandem_engine_requests_external",
+			"Running and waiting requests that no replica booked, in two scrapes: load that did not come through "+
+				"Tandem. Absent: not reported."),
+		usage: gauge("tandem_engine_kv_usage",
+			"Share of the KV cache in use, 0 to 1, as the engine reports it. Absent: not reported."),
+		bandwidth: gauge("tandem_engine_transfer_bytes_per_second",
+			"Rate of KV transfers to the endpoint, learned from its engine's counters. Absent: not learned."),
+		tokenBytes: prometheus.NewDesc("tandem_kv_bytes_per_token",
+			"KV bytes of a token, learned from the engines' counters of transfers. Absent: not "+
+				"learned.", []string{"pool"}, nil),
 		output: gauge("tandem_engine_output_tokens_total",
 			"Tokens that the engine has written since it started, as it reports them. Absent: not reported."),
 		perToken: gauge("tandem_engine_inter_token_seconds",
 			"Time between two tokens of an answer: sum and count since the engine started. Absent: not reported."),
-		age: gauge("tandem_engine_signals_age_seconds", "Age of the oldest figure that the engine has reported. Absent: none yet."),
+		age: gauge("tandem_engine_signals_age_seconds",
+			"Age of the oldest figure that the engine has reported. Absent: none yet."),
 	}
 }
 
 // Describe implements [prometheus.Collector].
 func (s *signals) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.running, s.waiting, s.external, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes, s.output, s.perToken} {
+	for _, d := range []*prometheus.Desc{
+		s.running, s.waiting, s.external, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes, s.output, s.perToken,
+	} {
 		out <- d
 	}
 }
@@ -79,7 +95,8 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 				out <- prometheus.MustNewConstMetric(s.output, prometheus.CounterValue, float64(n), p.Spec.Name, e.Addr)
 			}
 			if w := &g.Answers; w.Gaps > 0 {
-				out <- prometheus.MustNewConstSummary(s.perToken, uint64(w.Gaps), w.GapTime.Seconds(), nil, p.Spec.Name, e.Addr)
+				gaps, sum := uint64(w.Gaps), w.GapTime.Seconds()
+				out <- prometheus.MustNewConstSummary(s.perToken, gaps, sum, nil, p.Spec.Name, e.Addr)
 			}
 			show(s.age, max(g.Age(now).Seconds(), 0))
 		}
