@@ -19,7 +19,8 @@
 //	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'buffered: body=buffered' \
 //	    -variant 'patched: bin=/tmp/tandem'
 //
-// So can other routers in their P/D modes (-vllm-router, -sglang-router; `make bench-peers` installs them).
+// So can other routers in their P/D modes (-vllm-router, -sglang-router, -llm-d; `make bench-peers` installs them),
+// with and without an Envoy in front.
 //
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
 //
@@ -88,7 +89,7 @@ type options struct {
 func parse(args []string, stderr io.Writer) (options, error) {
 	o := options{}
 	base := variant{name: "tandem"}
-	var shapes, clients, env, vllm, sglang, fleet, beside string
+	var shapes, clients, env, vllm, sglang, llmd, fleet, beside string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
@@ -123,6 +124,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		"replace what was measured again; go test ./docs -update writes docs/benchmarks.md from it")
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
 	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
+	f.StringVar(&llmd, "llm-d", "", "`directory` with llm-d's epp and pd-sidecar (e2e/bench/llm-d.sh), likewise; they "+
+		"listen on all addresses")
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
 	f.StringVar(&o.envoy, "envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
 	f.StringVar(&o.profiles, "cpuprofile", "",
@@ -130,7 +133,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
-	base.env, o.peers = strings.Fields(env), peersOf(vllm, sglang)
+	base.env, o.peers = strings.Fields(env), peersOf(vllm, sglang, llmd)
 	o.variants = append([]variant{base}, o.variants...)
 	for i := range o.variants {
 		v := &o.variants[i]

@@ -1,46 +1,66 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"text/template"
 
 	"tandem/e2e/process"
 )
 
-// A peer is another router in its P/D mode, over the same simulated engines. It has neither Envoy nor a ticket: its
-// process is everything between client and engines, so its CPU is in the router's column.
+// A peer is another router over the same simulated engines:
 //
 //   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as Tandem.
 //   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak
 //     SGLang: both get one room, D looks P up at P's bootstrap port, and P answers with one token.
+//   - llm-d (built by e2e/bench/llm-d.sh): its endpoint picker behind Envoy's ext_proc, with the Envoy and the scorers
+//     of its own documentation, and its routing sidecar before the decode engine, which makes both hops.
 //
-// A peer serves one model, so there are two processes of each: for the engines that answer at once, and for the paced
-// ones.
+// The first two are a process between client and engines, without Envoy. Each runs a second time behind a plain Envoy
+// with one route to it, for those who have an Envoy in front for TLS and limits. A peer serves one model, so there are
+// two processes of each: for the engines that answer at once, and for the paced ones.
 type peer struct {
 	name, binary string
+	front        bool // behind an Envoy
 	connector    string
 	args         []string
 }
 
-// peersOf returns the peers whose binaries were given.
-func peersOf(vllm, sglang string) (out []peer) {
+// peersOf returns the peers whose binaries were given; llmd is the directory of llm-d's.
+func peersOf(vllm, sglang, llmd string) (out []peer) {
+	add := func(p peer) {
+		out = append(out, p)
+		p.name, p.front = "envoy+"+p.name, true
+		out = append(out, p)
+	}
 	if vllm != "" {
-		out = append(out, peer{"vllm-router", vllm, "nixl",
+		add(peer{"vllm-router", vllm, false, "nixl",
 			[]string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
 	}
 	if sglang != "" {
-		out = append(out, peer{"sglang-router", sglang, "sglang",
+		add(peer{"sglang-router", sglang, false, "sglang",
 			[]string{"launch", "--pd-disaggregation", "--log-level", "error"}})
+	}
+	if llmd != "" {
+		out = append(out, peer{llmdName, llmd, true, "nixl", nil})
 	}
 	return out
 }
 
+const llmdName = "llm-d"
+
+// frontListener is a port of the Envoy in front of a peer.
+type frontListener struct{ Model, Port, Router, Picker string }
+
 // startPeer starts the peer for both kinds of engines.
-func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
+func (l *lab) startPeer(ctx context.Context, o options, bin string, p peer) error {
 	s := &stack{name: p.name, addrs: map[string]string{}}
+	var fronts []frontListener
 	for _, model := range []string{instant, paced} {
 		engines := l.pairs[model]
 		if p.connector != "nixl" {
@@ -49,37 +69,207 @@ func (l *lab) startPeer(ctx context.Context, bin string, p peer) error {
 				return err
 			}
 		}
-		ports, err := process.FreePorts(2)
+		f := frontListener{Model: model}
+		var err error
+		if p.name == llmdName {
+			f.Picker, err = l.startLLMD(ctx, s, p, model, engines)
+		} else {
+			f.Router, err = l.startRouter(ctx, s, p, model, engines)
+		}
 		if err != nil {
 			return err
 		}
-		prefill := []string{"--prefill", "http://" + engines.prefill}
-		if p.connector != "nixl" {
-			prefill = append(prefill, port(engines.bootstrap))
-		}
-		args := append(append([]string{}, p.args...), prefill...)
-		args = append(args, "--decode", "http://"+engines.decode, "--host", "127.0.0.1", "--port", port(ports[0]),
-			"--policy", "round_robin", "--prometheus-port", port(ports[1]))
-		router, err := l.Start(p.name+"-"+model, nil, p.binary, args...)
-		if err != nil {
+		s.addrs[model] = f.Router
+		fronts = append(fronts, f)
+	}
+	if p.front {
+		if err := l.startFront(ctx, o, s, fronts); err != nil {
 			return err
 		}
-		if err := router.Wait(ctx, "http://"+ports[0]+"/health"); err != nil {
-			return err
-		}
-		s.addrs[model] = ports[0]
-		s.routers = append(s.routers, router)
 	}
 	l.stacks = append(l.stacks, s)
 	return nil
 }
 
-// peerVersions returns pip's versions of the environments that the binaries are in.
+// startRouter starts a router of PyPI and returns its address.
+func (l *lab) startRouter(ctx context.Context, s *stack, p peer, model string, engines pair) (string, error) {
+	ports, err := process.FreePorts(2)
+	if err != nil {
+		return "", err
+	}
+	prefill := []string{"--prefill", "http://" + engines.prefill}
+	if p.connector != "nixl" {
+		prefill = append(prefill, port(engines.bootstrap))
+	}
+	args := append(append([]string{}, p.args...), prefill...)
+	args = append(args, "--decode", "http://"+engines.decode, "--host", "127.0.0.1", "--port", port(ports[0]),
+		"--policy", "round_robin", "--prometheus-port", port(ports[1]))
+	router, err := l.Start(p.name+"-"+model, nil, p.binary, args...)
+	if err != nil {
+		return "", err
+	}
+	s.routers = append(s.routers, router)
+	return ports[0], router.Wait(ctx, "http://"+ports[0]+"/health")
+}
+
+// llmdConfig is llm-d's deploy/config/pd-epp-config.yaml with its file discovery, and both hops for every request.
+const llmdConfig = `apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {name: file-discovery, type: file-discovery, parameters: {path: %q}}
+- {type: approx-prefix-cache-producer, parameters: {maxPrefixTokensToMatch: 16384, lruCapacityPerServer: 31250}}
+- {type: prefix-cache-scorer}
+- {type: queue-scorer}
+- {type: prefill-filter}
+- {type: decode-filter}
+- {type: max-score-picker}
+- {type: always-disagg-pd-decider}
+- {type: disagg-profile-handler, parameters: {deciders: {prefill: always-disagg-pd-decider}}}
+schedulingProfiles:
+- name: prefill
+  plugins: [{pluginRef: prefill-filter}, {pluginRef: max-score-picker}, {pluginRef: prefix-cache-scorer, weight: 2},
+    {pluginRef: queue-scorer, weight: 1}]
+- name: decode
+  plugins: [{pluginRef: decode-filter}, {pluginRef: max-score-picker}, {pluginRef: prefix-cache-scorer, weight: 2},
+    {pluginRef: queue-scorer, weight: 1}]
+dataLayer: {discovery: {pluginRef: file-discovery}}
+`
+
+// startLLMD starts llm-d's endpoint picker and sidecar, and returns the picker's address. Both listen on all addresses.
+func (l *lab) startLLMD(ctx context.Context, s *stack, p peer, model string, engines pair) (string, error) {
+	ports, err := process.FreePorts(4)
+	if err != nil {
+		return "", err
+	}
+	sidecar, picker, health, metrics := ports[0], ports[1], ports[2], ports[3]
+	proxy, err := l.Start(p.name+"-sidecar-"+model, nil, filepath.Join(p.binary, "pd-sidecar"), "--secure-proxy=false",
+		"--port", port(sidecar), "--model-server-port", port(engines.decode), "--zap-log-level", "error",
+		"--zap-devel=false")
+	if err != nil {
+		return "", err
+	}
+	s.routers = append(s.routers, proxy)
+	if err := proxy.Wait(ctx, "http://"+sidecar+"/health"); err != nil {
+		return "", err
+	}
+	config := filepath.Join(l.Dir, p.name+"-"+model+".yaml")
+	endpoints := strings.TrimSuffix(config, ".yaml") + "-endpoints.yaml"
+	text := fmt.Sprintf("endpoints:\n"+
+		"- {name: prefill, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: prefill}}\n"+
+		"- {name: decode, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: decode}}\n",
+		port(engines.prefill), port(sidecar))
+	if err := os.WriteFile(endpoints, []byte(text), 0o600); err != nil {
+		return "", err
+	}
+	if err := os.WriteFile(config, fmt.Appendf(nil, llmdConfig, endpoints), 0o600); err != nil {
+		return "", err
+	}
+	epp, err := l.Start(p.name+"-epp-"+model, nil, filepath.Join(p.binary, "epp"), "--config-file", config,
+		"--pool-name", "bench", "--pool-namespace", "bench", "--grpc-port", port(picker), "--grpc-health-port",
+		port(health), "--metrics-port", port(metrics), "--metrics-endpoint-auth=false", "--secure-serving=false",
+		"--tracing=false", "--zap-log-level", "error", "--zap-devel=false")
+	if err != nil {
+		return "", err
+	}
+	s.routers = append(s.routers, epp)
+	return picker, epp.Wait(ctx, "http://"+metrics+"/metrics")
+}
+
+// frontConfig is an Envoy with a listener for each model: with one route to the router, or with llm-d's ext_proc filter
+// as in its docs/discovery.md.
+var frontConfig = template.Must(template.New("front").Funcs(template.FuncMap{"port": port}).Parse(
+	`admin: {address: {socket_address: {address: 127.0.0.1, port_value: {{port .Admin}}}}}
+static_resources:
+  listeners:
+{{- range .Listeners}}
+  - address: {socket_address: {address: 127.0.0.1, port_value: {{port .Port}}}}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: front
+          route_config:
+            virtual_hosts:
+            - name: all
+              domains: ["*"]
+              routes:
+              - match: {prefix: "/"}
+                route: {cluster: {{if .Router}}router-{{.Model}}{{else}}pod{{end}}, timeout: 0s}
+          http_filters:
+{{- if .Picker}}
+          - name: envoy.filters.http.ext_proc
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
+              grpc_service: {envoy_grpc: {cluster_name: picker-{{.Model}}}, timeout: 10s}
+              processing_mode:
+                request_header_mode: SEND
+                response_header_mode: SEND
+                request_body_mode: FULL_DUPLEX_STREAMED
+                response_body_mode: FULL_DUPLEX_STREAMED
+                request_trailer_mode: SEND
+                response_trailer_mode: SEND
+              message_timeout: 600s
+{{- end}}
+          - name: envoy.filters.http.router
+            typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
+{{- end}}
+  clusters:
+  - name: pod
+    type: ORIGINAL_DST
+    lb_policy: CLUSTER_PROVIDED
+    original_dst_lb_config: {use_http_header: true, http_header_name: x-gateway-destination-endpoint}
+    circuit_breakers: &all {thresholds: [{max_connections: 100000, max_pending_requests: 100000, max_requests: 100000}]}
+{{- range .Listeners}}
+  - name: {{if .Router}}router{{else}}picker{{end}}-{{.Model}}
+    type: STATIC
+    circuit_breakers: *all
+{{- if .Picker}}
+    typed_extension_protocol_options:
+      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+        "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
+        explicit_http_config: {http2_protocol_options: {}}
+{{- end}}
+    load_assignment:
+      cluster_name: front
+      endpoints:
+      - lb_endpoints:
+        - endpoint:
+            address:
+              socket_address: {address: 127.0.0.1, port_value: {{port (or .Router .Picker)}}}
+{{- end}}
+`))
+
+// startFront starts the Envoy in front of a peer, and sends clients there.
+func (l *lab) startFront(ctx context.Context, o options, s *stack, listeners []frontListener) (err error) {
+	ports, err := process.FreePorts(1 + len(listeners))
+	if err != nil {
+		return err
+	}
+	for i := range listeners {
+		listeners[i].Port = ports[1+i]
+		s.addrs[listeners[i].Model] = ports[1+i]
+	}
+	var text bytes.Buffer
+	if err := frontConfig.Execute(&text, map[string]any{"Admin": ports[0], "Listeners": listeners}); err != nil {
+		return err
+	}
+	s.envoy, err = l.startEnvoy(ctx, o, s.name, text.Bytes(), ports[0])
+	return err
+}
+
+// peerVersions returns pip's versions of the environments that the binaries are in, and llm-d's commit.
 func (l *lab) peerVersions(ctx context.Context, peers []peer) (out string) {
 	for _, p := range peers {
-		text, _ := exec.CommandContext(ctx, filepath.Join(filepath.Dir(p.binary), "python"), "-c",
-			fmt.Sprintf("import importlib.metadata as m; print(m.version(%q))", p.name)).Output()
-		out += ", " + p.name + " " + strings.TrimSpace(string(text))
+		switch {
+		case p.name == llmdName:
+			commit, _ := os.ReadFile(filepath.Join(p.binary, "commit"))
+			out += fmt.Sprintf(", llm-d-router %.12s", commit)
+		case !p.front:
+			text, _ := exec.CommandContext(ctx, filepath.Join(filepath.Dir(p.binary), "python"), "-c",
+				fmt.Sprintf("import importlib.metadata as m; print(m.version(%q))", p.name)).Output()
+			out += ", " + p.name + " " + strings.TrimSpace(string(text))
+		}
 	}
 	return out
 }

@@ -99,7 +99,7 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 		}
 	}
 	for _, p := range o.peers {
-		if err := l.startPeer(ctx, bin, p); err != nil {
+		if err := l.startPeer(ctx, o, bin, p); err != nil {
 			return fmt.Errorf("starting %s: %w", p.name, err)
 		}
 	}
