@@ -70,7 +70,7 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    136,
+	"cmd/tandem":    88,
 	"envoy-configs": 32,
 	"extproc":       63,
 	"status":        3,

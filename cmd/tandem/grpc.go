@@ -1,9 +1,7 @@
 package main
 
 import (
-	"context"
 	"math"
-	"net"
 	"runtime/debug"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -66,13 +64,4 @@ func newGRPC(
 	extension = grpcserver.New(o)
 	gateway.Register(extension)
 	return main, extension, nil
-}
-
-// serveExtension serves Envoy Gateway until ctx ends, if that is configured.
-func serveExtension(ctx context.Context, cfg *configv1.Config, s *grpcserver.Server, l net.Listener) error {
-	if cfg.GetEnvoyGateway() == nil {
-		return nil
-	}
-	context.AfterFunc(ctx, s.Stop)
-	return s.Serve(l)
 }

@@ -6,27 +6,15 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
-	"net/http"
 	"os"
 	"runtime/debug"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sync/errgroup"
 
-	"tandem/extproc"
-	"tandem/extproc/telemetry"
 	"tandem/internal/config"
-	"tandem/internal/gatewayextension"
-	"tandem/internal/grpcserver"
-	"tandem/internal/guard"
 	"tandem/internal/livecheck"
-	"tandem/internal/orders"
-	"tandem/internal/xds"
-	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
-	"tandem/status"
 )
 
 // newServe is `tandem serve`.
@@ -145,180 +133,5 @@ func (s settings) drainTime(watchesAnswers bool) time.Duration {
 		return 10 * time.Minute
 	default:
 		return 20 * time.Second
-	}
-}
-
-// runServer wires the parts together and runs them until ctx ends or one of them fails.
-func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
-	registry := newRegistry()
-	fleet, err := newFleet(ctx, cfg, log)
-	if err != nil {
-		return err
-	}
-	fleet.register(registry)
-	options, err := serverOptions(cfg, fleet, log)
-	if err != nil {
-		return err
-	}
-	if options.Picker != nil {
-		options.Picker.Conformance = set.conformance
-	}
-	spans, err := newSpans(cfg.GetTracing(), log)
-	if err != nil {
-		return err
-	}
-	defer spans.close()
-	options.Tracer, options.Memory = spans.tracer(), newBudget(registry)
-	metrics := telemetry.NewMetrics(registry, fleet.state)
-	server := extproc.New(options, metrics)
-	keep := guard.New(log, metrics.Panicked)
-	health := extproc.NewHealth()
-	envoys, err := newXDS(cfg, registry, log)
-	if err != nil {
-		return err
-	}
-	feed := status.NewFeed(status.Source{
-		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state, Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready,
-		Sharing: fleet.sharing, Envoys: envoysOf(envoys), Config: func() status.File { return *fleet.config.Load() },
-	})
-	gateway, err := gatewayextension.New(cfg, keep, registry, log)
-	if err != nil {
-		return err
-	}
-	grpcServer, extension, err := newGRPC(cfg, server, envoys, gateway, health)
-	if err != nil {
-		return err
-	}
-	listeners, err := listen(ctx, ports(cfg, fleet)...)
-	if err != nil {
-		return err
-	}
-	reload := newReloader(file, cfg, fleet, server, envoys, gateway, registry, log)
-	operator := &orders.Orders{
-		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: reload.reload, Replicas: fleet.operator, Log: log,
-	}
-	replan := &http.Server{Handler: keep.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 256 << 10, Protocols: cleartext()}
-	admin := &http.Server{Handler: keep.HTTP("admin", newAdmin(registry, health, server, fleet, operator, status.Handler(feed))), ReadHeaderTimeout: 10 * time.Second}
-
-	group, running := errgroup.WithContext(ctx)
-	group.Go(func() error { return grpcServer.Serve(extproc.Sources(listeners[0])) })
-	group.Go(func() error { return serveHTTP(replan, listeners[1]) })
-	group.Go(func() error { return serveHTTP(admin, listeners[2]) })
-	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), keep))
-	defer stop()
-	group.Go(func() error { livecheck.Warn(background, cfg, log); return nil })
-	group.Go(func() error { server.Run(background); return nil })
-	group.Go(func() error { return fleet.watch(background, log) })
-	group.Go(func() error { feed.Run(background); return nil })
-	if fleet.board != nil {
-		group.Go(func() error { return fleet.takeNotices(background, listeners[3], log) })
-	}
-	group.Go(func() error { return serveExtension(background, cfg, extension, listeners[len(listeners)-1]) })
-	group.Go(func() error { reload.follow(background); return nil })
-	group.Go(func() error { fleet.followReplicas(background, cfg, set.advertise, reload); return nil })
-	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
-	kept := make(chan struct{})
-	group.Go(func() error {
-		defer close(kept)
-		fleet.keepReady(running, health.SetReady, log)
-		return nil
-	})
-
-	<-running.Done()
-	<-kept // or it could say once more that requests are welcome
-	health.SetReady(false)
-	deadline := set.drainTime(options.Picker != nil && options.Picker.WatchBody)
-	log.Info("draining", "linger", set.linger, "deadline", deadline)
-	time.Sleep(set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
-	drain(server, envoys, grpcServer, deadline, replan, admin)
-	stop()
-	return unlessCanceled(group.Wait())
-}
-
-// unlessCanceled is err, but not what ends when it is told to.
-func unlessCanceled(err error) error {
-	if errors.Is(err, context.Canceled) {
-		return nil
-	}
-	return err
-}
-
-// ports are the addresses of ext_proc, replan, admin and, where there is a board, notices, and the extension of Envoy Gateway.
-func ports(cfg *configv1.Config, fleet *fleet) []string {
-	out := []string{cfg.GetExtProc().GetListen(), cfg.GetReplan().GetListen(), cfg.GetAdmin().GetListen()}
-	if fleet.board != nil {
-		out = append(out, cfg.GetNotices().GetListen())
-	}
-	if g := cfg.GetEnvoyGateway(); g != nil {
-		out = append(out, g.GetListen())
-	}
-	return out
-}
-
-// drain lets what runs end, with a deadline each.
-func drain(server *extproc.Server, envoys *xds.Server, grpcServer *grpcserver.Server, deadline time.Duration, ports ...*http.Server) {
-	server.Drain()
-	envoys.Close()
-	stopGRPC(grpcServer, deadline)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	for _, s := range ports {
-		_ = s.Shutdown(ctx)
-	}
-}
-
-// replanPort is the replan handler, and readiness for Envoy's health checks: a second try has no third, so none should come
-// to a replica that is about to leave.
-func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
-	replan, ready := server.Replan(), ready(health, nil, func() redisstore.KeyCheck { return redisstore.KeyCheck{} })
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
-		if r.Method == http.MethodGet && r.URL.Path == "/readyz" {
-			ready(w, r)
-			return
-		}
-		replan.ServeHTTP(w, r)
-	})
-}
-
-// cleartext are HTTP/1.1 and HTTP/2 without TLS. Several replicas are spoken to in HTTP/2, whose pings tell Envoy of one that hangs.
-func cleartext() *http.Protocols {
-	p := new(http.Protocols)
-	p.SetHTTP1(true)
-	p.SetUnencryptedHTTP2(true)
-	return p
-}
-
-func serveHTTP(s *http.Server, l net.Listener) error {
-	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-		return err
-	}
-	return nil
-}
-
-// listen opens all addresses, or none.
-func listen(ctx context.Context, addresses ...string) ([]net.Listener, error) {
-	var out []net.Listener
-	for _, a := range addresses {
-		l, err := new(net.ListenConfig).Listen(ctx, "tcp", a)
-		if err != nil {
-			for _, l := range out {
-				_ = l.Close()
-			}
-			return nil, fmt.Errorf("listening on %s: %w", a, err)
-		}
-		out = append(out, l)
-	}
-	return out, nil
-}
-
-// stopGRPC lets running streams end, but not for longer than deadline. Access log streams have no end of their own.
-func stopGRPC(s *grpcserver.Server, deadline time.Duration) {
-	stopped := make(chan struct{})
-	go func() { s.GracefulStop(); close(stopped) }()
-	select {
-	case <-stopped:
-	case <-time.After(deadline):
-		s.Stop()
-		<-stopped
 	}
 }

@@ -1,0 +1,256 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"go.opentelemetry.io/otel/trace"
+	"golang.org/x/sync/errgroup"
+
+	"tandem/extproc"
+	"tandem/extproc/telemetry"
+	"tandem/internal/gatewayextension"
+	"tandem/internal/grpcserver"
+	"tandem/internal/guard"
+	"tandem/internal/livecheck"
+	"tandem/internal/orders"
+	"tandem/internal/xds"
+	"tandem/kvstate/redisstore"
+	configv1 "tandem/protos/config/v1"
+	"tandem/status"
+)
+
+// replica is what one process of `tandem serve` runs.
+type replica struct {
+	cfg   *configv1.Config
+	set   settings
+	guard *guard.Guard
+	log   *slog.Logger
+
+	fleet  *fleet
+	server *extproc.Server
+	health *extproc.Health
+	envoys *xds.Server
+	feed   *status.Feed
+	reload *reloader
+
+	grpc, extension *grpcserver.Server // for Envoy, for Envoy Gateway
+	replan, admin   *http.Server
+}
+
+// runServer runs a replica until ctx ends or one of its parts fails.
+func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
+	spans, err := newSpans(cfg.GetTracing(), log)
+	if err != nil {
+		return err
+	}
+	defer spans.close()
+	r, err := newReplica(ctx, file, cfg, set, spans.tracer(), log)
+	if err != nil {
+		return err
+	}
+	l, err := r.listen(ctx)
+	if err != nil {
+		return err
+	}
+	group, running := errgroup.WithContext(ctx)
+	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), r.guard))
+	defer stop()
+	r.serve(background, group, l)
+	r.work(background, group)
+	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
+	readinessKept := make(chan struct{})
+	group.Go(func() error {
+		defer close(readinessKept)
+		r.fleet.keepReady(running, r.health.SetReady, log)
+		return nil
+	})
+
+	<-running.Done()
+	<-readinessKept // or it could set the replica ready again
+	r.drain()
+	stop()
+	return unlessCanceled(group.Wait())
+}
+
+// newReplica wires the parts together. Only the fleet's have begun to work when it returns.
+func newReplica(
+	ctx context.Context, file string, cfg *configv1.Config, set settings, tracer trace.Tracer, log *slog.Logger,
+) (*replica, error) {
+	registry := newRegistry()
+	fleet, err := newFleet(ctx, cfg, log)
+	if err != nil {
+		return nil, err
+	}
+	fleet.register(registry)
+	options, err := serverOptions(cfg, fleet, log)
+	if err != nil {
+		return nil, err
+	}
+	if options.Picker != nil {
+		options.Picker.Conformance = set.conformance
+	}
+	options.Tracer, options.Memory = tracer, newBudget(registry)
+	metrics := telemetry.NewMetrics(registry, fleet.state)
+	server, health := extproc.New(options, metrics), extproc.NewHealth()
+	r := &replica{
+		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
+		fleet: fleet, server: server, health: health,
+	}
+	if r.envoys, err = newXDS(cfg, registry, log); err != nil {
+		return nil, err
+	}
+	r.feed = status.NewFeed(status.Source{
+		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
+		Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing,
+		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
+	})
+	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
+	if err != nil {
+		return nil, err
+	}
+	if r.grpc, r.extension, err = newGRPC(cfg, server, r.envoys, gateway, health); err != nil {
+		return nil, err
+	}
+	r.reload = newReloader(file, cfg, fleet, server, r.envoys, gateway, registry, log)
+	operator := &orders.Orders{
+		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
+		Replicas: fleet.operator, Log: log,
+	}
+	r.replan = &http.Server{
+		Handler: r.guard.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second,
+		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
+	}
+	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed))
+	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
+	return r, nil
+}
+
+// listeners are a replica's ports; nil: the configuration has no use for it.
+type listeners struct{ extProc, replan, admin, notices, extension net.Listener }
+
+// listen opens all ports, or none.
+func (r *replica) listen(ctx context.Context) (l listeners, err error) {
+	type port struct {
+		listener *net.Listener
+		address  string
+	}
+	ports := []port{
+		{&l.extProc, r.cfg.GetExtProc().GetListen()}, {&l.replan, r.cfg.GetReplan().GetListen()},
+		{&l.admin, r.cfg.GetAdmin().GetListen()},
+	}
+	if r.fleet.board != nil {
+		ports = append(ports, port{&l.notices, r.cfg.GetNotices().GetListen()})
+	}
+	if g := r.cfg.GetEnvoyGateway(); g != nil {
+		ports = append(ports, port{&l.extension, g.GetListen()})
+	}
+	for i, p := range ports {
+		if *p.listener, err = new(net.ListenConfig).Listen(ctx, "tcp", p.address); err != nil {
+			for _, open := range ports[:i] {
+				_ = (*open.listener).Close()
+			}
+			return listeners{}, fmt.Errorf("listening on %s: %w", p.address, err)
+		}
+	}
+	return l, nil
+}
+
+// serve serves all ports. Those of Envoy, operators and replans end with drain, the others with ctx.
+func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
+	group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
+	group.Go(func() error { return serveHTTP(r.replan, l.replan) })
+	group.Go(func() error { return serveHTTP(r.admin, l.admin) })
+	if l.notices != nil {
+		group.Go(func() error { return r.fleet.takeNotices(ctx, l.notices, r.log) })
+	}
+	if l.extension != nil {
+		context.AfterFunc(ctx, r.extension.Stop)
+		group.Go(func() error { return r.extension.Serve(l.extension) })
+	}
+}
+
+// work does what no request asks for, until ctx ends.
+func (r *replica) work(ctx context.Context, group *errgroup.Group) {
+	group.Go(func() error { return r.fleet.watch(ctx, r.log) })
+	for _, run := range []func(){
+		func() { livecheck.Warn(ctx, r.cfg, r.log) },
+		func() { r.server.Run(ctx) },
+		func() { r.feed.Run(ctx) },
+		func() { r.reload.follow(ctx) },
+		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.advertise, r.reload) },
+	} {
+		group.Go(func() error { run(); return nil })
+	}
+}
+
+// drain reports that the replica is not ready, and lets running streams end, with a deadline each.
+func (r *replica) drain() {
+	r.health.SetReady(false)
+	picker := r.server.Picker
+	deadline := r.set.drainTime(picker != nil && picker.WatchBody)
+	r.log.Info("draining", "linger", r.set.linger, "deadline", deadline)
+	time.Sleep(r.set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
+	r.server.Drain()
+	r.envoys.Close()
+	stopGRPC(r.grpc, deadline)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	for _, s := range []*http.Server{r.replan, r.admin} {
+		_ = s.Shutdown(ctx)
+	}
+}
+
+// unlessCanceled returns err, but nil for the end of a context: a replica is meant to end so.
+func unlessCanceled(err error) error {
+	if errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return err
+}
+
+// replanPort serves replans and, for Envoy's health checks, readiness: a failed second try is not repeated, so none
+// should come to a replica that is about to leave.
+func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
+	replan, ready := server.Replan(), ready(health, nil, func() redisstore.KeyCheck { return redisstore.KeyCheck{} })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
+		if r.Method == http.MethodGet && r.URL.Path == "/readyz" {
+			ready(w, r)
+			return
+		}
+		replan.ServeHTTP(w, r)
+	})
+}
+
+// cleartext are HTTP/1.1 and HTTP/2 without TLS. Envoy speaks HTTP/2 to several replicas, because its pings find one
+// that hangs.
+func cleartext() *http.Protocols {
+	p := new(http.Protocols)
+	p.SetHTTP1(true)
+	p.SetUnencryptedHTTP2(true)
+	return p
+}
+
+func serveHTTP(s *http.Server, l net.Listener) error {
+	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// stopGRPC lets running streams end, but not for longer than deadline. Access log streams have no end of their own.
+func stopGRPC(s *grpcserver.Server, deadline time.Duration) {
+	stopped := make(chan struct{})
+	go func() { s.GracefulStop(); close(stopped) }()
+	select {
+	case <-stopped:
+	case <-time.After(deadline):
+		s.Stop()
+		<-stopped
+	}
+}
