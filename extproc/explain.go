@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/openai"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -17,12 +19,10 @@ import (
 // Explanation is a decision with the prices of all candidates, and the requests that wait.
 type Explanation struct {
 	picker.Explanation
-	// why no request of this length is split, whatever it costs: no_kv_transfer, policy, min_prefill_tokens, no_prefill,
-	// unknown_peer
+	// why no request of this length is split, whatever it costs: the reason that such requests have, not cheaper
 	NotSplit string `json:"not_split,omitempty"`
 	Always   bool   `json:"split_always,omitempty"` // the pool splits whatever it costs
-	// if all prefill endpoints have failed and one is tried: that the request gets an error if it fails again; else
-	// decode computes the prompt
+	// decode does not compute the prompt if prefill fails: the request gets an error
 	NoFallback bool `json:"no_fallback,omitempty"`
 
 	Waiting int     `json:"waiting,omitempty"` // requests that wait in this replica for endpoints of the pool
@@ -71,10 +71,7 @@ func noPool(state *kvstate.State, name string) error {
 	for _, p := range state.Pools() {
 		names = append(names, p.Spec.Name)
 	}
-	if name == "" {
-		return fmt.Errorf("no pool takes any model, so name one (--pool): %s", strings.Join(names, ", "))
-	}
-	return fmt.Errorf("there is no pool %q; there are: %s", name, strings.Join(names, ", "))
+	return fmt.Errorf("there is no pool %q; there are: %s", cmp.Or(name, "for any model"), strings.Join(names, ", "))
 }
 
 // strange reports whether requests cannot be split with a prefill endpoint because nobody knows yet who its engine is.
@@ -135,7 +132,7 @@ func (x *planning) planned(
 		Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
-		Queued:   x.queued(),
+		Queued:   x.queued(), Streamed: x.req.True(openai.FieldStream),
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr

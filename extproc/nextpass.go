@@ -60,7 +60,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		}
 	}
-	x.Replanned(t)
+	x.Replanned(x.requestID, t)
 	policy, _ := x.s.policy(t.Pool)
 	if err := a.Failed(&policy.Policy, t); err != nil {
 		return nil, err

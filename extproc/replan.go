@@ -159,7 +159,7 @@ func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
 func discard(body io.Reader, limit int64) { _, _ = io.CopyN(io.Discard, body, limit) }
 
 func (s *Server) refuseReplan(w http.ResponseWriter, e *openai.Error) {
-	s.observer.Refused(e)
+	s.observer.GivenUp(e)
 	w.Header().Set("content-type", envoywire.ContentTypeJSON)
 	if e.RetryAfter > 0 {
 		w.Header().Set(envoywire.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))

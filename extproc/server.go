@@ -316,7 +316,11 @@ func (s *Server) refuse(x *stream, role string, err error) error {
 		s.Log.Error("request failed", "role", role, "request_id", x.requestID, "err", err)
 		e = openai.Internal()
 	}
-	s.observer.Refused(e)
+	if len(x.msg.Headers.Ticket) > 0 {
+		s.observer.GivenUp(e)
+	} else {
+		s.observer.Refused(e)
+	}
 	return x.sendError(e, role == envoywire.RoleAnswerLeg)
 }
 

@@ -30,11 +30,12 @@ type Status struct {
 	Reservations int               `json:"reservations"`
 	Envoys       []Envoy           `json:"envoys,omitempty"` // those with configuration from replicas
 	Pools        []Pool            `json:"pools"`
-	Flow         []Flow            `json:"flow"`     // of the last minute, among the latest requests
-	Failures     uint64            `json:"failures"` // requests that failed in the last minute
-	Minute       Point             `json:"minute"`   // rates and percentiles of the last minute
-	Points       []Point           `json:"points"`   // one a second, oldest first
-	Recent       []telemetry.Trace `json:"recent"`   // newest first
+	Flow         []Flow            `json:"flow"`                  // of the last minute, among the latest requests
+	FailedHops   string            `json:"failed_hops,omitempty"` // of the same, for people
+	Failures     uint64            `json:"failures"`              // requests that failed in the last minute
+	Minute       Point             `json:"minute"`                // rates and percentiles of the last minute
+	Points       []Point           `json:"points"`                // one a second, oldest first
+	Recent       []telemetry.Trace `json:"recent"`                // newest first
 }
 
 // Replica is one of the replicas.
@@ -320,7 +321,7 @@ func (e *Endpoint) seenIn(recent []telemetry.Trace) {
 func flow(recent []telemetry.Trace, since time.Time) []Flow {
 	counts := map[Flow]int{}
 	for _, t := range recent {
-		if t.Started.After(since) && (t.Prefill != "" || t.Route == "decode_alone") {
+		if t.Started.After(since) && (t.Prefill != "" || t.Route == "decode_alone") && t.Decode != "" {
 			counts[Flow{Pool: t.Pool, Prefill: t.Prefill, Decode: t.Decode}]++
 		}
 	}

@@ -218,7 +218,7 @@ func merge(got answers, now time.Time) Status {
 			s.Pools[i].Endpoints[j].seenIn(recent)
 		}
 	}
-	s.Flow = flow(recent, now.Add(-time.Minute))
+	s.Flow, s.FailedHops = flow(recent, now.Add(-time.Minute)), failedHops(recent, now.Add(-time.Minute))
 	s.Recent = recent[:min(len(recent), shownRecent)]
 	s.Attention = attention(&s, recent)
 	return s

@@ -28,6 +28,9 @@ func Print(w io.Writer, s *Status) {
 	fmt.Fprintf(w, "first byte   p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
 		about(m.FirstByte50), about(m.FirstByte99), about(m.Prefill50), about(m.Prefill99), about(m.Decide50),
 		about(m.Decide99))
+	if s.FailedHops != "" {
+		fmt.Fprintf(w, "hops failed  %s\n", plain(s.FailedHops))
+	}
 	cached := "-"
 	if all := m.Cached + m.Computed; all > 0 {
 		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
@@ -209,7 +212,7 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 			tokens = "~" + tokens
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.40s\n", status, routeOf(&r),
-			cmp.Or(r.Prefill, "-"), r.Decode, tokens, cached,
+			cmp.Or(r.Prefill, "-"), cmp.Or(r.Decode, "-"), tokens, cached,
 			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
 	}
 	_ = t.Flush()
@@ -239,6 +242,9 @@ func routeOf(r *telemetry.Trace) string {
 		route += " (cheaper than two hops)"
 	default:
 		route += " (" + r.Reason + ")"
+	}
+	if r.Prefill != "" && r.Decode == "" && !r.Final {
+		route += " (prefill failed)"
 	}
 	switch plan := r.Replans + 1; plan {
 	case 1:
@@ -300,7 +306,7 @@ func millis(v float64) string {
 	return fmt.Sprintf("%.0f us", v*1000)
 }
 
-// about formats a time that was read from buckets: up to a quarter too long.
+// about formats a time that was interpolated in a bucket a quarter wide.
 func about(v float64) string {
 	if v == 0 {
 		return millis(v)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -47,6 +48,9 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	if t.Replans > 0 {
 		fmt.Fprintf(w, "That is plan %d: a hop of the former failed.\n", t.Replans+1)
 	}
+	for _, hop := range t.Failed {
+		fmt.Fprintf(w, "Failed: %s.\n", failedHop(&hop))
+	}
 	if t.Waited > 0 {
 		fmt.Fprintf(w, "It waited %s for %s, behind %d requests here and %d in other replicas.\n",
 			millis(milliseconds(t.Waited)), plain(t.WaitedFor), t.Behind, t.BehindRemote)
@@ -63,9 +67,54 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	if t.Prefill != "" || t.PrefillTime > 0 {
 		fmt.Fprintf(w, "prefill %s (expected %s), ", took(t.PrefillTime), took(t.ExpectedPrefill))
 	}
-	fmt.Fprintf(w, "first byte %s (first token expected %s), last hop %s.\n",
-		took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
+	if t.Streamed {
+		fmt.Fprintf(w, "first byte %s (first token expected %s), last hop %s.\n",
+			took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
+	} else {
+		fmt.Fprintf(w, "whole answer %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
+		if t.ExpectedFirst > 0 && t.FirstByte > 0 {
+			fmt.Fprintf(w, "The first token was expected after %s. "+
+				"When it came is not known, since the answer was not streamed.\n", took(t.ExpectedFirst))
+		}
+	}
 	printPrices(w, t)
+}
+
+// failedHop names a hop that failed, and its endpoint.
+func failedHop(h *telemetry.FailedHop) string {
+	words := map[string]string{
+		"prefill": "prefill", "decode": "decode", "encode": "encode",
+		"turn":              "prefill, which was to fetch the conversation's last turn",
+		"router":            "the replica of Tandem that decided",
+		"hand_over_expired": "the hand-over from prefill to decode was too old",
+		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",
+		"pool_gone":         "the pool was removed between the hops",
+	}[h.Hop]
+	if words = cmp.Or(words, plain(h.Hop)); h.Endpoint != "" {
+		words += " at " + plain(h.Endpoint)
+	}
+	return words
+}
+
+// failedHops counts the hops that failed since then, most frequent first: "prefill at p1:1 (2), decode at d1:1".
+func failedHops(recent []telemetry.Trace, since time.Time) string {
+	counts := map[string]int{}
+	for i := range recent {
+		for _, hop := range recent[i].Failed {
+			if recent[i].Started.After(since) {
+				counts[failedHop(&hop)]++
+			}
+		}
+	}
+	names := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		return cmp.Or(counts[b]-counts[a], strings.Compare(a, b))
+	})
+	for i, name := range names {
+		if counts[name] > 1 {
+			names[i] = fmt.Sprintf("%s (%d)", name, counts[name])
+		}
+	}
+	return list(names)
 }
 
 // printPrices writes the recorded price of each endpoint.
@@ -123,6 +172,12 @@ func decided(t *telemetry.Trace) string {
 	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
 		return "Decode alone on " + plain(t.Decode) + ": " + cmp.Or(because(t.Reason), plain(t.Reason)) +
 			" (" + plain(t.Reason) + ")."
+	}
+	if t.Prefill != "" && t.Decode == "" {
+		if t.Final {
+			return "Split: " + plain(t.Prefill) + " computed the prompt, and its answer was the client's."
+		}
+		return "Split: " + plain(t.Prefill) + " was to compute the prompt, and failed. No decode endpoint was asked."
 	}
 	prefill := func(w *telemetry.Weighed) []telemetry.Part { return w.Prefill }
 	decode := func(w *telemetry.Weighed) []telemetry.Part { return w.Decode }

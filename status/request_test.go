@@ -21,7 +21,7 @@ func TestPrintDecided(t *testing.T) {
 	}
 	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
 	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
-		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200,
+		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Streamed: true,
 		Started: now.Add(-5 * time.Second), Weighed: prices}
 	r.ExpectedPrefill, r.Waited, r.WaitedFor, r.Behind = 100*time.Millisecond, time.Second, "p1:1", 2
 	var text strings.Builder
@@ -52,7 +52,16 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"d1:1      decode  0              -        -                    500 ms":                                                   func(r *telemetry.Trace) { r.Weighed = whole },
 		"It went to d1:1 as it came (pass_through).":                                                                              func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
 		"A replica planned it that does not answer":                                                                               func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
-		"That is plan 2: a hop of the former failed.":                                                                             func(r *telemetry.Trace) { r.Replans = 1 },
+		"Took: whole answer 1.5 s, last hop 2.0 s.\nThe first token was expected after 300 ms. When it came is not known, since": func(r *telemetry.Trace) {
+			r.Streamed, r.PrefillTime, r.FirstByte, r.ExpectedFirst = false, 0, 1500*time.Millisecond, 300*time.Millisecond
+		},
+		"Split: p1:1 was to compute the prompt, and failed. No decode endpoint was asked.\nFailed: prefill at p1:1.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Decode, r.Route, r.Failed = "p1:1", "", "split", []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p1:1"}}
+		},
+		"Split: p1:1 computed the prompt, and its answer was the client's.": func(r *telemetry.Trace) {
+			r.Prefill, r.Decode, r.Route, r.Final = "p1:1", "", "split", true
+		},
+		"That is plan 2: a hop of the former failed.": func(r *telemetry.Trace) { r.Replans = 1 },
 	} {
 		one := r
 		one.Prefill, one.Route = "", "decode_alone"
@@ -87,4 +96,22 @@ func TestReasonsHaveWords(t *testing.T) {
 	}
 	require.Greater(t, reasons, 20)
 	require.Empty(t, because("of another release"))
+}
+
+// The hops that failed are counted by endpoint, those of the last minute.
+func TestFailedHops(t *testing.T) {
+	now := time.Now()
+	p1, d1 := telemetry.FailedHop{Hop: "prefill", Endpoint: "p1:1"}, telemetry.FailedHop{Hop: "decode", Endpoint: "d1:1"}
+	var lost, again, old telemetry.Trace
+	lost.Started, lost.Failed = now, []telemetry.FailedHop{p1}
+	again.Started, again.Failed = now, []telemetry.FailedHop{p1, d1, {Hop: "router"}}
+	old.Started, old.Failed = now.Add(-2*time.Minute), []telemetry.FailedHop{d1}
+	since := now.Add(-time.Minute)
+	require.Equal(t, "prefill at p1:1 (2), decode at d1:1, the replica of Tandem that decided",
+		failedHops([]telemetry.Trace{lost, again, old}, since))
+	require.Empty(t, failedHops([]telemetry.Trace{old}, since))
+
+	lost.Pool, lost.Route, lost.Prefill = "chat", "split", "p1:1"
+	require.Empty(t, flow([]telemetry.Trace{lost}, since), "no pair served it")
+	require.Equal(t, "split (prefill failed)", routeOf(&lost))
 }

@@ -33,7 +33,7 @@ func Merge(parts map[string][]Trace, partial bool) []Trace {
 			all.Replicas = append(all.Replicas, p.replica)
 		}
 		all.Replans = max(all.Plans-1, all.Replans, 0)
-		if all.Final {
+		if all.Final || all.lost() {
 			all.Decode = ""
 		}
 		if all.Route == "" && !partial {
@@ -67,5 +67,13 @@ func (t *Trace) add(p *Trace) {
 	t.FirstByte = cmp.Or(p.FirstByte, t.FirstByte)
 	t.Status = max(t.Status, p.Status)
 	t.Plans += p.Plans
+	t.Failed = append(slices.Clone(t.Failed), p.Failed...)
+	t.Streamed = t.Streamed || p.Streamed
 	t.Final = t.Final || p.Final
+}
+
+// lost reports whether prefill failed in the last plan, which no other followed: the decode endpoint was never asked.
+func (t *Trace) lost() bool {
+	last := len(t.Failed) - 1
+	return last >= 0 && t.Status > 0 && t.Plans <= len(t.Failed) && t.Prefill != "" && t.Failed[last].Hop == "prefill"
 }

@@ -58,11 +58,14 @@ func (m *Metrics) Processed(role string, d, busy time.Duration, of exemplar) {
 	}
 }
 
-// Refused counts a request that Tandem answered itself with an error.
+// Refused counts a request that Tandem answered itself with an error, before endpoints were chosen for it.
 func (m *Metrics) Refused(e *openai.Error) {
-	m.refusals.WithLabelValues(e.Code).Inc()
+	m.GivenUp(e)
 	m.liveTotals.refused.Add(1)
 }
+
+// GivenUp counts an error of Tandem's for a request after one of its hops. Its end is counted as that of a request.
+func (m *Metrics) GivenUp(e *openai.Error) { m.refusals.WithLabelValues(e.Code).Inc() }
 
 // decided counts a pass that was planned.
 func (m *Metrics) decided(pool, route, reason string) {

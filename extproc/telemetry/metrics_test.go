@@ -26,7 +26,7 @@ func TestDurationsAreCountedInQuartersOfOctaves(t *testing.T) {
 	require.Equal(t, durationBuckets-1, bucketOf(24*time.Hour))
 }
 
-func TestQuantilesAreAtMostAQuarterTooLong(t *testing.T) {
+func TestQuantilesAreOffByAQuarterAtMost(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var h liveDurations
 	var all []time.Duration
@@ -39,7 +39,7 @@ func TestQuantilesAreAtMostAQuarterTooLong(t *testing.T) {
 	counted := h.load()
 	for _, q := range []float64{.5, .9, .99, 1} {
 		exact, got := all[int(q*float64(len(all)))-1], counted.Quantile(q)
-		require.GreaterOrEqual(t, got, exact, "q %v", q)
+		require.GreaterOrEqual(t, got, exact*4/5, "q %v", q)
 		require.LessOrEqual(t, got, exact*5/4+time.Nanosecond, "q %v", q)
 	}
 	require.Zero(t, new(Durations).Quantile(.5))

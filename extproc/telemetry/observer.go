@@ -57,6 +57,19 @@ func (x *Meter) Planned(ctx context.Context, p *Planned) {
 	}
 }
 
+// Replanned reports that a hop of a request failed: t is the ticket that came back. Another plan follows, or an error.
+func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
+	x.Metrics.Replanned(t)
+	failed := FailedHop{Hop: t.Cause}
+	switch t.Cause {
+	case kvtransfer.CausePrefill, kvtransfer.CauseTurn:
+		failed.Endpoint = t.Prefill
+	case kvtransfer.CauseDecode, kvtransfer.CauseEncode: // the endpoint that encodes stands in the ticket as decode
+		failed.Endpoint = t.Decode
+	}
+	x.leg(requestID, t, func(trace *Trace) { trace.Failed = append(trace.Failed, failed) })
+}
+
 // HandedOver reports where pass 2 sends the request of a ticket, and whether the KV parameters go with it.
 func (x *Meter) HandedOver(requestID string, t *kvtransfer.Ticket, d *kvstate.Endpoint, withParams bool) {
 	x.leg(requestID, t, func(trace *Trace) { trace.Decode = d.Addr })

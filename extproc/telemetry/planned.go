@@ -41,7 +41,8 @@ type Planned struct {
 
 	Foreseen
 
-	Queued // for its endpoints
+	Queued   // for its endpoints
+	Streamed bool
 
 	Weighed []Weighed // nil: not wanted
 }

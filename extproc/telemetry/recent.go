@@ -27,7 +27,8 @@ type Trace struct {
 	Foreseen
 	// from the start to the first byte of the answer's headers; some engines send them before the first token
 	FirstByte time.Duration `json:"first_byte_ns,omitempty"`
-	Status    int           `json:"status"` // that the client got; 0: not known yet
+	Streamed  bool          `json:"streamed,omitempty"` // if not, FirstByte is that of the whole answer
+	Status    int           `json:"status"`             // that the client got; 0: not known yet
 	Queued
 	Served
 	Started time.Time `json:"started"`           // when the request came in, in microseconds
@@ -48,6 +49,14 @@ type Served struct {
 	Pass  int  `json:"pass"`                    // the last one that this part is about: redirects before it
 	Plans int  `json:"plans"`                   // passes that were planned
 	Final bool `json:"prefill_final,omitempty"` // prefill's answer was the client's
+
+	Failed []FailedHop `json:"failed_hops,omitempty"` // in order; each ended a plan
+}
+
+// FailedHop is a hop of a request that failed, so that the request was planned again or failed as well.
+type FailedHop struct {
+	Hop      string `json:"hop"`                // the cause of tandem_replans_total: prefill, decode, encode, turn, ...
+	Endpoint string `json:"endpoint,omitempty"` // that failed; "": none did
 }
 
 // Recent keeps the traces of the latest requests, for operators. It is bounded and drops the oldest first.
@@ -105,7 +114,7 @@ func (r *Recent) record(p *Planned) {
 	}
 	t.Pass = p.Pass
 	t.Pool, t.Route, t.Reason, t.Prefill, t.Decode = p.Pool, p.Route, p.Reason, p.Prefill, p.Decode
-	t.PromptTokens, t.Weighed = p.PromptTokens, p.Weighed
+	t.PromptTokens, t.Weighed, t.Streamed = p.PromptTokens, p.Weighed, p.Streamed
 	t.Foreseen = p.Foreseen
 	if p.Waited > 0 {
 		t.Waited, t.WaitedFor, t.Behind, t.BehindRemote = p.Waited, p.WaitedFor, p.Behind, p.BehindRemote

@@ -2,10 +2,12 @@ package telemetry
 
 import (
 	"fmt"
+	"log/slog"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/kvtransfer"
@@ -62,6 +64,27 @@ func TestMerge(t *testing.T) {
 			require.NotEqual(t, RouteUnknown, one.Route)
 		}
 	}
+}
+
+// A request that its first hop failed was never at the decode endpoint of the plan; one that was planned again is.
+func TestMergeFailedHops(t *testing.T) {
+	began := time.Now()
+	o := NewObserver(NewMetrics(prometheus.NewRegistry(), nil), slog.New(slog.DiscardHandler))
+	x := Meter{Observer: o}
+	ticket := &kvtransfer.Ticket{Started: began, Pool: "chat", Prefill: "p1", Decode: "d1", Redirects: 1, Cause: kvtransfer.CausePrefill}
+	o.record(&Planned{RequestID: "r", Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: "d1"})
+	x.Replanned("r", ticket)
+	merged := func() Trace { return Merge(map[string][]Trace{"a": o.Latest(1)}, false)[0] }
+	require.Equal(t, "d1", merged().Decode, "another plan may follow")
+	o.change("r", began.Truncate(time.Microsecond), func(t *Trace) { t.Status = 503 })
+	require.Equal(t, []FailedHop{{"prefill", "p1"}}, merged().Failed)
+	require.Empty(t, merged().Decode)
+
+	o.change("r", began.Truncate(time.Microsecond), func(t *Trace) { t.Status = 0 })
+	o.record(&Planned{RequestID: "r", Started: began, Pass: 1, Pool: "chat", Route: "split", Prefill: "p2", Decode: "d2"})
+	o.change("r", began.Truncate(time.Microsecond), func(t *Trace) { t.Status = 200 })
+	require.Equal(t, "d2", merged().Decode)
+	require.Len(t, merged().Failed, 1)
 }
 
 // Prices are recorded of ten decisions a second, also if they follow each other at once.

@@ -52,7 +52,8 @@ func bucketTop(i int) time.Duration {
 	return time.Duration(4+i%4+1) << (12 + i/4)
 }
 
-// Quantile returns the upper bound of the share q of all times, at most 25 % too long; 0 if there are none.
+// Quantile returns the time below which the share q of all times lies; 0 if there are none. It is interpolated in a
+// bucket, so it may be a quarter too long or too short.
 func (h *Durations) Quantile(q float64) time.Duration {
 	var n uint64
 	for _, c := range h {
@@ -64,7 +65,11 @@ func (h *Durations) Quantile(q float64) time.Duration {
 	rank := uint64(math.Ceil(q * float64(n)))
 	for i, c := range h {
 		if c >= rank {
-			return bucketTop(i)
+			low := time.Duration(0)
+			if i > 0 {
+				low = bucketTop(i - 1)
+			}
+			return low + time.Duration(float64(bucketTop(i)-low)*(float64(rank)-.5)/float64(c)) // amid its share
 		}
 		rank -= c
 	}

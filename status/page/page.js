@@ -25,7 +25,7 @@ const count = v => v >= 1e6 ? (v / 1e6).toFixed(1) + 'M' : v >= 1e4 ? (v / 1e3).
   : v >= 10 || Number.isInteger(v) ? v.toFixed(0) : v < 0.095 ? v.toFixed(2) : v.toFixed(1);   // one request in a minute is not none
 const ms = v => v === 0 ? '–' : v >= 1e4 ? (v / 1e3).toFixed(0) + ' s' : v >= 1000 ? (v / 1e3).toFixed(1) + ' s' : v >= 10 ? v.toFixed(0) + ' ms'
   : v >= 0.1 ? v.toFixed(1) + ' ms' : (v * 1000).toFixed(0) + ' µs';
-// percentiles are read from buckets: up to a quarter too long
+// percentiles are interpolated in buckets a quarter wide
 const about = v => v === 0 ? ms(v) : '~' + ms(v);
 // prices are seconds, and may be below nothing
 const price = v => v < 0 ? '−' + ms(-1000 * v) : ms(1000 * v);
@@ -96,7 +96,7 @@ function flow(pool, links) {
   const names = new Map(pool.endpoints.map(e => [e.address, e.name]));
   const prefills = pool.endpoints.filter(e => e.role === 'prefill').map(e => e.address);   // those that serve nothing, too
   const left = [...new Set(mine.map(l => l.prefill).concat(prefills))].sort(), right = [...new Set(mine.map(l => l.decode))].sort();
-  if (!mine.length) return el('p', { class: 'soft' }, pool.name + ': nothing yet');
+  if (!mine.length) return el('p', { class: 'soft' }, pool.name + ': no request in the last minute');
   const total = mine.reduce((s, l) => s + l.requests, 0), w = Math.max(300, Math.min(900, byId('flow').clientWidth)), gap = 14, thick = 110;
   const margin = Math.min(190, w * 0.39), middle = w / 2;
   const place = (side, of) => {
@@ -175,12 +175,15 @@ const open = new Set();   // request ids whose details are open
 function decision(t) {
   if (t.route === 'unknown') t.route = 'planned by a silent replica';
   const bad = t.status >= 500 ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
-  const way = t.prefill ? t.prefill + ' → ' + t.decode : t.decode;
-  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running'), el('b', {}, t.route.replace('_', ' ')),
+  const lost = t.prefill && !t.decode && !t.prefill_final;   // prefill failed, and the request with it
+  const way = [t.prefill, t.decode].filter(Boolean).join(' → ');
+  const reason = lost ? 'prefill failed' : t.reason === 'cheaper' ? 'cheaper than two hops' : (t.reason || '').replaceAll('_', ' ');
+  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running'), el('b', {}, t.route.replace('_', ' ') + (reason ? ` (${reason})` : '')),
     el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
-  d.append(el('p', {}, sentence(t) + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
+  const failed = (t.failed_hops || []).map(h => h.hop.replaceAll('_', ' ') + (h.endpoint ? ' at ' + h.endpoint : '')).join(', ');
+  d.append(el('p', {}, sentence(t) + (failed ? ` Failed: ${failed}.` : '') + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
   d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'Prices are kept of a few decisions a second, and not of this one.'));
   d.open = open.has(t.request_id);
   d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
@@ -192,6 +195,7 @@ const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity
 // sentence says what was decided, and by how much it was cheaper than the next best.
 function sentence(t) {
   if (!t.prefill && t.route !== 'decode_alone') return `Sent to ${t.decode} as it came${t.reason ? ': ' + t.reason.replaceAll('_', ' ') : ''}.`;
+  if (t.prefill && !t.decode) return t.prefill_final ? `${t.prefill} computed the prompt, and its answer was the client's.` : `${t.prefill} was to compute the prompt, and failed. No decode endpoint was asked.`;
   const all = t.weighed || [], at = all.find(w => w.endpoint === t.decode);
   const held = w => w && w.hit_blocks > 0 ? ` (it holds ${w.hit_blocks} blocks of the prompt)` : '';
   const least = (key, but) => Math.min(Infinity, ...all.filter(w => w.endpoint !== but && !w.out).map(w => total(w[key])));
