@@ -70,9 +70,9 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    88,
+	"cmd/tandem":    71,
 	"envoy-configs": 32,
-	"extproc":       63,
+	"extproc":       62,
 	"status":        3,
 }
 

@@ -305,7 +305,7 @@ func runDocumented(t *testing.T) {
 			args[1] = strings.Replace(args[1], "&& tandem", "&& exec tandem", 1)
 			f.waitFor(startProcess(t, dir, "tandem", path, args...), "http://"+admin+"/readyz")
 		case "envoy -c envoy.yaml":
-			args[1] = strings.Replace(args[1], "&& envoy", "&& exec envoy --use-dynamic-base-id", 1) // beside those of other tests
+			args[1] = strings.Replace(args[1], "&& envoy", "&& exec envoy --use-dynamic-base-id", 1) // other tests run Envoys too
 			f.waitFor(startProcess(t, dir, "envoy", path, args...), "http://"+free[2]+"/ready")
 			require.Eventually(t, func() bool { return f.answers("http://" + listen + "/v1/models") }, patience, 20*time.Millisecond, "Envoy asks Tandem for readiness")
 		default:

@@ -9,7 +9,8 @@ import (
 )
 
 // What a request costs does not grow with the number of replicas that share a Redis: the end of each of its two passes is logged to the
-// replica that decided it, and to no other, and nothing that was booked stays. What all have to learn is told to all: a client's error.
+// replica that decided it, and to no other, and nothing that was booked stays. What all must learn is logged to all: a
+// client's error.
 func TestTheLogGoesToTheReplicaThatDecided(t *testing.T) {
 	t.Parallel()
 	const replicas, requests = 4, 60

@@ -34,7 +34,7 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// gateway is a real Envoy Gateway without a cluster, with its own Envoy and a shop beside the engines.
+// gateway is a real Envoy Gateway without a cluster, with its own Envoy and a shop in addition to the engines.
 type gateway struct {
 	*fleet
 	dir  string
@@ -110,7 +110,7 @@ func (g *gateway) attach() {
 	})
 }
 
-// startShop starts a server that says what it was asked.
+// startShop starts a server that echoes the request.
 func startShop(t *testing.T) string {
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -271,7 +271,7 @@ func TestEnvoyGatewayExtension(t *testing.T) {
 }
 
 // An Envoy whose route was not extended sends nothing to an engine. Here Envoy Gateway calls a hook that Tandem does not
-// have, and is told to go on without.
+// have, and lets it go on without.
 func TestEnvoyGatewayNotExtended(t *testing.T) {
 	g := startGateway(t, "extensionManager:", "extensionManager:\n  failOpen: true", "[Translation]", "[HTTPListener]")
 	before := g.neighbour()

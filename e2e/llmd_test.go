@@ -25,8 +25,9 @@ func llmd(t *testing.T) string {
 	return dir
 }
 
-// Tandem in place of llm-d's endpoint picker, with llm-d's own routing sidecar beside the decode engine. It is built
-// from the checkout, which takes minutes the first time. It listens on all addresses: run it in a network namespace.
+// Tandem in place of llm-d's endpoint picker, with llm-d's own routing sidecar in front of the decode engine. It is
+// built from the checkout, which takes minutes the first time. It listens on all addresses: run it in a network
+// namespace.
 func TestLLMDSidecar(t *testing.T) {
 	dir := llmd(t)
 	sidecar := filepath.Join(t.TempDir(), "pd-sidecar")

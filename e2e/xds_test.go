@@ -185,7 +185,7 @@ func TestXDSOverMutualTLS(t *testing.T) {
 	load.end(t) // no request is lost
 }
 
-// launchMore starts one more replica beside replica 0, whose file no other names.
+// launchMore starts a replica in addition to replica 0; no other file names it.
 func (f *fleet) launchMore() (extProc string) {
 	f.t.Helper()
 	text, err := os.ReadFile(filepath.Join(f.dir, "tandem-0.yaml"))

@@ -45,8 +45,8 @@ func (s *settings) fleet() string {
 	return strconv.FormatUint(uint64(h.Sum32()), 16)
 }
 
-// notOfOne holds for passes that every replica is told of: those that bear no number, and those that did not end well,
-// since another replica may have decided last.
+// notOfOne holds for passes that are logged to every replica: those that bear no number, and those that did not end
+// well, since another replica may have decided last.
 func notOfOne() *accesslogv3.AccessLogFilter {
 	return logOr(logHeader(absent("x-tandem-replica")), flagged(), statusFrom(400, "tandem.log.refused"),
 		statusIs(accesslogv3.ComparisonFilter_LE, 199, "tandem.log.unanswered"))

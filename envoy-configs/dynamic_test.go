@@ -36,7 +36,7 @@ func TestDynamic(t *testing.T) {
 }
 
 // What an Envoy gets over xDS, every resource as typed YAML: with TLS, tracing, and two replicas. Of replicas from
-// Redis only the runtime, which says whose the 16 access logs are.
+// Redis only the runtime, which assigns the 16 access logs.
 func TestDynamicGolden(t *testing.T) {
 	const file = "testdata/dynamic.yaml"
 	const text = `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002"], replicas: REPLICAS,

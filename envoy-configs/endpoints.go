@@ -140,7 +140,7 @@ func addEndpoints(of map[string]*endpointSet, p *configv1.Pool, o GatewayOptions
 	return nil
 }
 
-// newGatewayService says in a Service's words what pods are meant.
+// newGatewayService selects the pods of a discovery, as far as a Service can.
 func newGatewayService(k *configv1.KubernetesDiscovery, o GatewayOptions, name string) (gatewayService, error) {
 	s := gatewayService{Name: name, Ports: k.GetPorts()}
 	if ns := k.GetNamespace(); ns != "" && ns != o.Namespace {

@@ -58,7 +58,7 @@ func TestOverrideHostIsAll(t *testing.T) {
 	require.Contains(t, string(text), "ORIGINAL_DST")
 }
 
-// What Envoy Gateway cannot be told of is refused when the resources are printed.
+// What Envoy Gateway's resources cannot express is refused when they are printed.
 func TestOverrideHostRefuses(t *testing.T) {
 	for text, want := range map[string]string{
 		`discovery: {file: {path: endpoints.yaml}}`:                                                          "pool a: discovery.file says where endpoints are to Tandem alone",

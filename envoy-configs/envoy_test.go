@@ -189,8 +189,8 @@ func (s *stand) testReplan(t *testing.T) {
 	require.Equal(t, "replanned after out", passes[2].Headers["x-tandem-ticket"])
 }
 
-// Envoy follows no redirect of a request that has not gone out in full. Where the router says the last piece of a body late, a hop
-// may have failed by then.
+// Envoy follows no redirect of a request that has not gone out in full. If the router sends the last piece of a body
+// late, a hop may have failed by then.
 func (s *stand) testEarlyAnswers(t *testing.T) {
 	for query, passes := range map[string]int{"dead+late": 3, "early+late": 2} {
 		t.Run(query, func(t *testing.T) {

@@ -313,7 +313,7 @@ func (m filters) inlineAnswer() *hcmv3.HttpFilter {
 //go:embed lua/refusal.lua
 var refusalScript string
 
-// cleanRefusal cuts KV parameters out of what an engine says of a request that it refuses.
+// cleanRefusal cuts KV parameters out of an engine's refusal.
 func (m filters) cleanRefusal() *hcmv3.HttpFilter {
 	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
 	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(refusalScript)},

@@ -20,7 +20,7 @@ import (
 //go:embed gateway.yaml.tmpl
 var gatewayTemplate string
 
-// GatewayOptions are what Envoy Gateway's resources need beside a Tandem configuration.
+// GatewayOptions are what Envoy Gateway's resources need in addition to a Tandem configuration.
 type GatewayOptions struct {
 	Namespace  string   // of all of them, and of Gateway; default "default"
 	Name       string   // of the HTTPRoute and the rest; default "tandem"

@@ -2,7 +2,7 @@
 // types.
 //
 // There is one model. [Bootstrap] prints all of it as a commented bootstrap, [EnvoyGateway] the resources with which
-// Envoy Gateway makes the same of its own listeners. The folders beside this file hold the bootstrap for the common
+// Envoy Gateway makes the same of its own listeners. The folders next to this file hold the bootstrap for the common
 // shapes, ready to run: a tandem.yaml each, and the envoy.yaml printed from it, which a test keeps equal and holds
 // against the real `envoy --mode validate`.
 //

@@ -12,7 +12,7 @@ import (
 
 // Replicas that come and go by themselves (envoy.replicas: redis) change no listener. A listener that is replaced lets
 // its connections go on, with the access logs that it had: a replica that came later would not learn of the ends of
-// requests on them. So every listener has a log for each of MaxReplicas slots, and Envoy's runtime (RTDS) says which
+// requests on them. So every listener has a log for each of MaxReplicas slots, and Envoy's runtime (RTDS) names which
 // slots are in use. A replica keeps its slot for as long as it lives, because Envoy keeps a log's stream open.
 
 // MaxReplicas is the number of slots.
@@ -58,7 +58,7 @@ func inUse(slot int) *accesslogv3.AccessLogFilter {
 // runtimeLayer is the name of the runtime that Envoys with slots get.
 const runtimeLayer = "tandem"
 
-// runtime says which slots are in use.
+// runtime names the slots in use.
 func (s *settings) runtime() []*runtimev3.Runtime {
 	if !s.Servers.Slots {
 		return nil

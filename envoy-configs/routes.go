@@ -22,7 +22,7 @@ func (s *settings) replanTries() int {
 }
 
 // hedgedTries is how many tries tandem-replan gets on hops that answer the client: where decode shows nothing for 10
-// s there is one, and again after each further 10 s: six of those, beside the four.
+// s there is one, and again after each further 10 s: six of those, in addition to the four.
 const hedgedTries = 10
 
 // configuration has the routes of the main listener, in the order in which Envoy tries them.

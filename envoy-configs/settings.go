@@ -86,7 +86,7 @@ func (s *settings) legSchemes() []scheme {
 // loop is a cluster that leads to an internal listener.
 type loop struct{ Cluster, Listener string }
 
-// loops are the ways to the legs' listeners, beside the prefill leg's, which is always there.
+// loops are the ways to the legs' listeners, except the prefill leg's, which is always there.
 func (s *settings) loops() (out []loop) {
 	if s.Pairs {
 		out = append(out, loop{"tandem-decode-loop", "decode-leg"}, loop{"tandem-mirror-loop", "prefill-mirror"})

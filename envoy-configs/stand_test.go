@@ -32,7 +32,7 @@ import (
 )
 
 // The stand: a real Envoy with what Bootstrap renders, two engines that record what they are sent, and, in place of Tandem,
-// a router without judgement: it does what the query of the request says.
+// a router without judgement: it follows the query of the request.
 //
 //	(none)    prefill, redirect, decode
 //	pass      one hop
@@ -288,7 +288,7 @@ func (s *stand) immediate(stream pb.ExternalProcessor_ProcessServer, body string
 		Headers: mutation(map[string]string{"content-type": "application/json", "retry-after": "7"})}}})
 }
 
-// leg is the prefill leg's role: whatever P says becomes a redirect.
+// leg is the prefill leg's role: any answer of P becomes a redirect.
 func (s *stand) leg(stream pb.ExternalProcessor_ProcessServer) error {
 	m, err := stream.Recv()
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"tandem/extproc/kvtransfer"
 )
 
-// These tests play the listener answer-leg: D's answer comes in pieces, and what goes on is told.
+// These tests play the listener answer-leg: D's answer comes in pieces, and they collect what goes on.
 
 // answered is what became of an answer.
 type answered struct {
@@ -27,7 +27,7 @@ type answered struct {
 	trailers bool
 	status   int    // of an answer in its place
 	code     string // of its error
-	final    bool   // and Envoy is told not to try again
+	final    bool   // and Envoy must not try again
 }
 
 // throughAnswerLeg sends an answer through the filter, with the ticket that its request bore, in pieces of n bytes.
@@ -147,7 +147,8 @@ func TestAnswerLeg(t *testing.T) {
 	require.Equal(t, 500, s.throughAnswerLeg(&kvtransfer.Ticket{Stage: kvtransfer.HandOver, Expires: time.Now().Add(time.Minute), Pool: "chat", Cached: 6}, "200", "application/json", "{}", 9, false).status)
 }
 
-// What Tandem itself cannot do with an answer is not the fault of the endpoint that gave it: Envoy is told not to try another.
+// What Tandem itself cannot do with an answer is not the fault of the endpoint that gave it: Envoy must not try
+// another.
 func TestAnswerLegBlamesNobody(t *testing.T) {
 	cached := &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute), Pool: "chat", Cached: 6}
 	for name, c := range map[string]struct {

@@ -24,7 +24,7 @@ func conversing(t *testing.T, change func(*Policy)) Policy {
 	return p
 }
 
-// keptObject is what d1 says of an answer of 40 tokens, prompt and all.
+// keptObject is what d1 reports with an answer of 40 tokens, prompt and all.
 const keptObject = `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[1,2,3]],"remote_engine_id":"e","remote_request_id":"r",` +
 	`"remote_host":"10.0.0.6","remote_port":5600,"tp_size":1,"remote_num_tokens":40}`
 
@@ -37,7 +37,8 @@ func ids(n int) string {
 	return b.String()[1:]
 }
 
-// secondTurn is the second request of a conversation on its way to P, which is told where d1 keeps the answer to the first.
+// secondTurn is the second request of a conversation on its way to P, which is sent where d1 keeps the answer to the
+// first.
 func (s *stand) secondTurn() *request {
 	s.t.Helper()
 	q := s.secondTurnAfter(keptObject)
@@ -69,7 +70,7 @@ func (s *stand) secondTurnAfter(object string) *request {
 	return turn("r2", 60)
 }
 
-// A P that does not hear from D until when the blocks are kept is told of them only if it will have them before, however long it takes.
+// Without D's word until when it keeps the blocks, P gets them only if it will have fetched them before.
 func TestTurnThatMayExpire(t *testing.T) {
 	for name, c := range map[string]struct {
 		object string

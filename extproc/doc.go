@@ -35,6 +35,6 @@
 //   - decodeLeg, mirroredLeg: concurrent legs; package concurrent is where they meet.
 //   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
 //
-// The rest: replan.go and accesslog.go; choose.go, which may have a request wait (package latebinding); settings.go, the
-// settings that may change.
+// The rest: replan.go and accesslog.go; choose.go, which may have a request wait (package latebinding); settings.go,
+// the settings that may change.
 package extproc

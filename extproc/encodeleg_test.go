@@ -52,8 +52,8 @@ func (q *request) settled() {
 	require.Eventually(q.s.t, func() bool { return q.s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 }
 
-// Encode, prefill, decode: prefill is told what the encode endpoint answered, byte for byte; decode is sent the client's body.
-// The text is longer than any undo.
+// Encode, prefill, decode: prefill is sent the encode endpoint's answer, byte for byte; decode is sent the client's
+// body. The text is longer than any undo.
 func TestEncodeThenPrefillThenDecode(t *testing.T) {
 	s := encodeStand(t, "e1", "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r-1", showing(filler(40_000), `"ec_transfer_params":{"theirs":{}},`))
@@ -75,7 +75,7 @@ func TestEncodeThenPrefillThenDecode(t *testing.T) {
 	q.settled()
 }
 
-// Whoever computes the prompt is told, also where that is decode; the client's body comes back where it fails.
+// The endpoint that computes the prompt gets the answer, even decode; if encode fails, the client's body is restored.
 func TestEncodeThenDecodeAlone(t *testing.T) {
 	s := encodeStand(t, "e1", "p1", "d1", "d2")
 	q := s.newRequest("/v1/chat/completions", "r-1", showing("What?", `"n":2,`))

@@ -172,7 +172,7 @@ func (s *stand) newRequest(path, id, body string) *request {
 	}
 }
 
-// verdict is what the server told Envoy to do with a request or an answer.
+// verdict is the server's answer about a request or a response.
 type verdict struct {
 	immediate *extprocv3.ImmediateResponse
 	set       map[string]string
@@ -337,7 +337,7 @@ func requestBody(b []byte, end bool) *extprocv3.ProcessingRequest {
 	}}
 }
 
-// goOn does to the request what the verdict says.
+// goOn applies the verdict to the request.
 func (q *request) goOn(v *verdict) {
 	for _, name := range v.removed {
 		delete(q.headers, name)
@@ -362,7 +362,7 @@ func (q *request) leave(sent int, wait func()) {
 	wait()
 }
 
-// engineAnswer is P's answer, or what Envoy says in its place, on its way through the prefill leg's filter.
+// engineAnswer is P's answer, or Envoy's in its place, on its way through the prefill leg's filter.
 type engineAnswer struct {
 	status   int
 	body     []byte

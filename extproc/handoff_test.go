@@ -22,7 +22,7 @@ import (
 
 // Hand-overs that Envoy does not make: by llm-d's routing sidecar, or by a call of the server itself.
 
-// handoff: sidecar. D's sidecar is told of P in one authoritative value, and the body stays the client's.
+// handoff: sidecar. D's sidecar gets P in one authoritative header, and the body stays the client's.
 func TestSidecarIsToldOfPrefill(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{}, "p1", "d1")
 	g := s.ask(hello, nil, "x-prefiller-host-port", "6.6.6.6:1")

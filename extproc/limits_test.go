@@ -129,7 +129,7 @@ func TestBodiesOfAllStreamsShareABudget(t *testing.T) {
 	})
 }
 
-// TestABodyWithoutEndIsRefusedAtItsLimit: the client sends on and on, and is told at once.
+// TestABodyWithoutEndIsRefusedAtItsLimit: the client sends on and on, and is refused at once.
 func TestABodyWithoutEndIsRefusedAtItsLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{SplitBodyBytes: 1000, MaxBodyBytes: 1000})
@@ -230,8 +230,8 @@ func TestManyRequestsAtOnceLeaveNothing(t *testing.T) {
 	})
 }
 
-// live takes a request through its passes, with luck and without, and says how it ended. A client's body must come out
-// of every pass but a prefill's as it went in.
+// live takes a request through its passes, with luck and without, and returns how it ended. A client's body must come
+// out of every pass but a prefill's as it went in.
 func (q *request) live(r *rand.Rand) (int, string) {
 	for {
 		if q.taken != "" {

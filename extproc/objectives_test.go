@@ -91,7 +91,7 @@ func TestTargetsWait(t *testing.T) {
 	})
 }
 
-// What a client says counts only where the pool listens; what it says wrongly is an error only there.
+// A client's objectives count only if the pool reads them, and are validated only then.
 func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
 	s := newStand(t, Options{})
 	policy := wishing(picker.MissShed)
@@ -143,7 +143,7 @@ func TestShedFirst(t *testing.T) {
 	})
 }
 
-// Engines that schedule by priority are told of it in the leg's body; decode, and a request that goes on after a failure, get
+// Engines that schedule by priority get it in the leg's body; decode, and a request that goes on after a failure, get
 // the client's own.
 func TestEnginesAreToldOfPriority(t *testing.T) {
 	for name, tt := range map[string]struct {

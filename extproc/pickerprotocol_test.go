@@ -71,7 +71,7 @@ func TestPickerHeaderOnly(t *testing.T) {
 	require.Equal(t, `{"data":[]}`, client)
 }
 
-// Row: a gateway that buffers bodies, and one that sends none, are told the same.
+// Row: a gateway that buffers bodies, and one that sends none, get the same.
 func TestPickerBodyModes(t *testing.T) {
 	for mode, tokens := range map[filterv3.ProcessingMode_BodySendMode]string{filterv3.ProcessingMode_BUFFERED: "with its body", filterv3.ProcessingMode_NONE: "without"} {
 		t.Run(mode.String()+", "+tokens, func(t *testing.T) {

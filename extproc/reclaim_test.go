@@ -17,7 +17,7 @@ import (
 	"tandem/kvstate"
 )
 
-// A client that leaves between the hops strands P's blocks. Where the pool wants it, a decode endpoint is told to fetch them:
+// A client that leaves between the hops strands P's blocks. If the pool wants it, a decode endpoint fetches them:
 // once, with parameters that nothing else can use after, and a prompt of which nobody sees the answer.
 func TestCleanupDecode(t *testing.T) {
 	for _, c := range []struct {
@@ -81,8 +81,8 @@ func TestCleanupDecode(t *testing.T) {
 	}
 }
 
-// What has left the server's hands is cleaned up if the access log says that no decode endpoint can have got it, whatever became of the
-// ticket; once; and never if one may have.
+// A hand-over that was sent is reclaimed if the access log shows that no decode endpoint can have got it, whatever
+// became of the ticket; once; and never if one may have.
 func TestHandOversThatNobodyGot(t *testing.T) {
 	const gone = "downstream_remote_disconnect"
 	for name, c := range map[string]struct {

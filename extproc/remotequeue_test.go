@@ -33,7 +33,7 @@ func (silentReplicas) TakeHandOver([16]byte) (params []byte, ok bool)           
 func (silentReplicas) PutConversation([16]byte, []byte, time.Duration)                           {}
 func (silentReplicas) TakeConversation([16]byte) ([]byte, bool)                                  { return nil, false }
 
-// What waits here is told to other replicas while it does, with what endpoints hold of it, and until it is booked.
+// Waiting requests are published to other replicas, with the endpoints' hits, until they are reserved.
 func TestOthersAreToldWhoWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})
@@ -76,7 +76,8 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 	})
 }
 
-// A request that some endpoints alone serve is not told: at other replicas it would be in the way of requests for all the others.
+// A request that only some endpoints serve is not published: at other replicas it would block requests for all the
+// others.
 func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStand(t, Options{})

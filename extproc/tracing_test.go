@@ -42,7 +42,7 @@ func attributesIn(s tracetest.SpanStub) map[string]attribute.Value {
 	return out
 }
 
-// Where Envoy traces, what it says in the stream's metadata is the parent.
+// If Envoy traces, the parent is in the stream's metadata.
 func TestSpansJoinEnvoys(t *testing.T) {
 	c, spans := traced(t)
 	md := metadata.Pairs(envoywire.HeaderTraceparent, envoysSpan)

@@ -27,8 +27,9 @@ import (
 
 var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 
-// TestTranscripts runs testdata/*.txt, which read as what Envoy brings, and what it is told (lines with >, written anew
-// with -update). Time stands still but for `wait`. A blank line ends a request; what it leaves booked then fails the test.
+// TestTranscripts runs testdata/*.txt, which read as what Envoy sends, and what it is answered (lines with >, written
+// anew with -update). Time stands still but for `wait`. A blank line ends a request; what it leaves booked then fails
+// the test.
 //
 //	server splitBody=N maxBody=N redirects=N held=N bodyTimeout=DURATION
 //	pool NAME ENDPOINT... [models=A,B] [failure=decodeAlone|fail] [attempts=N] [split=no] [long=refuse] [transfer=none|DIALECT]
@@ -49,7 +50,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	wait DURATION
 //	byte                      the first of the endpoint's answer, as Envoy will log it
 //	done STATUS [DETAILS] | gone   the end, as Envoy logs it
-//	quiet                     from here on what Envoy is told is not shown
+//	quiet                     from here on the answers to Envoy are not shown
 //	counts                    what was counted since the last of these (counts_test.go)
 func TestTranscripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
@@ -408,7 +409,7 @@ func (p *player) sayVerdict(v *verdict) {
 	}
 }
 
-// Wait is kvtransfer.Arrivals: the notice comes as the transcript says.
+// Wait is kvtransfer.Arrivals: the transcript gives the notice.
 func (p *player) Wait(ctx context.Context, id string, n int) bool {
 	require.Len(p.t, id, 32)
 	require.Equal(p.t, 1, n)
@@ -438,7 +439,7 @@ func plainID(s string) string {
 	return madeHalf.ReplaceAllString(madeID.ReplaceAllString(s, "(a new id)"), `"resp_(random)`)
 }
 
-// describe says what a ticket holds.
+// describe shows what a ticket holds.
 func (p *player) describe(sealed string) string {
 	t := p.s.ticket(sealed, p.q.headers[envoywire.HeaderRequestID])
 	var b strings.Builder

@@ -18,8 +18,8 @@ import (
 	"tandem/status"
 )
 
-// newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does. It is for the inside;
-// put no client near it.
+// newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
+// It is for the inside; put no client near it.
 func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, operator *orders.Orders, page http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })

@@ -11,7 +11,7 @@ import (
 	"tandem/kvstate/redisstore"
 )
 
-// Readiness says that ticket keys differ, ready or not.
+// Readiness reports that ticket keys differ, ready or not.
 func TestReadinessTellsOfKeys(t *testing.T) {
 	for name, c := range map[string]struct {
 		ready bool

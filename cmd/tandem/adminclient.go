@@ -160,7 +160,8 @@ func (a *adminClient) show(w io.Writer, answer []byte, into any, table func(io.W
 	return err
 }
 
-// coloured paints what needs attention red and headings bold, on a terminal that has not been asked for plain text (NO_COLOR).
+// coloured paints what needs attention red and headings bold, on a terminal that has not been asked for plain text
+// (NO_COLOR).
 func coloured(w io.Writer, text string) string {
 	f, ok := w.(*os.File)
 	if !ok || !term.IsTerminal(int(f.Fd())) || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {

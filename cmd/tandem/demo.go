@@ -22,8 +22,8 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// newDemo is `tandem demo`: it brings up two prefill and two decode simulators, Tandem and Envoy on this machine, sends real
-// requests through them and shows what happened to each.
+// newDemo is `tandem demo`: it brings up two prefill and two decode simulators, Tandem and Envoy on this machine, sends
+// real requests through them and shows what happened to each.
 func newDemo() *cobra.Command {
 	var envoyPath, simPath, listen string
 	var stay bool
@@ -281,7 +281,7 @@ func (d *demonstration) show(ctx context.Context) error {
 
 func millis(t time.Duration) string { return fmt.Sprintf("%.1f ms", float64(t.Microseconds())/1000) }
 
-// send posts a request and says in a few words what came back.
+// send posts a request and summarizes the answer.
 func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (string, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.url+r.path, strings.NewReader(r.body))
 	if err != nil {

@@ -8,8 +8,8 @@ import (
 	dto "github.com/prometheus/client_model/go"
 )
 
-// formerNames maps the former names of metrics to the names that replaced them. Both are exported for one release, so that
-// dashboards and alerts can be changed after the update.
+// formerNames maps the former names of metrics to the names that replaced them. Both are exported for one release, so
+// that dashboards and alerts can be changed after the update.
 var formerNames = map[string]string{
 	"tandem_engine_requests_elsewhere":  "tandem_engine_requests_external",
 	"tandem_handovers_stranded_total":   "tandem_handovers_orphaned_total",

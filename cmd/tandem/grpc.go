@@ -28,8 +28,8 @@ const (
 	maxGatewayConnections = 256
 )
 
-// newBudget returns the budget of everything that is received and not handled: 1 GiB, or half of GOMEMLIMIT where that is less, and
-// registers it with its metrics.
+// newBudget returns the budget of everything that is received and not handled: 1 GiB, or half of GOMEMLIMIT where that
+// is less, and registers it with its metrics.
 func newBudget(r prometheus.Registerer) *memory.Budget {
 	limit := int64(1 << 30)
 	if total := debug.SetMemoryLimit(-1); total != math.MaxInt64 {
@@ -40,8 +40,9 @@ func newBudget(r prometheus.Registerer) *memory.Budget {
 	return budget
 }
 
-// newGRPC makes the server that Envoy talks to, and the one that Envoy Gateway talks to, and Envoys whose routes were not
-// extended. What the second is sent counts against the same memory, but not against the same connections and streams.
+// newGRPC makes the server that Envoy talks to, and the one that Envoy Gateway talks to, and Envoys whose routes were
+// not extended. What the second is sent counts against the same memory, but not against the same connections and
+// streams.
 func newGRPC(
 	cfg *configv1.Config, server *extproc.Server, envoys *xds.Server, gateway *gatewayextension.Server,
 	health *extproc.Health,

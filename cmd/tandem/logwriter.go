@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// logWriter writes log lines on a goroutine of its own: a log reader that has stopped reading must not block the request
-// path or the release of reservations. Lines that do not fit are dropped and counted; the count is logged when the log
-// can be written again.
+// logWriter writes log lines on a goroutine of its own: a log reader that has stopped reading must not block the
+// request path or the release of reservations. Lines that do not fit are dropped and counted; the count is logged when
+// the log can be written again.
 type logWriter struct {
 	to      io.Writer
 	lines   chan []byte

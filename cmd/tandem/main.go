@@ -98,8 +98,8 @@ func doubleDashes(root *cobra.Command, args []string) []string {
 // builtAs is set by the linker: -ldflags "-X main.builtAs=$(scripts/version.sh)".
 var builtAs string
 
-// version is what the linker set, or what the Go toolchain stamped into the binary; the commit, unless the release names it; and
-// Go's version.
+// version is what the linker set, or what the Go toolchain stamped into the binary; the commit, unless the release
+// names it; and Go's version.
 func version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {

@@ -10,8 +10,9 @@ import (
 	"tandem/internal/memory"
 )
 
-// newRegistry returns the registry of all metrics. extproc registers its own, internal/fleetmetrics those of kvstate. Names
-// are tandem_<part>_<what>_<unit>[_total], labels bounded; docs/operations.md has a row for each (a test requires it).
+// newRegistry returns the registry of all metrics. extproc registers its own, internal/fleetmetrics those of kvstate.
+// Names are tandem_<part>_<what>_<unit>[_total], labels bounded; docs/operations.md has a row for each (a test requires
+// it).
 func newRegistry() *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

@@ -99,8 +99,8 @@ func configuredReplicas(cfg *configv1.Config) int {
 	return len(all)
 }
 
-// keepReady says that requests are welcome, unless this replica's ticket keys differ from those of the others and it is the one to
-// yield: what one replica seals the other could not open, and every request that comes by both would fail.
+// keepReady keeps the replica ready, unless this replica's ticket keys differ from those of the others and it is the
+// one to yield: what one replica seals the other could not open, and every request that comes by both would fail.
 func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.Logger) {
 	select {
 	case <-f.joined:
@@ -144,8 +144,8 @@ func (f *fleet) keyCheck() redisstore.KeyCheck {
 	return f.store.KeyCheck()
 }
 
-// share joins the other replicas once the endpoints are known, if that is still to be done, and keeps in step with them until ctx
-// ends.
+// share joins the other replicas once the endpoints are known, if that is still to be done, and keeps in step with them
+// until ctx ends.
 func (f *fleet) share(ctx context.Context, log *slog.Logger) {
 	if !f.waitSynced(ctx) {
 		return
@@ -186,8 +186,8 @@ func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
 	return c, nil
 }
 
-// ticketKeys are the keys of tickets: from a file, or made here. What keeps them in step with those of other replicas is run,
-// which is nil where nothing does.
+// ticketKeys are the keys of tickets: from a file, or made here. What keeps them in step with those of other replicas
+// is run, which is nil where nothing does.
 func ticketKeys(ctx context.Context, cfg *configv1.Config, store *redisstore.Store, log *slog.Logger) (keys *kvtransfer.Keys, run func(context.Context), err error) {
 	if file := cfg.GetTickets().GetKeyFile(); file != "" {
 		keys, warnings, err := kvtransfer.ReadKeyFile(file)

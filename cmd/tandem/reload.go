@@ -31,8 +31,8 @@ import (
 // writes them may not be through yet.
 const reloadEvery = time.Second
 
-// reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that is
-// not valid changes nothing.
+// reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that
+// is not valid changes nothing.
 type reloader struct {
 	file    string
 	fleet   *fleet
@@ -85,7 +85,7 @@ func warningsOf(file string, cfg *configv1.Config) []string {
 	return warnings
 }
 
-// run reloads when the files change, or at once when told to, until ctx ends.
+// run reloads when the files change, or at once when now receives, until ctx ends.
 func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 	tick := time.NewTicker(reloadEvery)
 	defer tick.Stop()

@@ -136,7 +136,7 @@ func TestReloadWhenFilesChange(t *testing.T) {
 	require.Eventually(t, func() bool { return r.fleet.state.Pool("b") != nil }, 30*time.Second, 5*time.Millisecond)
 }
 
-// Envoy is not told of pools: what they need of its bootstrap and it was made without is said.
+// A bootstrap does not name pools: if it lacks what they need, a warning names that.
 func TestReloadSaysWhatTheBootstrapLacks(t *testing.T) {
 	r := startReloading(t)
 	for _, c := range []struct{ pools, lacks string }{

@@ -18,19 +18,20 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// spans sends what the server traces to a collector, in batches beside the requests. nil: nothing is traced.
+// spans sends what the server traces to a collector, in batches, in the background. nil: nothing is traced.
 type spans struct {
 	provider *sdktrace.TracerProvider
 }
 
-// Bounds of the sender: spans that find no room are dropped, and a collector that is gone holds up the end no longer than that.
+// Bounds of the sender: spans that find no room are dropped, and a collector that is gone holds up the end no longer
+// than that.
 const (
 	spanQueue     = 8192
 	spansShutdown = 2 * time.Second
 )
 
-// newSpans begins to send, if the configuration says where. A collector that does not answer is no reason not to start. What
-// OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of the resource goes before what is said here.
+// newSpans begins to send, if the configuration says where. A collector that does not answer is no reason not to start.
+// What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of the resource goes before what is said here.
 func newSpans(t *configv1.Tracing, log *slog.Logger) (*spans, error) {
 	if t == nil {
 		return nil, nil
@@ -53,7 +54,7 @@ func newSpans(t *configv1.Tracing, log *slog.Logger) (*spans, error) {
 	)}, nil
 }
 
-// complaints logs what the exporter says, at most once in ten seconds: a collector that is down has as much to say each second.
+// complaints logs the exporter's errors, at most one in ten seconds: if a collector is down, there is one each second.
 func complaints(log *slog.Logger) otel.ErrorHandler {
 	var last atomic.Int64
 	return otel.ErrorHandlerFunc(func(err error) {

@@ -50,7 +50,7 @@ func (r *reloader) setReplicas(living []membership.Replica, unknown error) {
 	}
 }
 
-// setFull notes whether Envoys are told of this replica, or of MaxReplicas others and not of this one.
+// setFull notes whether Envoys get MaxReplicas other replicas, and not this one.
 func (r *reloader) setFull(full bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

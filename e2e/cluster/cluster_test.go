@@ -222,7 +222,7 @@ func (c *cluster) chat(host, user string, cookies ...*http.Cookie) (status, body
 	return strconv.Itoa(resp.StatusCode), string(text)
 }
 
-// file returns the path of a file beside this one.
+// file returns the path of a file in this one's folder.
 func (c *cluster) file(name string) string {
 	path, err := filepath.Abs(name)
 	require.NoError(c.t, err)

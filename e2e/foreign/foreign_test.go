@@ -42,7 +42,7 @@ func TestForeignEngines(t *testing.T) {
 				"--port", port, "--mode", "echo", "--force-dummy-tokenizer", "--zmq-endpoint", "", "--max-num-seqs", "64")
 		}, answers: func(t *testing.T, text, got string) { require.Equal(t, text, got) }},
 		"AIBrix's mock": {dialect: "trtllm", start: func(t *testing.T, logs, port string) {
-			// Flask does not end with status 0 when it is told to end.
+			// Flask does not end with status 0 after SIGTERM.
 			realengines.Start(t, logs, "mock "+port, "env", "STANDALONE_MODE=true", "MODEL_NAME=tiny", "POD_NAME=pod-"+port,
 				"bash", "-c", `trap 'kill $!; exit 0' TERM; "$@" & wait $!`, "mock", filepath.Join(dir, "venv/bin/flask"),
 				"--app", filepath.Join(dir, "mock.py"), "run", "--host", "127.0.0.1", "--port", port)

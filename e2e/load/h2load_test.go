@@ -49,7 +49,7 @@ func TestUsageBetween(t *testing.T) {
 	require.EqualValues(t, 19, after.envoy)
 }
 
-// Bodies are what a case says, and JSON.
+// Bodies have their case's size, and are JSON.
 func TestRequestBody(t *testing.T) {
 	for _, n := range []int{kb, 220 * kb, mb} {
 		body := requestBody(n, 16)

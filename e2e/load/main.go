@@ -8,7 +8,7 @@
 // it has its answer. Open loop: requests come at a rate, even if earlier ones are not answered yet.
 //
 // The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and per
-// core of Envoy and Tandem, CPU per request by process, memory, errors; beside it report.json. Cases whose tool is
+// core of Envoy and Tandem, CPU per request by process, memory, errors; and report.json next to it. Cases whose tool is
 // missing are left out, and named. The report begins with a summary, compares with the last run in DIR, and contains
 // the configuration.
 //

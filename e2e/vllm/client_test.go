@@ -36,7 +36,7 @@ type request struct {
 	prompt   string
 	tokens   int // of the answer, at most
 	stream   bool
-	two      bool   // several choices, so not split; greedy by top_k, as vLLM refuses temperature 0 beside n
+	two      bool   // several choices, so not split; greedy by top_k, as vLLM refuses temperature 0 with n
 	extra    string // further members, JSON with a comma in front
 	sampling string // generate: further sampling_params, JSON with a comma in front
 	header   http.Header

@@ -88,7 +88,7 @@ func (s *suite) eventsByRank(t *testing.T, ranks int) {
 	}
 }
 
-// rankTrace is what /debug/requests says of where a request went.
+// rankTrace is where a request went, by /debug/requests.
 type rankTrace struct {
 	Route, Prefill, Decode string
 	Cached                 int64   `json:"cached_tokens"`

@@ -168,7 +168,7 @@ func (s *suite) kvMoved(t *testing.T) {
 	s.report.row("A prompt that grows", turns, fmt.Sprintf("prefill %v; decode %v", onPrefill, onDecode))
 }
 
-// latency checks nothing, but shows the cost of the path beside real engines, one request at a time.
+// latency checks nothing, but shows the cost of the path with real engines, one request at a time.
 func (s *suite) latency(t *testing.T) {
 	const n = 30
 	var through, byHand, aggregated []time.Duration

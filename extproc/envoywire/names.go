@@ -7,7 +7,7 @@ const (
 	HeaderTicket   = "x-tandem-ticket"                        // sealed state of the request
 	HeaderScheme   = "x-tandem-scheme"                        // https or h2c; absent: http
 	HeaderPerTry   = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
-	// HeaderHedge is "true" for a hop that continues after that time, beside a try at the replan port.
+	// HeaderHedge is "true" for a hop that continues after that time, together with a try at the replan port.
 	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"
 	HeaderCarry       = "x-tandem-carry"     // prefill leg: the redirect target of an inline answer
 	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64

@@ -15,7 +15,7 @@ import (
 //
 // LMCache's proxy asks /tokenize for the ids, and sends them to P too, over /v1/completions. Tandem sends P the
 // client's own body and asks for the ids (return_token_ids, vLLM 0.10.2): they come from P's own template, tools
-// included, without another request. A chat's messages stay beside prompt; D ignores them as unknown members.
+// included, without another request. A chat's messages stay in the body with prompt; D ignores them as unknown members.
 //
 // Requests whose rest D could not write that way go as with lmcache, and so do those whose first token gives no text
 // for a client: a part of a character, reasoning, a call.

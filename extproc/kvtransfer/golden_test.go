@@ -361,7 +361,7 @@ func TestPrefillEmptyObject(t *testing.T) {
 	}
 }
 
-// TestPrefillOverwrites: a client's own control members never reach P, neither merged nor beside ours.
+// TestPrefillOverwrites: a client's own control members never reach P, neither merged with ours nor next to them.
 func TestPrefillOverwrites(t *testing.T) {
 	d, err := New(Options{Name: "nixl"})
 	require.NoError(t, err)

@@ -12,9 +12,9 @@ import (
 //
 // The one token must end because of its length: a P that stops for any other reason keeps no blocks (vLLM 0.12 to
 // 0.20, where a first token that ends the text counts as stopped; from 0.21 NIXL keeps them for both). Hence
-// min_tokens 1, which masks that token, and no stop strings. A limit that stays beside max_tokens would run its full
-// length, min_tokens above it and stream_options without stream are refused with 400, and stream true answers without
-// parameters (all run on 0.32.0).
+// min_tokens 1, which masks that token, and no stop strings. A limit that stays together with max_tokens would run its
+// full length, min_tokens above it and stream_options without stream are refused with 400, and stream true answers
+// without parameters (all run on 0.32.0).
 type oneToken struct {
 	one, no, tokens []byte // values as JSON text, kept so that a patch allocates nothing
 }

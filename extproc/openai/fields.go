@@ -127,14 +127,14 @@ func fieldOf(key []byte) Field {
 	return fieldUnknown
 }
 
-// isControl reports whether a key, beside kv_transfer_params, is one that a client must not send: it steers engines or
-// their routers, or names internal hosts, ranks and blocks. The names are vLLM's, SGLang's, TensorRT-LLM's, Neuron's
+// isControl reports whether a key other than kv_transfer_params is one that a client must not send: it steers engines
+// or their routers, or names internal hosts, ranks and blocks. The names are vLLM's, SGLang's, TensorRT-LLM's, Neuron's
 // and Dynamo's, in this order.
 func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",
 		"routed_dp_rank", "data_parallel_rank",
-		// beside messages it takes their place: the engine would compute another prompt than Tandem routed
+		// with messages it takes their place: the engine would compute another prompt than Tandem routed
 		"prompt_token_ids",
 		"nvext":
 		return true

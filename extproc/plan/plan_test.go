@@ -25,7 +25,7 @@ func splitting(dialect string) Policy {
 	return Policy{Dialect: kvtransfer.Named(dialect), Split: true}.WithDefaults()
 }
 
-// Why a request is not split, and what a client is told whose body is too long for the pool.
+// Why a request is not split, and the error for a body that is too long for the pool.
 func TestMaySplit(t *testing.T) {
 	const chat = `{"model":"m","messages":[]}`
 	for name, tt := range map[string]struct {

@@ -108,7 +108,7 @@ func (x *Meter) MirrorEnded(requestID string, t *kvtransfer.Ticket, code int, re
 	x.leg(requestID, t, func(trace *Trace) { trace.PrefillTime = took })
 }
 
-// PromptRead reports what P's answer says of the prompt.
+// PromptRead reports the prompt's counts in P's answer.
 func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfer.Answer, took time.Duration) {
 	x.Prompt(t.Pool, got)
 	if t.Stage == kvtransfer.PairLegs {

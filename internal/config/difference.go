@@ -64,7 +64,7 @@ func ofEnvoy(path string, moves bool) bool {
 	return found
 }
 
-// Fingerprint returns a short name of what a configuration says about pools. Replicas of one fleet should have the
+// Fingerprint returns a short name of a configuration's pools. Replicas of one fleet should have the
 // same.
 func Fingerprint(c *configv1.Config) string {
 	text, err := proto.MarshalOptions{Deterministic: true}.Marshal(&configv1.Config{Pools: c.GetPools()})

@@ -52,7 +52,7 @@ func TestTranslationOverGRPC(t *testing.T) {
 	require.Contains(t, log.String(), "httproute/default/llm/")
 }
 
-// What cannot be read goes on as it came, with everything beside it.
+// A resource that cannot be read passes unchanged, and so do the others.
 func TestBrokenTranslationContinues(t *testing.T) {
 	conn, log := served(t)
 	in := read(t, "testdata/existing.in.yaml")

@@ -59,7 +59,7 @@ func (r *Report) Print(w io.Writer) {
 	}
 }
 
-// needs says which connector a pool's engines need, if that could not be compared.
+// needs names the connector that a pool's engines need, if that could not be compared.
 func (e *Engine) needs() string {
 	return fmt.Sprintf("%s: kvTransfer %s needs %s; whether the engines run with it is not known: "+
 		"look at kv_connector of their --kv-transfer-config", e.Pool, e.dialect, strings.Join(e.connectors, " or "))

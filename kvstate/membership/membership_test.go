@@ -158,7 +158,7 @@ func TestOnlyAddresses(t *testing.T) {
 	}
 }
 
-// Envoys reach a replica where it says, where it listens, or where it connects to Redis from.
+// Envoys reach a replica at --advertise, where it listens, or where it connects to Redis from.
 func TestSelf(t *testing.T) {
 	for _, c := range []struct{ listen, host, redis, want string }{
 		{"10.0.0.1:9002", "", "redis://192.0.2.1", "10.0.0.1:9002"},

@@ -74,7 +74,7 @@ func (o *Operator) announce(ctx context.Context, mark string) error {
 	return nil
 }
 
-// leave says that this replica ends in order.
+// leave publishes that this replica ends in order.
 func (o *Operator) leave(ctx context.Context) {
 	if err := o.announce(context.WithoutCancel(ctx), markEnded); err != nil {
 		o.log.Debug("a replica that ends", "err", err)

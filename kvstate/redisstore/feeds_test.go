@@ -110,7 +110,7 @@ func TestFeedsAreInASnapshot(t *testing.T) {
 	require.ErrorIs(t, a.p.snapshots.write(t.Context(), snapshotWish{feeds: true}), x.failing)
 }
 
-// Who starts says whether it wants feeds, and the oldest writes them.
+// A replica that starts asks for feeds or does not, and the oldest writes them.
 func TestFeedsAreWanted(t *testing.T) {
 	r := lonely(t, 1)
 	x := newEvents(t, r)

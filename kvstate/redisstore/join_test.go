@@ -56,7 +56,7 @@ func TestNumbersAreGivenOnce(t *testing.T) {
 	require.Equal(t, want, numbers)
 }
 
-// Who wants a snapshot says hello, and again each lease, as long as there is somebody to answer: three times.
+// A replica asks for a snapshot, and again each lease while there is another replica: three times.
 func TestWhoAsksAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 1)

@@ -11,7 +11,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// hears has a replica read what another one says now.
+// hears has a replica read what another one publishes now.
 func (r *replica) hears(b *statev1.Batch) {
 	r.t.Helper()
 	b.LeaseMs = uint32(maxLease.Milliseconds())

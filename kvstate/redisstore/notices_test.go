@@ -48,7 +48,8 @@ func TestNotices(t *testing.T) {
 	until(t, a, heardB, 0) // until then the stream may not be read yet
 	until(t, a, heardC, 10_000)
 
-	// Where Redis has no time for them they are not told again. So: one round of them comes whole; and in every round in order.
+	// If Redis has no time for them, they are not published again. So: one round of them comes whole; and in every
+	// round in order.
 	const n = 2000
 	all := false
 	for round := 1; !all; round++ {
@@ -64,7 +65,7 @@ func TestNotices(t *testing.T) {
 	}
 	require.Empty(t, heardA, "its own came back")
 
-	// Nobody else's ids are told.
+	// No other ids are received.
 	a.store.PublishNotice("short")
 	a.store.PublishNotice("0123456789abcde 0123456789abcdef")
 	require.Empty(t, a.store.notices)

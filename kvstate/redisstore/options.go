@@ -28,7 +28,7 @@ type Options struct {
 }
 
 // Time limits of commands. Those on a request's path have onPath, and a hand-over, which is read once and up to 8 MiB
-// large, has handOverTime; the others run beside requests.
+// large, has handOverTime; the others run concurrently with requests.
 const (
 	onPath       = 5 * time.Millisecond
 	handOverTime = 50 * time.Millisecond

@@ -13,7 +13,7 @@ import (
 	"tandem/kvstate"
 )
 
-// A replica that starts is told what the others know.
+// A replica that starts receives what the others know.
 func TestLateComersAreWarm(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 4), join(t, redisURL(r), 4)
@@ -49,7 +49,7 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 2)
 	first, second := prompt(1, 300), prompt(2, 50)
-	a.state.ApplyRouted(a.pool, a.e(0), first) // known to it, told to nobody
+	a.state.ApplyRouted(a.pool, a.e(0), first) // known to it, not published
 	a.stop()
 
 	b := join(t, briefly(r), 2)
@@ -192,7 +192,7 @@ func TestStartTogether(t *testing.T) {
 	eventually(t, "the clock goes on, which says who is older", func() bool { return newReplica(time.Now()) > b.store.replica+1<<20 })
 	a := apart(t, o, 2)
 	hashes := prompt(1, 20)
-	b.state.ApplyRouted(b.pool, b.e(0), hashes) // known to it, told to nobody
+	b.state.ApplyRouted(b.pool, b.e(0), hashes) // known to it, not published
 	eventually(t, "it says hello", func() bool { _, err := b.p.publishJoin(context.Background()); return err == nil })
 	took := eventually(t, "the other one joins", func() bool { return a.store.Join(context.Background(), patience) == nil })
 	require.Less(t, took, patience/2, "without waiting for an answer")
@@ -212,7 +212,7 @@ func TestTheAnswerComesWhileTheStreamIsRead(t *testing.T) {
 	o.Lease = maxLease
 	a, b := join(t, o, 2), apart(t, o, 2)
 	hashes := prompt(1, 20)
-	a.state.ApplyRouted(a.pool, a.e(0), hashes)                                                           // known to it, told to nobody
+	a.state.ApplyRouted(a.pool, a.e(0), hashes)                                                           // known to it, not published
 	eventually(t, "it has said that it is there", func() bool { return a.store.Stats().BatchesSent > 1 }) // more than hello
 	c := r.client()
 	defer c.Close()
@@ -250,7 +250,7 @@ func TestStartWithoutRedis(t *testing.T) {
 	})
 }
 
-// What finds no room while Redis is away is told as a snapshot when it is back.
+// What finds no room while Redis is away is published as a snapshot when it is back.
 func TestMoreThanTheOutboxHolds(t *testing.T) {
 	if budget.Race {
 		t.Skip("600,000 blocks take a minute under the race detector")
@@ -281,7 +281,7 @@ func TestGapsAreFilled(t *testing.T) {
 	a.p.mu.Lock()
 	a.p.seq += 5 // as if the five before had been cut off the stream
 	a.p.mu.Unlock()
-	a.state.ApplyRouted(a.pool, a.e(0), hashes) // known to a, told to nobody
+	a.state.ApplyRouted(a.pool, a.e(0), hashes) // known to a, not published
 	a.state.Routed(a.pool, a.e(1), prompt(2, 1))
 	eventually(t, "what was in them is known", func() bool { return b.hit(0, hashes) == 20 })
 	require.Positive(t, b.store.Stats().Gaps)

@@ -19,7 +19,7 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// taking is a Redis that does little but take what it is told, or fail, so that a test has a time of its own (synctest).
+// taking is a Redis that only takes commands, or fails, so that a test has a time of its own (synctest).
 type recorder struct {
 	mu        sync.Mutex
 	kept      map[string]any // by key
@@ -105,7 +105,7 @@ func (t *recorder) take(cmd redis.Cmder) error {
 	return nil
 }
 
-// last is what was told last.
+// last is what was published last.
 func (t *recorder) last() *statev1.Batch { return t.published[len(t.published)-1] }
 
 var errGone = errors.New("redis is gone")
@@ -126,7 +126,7 @@ func (r *replica) flush(complete bool) error {
 func TestWhenItIsTold(t *testing.T) {
 	for name, c := range map[string]struct {
 		fails    error
-		complete []bool // what is told, as far as it is
+		complete []bool // what is published, as far as it is
 		refused  int
 	}{
 		"redis is there": {nil, []bool{true, false, false, true, true, true}, 0},
@@ -194,7 +194,7 @@ func TestAReplicaAlonePublishesSeldom(t *testing.T) {
 	}
 }
 
-// How long the first of what is told together has waited goes with it: that is part of how late others hear of it.
+// The wait of a batch's first entry goes with the batch: it is part of the lag at the receivers.
 func TestWhatWaitedSaysForHowLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 2)
@@ -216,7 +216,7 @@ func TestWhatWaitedSaysForHowLong(t *testing.T) {
 	})
 }
 
-// What Redis did not take is told again with the next batch, whatever it is, and before what came since.
+// What Redis did not take is published again with the next batch, and before what came since.
 func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r := lonely(t, 2)
 	x := record(r)
@@ -262,7 +262,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	require.False(t, x.last().GetWaitsAll())
 }
 
-// Where others were told of a newer snapshot meanwhile, that is the one.
+// If a newer snapshot was announced meanwhile, that is the one.
 func TestTheNewerNoticeIsTold(t *testing.T) {
 	unsent := outbox{notice: &statev1.SnapshotNotice{Id: 1}, lossy: true}
 	o := outbox{notice: &statev1.SnapshotNotice{Id: 3}}
@@ -271,7 +271,7 @@ func TestTheNewerNoticeIsTold(t *testing.T) {
 	require.True(t, o.lossy, "what found no room finds none later")
 }
 
-// What found no room is told by a snapshot for everyone, once there is somebody to tell.
+// What found no room is published as a snapshot for all, once there is a receiver.
 func TestWhatFoundNoRoomIsInASnapshot(t *testing.T) {
 	r := lonely(t, 1)
 	x := record(r)
@@ -302,7 +302,7 @@ func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
 	require.True(t, up)
 }
 
-// Whatever there is to tell is told, if there is nothing else; and a second time only when it has changed.
+// Each kind of entry is published, also alone; and again only when it has changed.
 func TestEachThingIsToldByItself(t *testing.T) {
 	for name, happens := range map[string]func(r *replica){
 		"a prompt":            func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },

@@ -50,7 +50,7 @@ func (s *Store) read(ctx context.Context, pools ...*poolReplica) {
 	}
 }
 
-// readOnce reads the streams of those pools that have joined and load no snapshot. That happens beside, because it may
+// readOnce reads the streams of those pools that have joined and load no snapshot. This is concurrent, because it may
 // take seconds.
 func readOnce(ctx context.Context, s *Store, pools []*poolReplica, loading *sync.WaitGroup) error {
 	ready := make([]*poolReplica, 0, len(pools))

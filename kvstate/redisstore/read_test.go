@@ -64,7 +64,7 @@ func TestWhoseBatchItIs(t *testing.T) {
 	require.Equal(t, 2, r.store.Replicas())
 }
 
-// What is told is what is known: how busy a replica is, what it has learned of prompts, and what it was the last to hear of.
+// What is published is what is known: a replica's load, what it has learned of prompts, and what it received last.
 func TestWhatIsToldIsKnown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, b := lonely(t, 2), lonely(t, 2)

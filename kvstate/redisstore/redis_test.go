@@ -124,7 +124,7 @@ func (r *replica) run() {
 	r.t.Cleanup(r.stop)
 }
 
-// during does something until it is told to stop, which waits for its end.
+// during does something until stop, which waits for its end.
 func during(ctx context.Context, do func(context.Context)) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{})

@@ -69,7 +69,7 @@ func TestWhichKeysOpen(t *testing.T) {
 	}
 }
 
-// Who uses the keys is told when they change, and not else.
+// The user of the keys is notified when they change, and only then.
 func TestKeysAreToldWhenTheyChange(t *testing.T) {
 	published := 0
 	k := &Secrets{use: func([32]byte, ...[32]byte) error { published++; return nil }}

@@ -111,7 +111,7 @@ func TestCluster(t *testing.T) {
 	agree(t, Options{URL: "redis://" + nodes[1].Addr, Cluster: true, KeyPrefix: "another"})
 }
 
-// A master of a Cluster dies and its replica takes over: what was told meanwhile is told after.
+// A master of a Cluster dies and its replica takes over: what was published meanwhile arrives after.
 func TestClusterFailover(t *testing.T) {
 	nodes := startCluster(t, 3)
 	o := Options{URL: "redis://" + nodes[0].Addr, Cluster: true, Lease: time.Second}

@@ -31,7 +31,7 @@ func TestRoutedPrefixesAreKnownEverywhere(t *testing.T) {
 	speed(t, took[45], 100*time.Millisecond, "known elsewhere, 90 of 100")
 }
 
-// A prompt goes to the two endpoints of a pair; its hashes are told once.
+// A prompt goes to the two endpoints of a pair; its hashes are published once.
 func TestPairsAreToldOnce(t *testing.T) {
 	a, b := apart(t, Options{URL: "redis://127.0.0.1:1"}, 4), apart(t, Options{URL: "redis://127.0.0.1:1"}, 4)
 	hashes, other := prompt(1, 20), prompt(2, 20)
@@ -157,11 +157,11 @@ func TestSignalsAreShared(t *testing.T) {
 	require.EqualExportedValues(t, kvstate.Signals{Running: 3, Waiting: 5, KVUsage: .25, KVTokens: -1, Transfers: moved, Host: host}, got)
 	require.Nil(t, b.e(1).Signals())
 
-	// The second of two looks says what came another way; nobody but who looked can tell.
+	// The second of two scrapes shows external load; only the replica that scraped can compute it.
 	a.state.Observe(a.e(0), kvstate.Signals{Running: 3, Waiting: 4, KVUsage: .25, KVTokens: -1, At: at.Add(time.Second)})
 	eventually(t, "what came another way is known", func() bool { return b.e(0).Signals().External == 7 })
 
-	// An answer's header is told for what it is: the look before it stays as old as it was, at whoever hears of it.
+	// An answer's header is published as such: the scrape before it stays as old as it was, at every receiver.
 	looked := b.e(0).Signals().ScrapedAt
 	for i := range 3 {
 		b.state.Observe(b.e(0), kvstate.Signals{Running: -1, Waiting: int64(6 + i), KVUsage: .5, KVTokens: -1, At: at.Add(time.Duration(2+i) * time.Second)})

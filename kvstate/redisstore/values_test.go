@@ -179,8 +179,8 @@ func newCounted(t *testing.T) *counted {
 	return x
 }
 
-// Lag is from when a prompt was routed, so what it waited before it was told counts; what others said before this replica said hello
-// does not, nor does what has no prompts in it.
+// Lag is from when a prompt was routed, so its wait before it was published counts; what others published before this
+// one joined does not, nor does what has no prompts in it.
 func TestLagIsCounted(t *testing.T) {
 	r := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
 	now := uint64(time.Now().Add(time.Hour).UnixMilli()) // by Redis's clock, so that nothing is older than it says

@@ -108,7 +108,7 @@ func TestWhoWaitsIsRepaired(t *testing.T) {
 	require.Empty(t, ids(), "nobody waits any more, which is said too")
 }
 
-// Who was sent is told apart from who only stopped waiting, also where all that wait are said.
+// A request that was dispatched differs from one that stopped waiting, also in a list of all that wait.
 func TestWhoWasSentIsKnown(t *testing.T) {
 	a, b := apart(t, Options{URL: "redis://127.0.0.1:1"}, 1), apart(t, Options{URL: "redis://127.0.0.1:1"}, 1)
 	over := map[uint64]bool{}

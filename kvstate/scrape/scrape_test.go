@@ -301,7 +301,7 @@ func cpu(t *testing.T) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// assertPath says what a handler was asked for wrongly; handlers run on goroutines that may not end the test.
+// assertPath reports a wrong path; handlers run on goroutines that may not end the test.
 func assertPath(t *testing.T, want string, r *http.Request) {
 	if r.URL.Path != want {
 		t.Errorf("asked for %s, want %s", r.URL.Path, want)

@@ -110,7 +110,7 @@ func (s *subscribers) Count() int {
 	return len(s.conns)
 }
 
-// wildcard replaces "*" by the engine's own host: the simulator listens on no address without being told to.
+// wildcard replaces "*" by the engine's own host: the simulator listens on no address that is not configured.
 func wildcard(cfg *Config, endpoint string) string {
 	host, _, _ := net.SplitHostPort(cfg.Listen)
 	if host == "" {

@@ -191,7 +191,7 @@ func (q *Request) renderPrompts(blockSize int, keep bool, raw []byte) (prompts [
 	return prompts, bad
 }
 
-// Media returns the hashes of a chat's images, audio and video, in their order, and whether there is text beside them.
+// Media returns the hashes of a chat's images, audio and video, in their order, and whether there is text, too.
 func (q *Request) Media() (hashes []string, texts bool) {
 	jsontext.EachElement(q.Raw("messages"), func(m []byte) bool {
 		content := jsontext.Get(m, "content")
