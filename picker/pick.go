@@ -83,12 +83,17 @@ type Policy struct {
 	MinPrefillTokens int64 // with SplitAuto: if decode has fewer uncached tokens than this, the prompt is not split
 	// target for the time between two tokens, s: limits the delay that decode alone may cause; 0: no limit
 	TPOT float64
-	Late bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
+	// worth of a second of an answer, this request's or another's, relative to a second before the first token: above 0
+	AnswerWeight float64
+	Late         bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
 }
+
+// DefaultAnswerWeight is the default of [Policy.AnswerWeight].
+const DefaultAnswerWeight = 0.5
 
 // DefaultPolicy places by price, for answers with a token every 30 ms.
 func DefaultPolicy() Policy {
-	return Policy{Model: DefaultModel(), Split: SplitAuto, TPOT: 0.030}
+	return Policy{Model: DefaultModel(), Split: SplitAuto, TPOT: 0.030, AnswerWeight: DefaultAnswerWeight}
 }
 
 // Picker decides. It has the memory of a decision, so that none is allocated: each goroutine needs its own.

@@ -101,6 +101,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	policy := DefaultPolicy()
 	policy.Split, policy.Late = Split(r.IntN(3)), r.IntN(2) == 0
 	policy.MinPrefillTokens = int64(r.IntN(2)) * 500
+	policy.AnswerWeight = []float64{.1, .5, 1}[r.IntN(3)]
 	return q, v, policy
 }
 

@@ -12,12 +12,11 @@ const (
 	othersWeight = 2.0 // of the delay that a second of prefill causes other requests ...
 	othersSpread = 6.0 // ... at most this over the root of the number of endpoints: many endpoints share their queues
 	maxLoad      = 0.9 // largest utilisation used: the price of a second is at most 9 times the weight
-	answerWeight = 0.1 // of the time of the whole answer relative to the first token's
 	maxFill      = 0.5 // a decode endpoint with a fuller KV cache computes no prompt
 	tpotMargin   = 0.9 // nor does one whose answers would need more than this share of the target per token
 	// With a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
 	// make a p99.
-	askedSpread = 0.5
+	askedSpread = 1.0 / 3
 	// A job counts as at most this many mean jobs for those that wait before it. Without a limit the longest prompts
 	// wait for too long.
 	maxJobs     = 2.0
@@ -43,7 +42,7 @@ type terms struct {
 	tpot        float64       // target, s
 	spread      float64       // tokens of a running answer over which a delay is spread
 	fullStep    float64       // of the model
-	answer      float64       // weight of the answer relative to its first token
+	answer      float64       // worth of a second of answers relative to one before the first token
 	moveToken   float64       // transfer time of a token's KV within a zone, as modelled, s
 	loadBlock   LoadBandwidth // time to load the KV of a block of a hit, by tier, s
 	always      bool          // split whenever possible: the price of decode alone does not matter
@@ -90,7 +89,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if r.TPOT > 0 {
 		t.tpot, t.spread = r.TPOT, t.mean*askedSpread
 	}
-	t.answer = answerWeight
+	t.answer = k.AnswerWeight
 	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // only this request's time counts, whatever that costs others
 		t.others, t.local, t.jobs, t.answer = 0, 0, 0, 0
 		if r.TPOT > 0 {
@@ -200,7 +199,7 @@ func speed(c *kvstate.Candidate, fleet float64) float64 {
 // DecodePrice is the price of decode on an endpoint, in seconds, without the transfer.
 type DecodePrice struct {
 	Step     float64 `json:"step"`     // until the first token
-	Answer   float64 `json:"answer"`   // the rest of it, weighted
+	Answer   float64 `json:"answer"`   // the rest of it, at the pool's weight of answers
 	Overflow float64 `json:"overflow"` // time that requests wait or repeat where KV does not fit
 
 	Session float64 `json:"session,omitempty"` // as in PrefillPrice
@@ -225,7 +224,7 @@ func (t *terms) batch(c *kvstate.Candidate, b *batch) {
 	}
 	b.kv = kv + t.tokens + t.out/2
 	b.step = t.step(c, b.answers, b.kv)
-	b.overflow = t.overflow(b.kv, b.freeKV, b.step)
+	b.overflow = t.overflow(b)
 }
 
 // step returns the time of the endpoint's decode steps after the request has joined. An endpoint of half the weight
@@ -254,13 +253,17 @@ func (t *terms) freeKV(c *kvstate.Candidate) float64 {
 	return t.m.KVTokens
 }
 
-// overflow returns the time that requests wait, or repeat, because KV does not fit.
-func (t *terms) overflow(kv, room, step float64) float64 {
-	over := kv - room
-	if over <= 0 {
-		return 0
+// overflow returns the time that requests wait, or repeat, because KV does not fit. Nobody knows how long the answers
+// get: each varies by about the mean of answers, so n of them by that times the root of n. No distribution with this
+// mean and deviation is above the capacity by more than the bound used here, on average (Scarf 1958).
+func (t *terms) overflow(b *batch) float64 {
+	over, variance := b.kv-b.freeKV, t.mean*t.mean*(max(b.answers, 0)+1)
+	root := math.Sqrt(over*over + variance)
+	excess := (root + over) / 2
+	if over < 0 { // the same; the capacity may be infinite, and the difference of two large numbers is inexact
+		excess = variance / (root - over) / 2
 	}
-	return over / kv * t.out * step * 2
+	return excess / b.kv * t.out * b.step * 2
 }
 
 // transfer returns the time to bring d the part of the prompt that it does not hold in GPU memory, within a zone (near)
@@ -292,7 +295,7 @@ type AlonePrice struct {
 	Work   float64 `json:"work"`           // of this prompt, likewise
 	Load   float64 `json:"load,omitempty"` // as in PrefillPrice
 	Others float64 `json:"others"`         // delay of other prompts
-	// delay of the answers that run there, second for second; at least one
+	// delay of the answers that run there, at least one, at the pool's weight of answers
 	Answers  float64 `json:"answers"`
 	Decode   float64 `json:"decode"`   // as in DecodePrice, without its step
 	Overflow float64 `json:"overflow"` // likewise
@@ -323,7 +326,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	p.Others = t.local * work * t.fleet
 	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
 	left := max(1-c.Share, 0.01)
-	p.Answers = max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
+	p.Answers = t.answer * max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
 	p.Decode = t.answer * t.out * step
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)

@@ -198,15 +198,16 @@ func (w *twin) step(i int) (n, kv, step, overflow float64) {
 	if c.Step > 0 {
 		step *= c.Step
 	}
-	if room := w.room(i); kv > room {
-		overflow = (kv - room) / kv * w.out() * step * 2
+	if room := w.room(i); !math.IsInf(room, 1) {
+		varies := w.mean() * math.Sqrt(n+1)
+		overflow = (kv - room + math.Hypot(kv-room, varies)) / kv * w.out() * step
 	}
 	return n, kv, step, overflow
 }
 
 func (w *twin) costD(i int) float64 {
 	_, _, step, overflow := w.step(i)
-	return step + .1*w.out()*step + overflow
+	return step + w.p.AnswerWeight*w.out()*step + overflow
 }
 
 func (w *twin) transfer(p, d int) float64 {
@@ -269,7 +270,8 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	if n > 0 {
 		own = longer + steps*step
 	}
-	return w.load(d) + queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() + max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01) + .1*w.out()*step + overflow, true
+	return w.load(d) + queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() +
+		w.p.AnswerWeight*(max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01)+w.out()*step) + overflow, true
 }
 
 // pick returns every choice that Pick may make.

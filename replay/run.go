@@ -26,6 +26,8 @@ type Config struct {
 	// Tandem's own: seconds until replicas learn each other's decisions; negative: never
 	Sharing float64
 
+	AnswerWeight float64 // Tandem's own: of a second of answers, as of a pool
+
 	AskTPOT float64 // Tandem's own: seconds between tokens that requests ask for; 0: they do not
 
 	Routed bool // Tandem's own: hits come from its own routing, not from the engines' KV events
@@ -40,7 +42,8 @@ func DefaultConfig() Config {
 	m := picker.DefaultModel()
 	return Config{
 		Prefill: 4, Decode: 4, Engine: m, LocalTokens: int(m.StepTokens), Seed: 1,
-		Late: true, MaxWait: admission.MaxWait, Split: picker.SplitAuto, TTFT: 5, TPOT: 0.050,
+		Late: true, MaxWait: admission.MaxWait, Split: picker.SplitAuto, AnswerWeight: picker.DefaultAnswerWeight,
+		TTFT: 5, TPOT: 0.050,
 	}
 }
 
@@ -151,6 +154,8 @@ func (c *Config) Check() error {
 		return errors.New("times of engines and transfers must be above 0")
 	case c.LocalTokens < 1:
 		return fmt.Errorf("steps of %d tokens: at least 1", c.LocalTokens)
+	case !(c.AnswerWeight > 0):
+		return fmt.Errorf("a weight of answers of %v: must be above 0", c.AnswerWeight)
 	case !(c.TTFT > 0) || !(c.TPOT > 0):
 		return errors.New("targets of goodput must be above 0")
 	}

@@ -125,7 +125,7 @@ func newPlan(size string) (plan, error) {
 	}
 	switch size {
 	case "engines":
-		return plan{engines, []float64{.5, .8, .95}, []uint64{1}, 3000}, nil
+		return plan{engines, []float64{.5, .8, .95}, []uint64{1, 2, 3}, 3000}, nil
 	case "full":
 		return plan{all, []float64{.2, .5, .8, 1.1}, []uint64{1, 2, 3}, 4000}, nil
 	case "shared":
@@ -149,9 +149,9 @@ func key(s scenario, load float64, c contender) string {
 	return fmt.Sprintf("%v|%v|%s", s, load, c.name)
 }
 
-// Suite plays the scenarios of docs/benchmarks.md and prints its tables. Of one core, quick, shared (prefixes that many
-// prompts have) and engines (other engines, links and answers) take a minute, full takes six. When it is interrupted,
-// it prints the seeds that are complete.
+// Suite plays the scenarios of docs/benchmarks.md and prints its tables. Of one core, quick takes a minute, shared
+// (prefixes that many prompts have) and engines (other engines, links and answers) take three, full takes six. When it
+// is interrupted, it prints the seeds that are complete.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 	p, err := newPlan(size)
 	if err != nil {

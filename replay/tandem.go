@@ -85,6 +85,7 @@ func (t *tandem) newReplica(number int) *replica {
 	}
 	r.picker.Policy = picker.DefaultPolicy()
 	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
+	r.picker.AnswerWeight = t.config.AnswerWeight
 	// engines report their capacity; the other constants Tandem does not know
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens
 	r.tick = func() { r.ticking = false; r.dispatch() }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -49,6 +50,8 @@ func newReplay() *cobra.Command {
 	f.BoolVar(&o.immediate, "immediate", false, "tandem binds requests when they arrive, instead of when an endpoint is free")
 	f.DurationVar(&o.wait, "max-wait", time.Duration(admission.MaxWait*float64(time.Second)), "longest `TIME` that requests wait for an endpoint; 0: without end")
 	f.StringVar(&o.split, "split", "auto", "when tandem splits a request: always, auto or never")
+	f.Float64Var(&o.AnswerWeight, "answer-weight", o.AnswerWeight,
+		"`WEIGHT` of a second of answers in tandem's price (answerWeight of a pool)")
 	f.BoolVar(&o.Routed, "routed-index", false, "tandem learns caches from what it routed, not from engines' events")
 	f.IntVar(&o.Replicas, "replicas", 1, "`NUMBER` of tandems that take turns")
 	f.DurationVar(&o.sharing, "sharing", 0, "`TIME` until tandems know each other's decisions; negative: never")
@@ -141,12 +144,10 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 
 // writeReport writes the HTML page where it is wanted.
 func writeReport(file string, asJSON bool, t *replay.Trace, c replay.Config, results []*replay.Result, stderr io.Writer) (err error) {
-	if file == "" && !asJSON {
-		file = "tandem-replay.html"
-	}
-	if file == "" || file == "-" {
+	if file == "-" || file == "" && asJSON {
 		return nil
 	}
+	file = cmp.Or(file, "tandem-replay.html")
 	out, err := os.Create(file)
 	if err != nil {
 		return fmt.Errorf("writing the report: %w", err)

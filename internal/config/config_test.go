@@ -168,6 +168,7 @@ func TestValidationErrors(t *testing.T) {
 		"time without unit": {"envoy: {decodeIdleTimeout: 300}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 300: 300s for seconds, 300ms for milliseconds"}},
 		"time as text":      {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
 		"time too long":     {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
+		"answerWeight":      {edited("kvTransfer: nixl", "kvTransfer: nixl\n  answerWeight: 2"), []string{"pools[0].answerWeight: 2 is not between 0.1 and 1"}},
 		"address twice":     {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
 		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
 			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},

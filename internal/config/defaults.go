@@ -158,6 +158,7 @@ func setPoolDefaults(p *configv1.Pool) {
 	or(&p.LongPrompts, "decodeAlone")
 	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.DecodeAlone, decodeAlone(p))
+	or(&p.AnswerWeight, picker.DefaultAnswerWeight)
 	or(&p.PrefillAttempts, 3)
 	or(&p.StrandedBlocks, "lease")
 	or(&p.AttemptsTime, "1m")

@@ -5,6 +5,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/kvstate"
+	"tandem/picker/admission"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -17,6 +19,7 @@ func TestObjectives(t *testing.T) {
 	require.Empty(t, warnings)
 	p := c.GetPools()[0]
 	require.Equal(t, "60s", p.GetQueue().GetMaxWait(), "one replica: bodies are not buffered")
+	require.Equal(t, kvstate.Seconds(admission.MaxWait), Duration(p.GetQueue().GetMaxWait()), "the replay's default")
 	require.Equal(t, "20s", onlyPool(t, with("envoy: {bodyMode: auto}, ", "binding: late,")).GetQueue().GetMaxWait())
 	require.EqualValues(t, 4096, p.GetQueue().GetMaxWaiting())
 	require.Equal(t, "goOn", p.GetObjectives().GetOnMiss())

@@ -76,7 +76,7 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 // placement returns the picker's policy of a pool.
 func placement(p *configv1.Pool) picker.Policy {
 	place := picker.DefaultPolicy()
-	place.MinPrefillTokens = p.GetMinPrefillTokens()
+	place.MinPrefillTokens, place.AnswerWeight = p.GetMinPrefillTokens(), p.GetAnswerWeight()
 	if p.KvEvents != nil {
 		for tier, rate := range loadBandwidth(p) {
 			place.Model.LoadBandwidth[tier] = float64(*rate)

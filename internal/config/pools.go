@@ -58,6 +58,9 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 	case p.MinPrefillTokens > 0 && p.Split != "auto":
 		v.warn(path+".minPrefillTokens", "has no effect: split is %s", p.Split)
 	}
+	if w := p.AnswerWeight; !(w >= 0.1 && w <= 1) {
+		v.m.add(path+".answerWeight", "%v is not between 0.1 and 1", w)
+	}
 	checkDuration(v, path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	checkDuration(v, path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	checkSession(v, path+".session", p.Session)

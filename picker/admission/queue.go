@@ -50,8 +50,9 @@ type Waiting struct {
 	sent bool
 }
 
-// MaxWait is the default of how long a request may wait, in seconds. Then its host calls [Queue.Expire].
-const MaxWait = 20.0
+// MaxWait is how long a request may wait by default, in seconds. Then its host calls [Queue.Expire]. If Envoy buffers
+// bodies, a server has a lower limit.
+const MaxWait = 60.0
 
 const (
 	defaultMaxWaiting = 4096

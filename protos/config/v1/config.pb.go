@@ -1236,6 +1236,10 @@ type Pool struct {
 	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	// With split auto: shorter prompts are never split. Only tokens that decode would have to compute count. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
+	// What a second of an answer counts in the price, if one before the first token counts 1. With 1 requests end soonest.
+	// With less, decode computes more prompts itself: first tokens come sooner, and the answers that run there take longer
+	// (docs/decision.md). Between 0.1 and 1. Default 0.5.
+	AnswerWeight float64 `protobuf:"fixed64,42,opt,name=answer_weight,json=answerWeight,proto3" json:"answer_weight,omitempty"`
 	// Whose count of cached tokens clients get in usage: decode or prefill. decode counts what came from prefill, so
 	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. The members are
 	// cached_tokens and created_cache_tokens; for responses cache_write_tokens; for messages input_tokens,
@@ -1470,6 +1474,13 @@ func (x *Pool) GetKvEvents() *KvEvents {
 func (x *Pool) GetMinPrefillTokens() int64 {
 	if x != nil {
 		return x.MinPrefillTokens
+	}
+	return 0
+}
+
+func (x *Pool) GetAnswerWeight() float64 {
+	if x != nil {
+		return x.AnswerWeight
 	}
 	return 0
 }
@@ -3298,7 +3309,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x89\v\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xae\v\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3326,6 +3337,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
 	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x12#\n" +
+	"\ranswer_weight\x18* \x01(\x01R\fanswerWeight\x12#\n" +
 	"\rcached_tokens\x18) \x01(\tR\fcachedTokens\x129\n" +
 	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
 	"\ahandoff\x18\x1f \x01(\tR\ahandoff\x12\x18\n" +
