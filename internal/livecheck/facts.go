@@ -26,6 +26,7 @@ type engineInfo struct {
 	Bootstrap int32    // SGLang's --disaggregation-bootstrap-port
 	Engine    string   // one of kvtransfer's Engine constants, if an answer reveals it
 	Models    []string // ids of GET /v1/models, adapters included
+	NoModels  bool     // GET /v1/models is 404
 	Connector string   // vLLM's kv_connector
 	KVRole    string   // vLLM's kv_role
 	TP        int32    // tensor-parallel ranks
@@ -90,8 +91,10 @@ const maxInfo = 4 << 20
 
 func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
 	info.Facts = map[kvtransfer.Fact]string{}
+	last := 0 // status
 	read := func(path string, into any) bool {
 		status, body, err := client.GetAll(ctx, engine, path, maxInfo)
+		last = status
 		return err == nil && status == http.StatusOK && json.Unmarshal(body, into) == nil
 	}
 	var version struct{ Version string }
@@ -114,6 +117,8 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 		for _, m := range models.Data {
 			info.Models = append(info.Models, m.ID)
 		}
+	} else {
+		info.NoModels = last == http.StatusNotFound
 	}
 	if info.Mode != "" {
 		return info

@@ -153,6 +153,13 @@ func askEngine(
 			a.report(at+".release", "is %s here, and the engine says %s: correct it", e.GetRelease(), a.info.Version)
 		}
 	}
+	if a.info.NoModels && a.version == "" && a.info.Engine == "" && a.info.Mode == "" &&
+		p.GetKvTransfer() != "none" {
+		a.report(at+".address", "what answers at %s does not look like an engine: GET /v1/models is 404, and it reports "+
+			"no release; correct the address", e.GetAddress())
+		a.foreign = true
+		return a
+	}
 	if a.foreign = !a.checkEngine(at, p); a.foreign {
 		return a
 	}

@@ -14,12 +14,14 @@ import (
 	"tandem/internal/config"
 )
 
-// engineOf is an engine that reports a release; "": it reports none.
+// engineOf is an engine that reports a release; "": it reports none, and lists no models.
 func engineOf(t *testing.T, release string) (addr string) {
 	t.Helper()
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
-	if release != "" {
+	if release == "" {
+		mux.HandleFunc("/v1/models", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"data":[]}`) })
+	} else {
 		mux.HandleFunc("/version", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, `{"version":%q}`, release) })
 	}
 	s := httptest.NewServer(mux)
@@ -57,6 +59,12 @@ func TestCheckLive(t *testing.T) {
 		return fmt.Sprintf("pools: [{name: x, kvTransfer: %s, endpoints: [{role: prefill, address: %q}, {role: decode, address: %q}]}]", dialect, first, second)
 	}
 	require.Empty(t, live(t, pool("nixl", a, silent)))
+	server := httptest.NewServer(http.NewServeMux())
+	defer server.Close()
+	other := strings.TrimPrefix(server.URL, "http://")
+	require.Equal(t, []string{"pools[0].endpoints[1].address: what answers at " + other + " does not look like an engine: " +
+		"GET /v1/models is 404, and it reports no release; correct the address"}, live(t, pool("nixl", a, other)))
+	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q}]}]", other)), "any server will do")
 	require.Equal(t, []string{"pools[0].endpoints[1].release: the engine says 0.31.0 and that of pools[0].endpoints[0] says 0.32.0: they do not take each other's KV; " +
 		"set release on all of the pool, so that only the same are paired"}, live(t, pool("nixl", a, b)))
 	require.Empty(t, live(t, pool("shared", a, b)))
