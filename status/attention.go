@@ -24,6 +24,7 @@ type Sharing struct {
 	Up         bool `json:"up"`                   // it is in use
 	Replicas   int  `json:"replicas"`             // living ones, this one included; without Redis the configured ones
 	Configured int  `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, which may be of several
+	NoAnswer   bool `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
 }
@@ -125,6 +126,7 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	}
 	sharing := &s.Sharing
 	switch here := sharing.Replicas; {
+	case s.Sharing.NoAnswer: // nobody knows who runs
 	case sharing.Redis && sharing.Up && here < sharing.Configured:
 		run := "run"
 		if here == 1 {
@@ -150,7 +152,13 @@ func minutesAgo(d time.Duration) string {
 
 // otherReplicas adds notices about replicas that were not asked.
 func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...any)) {
-	if len(s.Silent) > 0 {
+	switch {
+	case len(s.Silent) == 0:
+	case s.Sharing.NoAnswer && !s.Sharing.Up: // missing says it
+	case s.Sharing.NoAnswer:
+		add(false, "howto/redis.md", "Redis does not answer, so other replicas cannot be asked (%s): "+
+			"what they know is missing below.", list(s.Silent))
+	default:
 		add(true, "howto/several-replicas.md", "No answer within a second from %s: what it knows is missing below.",
 			list(s.Silent))
 	}

@@ -42,6 +42,11 @@ func TestAttention(t *testing.T) {
 		want   []Notice
 	}{
 		"well": {},
+		"Redis has stopped": {change: func(s *Status) {
+			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2, NoAnswer: true}
+			s.Silent, s.Gone = []string{"t2:9090"}, []operator.Gone{{Name: "t2:9090", Heard: now}}
+		}, want: []Notice{
+			{false, "Redis does not answer, so other replicas cannot be asked (t2:9090): what they know is missing below.", "howto/redis.md"}}},
 		"a refused file": {change: func(s *Status) {
 			file := File{Refused: "tandem.yaml:\npools[0].kvTransfer: no such dialect\npools: one more.", Since: now.Add(-3 * time.Minute)}
 			s.Replicas = []Replica{{Redis: true, Ready: true, File: file}, {Name: "t2", Redis: true, Ready: true, File: File{Restart: []string{"admin.listen"}}}}

@@ -6,6 +6,7 @@ import (
 	"compress/gzip"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -118,6 +119,7 @@ type answers struct {
 	reports []report
 	silent  []string
 	gone    []operator.Gone
+	noRedis bool // the silent ones could not be asked, or their answers not be read
 }
 
 // gather asks all replicas. Concurrent calls share the answers.
@@ -131,8 +133,8 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 		return mine
 	}
 	found, _, _ := f.asking.Do(string(text), func() (any, error) {
-		got, _ := f.source.Replicas.Ask(context.WithoutCancel(ctx), aboutStatus, text) // on an error all are silent
-		out := answers{silent: got.Silent, gone: got.Gone}
+		got, err := f.source.Replicas.Ask(context.WithoutCancel(ctx), aboutStatus, text)
+		out := answers{silent: got.Silent, gone: got.Gone, noRedis: err != nil && !errors.Is(err, operator.ErrBusy)}
 		for _, a := range got.Of {
 			r, err := unpack(a.Body)
 			if err != nil {
@@ -145,7 +147,7 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 		return out, nil
 	})
 	others := found.(answers)
-	return answers{append(mine.reports, others.reports...), others.silent, others.gone}
+	return answers{append(mine.reports, others.reports...), others.silent, others.gone, others.noRedis}
 }
 
 // Status returns the current state of all replicas, with points after since; with alone of this replica only. It takes
@@ -183,7 +185,8 @@ func merge(got answers, now time.Time) Status {
 		Replica: asked.Name, Version: asked.Version, Started: asked.Started, Now: now, Ready: asked.Ready,
 		Sharing: asked.Sharing, Silent: got.silent, Gone: got.gone, Pools: []Pool{},
 	}
-	if !asked.Sharing.Up { // it does not know who lives
+	s.Sharing.NoAnswer = got.noRedis
+	if !asked.Sharing.Up || got.noRedis { // it does not know who lives
 		s.Gone = nil
 	}
 	recent := traces(reports, got.silent)

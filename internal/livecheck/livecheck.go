@@ -155,8 +155,8 @@ func askEngine(
 	}
 	if a.info.NoModels && a.version == "" && a.info.Engine == "" && a.info.Mode == "" &&
 		p.GetKvTransfer() != "none" {
-		a.report(at+".address", "what answers at %s does not look like an engine: GET /v1/models is 404, and it reports "+
-			"no release; correct the address", e.GetAddress())
+		a.report(at+".address", "what answers at %s does not look like an engine: GET /v1/models is 404, and it "+
+			"reports no release; correct the address", e.GetAddress())
 		a.foreign = true
 		return a
 	}

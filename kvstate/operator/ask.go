@@ -94,8 +94,8 @@ type Answer struct {
 	Body    []byte
 }
 
-// Ask asks all other living replicas about a subject, and waits for a second at most. An error means that the question
-// could not be sent; then all of them are silent.
+// Ask asks all other living replicas about a subject, and waits for a second at most. An error means that Redis did not
+// take the question or give out the answers, or [ErrBusy]; the replicas without an answer are then silent, too.
 func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answers, error) {
 	of, silent, err := o.ask(ctx, entry{kind: kindAsk, about: about, text: string(question)})
 	out := Answers{Of: of}
@@ -149,8 +149,11 @@ func (o *Operator) ask(ctx context.Context, e entry) (of []Answer, silent []uint
 		streams, err := o.redis.Client.XRead(ctx, &redis.XReadArgs{
 			Streams: []string{o.answersKey(e.question), from}, Count: readAtOnce, Block: left,
 		}).Result()
+		if errors.Is(err, redis.Nil) { // nothing more within the time
+			break
+		}
 		if err != nil {
-			break // return the answers so far
+			return of, silent, fmt.Errorf("reading the answers of the other replicas: %w", err)
 		}
 		for _, m := range streams[0].Messages {
 			from = m.ID
