@@ -29,9 +29,10 @@ var arrows = map[string][]string{
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
 	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback", "e2e/redisserver"},                                         // the last three in tests
-	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                                      // the last in tests
-	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback", "e2e/redisserver"}, // the last two in tests
+	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback", "e2e/redisserver"},                                                                      // the last three in tests
+	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                                                                   // the last in tests
+	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback", "e2e/redisserver"}, // the last two in tests
+	"kvstate/redisstore/decode":      {"protos/state/v1"},
 	"kvstate/redisstore/lag":         {},
 	"kvstate/redisstore/redisclient": {},
 	"kvstate/scrape":                 {"internal/guard", "kvstate", "kvstate/enginehttp"},
@@ -111,7 +112,7 @@ var guarded = map[string][]string{
 	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
 	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "internal/gatewayextension (test)", "deploy (test)", "docs (test)"},
-	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
+	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "kvstate/redisstore/decode", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

@@ -106,8 +106,8 @@ func (b *blockStore) number() uint32 {
 	}
 	id := b.used
 	b.used++
-	if chunks := *b.chunks.Load(); int(id/chunkBlocks) == len(chunks) {
-		chunks = append(chunks, new(blockChunk)) // readers of the old slice do not read beyond its end
+	if old := b.chunks.Load(); int(id/chunkBlocks) == len(*old) {
+		chunks := append(*old, new(blockChunk)) // readers of the old slice do not read beyond its end
 		b.chunks.Store(&chunks)
 	}
 	return id

@@ -36,35 +36,35 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		p.applyLoads(m, b, now.Add(-age))
 		p.applyWaits(pool, b, now.Add(-age))
 	}
-	endpoints, unknown := p.endpoints.all(pool, b.GetAddresses())
+	at, unknown := p.endpoints.all(p.endpoints.found[:0], pool, b.GetAddresses())
+	p.endpoints.found = at
 	c.unknown.Add(unknown)
-	at := known(endpoints)
 	for _, blocks := range b.GetBlocks() {
 		if blocks.GetKind() != statev1.Blocks_KIND_ROUTED { // from a later release
 			continue
 		}
-		if e := at(blocks.GetAddress()); e != nil {
+		if e := at.of(blocks.GetAddress()); e != nil {
 			p.s.state.ApplyRouted(pool, e, blocks.GetHashes())
 		}
 		for _, also := range blocks.GetAlso() {
-			if e := at(also); e != nil {
+			if e := at.of(also); e != nil {
 				p.s.state.ApplyRouted(pool, e, blocks.GetHashes())
 			}
 		}
 	}
 	for _, h := range b.GetHealth() {
-		if e := at(h.GetAddress()); e != nil {
+		if e := at.of(h.GetAddress()); e != nil {
 			p.applyHealth(e, h.GetFailed())
 		}
 	}
 	applyKVLoads(p.s.state, pool, b.GetKvLoads(), at)
 	for _, g := range b.GetSignals() {
-		if e := at(g.GetAddress()); e != nil {
+		if e := at.of(g.GetAddress()); e != nil {
 			p.applySignals(e, g, now.Add(-age-time.Duration(g.GetAgeMs())*time.Millisecond))
 		}
 	}
 	for _, session := range b.GetSessions() {
-		p.s.state.ApplyAffinity(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
+		p.s.state.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
 	}
 	for _, t := range b.GetTokens() {
 		p.s.state.ApplyLearned(pool, learnedOf(t))
@@ -88,9 +88,9 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 
 // applyKVLoads applies what another replica saw of KV loads.
 func applyKVLoads(s *kvstate.State, pool *kvstate.Pool, loads []*statev1.KVLoad,
-	at func(uint32) *kvstate.Endpoint) {
+	at positions) {
 	for _, l := range loads {
-		prefill, decode := at(l.GetPrefill()), at(l.GetDecode())
+		prefill, decode := at.of(l.GetPrefill()), at.of(l.GetDecode())
 		switch {
 		case prefill == nil || decode == nil:
 		case l.GetFailed():
@@ -101,32 +101,35 @@ func applyKVLoads(s *kvstate.State, pool *kvstate.Pool, loads []*statev1.KVLoad,
 	}
 }
 
-// known returns a function for the endpoint at a position in a message; nil if it is unknown here.
-func known(endpoints []*kvstate.Endpoint) func(uint32) *kvstate.Endpoint {
-	return func(i uint32) *kvstate.Endpoint {
-		if int(i) < len(endpoints) {
-			return endpoints[i]
-		}
-		return nil
+// positions are the endpoints at the addresses of a message; nil if one is unknown here.
+type positions []*kvstate.Endpoint
+
+// of returns the endpoint at a position; nil if it is unknown.
+func (p positions) of(i uint32) *kvstate.Endpoint {
+	if int(i) < len(p) {
+		return p[i]
 	}
+	return nil
 }
 
 // endpoints finds a pool's endpoints by address.
 type endpoints struct {
 	pool   *kvstate.Pool
 	byAddr map[string]*kvstate.Endpoint
+	found  positions // of the last batch, to be used again
 }
 
-// all returns the endpoints at the addresses of a batch, nil for unknown ones, and the number of those: replicas
-// may have different configurations, or resolve a name to other addresses.
-func (x *endpoints) all(pool *kvstate.Pool, addresses []string) (out []*kvstate.Endpoint, unknown int64) {
-	out = make([]*kvstate.Endpoint, len(addresses))
-	for i, a := range addresses {
-		if out[i] = x.find(pool, a); out[i] == nil {
+// all appends the endpoints at the addresses of a batch, nil for unknown ones, and returns the number of those:
+// replicas may have different configurations, or resolve a name to other addresses.
+func (x *endpoints) all(to positions, pool *kvstate.Pool, addresses []string) (out positions, unknown int64) {
+	for _, a := range addresses {
+		e := x.find(pool, a)
+		if e == nil {
 			unknown++
 		}
+		to = append(to, e)
 	}
-	return out, unknown
+	return to, unknown
 }
 
 // find finds one of the pool's endpoints. poolReplica.mu is held.

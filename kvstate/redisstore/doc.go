@@ -6,8 +6,9 @@
 //
 //  1. Out (outbox.go, write.go). This replica's routing, reservations, learned tokens and observed failures are
 //     collected for some milliseconds and added to the pool's stream as one entry, a statev1.Batch.
-//  2. In (read.go, apply.go). One blocking XREAD, in a Cluster one for each pool, reads the others' entries into the
-//     state. A routed prefix is known everywhere after some 10 ms with 4 replicas, 50 ms with 16.
+//  2. In (read.go, apply.go, package decode). One blocking XREAD, in a Cluster one for each pool, reads the
+//     others' entries into the state. A routed prefix is known everywhere after some 10 ms with 4 replicas, 50 ms with
+//     16.
 //  3. Membership (members.go). Reservations are published as totals, not as changes, and are valid for a lease; each
 //     replica publishes them in full three times a lease, all at the same moments of Redis's clock. So a killed
 //     replica's reservations end with its lease, and lost messages are repaired by the next ones. From the list of

@@ -52,12 +52,12 @@ func addForwarded(b *statev1.Batch, out *outbox, t *addressTable) {
 }
 
 // applyForwarded applies batches that another replica received from publishers.
-func (p *poolReplica) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, at func(uint32) *kvstate.Endpoint) {
+func (p *poolReplica) applyForwarded(pool *kvstate.Pool, all []*statev1.EventBatch, at positions) {
 	if p.s.follower == nil {
 		return
 	}
 	for _, b := range all {
-		if e := at(b.GetAddress()); e != nil {
+		if e := at.of(b.GetAddress()); e != nil {
 			p.s.follower.Forwarded(pool,
 				kvstate.EventBatch{Endpoint: e, Rank: int(b.GetRank()), Seq: b.GetSeq(), Payload: b.GetPayload()})
 		}
@@ -94,12 +94,12 @@ func (w *chunkWriter) feed(part *kvstate.FeedPart) error {
 }
 
 // loadFeeds loads the feeds in a snapshot.
-func (p *poolReplica) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at func(uint32) *kvstate.Endpoint) {
+func (p *poolReplica) loadFeeds(pool *kvstate.Pool, feeds []*statev1.Feed, at positions) {
 	if p.s.follower == nil {
 		return
 	}
 	for _, f := range feeds {
-		e := at(f.GetAddress())
+		e := at.of(f.GetAddress())
 		if e == nil {
 			continue
 		}

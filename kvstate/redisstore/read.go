@@ -8,10 +8,7 @@ import (
 	"time"
 
 	"github.com/redis/go-redis/v9"
-	"google.golang.org/protobuf/proto"
-
 	"tandem/internal/guard"
-	statev1 "tandem/protos/state/v1"
 )
 
 // readAtOnce is the maximum number of entries of one stream in an XREAD.
@@ -130,7 +127,7 @@ func receive(ctx context.Context, s *Store, block time.Duration, pools ...*poolR
 	return nil
 }
 
-// takeIn applies entries.
+// takeIn applies entries. One goroutine calls it.
 func (p *poolReplica) takeIn(entries ...redis.XMessage) {
 	for i := range entries {
 		takeOne(p, &entries[i])
@@ -146,9 +143,8 @@ func takeOne(p *poolReplica, m *redis.XMessage) {
 	if err != nil {
 		return
 	}
-	var b statev1.Batch
 	text, _ := m.Values[batchField].(string)
-	err = proto.Unmarshal([]byte(text), &b)
+	b, err := p.in.Read(text)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if id.compare(p.position) > 0 {
@@ -156,7 +152,7 @@ func takeOne(p *poolReplica, m *redis.XMessage) {
 		p.unsaved++
 	}
 	if err == nil && b.GetReplica() != 0 && b.GetReplica() != p.s.replica {
-		p.apply(&b, id)
+		p.apply(b, id)
 	}
 	if p.unsaved >= streamLength/2 && p.leads(0) && time.Since(p.saved) >= snapshotSoonest {
 		p.saved = time.Now() // otherwise every later entry would request it again

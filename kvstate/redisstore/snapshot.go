@@ -327,18 +327,17 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
 	p.mu.Lock()
-	endpoints, unknown := p.endpoints.all(pool, chunk.GetAddresses())
+	at, unknown := p.endpoints.all(nil, pool, chunk.GetAddresses())
 	joined := p.joined
 	p.mu.Unlock()
 	p.s.counters.unknown.Add(unknown)
-	at := known(endpoints)
 	for _, b := range chunk.GetBlocks() {
-		if e := at(b.GetAddress()); e != nil {
+		if e := at.of(b.GetAddress()); e != nil {
 			pool.LoadBlocks(e, b.GetParent(), b.GetHashes())
 		}
 	}
 	for _, session := range chunk.GetSessions() {
-		p.s.state.ApplyAffinity(pool, session.GetKey(), at(session.GetPrefill()-1), at(session.GetDecode()-1))
+		p.s.state.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
 	}
 	if joined { // otherwise the snapshot is old, and the engine may have dropped the batches since
 		p.loadFeeds(pool, chunk.GetFeeds(), at)
@@ -346,7 +345,7 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, h := range chunk.GetHealth() {
-		if e := at(h.GetAddress()); e != nil {
+		if e := at.of(h.GetAddress()); e != nil {
 			p.applyHealth(e, h.GetFailed())
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"tandem/internal/guard"
 	"tandem/kvstate"
+	"tandem/kvstate/redisstore/decode"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -144,6 +145,7 @@ type reading struct {
 	gapless  bool      // Redis had everything that was published before we joined: no need to wait for a snapshot
 	unsaved  int       // entries read since the last snapshot was announced
 	saved    time.Time // when a snapshot was last requested because of them
+	in       decode.Reader
 }
 
 func newPoolReplica(s *Store, pool string) *poolReplica {
