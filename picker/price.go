@@ -258,12 +258,10 @@ func (t *terms) freeKV(c *kvstate.Candidate) float64 {
 // mean and deviation is above the capacity by more than the bound used here, on average (Scarf 1958).
 func (t *terms) overflow(b *batch) float64 {
 	over, variance := b.kv-b.freeKV, t.mean*t.mean*(max(b.answers, 0)+1)
-	root := math.Sqrt(over*over + variance)
-	excess := (root + over) / 2
-	if over < 0 { // the same; the capacity may be infinite, and the difference of two large numbers is inexact
-		excess = variance / (root - over) / 2
+	if over < 0 && over*over > 64*variance { // the limit, without a root, which most endpoints would have to take
+		return variance * t.out * b.step / (-2 * over * b.kv)
 	}
-	return excess / b.kv * t.out * b.step * 2
+	return (over + math.Sqrt(over*over+variance)) / b.kv * t.out * b.step
 }
 
 // transfer returns the time to bring d the part of the prompt that it does not hold in GPU memory, within a zone (near)

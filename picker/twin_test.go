@@ -198,10 +198,12 @@ func (w *twin) step(i int) (n, kv, step, overflow float64) {
 	if c.Step > 0 {
 		step *= c.Step
 	}
-	if room := w.room(i); !math.IsInf(room, 1) {
-		varies := w.mean() * math.Sqrt(n+1)
-		overflow = (kv - room + math.Hypot(kv-room, varies)) / kv * w.out() * step
+	x, varies := kv-w.room(i), w.mean()*math.Sqrt(n+1)
+	excess := (x + math.Hypot(x, varies)) / 2
+	if x < -8*varies {
+		excess = varies * varies / -x / 4
 	}
+	overflow = excess / kv * w.out() * step * 2
 	return n, kv, step, overflow
 }
 
