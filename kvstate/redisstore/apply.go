@@ -39,24 +39,8 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	at, unknown := p.endpoints.all(p.endpoints.found[:0], pool, b.GetAddresses())
 	p.endpoints.found = at
 	c.unknown.Add(unknown)
-	for _, blocks := range b.GetBlocks() {
-		if blocks.GetKind() != statev1.Blocks_KIND_ROUTED { // from a later release
-			continue
-		}
-		if e := at.of(blocks.GetAddress()); e != nil {
-			p.s.state.ApplyRouted(pool, e, blocks.GetHashes())
-		}
-		for _, also := range blocks.GetAlso() {
-			if e := at.of(also); e != nil {
-				p.s.state.ApplyRouted(pool, e, blocks.GetHashes())
-			}
-		}
-	}
-	for _, h := range b.GetHealth() {
-		if e := at.of(h.GetAddress()); e != nil {
-			p.applyHealth(e, h.GetFailed())
-		}
-	}
+	applyBlocks(p.s.state, pool, b.GetBlocks(), at)
+	p.applyHealth(b.GetHealth(), at)
 	applyKVLoads(p.s.state, pool, b.GetKvLoads(), at)
 	for _, g := range b.GetSignals() {
 		if e := at.of(g.GetAddress()); e != nil {
@@ -86,9 +70,25 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	}
 }
 
+// applyBlocks applies prompts that another replica routed.
+func applyBlocks(s *kvstate.State, pool *kvstate.Pool, all []*statev1.Blocks, at positions) {
+	for _, blocks := range all {
+		if blocks.GetKind() != statev1.Blocks_KIND_ROUTED { // from a later release
+			continue
+		}
+		if e := at.of(blocks.GetAddress()); e != nil {
+			s.ApplyRouted(pool, e, blocks.GetHashes())
+		}
+		for _, also := range blocks.GetAlso() {
+			if e := at.of(also); e != nil {
+				s.ApplyRouted(pool, e, blocks.GetHashes())
+			}
+		}
+	}
+}
+
 // applyKVLoads applies what another replica saw of KV loads.
-func applyKVLoads(s *kvstate.State, pool *kvstate.Pool, loads []*statev1.KVLoad,
-	at positions) {
+func applyKVLoads(s *kvstate.State, pool *kvstate.Pool, loads []*statev1.KVLoad, at positions) {
 	for _, l := range loads {
 		prefill, decode := at.of(l.GetPrefill()), at.of(l.GetDecode())
 		switch {
@@ -209,11 +209,15 @@ func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
 	return out
 }
 
-func (p *poolReplica) applyHealth(e *kvstate.Endpoint, failed bool) {
-	p.s.state.ApplyFailed(e, failed)
-	t := p.published[e.Addr]
-	t.failed = failed
-	p.published[e.Addr] = t
+func (p *poolReplica) applyHealth(all []*statev1.Health, at positions) {
+	for _, h := range all {
+		if e := at.of(h.GetAddress()); e != nil {
+			p.s.state.ApplyFailed(e, h.GetFailed())
+			t := p.published[e.Addr]
+			t.failed = h.GetFailed()
+			p.published[e.Addr] = t
+		}
+	}
 }
 
 func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {

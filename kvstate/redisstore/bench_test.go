@@ -85,7 +85,7 @@ func BenchmarkTell(b *testing.B) {
 	b.ReportAllocs()
 	for i := 0; b.Loop(); i++ {
 		if i%1000 == 0 {
-			at.p.take()
+			at.p.out.take()
 		}
 		at.store.Routed(at.pool, e, hashes)
 	}

@@ -30,21 +30,20 @@ func (s *Store) Forward(pool *kvstate.Pool, b kvstate.EventBatch) {
 	if p == nil || len(*p.ids.Load()) == 1 {
 		return
 	}
-	p.outMu.Lock()
-	defer p.outMu.Unlock()
+	p.out.mu.Lock()
+	defer p.out.mu.Unlock()
 	if p.out.forwardedBytes+len(b.Payload) > maxForwarded {
 		s.counters.eventsDropped.Add(1)
 		return
 	}
 	p.out.forwardedBytes += itemBytes + len(b.Payload)
-	p.out.forwarded = append(p.out.forwarded,
-		forwarded{b.Endpoint.Addr,
-			&statev1.EventBatch{Rank: uint32(b.Rank), Seq: b.Seq, Payload: bytes.Clone(b.Payload)}})
+	event := &statev1.EventBatch{Rank: uint32(b.Rank), Seq: b.Seq, Payload: bytes.Clone(b.Payload)}
+	p.out.forwarded = append(p.out.forwarded, forwarded{b.Endpoint.Addr, event})
 	s.Changed()
 }
 
 // addForwarded adds the waiting batches to one of the stream's.
-func addForwarded(b *statev1.Batch, out *outbox, t *addressTable) {
+func addForwarded(b *statev1.Batch, out *changes, t *addressTable) {
 	for _, f := range out.forwarded {
 		f.batch.Address = t.position(f.addr)
 		b.Events = append(b.Events, f.batch)

@@ -51,9 +51,9 @@ func (p *poolReplica) askDue(now time.Time) {
 }
 
 func (p *poolReplica) requestSnapshot() {
-	p.outMu.Lock()
+	p.out.mu.Lock()
 	p.out.join = true
-	p.outMu.Unlock()
+	p.out.mu.Unlock()
 	p.s.Changed()
 }
 

@@ -60,7 +60,7 @@ func (p *poolReplica) forget(replica uint64) {
 	for addr := range m.loads {
 		p.set(m, addr, kvstate.Booked{})
 	}
-	sumLoads(p)
+	p.sumLoads()
 	p.setRates()
 	p.s.keysMayDiffer()
 	if pool := p.s.state.Pool(p.pool); pool != nil {
@@ -91,7 +91,7 @@ func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
 
 // sumLoads updates the totals of endpoints with other reservations: once for all entries of a read, because every
 // member has to be looked at. poolReplica.mu is held.
-func sumLoads(p *poolReplica) {
+func (p *poolReplica) sumLoads() {
 	pool := p.s.state.Pool(p.pool)
 	for addr := range p.resum {
 		if pool == nil {

@@ -3,6 +3,7 @@ package redisstore
 import (
 	"math"
 	"slices"
+	"sync"
 	"time"
 
 	"tandem/kvstate"
@@ -10,9 +11,14 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// outbox holds the changes that are published once: blocks and sessions. It is bounded; a snapshot for everyone
-// publishes what does not fit.
+// outbox collects changes until they are published. It is safe for concurrent use.
 type outbox struct {
+	mu sync.Mutex
+	changes
+}
+
+// changes are published once. They are bounded; a snapshot for everyone publishes what does not fit.
+type changes struct {
 	blocks   []blocks
 	since    time.Time // of the first of them
 	sessions []affinity
@@ -49,13 +55,12 @@ type affinity struct {
 // of an item without its hashes.
 const maxOutbox, itemBytes = 4 << 20, 64
 
-func (o *outbox) empty() bool {
+func (o *changes) empty() bool {
 	return len(o.blocks) == 0 && len(o.sessions) == 0 && len(o.released) == 0 && len(o.learned) == 0 &&
-		len(o.forwarded) == 0 && len(o.kvLoads) == 0 &&
-		o.notice == nil && !o.join
+		len(o.forwarded) == 0 && len(o.kvLoads) == 0 && o.notice == nil && !o.join
 }
 
-func (o *outbox) reserve(bytes int) bool {
+func (o *changes) reserve(bytes int) bool {
 	if o.bytes+bytes > maxOutbox {
 		o.lossy = true
 		return false
@@ -65,7 +70,7 @@ func (o *outbox) reserve(bytes int) bool {
 }
 
 // addEndpoint adds an endpoint to the last prompt, if it is the same one.
-func (o *outbox) addEndpoint(addr string, hashes []uint64) bool {
+func (o *changes) addEndpoint(addr string, hashes []uint64) bool {
 	if len(o.blocks) == 0 {
 		return false
 	}
@@ -79,9 +84,10 @@ func (o *outbox) addEndpoint(addr string, hashes []uint64) bool {
 
 // requeue puts unsent changes back, in front, and returns the number of routed prompts that did not fit. Batches of KV
 // events are not put back: a gap shows that they are missing.
-func (o *outbox) requeue(unsent *outbox) (dropped int) {
-	if o.bytes+unsent.bytes > maxOutbox {
-		o.lossy = true
+func (o *outbox) requeue(unsent *changes) (dropped int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.reserve(unsent.bytes) {
 		return len(unsent.blocks)
 	}
 	o.blocks = append(unsent.blocks, o.blocks...)
@@ -92,13 +98,29 @@ func (o *outbox) requeue(unsent *outbox) (dropped int) {
 	o.released = append(unsent.released, o.released...)
 	o.learned = append(unsent.learned, o.learned...)
 	o.kvLoads = append(unsent.kvLoads, o.kvLoads...)
-	o.bytes += unsent.bytes
 	o.lossy = o.lossy || unsent.lossy
 	o.join = o.join || unsent.join
 	if o.notice == nil {
 		o.notice = unsent.notice
 	}
 	return 0
+}
+
+// take empties the outbox.
+func (o *outbox) take() changes {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	taken := o.changes
+	o.changes = changes{lossy: taken.lossy}
+	return taken
+}
+
+// lost reports whether something did not fit since the last call.
+func (o *outbox) lost() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	defer func() { o.lossy = false }()
+	return o.lossy
 }
 
 // Changed implements [kvstate.Replicas].
@@ -111,106 +133,84 @@ func (s *Store) Changed() {
 	}
 }
 
+// collect changes the outbox of a pool, which is published soon.
+func (s *Store) collect(pool *kvstate.Pool, change func(*changes)) {
+	if p := s.poolReplica(pool.Spec.Name); p != nil {
+		p.out.mu.Lock()
+		change(&p.out.changes)
+		p.out.mu.Unlock()
+		s.Changed()
+	}
+}
+
 // Routed implements [kvstate.Replicas].
 func (s *Store) Routed(pool *kvstate.Pool, e *kvstate.Endpoint, hashes []uint64) {
-	p := s.poolReplica(pool.Spec.Name)
-	if p == nil || len(hashes) == 0 {
+	if len(hashes) == 0 {
 		return
 	}
-	p.outMu.Lock()
-	switch {
-	case p.out.addEndpoint(e.Addr, hashes): // the other endpoint of a pair
-	case p.out.reserve(itemBytes + 8*len(hashes)):
-		if len(p.out.blocks) == 0 {
-			p.out.since = time.Now()
+	s.collect(pool, func(o *changes) {
+		switch {
+		case o.addEndpoint(e.Addr, hashes): // the other endpoint of a pair
+		case o.reserve(itemBytes + 8*len(hashes)):
+			if len(o.blocks) == 0 {
+				o.since = time.Now()
+			}
+			o.blocks = append(o.blocks, blocks{addr: e.Addr, hashes: slices.Clone(hashes)})
+		default:
+			s.counters.dropped.Add(1)
 		}
-		p.out.blocks = append(p.out.blocks, blocks{addr: e.Addr, hashes: slices.Clone(hashes)})
-	default:
-		s.counters.dropped.Add(1)
-	}
-	p.outMu.Unlock()
-	s.Changed()
+	})
 }
 
 // Released implements [kvstate.Replicas].
 func (s *Store) Released(pool *kvstate.Pool, id kvstate.ReservationID) {
-	p := s.poolReplica(pool.Spec.Name)
-	if p == nil {
-		return
-	}
-	p.outMu.Lock()
-	if p.out.reserve(8) {
-		p.out.released = append(p.out.released, uint64(id))
-	}
-	p.outMu.Unlock()
-	s.Changed()
+	s.collect(pool, func(o *changes) {
+		if o.reserve(8) {
+			o.released = append(o.released, uint64(id))
+		}
+	})
 }
 
 // Learned implements [kvstate.Replicas]. Tokens that do not fit are dropped: they will be learned again.
 func (s *Store) Learned(pool *kvstate.Pool, l prefixindex.LearnedTokens) {
-	p := s.poolReplica(pool.Spec.Name)
-	if p == nil {
-		return
-	}
 	bytes := itemBytes
 	for _, b := range l.Blocks {
 		bytes += 8 * len(b.Hashes)
 	}
-	p.outMu.Lock()
-	if p.out.bytes+bytes <= maxOutbox/2 {
-		p.out.bytes += bytes
-		p.out.learned = append(p.out.learned, l)
-	}
-	p.outMu.Unlock()
-	s.Changed()
+	s.collect(pool, func(o *changes) {
+		if o.bytes+bytes <= maxOutbox/2 {
+			o.bytes += bytes
+			o.learned = append(o.learned, l)
+		}
+	})
 }
 
 // SessionServed implements [kvstate.Replicas].
 func (s *Store) SessionServed(pool *kvstate.Pool, name uint64, prefill, decode *kvstate.Endpoint) {
-	p := s.poolReplica(pool.Spec.Name)
-	if p == nil {
-		return
+	addr := func(e *kvstate.Endpoint) string {
+		if e == nil {
+			return ""
+		}
+		return e.Addr
 	}
-	item := affinity{name: name}
-	if prefill != nil {
-		item.prefill = prefill.Addr
-	}
-	if decode != nil {
-		item.decode = decode.Addr
-	}
-	p.outMu.Lock()
-	if p.out.reserve(itemBytes) {
-		p.out.sessions = append(p.out.sessions, item)
-	}
-	p.outMu.Unlock()
-	s.Changed()
+	s.collect(pool, func(o *changes) {
+		if o.reserve(itemBytes) {
+			o.sessions = append(o.sessions, affinity{name, addr(prefill), addr(decode)})
+		}
+	})
 }
 
 // KVLoaded implements [kvstate.Replicas].
 func (s *Store) KVLoaded(pool *kvstate.Pool, prefill, decode string, failed bool) {
-	p := s.poolReplica(pool.Spec.Name)
-	if p == nil {
-		return
-	}
-	p.outMu.Lock()
-	if p.out.reserve(itemBytes) {
-		p.out.kvLoads = append(p.out.kvLoads, kvLoad{prefill, decode, failed})
-	}
-	p.outMu.Unlock()
-	s.Changed()
+	s.collect(pool, func(o *changes) {
+		if o.reserve(itemBytes) {
+			o.kvLoads = append(o.kvLoads, kvLoad{prefill, decode, failed})
+		}
+	})
 }
 
 // Reachable implements [kvstate.Replicas].
 func (s *Store) Reachable() bool { return s.link.isUp() }
-
-// take empties the outbox.
-func (p *poolReplica) take() outbox {
-	p.outMu.Lock()
-	defer p.outMu.Unlock()
-	taken := p.out
-	p.out = outbox{lossy: taken.lossy}
-	return taken
-}
 
 // published is the other replicas' knowledge of an endpoint, so that it need not be published again.
 type published struct {
@@ -223,7 +223,7 @@ type published struct {
 // batchOf returns the batch that publishes the outbox and the changes since the last batch; with complete, all
 // reservations. It is nil if there is nothing to publish. before is the other replicas' previous knowledge of the
 // endpoints in it. poolReplica.mu is held.
-func (p *poolReplica) batchOf(out *outbox, complete bool,
+func (p *poolReplica) batchOf(out *changes, complete bool,
 	now time.Time) (b *statev1.Batch, before map[string]published) {
 	b = &statev1.Batch{
 		Replica: p.s.replica, LeaseMs: uint32(p.s.o.Lease.Milliseconds()), Complete: complete,
@@ -232,12 +232,13 @@ func (p *poolReplica) batchOf(out *outbox, complete bool,
 	t := addressTable{batch: &b.Addresses, at: map[string]uint32{}}
 	for i := range out.blocks {
 		item := &out.blocks[i]
-		published := &statev1.Blocks{Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED,
-			Hashes: item.hashes}
-		for _, addr := range item.also {
-			published.Also = append(published.Also, t.position(addr))
+		routed := &statev1.Blocks{
+			Address: t.position(item.addr), Kind: statev1.Blocks_KIND_ROUTED, Hashes: item.hashes,
 		}
-		b.Blocks = append(b.Blocks, published)
+		for _, addr := range item.also {
+			routed.Also = append(routed.Also, t.position(addr))
+		}
+		b.Blocks = append(b.Blocks, routed)
 	}
 	if len(out.blocks) > 0 {
 		b.WaitedUs = uint64(max(now.Sub(out.since), 0).Microseconds())
@@ -324,8 +325,8 @@ func tokensOf(l *prefixindex.LearnedTokens) *statev1.Tokens {
 	out := &statev1.Tokens{Prompt: l.Prompt, BlockBytes: uint32(l.BlockBytes), Bytes: uint64(l.Bytes),
 		Tokens: uint64(l.Tokens)}
 	for _, b := range l.Blocks {
-		out.Blocks = append(out.Blocks,
-			&statev1.TokenBlocks{Size: uint32(b.Size), From: uint32(b.From), Hashes: b.Hashes})
+		blocks := &statev1.TokenBlocks{Size: uint32(b.Size), From: uint32(b.From), Hashes: b.Hashes}
+		out.Blocks = append(out.Blocks, blocks)
 	}
 	return out
 }

@@ -264,8 +264,8 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 
 // If a newer snapshot was announced meanwhile, that is the one.
 func TestTheNewerNoticeIsTold(t *testing.T) {
-	unsent := outbox{notice: &statev1.SnapshotNotice{Id: 1}, lossy: true}
-	o := outbox{notice: &statev1.SnapshotNotice{Id: 3}}
+	unsent := changes{notice: &statev1.SnapshotNotice{Id: 1}, lossy: true}
+	o := outbox{changes: changes{notice: &statev1.SnapshotNotice{Id: 3}}}
 	require.Zero(t, o.requeue(&unsent))
 	require.EqualValues(t, 3, o.notice.GetId())
 	require.True(t, o.lossy, "what found no room finds none later")

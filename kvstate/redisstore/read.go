@@ -17,45 +17,53 @@ const readAtOnce = 256
 // loadingBlock is the time for which a read waits while a pool is left out of it: that pool's entries wait too.
 const loadingBlock = 50 * time.Millisecond
 
-// streamsOf returns the pools whose streams one command can read: all; in a Cluster, where they are stored on several
-// nodes, each by itself.
-func streamsOf(s *Store) [][]*poolReplica {
-	if _, ok := s.client.(*redis.ClusterClient); ok {
-		return slices.Collect(slices.Chunk(s.pools(), 1))
-	}
-	return [][]*poolReplica{s.pools()}
+// reader applies the batches of other replicas to pools whose streams one command can read.
+type reader struct {
+	s       *Store
+	pools   []*poolReplica
+	loading sync.WaitGroup // pools that are brought up to date
 }
 
-// read applies the batches of other replicas to these pools, until ctx ends.
-func (s *Store) read(ctx context.Context, pools ...*poolReplica) {
-	var loading sync.WaitGroup
-	defer loading.Wait()
+// newReaders returns one reader; in a Cluster, where pools are stored on several nodes, one for each.
+func newReaders(s *Store) (out []*reader) {
+	if _, ok := s.client.(*redis.ClusterClient); !ok {
+		return []*reader{{s: s, pools: s.pools()}}
+	}
+	for one := range slices.Chunk(s.pools(), 1) {
+		out = append(out, &reader{s: s, pools: one})
+	}
+	return out
+}
+
+// run reads until ctx ends.
+func (r *reader) run(ctx context.Context) {
+	defer r.loading.Wait()
 	for ctx.Err() == nil {
-		err := readOnce(ctx, s, pools, &loading)
-		for _, p := range pools {
+		err := r.once(ctx)
+		for _, p := range r.pools {
 			p.mu.Lock()
 			p.expire(time.Now())
 			p.askDue(time.Now())
 			p.mu.Unlock()
 		}
 		if err != nil && ctx.Err() == nil {
-			s.log.Debug("reading from redis", "err", err)
+			r.s.log.Debug("reading from redis", "err", err)
 			wait(ctx, retryAfter)
 		} else {
-			wait(ctx, s.rest())
+			wait(ctx, r.s.rest())
 		}
 	}
 }
 
-// readOnce reads the streams of those pools that have joined and load no snapshot. This is concurrent, because it may
-// take seconds.
-func readOnce(ctx context.Context, s *Store, pools []*poolReplica, loading *sync.WaitGroup) error {
-	ready := make([]*poolReplica, 0, len(pools))
-	for _, p := range pools {
+// once reads the streams of those pools that have joined and load no snapshot. The others are brought up to date
+// concurrently, because that may take seconds.
+func (r *reader) once(ctx context.Context) error {
+	ready := make([]*poolReplica, 0, len(r.pools))
+	for _, p := range r.pools {
 		if upToDate(p) {
 			ready = append(ready, p)
 		} else if p.snapshots.loading.CompareAndSwap(false, true) {
-			loading.Go(func() {
+			r.loading.Go(func() {
 				defer p.snapshots.loading.Store(false)
 				p.bringUpToDate(ctx)
 			})
@@ -64,15 +72,15 @@ func readOnce(ctx context.Context, s *Store, pools []*poolReplica, loading *sync
 	if len(ready) == 0 {
 		return nil
 	}
-	block := s.o.Lease / beatsPerLease
-	if len(ready) < len(pools) {
+	block := r.s.o.Lease / beatsPerLease
+	if len(ready) < len(r.pools) {
 		block = loadingBlock
 	}
-	err := receive(ctx, s, block, ready...)
+	err := receive(ctx, r.s, block, ready...)
 	var refused redis.Error // the key of one pool may be unreadable
 	if len(ready) > 1 && errors.As(err, &refused) {
 		for _, p := range ready {
-			err = errors.Join(err, receive(ctx, s, 0, p))
+			err = errors.Join(err, receive(ctx, r.s, 0, p))
 		}
 	}
 	return err
@@ -130,15 +138,15 @@ func receive(ctx context.Context, s *Store, block time.Duration, pools ...*poolR
 // takeIn applies entries. One goroutine calls it.
 func (p *poolReplica) takeIn(entries ...redis.XMessage) {
 	for i := range entries {
-		takeOne(p, &entries[i])
+		p.takeOne(&entries[i])
 	}
 	p.mu.Lock()
-	sumLoads(p)
+	p.sumLoads()
 	p.mu.Unlock()
 }
 
 // takeOne applies one entry. Entries that cannot be read, of a later release or not Tandem's, are skipped.
-func takeOne(p *poolReplica, m *redis.XMessage) {
+func (p *poolReplica) takeOne(m *redis.XMessage) {
 	id, err := parseStreamID(m.ID)
 	if err != nil {
 		return

@@ -1,7 +1,6 @@
 package redisstore
 
 import (
-	"context"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -30,11 +29,11 @@ func TestReadingWithoutRedis(t *testing.T) {
 		r.store.poolReplica("other").joined = true
 		asked := func() bool {
 			synctest.Wait()
-			r.p.outMu.Lock()
-			defer r.p.outMu.Unlock()
+			r.p.out.mu.Lock()
+			defer r.p.out.mu.Unlock()
 			return r.p.out.join
 		}
-		stop := during(t.Context(), func(ctx context.Context) { r.store.read(ctx, pools...) })
+		stop := during(t.Context(), (&reader{s: r.store, pools: pools}).run)
 		time.Sleep(10*retryAfter - time.Millisecond)
 		synctest.Wait()
 		require.Equal(t, 10, x.refused())

@@ -181,9 +181,9 @@ func (s *snapshots) announce(ctx context.Context, last, n *statev1.SnapshotNotic
 	p.mu.Lock()
 	p.unsaved = 0
 	p.mu.Unlock()
-	p.outMu.Lock()
+	p.out.mu.Lock()
 	p.out.notice = n
-	p.outMu.Unlock()
+	p.out.mu.Unlock()
 	p.s.Changed()
 	return nil
 }
@@ -344,10 +344,6 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, h := range chunk.GetHealth() {
-		if e := at.of(h.GetAddress()); e != nil {
-			p.applyHealth(e, h.GetFailed())
-		}
-	}
+	p.applyHealth(chunk.GetHealth(), at)
 	return nil
 }

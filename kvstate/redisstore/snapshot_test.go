@@ -75,8 +75,8 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 		written := func() int { synctest.Wait(); return int(r.store.Stats().Snapshots) }
 		refused := func() int { synctest.Wait(); return x.refused() }
 		everyone := func() bool {
-			r.p.outMu.Lock()
-			defer r.p.outMu.Unlock()
+			r.p.out.mu.Lock()
+			defer r.p.out.mu.Unlock()
 			return r.p.out.notice.GetEveryone()
 		}
 

@@ -75,8 +75,8 @@ func (s *Store) Close() error { return s.client.Close() }
 // Run keeps the state and the other replicas' up to date until ctx ends; then it publishes that it leaves.
 func (s *Store) Run(ctx context.Context) {
 	var running sync.WaitGroup
-	for _, pools := range streamsOf(s) {
-		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.read(ctx, pools...) }) })
+	for _, r := range newReaders(s) {
+		running.Go(func() { guard.Keep(ctx, "Redis", func() { r.run(ctx) }) })
 	}
 	for _, p := range s.pools() {
 		running.Go(func() { guard.Keep(ctx, "Redis", func() { s.writeSnapshots(ctx, p) }) })
@@ -115,8 +115,7 @@ type poolReplica struct {
 	pool string
 	keys poolKeys
 
-	outMu sync.Mutex
-	out   outbox
+	out outbox
 
 	mu        sync.Mutex
 	seq       uint64               // of the last batch sent

@@ -111,8 +111,8 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 		{"redis is gone", func(x *counted) { x.r.Kill() }, down, []step{
 			{"a prompt", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, Errors: 1}, Stats{Commands: 1, Errors: 1}},
 			{"all that is booked", none, func(x *counted) { x.tell(true) }, Stats{Commands: 2, Errors: 2}, Stats{}},
-			{"a prompt that finds no room", func(x *counted) { x.a.p.take() }, func(x *counted) { x.routed(0, much); x.routed(1, much) }, Stats{Dropped: 1}, Stats{}},
-			{"two that find none when they come back", func(x *counted) { x.a.p.take() }, func(x *counted) {
+			{"a prompt that finds no room", func(x *counted) { x.a.p.out.take() }, func(x *counted) { x.routed(0, much); x.routed(1, much) }, Stats{Dropped: 1}, Stats{}},
+			{"two that find none when they come back", func(x *counted) { x.a.p.out.take() }, func(x *counted) {
 				x.routed(0, much-3)
 				x.routed(1, 3)
 				e, _ := x.a.p.entry(false, false)
@@ -134,7 +134,7 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 			{"a snapshot", none, func(x *counted) { x.a.p.snapshots.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 1, Errors: 1}, Stats{}},
 			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, NoticesDropped: 3}, Stats{}},
 		}},
-		{"redis is back", func(x *counted) { x.a.p.take(); x.r.Start() }, up, []step{
+		{"redis is back", func(x *counted) { x.a.p.out.take(); x.r.Start() }, up, []step{
 			{"a prompt: no number was used up", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, prompted},
 		}},
 	}

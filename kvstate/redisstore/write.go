@@ -149,7 +149,7 @@ func (s *Store) linked(err error) {
 // entry is one batch that is being sent.
 type entry struct {
 	p      *poolReplica
-	out    outbox
+	out    changes
 	before map[string]published
 	lives  time.Time // the stream's time to live was set then
 	bytes  []byte
@@ -168,7 +168,7 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 			p.s.follower.ForwardPositions(pool)
 		}
 	}
-	e := &entry{p: p, out: p.take(), lives: p.lives}
+	e := &entry{p: p, out: p.out.take(), lives: p.lives}
 	b, before := p.batchOf(&e.out, complete, time.Now())
 	if b == nil {
 		return nil, nil
@@ -212,10 +212,8 @@ func (e *entry) settle(sent time.Time) error {
 	if err != nil {
 		maps.Copy(p.published, e.before)
 		p.waitsUnknown, p.publishedKeys, p.lives = true, nil, time.Time{} // it may come back empty
-		p.outMu.Lock()
 		p.s.counters.dropped.Add(int64(p.out.requeue(&e.out)))
 		p.s.counters.eventsDropped.Add(int64(len(e.out.forwarded)))
-		p.outMu.Unlock()
 		return fmt.Errorf("writing to Redis: %w", err)
 	}
 	p.seq++
@@ -231,19 +229,10 @@ func (e *entry) settle(sent time.Time) error {
 		p.position, p.began = id, id
 		p.ask()
 	}
-	p.publishRest()
-	return nil
-}
-
-// publishRest requests a snapshot for everyone if something did not fit into the outbox.
-func (p *poolReplica) publishRest() {
-	p.outMu.Lock()
-	lossy := p.out.lossy
-	p.out.lossy = false
-	p.outMu.Unlock()
-	if lossy {
+	if p.out.lost() {
 		p.snapshots.want(snapshotWish{everyone: true})
 	}
+	return nil
 }
 
 // forgetEndpoints drops what is remembered of endpoints that left the pool.
