@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers replay load idle soak fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -87,6 +87,9 @@ idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 
 
 soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis, SOAK_REPLICAS=4
 	SOAK=$${SOAK:-20m} TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 0 -run 'TestSoak$$' -v ./e2e
+
+stress: tools ## unit tests RUNS (5) times beside busy loops: what fails here fails by chance (4 minutes a run); PACKAGES=./e2e
+	RUNS=$${RUNS:-5} GO=$(GO) scripts/stress.sh $(PACKAGES)
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)
