@@ -49,11 +49,18 @@ func TestAttention(t *testing.T) {
 			{false, "Redis does not answer, so other replicas cannot be asked (t2:9090): what they know is missing below.", "howto/redis.md"}}},
 		"a refused file": {change: func(s *Status) {
 			file := File{Refused: "tandem.yaml:\npools[0].kvTransfer: no such dialect\npools: one more.", Since: now.Add(-3 * time.Minute)}
-			s.Replicas = []Replica{{Redis: true, Ready: true, File: file}, {Name: "t2", Redis: true, Ready: true, File: File{Restart: []string{"admin.listen"}}}}
+			s.Replicas = []Replica{{Redis: true, Ready: true, File: file}, {Name: "t2", Redis: true, Ready: true, File: File{Restart: []string{"admin.listen", "state", "state.redis", "statex"},
+				Envoy: []string{"envoy.extProcs", "envoy.extProcs[1]"}, Outdated: now}}}
 		}, want: []Notice{
 			{true, "This replica refused its configuration file (3 min ago) and goes on with the one before; it would not start with this one: " +
 				"tandem.yaml: pools[0].kvTransfer: no such dialect; pools: one more.", "operations.md#change-without-restart"},
-			{false, "Replica t2 has not taken up these changes of its configuration file, since they take a restart: admin.listen.", "operations.md#change-without-restart"}}},
+			{false, "Replica t2 has not taken up these changes of its configuration file, since they take a restart: admin.listen, state, statex.", "operations.md#change-without-restart"},
+			{false, "Envoys with a printed bootstrap lack these changes of the configuration (less than a minute ago): envoy.extProcs. " +
+				"Print it again (tandem envoy) and restart them. This is said for an hour.", "operations.md#change-without-restart"}}},
+		"Envoys over xDS": {change: func(s *Status) {
+			s.Envoys = []Envoy{{Name: "edge-1", Version: "1"}}
+			s.Replicas = []Replica{{File: File{Envoy: []string{"envoy.extProcs"}, Bootstrap: []string{"https"}, Outdated: now}}}
+		}},
 		"an old bootstrap": {change: func(s *Status) {
 			s.Replicas = []Replica{{File: File{Bootstrap: []string{"https"}, Outdated: now.Add(-time.Minute)}}, {Redis: true, Ready: true,
 				File: File{Bootstrap: []string{"https"}, Outdated: now.Add(-2 * time.Hour)}}}

@@ -1,6 +1,7 @@
 package status
 
 import (
+	"slices"
 	"strings"
 	"time"
 )
@@ -12,7 +13,8 @@ type File struct {
 	Since       time.Time `json:"since,omitzero"`      // when it was refused
 	Restart     []string  `json:"restart,omitempty"`   // paths of its settings that take a restart of Tandem
 	Bootstrap   []string  `json:"bootstrap,omitempty"` // what its pools need of a new one
-	Outdated    time.Time `json:"outdated,omitzero"`   // since when they need that
+	Envoy       []string  `json:"envoy,omitempty"`     // paths of its settings that printed bootstraps do not have yet
+	Outdated    time.Time `json:"outdated,omitzero"`   // when one of the last two came
 }
 
 // The age to which a bootstrap is called outdated: Tandem does not see when Envoy gets a new one. And the longest
@@ -29,7 +31,11 @@ func files(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		if i > 0 {
 			who = "Replica " + s.Replicas[i].Name
 		}
-		s.Replicas[i].File.notices(s.Now, who, add)
+		file := s.Replicas[i].File
+		if len(s.Envoys) > 0 { // they have their configuration over xDS
+			file.Envoy, file.Bootstrap = nil, nil
+		}
+		file.notices(s.Now, who, add)
 	}
 }
 
@@ -47,11 +53,26 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 	}
 	if len(f.Restart) > 0 {
 		add(false, doc, "%s has not taken up these changes of its configuration file, since they take a restart: %s.",
-			who, list(f.Restart))
+			who, list(outermost(f.Restart)))
+	}
+	if len(f.Envoy) > 0 && now.Sub(f.Outdated) < outdatedFor {
+		add(false, doc, "Envoys with a printed bootstrap lack these changes of the configuration (%s): %s. "+
+			"Print it again (tandem envoy) and restart them. This is said for an hour.",
+			minutesAgo(now.Sub(f.Outdated)), list(outermost(f.Envoy)))
 	}
 	if len(f.Bootstrap) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(true, doc, "The pools need parts that a bootstrap of Envoy from before the last change lacks (%s): %s. "+
 			"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.",
 			minutesAgo(now.Sub(f.Outdated)), list(f.Bootstrap))
 	}
+}
+
+// outermost drops the paths within another one: what is new is named with all that it has.
+func outermost(paths []string) []string {
+	return slices.DeleteFunc(slices.Clone(paths), func(path string) bool {
+		return slices.ContainsFunc(paths, func(outer string) bool {
+			rest, within := strings.CutPrefix(path, outer)
+			return within && rest != "" && (rest[0] == '.' || rest[0] == '[')
+		})
+	})
 }

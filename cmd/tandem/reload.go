@@ -256,6 +256,7 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 	if len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
+		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
 	}
 	switch text := fmt.Sprint(restart); {
 	case len(restart) == 0:
