@@ -9,7 +9,6 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 	"tandem/picker"
 )
 
@@ -90,27 +89,6 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 		x.readConversation(policy, choice)
 	}
 	return plan.First(r, &x.view, choice, &policy.Policy)
-}
-
-// describe begins to plan a request to a pool.
-func (x *planning) describe(pool *kvstate.Pool, a plan.Attempt) {
-	r := &x.req
-	r.Pool, r.Attempt, r.Limits = pool, a, x.s.limits()
-	r.ID, r.Began, r.Traced = x.requestID, x.Began, x.Recording()
-}
-
-// read reads what the state has of a request's prompt and session, and of the endpoints.
-func (x *planning) read(policy *Policy) {
-	r := &x.req
-	r.Hash()
-	if r.Redirects == 0 {
-		x.s.State.CountPrompt(r.Pool, r.Hashes)
-	}
-	x.s.State.View(r.Pool, r.Hashes, &x.view)
-	if r.Session = x.sessionOf(policy.Session); r.Session != 0 {
-		x.s.State.MarkSession(r.Pool, r.Session, &x.view)
-	}
-	x.countTokens(policy)
 }
 
 // oneHop decides for the one hop of a split request whose prefill bypasses Envoy.

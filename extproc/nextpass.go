@@ -89,11 +89,6 @@ func (x nextPass) restoreBody(t *kvtransfer.Ticket) {
 	x.swapBody()
 }
 
-// clientAPI returns the API of a request in pass 2.
-func (x *planning) clientAPI() openai.API {
-	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
-}
-
 // decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
 // changed since pass 1, and pull dialects allow it.
 func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decision, error) {

@@ -48,6 +48,32 @@ func (x *planning) identify() {
 	x.requestID, x.newID = newRequestID(), true
 }
 
+// clientAPI returns the API of a request in pass 2.
+func (x *planning) clientAPI() openai.API {
+	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+}
+
+// describe begins to plan a request to a pool.
+func (x *planning) describe(pool *kvstate.Pool, a plan.Attempt) {
+	r := &x.req
+	r.Pool, r.Attempt, r.Limits = pool, a, x.s.limits()
+	r.ID, r.Began, r.Traced = x.requestID, x.Began, x.Recording()
+}
+
+// read reads what the state has of a request's prompt and session, and of the endpoints.
+func (x *planning) read(policy *Policy) {
+	r := &x.req
+	r.Hash()
+	if r.Redirects == 0 {
+		x.s.State.CountPrompt(r.Pool, r.Hashes)
+	}
+	x.s.State.View(r.Pool, r.Hashes, &x.view)
+	if r.Session = x.sessionOf(policy.Session); r.Session != 0 {
+		x.s.State.MarkSession(r.Pool, r.Session, &x.view)
+	}
+	x.countTokens(policy)
+}
+
 // scan reads the body. In the rare case that it has members which a client must not send, it cuts them.
 func (x *planning) scan(api openai.API) error {
 	if err := x.req.Scan(api, x.body.Bytes(), openai.Limits{}); err != nil {

@@ -337,7 +337,7 @@ func (m *scratch) release() {
 	}
 }
 
-// random breaks the picker's ties.
+// random makes ids and seeds, and breaks the picker's ties.
 func random() uint64 { return rand.Uint64() }
 
 // Drain ends the streams that never end by themselves. Call it once, before a graceful stop of the gRPC server.

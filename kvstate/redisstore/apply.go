@@ -221,13 +221,13 @@ func (p *poolReplica) applyHealth(all []*statev1.Health, at positions) {
 }
 
 func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at time.Time) {
-	var looked time.Time
+	var scraped time.Time
 	if g.GetRunning() >= 0 {
-		looked = at.Add(-time.Duration(g.GetLookOlderMs()) * time.Millisecond)
+		scraped = at.Add(-time.Duration(g.GetLookOlderMs()) * time.Millisecond)
 	}
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
 		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()),
-		KVTokens: g.GetKvTokens(), At: at, ScrapedAt: looked, External: max(g.GetExternal(), 0),
+		KVTokens: g.GetKvTokens(), At: at, ScrapedAt: scraped, External: max(g.GetExternal(), 0),
 		Transfers: kvstate.TransferCounters{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()),
 			Tokens: int64(g.GetTransferTokens()),
@@ -241,7 +241,7 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 		Host: hostMemoryOf(g.GetHost()),
 	}) {
 		t := p.published[e.Addr]
-		t.signals, t.looked = later(t.signals, at), later(t.looked, looked)
+		t.signals, t.scraped = later(t.signals, at), later(t.scraped, scraped)
 		p.published[e.Addr] = t
 	}
 }

@@ -228,7 +228,7 @@ func (p *poolReplica) publishJoin(ctx context.Context) (streamID, error) {
 	if err != nil {
 		return streamID{}, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	sent := time.Now()
 	reply, err := p.s.client.XAdd(ctx, &redis.XAddArgs{

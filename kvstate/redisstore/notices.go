@@ -80,7 +80,7 @@ func (s *Store) publishNotices(ctx context.Context) {
 }
 
 func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	pipe := s.client.Pipeline()
 	added := pipe.XAdd(ctx, &redis.XAddArgs{
@@ -108,7 +108,7 @@ func (s *Store) receiveNotices(ctx context.Context, received func(id string)) {
 			from = id
 			continue
 		}
-		reading, cancel := context.WithTimeout(ctx, noticesBlock+besidePath)
+		reading, cancel := context.WithTimeout(ctx, noticesBlock+commandTime)
 		streams, err := s.client.XRead(reading,
 			&redis.XReadArgs{Streams: []string{s.o.noticesKey(), from}, Count: readAtOnce,
 				Block: noticesBlock}).Result()

@@ -32,7 +32,7 @@ func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 		case s.questions <- q:
 			within := onPath
 			if patient {
-				within = besidePath
+				within = commandTime
 			}
 			if a, ok := s.link.await(q, within); ok {
 				return a.first, a.known
@@ -83,7 +83,7 @@ func (s *Store) askAll(ctx context.Context) {
 }
 
 func askRedis(ctx context.Context, s *Store, batch []question) {
-	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	pipe := s.client.Pipeline()
 	replies := make([]*redis.StatusCmd, len(batch))

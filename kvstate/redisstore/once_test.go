@@ -24,7 +24,7 @@ func TestHowLongATicketWaits(t *testing.T) {
 		}
 		for range 2 {
 			require.Equal(t, onPath, waited(false))
-			require.Equal(t, besidePath, waited(true))
+			require.Equal(t, commandTime, waited(true))
 			require.Equal(t, onPath, waited(false)) // the third in a row
 			require.Zero(t, waited(true))
 			time.Sleep(pathPause - time.Millisecond)

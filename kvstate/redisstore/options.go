@@ -28,11 +28,11 @@ type Options struct {
 }
 
 // Time limits of commands. Those on a request's path have onPath, and a hand-over, which is read once and up to 8 MiB
-// large, has handOverTime; the others run concurrently with requests.
+// large, has handOverTime. All others have commandTime, and so has a request that is patient (Store.Consume).
 const (
 	onPath       = 5 * time.Millisecond
 	handOverTime = 50 * time.Millisecond
-	besidePath   = redisclient.Timeout
+	commandTime  = redisclient.Timeout
 )
 
 func (o *Options) setDefaults() {

@@ -216,8 +216,8 @@ func (s *Store) Reachable() bool { return s.link.isUp() }
 type published struct {
 	load    kvstate.Booked
 	failed  bool
-	signals time.Time // and of the last scrape
-	looked  time.Time
+	signals time.Time // of any report
+	scraped time.Time
 }
 
 // batchOf returns the batch that publishes the outbox and the changes since the last batch; with complete, all
@@ -287,20 +287,20 @@ func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvst
 		b.Health = append(b.Health, &statev1.Health{Address: t.position(e.Addr), Failed: failed})
 		next.failed = failed
 	}
-	if g := e.Signals(); g != nil && (g.At.After(known.signals) || g.ScrapedAt.After(known.looked)) {
-		b.Signals = append(b.Signals, signalsOf(t.position(e.Addr), g, known.looked, now))
-		next.signals, next.looked = g.At, g.ScrapedAt
+	if g := e.Signals(); g != nil && (g.At.After(known.signals) || g.ScrapedAt.After(known.scraped)) {
+		b.Signals = append(b.Signals, signalsOf(t.position(e.Addr), g, known.scraped, now))
+		next.signals, next.scraped = g.At, g.ScrapedAt
 	}
 	return next
 }
 
 // signalsOf encodes signals. A published scrape is left out: its age would make it a later one.
-func signalsOf(address uint32, g *kvstate.Signals, looked, now time.Time) *statev1.Signals {
+func signalsOf(address uint32, g *kvstate.Signals, scraped, now time.Time) *statev1.Signals {
 	out := &statev1.Signals{
 		Address: address, Running: -1, Waiting: g.Waiting, KvTokens: -1, KvUsagePpm: toPPM(g.KVUsage),
 		AgeMs: millis(now.Sub(g.At)), External: g.External,
 	}
-	if g.ScrapedAt.After(looked) {
+	if g.ScrapedAt.After(scraped) {
 		out.Running, out.KvTokens, out.LookOlderMs = g.Running, g.KVTokens, millis(g.At.Sub(g.ScrapedAt))
 		out.Transfers, out.TransferBytes = uint64(g.Transfers.Transfers), uint64(g.Transfers.Bytes)
 		out.TransferUs, out.TransferTokens = uint64(g.Transfers.Time.Microseconds()), uint64(g.Transfers.Tokens)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
 	"tandem/internal/guard"
 )
 
@@ -109,7 +110,7 @@ func (p *poolReplica) bringUpToDate(ctx context.Context) {
 
 // receive applies the available entries, or those that arrive within the given time.
 func receive(ctx context.Context, s *Store, block time.Duration, pools ...*poolReplica) error {
-	ctx, cancel := context.WithTimeout(ctx, block+besidePath)
+	ctx, cancel := context.WithTimeout(ctx, block+commandTime)
 	defer cancel()
 	if block == 0 {
 		block = -1

@@ -69,7 +69,7 @@ func (k *Secrets) Run(ctx context.Context) {
 
 // sync offers the key in use as the sealing one, takes the one that was first, and learns which others may open.
 func (k *Secrets) sync(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, besidePath)
+	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	o := &k.s.o
 	pipe := k.s.client.Pipeline()

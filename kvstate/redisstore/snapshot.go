@@ -24,7 +24,7 @@ const (
 	snapshotAtMost  = 500 * time.Millisecond
 	chunkBlocks     = 1 << 16
 	chunkSessions   = 1 << 14
-	chunksAtOnce    = 2 // 1 MiB has to arrive within besidePath
+	chunksAtOnce    = 2 // 1 MiB has to arrive within commandTime
 )
 
 // maxChunks bounds the reading that a notice can cause: 64 Mi blocks.

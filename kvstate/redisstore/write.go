@@ -93,7 +93,7 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	s.sending.Lock() // otherwise publishJoin would take the same number
 	defer s.sending.Unlock()
 	s.dirty.Store(false) // before looking: later changes are published next time
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), besidePath)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), commandTime)
 	defer cancel()
 	var entries []*entry
 	pipe := s.client.Pipeline()
@@ -196,7 +196,7 @@ func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 
 // clockBehind is the difference in milliseconds by which our entry's id must be below the last one read to show that
 // another server gave it. Others' later entries are often read before the reply to ours, but not so much later.
-const clockBehind = uint64(2 * besidePath / time.Millisecond)
+const clockBehind = uint64(2 * commandTime / time.Millisecond)
 
 // settle handles the reply to a batch. A failed batch is published again; if Redis has it after all, the other
 // replicas apply it twice, which does no harm.
