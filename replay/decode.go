@@ -41,7 +41,9 @@ type decoder struct {
 type tally struct {
 	computed, cached, tokens int
 	preempted                int
-	written                  kvstate.AnswerCounters // as the engine's metrics report them
+	// as the engine's metrics report them
+	written kvstate.AnswerCounters
+	moved   kvstate.TransferCounters
 }
 
 func newDecoder(c *clock, m picker.Model, local int, first, done func(*job)) *decoder {
@@ -78,9 +80,18 @@ func (d *decoder) admit() {
 		}
 		missing := j.Input - min(d.cache.hit(j.Blocks)*BlockTokens, j.Input-1)
 		transfer := d.model.TransferLag + float64(missing)*d.model.TokenBytes/d.model.Bandwidth
-		d.after(transfer, func() { d.join(j) })
+		d.after(transfer, func() { d.fetched(j, missing, transfer) })
 	}
 	d.arrived = append(d.arrived[:0], d.arrived[n:]...)
+}
+
+// fetched counts a transfer that has ended after so many seconds, as vLLM's NIXL connector does, and joins its answer.
+func (d *decoder) fetched(j *job, tokens int, seconds float64) {
+	d.moved.Transfers++
+	d.moved.Bytes += int64(float64(tokens) * d.model.TokenBytes)
+	d.moved.Tokens += int64(tokens)
+	d.moved.Time += kvstate.Seconds(seconds)
+	d.join(j)
 }
 
 // join adds an answer to the batch. Its KV is complete.

@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/kvstate"
 	"tandem/picker"
 )
 
@@ -57,4 +58,28 @@ func TestLocalPrefillComesInChunks(t *testing.T) {
 	}
 	m := picker.DefaultModel()
 	require.Greater(t, ends(1024), ends(8192)+5*m.DecodeStep)
+}
+
+// Engines count the KV that they fetch, and Tandem learns from it: behind a slow link decode computes more prompts.
+func TestSlowLinksAreLearned(t *testing.T) {
+	var c clock
+	m := picker.DefaultModel()
+	d := newDecoder(&c, m, 2048, func(*job) {}, func(*job) {})
+	for i := range 2 {
+		d.add(&job{Request: &Request{Input: 1000, Output: 2, Blocks: []uint64{uint64(2 * i), uint64(2*i + 1)}}})
+	}
+	for c.step() {
+	}
+	require.Equal(t, kvstate.TransferCounters{
+		Transfers: 2, Tokens: 2000, Bytes: int64(2000 * m.TokenBytes),
+		Time: 2 * kvstate.Seconds(m.TransferLag+1000*m.TokenBytes/m.Bandwidth),
+	}, d.moved)
+	alone := func(tokenBytes, bandwidth float64) float64 {
+		tr, c := small(t, "mixed", .5)
+		c.Split, c.Engine.TokenBytes, c.Engine.Bandwidth = picker.SplitAuto, tokenBytes, bandwidth
+		r, err := Run(t.Context(), tr, "tandem", c)
+		require.NoError(t, err)
+		return r.Alone
+	}
+	require.Greater(t, alone(320e3, 6e9), alone(m.TokenBytes, m.Bandwidth))
 }

@@ -159,13 +159,14 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 // scrapeSeconds is the interval at which engines' metrics are read.
 const scrapeSeconds = 2.0
 
-// scrape reads the answer counters of the decode engines, as long as there are requests.
+// scrape reads the counters of the decode engines, as long as there are requests.
 func (r *replica) scrape() {
 	at := time.Unix(0, int64(r.now*float64(time.Second)))
 	for _, e := range r.pool.Endpoints()[r.config.Prefill:] {
 		i := r.position[e]
 		g := kvstate.UnknownSignals()
-		g.At, g.ScrapedAt, g.Answers, g.KVUsage = at, at, r.decodes[i].written, r.decodes[i].usage()
+		d := r.decodes[i]
+		g.At, g.ScrapedAt, g.Answers, g.Transfers, g.KVUsage = at, at, d.written, d.moved, d.usage()
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
 		}
