@@ -120,6 +120,9 @@ func rows(text, head string, lines [][]string) string {
 	return b.String()
 }
 
+// grpcServes is the day from which grpc-go served in what is measured.
+const grpcServes = "2026-11-23"
+
 // when says when and where lines were measured.
 func when(lines []measured) string {
 	var days, places []string
@@ -136,8 +139,11 @@ func when(lines []measured) string {
 	if from != to {
 		text += " to " + to
 	}
-	if from < "2026-11-23" {
+	switch {
+	case to < grpcServes:
 		text += ", before grpc-go served"
+	case from < grpcServes:
+		text += ", what is older than " + grpcServes + " before grpc-go served"
 	}
 	return text + " (" + strings.Join(places, "; ") + ")."
 }
@@ -271,6 +277,7 @@ func peersTable(t *testing.T) string {
 
 func loadTable(t *testing.T) string {
 	lines := figuresOf(t, "load")
+	newest := slices.MaxFunc(lines, func(a, b measured) int { return strings.Compare(a.Date, b.Date) }).Date
 	var out [][]string
 	for _, l := range pick(lines, func(m *measured) bool { return m.Clients == 16 }) {
 		body, replicas := fmt.Sprintf("%d KB", l.Bytes>>10), fmt.Sprint(l.Replicas)
@@ -282,6 +289,9 @@ func loadTable(t *testing.T) string {
 		}
 		if l.Redis {
 			replicas += " with Redis"
+		}
+		if l.Date != newest {
+			replicas += " (" + l.Date + ")"
 		}
 		out = append(out, []string{body, replicas, figure(l.PerSecond, 0), loadTime(l.P50Ms), loadTime(l.P99Ms)})
 	}
