@@ -59,6 +59,7 @@ type Operator struct {
 
 	mu      sync.Mutex
 	members map[uint64]member // as last read
+	logged  map[uint64]*seen  // the others whose presence is in the log
 }
 
 // New returns the operator of a replica; name identifies the replica to people. It does nothing before it is used.
@@ -66,6 +67,7 @@ func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.L
 	return &Operator{
 		redis: store.Access(), state: state, log: log, name: name,
 		answer: map[string]func([]byte) []byte{}, asking: make(chan struct{}, maxAsking), members: map[uint64]member{},
+		logged: map[uint64]*seen{},
 	}
 }
 

@@ -71,7 +71,38 @@ func (o *Operator) announce(ctx context.Context, mark string) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.members = members
+	o.logChanges(o.redis.Living())
 	return nil
+}
+
+// seen is another replica that the log has as present.
+type seen struct {
+	name   string
+	missed int // times in a row that it was not living
+}
+
+// logChanges logs by name which other replicas have come or gone. One is gone when it was missing twice: Redis may have
+// been away, and nobody known for a moment. mu is held.
+func (o *Operator) logChanges(living []uint64) {
+	for _, id := range living {
+		switch known := o.logged[id]; {
+		case known != nil:
+			known.missed = 0
+		case id != o.redis.Replica && o.members[id].name != "":
+			o.logged[id] = &seen{name: o.members[id].name}
+			o.log.Info("a replica is there", "replica", o.members[id].name, "replicas", len(living))
+		}
+	}
+	for id, known := range o.logged {
+		if slices.Contains(living, id) {
+			continue
+		}
+		if known.missed++; known.missed == 2 {
+			o.log.Info("a replica is gone", "replica", known.name, "shut_down", o.members[id].ended,
+				"replicas", len(living))
+			delete(o.logged, id)
+		}
+	}
 }
 
 // leave publishes that this replica ends in order.

@@ -1,11 +1,13 @@
 package operator
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
 	"os"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -259,4 +261,25 @@ func TestAsk(t *testing.T) {
 		keys, err := client.Keys(t.Context(), "*answers*").Result()
 		return err == nil && len(keys) == 0
 	}, soon, 5*time.Millisecond)
+}
+
+// Replicas that come and go are logged by name, once, and not while nobody is known for a moment.
+func TestChangesAreLoggedByName(t *testing.T) {
+	var text bytes.Buffer
+	o := &Operator{
+		redis: redisstore.Access{Replica: 1}, log: slog.New(slog.NewTextHandler(&text, nil)), logged: map[uint64]*seen{},
+		members: map[uint64]member{1: {name: "t1:9090"}, 2: {name: "t2:9090"}},
+	}
+	count := func(what string) int { return strings.Count(text.String(), what) }
+	for _, living := range [][]uint64{{1, 2, 3}, {1, 2, 3}, {1}, {1, 2}, {1}} {
+		o.logChanges(living)
+	}
+	require.Equal(t, 1, count(`msg="a replica is there" replica=t2:9090`))
+	require.Equal(t, 1, count("replica=t"), "this one, and one without a name yet, are not logged")
+	require.Zero(t, count("is gone"))
+	o.logChanges([]uint64{1})
+	o.logChanges([]uint64{1})
+	require.Equal(t, 1, count(`msg="a replica is gone" replica=t2:9090 shut_down=false`), text.String())
+	o.logChanges([]uint64{1, 2})
+	require.Equal(t, 2, count("is there"))
 }

@@ -35,7 +35,7 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 		m = &member{loads: map[string]kvstate.Booked{}, starting: true}
 		p.members[b.GetReplica()] = m
 		p.count()
-		p.s.log.Info("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
+		p.s.log.Debug("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
 	}
 	if m.starting && !(b.GetJoining() && b.GetSeq() == 1) {
 		m.starting = false
@@ -67,7 +67,7 @@ func (p *poolReplica) forget(replica uint64) {
 		pool.ApplyQueued(replica, nil, nil, nil, true)
 	}
 	p.count()
-	p.s.log.Info("a replica is gone", "pool", p.pool, "replica", replica, "replicas", len(p.members)+1)
+	p.s.log.Debug("a replica is gone", "pool", p.pool, "replica", replica, "replicas", len(p.members)+1)
 }
 
 // expire forgets replicas whose lease has ended.
