@@ -75,9 +75,6 @@ func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.L
 // Call it before [Operator.Run].
 func (o *Operator) Answer(about string, f func(question []byte) []byte) { o.answer[about] = f }
 
-// Name returns the replica's name for people.
-func (o *Operator) Name() string { return o.name }
-
 // ErrBusy means that this replica has too many questions in progress.
 var ErrBusy = errors.New("too many questions at once: try again")
 
