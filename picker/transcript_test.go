@@ -26,7 +26,7 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out]
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
 //	uses BLOCKS=N ...    (that many blocks of the prompt were in N recent prompts)
-//	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [late]        (holds until the next)
+//	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [answer=WEIGHT] [late]    (holds until the next)
 //	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [model=NAME] [labels=NAME=VALUE,...]
 //	     [ttft=DURATION] [tpot=DURATION] [waited=DURATION] [miss=wait|shed]
 //	explain ...                (pick, with all prices, in milliseconds)
@@ -285,6 +285,8 @@ func policy(t *testing.T, words []string) Policy {
 			p.MinPrefillTokens = number(t, value)
 		case "tpot":
 			p.TPOT = duration(t, value).Seconds()
+		case "answer":
+			p.AnswerWeight = float(t, value)
 		case "late":
 			p.Late = true
 		default:

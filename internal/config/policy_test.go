@@ -46,3 +46,16 @@ func TestLoadBandwidth(t *testing.T) {
 	require.Equal(t, picker.LoadBandwidth{usual[0], 7e9, 1 << 30},
 		of("kvEvents: {replayPort: 5558, loadBandwidth: {diskBytes: 7G, remoteBytes: 1Gi}}, "))
 }
+
+// The weight of a second of an answer is the picker's own where the configuration does not say.
+func TestAnswerWeight(t *testing.T) {
+	of := func(pool string) float64 {
+		c, _, err := Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: nixl, %sendpoints: [{address: "127.0.0.1:1", `+
+			`role: both}]}]`, pool))
+		require.NoError(t, err)
+		return placement(c.GetPools()[0]).AnswerWeight
+	}
+	require.InDelta(t, picker.DefaultAnswerWeight, of(""), 0)
+	require.InDelta(t, 1, of("answerWeight: 1, "), 0)
+	require.InDelta(t, 0.25, of("answerWeight: .25, "), 0)
+}
