@@ -130,9 +130,17 @@ func writeChanges(w io.Writer, last, now []figures) {
 				fmt.Fprintf(w, "| fleet | | %d replicas | %.2f (%.2f) | | | %s |\n", n.Replicas, n.Fleet.One,
 					f.Fleet.One, f.Date)
 			case n.CPU > 0:
-				fmt.Fprintf(w, "| %s | %d | %s | %.2f (%.2f) | %.2f (%.2f) | %.2f (%.2f) | %s |\n", n.Shape, n.Clients,
-					n.Stack, n.CPU, f.CPU, n.P50, f.P50, n.P99, f.P99, f.Date)
+				fmt.Fprintf(w, "| %s | %d | %s | %.2f (%s) | %.2f (%s) | %.2f (%s) | %s |\n", n.Shape, n.Clients,
+					n.Stack, n.CPU, was(f.CPU), n.P50, was(f.P50), n.P99, was(f.P99), f.Date)
 			}
 		}
 	}
+}
+
+// was formats a figure of an earlier run, which need not have all.
+func was(v float64) string {
+	if v == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.2f", v)
 }

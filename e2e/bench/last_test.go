@@ -24,7 +24,7 @@ func TestPublish(t *testing.T) {
 	require.NoError(t, publish(&out, file, origin{Date: "2026-11-02"}, []figures{
 		{key: other, CPU: 5}, {key: fleet, Fleet: &fleetCost{One: 1.5}},
 	}))
-	require.Contains(t, out.String(), "| json1k | 16 | tandem | 5.00 (4.00) |")
+	require.Contains(t, out.String(), "| json1k | 16 | tandem | 5.00 (4.00) | 0.00 (-) |")
 	require.Contains(t, out.String(), "| fleet | | 4 replicas | 1.50 (2.00) |")
 	text, err := os.ReadFile(file)
 	require.NoError(t, err)
