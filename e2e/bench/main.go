@@ -89,7 +89,7 @@ type options struct {
 func parse(args []string, stderr io.Writer) (options, error) {
 	o := options{}
 	base := variant{name: "tandem"}
-	var shapes, clients, env, vllm, sglang, llmd, fleet, beside string
+	var shapes, clients, env, fleet, beside string
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
@@ -122,10 +122,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
 	f.StringVar(&o.last, "json", "", "`file` with the figures of earlier runs (docs/figures/*.json): compare, then "+
 		"replace what was measured again; go test ./docs -update writes docs/benchmarks.md from it")
-	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
-	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
-	f.StringVar(&llmd, "llm-d", "", "`directory` with llm-d's epp and pd-sidecar (e2e/bench/llm-d.sh), likewise; they "+
-		"listen on all addresses")
+	peers := peerFlags(f)
 	f.StringVar(&o.bin, "bin", "", "`directory` with tandem and enginesim (default: built for this run)")
 	f.StringVar(&o.envoy, "envoy", "", "Envoy `binary` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
 	f.StringVar(&o.profiles, "cpuprofile", "",
@@ -133,7 +130,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
-	base.env, o.peers = strings.Fields(env), peersOf(vllm, sglang, llmd)
+	base.env, o.peers = strings.Fields(env), peers()
 	o.variants = append([]variant{base}, o.variants...)
 	for i := range o.variants {
 		v := &o.variants[i]

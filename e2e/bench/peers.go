@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -29,6 +30,16 @@ type peer struct {
 	front        bool // behind an Envoy
 	connector    string
 	args         []string
+}
+
+// peerFlags adds the flags with the peers' binaries, and returns a function for those that were given.
+func peerFlags(f *flag.FlagSet) func() []peer {
+	var vllm, sglang, llmd string
+	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
+	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
+	f.StringVar(&llmd, "llm-d", "", "`directory` with llm-d's epp and pd-sidecar (e2e/bench/llm-d.sh), likewise; they "+
+		"listen on all addresses")
+	return func() []peer { return peersOf(vllm, sglang, llmd) }
 }
 
 // peersOf returns the peers whose binaries were given; llmd is the directory of llm-d's.
