@@ -149,24 +149,32 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 		o.shapes = append(o.shapes, s)
 	}
-	for text := range strings.SplitSeq(clients, ",") {
-		n, err := strconv.Atoi(text)
-		if err != nil || n < 1 {
-			return o, fmt.Errorf("-clients: %q is not a number of clients", text)
-		}
-		o.clients = append(o.clients, n)
+	var err error
+	if o.clients, err = numbers(clients); err != nil {
+		return o, fmt.Errorf("-clients: %w", err)
 	}
-	for text := range strings.FieldsFuncSeq(fleet, func(r rune) bool { return r == ',' }) {
-		n, err := strconv.Atoi(text)
-		if err != nil || n < 1 || o.rate <= 0 {
-			return o, fmt.Errorf("-fleet: %q is not a number of replicas, or there is no -rate", text)
-		}
-		o.fleet = append(o.fleet, n)
+	if o.fleet, err = numbers(fleet); err != nil {
+		return o, fmt.Errorf("-fleet: %w", err)
 	}
-	if o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.rate < 0 || o.tokenTime <= 0 {
-		return o, errors.New("-rounds, -workers, -requests and -rate are numbers of things, -token-time a time")
+	if len(o.fleet) > 0 && o.rate <= 0 {
+		return o, errors.New("-fleet needs a -rate")
+	}
+	if len(o.clients) == 0 || o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.rate < 0 || o.tokenTime <= 0 {
+		return o, errors.New("-clients, -rounds, -workers, -requests and -rate are numbers, -token-time a time")
 	}
 	return o, nil
+}
+
+// numbers reads a list such as 1,16.
+func numbers(list string) (out []int, err error) {
+	for text := range strings.FieldsFuncSeq(list, func(r rune) bool { return r == ',' }) {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			return nil, fmt.Errorf("%q is not a number above 0", text)
+		}
+		out = append(out, n)
+	}
+	return out, nil
 }
 
 // parseVariant reads `name: body=duplex bin=/tmp/tandem GOGC=400`.
