@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -37,6 +38,16 @@ func TestAnswersThatBreakOffAreFailures(t *testing.T) {
 					require.Eventually(t, func() bool { return metric(t, f.admins[0], name, labels...) == float64(i+1) }, patience, 20*time.Millisecond, fmt.Sprint(name, rule))
 				}
 			}
+			var cut []row
+			require.NoError(t, getJSON(f.admins[0]+"/debug/requests?failed=true", &cut))
+			require.Len(t, cut, 2, "and not the one that was complete")
+			for _, r := range cut {
+				require.Equal(t, "200 cut "+f.decodes[0].addr, fmt.Sprint(r.Status, " ", r.Ended, " ", r.Decode))
+				require.Positive(t, r.Took)
+			}
+			log, err := os.ReadFile(f.tandems[0].log)
+			require.NoError(t, err)
+			require.Equal(t, 2, strings.Count(string(log), `msg="an answer broke off" request_id=`))
 			require.InDelta(t, 1, metric(t, f.admins[0], "tandem_request_duration_seconds_count", `result="ok"`), 0)
 		})
 	}

@@ -93,6 +93,9 @@ type row struct {
 	Hop1     int64 `json:"prefill_ns"`
 	Hop2     int64 `json:"decode_ns"`
 	Status   int
+	Ended    string
+	Took     int64    `json:"took_ns"`
+	GoneWith []string `json:"end_gone_with"`
 }
 
 // Each replica shows the whole fleet, and each request in one row with both hops, whichever replicas served its passes. One that hangs is
@@ -149,6 +152,24 @@ func TestAnyReplicaShowsTheFleet(t *testing.T) {
 	require.Len(t, s.Silent, 1)
 	_, port, _ := strings.Cut(strings.TrimPrefix(f.admins[1], "http://"), ":")
 	require.True(t, strings.HasSuffix(s.Silent[0], ":"+port), s.Silent[0])
+
+	f.tandems[1].stop(syscall.SIGKILL)
+	soon(t, "the ends that it alone knew are unknown, and the others known", func() bool {
+		var rows []row
+		require.NoError(t, getJSON(f.admins[0]+"/debug/requests?n=100", &rows))
+		unknown := 0
+		for _, row := range rows {
+			if len(row.GoneWith) > 0 {
+				unknown++
+				require.Zero(t, row.Status)
+				require.True(t, strings.HasSuffix(row.GoneWith[0], ":"+port), row.GoneWith[0])
+			} else if row.Status == 0 {
+				return false
+			}
+		}
+		t.Logf("%d of %d ends are unknown", unknown, len(rows))
+		return unknown > 0 && unknown < len(rows)
+	})
 }
 
 // Without Redis a replica says that what it shows, and what it is ordered, is about itself.

@@ -61,12 +61,8 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	files(s, add)
 	otherReplicas(s, add)
 	if s.Failures > 0 {
-		where := ""
-		if s.FailedHops != "" {
-			where = " Hops that failed, of these and of requests that were planned again: " + s.FailedHops + "."
-		}
-		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute.%s",
-			count(int(s.Failures), "request"), where)
+		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute%s",
+			count(int(s.Failures), "request"), s.whereFailed())
 	}
 	for _, e := range s.Envoys {
 		if e.Refused != "" {

@@ -16,26 +16,33 @@ import (
 
 // Status is the state of all replicas that answered the asked one. Times of points are milliseconds.
 type Status struct {
-	Replica      string            `json:"replica"` // the asked one; the next four are about it
-	Version      string            `json:"version"`
-	Started      time.Time         `json:"started"`
-	Now          time.Time         `json:"now"`
-	Ready        bool              `json:"ready"`
-	Sharing      Sharing           `json:"sharing"`
-	Scope        string            `json:"scope"`            // the replicas that this is about, for people
-	Replicas     []Replica         `json:"replicas"`         // those whose parts are in the rest; the asked one first
-	Silent       []string          `json:"silent,omitempty"` // living replicas that did not answer
-	Gone         []operator.Gone   `json:"gone,omitempty"`   // replicas that did not end in order, for an hour
-	Attention    []Notice          `json:"attention"`
-	Reservations int               `json:"reservations"`
-	Envoys       []Envoy           `json:"envoys,omitempty"` // those with configuration from replicas
-	Pools        []Pool            `json:"pools"`
-	Flow         []Flow            `json:"flow"`                  // of the last minute, among the latest requests
-	FailedHops   string            `json:"failed_hops,omitempty"` // of the same, for people
-	Failures     uint64            `json:"failures"`              // requests that failed in the last minute
-	Minute       Point             `json:"minute"`                // rates and percentiles of the last minute
-	Points       []Point           `json:"points"`                // one a second, oldest first
-	Recent       []telemetry.Trace `json:"recent"`                // newest first
+	Replica      string          `json:"replica"` // the asked one; the next four are about it
+	Version      string          `json:"version"`
+	Started      time.Time       `json:"started"`
+	Now          time.Time       `json:"now"`
+	Ready        bool            `json:"ready"`
+	Sharing      Sharing         `json:"sharing"`
+	Scope        string          `json:"scope"`            // the replicas that this is about, for people
+	Replicas     []Replica       `json:"replicas"`         // those whose parts are in the rest; the asked one first
+	Silent       []string        `json:"silent,omitempty"` // living replicas that did not answer
+	Gone         []operator.Gone `json:"gone,omitempty"`   // replicas that did not end in order, for an hour
+	Attention    []Notice        `json:"attention"`
+	Reservations int             `json:"reservations"`
+	Envoys       []Envoy         `json:"envoys,omitempty"` // those with configuration from replicas
+	Pools        []Pool          `json:"pools"`
+	Flow         []Flow          `json:"flow"` // of the last minute, among the latest requests
+	Failed
+	Minute Point             `json:"minute"` // rates and percentiles of the last minute
+	Points []Point           `json:"points"` // one a second, oldest first
+	Recent []telemetry.Trace `json:"recent"` // newest first
+}
+
+// Failed is what failed in the last minute. The hops are those of the latest requests, for people.
+type Failed struct {
+	Failures   uint64 `json:"failures"` // requests that failed
+	FailedHops string `json:"failed_hops,omitempty"`
+	AgainHops  string `json:"planned_again_hops,omitempty"` // after which a request was planned again
+	FailedID   string `json:"failed_request,omitempty"`     // the latest one
 }
 
 // Replica is one of the replicas.

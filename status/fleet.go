@@ -147,6 +147,9 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 		return out, nil
 	})
 	others := found.(answers)
+	if !f.source.Sharing().Up { // this replica does not know who lives
+		others.gone = nil
+	}
 	return answers{append(mine.reports, others.reports...), others.silent, others.gone, others.noRedis}
 }
 
@@ -156,25 +159,59 @@ func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
 	return merge(f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone), time.Now())
 }
 
-// Requests returns the latest n requests of all replicas, newest first; with alone those that this one planned.
-func (f *Feed) Requests(ctx context.Context, n int, alone bool) []telemetry.Trace {
-	got := f.gather(ctx, question{Since: -1, Traces: min(n, allRecent)}, alone)
-	all := traces(got.reports, got.silent)
+// Requests returns the latest n requests of all replicas, newest first; with alone those that this one planned, with
+// failed those that failed.
+func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) []telemetry.Trace {
+	q := question{Since: -1, Traces: min(n, allRecent)}
+	if failed {
+		q.Traces = allRecent
+	}
+	got := f.gather(ctx, q, alone)
+	all := got.traces(time.Now())
+	if failed {
+		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool { return !t.HasFailed() })
+	}
 	return all[:min(n, len(all))]
 }
 
 // traces merges the traces of all reports. Parts of requests without a report of their planning are shown if a replica
 // that may have planned them did not answer.
-func traces(reports []report, silent []string) []telemetry.Trace {
-	parts := make(map[string][]telemetry.Trace, len(reports))
-	for i := range reports {
-		name := reports[i].Name
+func (a *answers) traces(now time.Time) []telemetry.Trace {
+	parts := make(map[string][]telemetry.Trace, len(a.reports))
+	for i := range a.reports {
+		name := a.reports[i].Name
 		if _, known := parts[name]; known { // one host with two replicas behind the same port number
 			name = fmt.Sprintf("%s (%d)", name, i+1)
 		}
-		parts[name] = reports[i].Traces
+		parts[name] = a.reports[i].Traces
 	}
-	return telemetry.Merge(parts, len(silent) > 0)
+	all := telemetry.Merge(parts, len(a.silent) > 0)
+	for i := range all {
+		all[i].GoneWith = a.goneWith(&all[i], now)
+	}
+	return all
+}
+
+// Limits of time of goneWith.
+const (
+	heardLate = 5 * time.Second // a replica may have lived that much longer than others know
+	nextPass  = 5 * time.Second // after a prefill leg the next pass has begun, and its replica has reported it
+)
+
+// goneWith returns the replicas that are gone and may know the end of a request that the others do not know. Envoy
+// reports a good end to the replica alone that served the last pass.
+func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
+	if t.Status > 0 || t.Ended != "" || a.noRedis {
+		return nil
+	}
+	over := t.Next > t.Pass && now.Sub(t.Started) > t.Waited+t.PrefillTime+nextPass // and nobody has what followed
+	unseen := t.Prefill != "" && t.PrefillTime == 0 && t.Next == 0 && t.Pass == 0   // no replica saw the leg end
+	for _, g := range a.gone {
+		if (over || unseen) && t.Started.Before(g.Heard.Add(heardLate)) {
+			names = append(names, g.Name)
+		}
+	}
+	return names
 }
 
 // merge merges reports into a status; the first report is the asked replica's.
@@ -189,7 +226,7 @@ func merge(got answers, now time.Time) Status {
 	if !asked.Sharing.Up || got.noRedis { // it does not know who lives
 		s.Gone = nil
 	}
-	recent := traces(reports, got.silent)
+	recent := got.traces(now)
 	minute, last := telemetry.Totals{}, asked.Last
 	for i := range reports {
 		r := &reports[i]
@@ -221,7 +258,8 @@ func merge(got answers, now time.Time) Status {
 			s.Pools[i].Endpoints[j].seenIn(recent)
 		}
 	}
-	s.Flow, s.FailedHops = flow(recent, now.Add(-time.Minute)), failedHops(recent, now.Add(-time.Minute))
+	s.Flow = flow(recent, now.Add(-time.Minute))
+	s.failedHops(recent, now.Add(-time.Minute))
 	s.Recent = recent[:min(len(recent), shownRecent)]
 	s.Attention = attention(&s, recent)
 	return s

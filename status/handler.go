@@ -12,8 +12,8 @@ import (
 var page embed.FS
 
 // Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
-// /debug/requests?n=20, or those with an id at /debug/requests?id=ID. With scope=replica the last two are about this
-// replica only.
+// /debug/requests?n=20 (failed=true: those that failed), or those with an id at /debug/requests?id=ID. With
+// scope=replica the last two are about this replica only.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
@@ -48,7 +48,8 @@ func Handler(f *Feed) http.Handler {
 				return
 			}
 		}
-		_ = enc.Encode(f.Requests(r.Context(), n, alone(r)))
+		failed := r.URL.Query().Get("failed") == "true"
+		_ = enc.Encode(f.Requests(r.Context(), n, alone(r), failed))
 	})
 	mux.Handle("GET /", Secured(http.FileServerFS(files)))
 	return mux

@@ -29,7 +29,10 @@ func Print(w io.Writer, s *Status) {
 		about(m.FirstByte50), about(m.FirstByte99), about(m.Prefill50), about(m.Prefill99), about(m.Decide50),
 		about(m.Decide99))
 	if s.FailedHops != "" {
-		fmt.Fprintf(w, "hops failed  %s\n", plain(s.FailedHops))
+		fmt.Fprintf(w, "hops failed  of failed requests: %s\n", plain(s.FailedHops))
+	}
+	if s.AgainHops != "" {
+		fmt.Fprintf(w, "hops failed  of requests planned again: %s\n", plain(s.AgainHops))
 	}
 	cached := "-"
 	if all := m.Cached + m.Computed; all > 0 {
@@ -190,11 +193,15 @@ func printRecent(w io.Writer, recent []telemetry.Trace) {
 		return
 	}
 	fmt.Fprintln(w, "\nlatest requests")
-	PrintRequests(w, recent[:min(len(recent), terminalRecent)])
+	PrintRequests(w, recent[:min(len(recent), terminalRecent)], false)
 }
 
-// PrintRequests writes a table of requests for a terminal.
-func PrintRequests(w io.Writer, recent []telemetry.Trace) {
+// PrintRequests writes a table of requests for a terminal; with failed they are those that failed.
+func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
+	if len(recent) == 0 && failed {
+		fmt.Fprintln(w, "No request failed among the latest 256 that each replica keeps.")
+		return
+	}
 	if len(recent) == 0 {
 		fmt.Fprintln(w, "No request was planned yet. With --this-replica the list has only those that this replica\n"+
 			"planned; otherwise Envoy has asked none of the replicas (envoy.extProcs).")
@@ -222,12 +229,18 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace) {
 // report may be gone. Reservations end at the same age.
 const unknownAfter = 15 * time.Minute
 
-// statusOf returns the status of the client's answer; "..." while it may be running.
+// statusOf returns the status of the client's answer, and whether it broke off; "..." while it may be running.
 func statusOf(r *telemetry.Trace, now time.Time) string {
 	switch {
+	case r.Ended == telemetry.EndedCut:
+		return fmt.Sprintf("%d, cut", r.Status)
 	case r.Status > 0:
 		return fmt.Sprint(r.Status)
-	case now.Sub(r.Started) > unknownAfter:
+	case r.Ended == "client_gone":
+		return "client left"
+	case r.Ended != "":
+		return "no answer"
+	case len(r.GoneWith) > 0 || now.Sub(r.Started) > unknownAfter:
 		return "unknown"
 	}
 	return "..."
@@ -353,6 +366,7 @@ func Paint(text string) string {
 		body, end := strings.TrimSuffix(line, "\n"), line[len(strings.TrimSuffix(line, "\n")):]
 		switch {
 		case strings.HasPrefix(body, "PROBLEM"), strings.HasPrefix(body, "  5"), strings.Contains(body, "NOT READY"),
+			strings.HasPrefix(strings.TrimLeft(body, " 0123456789"), ", cut "),
 			strings.Contains(body, "  OUT "), strings.Contains(body, "  NO ANSWER "), strings.Contains(body, "  GONE,"):
 			body = red + body + plain
 		case body != "" && !strings.HasPrefix(body, " "):

@@ -19,7 +19,7 @@ import (
 // may be several: clients choose ids.
 func (f *Feed) Request(ctx context.Context, id string, alone bool) []telemetry.Trace {
 	got := f.gather(ctx, question{Since: -1, Traces: allRecent, ID: id}, alone)
-	return withID(traces(got.reports, got.silent), id) // a replica of an earlier release reports all
+	return withID(got.traces(time.Now()), id) // a replica of an earlier release reports all
 }
 
 func withID(all []telemetry.Trace, id string) []telemetry.Trace {
@@ -37,13 +37,10 @@ func PrintDecided(w io.Writer, requests []telemetry.Trace) {
 }
 
 func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
-	status := "still running, or its end is not reported yet"
-	if t.Status > 0 {
-		status = fmt.Sprint("status ", t.Status)
-	} else if now.Sub(t.Started) > unknownAfter {
-		status = "its end is unknown"
+	fmt.Fprintf(w, "Request %s, %s, %s.\n", plain(t.RequestID), ago(now, t.Started), endOf(t, now))
+	if t.Ended == telemetry.EndedCut {
+		fmt.Fprintf(w, "The answer broke off after %s at %s.\n", millis(milliseconds(t.Took)), plain(t.AnsweredBy()))
 	}
-	fmt.Fprintf(w, "Request %s, %s, %s.\n", plain(t.RequestID), ago(now, t.Started), status)
 	fmt.Fprintln(w, decided(t))
 	if t.Replans > 0 {
 		fmt.Fprintf(w, "That is plan %d: a hop of the former failed.\n", t.Replans+1)
@@ -71,13 +68,35 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 		fmt.Fprintf(w, "first byte %s (first token expected %s), last hop %s.\n",
 			took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
 	} else {
-		fmt.Fprintf(w, "whole answer %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
+		whole := cmp.Or(t.Took, t.FirstByte) // the hop has the clock of tickets
+		fmt.Fprintf(w, "whole answer %s, last hop %s.\n", took(whole), took(min(t.DecodeTime, whole)))
 		if t.ExpectedFirst > 0 && t.FirstByte > 0 {
 			fmt.Fprintf(w, "The first token was expected after %s. "+
 				"When it came is not known, since the answer was not streamed.\n", took(t.ExpectedFirst))
 		}
 	}
 	printPrices(w, t)
+}
+
+// endOf describes the end of a request.
+func endOf(t *telemetry.Trace, now time.Time) string {
+	switch status := statusOf(t, now); {
+	case t.Status > 0:
+		return "status " + status
+	case status == "client left":
+		return "the client left before the answer"
+	case status == "unknown" && len(t.GoneWith) > 0:
+		verb := "is"
+		if len(t.GoneWith) > 1 {
+			verb = "are"
+		}
+		return fmt.Sprintf("unknown: its end was known to %s, which %s gone", plain(list(t.GoneWith)), verb)
+	case status == "unknown":
+		return "its end is unknown"
+	case status == "no answer":
+		return "the client got no answer"
+	}
+	return "still running, or its end is not reported yet"
 }
 
 // failedHop names a hop that failed, and its endpoint.
@@ -96,16 +115,36 @@ func failedHop(h *telemetry.FailedHop) string {
 	return words
 }
 
-// failedHops counts the hops that failed since then, most frequent first: "prefill at p1:1 (2), decode at d1:1".
-func failedHops(recent []telemetry.Trace, since time.Time) string {
-	counts := map[string]int{}
+// failedHops counts the hops that failed since then, those that ended a request and those after which it was planned
+// again, and names the latest request that failed. recent has the newest first.
+func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
+	ended, again := map[string]int{}, map[string]int{}
 	for i := range recent {
-		for _, hop := range recent[i].Failed {
-			if recent[i].Started.After(since) {
-				counts[failedHop(&hop)]++
+		t := &recent[i]
+		if !t.Started.Add(t.Took).After(since) {
+			continue
+		}
+		hops := t.Failed
+		if t.HasFailed() {
+			f.FailedID = cmp.Or(f.FailedID, t.RequestID)
+			last := telemetry.FailedHop{Hop: "decode", Endpoint: t.AnsweredBy()}
+			if t.Final {
+				last.Hop = "prefill"
 			}
+			if n := len(hops); n > 0 && n >= t.Plans && t.Ended != telemetry.EndedCut { // none answered the last plan
+				hops, last = hops[:n-1], hops[n-1]
+			}
+			ended[failedHop(&last)]++
+		}
+		for _, hop := range hops {
+			again[failedHop(&hop)]++
 		}
 	}
+	f.FailedHops, f.AgainHops = counted(ended), counted(again)
+}
+
+// counted lists names, the most frequent first: "prefill at p1:1 (2), decode at d1:1".
+func counted(counts map[string]int) string {
 	names := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
 		return cmp.Or(counts[b]-counts[a], strings.Compare(a, b))
 	})
@@ -115,6 +154,21 @@ func failedHops(recent []telemetry.Trace, since time.Time) string {
 		}
 	}
 	return list(names)
+}
+
+// whereFailed ends the sentence that says how many requests failed: where, and how to find them.
+func (f *Failed) whereFailed() string {
+	s := "."
+	if f.FailedHops != "" {
+		s = ": " + f.FailedHops + "."
+	}
+	if f.FailedID != "" {
+		s += fmt.Sprintf(" The latest is %.40s: tandem requests --failed lists them.", f.FailedID)
+	}
+	if f.AgainHops != "" {
+		s += " Hops of requests that were planned again: " + f.AgainHops + "."
+	}
+	return s
 }
 
 // printPrices writes the recorded price of each endpoint.

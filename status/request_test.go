@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate/operator"
 )
 
 // A request of the past is explained by what was recorded of it.
@@ -21,7 +22,7 @@ func TestPrintDecided(t *testing.T) {
 	}
 	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
 	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
-		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Streamed: true,
+		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Answered: telemetry.Answered{Streamed: true},
 		Started: now.Add(-5 * time.Second), Weighed: prices}
 	r.ExpectedPrefill, r.Waited, r.WaitedFor, r.Behind = 100*time.Millisecond, time.Second, "p1:1", 2
 	var text strings.Builder
@@ -52,7 +53,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"d1:1      decode  0              -        -                    500 ms":                                                   func(r *telemetry.Trace) { r.Weighed = whole },
 		"It went to d1:1 as it came (pass_through).":                                                                              func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
 		"A replica planned it that does not answer":                                                                               func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
-		"Took: whole answer 1.5 s, last hop 2.0 s.\nThe first token was expected after 300 ms. When it came is not known, since": func(r *telemetry.Trace) {
+		"Took: whole answer 1.5 s, last hop 1.5 s.\nThe first token was expected after 300 ms. When it came is not known, since": func(r *telemetry.Trace) {
 			r.Streamed, r.PrefillTime, r.FirstByte, r.ExpectedFirst = false, 0, 1500*time.Millisecond, 300*time.Millisecond
 		},
 		"Split: p1:1 was to compute the prompt, and failed. No decode endpoint was asked.\nFailed: prefill at p1:1.\n": func(r *telemetry.Trace) {
@@ -60,6 +61,13 @@ The prices of the last plan, as they were then. --output json has their parts.
 		},
 		"Split: p1:1 computed the prompt, and its answer was the client's.": func(r *telemetry.Trace) {
 			r.Prefill, r.Decode, r.Route, r.Final = "p1:1", "", "split", true
+		},
+		"Request r-1, 5s ago, status 200, cut.\nThe answer broke off after 1.6 s at d1:1.\n": func(r *telemetry.Trace) {
+			r.Ended, r.Took = telemetry.EndedCut, 1600*time.Millisecond
+		},
+		"the client left before the answer": func(r *telemetry.Trace) { r.Status, r.Ended = 0, "client_gone" },
+		"5s ago, unknown: its end was known to t2:9091, which is gone.": func(r *telemetry.Trace) {
+			r.Status, r.GoneWith = 0, []string{"t2:9091"}
 		},
 		"That is plan 2: a hop of the former failed.": func(r *telemetry.Trace) { r.Replans = 1 },
 	} {
@@ -98,20 +106,52 @@ func TestReasonsHaveWords(t *testing.T) {
 	require.Empty(t, because("of another release"))
 }
 
-// The hops that failed are counted by endpoint, those of the last minute.
+// The hops that failed are counted by endpoint, those of the last minute: those that ended a request, and others.
 func TestFailedHops(t *testing.T) {
 	now := time.Now()
 	p1, d1 := telemetry.FailedHop{Hop: "prefill", Endpoint: "p1:1"}, telemetry.FailedHop{Hop: "decode", Endpoint: "d1:1"}
-	var lost, again, old telemetry.Trace
-	lost.Started, lost.Failed = now, []telemetry.FailedHop{p1}
-	again.Started, again.Failed = now, []telemetry.FailedHop{p1, d1, {Hop: "router"}}
+	var lost, again, old, cut, broken telemetry.Trace
+	lost.RequestID, lost.Started, lost.Failed, lost.Status = "lost", now, []telemetry.FailedHop{p1}, 503
+	again.Started, again.Failed, again.Status = now, []telemetry.FailedHop{p1, d1, {Hop: "router"}}, 200
+	again.Plans, again.Ended = 4, "ok"
 	old.Started, old.Failed = now.Add(-2*time.Minute), []telemetry.FailedHop{d1}
+	cut.RequestID, cut.Started, cut.Took, cut.Decode = "cut", now.Add(-5*time.Minute), 5*time.Minute, "d2:1"
+	cut.Status, cut.Ended, cut.Failed, cut.Plans = 200, telemetry.EndedCut, []telemetry.FailedHop{p1}, 2
+	broken.Started, broken.Status, broken.Ended, broken.Decode, broken.Plans = now, 500, "failed", "d2:1", 1
 	since := now.Add(-time.Minute)
-	require.Equal(t, "prefill at p1:1 (2), decode at d1:1, the replica of Tandem that decided",
-		failedHops([]telemetry.Trace{lost, again, old}, since))
-	require.Empty(t, failedHops([]telemetry.Trace{old}, since))
+	var f Failed
+	f.failedHops([]telemetry.Trace{cut, lost, again, broken, old}, since)
+	require.Equal(t, Failed{FailedID: "cut", FailedHops: "decode at d2:1 (2), prefill at p1:1",
+		AgainHops: "prefill at p1:1 (2), decode at d1:1, the replica of Tandem that decided"}, f)
+	require.Equal(t, ": decode at d2:1 (2), prefill at p1:1. The latest is cut: tandem requests --failed lists them. "+
+		"Hops of requests that were planned again: "+f.AgainHops+".", f.whereFailed())
+	f = Failed{}
+	f.failedHops([]telemetry.Trace{old}, since)
+	require.Zero(t, f)
+	require.Equal(t, ".", f.whereFailed())
 
 	lost.Pool, lost.Route, lost.Prefill = "chat", "split", "p1:1"
 	require.Empty(t, flow([]telemetry.Trace{lost}, since), "no pair served it")
 	require.Equal(t, "split (prefill failed)", routeOf(&lost))
+}
+
+// The end of a request that only a replica knew that is gone is unknown; that of others may still come.
+func TestEndsThatWentWithAReplica(t *testing.T) {
+	now := time.Now()
+	row := func(change func(*telemetry.Trace)) string {
+		r := telemetry.Trace{Route: "split", Prefill: "p1:1", Decode: "d1:1", Started: now.Add(-20 * time.Second)}
+		r.Plans, r.Next, r.PrefillTime = 1, 1, time.Second
+		change(&r)
+		a := answers{reports: []report{{Name: "t1:1", Traces: []telemetry.Trace{r}}},
+			gone: []operator.Gone{{Name: "t2:1", Heard: now.Add(-19 * time.Second)}}}
+		all := a.traces(now)
+		return statusOf(&all[0], now) + " " + strings.Join(all[0].GoneWith, ",")
+	}
+	require.Equal(t, "unknown t2:1", row(func(*telemetry.Trace) {}))
+	require.Equal(t, "unknown t2:1", row(func(r *telemetry.Trace) { r.Next, r.PrefillTime = 0, 0 }), "it saw the leg end")
+	require.Equal(t, "200 ", row(func(r *telemetry.Trace) { r.Status = 200 }))
+	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Started = now.Add(-10 * time.Second) }), "since it is gone")
+	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Pass = 1 }), "a living replica serves the next pass")
+	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Prefill, r.Next, r.PrefillTime = "", 0, 0 }))
+	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.PrefillTime = 17 * time.Second }), "the next pass may come")
 }

@@ -111,6 +111,13 @@ func TestPrint(t *testing.T) {
 func TestStatusOf(t *testing.T) {
 	now := time.Now()
 	require.Equal(t, "...", statusOf(&telemetry.Trace{Started: now.Add(-time.Minute)}, now))
+	cut := telemetry.Trace{Status: 200}
+	cut.Ended = telemetry.EndedCut
+	require.Equal(t, "200, cut", statusOf(&cut, now))
+	require.Contains(t, Paint("  200, cut  split\n"), "\x1b[31m")
+	gone := telemetry.Trace{Started: now}
+	gone.Ended = "client_gone"
+	require.Equal(t, "client left", statusOf(&gone, now))
 	require.Equal(t, "unknown", statusOf(&telemetry.Trace{Started: now.Add(-16 * time.Minute)}, now))
 	require.Equal(t, "200", statusOf(&telemetry.Trace{Started: now.Add(-16 * time.Minute), Status: 200}, now))
 	var out bytes.Buffer

@@ -65,8 +65,10 @@ func (t *Trace) add(p *Trace) {
 	t.PrefillTime = cmp.Or(p.PrefillTime, t.PrefillTime)
 	t.DecodeTime = cmp.Or(p.DecodeTime, t.DecodeTime)
 	t.FirstByte = cmp.Or(p.FirstByte, t.FirstByte)
+	t.Took, t.Ended = max(t.Took, p.Took), cmp.Or(p.Ended, t.Ended)
 	t.Status = max(t.Status, p.Status)
 	t.Plans += p.Plans
+	t.Pass, t.Next = p.Pass, max(t.Next, p.Next)
 	t.Failed = append(slices.Clone(t.Failed), p.Failed...)
 	t.Streamed = t.Streamed || p.Streamed
 	t.Final = t.Final || p.Final

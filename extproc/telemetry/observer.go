@@ -1,9 +1,12 @@
 package telemetry
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"time"
+
+	"golang.org/x/time/rate"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
@@ -15,22 +18,43 @@ import (
 type Observer struct {
 	*Metrics
 	*Recent
-	log *slog.Logger
+	log  *slog.Logger
+	cuts *rate.Limiter // of log lines about answers that broke off: the end of an engine cuts many at once
 }
+
+// cutsLogged is the number of answers that broke off that the log names each second.
+const cutsLogged = 10
 
 // NewObserver returns an observer without requests.
 func NewObserver(m *Metrics, log *slog.Logger) *Observer {
-	return &Observer{Metrics: m, Recent: NewRecent(), log: log}
+	return &Observer{Metrics: m, Recent: NewRecent(), log: log, cuts: rate.NewLimiter(cutsLogged, cutsLogged)}
+}
+
+// answeredBy returns the endpoint that answered the pass of a ticket.
+func answeredBy(t *kvtransfer.Ticket) string {
+	if t.Stage == kvtransfer.PrefillLeg {
+		return t.Prefill
+	}
+	return cmp.Or(t.Decode, t.Prefill)
 }
 
 // RequestEnded reports the end of a request as Envoy logs it. took is the time of the last hop, first the time to its
 // first byte; mine says that this replica counts it.
 func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration, mine bool) {
+	ended := EndedAs(t, e)
+	if ended == "failed" && e.Status > 0 && e.Status < 500 {
+		ended = EndedCut
+	}
+	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
+		if ended == EndedCut && o.cuts.Allow() {
+			o.log.Warn("an answer broke off", "request_id", string(e.RequestID), "pool", t.Pool,
+				"endpoint", answeredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
+		}
 	}
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
-		trace.DecodeTime, trace.Status = took, e.Status
+		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
 		if e.FirstByte > 0 {
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
@@ -94,6 +118,8 @@ func (x *Meter) PrefillEnded(
 		trace.PrefillTime = took
 		if next == nil {
 			trace.Decode, trace.Final = "", true
+		} else {
+			trace.Next = next.Redirects
 		}
 	})
 	if next != nil {

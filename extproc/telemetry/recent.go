@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"cmp"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,15 +26,35 @@ type Trace struct {
 	PrefillTime  time.Duration `json:"prefill_ns"` // of the pass that ended with P's answer
 	DecodeTime   time.Duration `json:"decode_ns"`  // of the last pass
 	Foreseen
-	// from the start to the first byte of the answer's headers; some engines send them before the first token
-	FirstByte time.Duration `json:"first_byte_ns,omitempty"`
-	Streamed  bool          `json:"streamed,omitempty"` // if not, FirstByte is that of the whole answer
-	Status    int           `json:"status"`             // that the client got; 0: not known yet
+	Answered
+	Status int `json:"status"` // that the client got; 0: not known yet, or none was sent
 	Queued
 	Served
 	Started time.Time `json:"started"`           // when the request came in, in microseconds
 	Weighed []Weighed `json:"weighed,omitempty"` // of the last pass; kept for a few requests per second
 }
+
+// Answered is what became of a request's answer. Times count from the start of the request.
+type Answered struct {
+	// to the first byte of the answer's headers; some engines send them before the first token
+	FirstByte time.Duration `json:"first_byte_ns,omitempty"`
+	Streamed  bool          `json:"streamed,omitempty"` // if not, FirstByte is that of the whole answer
+	Took      time.Duration `json:"took_ns,omitempty"`  // to its end
+	Ended     string        `json:"ended,omitempty"`    // as [EndedAs] has it, or EndedCut; "": not known
+	// replicas that are gone and to which Envoy may have reported the end, if none of the others knows it
+	GoneWith []string `json:"end_gone_with,omitempty"`
+}
+
+// EndedCut is how a request ended whose answer broke off after its status was sent.
+const EndedCut = "cut"
+
+// HasFailed reports whether the request failed.
+func (t *Trace) HasFailed() bool {
+	return t.Ended == "failed" || t.Ended == EndedCut || t.Ended == "" && t.Status >= 500
+}
+
+// AnsweredBy returns the endpoint whose answer the client got, or was to get.
+func (t *Trace) AnsweredBy() string { return cmp.Or(t.Decode, t.Prefill) }
 
 // Queued is how a request waited for its endpoints.
 type Queued struct {
@@ -49,6 +70,7 @@ type Served struct {
 	Pass  int  `json:"pass"`                    // the last one that this part is about: redirects before it
 	Plans int  `json:"plans"`                   // passes that were planned
 	Final bool `json:"prefill_final,omitempty"` // prefill's answer was the client's
+	Next  int  `json:"next_pass,omitempty"`     // that follows the end of a prefill leg, here or at another replica
 
 	Failed []FailedHop `json:"failed_hops,omitempty"` // in order; each ended a plan
 }

@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"bytes"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -10,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -85,6 +87,42 @@ func TestMergeFailedHops(t *testing.T) {
 	o.change("r", began.Truncate(time.Microsecond), func(t *Trace) { t.Status = 200 })
 	require.Equal(t, "d2", merged().Decode)
 	require.Len(t, merged().Failed, 1)
+}
+
+// An answer that broke off is marked, with the time to its end, and logged; of many at once a few are logged.
+func TestAnswersThatBrokeOff(t *testing.T) {
+	var log bytes.Buffer
+	o := NewObserver(NewMetrics(prometheus.NewRegistry(), nil), slog.New(slog.NewTextHandler(&log, nil)))
+	began := time.Now().Truncate(time.Microsecond)
+	end := func(id string, mine bool, e envoywire.LogEntry) Trace {
+		o.record(&Planned{RequestID: id, Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: "d1"})
+		e.RequestID, e.Start, e.Duration = []byte(id), began, 3*time.Second
+		ticket := &kvtransfer.Ticket{Started: began, Pool: "chat", Decode: "d1", Stage: kvtransfer.DecodeLeg}
+		o.RequestEnded(ticket, &e, time.Second, 0, mine)
+		return o.Latest(1)[0]
+	}
+	cut := envoywire.LogEntry{Status: 200, Details: []byte("upstream_reset_after_response_started{connection_termination}")}
+	for i := range 3 * cutsLogged {
+		got := end(fmt.Sprint("r", i), i > 0, cut)
+		require.Equal(t, "200 cut 3s d1", fmt.Sprint(got.Status, " ", got.Ended, " ", got.Took, " ", got.AnsweredBy()))
+		require.True(t, got.HasFailed())
+	}
+	require.NotContains(t, log.String(), "request_id=r0 ", "another replica logs it")
+	require.Contains(t, log.String(), `msg="an answer broke off" request_id=r1 pool=chat endpoint=d1 status=200 after=3s`)
+	lines := strings.Count(log.String(), "\n")
+	require.GreaterOrEqual(t, lines, cutsLogged)
+	require.Less(t, lines, 2*cutsLogged)
+	for want, e := range map[string]envoywire.LogEntry{
+		"ok": {Status: 200}, "refused": {Status: 400}, "failed": {Status: 503}, "client_gone": {ClientGone: true},
+	} {
+		got := end(want, true, e)
+		require.Equal(t, want, got.Ended)
+		require.Equal(t, want == "failed", got.HasFailed())
+	}
+	other := map[string][]Trace{"a": {end("merged", true, cut)}, "b": {{RequestID: "merged", Started: began}}}
+	merged := Merge(other, false)
+	require.Equal(t, EndedCut, merged[0].Ended)
+	require.Equal(t, 3*time.Second, merged[0].Took)
 }
 
 // Prices are recorded of ten decisions a second, also if they follow each other at once.

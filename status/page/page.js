@@ -174,20 +174,29 @@ const open = new Set();   // request ids whose details are open
 
 function decision(t) {
   if (t.route === 'unknown') t.route = 'planned by a silent replica';
-  const bad = t.status >= 500 ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
+  const bad = t.status >= 500 || t.ended === 'cut' ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
   const lost = t.prefill && !t.decode && !t.prefill_final;   // prefill failed, and the request with it
   const way = [t.prefill, t.decode].filter(Boolean).join(' → ');
   const reason = lost ? 'prefill failed' : t.reason === 'cheaper' ? 'cheaper than two hops' : (t.reason || '').replaceAll('_', ' ');
-  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, t.status ? String(t.status) : Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running'), el('b', {}, t.route.replace('_', ' ') + (reason ? ` (${reason})` : '')),
+  const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, end(t)), el('b', {}, t.route.replace('_', ' ') + (reason ? ` (${reason})` : '')),
     el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
   const failed = (t.failed_hops || []).map(h => h.hop.replaceAll('_', ' ') + (h.endpoint ? ' at ' + h.endpoint : '')).join(', ');
-  d.append(el('p', {}, sentence(t) + (failed ? ` Failed: ${failed}.` : '') + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
+  const gone = (t.end_gone_with || []).join(', ');
+  const told = t.ended === 'cut' ? ` The answer broke off after ${fromNano(t.took_ns)} at ${t.decode || t.prefill}.` : gone ? ` Its end was known to ${gone}, which is gone.` : '';
+  d.append(el('p', {}, sentence(t) + told + (failed ? ` Failed: ${failed}.` : '') + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
   d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'Prices are kept of a few decisions a second, and not of this one.'));
   d.open = open.has(t.request_id);
   d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
   return d;
+}
+
+// end says how a request ended.
+function end(t) {
+  if (t.status) return t.status + (t.ended === 'cut' ? ', cut' : '');
+  if (t.ended) return t.ended === 'client_gone' ? 'client left' : 'no answer';
+  return t.end_gone_with || Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running';
 }
 
 const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity;
