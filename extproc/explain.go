@@ -144,6 +144,7 @@ func (x *planning) planned(
 	if (two || route == "decode_alone") && x.WantsWeighed() {
 		p.Weighed = telemetry.Weigh(x.picker.Explain(&picker.Request{
 			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,
+			Excluded: x.req.Excluded,
 		}, &x.view).Candidates, two)
 	}
 	x.Planned(x.stream.Context(), &p)

@@ -61,8 +61,13 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	}
 	took := func(d time.Duration) string { return millis(milliseconds(d)) }
 	fmt.Fprint(w, prompt, " Took: ")
-	if t.Prefill != "" || t.PrefillTime > 0 {
+	switch {
+	case t.Prefill != "" && t.Decode == "" && !t.Final && t.PrefillTime > 0:
+		fmt.Fprintf(w, "prefill failed after %s, ", took(t.PrefillTime))
+	case t.Prefill != "":
 		fmt.Fprintf(w, "prefill %s (expected %s), ", took(t.PrefillTime), took(t.ExpectedPrefill))
+	case t.PrefillTime > 0:
+		fmt.Fprintf(w, "prefill of a former plan %s, ", took(t.PrefillTime))
 	}
 	if t.Streamed {
 		fmt.Fprintf(w, "first byte %s (first token expected %s), last hop %s.\n",
@@ -192,8 +197,14 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 		if p.Endpoint == t.Prefill || p.Endpoint == t.Decode {
 			note = "chosen"
 		}
+		if !p.Out && p.Prefill == nil && p.Decode == nil && p.Alone == nil {
+			note = join(note, "not weighed: one endpoint was to do both")
+		}
 		if p.Out {
-			note = join(note, "out")
+			note = join(note, "left out")
+			if p.Why != "" {
+				note += ": " + plain(strings.ReplaceAll(p.Why, "failed_request", "it failed this request"))
+			}
 		}
 		fmt.Fprintf(table, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(p.Endpoint), p.Role, p.Hit,
 			price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),

@@ -17,7 +17,7 @@ func TestPrintDecided(t *testing.T) {
 	now := time.Now()
 	part := func(v float64) []telemetry.Part { return []telemetry.Part{{Name: "work", Value: v}} }
 	prices := []telemetry.Weighed{
-		{Endpoint: "p1:1", Role: "prefill", Hit: 3, Prefill: part(.1)}, {Endpoint: "p2:1", Role: "prefill", Out: true},
+		{Endpoint: "p1:1", Role: "prefill", Hit: 3, Prefill: part(.1)}, {Endpoint: "p2:1", Role: "prefill", Out: true, Why: "failed_request"},
 		{Endpoint: "d1:1", Role: "decode", Decode: part(.05), Alone: part(.5)},
 	}
 	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
@@ -35,7 +35,7 @@ Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected
 
   endpoint  role     cached blocks  prefill  transfer and decode  decode alone  note
   p1:1      prefill  3              100 ms   -                    -             chosen
-  p2:1      prefill  0              -        -                    -             out
+  p2:1      prefill  0              -        -                    -             left out: it failed this request
   d1:1      decode   0              -        50 ms                500 ms        chosen
 
 The prices of the last plan, as they were then. --output json has their parts.
@@ -47,12 +47,19 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {
 			r.Reason = "min_prefill_tokens"
 		},
-		"cached at prefill. Took: first byte -": func(r *telemetry.Trace) { r.PrefillTime = 0 },
-		"Its prices were not kept":              func(r *telemetry.Trace) { r.Weighed = nil },
+		"cached at prefill. Took: first byte -":             func(r *telemetry.Trace) { r.PrefillTime = 0 },
+		"Took: prefill of a former plan 120 ms, first byte": func(*telemetry.Trace) {},
+		"Took: prefill failed after 120 ms, first byte": func(r *telemetry.Trace) {
+			r.Prefill, r.Decode, r.Route, r.Failed = "p1:1", "", "split", []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p1:1"}}
+		},
+		"Its prices were not kept": func(r *telemetry.Trace) { r.Weighed = nil },
 		"Decode alone on d1:1: it asks for several choices (n), and a KV cache that is handed over serves one (several_choices).": func(r *telemetry.Trace) { r.Reason, r.Weighed = "several_choices", whole },
 		"d1:1      decode  0              -        -                    500 ms":                                                   func(r *telemetry.Trace) { r.Weighed = whole },
-		"It went to d1:1 as it came (pass_through).":                                                                              func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
-		"A replica planned it that does not answer":                                                                               func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
+		"p1:1      prefill  3              -        -                    -             not weighed: one endpoint was to do both": func(r *telemetry.Trace) {
+			r.Weighed = []telemetry.Weighed{{Endpoint: "p1:1", Role: "prefill", Hit: 3}, prices[2]}
+		},
+		"It went to d1:1 as it came (pass_through).": func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
+		"A replica planned it that does not answer":  func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
 		"Took: whole answer 1.5 s, last hop 1.5 s.\nThe first token was expected after 300 ms. When it came is not known, since": func(r *telemetry.Trace) {
 			r.Streamed, r.PrefillTime, r.FirstByte, r.ExpectedFirst = false, 0, 1500*time.Millisecond, 300*time.Millisecond
 		},

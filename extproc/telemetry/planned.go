@@ -15,7 +15,8 @@ const PriceUnit = "s"
 type Weighed struct {
 	Endpoint string `json:"endpoint"`
 	Role     string `json:"role"`
-	Out      bool   `json:"out,omitempty"` // excluded: it failed
+	Out      bool   `json:"out,omitempty"` // excluded
+	Why      string `json:"why,omitempty"` // it is excluded
 	Hit      int    `json:"hit_blocks"`    // leading blocks of the prompt that it holds
 	Prefill  []Part `json:"prefill,omitempty"`
 	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
