@@ -22,6 +22,7 @@ type Explanation struct {
 	// why no request of this length is split, whatever it costs: the reason that such requests have, not cheaper
 	NotSplit string `json:"not_split,omitempty"`
 	Always   bool   `json:"split_always,omitempty"` // the pool splits whatever it costs
+	Paused   bool   `json:"paused,omitempty"`       // the pool, by order: its requests are refused
 	// decode does not compute the prompt if prefill fails: the request gets an error
 	NoFallback bool `json:"no_fallback,omitempty"`
 
@@ -52,7 +53,7 @@ func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, er
 		e.NotSplit, r.Split = "unknown_peer", false
 		e.Explanation = k.Explain(&r, &v)
 	}
-	e.NoFallback = e.Prefill != "" && policy.Refusal(pool, &v, "prefill_failed") != nil
+	e.NoFallback, e.Paused = e.Prefill != "" && policy.Refusal(pool, &v, "prefill_failed") != nil, pool.Paused()
 	if e.NotSplit == "" && e.Refused == "" && e.Prefill == "" {
 		if e.NotSplit, err = policy.Whole(pool, &v, promptTokens); err != nil {
 			e.Refused, e.Decode = err.Error(), ""

@@ -43,6 +43,11 @@ func TestExplain(t *testing.T) {
 	require.InDelta(t, .266, e.Candidates[0].Prefill.Work, .01)
 	require.Zero(t, state.Reservations())
 	require.Equal(t, "no_kv_transfer", e.NotSplit)
+	require.False(t, e.Paused)
+	require.NoError(t, state.PausePool("chat", true))
+	e, err = s.Explain("", 4000)
+	require.NoError(t, err)
+	require.True(t, e.Paused)
 	_, err = s.Explain("other", 1)
 	require.EqualError(t, err, `there is no pool "other"; there are: chat`)
 

@@ -26,6 +26,7 @@ const (
 type failure struct {
 	hung  bool // by a timeout
 	cause HealthCause
+	over  time.Time // when it was back; zero: it is not
 }
 
 func (f *failure) hangs() bool { return f != nil && f.hung }
@@ -65,11 +66,26 @@ func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 	if failed {
 		return since == 0 && e.failed.CompareAndSwap(0, s.now().UnixNano())
 	}
-	return since != 0 && e.failed.CompareAndSwap(since, 0)
+	if since == 0 || !e.failed.CompareAndSwap(since, 0) {
+		return false
+	}
+	if how := e.how.Load(); how != nil {
+		e.how.CompareAndSwap(how, &failure{how.hung, how.cause, s.now()})
+	}
+	return true
+}
+
+// BackFor returns how long ago an endpoint came back that had failed; false if it never had, or has failed again.
+func (s *Health) BackFor(e *Endpoint) (time.Duration, bool) {
+	how := e.how.Load()
+	if how == nil || how.over.IsZero() {
+		return 0, false
+	}
+	return s.now().Sub(how.over), true
 }
 
 func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
-	next := failure{hung, cause}
+	next := failure{hung: hung, cause: cause}
 	if old := e.how.Load(); old != nil && e.Failed() {
 		next.cause = old.cause // the first one counts
 	}
@@ -108,7 +124,7 @@ func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 func (s *Health) ApplyFailed(e *Endpoint, failed bool) {
 	if s.setFailed(e, failed) {
 		if failed {
-			e.how.Store(&failure{e.how.Load().hangs(), CauseReplica})
+			e.how.Store(&failure{hung: e.how.Load().hangs(), cause: CauseReplica})
 		}
 		s.healthChanged(e, !failed, CauseReplica)
 	}

@@ -37,6 +37,28 @@ func TestChoosy(t *testing.T) {
 	require.True(t, pick().Selective)
 }
 
+// An explanation tells a prompt that is too long for decode alone from one that comes to busy endpoints.
+func TestExplainTooLong(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{
+		{Addr: "d", Role: kvstate.RoleDecode}, {Addr: "p", Role: kvstate.RolePrefill}})
+	p := s.Pool("chat")
+	explain := func(tokens int64) Weighed {
+		var v kvstate.View
+		s.View(p, nil, &v)
+		k := Picker{Policy: DefaultPolicy()}
+		return k.Explain(&Request{PromptTokens: tokens, Split: true}, &v).Candidates[0]
+	}
+	for usage, want := range map[float64]struct{ busy, tooLong bool }{0: {true, true}, .9: {true, false}} {
+		s.Observe(p.Endpoint("d"), kvstate.Signals{Waiting: 0, KVUsage: usage, KVTokens: 120_000, At: time.Now()})
+		d := explain(100_000)
+		require.Equal(t, want.busy, d.Busy, usage)
+		require.Equal(t, want.tooLong, d.TooLong, usage)
+		require.EqualValues(t, 120_000, d.KVTokens)
+		require.False(t, explain(100).TooLong, usage)
+	}
+}
+
 // An explanation tells which usable endpoints have failed or are stale.
 func TestExplainState(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

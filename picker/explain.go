@@ -47,6 +47,10 @@ type Weighed struct {
 	Decode  *DecodePrice `json:"decode_leg,omitempty"`
 	Alone   *AlonePrice  `json:"alone,omitempty"`
 	Busy    bool         `json:"busy,omitempty"` // decode alone would delay its answers more than allowed
+	// of Busy: the prompt alone would, whatever runs there
+	TooLong bool `json:"too_long,omitempty"`
+	// capacity of its KV cache in tokens, as its engine says; 0: not known
+	KVTokens int64 `json:"kv_tokens,omitempty"`
 }
 
 // Explain decides like Pick, and returns all prices. It allocates: it is for operators.
@@ -124,8 +128,15 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 		t.batch(c, &runs)
 		t.decode(c, &runs, w.Decode)
 		w.Busy = !t.alone(c, &runs, w.Alone)
+		w.TooLong, w.KVTokens = w.Busy && t.idle(c, &runs), c.KVTokens
 	}
 	return w
+}
+
+// idle reports whether an endpoint would have room for the request if its prompt were short.
+func (t *terms) idle(c *kvstate.Candidate, b *batch) bool {
+	kv := max(b.kv-t.tokens, 0)
+	return t.room(c, t.step(c, b.answers, kv), max(b.answers/t.m.MaxAnswers, kv/b.freeKV), 0)
 }
 
 // learned returns a learned factor, 0 if it is as modelled.

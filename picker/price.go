@@ -323,7 +323,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	p.Load = t.load(c)
 	p.Others = t.local * work * t.fleet
 	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
-	left := max(1-c.Share, 0.01)
+	left := max(1-c.Share, minLeft)
 	p.Answers = t.answer * max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
 	p.Decode = t.answer * t.out * step
 	p.Overflow = b.overflow
@@ -331,8 +331,17 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+step
 	}
-	return fill <= maxFill && (t.tpot <= 0 || step/left+longer/t.spread <= tpotMargin*t.tpot)
+	return t.room(c, step, fill, longer)
 }
+
+// room reports whether answers keep their pace on an endpoint with such steps, filled so far (0 to 1), if its steps get
+// longer by so many seconds in all.
+func (t *terms) room(c *kvstate.Candidate, step, fill, longer float64) bool {
+	return fill <= maxFill && (t.tpot <= 0 || step/max(1-c.Share, minLeft)+longer/t.spread <= tpotMargin*t.tpot)
+}
+
+// minLeft is the least share of a decode endpoint's time that counts as left for answers.
+const minLeft = 0.01
 
 // Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an
 // admission queue.

@@ -16,6 +16,9 @@ import (
 
 // PrintExplanation writes a decision for a terminal: one sentence, then the price of each endpoint.
 func PrintExplanation(w io.Writer, e *extproc.Explanation) {
+	if e.Paused {
+		fmt.Fprintln(w, "The pool is paused: its requests get an error (503 pool_paused). Otherwise:")
+	}
 	fmt.Fprintf(w, "%s\n", Sentence(e))
 	if e.Waiting > 0 || e.Remote > 0 {
 		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Remote,
@@ -28,6 +31,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 		}
 		fmt.Fprintf(w, "%s token is expected after %s, then one each %s; %.0f in the answer.\n", first,
 			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
+		fmt.Fprintln(w, "A price is what the request costs all requests, not the time that its client waits or saves.")
 	}
 	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n", 100*e.Load)
 	if len(e.Defaults) > 0 {
@@ -70,11 +74,21 @@ func remark(c *picker.Weighed, chosen, split bool) string {
 	case c.Busy && chosen && !split:
 		return join("chosen since there is no other way, though its answers suffer", note)
 	case c.Busy && !chosen:
-		return join("no decode alone here: its answers would suffer", note)
+		return join(notAlone(c), note)
+	case c.Busy:
+		return join(join("chosen", notAlone(c)), note)
 	case chosen:
 		return join("chosen", note)
 	}
 	return note
+}
+
+// notAlone says why an endpoint does not compute the prompt, too.
+func notAlone(c *picker.Weighed) string {
+	if c.TooLong {
+		return "no decode alone here: the prompt is too long, answers would suffer"
+	}
+	return "no decode alone here: its answers would suffer"
 }
 
 // learned describes the learned difference of an endpoint's times from the model's.
@@ -140,12 +154,30 @@ func Sentence(e *extproc.Explanation) string {
 	switch {
 	case e.Always:
 		return s + ": the pool splits every prompt (split is always)."
+	case math.IsInf(alone, 1) && slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool { return c.TooLong }):
+		return s + suffering(e)
 	case math.IsInf(alone, 1) && slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool { return c.Busy }):
 		return s + ": decode endpoints are too busy to compute it, too."
 	case math.IsInf(alone, 1):
 		return s + ": no decode endpoint can compute it, too."
 	}
 	return s + compared(alone-e.Price, "decode alone")
+}
+
+// suffering ends a sentence about a prompt that is too long for decode alone, with what splitting it saves.
+func suffering(e *extproc.Explanation) string {
+	least := math.Inf(1)
+	for i := range e.Candidates {
+		if c := &e.Candidates[i]; c.Alone != nil {
+			_, _, alone := c.Totals()
+			least = min(least, alone)
+		}
+	}
+	s := ": the prompt is too long for decode alone, where running answers would slow down too much"
+	if more := least - e.Price; more > 0 && !math.IsInf(more, 1) {
+		s += "; splitting it is " + millis(more*1000) + " cheaper, too"
+	}
+	return s + "."
 }
 
 // prefillFailed reports whether the chosen prefill endpoint has failed, as all others have.

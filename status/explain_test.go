@@ -21,6 +21,7 @@ func TestPrintExplanation(t *testing.T) {
 	require.Equal(t, `Split: p1 computes the prompt, d1 answers: 880 ms cheaper than decode alone.
 2 requests wait here and 0 in other replicas, the longest for 1.5 s.
 The first token is expected after 700 ms, then one each 20 ms; 256 in the answer.
+A price is what the request costs all requests, not the time that its client waits or saves.
 Prefill endpoints are 40 % busy.
 
   endpoint       role     cached blocks  prefill  transfer and decode  decode alone  note
@@ -40,7 +41,16 @@ Prefill endpoints are 40 % busy.
 	e.Candidates[0].State = ""
 	e.Candidates[2].Busy = true
 	require.Equal(t, "Split: p1 computes the prompt, d1 answers: decode endpoints are too busy to compute it, too.", Sentence(&e))
-	e.Candidates[2].Busy, e.Always = false, true
+	e.Candidates[2].TooLong = true
+	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the prompt is too long for decode alone, where running answers "+
+		"would slow down too much; splitting it is 880 ms cheaper, too.", Sentence(&e))
+	e.Candidates[2].TooLong = false
+	e.Paused = true
+	text.Reset()
+	PrintExplanation(&text, &e)
+	require.True(t, strings.HasPrefix(text.String(),
+		"The pool is paused: its requests get an error (503 pool_paused). Otherwise:\nSplit: p1"), text.String())
+	e.Candidates[2].Busy, e.Always, e.Paused = false, true, false
 	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the pool splits every prompt (split is always).", Sentence(&e))
 	e.Always = false
 	e.Defaults = []string{"speed of decode", "length of answers"}
@@ -95,7 +105,9 @@ func TestExplainedState(t *testing.T) {
 	} {
 		require.Equal(t, want, remark(&tt.c, tt.chosen, false))
 	}
-	require.Equal(t, "chosen", remark(&picker.Weighed{Busy: true}, true, true), "half of a split does not decode alone")
+	require.Equal(t, "chosen, no decode alone here: its answers would suffer", remark(&picker.Weighed{Busy: true}, true, true))
+	require.Equal(t, "no decode alone here: the prompt is too long, answers would suffer",
+		remark(&picker.Weighed{Busy: true, TooLong: true}, false, true))
 }
 
 func TestPerSecond(t *testing.T) {

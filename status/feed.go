@@ -265,7 +265,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.DisplayName(), Address: e.Addr, Role: e.Role.String(), Group: e.Group,
-			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
+			Up: !e.Failed(), State: f.source.stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
@@ -291,7 +291,8 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 // staleAfter is the age from which an engine's report counts less in decisions.
 const staleAfter = 5 * time.Second
 
-func stateOf(e *kvstate.Endpoint, now time.Time) string {
+// stateOf returns an endpoint's state. One that is just back has old signals until they are read again.
+func (s *Source) stateOf(e *kvstate.Endpoint, now time.Time) string {
 	g := e.Signals()
 	switch {
 	case e.Failed():
@@ -301,7 +302,9 @@ func stateOf(e *kvstate.Endpoint, now time.Time) string {
 	case e.Paused():
 		return "paused"
 	case g != nil && g.Age(now) > staleAfter:
-		return "stale"
+		if back, ok := s.State.BackFor(e); !ok || back > staleAfter {
+			return "stale"
+		}
 	}
 	return "up"
 }

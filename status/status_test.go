@@ -207,16 +207,36 @@ func TestStates(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
 	e := s.Pool("chat").Endpoint("10.0.0.1:1")
-	now := time.Now()
-	require.Equal(t, "up", stateOf(e, now), "it never said anything")
+	source, now := Source{State: s}, time.Now()
+	require.Equal(t, "up", source.stateOf(e, now), "it never said anything")
 	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: now})
-	require.Equal(t, "up", stateOf(e, now.Add(staleAfter)))
-	require.Equal(t, "stale", stateOf(e, now.Add(staleAfter+time.Second)))
+	require.Equal(t, "up", source.stateOf(e, now.Add(staleAfter)))
+	require.Equal(t, "stale", source.stateOf(e, now.Add(staleAfter+time.Second)))
 	_, err := s.SetOverride("chat", e.Addr, func(o *kvstate.Override) { o.Paused = true })
 	require.NoError(t, err)
-	require.Equal(t, "paused", stateOf(e, now))
+	require.Equal(t, "paused", source.stateOf(e, now))
 	s.MarkFailed(e)
-	require.Equal(t, "out", stateOf(e, now))
+	require.Equal(t, "out", source.stateOf(e, now))
+}
+
+// An endpoint that is back is up, though its engine's last report is from before it failed.
+func TestStateAfterFailure(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := kvstate.New(kvstate.Options{})
+		s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
+		e, source := s.Pool("chat").Endpoint("10.0.0.1:1"), Source{State: s}
+		s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: time.Now()})
+		s.MarkFailed(e)
+		time.Sleep(time.Minute)
+		require.Equal(t, "out", source.stateOf(e, time.Now()))
+		s.MarkHealthy(e)
+		time.Sleep(staleAfter)
+		require.Equal(t, "up", source.stateOf(e, time.Now()))
+		time.Sleep(time.Millisecond)
+		require.Equal(t, "stale", source.stateOf(e, time.Now()), "it came back without a word")
+		s.MarkFailed(e)
+		require.Equal(t, "out", source.stateOf(e, time.Now()))
+	})
 }
 
 func TestPaint(t *testing.T) {
