@@ -106,8 +106,41 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 				"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
 		}
 	}
+	noEnvoy(s, add)
 	missing(s, add)
 	return append(problems, warnings...)
+}
+
+// noEnvoy adds a notice if no Envoy is connected, and there was one in the last hour. Before the first one nothing is
+// wrong, and of Envoys at replicas that were not asked nothing is known. An Envoy with a printed bootstrap opens its
+// access logs with its first request, and keeps them open.
+func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
+	if len(s.Silent) > 0 || s.Sharing.NoAnswer || s.Sharing.Replicas > len(s.Replicas) {
+		return
+	}
+	var left []string
+	for _, e := range s.Envoys {
+		if e.Left.IsZero() {
+			return
+		}
+		left = append(left, fmt.Sprintf("%s left %s", e.Name, minutesAgo(s.Now.Sub(e.Left))))
+	}
+	var last time.Time
+	for _, r := range s.Replicas {
+		if r.Logs > 0 {
+			return
+		}
+		if r.Logged.After(last) {
+			last = r.Logged
+		}
+	}
+	switch {
+	case len(left) > 0:
+		add(false, "howto/xds.md", "No Envoy is connected: %s.", list(left))
+	case !last.IsZero() && s.Now.Sub(last) < time.Hour:
+		add(false, "operations.md#health", "No Envoy is connected: the last one's access log ended %s.",
+			minutesAgo(s.Now.Sub(last)))
+	}
 }
 
 // missing adds notices about replicas that do not run, and about Redis.

@@ -119,6 +119,25 @@ func TestAttention(t *testing.T) {
 			s.Gone = []operator.Gone{{Name: "b:9090", Heard: now.Add(-125 * time.Second)}}
 		}, want: []Notice{
 			{false, "Gone without a shutdown: b:9090 (last heard 2 min ago). Each is named for an hour.", "howto/several-replicas.md"}}},
+		"the only Envoy left": {change: func(s *Status) {
+			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true}}
+			s.Envoys = []Envoy{{Name: "edge-1", Left: now.Add(-time.Minute)}}
+		}, want: []Notice{{false, "No Envoy is connected: edge-1 left 1 min ago.", "howto/xds.md"}}},
+		"its log tells that it is there": {change: func(s *Status) {
+			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true, Logs: 1, Logged: now}}
+			s.Envoys = []Envoy{{Name: "edge-1", Left: now.Add(-time.Minute)}}
+		}},
+		"an Envoy with a bootstrap left": {change: func(s *Status) {
+			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true, Logged: now.Add(-40 * time.Second)}}
+		}, want: []Notice{{false, "No Envoy is connected: the last one's access log ended less than a minute ago.",
+			"operations.md#health"}}},
+		"it left long ago": {change: func(s *Status) {
+			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true, Logged: now.Add(-2 * time.Hour)}}
+		}},
+		"it may be at another replica": {change: func(s *Status) {
+			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true, Logged: now.Add(-time.Minute)}}
+			s.Sharing.Replicas = 2
+		}},
 		"all are here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 3, Configured: 2} }},
 		"Envoys are told of 16 others": {change: func(s *Status) {
 			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 17, NoSlot: true}

@@ -56,6 +56,9 @@ type Replica struct {
 	Config       string    `json:"config,omitempty"` // a fingerprint of its pools' configuration
 	File         File      `json:"file,omitzero"`
 	Reservations int       `json:"reservations"`
+
+	Logs   int       `json:"access_logs"`               // streams of Envoys' access logs that are open
+	Logged time.Time `json:"access_logs_last,omitzero"` // when there was last one
 }
 
 // Envoy is an Envoy with configuration over xDS.
@@ -67,6 +70,7 @@ type Envoy struct {
 	Refused string    `json:"refused,omitempty"` // version
 	Why     string    `json:"why,omitempty"`     // its error message for that version
 	Since   time.Time `json:"since"`             // connected
+	Left    time.Time `json:"left,omitzero"`     // when it left; only if no Envoy is connected
 }
 
 // Pool is one pool.
@@ -150,15 +154,17 @@ type Point struct {
 
 // Source is the input of a feed.
 type Source struct {
-	Version  string
-	Name     string // of this replica
-	State    *kvstate.State
-	Totals   func() telemetry.Totals
-	Recent   func(n int) []telemetry.Trace
-	Ready    func() bool
-	Config   func() File // nil: not known
-	Sharing  func() Sharing
-	Envoys   func() []Envoy     // nil: none
+	Version string
+	Name    string // of this replica
+	State   *kvstate.State
+	Totals  func() telemetry.Totals
+	Recent  func(n int) []telemetry.Trace
+	Ready   func() bool
+	Config  func() File // nil: not known
+	Sharing func() Sharing
+	Envoys  func() []Envoy // nil: none
+	// open streams of Envoys' access logs, and when there was last one; nil: not known
+	Logs     func() (open int, last time.Time)
 	Replicas *operator.Operator // nil: there is no Redis
 }
 

@@ -43,6 +43,8 @@ type report struct {
 	Sharing      Sharing           `json:"sharing"`
 	Reservations int               `json:"reservations"`
 	Envoys       []Envoy           `json:"envoys,omitempty"`
+	Logs         int               `json:"access_logs"`
+	Logged       time.Time         `json:"access_logs_last,omitzero"`
 	Pools        []Pool            `json:"pools,omitempty"`
 	Minute       telemetry.Totals  `json:"minute"`  // counts of the last minute
 	Seconds      float64           `json:"seconds"` // duration of these counts
@@ -78,6 +80,9 @@ func (f *Feed) report(q question) report {
 		out.Config = out.File.Fingerprint
 	}
 	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Reservations()
+	if f.source.Logs != nil {
+		out.Logs, out.Logged = f.source.Logs()
+	}
 	for _, p := range f.source.State.Pools() {
 		out.Pools = append(out.Pools, f.pool(p))
 	}
@@ -233,6 +238,7 @@ func merge(got answers, now time.Time) Status {
 		s.Replicas = append(s.Replicas, Replica{
 			Name: r.Name, Version: r.Version, Started: r.Started, Ready: r.Ready,
 			Redis: r.Sharing.Up, NoSlot: r.Sharing.NoSlot, Reservations: r.Reservations, Config: r.Config, File: r.File,
+			Logs: r.Logs, Logged: r.Logged,
 		})
 		s.Reservations += r.Reservations
 		for j := range r.Pools {
@@ -248,6 +254,9 @@ func merge(got answers, now time.Time) Status {
 		minute.Prefill.Add(&r.Minute.Prefill)
 		minute.Decisions.Add(&r.Minute.Decisions)
 		last = min(last, max(r.Last, asked.Last-behind))
+	}
+	if slices.ContainsFunc(s.Envoys, func(e Envoy) bool { return e.Left.IsZero() }) {
+		s.Envoys = slices.DeleteFunc(s.Envoys, func(e Envoy) bool { return !e.Left.IsZero() })
 	}
 	s.Scope = scopeOf(&s)
 	s.Minute.percentiles(&minute)
@@ -265,15 +274,23 @@ func merge(got answers, now time.Time) Status {
 	return s
 }
 
-// addEnvoy adds an Envoy. If two replicas know it, the one to which it connected last counts.
+// addEnvoy adds an Envoy. If two replicas know it, the one to which it is connected counts, or was last.
 func (s *Status) addEnvoy(e Envoy) {
 	i := slices.IndexFunc(s.Envoys, func(known Envoy) bool { return known.Name == e.Name })
 	switch {
 	case i < 0:
 		s.Envoys = append(s.Envoys, e)
-	case e.Since.After(s.Envoys[i].Since):
+	case e.lasts(&s.Envoys[i]):
 		s.Envoys[i] = e
 	}
+}
+
+// lasts reports whether e is newer than another connection of the same Envoy.
+func (e *Envoy) lasts(o *Envoy) bool {
+	if e.Left.IsZero() != o.Left.IsZero() {
+		return e.Left.IsZero()
+	}
+	return e.Left.After(o.Left) || e.Left.Equal(o.Left) && e.Since.After(o.Since)
 }
 
 // behind is the number of seconds that a replica's clock may be behind before points of the others are shown without

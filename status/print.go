@@ -88,7 +88,7 @@ func printReplicas(w io.Writer, s *Status) {
 		fmt.Fprintf(t, "  %s\tNO ANSWER\t-\t-\t-\n", plain(name))
 	}
 	for _, g := range s.Gone {
-		fmt.Fprintf(t, "  %s\tGONE, last heard %s\t-\t-\t-\n", plain(g.Name), ago(s.Now, g.Heard))
+		fmt.Fprintf(t, "  %s\tGONE, last heard %s\t-\t-\t-\n", plain(g.Name), minutesAgo(s.Now.Sub(g.Heard)))
 	}
 	_ = t.Flush()
 }
@@ -127,8 +127,11 @@ func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
 		if e.Refused != "" {
 			version += ", REFUSED " + e.Refused
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", plain(e.Name), cmp.Or(e.Build, "-"), version,
-			now.Sub(e.Since).Round(time.Second))
+		connected := now.Sub(e.Since).Round(time.Second).String()
+		if !e.Left.IsZero() {
+			connected = "LEFT " + minutesAgo(now.Sub(e.Left))
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", plain(e.Name), cmp.Or(e.Build, "-"), version, connected)
 	}
 	_ = t.Flush()
 }

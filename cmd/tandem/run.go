@@ -109,6 +109,7 @@ func newReplica(
 		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing,
 		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
+		Logs: func() (int, time.Time) { return r.grpc.Streams(extproc.AccessLogMethod) },
 	})
 	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
 	if err != nil {

@@ -107,7 +107,7 @@ func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host s
 func envoysOf(s *xds.Server) func() []status.Envoy {
 	return func() []status.Envoy {
 		out := []status.Envoy{}
-		for _, e := range s.Envoys() {
+		for _, e := range append(s.Envoys(), s.Left()...) {
 			out = append(out, status.Envoy(e))
 		}
 		return out

@@ -79,6 +79,20 @@ type Server struct {
 type method struct {
 	limit int64
 	open  atomic.Int64
+	left  atomic.Int64 // Unix nanoseconds: when the last one ended
+}
+
+// Streams returns the number of open streams of one of [Options.MethodStreams], and when there was last one; zero:
+// never.
+func (s *Server) Streams(method string) (open int, last time.Time) {
+	m := s.methods[method]
+	if n := m.open.Load(); n > 0 {
+		return int(n), time.Now()
+	}
+	if left := m.left.Load(); left != 0 {
+		last = time.Unix(0, left)
+	}
+	return 0, last
 }
 
 // New returns a server that serves nothing yet.

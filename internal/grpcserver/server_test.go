@@ -379,6 +379,12 @@ func TestStreamsOfAMethodAreBounded(t *testing.T) {
 	}
 	m := s.methods[idle]
 	s.soon(func() bool { return m.open.Load() == m.limit })
+	open, last := s.Server.Streams(idle)
+	require.Equal(t, 100, open)
+	require.WithinDuration(t, time.Now(), last, time.Minute)
+	open, last = s.Server.Streams(echo)
+	require.Zero(t, open)
+	require.Zero(t, last, "there was never one")
 	s.served()
 	conn, err := grpc.NewClient(s.addr, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(raw{})))
 	require.NoError(t, err)

@@ -126,7 +126,9 @@ func (r *receipt) end() {
 	r.settle()
 	c.mu.Unlock()
 	if !again {
-		r.method.open.Add(-1)
+		if r.method.open.Add(-1) == 0 {
+			r.method.left.Store(time.Now().UnixNano())
+		}
 	}
 }
 

@@ -24,6 +24,7 @@ type Envoy struct {
 	Refused string    // the version that it refused last; "": none
 	Why     string    // its error message for that
 	Since   time.Time // connected
+	Left    time.Time // zero: it is connected
 }
 
 // keptVersions bounds the versions to which an Envoy can be reverted.

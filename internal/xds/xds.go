@@ -63,6 +63,7 @@ type Server struct {
 	newest  *version
 	timer   *time.Timer
 	envoys  map[int64]*envoy // by stream
+	left    map[string]Envoy // by name, those whose last stream ended
 }
 
 // leaving is a resource that has left the configuration.
@@ -83,7 +84,7 @@ func New(r prometheus.Registerer, log *slog.Logger) *Server {
 	ctx, stop := context.WithCancel(context.Background())
 	s := &Server{
 		log: log, cache: cache.NewSnapshotCache(true, byStream{}, nil), stop: stop, leaving: map[string]leaving{},
-		envoys: map[int64]*envoy{},
+		envoys: map[int64]*envoy{}, left: map[string]Envoy{},
 		answers: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_xds_answers_total",
 			Help: "Answers of Envoys to configuration that they were sent (xDS), by result (applied, refused).",
@@ -209,6 +210,20 @@ func (s *Server) serve(id int64, e *envoy, v *version) error {
 	return nil
 }
 
+// Left returns the Envoys that left this replica within [Remembered] and are not connected to it, by name.
+func (s *Server) Left() []Envoy {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	maps.DeleteFunc(s.left, func(_ string, e Envoy) bool { return time.Since(e.Left) > Remembered })
+	return slices.SortedFunc(maps.Values(s.left), func(a, b Envoy) int { return cmp.Compare(a.Name, b.Name) })
+}
+
+// Remembered is how long an Envoy that left is named.
+const Remembered = time.Hour
+
+// maxLeft bounds the number of Envoys that left and are named.
+const maxLeft = 64
+
 // key returns a stream's name in the cache.
 func key(id int64) string { return strconv.FormatInt(id, 10) }
 
@@ -254,8 +269,24 @@ func (c *callbacks) OnDeltaStreamOpen(_ context.Context, id int64, _ string) err
 func (c *callbacks) OnDeltaStreamClosed(id int64, _ *corev3.Node) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	e := c.envoys[id]
 	delete(c.envoys, id)
+	if e != nil && e.node != nil && len(c.left) < maxLeft && !c.connected(e.name()) {
+		left := e.report()
+		left.Left = time.Now()
+		c.left[left.Name] = left
+	}
 	c.cache.ClearSnapshot(key(id))
+}
+
+// connected reports whether an Envoy of that name is. c.mu is held.
+func (c *callbacks) connected(name string) bool {
+	for _, e := range c.envoys {
+		if e.node != nil && e.name() == name {
+			return true
+		}
+	}
+	return false
 }
 
 // OnStreamDeltaRequest implements delta.Callbacks: an Envoy requests resources, or acknowledges those that it was
@@ -270,6 +301,7 @@ func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscovery
 	}
 	if r.GetNode() != nil && e.node == nil {
 		e.node = r.GetNode()
+		delete(s.left, e.name())
 		s.log.Info("Envoy connected for its configuration", "envoy", e.name(), "node_version", e.build())
 	}
 	r.Node = &corev3.Node{Id: key(id)}

@@ -23,7 +23,9 @@ import (
 	"testing"
 	"time"
 
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
+	discoveryv3 "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
@@ -204,6 +206,16 @@ func TestEnvoyWaitsForAReplica(t *testing.T) {
 	require.Equal(t, "edge-1", server.Envoys()[0].Name)
 	require.Regexp(t, `^\d+\.\d+\.\d+$`, server.Envoys()[0].Build)
 	require.Equal(t, 503, s.status(s.listen, "/v1/models"), "there is no external processor here")
+	require.Empty(t, server.Left())
+	s.grpc[0].Stop()
+	s.soon("Envoy has left", func() bool { return len(server.Left()) == 1 })
+	require.Equal(t, "edge-1", server.Left()[0].Name)
+	require.WithinDuration(t, time.Now(), server.Left()[0].Left, time.Minute)
+	require.Empty(t, server.Envoys())
+	again := (*callbacks)(server)
+	require.NoError(t, again.OnDeltaStreamOpen(t.Context(), 1<<20, ""))
+	require.NoError(t, again.OnStreamDeltaRequest(1<<20, &discoveryv3.DeltaDiscoveryRequest{Node: &corev3.Node{Id: "edge-1"}}))
+	require.Empty(t, server.Left())
 }
 
 // An Envoy's refusal is logged in its words and counted; it keeps the whole previous configuration, and accepts the
