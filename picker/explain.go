@@ -13,6 +13,7 @@ type Explanation struct {
 	Prefill     string    `json:"prefill,omitempty"` // address; "": decode alone
 	Decode      string    `json:"decode,omitempty"`
 	Price       float64   `json:"price"`
+	Prompt      int64     `json:"prompt_tokens,omitempty"`
 	Refused     string    `json:"refused,omitempty"`      // why no endpoint was chosen
 	Load        float64   `json:"load"`                   // utilisation of the prefill endpoints, 0 to 1
 	SecondCosts float64   `json:"second_costs"`           // cost to other requests of a second of prefill at that load
@@ -59,7 +60,7 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	prefills, decodes := k.survey(r, v)
 	t := k.terms(r, v, prefills, decodes)
 	e := Explanation{Load: v.Load.Prefill, SecondCosts: t.others, TokenBytes: t.moveToken * k.Model.Bandwidth,
-		Answer: t.out}
+		Answer: t.out, Prompt: r.PromptTokens}
 	if err != nil {
 		e.Refused = err.Error()
 	} else {

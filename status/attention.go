@@ -27,6 +27,9 @@ type Sharing struct {
 	NoAnswer   bool `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
+
+	Why   string    `json:"why,omitempty"`  // Redis is not in use
+	Since time.Time `json:"since,omitzero"` // then: since when
 }
 
 const (
@@ -166,7 +169,14 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	case names != "":
 		add(false, "howto/several-replicas.md", "%s Each is named for an hour.", names)
 	}
-	if sharing.Redis && !sharing.Up {
+	switch {
+	case !sharing.Redis || sharing.Up:
+	case len(s.Replicas) > 1:
+		add(false, "howto/redis.md", "Redis answers again, and this replica is about to use it.")
+	case sharing.Why != "":
+		add(false, "howto/redis.md", "Redis is not in use since %s (%s): this replica goes by what it knows itself.",
+			sharing.Since.UTC().Format("15:04:05 UTC"), sharing.Why)
+	default:
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
 	}
 }

@@ -33,6 +33,9 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
 		fmt.Fprintln(w, "A price is what the request costs all requests, not the time that its client waits or saves.")
 	}
+	if most := mostKV(e); most > 0 && e.Prompt > most {
+		fmt.Fprintf(w, "No decode endpoint can hold the prompt: its KV cache has room for %d tokens at most.\n", most)
+	}
 	fmt.Fprintf(w, "Prefill endpoints are %.0f %% busy.\n", 100*e.Load)
 	if len(e.Defaults) > 0 {
 		names := strings.Join(e.Defaults, ", ")
@@ -50,6 +53,19 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
 	_ = t.Flush()
+}
+
+// mostKV returns the largest KV cache of a decode endpoint, in tokens; 0 if one of them is not known.
+func mostKV(e *extproc.Explanation) (most int64) {
+	for i := range e.Candidates {
+		if c := &e.Candidates[i]; c.Decode != nil {
+			if c.KVTokens == 0 {
+				return 0
+			}
+			most = max(most, c.KVTokens)
+		}
+	}
+	return most
 }
 
 // priceColumns is the header of a table of prices.

@@ -59,6 +59,10 @@ Prefill endpoints are 40 % busy.
 	require.Contains(t, text.String(), "40 % busy.\n"+
 		"Not learned yet, so the model's defaults count: speed of decode, length of answers (from 20 answers on).\n\n  endpoint")
 
+	e.Prompt, e.Candidates[2].KVTokens = 2000, 1000
+	text.Reset()
+	PrintExplanation(&text, &e)
+	require.Contains(t, text.String(), "No decode endpoint can hold the prompt: its KV cache has room for 1000 tokens at most.\n")
 	e.Prefill, e.Price = "", 2
 	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: "+
 		"the pool's settings or a target of the request ask for it, or endpoints have no capacity left.", Sentence(&e))
@@ -108,6 +112,12 @@ func TestExplainedState(t *testing.T) {
 	require.Equal(t, "chosen, no decode alone here: its answers would suffer", remark(&picker.Weighed{Busy: true}, true, true))
 	require.Equal(t, "no decode alone here: the prompt is too long, answers would suffer",
 		remark(&picker.Weighed{Busy: true, TooLong: true}, false, true))
+}
+
+func TestMillis(t *testing.T) {
+	for v, want := range map[float64]string{0: "-", 20: "20 ms", 59e3: "59.0 s", 1200e3: "20 min", 3 * 3600e3: "3.0 h", 6e9: "69 days"} {
+		require.Equal(t, want, millis(v))
+	}
 }
 
 func TestPerSecond(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -38,7 +39,7 @@ func Print(w io.Writer, s *Status) {
 	if all := m.Cached + m.Computed; all > 0 {
 		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
 	}
-	fmt.Fprintf(w, "prompts      %s tokens/s, %s cached\n", number(m.Cached+m.Computed), cached)
+	fmt.Fprintf(w, "at prefill   %s prompt tokens/s, %s cached\n", number(m.Cached+m.Computed), cached)
 	for i := range s.Pools {
 		printPool(w, &s.Pools[i])
 	}
@@ -73,7 +74,8 @@ func printReplicas(w io.Writer, s *Status) {
 	fmt.Fprintln(w)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  replica\tstate\trelease\tup\tbooked")
-	for _, r := range s.Replicas {
+	byName := slices.SortedFunc(slices.Values(s.Replicas), func(a, b Replica) int { return cmp.Compare(a.Name, b.Name) })
+	for _, r := range byName {
 		state := "ready"
 		if !r.Ready {
 			state = "NOT READY"
@@ -312,6 +314,12 @@ func millis(v float64) string {
 	switch {
 	case v == 0:
 		return "-"
+	case v >= 48*3600e3:
+		return fmt.Sprintf("%.0f days", v/24/3600e3)
+	case v >= 2*3600e3:
+		return fmt.Sprintf("%.1f h", v/3600e3)
+	case v >= 600e3:
+		return fmt.Sprintf("%.0f min", v/60e3)
 	case v >= 1000:
 		return fmt.Sprintf("%.1f s", v/1000)
 	case v >= 10:

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"net/http"
 	"time"
 
@@ -30,6 +31,9 @@ func newDrain() *cobra.Command {
 			}
 			if status == http.StatusAccepted {
 				return errors.New("the time is up and requests still run there; the endpoint stays paused")
+			}
+			if a.output != "json" {
+				fmt.Fprintln(c.OutOrStdout(), "drained: it may be stopped now")
 			}
 			return nil
 		},

@@ -130,9 +130,11 @@ func (f *fleet) sharing() status.Sharing {
 		return status.Sharing{Replicas: f.configured, Configured: f.configured}
 	}
 	_, up := f.store.Status()
+	why, since := f.store.Down()
 	return status.Sharing{
 		Redis: true, Up: up, Replicas: f.store.Replicas(), Configured: f.configured,
 		KeysDiffer: len(f.store.KeyCheck().Differ), NoSlot: f.noSlot.Load(),
+		Why: why, Since: since,
 	}
 }
 

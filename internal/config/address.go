@@ -3,6 +3,7 @@ package config
 import (
 	"net"
 	"net/netip"
+	"net/url"
 	"strconv"
 	"strings"
 )
@@ -54,7 +55,11 @@ func addAddress(v *validator, seen []seenAddress, path, address string) []seenAd
 func checkAddress(v *validator, path, address string) (host, port string, ok bool) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
-		v.m.add(path, "%.100q is not an address: ip:port, [ip]:port or name:port", address)
+		near := ""
+		if u, bad := url.Parse(address); bad == nil && u.Scheme != "" && u.Port() != "" {
+			near = "; did you mean " + u.Host + "?"
+		}
+		v.m.add(path, "%.100q is not an address: ip:port, [ip]:port or name:port%s", address, near)
 		return "", "", false
 	}
 	n, err := strconv.ParseUint(port, 10, 16)

@@ -119,7 +119,7 @@ func TestValidationErrors(t *testing.T) {
 		"broken YAML":          {"pools: [", []string{"not readable as YAML: line 1: did not find expected node content"}},
 		"keys twice": {"admin: {}\nadmin: {}\nreplan: {}\nreplan: {}\n" + least, []string{
 			`not readable as YAML: line 2: key "admin" already set in map`, `not readable as YAML: line 4: key "replan" already set in map`}},
-		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both, encode (prefill?)`}},
+		"role misspelt":       {edited("role: prefill", "role: prefil"), []string{`pools[0].endpoints[0].role: "prefil" is not a role: one of prefill, decode, both, encode; did you mean prefill?`}},
 		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both, encode"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
@@ -132,7 +132,7 @@ func TestValidationErrors(t *testing.T) {
 		"at once, direct":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  handoff: direct"), []string{"pools[0].handoff: is direct, but with kvTransfer mooncake both legs run at once, which takes an Envoy that makes both: envoy"}},
 		"encode, at once":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  encode: {timeout: never}"), []string{"pools[0].encode: takes legs that follow each other, not kvTransfer mooncake: remove it", `pools[0].encode.timeout: "never" is not a duration such as 300s, 5m or 250ms`}},
 		"encode, direct":      {edited("kvTransfer: nixl", "kvTransfer: nixl\n  handoff: direct\n  encode: {}"), []string{"pools[0].encode: takes handoff envoy or sidecar, not direct: Envoy or the sidecar makes the hop to the encode endpoint"}},
-		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
+		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
 		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of " + strings.Join(dialects(), ", ") + "; none is for engines that prefill and decode by themselves"}},
 		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
 		"name is a number":    {edited("name: chat", "name: 7"), []string{"pools[0].name: must be text, is the number 7: put it in quotes"}},
@@ -146,14 +146,14 @@ func TestValidationErrors(t *testing.T) {
 		"a size too large":    {"envoy: {maxBodyBytes: 9999999999Gi}\n" + least, []string{`envoy.maxBodyBytes: "9999999999Gi" is not a size such as 16Mi, 512Ki or 16777216`}},
 		"a variable":          {"state: {redis: {url: \"redis://:${PASSWORD}@x\"}}\n" + least, []string{"state.redis.url: ${PASSWORD} is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret"}},
 		"an engine's words": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: NixlConnector"), "role: prefill", "role: kv_producer", 1), []string{
-			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode (prefill?)`,
-			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
+			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode; did you mean prefill?`,
+			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
 		"an engine's word, misspelt": {edited("kvTransfer: nixl", "kvTransfer: NixlConnectr"), []string{
-			`pools[0].kvTransfer: "NixlConnectr" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`}},
+			`pools[0].kvTransfer: "NixlConnectr" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
 		"a store of Mooncake": {edited("kvTransfer: nixl", "kvTransfer: mooncake-store"), []string{
-			`pools[0].kvTransfer: "mooncake-store" is not one of ` + strings.Join(dialects(), ", ") + ` (shared?)`}},
+			`pools[0].kvTransfer: "mooncake-store" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean shared?`}},
 		"TensorRT-LLM's word": {edited("role: prefill", "role: context"), []string{
-			`pools[0].endpoints[0].role: "context" is not a role: one of prefill, decode, both, encode (prefill?)`}},
+			`pools[0].endpoints[0].role: "context" is not a role: one of prefill, decode, both, encode; did you mean prefill?`}},
 		"everything at once": {"admin: {listen: 9090, tokenFle: x}\nenvoy: {maxBodyBytes: 1}\ntracing: 7\npools:\n- {name: a, name: b, kvTransfer: nxil, endpoints: [{address: x, role: 1}, {address: \"d:1\", role: decode}]}\n", []string{
 			`not readable as YAML: line 5: key "name" already set in map`,
 			"admin.listen: must be host:port, is the number 9090: 127.0.0.1:9090 for this machine alone",
@@ -161,7 +161,7 @@ func TestValidationErrors(t *testing.T) {
 			"envoy.maxBodyBytes: 1 is not between 1024 and 134217728",
 			`pools[0].endpoints[0].address: "x" is not an address: ip:port, [ip]:port or name:port`,
 			"pools[0].endpoints[0].role: must be text, is the number 1: put it in quotes",
-			`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + ` (nixl?)`,
+			`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`,
 			"tracing: must be a mapping, is the number 7"}},
 		"half a byte":       {"envoy: {maxBodyBytes: 4096.5}\n" + least, []string{"envoy.maxBodyBytes: must be a whole number between -9223372036854775808 and 9223372036854775807, is 4096.5"}},
 		"over int32":        {edited("name: chat", "name: chat\n  prefillAttempts: 3000000000"), []string{"pools[0].prefillAttempts: must be a whole number between -2147483648 and 2147483647, is 3000000000"}},
@@ -173,7 +173,7 @@ func TestValidationErrors(t *testing.T) {
 		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
 			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},
 		"address with scheme": {edited("engine.svc:8000", `"http://engine:8000"`), []string{
-			`pools[0].endpoints[1].address: "http://engine:8000" is not an address: ip:port, [ip]:port or name:port`}},
+			`pools[0].endpoints[1].address: "http://engine:8000" is not an address: ip:port, [ip]:port or name:port; did you mean engine:8000?`}},
 		"address port 0":     {edited("engine.svc:8000", "engine.svc:0"), []string{`pools[0].endpoints[1].address: "engine.svc:0" has no port between 1 and 65535`}},
 		"address port 65536": {edited("engine.svc:8000", "engine.svc:65536"), []string{`pools[0].endpoints[1].address: "engine.svc:65536" has no port between 0 and 65535`}},
 		"address no host":    {edited("engine.svc:8000", `":8000"`), []string{`pools[0].endpoints[1].address: ":8000" has no host; 0.0.0.0 or [::] means every interface`}},
@@ -227,7 +227,7 @@ func TestDiscoveryAndPicker(t *testing.T) {
 		"{extProc: {protocol: endpointPicker}, " + pool("inferencePool: {name: a}") + "}": "",
 		pool(""): "pools[0].discovery: holds 0 of file, dns, kubernetes, inferencePool: one is needed",
 		pool("file: {path: x}, inferencePool: {name: a}"):                       "pools[0].discovery: holds 2 of file, dns, kubernetes, inferencePool: one is needed",
-		pool("file: {scheme: ftp, path: x}"):                                    `pools[0].discovery.file.scheme: "ftp" is not one of http, https, h2c (http?)`,
+		pool("file: {scheme: ftp, path: x}"):                                    `pools[0].discovery.file.scheme: "ftp" is not one of http, https, h2c; did you mean http?`,
 		pool("dns: [{name: 10.0.0.1}]"):                                         `pools[0].discovery.dns[0].name: "10.0.0.1" is not a DNS name`,
 		pool("kubernetes: {selector: a=b}"):                                     "pools[0].discovery.kubernetes.ports: is missing: the ports of the engines, or labels.portLabel",
 		pool("kubernetes: {selector: a=b, ports: [8000, 8000]}"):                "pools[0].discovery.kubernetes.ports[1]: 8000 is not between 1 and 65535, or is there twice",

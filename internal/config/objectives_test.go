@@ -32,10 +32,10 @@ func TestObjectives(t *testing.T) {
 	require.True(t, Waits(onlyPool(t, with("", "binding: immediate, objectives: {onMiss: queue},"))))
 
 	for pool, want := range map[string]string{
-		"binding: later,":                              `pools[0].binding: "later" is not one of immediate, late (late?)`,
+		"binding: later,":                              `pools[0].binding: "later" is not one of immediate, late; did you mean late?`,
 		"queue: {maxWait: 30},":                        "pools[0].queue.maxWait: must have a unit, is 30: 30s for seconds, 30ms for milliseconds",
 		"binding: late, queue: {maxWaiting: -1},":      "pools[0].queue.maxWaiting: -1 is not between 1 and 65536",
-		"enginePriority: trtllm,":                      `pools[0].enginePriority: "trtllm" is not one of none, vllm, sglang (vllm?)`,
+		"enginePriority: trtllm,":                      `pools[0].enginePriority: "trtllm" is not one of none, vllm, sglang; did you mean vllm?`,
 		"objectives: {onMiss: drop},":                  `pools[0].objectives.onMiss: "drop" is not one of goOn, queue, shed`,
 		"objectives: {default: {name: x}},":            `pools[0].objectives.default.name: "x": requests that get the default name none`,
 		"objectives: {named: [{priority: 1}]},":        "pools[0].objectives.named[0].name: is missing: what requests call it",

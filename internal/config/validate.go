@@ -190,7 +190,7 @@ func checkOneOf(v *validator, path, value string, allowed ...string) {
 	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), meant(value, allowed))
 }
 
-// meant is " (WORD?)" with the allowed word that was probably meant, "" if none is near.
+// meant is "; did you mean WORD?" with the allowed word that was probably meant, "" if none is near.
 func meant(value string, allowed []string) string {
 	near := engineWords[strings.ToLower(value)]
 	if !slices.Contains(allowed, near) {
@@ -202,7 +202,7 @@ func meant(value string, allowed []string) string {
 	if !slices.Contains(allowed, near) {
 		return ""
 	}
-	return " (" + near + "?)"
+	return "; did you mean " + near + "?"
 }
 
 // engineWords translate the engines' own names of connectors and roles, as in their flags, in lower case.

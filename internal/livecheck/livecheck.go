@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"sync"
@@ -139,6 +140,9 @@ func askEngine(
 		why := "status " + strconv.Itoa(status)
 		if err != nil {
 			why = err.Error()
+			if of := (*url.Error)(nil); errors.As(err, &of) { // it repeats the address
+				why = of.Err.Error()
+			}
 		}
 		a.report(at+".address", "GET %s://%s/health: %s; start the engine, or correct the address or the scheme",
 			e.GetScheme(), e.GetAddress(), why)

@@ -30,11 +30,16 @@ func (r *Report) Print(w io.Writer) {
 		_ = t.Flush()
 	}
 	var unknown []string // what the dialects need of engines that do not report it
+	var silent []string  // what engines do not report
+	missing := map[string][]string{}
 	for i := range r.Engines {
 		e := &r.Engines[i]
 		if len(e.NotReported) > 0 {
-			fmt.Fprintf(w, "not compared at %s, because the engine does not report it: %s\n", e.Address,
-				strings.Join(e.NotReported, ", "))
+			what := strings.Join(e.NotReported, ", ")
+			if missing[what] == nil {
+				silent = append(silent, what)
+			}
+			missing[what] = append(missing[what], e.Address)
 		}
 		if host, _, err := net.SplitHostPort(e.Address); err == nil && net.ParseIP(host) == nil && host != "localhost" {
 			fmt.Fprintf(w, "asked at %s: one of the addresses of that name\n", e.Address)
@@ -42,6 +47,13 @@ func (r *Report) Print(w io.Writer) {
 		if needs := e.needs(); slices.Contains(e.NotReported, "connector") && !slices.Contains(unknown, needs) {
 			unknown = append(unknown, needs)
 		}
+	}
+	for _, what := range silent {
+		at := strings.Join(missing[what], ", ")
+		if len(silent) == 1 && len(missing[what]) == len(r.Engines) && len(r.Engines) > 1 {
+			at = "any of them"
+		}
+		fmt.Fprintf(w, "not compared at %s, since it is not reported: %s\n", at, what)
 	}
 	for _, needs := range unknown {
 		fmt.Fprintln(w, needs)

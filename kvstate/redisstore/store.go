@@ -214,10 +214,23 @@ func (s *Store) Status() (text string, up bool) {
 	defer s.link.mu.Unlock()
 	since := time.Since(s.link.since).Round(time.Second)
 	if s.link.up {
+		if s.Replicas() == 1 {
+			return fmt.Sprintf("redis: up for %v, 1 replica", since), true
+		}
 		return fmt.Sprintf("redis: up for %v, %d replicas", since, s.Replicas()), true
 	}
 	return fmt.Sprintf("redis: not in use for %v (%v): this replica goes on with what it knows itself", since,
 		s.link.reason), false
+}
+
+// Down says why, and since when, Redis is not in use; "" if it is.
+func (s *Store) Down() (why string, since time.Time) {
+	s.link.mu.Lock()
+	defer s.link.mu.Unlock()
+	if s.link.up || s.link.reason == nil {
+		return "", time.Time{}
+	}
+	return s.link.reason.Error(), s.link.since
 }
 
 // Access is what package operator needs to use the same Redis.

@@ -161,7 +161,7 @@ function pools(status) {
 
 // replicas shows whose parts are summed, where there are several.
 function replicas(status) {
-  const rows = status.replicas.map(r => ({ cells: [r.name, (r.ready ? 'ready' : 'not ready') + (r.redis ? '' : ', without Redis'), r.version,
+  const rows = status.replicas.toSorted((a, b) => a.name < b.name ? -1 : 1).map(r => ({ cells: [r.name, (r.ready ? 'ready' : 'not ready') + (r.redis ? '' : ', without Redis'), r.version,
     ago(new Date(status.now) - new Date(r.started)), count(r.reservations)] }))
     .concat((status.silent || []).map(name => ({ cells: [name, 'no answer', '–', '–', '–'] })),
       (status.gone || []).map(g => ({ cells: [g.name, `gone, last heard ${ago(new Date(status.now) - new Date(g.heard))} ago`, '–', '–', '–'] })));
