@@ -28,8 +28,7 @@ type Sharing struct {
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
 
-	Why   string    `json:"why,omitempty"`  // Redis is not in use
-	Since time.Time `json:"since,omitzero"` // then: since when
+	Text string `json:"text,omitempty"` // the state of Redis in words, as /readyz has it
 }
 
 const (
@@ -173,9 +172,8 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	case !sharing.Redis || sharing.Up:
 	case len(s.Replicas) > 1:
 		add(false, "howto/redis.md", "Redis answers again, and this replica is about to use it.")
-	case sharing.Why != "":
-		add(false, "howto/redis.md", "Redis is not in use since %s (%s): this replica goes by what it knows itself.",
-			sharing.Since.UTC().Format("15:04:05 UTC"), sharing.Why)
+	case sharing.Text != "":
+		add(false, "howto/redis.md", "Redis is%s.", strings.TrimPrefix(sharing.Text, "redis:"))
 	default:
 		add(false, "howto/redis.md", "Redis is not in use: this replica goes by what it knows itself.")
 	}

@@ -124,11 +124,10 @@ func TestAttention(t *testing.T) {
 			s.Envoys = []Envoy{{Name: "edge-1", Left: now.Add(-time.Minute)}}
 		}, want: []Notice{{false, "No Envoy is connected: edge-1 left 1 min ago.", "howto/xds.md"}}},
 		"Redis is away": {change: func(s *Status) {
-			s.Sharing = Sharing{Redis: true, Replicas: 1, Why: "connection refused", Since: time.Unix(0, 0)}
-		}, want: []Notice{{false, "Redis is not in use since 00:00:00 UTC (connection refused): " +
-			"this replica goes by what it knows itself.", "howto/redis.md"}}},
+			s.Sharing = Sharing{Redis: true, Replicas: 1, Text: "redis: not in use since 00:00:00 UTC (refused): this replica goes on"}
+		}, want: []Notice{{false, "Redis is not in use since 00:00:00 UTC (refused): this replica goes on.", "howto/redis.md"}}},
 		"Redis is just back": {change: func(s *Status) {
-			s.Sharing = Sharing{Redis: true, Replicas: 2, Why: "connection refused", Since: time.Unix(0, 0)}
+			s.Sharing = Sharing{Redis: true, Replicas: 2, Text: "redis: not in use"}
 			s.Replicas = []Replica{{Name: "a:9090", Ready: true}, {Name: "b:9090", Redis: true, Ready: true}}
 		}, want: []Notice{{false, "Redis answers again, and this replica is about to use it.", "howto/redis.md"}}},
 		"its log tells that it is there": {change: func(s *Status) {

@@ -74,7 +74,8 @@ func printReplicas(w io.Writer, s *Status) {
 	fmt.Fprintln(w)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "  replica\tstate\trelease\tup\tbooked")
-	byName := slices.SortedFunc(slices.Values(s.Replicas), func(a, b Replica) int { return cmp.Compare(a.Name, b.Name) })
+	byName := slices.Clone(s.Replicas)
+	slices.SortFunc(byName, func(a, b Replica) int { return cmp.Compare(a.Name, b.Name) })
 	for _, r := range byName {
 		state := "ready"
 		if !r.Ready {

@@ -129,12 +129,11 @@ func (f *fleet) sharing() status.Sharing {
 	if f.store == nil {
 		return status.Sharing{Replicas: f.configured, Configured: f.configured}
 	}
-	_, up := f.store.Status()
-	why, since := f.store.Down()
+	text, up := f.store.Status()
 	return status.Sharing{
 		Redis: true, Up: up, Replicas: f.store.Replicas(), Configured: f.configured,
 		KeysDiffer: len(f.store.KeyCheck().Differ), NoSlot: f.noSlot.Load(),
-		Why: why, Since: since,
+		Text: text,
 	}
 }
 

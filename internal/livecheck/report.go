@@ -30,17 +30,8 @@ func (r *Report) Print(w io.Writer) {
 		_ = t.Flush()
 	}
 	var unknown []string // what the dialects need of engines that do not report it
-	var silent []string  // what engines do not report
-	missing := map[string][]string{}
 	for i := range r.Engines {
 		e := &r.Engines[i]
-		if len(e.NotReported) > 0 {
-			what := strings.Join(e.NotReported, ", ")
-			if missing[what] == nil {
-				silent = append(silent, what)
-			}
-			missing[what] = append(missing[what], e.Address)
-		}
 		if host, _, err := net.SplitHostPort(e.Address); err == nil && net.ParseIP(host) == nil && host != "localhost" {
 			fmt.Fprintf(w, "asked at %s: one of the addresses of that name\n", e.Address)
 		}
@@ -48,13 +39,7 @@ func (r *Report) Print(w io.Writer) {
 			unknown = append(unknown, needs)
 		}
 	}
-	for _, what := range silent {
-		at := strings.Join(missing[what], ", ")
-		if len(silent) == 1 && len(missing[what]) == len(r.Engines) && len(r.Engines) > 1 {
-			at = "any of them"
-		}
-		fmt.Fprintf(w, "not compared at %s, since it is not reported: %s\n", at, what)
-	}
+	r.printMissing(w)
 	for _, needs := range unknown {
 		fmt.Fprintln(w, needs)
 	}
@@ -68,6 +53,28 @@ func (r *Report) Print(w io.Writer) {
 	}
 	for _, line := range r.NotAsked {
 		fmt.Fprintf(w, "not asked: %s\n", line)
+	}
+}
+
+// printMissing writes what engines do not report, with the engines that do not.
+func (r *Report) printMissing(w io.Writer) {
+	var facts []string
+	at := map[string][]string{}
+	for i := range r.Engines {
+		if e := &r.Engines[i]; len(e.NotReported) > 0 {
+			what := strings.Join(e.NotReported, ", ")
+			if at[what] == nil {
+				facts = append(facts, what)
+			}
+			at[what] = append(at[what], e.Address)
+		}
+	}
+	for _, what := range facts {
+		engines := strings.Join(at[what], ", ")
+		if len(at[what]) == len(r.Engines) && len(r.Engines) > 1 {
+			engines = "any of them"
+		}
+		fmt.Fprintf(w, "not compared at %s, since it is not reported: %s\n", engines, what)
 	}
 }
 

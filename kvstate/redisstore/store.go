@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -212,25 +213,12 @@ func (l *link) asked(err error) {
 func (s *Store) Status() (text string, up bool) {
 	s.link.mu.Lock()
 	defer s.link.mu.Unlock()
-	since := time.Since(s.link.since).Round(time.Second)
 	if s.link.up {
-		if s.Replicas() == 1 {
-			return fmt.Sprintf("redis: up for %v, 1 replica", since), true
-		}
-		return fmt.Sprintf("redis: up for %v, %d replicas", since, s.Replicas()), true
+		text = fmt.Sprintf("redis: up for %v, %d replicas", time.Since(s.link.since).Round(time.Second), s.Replicas())
+		return strings.Replace(text, " 1 replicas", " 1 replica", 1), true
 	}
-	return fmt.Sprintf("redis: not in use for %v (%v): this replica goes on with what it knows itself", since,
-		s.link.reason), false
-}
-
-// Down says why, and since when, Redis is not in use; "" if it is.
-func (s *Store) Down() (why string, since time.Time) {
-	s.link.mu.Lock()
-	defer s.link.mu.Unlock()
-	if s.link.up || s.link.reason == nil {
-		return "", time.Time{}
-	}
-	return s.link.reason.Error(), s.link.since
+	return fmt.Sprintf("redis: not in use since %s (%v): this replica goes on with what it knows itself",
+		s.link.since.UTC().Format("15:04:05 UTC"), s.link.reason), false
 }
 
 // Access is what package operator needs to use the same Redis.
