@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strconv"
 	"time"
 
@@ -95,6 +96,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	if f.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
+	c.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1" // as vLLM
 	return &c, settle(&c, roleName, connectorName, policy, fail)
 }
 

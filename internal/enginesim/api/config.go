@@ -13,6 +13,7 @@ type Config struct {
 	connector.Config
 
 	ToolParser  bool
+	DevMode     bool // vLLM's VLLM_SERVER_DEV_MODE
 	Record      bool
 	RecordCount int
 	RecordBody  int // bytes

@@ -122,7 +122,7 @@ func (s *Server) routes() *http.ServeMux {
 	case connector.TRTLLM:
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveContextInfo(w) })
 	default: // vLLM has one in development mode only
-		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { writeNotFound(w) })
+		mux.HandleFunc("GET /server_info", s.serveConfig)
 	}
 	mux.HandleFunc("GET /v1/responses/{id}", s.recorded(s.serveStored))
 	mux.HandleFunc("POST /v1/embeddings", s.recorded(s.serveEmbeddings))

@@ -2,6 +2,7 @@ package api
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -300,6 +301,17 @@ func (s *Server) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONV
 func (s *Server) serveInfo(w http.ResponseWriter) {
 	writeJSONValue(w, map[string]any{"disaggregation_mode": s.DisaggregationMode(),
 		"dp_size": s.cfg.DpSize, "served_model_name": s.cfg.Models[0], "version": "0.5.23"})
+}
+
+// serveConfig is vLLM's /server_info, with the members that tandem serve --check --live reads of NixlConnector.
+func (s *Server) serveConfig(w http.ResponseWriter, _ *http.Request) {
+	role := map[engine.Role]string{engine.RolePrefill: "kv_producer", engine.RoleDecode: "kv_consumer"}[s.cfg.Role]
+	if !s.cfg.DevMode || s.cfg.Connector != connector.NIXL {
+		writeNotFound(w)
+		return
+	}
+	writeJSONValue(w, map[string]any{"vllm_config": map[string]any{"kv_transfer_config": map[string]any{
+		"kv_connector": "NixlConnector", "kv_role": cmp.Or(role, "kv_both")}}})
 }
 
 // serveReset is POST /sim/reset: it clears the recorded requests, the failure rules, the prefix cache, held blocks and

@@ -1,0 +1,16 @@
+package main
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// In vLLM's development mode an engine tells its connector and role, and otherwise nothing.
+func TestDevMode(t *testing.T) {
+	require.Equal(t, 404, startEngine(t, "-role", "prefill").get(t, "/server_info").status)
+	t.Setenv("VLLM_SERVER_DEV_MODE", "1")
+	for role, want := range map[string]string{"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"} {
+		require.Contains(t, startEngine(t, "-role", role).get(t, "/server_info").String(), want)
+	}
+}
