@@ -154,7 +154,7 @@ func (g *Signals) mergeInto(
 	if g.Transfers != (TransferCounters{}) {
 		next.Transfers = g.Transfers
 	}
-	if g.Answers != (AnswerCounters{}) {
+	if look || g.Answers != (AnswerCounters{}) { // all 0 in a scrape: the engine has just started
 		next.Answers = g.Answers
 	}
 	if g.Host != (HostMemory{}) {

@@ -358,7 +358,7 @@ func (s *Status) addPool(of *Pool) {
 	}
 	p := &s.Pools[i]
 	p.IndexBlocks, p.TokenBytes = max(p.IndexBlocks, of.IndexBlocks), cmp.Or(p.TokenBytes, of.TokenBytes)
-	if p.Rate < 0 {
+	if p.knownBetter(&of.Output) {
 		p.Output = of.Output
 	}
 	for _, e := range of.Endpoints {
@@ -384,7 +384,7 @@ func (e *Endpoint) add(o *Endpoint) {
 	if e.Running < 0 && e.Waiting < 0 && e.KVUsage < 0 {
 		e.Running, e.Waiting, e.KVUsage = o.Running, o.Waiting, o.KVUsage
 	}
-	if e.Rate < 0 {
+	if e.knownBetter(&o.Output) {
 		e.Output = o.Output
 	}
 	e.NoPairs = cmp.Or(e.NoPairs, o.NoPairs)

@@ -16,12 +16,17 @@ const outputWindow = time.Minute
 // outputStale is the age from which counters are too old for a rate of now.
 const outputStale = 20 * time.Second
 
+// outputSlack is what the figures of a whole minute may lack of it: reports come every 2 s.
+const outputSlack = 5 * time.Second
+
 // Output is what an engine, or all of a pool, wrote in the last minute.
 type Output struct {
 	// tokens per second, of finished and running answers; -1: not reported
 	Rate float64 `json:"output_tokens_per_second"`
 	// milliseconds between two tokens of an answer, the mean; 0: not reported, or none were written
 	PerToken float64 `json:"time_per_output_token_ms"`
+	// seconds that were seen of the last minute; of a pool those of the endpoint seen shortest. 0: nothing is known
+	Seconds float64 `json:"output_seconds,omitempty"`
 
 	gaps    int64
 	gapTime time.Duration
@@ -42,12 +47,16 @@ func (f *Feed) sampleOutput(now time.Time) {
 	for _, p := range f.source.State.Pools() {
 		for _, e := range p.Endpoints() {
 			g := e.Signals()
-			if g == nil || e.Role&kvstate.RoleDecode == 0 || g.Answers == (kvstate.AnswerCounters{}) || g.ScrapedAt.IsZero() {
+			if g == nil || e.Role&kvstate.RoleDecode == 0 || g.ScrapedAt.IsZero() {
 				continue
 			}
 			key := outputKey{p.Spec.Name, e.Addr}
 			seen[key] = true
-			f.output[key] = noteOutput(f.output[key], written{g.ScrapedAt, g.Answers}, now)
+			all := noteOutput(f.output[key], written{g.ScrapedAt, g.Answers}, now)
+			if e.Failed() { // if it comes back, only what it writes from now on counts
+				all = dropOver(all, 1)
+			}
+			f.output[key] = all
 		}
 	}
 	for key := range f.output {
@@ -57,15 +66,20 @@ func (f *Feed) sampleOutput(now time.Time) {
 	}
 }
 
-// noteOutput adds counters, if they are newer, to those of the last minute.
+// noteOutput adds counters, if they are newer, to those of the last minute. Counters that fell are a new process's: they
+// began at 0, no earlier than the last of the former. The time between two tokens may seem to fall: Redis rounds it.
 func noteOutput(all []written, next written, now time.Time) []written {
 	if n := len(all); n > 0 {
 		last := &all[n-1]
 		if !next.at.After(last.at) {
 			return all
 		}
-		if next.Written() < last.Written() || next.Gaps < last.Gaps || next.GapTime < last.GapTime {
-			all = all[:0] // the engine has restarted
+		if next.Written() < last.Written() || next.Gaps < last.Gaps {
+			began := last.at
+			if earliest := now.Add(-outputWindow); began.Before(earliest) {
+				began = earliest
+			}
+			all = append(all[:0], written{at: began})
 		}
 	}
 	all = append(dropOver(all, keptTotals-1), next)
@@ -75,7 +89,8 @@ func noteOutput(all []written, next written, now time.Time) []written {
 	return all
 }
 
-// outputOf returns what an endpoint wrote in the last minute. Feed.mu is held.
+// outputOf returns what an endpoint wrote in the last minute. That it wrote nothing is known after a minute only.
+// Feed.mu is held.
 func (f *Feed) outputOf(pool, address string, now time.Time) Output {
 	out := Output{Rate: -1}
 	all := f.output[outputKey{pool, address}]
@@ -83,8 +98,18 @@ func (f *Feed) outputOf(pool, address string, now time.Time) Output {
 		return out
 	}
 	first, last := &all[0], &all[len(all)-1]
-	out.Rate = float64(last.Written()-first.Written()) / last.at.Sub(first.at).Seconds()
-	out.gaps, out.gapTime = last.Gaps-first.Gaps, last.GapTime-first.GapTime
+	seen, wrote := last.at.Sub(first.at).Seconds(), last.Written()-first.Written()
+	gaps := last.Gaps - first.Gaps
+	if seen <= 0 || last.AnswerCounters == (kvstate.AnswerCounters{}) {
+		return out
+	}
+	if wrote == 0 && gaps == 0 && now.Sub(first.at) < outputWindow-outputSlack {
+		return out
+	}
+	out.Seconds, out.gaps, out.gapTime = seen, gaps, last.GapTime-first.GapTime
+	if last.Written() > 0 { // else it counts no tokens
+		out.Rate = float64(wrote) / seen
+	}
 	out.average()
 	return out
 }
@@ -94,12 +119,19 @@ func (o *Output) add(other *Output) {
 	if other.Rate >= 0 {
 		o.Rate = max(o.Rate, 0) + other.Rate
 	}
+	if o.Seconds == 0 || other.Seconds > 0 && other.Seconds < o.Seconds {
+		o.Seconds = other.Seconds
+	}
 	o.gaps, o.gapTime = o.gaps+other.gaps, o.gapTime+other.gapTime
 	o.average()
 }
 
+// knownBetter reports whether other, another replica's, is to be shown instead: it knows more of the last minute. A
+// replica that has just started knows little.
+func (o *Output) knownBetter(other *Output) bool { return o.Rate < 0 || other.Seconds > o.Seconds }
+
 func (o *Output) average() {
-	if o.gaps > 0 {
+	if o.gaps > 0 && o.gapTime > 0 {
 		o.PerToken = milliseconds(o.gapTime / time.Duration(o.gaps))
 	}
 }
