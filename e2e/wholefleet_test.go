@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
@@ -182,4 +183,43 @@ func TestOneReplicaOfTwo(t *testing.T) {
 	require.Equal(t, `{"fleet":false,"replicas":1,"redis":false}`, f.orderAt(0, "POST", "/api/pools/chat/endpoints/"+f.decodes[0].addr+"/pause", ""))
 	require.False(t, f.state(1)[f.decodes[0].addr].Paused)
 	require.Equal(t, 200, f.post("/v1/chat/completions", chat("who answers?")).status)
+
+	resp, err := client.Get(f.admins[0] + "/debug/requests?id=nobody")
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	require.Contains(t, string(text), "(asked: this replica, 1 of 2)")
+}
+
+// Without Redis the row of a request names the decode endpoint that answered, also if the other replica chose it.
+func TestRowsNameWhoAnswered(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{replicas: 2, prefills: 2, decodes: 4, engineArgs: []string{"--decode-step", "1ms"}})
+	var others []row // of requests that the other replica passed on
+	soon(t, "a replica knows the end of requests that the other one passed on", func() bool {
+		var posts sync.WaitGroup
+		for i := range 20 {
+			posts.Go(func() {
+				f.post("/v1/chat/completions", chat(fmt.Sprintf("%d: %s", i, strings.Repeat("a prompt to be split ", 200))))
+			})
+		}
+		posts.Wait()
+		others = nil
+		for _, admin := range f.admins {
+			var rows []row
+			require.NoError(t, getJSON(admin+"/debug/requests?n=100", &rows))
+			for _, row := range rows {
+				if row.Status == 200 && row.Route == "split" && row.Hop1 == 0 {
+					others = append(others, row)
+				}
+			}
+		}
+		return len(others) > 10
+	})
+	for _, row := range others {
+		_, decode := f.hops(row.ID)
+		require.Equal(t, decode.Engine, row.Decode, row)
+	}
+	t.Logf("%d rows", len(others))
 }

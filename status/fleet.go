@@ -166,7 +166,7 @@ func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
 
 // Requests returns the latest n requests of all replicas, newest first; with alone those that this one planned, with
 // failed those that failed.
-func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) []telemetry.Trace {
+func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) ([]telemetry.Trace, Asked) {
 	q := question{Since: -1, Traces: min(n, allRecent)}
 	if failed {
 		q.Traces = allRecent
@@ -176,7 +176,7 @@ func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) []teleme
 	if failed {
 		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool { return !t.HasFailed() })
 	}
-	return all[:min(n, len(all))]
+	return all[:min(n, len(all))], f.asked(&got)
 }
 
 // traces merges the traces of all reports. Parts of requests without a report of their planning are shown if a replica

@@ -73,6 +73,36 @@ func TestReportsArePacked(t *testing.T) {
 	require.Error(t, err)
 }
 
+// An answer about requests names the replicas that were asked, unless they are all, and where requests were lost.
+func TestAsked(t *testing.T) {
+	const two = 2
+	gone := []operator.Gone{{Name: "c:1"}, {Name: "d:1"}}
+	for _, c := range []struct {
+		got     answers
+		sharing Sharing
+		asked   string
+		all     bool
+	}{
+		{answers{reports: make([]report, 1)}, Sharing{}, "this replica).\nRequests", true},
+		{answers{reports: make([]report, 1)}, Sharing{Replicas: two, Configured: two}, "this replica, 1 of 2).\nRequests", false},
+		{answers{reports: make([]report, 1)}, Sharing{Redis: true, Replicas: 1}, "this replica: Redis does not answer).\nRequests", false},
+		{answers{reports: make([]report, two)}, Sharing{Redis: true, Up: true, Replicas: two}, "all 2 replicas).\nRequests", true},
+		{answers{reports: make([]report, 1), silent: []string{"b:1"}}, Sharing{Redis: true, Up: true, Replicas: two},
+			"1 of 2 replicas; no answer from b:1).\nRequests", false},
+		{answers{reports: make([]report, 1), silent: []string{"b:1"}, noRedis: true}, Sharing{Redis: true, Up: true, Replicas: two},
+			"1 of 2 replicas: Redis does not answer; no answer from b:1).\nRequests", false},
+		{answers{reports: make([]report, 1), gone: gone[:1]}, Sharing{Redis: true, Up: true, Replicas: 1, Configured: two},
+			"1 of 2 replicas).\nc:1 is gone, and its requests with it.\nRequests", false},
+		{answers{reports: make([]report, two), gone: gone}, Sharing{Redis: true, Up: true, Replicas: two},
+			"all 2 replicas).\nc:1, d:1 are gone, and their requests with them.\nRequests", true},
+	} {
+		f := Feed{source: Source{Sharing: func() Sharing { return c.sharing }}}
+		asked := f.asked(&c.got)
+		require.Contains(t, asked.missing(), "(asked: "+c.asked)
+		require.Equal(t, c.all, asked.all, c.asked)
+	}
+}
+
 // The header says whose part is shown.
 func TestScope(t *testing.T) {
 	for want, s := range map[string]Status{

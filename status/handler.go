@@ -13,7 +13,7 @@ var page embed.FS
 
 // Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
 // /debug/requests?n=20 (failed=true: those that failed), or those with an id at /debug/requests?id=ID. With
-// scope=replica the last two are about this replica only.
+// scope=replica the last two are about this replica only; [ScopeHeader] says so.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
@@ -31,12 +31,12 @@ func Handler(f *Feed) http.Handler {
 		enc := json.NewEncoder(w)
 		enc.SetIndent("", "  ")
 		if id := r.URL.Query().Get("id"); id != "" {
-			found := f.Request(r.Context(), id, alone(r))
+			found, asked := f.Request(r.Context(), id, alone(r))
 			if len(found) == 0 {
-				http.Error(w, "no request with this id is among the latest 256 that each replica keeps.\n"+
-					"Requests that Tandem refused are not kept: the answer says why.", http.StatusNotFound)
+				http.Error(w, asked.missing(), http.StatusNotFound)
 				return
 			}
+			asked.head(w)
 			_ = enc.Encode(found)
 			return
 		}
@@ -49,7 +49,9 @@ func Handler(f *Feed) http.Handler {
 			}
 		}
 		failed := r.URL.Query().Get("failed") == "true"
-		_ = enc.Encode(f.Requests(r.Context(), n, alone(r), failed))
+		recent, asked := f.Requests(r.Context(), n, alone(r), failed)
+		asked.head(w)
+		_ = enc.Encode(recent)
 	})
 	mux.Handle("GET /", Secured(http.FileServerFS(files)))
 	return mux
@@ -64,6 +66,13 @@ func Secured(h http.Handler) http.Handler {
 		w.Header().Set("cache-control", "no-cache")
 		h.ServeHTTP(w, r)
 	})
+}
+
+// head names the replicas that were asked, if they are not all.
+func (a *Asked) head(w http.ResponseWriter) {
+	if !a.all {
+		w.Header().Set(ScopeHeader, a.Scope)
+	}
 }
 
 // alone reports whether a request is about this replica only.

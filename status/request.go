@@ -17,9 +17,51 @@ import (
 
 // Request returns the requests with an id of all replicas, newest first; with alone those that this one planned. There
 // may be several: clients choose ids.
-func (f *Feed) Request(ctx context.Context, id string, alone bool) []telemetry.Trace {
+func (f *Feed) Request(ctx context.Context, id string, alone bool) ([]telemetry.Trace, Asked) {
 	got := f.gather(ctx, question{Since: -1, Traces: allRecent, ID: id}, alone)
-	return withID(got.traces(time.Now()), id) // a replica of an earlier release reports all
+	return withID(got.traces(time.Now()), id), f.asked(&got) // a replica of an earlier release reports all
+}
+
+// ScopeHeader is the header of an answer about requests that has the replicas that were asked, for people, if they are
+// not all.
+const ScopeHeader = "tandem-scope"
+
+// Asked is which replicas were asked for their requests.
+type Asked struct {
+	Scope string   // as [Status.Scope], and whether Redis is the reason
+	Gone  []string // replicas that are gone, and their requests with them
+	all   bool     // as far as this replica knows
+}
+
+func (f *Feed) asked(got *answers) Asked {
+	s := Status{Replicas: make([]Replica, len(got.reports)), Silent: got.silent, Sharing: f.source.Sharing()}
+	out := Asked{Scope: scopeOf(&s)}
+	down := s.Sharing.Redis && (!s.Sharing.Up || got.noRedis)
+	known := max(len(s.Replicas)+len(s.Silent), s.Sharing.Replicas, s.Sharing.Configured)
+	out.all = !down && len(s.Replicas) >= known
+	if down {
+		out.Scope += ": Redis does not answer"
+	}
+	if len(got.silent) > 0 {
+		out.Scope += "; no answer from " + plain(list(got.silent))
+	}
+	for _, g := range got.gone {
+		out.Gone = append(out.Gone, plain(g.Name))
+	}
+	return out
+}
+
+// missing says that no request was found, and where it was looked for.
+func (a *Asked) missing() string {
+	text := "no request with this id is among the latest 256 of each replica (asked: " + a.Scope + ").\n"
+	switch len(a.Gone) {
+	case 0:
+	case 1:
+		text += a.Gone[0] + " is gone, and its requests with it.\n"
+	default:
+		text += list(a.Gone) + " are gone, and their requests with them.\n"
+	}
+	return text + "Requests that Tandem refused are not kept: the answer says why."
 }
 
 func withID(all []telemetry.Trace, id string) []telemetry.Trace {

@@ -188,7 +188,11 @@ func TestHandler(t *testing.T) {
 	one := get("/debug/requests?id=req-1")
 	require.Equal(t, 200, one.Code)
 	require.Equal(t, 1, strings.Count(one.Body.String(), `"request_id"`), one.Body)
-	require.Equal(t, 404, get("/debug/requests?id=req").Code)
+	require.Equal(t, "this replica, 1 of 2: Redis does not answer", one.Header().Get(ScopeHeader))
+	require.Equal(t, one.Header(), get("/debug/requests?n=2").Header())
+	none := get("/debug/requests?id=req")
+	require.Equal(t, 404, none.Code)
+	require.Contains(t, none.Body.String(), "(asked: this replica, 1 of 2: Redis does not answer).\nRequests that")
 }
 
 // Nothing comes from elsewhere, and nothing that came with a request becomes markup.

@@ -26,6 +26,7 @@ type adminClient struct {
 	file, address, tokenFile, output string // flags
 
 	scope string // more of a query: "&scope=replica", or ""
+	about string // which replicas the last answer is about, if not all ([status.ScopeHeader])
 	holds string // which replicas the last order holds for, as orders.Holds; "": it does not say
 	warns string // what the last order leaves without endpoints; "": nothing
 }
@@ -121,6 +122,7 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 		return 0, nil, fmt.Errorf("asking the replica (is it running, is --admin right?): %w", err)
 	}
 	defer func() { _ = resp.Body.Close() }()
+	a.about = resp.Header.Get(status.ScopeHeader)
 	a.holds, a.warns = resp.Header.Get(orders.HoldsFor), resp.Header.Get(orders.Warning)
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 	if err != nil {
@@ -136,17 +138,21 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 	return resp.StatusCode, answer, nil
 }
 
-// query prints a page of the replica's admin port: as it came, or as a table.
+// query prints a page of the replica's admin port: as it came, or as a table. If the page lacks replicas that were not
+// left out by flag, it says so on standard error.
 func (a *adminClient) query(c *cobra.Command, path string, into any, table func(io.Writer)) error {
 	answer, err := a.get(c.Context(), path)
 	if err != nil {
 		return err
 	}
-	return a.show(c.OutOrStdout(), answer, into, table)
+	if a.about != "" && a.scope == "" {
+		fmt.Fprintln(c.ErrOrStderr(), "asked: "+a.about)
+	}
+	return a.show(c.OutOrStdout(), c.OutOrStdout(), answer, into, table)
 }
 
-// show prints an answer: as it came, or as a table.
-func (a *adminClient) show(w io.Writer, answer []byte, into any, table func(io.Writer)) error {
+// show prints an answer to w: as it came, or as a table, coloured if the command's output is a terminal.
+func (a *adminClient) show(w, output io.Writer, answer []byte, into any, table func(io.Writer)) error {
 	if a.output == "json" {
 		_, err := w.Write(answer)
 		return err
@@ -156,7 +162,7 @@ func (a *adminClient) show(w io.Writer, answer []byte, into any, table func(io.W
 	}
 	var text bytes.Buffer
 	table(&text)
-	_, err := io.WriteString(w, coloured(w, text.String()))
+	_, err := io.WriteString(w, coloured(output, text.String()))
 	return err
 }
 

@@ -78,7 +78,7 @@ func (a *adminClient) showOrdered(c *cobra.Command, answer []byte) error {
 // showOrder prints the answer to an order, and which replicas it holds for, to stderr where the answer is JSON. What
 // the order leaves without endpoints goes to stderr always.
 func (a *adminClient) showOrder(c *cobra.Command, answer []byte, into any, table func(io.Writer)) error {
-	if err := a.show(c.OutOrStdout(), answer, into, table); err != nil {
+	if err := a.show(c.OutOrStdout(), c.OutOrStdout(), answer, into, table); err != nil {
 		return err
 	}
 	if a.warns != "" {

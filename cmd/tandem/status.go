@@ -54,16 +54,7 @@ func (a *adminClient) printStatus(ctx context.Context, w, output io.Writer) erro
 		return err
 	}
 	var s status.Status
-	var text strings.Builder
-	if err := a.show(&text, answer, &s, func(w io.Writer) { status.Print(w, &s) }); err != nil {
-		return err
-	}
-	screen := text.String()
-	if a.output != "json" {
-		screen = coloured(output, screen)
-	}
-	_, err = io.WriteString(w, screen)
-	return err
+	return a.show(w, output, answer, &s, func(w io.Writer) { status.Print(w, &s) })
 }
 
 // watchStatus shows the status again and again until ctx ends.

@@ -68,6 +68,26 @@ func TestMerge(t *testing.T) {
 	}
 }
 
+// The decode endpoint is the one of the last pass's ticket, if another replica chose it; else the one that was seen.
+func TestTicketNamesWhoAnswered(t *testing.T) {
+	began := time.Now().Truncate(time.Microsecond)
+	o := NewObserver(NewMetrics(prometheus.NewRegistry(), nil), slog.New(slog.DiscardHandler))
+	for want, ticket := range map[string]kvtransfer.Ticket{
+		"d2": {Stage: kvtransfer.DecodeLeg, Redirects: 1},
+		"d1": {Stage: kvtransfer.DecodeLeg},
+		"d3": {Stage: kvtransfer.HandOver, Redirects: 1}, // the client left before pass 2 was decided
+	} {
+		planned := want
+		if want == "d2" {
+			planned = "d1"
+		}
+		o.record(&Planned{RequestID: want, Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: planned})
+		ticket.Started, ticket.Pool, ticket.Decode = began, "chat", "d2"
+		o.RequestEnded(&ticket, &envoywire.LogEntry{RequestID: []byte(want), Start: began, Status: 200}, time.Second, 0, true)
+		require.Equal(t, want, o.Latest(1)[0].Decode)
+	}
+}
+
 // A request that its first hop failed was never at the decode endpoint of the plan; one that was planned again is.
 func TestMergeFailedHops(t *testing.T) {
 	began := time.Now()
