@@ -26,7 +26,7 @@ func Print(w io.Writer, s *Status) {
 	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n",
 		number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
-	fmt.Fprintf(w, "first byte   p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
+	fmt.Fprintf(w, "headers      p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
 		about(m.FirstByte50), about(m.FirstByte99), about(m.Prefill50), about(m.Prefill99), about(m.Decide50),
 		about(m.Decide99))
 	if s.FailedHops != "" {

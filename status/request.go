@@ -112,8 +112,11 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 		fmt.Fprintf(w, "prefill of a former plan %s, ", took(t.PrefillTime))
 	}
 	if t.Streamed {
-		fmt.Fprintf(w, "first byte %s (first token expected %s), last hop %s.\n",
-			took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
+		fmt.Fprintf(w, "headers after %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
+		if t.ExpectedFirst > 0 { // vLLM, for one, sends headers at once
+			fmt.Fprintf(w, "The first token was expected after %s. "+
+				"When it came is not known: headers may come before it.\n", took(t.ExpectedFirst))
+		}
 	} else {
 		whole := cmp.Or(t.Took, t.FirstByte) // the hop has the clock of tickets
 		fmt.Fprintf(w, "whole answer %s, last hop %s.\n", took(whole), took(min(t.DecodeTime, whole)))

@@ -24,6 +24,7 @@ func TestPrintDecided(t *testing.T) {
 	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
 		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Answered: telemetry.Answered{Streamed: true},
 		Started: now.Add(-5 * time.Second), Weighed: prices}
+	r.FirstByte, r.ExpectedFirst = 2500*time.Microsecond, 646*time.Millisecond
 	r.ExpectedPrefill, r.Waited, r.WaitedFor, r.Behind = 100*time.Millisecond, time.Second, "p1:1", 2
 	var text strings.Builder
 	printDecided(&text, &r, now)
@@ -31,7 +32,8 @@ func TestPrintDecided(t *testing.T) {
 Split: p1:1 computes the prompt, d1:1 answers: 350 ms cheaper than decode alone.
 It waited 1.0 s for p1:1, behind 2 requests here and 0 in other replicas.
 Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected 100 ms), `+
-		`first byte - (first token expected -), last hop 2.0 s.
+		`headers after 2.5 ms, last hop 2.0 s.
+The first token was expected after 646 ms. When it came is not known: headers may come before it.
 
   endpoint  role     cached blocks  prefill  transfer and decode  decode alone  note
   p1:1      prefill  3              100 ms   -                    -             chosen
@@ -47,9 +49,9 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {
 			r.Reason = "min_prefill_tokens"
 		},
-		"cached at prefill. Took: first byte -":             func(r *telemetry.Trace) { r.PrefillTime = 0 },
-		"Took: prefill of a former plan 120 ms, first byte": func(*telemetry.Trace) {},
-		"Took: prefill failed after 120 ms, first byte": func(r *telemetry.Trace) {
+		"cached at prefill. Took: headers after 2.5 ms,":       func(r *telemetry.Trace) { r.PrefillTime = 0 },
+		"Took: prefill of a former plan 120 ms, headers after": func(*telemetry.Trace) {},
+		"Took: prefill failed after 120 ms, headers after": func(r *telemetry.Trace) {
 			r.Prefill, r.Decode, r.Route, r.Failed = "p1:1", "", "split", []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p1:1"}}
 		},
 		"Its prices were not kept": func(r *telemetry.Trace) { r.Weighed = nil },

@@ -38,7 +38,7 @@ function tiles(m, status) {
     ['requests / s', count(m.ok + m.rejected + m.failed + m.gone)],
     ['failed / s', count(m.failed), m.failed > 0 ? 'c-bad' : ''],
     ['refused / s', count(m.refused)],
-    ['first byte p50', about(m.first_byte_50)], ['first byte p99', about(m.first_byte_99)],
+    ['answer headers p50', about(m.first_byte_50)], ['answer headers p99', about(m.first_byte_99)],
     ['over two hops', m.split + m.alone > 0 ? percent(m.split / (m.split + m.alone)) : '–'],
     ['prompt cached', prompt > 0 ? percent(m.cached / prompt) : '–'],
     ['to decide p99', about(m.decide_99)],
@@ -61,7 +61,7 @@ function attention(notices) {
 const charts = [
   { title: 'Requests a second', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
   { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
-  { title: 'Time to first byte', unit: about, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
+  { title: 'Time to the answer’s headers', unit: about, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
   { title: 'Prefill hop', unit: about, lines: [['p50', 'prefill_50', 'c-decode'], ['p99', 'prefill_99', 'c-bad']] },
   { title: 'Prompt tokens a second', unit: count, lines: [['cached', 'cached', 'c-good'], ['computed', 'computed', 'c-prefill']] },
   { title: "Tandem's own time", unit: about, lines: [['p50', 'decide_50', 'c-decode'], ['p99', 'decide_99', 'c-bad']] },
