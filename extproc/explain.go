@@ -130,10 +130,9 @@ func (x *planning) planned(
 ) {
 	p := telemetry.Planned{
 		RequestID: x.requestID, Started: started, Pass: pass, Pool: pool.Spec.Name, Route: route, Reason: reason,
-		Decode: decode.Addr, PromptTokens: tokens,
 		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken},
-		Queued:   x.queued(), Streamed: x.req.True(openai.FieldStream),
+		Queued:   x.queued(), Streamed: x.req.True(openai.FieldStream), Decode: decode.Addr, PromptTokens: tokens,
 	}
 	if prefill != nil {
 		p.Prefill = prefill.Addr
@@ -143,10 +142,11 @@ func (x *planning) planned(
 	}
 	two := prefill != nil || reason == "cheaper" || reason == "min_prefill_tokens" // then both ways were weighed
 	if (two || route == "decode_alone") && x.WantsWeighed() {
-		p.Weighed = telemetry.Weigh(x.picker.Explain(&picker.Request{
+		e := x.picker.Explain(&picker.Request{
 			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,
 			Excluded: x.req.Excluded,
-		}, &x.view).Candidates, two)
+		}, &x.view)
+		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}
 	x.Planned(x.stream.Context(), &p)
 }

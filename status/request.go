@@ -230,6 +230,7 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 		}
 		return
 	}
+	printBusy(w, t)
 	fmt.Fprintln(w)
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(table, priceColumns)
@@ -257,6 +258,28 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 	}
 	_ = table.Flush()
 	fmt.Fprintln(w, "\nThe prices of the last plan, as they were then. --output json has their parts.")
+}
+
+// printBusy says how busy prefill was, and what of the lowest price of prefill is for that: it may be most of it.
+func printBusy(w io.Writer, t *telemetry.Trace) {
+	var best *telemetry.Weighed
+	for i := range t.Weighed {
+		if p := &t.Weighed[i]; !p.Out && p.Prefill != nil && (best == nil || sum(p.Prefill) < sum(best.Prefill)) {
+			best = p
+		}
+	}
+	if best == nil {
+		return
+	}
+	if t.PrefillBusy > 0 {
+		fmt.Fprintf(w, "Prefill endpoints were %.0f %% busy.\n", 100*t.PrefillBusy)
+	}
+	for _, part := range best.Prefill {
+		if part.Name == "others" {
+			fmt.Fprintf(w, "Of the price of prefill at %s, %s are for the delay of other requests.\n",
+				plain(best.Endpoint), millis(1000*part.Value))
+		}
+	}
 }
 
 // sum returns the sum of parts; infinite if there are none.

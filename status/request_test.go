@@ -17,7 +17,7 @@ func TestPrintDecided(t *testing.T) {
 	now := time.Now()
 	part := func(v float64) []telemetry.Part { return []telemetry.Part{{Name: "work", Value: v}} }
 	prices := []telemetry.Weighed{
-		{Endpoint: "p1:1", Role: "prefill", Hit: 3, Prefill: part(.1)}, {Endpoint: "p2:1", Role: "prefill", Out: true, Why: "failed_request"},
+		{Endpoint: "p1:1", Role: "prefill", Hit: 3, Prefill: []telemetry.Part{{Name: "work", Value: .06}, {Name: "others", Value: .04}}}, {Endpoint: "p2:1", Role: "prefill", Out: true, Why: "failed_request"},
 		{Endpoint: "d1:1", Role: "decode", Decode: part(.05), Alone: part(.5)},
 	}
 	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
@@ -25,6 +25,7 @@ func TestPrintDecided(t *testing.T) {
 		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Answered: telemetry.Answered{Streamed: true},
 		Started: now.Add(-5 * time.Second), Weighed: prices}
 	r.FirstByte, r.ExpectedFirst = 2500*time.Microsecond, 646*time.Millisecond
+	r.PrefillBusy = .44
 	r.ExpectedPrefill, r.Waited, r.WaitedFor, r.Behind = 100*time.Millisecond, time.Second, "p1:1", 2
 	var text strings.Builder
 	printDecided(&text, &r, now)
@@ -34,6 +35,8 @@ It waited 1.0 s for p1:1, behind 2 requests here and 0 in other replicas.
 Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected 100 ms), `+
 		`headers after 2.5 ms, last hop 2.0 s.
 The first token was expected after 646 ms. When it came is not known: headers may come before it.
+Prefill endpoints were 44 % busy.
+Of the price of prefill at p1:1, 40 ms are for the delay of other requests.
 
   endpoint  role     cached blocks  prefill  transfer and decode  decode alone  note
   p1:1      prefill  3              100 ms   -                    -             chosen

@@ -27,6 +27,8 @@ type Weighed struct {
 type Foreseen struct {
 	ExpectedPrefill time.Duration `json:"expected_prefill_ns,omitempty"`     // until the prefill endpoint has answered
 	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
+	// share of the last minute or so that prefill endpoints were busy, 0 to 1; only with Weighed
+	PrefillBusy float64 `json:"prefill_busy,omitempty"`
 }
 
 // Planned is the plan of one pass of a request.
