@@ -101,8 +101,14 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	if t.CachedTokens >= 0 {
 		prompt = fmt.Sprintf("Prompt: %d tokens, %d of them cached at prefill.", t.PromptTokens, t.CachedTokens)
 	}
-	took := func(d time.Duration) string { return millis(milliseconds(d)) }
 	fmt.Fprint(w, prompt, " Took: ")
+	printTimes(w, t)
+	printPrices(w, t)
+}
+
+// printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.
+func printTimes(w io.Writer, t *telemetry.Trace) {
+	took := func(d time.Duration) string { return millis(milliseconds(d)) }
 	switch {
 	case t.Prefill != "" && t.Decode == "" && !t.Final && t.PrefillTime > 0:
 		fmt.Fprintf(w, "prefill failed after %s, ", took(t.PrefillTime))
@@ -111,13 +117,17 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	case t.PrefillTime > 0:
 		fmt.Fprintf(w, "prefill of a former plan %s, ", took(t.PrefillTime))
 	}
-	if t.Streamed {
-		fmt.Fprintf(w, "headers after %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
+	switch split := t.Prefill != "" && t.Decode != "" && t.PrefillTime > 0; {
+	case t.Streamed && split: // the prompt was computed before: the first token comes soon after the headers
+		fmt.Fprintf(w, "headers of the answer after %s (first token expected after %s), last hop %s.\n",
+			took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
+	case t.Streamed:
+		fmt.Fprintf(w, "headers of the answer after %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
 		if t.ExpectedFirst > 0 { // vLLM, for one, sends headers at once
 			fmt.Fprintf(w, "The first token was expected after %s. "+
 				"When it came is not known: headers may come before it.\n", took(t.ExpectedFirst))
 		}
-	} else {
+	default:
 		whole := cmp.Or(t.Took, t.FirstByte) // the hop has the clock of tickets
 		fmt.Fprintf(w, "whole answer %s, last hop %s.\n", took(whole), took(min(t.DecodeTime, whole)))
 		if t.ExpectedFirst > 0 && t.FirstByte > 0 {
@@ -125,7 +135,6 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 				"When it came is not known, since the answer was not streamed.\n", took(t.ExpectedFirst))
 		}
 	}
-	printPrices(w, t)
 }
 
 // endOf describes the end of a request.

@@ -24,7 +24,7 @@ func TestPrintDecided(t *testing.T) {
 	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
 		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Answered: telemetry.Answered{Streamed: true},
 		Started: now.Add(-5 * time.Second), Weighed: prices}
-	r.FirstByte, r.ExpectedFirst = 2500*time.Microsecond, 646*time.Millisecond
+	r.FirstByte, r.ExpectedFirst = 125*time.Millisecond, 135*time.Millisecond
 	r.PrefillBusy = .44
 	r.ExpectedPrefill, r.Waited, r.WaitedFor, r.Behind = 100*time.Millisecond, time.Second, "p1:1", 2
 	var text strings.Builder
@@ -33,8 +33,7 @@ func TestPrintDecided(t *testing.T) {
 Split: p1:1 computes the prompt, d1:1 answers: 350 ms cheaper than decode alone.
 It waited 1.0 s for p1:1, behind 2 requests here and 0 in other replicas.
 Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected 100 ms), `+
-		`headers after 2.5 ms, last hop 2.0 s.
-The first token was expected after 646 ms. When it came is not known: headers may come before it.
+		`headers of the answer after 125 ms (first token expected after 135 ms), last hop 2.0 s.
 Prefill endpoints were 44 % busy.
 Of the price of prefill at p1:1, 40 ms are for the delay of other requests.
 
@@ -52,9 +51,12 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {
 			r.Reason = "min_prefill_tokens"
 		},
-		"cached at prefill. Took: headers after 2.5 ms,":       func(r *telemetry.Trace) { r.PrefillTime = 0 },
-		"Took: prefill of a former plan 120 ms, headers after": func(*telemetry.Trace) {},
-		"Took: prefill failed after 120 ms, headers after": func(r *telemetry.Trace) {
+		"cached at prefill. Took: headers of the answer after 125 ms, last hop": func(r *telemetry.Trace) { r.PrefillTime = 0 },
+		"The first token was expected after 135 ms. When it came is not known: headers may come before it.": func(r *telemetry.Trace) {
+			r.PrefillTime = 0
+		},
+		"Took: prefill of a former plan 120 ms, headers of the answer after": func(*telemetry.Trace) {},
+		"Took: prefill failed after 120 ms, headers of the answer after": func(r *telemetry.Trace) {
 			r.Prefill, r.Decode, r.Route, r.Failed = "p1:1", "", "split", []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p1:1"}}
 		},
 		"Its prices were not kept": func(r *telemetry.Trace) { r.Weighed = nil },
