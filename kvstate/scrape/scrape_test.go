@@ -275,7 +275,7 @@ func TestHundredEndpoints(t *testing.T) {
 		addrs = append(addrs, fmt.Sprintf("127.0.1.%d:%s", i+1, port))
 	}
 	state, pool := fleet(addrs...)
-	run(t, New(state, everything, nil, slog.New(slog.DiscardHandler)))
+	run(t, New(state, everything, func(*kvstate.Endpoint) {}, slog.New(slog.DiscardHandler))) // the first may be refused
 	require.Eventually(t, func() bool {
 		for _, e := range pool.Endpoints() {
 			if e.Signals() == nil {
