@@ -43,22 +43,26 @@ func newDemo() *cobra.Command {
 
 func demo(ctx context.Context, envoyPath, simPath, listen string, stay bool, stdout io.Writer) error {
 	d := &demonstration{out: stdout, http: &http.Client{Timeout: time.Minute}}
-	defer d.stop()
 	if err := d.find(envoyPath, simPath); err != nil {
 		return err
 	}
-	if err := d.start(ctx, listen); err != nil {
-		return err
+	err := d.start(ctx, listen)
+	if err == nil {
+		err = d.show(ctx)
 	}
-	if err := d.show(ctx); err != nil {
-		return err
-	}
-	if stay {
-		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s. In another terminal:\n\n"+
-			"  %s status --admin %s\n\nCtrl-C ends everything.\n", d.url, d.admin, d.self, strings.TrimPrefix(d.admin, "http://"))
+	if err == nil && stay {
+		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. In another terminal:\n\n"+
+			"  %s status --admin %s\n\nCtrl-C ends everything.\n", d.url, d.admin, d.dir, d.self, strings.TrimPrefix(d.admin, "http://"))
 		<-ctx.Done()
 	}
-	return nil
+	d.stop()
+	if err != nil && ctx.Err() == nil && d.dir != "" {
+		return fmt.Errorf("%w; all programs' logs are in %s", err, d.dir)
+	}
+	if d.dir != "" {
+		_ = os.RemoveAll(d.dir)
+	}
+	return err
 }
 
 type demonstration struct {
@@ -145,8 +149,9 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	if err := d.run("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
 		return err
 	}
-	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), Tandem and Envoy: logs in %s\n",
-		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "), d.dir)
+	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), Tandem and Envoy.\n"+
+		"The pool has split: always, so short prompts are split, too.\n",
+		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "))
 	for _, url := range []string{"http://" + p[0] + "/health", "http://" + p[1] + "/health", "http://" + p[2] + "/health",
 		"http://" + p[3] + "/health", d.admin + "/readyz", "http://" + p[11] + "/ready", d.url + "/v1/models"} {
 		if err := d.wait(ctx, url); err != nil {
@@ -186,7 +191,7 @@ func (d *demonstration) run(name, path string, args ...string) error {
 	return nil
 }
 
-// stop ends everything, in the order opposite to its start, and removes the logs.
+// stop ends everything, in the order opposite to its start.
 func (d *demonstration) stop() {
 	for _, p := range slices.Backward(d.processes) {
 		_ = p.Process.Signal(syscall.SIGTERM)
@@ -198,9 +203,6 @@ func (d *demonstration) stop() {
 			_ = p.Process.Kill()
 			<-ended
 		}
-	}
-	if d.dir != "" {
-		_ = os.RemoveAll(d.dir)
 	}
 }
 
