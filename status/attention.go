@@ -115,7 +115,8 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 
 // noEnvoy adds a notice if no Envoy is connected, and there was one in the last hour. Before the first one nothing is
 // wrong, and of Envoys at replicas that were not asked nothing is known. An Envoy with a printed bootstrap opens its
-// access logs with its first request, and keeps them open.
+// access logs with its first request, and keeps them open; after a break it opens them with its next request. So an Envoy
+// that is served over xDS and left is a failure, and a log that ended may be only a pause.
 func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	if len(s.Silent) > 0 || s.Sharing.NoAnswer || s.Sharing.Replicas > len(s.Replicas) {
 		return
@@ -138,7 +139,7 @@ func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	}
 	switch {
 	case len(left) > 0:
-		add(false, "howto/xds.md", "No Envoy is connected: %s.", list(left))
+		add(true, "howto/xds.md", "No Envoy is connected: %s.", list(left))
 	case !last.IsZero() && s.Now.Sub(last) < time.Hour:
 		add(false, "operations.md#health", "No Envoy is connected: the last one's access log ended %s.",
 			minutesAgo(s.Now.Sub(last)))

@@ -122,7 +122,7 @@ func TestAttention(t *testing.T) {
 		"the only Envoy left": {change: func(s *Status) {
 			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true}}
 			s.Envoys = []Envoy{{Name: "edge-1", Left: now.Add(-time.Minute)}}
-		}, want: []Notice{{false, "No Envoy is connected: edge-1 left 1 min ago.", "howto/xds.md"}}},
+		}, want: []Notice{{true, "No Envoy is connected: edge-1 left 1 min ago.", "howto/xds.md"}}},
 		"Redis is away": {change: func(s *Status) {
 			s.Sharing = Sharing{Redis: true, Replicas: 1, Text: "redis: not in use since 00:00:00 UTC (refused): this replica goes on"}
 		}, want: []Notice{{false, "Redis is not in use since 00:00:00 UTC (refused): this replica goes on.", "howto/redis.md"}}},

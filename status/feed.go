@@ -32,9 +32,9 @@ type Status struct {
 	Pools        []Pool          `json:"pools"`
 	Flow         []Flow          `json:"flow"` // of the last minute, among the latest requests
 	Failed
-	Minute Point             `json:"minute"` // rates and percentiles of the last minute
-	Points []Point           `json:"points"` // one a second, oldest first
-	Recent []telemetry.Trace `json:"recent"` // newest first
+	Minute Point     `json:"minute"` // rates and percentiles of the last minute
+	Points []Point   `json:"points"` // one a second, oldest first
+	Recent []Decided `json:"recent"` // newest first
 }
 
 // Failed is what failed in the last minute. The hops are those of the latest requests, for people.

@@ -269,7 +269,7 @@ func merge(got answers, now time.Time) Status {
 	}
 	s.Flow = flow(recent, now.Add(-time.Minute))
 	s.failedHops(recent, now.Add(-time.Minute))
-	s.Recent = recent[:min(len(recent), shownRecent)]
+	s.Recent = inWords(recent[:min(len(recent), shownRecent)])
 	s.Attention = attention(&s, recent)
 	return s
 }

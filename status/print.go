@@ -194,12 +194,16 @@ func printFlow(w io.Writer, flow []Flow) {
 // terminalRecent is the number of latest requests that fit a terminal beside the rest.
 const terminalRecent = 10
 
-func printRecent(w io.Writer, recent []telemetry.Trace) {
+func printRecent(w io.Writer, recent []Decided) {
 	if len(recent) == 0 {
 		return
 	}
 	fmt.Fprintln(w, "\nlatest requests")
-	PrintRequests(w, recent[:min(len(recent), terminalRecent)], false)
+	shown := make([]telemetry.Trace, min(len(recent), terminalRecent))
+	for i := range shown {
+		shown[i] = recent[i].Trace
+	}
+	PrintRequests(w, shown, false)
 }
 
 // PrintRequests writes a table of requests for a terminal; with failed they are those that failed.

@@ -80,6 +80,29 @@ func PrintDecided(w io.Writer, requests []telemetry.Trace) {
 
 func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	fmt.Fprintf(w, "Request %s, %s, %s.\n", plain(t.RequestID), ago(now, t.Started), endOf(t, now))
+	printWay(w, t)
+	printPrices(w, t)
+}
+
+// Decided is a request with what was decided about it, in sentences for people, one a line.
+type Decided struct {
+	telemetry.Trace
+	Words string `json:"words"`
+}
+
+func inWords(requests []telemetry.Trace) []Decided {
+	out := make([]Decided, len(requests))
+	for i := range requests {
+		var words strings.Builder
+		printWay(&words, &requests[i])
+		printBusy(&words, &requests[i])
+		out[i] = Decided{requests[i], words.String()}
+	}
+	return out
+}
+
+// printWay prints what was decided about a request, what failed, and how long it took.
+func printWay(w io.Writer, t *telemetry.Trace) {
 	if t.Ended == telemetry.EndedCut {
 		fmt.Fprintf(w, "The answer broke off after %s at %s.\n", millis(milliseconds(t.Took)), plain(t.AnsweredBy()))
 	}
@@ -103,7 +126,6 @@ func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
 	}
 	fmt.Fprint(w, prompt, " Took: ")
 	printTimes(w, t)
-	printPrices(w, t)
 }
 
 // printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.

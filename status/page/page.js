@@ -182,11 +182,9 @@ function decision(t) {
     el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
-  const failed = (t.failed_hops || []).map(h => h.hop.replaceAll('_', ' ') + (h.endpoint ? ' at ' + h.endpoint : '')).join(', ');
   const gone = (t.end_gone_with || []).join(', ');
-  const told = t.ended === 'cut' ? ` The answer broke off after ${fromNano(t.took_ns)} at ${t.decode || t.prefill}.` : gone ? ` Its end was known to ${gone}, which is gone.` : '';
-  d.append(el('p', {}, sentence(t) + told + (failed ? ` Failed: ${failed}.` : '') + (t.replicas && t.replicas.length > 1 ? ` Its passes were served by ${t.replicas.join(', ')}.` : '')));
-  d.append(t.weighed ? weighed(t) : el('p', { class: 'soft' }, 'Prices are kept of a few decisions a second, and not of this one.'));
+  d.append(el('p', { class: 'words' }, t.words + (gone ? `Its end was known to ${gone}, which is gone.` : '')));
+  d.append(t.weighed ? weighed(t) : '');
   d.open = open.has(t.request_id);
   d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
   return d;
@@ -200,23 +198,6 @@ function end(t) {
 }
 
 const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity;
-
-// sentence says what was decided, and by how much it was cheaper than the next best.
-function sentence(t) {
-  if (!t.prefill && t.route !== 'decode_alone') return `Sent to ${t.decode} as it came${t.reason ? ': ' + t.reason.replaceAll('_', ' ') : ''}.`;
-  if (t.prefill && !t.decode) return t.prefill_final ? `${t.prefill} computed the prompt, and its answer was the client's.` : `${t.prefill} was to compute the prompt, and failed. No decode endpoint was asked.`;
-  const all = t.weighed || [], at = all.find(w => w.endpoint === t.decode);
-  const held = w => w && w.hit_blocks > 0 ? ` (it holds ${w.hit_blocks} blocks of the prompt)` : '';
-  const least = (key, but) => Math.min(Infinity, ...all.filter(w => w.endpoint !== but && !w.out).map(w => total(w[key])));
-  if (!t.prefill) {
-    const pair = least('prefill') + least('decode'), mine = total(at && (at.alone || at.decode));
-    return `Decode alone on ${t.decode}${held(at)}` + (t.reason === 'cheaper' && pair - mine > 0 && isFinite(pair) ? `: ${price(pair - mine)} cheaper than two hops.` : t.reason ? ': ' + t.reason.replaceAll('_', ' ') + '.' : '.');
-  }
-  const by = all.find(w => w.endpoint === t.prefill), mine = total(by && by.prefill) + total(at && at.decode), alone = least('alone'), next = least('prefill', t.prefill) - total(by && by.prefill);
-  return `${t.prefill} computes the prompt${held(by)}, ${t.decode} answers`
-    + (isFinite(alone) && isFinite(mine) ? (alone >= mine ? `: ${price(alone - mine)} cheaper than decode alone` : `, though decode alone would be ${price(mine - alone)} cheaper`) : '')
-    + (isFinite(next) && next >= 0 ? `; the next prefill endpoint costs ${price(next)} more` : '') + '.';
-}
 
 function weighed(t) {
   const parts = list => list ? `${price(total(list))} = ${list.map(p => p.name + ' ' + price(p.value)).join(' + ')}` : '–';
