@@ -131,14 +131,13 @@ func (r registry) hops() hopMetrics {
 			"Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", hopBuckets(),
 			"pool", "hop", "endpoint", "result"),
 		firstByte: r.histogram("tandem_hop_first_byte_seconds",
-			"Time to the first byte of a hop's answer, from Envoy's access log.", hopBuckets(),
+			"Time to the first byte of a hop's answer, which is its headers, from Envoy's access log.", hopBuckets(),
 			"pool", "hop", "endpoint"),
 		whole: r.histogram("tandem_request_duration_seconds",
 			"Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).",
 			hopBuckets(), "pool", "route", "result"),
 		wholeFirst: r.histogram("tandem_request_first_byte_seconds",
-			"Time from a request's arrival to the first byte of its answer, all passes: for streamed answers close "+
-				"to the time to first token.",
+			"Time from a request's arrival to the first byte of its answer, which is its headers, all passes.",
 			hopBuckets(), "pool", "route"),
 		prefillErrors: r.counter("tandem_prefill_errors_total",
 			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint "+
