@@ -51,7 +51,8 @@ func demo(ctx context.Context, envoyPath, simPath, listen string, stay bool, std
 		err = d.show(ctx)
 	}
 	if err == nil && stay {
-		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. In another terminal:\n\n"+
+		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. "+
+			"In another terminal:\n\n"+
 			"  %s status --admin %s\n\nCtrl-C ends everything.\n", d.url, d.admin, d.dir, d.self, strings.TrimPrefix(d.admin, "http://"))
 		<-ctx.Done()
 	}

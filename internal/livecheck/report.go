@@ -81,7 +81,8 @@ func (r *Report) printMissing(w io.Writer) {
 // needs names the connector that a pool's engines need, if that could not be compared.
 func (e *Engine) needs() string {
 	return fmt.Sprintf("%s: kvTransfer %s needs %s, which the engines do not report: "+
-		"compare it with kv_connector in their --kv-transfer-config", e.Pool, e.dialect, strings.Join(e.connectors, " or "))
+		"compare it with kv_connector in their --kv-transfer-config",
+		e.Pool, e.dialect, strings.Join(e.connectors, " or "))
 }
 
 // row returns the report's row for endpoint j of a pool.
