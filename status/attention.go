@@ -115,8 +115,8 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 
 // noEnvoy adds a notice if no Envoy is connected, and there was one in the last hour. Before the first one nothing is
 // wrong, and of Envoys at replicas that were not asked nothing is known. An Envoy with a printed bootstrap opens its
-// access logs with its first request, and keeps them open; after a break it opens them with its next request. So an Envoy
-// that is served over xDS and left is a failure, and a log that ended may be only a pause.
+// access logs with its first request, and keeps them open; after a break it opens them with its next request. So an
+// Envoy that is served over xDS and left is a failure, and a log that ended may be only a pause.
 func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	if len(s.Silent) > 0 || s.Sharing.NoAnswer || s.Sharing.Replicas > len(s.Replicas) {
 		return
