@@ -241,7 +241,8 @@ func tailsTable(t *testing.T) string {
 func peersTable(t *testing.T) string {
 	all := figuresOf(t, "peers")
 	peers := []struct{ stack, head string }{
-		{"tandem", "Envoy + Tandem"}, {"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"},
+		{"tandem", "Envoy + Tandem"}, {"redis", "Envoy + Tandem with Redis"},
+		{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"},
 		{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
 		{"llm-d", "Envoy + llm-d"},
 	}

@@ -106,7 +106,7 @@ func fullCases() (out []testCase) {
 	out = sizes(out, one, []int{kb}, []int{1, 16, 128, 512}, nil)
 	one.Clients, one.Share = 128, 0.5
 	out = append(out, one)
-	for _, replicas := range []int{4, 8} {
+	for _, replicas := range []int{1, 4, 8} {
 		c := testCase{Endpoints: 4, Replicas: replicas, Redis: true}
 		out = sizes(out, c, []int{kb, 220 * kb, mb}, []int{1, 16, 64, 256}, []float64{0.5})
 		c.Stream = true
