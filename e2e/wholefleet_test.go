@@ -155,10 +155,11 @@ func TestAnyReplicaShowsTheFleet(t *testing.T) {
 	require.True(t, strings.HasSuffix(s.Silent[0], ":"+port), s.Silent[0])
 
 	f.tandems[1].stop(syscall.SIGKILL)
-	soon(t, "the ends that it alone knew are unknown, and the others known", func() bool {
+	unknown := 0
+	othersKnown := func() bool {
 		var rows []row
 		require.NoError(t, getJSON(f.admins[0]+"/debug/requests?n=100", &rows))
-		unknown := 0
+		unknown = 0
 		for _, row := range rows {
 			if len(row.GoneWith) > 0 {
 				unknown++
@@ -170,7 +171,17 @@ func TestAnyReplicaShowsTheFleet(t *testing.T) {
 		}
 		t.Logf("%d of %d ends are unknown", unknown, len(rows))
 		return unknown > 0 && unknown < len(rows)
+	}
+	soon(t, "the ends that it alone knew are unknown, and the others known", othersKnown)
+	before := unknown
+	f.startTandem(1, filepath.Join(f.dir, "tandem-1.yaml"), f.admins[1])
+	soon(t, "both replicas are there", func() bool {
+		s = shownFleet{}
+		require.NoError(t, getJSON(f.admins[0]+"/status.json", &s))
+		return s.Scope == "all 2 replicas"
 	})
+	require.True(t, othersKnown(), "its name runs again, and what it knew is lost")
+	require.Equal(t, before, unknown)
 }
 
 // Without Redis a replica says that what it shows, and what it is ordered, is about itself.

@@ -121,10 +121,11 @@ func unpack(body []byte) (r report, err error) {
 
 // answers are the reports of the replicas that answer, the asked one's first, and the names of the others.
 type answers struct {
-	reports []report
-	silent  []string
-	gone    []operator.Gone
-	noRedis bool // the silent ones could not be asked, or their answers not be read
+	reports   []report
+	silent    []string
+	gone      []operator.Gone
+	restarted []operator.Gone // gone, too, but their names run again
+	noRedis   bool            // the silent ones could not be asked, or their answers not be read
 }
 
 // gather asks all replicas. Concurrent calls share the answers.
@@ -139,7 +140,8 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 	}
 	found, _, _ := f.asking.Do(string(text), func() (any, error) {
 		got, err := f.source.Replicas.Ask(context.WithoutCancel(ctx), aboutStatus, text)
-		out := answers{silent: got.Silent, gone: got.Gone, noRedis: err != nil && !errors.Is(err, operator.ErrBusy)}
+		out := answers{silent: got.Silent, gone: got.Gone, restarted: got.Restarted,
+			noRedis: err != nil && !errors.Is(err, operator.ErrBusy)}
 		for _, a := range got.Of {
 			r, err := unpack(a.Body)
 			if err != nil {
@@ -153,9 +155,10 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 	})
 	others := found.(answers)
 	if !f.source.Sharing().Up { // this replica does not know who lives
-		others.gone = nil
+		others.gone, others.restarted = nil, nil
 	}
-	return answers{append(mine.reports, others.reports...), others.silent, others.gone, others.noRedis}
+	others.reports = append(mine.reports, others.reports...)
+	return others
 }
 
 // Status returns the current state of all replicas, with points after since; with alone of this replica only. It takes
@@ -203,16 +206,17 @@ const (
 	nextPass  = 5 * time.Second // after a prefill leg the next pass has begun, and its replica has reported it
 )
 
-// goneWith returns the replicas that are gone and may know the end of a request that the others do not know. Envoy
-// reports a good end to the replica alone that served the last pass.
+// goneWith returns the replicas that ended without a shutdown and may have known the end of a request that the others
+// do not know. Envoy reports a good end to the replica alone that served the last pass.
 func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
 	if t.Status > 0 || t.Ended != "" || a.noRedis {
 		return nil
 	}
 	over := t.Next > t.Pass && now.Sub(t.Started) > t.Waited+t.PrefillTime+nextPass // and nobody has what followed
 	unseen := t.Prefill != "" && t.PrefillTime == 0 && t.Next == 0 && t.Pass == 0   // no replica saw the leg end
-	for _, g := range a.gone {
-		if (over || unseen) && t.Started.Before(g.Heard.Add(heardLate)) {
+	for _, g := range slices.Concat(a.gone, a.restarted) {
+		in := t.Started.Before(g.Heard.Add(heardLate))
+		if (over || unseen) && in && !slices.Contains(names, g.Name) {
 			names = append(names, g.Name)
 		}
 	}

@@ -167,11 +167,7 @@ func endOf(t *telemetry.Trace, now time.Time) string {
 	case status == "client left":
 		return "the client left before the answer"
 	case status == "unknown" && len(t.GoneWith) > 0:
-		verb := "is"
-		if len(t.GoneWith) > 1 {
-			verb = "are"
-		}
-		return fmt.Sprintf("unknown: its end was known to %s, which %s gone", plain(list(t.GoneWith)), verb)
+		return "unknown: lost when " + plain(list(t.GoneWith)) + " ended without a shutdown"
 	case status == "unknown":
 		return "its end is unknown"
 	case status == "no answer":

@@ -80,7 +80,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 			r.Ended, r.Took = telemetry.EndedCut, 1600*time.Millisecond
 		},
 		"the client left before the answer": func(r *telemetry.Trace) { r.Status, r.Ended = 0, "client_gone" },
-		"5s ago, unknown: its end was known to t2:9091, which is gone.": func(r *telemetry.Trace) {
+		"5s ago, unknown: lost when t2:9091 ended without a shutdown.": func(r *telemetry.Trace) {
 			r.Status, r.GoneWith = 0, []string{"t2:9091"}
 		},
 		"That is plan 2: a hop of the former failed.": func(r *telemetry.Trace) { r.Replans = 1 },
@@ -152,12 +152,13 @@ func TestFailedHops(t *testing.T) {
 // The end of a request that only a replica knew that is gone is unknown; that of others may still come.
 func TestEndsThatWentWithAReplica(t *testing.T) {
 	now := time.Now()
+	restarted := []operator.Gone{}
 	row := func(change func(*telemetry.Trace)) string {
 		r := telemetry.Trace{Route: "split", Prefill: "p1:1", Decode: "d1:1", Started: now.Add(-20 * time.Second)}
 		r.Plans, r.Next, r.PrefillTime = 1, 1, time.Second
 		change(&r)
 		a := answers{reports: []report{{Name: "t1:1", Traces: []telemetry.Trace{r}}},
-			gone: []operator.Gone{{Name: "t2:1", Heard: now.Add(-19 * time.Second)}}}
+			gone: []operator.Gone{{Name: "t2:1", Heard: now.Add(-19 * time.Second)}}, restarted: restarted}
 		all := a.traces(now)
 		return statusOf(&all[0], now) + " " + strings.Join(all[0].GoneWith, ",")
 	}
@@ -168,4 +169,6 @@ func TestEndsThatWentWithAReplica(t *testing.T) {
 	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Pass = 1 }), "a living replica serves the next pass")
 	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Prefill, r.Next, r.PrefillTime = "", 0, 0 }))
 	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.PrefillTime = 17 * time.Second }), "the next pass may come")
+	restarted = []operator.Gone{{Name: "t3:1", Heard: now}, {Name: "t3:1", Heard: now.Add(-time.Second)}}
+	require.Equal(t, "unknown t2:1,t3:1", row(func(*telemetry.Trace) {}))
 }

@@ -81,9 +81,10 @@ var ErrBusy = errors.New("too many questions at once: try again")
 // Answers are the answers to a question, oldest replica first. Silent lists the living replicas that did not answer,
 // by name, or by their start time if they started a moment ago.
 type Answers struct {
-	Of     []Answer
-	Silent []string
-	Gone   []Gone // by name
+	Of        []Answer
+	Silent    []string
+	Gone      []Gone // by name
+	Restarted []Gone // did not end in order either, and another replica has their name since
 }
 
 // Answer is one replica's answer.
@@ -110,7 +111,7 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 			out.Silent = append(out.Silent, o.nameOf(id))
 		}
 	}
-	out.Gone = o.gone(living)
+	out.Gone, out.Restarted = o.gone(living)
 	return out, err
 }
 

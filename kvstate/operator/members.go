@@ -120,20 +120,25 @@ func (o *Operator) nameOf(replica uint64) string {
 	return cmp.Or(o.members[replica].name, "started "+started(replica).UTC().Format(time.RFC3339))
 }
 
-// gone returns the replicas that did not end in order, unless another one of the same name was started since. mu is
-// held.
-func (o *Operator) gone(living []uint64) (out []Gone) {
+// gone returns the replicas that did not end in order: those of a name that does not run, and the earlier ones of names
+// that were started again. mu is held.
+func (o *Operator) gone(living []uint64) (gone, restarted []Gone) {
 	last := map[string]uint64{o.name: o.redis.Replica} // the replica of each name that started last
 	for id, m := range o.members {
 		last[m.name] = max(last[m.name], id)
 	}
-	for name, id := range last {
-		m := o.members[id]
+	for id, m := range o.members {
 		unsure := time.Since(started(id)) <= starting || time.Since(m.heard) > goneFor
-		if !unsure && !m.ended && id != o.redis.Replica && !slices.Contains(living, id) {
-			out = append(out, Gone{name, m.heard})
+		switch {
+		case unsure || m.ended || id == o.redis.Replica || slices.Contains(living, id):
+		case last[m.name] == id:
+			gone = append(gone, Gone{m.name, m.heard})
+		default:
+			restarted = append(restarted, Gone{m.name, m.heard})
 		}
 	}
-	slices.SortFunc(out, func(a, b Gone) int { return strings.Compare(a.Name, b.Name) })
-	return out
+	byName := func(a, b Gone) int { return cmp.Or(strings.Compare(a.Name, b.Name), a.Heard.Compare(b.Heard)) }
+	slices.SortFunc(gone, byName)
+	slices.SortFunc(restarted, byName)
+	return gone, restarted
 }

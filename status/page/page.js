@@ -183,7 +183,7 @@ function decision(t) {
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
     el('span', { class: 'id soft' }, t.request_id)));
   const gone = (t.end_gone_with || []).join(', ');
-  d.append(el('p', { class: 'words' }, t.words + (gone ? `Its end was known to ${gone}, which is gone.` : '')));
+  d.append(el('p', { class: 'words' }, t.words + (gone ? `Its end was lost when ${gone} ended without a shutdown.` : '')));
   d.append(t.weighed ? weighed(t) : '');
   d.open = open.has(t.request_id);
   d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
