@@ -234,13 +234,21 @@ func EncodesFirst(r *Request, p *Policy) bool {
 		r.MaxRedirects >= minEncodeRedirects && len(r.Body()) <= r.SplitBodyBytes && r.HasMedia()
 }
 
-// Encode decides for an encode leg, at the usable encode endpoint with the fewest requests; nil if there is none.
+// Encode decides for an encode leg, at the usable encode endpoint with the fewest requests, any of several equal ones;
+// nil if there is none.
 func Encode(r *Request, v *kvstate.View, p *Policy) *Decision {
 	var best *kvstate.Candidate
-	for i, from := 0, int(rand.Uint64()%uint64(max(len(v.Endpoints), 1))); i < len(v.Endpoints); i++ {
-		c := &v.Endpoints[(from+i)%len(v.Endpoints)]
-		if encodes(c) && (best == nil || c.Requests < best.Requests) {
-			best = c
+	equal := uint64(0) // endpoints with as few requests as best
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		switch {
+		case !encodes(c) || best != nil && c.Requests > best.Requests:
+		case best == nil || c.Requests < best.Requests:
+			best, equal = c, 1
+		default:
+			if equal++; rand.Uint64N(equal) == 0 {
+				best = c
+			}
 		}
 	}
 	if best == nil {

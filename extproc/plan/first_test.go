@@ -145,6 +145,25 @@ func TestEncode(t *testing.T) {
 	require.False(t, EncodesFirst(r, &p), "no media")
 }
 
+// Encode endpoints with equally many requests get equally many of the next: of 1,000 each gets 500, give or take six
+// standard deviations of 16.
+func TestEncodeSharesEqually(t *testing.T) {
+	p := splitting("nixl")
+	p.EncodeTimeout = time.Second
+	r, v := asked(t, Attempt{}, hello)
+	other := *v.Endpoints[4].Endpoint
+	other.Addr = "e2:1"
+	v.Endpoints = append(v.Endpoints, v.Endpoints[4])
+	v.Endpoints[5].Endpoint = &other
+	got := map[string]int{}
+	for range 1000 {
+		got[Encode(r, v, &p).Endpoint.Addr]++
+	}
+	require.InDelta(t, 500, got["e1:1"], 6*16)
+	v.Endpoints[4].Requests = 1
+	require.Equal(t, "e2:1", Encode(r, v, &p).Endpoint.Addr, "the one with fewer requests")
+}
+
 func TestOneHop(t *testing.T) {
 	p := splitting("nixl")
 	p.Handoff = HandoffSidecar
