@@ -13,7 +13,9 @@ FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
-PARALLEL ?= 4
+PARALLEL ?= 8
+# Packages without goroutines are tested without the race detector, which would make their simulations ten times slower.
+SEQUENTIAL := ./extproc/openai ./picker ./picker/admission ./replay
 SUITE ?= full shared engines
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 
@@ -35,9 +37,10 @@ demo: tools build ## everything on this machine: simulated engines, Tandem, Envo
 test: tools ## go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
-	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	GO=$(GO) ./scripts/test.sh $(SEQUENTIAL) -- $(TESTFLAGS)
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(SEQUENTIAL:./%=tandem/%))') -- $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@# budgets of allocations are not held under the race detector (package internal/budget)
-	$(if $(RACE),$(GO) test -run Alloc $(TESTFLAGS) ./extproc/... ./internal/... ./kvstate/... ./picker/...)
+	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) ./extproc/... ./internal/... ./kvstate/...)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 

@@ -47,7 +47,9 @@ func TestPrefixesInCPUMemory(t *testing.T) {
 	}
 	name := "tiers"
 	before := map[*engine]float64{}
-	for _, e := range f.prefills {
+	for _, e := range f.prefills { // a prompt is learned only once an engine has reported its size of blocks
+		direct(e, conversation("before", 1), 10)
+		f.eventually("tandem_engine_requests_external", e, func(v float64) bool { return v == 0 })
 		before[e] = f.sample("tandem_kv_events_blocks", e.addr)
 	}
 	first, _ := ask(name, 3)

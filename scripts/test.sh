@@ -1,14 +1,20 @@
 #!/bin/bash
-# go test with the flags given, over all packages. A test that fails is run once more by itself, and if it passes then it is reported as
-# FLAKY, at the end, with its output above: a bug to mend, but no reason to refuse a change that has nothing to do with it
-# (docs/adr/0018). Not after a data race, a panic or a third failure: those fail at once.
+# Runs go test with the flags given, over the packages given; `go vet` has been run before. A test that fails is run once
+# more by itself, and if it passes then it is reported as FLAKY, at the end, with its output above: a bug to mend, but no
+# reason to refuse a change that has nothing to do with it (docs/adr/0018). Not after a data race, a panic or a third
+# failure: those fail at once.
+#
+# usage: test.sh PACKAGE ... -- [FLAG ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+packages=()
+while [ "$1" != -- ]; do packages+=("$1"); shift; done
+shift
 gotestsum=gotest.tools/gotestsum@v1.13.0
 go=${GO:-go}
 if ! "$go" run "$gotestsum" --version >/dev/null 2>&1; then
   echo 'test.sh: gotestsum cannot be had: no test is run twice' >&2
-  exec "$go" test "$@" ./...
+  exec "$go" test -vet=off "$@" "${packages[@]}"
 fi
 format=pkgname
 case " $* " in *" -v "*) format=standard-verbose ;; esac
@@ -16,6 +22,6 @@ report=$(mktemp)
 trap 'rm -f "$report"' EXIT
 rc=0
 "$go" run "$gotestsum" --format "$format" --hide-summary skipped --rerun-fails=1 --rerun-fails-max-failures=2 --rerun-fails-run-root-test \
-  --rerun-fails-abort-on-data-race --rerun-fails-report "$report" --packages ./... -- "$@" || rc=$?
+  --rerun-fails-abort-on-data-race --rerun-fails-report "$report" --packages "${packages[*]}" -- -vet=off "$@" || rc=$?
 if [ -s "$report" ]; then sed "s/^/$([ $rc = 0 ] && echo FLAKY || echo 'run twice'): /" "$report"; fi
 exit $rc
