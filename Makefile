@@ -48,14 +48,17 @@ test: tools ## go vet and all tests, those with a real Envoy included
 # On a busy machine: git checkout docs README.md afterwards.
 PAGE = $(GO) test ./docs -count 1 -run 'TestFigures|TestPlots' -update
 BENCH = $(GO) run ./e2e/bench -bin bin -rounds 5
+FLEET = $(GO) run ./e2e/bench -bin bin -fleet 1,2,4,8,16 -rate 500 -shapes json1k -rounds 3 -json docs/figures/fleet.json
 TAILS = $(BENCH) -shapes json1k -clients 1,16,64,256 -rate 200 -requests 400 -json docs/figures/tails.json
 
-bench: tools build ## Tandem beside plain Envoy, compared with the last run: the tables and plots of docs/benchmarks.md anew; on an idle machine (12 minutes)
+bench: tools build ## Tandem beside plain Envoy, compared with the last run: the tables and plots of docs/benchmarks.md anew; on an idle machine (25 minutes)
 	$(BENCH) -shapes json1k,json220k -clients 1,16,64 -variant 'redis: redis=yes' -json docs/figures/floor.json
+	$(BENCH) -shapes json1k -clients 1,16,64 -rate 200 -requests 400 -variant 'redis: redis=yes' -json docs/figures/floor.json
 	$(BENCH) -shapes sse256 -clients 4,16,64 -json docs/figures/floor.json
 	$(TAILS)
 	$(TAILS) -beside json1m
-	$(GO) run ./e2e/bench -bin bin -fleet 1,4,16 -rate 500 -shapes json1k -rounds 3 -json docs/figures/fleet.json
+	$(FLEET)
+	$(FLEET) -pin -workers 1 -cpuprofile .cache/bench
 	$(PAGE)
 
 bench-go: ## Go benchmarks of all packages

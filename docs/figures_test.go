@@ -1,8 +1,10 @@
 package docs
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -18,7 +20,7 @@ import (
 type measured struct {
 	Shape, Beside, Stack, Date, Machine, Versions                   string
 	Clients, Replicas, Bytes                                        int
-	Stream, Redis                                                   bool
+	Stream, Redis, Pinned                                           bool
 	Rate, CPUXFloor, P50XFloor, P99XFloor, CPUXTandem, P50MsMore    float64
 	EnvoyMs, RouterMs, P50Ms, P99Ms, P999Ms, FirstByteMs, PerSecond float64
 	Fleet                                                           *fleetLine
@@ -26,6 +28,7 @@ type measured struct {
 
 type fleetLine struct {
 	EnvoyMs, TandemMs, RedisMs, XOne, LogEntries, RedisCommands, Wakeups, IdleMs float64
+	Parts, IdleParts                                                             map[string]float64
 }
 
 // figuresOf reads what was measured of a table.
@@ -44,7 +47,8 @@ func figuresOf(t *testing.T, table string) (out []measured) {
 func (m *measured) order() []string {
 	kind := fmt.Sprint(slices.Index([]string{"json1k", "json220k", "json1m", "sse256"}, m.Shape), m.Stream)
 	number := func(n int) string { return fmt.Sprintf("%9d", n) }
-	return []string{kind, number(m.Bytes), m.Beside, number(m.Clients), number(m.Replicas), fmt.Sprint(m.Redis)}
+	return []string{kind, number(m.Bytes), m.Beside, number(int(m.Rate)), number(m.Clients), number(m.Replicas),
+		fmt.Sprint(m.Redis)}
 }
 
 // pick returns the lines that a condition holds for.
@@ -164,12 +168,15 @@ func shapeName(shape string) string {
 	}[shape]
 }
 
+// atOnce holds for clients that each send when they have their answer, and for no rate.
+func atOnce(m *measured) bool { return plain(m) && m.Rate == 0 }
+
 func plain(m *measured) bool  { return m.Stack == "tandem" && strings.HasPrefix(m.Shape, "json") }
 func stream(m *measured) bool { return m.Stack == "tandem" && m.Shape == "sse256" }
 
 func floorTable(t *testing.T) string {
 	all := figuresOf(t, "floor")
-	lines := pick(all, plain)
+	lines := pick(all, atOnce)
 	var out [][]string
 	for _, l := range lines {
 		floor, before := l.of(all, "floor"), l.of(all, "before")
@@ -189,8 +196,12 @@ func redisTable(t *testing.T) string {
 	lines := pick(figuresOf(t, "floor"), func(m *measured) bool { return m.Stack == "redis" && m.Shape == "json1k" })
 	var out [][]string
 	for _, l := range lines {
+		rate := "as many as they can"
+		if l.Rate > 0 {
+			rate = figure(l.Rate, 0)
+		}
 		out = append(out, []string{
-			fmt.Sprint(l.Clients), goal(l.CPUXTandem, format(l.CPUXTandem, "%.2f"), "1.3"),
+			fmt.Sprint(l.Clients), rate, goal(l.CPUXTandem, format(l.CPUXTandem, "%.2f"), "1.3"),
 			goal(l.P50MsMore, format(l.P50MsMore, "%.2f"), "0.3"),
 		})
 	}
@@ -198,7 +209,7 @@ func redisTable(t *testing.T) string {
 	return rows(fmt.Sprintf("With a Redis (and no other replica), all three programs take up to %.2f times the CPU that "+
 		"Envoy and Tandem take without it, for 1 KB. %s",
 		most, when(lines)),
-		"| clients | CPU, x without Redis (goal 1.3) | p50, ms more (goal 0.3) |", out)
+		"| clients | requests a second | CPU, x without Redis (goal 1.3) | p50, ms more (goal 0.3) |", out)
 }
 
 func streamTable(t *testing.T) string {
@@ -308,8 +319,18 @@ func loadTime(v float64) string {
 	return figure(v, 0)
 }
 
-func fleetTable(t *testing.T) string {
-	lines := figuresOf(t, "fleet")
+// fleetTable is of processes that run where the system puts them, pinnedTable of those with one processor each.
+func fleetTable(t *testing.T) string  { return fleetRows(t, false) }
+func pinnedTable(t *testing.T) string { return fleetRows(t, true) }
+
+func fleetLines(t *testing.T, pinned bool) []measured {
+	t.Helper()
+	return pick(figuresOf(t, "fleet"), func(m *measured) bool { return m.Pinned == pinned })
+}
+
+func fleetRows(t *testing.T, pinned bool) string {
+	t.Helper()
+	lines := fleetLines(t, pinned)
 	goals := map[int]string{4: "1.15", 16: "1.3"}
 	var out [][]string
 	for _, l := range lines {
@@ -328,10 +349,39 @@ func fleetTable(t *testing.T) string {
 			"core |", out)
 }
 
+// partsTable has the replicas' CPU by purpose, of a request and of a second without requests.
+func partsTable(t *testing.T) string {
+	lines := fleetLines(t, true)
+	head, order := "| |", slices.Sorted(maps.Keys(lines[len(lines)-1].Fleet.Parts))
+	slices.SortStableFunc(order, func(a, b string) int { // the dearest in the largest fleet first
+		of := lines[len(lines)-1].Fleet.Parts
+		return cmp.Compare(of[b], of[a])
+	})
+	for _, l := range lines {
+		head += fmt.Sprintf(" %d |", l.Replicas)
+	}
+	for _, l := range lines {
+		head += fmt.Sprintf(" idle, %d |", l.Replicas)
+	}
+	var out [][]string
+	for _, part := range order {
+		line := []string{part}
+		for _, l := range lines {
+			line = append(line, figure(l.Fleet.Parts[part], 3))
+		}
+		for _, l := range lines {
+			line = append(line, figure(l.Fleet.IdleParts[part], 1))
+		}
+		out = append(out, line)
+	}
+	return rows("CPU of all replicas together, by the functions that profiles found, in milliseconds: of a request, and of "+
+		"a second without requests. "+when(lines), head, out)
+}
+
 // The tables of benchmarks.md that measurements write, each between two comments.
 var tables = map[string]func(*testing.T) string{
 	"floor": floorTable, "redis": redisTable, "streams": streamTable, "tails": tailsTable, "peers": peersTable,
-	"load": loadTable, "fleet": fleetTable,
+	"load": loadTable, "fleet": fleetTable, "fleet-pinned": pinnedTable, "fleet-parts": partsTable,
 }
 
 // results sets the answers of the first table, and of README's, that measurements write; the other rows have other
@@ -353,9 +403,9 @@ func results(t *testing.T, page, readme string) (newPage, newReadme string) {
 		of                           func(*measured) float64
 	}{
 		{"CPU of Envoy and Tandem, 1 KB", "CPU, 1 KB", "%.1f", "4",
-			pick(all, func(m *measured) bool { return plain(m) && m.Shape == "json1k" }), cpuXFloor},
+			pick(all, func(m *measured) bool { return atOnce(m) && m.Shape == "json1k" }), cpuXFloor},
 		{"the same, 220 KB", "CPU, 220 KB", "%.1f", "6",
-			pick(all, func(m *measured) bool { return plain(m) && m.Shape == "json220k" }), cpuXFloor},
+			pick(all, func(m *measured) bool { return atOnce(m) && m.Shape == "json220k" }), cpuXFloor},
 		{"the same, a stream of 256 tokens", "CPU, streams", "%.2f", "1.2", pick(all, stream), cpuXFloor},
 		{"p99 of 1 KB, 64 clients at 200 requests a second", "", "%.1f", "3",
 			pick(tails, func(m *measured) bool { return plain(m) && m.Clients == 64 && m.Beside == "" }),

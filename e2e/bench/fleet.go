@@ -1,21 +1,16 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"text/tabwriter"
 	"time"
 
@@ -56,8 +51,14 @@ func (s *spent) figures() []*float64 {
 
 func (s *spent) cpu() float64 { return s.envoy + s.tandem + s.redis }
 
-// fleetRow is one round of one size: what a request cost, and a second without requests.
-type fleetRow struct{ request, idle spent }
+// fleetRow is one round of one size: what a request cost, and a second without requests. parts are the replicas' CPU
+// time by purpose, of a round that was profiled.
+type fleetRow struct {
+	request, idle spent
+	parts         fleetParts
+}
+
+type fleetParts struct{ request, idle spentOn }
 
 // fleet measures each number of replicas in o.fleet, o.rounds times, and prints the table.
 func (l *lab) fleet(ctx context.Context, o options, stdout io.Writer) error {
@@ -88,11 +89,12 @@ func fleetFigures(o options, rows map[int][]fleetRow) (out []figures) {
 			one = u.cpu()
 		}
 		out = append(out, figures{
-			key: key{Shape: o.shapes[0].name, Replicas: n, Rate: o.rate, Clients: fleetClients},
+			key: key{Shape: o.shapes[0].name, Replicas: n, Rate: o.rate, Clients: fleetClients, Pinned: o.pin},
 			Fleet: &fleetCost{
 				Envoy: round3(u.envoy), Tandem: round3(u.tandem), Redis: round3(u.redis), One: round3(u.cpu() / one),
 				Logs: round3(u.logs), Commands: round3(u.commands), Wakeups: round3(u.wakeups),
-				Idle: round3(idle.cpu()),
+				Idle: round3(idle.cpu()), Parts: rows[n][len(rows[n])-1].parts.request.rounded(),
+				IdleParts: rows[n][len(rows[n])-1].parts.idle.rounded(),
 			},
 		})
 	}
@@ -103,7 +105,7 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (r
 	v := o.variants[0]
 	v.binary = cmp.Or(v.binary, filepath.Join(l.bin, "tandem"))
 	v.name, v.replicas, v.redis = fmt.Sprintf("fleet%d", n), n, true
-	g := &lab{log: l.log, envoyPath: l.envoyPath, pairs: l.pairs, bin: l.bin}
+	g := &lab{log: l.log, envoyPath: l.envoyPath, pairs: l.pairs, bin: l.bin, pin: o.pin}
 	g.Dir = l.Dir
 	defer g.Stop()
 	if err := g.startTandem(ctx, o, v); err != nil {
@@ -129,7 +131,7 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (r
 		return err
 	})
 	if err == nil && profile {
-		err = g.fleetProfile(ctx, o, s, b)
+		row.parts, err = g.fleetProfile(ctx, o, s, b)
 	}
 	return row, err
 }
@@ -332,81 +334,6 @@ func medians(rows []fleetRow, of func(*fleetRow) *spent) (out spent) {
 		*v = median(all)
 	}
 	return out
-}
-
-// purposes are the functions of Tandem below which CPU time belongs to one purpose.
-func purposes() [][2]string {
-	return [][2]string{
-		{"ext_proc", "tandem/extproc.(*Server).process"},
-		{"access log", "tandem/extproc.(*Server).readAccessLogs"},
-		{"consume tickets", "tandem/kvstate/redisstore.(*Store).askAll"},
-		{"publish", "tandem/kvstate/redisstore.(*Store).flush"},
-		{"read", "tandem/kvstate/redisstore.(*poolReplica).receive"},
-		{"of it apply", "tandem/kvstate/redisstore.(*poolReplica).takeIn"},
-		{"scrapes", "tandem/kvstate/scrape.(*Scraper).ask"},
-		{"gRPC reads", "google.golang.org/grpc/internal/transport.(*http2Server).HandleStreams"},
-		{"gRPC writes", "google.golang.org/grpc/internal/transport.(*loopyWriter).run"},
-		{"scheduler", "runtime.schedule"},
-		{"garbage collection", "runtime.gcBgMarkWorker"},
-	}
-}
-
-// fleetProfile profiles all replicas at once, without requests and under load, and prints the share of CPU by purpose.
-func (l *lab) fleetProfile(ctx context.Context, o options, s *stack, b *body) error {
-	if err := pause(ctx, 2*settleTime); err != nil {
-		return err
-	}
-	if err := l.profileAll(ctx, o, s, "idle", idleProfileTime); err != nil {
-		return err
-	}
-	loaded, cancel := context.WithCancel(ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		_, _ = l.load(loaded, s, o.shapes[0], b, fleetClients, 1<<40)
-	}()
-	err := l.profileAll(ctx, o, s, "loaded", profileTime)
-	cancel()
-	<-ended
-	return err
-}
-
-// idleProfileTime is longer, because an idle process has few samples.
-const idleProfileTime = 20 * time.Second
-
-func (l *lab) profileAll(ctx context.Context, o options, s *stack, what string, length time.Duration) error {
-	if err := os.MkdirAll(o.profiles, 0o755); err != nil {
-		return err
-	}
-	files := make([]string, len(s.admins))
-	errs := make([]error, len(s.admins))
-	var group sync.WaitGroup
-	for i, admin := range s.admins {
-		files[i] = filepath.Join(o.profiles, fmt.Sprintf("%s-%s-%d.pprof", s.name, what, i))
-		group.Go(func() {
-			url := fmt.Sprintf("%s/debug/pprof/profile?seconds=%d", admin, int(length.Seconds()))
-			errs[i] = fetch(ctx, url, files[i])
-		})
-	}
-	group.Wait()
-	if err := errors.Join(errs...); err != nil {
-		return err
-	}
-	args := append([]string{"tool", "pprof", "-top", "-cum", "-nodecount=100000", "-nodefraction=0"}, files...)
-	text, err := exec.CommandContext(ctx, "go", args...).Output()
-	if err != nil {
-		return fmt.Errorf("go tool pprof: %w", err)
-	}
-	fmt.Fprintf(l.log, "%s, %s:", s.name, what)
-	for _, p := range purposes() {
-		for line := range bytes.Lines(text) {
-			if f := strings.Fields(string(line)); len(f) >= 6 && f[5] == p[1] {
-				fmt.Fprintf(l.log, " %s %s;", p[0], f[4])
-			}
-		}
-	}
-	fmt.Fprintln(l.log)
-	return nil
 }
 
 // tandemPorts are the addresses of one replica.

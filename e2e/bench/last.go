@@ -20,6 +20,7 @@ type key struct {
 	Stack    string  `json:"stack,omitempty"`
 	Replicas int     `json:"replicas,omitempty"` // in the fleet mode
 	Rate     float64 `json:"rate,omitempty"`     // requests a second of all clients; 0: as fast as possible
+	Pinned   bool    `json:"pinned,omitempty"`   // in the fleet mode: -pin
 }
 
 // origin says when and where a line was measured.
@@ -59,6 +60,9 @@ type fleetCost struct {
 	Commands float64 `json:"redisCommands"`
 	Wakeups  float64 `json:"wakeups"`
 	Idle     float64 `json:"idleMs"`
+	// CPU of the replicas by purpose, with -cpuprofile: of a request, and of a second without requests
+	Parts     spentOn `json:"parts,omitempty"`
+	IdleParts spentOn `json:"idleParts,omitempty"`
 }
 
 // figuresOf returns the figures of a stack; tandem are the rounds of the first Tandem, nil for itself and the floor.

@@ -37,7 +37,7 @@
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
-// several replicas.
+// several replicas, fleetprofile.go what their CPU time goes to.
 package main
 
 import (
@@ -84,6 +84,7 @@ type options struct {
 	fleet      []int // numbers of replicas for the fleet mode; none: the other mode
 	beside     shape // of requests that run all the time beside the measured ones; zero: none
 	last       string
+	pin        bool
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
@@ -118,6 +119,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		})
 	f.StringVar(&fleet, "fleet", "", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
 		"second of the first shape (fleet.go)")
+	f.BoolVar(&o.pin, "pin", false, "in the fleet mode: Envoy on the first processor, and all replicas on the "+
+		"second, so that no replica's threads wake each other (Linux, two processors)")
 	f.StringVar(&beside, "beside", "", "shape of requests that are sent beside the measured ones, "+
 		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
 	f.StringVar(&o.last, "json", "", "`file` with the figures of earlier runs (docs/figures/*.json): compare, then "+

@@ -60,6 +60,7 @@ type lab struct {
 	bin       string
 	tokenTime time.Duration // of paced engines
 	rate      float64       // requests per second of all clients; 0: as fast as possible
+	pin       bool          // every process has one processor
 	pairs     map[string]pair
 	engines   []engine // of all pairs, alternating prefill and decode
 	stacks    []*stack // the floor first
@@ -238,7 +239,7 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		if err := os.WriteFile(file, []byte(own), 0o600); err != nil {
 			return err
 		}
-		t, err := l.Start(name+"-tandem", v.env, v.binary, "serve", "-f", file)
+		t, err := l.startOn(1, name+"-tandem", v.env, v.binary, "serve", "-f", file)
 		if err != nil {
 			return err
 		}
@@ -265,12 +266,21 @@ func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap 
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return nil, err
 	}
-	p, err := l.Start(name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
+	p, err := l.startOn(0, name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
 		"--concurrency", strconv.Itoa(o.workers))
 	if err != nil {
 		return nil, err
 	}
 	return p, p.Wait(ctx, "http://"+admin+"/ready")
+}
+
+// startOn starts a program, on one processor if processes are pinned. Go then gives it one thread to run on, as it has on
+// a machine with one core.
+func (l *lab) startOn(processor int, name string, env []string, path string, args ...string) (*process.Process, error) {
+	if l.pin {
+		path, args = "taskset", append([]string{"--cpu-list", strconv.Itoa(processor), path}, args...)
+	}
+	return l.Start(name, env, path, args...)
 }
 
 // stop ends everything, and removes its files.
