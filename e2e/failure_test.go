@@ -219,7 +219,14 @@ func (s *stage) meet(role string, all, stream bool, rule []string) {
 		}
 		s.ask(ask)
 		s.await()
-		if rule[0] == "refuse" && s.out(s.engine(first).addr) || slices.ContainsFunc(s.legs(), func(l leg) bool { return l.Injected != "" }) {
+		legs := s.legs()
+		if slices.ContainsFunc(legs, func(l leg) bool { return l.Injected != "" }) {
+			return
+		}
+		// A refused connection leaves no record. A decode that a check found out before the request came makes no second
+		// prefill; a prefill makes the same row either way.
+		repeated := len(slices.DeleteFunc(legs, func(l leg) bool { return l.Leg != "prefill" })) > 1
+		if rule[0] == "refuse" && s.out(s.engine(first).addr) && (repeated || role == "prefill") {
 			return
 		}
 		s.quiet()
