@@ -50,9 +50,7 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 		s.closeRanks()
 		return nil, err
 	}
-	if cfg.Proxy != "" {
-		go s.Register(s.Addr())
-	}
+	s.Register(s.Addr())
 	s.addFailures(cfg.Fail)
 	return s, nil
 }

@@ -2,6 +2,7 @@ package connector
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -37,10 +38,11 @@ type Node struct {
 	bootstrap     *http.Server // of a prefill engine whose dialect has one
 	BootstrapAddr string
 
-	mu       sync.Mutex
-	sideConn map[net.Conn]struct{}
-	closed   bool
-	stopped  chan struct{} // closed by close
+	mu        sync.Mutex
+	sideConn  map[net.Conn]struct{}
+	closed    bool
+	stopBeats context.CancelFunc // nil if none are sent
+	beats     sync.WaitGroup
 }
 
 // sideChannel is the port at which other engines ask for KV, and its address in hand-overs.
@@ -61,7 +63,6 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults, Ledger: handover.NewLedger(e.Pool, cfg.Lease),
 		Rooms: newRendezvous(),
 		inbox: newInbox(), peers: handover.NewPeers(), sideConn: make(map[net.Conn]struct{}),
-		stopped: make(chan struct{}),
 	}
 	if s.EngineID == "" {
 		s.EngineID = s.Random.UUID()
@@ -179,12 +180,16 @@ func (s *Node) Close() {
 		return
 	}
 	s.closed = true
-	close(s.stopped)
 	conns := make([]net.Conn, 0, len(s.sideConn))
 	for c := range s.sideConn {
 		conns = append(conns, c)
 	}
+	stopBeats := s.stopBeats
 	s.mu.Unlock()
+	if stopBeats != nil {
+		stopBeats()
+	}
+	s.beats.Wait()
 	if s.Side != nil {
 		_ = s.Side.Close()
 	}

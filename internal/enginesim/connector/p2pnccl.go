@@ -85,10 +85,20 @@ func (l *Leg) takeKV() error {
 	return nil
 }
 
-// Register sends heartbeats to the proxy until the simulator closes.
+// Register starts to send heartbeats to P2P NCCL's proxy, if one is configured, until the node closes. web is the
+// engine's HTTP address, host:port.
 func (s *Node) Register(web string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.cfg.Connector != P2PNCCL || s.cfg.Proxy == "" || s.closed {
+		return
+	}
 	ctx, cancel := context.WithCancel(context.Background())
-	go func() { <-s.stopped; cancel() }()
+	s.stopBeats = cancel
+	s.beats.Go(func() { s.beat(ctx, web) })
+}
+
+func (s *Node) beat(ctx context.Context, web string) {
 	kv := net.JoinHostPort(s.SideHost, fmt.Sprint(s.SidePort))
 	kind := "P"
 	if s.cfg.Role == engine.RoleDecode {
@@ -106,7 +116,7 @@ func (s *Node) Register(web string) {
 		return
 	}
 	for {
-		if err := socket.Send(zmq4.NewMsg(beat)); err != nil {
+		if err := socket.Send(zmq4.NewMsg(beat)); err != nil && ctx.Err() == nil {
 			s.Logf("a beat to %s: %v", s.cfg.Proxy, err)
 		}
 		if engine.Sleep(ctx, s.cfg.Heartbeat) != nil {

@@ -163,6 +163,10 @@ func (e *Events) next() (k keptBatch, lost bool) {
 	k = keptBatch{e.seq, p}
 	e.seq++
 	e.batch, e.count = e.batch[:0], 0
+	select {
+	case <-e.wake: // for an event that is in this batch
+	default:
+	}
 	if e.kept = append(e.kept, k); len(e.kept) > e.cfg.EventSteps {
 		e.kept = e.kept[len(e.kept)-e.cfg.EventSteps:]
 	}
