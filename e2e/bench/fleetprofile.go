@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// purposes are what the CPU time of Tandem's replicas goes to. A sample belongs to the first purpose of which a function
-// is on its stack.
+// purposes are what the CPU time of Tandem's replicas goes to. A sample belongs to the first purpose that has a
+// function on its stack.
 func purposes() []purpose {
 	return []purpose{
 		{"ext_proc", []string{"tandem/extproc.(*Server).process"}},
@@ -29,7 +29,8 @@ func purposes() []purpose {
 		{"gRPC reads", []string{"google.golang.org/grpc/internal/transport.(*http2Server).HandleStreams"}},
 		{"gRPC writes", []string{"google.golang.org/grpc/internal/transport.(*loopyWriter).run"}},
 		{"garbage collection", []string{"runtime.gcBgMarkWorker", "runtime.bgsweep", "runtime.bgscavenge"}},
-		{"scheduler", []string{"runtime.schedule", "runtime.mstart1", "runtime.sysmon", "runtime.mcall", "runtime.goexit0"}},
+		{"scheduler", []string{"runtime.schedule", "runtime.mstart1", "runtime.sysmon", "runtime.mcall",
+			"runtime.goexit0"}},
 		{other, []string{""}},
 	}
 }
@@ -129,7 +130,8 @@ func readTraces(text []byte) spentOn {
 		if len(f) == 0 {
 			continue
 		}
-		if ms, err := strconv.ParseFloat(strings.TrimSuffix(f[0], "ms"), 64); err == nil && len(f) > 1 && len(stack) == 0 {
+		ms, err := strconv.ParseFloat(strings.TrimSuffix(f[0], "ms"), 64)
+		if err == nil && len(f) > 1 && len(stack) == 0 {
 			took, f = ms, f[1:]
 		}
 		if took > 0 {

@@ -31,7 +31,8 @@ func TestPublish(t *testing.T) {
 	var all []figures
 	require.NoError(t, json.Unmarshal(text, &all))
 	require.Equal(t, []figures{
-		{key: one, origin: origin{Date: "2026-11-01"}, CPU: 4.5}, {key: other, origin: origin{Date: "2026-11-02"}, CPU: 5},
+		{key: one, origin: origin{Date: "2026-11-01"}, CPU: 4.5},
+		{key: other, origin: origin{Date: "2026-11-02"}, CPU: 5},
 		{key: fleet, origin: origin{Date: "2026-11-02"}, Fleet: &fleetCost{One: 1.5}},
 	}, all)
 	require.NoError(t, os.WriteFile(file, []byte("{"), 0o600))

@@ -274,8 +274,8 @@ func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap 
 	return p, p.Wait(ctx, "http://"+admin+"/ready")
 }
 
-// startOn starts a program, on one processor if processes are pinned. Go then gives it one thread to run on, as it has on
-// a machine with one core.
+// startOn starts a program, on one processor if processes are pinned. Go then gives it one thread to run on, as on a
+// machine with one core.
 func (l *lab) startOn(processor int, name string, env []string, path string, args ...string) (*process.Process, error) {
 	if l.pin {
 		path, args = "taskset", append([]string{"--cpu-list", strconv.Itoa(processor), path}, args...)

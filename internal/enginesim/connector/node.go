@@ -2,7 +2,6 @@ package connector
 
 import (
 	"bufio"
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -38,11 +37,10 @@ type Node struct {
 	bootstrap     *http.Server // of a prefill engine whose dialect has one
 	BootstrapAddr string
 
-	mu        sync.Mutex
-	sideConn  map[net.Conn]struct{}
-	closed    bool
-	stopBeats context.CancelFunc // nil if none are sent
-	beats     sync.WaitGroup
+	mu       sync.Mutex
+	sideConn map[net.Conn]struct{}
+	closed   bool
+	beats    beats
 }
 
 // sideChannel is the port at which other engines ask for KV, and its address in hand-overs.
@@ -184,12 +182,8 @@ func (s *Node) Close() {
 	for c := range s.sideConn {
 		conns = append(conns, c)
 	}
-	stopBeats := s.stopBeats
 	s.mu.Unlock()
-	if stopBeats != nil {
-		stopBeats()
-	}
-	s.beats.Wait()
+	s.beats.end()
 	if s.Side != nil {
 		_ = s.Side.Close()
 	}

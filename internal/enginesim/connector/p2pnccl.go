@@ -85,6 +85,19 @@ func (l *Leg) takeKV() error {
 	return nil
 }
 
+// beats are the heartbeats to P2P NCCL's proxy; none without one.
+type beats struct {
+	stop context.CancelFunc
+	done sync.WaitGroup
+}
+
+func (b *beats) end() {
+	if b.stop != nil {
+		b.stop()
+		b.done.Wait()
+	}
+}
+
 // Register starts to send heartbeats to P2P NCCL's proxy, if one is configured, until the node closes. web is the
 // engine's HTTP address, host:port.
 func (s *Node) Register(web string) {
@@ -94,8 +107,8 @@ func (s *Node) Register(web string) {
 		return
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	s.stopBeats = cancel
-	s.beats.Go(func() { s.beat(ctx, web) })
+	s.beats.stop = cancel
+	s.beats.done.Go(func() { s.beat(ctx, web) })
 }
 
 func (s *Node) beat(ctx context.Context, web string) {
