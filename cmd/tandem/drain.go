@@ -19,8 +19,8 @@ func newDrain() *cobra.Command {
 		Use: "drain POOL ENDPOINT", Short: "Pause an endpoint and wait until nothing runs on it",
 		Args: arguments(2, "POOL", "ENDPOINT"),
 		Long: "Give an endpoint no more work and wait until nothing that Tandem sent runs on it: at all replicas with Redis, else\n" +
-			"at this one. The endpoint stays paused (tandem resume). The exit status is 1 if something still ran when the\n" +
-			"time was up.",
+			"at this one. For prefill wait a second more, in which decode fetches KV. The endpoint stays paused (tandem resume).\n" +
+			"The exit status is 1 if something still ran when the time was up.",
 		RunE: func(c *cobra.Command, args []string) error {
 			status, answer, err := a.order(c.Context(), http.MethodPost, endpointPath(args[0], args[1:], "drain?timeout="+timeout.String()), nil, timeout)
 			if err != nil {

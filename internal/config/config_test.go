@@ -165,6 +165,7 @@ func TestValidationErrors(t *testing.T) {
 			"tracing: must be a mapping, is the number 7"}},
 		"half a byte":       {"envoy: {maxBodyBytes: 4096.5}\n" + least, []string{"envoy.maxBodyBytes: must be a whole number between -9223372036854775808 and 9223372036854775807, is 4096.5"}},
 		"over int32":        {edited("name: chat", "name: chat\n  prefillAttempts: 3000000000"), []string{"pools[0].prefillAttempts: must be a whole number between -2147483648 and 2147483647, is 3000000000"}},
+		"no time, no unit":  {"envoy: {decodeIdleTimeout: 0}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 0: leave it out for the default, or write 1s for a second"}},
 		"time without unit": {"envoy: {decodeIdleTimeout: 300}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 300: 300s for seconds, 300ms for milliseconds"}},
 		"time as text":      {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
 		"time too long":     {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
@@ -187,7 +188,7 @@ func TestValidationErrors(t *testing.T) {
 		"no endpoints":       {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed, or discovery"}},
 		"two pools alike": {least + "- {name: chat, kvTransfer: none, endpoints: [{address: \"127.0.0.1:8101\"}]}\n", []string{
 			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
-			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool`, `pools[1].name: "chat" names two pools`}},
+			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool; a pool that names no models has "*", all that no other pool names`, `pools[1].name: "chat" names two pools`}},
 		"listeners clash":      {"admin: {listen: \"0.0.0.0:9002\"}\n" + least, []string{"admin.listen: 0.0.0.0:9002 clashes with extProc.listen: give it another port"}},
 		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them"}},
 		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},

@@ -184,7 +184,11 @@ func checkModelsOf(v *validator, path string, p *configv1.Pool) {
 		if model == "" {
 			v.m.add(at, "is empty: a name that requests ask for, or \"*\"")
 		} else if other, taken := v.models[model]; taken {
-			v.m.add(at, "%.100q is in %s already; a model belongs to one pool", model, other)
+			hint := ""
+			if model == "*" {
+				hint = `; a pool that names no models has "*", all that no other pool names`
+			}
+			v.m.add(at, "%.100q is in %s already; a model belongs to one pool%s", model, other, hint)
 		}
 		v.models[model] = path
 	}

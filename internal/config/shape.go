@@ -126,6 +126,8 @@ func checkText(m *ValidationErrors, path string, value any, field string) bool {
 			"setting that names a file where it is a secret", variable.FindString(text))
 		return false
 	case ok:
+	case isNumber && number == "0" && slices.Contains(durations(), field):
+		m.add(path, "must have a unit, is 0: leave it out for the default, or write 1s for a second")
 	case isNumber && slices.Contains(durations(), field):
 		m.add(path, "must have a unit, is %s: %ss for seconds, %sms for milliseconds", number, number, number)
 	case isNumber && slices.Contains([]string{"listen", "address", "admin"}, field):

@@ -76,9 +76,19 @@ func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 			answerError(w, http.StatusUnauthorized, "the token is missing or wrong (Authorization: Bearer TOKEN)")
 			return
 		}
-		o.Log.Info("order", "method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr)
 		next(w, r)
 	}
+}
+
+// taken logs an order that takes effect.
+func (o *Orders) taken(r *http.Request, more ...any) {
+	o.Log.Info("order", append([]any{"method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr}, more...)...)
+}
+
+// refuse answers and logs an order that has no effect.
+func (o *Orders) refuse(w http.ResponseWriter, r *http.Request, status int, message string) {
+	o.Log.Warn("order refused", "method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr, "err", message)
+	answerError(w, status, message)
 }
 
 func answerError(w http.ResponseWriter, status int, message string) {
@@ -89,13 +99,13 @@ func answerError(w http.ResponseWriter, status int, message string) {
 
 // answerUnknown turns an error of the state into an answer. If the pool does not exist, it names those that do, and if
 // the endpoint does not, the pool's.
-func (o *Orders) answerUnknown(w http.ResponseWriter, pool string, err error) {
+func (o *Orders) answerUnknown(w http.ResponseWriter, r *http.Request, err error) {
 	if !errors.Is(err, kvstate.ErrUnknown) {
-		answerError(w, http.StatusConflict, err.Error())
+		o.refuse(w, r, http.StatusConflict, err.Error())
 		return
 	}
 	var names []string
-	p := o.State.Pool(pool)
+	p := o.State.Pool(r.PathValue("pool"))
 	if p == nil {
 		for _, other := range o.State.Pools() {
 			names = append(names, other.Spec.Name)
@@ -105,7 +115,7 @@ func (o *Orders) answerUnknown(w http.ResponseWriter, pool string, err error) {
 			names = append(names, e.DisplayName())
 		}
 	}
-	answerError(w, http.StatusNotFound, fmt.Sprintf("%v; there are: %s", err, listed(names)))
+	o.refuse(w, r, http.StatusNotFound, fmt.Sprintf("%v; there are: %s", err, listed(names)))
 }
 
 // listed joins names, at most the first few.
@@ -122,9 +132,10 @@ func (o *Orders) pool(paused bool) http.HandlerFunc {
 		name := r.PathValue("pool")
 		o.refresh(r.Context())
 		if err := o.State.PausePool(name, paused); err != nil {
-			o.answerUnknown(w, r.PathValue("pool"), err)
+			o.answerUnknown(w, r, err)
 			return
 		}
+		o.taken(r)
 		h := o.publish(r.Context(), target{Pool: name})
 		h.writeTo(w)
 		if paused {
@@ -160,9 +171,10 @@ func StateName(paused bool) string {
 	return "active"
 }
 
-func (o *Orders) endpoint(change func(*kvstate.Override)) http.HandlerFunc {
+// endpoint is an order that changes an endpoint; its log line ends with more.
+func (o *Orders) endpoint(change func(*kvstate.Override), more ...any) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		if found, ok := o.order(w, r, change); ok {
+		if found, ok := o.order(w, r, change, more...); ok {
 			h := o.publish(r.Context(), targetOf(r))
 			h.writeTo(w)
 			o.warn(w, r.PathValue("pool"), found)
@@ -199,14 +211,16 @@ func (o *Orders) warn(w http.ResponseWriter, pool string, ordered []*kvstate.End
 }
 
 func (o *Orders) order(
-	w http.ResponseWriter, r *http.Request, change func(*kvstate.Override),
+	w http.ResponseWriter, r *http.Request, change func(*kvstate.Override), more ...any,
 ) ([]*kvstate.Endpoint, bool) {
 	o.refresh(r.Context())
 	found, err := o.State.SetOverride(r.PathValue("pool"), r.PathValue("endpoint"), change)
 	if err != nil {
-		o.answerUnknown(w, r.PathValue("pool"), err)
+		o.answerUnknown(w, r, err)
+		return nil, false
 	}
-	return found, err == nil
+	o.taken(r, more...)
+	return found, true
 }
 
 func targetOf(r *http.Request) target { return target{r.PathValue("pool"), r.PathValue("endpoint")} }
@@ -217,11 +231,11 @@ func (o *Orders) weight(w http.ResponseWriter, r *http.Request) {
 	}
 	err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxTokenFile)).Decode(&body)
 	if err != nil || body.Weight < 1 || body.Weight > 10_000 {
-		answerError(w, http.StatusBadRequest, `the body must be {"weight": N}, N from 1 to 10000 in per cent; `+
+		o.refuse(w, r, http.StatusBadRequest, `the body must be {"weight": N}, N from 1 to 10000 in per cent; `+
 			`to give no more work to an endpoint, pause it`)
 		return
 	}
-	o.endpoint(func(e *kvstate.Override) { e.Weight = body.Weight })(w, r)
+	o.endpoint(func(e *kvstate.Override) { e.Weight = body.Weight }, "weight", body.Weight)(w, r)
 }
 
 // Bounds of an order to drain: how long it waits, and how often it checks.
@@ -230,16 +244,18 @@ const (
 	drainLongest = 30 * time.Minute
 	drainLook    = 50 * time.Millisecond
 	drainAsk     = 250 * time.Millisecond // interval of the questions to other replicas
+	drainFetch   = time.Second            // for decode to fetch the KV of prefill's last requests
 )
 
 // drain pauses an endpoint and waits until no replica has requests running on it: 200. If the time is over before
-// that: 202, and the endpoint stays paused.
+// that: 202, and the endpoint stays paused. Of a prefill endpoint decode may still fetch KV then, which nothing
+// reports; so it waits a while longer.
 func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	limit := DrainDefault
 	if text := r.URL.Query().Get("timeout"); text != "" {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < 0 || d > drainLongest {
-			answerError(w, http.StatusBadRequest, "timeout must be a duration of at most "+drainLongest.String())
+			o.refuse(w, r, http.StatusBadRequest, "timeout must be a duration of at most "+drainLongest.String())
 			return
 		}
 		limit = d
@@ -252,6 +268,12 @@ func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	defer cancel()
 	h := o.publish(r.Context(), targetOf(r))
 	quiet := o.quiet(ctx, &h, found, targetOf(r))
+	if quiet && slices.ContainsFunc(found, func(e *kvstate.Endpoint) bool { return e.Role&kvstate.RolePrefill != 0 }) {
+		select {
+		case <-r.Context().Done():
+		case <-time.After(drainFetch):
+		}
+	}
 	h.writeTo(w)
 	o.warn(w, r.PathValue("pool"), found)
 	if !quiet {
@@ -290,9 +312,10 @@ func (o *Orders) quiet(ctx context.Context, h *Holds, endpoints []*kvstate.Endpo
 func (o *Orders) readAgain(w http.ResponseWriter, r *http.Request) {
 	changes, err := o.Reload(context.WithoutCancel(r.Context()))
 	if err != nil {
-		answerError(w, http.StatusUnprocessableEntity, err.Error())
+		o.refuse(w, r, http.StatusUnprocessableEntity, err.Error())
 		return
 	}
+	o.taken(r)
 	type change struct {
 		Path    string `json:"path"`
 		Before  string `json:"before"`

@@ -50,16 +50,16 @@ func ReadToken(file string) (string, error) {
 	}
 	f, err := os.Open(file)
 	if err != nil {
-		return "", fmt.Errorf("admin.tokenFile: %w", err)
+		return "", err
 	}
 	defer f.Close()
 	text, err := io.ReadAll(io.LimitReader(f, maxTokenFile+1))
 	if err != nil {
-		return "", fmt.Errorf("admin.tokenFile: %w", err)
+		return "", err
 	}
 	token := strings.TrimSpace(string(text))
 	if len(token) < minToken || len(text) > maxTokenFile || strings.ContainsAny(token, "\r\n") {
-		return "", fmt.Errorf("admin.tokenFile: not one line of %d to %d characters", minToken, maxTokenFile)
+		return "", fmt.Errorf("%s: not one line of %d to %d characters", file, minToken, maxTokenFile)
 	}
 	return token, nil
 }
