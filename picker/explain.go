@@ -36,7 +36,7 @@ type Weighed struct {
 	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
 	// failed, though it counts as usable because all of its role have failed; or stale: no recent engine report
 	State string `json:"state,omitempty"`
-	Hit   int    `json:"hit_blocks"`
+	Hit   int    `json:"hit_blocks"`            // leading blocks of the prompt that it holds; 0 if it is out
 	Loads int    `json:"load_blocks,omitempty"` // of those, outside GPU memory
 	// learned factor on the modelled prefill times; absent: as modelled
 	Speed    float64       `json:"prefill_learned,omitempty"`
@@ -108,10 +108,10 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	w := Weighed{
 		Endpoint: c.Endpoint.Addr, Name: c.Endpoint.DisplayName(), Role: c.Endpoint.Role.String(), Out: k.why(r, c),
 	}
-	w.Hit, w.Loads = c.Hit, c.Loads.Blocks()
 	if w.Out != "" {
-		return w
+		return w // what it holds does not count, and of one that failed nobody knows it
 	}
+	w.Hit, w.Loads = c.Hit, c.Loads.Blocks()
 	switch {
 	case c.Endpoint.Failed():
 		w.State = "failed"

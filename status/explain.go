@@ -6,6 +6,7 @@ import (
 	"io"
 	"math"
 	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 
@@ -49,10 +50,22 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 		c := &e.Candidates[i]
 		prefill, decode, alone := c.Totals()
 		note := remark(c, c.Endpoint == e.Prefill || c.Endpoint == e.Decode, e.Prefill != "")
-		fmt.Fprintf(t, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(cmp.Or(c.Name, c.Endpoint)), c.Role, c.Hit,
+		if e.NotSplit == "no_prefill" && c.Out == "" && c.Role == kvstate.RolePrefill.String() {
+			note = join("no decode endpoint of its group can answer", note)
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n",
+			plain(cmp.Or(c.Name, c.Endpoint)), c.Role, held(c.Out != "", c.Hit),
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
 	_ = t.Flush()
+}
+
+// held prints the blocks of the prompt that an endpoint holds.
+func held(out bool, blocks int) string {
+	if out {
+		return "-"
+	}
+	return strconv.Itoa(blocks)
 }
 
 // mostKV returns the largest KV cache of a decode endpoint, in tokens; 0 if one of them is not known.
@@ -90,9 +103,9 @@ func remark(c *picker.Weighed, chosen, split bool) string {
 	case c.Busy && chosen && !split:
 		return join("chosen since there is no other way, though its answers suffer", note)
 	case c.Busy && !chosen:
-		return join(notAlone(c), note)
+		return join(notAlone(c.TooLong), note)
 	case c.Busy:
-		return join(join("chosen", notAlone(c)), note)
+		return join(join("chosen", notAlone(c.TooLong)), note)
 	case chosen:
 		return join("chosen", note)
 	}
@@ -100,8 +113,8 @@ func remark(c *picker.Weighed, chosen, split bool) string {
 }
 
 // notAlone says why an endpoint does not compute the prompt, too.
-func notAlone(c *picker.Weighed) string {
-	if c.TooLong {
+func notAlone(tooLong bool) string {
+	if tooLong {
 		return "no decode alone here: the prompt is too long, answers would suffer"
 	}
 	return "no decode alone here: its answers would suffer"
@@ -131,6 +144,10 @@ func join(a, b string) string {
 func price(has bool, seconds float64) string {
 	if !has {
 		return "-"
+	}
+	// finer than other times: a decision may lie in a few milliseconds
+	if seconds >= 1 && seconds < 10 {
+		return fmt.Sprintf("%.2f s", seconds)
 	}
 	return millis(max(seconds, 0) * 1000)
 }
@@ -170,28 +187,40 @@ func Sentence(e *extproc.Explanation) string {
 	switch {
 	case e.Always:
 		return s + ": the pool splits every prompt (split is always)."
-	case math.IsInf(alone, 1) && slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool { return c.TooLong }):
-		return s + suffering(e)
 	case math.IsInf(alone, 1) && slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool { return c.Busy }):
-		return s + ": decode endpoints are too busy to compute it, too."
+		return s + suffering(e)
 	case math.IsInf(alone, 1):
 		return s + ": no decode endpoint can compute it, too."
 	}
 	return s + compared(alone-e.Price, "decode alone")
 }
 
-// suffering ends a sentence about a prompt that is too long for decode alone, with what splitting it saves.
+// suffering ends a sentence about a request for which no decode endpoint is offered to do both.
 func suffering(e *extproc.Explanation) string {
-	least := math.Inf(1)
+	least, tooLong := math.Inf(1), false
 	for i := range e.Candidates {
-		if c := &e.Candidates[i]; c.Alone != nil {
+		c := &e.Candidates[i]
+		if c.Alone != nil {
 			_, _, alone := c.Totals()
 			least = min(least, alone)
 		}
+		tooLong = tooLong || c.TooLong
 	}
-	s := ": the prompt is too long for decode alone, where running answers would slow down too much"
-	if more := least - e.Price; more > 0 && !math.IsInf(more, 1) {
+	return notOffered(tooLong, least-e.Price)
+}
+
+// notOffered ends a sentence about a split request that no decode endpoint may compute, too: why, and what that would
+// cost more than splitting, in seconds.
+func notOffered(tooLong bool, more float64) string {
+	s := ": decode endpoints are too busy to compute it, too"
+	if tooLong {
+		s = ": the prompt is too long for decode alone, where each token of an answer would take longer than allowed"
+	}
+	switch {
+	case finite(more) && more > 0:
 		s += "; splitting it is " + millis(more*1000) + " cheaper, too"
+	case finite(more) && more < 0:
+		s += "; else decode alone would be " + millis(-more*1000) + " cheaper"
 	}
 	return s + "."
 }

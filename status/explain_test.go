@@ -25,9 +25,9 @@ A price is what the request costs all requests, not the time that its client wai
 Prefill endpoints are 40 % busy.
 
   endpoint       role     cached blocks  prefill  transfer and decode  decode alone  note
-  p1             prefill  3              1.0 s    -                    -             chosen
-  10.0.1.2:8000  prefill  0              -        -                    -             left out: failed
-  d1             decode   0              -        120 ms               2.0 s         chosen, decode times 2
+  p1             prefill  3              1.00 s   -                    -             chosen
+  10.0.1.2:8000  prefill  -              -        -                    -             left out: failed
+  d1             decode   0              -        120 ms               2.00 s        chosen, decode times 2
 `, text.String())
 
 	e.Candidates[0].State = "failed"
@@ -40,10 +40,11 @@ Prefill endpoints are 40 % busy.
 	require.Contains(t, text.String(), "\nIf it is back, the first token is expected after 700 ms")
 	e.Candidates[0].State = ""
 	e.Candidates[2].Busy = true
-	require.Equal(t, "Split: p1 computes the prompt, d1 answers: decode endpoints are too busy to compute it, too.", Sentence(&e))
+	require.Equal(t, "Split: p1 computes the prompt, d1 answers: decode endpoints are too busy to compute it, too; "+
+		"splitting it is 880 ms cheaper, too.", Sentence(&e))
 	e.Candidates[2].TooLong = true
-	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the prompt is too long for decode alone, where running answers "+
-		"would slow down too much; splitting it is 880 ms cheaper, too.", Sentence(&e))
+	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the prompt is too long for decode alone, where each "+
+		"token of an answer would take longer than allowed; splitting it is 880 ms cheaper, too.", Sentence(&e))
 	e.Candidates[2].TooLong = false
 	e.Paused = true
 	text.Reset()
@@ -73,6 +74,9 @@ Prefill endpoints are 40 % busy.
 	e.Candidates = []picker.Weighed{d1}
 	require.Equal(t, "Decode alone on d1: the pool has no prefill endpoint.", Sentence(&e))
 	e.Candidates = []picker.Weighed{p1, d1}
+	text.Reset()
+	PrintExplanation(&text, &e)
+	require.Contains(t, text.String(), " no decode endpoint of its group can answer\n")
 	for why, want := range map[string]string{
 		"no_prefill":     "no prefill endpoint shares its group with a decode endpoint that can answer",
 		"policy":         "the pool splits nothing (split is never)",

@@ -270,6 +270,12 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 		if p.Endpoint == t.Prefill || p.Endpoint == t.Decode {
 			note = "chosen"
 		}
+		switch {
+		case p.NotAlone != "" && t.Prefill != "":
+			note = join(note, notAlone(p.NotAlone == telemetry.NotAloneTooLong))
+		case p.NotAlone != "" && note != "":
+			note = "chosen since there is no other way, though its answers suffer"
+		}
 		if !p.Out && p.Prefill == nil && p.Decode == nil && p.Alone == nil {
 			note = join(note, "not weighed: one endpoint was to do both")
 		}
@@ -279,7 +285,7 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 				note += ": " + plain(strings.ReplaceAll(p.Why, "failed_request", "it failed this request"))
 			}
 		}
-		fmt.Fprintf(table, "  %s\t%s\t%d\t%s\t%s\t%s\t%s\n", plain(p.Endpoint), p.Role, p.Hit,
+		fmt.Fprintf(table, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", plain(p.Endpoint), p.Role, held(p.Out, p.Hit),
 			price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),
 			price(alone != nil, sum(alone)), note)
 	}
@@ -353,11 +359,36 @@ func decided(t *telemetry.Trace) string {
 		return s + "."
 	}
 	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", plain(t.Prefill), plain(t.Decode))
-	more := least(t, alone) - at(t, t.Prefill, prefill) - at(t, t.Decode, decode)
+	paid := at(t, t.Prefill, prefill) + at(t, t.Decode, decode)
+	if why, all := kept(t); all {
+		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, alone)-paid)
+	}
+	more := least(t, func(w *telemetry.Weighed) []telemetry.Part {
+		if w.NotAlone != "" {
+			return nil
+		}
+		return w.Alone
+	}) - paid
 	if !finite(more) {
 		return s + "."
 	}
 	return s + compared(more, "decode alone")
+}
+
+// kept reports whether answers that would suffer kept every decode endpoint from doing both, and why: for this prompt
+// alone, if that is so at one of them.
+func kept(t *telemetry.Trace) (why string, all bool) {
+	for i := range t.Weighed {
+		w := &t.Weighed[i]
+		switch {
+		case w.Out || w.Alone == nil:
+		case w.NotAlone == "":
+			return "", false
+		case why != telemetry.NotAloneTooLong:
+			why = w.NotAlone
+		}
+	}
+	return why, why != ""
 }
 
 // least returns the lowest price of one kind; infinite if no endpoint has one.

@@ -21,6 +21,9 @@ func TestPrintDecided(t *testing.T) {
 		{Endpoint: "d1:1", Role: "decode", Decode: part(.05), Alone: part(.5)},
 	}
 	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
+	notAlone := func(alone float64, why string) []telemetry.Weighed {
+		return append(prices[:2:2], telemetry.Weighed{Endpoint: "d1:1", Role: "decode", Decode: part(.05), Alone: part(alone), NotAlone: why})
+	}
 	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
 		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Answered: telemetry.Answered{Streamed: true},
 		Started: now.Add(-5 * time.Second), Weighed: prices}
@@ -39,13 +42,25 @@ Of the price of prefill at p1:1, 40 ms are for the delay of other requests.
 
   endpoint  role     cached blocks  prefill  transfer and decode  decode alone  note
   p1:1      prefill  3              100 ms   -                    -             chosen
-  p2:1      prefill  0              -        -                    -             left out: it failed this request
+  p2:1      prefill  -              -        -                    -             left out: it failed this request
   d1:1      decode   0              -        50 ms                500 ms        chosen
 
 The prices of the last plan, as they were then. --output json has their parts.
 `, text.String())
 
 	for want, change := range map[string]func(*telemetry.Trace){
+		"the prompt is too long for decode alone, where each token of an answer would take longer than allowed; splitting it is 350 ms cheaper, too.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.5, telemetry.NotAloneTooLong)
+		},
+		"d1:1 answers: decode endpoints are too busy to compute it, too; else decode alone would be 50 ms cheaper.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.1, telemetry.NotAloneBusy)
+		},
+		"50 ms                100 ms        chosen, no decode alone here: its answers would suffer\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.1, telemetry.NotAloneBusy)
+		},
+		"chosen since there is no other way, though its answers suffer": func(r *telemetry.Trace) {
+			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
+		},
 		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ": func(r *telemetry.Trace) { r.Reason = "cheaper" },
 		"Decode alone on d1:1: it cost less than two hops.":                   func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
 		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {

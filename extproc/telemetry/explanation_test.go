@@ -3,6 +3,11 @@ package telemetry
 import (
 	"encoding/json"
 	"fmt"
+	"os"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -30,4 +35,29 @@ func TestExplanationFitsAHeader(t *testing.T) {
 	require.NoError(t, json.Unmarshal(text, &got))
 	require.InDelta(t, 1, got.Waited, 0)
 	require.ElementsMatch(t, []string{e.Prefill, e.Decode}, []string{got.Candidates[0].Endpoint, got.Candidates[1].Endpoint})
+}
+
+// The documentation has a row for every field of the header.
+func TestExplanationIsDocumented(t *testing.T) {
+	text, err := os.ReadFile("../../docs/operations.md")
+	require.NoError(t, err)
+	_, section, found := strings.Cut(string(text), "### The header x-tandem-explain\n")
+	require.True(t, found)
+	section, _, _ = strings.Cut(section, "\n## ")
+	var documented []string
+	for _, row := range regexp.MustCompile("(?m)^\\| (`[^|]*) \\|").FindAllStringSubmatch(section, -1) {
+		for _, name := range regexp.MustCompile("`([a-z_]+)`").FindAllStringSubmatch(row[1], -1) {
+			documented = append(documented, name[1])
+		}
+	}
+	fields := []string{"pool", "waited", "waited_for", "behind", "behind_remote"}
+	for _, v := range []any{picker.Explanation{}, picker.Weighed{}} {
+		for i := range reflect.TypeOf(v).NumField() {
+			name, _, _ := strings.Cut(reflect.TypeOf(v).Field(i).Tag.Get("json"), ",")
+			fields = append(fields, name)
+		}
+	}
+	slices.Sort(documented)
+	slices.Sort(fields)
+	require.Equal(t, slices.Compact(fields), slices.Compact(documented))
 }

@@ -21,7 +21,15 @@ type Weighed struct {
 	Prefill  []Part `json:"prefill,omitempty"`
 	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
 	Alone    []Part `json:"alone,omitempty"`  // of decode alone, if the request may be split
+	// why decode alone was not offered here, whatever it costs: NotAloneBusy or NotAloneTooLong
+	NotAlone string `json:"not_alone,omitempty"`
 }
+
+// Values of Weighed.NotAlone: answers would suffer, for what runs there, or for this prompt alone.
+const (
+	NotAloneBusy    = "busy"
+	NotAloneTooLong = "too_long"
+)
 
 // Foreseen is the expected duration of a request when its last pass was planned, from then on; 0: not estimated.
 type Foreseen struct {

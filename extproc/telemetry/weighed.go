@@ -33,6 +33,12 @@ func Weigh(all []picker.Weighed, split bool) []Weighed {
 			if w.Alone = alone; !split {
 				w.Alone, w.Decode = nil, alone
 			}
+			switch {
+			case c.TooLong:
+				w.NotAlone = NotAloneTooLong
+			case c.Busy:
+				w.NotAlone = NotAloneBusy
+			}
 		}
 		out = append(out, w)
 	}

@@ -199,11 +199,13 @@ function end(t) {
 
 const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity;
 
+const notAlone = { busy: ' (not offered: its answers would suffer)', too_long: ' (not offered: the prompt is too long, answers would suffer)' };
+
 function weighed(t) {
   const parts = list => list ? `${price(total(list))} = ${list.map(p => p.name + ' ' + price(p.value)).join(' + ')}` : '–';
   return table('What was weighed for ' + t.request_id, ['endpoint', 'role', ['blocks held'], 'to prefill', 'to decode', 'to do both'], t.weighed.map(w => {
     const chosen = w.endpoint === t.prefill || w.endpoint === t.decode;
-    return { chosen, cells: [(chosen ? '✓ ' : '') + w.endpoint + (w.out ? ' (out)' : ''), w.role, String(w.hit_blocks), parts(w.prefill), parts(w.decode), parts(w.alone)] };
+    return { chosen, cells: [(chosen ? '✓ ' : '') + w.endpoint + (w.out ? ' (out)' : ''), w.role, w.out ? '–' : String(w.hit_blocks), parts(w.prefill), parts(w.decode), parts(w.alone) + (notAlone[w.not_alone] || '')] };
   }));
 }
 
