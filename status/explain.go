@@ -220,7 +220,7 @@ func notOffered(tooLong bool, more float64) string {
 	case finite(more) && more > 0:
 		s += "; splitting it is " + millis(more*1000) + " cheaper, too"
 	case finite(more) && more < 0:
-		s += "; else decode alone would be " + millis(-more*1000) + " cheaper"
+		s += "; otherwise decode alone would be " + millis(-more*1000) + " cheaper"
 	}
 	return s + "."
 }

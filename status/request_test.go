@@ -52,7 +52,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"the prompt is too long for decode alone, where each token of an answer would take longer than allowed; splitting it is 350 ms cheaper, too.\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.5, telemetry.NotAloneTooLong)
 		},
-		"d1:1 answers: decode endpoints are too busy to compute it, too; else decode alone would be 50 ms cheaper.\n": func(r *telemetry.Trace) {
+		"d1:1 answers: decode endpoints are too busy to compute it, too; otherwise decode alone would be 50 ms cheaper.\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.1, telemetry.NotAloneBusy)
 		},
 		"50 ms                100 ms        chosen, no decode alone here: its answers would suffer\n": func(r *telemetry.Trace) {
