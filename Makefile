@@ -94,7 +94,7 @@ idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 
 soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis, SOAK_REPLICAS=4
 	SOAK=$${SOAK:-20m} TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 0 -run 'TestSoak$$' -v ./e2e
 
-stress: tools ## unit tests RUNS (5) times beside busy loops: what fails here fails by chance (4 minutes a run); PACKAGES=./e2e
+stress: tools ## unit tests RUNS (5) times beside busy loops: what fails here fails by chance (10 minutes a run); PACKAGES=./e2e
 	RUNS=$${RUNS:-5} GO=$(GO) scripts/stress.sh $(PACKAGES)
 
 fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
