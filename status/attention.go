@@ -62,6 +62,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	}
 	files(s, add)
 	otherReplicas(s, add)
+	if s.TicketsRefused > 0 {
+		add(true, "howto/several-replicas.md#tickets-are-refused", "%s", s.ticketsRefused())
+	}
 	if s.Failures > 0 {
 		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute%s",
 			count(int(s.Failures), "request"), s.whereFailed())

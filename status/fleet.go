@@ -237,6 +237,7 @@ func merge(got answers, now time.Time) Status {
 	}
 	recent := got.traces(now)
 	minute, last := telemetry.Totals{}, asked.Last
+	lost := uint64(0)
 	for i := range reports {
 		r := &reports[i]
 		s.Replicas = append(s.Replicas, Replica{
@@ -253,12 +254,14 @@ func merge(got answers, now time.Time) Status {
 		}
 		of := rates(&r.Minute, max(r.Seconds, 1))
 		s.Minute.addRates(&of)
-		s.Failures += r.Minute.Failed
+		s.Failures += r.Minute.Failed - min(r.Minute.TicketFailures, r.Minute.Failed)
+		s.TicketsRefused, lost = s.TicketsRefused+r.Minute.TicketsRefused, lost+r.Minute.TicketFailures
 		minute.FirstByte.Add(&r.Minute.FirstByte)
 		minute.Prefill.Add(&r.Minute.Prefill)
 		minute.Decisions.Add(&r.Minute.Decisions)
 		last = min(last, max(r.Last, asked.Last-behind))
 	}
+	s.TicketsRefused = max(s.TicketsRefused, lost) // one replica refuses, and another may know whose request it was
 	if slices.ContainsFunc(s.Envoys, func(e Envoy) bool { return e.Left.IsZero() }) {
 		s.Envoys = slices.DeleteFunc(s.Envoys, func(e Envoy) bool { return !e.Left.IsZero() })
 	}

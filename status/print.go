@@ -244,6 +244,8 @@ func statusOf(r *telemetry.Trace, now time.Time) string {
 	switch {
 	case r.Ended == telemetry.EndedCut:
 		return fmt.Sprintf("%d, cut", r.Status)
+	case r.Ended == telemetry.EndedTicketRefused:
+		return fmt.Sprintf("%d, ticket refused", r.Status)
 	case r.Status > 0:
 		return fmt.Sprint(r.Status)
 	case r.Ended == "client_gone":

@@ -172,3 +172,21 @@ func TestEndsThatWentWithAReplica(t *testing.T) {
 	restarted = []operator.Gone{{Name: "t3:1", Heard: now}, {Name: "t3:1", Heard: now.Add(-time.Second)}}
 	require.Equal(t, "unknown t2:1,t3:1", row(func(*telemetry.Trace) {}))
 }
+
+// A request whose ticket a replica refused says so, and counts on no endpoint. One replica may refuse the ticket, and
+// another have the request.
+func TestTicketRefused(t *testing.T) {
+	now := time.Now()
+	lost := telemetry.Trace{RequestID: "r-1", Pool: "chat", Route: "split", Prefill: "p1:1", Decode: "d1:1", Served: telemetry.Served{Plans: 1}, Status: 503, Started: now}
+	lost.Ended = telemetry.EndedTicketRefused
+	failed := telemetry.Trace{RequestID: "r-2", Pool: "chat", Route: "split", Prefill: "p1:1", Decode: "d1:1", Served: telemetry.Served{Plans: 1}, Status: 503, Started: now.Add(-time.Second)}
+	failed.Ended = "failed"
+	one := report{Minute: telemetry.Totals{Failed: 2, TicketFailures: 1}, Ready: true, Traces: []telemetry.Trace{lost, failed}}
+	other := report{Name: "other", Minute: telemetry.Totals{TicketsRefused: 1}, Ready: true}
+	s := merge(answers{reports: []report{one, other}}, now)
+	require.Equal(t, Failed{Failures: 1, FailedHops: "decode at d1:1", FailedID: "r-2", TicketsRefused: 1, TicketID: "r-1"}, s.Failed)
+	require.Equal(t, "503, ticket refused", statusOf(&lost, now))
+	var text strings.Builder
+	printDecided(&text, &lost, now)
+	require.Contains(t, text.String(), "status 503, ticket refused.\nIts ticket was refused: ")
+}
