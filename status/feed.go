@@ -186,6 +186,7 @@ type Feed struct {
 	started time.Time
 
 	asking singleflight.Group // of the other replicas
+	ends   ends               // of requests, that were found out
 
 	mu     sync.Mutex
 	points []Point                 // oldest first, at most keptPoints

@@ -125,6 +125,7 @@ type answers struct {
 	silent    []string
 	gone      []operator.Gone
 	restarted []operator.Gone // gone, too, but their names run again
+	ends      *ends           // that were found out before; nil: only this replica is asked
 	noRedis   bool            // the silent ones could not be asked, or their answers not be read
 }
 
@@ -157,7 +158,7 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 	if !f.source.Sharing().Up { // this replica does not know who lives
 		others.gone, others.restarted = nil, nil
 	}
-	others.reports = append(mine.reports, others.reports...)
+	others.reports, others.ends = append(mine.reports, others.reports...), &f.ends
 	return others
 }
 
@@ -196,6 +197,9 @@ func (a *answers) traces(now time.Time) []telemetry.Trace {
 	all := telemetry.Merge(parts, len(a.silent) > 0)
 	for i := range all {
 		all[i].GoneWith = a.goneWith(&all[i], now)
+	}
+	if a.ends != nil {
+		a.ends.fill(all, a.reports[0].Traces)
 	}
 	return all
 }

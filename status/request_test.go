@@ -190,3 +190,52 @@ func TestTicketRefused(t *testing.T) {
 	printDecided(&text, &lost, now)
 	require.Contains(t, text.String(), "status 503, ticket refused.\nIts ticket was refused: ")
 }
+
+// What was found out about the end of a request is kept: the replica that knew it may be gone later, or Redis, which
+// says who is.
+func TestEndsAreKept(t *testing.T) {
+	now := time.Now()
+	row := func(id string, change func(*telemetry.Trace)) telemetry.Trace {
+		r := telemetry.Trace{RequestID: id, Route: "split", Prefill: "p1:1", Decode: "d1:1", Started: now.Add(-20 * time.Second)}
+		r.Plans, r.Next, r.PrefillTime = 1, 1, time.Second
+		change(&r)
+		return r
+	}
+	mine := func() report {
+		return report{Name: "t1:1", Traces: []telemetry.Trace{
+			row("answered", func(*telemetry.Trace) {}), row("lost", func(*telemetry.Trace) {}),
+			row("runs", func(r *telemetry.Trace) { r.Started = now }),
+		}}
+	}
+	gone := []operator.Gone{{Name: "t2:1", Heard: now.Add(-19 * time.Second)}}
+	other := report{Name: "t2:1", Traces: []telemetry.Trace{row("answered", func(r *telemetry.Trace) {
+		r.Route, r.Pass, r.Status, r.Ended, r.DecodeTime = "", 1, 200, "ok", 302*time.Millisecond
+	})}}
+	var found ends
+	for _, got := range []answers{
+		{reports: []report{mine(), other}},
+		{reports: []report{mine()}, gone: gone},
+		{reports: []report{mine()}, noRedis: true},
+		{reports: []report{mine()}},
+	} {
+		before := len(found.found)
+		got.ends = &found
+		var rows []string
+		for _, r := range got.traces(now) {
+			rows = append(rows, r.RequestID+" "+statusOf(&r, now)+" "+strings.Join(r.GoneWith, ","))
+		}
+		if before == 0 {
+			require.Equal(t, []string{"runs ... ", "answered 200 ", "lost ... "}, rows)
+		} else {
+			require.Equal(t, []string{"runs ... ", "answered 200 ", "lost unknown t2:1"}, rows)
+		}
+	}
+	for i := range 2 * allRecent {
+		all := []telemetry.Trace{{RequestID: "later", Started: now.Add(time.Duration(i) * time.Second)}}
+		own := []telemetry.Trace{all[0]}
+		all[0].Status = 200
+		found.fill(all, own)
+	}
+	require.Len(t, found.found, allRecent)
+	require.NotContains(t, found.found, endKey{"lost", now.Add(-20 * time.Second).UnixMicro()})
+}
