@@ -121,6 +121,7 @@ type Excluded struct {
 	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
 	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
 	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
+	Unpaired bool    `json:"unpaired,omitempty"`       // for prefill only, and no endpoint that decodes may pair with it
 }
 
 // Flow is the number of the latest requests that went from one endpoint to another. Prefill is "" if decode worked
@@ -279,6 +280,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
+		shown.Unpaired = unpaired(e, p.Endpoints())
 		shown.FailedS = f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
@@ -296,6 +298,15 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		out.Endpoints = append(out.Endpoints, shown)
 	}
 	return out
+}
+
+// unpaired reports whether a prefill endpoint pairs with none of all, whatever their states.
+func unpaired(e *kvstate.Endpoint, all []*kvstate.Endpoint) bool {
+	agree := func(a, b string) bool { return a == b || a == "" || b == "" } // what is not known keeps none from pairing
+	return e.Role == kvstate.RolePrefill && !slices.ContainsFunc(all, func(o *kvstate.Endpoint) bool {
+		return o.Role&kvstate.RoleDecode != 0 && o.Group == e.Group && agree(o.Engine, e.Engine) &&
+			agree(o.Layout, e.Layout)
+	})
 }
 
 // staleAfter is the age from which an engine's report counts less in decisions.

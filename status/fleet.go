@@ -391,6 +391,7 @@ func (e *Endpoint) add(o *Endpoint) {
 	if severity(o.State) > severity(e.State) {
 		e.State, e.Up = o.State, o.Up
 	}
+	e.Unpaired = e.Unpaired || o.Unpaired
 	e.Transfer = cmp.Or(e.Transfer, o.Transfer)
 	if e.Running < 0 && e.Waiting < 0 && e.KVUsage < 0 {
 		e.Running, e.Waiting, e.KVUsage = o.Running, o.Waiting, o.KVUsage

@@ -143,7 +143,13 @@ func printPool(w io.Writer, p *Pool) {
 	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks%s\n",
 		plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at\twrites\teach token in")
+	notes := slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Unpaired })
+	end := "\n"
+	if notes {
+		end = "\tnote\n"
+	}
+	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at\twrites\t"+
+		"each token in"+end)
 	for _, e := range p.Endpoints {
 		health, hits, group, transfer := e.State, "-", "", "-"
 		if e.Transfer > 0 {
@@ -162,8 +168,12 @@ func printPool(w io.Writer, p *Pool) {
 		if e.Rate >= 0 {
 			output = number(e.Rate) + " tokens/s"
 		}
-		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s\n", plain(e.Name), plain(group), e.Role, health,
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", plain(e.Name), plain(group), e.Role, health,
 			e.Requests, e.Tokens, e.Hops, hits, transfer, output, millis(e.PerToken))
+		if e.Unpaired {
+			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
+		}
+		fmt.Fprintln(t)
 	}
 	_ = t.Flush()
 }

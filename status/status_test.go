@@ -248,3 +248,23 @@ func TestPaint(t *testing.T) {
 		"\x1b[31m  d1  decode  OUT  0\x1b[0m\n\x1b[31m  503  split\x1b[0m\n",
 		Paint("Tandem v1, ready\nPROBLEM  x\n  p1  prefill  up\n  d1  decode  OUT  0\n  503  split\n"))
 }
+
+// A prefill endpoint that pairs with no decode endpoint has a note in its row, whatever the states of others.
+func TestUnpaired(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{
+		{Name: "p1", Addr: "p1:1", Role: kvstate.RolePrefill, Group: "b"}, {Name: "p2", Addr: "p2:1", Role: kvstate.RolePrefill},
+		{Name: "p3", Addr: "p3:1", Role: kvstate.RolePrefill, Engine: "2"}, {Name: "p4", Addr: "p4:1", Role: kvstate.RolePrefill, Layout: "2"},
+		{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode, Engine: "1"}, {Name: "d2", Addr: "d2:1", Role: kvstate.RoleDecode, Group: "c"},
+	})
+	f := NewFeed(Source{State: s, Totals: func() telemetry.Totals { return telemetry.Totals{} },
+		Recent: func(int) []telemetry.Trace { return nil }, Ready: func() bool { return true }, Sharing: func() Sharing { return Sharing{} }})
+	now := status(f, 0)
+	require.Equal(t, []Notice{{Text: "chat: 2 prefill endpoints are never used: p3 (group none), p1 (group b). " +
+		"No endpoint that decodes has the same group, release and KV layout.", Doc: "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody"}}, now.Attention)
+	var out bytes.Buffer
+	Print(&out, &now)
+	notes := regexp.MustCompile(`(?m)^  (p\d|d\d).* never used: pairs with no decode endpoint$`).FindAllStringSubmatch(out.String(), -1)
+	require.Len(t, notes, 2)
+	require.Equal(t, []string{"p3", "p1"}, []string{notes[0][1], notes[1][1]})
+}

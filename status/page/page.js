@@ -146,7 +146,7 @@ function pools(status) {
   byId('pools').replaceChildren(...status.pools.map(p => {
     const rows = p.endpoints.map(e => {
       const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
-      return { cells: [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role),
+      return { cells: [el('span', {}, e.name + (e.group ? ' (' + e.group + ')' : ''), e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : ''), el('span', { class: css }, e.role),
         el('span', { class: 'pill ' + ({ up: 'good', out: 'bad' }[e.state] || 'warn') }, e.state),
         count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
         e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share),
