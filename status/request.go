@@ -118,8 +118,7 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 		fmt.Fprintf(w, "Failed: %s.\n", failedHop(&hop))
 	}
 	if t.Waited > 0 {
-		fmt.Fprintf(w, "It waited %s for %s, behind %d requests here and %d in other replicas.\n",
-			millis(milliseconds(t.Waited)), plain(t.WaitedFor), t.Behind, t.BehindRemote)
+		fmt.Fprintf(w, "It waited %s for %s%s.\n", millis(milliseconds(t.Waited)), plain(t.WaitedFor), behindOf(t))
 	}
 	if len(t.Replicas) > 1 {
 		fmt.Fprintf(w, "Its passes were served by %s.\n", plain(strings.Join(t.Replicas, ", ")))
@@ -130,6 +129,19 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	}
 	fmt.Fprint(w, prompt, " Took: ")
 	printTimes(w, t)
+}
+
+// behindOf says behind how many requests one waited, and where these were if not all here.
+func behindOf(t *telemetry.Trace) string {
+	switch {
+	case t.BehindRemote == 0 && t.Behind == 0:
+		return ""
+	case t.BehindRemote == 0:
+		return ", behind " + count(t.Behind, "request")
+	case t.Behind == 0:
+		return ", behind " + count(t.BehindRemote, "request") + " in other replicas"
+	}
+	return fmt.Sprintf(", behind %s here and %d in other replicas", count(t.Behind, "request"), t.BehindRemote)
 }
 
 // printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.

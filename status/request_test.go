@@ -31,7 +31,7 @@ func TestPrintDecided(t *testing.T) {
 	printDecided(&text, &r, now)
 	require.Equal(t, `Request r-1, 5s ago, status 200.
 Split: p1:1 computes the prompt, d1:1 answers: 350 ms cheaper than decode alone.
-It waited 1.0 s for p1:1, behind 2 requests here and 0 in other replicas.
+It waited 1.0 s for p1:1, behind 2 requests.
 Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected 100 ms), `+
 		`headers of the answer after 125 ms (first token expected after 135 ms), last hop 2.0 s.
 Prefill endpoints were 44 % busy.
