@@ -368,18 +368,28 @@ func perSecond(bytes float64) string {
 	return fmt.Sprintf("%.0f %s", bytes, units[i])
 }
 
-// spark draws the last forty points as blocks of eight heights.
+// Blocks of [spark], and the points in each: the last minute.
+const (
+	sparkBlocks = 30
+	sparkPoints = 2
+)
+
+// spark draws the last minute as blocks of eight heights, each the sum of some points. Whatever is not nothing is
+// higher than nothing.
 func spark(points []Point, value func(*Point) float64) string {
-	points = points[max(len(points)-40, 0):]
+	points = points[max(len(points)-sparkBlocks*sparkPoints, 0):]
+	blocks := make([]float64, (len(points)+sparkPoints-1)/sparkPoints)
 	most := 0.
 	for i := range points {
-		most = max(most, value(&points[i]))
+		block := len(blocks) - 1 - (len(points)-1-i)/sparkPoints // the newest is whole
+		blocks[block] += value(&points[i])
+		most = max(most, blocks[block])
 	}
 	var b strings.Builder
-	for i := range points {
+	for _, v := range blocks {
 		height := 0
-		if most > 0 {
-			height = int(value(&points[i]) / most * 7.99)
+		if v > 0 {
+			height = max(int(v/most*7.99), 1)
 		}
 		b.WriteRune([]rune("▁▂▃▄▅▆▇█")[height])
 	}

@@ -268,3 +268,13 @@ func TestUnpaired(t *testing.T) {
 	require.Len(t, notes, 2)
 	require.Equal(t, []string{"p3", "p1"}, []string{notes[0][1], notes[1][1]})
 }
+
+// The last minute is drawn whole: a burst 47 s ago is in it, and one before the minute is not.
+func TestSpark(t *testing.T) {
+	points := make([]Point, 100)
+	points[10].OK, points[len(points)-48].OK, points[len(points)-1].OK = 100, 30, 1
+	ok := func(p *Point) float64 { return p.OK }
+	require.Equal(t, "▁▁▁▁▁▁█▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▂", spark(points, ok))
+	require.Equal(t, "▁█", spark([]Point{{}, {OK: 1}, {OK: 2}}, ok), "a replica that has just started")
+	require.Empty(t, spark(nil, ok))
+}
