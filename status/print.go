@@ -13,7 +13,7 @@ import (
 	"tandem/extproc/telemetry"
 )
 
-// Print writes a status for a terminal: what the page shows, in lines.
+// Print writes a status for a terminal: most of what the page shows, in lines.
 func Print(w io.Writer, s *Status) {
 	ready := "ready"
 	if !s.Ready {
@@ -148,7 +148,7 @@ func printPool(w io.Writer, p *Pool) {
 	if notes {
 		end = "\tnote\n"
 	}
-	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at\twrites\t"+
+	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tof latest\tcache hits\tKV comes at\twrites\t"+
 		"each token in"+end)
 	for _, e := range p.Endpoints {
 		health, hits, group, transfer := e.State, "-", "", "-"
@@ -249,7 +249,7 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 // report may be gone. Reservations end at the same age.
 const unknownAfter = 15 * time.Minute
 
-// statusOf returns the status of the client's answer, and whether it broke off; "..." while it may be running.
+// statusOf returns the status of the client's answer, and whether it broke off.
 func statusOf(r *telemetry.Trace, now time.Time) string {
 	switch {
 	case r.Ended == telemetry.EndedCut:
@@ -265,7 +265,7 @@ func statusOf(r *telemetry.Trace, now time.Time) string {
 	case len(r.GoneWith) > 0 || now.Sub(r.Started) > unknownAfter:
 		return "unknown"
 	}
-	return "..."
+	return "running" // or its end is not reported yet
 }
 
 // routeOf returns the route, the reason if the request was not split, and which plan it was if not the first.

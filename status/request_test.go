@@ -165,10 +165,10 @@ func TestEndsThatWentWithAReplica(t *testing.T) {
 	require.Equal(t, "unknown t2:1", row(func(*telemetry.Trace) {}))
 	require.Equal(t, "unknown t2:1", row(func(r *telemetry.Trace) { r.Next, r.PrefillTime = 0, 0 }), "it saw the leg end")
 	require.Equal(t, "200 ", row(func(r *telemetry.Trace) { r.Status = 200 }))
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Started = now.Add(-10 * time.Second) }), "since it is gone")
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Pass = 1 }), "a living replica serves the next pass")
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Prefill, r.Next, r.PrefillTime = "", 0, 0 }))
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.PrefillTime = 17 * time.Second }), "the next pass may come")
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.Started = now.Add(-10 * time.Second) }), "since it is gone")
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.Pass = 1 }), "a living replica serves the next pass")
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.Prefill, r.Next, r.PrefillTime = "", 0, 0 }))
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.PrefillTime = 17 * time.Second }), "the next pass may come")
 	restarted = []operator.Gone{{Name: "t3:1", Heard: now}, {Name: "t3:1", Heard: now.Add(-time.Second)}}
 	require.Equal(t, "unknown t2:1,t3:1", row(func(*telemetry.Trace) {}))
 }
@@ -225,9 +225,9 @@ func TestEndsAreKept(t *testing.T) {
 			rows = append(rows, r.RequestID+" "+statusOf(&r, now)+" "+strings.Join(r.GoneWith, ","))
 		}
 		if before == 0 {
-			require.Equal(t, []string{"runs ... ", "answered 200 ", "lost ... "}, rows)
+			require.Equal(t, []string{"runs running ", "answered 200 ", "lost running "}, rows)
 		} else {
-			require.Equal(t, []string{"runs ... ", "answered 200 ", "lost unknown t2:1"}, rows)
+			require.Equal(t, []string{"runs running ", "answered 200 ", "lost unknown t2:1"}, rows)
 		}
 	}
 	for i := range 2 * allRecent {

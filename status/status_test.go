@@ -110,7 +110,7 @@ func TestPrint(t *testing.T) {
 // A request whose end nobody reports is not shown as running forever.
 func TestStatusOf(t *testing.T) {
 	now := time.Now()
-	require.Equal(t, "...", statusOf(&telemetry.Trace{Started: now.Add(-time.Minute)}, now))
+	require.Equal(t, "running", statusOf(&telemetry.Trace{Started: now.Add(-time.Minute)}, now))
 	cut := telemetry.Trace{Status: 200}
 	cut.Ended = telemetry.EndedCut
 	require.Equal(t, "200, cut", statusOf(&cut, now))
