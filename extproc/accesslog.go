@@ -78,7 +78,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
 	if t == nil {
-		s.observer.TicketRefused()
+		s.observer.EntryRefused(e)
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.RequestID), "err", err)
 		return
 	}

@@ -104,9 +104,9 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
-	x.TicketRefused()
+	x.RequestLost(x.requestID)
 	x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
-	return nil, openai.Unavailable("ticket_refused", "the state of this request cannot be read here; send it again", time.Second)
+	return nil, openai.Unavailable(envoywire.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)
 }
 
 // answer sends Envoy the route and the body.

@@ -62,6 +62,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	}
 	files(s, add)
 	otherReplicas(s, add)
+	if s.TicketsRefused > 0 {
+		add(true, "howto/several-replicas.md#tickets-are-refused", "%s", s.ticketsRefused())
+	}
 	if s.Failures > 0 {
 		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute%s",
 			count(int(s.Failures), "request"), s.whereFailed())
@@ -103,6 +106,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 					p.Name, e.Name, avoided(&e))
 			}
 		}
+		withoutDecode(p, add)
 		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
 			add(false, "howto/prefill-idles.md",
 				"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
@@ -345,6 +349,31 @@ func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int
 		return requests, ""
 	}
 	return requests, fmt.Sprintf(" (%d: %s)", reasons[most], most)
+}
+
+// withoutDecode adds a notice about prefill endpoints that no endpoint that decodes may pair with.
+func withoutDecode(p *Pool, add func(bad bool, doc, format string, values ...any)) {
+	var names []string
+	for _, e := range p.Endpoints {
+		if e.Unpaired {
+			names = append(names, fmt.Sprintf("%s (%s)", e.Name, groupOf(&e)))
+		}
+	}
+	if len(names) > 0 {
+		add(false, "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody",
+			"%s: %s never used: %s. No endpoint that decodes has the same group, release and KV layout.",
+			p.Name, countAre(len(names), "prefill endpoint"), list(names))
+	}
+}
+
+// groupOf names the group of an endpoint, which includes its release.
+func groupOf(e *Endpoint) string { return "group " + cmp.Or(e.Group, "none") }
+
+func countAre(n int, what string) string {
+	if n == 1 {
+		return "1 " + what + " is"
+	}
+	return count(n, what) + " are"
 }
 
 // avoided names the pairs that an endpoint is excluded from.

@@ -47,6 +47,11 @@ func TestAttention(t *testing.T) {
 			s.Silent, s.Gone = []string{"t2:9090"}, []operator.Gone{{Name: "t2:9090", Heard: now}}
 		}, want: []Notice{
 			{false, "Redis does not answer, so other replicas cannot be asked (t2:9090): what they know is missing below.", "howto/redis.md"}}},
+		"refused tickets": {change: func(s *Status) {
+			s.TicketsRefused, s.TicketID = 3, "r-1"
+		}, want: []Notice{
+			{true, "3 tickets were refused in the last minute, and the requests failed: replicas have different ticket keys, or releases. " +
+				"No engine is at fault. The latest is r-1: tandem requests --failed lists them.", "howto/several-replicas.md#tickets-are-refused"}}},
 		"a refused file": {change: func(s *Status) {
 			file := File{Refused: "tandem.yaml:\npools[0].kvTransfer: no such dialect\npools: one more.", Since: now.Add(-3 * time.Minute)}
 			s.Replicas = []Replica{{Redis: true, Ready: true, File: file}, {Name: "t2", Redis: true, Ready: true, File: File{Restart: []string{"admin.listen", "state", "state.redis", "statex"},

@@ -3,5 +3,5 @@
 //
 // [Feed] reads the server's counts once a second and keeps the last ten minutes of them. [Handler] serves the feed as
 // JSON (/status.json) and a page that draws it (/; page/ is embedded, without a build step and without outside
-// assets). [Print] writes the same for a terminal, from the same JSON: `tandem status`.
+// assets). [Print] writes most of it for a terminal, from the same JSON: `tandem status`.
 package status

@@ -22,8 +22,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	}
 	fmt.Fprintf(w, "%s\n", Sentence(e))
 	if e.Waiting > 0 || e.Remote > 0 {
-		fmt.Fprintf(w, "%d requests wait here and %d in other replicas, the longest for %s.\n", e.Waiting, e.Remote,
-			millis(e.Longest*1000))
+		fmt.Fprintln(w, waiting(e))
 	}
 	if e.Refused == "" {
 		first := "The first"
@@ -66,6 +65,32 @@ func held(out bool, blocks int) string {
 		return "-"
 	}
 	return strconv.Itoa(blocks)
+}
+
+// waiting says how many requests wait for endpoints of the pool, and where if not all wait here.
+func waiting(e *extproc.Explanation) string {
+	s := count(e.Waiting, "request") + " wait"
+	if e.Waiting == 1 {
+		s += "s"
+	}
+	switch {
+	case e.Remote == 0:
+	case e.Waiting == 0:
+		s = count(e.Remote, "request") + " of other replicas wait"
+		if e.Remote == 1 {
+			s = "1 request of another replica waits"
+		}
+	default:
+		s += fmt.Sprintf(" here and %d in other replicas", e.Remote)
+	}
+	switch {
+	case e.Longest == 0:
+	case e.Waiting+e.Remote == 1:
+		s += ", for " + millis(e.Longest*1000)
+	default:
+		s += ", the longest for " + millis(e.Longest*1000)
+	}
+	return s + "."
 }
 
 // mostKV returns the largest KV cache of a decode endpoint, in tokens; 0 if one of them is not known.

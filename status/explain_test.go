@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc"
+	"tandem/extproc/telemetry"
 	"tandem/picker"
 )
 
@@ -19,7 +20,7 @@ func TestPrintExplanation(t *testing.T) {
 	var text strings.Builder
 	PrintExplanation(&text, &e)
 	require.Equal(t, `Split: p1 computes the prompt, d1 answers: 880 ms cheaper than decode alone.
-2 requests wait here and 0 in other replicas, the longest for 1.5 s.
+2 requests wait, the longest for 1.5 s.
 The first token is expected after 700 ms, then one each 20 ms; 256 in the answer.
 A price is what the request costs all requests, not the time that its client waits or saves.
 Prefill endpoints are 40 % busy.
@@ -127,5 +128,24 @@ func TestMillis(t *testing.T) {
 func TestPerSecond(t *testing.T) {
 	for bytes, want := range map[float64]string{1.3e11: "130 GB/s", 2.5e9: "2.5 GB/s", 999.7e6: "1.0 GB/s", 512: "512 B/s", 9.96e3: "10 KB/s", 5e15: "5000 TB/s"} {
 		require.Equal(t, want, perSecond(bytes))
+	}
+}
+
+// Requests that wait are counted in a sentence, without places where none wait.
+func TestWaiting(t *testing.T) {
+	for want, e := range map[string]extproc.Explanation{
+		"1 request waits, for 1.5 s.":                                          {Waiting: 1, Longest: 1.5},
+		"2 requests wait, the longest for 1.5 s.":                              {Waiting: 2, Longest: 1.5},
+		"1 request waits here and 2 in other replicas, the longest for 10 ms.": {Waiting: 1, Remote: 2, Longest: .01},
+		"1 request of another replica waits.":                                  {Remote: 1},
+		"3 requests of other replicas wait.":                                   {Remote: 3},
+	} {
+		require.Equal(t, want, waiting(&e))
+	}
+	for want, q := range map[string]telemetry.Queued{
+		"": {}, ", behind 1 request": {Behind: 1}, ", behind 1 request in other replicas": {BehindRemote: 1},
+		", behind 2 requests here and 1 in other replicas": {Behind: 2, BehindRemote: 1},
+	} {
+		require.Equal(t, want, behindOf(&telemetry.Trace{Queued: q}))
 	}
 }

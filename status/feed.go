@@ -43,6 +43,9 @@ type Failed struct {
 	FailedHops string `json:"failed_hops,omitempty"`
 	AgainHops  string `json:"planned_again_hops,omitempty"` // after which a request was planned again
 	FailedID   string `json:"failed_request,omitempty"`     // the latest one
+	// Requests that failed because a replica refused their ticket; not among the others, since no endpoint failed
+	TicketsRefused uint64 `json:"tickets_refused,omitempty"`
+	TicketID       string `json:"ticket_refused_request,omitempty"` // the latest one
 }
 
 // Replica is one of the replicas.
@@ -118,6 +121,7 @@ type Excluded struct {
 	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
 	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
 	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
+	Unpaired bool    `json:"unpaired,omitempty"`       // for prefill only, and no endpoint that decodes may pair with it
 }
 
 // Flow is the number of the latest requests that went from one endpoint to another. Prefill is "" if decode worked
@@ -183,6 +187,7 @@ type Feed struct {
 	started time.Time
 
 	asking singleflight.Group // of the other replicas
+	ends   ends               // of requests, that were found out
 
 	mu     sync.Mutex
 	points []Point                 // oldest first, at most keptPoints
@@ -271,10 +276,11 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.DisplayName(), Address: e.Addr, Role: e.Role.String(), Group: e.Group,
-			Up: !e.Failed(), State: f.source.stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
+			Up: !e.Failed(), State: stateOf(f.source.State, e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
+		shown.Unpaired = unpaired(e, p.Endpoints())
 		shown.FailedS = f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
@@ -294,11 +300,25 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	return out
 }
 
+// unpaired reports whether a prefill endpoint pairs with none of all, whatever their states.
+func unpaired(e *kvstate.Endpoint, all []*kvstate.Endpoint) bool {
+	agree := func(a, b string) bool { return a == b || a == "" || b == "" } // what is not known keeps none from pairing
+	return e.Role == kvstate.RolePrefill && !slices.ContainsFunc(all, func(o *kvstate.Endpoint) bool {
+		return o.Role&kvstate.RoleDecode != 0 && o.Group == e.Group && agree(o.Engine, e.Engine) &&
+			agree(o.Layout, e.Layout)
+	})
+}
+
 // staleAfter is the age from which an engine's report counts less in decisions.
 const staleAfter = 5 * time.Second
 
+// StatesIn returns a function that returns an endpoint's state now, as [Endpoint] has it.
+func StatesIn(s *kvstate.State) func(*kvstate.Endpoint) string {
+	return func(e *kvstate.Endpoint) string { return stateOf(s, e, time.Now()) }
+}
+
 // stateOf returns an endpoint's state. One that is just back has old signals until they are read again.
-func (s *Source) stateOf(e *kvstate.Endpoint, now time.Time) string {
+func stateOf(s *kvstate.State, e *kvstate.Endpoint, now time.Time) string {
 	g := e.Signals()
 	switch {
 	case e.Failed():
@@ -308,7 +328,7 @@ func (s *Source) stateOf(e *kvstate.Endpoint, now time.Time) string {
 	case e.Paused():
 		return "paused"
 	case g != nil && g.Age(now) > staleAfter:
-		if back, ok := s.State.BackFor(e); !ok || back > staleAfter {
+		if back, ok := s.BackFor(e); !ok || back > staleAfter {
 			return "stale"
 		}
 	}

@@ -125,6 +125,7 @@ type answers struct {
 	silent    []string
 	gone      []operator.Gone
 	restarted []operator.Gone // gone, too, but their names run again
+	ends      *ends           // that were found out before; nil: only this replica is asked
 	noRedis   bool            // the silent ones could not be asked, or their answers not be read
 }
 
@@ -157,7 +158,7 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 	if !f.source.Sharing().Up { // this replica does not know who lives
 		others.gone, others.restarted = nil, nil
 	}
-	others.reports = append(mine.reports, others.reports...)
+	others.reports, others.ends = append(mine.reports, others.reports...), &f.ends
 	return others
 }
 
@@ -196,6 +197,9 @@ func (a *answers) traces(now time.Time) []telemetry.Trace {
 	all := telemetry.Merge(parts, len(a.silent) > 0)
 	for i := range all {
 		all[i].GoneWith = a.goneWith(&all[i], now)
+	}
+	if a.ends != nil {
+		a.ends.fill(all, a.reports[0].Traces)
 	}
 	return all
 }
@@ -237,6 +241,7 @@ func merge(got answers, now time.Time) Status {
 	}
 	recent := got.traces(now)
 	minute, last := telemetry.Totals{}, asked.Last
+	lost := uint64(0)
 	for i := range reports {
 		r := &reports[i]
 		s.Replicas = append(s.Replicas, Replica{
@@ -253,12 +258,14 @@ func merge(got answers, now time.Time) Status {
 		}
 		of := rates(&r.Minute, max(r.Seconds, 1))
 		s.Minute.addRates(&of)
-		s.Failures += r.Minute.Failed
+		s.Failures += r.Minute.Failed - min(r.Minute.TicketFailures, r.Minute.Failed)
+		s.TicketsRefused, lost = s.TicketsRefused+r.Minute.TicketsRefused, lost+r.Minute.TicketFailures
 		minute.FirstByte.Add(&r.Minute.FirstByte)
 		minute.Prefill.Add(&r.Minute.Prefill)
 		minute.Decisions.Add(&r.Minute.Decisions)
 		last = min(last, max(r.Last, asked.Last-behind))
 	}
+	s.TicketsRefused = max(s.TicketsRefused, lost) // one replica refuses, and another may know whose request it was
 	if slices.ContainsFunc(s.Envoys, func(e Envoy) bool { return e.Left.IsZero() }) {
 		s.Envoys = slices.DeleteFunc(s.Envoys, func(e Envoy) bool { return !e.Left.IsZero() })
 	}
@@ -384,6 +391,7 @@ func (e *Endpoint) add(o *Endpoint) {
 	if severity(o.State) > severity(e.State) {
 		e.State, e.Up = o.State, o.Up
 	}
+	e.Unpaired = e.Unpaired || o.Unpaired
 	e.Transfer = cmp.Or(e.Transfer, o.Transfer)
 	if e.Running < 0 && e.Waiting < 0 && e.KVUsage < 0 {
 		e.Running, e.Waiting, e.KVUsage = o.Running, o.Waiting, o.KVUsage

@@ -32,6 +32,7 @@ func TestPrefillIdlesHowTo(t *testing.T) {
 		}, nil},
 		{func(p1, p2 *Endpoint) { p1.Paused, p1.State, p2.Paused, p2.State = true, "paused", true, "paused" }, nil},
 		{func(p1, p2 *Endpoint) { p1.State, p2.State = "stale", "stale" }, nil},
+		{func(p1, p2 *Endpoint) { p1.Unpaired, p1.Group, p2.Unpaired = true, "b", true }, nil},
 	} {
 		endpoints := []Endpoint{
 			{Name: "p1", Role: "prefill", State: "up"}, {Name: "p2", Role: "prefill", State: "up"},

@@ -13,7 +13,7 @@ import (
 	"tandem/extproc/telemetry"
 )
 
-// Print writes a status for a terminal: what the page shows, in lines.
+// Print writes a status for a terminal: most of what the page shows, in lines.
 func Print(w io.Writer, s *Status) {
 	ready := "ready"
 	if !s.Ready {
@@ -143,7 +143,13 @@ func printPool(w io.Writer, p *Pool) {
 	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks%s\n",
 		plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tlately\tcache hits\tKV comes at\twrites\teach token in")
+	notes := slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Unpaired })
+	end := "\n"
+	if notes {
+		end = "\tnote\n"
+	}
+	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tof latest\tcache hits\tKV comes at\twrites\t"+
+		"each token in"+end)
 	for _, e := range p.Endpoints {
 		health, hits, group, transfer := e.State, "-", "", "-"
 		if e.Transfer > 0 {
@@ -162,8 +168,12 @@ func printPool(w io.Writer, p *Pool) {
 		if e.Rate >= 0 {
 			output = number(e.Rate) + " tokens/s"
 		}
-		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s\n", plain(e.Name), plain(group), e.Role, health,
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", plain(e.Name), plain(group), e.Role, health,
 			e.Requests, e.Tokens, e.Hops, hits, transfer, output, millis(e.PerToken))
+		if e.Unpaired {
+			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
+		}
+		fmt.Fprintln(t)
 	}
 	_ = t.Flush()
 }
@@ -239,11 +249,13 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 // report may be gone. Reservations end at the same age.
 const unknownAfter = 15 * time.Minute
 
-// statusOf returns the status of the client's answer, and whether it broke off; "..." while it may be running.
+// statusOf returns the status of the client's answer, and whether it broke off.
 func statusOf(r *telemetry.Trace, now time.Time) string {
 	switch {
 	case r.Ended == telemetry.EndedCut:
 		return fmt.Sprintf("%d, cut", r.Status)
+	case r.Ended == telemetry.EndedTicketRefused:
+		return fmt.Sprintf("%d, ticket refused", r.Status)
 	case r.Status > 0:
 		return fmt.Sprint(r.Status)
 	case r.Ended == "client_gone":
@@ -253,7 +265,7 @@ func statusOf(r *telemetry.Trace, now time.Time) string {
 	case len(r.GoneWith) > 0 || now.Sub(r.Started) > unknownAfter:
 		return "unknown"
 	}
-	return "..."
+	return "running" // or its end is not reported yet
 }
 
 // routeOf returns the route, the reason if the request was not split, and which plan it was if not the first.
@@ -356,18 +368,28 @@ func perSecond(bytes float64) string {
 	return fmt.Sprintf("%.0f %s", bytes, units[i])
 }
 
-// spark draws the last forty points as blocks of eight heights.
+// Blocks of [spark], and the points in each: the last minute.
+const (
+	sparkBlocks = 30
+	sparkPoints = 2
+)
+
+// spark draws the last minute as blocks of eight heights, each the sum of some points. Whatever is not nothing is
+// higher than nothing.
 func spark(points []Point, value func(*Point) float64) string {
-	points = points[max(len(points)-40, 0):]
+	points = points[max(len(points)-sparkBlocks*sparkPoints, 0):]
+	blocks := make([]float64, (len(points)+sparkPoints-1)/sparkPoints)
 	most := 0.
 	for i := range points {
-		most = max(most, value(&points[i]))
+		block := len(blocks) - 1 - (len(points)-1-i)/sparkPoints // the newest is whole
+		blocks[block] += value(&points[i])
+		most = max(most, blocks[block])
 	}
 	var b strings.Builder
-	for i := range points {
+	for _, v := range blocks {
 		height := 0
-		if most > 0 {
-			height = int(value(&points[i]) / most * 7.99)
+		if v > 0 {
+			height = max(int(v/most*7.99), 1)
 		}
 		b.WriteRune([]rune("▁▂▃▄▅▆▇█")[height])
 	}

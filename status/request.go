@@ -106,6 +106,10 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	if t.Ended == telemetry.EndedCut {
 		fmt.Fprintf(w, "The answer broke off after %s at %s.\n", millis(milliseconds(t.Took)), plain(t.AnsweredBy()))
 	}
+	if t.Ended == telemetry.EndedTicketRefused {
+		fmt.Fprintln(w, "Its ticket was refused: the replica that was to send it on has other ticket keys, "+
+			"or another release.\nNo endpoint is at fault (docs/howto/several-replicas.md#tickets-are-refused).")
+	}
 	fmt.Fprintln(w, decided(t))
 	if t.Replans > 0 {
 		fmt.Fprintf(w, "That is plan %d: a hop of the former failed.\n", t.Replans+1)
@@ -114,8 +118,7 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 		fmt.Fprintf(w, "Failed: %s.\n", failedHop(&hop))
 	}
 	if t.Waited > 0 {
-		fmt.Fprintf(w, "It waited %s for %s, behind %d requests here and %d in other replicas.\n",
-			millis(milliseconds(t.Waited)), plain(t.WaitedFor), t.Behind, t.BehindRemote)
+		fmt.Fprintf(w, "It waited %s for %s%s.\n", millis(milliseconds(t.Waited)), plain(t.WaitedFor), behindOf(t))
 	}
 	if len(t.Replicas) > 1 {
 		fmt.Fprintf(w, "Its passes were served by %s.\n", plain(strings.Join(t.Replicas, ", ")))
@@ -126,6 +129,19 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	}
 	fmt.Fprint(w, prompt, " Took: ")
 	printTimes(w, t)
+}
+
+// behindOf says behind how many requests one waited, and where these were if not all here.
+func behindOf(t *telemetry.Trace) string {
+	switch {
+	case t.BehindRemote == 0 && t.Behind == 0:
+		return ""
+	case t.BehindRemote == 0:
+		return ", behind " + count(t.Behind, "request")
+	case t.Behind == 0:
+		return ", behind " + count(t.BehindRemote, "request") + " in other replicas"
+	}
+	return fmt.Sprintf(", behind %s here and %d in other replicas", count(t.Behind, "request"), t.BehindRemote)
 }
 
 // printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.
@@ -202,7 +218,9 @@ func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
 			continue
 		}
 		hops := t.Failed
-		if t.HasFailed() {
+		if t.Ended == telemetry.EndedTicketRefused {
+			f.TicketID = cmp.Or(f.TicketID, t.RequestID)
+		} else if t.HasFailed() {
 			f.FailedID = cmp.Or(f.FailedID, t.RequestID)
 			last := telemetry.FailedHop{Hop: "decode", Endpoint: t.AnsweredBy()}
 			if t.Final {
@@ -244,6 +262,20 @@ func (f *Failed) whereFailed() string {
 	}
 	if f.AgainHops != "" {
 		s += " Hops of requests that were planned again: " + f.AgainHops + "."
+	}
+	return s
+}
+
+// ticketsRefused says how many tickets were refused, why, and how to find the requests.
+func (f *Failed) ticketsRefused() string {
+	were := "tickets were"
+	if f.TicketsRefused == 1 {
+		were = "ticket was"
+	}
+	s := fmt.Sprintf("%d %s refused in the last minute, and the requests failed: replicas have different ticket keys, "+
+		"or releases. No engine is at fault.", f.TicketsRefused, were)
+	if f.TicketID != "" {
+		s += fmt.Sprintf(" The latest is %.40s: tandem requests --failed lists them.", f.TicketID)
 	}
 	return s
 }

@@ -34,7 +34,7 @@ func TestPrintDecided(t *testing.T) {
 	printDecided(&text, &r, now)
 	require.Equal(t, `Request r-1, 5s ago, status 200.
 Split: p1:1 computes the prompt, d1:1 answers: 350 ms cheaper than decode alone.
-It waited 1.0 s for p1:1, behind 2 requests here and 0 in other replicas.
+It waited 1.0 s for p1:1, behind 2 requests.
 Prompt: 800 tokens, 48 of them cached at prefill. Took: prefill 120 ms (expected 100 ms), `+
 		`headers of the answer after 125 ms (first token expected after 135 ms), last hop 2.0 s.
 Prefill endpoints were 44 % busy.
@@ -180,10 +180,77 @@ func TestEndsThatWentWithAReplica(t *testing.T) {
 	require.Equal(t, "unknown t2:1", row(func(*telemetry.Trace) {}))
 	require.Equal(t, "unknown t2:1", row(func(r *telemetry.Trace) { r.Next, r.PrefillTime = 0, 0 }), "it saw the leg end")
 	require.Equal(t, "200 ", row(func(r *telemetry.Trace) { r.Status = 200 }))
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Started = now.Add(-10 * time.Second) }), "since it is gone")
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Pass = 1 }), "a living replica serves the next pass")
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.Prefill, r.Next, r.PrefillTime = "", 0, 0 }))
-	require.Equal(t, "... ", row(func(r *telemetry.Trace) { r.PrefillTime = 17 * time.Second }), "the next pass may come")
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.Started = now.Add(-10 * time.Second) }), "since it is gone")
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.Pass = 1 }), "a living replica serves the next pass")
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.Prefill, r.Next, r.PrefillTime = "", 0, 0 }))
+	require.Equal(t, "running ", row(func(r *telemetry.Trace) { r.PrefillTime = 17 * time.Second }), "the next pass may come")
 	restarted = []operator.Gone{{Name: "t3:1", Heard: now}, {Name: "t3:1", Heard: now.Add(-time.Second)}}
 	require.Equal(t, "unknown t2:1,t3:1", row(func(*telemetry.Trace) {}))
+}
+
+// A request whose ticket a replica refused says so, and counts on no endpoint. One replica may refuse the ticket, and
+// another have the request.
+func TestTicketRefused(t *testing.T) {
+	now := time.Now()
+	lost := telemetry.Trace{RequestID: "r-1", Pool: "chat", Route: "split", Prefill: "p1:1", Decode: "d1:1", Served: telemetry.Served{Plans: 1}, Status: 503, Started: now}
+	lost.Ended = telemetry.EndedTicketRefused
+	failed := telemetry.Trace{RequestID: "r-2", Pool: "chat", Route: "split", Prefill: "p1:1", Decode: "d1:1", Served: telemetry.Served{Plans: 1}, Status: 503, Started: now.Add(-time.Second)}
+	failed.Ended = "failed"
+	one := report{Minute: telemetry.Totals{Failed: 2, TicketFailures: 1}, Ready: true, Traces: []telemetry.Trace{lost, failed}}
+	other := report{Name: "other", Minute: telemetry.Totals{TicketsRefused: 1}, Ready: true}
+	s := merge(answers{reports: []report{one, other}}, now)
+	require.Equal(t, Failed{Failures: 1, FailedHops: "decode at d1:1", FailedID: "r-2", TicketsRefused: 1, TicketID: "r-1"}, s.Failed)
+	require.Equal(t, "503, ticket refused", statusOf(&lost, now))
+	var text strings.Builder
+	printDecided(&text, &lost, now)
+	require.Contains(t, text.String(), "status 503, ticket refused.\nIts ticket was refused: ")
+}
+
+// What was found out about the end of a request is kept: the replica that knew it may be gone later, or Redis, which
+// says who is.
+func TestEndsAreKept(t *testing.T) {
+	now := time.Now()
+	row := func(id string, change func(*telemetry.Trace)) telemetry.Trace {
+		r := telemetry.Trace{RequestID: id, Route: "split", Prefill: "p1:1", Decode: "d1:1", Started: now.Add(-20 * time.Second)}
+		r.Plans, r.Next, r.PrefillTime = 1, 1, time.Second
+		change(&r)
+		return r
+	}
+	mine := func() report {
+		return report{Name: "t1:1", Traces: []telemetry.Trace{
+			row("answered", func(*telemetry.Trace) {}), row("lost", func(*telemetry.Trace) {}),
+			row("runs", func(r *telemetry.Trace) { r.Started = now }),
+		}}
+	}
+	gone := []operator.Gone{{Name: "t2:1", Heard: now.Add(-19 * time.Second)}}
+	other := report{Name: "t2:1", Traces: []telemetry.Trace{row("answered", func(r *telemetry.Trace) {
+		r.Route, r.Pass, r.Status, r.Ended, r.DecodeTime = "", 1, 200, "ok", 302*time.Millisecond
+	})}}
+	var found ends
+	for _, got := range []answers{
+		{reports: []report{mine(), other}},
+		{reports: []report{mine()}, gone: gone},
+		{reports: []report{mine()}, noRedis: true},
+		{reports: []report{mine()}},
+	} {
+		before := len(found.found)
+		got.ends = &found
+		var rows []string
+		for _, r := range got.traces(now) {
+			rows = append(rows, r.RequestID+" "+statusOf(&r, now)+" "+strings.Join(r.GoneWith, ","))
+		}
+		if before == 0 {
+			require.Equal(t, []string{"runs running ", "answered 200 ", "lost running "}, rows)
+		} else {
+			require.Equal(t, []string{"runs running ", "answered 200 ", "lost unknown t2:1"}, rows)
+		}
+	}
+	for i := range 2 * allRecent {
+		all := []telemetry.Trace{{RequestID: "later", Started: now.Add(time.Duration(i) * time.Second)}}
+		own := []telemetry.Trace{all[0]}
+		all[0].Status = 200
+		found.fill(all, own)
+	}
+	require.Len(t, found.found, allRecent)
+	require.NotContains(t, found.found, endKey{"lost", now.Add(-20 * time.Second).UnixMicro()})
 }

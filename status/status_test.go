@@ -110,7 +110,7 @@ func TestPrint(t *testing.T) {
 // A request whose end nobody reports is not shown as running forever.
 func TestStatusOf(t *testing.T) {
 	now := time.Now()
-	require.Equal(t, "...", statusOf(&telemetry.Trace{Started: now.Add(-time.Minute)}, now))
+	require.Equal(t, "running", statusOf(&telemetry.Trace{Started: now.Add(-time.Minute)}, now))
 	cut := telemetry.Trace{Status: 200}
 	cut.Ended = telemetry.EndedCut
 	require.Equal(t, "200, cut", statusOf(&cut, now))
@@ -212,15 +212,15 @@ func TestStates(t *testing.T) {
 	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
 	e := s.Pool("chat").Endpoint("10.0.0.1:1")
 	source, now := Source{State: s}, time.Now()
-	require.Equal(t, "up", source.stateOf(e, now), "it never said anything")
+	require.Equal(t, "up", stateOf(source.State, e, now), "it never said anything")
 	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: now})
-	require.Equal(t, "up", source.stateOf(e, now.Add(staleAfter)))
-	require.Equal(t, "stale", source.stateOf(e, now.Add(staleAfter+time.Second)))
+	require.Equal(t, "up", stateOf(source.State, e, now.Add(staleAfter)))
+	require.Equal(t, "stale", stateOf(source.State, e, now.Add(staleAfter+time.Second)))
 	_, err := s.SetOverride("chat", e.Addr, func(o *kvstate.Override) { o.Paused = true })
 	require.NoError(t, err)
-	require.Equal(t, "paused", source.stateOf(e, now))
+	require.Equal(t, "paused", stateOf(source.State, e, now))
 	s.MarkFailed(e)
-	require.Equal(t, "out", source.stateOf(e, now))
+	require.Equal(t, "out", stateOf(source.State, e, now))
 }
 
 // An endpoint that is back is up, though its engine's last report is from before it failed.
@@ -232,14 +232,14 @@ func TestStateAfterFailure(t *testing.T) {
 		s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: time.Now()})
 		s.MarkFailed(e)
 		time.Sleep(time.Minute)
-		require.Equal(t, "out", source.stateOf(e, time.Now()))
+		require.Equal(t, "out", stateOf(source.State, e, time.Now()))
 		s.MarkHealthy(e)
 		time.Sleep(staleAfter)
-		require.Equal(t, "up", source.stateOf(e, time.Now()))
+		require.Equal(t, "up", stateOf(source.State, e, time.Now()))
 		time.Sleep(time.Millisecond)
-		require.Equal(t, "stale", source.stateOf(e, time.Now()), "it came back without a word")
+		require.Equal(t, "stale", stateOf(source.State, e, time.Now()), "it came back without a word")
 		s.MarkFailed(e)
-		require.Equal(t, "out", source.stateOf(e, time.Now()))
+		require.Equal(t, "out", stateOf(source.State, e, time.Now()))
 	})
 }
 
@@ -247,4 +247,34 @@ func TestPaint(t *testing.T) {
 	require.Equal(t, "\x1b[1mTandem v1, ready\x1b[0m\n\x1b[31mPROBLEM  x\x1b[0m\n  p1  prefill  up\n"+
 		"\x1b[31m  d1  decode  OUT  0\x1b[0m\n\x1b[31m  503  split\x1b[0m\n",
 		Paint("Tandem v1, ready\nPROBLEM  x\n  p1  prefill  up\n  d1  decode  OUT  0\n  503  split\n"))
+}
+
+// A prefill endpoint that pairs with no decode endpoint has a note in its row, whatever the states of others.
+func TestUnpaired(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{
+		{Name: "p1", Addr: "p1:1", Role: kvstate.RolePrefill, Group: "b"}, {Name: "p2", Addr: "p2:1", Role: kvstate.RolePrefill},
+		{Name: "p3", Addr: "p3:1", Role: kvstate.RolePrefill, Engine: "2"}, {Name: "p4", Addr: "p4:1", Role: kvstate.RolePrefill, Layout: "2"},
+		{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode, Engine: "1"}, {Name: "d2", Addr: "d2:1", Role: kvstate.RoleDecode, Group: "c"},
+	})
+	f := NewFeed(Source{State: s, Totals: func() telemetry.Totals { return telemetry.Totals{} },
+		Recent: func(int) []telemetry.Trace { return nil }, Ready: func() bool { return true }, Sharing: func() Sharing { return Sharing{} }})
+	now := status(f, 0)
+	require.Equal(t, []Notice{{Text: "chat: 2 prefill endpoints are never used: p3 (group none), p1 (group b). " +
+		"No endpoint that decodes has the same group, release and KV layout.", Doc: "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody"}}, now.Attention)
+	var out bytes.Buffer
+	Print(&out, &now)
+	notes := regexp.MustCompile(`(?m)^  (p\d|d\d).* never used: pairs with no decode endpoint$`).FindAllStringSubmatch(out.String(), -1)
+	require.Len(t, notes, 2)
+	require.Equal(t, []string{"p3", "p1"}, []string{notes[0][1], notes[1][1]})
+}
+
+// The last minute is drawn whole: a burst 47 s ago is in it, and one before the minute is not.
+func TestSpark(t *testing.T) {
+	points := make([]Point, 100)
+	points[10].OK, points[len(points)-48].OK, points[len(points)-1].OK = 100, 30, 1
+	ok := func(p *Point) float64 { return p.OK }
+	require.Equal(t, "▁▁▁▁▁▁█▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▂", spark(points, ok))
+	require.Equal(t, "▁█", spark([]Point{{}, {OK: 1}, {OK: 2}}, ok), "a replica that has just started")
+	require.Empty(t, spark(nil, ok))
 }

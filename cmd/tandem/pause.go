@@ -61,7 +61,7 @@ func newPause(paused bool) *cobra.Command {
 				Paused bool
 			}
 			return a.showOrder(c, answer, &pool, func(w io.Writer) {
-				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orders.StateName(pool.Paused))
+				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orders.StateName("", pool.Paused))
 			})
 		},
 	}

@@ -57,8 +57,9 @@ func (a *adminClient) listWeights(c *cobra.Command, pool string) error {
 		for _, p := range state.Pools {
 			for _, e := range p.Endpoints {
 				if pool == "" || p.Name == pool {
+					state := orders.StateName(e.State, p.Paused || e.Paused)
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n",
-						p.Name, e.Address, e.Role, orders.StateName(p.Paused || e.Paused), e.Weight, e.Requests)
+						p.Name, e.Address, e.Role, state, e.Weight, e.Requests)
 				}
 			}
 		}

@@ -59,6 +59,14 @@ type LogEntry struct {
 // nothing (Envoy 1.40). An entry describes only its last try, so a second try counts as received.
 func (e *LogEntry) Asked() bool { return e.Tries > 1 || e.Began || e.Sent > 0 }
 
+// CodeTicketRefused is the code of the error for a request whose ticket a replica cannot read.
+const CodeTicketRefused = "ticket_refused"
+
+// TicketRefused reports whether a replica could not read the request's ticket, and answered so.
+func (e *LogEntry) TicketRefused() bool {
+	return string(e.Details) == DetailsPrefix+"_"+CodeTicketRefused
+}
+
 // maxKeptBatch is the largest arena that is kept for another batch, in bytes.
 const maxKeptBatch = 1 << 20
 

@@ -28,15 +28,15 @@ func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
 		return fmt.Sprintf("no %s endpoint of pool %s works: all %d of its %s have failed",
 			name, pool.Spec.Name, len(all), source)
 	case !slices.ContainsFunc(all, (*kvstate.Endpoint).TakesWork):
-		return fmt.Sprintf("no %s endpoint of pool %s takes requests: of %d in its %s %s",
-			name, pool.Spec.Name, len(all), source, outOfWork(all))
+		return fmt.Sprintf("no %s endpoint of pool %s takes requests: %s",
+			name, pool.Spec.Name, outOfWork(all, source))
 	}
 	return fmt.Sprintf("no %s endpoint of pool %s can take this request now, of %d in its %s",
 		name, pool.Spec.Name, len(all), source)
 }
 
-// outOfWork counts endpoints by the reason why they take no new requests.
-func outOfWork(all []*kvstate.Endpoint) string {
+// outOfWork says why endpoints take no new requests: all of them, or so many each.
+func outOfWork(all []*kvstate.Endpoint, source string) string {
 	failed, ending, paused := 0, 0, 0
 	for _, e := range all {
 		switch {
@@ -50,14 +50,25 @@ func outOfWork(all []*kvstate.Endpoint) string {
 	}
 	var out []string
 	for _, c := range []struct {
-		n   int
-		why string
-	}{{paused, "paused or drained by the operator"}, {failed, "failed"}, {ending, "terminating"}} {
-		if c.n > 0 {
-			out = append(out, fmt.Sprintf("%d %s", c.n, c.why))
+		n        int
+		one, are string
+	}{
+		{paused, "is paused or drained by the operator", "are paused or drained by the operator"},
+		{failed, "has failed", "have failed"},
+		{ending, "is terminating", "are terminating"},
+	} {
+		switch {
+		case c.n == len(all) && c.n == 1:
+			return fmt.Sprintf("the only one of its %s %s", source, c.one)
+		case c.n == len(all):
+			return fmt.Sprintf("all %d of its %s %s", c.n, source, c.are)
+		case c.n == 1:
+			out = append(out, "1 "+c.one)
+		case c.n > 1:
+			out = append(out, fmt.Sprintf("%d %s", c.n, c.are))
 		}
 	}
-	return strings.Join(out, ", ")
+	return fmt.Sprintf("of the %d of its %s, %s", len(all), source, strings.Join(out, ", "))
 }
 
 // noPair describes the side of a pool that has no endpoint for a pair.

@@ -157,7 +157,7 @@ func TestRefuseAlone(t *testing.T) {
 	require.Contains(t, refusal(), "no decode endpoint of pool chat can take this request now, of 1 in its endpoints")
 	_, err := state.SetOverride("chat", "d1", func(o *kvstate.Override) { o.Paused = true })
 	require.NoError(t, err)
-	require.Contains(t, refusal(), "no decode endpoint of pool chat takes requests: of 1 in its endpoints 1 paused or drained by the operator")
+	require.Contains(t, refusal(), "no decode endpoint of pool chat takes requests: the only one of its endpoints is paused or drained by the operator")
 	require.ErrorContains(t, (&Policy{}).RefusePair(pool, &Attempt{Why: "no_prefill"}, limits), "no decode endpoint of pool chat takes requests")
 }
 
@@ -175,4 +175,20 @@ func TestTimes(t *testing.T) {
 	require.Equal(t, 30*time.Second, limit(kvtransfer.DecodeLeg, false))
 	require.Equal(t, 2*time.Second, limit(kvtransfer.EncodeLeg, false))
 	require.Equal(t, time.Second, limit(kvtransfer.PrefillLeg, false))
+}
+
+// The client's error says in a sentence why no endpoint takes requests.
+func TestOutOfWork(t *testing.T) {
+	state := kvstate.New(kvstate.Options{})
+	specs := []kvstate.EndpointSpec{{Addr: "d1:1", Role: kvstate.RoleDecode}, {Addr: "d2:1", Role: kvstate.RoleDecode}, {Addr: "d3:1", Role: kvstate.RoleDecode}}
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, specs)
+	pool := state.Pool("chat")
+	for _, e := range specs {
+		_, err := state.SetOverride("chat", e.Addr, func(o *kvstate.Override) { o.Paused = true })
+		require.NoError(t, err)
+	}
+	refusal := func() string { return (&Policy{}).NoEndpoint(pool, picker.ErrNoEndpoint).Error() }
+	require.Contains(t, refusal(), "takes requests: all 3 of its endpoints are paused or drained by the operator")
+	state.MarkFailed(pool.Endpoints()[0])
+	require.Contains(t, refusal(), "takes requests: of the 3 of its endpoints, 2 are paused or drained by the operator, 1 has failed")
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"net/http"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -45,9 +46,15 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	if ended == "failed" && e.Status > 0 && e.Status < 500 {
 		ended = EndedCut
 	}
+	if e.TicketRefused() {
+		ended = EndedTicketRefused
+	}
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
+		if ended == EndedTicketRefused {
+			o.liveTotals.ticketFailures.Add(1)
+		}
 		if ended == EndedCut && o.cuts.Allow() {
 			o.log.Warn("an answer broke off", "request_id", string(e.RequestID), "pool", t.Pool,
 				"endpoint", answeredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
@@ -62,6 +69,30 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
 	})
+}
+
+// RequestLost reports that this replica cannot read the ticket of a request, which therefore fails.
+func (o *Observer) RequestLost(requestID string) {
+	o.TicketRefused()
+	o.liveTotals.ticketsRefused.Add(1)
+	o.ticketRefusedOf(requestID, http.StatusServiceUnavailable)
+}
+
+// EntryRefused reports the end of a pass whose ticket this replica cannot read. If another one could not either, the
+// request failed.
+func (o *Observer) EntryRefused(e *envoywire.LogEntry) {
+	o.TicketRefused()
+	if e.TicketRefused() {
+		o.ticketRefusedOf(string(e.RequestID), e.Status)
+	}
+}
+
+// ticketRefusedOf counts the end of a request without a readable ticket, if this replica planned it.
+func (o *Observer) ticketRefusedOf(requestID string, status int) {
+	if o.ticketRefused(requestID, status) {
+		o.liveTotals.ended("failed")
+		o.liveTotals.ticketFailures.Add(1)
+	}
 }
 
 // AnswerBegan reports the endpoint whose answer begins, and its status. started is when the request came in.

@@ -48,9 +48,18 @@ type Answered struct {
 // EndedCut is how a request ended whose answer broke off after its status was sent.
 const EndedCut = "cut"
 
+// EndedTicketRefused is how a request ended whose ticket a replica could not read: no endpoint failed.
+const EndedTicketRefused = "ticket_refused"
+
 // HasFailed reports whether the request failed.
 func (t *Trace) HasFailed() bool {
-	return t.Ended == "failed" || t.Ended == EndedCut || t.Ended == "" && t.Status >= 500
+	switch t.Ended {
+	case "":
+		return t.Status >= 500
+	case "failed", EndedCut, EndedTicketRefused:
+		return true
+	}
+	return false
 }
 
 // AnsweredBy returns the endpoint whose answer the client got, or was to get.
@@ -177,6 +186,21 @@ func (r *Recent) change(id string, started time.Time, edit func(*Trace)) {
 	if i, ok := r.at[traceKey{id, started.UnixMicro()}]; ok {
 		edit(&r.ring[i])
 	}
+}
+
+// ticketRefused records that the ticket of a request was refused, in the newest plan of its id that has no end. It
+// reports whether there is one. Without the ticket nothing else names the request.
+func (r *Recent) ticketRefused(id string, status int) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i := range r.ring {
+		t := &r.ring[(r.next-1-i+2*len(r.ring))%len(r.ring)]
+		if t.RequestID == id && t.Route != "" && t.Status == 0 && t.Ended == "" {
+			t.Status, t.Ended, t.Took = status, EndedTicketRefused, max(time.Since(t.Started), 0)
+			return true
+		}
+	}
+	return false
 }
 
 // Latest returns the traces of the latest requests, newest first, at most n, those planned elsewhere included.

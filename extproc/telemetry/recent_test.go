@@ -13,6 +13,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
 )
 
 // said is a trace in a line, without what this file does not test.
@@ -171,4 +172,36 @@ func TestRecentIsBounded(t *testing.T) {
 	require.Len(t, r.at, recentTraces)
 	require.True(t, all[0].Started.After(all[recentTraces-1].Started))
 	r.change("same", began, func(*Trace) { t.Fatal("it was dropped") })
+}
+
+// A refused ticket ends the request that it was of, whichever replica refuses it, and whether or not this one can open
+// it. It is counted once.
+func TestTicketRefused(t *testing.T) {
+	began := time.Now().Add(-time.Second)
+	entry := envoywire.LogEntry{RequestID: []byte("r"), Status: 503, Details: []byte("tandem_ticket_refused"), Start: began}
+	ticket := &kvtransfer.Ticket{Started: time.UnixMicro(began.UnixMicro()), Pool: "chat", Prefill: "p1", Decode: "d1", Stage: kvtransfer.HandOver}
+	for name, tt := range map[string]struct {
+		happens        func(o *Observer)
+		refused, ended uint64
+	}{
+		"another refuses it":                             {func(o *Observer) { o.RequestEnded(ticket, &entry, 0, 0, true) }, 0, 1},
+		"another refuses it, and it is not of this one":  {func(o *Observer) { o.EntryRefused(&entry) }, 0, 1},
+		"this one refuses it":                            {func(o *Observer) { o.RequestLost("r"); o.EntryRefused(&entry) }, 1, 1},
+		"this one refuses it, and another has booked it": {func(o *Observer) { o.RequestLost("r"); o.RequestEnded(ticket, &entry, 0, 0, false) }, 1, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := NewObserver(NewMetrics(prometheus.NewRegistry(), kvstate.New(kvstate.Options{})), slog.New(slog.DiscardHandler))
+			for _, id := range []string{"r", "other"} {
+				o.record(&Planned{RequestID: id, Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: "d1"})
+			}
+			tt.happens(o)
+			all := o.Latest(2)
+			require.Equal(t, EndedTicketRefused, all[1].Ended)
+			require.Equal(t, 503, all[1].Status)
+			require.Positive(t, all[1].Took)
+			require.Empty(t, all[0].Ended)
+			got := o.Totals()
+			require.Equal(t, []uint64{tt.refused, tt.ended, tt.ended}, []uint64{got.TicketsRefused, got.TicketFailures, got.Failed})
+		})
+	}
 }

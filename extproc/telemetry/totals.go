@@ -11,11 +11,13 @@ import (
 // show the difference of two of them.
 type Totals struct {
 	// passes routed: two hops, one hop of a request that could be split, one hop of others
-	Split, Alone, Pass            uint64
-	Refused, Replans              uint64
-	OK, Rejected, Failed, Gone    uint64 // requests ended: answered, 4xx of an engine, failed, client left
-	CachedTokens, ComputedTokens  uint64 // of prompts of split requests
-	FirstByte, Prefill, Decisions Durations
+	Split, Alone, Pass         uint64
+	Refused, Replans           uint64
+	OK, Rejected, Failed, Gone uint64 // requests ended: answered, 4xx of an engine, failed, client left
+	// requests whose ticket this replica refused, and requests of this replica that failed since one was refused
+	TicketsRefused, TicketFailures uint64
+	CachedTokens, ComputedTokens   uint64 // of prompts of split requests
+	FirstByte, Prefill, Decisions  Durations
 }
 
 // Since returns the difference to an earlier count.
@@ -25,8 +27,11 @@ func (t *Totals) Since(earlier *Totals) Totals {
 		Refused: t.Refused - earlier.Refused, Replans: t.Replans - earlier.Replans,
 		OK: t.OK - earlier.OK, Rejected: t.Rejected - earlier.Rejected,
 		Failed: t.Failed - earlier.Failed, Gone: t.Gone - earlier.Gone,
-		CachedTokens: t.CachedTokens - earlier.CachedTokens, ComputedTokens: t.ComputedTokens - earlier.ComputedTokens,
-		FirstByte: t.FirstByte.Since(&earlier.FirstByte), Prefill: t.Prefill.Since(&earlier.Prefill),
+		TicketsRefused: t.TicketsRefused - earlier.TicketsRefused,
+		TicketFailures: t.TicketFailures - earlier.TicketFailures,
+		CachedTokens:   t.CachedTokens - earlier.CachedTokens,
+		ComputedTokens: t.ComputedTokens - earlier.ComputedTokens,
+		FirstByte:      t.FirstByte.Since(&earlier.FirstByte), Prefill: t.Prefill.Since(&earlier.Prefill),
 		Decisions: t.Decisions.Since(&earlier.Decisions),
 	}
 }
@@ -93,11 +98,12 @@ func (h *Durations) Add(other *Durations) {
 
 // liveTotals are the counters behind Totals.
 type liveTotals struct {
-	split, alone, pass            atomic.Uint64
-	refused, replans              atomic.Uint64
-	ok, rejected, failed, gone    atomic.Uint64
-	cachedTokens, computedTokens  atomic.Uint64
-	firstByte, prefill, decisions liveDurations
+	split, alone, pass             atomic.Uint64
+	refused, replans               atomic.Uint64
+	ok, rejected, failed, gone     atomic.Uint64
+	ticketsRefused, ticketFailures atomic.Uint64
+	cachedTokens, computedTokens   atomic.Uint64
+	firstByte, prefill, decisions  liveDurations
 }
 
 type liveDurations [durationBuckets]atomic.Uint64
@@ -142,6 +148,7 @@ func (m *Metrics) Totals() Totals {
 		Split: l.split.Load(), Alone: l.alone.Load(), Pass: l.pass.Load(),
 		Refused: l.refused.Load(), Replans: l.replans.Load(),
 		OK: l.ok.Load(), Rejected: l.rejected.Load(), Failed: l.failed.Load(), Gone: l.gone.Load(),
+		TicketsRefused: l.ticketsRefused.Load(), TicketFailures: l.ticketFailures.Load(),
 		CachedTokens: l.cachedTokens.Load(), ComputedTokens: l.computedTokens.Load(),
 		FirstByte: l.firstByte.load(), Prefill: l.prefill.load(), Decisions: l.decisions.load(),
 	}

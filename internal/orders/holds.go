@@ -82,10 +82,15 @@ func (h *Holds) busy() bool {
 	return false
 }
 
-func (h *Holds) shown(found []*kvstate.Endpoint) (out []Ordered) {
+// shown returns the endpoints as an answer has them.
+func (o *Orders) shown(h *Holds, found []*kvstate.Endpoint) (out []Ordered) {
 	for _, e := range found {
 		requests, _ := e.Load()
-		out = append(out, Ordered{e.Addr, e.Paused(), e.Weight(), requests + h.load[e.Addr]})
+		one := Ordered{Address: e.Addr, Paused: e.Paused(), Weight: e.Weight(), Requests: requests + h.load[e.Addr]}
+		if o.StateOf != nil {
+			one.State = o.StateOf(e)
+		}
+		out = append(out, one)
 	}
 	return out
 }

@@ -3,6 +3,7 @@
 package orders
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -36,6 +37,7 @@ type Orders struct {
 	Reload    func(context.Context) ([]config.Change, error)
 	Replicas  *operator.Operator // nil: there is no Redis
 	Log       *slog.Logger
+	StateOf   func(*kvstate.Endpoint) string // as `tandem status` shows it; nil: not told
 }
 
 // Register adds the orders to the admin port. Call it before the replica answers others' questions.
@@ -151,6 +153,7 @@ type Ordered struct {
 	Paused   bool   `json:"paused"`
 	Weight   int    `json:"weight"`
 	Requests int64  `json:"requests"` // running there, sent by the replicas that the order applies to
+	State    string `json:"state,omitempty"`
 }
 
 // Print writes the endpoints that an order was about, for a terminal.
@@ -158,17 +161,21 @@ func Print(w io.Writer, found []Ordered) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "endpoint\tstate\tweight\trequests")
 	for _, e := range found {
-		fmt.Fprintf(t, "%s\t%s\t%d %%\t%d\n", e.Address, StateName(e.Paused), e.Weight, e.Requests)
+		fmt.Fprintf(t, "%s\t%s\t%d %%\t%d\n", e.Address, StateName(e.State, e.Paused), e.Weight, e.Requests)
 	}
 	_ = t.Flush()
 }
 
-// StateName names what an order leaves of a pool or an endpoint, for people.
-func StateName(paused bool) string {
-	if paused {
+// StateName names the state of an endpoint or a pool for people, as `tandem status` does. state is "" for a pool, and
+// from a replica of an earlier release.
+func StateName(state string, paused bool) string {
+	switch {
+	case state == "out":
+		return "OUT"
+	case paused && state != "draining":
 		return "paused"
 	}
-	return "active"
+	return cmp.Or(state, "up")
 }
 
 // endpoint is an order that changes an endpoint; its log line ends with more.
@@ -178,15 +185,17 @@ func (o *Orders) endpoint(change func(*kvstate.Override), more ...any) http.Hand
 			h := o.publish(r.Context(), targetOf(r))
 			h.writeTo(w)
 			o.warn(w, r.PathValue("pool"), found)
-			writeJSON(w, h.shown(found))
+			writeJSON(w, o.shown(&h, found))
 		}
 	}
 }
 
-// Warning is the header of an answer to an order that leaves a pool without an endpoint of a role: a sentence.
+// Warning is the header of an answer to an order that leaves a pool without an endpoint of a role, or that gives work
+// to an endpoint that has failed: a sentence.
 const Warning = "tandem-warning"
 
-// warn adds the warning if one of the endpoints is paused, and none of its role is left that takes new requests.
+// warn adds the warning if one of the endpoints is paused, and none of its role is left that takes new requests; or if
+// one is not paused, and gets no requests since it failed.
 func (o *Orders) warn(w http.ResponseWriter, pool string, ordered []*kvstate.Endpoint) {
 	p := o.State.Pool(pool)
 	if p == nil {
@@ -207,6 +216,11 @@ func (o *Orders) warn(w http.ResponseWriter, pool string, ordered []*kvstate.End
 				leg.name, p.Spec.Name, leg.without))
 			return // without decode, prefill does not matter
 		}
+	}
+	failed := slices.IndexFunc(ordered, func(e *kvstate.Endpoint) bool { return !e.Paused() && e.Failed() })
+	if failed >= 0 {
+		w.Header().Set(Warning, ordered[failed].DisplayName()+
+			" failed, and gets no requests until it answers Tandem's probes: look whether its engine runs")
 	}
 }
 
@@ -280,7 +294,7 @@ func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("content-type", contentJSON)
 		w.WriteHeader(http.StatusAccepted)
 	}
-	writeJSON(w, h.shown(found))
+	writeJSON(w, o.shown(&h, found))
 }
 
 // quiet waits until nothing is booked on the endpoints, here and at the replicas that the order applies to; false if

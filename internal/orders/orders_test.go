@@ -3,6 +3,7 @@ package orders
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"io"
 	"log/slog"
@@ -177,4 +178,34 @@ func TestWarning(t *testing.T) {
 	require.Empty(t, warning("POST", d1+"resume"))
 	require.Equal(t, "pool chat takes no requests now: clients get 503", warning("POST", "/pause"))
 	require.Empty(t, warning("POST", "/resume"))
+}
+
+// Orders and weights name states as `tandem status` does, and say that an endpoint with no order against it has failed.
+func TestStatesOfEndpoints(t *testing.T) {
+	o, h := ordersOn(tokenFile(t, goodToken), io.Discard)
+	o.StateOf = func(e *kvstate.Endpoint) string { return map[bool]string{true: "out", false: "up"}[e.Failed()] }
+	order := func(what string) *httptest.ResponseRecorder {
+		r := httptest.NewRequest("POST", "/api/pools/chat/endpoints/10.0.0.1:80/"+what, nil)
+		r.Header.Set("Authorization", "Bearer "+goodToken)
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		return w
+	}
+	require.Empty(t, order("resume").Header().Get(Warning))
+	o.State.MarkFailed(o.State.Pool("chat").Endpoints()[0])
+	w := order("resume")
+	require.Equal(t, "d1:80 failed, and gets no requests until it answers Tandem's probes: look whether its engine runs", w.Header().Get(Warning))
+	var found []Ordered
+	require.NoError(t, json.Unmarshal(w.Body.Bytes(), &found))
+	var text strings.Builder
+	Print(&text, found)
+	require.Contains(t, text.String(), "10.0.0.1:80  OUT    100 %")
+	require.Contains(t, order("pause").Header().Get(Warning), "no decode endpoint of pool chat takes requests now")
+
+	for want, c := range map[string]struct {
+		state  string
+		paused bool
+	}{"OUT": {"out", true}, "paused": {"stale", true}, "draining": {"draining", true}, "stale": {"stale", false}, "up": {"", false}} {
+		require.Equal(t, want, StateName(c.state, c.paused))
+	}
 }

@@ -60,6 +60,8 @@ type Operator struct {
 	mu      sync.Mutex
 	members map[uint64]member // as last read
 	logged  map[uint64]*seen  // the others whose presence is in the log
+	away    bool              // Redis did not answer the last time
+	back    time.Time         // when it answered again; zero: it has always answered
 }
 
 // New returns the operator of a replica; name identifies the replica to people. It does nothing before it is used.
@@ -219,6 +221,7 @@ func (o *Operator) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		next, err := o.read(ctx, from)
 		if from = next; err != nil && ctx.Err() == nil {
+			o.lost()
 			o.log.Debug("reading operators' questions from redis", "err", err)
 			select {
 			case <-ctx.Done():

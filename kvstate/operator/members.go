@@ -17,6 +17,7 @@ import (
 const (
 	goneFor  = time.Hour        // a replica that is gone is named for this time, then it was removed for good
 	starting = 10 * time.Second // in this time a new replica may be in the hash, and not yet known to be living
+	settling = 10 * time.Second // in this time after Redis came back, living replicas report themselves again
 )
 
 // Gone is a replica that did not end in order and is not living any more.
@@ -68,12 +69,35 @@ func (o *Operator) announce(ctx context.Context, mark string) error {
 			members[replica] = member{parts[3], time.UnixMilli(at), parts[2] == markEnded}
 		}
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.members = members
-	o.logChanges(o.redis.Living())
+	o.note(members, now, o.redis.Living())
 	return nil
 }
+
+// note takes in the members that Redis has, and the living replicas.
+func (o *Operator) note(members map[uint64]member, now time.Time, living []uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for replica, m := range o.members { // Redis may have come back empty: what was known of them still holds
+		if _, found := members[replica]; !found && now.Sub(m.heard) <= goneFor {
+			members[replica] = m
+		}
+	}
+	o.members = members
+	if o.away {
+		o.away, o.back = false, now
+	}
+	o.logChanges(living)
+}
+
+// lost notes that Redis does not answer. Other replicas cannot report themselves meanwhile.
+func (o *Operator) lost() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.away = true
+}
+
+// settled reports whether a replica that is not known to be living is gone: Redis has not been away lately. mu is held.
+func (o *Operator) settled() bool { return !o.away && time.Since(o.back) >= settling }
 
 // seen is another replica that the log has as present.
 type seen struct {
@@ -82,7 +106,7 @@ type seen struct {
 }
 
 // logChanges logs by name which other replicas have come or gone. One is gone when it was missing twice: Redis may have
-// been away, and nobody known for a moment. mu is held.
+// been slow, and nobody known for a moment. None is gone as long as Redis was away lately. mu is held.
 func (o *Operator) logChanges(living []uint64) {
 	for _, id := range living {
 		switch known := o.logged[id]; {
@@ -94,7 +118,7 @@ func (o *Operator) logChanges(living []uint64) {
 		}
 	}
 	for id, known := range o.logged {
-		if slices.Contains(living, id) {
+		if slices.Contains(living, id) || !o.settled() {
 			continue
 		}
 		if known.missed++; known.missed == 2 {
@@ -121,8 +145,11 @@ func (o *Operator) nameOf(replica uint64) string {
 }
 
 // gone returns the replicas that did not end in order: those of a name that does not run, and the earlier ones of names
-// that were started again. mu is held.
+// that were started again; none if Redis was away lately. mu is held.
 func (o *Operator) gone(living []uint64) (gone, restarted []Gone) {
+	if !o.settled() {
+		return nil, nil
+	}
 	last := map[string]uint64{o.name: o.redis.Replica} // the replica of each name that started last
 	for id, m := range o.members {
 		last[m.name] = max(last[m.name], id)

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -283,4 +284,45 @@ func TestChangesAreLoggedByName(t *testing.T) {
 	require.Equal(t, 1, count(`msg="a replica is gone" replica=t2:9090 shut_down=false`), text.String())
 	o.logChanges([]uint64{1, 2})
 	require.Equal(t, 2, count("is there"))
+}
+
+// While Redis is away replicas cannot report themselves: they are not gone until they had the time to, after it came
+// back. Those that were gone before still are, also if Redis came back empty.
+func TestRedisWasAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var text bytes.Buffer
+		heard := time.Now()
+		log := slog.New(slog.NewTextHandler(&text, nil))
+		o := &Operator{
+			redis: redisstore.Access{Replica: 1}, log: log, logged: map[uint64]*seen{}, members: map[uint64]member{
+				2: {name: "t2:9090", heard: heard}, 3: {name: "t3:9090", heard: heard.Add(-time.Minute)}},
+		}
+		time.Sleep(time.Minute)
+		names := func(living ...uint64) (names string) {
+			gone, _ := o.gone(living)
+			for _, g := range gone {
+				names += g.Name + " "
+			}
+			return names
+		}
+		o.logChanges([]uint64{1, 2})
+		require.Equal(t, "t3:9090 ", names(1, 2))
+		o.lost()
+		require.Empty(t, names(1), "Redis is away")
+		for range 3 {
+			o.note(map[uint64]member{}, time.Now(), []uint64{1})
+		}
+		require.Empty(t, names(1), "Redis is back")
+		require.NotContains(t, text.String(), "is gone")
+		time.Sleep(settling)
+		o.logChanges([]uint64{1, 2})
+		require.Equal(t, "t3:9090 ", names(1, 2))
+		require.NotContains(t, text.String(), "is gone")
+		o.logChanges([]uint64{1})
+		o.logChanges([]uint64{1})
+		require.Equal(t, "t2:9090 t3:9090 ", names(1))
+		require.Equal(t, 1, strings.Count(text.String(), "a replica is gone"))
+		o.note(map[uint64]member{}, heard.Add(goneFor+time.Second), []uint64{1})
+		require.Empty(t, o.members, "they are kept for an hour")
+	})
 }

@@ -17,13 +17,15 @@ import (
 
 // The interval at which the oldest replica writes a snapshot unasked, for replicas that start when all are gone; the
 // minimum interval of those that are needed because the stream would otherwise cut entries that no snapshot has; the
-// minimum pause after a snapshot; and the number of blocks and sessions in a chunk, about 512 KiB.
+// minimum pause after a snapshot; and the number of blocks and sessions in a chunk, about 512 KiB. Within settled after
+// Redis came back its client may still return errors of the outage: one that was not written is written again.
 const (
 	snapshotEvery   = time.Minute
 	snapshotSoonest = 10 * time.Second
 	snapshotAtMost  = 500 * time.Millisecond
 	chunkBlocks     = 1 << 16
 	chunkSessions   = 1 << 14
+	settled         = 5 * time.Second
 	chunksAtOnce    = 2 // 1 MiB has to arrive within commandTime
 )
 
@@ -75,7 +77,7 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 	for {
 		select {
 		case <-ctx.Done():
-			if p.leads(0) && s.link.isUp() {
+			if p.leads(0) && s.link.isUp(0) {
 				last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 				defer cancel()
 				p.snapshots.tryWrite(last, snapshotWish{})
@@ -83,7 +85,7 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 			return
 		case <-p.snapshots.due:
 		case <-every.C:
-			if !p.leads(0) || !s.link.isUp() {
+			if !p.leads(0) || !s.link.isUp(0) {
 				continue
 			}
 		}
@@ -100,7 +102,7 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 
 func (s *snapshots) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
 	err := s.write(ctx, wish)
-	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil {
+	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil && s.p.s.link.isUp(settled) {
 		s.p.s.log.Warn("a snapshot was not written", "pool", s.p.pool, "err", err)
 	}
 	return err == nil

@@ -1,7 +1,9 @@
 package redisstore
 
 import (
+	"bytes"
 	"context"
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -122,6 +124,25 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 		before := written()
 		stop()
 		require.Equal(t, before+1, written(), "for who comes next")
+	})
+}
+
+// Right after Redis came back its client may still return an error of the outage. The snapshot is written again, and
+// nobody is warned.
+func TestSnapshotRightAfterAnOutage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := lonely(t, 1)
+		x := record(r)
+		var text bytes.Buffer
+		r.p.joined, r.store.log = true, slog.New(slog.NewTextHandler(&text, nil))
+		r.store.link.result(errGone)
+		r.store.link.result(nil)
+		x.failing(errGone)
+		require.False(t, r.p.snapshots.tryWrite(t.Context(), snapshotWish{}))
+		require.Empty(t, text.String())
+		time.Sleep(settled)
+		require.False(t, r.p.snapshots.tryWrite(t.Context(), snapshotWish{}))
+		require.Contains(t, text.String(), "a snapshot was not written")
 	})
 }
 

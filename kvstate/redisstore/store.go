@@ -180,10 +180,10 @@ func (l *link) result(err error) (changed bool) {
 	return changed
 }
 
-func (l *link) isUp() bool {
+func (l *link) isUp(least time.Duration) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.up
+	return l.up && time.Since(l.since) >= least
 }
 
 // pathMisses is the number of requests in a row that may wait in vain for Redis before it is not asked for pathPause.

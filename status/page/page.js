@@ -146,16 +146,16 @@ function pools(status) {
   byId('pools').replaceChildren(...status.pools.map(p => {
     const rows = p.endpoints.map(e => {
       const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
-      return { cells: [e.name + (e.group ? ' (' + e.group + ')' : ''), el('span', { class: css }, e.role),
+      return { cells: [el('span', {}, e.name + (e.group ? ' (' + e.group + ')' : ''), e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : ''), el('span', { class: css }, e.role),
         el('span', { class: 'pill ' + ({ up: 'good', out: 'bad' }[e.state] || 'warn') }, e.state),
         count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
         e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share),
-        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second), ms(e.time_per_output_token_ms)] };
+        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', ms(e.time_per_output_token_ms)] };
     });
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
       + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
         + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
-      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['booked requests'], ['booked tokens'], ['running'], ['queued'], 'KV cache used', ['latest 256'], ['cache hits'], ['tokens written/s, last minute'], ['time per token, last minute']], rows));
+      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest'], ['cache hits'], ['writes'], ['each token in']], rows));
   }));
 }
 
@@ -167,7 +167,7 @@ function replicas(status) {
       (status.gone || []).map(g => ({ cells: [g.name, `gone, last heard ${ago(new Date(status.now) - new Date(g.heard))} ago`, '–', '–', '–'] })));
   byId('replicas').hidden = rows.length < 2;
   if (rows.length > 1) byId('replicas').replaceChildren(el('h2', {}, 'Replicas ', el('small', {}, 'whose parts are summed on this page')),
-    table('Replicas of Tandem', ['replica', 'state', 'release', 'up', ['booked requests']], rows));
+    table('Replicas of Tandem', ['replica', 'state', 'release', 'up', ['booked']], rows));
 }
 
 const open = new Set();   // request ids whose details are open
@@ -192,7 +192,7 @@ function decision(t) {
 
 // end says how a request ended.
 function end(t) {
-  if (t.status) return t.status + (t.ended === 'cut' ? ', cut' : '');
+  if (t.status) return t.status + (t.ended === 'cut' ? ', cut' : t.ended === 'ticket_refused' ? ', ticket refused' : '');
   if (t.ended) return t.ended === 'client_gone' ? 'client left' : 'no answer';
   return t.end_gone_with || Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running';
 }
