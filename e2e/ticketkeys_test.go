@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -23,15 +24,34 @@ func (f *fleet) command(replica int, args ...string) string {
 	return out.String()
 }
 
-// Replicas with different ticket keys refuse each other's tickets. What they show names the keys, and no engine.
+// Replicas with different ticket keys refuse each other's tickets. What they show names the keys, and no engine: with a
+// key file each, and where one replica has its key from Redis and the other does not use Redis yet.
 func TestTicketsOfOtherKeys(t *testing.T) {
-	t.Parallel()
-	f := start(t, options{replicas: 2, separateKeys: true})
-	other := strings.Repeat("fedcba9876543210", 4)
-	require.NoError(t, os.WriteFile(filepath.Join(f.dir, "ticket-1.key"), []byte(other+"\n"), 0o600))
-	f.said(1, "ticket keys changed", 1)
+	t.Run("key files", func(t *testing.T) {
+		t.Parallel()
+		f := start(t, options{replicas: 2, separateKeys: true})
+		other := strings.Repeat("fedcba9876543210", 4)
+		require.NoError(t, os.WriteFile(filepath.Join(f.dir, "ticket-1.key"), []byte(other+"\n"), 0o600))
+		f.said(1, "ticket keys changed", 1)
+		f.refuseTickets()
+	})
+	t.Run("one without Redis", func(t *testing.T) {
+		t.Parallel()
+		r := startRedis(t)
+		f := start(t, options{replicas: 2, madeKeys: true, top: r.yaml()})
+		f.rewrite(f.fileOf(1), r.yaml(), fmt.Sprintf("tickets: {keyFile: %q}\n", filepath.Join(f.dir, "ticket.key")))
+		f.tandems[1].stop(syscall.SIGTERM)
+		f.startTandem(1, f.fileOf(1), f.admins[1])
+		f.envoyFinds()
+		f.refuseTickets()
+	})
+}
+
+// refuseTickets sends requests until some tickets were refused, and looks at what both replicas show.
+func (f *fleet) refuseTickets() {
+	t := f.t
 	refused := 0
-	for i := 0; refused < 4 || i < 10; i++ {
+	for i := 0; refused < 8; i++ {
 		require.Less(t, i, 200, "no ticket was refused")
 		a := f.post("/v1/chat/completions", chat(fmt.Sprintf("request %d ", i)+strings.Repeat("word ", 200)))
 		if a.status != 200 {
