@@ -154,6 +154,9 @@ func TestAnyReplicaShowsTheFleet(t *testing.T) {
 	_, port, _ := strings.Cut(strings.TrimPrefix(f.admins[1], "http://"), ":")
 	require.True(t, strings.HasSuffix(s.Silent[0], ":"+port), s.Silent[0])
 
+	for i := range many { // nobody asks how they ended: an end that was shown once is kept
+		require.Equal(t, 200, f.post("/v1/chat/completions", chat(fmt.Sprintf("%d, and then it dies", i))).status)
+	}
 	f.tandems[1].stop(syscall.SIGKILL)
 	unknown := 0
 	othersKnown := func() bool {
