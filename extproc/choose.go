@@ -15,7 +15,7 @@ import (
 func (x *planning) choose(policy *Policy, r *picker.Request) (picker.Choice, error) {
 	r.MinAnswer, r.MaxAnswer = x.req.AnswerTokens()
 	c, err := x.chooseNow(policy, r)
-	x.req.Priority, x.req.Foreseen = r.Priority, plan.Foresee(&c)
+	x.req.Priority, x.req.Targets, x.req.Foreseen = r.Priority, r.Targets, plan.Foresee(&c)
 	return c, plan.Missed(r, &c, err)
 }
 

@@ -135,7 +135,7 @@ func (x *planning) planned(
 		Queued:   x.queued(), Streamed: x.req.True(openai.FieldStream), Decode: decode.Addr, PromptTokens: tokens,
 	}
 	if prefill != nil {
-		p.Prefill = prefill.Addr
+		p.Prefill, p.Always = prefill.Addr, x.picker.Split == picker.SplitAlways
 	}
 	if x.s.DecisionMetadata {
 		x.decision = x.decisionMetadata(&p)
@@ -144,7 +144,7 @@ func (x *planning) planned(
 	if (two || route == "decode_alone") && x.WantsWeighed() {
 		e := x.picker.Explain(&picker.Request{
 			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,
-			Excluded: x.req.Excluded,
+			Excluded: x.req.Excluded, Targets: x.req.Targets,
 		}, &x.view)
 		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}

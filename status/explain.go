@@ -211,7 +211,7 @@ func Sentence(e *extproc.Explanation) string {
 	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", name(e.Prefill), name(e.Decode))
 	switch {
 	case e.Always:
-		return s + ": the pool splits every prompt (split is always)."
+		return s + splitAlways
 	case math.IsInf(alone, 1) && slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool { return c.Busy }):
 		return s + suffering(e)
 	case math.IsInf(alone, 1):
@@ -219,6 +219,8 @@ func Sentence(e *extproc.Explanation) string {
 	}
 	return s + compared(alone-e.Price, "decode alone")
 }
+
+const splitAlways = ": the pool splits every prompt (split is always)."
 
 // suffering ends a sentence about a request for which no decode endpoint is offered to do both.
 func suffering(e *extproc.Explanation) string {

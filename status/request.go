@@ -391,6 +391,9 @@ func decided(t *telemetry.Trace) string {
 		return s + "."
 	}
 	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", plain(t.Prefill), plain(t.Decode))
+	if t.Always {
+		return s + splitAlways
+	}
 	paid := at(t, t.Prefill, prefill) + at(t, t.Decode, decode)
 	if why, all := kept(t); all {
 		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, alone)-paid)

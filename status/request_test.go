@@ -58,6 +58,9 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"50 ms                100 ms        chosen, no decode alone here: its answers would suffer\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.1, telemetry.NotAloneBusy)
 		},
+		"d1:1 answers: the pool splits every prompt (split is always).\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Always, r.Weighed = "p1:1", "split", true, notAlone(.1, telemetry.NotAloneBusy)
+		},
 		"chosen since there is no other way, though its answers suffer": func(r *telemetry.Trace) {
 			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
 		},

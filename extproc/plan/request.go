@@ -27,6 +27,7 @@ type Request struct {
 	Session  uint64   // hash of its name; 0: none
 	Labels   []string // that its endpoints must have
 	Priority int32
+	Targets  picker.Targets     // times that the client asks for
 	Began    time.Time          // when this pass began
 	Traced   bool               // its hops have spans
 	Turn     kvtransfer.TurnLeg // of the prefill leg
@@ -68,7 +69,7 @@ func (r *Request) Reset() {
 	}
 	r.memory.decision = Decision{}
 	r.Attempt, r.Limits, r.Foreseen, r.Known = Attempt{}, Limits{}, Foreseen{}, prefixindex.KnownTokens{}
-	r.ID, r.Pool, r.Tokens, r.Session, r.Labels, r.Priority = "", nil, 0, 0, nil, 0
+	r.ID, r.Pool, r.Tokens, r.Session, r.Labels, r.Priority, r.Targets = "", nil, 0, 0, nil, 0, picker.Targets{}
 	r.Began, r.Traced, r.Turn, r.LastTurn, r.TurnIDs = time.Time{}, false, kvtransfer.TurnLeg{}, nil, nil
 }
 

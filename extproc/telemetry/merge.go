@@ -52,7 +52,7 @@ func Merge(parts map[string][]Trace, partial bool) []Trace {
 func (t *Trace) add(p *Trace) {
 	if p.Route != "" { // planned anew
 		t.Pool, t.Route, t.Reason, t.Prefill, t.Decode = p.Pool, p.Route, p.Reason, p.Prefill, p.Decode
-		t.Foreseen, t.Weighed = p.Foreseen, p.Weighed
+		t.Foreseen, t.Weighed, t.Always = p.Foreseen, p.Weighed, p.Always
 	} else if p.Decode != "" {
 		t.Decode = p.Decode
 	}

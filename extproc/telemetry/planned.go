@@ -54,6 +54,7 @@ type Planned struct {
 
 	Queued   // for its endpoints
 	Streamed bool
+	Always   bool // the pool splits every prompt
 
 	Weighed []Weighed // nil: not wanted
 }

@@ -17,7 +17,8 @@ type Trace struct {
 	Pool      string   `json:"pool"`
 	// of the last pass: split, decode_alone, pass_through, stored_response; "": planned at another replica
 	Route        string        `json:"route"`
-	Reason       string        `json:"reason,omitempty"` // why a request that could be split was not
+	Reason       string        `json:"reason,omitempty"`       // why a request that could be split was not
+	Always       bool          `json:"split_always,omitempty"` // the pool splits every prompt
 	Prefill      string        `json:"prefill,omitempty"`
 	Decode       string        `json:"decode"`
 	PromptTokens int64         `json:"prompt_tokens"` // as P counted them, else an estimate
@@ -145,7 +146,7 @@ func (r *Recent) record(p *Planned) {
 	}
 	t.Pass = p.Pass
 	t.Pool, t.Route, t.Reason, t.Prefill, t.Decode = p.Pool, p.Route, p.Reason, p.Prefill, p.Decode
-	t.PromptTokens, t.Weighed, t.Streamed = p.PromptTokens, p.Weighed, p.Streamed
+	t.PromptTokens, t.Weighed, t.Streamed, t.Always = p.PromptTokens, p.Weighed, p.Streamed, p.Always
 	t.Foreseen = p.Foreseen
 	if p.Waited > 0 {
 		t.Waited, t.WaitedFor, t.Behind, t.BehindRemote = p.Waited, p.WaitedFor, p.Behind, p.BehindRemote
