@@ -1177,7 +1177,8 @@ type Pool struct {
 	// application/json, which Tandem reads, or multipart/form-data. Default none.
 	Paths []string `protobuf:"bytes,71,rep,name=paths,proto3" json:"paths,omitempty"`
 	// Which requests are split: always, auto or never. always: every request that may be. never: none. auto: those that
-	// cost less over two hops than with decode alone, by the price in docs/decision.md. Default auto.
+	// cost less over two hops than with decode alone, by the price in docs/decision.md, and those with which decode alone
+	// would slow down answers. Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl the default
 	// is refuse, because their decode endpoints cannot decode alone. Default decodeAlone.
