@@ -66,7 +66,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		add(true, "howto/several-replicas.md#tickets-are-refused", "%s", s.ticketsRefused())
 	}
 	if s.Failures > 0 {
-		add(true, "operations.md#when-an-engine-fails", "%s failed in the last minute%s",
+		add(true, s.failuresPage(), "%s failed in the last minute%s",
 			count(int(s.Failures), "request"), s.whereFailed())
 	}
 	for _, e := range s.Envoys {

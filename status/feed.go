@@ -43,6 +43,8 @@ type Failed struct {
 	FailedHops string `json:"failed_hops,omitempty"`
 	AgainHops  string `json:"planned_again_hops,omitempty"` // after which a request was planned again
 	FailedID   string `json:"failed_request,omitempty"`     // the latest one
+	// one of FailedHops is an engine's, and not an error of Tandem's own
+	EngineFailed bool `json:"engine_failed,omitempty"`
 	// Requests that failed because a replica refused their ticket; not among the others, since no endpoint failed
 	TicketsRefused uint64 `json:"tickets_refused,omitempty"`
 	TicketID       string `json:"ticket_refused_request,omitempty"` // the latest one

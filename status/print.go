@@ -256,6 +256,8 @@ func statusOf(r *telemetry.Trace, now time.Time) string {
 		return fmt.Sprintf("%d, cut", r.Status)
 	case r.Ended == telemetry.EndedTicketRefused:
 		return fmt.Sprintf("%d, ticket refused", r.Status)
+	case r.Status > 0 && r.Refused != "":
+		return fmt.Sprintf("%d, %s", r.Status, plain(r.Refused))
 	case r.Status > 0:
 		return fmt.Sprint(r.Status)
 	case r.Ended == "client_gone":

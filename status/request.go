@@ -110,6 +110,10 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 		fmt.Fprintln(w, "Its ticket was refused: the replica that was to send it on has other ticket keys, "+
 			"or another release.\nNo endpoint is at fault (docs/howto/several-replicas.md#tickets-are-refused).")
 	}
+	if t.Refused != "" && t.Ended != telemetry.EndedTicketRefused {
+		fmt.Fprintf(w, "Tandem ended it with the error %s (docs/operations.md#errors-that-tandem-answers).\n",
+			plain(t.Refused))
+	}
 	fmt.Fprintln(w, decided(t))
 	if t.Replans > 0 {
 		fmt.Fprintf(w, "That is plan %d: a hop of the former failed.\n", t.Replans+1)
@@ -208,6 +212,9 @@ func failedHop(h *telemetry.FailedHop) string {
 	return words
 }
 
+// refusal begins the name of what ended a request that Tandem itself refused between its hops; its code follows.
+const refusal = "Tandem's own error "
+
 // failedHops counts the hops that failed since then, those that ended a request and those after which it was planned
 // again, and names the latest request that failed. recent has the newest first.
 func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
@@ -226,9 +233,14 @@ func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
 			if t.Final {
 				last.Hop = "prefill"
 			}
-			if n := len(hops); n > 0 && n >= t.Plans && t.Ended != telemetry.EndedCut { // none answered the last plan
+			n := len(hops)
+			switch {
+			case n > 0 && n >= t.Plans && t.Ended != telemetry.EndedCut: // none answered the last plan
 				hops, last = hops[:n-1], hops[n-1]
+			case t.Refused != "": // Tandem did not ask the last plan's endpoint
+				last = telemetry.FailedHop{Hop: refusal + t.Refused}
 			}
+			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal)
 			ended[failedHop(&last)]++
 		}
 		for _, hop := range hops {
@@ -249,6 +261,14 @@ func counted(counts map[string]int) string {
 		}
 	}
 	return list(names)
+}
+
+// failuresPage returns the page of the documentation about what failed.
+func (f *Failed) failuresPage() string {
+	if f.FailedHops != "" && !f.EngineFailed {
+		return "operations.md#errors-that-tandem-answers"
+	}
+	return "operations.md#when-an-engine-fails"
 }
 
 // whereFailed ends the sentence that says how many requests failed: where, and how to find them.

@@ -2,6 +2,7 @@ package status
 
 import (
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -153,7 +154,7 @@ func TestFailedHops(t *testing.T) {
 	since := now.Add(-time.Minute)
 	var f Failed
 	f.failedHops([]telemetry.Trace{cut, lost, again, broken, old}, since)
-	require.Equal(t, Failed{FailedID: "cut", FailedHops: "decode at d2:1 (2), prefill at p1:1",
+	require.Equal(t, Failed{FailedID: "cut", EngineFailed: true, FailedHops: "decode at d2:1 (2), prefill at p1:1",
 		AgainHops: "prefill at p1:1 (2), decode at d1:1, the replica of Tandem that decided"}, f)
 	require.Equal(t, ": decode at d2:1 (2), prefill at p1:1. The latest is cut: tandem requests --failed lists them. "+
 		"Hops of requests that were planned again: "+f.AgainHops+".", f.whereFailed())
@@ -202,11 +203,33 @@ func TestTicketRefused(t *testing.T) {
 	one := report{Minute: telemetry.Totals{Failed: 2, TicketFailures: 1}, Ready: true, Traces: []telemetry.Trace{lost, failed}}
 	other := report{Name: "other", Minute: telemetry.Totals{TicketsRefused: 1}, Ready: true}
 	s := merge(answers{reports: []report{one, other}}, now)
-	require.Equal(t, Failed{Failures: 1, FailedHops: "decode at d1:1", FailedID: "r-2", TicketsRefused: 1, TicketID: "r-1"}, s.Failed)
+	require.Equal(t, Failed{Failures: 1, FailedHops: "decode at d1:1", FailedID: "r-2", EngineFailed: true, TicketsRefused: 1, TicketID: "r-1"}, s.Failed)
 	require.Equal(t, "503, ticket refused", statusOf(&lost, now))
 	var text strings.Builder
 	printDecided(&text, &lost, now)
 	require.Contains(t, text.String(), "status 503, ticket refused.\nIts ticket was refused: ")
+}
+
+// A request that Tandem refused between its hops, as when its last decode endpoint is paused meanwhile, names the error
+// and blames no engine. After failed hops the last of them is to blame, whatever Tandem answered.
+func TestRefusedBetweenHops(t *testing.T) {
+	now := time.Now()
+	r := telemetry.Trace{RequestID: "r-1", Pool: "chat", Route: "split", Prefill: "p1:1", Decode: "d1:1", Served: telemetry.Served{Plans: 1}, Status: 503, Started: now}
+	r.Ended, r.Refused = "failed", "no_endpoint"
+	s := merge(answers{reports: []report{{Minute: telemetry.Totals{Failed: 1}, Ready: true, Traces: []telemetry.Trace{r}}}}, now)
+	require.Equal(t, Failed{Failures: 1, FailedHops: "Tandem's own error no_endpoint", FailedID: "r-1"}, s.Failed)
+	require.Equal(t, "503, no_endpoint", statusOf(&r, now))
+	found := slices.IndexFunc(s.Attention, func(n Notice) bool { return n.Doc == "operations.md#errors-that-tandem-answers" })
+	require.GreaterOrEqual(t, found, 0, s.Attention)
+	require.Contains(t, s.Attention[found].Text, "1 request failed in the last minute: Tandem's own error no_endpoint. ")
+	var text strings.Builder
+	printDecided(&text, &r, now)
+	require.Contains(t, text.String(), "status 503, no_endpoint.\nTandem ended it with the error no_endpoint (docs/operations.md#")
+
+	r.Refused, r.Failed = "endpoint_failed", []telemetry.FailedHop{{Hop: "decode", Endpoint: "d1:1"}}
+	var f Failed
+	f.failedHops([]telemetry.Trace{r}, now.Add(-time.Minute))
+	require.Equal(t, Failed{FailedHops: "decode at d1:1", FailedID: "r-1", EngineFailed: true}, f)
 }
 
 // What was found out about the end of a request is kept: the replica that knew it may be gone later, or Redis, which

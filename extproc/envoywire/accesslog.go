@@ -1,6 +1,7 @@
 package envoywire
 
 import (
+	"bytes"
 	"strings"
 	"time"
 
@@ -65,6 +66,15 @@ const CodeTicketRefused = "ticket_refused"
 // TicketRefused reports whether a replica could not read the request's ticket, and answered so.
 func (e *LogEntry) TicketRefused() bool {
 	return string(e.Details) == DetailsPrefix+"_"+CodeTicketRefused
+}
+
+// Refusal returns the code of the error with which Tandem itself ended the request; "" if it did not.
+func (e *LogEntry) Refusal() string {
+	code, ours := bytes.CutPrefix(e.Details, []byte(DetailsPrefix+"_"))
+	if !ours || e.Status < 400 {
+		return ""
+	}
+	return string(code)
 }
 
 // maxKeptBatch is the largest arena that is kept for another batch, in bytes.

@@ -66,6 +66,7 @@ func (t *Trace) add(p *Trace) {
 	t.DecodeTime = cmp.Or(p.DecodeTime, t.DecodeTime)
 	t.FirstByte = cmp.Or(p.FirstByte, t.FirstByte)
 	t.Took, t.Ended = max(t.Took, p.Took), cmp.Or(p.Ended, t.Ended)
+	t.Refused = cmp.Or(p.Refused, t.Refused)
 	t.Status = max(t.Status, p.Status)
 	t.Plans += p.Plans
 	t.Pass, t.Next = p.Pass, max(t.Next, p.Next)

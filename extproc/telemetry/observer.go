@@ -62,6 +62,7 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	}
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
+		trace.Refused = e.Refusal()
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew
 			trace.Decode = t.Decode
 		}

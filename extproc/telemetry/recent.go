@@ -42,6 +42,7 @@ type Answered struct {
 	Streamed  bool          `json:"streamed,omitempty"` // if not, FirstByte is that of the whole answer
 	Took      time.Duration `json:"took_ns,omitempty"`  // to its end
 	Ended     string        `json:"ended,omitempty"`    // as [EndedAs] has it, or EndedCut; "": not known
+	Refused   string        `json:"refused,omitempty"`  // code of the error with which Tandem itself ended it
 	// replicas that are gone and to which Envoy may have reported the end, if none of the others knows it
 	GoneWith []string `json:"end_gone_with,omitempty"`
 }

@@ -192,7 +192,7 @@ function decision(t) {
 
 // end says how a request ended.
 function end(t) {
-  if (t.status) return t.status + (t.ended === 'cut' ? ', cut' : t.ended === 'ticket_refused' ? ', ticket refused' : '');
+  if (t.status) return t.status + (t.ended === 'cut' ? ', cut' : t.ended === 'ticket_refused' ? ', ticket refused' : t.refused ? ', ' + t.refused : '');
   if (t.ended) return t.ended === 'client_gone' ? 'client left' : 'no answer';
   return t.end_gone_with || Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running';
 }
