@@ -33,6 +33,9 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
 		fmt.Fprintln(w, "A price is what the request costs all requests, not the time that its client waits or saves.")
 	}
+	if e.Prompt > 0 {
+		fmt.Fprintf(w, "The prompt has %d tokens, and no endpoint holds any of them.\n", e.Prompt)
+	}
 	if most := mostKV(e); most > 0 && e.Prompt > most {
 		fmt.Fprintf(w, "No decode endpoint can hold the prompt: its KV cache has room for %d tokens at most.\n", most)
 	}
@@ -287,6 +290,8 @@ func excluded(e *extproc.Explanation, role string) (out []string) {
 	return out
 }
 
+const otherGroup = "no prefill endpoint shares its group with a decode endpoint that can answer"
+
 // noPrefill says why no prefill endpoint can take a request.
 func noPrefill(e *extproc.Explanation) string {
 	out := excluded(e, kvstate.RolePrefill.String())
@@ -295,7 +300,7 @@ func noPrefill(e *extproc.Explanation) string {
 	})
 	switch {
 	case free:
-		return "no prefill endpoint shares its group with a decode endpoint that can answer"
+		return otherGroup
 	case len(out) == 0:
 		return "the pool has no prefill endpoint"
 	}

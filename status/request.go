@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate"
 )
 
 // Request returns the requests with an id of all replicas, newest first; with alone those that this one planned. There
@@ -387,6 +388,8 @@ func decided(t *telemetry.Trace) string {
 	case t.Prefill == "" && t.Route != "decode_alone":
 		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
 		return "It went to " + plain(t.Decode) + " as it came (" + route + ")."
+	case t.Prefill == "" && t.Reason == "no_prefill" && otherGroups(t):
+		return "Decode alone on " + plain(t.Decode) + ": " + otherGroup + " (no_prefill)."
 	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
 		return "Decode alone on " + plain(t.Decode) + ": " + cmp.Or(because(t.Reason), plain(t.Reason)) +
 			" (" + plain(t.Reason) + ")."
@@ -410,7 +413,11 @@ func decided(t *telemetry.Trace) string {
 		}
 		return s + "."
 	}
-	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", plain(t.Prefill), plain(t.Decode))
+	answers := "answers"
+	if t.Refused != "" {
+		answers = "was to answer"
+	}
+	s := fmt.Sprintf("Split: %s computes the prompt, %s %s", plain(t.Prefill), plain(t.Decode), answers)
 	if t.Always {
 		return s + splitAlways
 	}
@@ -428,6 +435,13 @@ func decided(t *telemetry.Trace) string {
 		return s + "."
 	}
 	return s + compared(more, "decode alone")
+}
+
+// otherGroups reports whether a prefill endpoint could take the request, but no decode endpoint of its group.
+func otherGroups(t *telemetry.Trace) bool {
+	return slices.ContainsFunc(t.Weighed, func(w telemetry.Weighed) bool {
+		return !w.Out && w.Role == kvstate.RolePrefill.String()
+	})
 }
 
 // kept reports whether answers that would suffer kept every decode endpoint from doing both, and why: for this prompt

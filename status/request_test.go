@@ -62,6 +62,9 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"d1:1 answers: the pool splits every prompt (split is always).\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.Always, r.Weighed = "p1:1", "split", true, notAlone(.1, telemetry.NotAloneBusy)
 		},
+		"Decode alone on d1:1: no prefill endpoint shares its group with a decode endpoint that can answer (no_prefill).": func(r *telemetry.Trace) {
+			r.Reason, r.Weighed = "no_prefill", []telemetry.Weighed{{Endpoint: "p1:1", Role: "prefill"}, whole[0]}
+		},
 		"chosen since there is no other way, though its answers suffer": func(r *telemetry.Trace) {
 			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
 		},
