@@ -52,8 +52,8 @@ func TestExplanationIsDocumented(t *testing.T) {
 	}
 	fields := []string{"pool", "waited", "waited_for", "behind", "behind_remote"}
 	for _, v := range []any{picker.Explanation{}, picker.Weighed{}} {
-		for i := range reflect.TypeOf(v).NumField() {
-			name, _, _ := strings.Cut(reflect.TypeOf(v).Field(i).Tag.Get("json"), ",")
+		for field := range reflect.TypeOf(v).Fields() {
+			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
 			fields = append(fields, name)
 		}
 	}
