@@ -309,7 +309,11 @@ func noPrefill(e *extproc.Explanation) string {
 
 // compared ends a sentence with the additional cost of the other way, in seconds.
 func compared(more float64, other string) string {
-	if more >= 0 {
+	const equal = .001 // prices so close are ties to the picker
+	switch {
+	case math.Abs(more) < equal:
+		return ": as cheap as " + other + "."
+	case more > 0:
 		return fmt.Sprintf(": %s cheaper than %s.", millis(more*1000), other)
 	}
 	return fmt.Sprintf(", though %s would be %s cheaper: the pool's settings or a target of the request ask for it, "+

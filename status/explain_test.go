@@ -68,6 +68,8 @@ Prefill endpoints are 40 % busy.
 	e.Prefill, e.Price = "", 2
 	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: "+
 		"the pool's settings or a target of the request ask for it, or endpoints have no capacity left.", Sentence(&e))
+	require.Equal(t, ": as cheap as decode alone.", compared(0, "decode alone"))
+	require.Equal(t, ": as cheap as decode alone.", compared(-.0004, "decode alone"))
 	e.Candidates = []picker.Weighed{p2, d1}
 	require.Equal(t, "Decode alone on d1: no prefill endpoint can take the request (10.0.1.2:8000 failed).", Sentence(&e))
 	e.NotSplit = "no_prefill"
