@@ -142,10 +142,7 @@ func (x *planning) planned(
 	}
 	two := prefill != nil || reason == "cheaper" || reason == "min_prefill_tokens" // then both ways were weighed
 	if (two || route == "decode_alone") && x.WantsWeighed() {
-		e := x.picker.Explain(&picker.Request{
-			PromptTokens: tokens, Blocks: len(x.req.Hashes), Model: x.req.Model(), Labels: x.req.Labels, Split: two,
-			Excluded: x.req.Excluded, Targets: x.req.Targets,
-		}, &x.view)
+		e := x.picker.Explain(x.req.Priced(tokens, two), &x.view)
 		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}
 	x.Planned(x.stream.Context(), &p)

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"slices"
 	"testing"
 	"time"
 
@@ -73,6 +74,15 @@ func TestBothWaysAreKept(t *testing.T) {
 	require.NotEmpty(t, trace.Weighed[0].Prefill, "what a pair would have cost")
 	require.NotEmpty(t, trace.Weighed[1].Decode)
 	require.NotEmpty(t, trace.Weighed[1].Alone)
+
+	s.newRequest("/v1/chat/completions", "r-2", `{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"Hi"}]}`).pass()
+	answer := func(parts []telemetry.Part) float64 {
+		at := slices.IndexFunc(parts, func(p telemetry.Part) bool { return p.Name == "answer" })
+		require.GreaterOrEqual(t, at, 0, parts)
+		return parts[at].Value
+	}
+	bounded := s.server.Recent(1)[0]
+	require.Less(t, answer(bounded.Weighed[1].Decode), answer(trace.Weighed[1].Decode)/100, "max_tokens bounds the answer")
 }
 
 // An explanation says why nothing of a length is split, and is a refusal where the requests would get one.

@@ -346,11 +346,16 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 	fmt.Fprintln(w, "\nThe prices of the last plan, as they were then. --output json has their parts.")
 }
 
-// printBusy says how busy prefill was, and what of the lowest price of prefill is for that: it may be most of it.
+// printBusy says how busy prefill was, and what of the price of the chosen prefill endpoint, or of the lowest price, is
+// for that: it may be most of it.
 func printBusy(w io.Writer, t *telemetry.Trace) {
 	var best *telemetry.Weighed
 	for i := range t.Weighed {
-		if p := &t.Weighed[i]; !p.Out && p.Prefill != nil && (best == nil || sum(p.Prefill) < sum(best.Prefill)) {
+		p := &t.Weighed[i]
+		if p.Out || p.Prefill == nil || best != nil && best.Endpoint == t.Prefill {
+			continue
+		}
+		if best == nil || p.Endpoint == t.Prefill || sum(p.Prefill) < sum(best.Prefill) {
 			best = p
 		}
 	}

@@ -65,6 +65,10 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Decode alone on d1:1: no prefill endpoint shares its group with a decode endpoint that can answer (no_prefill).": func(r *telemetry.Trace) {
 			r.Reason, r.Weighed = "no_prefill", []telemetry.Weighed{{Endpoint: "p1:1", Role: "prefill"}, whole[0]}
 		},
+		"Of the price of prefill at p1:1, 40 ms are for": func(r *telemetry.Trace) {
+			cheap := telemetry.Weighed{Endpoint: "p0:1", Role: "prefill", Prefill: []telemetry.Part{{Name: "others", Value: .01}}}
+			r.Prefill, r.Route, r.Weighed = "p1:1", "split", append([]telemetry.Weighed{cheap}, prices...)
+		},
 		"chosen since there is no other way, though its answers suffer": func(r *telemetry.Trace) {
 			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
 		},

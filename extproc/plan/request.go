@@ -79,6 +79,16 @@ func (r *Request) Decided(d *Decision) *Decision {
 	return &r.memory.decision
 }
 
+// Priced returns the request as it is priced: of so many prompt tokens, and over two endpoints or not.
+func (r *Request) Priced(tokens int64, split bool) *picker.Request {
+	p := &picker.Request{
+		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Model(), Labels: r.Labels, Split: split,
+		Excluded: r.Excluded, Targets: r.Targets,
+	}
+	p.MinAnswer, p.MaxAnswer = r.AnswerTokens()
+	return p
+}
+
 // Streams reports whether the client wants its answer as a stream.
 func (r *Request) Streams() bool { return r.True(openai.FieldStream) }
 
