@@ -118,9 +118,12 @@ func loads(v *kvstate.View, prefill, d int) bool {
 // kind is what both endpoints of a pair must share.
 type kind struct{ group, engine, layout string }
 
-func kindOf(c *kvstate.Candidate) kind {
-	e := &c.Endpoint.EndpointSpec
-	return kind{e.Group, e.Engine, e.Layout}
+func kindOf(e *kvstate.Endpoint) kind { return kind{e.Group, e.Engine, e.Layout} }
+
+// Pairs reports whether two endpoints may pair, whatever their roles and states.
+func Pairs(a, b *kvstate.Endpoint) bool {
+	one, other := kindOf(a), kindOf(b)
+	return one.pairs(&other)
 }
 
 // pairs reports whether endpoints of two kinds may pair. Unknown values do not prevent it.

@@ -71,7 +71,7 @@ func (k *Picker) intern(c *kvstate.Candidate, p *prices) {
 		at++
 	}
 	if at == len(k.kinds) {
-		k.kinds = append(k.kinds, kindOf(c))
+		k.kinds = append(k.kinds, kindOf(c.Endpoint))
 	}
 	where := 0
 	for where < len(k.zones) && k.zones[where] != c.Endpoint.Zone {

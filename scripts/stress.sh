@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs the unit tests (all packages but e2e, or those given) RUNS times beside busy loops, and lists the tests that failed
-# in any run; .cache/stress has all output. The flags are CI's: what -v logs may race with a test's end, too. A test that fails here fails by chance: it waits for a time and not for an
-# event, or draws without a seed.
+# in any run; .cache/stress has all output. The flags are CI's: what -v logs may race with a test's end, too. A test that
+# fails here fails by chance: it waits for a time and not for an event, or draws without a seed.
 #
 # usage: RUNS=5 BUSY=4 stress.sh [PACKAGE ...]
 set -uo pipefail

@@ -12,6 +12,7 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
+	"tandem/picker"
 )
 
 // Status is the state of all replicas that answered the asked one. Times of points are milliseconds.
@@ -304,10 +305,8 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 
 // unpaired reports whether a prefill endpoint pairs with none of all, whatever their states.
 func unpaired(e *kvstate.Endpoint, all []*kvstate.Endpoint) bool {
-	agree := func(a, b string) bool { return a == b || a == "" || b == "" } // what is not known keeps none from pairing
 	return e.Role == kvstate.RolePrefill && !slices.ContainsFunc(all, func(o *kvstate.Endpoint) bool {
-		return o.Role&kvstate.RoleDecode != 0 && o.Group == e.Group && agree(o.Engine, e.Engine) &&
-			agree(o.Layout, e.Layout)
+		return o.Role&kvstate.RoleDecode != 0 && picker.Pairs(o, e)
 	})
 }
 

@@ -110,8 +110,7 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	if t.Ended == telemetry.EndedTicketRefused {
 		fmt.Fprintln(w, "Its ticket was refused: the replica that was to send it on has other ticket keys, "+
 			"or another release.\nNo endpoint is at fault (docs/howto/several-replicas.md#tickets-are-refused).")
-	}
-	if t.Refused != "" && t.Ended != telemetry.EndedTicketRefused {
+	} else if t.Refused != "" {
 		fmt.Fprintf(w, "Tandem ended it with the error %s (docs/operations.md#errors-that-tandem-answers).\n",
 			plain(t.Refused))
 	}

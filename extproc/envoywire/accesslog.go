@@ -63,11 +63,6 @@ func (e *LogEntry) Asked() bool { return e.Tries > 1 || e.Began || e.Sent > 0 }
 // CodeTicketRefused is the code of the error for a request whose ticket a replica cannot read.
 const CodeTicketRefused = "ticket_refused"
 
-// TicketRefused reports whether a replica could not read the request's ticket, and answered so.
-func (e *LogEntry) TicketRefused() bool {
-	return string(e.Details) == DetailsPrefix+"_"+CodeTicketRefused
-}
-
 // Refusal returns the code of the error with which Tandem itself ended the request; "" if it did not.
 func (e *LogEntry) Refusal() string {
 	code, ours := bytes.CutPrefix(e.Details, []byte(DetailsPrefix+"_"))

@@ -46,7 +46,8 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	if ended == "failed" && e.Status > 0 && e.Status < 500 {
 		ended = EndedCut
 	}
-	if e.TicketRefused() {
+	refused := e.Refusal()
+	if refused == envoywire.CodeTicketRefused {
 		ended = EndedTicketRefused
 	}
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
@@ -62,7 +63,7 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	}
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
-		trace.Refused = e.Refusal()
+		trace.Refused = refused
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew
 			trace.Decode = t.Decode
 		}
@@ -83,7 +84,7 @@ func (o *Observer) RequestLost(requestID string) {
 // request failed.
 func (o *Observer) EntryRefused(e *envoywire.LogEntry) {
 	o.TicketRefused()
-	if e.TicketRefused() {
+	if e.Refusal() == envoywire.CodeTicketRefused {
 		o.ticketRefusedOf(string(e.RequestID), e.Status)
 	}
 }

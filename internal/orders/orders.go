@@ -37,7 +37,7 @@ type Orders struct {
 	Reload    func(context.Context) ([]config.Change, error)
 	Replicas  *operator.Operator // nil: there is no Redis
 	Log       *slog.Logger
-	StateOf   func(*kvstate.Endpoint) string // as `tandem status` shows it; nil: not told
+	StateOf   func(*kvstate.Endpoint) string // as `tandem status` shows it; nil: not shown
 }
 
 // Register adds the orders to the admin port. Call it before the replica answers others' questions.
