@@ -32,9 +32,10 @@ type Sharing struct {
 }
 
 const (
-	fullKV        = .95 // share of an engine's KV cache in use from which it is full
-	idleDecisions = 10  // latest requests of the last minute from which prefill that got none of them is idle
-	idleGaps      = 3   // if some before them were split: as many times the usual distance of two of those
+	fullKV        = .95              // share of an engine's KV cache in use from which it is full
+	idleDecisions = 10               // latest requests of the last minute from which prefill that got none of them is idle
+	idleGaps      = 3                // if some before them were split: as many times the usual distance of two of those
+	idleFor       = 10 * time.Second // and as long since the latest of those
 )
 
 // attention lists the notices of an otherwise complete status, failures first.
@@ -82,7 +83,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			if names, of := inState(p, role, "out"); len(names) > 0 {
 				meanwhile := ""
 				if role == "prefill" && len(names) == of {
-					meanwhile = " Requests may try each once, then decode computes the prompt, " +
+					meanwhile = " A request may try each of them once, then decode computes the prompt, " +
 						"where the pool allows it."
 				}
 				add(len(names) == of, "operations.md#when-an-engine-fails",
@@ -314,7 +315,8 @@ func why(e *Endpoint) string {
 
 // idlePrefill returns the number of the latest requests, and the reason, if none of them used the pool's prefill
 // endpoints that are up. It returns 0 if there were few, or if such runs are usual: among many short prompts that stay
-// on decode a few are split. recent has the newest first; those of the last minute count.
+// on decode a few are split, and a burst may end with short ones. recent has the newest first; those of the last minute
+// count.
 func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int, reason string) {
 	if !slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Role == "prefill" && e.State == "up" }) {
 		return 0, ""
@@ -327,6 +329,9 @@ func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int
 			continue
 		}
 		if t.Prefill != "" {
+			if now.Sub(t.Started) < idleFor {
+				return 0, ""
+			}
 			split++
 		}
 		if split > 0 {

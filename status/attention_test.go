@@ -29,12 +29,15 @@ func TestAttention(t *testing.T) {
 		out := make([]telemetry.Trace, n)
 		for i := range out {
 			out[i] = t
-			out[i].Pool, out[i].Started = "chat", now
+			out[i].Pool = "chat"
+			if t.Started.IsZero() {
+				out[i].Started = now
+			}
 		}
 		return out
 	}
 	alone := telemetry.Trace{Route: "decode_alone", Reason: "cheaper"}
-	split := telemetry.Trace{Route: "split", Prefill: "p1:1"}
+	split := telemetry.Trace{Route: "split", Prefill: "p1:1", Started: now.Add(-idleFor)}
 	for name, tt := range map[string]struct {
 		change func(s *Status)
 		faults []string
@@ -78,11 +81,13 @@ func TestAttention(t *testing.T) {
 			{false, "chat: prefill idles: none of the latest 23 requests was split (20: cheaper).", "howto/prefill-idles.md"}}},
 		"it idles from now on": {recent: append(requests(10, alone), requests(5, split)...), want: []Notice{
 			{false, "chat: prefill idles: none of the latest 10 requests was split (10: cheaper).", "howto/prefill-idles.md"}}},
+		"a burst that ends with short ones": {
+			recent: append(requests(10, alone), requests(5, telemetry.Trace{Route: "split", Prefill: "p1:1"})...)},
 		"it idles no more": {recent: append(requests(1, split), requests(90, alone)...)},
 		"some split":       {recent: slices.Concat(requests(11, alone), requests(1, split), requests(6, alone), requests(1, split))},
 		"no prefill is up": {
 			change: func(s *Status) { s.Pools[0].Endpoints[0].State, s.Pools[0].Endpoints[1].State = "out", "out" }, recent: requests(20, alone), want: []Notice{
-				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer. Requests may try each once, then decode computes the prompt, where the pool allows it.", "operations.md#when-an-engine-fails"}}},
+				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer. A request may try each of them once, then decode computes the prompt, where the pool allows it.", "operations.md#when-an-engine-fails"}}},
 		"one of two": {change: func(s *Status) { s.Pools[0].Endpoints[0].State = "out" }, want: []Notice{
 			{false, "chat: 1 of 2 endpoints with role prefill failed: p1. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
 		"one of two, and why": {change: func(s *Status) {

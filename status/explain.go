@@ -27,7 +27,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	if e.Refused == "" {
 		first := "The first"
 		if prefillFailed(e) {
-			first = "If it is back, the first"
+			first = "If the chosen one is back, the first"
 		}
 		fmt.Fprintf(w, "%s token is expected after %s, then one each %s; %.0f in the answer.\n", first,
 			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
@@ -244,7 +244,7 @@ func suffering(e *extproc.Explanation) string {
 func notOffered(tooLong bool, more float64) string {
 	s := ": decode endpoints are too busy to compute it, too"
 	if tooLong {
-		s = ": the prompt is too long for decode alone, where each token of an answer would take longer than allowed"
+		s = ": the prompt is too long for decode alone, where answers would suffer"
 	}
 	switch {
 	case finite(more) && more > 0:
@@ -264,8 +264,8 @@ func prefillFailed(e *extproc.Explanation) bool {
 
 // tried says what happens to a request while all prefill endpoints have failed.
 func tried(e *extproc.Explanation, prefill string) string {
-	s := "All prefill endpoints have failed: start one again. Until then a request tries " + prefill +
-		", which may be back.\nIf it is not, "
+	s := "All prefill endpoints have failed: start one again. Until then a request may try each of them once, " + prefill +
+		" first,\nbecause one may be back. If none is, "
 	if e.NoFallback {
 		return s + "the request gets an error (503): the pool does not let decode compute the prompt."
 	}

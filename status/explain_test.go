@@ -32,20 +32,20 @@ Prefill endpoints are 40 % busy.
 `, text.String())
 
 	e.Candidates[0].State = "failed"
-	require.Equal(t, "All prefill endpoints have failed: start one again. Until then a request tries p1, which may be back.\n"+
-		"If it is not, decode computes the prompt.", Sentence(&e))
+	require.Equal(t, "All prefill endpoints have failed: start one again. Until then a request may try each of them once, p1 first,\n"+
+		"because one may be back. If none is, decode computes the prompt.", Sentence(&e))
 	e.NoFallback = true
-	require.Contains(t, Sentence(&e), "If it is not, the request gets an error (503): the pool does not let decode compute")
+	require.Contains(t, Sentence(&e), "If none is, the request gets an error (503): the pool does not let decode compute")
 	text.Reset()
 	PrintExplanation(&text, &e)
-	require.Contains(t, text.String(), "\nIf it is back, the first token is expected after 700 ms")
+	require.Contains(t, text.String(), "\nIf the chosen one is back, the first token is expected after 700 ms")
 	e.Candidates[0].State = ""
 	e.Candidates[2].Busy = true
 	require.Equal(t, "Split: p1 computes the prompt, d1 answers: decode endpoints are too busy to compute it, too; "+
 		"splitting it is 880 ms cheaper, too.", Sentence(&e))
 	e.Candidates[2].TooLong = true
-	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the prompt is too long for decode alone, where each "+
-		"token of an answer would take longer than allowed; splitting it is 880 ms cheaper, too.", Sentence(&e))
+	require.Equal(t, "Split: p1 computes the prompt, d1 answers: the prompt is too long for decode alone, where "+
+		"answers would suffer; splitting it is 880 ms cheaper, too.", Sentence(&e))
 	e.Candidates[2].TooLong = false
 	e.Paused = true
 	text.Reset()

@@ -50,7 +50,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 `, text.String())
 
 	for want, change := range map[string]func(*telemetry.Trace){
-		"the prompt is too long for decode alone, where each token of an answer would take longer than allowed; splitting it is 350 ms cheaper, too.\n": func(r *telemetry.Trace) {
+		"the prompt is too long for decode alone, where answers would suffer; splitting it is 350 ms cheaper, too.\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.Weighed = "p1:1", "split", notAlone(.5, telemetry.NotAloneTooLong)
 		},
 		"d1:1 answers: decode endpoints are too busy to compute it, too; otherwise decode alone would be 50 ms cheaper.\n": func(r *telemetry.Trace) {

@@ -145,6 +145,11 @@ func TestValidationErrors(t *testing.T) {
 		"text for a size":     {"envoy: {maxBodyBytes: 16 apples}\n" + least, []string{`envoy.maxBodyBytes: "16 apples" is not a size such as 16Mi, 512Ki or 16777216`}},
 		"a size too large":    {"envoy: {maxBodyBytes: 9999999999Gi}\n" + least, []string{`envoy.maxBodyBytes: "9999999999Gi" is not a size such as 16Mi, 512Ki or 16777216`}},
 		"a variable":          {"state: {redis: {url: \"redis://:${PASSWORD}@x\"}}\n" + least, []string{"state.redis.url: ${PASSWORD} is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret"}},
+		"a variable that breaks YAML": {"envoy: {listen: ${HOST}:80}\n" + least, []string{
+			"not readable as YAML: did not find expected ',' or '}'",
+			"${HOST} is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret"}},
+		"yes for a word": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  split: yes"), []string{`pools[0].split: "true" is not one of always, auto, never`}},
+		"yes for a name": {edited("name: chat", "name: yes"), []string{"pools[0].name: must be text, is true: put it in quotes"}},
 		"an engine's words": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: NixlConnector"), "role: prefill", "role: kv_producer", 1), []string{
 			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode; did you mean prefill?`,
 			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},

@@ -85,6 +85,9 @@ func (m *ValidationErrors) read(text []byte) *configv1.Config {
 	if err != nil {
 		m.unreadable(err)
 		if asJSON, err = yaml.YAMLToJSON(text); err != nil { // with duplicate keys the rest can still be checked
+			if v := variable.Find(text); v != nil { // its brackets may be the cause, in {address: ${HOST}:8000}
+				m.add("", notReplaced, v)
+			}
 			return nil
 		}
 	}

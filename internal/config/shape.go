@@ -71,6 +71,9 @@ func checkValue(m *ValidationErrors, path string, value any, field protoreflect.
 		}
 		return value, ok
 	case protoreflect.StringKind:
+		if b, ok := value.(bool); ok && slices.Contains(answeredYes(), field.JSONName()) {
+			return fmt.Sprint(b), true // the check of its words says what would be right
+		}
 		return value, checkText(m, path, value, field.JSONName())
 	case protoreflect.DoubleKind:
 		_, ok := value.(json.Number)
@@ -114,16 +117,25 @@ func durations() []string {
 		"answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot"}
 }
 
+// answeredYes returns the fields that take one of some words, and that people may answer with yes or no, which YAML
+// reads as true and false.
+func answeredYes() []string {
+	return []string{"split", "decodeAlone", "enginePriority", "intents"}
+}
+
 // variable matches text that a shell or a template would replace.
 var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
+
+// notReplaced says what to do about a variable.
+const notReplaced = "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the " +
+	"setting that names a file where it is a secret"
 
 func checkText(m *ValidationErrors, path string, value any, field string) bool {
 	text, ok := value.(string)
 	number, isNumber := value.(json.Number)
 	switch {
 	case ok && variable.MatchString(text):
-		m.add(path, "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the "+
-			"setting that names a file where it is a secret", variable.FindString(text))
+		m.add(path, notReplaced, variable.FindString(text))
 		return false
 	case ok:
 	case isNumber && number == "0" && slices.Contains(durations(), field):

@@ -87,6 +87,9 @@ type Answers struct {
 	Silent    []string
 	Gone      []Gone // by name
 	Restarted []Gone // did not end in order either, and another replica has their name since
+
+	// by name: they started a moment ago and are not known to be living, because they are new or have died since
+	Starting []string
 }
 
 // Answer is one replica's answer.
@@ -113,7 +116,7 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 			out.Silent = append(out.Silent, o.nameOf(id))
 		}
 	}
-	out.Gone, out.Restarted = o.gone(living)
+	o.addGone(&out, living)
 	return out, err
 }
 

@@ -144,28 +144,28 @@ func (o *Operator) nameOf(replica uint64) string {
 	return cmp.Or(o.members[replica].name, "started "+started(replica).UTC().Format(time.RFC3339))
 }
 
-// gone returns the replicas that did not end in order: those of a name that does not run, and the earlier ones of names
-// that were started again; none if Redis was away lately. mu is held.
-func (o *Operator) gone(living []uint64) (gone, restarted []Gone) {
+// addGone adds the replicas that did not end in order and are not living; none if Redis was away lately. mu is held.
+func (o *Operator) addGone(to *Answers, living []uint64) {
 	if !o.settled() {
-		return nil, nil
+		return
 	}
 	last := map[string]uint64{o.name: o.redis.Replica} // the replica of each name that started last
 	for id, m := range o.members {
 		last[m.name] = max(last[m.name], id)
 	}
 	for id, m := range o.members {
-		unsure := time.Since(started(id)) <= starting || time.Since(m.heard) > goneFor
 		switch {
-		case unsure || m.ended || id == o.redis.Replica || slices.Contains(living, id):
-		case last[m.name] == id:
-			gone = append(gone, Gone{m.name, m.heard})
+		case m.ended || time.Since(m.heard) > goneFor || id == o.redis.Replica || slices.Contains(living, id):
+		case last[m.name] != id:
+			to.Restarted = append(to.Restarted, Gone{m.name, m.heard})
+		case time.Since(started(id)) <= starting:
+			to.Starting = append(to.Starting, m.name)
 		default:
-			restarted = append(restarted, Gone{m.name, m.heard})
+			to.Gone = append(to.Gone, Gone{m.name, m.heard})
 		}
 	}
 	byName := func(a, b Gone) int { return cmp.Or(strings.Compare(a.Name, b.Name), a.Heard.Compare(b.Heard)) }
-	slices.SortFunc(gone, byName)
-	slices.SortFunc(restarted, byName)
-	return gone, restarted
+	slices.SortFunc(to.Gone, byName)
+	slices.SortFunc(to.Restarted, byName)
+	slices.Sort(to.Starting)
 }

@@ -119,6 +119,7 @@ func TestGone(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []Gone{{"killed:9090", heard}}, got.Gone)
 	require.Equal(t, []Gone{{"a:9090", heard}, {"ended:9090", heard.Add(-40 * time.Minute)}}, got.Restarted)
+	require.Equal(t, []string{"starting:9090"}, got.Starting)
 
 	b := startNamed(t, addr, "b:9090", nil)
 	last := func() member {
@@ -299,8 +300,9 @@ func TestRedisWasAway(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		names := func(living ...uint64) (names string) {
-			gone, _ := o.gone(living)
-			for _, g := range gone {
+			var a Answers
+			o.addGone(&a, living)
+			for _, g := range a.Gone {
 				names += g.Name + " "
 			}
 			return names
