@@ -32,10 +32,13 @@ type Sharing struct {
 }
 
 const (
-	fullKV        = .95              // share of an engine's KV cache in use from which it is full
-	idleDecisions = 10               // latest requests of the last minute from which prefill that got none of them is idle
-	idleGaps      = 3                // if some before them were split: as many times the usual distance of two of those
-	idleFor       = 10 * time.Second // and as long since the latest of those
+	fullKV = .95 // share of an engine's KV cache in use from which it is full
+
+	// Prefill is idle if it got none of so many latest requests of the last minute. If some before them were split,
+	// there must be as many times the usual distance of two of those, and so much time since the latest.
+	idleDecisions = 10
+	idleGaps      = 3
+	idleFor       = 10 * time.Second
 )
 
 // attention lists the notices of an otherwise complete status, failures first.

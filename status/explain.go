@@ -264,8 +264,8 @@ func prefillFailed(e *extproc.Explanation) bool {
 
 // tried says what happens to a request while all prefill endpoints have failed.
 func tried(e *extproc.Explanation, prefill string) string {
-	s := "All prefill endpoints have failed: start one again. Until then a request may try each of them once, " + prefill +
-		" first,\nbecause one may be back. If none is, "
+	s := "All prefill endpoints have failed: start one again. Until then a request may try each of them once, " +
+		prefill + " first,\nbecause one may be back. If none is, "
 	if e.NoFallback {
 		return s + "the request gets an error (503): the pool does not let decode compute the prompt."
 	}

@@ -32,8 +32,8 @@ Prefill endpoints are 40 % busy.
 `, text.String())
 
 	e.Candidates[0].State = "failed"
-	require.Equal(t, "All prefill endpoints have failed: start one again. Until then a request may try each of them once, p1 first,\n"+
-		"because one may be back. If none is, decode computes the prompt.", Sentence(&e))
+	require.Equal(t, "All prefill endpoints have failed: start one again. Until then a request may try each of them "+
+		"once, p1 first,\nbecause one may be back. If none is, decode computes the prompt.", Sentence(&e))
 	e.NoFallback = true
 	require.Contains(t, Sentence(&e), "If none is, the request gets an error (503): the pool does not let decode compute")
 	text.Reset()

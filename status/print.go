@@ -219,7 +219,8 @@ func printRecent(w io.Writer, recent []Decided) {
 // PrintRequests writes a table of requests for a terminal; with failed they are those that failed.
 func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 	if len(recent) == 0 && failed {
-		fmt.Fprintln(w, "No request failed among the latest 256 that each replica keeps.")
+		fmt.Fprintln(w, "No request failed among the latest 256 that each replica keeps.\n"+
+			"Requests that Tandem refused are not kept: their answer says why.")
 		return
 	}
 	if len(recent) == 0 {

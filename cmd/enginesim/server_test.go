@@ -209,13 +209,16 @@ func TestRecords(t *testing.T) {
 func TestAborts(t *testing.T) {
 	p := startEngine(t, "-role", "prefill")
 	params := p.prefill(t, "r", longPrompt)
+	writes := func(e *simulator) bool { // tokens are counted as they come, not with the answer
+		return scrape(t, e)[`vllm:generation_tokens_total{engine="0",model_name="tiny"}`] > 2
+	}
 	tests := []struct {
 		name, body string
 		args       []string
 		ready      func(e *simulator) bool
 	}{
-		{"streaming", chat("x", `"max_tokens":50000,"stream":true`), []string{"-decode-step", "1ms"}, func(e *simulator) bool { return e.State().Running == 1 }},
-		{"decoding", chat("x", `"max_tokens":50000`), []string{"-decode-step", "1ms"}, func(e *simulator) bool { return e.State().Running == 1 }},
+		{"streaming", chat("x", `"max_tokens":50000,"stream":true`), []string{"-decode-step", "1ms"}, writes},
+		{"decoding", chat("x", `"max_tokens":50000`), []string{"-decode-step", "1ms"}, writes},
 		{"prefilling", chat(longPrompt), []string{"-prefill-speed", "1"}, func(e *simulator) bool { return e.State().Running == 1 }},
 		{"loading", chat(longPrompt, decodeMembers(edit(t, params, map[string]string{"remote_port": "1"}))), []string{"-load-timeout", "5s"}, func(e *simulator) bool { return e.State().Waiting == 1 }},
 	}

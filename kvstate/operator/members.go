@@ -121,11 +121,17 @@ func (o *Operator) logChanges(living []uint64) {
 		if slices.Contains(living, id) || !o.settled() {
 			continue
 		}
-		if known.missed++; known.missed == 2 {
-			o.log.Info("a replica is gone", "replica", known.name, "shut_down", o.members[id].ended,
-				"replicas", len(living))
-			delete(o.logged, id)
+		if known.missed++; known.missed < 2 {
+			continue
 		}
+		delete(o.logged, id)
+		message := "a replica is gone"
+		for _, other := range o.logged {
+			if other.name == known.name { // started again, which the log has already
+				message = "a replica's earlier process is gone"
+			}
+		}
+		o.log.Info(message, "replica", known.name, "shut_down", o.members[id].ended, "replicas", len(living))
 	}
 }
 

@@ -285,6 +285,14 @@ func TestChangesAreLoggedByName(t *testing.T) {
 	require.Equal(t, 1, count(`msg="a replica is gone" replica=t2:9090 shut_down=false`), text.String())
 	o.logChanges([]uint64{1, 2})
 	require.Equal(t, 2, count("is there"))
+
+	o.members[4] = member{name: "t2:9090"} // 2 was started again
+	for range 2 {
+		o.logChanges([]uint64{1, 4})
+	}
+	require.Equal(t, 3, count("is there"))
+	require.Equal(t, 1, count("is gone\" replica=t2:9090 shut_down=false replicas=1"), "the one before")
+	require.Equal(t, 1, count("a replica's earlier process is gone\" replica=t2:9090 shut_down=false replicas=2"), text.String())
 }
 
 // While Redis is away replicas cannot report themselves: they are not gone until they had the time to, after it came

@@ -35,6 +35,8 @@ type Job struct {
 	Transfer Transfer
 	Xid      string // x-request-id, "" for none
 	Seqs     []*Sequence
+
+	counted int // steps whose tokens the metrics have
 }
 
 // Run takes the job through the engine: admission, KV load, prefill, decode. emit is called with each step's number
@@ -183,14 +185,10 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 	}
 	pace := j.E.Cfg.DecodeStep
 	if emit == nil {
-		if pace > 0 && steps > 1 {
-			if err := Sleep(ctx, pace*time.Duration(steps-1)); err != nil {
-				return err
-			}
-			for range steps - 1 {
-				j.E.Metrics.gaps.Observe(pace.Seconds())
-			}
+		if pace > 0 {
+			return j.decodeWhole(ctx, steps, pace)
 		}
+		j.countTokens(steps)
 		return ctx.Err()
 	}
 	last := time.Now()
@@ -208,6 +206,7 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 				j.Transfer.Last(q)
 			}
 		}
+		j.countTokens(step + 1)
 		if err := emit(step); err != nil {
 			return err
 		}
@@ -218,6 +217,32 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 	return nil
 }
 
+// decodeWhole generates an answer that is sent as one. It wakes a few times a second, and not for each step.
+func (j *Job) decodeWhole(ctx context.Context, steps int, pace time.Duration) error {
+	began := time.Now()
+	j.countTokens(1) // the prefill's
+	for atOnce := max(1, int(250*time.Millisecond/pace)); j.counted < steps; {
+		n := min(atOnce, steps-j.counted)
+		end := began.Add(pace * time.Duration(j.counted+n-1))
+		if err := Sleep(ctx, time.Until(end)); err != nil {
+			return err
+		}
+		for range n {
+			j.E.Metrics.gaps.Observe(pace.Seconds())
+		}
+		j.countTokens(j.counted + n)
+	}
+	return ctx.Err()
+}
+
+// countTokens counts the tokens of the first steps as generated, as vLLM does when a step ends and not with the answer.
+func (j *Job) countTokens(steps int) {
+	for _, q := range j.Seqs {
+		j.E.Metrics.generated.Add(int64(max(0, min(steps, q.Out.N)-j.counted)))
+	}
+	j.counted = steps
+}
+
 // complete puts a finished answer's KV into the prefix cache, and gives its blocks to the connector or back to the
 // pool.
 func (j *Job) complete() {
@@ -226,7 +251,6 @@ func (j *Job) complete() {
 		if j.Transfer.Last(q); !q.Kept {
 			j.WriteAnswer(q, false)
 		}
-		e.Metrics.generated.Add(int64(q.Out.N))
 		e.Metrics.promptTokens.Observe(float64(q.P.N))
 		e.Metrics.genTokens.Observe(float64(q.Out.N))
 		reason := q.Out.Finish
