@@ -18,6 +18,7 @@ import (
 	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // prefillLeg handles the filter of the prefill leg.
@@ -150,7 +151,7 @@ func (x *prefillAnswer) observe(t *kvtransfer.Ticket) {
 	if len(x.msg.Headers.Load) == 0 || pool == nil {
 		return
 	}
-	signals, ok := kvstate.ParseORCA(x.msg.Headers.Load)
+	signals, ok := enginehttp.ParseORCA(x.msg.Headers.Load)
 	e := pool.Endpoint(t.Prefill)
 	if ok && e != nil {
 		signals.At = time.Now()

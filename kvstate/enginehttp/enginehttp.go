@@ -1,6 +1,7 @@
 // Package enginehttp is the HTTP client for Tandem's own calls to engines: probes, metrics, token ids, cleanup
 // decodes, and the prefill hop if Envoy does not make it. It uses the endpoint's scheme and follows no redirect to
-// another host. Callers set deadlines and content.
+// another host. Callers set deadlines and content. It also reads the load that an engine reports in a header of its
+// answer.
 package enginehttp
 
 import (

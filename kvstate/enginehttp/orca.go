@@ -1,9 +1,11 @@
-package kvstate
+package enginehttp
 
 import (
 	"bytes"
 	"encoding/json"
 	"strconv"
+
+	"tandem/kvstate"
 )
 
 // ORCAHeader is the response header in which an engine reports its load with an answer (Open Request Cost
@@ -20,12 +22,12 @@ const (
 //	TEXT named_metrics.kv_cache_usage_perc=0.12, named_metrics.num_requests_waiting=3.0
 //
 // ok is false if it has neither figure. The caller sets the time.
-func ParseORCA(value []byte) (s Signals, ok bool) {
-	s = UnknownSignals()
+func ParseORCA(value []byte) (s kvstate.Signals, ok bool) {
+	s = kvstate.UnknownSignals()
 	format, rest, _ := bytes.Cut(bytes.TrimSpace(value), []byte(" "))
 	switch string(format) {
 	case "JSON":
-		if fast := UnknownSignals(); fast.readFlat(rest) {
+		if fast := kvstate.UnknownSignals(); readFlat(&fast, rest) {
 			s = fast
 			break
 		}
@@ -36,13 +38,13 @@ func ParseORCA(value []byte) (s Signals, ok bool) {
 			return s, false
 		}
 		for name, v := range load.Named {
-			s.setNamed([]byte(name), v)
+			setNamed(&s, []byte(name), v)
 		}
 	case "TEXT":
 		for item := range bytes.SplitSeq(rest, []byte(",")) {
 			name, text, _ := bytes.Cut(bytes.TrimSpace(item), []byte("="))
 			if v, err := strconv.ParseFloat(string(text), 64); err == nil {
-				s.setNamed(bytes.TrimPrefix(name, []byte("named_metrics.")), v)
+				setNamed(&s, bytes.TrimPrefix(name, []byte("named_metrics.")), v)
 			}
 		}
 	}
@@ -51,7 +53,7 @@ func ParseORCA(value []byte) (s Signals, ok bool) {
 
 // readFlat parses vLLM's JSON without allocating, because each answer to a short prompt waits for it. It returns
 // false for any other form of JSON, which may have the same content.
-func (g *Signals) readFlat(text []byte) bool {
+func readFlat(g *kvstate.Signals, text []byte) bool {
 	text, ok := bytes.CutPrefix(text, []byte(`{"named_metrics":`))
 	text, all := bytes.CutSuffix(text, []byte(`}}`))
 	if text = bytes.TrimLeft(text, " "); !ok || !all || len(text) == 0 || text[0] != '{' {
@@ -65,7 +67,7 @@ func (g *Signals) readFlat(text []byte) bool {
 			return false
 		}
 		v, err := strconv.ParseFloat(string(number), 64)
-		if err != nil || !g.setNamed(name[1:len(name)-1], v) {
+		if err != nil || !setNamed(g, name[1:len(name)-1], v) {
 			return false
 		}
 	}
@@ -85,7 +87,7 @@ func isNumber(text []byte) bool {
 func only(text []byte, chars string) bool { return len(text) > 0 && len(bytes.Trim(text, chars)) == 0 }
 
 // setNamed stores a figure if its name is known. It returns false if the value is impossible.
-func (g *Signals) setNamed(name []byte, v float64) bool {
+func setNamed(g *kvstate.Signals, name []byte, v float64) bool {
 	switch string(name) {
 	case "kv_cache_usage_perc":
 		if v >= 0 && v <= 1 {
