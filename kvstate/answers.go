@@ -33,6 +33,12 @@ func (w *AnswerCounters) since(old AnswerCounters) (d AnswerCounters, ok bool) {
 	return d, ok && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime), d.Generated) >= 0
 }
 
+// restarted reports whether the engine has lost its counts of before, and with them its KV cache. Times are left out:
+// what replicas tell each other rounds them.
+func (w *AnswerCounters) restarted(old AnswerCounters) bool {
+	return w.Answers < old.Answers || w.Tokens < old.Tokens || w.Gaps < old.Gaps || w.Generated < old.Generated
+}
+
 // Written returns the tokens that the engine has written: those of finished answers if it reports no others.
 func (w *AnswerCounters) Written() int64 { return max(w.Generated, w.Tokens) }
 

@@ -53,6 +53,53 @@ func TestIndexForgets(t *testing.T) {
 	require.LessOrEqual(t, p.IndexStats().Blocks, 64)
 }
 
+// An engine that counts from 0 again has an empty cache, whoever scraped it. Others keep theirs.
+func TestIndexForgetsARestartedEngine(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "p"}, pd(2, 1))
+	p := s.Pool("p")
+	hits := func(hashes []uint64) (hits []int) {
+		var v View
+		s.View(p, hashes, &v)
+		for _, c := range v.Endpoints {
+			hits = append(hits, c.Hit)
+		}
+		return hits
+	}
+	scraped := func(w AnswerCounters) Signals {
+		now = now.Add(2 * time.Second)
+		return Signals{Running: 0, Waiting: 0, KVUsage: .5, KVTokens: 1e6, At: now, Answers: w}
+	}
+	many := AnswerCounters{Answers: 7, Tokens: 7, Generated: 7, Gaps: 0, GapTime: time.Microsecond + 1}
+	prompt := long(8, 0, 1)
+	for name, next := range map[string]AnswerCounters{
+		"nothing counted yet": {}, "one request since": {Answers: 1, Tokens: 1, Generated: 1}, "streams alone": {Generated: 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for i, report := range []func(*Endpoint, Signals){s.Observe, func(e *Endpoint, g Signals) { s.ApplyObserved(e, g) }} {
+				for e := range 2 {
+					s.Observe(p.Endpoints()[e], scraped(many))
+					s.Routed(p, p.Endpoints()[e], prompt)
+				}
+				require.Equal(t, []int{8, 8, 0}, hits(prompt))
+				rounded := many
+				rounded.GapTime = time.Microsecond
+				report(p.Endpoints()[i], scraped(rounded))
+				report(p.Endpoints()[i], Signals{Running: -1, Waiting: 1, KVUsage: -1, KVTokens: -1, At: now.Add(time.Millisecond)})
+				require.Equal(t, []int{8, 8, 0}, hits(prompt), "it goes on")
+				report(p.Endpoints()[i], scraped(next))
+				want := []int{8, 8, 0}
+				want[i] = 0
+				require.Equal(t, want, hits(prompt), "it has restarted")
+				s.Routed(p, p.Endpoints()[i], prompt)
+				report(p.Endpoints()[i], scraped(many))
+				require.Equal(t, []int{8, 8, 0}, hits(prompt), "what came since is kept")
+			}
+		})
+	}
+}
+
 func TestIndexForgetsWithTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{RoutedTTL: 10 * time.Minute})

@@ -102,22 +102,33 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 			if known == nil || known.KVTokens != next.KVTokens || known.Host != next.Host {
 				e.sizeRouted(&next)
 			}
-			if known != nil && known.Host != next.Host && e.load != nil {
-				e.load.learnLoads(&next.Host, &known.Host, e.Transfer.TP)
-			}
-			if known != nil && next.Transfers.Failed > known.Transfers.Failed && next.ScrapedAt.After(known.ScrapedAt) {
-				s.blameTransfers(e, known.ScrapedAt)
-			}
-			if known != nil && e.Role&RoleDecode != 0 {
-				if d, ok := next.Transfers.since(known.Transfers); ok {
-					e.learnTransfers(d, e.Transfer.TP, s.o.Now().UnixNano())
-				}
-				if d, ok := next.Answers.since(known.Answers); ok {
-					e.learnAnswers(d, known, &next)
-				}
+			if known != nil {
+				s.compare(e, known, &next)
 			}
 			return true
 		}
+	}
+}
+
+// compare learns from what an engine's counters have moved since its last report.
+func (s *State) compare(e *Endpoint, before, after *Signals) {
+	if after.Answers.restarted(before.Answers) {
+		e.blocks.Forget()
+	}
+	if before.Host != after.Host && e.load != nil {
+		e.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP)
+	}
+	if after.Transfers.Failed > before.Transfers.Failed && after.ScrapedAt.After(before.ScrapedAt) {
+		s.blameTransfers(e, before.ScrapedAt)
+	}
+	if e.Role&RoleDecode == 0 {
+		return
+	}
+	if d, ok := after.Transfers.since(before.Transfers); ok {
+		e.learnTransfers(d, e.Transfer.TP, s.o.Now().UnixNano())
+	}
+	if d, ok := after.Answers.since(before.Answers); ok {
+		e.learnAnswers(d, before, after)
 	}
 }
 

@@ -28,6 +28,16 @@ func (o *Owner) Leave() {
 	o.leaveFresh()
 }
 
+// Forget forgets the routed prompts: the engine has lost its cache. Its feeds hear of that themselves.
+func (o *Owner) Forget() {
+	o.index.writing.Lock()
+	defer o.index.unlock()
+	o.index.clear(o.routed)
+	if f := o.fresh.Load(); f != nil {
+		o.index.clear(f.m)
+	}
+}
+
 func (o *Owner) leaveFresh() {
 	if f := o.fresh.Swap(nil); f != nil {
 		o.index.leave(f.m)
