@@ -183,8 +183,7 @@ func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) ([]telem
 	return all[:min(n, len(all))], f.asked(&got)
 }
 
-// traces merges the traces of all reports. Parts of requests without a report of their planning are shown if a replica
-// that may have planned them did not answer.
+// traces merges the traces of all reports.
 func (a *answers) traces(now time.Time) []telemetry.Trace {
 	parts := make(map[string][]telemetry.Trace, len(a.reports))
 	for i := range a.reports {
@@ -194,7 +193,7 @@ func (a *answers) traces(now time.Time) []telemetry.Trace {
 		}
 		parts[name] = a.reports[i].Traces
 	}
-	all := telemetry.Merge(parts, len(a.silent) > 0)
+	all := telemetry.Merge(parts)
 	for i := range all {
 		all[i].GoneWith = a.goneWith(&all[i], now)
 	}

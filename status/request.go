@@ -387,8 +387,6 @@ func sum(parts []telemetry.Part) float64 {
 // decided describes a recorded decision in a sentence.
 func decided(t *telemetry.Trace) string {
 	switch {
-	case t.Route == telemetry.RouteUnknown:
-		return "A replica planned it that does not answer: what it decided is not known."
 	case t.Prefill == "" && t.Route != "decode_alone":
 		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
 		return "It went to " + plain(t.Decode) + " as it came (" + route + ")."

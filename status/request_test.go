@@ -92,7 +92,6 @@ The prices of the last plan, as they were then. --output json has their parts.
 			r.Weighed = []telemetry.Weighed{{Endpoint: "p1:1", Role: "prefill", Hit: 3}, prices[2]}
 		},
 		"It went to d1:1 as it came (pass_through).": func(r *telemetry.Trace) { r.Route, r.Weighed = "pass_through", nil },
-		"A replica planned it that does not answer":  func(r *telemetry.Trace) { r.Route = telemetry.RouteUnknown },
 		"Took: whole answer 1.5 s, last hop 1.5 s.\nThe first token was expected after 300 ms. When it came is not known, since": func(r *telemetry.Trace) {
 			r.Streamed, r.PrefillTime, r.FirstByte, r.ExpectedFirst = false, 0, 1500*time.Millisecond, 300*time.Millisecond
 		},

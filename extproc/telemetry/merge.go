@@ -5,12 +5,9 @@ import (
 	"slices"
 )
 
-// RouteUnknown is the route of a request of which only legs are known: the replica that planned it does not answer.
-const RouteUnknown = "unknown"
-
 // Merge makes one trace of all parts of a request, newest request first. parts has the traces of each replica, by its
-// name; a part that no replica has planned is shown if partial is true.
-func Merge(parts map[string][]Trace, partial bool) []Trace {
+// name. A request of which only legs are known is left out: the replica that planned it does not answer, or is gone.
+func Merge(parts map[string][]Trace) []Trace {
 	type part struct {
 		*Trace
 		replica string
@@ -36,11 +33,9 @@ func Merge(parts map[string][]Trace, partial bool) []Trace {
 		if all.Final || all.lost() {
 			all.Decode = ""
 		}
-		if all.Route == "" && !partial {
-			continue
+		if all.Route != "" {
+			out = append(out, all)
 		}
-		all.Route = cmp.Or(all.Route, RouteUnknown)
-		out = append(out, all)
 	}
 	slices.SortFunc(out, func(a, b Trace) int {
 		return cmp.Or(b.Started.Compare(a.Started), cmp.Compare(a.RequestID, b.RequestID))

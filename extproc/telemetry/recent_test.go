@@ -49,7 +49,7 @@ func TestMerge(t *testing.T) {
 		for name, r := range at {
 			parts[name] = r.Latest(10)
 		}
-		all := Merge(parts, true)
+		all := Merge(parts)
 		require.Len(t, all, 2)
 		replicas := strings.Join([]string{first, leg, second}, ",")
 		again := first + "," + second
@@ -62,9 +62,8 @@ func TestMerge(t *testing.T) {
 			continue
 		}
 		delete(parts, first) // the replica that planned it has died
-		require.Equal(t, RouteUnknown, Merge(parts, true)[0].Route)
-		for _, one := range Merge(parts, false) {
-			require.NotEqual(t, RouteUnknown, one.Route)
+		for _, one := range Merge(parts) {
+			require.Equal(t, "decode_alone", one.Route, "legs alone are no row")
 		}
 	}
 }
@@ -97,7 +96,7 @@ func TestMergeFailedHops(t *testing.T) {
 	ticket := &kvtransfer.Ticket{Started: began, Pool: "chat", Prefill: "p1", Decode: "d1", Redirects: 1, Cause: kvtransfer.CausePrefill}
 	o.record(&Planned{RequestID: "r", Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: "d1"})
 	x.Replanned("r", ticket)
-	merged := func() Trace { return Merge(map[string][]Trace{"a": o.Latest(1)}, false)[0] }
+	merged := func() Trace { return Merge(map[string][]Trace{"a": o.Latest(1)})[0] }
 	require.Equal(t, "d1", merged().Decode, "another plan may follow")
 	o.change("r", began.Truncate(time.Microsecond), func(t *Trace) { t.Status = 503 })
 	require.Equal(t, []FailedHop{{"prefill", "p1"}}, merged().Failed)
@@ -141,7 +140,7 @@ func TestAnswersThatBrokeOff(t *testing.T) {
 		require.Equal(t, want == "failed", got.HasFailed())
 	}
 	other := map[string][]Trace{"a": {end("merged", true, cut)}, "b": {{RequestID: "merged", Started: began}}}
-	merged := Merge(other, false)
+	merged := Merge(other)
 	require.Equal(t, EndedCut, merged[0].Ended)
 	require.Equal(t, 3*time.Second, merged[0].Took)
 }

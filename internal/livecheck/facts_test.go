@@ -181,7 +181,7 @@ chat D decode vLLM 0.32.0 health, release, model, KV cache dtype
 whole GONE both NO ANSWER - -
 not compared at P, since it is not reported: model revision
 not compared at D, since it is not reported: connector, role, model revision, dtype
-chat: kvTransfer nixl needs NixlConnector or NixlPullConnector, which the engines do not report: compare it with kv_connector in their --kv-transfer-config
+chat: kvTransfer nixl needs NixlConnector or NixlPullConnector: compare that with kv_connector in --kv-transfer-config of the engines that do not report it
 vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1
 not asked: pools[2]: pods discovers its endpoints when the server runs
 `, regexp.MustCompile(` {2,}`).ReplaceAllString(got, " "))

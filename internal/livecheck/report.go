@@ -80,8 +80,8 @@ func (r *Report) printMissing(w io.Writer) {
 
 // needs names the connector that a pool's engines need, if that could not be compared.
 func (e *Engine) needs() string {
-	return fmt.Sprintf("%s: kvTransfer %s needs %s, which the engines do not report: "+
-		"compare it with kv_connector in their --kv-transfer-config",
+	return fmt.Sprintf("%s: kvTransfer %s needs %s: "+
+		"compare that with kv_connector in --kv-transfer-config of the engines that do not report it",
 		e.Pool, e.dialect, strings.Join(e.connectors, " or "))
 }
 

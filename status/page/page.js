@@ -173,7 +173,6 @@ function replicas(status) {
 const open = new Set();   // request ids whose details are open
 
 function decision(t) {
-  if (t.route === 'unknown') t.route = 'planned by a silent replica';
   const bad = t.status >= 500 || t.ended === 'cut' ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
   const lost = t.prefill && !t.decode && !t.prefill_final;   // prefill failed, and the request with it
   const way = [t.prefill, t.decode].filter(Boolean).join(' → ');
