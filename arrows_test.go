@@ -36,6 +36,7 @@ var arrows = map[string][]string{
 	"kvstate/redisstore/lag":         {},
 	"kvstate/redisstore/redisclient": {},
 	"kvstate/scrape":                 {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"internal/logwriter":             {},
 	"internal/zmtp":                  {"internal/guard"},
 	"kvstate/notices":                {"internal/zmtp"},
 	"kvstate/tokenize":               {"internal/guard", "kvstate", "kvstate/enginehttp"},
@@ -63,7 +64,7 @@ var arrows = map[string][]string{
 	"protos/ticket/v1":               {},
 	"protos/envoygateway/v1":         {},
 	"envoy-configs":                  {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                   // the last in tests
-	"cmd/tandem":                     {"internal/guard", "internal/fleetmetrics", "internal/livecheck", "internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
+	"cmd/tandem":                     {"internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck", "internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last three in tests
 	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},

@@ -46,6 +46,10 @@ func (a *adminClient) settle(c *cobra.Command) error {
 	if a.output != "table" && a.output != "json" {
 		return fmt.Errorf("--output: %q is not table or json", a.output)
 	}
+	a.address = strings.TrimSuffix(strings.TrimPrefix(a.address, "http://"), "/") // as docs name the page
+	if _, port, err := net.SplitHostPort(a.address); err != nil || port == "" {
+		return fmt.Errorf("--admin: %q is not host:port", a.address)
+	}
 	if a.file == "" {
 		return nil
 	}
@@ -113,7 +117,7 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 	if a.tokenFile != "" && method != http.MethodGet {
 		token, err := orders.ReadToken(a.tokenFile)
 		if err != nil {
-			return 0, nil, fmt.Errorf("reading the token: %w", err)
+			return 0, nil, fmt.Errorf("reading the token (paths are relative to the working directory): %w", err)
 		}
 		req.Header.Set("Authorization", "Bearer "+token)
 	}
@@ -133,7 +137,8 @@ func (a *adminClient) do(ctx context.Context, method, path string, body any) (in
 		if json.Unmarshal(answer, &refused) != nil || refused.Error.Message == "" {
 			refused.Error.Message = strings.TrimSpace(string(answer))
 		}
-		return resp.StatusCode, nil, fmt.Errorf("the replica answers %s: %.500s", resp.Status, refused.Error.Message)
+		return resp.StatusCode, nil, fmt.Errorf("the replica at %s answers %s: %.500s",
+			a.address, resp.Status, refused.Error.Message)
 	}
 	return resp.StatusCode, answer, nil
 }

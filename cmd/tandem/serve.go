@@ -14,6 +14,7 @@ import (
 
 	"tandem/internal/config"
 	"tandem/internal/livecheck"
+	"tandem/internal/logwriter"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -33,8 +34,8 @@ func newServe() *cobra.Command {
 			}
 			to := c.ErrOrStderr()
 			if !check {
-				lines := newLogWriter(to)
-				defer lines.close()
+				lines := logwriter.New(to)
+				defer lines.Close()
 				to = lines
 			}
 			log, err := logger(to, level, format)

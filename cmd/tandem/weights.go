@@ -51,18 +51,26 @@ func newWeights() *cobra.Command {
 // listWeights shows the weights of a pool's endpoints, or of all.
 func (a *adminClient) listWeights(c *cobra.Command, pool string) error {
 	var state status.Status
-	return a.query(c, statusPath, &state, func(w io.Writer) {
+	shown := false
+	err := a.query(c, statusPath, &state, func(w io.Writer) {
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-		fmt.Fprintln(t, "pool\tendpoint\trole\tstate\tweight\trequests")
 		for _, p := range state.Pools {
+			if pool != "" && p.Name != pool {
+				continue
+			}
+			if !shown {
+				fmt.Fprintln(t, "pool\tendpoint\trole\tstate\tweight\trequests")
+			}
+			shown = true
 			for _, e := range p.Endpoints {
-				if pool == "" || p.Name == pool {
-					state := orders.StateName(e.State, p.Paused || e.Paused)
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n",
-						p.Name, e.Address, e.Role, state, e.Weight, e.Requests)
-				}
+				fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n", p.Name, e.Address, e.Role,
+					orders.StateName(e.State, p.Paused || e.Paused), e.Weight, e.Requests)
 			}
 		}
 		_ = t.Flush()
 	})
+	if err == nil && !shown && a.output == "table" {
+		return fmt.Errorf("there is no pool %q: tandem status lists the pools", pool)
+	}
+	return err
 }

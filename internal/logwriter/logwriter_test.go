@@ -1,4 +1,4 @@
-package main
+package logwriter
 
 import (
 	"bytes"
@@ -12,10 +12,10 @@ import (
 )
 
 // A reader that has stopped reading holds nobody who logs; what was dropped is counted when it reads on.
-func TestLogWriterNeverWaits(t *testing.T) {
+func TestNeverWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		reader, pipe := io.Pipe()
-		w := newLogWriter(pipe)
+		w := New(pipe)
 		const lines = 3 * maxLogLines
 		for i := range lines {
 			n, err := fmt.Fprintf(w, "line %d\n", i)
@@ -28,7 +28,7 @@ func TestLogWriterNeverWaits(t *testing.T) {
 			text, _ := io.ReadAll(reader)
 			read <- string(text)
 		}()
-		w.close()
+		w.Close()
 		require.NoError(t, pipe.Close())
 		text := <-read
 		got := strings.Count(text, "line ")
@@ -41,16 +41,16 @@ func TestLogWriterNeverWaits(t *testing.T) {
 	})
 }
 
-func TestLogWriterBoundsBytes(t *testing.T) {
+func TestBoundsBytes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		reader, pipe := io.Pipe()
-		w := newLogWriter(pipe)
+		w := New(pipe)
 		for range 20 {
 			_, _ = w.Write(bytes.Repeat([]byte("x"), 1<<20))
 		}
 		require.LessOrEqual(t, w.held.Load(), int64(maxLogBytes))
 		require.NotZero(t, w.dropped.Load())
-		w.close() // the reader never reads: it gives up after a while
+		w.Close() // the reader never reads: it gives up after a while
 		require.NoError(t, reader.Close())
 		<-w.done
 	})

@@ -1,4 +1,5 @@
-package main
+// Package logwriter writes log lines without making anybody wait.
+package logwriter
 
 import (
 	"fmt"
@@ -8,10 +9,10 @@ import (
 	"time"
 )
 
-// logWriter writes log lines on a goroutine of its own: a log reader that has stopped reading must not block the
+// Writer writes log lines on a goroutine of its own: a log reader that has stopped reading must not block the
 // request path or the release of reservations. Lines that do not fit are dropped and counted; the count is logged when
 // the log can be written again.
-type logWriter struct {
+type Writer struct {
 	to      io.Writer
 	lines   chan []byte
 	held    atomic.Int64 // bytes in lines
@@ -28,14 +29,15 @@ const (
 	logFlush    = time.Second
 )
 
-func newLogWriter(to io.Writer) *logWriter {
-	w := &logWriter{to: to, lines: make(chan []byte, maxLogLines), quit: make(chan struct{}), done: make(chan struct{})}
+// New returns a writer whose lines go to another one. Close it.
+func New(to io.Writer) *Writer {
+	w := &Writer{to: to, lines: make(chan []byte, maxLogLines), quit: make(chan struct{}), done: make(chan struct{})}
 	go w.run()
 	return w
 }
 
 // Write takes a line. It never waits and never fails.
-func (w *logWriter) Write(line []byte) (int, error) {
+func (w *Writer) Write(line []byte) (int, error) {
 	n := int64(len(line))
 	if w.held.Add(n) > maxLogBytes {
 		w.drop(n)
@@ -49,12 +51,12 @@ func (w *logWriter) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-func (w *logWriter) drop(bytes int64) {
+func (w *Writer) drop(bytes int64) {
 	w.held.Add(-bytes)
 	w.dropped.Add(1)
 }
 
-func (w *logWriter) run() {
+func (w *Writer) run() {
 	defer close(w.done)
 	for {
 		select {
@@ -73,7 +75,7 @@ func (w *logWriter) run() {
 	}
 }
 
-func (w *logWriter) write(line []byte) {
+func (w *Writer) write(line []byte) {
 	_, _ = w.to.Write(line) // a failed log has nowhere to be reported
 	w.held.Add(-int64(len(line)))
 	if n := w.dropped.Swap(0); n > 0 {
@@ -81,8 +83,8 @@ func (w *logWriter) write(line []byte) {
 	}
 }
 
-// close writes what is left, for as long as logFlush.
-func (w *logWriter) close() {
+// Close writes what is left, for as long as logFlush.
+func (w *Writer) Close() {
 	w.closing.Do(func() { close(w.quit) })
 	select {
 	case <-w.done:
