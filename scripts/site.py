@@ -1,7 +1,8 @@
 """Hooks of mkdocs.
 
-Decision records and laboratory notes are added to the navigation. Pages with a diagram get mermaid from the site
-itself; without it the theme would fetch it from elsewhere. Tables get more width than in the theme.
+Decision records and laboratory notes are added to the navigation. Pages get mermaid, if they have a diagram, and the
+worker that searches in files from the site itself; the theme would fetch them from elsewhere. Tables get more width
+than in the theme.
 
 Links that leave docs/ lead to the repository;
 TANDEM_REPOSITORY=https://example.com/tandem/blob/main names it. Without it they become plain text.
@@ -13,6 +14,8 @@ import re
 from mkdocs.structure.files import File
 
 MERMAID = "assets/javascripts/mermaid.min.js"
+WORKER = "assets/javascripts/iframe-worker.js"
+ELSEWHERE = "https://unpkg.com/iframe-worker/shim"  # where the theme's plugin "offline" fetches it
 STYLE = "assets/stylesheets/wider.css"  # named in mkdocs.yml
 WIDER = """.md-grid { max-width: 84rem; }
 .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { min-width: 0; padding: .6em .9em; }
@@ -27,15 +30,24 @@ def on_config(config):
 
 
 def on_files(files, config):
-    files.append(File.generated(config, MERMAID, abs_src_path=os.path.abspath(".tools/mermaid.min.js")))
+    for script in MERMAID, WORKER:
+        source = os.path.abspath(".tools/" + posixpath.basename(script))
+        files.append(File.generated(config, script, abs_src_path=source))
     files.append(File.generated(config, STYLE, content=WIDER))
 
 
 def on_post_page(output, page, **_):
+    here = posixpath.dirname(page.file.dest_uri) or "."
+    assert ELSEWHERE in output, "the theme fetches its worker from another place"
+    output = output.replace(ELSEWHERE, posixpath.relpath(WORKER, here))
     if 'class="mermaid"' not in output:
         return output
-    script = posixpath.relpath(MERMAID, posixpath.dirname(page.file.dest_uri) or ".")
-    return output.replace("</head>", f'<script src="{script}"></script></head>')
+    return output.replace("</head>", f'<script src="{posixpath.relpath(MERMAID, here)}"></script></head>')
+
+
+def on_post_template(output_content, template_name, **_):
+    # a server answers any path with 404.html, so its links begin at the root
+    return output_content.replace(ELSEWHERE, "/" + WORKER) if template_name == "404.html" else output_content
 
 
 def on_page_markdown(markdown, page, **_):

