@@ -13,4 +13,6 @@ func TestDevMode(t *testing.T) {
 	for role, want := range map[string]string{"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"} {
 		require.Contains(t, startEngine(t, "-role", role).get(t, "/server_info").String(), want)
 	}
+	other := startEngine(t, "-connector", "lmcache", "-role", "decode", "-lmcache-init-port", "1", "-lmcache-alloc-port", "2")
+	require.Contains(t, other.get(t, "/server_info").String(), "LMCacheConnectorV1")
 }

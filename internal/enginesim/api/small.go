@@ -303,15 +303,16 @@ func (s *Server) serveInfo(w http.ResponseWriter) {
 		"dp_size": s.cfg.DpSize, "served_model_name": s.cfg.Models[0], "version": "0.5.23"})
 }
 
-// serveConfig is vLLM's /server_info, with the members that tandem serve --check --live reads of NixlConnector.
+// serveConfig is vLLM's /server_info, with the members that tandem serve --check --live reads of a connector.
 func (s *Server) serveConfig(w http.ResponseWriter, _ *http.Request) {
 	role := map[engine.Role]string{engine.RolePrefill: "kv_producer", engine.RoleDecode: "kv_consumer"}[s.cfg.Role]
-	if !s.cfg.DevMode || s.cfg.Connector != connector.NIXL {
+	name := s.cfg.Connector.VLLM()
+	if !s.cfg.DevMode || name == "" {
 		writeNotFound(w)
 		return
 	}
 	writeJSONValue(w, map[string]any{"vllm_config": map[string]any{"kv_transfer_config": map[string]any{
-		"kv_connector": "NixlConnector", "kv_role": cmp.Or(role, "kv_both")}}})
+		"kv_connector": name, "kv_role": cmp.Or(role, "kv_both")}}})
 }
 
 // serveReset is POST /sim/reset: it clears the recorded requests, the failure rules, the prefix cache, held blocks and

@@ -34,6 +34,15 @@ func Names() []Name {
 		Mooncake013, MoRIIORead, None}
 }
 
+// VLLM returns the name of the connector in vLLM's --kv-transfer-config; "": it has none, or several.
+func (k Name) VLLM() string {
+	return map[Name]string{
+		NIXL: "NixlConnector", NIXLPush: "NixlPushConnector", Offload: "OffloadingConnector",
+		LMCache: "LMCacheConnectorV1", P2PNCCL: "P2pNcclConnector", Mooncake: "MooncakeConnector",
+		Mooncake013: "MooncakeConnector", MoRIIO: "MoRIIOConnector", MoRIIORead: "MoRIIOConnector",
+	}[k]
+}
+
 // Owner returns the name that the connector's engine calls the owner of its models: its own.
 func (k Name) Owner() string {
 	switch k {
