@@ -177,8 +177,11 @@ func (e *Endpoint) TakesWork() bool { return !e.Paused() && !e.Failed() && !e.Dr
 // maxWeight bounds weights, so that prices do not overflow.
 const maxWeight = 10_000
 
-// Weight returns the endpoint's assumed speed, in per cent.
+// Weight returns the endpoint's assumed speed, in per cent; 0 if it gets no work by its spec, whatever an order says.
 func (e *Endpoint) Weight() int {
+	if e.Drained {
+		return 0
+	}
 	if w := e.weight.Load(); w > 0 {
 		return int(w)
 	}

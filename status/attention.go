@@ -247,13 +247,13 @@ func paused(p *Pool, add func(bad bool, doc, format string, values ...any)) {
 		{"prefill", "Decode endpoints compute the prompts, where the pool allows it.", false},
 	} {
 		var by, other []string
-		serving, how := false, "by order"
+		serving, drained := false, 0
 		for _, e := range p.Endpoints {
 			switch {
 			case e.Role != leg.role && e.Role != "both":
 			case e.Paused:
 				if by = append(by, e.Name); e.Drained {
-					how = "by order or configuration"
+					drained++
 				}
 			case e.State == "out" || e.State == "draining":
 				other = append(other, e.Name)
@@ -263,6 +263,13 @@ func paused(p *Pool, add func(bad bool, doc, format string, values ...any)) {
 		}
 		if serving || len(by) == 0 {
 			continue
+		}
+		how := "by order"
+		switch {
+		case drained == len(by):
+			how = "by the configuration (weight: 0)"
+		case drained > 0:
+			how = "by order or configuration"
 		}
 		if len(other) > 0 {
 			add(leg.bad, doc, "%s: no %s endpoint is left: paused %s: %s; failed or terminating: %s. %s",

@@ -110,7 +110,7 @@ func TestAttention(t *testing.T) {
 		"all decode is paused": {change: func(s *Status) { pause(s, 0, 1, 2) }, want: []Notice{
 			{true, "chat: the only decode endpoint is paused by order: d1. No request can be served.", "howto/drain.md"}}},
 		"paused by a weight of 0": {change: func(s *Status) { pause(s, 2); s.Pools[0].Endpoints[2].Drained = true }, want: []Notice{
-			{true, "chat: the only decode endpoint is paused by order or configuration: d1. No request can be served.", "howto/drain.md"}}},
+			{true, "chat: the only decode endpoint is paused by the configuration (weight: 0): d1. No request can be served.", "howto/drain.md"}}},
 		"one with both roles serves": {change: func(s *Status) { s.Pools[0].Endpoints[0].Role = "both"; pause(s, 1, 2) }},
 		"the pool is paused": {change: func(s *Status) { s.Pools[0].Paused = true; pause(s, 2) }, want: []Notice{
 			{true, "chat: the pool is paused by order: its requests are refused.", "howto/drain.md"}}},

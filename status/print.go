@@ -87,8 +87,12 @@ func printReplicas(w io.Writer, s *Status) {
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\n",
 			plain(r.Name), state, plain(r.Version), s.Now.Sub(r.Started).Round(time.Second), r.Reservations)
 	}
+	silent := "NO ANSWER"
+	if s.Sharing.NoAnswer || !s.Sharing.Up {
+		silent = "not asked, without Redis"
+	}
 	for _, name := range s.Silent {
-		fmt.Fprintf(t, "  %s\tNO ANSWER\t-\t-\t-\n", plain(name))
+		fmt.Fprintf(t, "  %s\t%s\t-\t-\t-\n", plain(name), silent)
 	}
 	for _, g := range s.Gone {
 		fmt.Fprintf(t, "  %s\tGONE, last heard %s\t-\t-\t-\n", plain(g.Name), minutesAgo(s.Now.Sub(g.Heard)))
@@ -225,7 +229,7 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 	}
 	if len(recent) == 0 {
 		fmt.Fprintln(w, "No request was planned yet. With --this-replica the list has only those that this replica\n"+
-			"planned; otherwise Envoy has asked none of the replicas (envoy.extProcs).")
+			"planned; otherwise Envoy has asked none of the replicas that answered (envoy.extProcs).")
 		return
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)

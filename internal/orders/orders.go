@@ -140,11 +140,30 @@ func (o *Orders) pool(paused bool) http.HandlerFunc {
 		o.taken(r)
 		h := o.publish(r.Context(), target{Pool: name})
 		h.writeTo(w)
-		if paused {
-			w.Header().Set(Warning, fmt.Sprintf("pool %s takes no requests now: clients get 503", name))
+		if warning := o.afterPool(name, paused); warning != "" {
+			w.Header().Set(Warning, warning)
 		}
 		writeJSON(w, map[string]any{"pool": name, "paused": paused})
 	}
+}
+
+// afterPool is the warning about a pool that was paused or resumed.
+func (o *Orders) afterPool(name string, paused bool) string {
+	if paused {
+		return fmt.Sprintf("pool %s takes no requests now: clients get 503", name)
+	}
+	var still []string
+	if p := o.State.Pool(name); p != nil {
+		for _, e := range p.Endpoints() {
+			if e.Paused() {
+				still = append(still, e.DisplayName())
+			}
+		}
+	}
+	if len(still) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("these endpoints of pool %s stay paused: %s", name, listed(still))
 }
 
 // Ordered is the answer to an order about an endpoint, for each of its addresses.
@@ -191,14 +210,20 @@ func (o *Orders) endpoint(change func(*kvstate.Override), more ...any) http.Hand
 }
 
 // Warning is the header of an answer to an order that leaves a pool without an endpoint of a role, or that gives work
-// to an endpoint that has failed: a sentence.
+// to an endpoint that gets none for another reason: a sentence.
 const Warning = "tandem-warning"
 
-// warn adds the warning if one of the endpoints is paused, and none of its role is left that takes new requests; or if
-// one is not paused, and gets no requests since it failed.
+// warn adds the warning if one of the endpoints has weight 0 in the configuration; if one is paused, and none of its
+// role is left that takes new requests; or if one is not paused, and gets no requests since it failed.
 func (o *Orders) warn(w http.ResponseWriter, pool string, ordered []*kvstate.Endpoint) {
 	p := o.State.Pool(pool)
 	if p == nil {
+		return
+	}
+	drained := slices.IndexFunc(ordered, func(e *kvstate.Endpoint) bool { return e.Drained })
+	if drained >= 0 {
+		w.Header().Set(Warning, ordered[drained].DisplayName()+
+			" has weight 0 in the configuration, and gets no requests until that is changed there")
 		return
 	}
 	for _, leg := range []struct {

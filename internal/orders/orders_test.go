@@ -178,6 +178,24 @@ func TestWarning(t *testing.T) {
 	require.Empty(t, warning("POST", d1+"resume"))
 	require.Equal(t, "pool chat takes no requests now: clients get 503", warning("POST", "/pause"))
 	require.Empty(t, warning("POST", "/resume"))
+	warning("POST", d1+"pause")
+	require.Equal(t, "these endpoints of pool chat stay paused: d1:80", warning("POST", "/resume"))
+}
+
+// A weight of 0 in the configuration is shown, and no order gives such an endpoint work.
+func TestWeightOfTheConfiguration(t *testing.T) {
+	o, h := ordersOn(tokenFile(t, goodToken), io.Discard)
+	o.State.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Addr: "10.0.0.1:80", Role: kvstate.RoleBoth}, {Addr: "10.0.0.2:80", Role: kvstate.RoleBoth, Drained: true}})
+	for method, order := range map[string]string{"POST": "resume", "PUT": "weight"} {
+		r := httptest.NewRequest(method, "/api/pools/chat/endpoints/10.0.0.2:80/"+order, strings.NewReader(`{"weight": 50}`))
+		r.Header.Set("Authorization", "Bearer "+goodToken)
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		require.Contains(t, w.Body.String(), `"weight": 0`)
+		require.Equal(t, "10.0.0.2:80 has weight 0 in the configuration, and gets no requests until that is changed there",
+			w.Header().Get(Warning))
+	}
 }
 
 // Orders and weights name states as `tandem status` does, and say that an endpoint with no order against it has failed.

@@ -116,6 +116,14 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 			out.Silent = append(out.Silent, o.nameOf(id))
 		}
 	}
+	if o.away { // nobody can report itself, and whoever was there may still be
+		for id, other := range o.logged {
+			if !slices.Contains(living, id) {
+				out.Silent = append(out.Silent, other.name)
+			}
+		}
+	}
+	slices.Sort(out.Silent)
 	o.addGone(&out, living)
 	return out, err
 }

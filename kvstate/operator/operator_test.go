@@ -317,8 +317,16 @@ func TestRedisWasAway(t *testing.T) {
 		}
 		o.logChanges([]uint64{1, 2})
 		require.Equal(t, "t3:9090 ", names(1, 2))
+		o.redis.Living = func() []uint64 { return []uint64{1} }
+		silent := func() []string {
+			got, err := o.Ask(t.Context(), "test", nil)
+			require.NoError(t, err)
+			return got.Silent
+		}
+		require.Empty(t, silent())
 		o.lost()
 		require.Empty(t, names(1), "Redis is away")
+		require.Equal(t, []string{"t2:9090"}, silent(), "it was there")
 		for range 3 {
 			o.note(map[uint64]member{}, time.Now(), []uint64{1})
 		}

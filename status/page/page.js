@@ -163,7 +163,7 @@ function pools(status) {
 function replicas(status) {
   const rows = status.replicas.toSorted((a, b) => a.name < b.name ? -1 : 1).map(r => ({ cells: [r.name, (r.ready ? 'ready' : 'not ready') + (r.redis ? '' : ', without Redis'), r.version,
     ago(new Date(status.now) - new Date(r.started)), count(r.reservations)] }))
-    .concat((status.silent || []).map(name => ({ cells: [name, 'no answer', '–', '–', '–'] })),
+    .concat((status.silent || []).map(name => ({ cells: [name, status.sharing.up && !status.sharing.no_answer ? 'no answer' : 'not asked, without Redis', '–', '–', '–'] })),
       (status.gone || []).map(g => ({ cells: [g.name, `gone, last heard ${ago(new Date(status.now) - new Date(g.heard))} ago`, '–', '–', '–'] })));
   byId('replicas').hidden = rows.length < 2;
   if (rows.length > 1) byId('replicas').replaceChildren(el('h2', {}, 'Replicas ', el('small', {}, 'whose parts are summed on this page')),
