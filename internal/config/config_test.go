@@ -163,7 +163,7 @@ func TestValidationErrors(t *testing.T) {
 			`not readable as YAML: line 5: key "name" already set in map`,
 			"admin.listen: must be host:port, is the number 9090: 127.0.0.1:9090 for this machine alone",
 			"admin.tokenFle: unknown field; did you mean tokenFile?",
-			"envoy.maxBodyBytes: 1 is not between 1024 and 134217728",
+			"envoy.maxBodyBytes: 1 is not between 1Ki and 128Mi",
 			`pools[0].endpoints[0].address: "x" is not an address: ip:port, [ip]:port or name:port`,
 			"pools[0].endpoints[0].role: must be text, is the number 1: put it in quotes",
 			`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`,
@@ -197,9 +197,13 @@ func TestValidationErrors(t *testing.T) {
 		"listeners clash":      {"admin: {listen: \"0.0.0.0:9002\"}\n" + least, []string{"admin.listen: 0.0.0.0:9002 clashes with extProc.listen: give it another port"}},
 		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them"}},
 		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},
-		"small messages":       {"extProc: {maxMessageBytes: 16777216}\n" + least, []string{"extProc.maxMessageBytes: 16777216 is not above envoy.maxBodyBytes (16777216) and at most 1073741824: a whole body comes in one message"}},
+		"small messages":       {"extProc: {maxMessageBytes: 16777216}\n" + least, []string{"extProc.maxMessageBytes: 16Mi is not above envoy.maxBodyBytes (16Mi) and at most 1Gi: a whole body comes in one message"}},
 		"half a TLS":           {"extProc: {tls: {certFile: c}}\nenvoy: {extProcTls: {certFile: c, serverName: name}}\n" + least, []string{"envoy.extProcTls.keyFile: certFile and keyFile belong together: set both or none", "envoy.extProcTls.serverName: has no effect without caFile: set that too", "extProc.tls.keyFile: is missing: a PEM file"}},
 		"redis with a secret":  {"state: {redis: {url: \"http://:secret@x\"}}\n" + least, []string{"state.redis.url: is not of the form redis://[user:password@]host:port/db"}},
+		"large bodies":         {"envoy: {maxBodyBytes: 1Gi}\n" + least, []string{"envoy.maxBodyBytes: 1Gi is not between 1Ki and 128Mi"}},
+		"large messages": {"extProc: {maxMessageBytes: 4097Mi}\nenvoy: {maxBodyBytes: 1000}\n" + least, []string{
+			"envoy.maxBodyBytes: 1000 is not between 1Ki and 128Mi",
+			"extProc.maxMessageBytes: 4097Mi is not above envoy.maxBodyBytes (1000) and at most 1Gi: a whole body comes in one message"}},
 		"redis, all wrong": {"state: {redis: {url: \"redis://:p@x/1\", nodes: [x], mode: cluster, sentinelMaster: m, passwordFile: f, keyPrefix: \"{a}\", lease: 5m, tls: {certFile: c}}}\n" + least, []string{
 			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is more than 1m: for so long a dead replica's bookings would count",
 			`state.redis.nodes[0]: "x" is not an address: ip:port, [ip]:port or name:port`, "state.redis.passwordFile: the url has a password too: take one out",

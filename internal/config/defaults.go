@@ -29,7 +29,7 @@ func SetDefaults(c *configv1.Config) {
 	}
 	setEnvoyDefaults(c)
 	setPickerDefaults(c.ExtProc)
-	or(&c.ExtProc.MaxMessageBytes, 4*c.Envoy.MaxBodyBytes+16<<20)
+	or(&c.ExtProc.MaxMessageBytes, messageBytes(c.Envoy.MaxBodyBytes))
 	if r := c.State.GetRedis(); r != nil {
 		or(&r.Mode, "single")
 		or(&r.KeyPrefix, "tandem")
@@ -49,6 +49,9 @@ func SetDefaults(c *configv1.Config) {
 		or(&c.Notices.Listen, "127.0.0.1:7500")
 	}
 }
+
+// messageBytes returns the default of extProc.maxMessageBytes.
+func messageBytes(maxBody int64) int64 { return 4*maxBody + 16<<20 }
 
 func setGatewayDefaults(c *configv1.Config) {
 	g := c.EnvoyGateway

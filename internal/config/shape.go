@@ -111,6 +111,18 @@ func checkSize(m *ValidationErrors, path, text string) (any, bool) {
 	return json.Number(strconv.FormatInt(n*factor, 10)), true
 }
 
+// sizeText returns a size with the largest unit that divides it: 16Mi, 512Ki, 1000.
+func sizeText(bytes int64) string {
+	unit := ""
+	for _, next := range []string{"Ki", "Mi", "Gi"} {
+		if bytes == 0 || bytes%1024 != 0 {
+			break
+		}
+		bytes, unit = bytes/1024, next
+	}
+	return strconv.FormatInt(bytes, 10) + unit
+}
+
 // durations returns the fields for which a number without a unit is a likely mistake.
 func durations() []string {
 	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout",

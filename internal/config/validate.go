@@ -104,10 +104,11 @@ func checkExtProc(v *validator, c *configv1.Config) {
 		}
 	}
 	checkClientTLS(v, "envoy.extProcTls", client)
-	if n := c.ExtProc.MaxMessageBytes; n <= c.Envoy.MaxBodyBytes || n > 1<<30 {
+	body := c.Envoy.MaxBodyBytes // if it is out of range, so is the default of maxMessageBytes
+	if n := c.ExtProc.MaxMessageBytes; n != messageBytes(body) && (n <= body || n > 1<<30) {
 		v.m.add("extProc.maxMessageBytes",
-			"%d is not above envoy.maxBodyBytes (%d) and at most %d: a whole body comes in one message", n,
-			c.Envoy.MaxBodyBytes, 1<<30)
+			"%s is not above envoy.maxBodyBytes (%s) and at most 1Gi: a whole body comes in one message",
+			sizeText(n), sizeText(body))
 	}
 }
 
@@ -126,7 +127,7 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	checkReachable(v, "envoy.replans", e.Replans)
 	checkReplicas(v, c)
 	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 128<<20 {
-		v.m.add("envoy.maxBodyBytes", "%d is not between %d and %d", e.MaxBodyBytes, 1<<10, 128<<20)
+		v.m.add("envoy.maxBodyBytes", "%s is not between 1Ki and 128Mi", sizeText(e.MaxBodyBytes))
 	}
 	for i, prefix := range e.PathPrefixes {
 		if !pathPrefix.MatchString(prefix) {

@@ -313,8 +313,8 @@ type ExtProc struct {
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Absent: plaintext.
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
-	// Largest gRPC message in bytes. A whole body comes in one message. Default: four times envoy.maxBodyBytes and 16
-	// MiB.
+	// Largest gRPC message in bytes. A whole body comes in one message, so this must be above envoy.maxBodyBytes. At most
+	// 1Gi. Default: four times envoy.maxBodyBytes and 16 MiB.
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
 	// Who calls Tandem: tandem or endpointPicker. tandem: an Envoy that makes both hops, with the configuration that
 	// `tandem envoy` prints. endpointPicker: a gateway of the Gateway API Inference Extension, with Tandem as the
@@ -405,14 +405,14 @@ type EndpointPicker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How many endpoints follow the picked one, in the order to try them. Only for gateways that take a list
 	// (override_host). A gateway that connects to the header's address fails on a list (ORIGINAL_DST: Envoy AI Gateway).
-	// Default 0.
+	// At most 7. Default 0.
 	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
 	// How far Tandem follows an answer: body or headers. body: to its end, so that load is counted exactly; this costs a
 	// message for each piece. headers: to its beginning, with the endpoint that served it; Tandem does not see its end.
 	// Default body.
 	Responses string `protobuf:"bytes,2,opt,name=responses,proto3" json:"responses,omitempty"`
 	// How many requests every decode endpoint must have before Tandem sheds. It then refuses requests of negative
-	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. Default 128.
+	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. At least 1. Default 128.
 	ShedRequests  int32 `protobuf:"varint,3,opt,name=shed_requests,json=shedRequests,proto3" json:"shed_requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -653,7 +653,7 @@ type Envoy struct {
 	// Envoy's own admin port. Default 127.0.0.1:9901.
 	Admin string `protobuf:"bytes,2,opt,name=admin,proto3" json:"admin,omitempty"`
 	// Largest body that is split over two endpoints, in bytes. Envoy keeps such a body for the second hop. Larger bodies
-	// follow the pool's longPrompts, up to four times this. Default 16777216.
+	// follow the pool's longPrompts, up to four times this. Range: 1Ki to 128Mi. Default: 16Mi.
 	MaxBodyBytes int64 `protobuf:"varint,3,opt,name=max_body_bytes,json=maxBodyBytes,proto3" json:"max_body_bytes,omitempty"`
 	// External processors, if several replicas serve one Envoy. Default: extProc.listen.
 	ExtProcs []string `protobuf:"bytes,4,rep,name=ext_procs,json=extProcs,proto3" json:"ext_procs,omitempty"`
@@ -668,7 +668,7 @@ type Envoy struct {
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete,
 	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Another
-	// endpoint gives the answers that have not begun, in about 10 s. Default 30m.
+	// endpoint gives the answers that have not begun, in about 10 s. Range: 1s to 24h. Default 30m.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
@@ -938,7 +938,7 @@ type Redis struct {
 	// How all keys begin. Installations that share a Redis need different prefixes. Default tandem.
 	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
 	// How long a replica's reservations count after its last message. After that another replica takes its endpoints
-	// over. Default 3s.
+	// over. Range: 500ms to 1m. Default 3s.
 	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
 	// For rediss://. Absent: the system's authorities.
 	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
@@ -1110,7 +1110,8 @@ type Tickets struct {
 	// need the same keys. Absent: a key is made at start. It is shared through state.redis, if configured; otherwise it
 	// works for one replica only.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
-	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill. Default 10m.
+	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill. Range: 1s to 24h.
+	// Default 10m.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1192,24 +1193,25 @@ type Pool struct {
 	// or is missing. Default: byCost with split auto; with split always never, or fallback with onPrefillFailure
 	// decodeAlone.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
-	// Most prefill legs for one request. Default 3.
+	// Most prefill legs for one request. Range: 1 to 5. Default 3.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes, or none with discovery.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
 	// How long after a request's arrival other endpoints are tried for it. If a prefill fails later, decode alone
-	// follows. If a decode fails later, an error follows (503). Default 1m.
+	// follows. If a decode fails later, an error follows (503). Range: 1ms to 24h. Default 1m.
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin; then another endpoint is tried. An answer begins with its status,
 	// which engines send before the first token. If decode computes the prompt itself, prefillTimeout.perToken is added.
-	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete. Default 1m.
+	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete. Range: 1ms
+	// to 24h. Default 1m.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
 	// to compute the prompt is added. Set this above the longest correct answer: an answer that is cut off is started
 	// again. It is needed for engines that hang but still answer GET /health. An engine that does not answer is excluded
-	// anyway, and its requests go to others. Default none, so the limit is envoy.decodeIdleTimeout, after which the
-	// client gets 504.
+	// anyway, and its requests go to others. Range: 1ms to 24h. Default none, so the limit is envoy.decodeIdleTimeout,
+	// after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
@@ -1551,7 +1553,8 @@ func (x *Pool) GetLabelHeader() string {
 
 type Encode struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long an encode endpoint may take. After that the engine that computes the prompt encodes. Default: 30s.
+	// How long an encode endpoint may take. After that the engine that computes the prompt encodes. Range: 1ms to 24h.
+	// Default: 30s.
 	Timeout       string `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1596,12 +1599,12 @@ func (x *Encode) GetTimeout() string {
 
 type Queue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0. At
-	// most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered body. Default: 60s with
-	// bodyMode duplex, else 20s.
+	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0.
+	// Range: 1ms to 24h, but at most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered
+	// body. Default: 60s with bodyMode duplex, else 20s.
 	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
 	// How many requests may wait in each replica. If more come, the last of those with a priority below 0 is refused
-	// (429), or the first is dispatched before its turn. Default 4096.
+	// (429), or the first is dispatched before its turn. Range: 1 to 65536. Default 4096.
 	MaxWaiting    int32 `protobuf:"varint,2,opt,name=max_waiting,json=maxWaiting,proto3" json:"max_waiting,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1735,9 +1738,9 @@ type Objective struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Higher goes first. Below 0: refused under overload. Default 0.
 	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
-	// From the request's arrival to its first token. Absent: any time.
+	// From the request's arrival to its first token. Range: 1ms to 24h. Absent: any time.
 	Ttft string `protobuf:"bytes,3,opt,name=ttft,proto3" json:"ttft,omitempty"`
-	// Between two tokens. Absent: any time.
+	// Between two tokens. Range: 1ms to 24h. Absent: any time.
 	Tpot          string `protobuf:"bytes,4,opt,name=tpot,proto3" json:"tpot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1924,7 +1927,8 @@ type NIXL struct {
 	// get the description of the blocks. Default false.
 	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
 	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Engines before 0.26 do not tell prefill
-	// how long decode keeps it. With these the prefill leg's whole time limit has to fit in what is left. Default 450s.
+	// how long decode keeps it. With these the prefill leg's whole time limit has to fit in what is left. Range: 1s to
+	// 24h. Default 450s.
 	TurnTtl       string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1984,7 +1988,7 @@ func (x *NIXL) GetTurnTtl() string {
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long decode waits for prefill's notification after prefill's answer. Then decode computes what it lacks. A
-	// prompt waits as long for space in a receive buffer. At most 25s. Default 10s.
+	// prompt waits as long for space in a receive buffer. Range: 1ms to 25s. Default 10s.
 	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
 	// The engines send no notifications (pd_skip_proxy_notification). Decode then starts when prefill has answered.
 	// Default false.
@@ -2113,7 +2117,7 @@ type KvEvents struct {
 	// Where rank 0 sends old events again (replay_endpoint). Rank r has the port + r. Absent: when events are lost,
 	// Tandem drops what it knows of the endpoint.
 	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
-	// Data-parallel ranks behind each endpoint. Default: 1.
+	// Data-parallel ranks behind each endpoint. Range: 1 to 1024. Default: 1.
 	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
 	// How topics begin. Absent: any.
 	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
@@ -2125,7 +2129,8 @@ type KvEvents struct {
 	// engines' POST /tokenize, if most of a prompt is new. render: from their POST /v1/.../render instead, which is exact
 	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too. Default: learned.
 	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Default: 0s.
+	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Range: 0s to
+	// 24h. Default: 0s.
 	TokenBudget string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
 	// How fast an engine loads KV that it keeps outside GPU memory, if its events report such blocks.
 	LoadBandwidth *LoadBandwidth `protobuf:"bytes,8,opt,name=load_bandwidth,json=loadBandwidth,proto3" json:"load_bandwidth,omitempty"`
@@ -2798,11 +2803,11 @@ func (x *PodLabels) GetRanksLabel() string {
 
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// For any prompt, however short. Default 10s.
+	// For any prompt, however short. Range: 1ms to 24h. Default 10s.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
 	// Added for every token to compute. Tokens of the prompt count, and those reserved on the endpoint before it. Once
 	// the pool's own speed is known, four times the mean time of a token is added instead, but at least a quarter and at
-	// most sixteen times this. Default 2ms.
+	// most sixteen times this. Range: 0s to 24h. Default 2ms.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3048,9 +3053,9 @@ type Transfer struct {
 	// MoRIIO: notify_port, of the first rank. Default 61005.
 	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
 	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache endpoints only pair with the same number. With
-	// moriio a wrong number gives wrong text. Default 1.
+	// moriio a wrong number gives wrong text. Range: 1 to 1024. Default 1.
 	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
-	// MoRIIO: data-parallel ranks of the engine behind this address. Default 1.
+	// MoRIIO: data-parallel ranks of the engine behind this address. Range: 1 to 4096. Default 1.
 	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
 	// With kvTransfer offload: the port of the P2P tier. Set it on endpoints that prefill. It is
 	// VLLM_P2P_SIDE_CHANNEL_PORT, plus the data-parallel rank. Default 5710.
