@@ -155,6 +155,12 @@ func TestValidationErrors(t *testing.T) {
 			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
 		"an engine's word, misspelt": {edited("kvTransfer: nixl", "kvTransfer: NixlConnectr"), []string{
 			`pools[0].kvTransfer: "NixlConnectr" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
+		"an engine's fields": {"state: {redis: {url: \"redis://x\", port: 1}}\n" + strings.NewReplacer("kvTransfer: nixl", "kvTransfer: nixl\n  kv_connector: x",
+			"role: prefill", "role: prefill, kv_role: x, host: x, port: 1, url: x").Replace(least), []string{
+			"pools[0].endpoints[0].host: unknown field; did you mean address?", "pools[0].endpoints[0].kv_role: unknown field; did you mean role?",
+			"pools[0].endpoints[0].port: unknown field; did you mean address?", "pools[0].endpoints[0].url: unknown field; did you mean address?",
+			"pools[0].kv_connector: unknown field; did you mean kvTransfer?",
+			"state.redis.port: unknown field; known here: url, nodes, mode, sentinelMaster, passwordFile, keyPrefix, lease, tls"}},
 		"a store of Mooncake": {edited("kvTransfer: nixl", "kvTransfer: mooncake-store"), []string{
 			`pools[0].kvTransfer: "mooncake-store" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean shared?`}},
 		"TensorRT-LLM's word": {edited("role: prefill", "role: context"), []string{

@@ -212,10 +212,20 @@ func suggestion(name string, d protoreflect.MessageDescriptor) string {
 	for i := range d.Fields().Len() {
 		all = append(all, d.Fields().Get(i).JSONName())
 	}
-	if near := nearest(name, all); near != "" {
+	near := engineFields[strings.NewReplacer("_", "", "-", "").Replace(strings.ToLower(name))]
+	if !slices.Contains(all, near) {
+		near = nearest(name, all)
+	}
+	if near != "" {
 		return "; did you mean " + near + "?"
 	}
 	return "; known here: " + strings.Join(all, ", ")
+}
+
+// engineFields translate what engines and other routers call a field, in lower case without _ and -.
+var engineFields = map[string]string{
+	"kvconnector": "kvTransfer", "kvtransferconfig": "kvTransfer", "kveventsconfig": "kvEvents", "kvrole": "role",
+	"host": "address", "port": "address", "url": "address",
 }
 
 // nearest returns the name with the least edit distance to a misspelt one, "" if none is near.
