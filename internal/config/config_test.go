@@ -148,7 +148,8 @@ func TestValidationErrors(t *testing.T) {
 		"a variable that breaks YAML": {"envoy: {listen: ${HOST}:80}\n" + least, []string{
 			"not readable as YAML: did not find expected ',' or '}'",
 			"${HOST} is not replaced here: write the value, fill the file in before (envsubst), or use the setting that names a file where it is a secret"}},
-		"yes for a word": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  split: yes"), []string{`pools[0].split: "true" is not one of always, auto, never`}},
+		"yes for a word": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  split: yes"), []string{"pools[0].split: is true (YAML reads yes and on as true, no and off as false), which is not one of always, auto, never"}},
+		"off for a word": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  enginePriority: off"), []string{"pools[0].enginePriority: is false (YAML reads yes and on as true, no and off as false), which is not one of none, vllm, sglang"}},
 		"yes for a name": {edited("name: chat", "name: yes"), []string{"pools[0].name: must be text, is true: put it in quotes"}},
 		"an engine's words": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: NixlConnector"), "role: prefill", "role: kv_producer", 1), []string{
 			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode; did you mean prefill?`,

@@ -188,7 +188,11 @@ func checkOneOf(v *validator, path, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
 		return
 	}
-	v.m.add(path, "%.40q is not one of %s%s", value, strings.Join(allowed, ", "), meant(value, allowed))
+	is := fmt.Sprintf("%.40q is", value)
+	if value == "true" || value == "false" { // the file may have another word: see answeredYes
+		is = "is " + value + " (YAML reads yes and on as true, no and off as false), which is"
+	}
+	v.m.add(path, "%s not one of %s%s", is, strings.Join(allowed, ", "), meant(value, allowed))
 }
 
 // meant is "; did you mean WORD?" with the allowed word that was probably meant, "" if none is near.
