@@ -63,7 +63,6 @@ var branching = map[string]struct {
 	"extproc/openai.fieldOf":                      {52, "one case for each field that is read"},
 	"internal/enginesim/connector.Node.serveSide": {23, "one case for each message of the side channel"},
 	"kvstate/kvevents.cursor.skipNested":          {24, "one case for each type of MessagePack"},
-	"internal/config.checkState":                  {21, "one branch for each setting"},
 	"replay.newChooser":                           {23, "one case for each policy that is played"},
 }
 

@@ -206,6 +206,7 @@ func TestValidationErrors(t *testing.T) {
 		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},
 		"small messages":       {"extProc: {maxMessageBytes: 16777216}\n" + least, []string{"extProc.maxMessageBytes: 16Mi is not above envoy.maxBodyBytes (16Mi) and at most 1Gi: a whole body comes in one message"}},
 		"half a TLS":           {"extProc: {tls: {certFile: c}}\nenvoy: {extProcTls: {certFile: c, serverName: name}}\n" + least, []string{"envoy.extProcTls.keyFile: certFile and keyFile belong together: set both or none", "envoy.extProcTls.serverName: has no effect without caFile: set that too", "extProc.tls.keyFile: is missing: a PEM file"}},
+		"redis without url":    {"state: {redis: {}}\n" + least, []string{"state.redis.url: is missing: redis://[user:password@]host:port/db"}},
 		"redis with a secret":  {"state: {redis: {url: \"http://:secret@x\"}}\n" + least, []string{"state.redis.url: is not of the form redis://[user:password@]host:port/db"}},
 		"large bodies":         {"envoy: {maxBodyBytes: 1Gi}\n" + least, []string{"envoy.maxBodyBytes: 1Gi is not between 1Ki and 128Mi"}},
 		"large messages": {"extProc: {maxMessageBytes: 4097Mi}\nenvoy: {maxBodyBytes: 1000}\n" + least, []string{

@@ -17,10 +17,8 @@ func checkState(v *validator, c *configv1.Config) {
 		return
 	}
 	const path = "state.redis"
-	u, err := url.Parse(r.Url)
-	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) || !isDatabase(u.Path) {
-		// without the value: it may hold a password
-		v.m.add(path+".url", "is not of the form redis://[user:password@]host:port/db")
+	u := checkRedisURL(v, path+".url", r.Url)
+	if u == nil {
 		return
 	}
 	checkOneOf(v, path+".mode", r.Mode, "single", "cluster", "sentinel")
@@ -48,6 +46,21 @@ func checkState(v *validator, c *configv1.Config) {
 		v.m.add(path+".lease", "%s is more than 1m: for so long a dead replica's bookings would count", r.Lease)
 	}
 	checkRedisTLS(v, path+".tls", u.Scheme, r.Tls)
+}
+
+// checkRedisURL returns the parsed URL; nil if it is missing or not valid.
+func checkRedisURL(v *validator, path, text string) *url.URL {
+	const form = "redis://[user:password@]host:port/db"
+	if text == "" {
+		v.m.add(path, "is missing: "+form)
+		return nil
+	}
+	u, err := url.Parse(text)
+	if err != nil || u.Host == "" || !slices.Contains([]string{"redis", "rediss"}, u.Scheme) || !isDatabase(u.Path) {
+		v.m.add(path, "is not of the form "+form) // without the value: it may hold a password
+		return nil
+	}
+	return u
 }
 
 func isDatabase(path string) bool {
