@@ -287,7 +287,13 @@ func TestWarnings(t *testing.T) {
 				"and orders such as drain (docs/howto/redis.md)",
 			"envoy.replans: names 1 of the 2 replicas (envoy.extProcs): without them requests that fail are not planned again: " +
 				"name the replan port of each"}},
-		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
+		"decode drained":       {edited("role: decode", "role: decode, weight: 0"), []string{"pools[0].endpoints: every one that decodes has weight 0, so no request can be served"}},
+		"all drained":          {strings.ReplaceAll(least, "}", ", weight: 0}"), []string{"pools[0].endpoints: every one that decodes has weight 0, so no request can be served"}},
+		"no transfer, drained": {"pools: [{name: a, kvTransfer: none, endpoints: [{address: \"a:1\", weight: 0}]}]", []string{"pools[0].endpoints: every one that decodes has weight 0, so no request can be served"}},
+		"prefill drained":      {edited("role: prefill", "role: both, weight: 0"), []string{"pools[0].endpoints: every one that prefills has weight 0, so decode computes the prompts, where the pool allows it"}},
+		"prefill idles":        {edited("role: prefill", "role: prefill, weight: 0") + "  split: never\n", nil},
+		"one of them drained":  {least + "  - {address: e.svc:8000, role: both, weight: 0}\n", nil},
+		"replicas and redis":   {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))

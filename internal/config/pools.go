@@ -205,6 +205,7 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		prefilling = prefilling || prefills(e)
 	}
 	checkRanks(v, path, p)
+	checkWeights(v, path+".endpoints", p)
 	switch {
 	case len(p.Endpoints) == 0:
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
@@ -220,6 +221,21 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
 	default:
 		checkGroups(v, path+".endpoints", p)
+	}
+}
+
+// checkWeights warns if all endpoints for one of the legs have weight 0. Requests can do without prefill, but not
+// without decode.
+func checkWeights(v *validator, path string, p *configv1.Pool) {
+	drained := func(has func(*configv1.Endpoint) bool) bool {
+		works := func(e *configv1.Endpoint) bool { return has(e) && e.GetWeight() != 0 }
+		return slices.ContainsFunc(p.Endpoints, has) && !slices.ContainsFunc(p.Endpoints, works)
+	}
+	switch {
+	case drained(decodes):
+		v.warn(path, "every one that decodes has weight 0, so no request can be served")
+	case drained(prefills) && !neverSplits(p):
+		v.warn(path, "every one that prefills has weight 0, so decode computes the prompts, where the pool allows it")
 	}
 }
 
