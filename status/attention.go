@@ -9,6 +9,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/kvstate/operator"
 )
 
 // Notice is something that needs an operator's attention.
@@ -36,9 +37,10 @@ const (
 
 	// Prefill is idle if it got none of so many latest requests of the last minute. If some before them were split,
 	// there must be as many times the usual distance of two of those, and so much time since the latest.
-	idleDecisions = 10
-	idleGaps      = 3
-	idleFor       = 10 * time.Second
+	idleDecisions, idleGaps, idleFor = 10, 3, 10 * time.Second
+
+	// After so long the engines that a dead replica scraped are scraped by others: its lease, and seconds to begin.
+	takenOver = 15 * time.Second
 )
 
 // attention lists the notices of an otherwise complete status, failures first.
@@ -80,45 +82,51 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		}
 	}
 	for i := range s.Pools {
-		p := &s.Pools[i]
-		paused(p, add)
-		for _, role := range []string{"prefill", "decode", "both"} {
-			if names, of := inState(p, role, "out"); len(names) > 0 {
-				meanwhile := ""
-				if role == "prefill" && len(names) == of {
-					meanwhile = " A request may try each of them once, then decode computes the prompt, " +
-						"where the pool allows it."
-				}
-				add(len(names) == of, "operations.md#when-an-engine-fails",
-					"%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.%s",
-					p.Name, len(names), of, role, list(names), meanwhile)
-			}
-			if names, of := inState(p, role, "stale"); len(names) > 0 {
-				add(false, "operations.md#when-an-engine-fails",
-					"%s: %d of %d endpoints with role %s sent no metrics for %v: %s. Decisions go by bookings alone.",
-					p.Name, len(names), of, role, staleAfter, list(names))
-			}
-		}
-		for _, e := range p.Endpoints {
-			if e.KVUsage >= fullKV && e.Waiting > 0 {
-				add(false, "howto/autoscale.md",
-					"%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
-					p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
-			}
-			if e.NoPairs != "" || len(e.UnloadableBy) > 0 {
-				add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.",
-					p.Name, e.Name, avoided(&e))
-			}
-		}
-		withoutDecode(p, add)
-		if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
-			add(false, "howto/prefill-idles.md",
-				"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
-		}
+		s.poolAttention(&s.Pools[i], recent, add)
 	}
 	noEnvoy(s, add)
 	missing(s, add)
 	return append(problems, warnings...)
+}
+
+// poolAttention adds the notices about a pool.
+func (s *Status) poolAttention(
+	p *Pool, recent []telemetry.Trace, add func(bad bool, doc, format string, values ...any),
+) {
+	paused(p, add)
+	for _, role := range []string{"prefill", "decode", "both"} {
+		if names, of := inState(p, role, "out"); len(names) > 0 {
+			meanwhile := ""
+			if role == "prefill" && len(names) == of {
+				meanwhile = " A request may try each of them once, then decode computes the prompt, " +
+					"where the pool allows it."
+			}
+			add(len(names) == of, "operations.md#when-an-engine-fails",
+				"%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.%s",
+				p.Name, len(names), of, role, list(names), meanwhile)
+		}
+		if names, of := inState(p, role, "stale"); len(names) > 0 && !s.scrapesMove() {
+			add(false, "operations.md#when-an-engine-fails",
+				"%s: %d of %d endpoints with role %s sent no metrics for %v: %s. Decisions go by bookings alone.",
+				p.Name, len(names), of, role, staleAfter, list(names))
+		}
+	}
+	for _, e := range p.Endpoints {
+		if e.KVUsage >= fullKV && e.Waiting > 0 {
+			add(false, "howto/autoscale.md",
+				"%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
+				p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
+		}
+		if e.NoPairs != "" || len(e.UnloadableBy) > 0 {
+			add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.",
+				p.Name, e.Name, avoided(&e))
+		}
+	}
+	withoutDecode(p, add)
+	if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
+		add(false, "howto/prefill-idles.md",
+			"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
+	}
 }
 
 // noEnvoy adds a notice if no Envoy is connected, and there was one in the last hour. Before the first one nothing is
@@ -293,6 +301,13 @@ func every(n int, role string) string {
 		return "both " + role + " endpoints are"
 	}
 	return fmt.Sprintf("all %d %s endpoints are", n, role)
+}
+
+// scrapesMove reports whether a replica has died that may have scraped engines: another one begins to within seconds.
+func (s *Status) scrapesMove() bool {
+	return len(s.Silent) > 0 || slices.ContainsFunc(s.Gone, func(g operator.Gone) bool {
+		return s.Now.Sub(g.Heard) < takenOver
+	})
 }
 
 // inState returns the names of a pool's endpoints of a role that are in a state, and the number of endpoints of the

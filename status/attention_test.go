@@ -95,6 +95,9 @@ func TestAttention(t *testing.T) {
 			e.State, e.FailedBy, e.FailedS = "out", "check", 12.3
 		}, want: []Notice{
 			{false, "chat: 1 of 2 endpoints with role prefill failed: p1 (its health check failed 12s ago). Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
+		"stale since the replica that scraped it died": {change: func(s *Status) {
+			s.Pools[0].Endpoints[2].State, s.Gone = "stale", []operator.Gone{{Name: "b:9090", Heard: now.Add(-takenOver / 2)}}
+		}, want: []Notice{{false, "Gone without a shutdown: b:9090 (last heard less than a minute ago). Each is named for an hour.", "howto/several-replicas.md"}}},
 		"stale": {change: func(s *Status) { s.Pools[0].Endpoints[2].State = "stale" }, want: []Notice{
 			{false, "chat: 1 of 1 endpoints with role decode sent no metrics for 5s: d1. Decisions go by bookings alone.", "operations.md#when-an-engine-fails"}}},
 		"full": {change: func(s *Status) { s.Pools[0].Endpoints[2].KVUsage, s.Pools[0].Endpoints[2].Waiting = .97, 1 }, want: []Notice{

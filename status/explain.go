@@ -72,19 +72,9 @@ func held(out bool, blocks int) string {
 
 // waiting says how many requests wait for endpoints of the pool, and where if not all wait here.
 func waiting(e *extproc.Explanation) string {
-	s := count(e.Waiting, "request") + " wait"
-	if e.Waiting == 1 {
+	s := places(e.Waiting, e.Remote) + " wait"
+	if e.Waiting+e.Remote == 1 {
 		s += "s"
-	}
-	switch {
-	case e.Remote == 0:
-	case e.Waiting == 0:
-		s = count(e.Remote, "request") + " of other replicas wait"
-		if e.Remote == 1 {
-			s = "1 request of another replica waits"
-		}
-	default:
-		s += fmt.Sprintf(" here and %d in other replicas", e.Remote)
 	}
 	switch {
 	case e.Longest == 0:

@@ -136,11 +136,11 @@ func TestPerSecond(t *testing.T) {
 // Requests that wait are counted in a sentence, without places where none wait.
 func TestWaiting(t *testing.T) {
 	for want, e := range map[string]extproc.Explanation{
-		"1 request waits, for 1.5 s.":                                          {Waiting: 1, Longest: 1.5},
-		"2 requests wait, the longest for 1.5 s.":                              {Waiting: 2, Longest: 1.5},
-		"1 request waits here and 2 in other replicas, the longest for 10 ms.": {Waiting: 1, Remote: 2, Longest: .01},
-		"1 request of another replica waits.":                                  {Remote: 1},
-		"3 requests of other replicas wait.":                                   {Remote: 3},
+		"1 request waits, for 1.5 s.":                                         {Waiting: 1, Longest: 1.5},
+		"2 requests wait, the longest for 1.5 s.":                             {Waiting: 2, Longest: 1.5},
+		"1 request here and 2 in other replicas wait, the longest for 10 ms.": {Waiting: 1, Remote: 2, Longest: .01},
+		"1 request in other replicas waits.":                                  {Remote: 1},
+		"3 requests in other replicas wait.":                                  {Remote: 3},
 	} {
 		require.Equal(t, want, waiting(&e))
 	}

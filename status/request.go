@@ -125,7 +125,7 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 		fmt.Fprintf(w, "It waited %s for %s%s.\n", millis(milliseconds(t.Waited)), plain(t.WaitedFor), behindOf(t))
 	}
 	if len(t.Replicas) > 1 {
-		fmt.Fprintf(w, "Its passes were served by %s.\n", plain(strings.Join(t.Replicas, ", ")))
+		fmt.Fprintf(w, "The replicas that served it: %s.\n", plain(strings.Join(t.Replicas, ", ")))
 	}
 	prompt := fmt.Sprintf("Prompt: about %d tokens.", t.PromptTokens)
 	if t.CachedTokens >= 0 {
@@ -137,15 +137,21 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 
 // behindOf says behind how many requests one waited, and where these were if not all here.
 func behindOf(t *telemetry.Trace) string {
-	switch {
-	case t.BehindRemote == 0 && t.Behind == 0:
+	if t.Behind+t.BehindRemote == 0 {
 		return ""
-	case t.BehindRemote == 0:
-		return ", behind " + count(t.Behind, "request")
-	case t.Behind == 0:
-		return ", behind " + count(t.BehindRemote, "request") + " in other replicas"
 	}
-	return fmt.Sprintf(", behind %s here and %d in other replicas", count(t.Behind, "request"), t.BehindRemote)
+	return ", behind " + places(t.Behind, t.BehindRemote)
+}
+
+// places counts requests of this replica and of others.
+func places(here, remote int) string {
+	switch {
+	case remote == 0:
+		return count(here, "request")
+	case here == 0:
+		return count(remote, "request") + " in other replicas"
+	}
+	return fmt.Sprintf("%s here and %d in other replicas", count(here, "request"), remote)
 }
 
 // printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.

@@ -103,6 +103,9 @@ type Answer struct {
 // take the question or give out the answers, or [ErrBusy]; the replicas without an answer are then silent, too.
 func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answers, error) {
 	of, silent, err := o.ask(ctx, entry{kind: kindAsk, about: about, text: string(question)})
+	if o.missing() { // it may have announced its end since that was read
+		_ = o.announce(ctx, markRuns)
+	}
 	out := Answers{Of: of}
 	slices.SortFunc(out.Of, func(a, b Answer) int { return cmp.Compare(a.Replica, b.Replica) })
 	o.mu.Lock()

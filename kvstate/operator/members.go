@@ -16,7 +16,7 @@ import (
 
 const (
 	goneFor  = time.Hour        // a replica that is gone is named for this time, then it was removed for good
-	starting = 10 * time.Second // in this time a new replica may be in the hash, and not yet known to be living
+	starting = 3 * time.Second  // in this time a new replica may be in the hash, and not yet known to be living
 	settling = 10 * time.Second // in this time after Redis came back, living replicas report themselves again
 )
 
@@ -133,6 +133,16 @@ func (o *Operator) logChanges(living []uint64) {
 		}
 		o.log.Info(message, "replica", known.name, "shut_down", o.members[id].ended, "replicas", len(living))
 	}
+}
+
+// missing reports whether a replica is not living that has not announced its end, as far as was read.
+func (o *Operator) missing() bool {
+	living := o.redis.Living()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	var found Answers
+	o.addGone(&found, living)
+	return len(found.Gone) > 0
 }
 
 // leave publishes that this replica ends in order.
