@@ -208,7 +208,7 @@ func minutesAgo(d time.Duration) string {
 func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	switch {
 	case len(s.Silent) == 0:
-	case s.Sharing.NoAnswer && !s.Sharing.Up: // missing says it
+	case !s.Sharing.Up: // missing says it
 	case s.Sharing.NoAnswer:
 		add(false, "howto/redis.md", "Redis does not answer, so other replicas cannot be asked (%s): "+
 			"what they know is missing below.", list(s.Silent))

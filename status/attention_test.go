@@ -138,6 +138,7 @@ func TestAttention(t *testing.T) {
 		}, want: []Notice{{true, "No Envoy is connected: edge-1 left 1 min ago.", "howto/xds.md"}}},
 		"Redis is away": {change: func(s *Status) {
 			s.Sharing = Sharing{Redis: true, Replicas: 1, Text: "redis: not in use since 00:00:00 UTC (refused): this replica goes on"}
+			s.Silent = []string{"b:9090"} // which was not asked
 		}, want: []Notice{{false, "Redis is not in use since 00:00:00 UTC (refused): this replica goes on.", "howto/redis.md"}}},
 		"Redis is just back": {change: func(s *Status) {
 			s.Sharing = Sharing{Redis: true, Replicas: 2, Text: "redis: not in use"}

@@ -53,12 +53,12 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 	}
 	if len(f.Restart) > 0 {
 		add(false, doc, "%s has not taken up these changes of its configuration file, since they take a restart: %s.",
-			who, list(outermost(f.Restart)))
+			who, list(Outermost(f.Restart)))
 	}
 	if len(f.Envoy) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(false, doc, "Envoys with a printed bootstrap lack these changes of the configuration (%s): %s. "+
 			"Print it again (tandem envoy) and restart them. This is said for an hour.",
-			minutesAgo(now.Sub(f.Outdated)), list(outermost(f.Envoy)))
+			minutesAgo(now.Sub(f.Outdated)), list(Outermost(f.Envoy)))
 	}
 	if len(f.Bootstrap) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(true, doc, "The pools need parts that a bootstrap of Envoy from before the last change lacks (%s): %s. "+
@@ -67,8 +67,8 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 	}
 }
 
-// outermost drops the paths within another one: what is new is named with all that it has.
-func outermost(paths []string) []string {
+// Outermost drops the paths within another one: what is new is named with all that it has.
+func Outermost(paths []string) []string {
 	return slices.DeleteFunc(slices.Clone(paths), func(path string) bool {
 		return slices.ContainsFunc(paths, func(outer string) bool {
 			rest, within := strings.CutPrefix(path, outer)

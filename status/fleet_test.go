@@ -90,7 +90,7 @@ func TestAsked(t *testing.T) {
 		{answers{reports: make([]report, 1), silent: []string{"b:1"}}, Sharing{Redis: true, Up: true, Replicas: two},
 			"1 of 2 replicas; no answer from b:1).\nRequests", false},
 		{answers{reports: make([]report, 1), silent: []string{"b:1"}, noRedis: true}, Sharing{Redis: true, Up: true, Replicas: two},
-			"1 of 2 replicas: Redis does not answer; no answer from b:1).\nRequests", false},
+			"1 of 2 replicas: Redis does not answer).\nRequests", false},
 		{answers{reports: make([]report, 1), gone: gone[:1]}, Sharing{Redis: true, Up: true, Replicas: 1, Configured: two},
 			"1 of 2 replicas).\nc:1 is gone, and its requests with it.\nRequests", false},
 		{answers{reports: make([]report, two), gone: gone}, Sharing{Redis: true, Up: true, Replicas: two},

@@ -40,10 +40,10 @@ func (f *Feed) asked(got *answers) Asked {
 	down := s.Sharing.Redis && (!s.Sharing.Up || got.noRedis)
 	known := max(len(s.Replicas)+len(s.Silent), s.Sharing.Replicas, s.Sharing.Configured)
 	out.all = !down && len(s.Replicas) >= known
-	if down {
+	switch {
+	case down:
 		out.Scope += ": Redis does not answer"
-	}
-	if len(got.silent) > 0 {
+	case len(got.silent) > 0:
 		out.Scope += "; no answer from " + plain(list(got.silent))
 	}
 	for _, g := range got.gone {

@@ -258,6 +258,7 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
 	}
+	restart = status.Outermost(restart)
 	switch text := fmt.Sprint(restart); {
 	case len(restart) == 0:
 		r.warned = ""

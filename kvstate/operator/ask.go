@@ -234,7 +234,9 @@ func (o *Operator) run(ctx context.Context) {
 	from := "" // nothing was read yet, or Redis did not answer: questions of that time are not answered
 	for ctx.Err() == nil {
 		next, err := o.read(ctx, from)
-		if from = next; err != nil && ctx.Err() == nil {
+		if from = next; err == nil {
+			o.watch(ctx)
+		} else if ctx.Err() == nil {
 			o.lost()
 			o.log.Debug("reading operators' questions from redis", "err", err)
 			select {

@@ -101,17 +101,21 @@ func (o *Operator) settled() bool { return !o.away && time.Since(o.back) >= sett
 
 // seen is another replica that the log has as present.
 type seen struct {
-	name   string
-	missed int // times in a row that it was not living
+	name    string
+	missing time.Time // since when it is not living; zero: it is
 }
 
-// logChanges logs by name which other replicas have come or gone. One is gone when it was missing twice: Redis may have
-// been slow, and nobody known for a moment. None is gone as long as Redis was away lately. mu is held.
+// missingFor is the time after which a replica that is not living is gone: Redis may have been slow, and nobody known
+// for a moment.
+const missingFor = 2 * time.Second
+
+// logChanges logs by name which other replicas have come or gone. None is gone as long as Redis was away lately. mu is
+// held.
 func (o *Operator) logChanges(living []uint64) {
 	for _, id := range living {
 		switch known := o.logged[id]; {
 		case known != nil:
-			known.missed = 0
+			known.missing = time.Time{}
 		case id != o.redis.Replica && o.members[id].name != "":
 			o.logged[id] = &seen{name: o.members[id].name}
 			o.log.Info("a replica is there", "replica", o.members[id].name, "replicas", len(living))
@@ -121,7 +125,10 @@ func (o *Operator) logChanges(living []uint64) {
 		if slices.Contains(living, id) || !o.settled() {
 			continue
 		}
-		if known.missed++; known.missed < 2 {
+		if known.missing.IsZero() {
+			known.missing = time.Now()
+		}
+		if time.Since(known.missing) < missingFor {
 			continue
 		}
 		delete(o.logged, id)
@@ -143,6 +150,21 @@ func (o *Operator) missing() bool {
 	var found Answers
 	o.addGone(&found, living)
 	return len(found.Gone) > 0
+}
+
+// watch logs which other replicas have come or gone, soon after they have. For a new one it reads the names, and for one
+// that is missing whether it ended in order.
+func (o *Operator) watch(ctx context.Context) {
+	living := o.redis.Living()
+	o.mu.Lock()
+	changed := slices.ContainsFunc(living, func(id uint64) bool { return id != o.redis.Replica && o.logged[id] == nil })
+	for id := range o.logged {
+		changed = changed || !slices.Contains(living, id)
+	}
+	o.mu.Unlock()
+	if changed {
+		_ = o.announce(ctx, markRuns) // the next one comes soon
+	}
 }
 
 // leave publishes that this replica ends in order.

@@ -268,31 +268,33 @@ func TestAsk(t *testing.T) {
 
 // Replicas that come and go are logged by name, once, and not while nobody is known for a moment.
 func TestChangesAreLoggedByName(t *testing.T) {
-	var text bytes.Buffer
-	o := &Operator{
-		redis: redisstore.Access{Replica: 1}, log: slog.New(slog.NewTextHandler(&text, nil)), logged: map[uint64]*seen{},
-		members: map[uint64]member{1: {name: "t1:9090"}, 2: {name: "t2:9090"}},
-	}
-	count := func(what string) int { return strings.Count(text.String(), what) }
-	for _, living := range [][]uint64{{1, 2, 3}, {1, 2, 3}, {1}, {1, 2}, {1}} {
-		o.logChanges(living)
-	}
-	require.Equal(t, 1, count(`msg="a replica is there" replica=t2:9090`))
-	require.Equal(t, 1, count("replica=t"), "this one, and one without a name yet, are not logged")
-	require.Zero(t, count("is gone"))
-	o.logChanges([]uint64{1})
-	o.logChanges([]uint64{1})
-	require.Equal(t, 1, count(`msg="a replica is gone" replica=t2:9090 shut_down=false`), text.String())
-	o.logChanges([]uint64{1, 2})
-	require.Equal(t, 2, count("is there"))
+	synctest.Test(t, func(t *testing.T) {
+		var text bytes.Buffer
+		o := &Operator{
+			redis: redisstore.Access{Replica: 1}, log: slog.New(slog.NewTextHandler(&text, nil)), logged: map[uint64]*seen{},
+			members: map[uint64]member{1: {name: "t1:9090"}, 2: {name: "t2:9090"}},
+		}
+		count := func(what string) int { return strings.Count(text.String(), what) }
+		for _, living := range [][]uint64{{1, 2, 3}, {1, 2, 3}, {1}, {1, 2}, {1}} {
+			o.logChanges(living)
+		}
+		require.Equal(t, 1, count(`msg="a replica is there" replica=t2:9090`))
+		require.Equal(t, 1, count("replica=t"), "this one, and one without a name yet, are not logged")
+		require.Zero(t, count("is gone"))
+		time.Sleep(missingFor)
+		o.logChanges([]uint64{1})
+		require.Equal(t, 1, count(`msg="a replica is gone" replica=t2:9090 shut_down=false`), text.String())
+		o.logChanges([]uint64{1, 2})
+		require.Equal(t, 2, count("is there"))
 
-	o.members[4] = member{name: "t2:9090"} // 2 was started again
-	for range 2 {
+		o.members[4] = member{name: "t2:9090"} // 2 was started again
 		o.logChanges([]uint64{1, 4})
-	}
-	require.Equal(t, 3, count("is there"))
-	require.Equal(t, 1, count("is gone\" replica=t2:9090 shut_down=false replicas=1"), "the one before")
-	require.Equal(t, 1, count("a replica's earlier process is gone\" replica=t2:9090 shut_down=false replicas=2"), text.String())
+		time.Sleep(missingFor)
+		o.logChanges([]uint64{1, 4})
+		require.Equal(t, 3, count("is there"))
+		require.Equal(t, 1, count("is gone\" replica=t2:9090 shut_down=false replicas=1"), "the one before")
+		require.Equal(t, 1, count("a replica's earlier process is gone\" replica=t2:9090 shut_down=false replicas=2"), text.String())
+	})
 }
 
 // While Redis is away replicas cannot report themselves: they are not gone until they had the time to, after it came
@@ -336,6 +338,7 @@ func TestRedisWasAway(t *testing.T) {
 		require.Equal(t, "t3:9090 ", names(1, 2))
 		require.NotContains(t, text.String(), "is gone")
 		o.logChanges([]uint64{1})
+		time.Sleep(missingFor)
 		o.logChanges([]uint64{1})
 		require.Equal(t, "t2:9090 t3:9090 ", names(1))
 		require.Equal(t, 1, strings.Count(text.String(), "a replica is gone"))

@@ -68,7 +68,7 @@ func (s *Store) publishNotices(ctx context.Context) {
 				break collect
 			}
 		}
-		if !s.link.isUp(0) {
+		if !s.link.IsUp(0) {
 			s.counters.noticesDropped.Add(int64(len(ids)))
 			continue
 		}

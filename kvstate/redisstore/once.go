@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"tandem/kvstate/redisstore/redisclient"
 )
 
 // question asks Redis whether a ticket is consumed, for a request.
@@ -26,7 +28,7 @@ const (
 
 // Consume implements [kvstate.Replicas]: one SET NX, with a deadline.
 func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
-	if s.link.mayAsk() {
+	if s.link.MayAsk() {
 		q := question{ticket, make(chan spent, 1)}
 		select {
 		case s.questions <- q:
@@ -34,7 +36,7 @@ func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 			if patient {
 				within = commandTime
 			}
-			if a, ok := s.link.await(q, within); ok {
+			if a, ok := await(s.link, q, within); ok {
 				return a.first, a.known
 			}
 		default: // too many wait for Redis to answer in time
@@ -45,14 +47,14 @@ func (s *Store) Consume(ticket [16]byte, patient bool) (first, known bool) {
 }
 
 // await waits for the answer.
-func (l *link) await(q question, within time.Duration) (spent, bool) {
+func await(l *redisclient.Link, q question, within time.Duration) (spent, bool) {
 	t := time.NewTimer(within)
 	defer t.Stop()
 	select {
 	case a := <-q.answer:
 		return a, a.known
 	case <-t.C:
-		l.asked(context.DeadlineExceeded)
+		l.Asked(context.DeadlineExceeded)
 		return spent{}, false
 	}
 }
@@ -97,34 +99,34 @@ func askRedis(ctx context.Context, s *Store, batch []question) {
 		if there {
 			err = nil
 		}
-		s.link.asked(err)
+		s.link.Asked(err)
 		batch[i].answer <- spent{first: !there, known: err == nil}
 	}
 }
 
 // PutHandOver implements [kvstate.Replicas].
 func (s *Store) PutHandOver(ref [16]byte, params []byte) {
-	if !s.link.mayAsk() {
+	if !s.link.MayAsk() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
 	if err := s.client.Set(ctx, s.o.handOverKey(ref), params, handOverTTL).Err(); err != nil {
-		s.link.asked(err)
+		s.link.Asked(err)
 		s.log.Warn("a hand-over is kept by this replica alone", "bytes", len(params), "err", err)
 	}
 }
 
 // TakeHandOver implements [kvstate.Replicas]. The params stay until they expire: the ticket prevents a second use.
 func (s *Store) TakeHandOver(ref [16]byte) ([]byte, bool) {
-	if !s.link.mayAsk() {
+	if !s.link.MayAsk() {
 		return nil, false
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
 	params, err := s.client.Get(ctx, s.o.handOverKey(ref)).Bytes()
 	if err != nil && !errors.Is(err, redis.Nil) {
-		s.link.asked(err)
+		s.link.Asked(err)
 	}
 	return params, err == nil
 }

@@ -7,13 +7,15 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/redisstore/redisclient"
 )
 
 // A ticket that nobody answers for waits as long as its request may, and soon not at all; then Redis is tried again.
 func TestHowLongATicketWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := lonely(t, 1)
-		r.store.link.result(nil)
+		r.store.link.Result(nil)
 		n := uint64(0)
 		waited := func(patient bool) time.Duration {
 			n++
@@ -27,7 +29,7 @@ func TestHowLongATicketWaits(t *testing.T) {
 			require.Equal(t, commandTime, waited(true))
 			require.Equal(t, onPath, waited(false)) // the third in a row
 			require.Zero(t, waited(true))
-			time.Sleep(pathPause - time.Millisecond)
+			time.Sleep(redisclient.Pause - time.Millisecond)
 			require.Zero(t, waited(false))
 			time.Sleep(time.Millisecond)
 		}
@@ -36,7 +38,7 @@ func TestHowLongATicketWaits(t *testing.T) {
 
 		require.Equal(t, onPath, waited(false))
 		require.Equal(t, onPath, waited(false))
-		r.store.link.asked(nil) // one is answered
+		r.store.link.Asked(nil) // one is answered
 		require.Equal(t, onPath, waited(false))
 		require.Equal(t, onPath, waited(false))
 		for len(r.store.questions) < cap(r.store.questions) {
@@ -64,18 +66,18 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 			x := record(r)
 			ask(r.store)
 			require.Zero(t, r.store.Stats().Errors, name)
-			r.store.link.result(nil)
-			for range pathMisses {
+			r.store.link.Result(nil)
+			for range redisclient.Misses {
 				ask(r.store)
 			}
-			require.True(t, r.store.link.mayAsk(), name)
+			require.True(t, r.store.link.MayAsk(), name)
 			x.failing(errGone)
-			for i := range pathMisses {
-				require.True(t, r.store.link.mayAsk(), name)
+			for i := range redisclient.Misses {
+				require.True(t, r.store.link.MayAsk(), name)
 				ask(r.store)
 				require.Equal(t, i+1, x.refused(), name)
 			}
-			require.False(t, r.store.link.mayAsk(), name)
+			require.False(t, r.store.link.MayAsk(), name)
 		})
 	}
 }

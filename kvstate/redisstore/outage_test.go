@@ -2,6 +2,11 @@ package redisstore
 
 import (
 	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -12,6 +17,29 @@ import (
 	"tandem/internal/budget"
 	"tandem/kvstate"
 )
+
+// A Redis that comes back without Tandem's user refuses the login: that is the reason then, in the status and in the log.
+func TestUserIsGone(t *testing.T) {
+	t.Parallel()
+	r := startRedis(t)
+	r.do(append([]any{"ACL", "SETUSER", "tandem", "on", ">s3cret", "resetkeys", "~tandem:*"}, strings2any(accessList())...)...)
+	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	require.NoError(t, err)
+	defer log.Close()
+	a := apart(t, Options{URL: fmt.Sprintf("redis://tandem:s3cret@%s/0", r.Addr)}, 1)
+	a.store.log = slog.New(slog.NewTextHandler(log, nil))
+	a.run()
+	says := func(what string) func() bool {
+		return func() bool { text, _ := a.store.Status(); return strings.Contains(text, what) }
+	}
+	eventually(t, "it is up", says("up for"))
+	r.do("ACL", "DELUSER", "tandem")
+	eventually(t, "it says why", says("WRONGPASS"))
+	eventually(t, "and logs it", func() bool {
+		text, err := os.ReadFile(log.Name())
+		return err == nil && strings.Contains(string(text), "WRONGPASS")
+	})
+}
 
 // A replica that starts receives what the others know.
 func TestLateComersAreWarm(t *testing.T) {

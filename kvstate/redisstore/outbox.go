@@ -210,7 +210,7 @@ func (s *Store) KVLoaded(pool *kvstate.Pool, prefill, decode string, failed bool
 }
 
 // Reachable implements [kvstate.Replicas].
-func (s *Store) Reachable() bool { return s.link.isUp(0) }
+func (s *Store) Reachable() bool { return s.link.IsUp(0) }
 
 // published is the other replicas' knowledge of an endpoint, so that it need not be published again.
 type published struct {

@@ -77,7 +77,7 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 	for {
 		select {
 		case <-ctx.Done():
-			if p.leads(0) && s.link.isUp(0) {
+			if p.leads(0) && s.link.IsUp(0) {
 				last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 				defer cancel()
 				p.snapshots.tryWrite(last, snapshotWish{})
@@ -85,7 +85,7 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 			return
 		case <-p.snapshots.due:
 		case <-every.C:
-			if !p.leads(0) || !s.link.isUp(0) {
+			if !p.leads(0) || !s.link.IsUp(0) {
 				continue
 			}
 		}
@@ -102,7 +102,7 @@ func (s *Store) writeSnapshots(ctx context.Context, p *poolReplica) {
 
 func (s *snapshots) tryWrite(ctx context.Context, wish snapshotWish) (written bool) {
 	err := s.write(ctx, wish)
-	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil && s.p.s.link.isUp(settled) {
+	if err != nil && !errors.Is(err, errNotJoined) && ctx.Err() == nil && s.p.s.link.IsUp(settled) {
 		s.p.s.log.Warn("a snapshot was not written", "pool", s.p.pool, "err", err)
 	}
 	return err == nil

@@ -117,7 +117,7 @@ func TestWhenSnapshotsAreWritten(t *testing.T) {
 				ids = []uint64{1, r.store.replica}
 			}
 			r.p.ids.Store(&ids)
-			r.store.link.result(map[bool]error{false: errGone}[c.up])
+			r.store.link.Result(map[bool]error{false: errGone}[c.up])
 			time.Sleep(snapshotEvery)
 			require.Equal(t, c.written, written()-before, c)
 		}
@@ -135,8 +135,8 @@ func TestSnapshotRightAfterAnOutage(t *testing.T) {
 		x := record(r)
 		var text bytes.Buffer
 		r.p.joined, r.store.log = true, slog.New(slog.NewTextHandler(&text, nil))
-		r.store.link.result(errGone)
-		r.store.link.result(nil)
+		r.store.link.Result(errGone)
+		r.store.link.Result(nil)
 		x.failing(errGone)
 		require.False(t, r.p.snapshots.tryWrite(t.Context(), snapshotWish{}))
 		require.Empty(t, text.String())

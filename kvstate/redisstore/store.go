@@ -2,11 +2,9 @@ package redisstore
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,6 +14,7 @@ import (
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore/decode"
+	"tandem/kvstate/redisstore/redisclient"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -27,7 +26,7 @@ type Store struct {
 	replica  uint64 // this replica's number
 	client   redis.UniversalClient
 	counters counters
-	link     link
+	link     *redisclient.Link
 	answered atomic.Bool // Redis has answered before
 	clock    clock
 	follower kvstate.EventFollower // nil: no KV events are followed
@@ -53,11 +52,10 @@ var _ kvstate.Replicas = (*Store)(nil)
 func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
-		o: o, state: state, log: o.Log, replica: newReplica(time.Now()),
+		o: o, state: state, log: o.Log, replica: newReplica(time.Now()), link: redisclient.NewLink(),
 		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce),
 		notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}
-	s.link.since = time.Now()
 	var err error
 	if s.client, err = o.client(&s.counters.Counts); err != nil {
 		return nil, err
@@ -158,68 +156,8 @@ func newPoolReplica(s *Store, pool string) *poolReplica {
 	return p
 }
 
-// link is the state of the connection to Redis.
-type link struct {
-	mu     sync.Mutex
-	up     bool
-	since  time.Time
-	reason error
-	until  time.Time // requests do not ask before that
-	misses int       // in a row, of requests' questions
-}
-
-// result records the result of a command outside of requests, and reports whether the link went up or down.
-func (l *link) result(err error) (changed bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	changed = l.up != (err == nil)
-	if changed {
-		l.up, l.since = err == nil, time.Now()
-	}
-	l.reason = err
-	return changed
-}
-
-func (l *link) isUp(least time.Duration) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.up && time.Since(l.since) >= least
-}
-
-// pathMisses is the number of requests in a row that may wait in vain for Redis before it is not asked for pathPause.
-const (
-	pathMisses = 3
-	pathPause  = 250 * time.Millisecond
-)
-
-// mayAsk reports whether a request may ask Redis now.
-func (l *link) mayAsk() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.up && !time.Now().Before(l.until)
-}
-
-func (l *link) asked(err error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if err == nil {
-		l.misses = 0
-	} else if l.misses++; l.misses >= pathMisses {
-		l.misses, l.until = 0, time.Now().Add(pathPause)
-	}
-}
-
 // Status describes the link to Redis in a line; up is whether Redis answers.
-func (s *Store) Status() (text string, up bool) {
-	s.link.mu.Lock()
-	defer s.link.mu.Unlock()
-	if s.link.up {
-		text = fmt.Sprintf("redis: up for %v, %d replicas", time.Since(s.link.since).Round(time.Second), s.Replicas())
-		return strings.Replace(text, " 1 replicas", " 1 replica", 1), true
-	}
-	return fmt.Sprintf("redis: not in use since %s (%v): this replica goes on with what it knows itself",
-		s.link.since.UTC().Format("15:04:05 UTC"), s.link.reason), false
-}
+func (s *Store) Status() (text string, up bool) { return s.link.Status(s.Replicas()) }
 
 // Access is what package operator needs to use the same Redis.
 type Access struct {

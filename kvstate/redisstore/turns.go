@@ -17,13 +17,13 @@ func (o *Options) turnKey(conversation [16]byte) string {
 // turn computes its prompt. The previous state then stays if it cannot be deleted; it is still valid for one use.
 // Expired state is never stored, because go-redis takes a ttl of 0 or less for no ttl.
 func (s *Store) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) {
-	if ttl < time.Millisecond || !s.link.mayAsk() {
+	if ttl < time.Millisecond || !s.link.MayAsk() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
 	if err := s.client.Set(ctx, s.o.turnKey(conversation), turn, ttl).Err(); err != nil {
-		s.link.asked(err)
+		s.link.Asked(err)
 		s.log.Warn("a turn of a conversation is not kept", "bytes", len(turn), "err", err)
 	}
 }
@@ -34,14 +34,14 @@ const takenTTL = time.Second
 // TakeConversation implements [kvstate.Replicas]: one SET GET (Redis 6.2) leaves nothing in its place, so only one of
 // all replicas gets it. If the answer is late, it counts as taken.
 func (s *Store) TakeConversation(conversation [16]byte) ([]byte, bool) {
-	if !s.link.mayAsk() {
+	if !s.link.MayAsk() {
 		return nil, false
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
 	turn, err := s.client.SetArgs(ctx, s.o.turnKey(conversation), "", redis.SetArgs{Get: true, TTL: takenTTL}).Result()
 	if err != nil && !errors.Is(err, redis.Nil) {
-		s.link.asked(err)
+		s.link.Asked(err)
 	}
 	return []byte(turn), err == nil && turn != ""
 }

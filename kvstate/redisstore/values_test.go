@@ -120,19 +120,19 @@ func TestWhatIsCountedOfRedis(t *testing.T) {
 				e.add(context.Background(), pipe, false)
 				_, _ = pipe.Exec(context.Background())
 				x.routed(0, much)
-				_ = e.settle(time.Now())
+				_ = e.settle(time.Now(), nil)
 			}, Stats{Commands: 1, Errors: 1, Dropped: 2}, Stats{}},
 			{"events of engines are not told again", none, func(x *counted) {
 				x.forwards(1)
 				e, _ := x.a.p.entry(false, false)
 				e.reply = redis.NewStringResult("", errors.New("redis is gone"))
-				_ = e.settle(time.Now())
+				_ = e.settle(time.Now(), nil)
 			}, Stats{EventsDropped: 1}, Stats{}},
 			{"a ticket", none, (*counted).spend, Stats{SpendUnknown: 1}, Stats{}},
 			{"notices", none, func(x *counted) { x.notice(3) }, Stats{NoticesDropped: 3}, Stats{}},
 			{"more notices than have room", none, func(x *counted) { x.notice(noticesWaiting + 2) }, Stats{NoticesDropped: noticesWaiting + 2}, Stats{}},
 			{"a snapshot", none, func(x *counted) { x.a.p.snapshots.tryWrite(context.Background(), snapshotWish{}) }, Stats{Commands: 1, Errors: 1}, Stats{}},
-			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, NoticesDropped: 3}, Stats{}},
+			{"notices, before anybody has seen that it is gone", func(x *counted) { x.a.store.link.Result(nil) }, func(x *counted) { x.notice(3) }, Stats{Commands: 2, Errors: 2, NoticesDropped: 3}, Stats{}},
 		}},
 		{"redis is back", func(x *counted) { x.a.p.out.take(); x.r.Start() }, up, []step{
 			{"a prompt: no number was used up", none, func(x *counted) { x.routed(0, 3); x.tell(false); x.read(x.b) }, Stats{Commands: 1, BatchesSent: 1}, prompted},

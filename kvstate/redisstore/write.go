@@ -1,6 +1,7 @@
 package redisstore
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -113,7 +114,7 @@ func (s *Store) flush(ctx context.Context, complete, leaving bool) error {
 	sent := time.Now()
 	_, err := pipe.Exec(ctx)
 	for _, e := range entries {
-		if failed := e.settle(sent); failed != nil {
+		if failed := e.settle(sent, err); failed != nil {
 			err = failed
 		}
 	}
@@ -126,7 +127,7 @@ func (s *Store) linked(err error) {
 	if c, ok := s.client.(*redis.ClusterClient); ok && err != nil {
 		c.ReloadState(context.Background()) // a node may have replaced another; the client checks only every 10 s
 	}
-	if !s.link.result(err) {
+	if !s.link.Result(err) {
 		return
 	}
 	if err == nil {
@@ -200,10 +201,13 @@ const clockBehind = uint64(2 * commandTime / time.Millisecond)
 
 // settle handles the reply to a batch. A failed batch is published again; if Redis has it after all, the other
 // replicas apply it twice, which does no harm.
-func (e *entry) settle(sent time.Time) error {
+func (e *entry) settle(sent time.Time, failed error) error {
 	p := e.p
 	text, err := e.reply.Result()
 	var id streamID
+	if text == "" {
+		err = cmp.Or(err, failed) // the reply of a command has no error if no connection took it
+	}
 	if err == nil {
 		id, err = parseStreamID(text)
 	}

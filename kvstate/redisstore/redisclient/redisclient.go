@@ -1,4 +1,5 @@
-// Package redisclient connects to a Redis (a single server, Sentinels or a Cluster) and counts the traffic.
+// Package redisclient connects to a Redis (a single server, Sentinels or a Cluster), counts the traffic, and keeps the
+// state of the connection.
 package redisclient
 
 import (
