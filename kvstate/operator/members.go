@@ -157,7 +157,10 @@ func (o *Operator) missing() bool {
 func (o *Operator) watch(ctx context.Context) {
 	living := o.redis.Living()
 	o.mu.Lock()
-	changed := slices.ContainsFunc(living, func(id uint64) bool { return id != o.redis.Replica && o.logged[id] == nil })
+	changed := false
+	for _, id := range living {
+		changed = changed || id != o.redis.Replica && o.logged[id] == nil
+	}
 	for id := range o.logged {
 		changed = changed || !slices.Contains(living, id)
 	}
