@@ -152,8 +152,8 @@ func (o *Operator) missing() bool {
 	return len(found.Gone) > 0
 }
 
-// watch logs which other replicas have come or gone, soon after they have. For a new one it reads the names, and for one
-// that is missing whether it ended in order.
+// watch logs which other replicas have come or gone, soon after they have. It reads the names for a new one, and for
+// one that is missing whether it ended in order.
 func (o *Operator) watch(ctx context.Context) {
 	living := o.redis.Living()
 	o.mu.Lock()
