@@ -23,14 +23,13 @@ type AnswerCounters struct {
 	Generated int64 // tokens, those of running answers too; 0: not reported
 }
 
-// since returns the difference of two reports; false if nothing was generated, or if the engine has restarted.
+// since returns the difference of two scrapes; false if nothing was generated, or if the engine has restarted.
 func (w *AnswerCounters) since(old AnswerCounters) (d AnswerCounters, ok bool) {
 	d = AnswerCounters{
 		Answers: w.Answers - old.Answers, Tokens: w.Tokens - old.Tokens, Generated: w.Generated - old.Generated,
 		Gaps: w.Gaps - old.Gaps, GapTime: w.GapTime - old.GapTime,
 	}
-	ok = old != (AnswerCounters{}) && d != (AnswerCounters{})
-	return d, ok && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime), d.Generated) >= 0
+	return d, d != (AnswerCounters{}) && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime), d.Generated) >= 0
 }
 
 // restarted reports whether the engine has lost its counts of before, and with them its KV cache. Times are left out:

@@ -28,6 +28,29 @@ func (w *writer) look(s *State, e *Endpoint, at time.Time) {
 	s.Observe(e, Signals{Running: w.running, Waiting: 0, KVUsage: usage, KVTokens: kvTokens, At: at, Answers: w.written})
 }
 
+// The first answers of an engine count, if it was scraped before; what it generated before its first scrape does not.
+func TestFirstAnswersCount(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("fresh", "old"))
+	p := s.Pool("chat")
+	report := func(addr string, answers int64) {
+		now = now.Add(2 * time.Second)
+		s.Observe(p.Endpoint(addr), Signals{Running: 0, Waiting: 0, KVUsage: 0, KVTokens: 1e6, At: now,
+			Answers: AnswerCounters{Answers: answers, Tokens: 16 * answers}})
+	}
+	learned := func() float64 {
+		var v View
+		s.View(p, nil, &v)
+		return v.Load.Answer
+	}
+	report("old", 1000)
+	require.Zero(t, learned())
+	report("fresh", 0)
+	report("fresh", answersNeeded)
+	require.EqualValues(t, 16, learned())
+}
+
 // Reported times between two tokens are learned, whatever the initial assumption: within 15 % after a hundred answers
 // each, and equal endpoints get equal values.
 func TestDecodeSpeedIsLearned(t *testing.T) {

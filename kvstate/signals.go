@@ -127,7 +127,7 @@ func (s *State) compare(e *Endpoint, before, after *Signals) {
 	if d, ok := after.Transfers.since(before.Transfers); ok {
 		e.learnTransfers(d, e.Transfer.TP, s.o.Now().UnixNano())
 	}
-	if d, ok := after.Answers.since(before.Answers); ok {
+	if d, ok := after.Answers.since(before.Answers); ok && !before.ScrapedAt.IsZero() {
 		e.learnAnswers(d, before, after)
 	}
 }

@@ -230,6 +230,8 @@ func (o *Operator) Run(ctx context.Context) {
 }
 
 func (o *Operator) run(ctx context.Context) {
+	// at once, since a blocking read does not notice the end; and again, for a sync on its way may write the other mark
+	defer context.AfterFunc(ctx, func() { o.leave(ctx) })()
 	defer o.leave(ctx)
 	from := "" // nothing was read yet, or Redis did not answer: questions of that time are not answered
 	for ctx.Err() == nil {
