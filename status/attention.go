@@ -54,8 +54,8 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		*list = append(*list, Notice{Bad: bad, Text: fmt.Sprintf(format, values...), Doc: doc})
 	}
 	if s.Sharing.KeysDiffer > 0 {
-		add(true, "howto/rotate-keys.md",
-			"The ticket keys differ from those of %s: requests that pass through both fail.",
+		add(true, "howto/several-replicas.md#tickets-are-refused",
+			"The ticket keys differ from those of %s: requests that pass through both may fail.",
 			count(s.Sharing.KeysDiffer, "other replica"))
 	}
 	if !s.Ready {

@@ -172,7 +172,7 @@ func TestAttention(t *testing.T) {
 			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},
 		"keys, failures and no Redis; what fails comes first": {
 			change: func(s *Status) { s.Sharing, s.Ready, s.Failures = Sharing{Redis: true, KeysDiffer: 2}, false, 1 }, want: []Notice{
-				{true, "The ticket keys differ from those of 2 other replicas: requests that pass through both fail.", "howto/rotate-keys.md"},
+				{true, "The ticket keys differ from those of 2 other replicas: requests that pass through both may fail.", "howto/several-replicas.md#tickets-are-refused"},
 				{true, "This replica takes no requests: it starts, drains, or has other ticket keys. /readyz says which.", "operations.md#health"},
 				{true, "1 request failed in the last minute.", "operations.md#when-an-engine-fails"},
 				{false, "Redis is not in use: this replica goes by what it knows itself.", "howto/redis.md"}}},
