@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -56,6 +57,8 @@ type Operator struct {
 	syncing sync.Mutex
 	synced  time.Time     // when orders were last compared with Redis; for run alone
 	asking  chan struct{} // a token for each question in progress
+
+	left atomic.Bool // this replica ends in order
 
 	mu      sync.Mutex
 	members map[uint64]member // as last read
@@ -104,7 +107,7 @@ type Answer struct {
 func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answers, error) {
 	of, silent, err := o.ask(ctx, entry{kind: kindAsk, about: about, text: string(question)})
 	if o.missing() { // it may have announced its end since that was read
-		_ = o.announce(ctx, markRuns)
+		_ = o.announce(ctx)
 	}
 	out := Answers{Of: of}
 	slices.SortFunc(out.Of, func(a, b Answer) int { return cmp.Compare(a.Replica, b.Replica) })
@@ -230,7 +233,7 @@ func (o *Operator) Run(ctx context.Context) {
 }
 
 func (o *Operator) run(ctx context.Context) {
-	// at once, since a blocking read does not notice the end; and again, for a sync on its way may write the other mark
+	// at once, since a blocking read does not notice the end; and again, for a command on its way has the other mark
 	defer context.AfterFunc(ctx, func() { o.leave(ctx) })()
 	defer o.leave(ctx)
 	from := "" // nothing was read yet, or Redis did not answer: questions of that time are not answered
@@ -299,7 +302,7 @@ func (o *Operator) read(ctx context.Context, from string) (next string, err erro
 
 func (o *Operator) syncNow(ctx context.Context) error {
 	o.synced = time.Now()
-	if err := o.announce(ctx, markRuns); err != nil { // orders matter more
+	if err := o.announce(ctx); err != nil { // orders matter more
 		o.log.Debug("names of replicas", "err", err)
 	}
 	return o.Sync(ctx)

@@ -44,10 +44,14 @@ func (o *Operator) membersKey(at time.Time) string {
 	return o.key("replicas:" + strconv.FormatInt(at.Unix()/int64(goneFor.Seconds()), 10))
 }
 
-// announce writes this replica's entry, with a mark, and reads those of all.
-func (o *Operator) announce(ctx context.Context, mark string) error {
+// announce writes this replica's entry and reads those of all.
+func (o *Operator) announce(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
+	mark := markRuns
+	if o.left.Load() {
+		mark = markEnded
+	}
 	now := time.Now()
 	key, id := o.membersKey(now), strconv.FormatUint(o.redis.Replica, 16)
 	pipe := o.redis.Client.Pipeline()
@@ -166,13 +170,14 @@ func (o *Operator) watch(ctx context.Context) {
 	}
 	o.mu.Unlock()
 	if changed {
-		_ = o.announce(ctx, markRuns) // the next one comes soon
+		_ = o.announce(ctx) // the next one comes soon
 	}
 }
 
 // leave publishes that this replica ends in order.
 func (o *Operator) leave(ctx context.Context) {
-	if err := o.announce(context.WithoutCancel(ctx), markEnded); err != nil {
+	o.left.Store(true)
+	if err := o.announce(context.WithoutCancel(ctx)); err != nil {
 		o.log.Debug("a replica that ends", "err", err)
 	}
 }

@@ -113,7 +113,7 @@ func TestGone(t *testing.T) {
 	write(number(6*time.Hour), heard.Add(-time.Hour), markRuns, "removed:90") // for good
 	write(number(-time.Hour), heard, markRuns, "starting:9090")               // not known to be living yet
 	require.NoError(t, redis.HSet(t.Context(), a.membersKey(heard), "no number", "no entry").Err())
-	require.Eventually(t, func() bool { return a.announce(t.Context(), markRuns) == nil }, soon, time.Millisecond)
+	require.Eventually(t, func() bool { return a.announce(t.Context()) == nil }, soon, time.Millisecond)
 
 	got, err := a.Ask(t.Context(), "test", nil)
 	require.NoError(t, err)
@@ -123,11 +123,16 @@ func TestGone(t *testing.T) {
 
 	b := startNamed(t, addr, "b:9090", nil)
 	last := func() member {
-		require.Eventually(t, func() bool { return a.announce(t.Context(), markRuns) == nil }, soon, time.Millisecond)
+		require.Eventually(t, func() bool { return a.announce(t.Context()) == nil }, soon, time.Millisecond)
 		return a.members[b.redis.Replica]
 	}
 	require.Eventually(t, func() bool { return last().name == "b:9090" }, soon, time.Millisecond)
 	require.False(t, last().ended)
+	b.leave(t.Context())
+	_, err = b.Ask(t.Context(), "test", nil) // as long as streams end, it is still asked for its status
+	require.NoError(t, err)
+	require.NoError(t, b.announce(t.Context()))
+	require.True(t, last().ended)
 	b.stop()
 	require.True(t, last().ended)
 }
@@ -246,7 +251,7 @@ func TestAsk(t *testing.T) {
 	silent := startNamed(t, addr, "silent", nil)
 	knowEachOther(t, a, b, silent)
 	require.Eventually(t, func() bool { return client(t, addr).HLen(t.Context(), a.membersKey(time.Now())).Val() == 3 }, soon, time.Millisecond)
-	require.Eventually(t, func() bool { return a.announce(t.Context(), markRuns) == nil }, soon, time.Millisecond)
+	require.Eventually(t, func() bool { return a.announce(t.Context()) == nil }, soon, time.Millisecond)
 	a.order(true)
 	a.publish()
 	require.Eventually(t, func() bool { // a stalled machine does not answer within a second
