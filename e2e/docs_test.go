@@ -51,6 +51,8 @@ var documentedRun = []string{
 	`curl -X POST -H "Authorization: Bearer $(cat admin.token)" 'http://127.0.0.1:9090/api/pools/chat/endpoints/10.0.0.1:8000/drain?timeout=5m'`,
 	"tandem drain chat 10.0.0.1:8000 -f tandem.yaml --timeout 5m",
 	"tandem resume chat 10.0.0.1:8000 -f tandem.yaml",
+	"tandem pause chat -f tandem.yaml",
+	"tandem resume chat -f tandem.yaml",
 	"tandem envoy -f deploy/envoy-gateway/tandem.yaml --for envoy-gateway | kubectl apply -f -",
 }
 

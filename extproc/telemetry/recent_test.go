@@ -177,7 +177,8 @@ func TestRecentIsBounded(t *testing.T) {
 // it. It is counted once.
 func TestTicketRefused(t *testing.T) {
 	began := time.Now().Add(-time.Second)
-	entry := envoywire.LogEntry{RequestID: []byte("r"), Status: 503, Details: []byte("tandem_ticket_refused"), Start: began}
+	entry := envoywire.LogEntry{RequestID: []byte("r"), Status: 503, Details: []byte("tandem_ticket_refused"), Start: began,
+		Duration: time.Second}
 	ticket := &kvtransfer.Ticket{Started: time.UnixMicro(began.UnixMicro()), Pool: "chat", Prefill: "p1", Decode: "d1", Stage: kvtransfer.HandOver}
 	for name, tt := range map[string]struct {
 		happens        func(o *Observer)
