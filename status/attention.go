@@ -164,13 +164,13 @@ func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 
 // missing adds notices about replicas that do not run, and about Redis.
 func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
-	names := ""
+	names, rest := "", " As far as is known the rest was shut down, or not started."
 	if len(s.Gone) > 0 {
 		var gone []string
 		for _, g := range s.Gone {
 			gone = append(gone, fmt.Sprintf("%s (last heard %s)", g.Name, minutesAgo(s.Now.Sub(g.Heard))))
 		}
-		names = fmt.Sprintf("Gone without a shutdown: %s.", list(gone))
+		names, rest = fmt.Sprintf("Gone without a shutdown: %s.", list(gone)), " "
 	}
 	sharing := &s.Sharing
 	switch here := sharing.Replicas; {
@@ -180,8 +180,8 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		if here == 1 {
 			run = "runs"
 		}
-		add(false, "howto/several-replicas.md", "%s", strings.TrimSpace(fmt.Sprintf(
-			"%d of the %d replicas in envoy.extProcs %s. %s", here, sharing.Configured, run, names)))
+		add(false, "howto/several-replicas.md", "%d of the %d replicas in envoy.extProcs %s.%s%s",
+			here, sharing.Configured, run, rest, names)
 	case names != "":
 		add(false, "howto/several-replicas.md", "%s Each is named for an hour.", names)
 	}

@@ -118,9 +118,9 @@ func TestAttention(t *testing.T) {
 		"the pool is paused": {change: func(s *Status) { s.Pools[0].Paused = true; pause(s, 2) }, want: []Notice{
 			{true, "chat: the pool is paused by order: its requests are refused.", "howto/drain.md"}}},
 		"a replica is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2} }, want: []Notice{
-			{false, "1 of the 2 replicas in envoy.extProcs runs.", "howto/several-replicas.md"}}},
+			{false, "1 of the 2 replicas in envoy.extProcs runs. As far as is known the rest was shut down, or not started.", "howto/several-replicas.md"}}},
 		"one of three is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2, Configured: 3} }, want: []Notice{
-			{false, "2 of the 3 replicas in envoy.extProcs run.", "howto/several-replicas.md"}}},
+			{false, "2 of the 3 replicas in envoy.extProcs run. As far as is known the rest was shut down, or not started.", "howto/several-replicas.md"}}},
 		"one is gone": {change: func(s *Status) {
 			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2}
 			s.Gone = []operator.Gone{{Name: "b:9090", Heard: now.Add(-12 * time.Second)}}

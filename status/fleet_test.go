@@ -83,18 +83,18 @@ func TestAsked(t *testing.T) {
 		asked   string
 		all     bool
 	}{
-		{answers{reports: make([]report, 1)}, Sharing{}, "this replica).\nRequests", true},
-		{answers{reports: make([]report, 1)}, Sharing{Replicas: two, Configured: two}, "this replica, 1 of 2).\nRequests", false},
-		{answers{reports: make([]report, 1)}, Sharing{Redis: true, Replicas: 1}, "this replica: Redis does not answer).\nRequests", false},
-		{answers{reports: make([]report, two)}, Sharing{Redis: true, Up: true, Replicas: two}, "all 2 replicas).\nRequests", true},
+		{answers{reports: make([]report, 1)}, Sharing{}, "this replica).\nA replica that ends takes the requests that it planned with it.\nRequests", true},
+		{answers{reports: make([]report, 1)}, Sharing{Replicas: two, Configured: two}, "this replica, 1 of 2).\nA replica that ends takes the requests that it planned with it.\nRequests", false},
+		{answers{reports: make([]report, 1)}, Sharing{Redis: true, Replicas: 1}, "this replica: Redis does not answer).\nA replica that ends takes the requests that it planned with it.\nRequests", false},
+		{answers{reports: make([]report, two)}, Sharing{Redis: true, Up: true, Replicas: two}, "all 2 replicas).\nA replica that ends takes the requests that it planned with it.\nRequests", true},
 		{answers{reports: make([]report, 1), silent: []string{"b:1"}}, Sharing{Redis: true, Up: true, Replicas: two},
-			"1 of 2 replicas; no answer from b:1).\nRequests", false},
+			"1 of 2 replicas; no answer from b:1).\nA replica that ends takes the requests that it planned with it.\nRequests", false},
 		{answers{reports: make([]report, 1), silent: []string{"b:1"}, noRedis: true}, Sharing{Redis: true, Up: true, Replicas: two},
-			"1 of 2 replicas: Redis does not answer).\nRequests", false},
+			"1 of 2 replicas: Redis does not answer).\nA replica that ends takes the requests that it planned with it.\nRequests", false},
 		{answers{reports: make([]report, 1), gone: gone[:1]}, Sharing{Redis: true, Up: true, Replicas: 1, Configured: two},
-			"1 of 2 replicas).\nc:1 is gone, and its requests with it.\nRequests", false},
+			"1 of 2 replicas).\nA replica that ends takes the requests that it planned with it, as did c:1.\nRequests", false},
 		{answers{reports: make([]report, two), gone: gone}, Sharing{Redis: true, Up: true, Replicas: two},
-			"all 2 replicas).\nc:1, d:1 are gone, and their requests with them.\nRequests", true},
+			"all 2 replicas).\nA replica that ends takes the requests that it planned with it, as did c:1, d:1.\nRequests", true},
 	} {
 		f := Feed{source: Source{Sharing: func() Sharing { return c.sharing }}}
 		asked := f.asked(&c.got)

@@ -54,15 +54,12 @@ func (f *Feed) asked(got *answers) Asked {
 
 // missing says that no request was found, and where it was looked for.
 func (a *Asked) missing() string {
-	text := "no request with this id is among the latest 256 of each replica (asked: " + a.Scope + ").\n"
-	switch len(a.Gone) {
-	case 0:
-	case 1:
-		text += a.Gone[0] + " is gone, and its requests with it.\n"
-	default:
-		text += list(a.Gone) + " are gone, and their requests with them.\n"
+	text := "no request with this id is among the latest 256 of each replica (asked: " + a.Scope + ").\n" +
+		"A replica that ends takes the requests that it planned with it"
+	if len(a.Gone) > 0 {
+		text += ", as did " + list(a.Gone)
 	}
-	return text + "Requests that Tandem refused are not kept: the answer says why."
+	return text + ".\nRequests that Tandem refused are not kept: the answer says why."
 }
 
 func withID(all []telemetry.Trace, id string) []telemetry.Trace {

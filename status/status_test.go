@@ -192,7 +192,7 @@ func TestHandler(t *testing.T) {
 	require.Equal(t, one.Header(), get("/debug/requests?n=2").Header())
 	none := get("/debug/requests?id=req")
 	require.Equal(t, 404, none.Code)
-	require.Contains(t, none.Body.String(), "(asked: this replica, 1 of 2: Redis does not answer).\nRequests that")
+	require.Contains(t, none.Body.String(), "(asked: this replica, 1 of 2: Redis does not answer).\nA replica that ends takes the requests that it planned with it.\nRequests that")
 }
 
 // Nothing comes from elsewhere, and nothing that came with a request becomes markup.

@@ -72,6 +72,7 @@ type target struct {
 	path   int // of paths
 	misses int // in a row
 	engine string
+	known  bool // another replica has scraped it
 }
 
 // New returns a scraper of those endpoints of a state for which owns is true. It calls check for those that refuse
@@ -153,7 +154,7 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 func (s *Scraper) target(e *kvstate.Endpoint, now int) *target {
 	t := s.targets[e]
 	if t == nil {
-		t = &target{due: now + s.spread/byFours%int(askEvery/tick)} // spread over time
+		t = &target{due: now + s.spread/byFours%int(askEvery/tick), known: e.Signals() != nil} // spread over time
 		s.targets[e] = t
 		s.spread++
 	}
@@ -187,8 +188,12 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	t.busy = false
 	if err == nil {
 		if t.misses = 0; t.engine != engine {
+			level := slog.LevelInfo
+			if t.known && t.engine == "" { // nothing new, it is just scraped here from now on
+				level = slog.LevelDebug
+			}
 			t.engine = engine
-			s.log.Info("engine detected", "endpoint", e.Addr, "engine", engine, "path", paths()[t.path])
+			s.log.Log(ctx, level, "engine detected", "endpoint", e.Addr, "engine", engine, "path", paths()[t.path])
 		}
 		return
 	}
