@@ -66,6 +66,7 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
+	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                                                                                                   "Envoy's own statistics",
 	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                                                                                  "make e2e-cluster",
 	"kubectl apply -k deploy/kustomize/base":                                                                                                                                         "make e2e-cluster",
 	"docker compose -f deploy/observability/compose.yaml up":                                                                                                                         "a container engine; go test ./docs holds the file to its schema",
@@ -97,7 +98,7 @@ var documentedOnly = map[string]string{
 	"envoy -c envoy-xds.yaml --service-node edge-1 --disable-hot-restart > envoy.log 2>&1":     "TestXDSChangesUnderLoad",
 	"envoy -c envoy.yaml --disable-hot-restart > envoy.log 2>&1":                               "the same is run, with its log in the test's",
 	"go test ./cmd/tandem -run TestCommandReference -update":                                   "writes to the tree",
-	"envoy -c envoy-xds.yaml --service-node edge-1 --drain-time-s 3600":                        "TestXDSChangesUnderLoad",
+	"envoy -c envoy-xds.yaml --service-node edge-1 --drain-time-s 3600 --disable-hot-restart":  "TestXDSChangesUnderLoad",
 	"tandem status -f tandem.yaml --watch":                                                     "runs until Ctrl-C; TestStatusInATerminal",
 	"tandem demo --stay":                                                                       "waits for Ctrl-C; TestDemoInterrupted",
 	"go test . -run TestNotice -update":                                                        "writes to the tree",

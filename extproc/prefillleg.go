@@ -276,6 +276,7 @@ func (x *prefillAnswer) awaitKV(t *kvtransfer.Ticket) {
 		return
 	}
 	if !push.Await(x.stream.Context(), &x.pair) && x.stream.Context().Err() == nil {
-		x.log(slog.LevelWarn, "no word that the KV is with decode: it computes what it lacks", "prefill", t.Prefill, "decode", t.Decode)
+		x.log(slog.LevelWarn, "no notification that decode has the KV came within lmcache.noticeTimeout: decode computes what it lacks "+
+			"(docs/operations.md#tandemnoticesmissed)", "prefill", t.Prefill, "decode", t.Decode)
 	}
 }

@@ -21,7 +21,8 @@ func newWeights() *cobra.Command {
 		Use: "weights [POOL [ENDPOINT PERCENT|default]]", Short: "List weights, or change an endpoint's",
 		Args: cobra.MaximumNArgs(3),
 		Long: "List the weights of all endpoints, or of one pool, or change one. PERCENT scales the speed that Tandem learned of\n" +
-			"the endpoint, from 1 to 10000; default cancels the change.\n" + orderLasts,
+			"the endpoint, from 1 to 10000; default cancels the change. The list as JSON is the whole status.\n" +
+			orderLasts,
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) < 2 {
 				return a.listWeights(c, strings.Join(args, ""))

@@ -97,6 +97,7 @@ const (
 // Reports lists the facts that engines must report for them to fit the pool.
 type Reports struct {
 	Connectors []string // names of vLLM's kv_connector; nil: unknown, or another engine
+	Stores     []string // if those are unknown: such as can use a store, of the connectors of other dialects
 	Alike      []Fact   // facts in which P and D must agree: otherwise one refuses the other's KV at the handshake
 	Release    bool     // engines of different releases refuse each other's KV, or misread it
 	Ranks      bool     // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right

@@ -20,6 +20,7 @@ func sharedDialect(*Options) (Dialect, error) {
 	d := newShared()
 	return Dialect{
 		Name: "shared", Engine: EngineAny, DataRanks: true, Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
+		Reports: Reports{Stores: []string{"LMCacheConnectorV1", "MultiConnector"}},
 	}, nil
 }
 

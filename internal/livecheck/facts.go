@@ -284,6 +284,10 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 		a.report(at+".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s",
 			info.Connector, p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), dialectsFor(info.Connector))
 	}
+	if s := d.Reports.Stores; s != nil && !slices.Contains(s, info.Connector) && dialectsFor(info.Connector) != otherwise {
+		a.report(at+".address", "the engine runs with %s, which uses no store, and the pool's kvTransfer is %s: %s",
+			info.Connector, p.GetKvTransfer(), dialectsFor(info.Connector))
+	}
 	wrong := map[string]string{"kv_producer": "decode", "kv_consumer": "prefill"}
 	if role := wrong[info.KVRole]; role != "" && e.GetRole() == role {
 		a.report(at+".role", "is %s here, and the engine runs with kv_role %s: "+
@@ -291,16 +295,19 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 	}
 }
 
+// otherwise is the hint for a connector that no dialect takes.
+const otherwise = "start the engine otherwise, or correct the address"
+
 // dialectsFor returns the hint for a connector.
 func dialectsFor(connector string) string {
 	var names []string
 	for _, d := range kvtransfer.All() {
-		if slices.Contains(d.Reports.Connectors, connector) {
+		if slices.Contains(d.Reports.Connectors, connector) || slices.Contains(d.Reports.Stores, connector) {
 			names = append(names, d.Name)
 		}
 	}
 	if len(names) == 0 {
-		return "start the engine otherwise, or correct the address"
+		return otherwise
 	}
 	return "set kvTransfer to " + strings.Join(names, " or ") + ", or start the engine otherwise"
 }

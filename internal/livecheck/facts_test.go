@@ -81,6 +81,13 @@ func TestCheckLiveVLLMFacts(t *testing.T) {
 	wrong := live(t, pairOf("mooncake", prefill, "", decode))
 	require.Contains(t, wrong, "pools[0].endpoints[0].address: the engine runs with NixlConnector, and the pool's kvTransfer is mooncake, which takes MooncakeConnector: "+
 		"set kvTransfer to nixl, or start the engine otherwise")
+	require.Equal(t, "pools[0].endpoints[0].address: the engine runs with NixlConnector, which uses no store, and the pool's kvTransfer is shared: "+
+		"set kvTransfer to nixl, or start the engine otherwise", live(t, pairOf("shared", prefill, "", decode))[0])
+	const connector = `"kv_connector":"NixlConnector"`
+	for _, store := range []string{"LMCacheConnectorV1", "MooncakeStoreConnector"} {
+		changed := strings.Replace(connector, "NixlConnector", store, 1)
+		require.Empty(t, live(t, pairOf("shared", recorded(t, all, connector, changed), "", recorded(t, all, role, consumer, connector, changed))))
+	}
 	require.Equal(t, []string{"pools[0].endpoints[0].transfer.tensorParallelSize: is 2 here, and the engine says 1: correct it"},
 		live(t, pairOf("nixl", prefill, ", transfer: {tensorParallelSize: 2}", decode)))
 	for _, tt := range []struct{ old, new, fact, mine, theirs string }{

@@ -21,7 +21,7 @@ type Envoy struct {
 	Build   string    // its release
 	Version string    // of its configuration; "": none yet
 	Pending bool      // it has not acknowledged the newest version yet
-	Refused string    // the version that it refused last; "": none
+	Refused string    // the newest version, if it refused that; "": it did not
 	Why     string    // its error message for that
 	Since   time.Time // connected
 	Left    time.Time // zero: it is connected
@@ -36,19 +36,17 @@ type envoy struct {
 	since   time.Time
 	names   int               // number of requested resources
 	served  []*version        // oldest first; the last is the current one
-	refused map[string]bool   // versions
+	refused map[string]string // versions, with its error messages
 	waiting map[string]string // unacknowledged nonces, with their versions
-	why     string            // error message of the last refusal
-	last    string            // version that it refused last
 }
 
 func newEnvoy() *envoy {
-	return &envoy{since: time.Now(), refused: map[string]bool{}, waiting: map[string]string{}}
+	return &envoy{since: time.Now(), refused: map[string]string{}, waiting: map[string]string{}}
 }
 
 // take sets the Envoy's current version, and reports whether it is new.
 func (e *envoy) take(v *version) bool {
-	if e.refused[v.name] || len(e.served) > 0 && e.served[len(e.served)-1] == v {
+	if e.refuses(v) || len(e.served) > 0 && e.served[len(e.served)-1] == v {
 		return false
 	}
 	e.served = append(slices.DeleteFunc(e.served, func(o *version) bool { return o.name == v.name }), v)
@@ -58,10 +56,16 @@ func (e *envoy) take(v *version) bool {
 	return true
 }
 
+// refuses reports whether the Envoy has refused a version.
+func (e *envoy) refuses(v *version) bool {
+	_, refused := e.refused[v.name]
+	return refused
+}
+
 // lastGood returns the newest version that was served and not refused; nil: none.
 func (e *envoy) lastGood() *version {
 	for _, v := range slices.Backward(e.served) {
-		if !e.refused[v.name] {
+		if !e.refuses(v) {
 			return v
 		}
 	}
@@ -86,7 +90,8 @@ func (e *envoy) answer(r *discoveryv3.DeltaDiscoveryRequest) (refused string, an
 	if len(e.refused) >= 2*keptVersions {
 		clear(e.refused)
 	}
-	e.refused[name], e.last, e.why = true, name, bounded(r.GetErrorDetail().GetMessage(), 2048)
+	why := strings.Join(strings.Fields(r.GetErrorDetail().GetMessage()), " ") // Envoy ends some with a new line
+	e.refused[name] = bounded(why, 2048)
 	return name, true
 }
 
@@ -104,13 +109,14 @@ func (e *envoy) build() string {
 	return fmt.Sprintf("%d.%d.%d", v.GetMajorNumber(), v.GetMinorNumber(), v.GetPatch())
 }
 
-func (e *envoy) report() Envoy {
+// report returns the Envoy's state; newest is the version that it should have, nil if there is none.
+func (e *envoy) report(newest *version) Envoy {
 	out := Envoy{Name: e.name(), Build: e.build(), Pending: len(e.waiting) > 0, Since: e.since}
 	if v := e.lastGood(); v != nil {
 		out.Version = v.name
 	}
-	if e.last != "" && e.refused[e.last] {
-		out.Refused, out.Why = e.last, e.why
+	if newest != nil && e.refuses(newest) {
+		out.Refused, out.Why = newest.name, e.refused[newest.name]
 	}
 	return out
 }

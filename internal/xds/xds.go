@@ -234,7 +234,7 @@ func (s *Server) Envoys() []Envoy {
 	out := []Envoy{}
 	for _, e := range s.envoys {
 		if e.node != nil {
-			out = append(out, e.report())
+			out = append(out, e.report(s.newest))
 		}
 	}
 	slices.SortFunc(out, func(a, b Envoy) int {
@@ -272,7 +272,7 @@ func (c *callbacks) OnDeltaStreamClosed(id int64, _ *corev3.Node) {
 	e := c.envoys[id]
 	delete(c.envoys, id)
 	if e != nil && e.node != nil && len(c.left) < maxLeft && !c.connected(e.name()) {
-		left := e.report()
+		left := e.report(nil)
 		left.Left = time.Now()
 		c.left[left.Name] = left
 	}
@@ -313,10 +313,10 @@ func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscovery
 		s.answers.WithLabelValues("refused").Inc()
 		s.log.Error("an Envoy refused its configuration and keeps the one before", "envoy", e.name(), "version",
 			refused,
-			"type", bounded(r.GetTypeUrl(), 128), "why", e.why)
+			"type", bounded(r.GetTypeUrl(), 128), "why", e.refused[refused])
 	}
 	v := s.newest
-	if v != nil && e.refused[v.name] {
+	if v != nil && e.refuses(v) {
 		v = e.lastGood()
 	}
 	if v == nil {

@@ -256,6 +256,7 @@ func TestRefusedConfigurationChangesNothing(t *testing.T) {
 
 	require.NoError(t, server.Publish(s.resources(", decodeIdleTimeout: 77s")))
 	s.has(server)
+	require.Empty(t, server.Envoys()[0].Refused, "that is over")
 }
 
 // Two replicas with the same configuration serve the same version: an Envoy that moves from one to the other is sent
