@@ -284,9 +284,10 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 		a.report(at+".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s",
 			info.Connector, p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), dialectsFor(info.Connector))
 	}
-	if s := d.Reports.Stores; s != nil && !slices.Contains(s, info.Connector) && dialectsFor(info.Connector) != otherwise {
+	stores, right := d.Reports.Stores, dialectsFor(info.Connector)
+	if stores != nil && !slices.Contains(stores, info.Connector) && right != otherwise {
 		a.report(at+".address", "the engine runs with %s, which uses no store, and the pool's kvTransfer is %s: %s",
-			info.Connector, p.GetKvTransfer(), dialectsFor(info.Connector))
+			info.Connector, p.GetKvTransfer(), right)
 	}
 	wrong := map[string]string{"kv_producer": "decode", "kv_consumer": "prefill"}
 	if role := wrong[info.KVRole]; role != "" && e.GetRole() == role {
