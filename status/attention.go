@@ -316,7 +316,7 @@ func inState(p *Pool, role, state string) (names []string, of int) {
 	for _, e := range p.Endpoints {
 		if e.Role == role {
 			of++
-			if e.State == state {
+			if e.State == state && !e.Paused { // what is paused may be down: it is restarted
 				names = append(names, e.Name+why(&e))
 			}
 		}

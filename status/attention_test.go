@@ -88,6 +88,9 @@ func TestAttention(t *testing.T) {
 		"no prefill is up": {
 			change: func(s *Status) { s.Pools[0].Endpoints[0].State, s.Pools[0].Endpoints[1].State = "out", "out" }, recent: requests(20, alone), want: []Notice{
 				{true, "chat: 2 of 2 endpoints with role prefill failed: p1, p2. Tandem probes until they answer. A request may try each of them once, then decode computes the prompt, where the pool allows it.", "operations.md#when-an-engine-fails"}}},
+		"one of two, and it was paused before": {change: func(s *Status) {
+			s.Pools[0].Endpoints[0].State, s.Pools[0].Endpoints[0].Paused = "out", true
+		}},
 		"one of two": {change: func(s *Status) { s.Pools[0].Endpoints[0].State = "out" }, want: []Notice{
 			{false, "chat: 1 of 2 endpoints with role prefill failed: p1. Tandem probes until they answer.", "operations.md#when-an-engine-fails"}}},
 		"one of two, and why": {change: func(s *Status) {

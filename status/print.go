@@ -159,7 +159,10 @@ func printPool(w io.Writer, p *Pool) {
 		if e.Transfer > 0 {
 			transfer = perSecond(e.Transfer)
 		}
-		if health == "out" {
+		switch {
+		case health == "out" && e.Paused:
+			health = "OUT, paused" // as expected of an engine that is drained and restarted
+		case health == "out":
 			health = "OUT"
 		}
 		if e.HitShare >= 0 {

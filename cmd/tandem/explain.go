@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net/url"
@@ -30,6 +31,9 @@ func newExplain() *cobra.Command {
 				if len(args) == 1 && c.Flags().Changed(flag) {
 					return fmt.Errorf("--%s is for a prompt of now: it does not go with the id of a request", flag)
 				}
+			}
+			if len(args) == 1 && args[0] == "" {
+				return errors.New("REQUEST_ID is empty")
 			}
 			if tokens < 1 {
 				return fmt.Errorf("--tokens: a prompt has 1 token or more, not %d", tokens)

@@ -189,6 +189,8 @@ func Print(w io.Writer, found []Ordered) {
 // from a replica of an earlier release.
 func StateName(state string, paused bool) string {
 	switch {
+	case state == "out" && paused:
+		return "OUT, paused"
 	case state == "out":
 		return "OUT"
 	case paused && state != "draining":

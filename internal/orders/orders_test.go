@@ -223,7 +223,7 @@ func TestStatesOfEndpoints(t *testing.T) {
 	for want, c := range map[string]struct {
 		state  string
 		paused bool
-	}{"OUT": {"out", true}, "paused": {"stale", true}, "draining": {"draining", true}, "stale": {"stale", false}, "up": {"", false}} {
+	}{"OUT": {"out", false}, "OUT, paused": {"out", true}, "paused": {"stale", true}, "draining": {"draining", true}, "stale": {"stale", false}, "up": {"", false}} {
 		require.Equal(t, want, StateName(c.state, c.paused))
 	}
 }
