@@ -28,6 +28,36 @@ func (w *writer) look(s *State, e *Endpoint, at time.Time) {
 	s.Observe(e, Signals{Running: w.running, Waiting: 0, KVUsage: usage, KVTokens: kvTokens, At: at, Answers: w.written})
 }
 
+// The pace of an engine that was started again is not that of the process before.
+func TestARestartedEngineHasNoPaceOfItsOwn(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("a", "b"))
+	p := s.Pool("chat")
+	engines := map[string]*writer{"a": {slow: 1, running: 4}, "b": {slow: 8, running: 4}}
+	step := func(name string) float64 {
+		var v View
+		s.View(p, nil, &v)
+		for _, c := range v.Endpoints {
+			if c.Endpoint.Addr == name {
+				return c.Step
+			}
+		}
+		return 0
+	}
+	for range 10 {
+		now = now.Add(2 * time.Second)
+		for addr, w := range engines {
+			w.look(s, p.Endpoint(addr), now)
+		}
+	}
+	slow := step("b")
+	require.Greater(t, slow, 4*step("a"))
+	now = now.Add(2 * time.Second)
+	s.Observe(p.Endpoint("b"), Signals{Running: 0, Waiting: 0, KVUsage: 0, KVTokens: 100_000, At: now})
+	require.Less(t, step("b"), slow/2, "it has the fleet's")
+}
+
 // The first answers of an engine count, if it was scraped before; what it generated before its first scrape does not.
 func TestFirstAnswersCount(t *testing.T) {
 	now := time.Unix(1e9, 0)

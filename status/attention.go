@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
+	"tandem/status/words"
 )
 
 // Notice is something that needs an operator's attention.
@@ -56,7 +57,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	if s.Sharing.KeysDiffer > 0 {
 		add(true, "howto/several-replicas.md#tickets-are-refused",
 			"The ticket keys differ from those of %s: requests that pass through both may fail.",
-			count(s.Sharing.KeysDiffer, "other replica"))
+			words.Count(s.Sharing.KeysDiffer, "other replica"))
 	}
 	if !s.Ready {
 		add(true, "operations.md#health",
@@ -73,7 +74,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	}
 	if s.Failures > 0 {
 		add(true, s.failuresPage(), "%s failed in the last minute%s",
-			count(int(s.Failures), "request"), s.whereFailed())
+			words.Count(int(s.Failures), "request"), s.whereFailed())
 	}
 	for _, e := range s.Envoys {
 		if e.Refused != "" {
@@ -103,23 +104,24 @@ func (s *Status) poolAttention(
 			}
 			add(len(names) == of, "operations.md#when-an-engine-fails",
 				"%s: %d of %d endpoints with role %s failed: %s. Tandem probes until they answer.%s",
-				p.Name, len(names), of, role, list(names), meanwhile)
+				p.Name, len(names), of, role, words.List(names), meanwhile)
 		}
 		if names, of := inState(p, role, "stale"); len(names) > 0 && !s.scrapesMove() {
 			add(false, "operations.md#when-an-engine-fails",
 				"%s: %d of %d endpoints with role %s sent no metrics for %v: %s. Decisions go by bookings alone.",
-				p.Name, len(names), of, role, staleAfter, list(names))
+				p.Name, len(names), of, role, staleAfter, words.List(names))
 		}
 	}
 	for _, e := range p.Endpoints {
 		if e.KVUsage >= fullKV && e.Waiting > 0 {
 			add(false, "howto/autoscale.md",
 				"%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
-				p.Name, e.Name, e.Role, 100*e.KVUsage, count(int(e.Waiting), "request"))
+				p.Name, e.Name, e.Role, 100*e.KVUsage, words.Count(int(e.Waiting), "request"))
 		}
-		if e.NoPairs != "" || len(e.UnloadableBy) > 0 {
-			add(false, "operations.md#when-an-engine-fails", "%s: decode cannot load KV (%s). Tandem avoids %s.",
-				p.Name, e.Name, avoided(&e))
+		e.UnloadableBy = slices.DeleteFunc(slices.Clone(e.UnloadableBy), p.isOut)
+		if e.State != "out" && (e.NoPairs != "" || len(e.UnloadableBy) > 0) {
+			add(false, "operations.md#when-decode-cannot-load-kv",
+				"%s: decode could not load KV (%s). For a while Tandem avoids %s.", p.Name, e.Name, avoided(&e))
 		}
 	}
 	withoutDecode(p, add)
@@ -142,7 +144,7 @@ func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		if e.Left.IsZero() {
 			return
 		}
-		left = append(left, fmt.Sprintf("%s left %s", e.Name, minutesAgo(s.Now.Sub(e.Left))))
+		left = append(left, fmt.Sprintf("%s left %s", e.Name, words.MinutesAgo(s.Now.Sub(e.Left))))
 	}
 	var last time.Time
 	for _, r := range s.Replicas {
@@ -155,10 +157,11 @@ func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	}
 	switch {
 	case len(left) > 0:
-		add(true, "howto/xds.md", "No Envoy is connected: %s.", list(left))
+		add(true, "howto/xds.md", "No Envoy is connected: %s.", words.List(left))
 	case !last.IsZero() && s.Now.Sub(last) < time.Hour:
-		add(false, "operations.md#health", "No Envoy is connected: the last one's access log ended %s.",
-			minutesAgo(s.Now.Sub(last)))
+		add(false, "operations.md#health",
+			"No Envoy is connected: the last one's access log ended %s. If none runs, clients are refused.",
+			words.MinutesAgo(s.Now.Sub(last)))
 	}
 }
 
@@ -168,9 +171,9 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	if len(s.Gone) > 0 {
 		var gone []string
 		for _, g := range s.Gone {
-			gone = append(gone, fmt.Sprintf("%s (last heard %s)", g.Name, minutesAgo(s.Now.Sub(g.Heard))))
+			gone = append(gone, fmt.Sprintf("%s (last heard %s)", g.Name, words.MinutesAgo(s.Now.Sub(g.Heard))))
 		}
-		names, rest = fmt.Sprintf("Gone without a shutdown: %s.", list(gone)), " "
+		names, rest = fmt.Sprintf("Gone without a shutdown: %s.", words.List(gone)), " "
 	}
 	sharing := &s.Sharing
 	switch here := sharing.Replicas; {
@@ -196,14 +199,6 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	}
 }
 
-// minutesAgo is coarse, for a text that should not change every second: screen readers read changes out.
-func minutesAgo(d time.Duration) string {
-	if d < time.Minute {
-		return "less than a minute ago"
-	}
-	return fmt.Sprintf("%d min ago", int(d.Minutes()))
-}
-
 // otherReplicas adds notices about replicas that were not asked.
 func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	switch {
@@ -211,10 +206,10 @@ func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...a
 	case !s.Sharing.Up: // missing says it
 	case s.Sharing.NoAnswer:
 		add(false, "howto/redis.md", "Redis does not answer, so other replicas cannot be asked (%s): "+
-			"what they know is missing below.", list(s.Silent))
+			"what they know is missing below.", words.List(s.Silent))
 	default:
 		add(true, "howto/several-replicas.md", "No answer within a second from %s: what it knows is missing below.",
-			list(s.Silent))
+			words.List(s.Silent))
 	}
 	for _, r := range s.Replicas[min(1, len(s.Replicas)):] {
 		if !r.Ready {
@@ -281,10 +276,10 @@ func paused(p *Pool, add func(bad bool, doc, format string, values ...any)) {
 		}
 		if len(other) > 0 {
 			add(leg.bad, doc, "%s: no %s endpoint is left: paused %s: %s; failed or terminating: %s. %s",
-				p.Name, leg.role, how, list(by), list(other), leg.without)
+				p.Name, leg.role, how, words.List(by), words.List(other), leg.without)
 		} else {
 			add(leg.bad, doc, "%s: %s paused %s: %s. %s",
-				p.Name, every(len(by), leg.role), how, list(by), leg.without)
+				p.Name, every(len(by), leg.role), how, words.List(by), leg.without)
 		}
 		if leg.bad {
 			return // without decode, prefill does not matter
@@ -322,6 +317,11 @@ func inState(p *Pool, role, state string) (names []string, of int) {
 		}
 	}
 	return names, of
+}
+
+// isOut reports whether an endpoint has failed.
+func (p *Pool) isOut(address string) bool {
+	return slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Address == address && e.State == "out" })
 }
 
 // why says in brackets why an endpoint is out, and since when; "" if it is not out or nothing is known.
@@ -392,7 +392,7 @@ func withoutDecode(p *Pool, add func(bad bool, doc, format string, values ...any
 	if len(names) > 0 {
 		add(false, "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody",
 			"%s: %s never used: %s. No endpoint that decodes has the same group, release and KV layout.",
-			p.Name, countAre(len(names), "prefill endpoint"), list(names))
+			p.Name, countAre(len(names), "prefill endpoint"), words.List(names))
 	}
 }
 
@@ -403,7 +403,7 @@ func countAre(n int, what string) string {
 	if n == 1 {
 		return "1 " + what + " is"
 	}
-	return count(n, what) + " are"
+	return words.Count(n, what) + " are"
 }
 
 // avoided names the pairs that an endpoint is excluded from.
@@ -411,21 +411,5 @@ func avoided(e *Endpoint) string {
 	if e.NoPairs != "" {
 		return "all pairs with it as " + e.NoPairs
 	}
-	return "pairs with " + list(e.UnloadableBy)
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
-}
-
-// list joins names, at most the first few.
-func list(names []string) string {
-	const shown = 4
-	if len(names) > shown {
-		return strings.Join(names[:shown], ", ") + fmt.Sprintf(" and %d more", len(names)-shown)
-	}
-	return strings.Join(names, ", ")
+	return "pairs with " + words.List(e.UnloadableBy)
 }

@@ -153,7 +153,7 @@ func TestAttention(t *testing.T) {
 		}},
 		"an Envoy with a bootstrap left": {change: func(s *Status) {
 			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true, Logged: now.Add(-40 * time.Second)}}
-		}, want: []Notice{{false, "No Envoy is connected: the last one's access log ended less than a minute ago.",
+		}, want: []Notice{{false, "No Envoy is connected: the last one's access log ended less than a minute ago. If none runs, clients are refused.",
 			"operations.md#health"}}},
 		"it left long ago": {change: func(s *Status) {
 			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true, Logged: now.Add(-2 * time.Hour)}}
@@ -172,7 +172,7 @@ func TestAttention(t *testing.T) {
 		}, want: []Notice{
 			{false, "Envoys send replica b:9090 no requests: they can have 16 replicas (envoy.replicas: redis), and there are more.", "howto/xds.md"}}},
 		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
-			{false, "chat: decode cannot load KV (p1). Tandem avoids pairs with d1:1.", "operations.md#when-an-engine-fails"}}},
+			{false, "chat: decode could not load KV (p1). For a while Tandem avoids pairs with d1:1.", "operations.md#when-decode-cannot-load-kv"}}},
 		"keys, failures and no Redis; what fails comes first": {
 			change: func(s *Status) { s.Sharing, s.Ready, s.Failures = Sharing{Redis: true, KeysDiffer: 2}, false, 1 }, want: []Notice{
 				{true, "The ticket keys differ from those of 2 other replicas: requests that pass through both may fail.", "howto/several-replicas.md#tickets-are-refused"},

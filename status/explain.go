@@ -13,6 +13,7 @@ import (
 	"tandem/extproc"
 	"tandem/kvstate"
 	"tandem/picker"
+	"tandem/status/words"
 )
 
 // PrintExplanation writes a decision for a terminal: one sentence, then the price of each endpoint.
@@ -26,11 +27,11 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 	}
 	if e.Refused == "" {
 		first := "The first"
-		if prefillFailed(e) {
+		if failed(e, e.Prefill) || failed(e, e.Decode) {
 			first = "If the chosen one is back, the first"
 		}
 		fmt.Fprintf(w, "%s token is expected after %s, then one each %s; %.0f in the answer.\n", first,
-			millis(e.FirstToken*1000), millis(e.TokenTime*1000), e.Answer)
+			words.Millis(e.FirstToken*1000), words.Millis(e.TokenTime*1000), e.Answer)
 		fmt.Fprintln(w, "A price is what the request costs all requests, not the time that its client waits or saves.")
 	}
 	if e.Prompt > 0 {
@@ -56,7 +57,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 			note = join("no decode endpoint of its group can answer", note)
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n",
-			plain(cmp.Or(c.Name, c.Endpoint)), c.Role, held(c.Out != "", c.Hit),
+			words.Plain(cmp.Or(c.Name, c.Endpoint)), c.Role, held(c.Out != "", c.Hit),
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
 	_ = t.Flush()
@@ -79,9 +80,9 @@ func waiting(e *extproc.Explanation) string {
 	switch {
 	case e.Longest == 0:
 	case e.Waiting+e.Remote == 1:
-		s += ", for " + millis(e.Longest*1000)
+		s += ", for " + words.Millis(e.Longest*1000)
 	default:
-		s += ", the longest for " + millis(e.Longest*1000)
+		s += ", the longest for " + words.Millis(e.Longest*1000)
 	}
 	return s + "."
 }
@@ -167,7 +168,7 @@ func price(has bool, seconds float64) string {
 	if seconds >= 1 && seconds < 10 {
 		return fmt.Sprintf("%.2f s", seconds)
 	}
-	return millis(max(seconds, 0) * 1000)
+	return words.Millis(max(seconds, 0) * 1000)
 }
 
 // Sentence describes the decision, and by how much it is cheaper than the other way.
@@ -175,7 +176,7 @@ func Sentence(e *extproc.Explanation) string {
 	if e.Refused != "" {
 		s := "No endpoint can take the request: " + strings.TrimPrefix(e.Refused, "picker: ")
 		if out := excluded(e, kvstate.RoleDecode.String()); len(out) > 0 {
-			s += " (" + list(out) + ")"
+			s += " (" + words.List(out) + ")"
 		}
 		return s + "."
 	}
@@ -183,10 +184,14 @@ func Sentence(e *extproc.Explanation) string {
 	name := func(address string) string {
 		for _, c := range e.Candidates {
 			if c.Endpoint == address {
-				return plain(cmp.Or(c.Name, c.Endpoint))
+				return words.Plain(cmp.Or(c.Name, c.Endpoint))
 			}
 		}
-		return plain(address)
+		return words.Plain(address)
+	}
+	if failed(e, e.Decode) {
+		return "All decode endpoints have failed: start one again. " +
+			"Until then a request gets an error (503), unless one is back."
 	}
 	if e.Prefill == "" {
 		s := "Decode alone on " + name(e.Decode)
@@ -198,7 +203,7 @@ func Sentence(e *extproc.Explanation) string {
 		}
 		return s + compared(pair-e.Price, "splitting it")
 	}
-	if prefillFailed(e) {
+	if failed(e, e.Prefill) {
 		return tried(e, name(e.Prefill))
 	}
 	s := fmt.Sprintf("Split: %s computes the prompt, %s answers", name(e.Prefill), name(e.Decode))
@@ -238,17 +243,17 @@ func notOffered(tooLong bool, more float64) string {
 	}
 	switch {
 	case finite(more) && more > 0:
-		s += "; splitting it is " + millis(more*1000) + " cheaper, too"
+		s += "; splitting it is " + words.Millis(more*1000) + " cheaper, too"
 	case finite(more) && more < 0:
-		s += "; otherwise decode alone would be " + millis(-more*1000) + " cheaper"
+		s += "; otherwise decode alone would be " + words.Millis(-more*1000) + " cheaper"
 	}
 	return s + "."
 }
 
-// prefillFailed reports whether the chosen prefill endpoint has failed, as all others have.
-func prefillFailed(e *extproc.Explanation) bool {
+// failed reports whether a chosen endpoint has failed, as all others of its role have.
+func failed(e *extproc.Explanation, chosen string) bool {
 	return slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
-		return c.Endpoint == e.Prefill && c.State == "failed"
+		return c.Endpoint == chosen && c.State == "failed"
 	})
 }
 
@@ -274,7 +279,7 @@ func whole(e *extproc.Explanation) string {
 func excluded(e *extproc.Explanation, role string) (out []string) {
 	for i := range e.Candidates {
 		if c := &e.Candidates[i]; c.Out != "" && (c.Role == role || c.Role == kvstate.RoleBoth.String()) {
-			out = append(out, plain(cmp.Or(c.Name, c.Endpoint))+" "+c.Out)
+			out = append(out, words.Plain(cmp.Or(c.Name, c.Endpoint))+" "+c.Out)
 		}
 	}
 	return out
@@ -294,7 +299,7 @@ func noPrefill(e *extproc.Explanation) string {
 	case len(out) == 0:
 		return "the pool has no prefill endpoint"
 	}
-	return "no prefill endpoint can take the request (" + list(out) + ")"
+	return "no prefill endpoint can take the request (" + words.List(out) + ")"
 }
 
 // compared ends a sentence with the additional cost of the other way, in seconds.
@@ -304,11 +309,11 @@ func compared(more float64, other string) string {
 	case math.Abs(more) < equal:
 		return ": as cheap as " + other + "."
 	case more > 0:
-		return fmt.Sprintf(": %s cheaper than %s.", millis(more*1000), other)
+		return fmt.Sprintf(": %s cheaper than %s.", words.Millis(more*1000), other)
 	}
 	return fmt.Sprintf(", though %s would be %s cheaper: the pool's settings or a target of the request ask for it, "+
 		"or endpoints have no capacity left.",
-		other, millis(-more*1000))
+		other, words.Millis(-more*1000))
 }
 
 // ways returns the least prices of a pair and of decode alone; infinite if there is none.

@@ -40,6 +40,10 @@ Prefill endpoints are 40 % busy.
 	PrintExplanation(&text, &e)
 	require.Contains(t, text.String(), "\nIf the chosen one is back, the first token is expected after 700 ms")
 	e.Candidates[0].State = ""
+	e.Candidates[2].State = "failed"
+	require.Equal(t, "All decode endpoints have failed: start one again. Until then a request gets an error (503), "+
+		"unless one is back.", Sentence(&e))
+	e.Candidates[2].State = ""
 	e.Candidates[2].Busy = true
 	require.Equal(t, "Split: p1 computes the prompt, d1 answers: decode endpoints are too busy to compute it, too; "+
 		"splitting it is 880 ms cheaper, too.", Sentence(&e))
@@ -119,18 +123,6 @@ func TestExplainedState(t *testing.T) {
 	require.Equal(t, "chosen, no decode alone here: its answers would suffer", remark(&picker.Weighed{Busy: true}, true, true))
 	require.Equal(t, "no decode alone here: the prompt is too long, answers would suffer",
 		remark(&picker.Weighed{Busy: true, TooLong: true}, false, true))
-}
-
-func TestMillis(t *testing.T) {
-	for v, want := range map[float64]string{0: "-", 20: "20 ms", 59e3: "59.0 s", 1200e3: "20 min", 3 * 3600e3: "3.0 h", 6e9: "69 days"} {
-		require.Equal(t, want, millis(v))
-	}
-}
-
-func TestPerSecond(t *testing.T) {
-	for bytes, want := range map[float64]string{1.3e11: "130 GB/s", 2.5e9: "2.5 GB/s", 999.7e6: "1.0 GB/s", 512: "512 B/s", 9.96e3: "10 KB/s", 5e15: "5000 TB/s"} {
-		require.Equal(t, want, perSecond(bytes))
-	}
 }
 
 // Requests that wait are counted in a sentence, without places where none wait.

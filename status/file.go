@@ -4,6 +4,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"tandem/status/words"
 )
 
 // File compares a replica's configuration file with what is in force.
@@ -49,21 +51,21 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 		}
 		reason = strings.TrimSuffix(strings.ReplaceAll(reason, ":; ", ": "), ".")
 		add(true, doc, "%s refused its configuration file (%s) and goes on with the one before; "+
-			"it would not start with this one: %s.", who, minutesAgo(now.Sub(f.Since)), reason)
+			"it would not start with this one: %s.", who, words.MinutesAgo(now.Sub(f.Since)), reason)
 	}
 	if len(f.Restart) > 0 {
 		add(false, doc, "%s has not taken up these changes of its configuration file, since they take a restart: %s.",
-			who, list(Outermost(f.Restart)))
+			who, words.List(Outermost(f.Restart)))
 	}
 	if len(f.Envoy) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(false, doc, "Envoys with a printed bootstrap lack these changes of the configuration (%s): %s. "+
 			"Print it again (tandem envoy) and restart them. This is said for an hour.",
-			minutesAgo(now.Sub(f.Outdated)), list(Outermost(f.Envoy)))
+			words.MinutesAgo(now.Sub(f.Outdated)), words.List(Outermost(f.Envoy)))
 	}
 	if len(f.Bootstrap) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(true, doc, "The pools need parts that a bootstrap of Envoy from before the last change lacks (%s): %s. "+
 			"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.",
-			minutesAgo(now.Sub(f.Outdated)), list(f.Bootstrap))
+			words.MinutesAgo(now.Sub(f.Outdated)), words.List(f.Bootstrap))
 	}
 }
 

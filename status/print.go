@@ -8,9 +8,9 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
-	"unicode"
 
 	"tandem/extproc/telemetry"
+	"tandem/status/words"
 )
 
 // Print writes a status for a terminal: most of what the page shows, in lines.
@@ -24,22 +24,24 @@ func Print(w io.Writer, s *Status) {
 		s.Version, ready, s.Now.Sub(s.Started).Round(time.Second), s.Reservations, s.Scope)
 	printAttention(w, s.Attention)
 	fmt.Fprintf(w, "last minute  %s requests/s  %s failed/s  %s refused/s  %s replans/s  %s\n",
-		number(m.OK+m.Rejected+m.Failed+m.Gone), number(m.Failed), number(m.Refused), number(m.Replans),
+		words.Number(m.OK+m.Rejected+m.Failed+m.Gone), words.Number(m.Failed), words.Number(m.Refused),
+		words.Number(m.Replans),
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
 	fmt.Fprintf(w, "headers      p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
-		about(m.FirstByte50), about(m.FirstByte99), about(m.Prefill50), about(m.Prefill99), about(m.Decide50),
-		about(m.Decide99))
+		words.About(m.FirstByte50), words.About(m.FirstByte99), words.About(m.Prefill50), words.About(m.Prefill99),
+		words.About(m.Decide50),
+		words.About(m.Decide99))
 	if s.FailedHops != "" {
-		fmt.Fprintf(w, "hops failed  of failed requests: %s\n", plain(s.FailedHops))
+		fmt.Fprintf(w, "hops failed  of failed requests: %s\n", words.Plain(s.FailedHops))
 	}
 	if s.AgainHops != "" {
-		fmt.Fprintf(w, "hops failed  of requests planned again: %s\n", plain(s.AgainHops))
+		fmt.Fprintf(w, "hops failed  of requests planned again: %s\n", words.Plain(s.AgainHops))
 	}
 	cached := "-"
 	if all := m.Cached + m.Computed; all > 0 {
 		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
 	}
-	fmt.Fprintf(w, "at prefill   %s prompt tokens/s, %s cached\n", number(m.Cached+m.Computed), cached)
+	fmt.Fprintf(w, "at prefill   %s prompt tokens/s, %s cached\n", words.Number(m.Cached+m.Computed), cached)
 	for i := range s.Pools {
 		printPool(w, &s.Pools[i])
 	}
@@ -85,24 +87,20 @@ func printReplicas(w io.Writer, s *Status) {
 			state += ", without Redis"
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%d\n",
-			plain(r.Name), state, plain(r.Version), s.Now.Sub(r.Started).Round(time.Second), r.Reservations)
+			words.Plain(r.Name), state, words.Plain(r.Version), s.Now.Sub(r.Started).Round(time.Second), r.Reservations)
 	}
 	silent := "NO ANSWER"
 	if s.Sharing.NoAnswer || !s.Sharing.Up {
 		silent = "not asked, without Redis"
 	}
 	for _, name := range s.Silent {
-		fmt.Fprintf(t, "  %s\t%s\t-\t-\t-\n", plain(name), silent)
+		fmt.Fprintf(t, "  %s\t%s\t-\t-\t-\n", words.Plain(name), silent)
 	}
 	for _, g := range s.Gone {
-		fmt.Fprintf(t, "  %s\tGONE, last heard %s\t-\t-\t-\n", plain(g.Name), minutesAgo(s.Now.Sub(g.Heard)))
+		fmt.Fprintf(t, "  %s\tGONE, last heard %s\t-\t-\t-\n", words.Plain(g.Name),
+			words.MinutesAgo(s.Now.Sub(g.Heard)))
 	}
 	_ = t.Flush()
-}
-
-// ago returns a time in the past for people.
-func ago(now, then time.Time) string {
-	return max(now.Sub(then), 0).Round(time.Second).String() + " ago"
 }
 
 func printAttention(w io.Writer, notices []Notice) {
@@ -111,7 +109,7 @@ func printAttention(w io.Writer, notices []Notice) {
 		if n.Bad {
 			mark = "PROBLEM"
 		}
-		fmt.Fprintf(w, "%s  %s (docs/%s)\n", mark, plain(n.Text), n.Doc)
+		fmt.Fprintf(w, "%s  %s (docs/%s)\n", mark, words.Plain(n.Text), n.Doc)
 	}
 	if len(notices) > 0 {
 		fmt.Fprintln(w)
@@ -136,16 +134,16 @@ func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
 		}
 		connected := now.Sub(e.Since).Round(time.Second).String()
 		if !e.Left.IsZero() {
-			connected = "LEFT " + minutesAgo(now.Sub(e.Left))
+			connected = "LEFT " + words.MinutesAgo(now.Sub(e.Left))
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", plain(e.Name), cmp.Or(e.Build, "-"), version, connected)
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\n", words.Plain(e.Name), cmp.Or(e.Build, "-"), version, connected)
 	}
 	_ = t.Flush()
 }
 
 func printPool(w io.Writer, p *Pool) {
 	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks%s\n",
-		plain(p.Name), plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output))
+		words.Plain(p.Name), words.Plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	notes := slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Unpaired })
 	end := "\n"
@@ -157,7 +155,7 @@ func printPool(w io.Writer, p *Pool) {
 	for _, e := range p.Endpoints {
 		health, hits, group, transfer := e.State, "-", "", "-"
 		if e.Transfer > 0 {
-			transfer = perSecond(e.Transfer)
+			transfer = words.PerSecond(e.Transfer)
 		}
 		switch {
 		case health == "out" && e.Paused:
@@ -173,10 +171,10 @@ func printPool(w io.Writer, p *Pool) {
 		}
 		output := "-"
 		if e.Rate >= 0 {
-			output = number(e.Rate) + " tokens/s"
+			output = words.Number(e.Rate) + " tokens/s"
 		}
-		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", plain(e.Name), plain(group), e.Role, health,
-			e.Requests, e.Tokens, e.Hops, hits, transfer, output, millis(e.PerToken))
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", words.Plain(e.Name), words.Plain(group),
+			e.Role, health, e.Requests, e.Tokens, e.Hops, hits, transfer, output, words.Millis(e.PerToken))
 		if e.Unpaired {
 			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
 		}
@@ -191,9 +189,10 @@ func written1m(o *Output) string {
 	case o.Rate < 0:
 		return ""
 	case o.PerToken == 0:
-		return fmt.Sprintf(", writes %s tokens/s in the last minute", number(o.Rate))
+		return fmt.Sprintf(", writes %s tokens/s in the last minute", words.Number(o.Rate))
 	}
-	return fmt.Sprintf(", writes %s tokens/s at %s each in the last minute", number(o.Rate), millis(o.PerToken))
+	return fmt.Sprintf(", writes %s tokens/s at %s each in the last minute",
+		words.Number(o.Rate), words.Millis(o.PerToken))
 }
 
 func printFlow(w io.Writer, flow []Flow) {
@@ -203,7 +202,8 @@ func printFlow(w io.Writer, flow []Flow) {
 	fmt.Fprintln(w, "\nflow of the last minute, among the latest requests")
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, f := range flow {
-		fmt.Fprintf(t, "  %s\t%s\t->\t%s\t%d\n", plain(f.Pool), cmp.Or(f.Prefill, "decode alone"), f.Decode, f.Requests)
+		fmt.Fprintf(t, "  %s\t%s\t->\t%s\t%d\n",
+			words.Plain(f.Pool), cmp.Or(f.Prefill, "decode alone"), f.Decode, f.Requests)
 	}
 	_ = t.Flush()
 }
@@ -248,7 +248,7 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.40s\n", status, routeOf(&r),
 			cmp.Or(r.Prefill, "-"), cmp.Or(r.Decode, "-"), tokens, cached,
-			hop1(&r), millis(milliseconds(r.DecodeTime)), plain(r.RequestID))
+			hop1(&r), words.Millis(milliseconds(r.DecodeTime)), words.Plain(r.RequestID))
 	}
 	_ = t.Flush()
 }
@@ -265,7 +265,7 @@ func statusOf(r *telemetry.Trace, now time.Time) string {
 	case r.Ended == telemetry.EndedTicketRefused:
 		return fmt.Sprintf("%d, ticket refused", r.Status)
 	case r.Status > 0 && r.Refused != "":
-		return fmt.Sprintf("%d, %s", r.Status, plain(r.Refused))
+		return fmt.Sprintf("%d, %s", r.Status, words.Plain(r.Refused))
 	case r.Status > 0:
 		return fmt.Sprint(r.Status)
 	case r.Ended == "client_gone":
@@ -305,77 +305,14 @@ func routeOf(r *telemetry.Trace) string {
 
 // hop1 returns the time of prefill, followed by the expected one.
 func hop1(r *telemetry.Trace) string {
-	took := millis(milliseconds(r.PrefillTime))
+	took := words.Millis(milliseconds(r.PrefillTime))
 	switch {
 	case r.Prefill == "" && r.PrefillTime > 0:
 		return took + " (former plan)"
 	case r.Prefill == "" || r.ExpectedPrefill <= 0:
 		return took
 	}
-	return took + " (" + millis(milliseconds(r.ExpectedPrefill)) + ")"
-}
-
-// plain keeps foreign text (names, ids) from steering the terminal.
-func plain(s string) string {
-	return strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return '?'
-		}
-		return r
-	}, s)
-}
-
-func number(v float64) string {
-	switch {
-	case v >= 1e4:
-		return fmt.Sprintf("%.0fk", v/1e3)
-	case v >= 10 || v == float64(int64(v)):
-		return fmt.Sprintf("%.0f", v)
-	case v < .095: // one request in a minute is not none
-		return fmt.Sprintf("%.2f", v)
-	}
-	return fmt.Sprintf("%.1f", v)
-}
-
-func millis(v float64) string {
-	switch {
-	case v == 0:
-		return "-"
-	case v >= 48*3600e3:
-		return fmt.Sprintf("%.0f days", v/24/3600e3)
-	case v >= 2*3600e3:
-		return fmt.Sprintf("%.1f h", v/3600e3)
-	case v >= 600e3:
-		return fmt.Sprintf("%.0f min", v/60e3)
-	case v >= 1000:
-		return fmt.Sprintf("%.1f s", v/1000)
-	case v >= 10:
-		return fmt.Sprintf("%.0f ms", v)
-	case v >= 0.1:
-		return fmt.Sprintf("%.1f ms", v)
-	}
-	return fmt.Sprintf("%.0f us", v*1000)
-}
-
-// about formats a time that was interpolated in a bucket a quarter wide.
-func about(v float64) string {
-	if v == 0 {
-		return millis(v)
-	}
-	return "~" + millis(v)
-}
-
-// perSecond formats a rate of bytes for people: two digits, never an exponent.
-func perSecond(bytes float64) string {
-	units := []string{"B/s", "KB/s", "MB/s", "GB/s", "TB/s"}
-	i := 0
-	for ; bytes >= 999.5 && i < len(units)-1; i++ {
-		bytes /= 1000
-	}
-	if bytes < 9.95 {
-		return fmt.Sprintf("%.1f %s", bytes, units[i])
-	}
-	return fmt.Sprintf("%.0f %s", bytes, units[i])
+	return took + " (" + words.Millis(milliseconds(r.ExpectedPrefill)) + ")"
 }
 
 // Blocks of [spark], and the points in each: the last minute.
@@ -404,23 +341,4 @@ func spark(points []Point, value func(*Point) float64) string {
 		b.WriteRune([]rune("▁▂▃▄▅▆▇█")[height])
 	}
 	return b.String()
-}
-
-// Paint colours a printed text for a terminal: red what needs attention, bold the headings.
-func Paint(text string) string {
-	const red, bold, plain = "\x1b[31m", "\x1b[1m", "\x1b[0m"
-	var out strings.Builder
-	for line := range strings.Lines(text) {
-		body, end := strings.TrimSuffix(line, "\n"), line[len(strings.TrimSuffix(line, "\n")):]
-		switch {
-		case strings.HasPrefix(body, "PROBLEM"), strings.HasPrefix(body, "  5"), strings.Contains(body, "NOT READY"),
-			strings.HasPrefix(strings.TrimLeft(body, " 0123456789"), ", cut "),
-			strings.Contains(body, "  OUT "), strings.Contains(body, "  NO ANSWER "), strings.Contains(body, "  GONE,"):
-			body = red + body + plain
-		case body != "" && !strings.HasPrefix(body, " "):
-			body = bold + body + plain
-		}
-		out.WriteString(body + end)
-	}
-	return out.String()
 }

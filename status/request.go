@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/status/words"
 )
 
 // Request returns the requests with an id of all replicas, newest first; with alone those that this one planned. There
@@ -44,10 +45,10 @@ func (f *Feed) asked(got *answers) Asked {
 	case down:
 		out.Scope += ": Redis does not answer"
 	case len(got.silent) > 0:
-		out.Scope += "; no answer from " + plain(list(got.silent))
+		out.Scope += "; no answer from " + words.Plain(words.List(got.silent))
 	}
 	for _, g := range got.gone {
-		out.Gone = append(out.Gone, plain(g.Name))
+		out.Gone = append(out.Gone, words.Plain(g.Name))
 	}
 	return out
 }
@@ -57,7 +58,7 @@ func (a *Asked) missing() string {
 	text := "no request with this id is among the latest 256 of each replica (asked: " + a.Scope + ").\n" +
 		"A replica that ends takes the requests that it planned with it"
 	if len(a.Gone) > 0 {
-		text += ", as did " + list(a.Gone)
+		text += ", as did " + words.List(a.Gone)
 	}
 	return text + ".\nRequests that Tandem refused are not kept: the answer says why."
 }
@@ -77,7 +78,7 @@ func PrintDecided(w io.Writer, requests []telemetry.Trace) {
 }
 
 func printDecided(w io.Writer, t *telemetry.Trace, now time.Time) {
-	fmt.Fprintf(w, "Request %s, %s, %s.\n", plain(t.RequestID), ago(now, t.Started), endOf(t, now))
+	fmt.Fprintf(w, "Request %s, %s, %s.\n", words.Plain(t.RequestID), words.Ago(now, t.Started), endOf(t, now))
 	printWay(w, t)
 	printPrices(w, t)
 }
@@ -91,10 +92,10 @@ type Decided struct {
 func inWords(requests []telemetry.Trace) []Decided {
 	out := make([]Decided, len(requests))
 	for i := range requests {
-		var words strings.Builder
-		printWay(&words, &requests[i])
-		printBusy(&words, &requests[i])
-		out[i] = Decided{requests[i], words.String()}
+		var said strings.Builder
+		printWay(&said, &requests[i])
+		printBusy(&said, &requests[i])
+		out[i] = Decided{requests[i], said.String()}
 	}
 	return out
 }
@@ -102,14 +103,17 @@ func inWords(requests []telemetry.Trace) []Decided {
 // printWay prints what was decided about a request, what failed, and how long it took.
 func printWay(w io.Writer, t *telemetry.Trace) {
 	if t.Ended == telemetry.EndedCut {
-		fmt.Fprintf(w, "The answer broke off after %s at %s.\n", millis(milliseconds(t.Took)), plain(t.AnsweredBy()))
+		fmt.Fprintf(w, "The answer broke off after %s at %s.\n",
+			words.Millis(milliseconds(t.Took)), words.Plain(t.AnsweredBy()))
 	}
 	if t.Ended == telemetry.EndedTicketRefused {
 		fmt.Fprintln(w, "Its ticket was refused: the replica that was to send it on has other ticket keys, "+
 			"or another release.\nNo endpoint is at fault (docs/howto/several-replicas.md#tickets-are-refused).")
 	} else if t.Refused != "" {
 		fmt.Fprintf(w, "Tandem ended it with the error %s (docs/operations.md#errors-that-tandem-answers).\n",
-			plain(t.Refused))
+			words.Plain(t.Refused))
+	} else if t.Status >= 400 && t.Status < 500 {
+		fmt.Fprintf(w, "%s refused it: its answer says why.\n", words.Plain(t.AnsweredBy()))
 	}
 	fmt.Fprintln(w, decided(t))
 	if t.Replans > 0 {
@@ -119,10 +123,11 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 		fmt.Fprintf(w, "Failed: %s.\n", failedHop(&hop))
 	}
 	if t.Waited > 0 {
-		fmt.Fprintf(w, "It waited %s for %s%s.\n", millis(milliseconds(t.Waited)), plain(t.WaitedFor), behindOf(t))
+		fmt.Fprintf(w, "It waited %s for %s%s.\n",
+			words.Millis(milliseconds(t.Waited)), words.Plain(t.WaitedFor), behindOf(t))
 	}
 	if len(t.Replicas) > 1 {
-		fmt.Fprintf(w, "The replicas that served it: %s.\n", plain(strings.Join(t.Replicas, ", ")))
+		fmt.Fprintf(w, "The replicas that served it: %s.\n", words.Plain(strings.Join(t.Replicas, ", ")))
 	}
 	prompt := fmt.Sprintf("Prompt: about %d tokens.", t.PromptTokens)
 	if t.CachedTokens >= 0 {
@@ -144,16 +149,16 @@ func behindOf(t *telemetry.Trace) string {
 func places(here, remote int) string {
 	switch {
 	case remote == 0:
-		return count(here, "request")
+		return words.Count(here, "request")
 	case here == 0:
-		return count(remote, "request") + " in other replicas"
+		return words.Count(remote, "request") + " in other replicas"
 	}
-	return fmt.Sprintf("%s here and %d in other replicas", count(here, "request"), remote)
+	return fmt.Sprintf("%s here and %d in other replicas", words.Count(here, "request"), remote)
 }
 
 // printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.
 func printTimes(w io.Writer, t *telemetry.Trace) {
-	took := func(d time.Duration) string { return millis(milliseconds(d)) }
+	took := func(d time.Duration) string { return words.Millis(milliseconds(d)) }
 	switch {
 	case t.Prefill != "" && t.Decode == "" && !t.Final && t.PrefillTime > 0:
 		fmt.Fprintf(w, "prefill failed after %s, ", took(t.PrefillTime))
@@ -190,7 +195,7 @@ func endOf(t *telemetry.Trace, now time.Time) string {
 	case status == "client left":
 		return "the client left before the answer"
 	case status == "unknown" && len(t.GoneWith) > 0:
-		return "unknown: lost when " + plain(list(t.GoneWith)) + " ended without a shutdown"
+		return "unknown: lost when " + words.Plain(words.List(t.GoneWith)) + " ended without a shutdown"
 	case status == "unknown":
 		return "its end is unknown"
 	case status == "no answer":
@@ -201,7 +206,7 @@ func endOf(t *telemetry.Trace, now time.Time) string {
 
 // failedHop names a hop that failed, and its endpoint.
 func failedHop(h *telemetry.FailedHop) string {
-	words := map[string]string{
+	hop := map[string]string{
 		"prefill": "prefill", "decode": "decode", "encode": "encode",
 		"turn":              "prefill, which was to fetch the conversation's last turn",
 		"router":            "the replica of Tandem that decided",
@@ -209,10 +214,10 @@ func failedHop(h *telemetry.FailedHop) string {
 		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",
 		"pool_gone":         "the pool was removed between the hops",
 	}[h.Hop]
-	if words = cmp.Or(words, plain(h.Hop)); h.Endpoint != "" {
-		words += " at " + plain(h.Endpoint)
+	if hop = cmp.Or(hop, words.Plain(h.Hop)); h.Endpoint != "" {
+		hop += " at " + words.Plain(h.Endpoint)
 	}
-	return words
+	return hop
 }
 
 // refusal begins the name of what ended a request that Tandem itself refused between its hops; its code follows.
@@ -263,7 +268,7 @@ func counted(counts map[string]int) string {
 			names[i] = fmt.Sprintf("%s (%d)", name, counts[name])
 		}
 	}
-	return list(names)
+	return words.List(names)
 }
 
 // failuresPage returns the page of the documentation about what failed.
@@ -334,13 +339,14 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 		if !p.Out && p.Prefill == nil && p.Decode == nil && p.Alone == nil {
 			note = join(note, "not weighed: one endpoint was to do both")
 		}
-		if p.Out {
-			note = join(note, "left out")
-			if p.Why != "" {
-				note += ": " + plain(strings.ReplaceAll(p.Why, "failed_request", "it failed this request"))
-			}
+		why := words.Plain(strings.ReplaceAll(p.Why, "failed_request", "it failed this request"))
+		switch {
+		case p.Out && note != "":
+			note += ", since no other was left (" + why + ")"
+		case p.Out:
+			note = strings.TrimSuffix("left out: "+why, ": ")
 		}
-		fmt.Fprintf(table, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", plain(p.Endpoint), p.Role, held(p.Out, p.Hit),
+		fmt.Fprintf(table, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", words.Plain(p.Endpoint), p.Role, held(p.Out, p.Hit),
 			price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),
 			price(alone != nil, sum(alone)), note)
 	}
@@ -370,7 +376,7 @@ func printBusy(w io.Writer, t *telemetry.Trace) {
 	for _, part := range best.Prefill {
 		if part.Name == "others" {
 			fmt.Fprintf(w, "Of the price of prefill at %s, %s are for the delay of other requests.\n",
-				plain(best.Endpoint), millis(1000*part.Value))
+				words.Plain(best.Endpoint), words.Millis(1000*part.Value))
 		}
 	}
 }
@@ -392,43 +398,34 @@ func decided(t *telemetry.Trace) string {
 	switch {
 	case t.Prefill == "" && t.Route != "decode_alone":
 		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
-		return "It went to " + plain(t.Decode) + " as it came (" + route + ")."
+		return "It went to " + words.Plain(t.Decode) + " as it came (" + route + ")."
 	case t.Prefill == "" && t.Reason == "no_prefill" && otherGroups(t):
-		return "Decode alone on " + plain(t.Decode) + ": " + otherGroup + " (no_prefill)."
+		return "Decode alone on " + words.Plain(t.Decode) + ": " + otherGroup + " (no_prefill)."
 	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
-		return "Decode alone on " + plain(t.Decode) + ": " + cmp.Or(because(t.Reason), plain(t.Reason)) +
-			" (" + plain(t.Reason) + ")."
+		return "Decode alone on " + words.Plain(t.Decode) + ": " + cmp.Or(because(t.Reason), words.Plain(t.Reason)) +
+			" (" + words.Plain(t.Reason) + ")."
 	}
 	if t.Prefill != "" && t.Decode == "" {
 		if t.Final {
-			return "Split: " + plain(t.Prefill) + " computed the prompt, and its answer was the client's."
+			return "Split: " + words.Plain(t.Prefill) + " computed the prompt, and its answer was the client's."
 		}
-		return "Split: " + plain(t.Prefill) + " was to compute the prompt, and failed. No decode endpoint was asked."
+		return "Split: " + words.Plain(t.Prefill) +
+			" was to compute the prompt, and failed. No decode endpoint was asked."
 	}
-	prefill := func(w *telemetry.Weighed) []telemetry.Part { return w.Prefill }
-	decode := func(w *telemetry.Weighed) []telemetry.Part { return w.Decode }
-	alone := func(w *telemetry.Weighed) []telemetry.Part { return w.Alone }
 	if t.Prefill == "" {
-		s := "Decode alone on " + plain(t.Decode)
-		if more := least(t, prefill) + least(t, decode) - at(t, t.Decode, alone); finite(more) {
-			return s + compared(more, "splitting it")
-		}
-		if t.Reason == "cheaper" {
-			return s + ": " + because(t.Reason) + "."
-		}
-		return s + "."
+		return decidedAlone(t)
 	}
 	answers := "answers"
 	if t.Refused != "" {
 		answers = "was to answer"
 	}
-	s := fmt.Sprintf("Split: %s computes the prompt, %s %s", plain(t.Prefill), plain(t.Decode), answers)
+	s := fmt.Sprintf("Split: %s computes the prompt, %s %s", words.Plain(t.Prefill), words.Plain(t.Decode), answers)
 	if t.Always {
 		return s + splitAlways
 	}
-	paid := at(t, t.Prefill, prefill) + at(t, t.Decode, decode)
+	paid := at(t, t.Prefill, prefillOf) + at(t, t.Decode, decodeOf)
 	if why, all := kept(t); all {
-		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, alone)-paid)
+		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, aloneOf)-paid)
 	}
 	more := least(t, func(w *telemetry.Weighed) []telemetry.Part {
 		if w.NotAlone != "" {
@@ -441,6 +438,25 @@ func decided(t *telemetry.Trace) string {
 	}
 	return s + compared(more, "decode alone")
 }
+
+// decidedAlone describes a decision for decode alone that prices made.
+func decidedAlone(t *telemetry.Trace) string {
+	s := "Decode alone on " + words.Plain(t.Decode)
+	more := least(t, prefillOf) + least(t, decodeOf) - at(t, t.Decode, aloneOf)
+	switch {
+	case finite(more) && more < 0 && len(t.Failed) > 0:
+		return s + ": pairs that failed it, or failed lately, were left out."
+	case finite(more):
+		return s + compared(more, "splitting it")
+	case t.Reason == "cheaper":
+		return s + ": " + because(t.Reason) + "."
+	}
+	return s + "."
+}
+
+func prefillOf(w *telemetry.Weighed) []telemetry.Part { return w.Prefill }
+func decodeOf(w *telemetry.Weighed) []telemetry.Part  { return w.Decode }
+func aloneOf(w *telemetry.Weighed) []telemetry.Part   { return w.Alone }
 
 // otherGroups reports whether a prefill endpoint could take the request, but no decode endpoint of its group.
 func otherGroups(t *telemetry.Trace) bool {

@@ -73,7 +73,11 @@ The prices of the last plan, as they were then. --output json has their parts.
 			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
 		},
 		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ": func(r *telemetry.Trace) { r.Reason = "cheaper" },
-		"Decode alone on d1:1: it cost less than two hops.":                   func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
+		"d1:1 refused it: its answer says why.\n":                             func(r *telemetry.Trace) { r.Status = 400 },
+		"Decode alone on d1:1: pairs that failed it, or failed lately, were left out.": func(r *telemetry.Trace) {
+			r.Reason, r.Failed = "cheaper", []telemetry.FailedHop{{Hop: "decode", Endpoint: "d1:1"}}
+		},
+		"Decode alone on d1:1: it cost less than two hops.": func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
 		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {
 			r.Reason = "min_prefill_tokens"
 		},
@@ -135,10 +139,10 @@ func TestReasonsHaveWords(t *testing.T) {
 				continue
 			}
 			reasons++
-			words := because(name)
-			require.NotEmpty(t, words, name)
-			require.Empty(t, said[words], name)
-			said[words] = name
+			why := because(name)
+			require.NotEmpty(t, why, name)
+			require.Empty(t, said[why], name)
+			said[why] = name
 		}
 	}
 	require.Greater(t, reasons, 20)

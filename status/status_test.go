@@ -19,6 +19,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/status/words"
 )
 
 var update = flag.Bool("update", false, "rewrite testdata/status.txt")
@@ -114,7 +115,7 @@ func TestStatusOf(t *testing.T) {
 	cut := telemetry.Trace{Status: 200}
 	cut.Ended = telemetry.EndedCut
 	require.Equal(t, "200, cut", statusOf(&cut, now))
-	require.Contains(t, Paint("  200, cut  split\n"), "\x1b[31m")
+	require.Contains(t, words.Paint("  200, cut  split\n"), "\x1b[31m")
 	gone := telemetry.Trace{Started: now}
 	gone.Ended = "client_gone"
 	require.Equal(t, "client left", statusOf(&gone, now))
@@ -152,13 +153,6 @@ func TestRankNames(t *testing.T) {
 		names = append(names, e.Name)
 	}
 	require.Equal(t, []string{"engine:8000#0", "engine:8000#1", "10.0.0.2:8000#0", "10.0.0.2:8000#1"}, names)
-}
-
-// A rate that is not 0 is not shown as 0.
-func TestNumber(t *testing.T) {
-	for v, want := range map[float64]string{0: "0", 1. / 60: "0.02", .096: "0.1", .25: "0.2", 3: "3", 12.4: "12", 25e3: "25k"} {
-		require.Equal(t, want, number(v))
-	}
 }
 
 func TestHandler(t *testing.T) {
@@ -241,12 +235,6 @@ func TestStateAfterFailure(t *testing.T) {
 		s.MarkFailed(e)
 		require.Equal(t, "out", stateOf(source.State, e, time.Now()))
 	})
-}
-
-func TestPaint(t *testing.T) {
-	require.Equal(t, "\x1b[1mTandem v1, ready\x1b[0m\n\x1b[31mPROBLEM  x\x1b[0m\n  p1  prefill  up\n"+
-		"\x1b[31m  d1  decode  OUT  0\x1b[0m\n\x1b[31m  503  split\x1b[0m\n",
-		Paint("Tandem v1, ready\nPROBLEM  x\n  p1  prefill  up\n  d1  decode  OUT  0\n  503  split\n"))
 }
 
 // A prefill endpoint that pairs with no decode endpoint has a note in its row, whatever the states of others.

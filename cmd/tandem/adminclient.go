@@ -19,6 +19,7 @@ import (
 	"tandem/internal/config"
 	"tandem/internal/orders"
 	"tandem/status"
+	"tandem/status/words"
 )
 
 // adminClient talks to the admin port of a running replica.
@@ -178,5 +179,5 @@ func coloured(w io.Writer, text string) string {
 	if !ok || !term.IsTerminal(int(f.Fd())) || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
 		return text
 	}
-	return status.Paint(text)
+	return words.Paint(text)
 }

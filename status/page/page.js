@@ -59,8 +59,8 @@ function attention(notices) {
 }
 
 const charts = [
-  { title: 'Requests a second', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
-  { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
+  { title: 'Requests a second, each plan of one', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
+  { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused, by engines too', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
   { title: 'Time to the answer’s headers', unit: about, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
   { title: 'Prefill hop', unit: about, lines: [['p50', 'prefill_50', 'c-decode'], ['p99', 'prefill_99', 'c-bad']] },
   { title: 'Prompt tokens a second', unit: count, lines: [['cached', 'cached', 'c-good'], ['computed', 'computed', 'c-prefill']] },
