@@ -33,7 +33,7 @@ func (w *AnswerCounters) since(old AnswerCounters) (d AnswerCounters, ok bool) {
 }
 
 // restarted reports whether the engine has lost its counts of before, and with them its KV cache. Times are left out:
-// what replicas tell each other rounds them.
+// messages between replicas round them.
 func (w *AnswerCounters) restarted(old AnswerCounters) bool {
 	return w.Answers < old.Answers || w.Tokens < old.Tokens || w.Gaps < old.Gaps || w.Generated < old.Generated
 }

@@ -53,7 +53,7 @@ func TestIndexForgets(t *testing.T) {
 	require.LessOrEqual(t, p.IndexStats().Blocks, 64)
 }
 
-// An engine that counts from 0 again has an empty cache, whoever scraped it. Others keep theirs.
+// An engine that counts from 0 again has an empty cache, whichever replica scraped it. Others keep theirs.
 func TestIndexForgetsARestartedEngine(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})

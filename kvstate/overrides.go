@@ -177,7 +177,7 @@ func (e *Endpoint) TakesWork() bool { return !e.Paused() && !e.Failed() && !e.Dr
 // maxWeight bounds weights, so that prices do not overflow.
 const maxWeight = 10_000
 
-// Weight returns the endpoint's assumed speed, in per cent; 0 if it gets no work by its spec, whatever an order says.
+// Weight returns the endpoint's assumed speed, in per cent; 0 if it gets no work by its spec, which no order changes.
 func (e *Endpoint) Weight() int {
 	if e.Drained {
 		return 0

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 MERMAID = "assets/javascripts/mermaid.min.js"
 WORKER = "assets/javascripts/iframe-worker.js"
-ELSEWHERE = "https://unpkg.com/iframe-worker/shim"  # where the theme's plugin "offline" fetches it
+UNPKG = "https://unpkg.com/iframe-worker/shim"  # where the theme's plugin "offline" fetches it
 STYLE = "assets/stylesheets/wider.css"  # named in mkdocs.yml
 WIDER = """.md-grid { max-width: 84rem; }
 .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { min-width: 0; padding: .6em .9em; }
@@ -38,8 +38,8 @@ def on_files(files, config):
 
 def on_post_page(output, page, **_):
     here = posixpath.dirname(page.file.dest_uri) or "."
-    assert ELSEWHERE in output, "the theme fetches its worker from another place"
-    output = output.replace(ELSEWHERE, posixpath.relpath(WORKER, here))
+    assert UNPKG in output, "the theme fetches its worker from another place"
+    output = output.replace(UNPKG, posixpath.relpath(WORKER, here))
     if 'class="mermaid"' not in output:
         return output
     return output.replace("</head>", f'<script src="{posixpath.relpath(MERMAID, here)}"></script></head>')
@@ -47,7 +47,7 @@ def on_post_page(output, page, **_):
 
 def on_post_template(output_content, template_name, **_):
     # a server answers any path with 404.html, so its links begin at the root
-    return output_content.replace(ELSEWHERE, "/" + WORKER) if template_name == "404.html" else output_content
+    return output_content.replace(UNPKG, "/" + WORKER) if template_name == "404.html" else output_content
 
 
 def on_page_markdown(markdown, page, **_):

@@ -72,7 +72,7 @@ func checkValue(m *ValidationErrors, path string, value any, field protoreflect.
 		return value, ok
 	case protoreflect.StringKind:
 		if b, ok := value.(bool); ok && slices.Contains(answeredYes(), field.JSONName()) {
-			return fmt.Sprint(b), true // the check of its words says what would be right
+			return fmt.Sprint(b), true // the check of its words names those that are allowed
 		}
 		return value, checkText(m, path, value, field.JSONName())
 	case protoreflect.DoubleKind:
@@ -138,7 +138,7 @@ func answeredYes() []string {
 // variable matches text that a shell or a template would replace.
 var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
 
-// notReplaced says what to do about a variable.
+// notReplaced is the error about a variable.
 const notReplaced = "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the " +
 	"setting that names a file where it is a secret"
 

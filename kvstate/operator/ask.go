@@ -122,7 +122,7 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 			out.Silent = append(out.Silent, o.nameOf(id))
 		}
 	}
-	if o.away { // nobody can report itself, and whoever was there may still be
+	if o.away { // no replica can report itself, and those that were there may still run
 		for id, other := range o.logged {
 			if !slices.Contains(living, id) {
 				out.Silent = append(out.Silent, other.name)

@@ -28,7 +28,7 @@ func (o *Owner) Leave() {
 	o.leaveFresh()
 }
 
-// Forget forgets the routed prompts: the engine has lost its cache. Its feeds hear of that themselves.
+// Forget forgets the routed prompts: the engine has lost its cache. Its feeds receive that as an event.
 func (o *Owner) Forget() {
 	o.index.writing.Lock()
 	defer o.index.unlock()

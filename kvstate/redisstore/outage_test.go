@@ -29,12 +29,12 @@ func TestUserIsGone(t *testing.T) {
 	a := apart(t, Options{URL: fmt.Sprintf("redis://tandem:s3cret@%s/0", r.Addr)}, 1)
 	a.store.log = slog.New(slog.NewTextHandler(log, nil))
 	a.run()
-	says := func(what string) func() bool {
+	status := func(what string) func() bool {
 		return func() bool { text, _ := a.store.Status(); return strings.Contains(text, what) }
 	}
-	eventually(t, "it is up", says("up for"))
+	eventually(t, "it is up", status("up for"))
 	r.do("ACL", "DELUSER", "tandem")
-	eventually(t, "it says why", says("WRONGPASS"))
+	eventually(t, "it reports why", status("WRONGPASS"))
 	eventually(t, "and logs it", func() bool {
 		text, err := os.ReadFile(log.Name())
 		return err == nil && strings.Contains(string(text), "WRONGPASS")
