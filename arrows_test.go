@@ -92,7 +92,7 @@ var arrows = map[string][]string{
 	"docs":                         {"extproc/telemetry", "extproc", "internal/config", "kvstate", "protos/config/v1"},                             // tests that hold the documents to the code
 	"internal/grpcserver":          {"internal/memory"},                                                                                            // knows gRPC, not Envoy
 	"internal/livecheck":           {"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1", "e2e/loopback"}, // the last in tests
-	"internal/orders":              {"internal/config", "kvstate", "kvstate/operator"},
+	"internal/orders":              {"status/words", "internal/config", "kvstate", "kvstate/operator"},
 	"internal/memory":              {},
 	"internal/guard":               {},
 	"internal/budget":              {},                     // for the tests of all

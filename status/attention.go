@@ -167,13 +167,13 @@ func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 
 // missing adds notices about replicas that do not run, and about Redis.
 func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
-	names, rest := "", " As far as is known the rest was shut down, or not started."
+	names := ""
 	if len(s.Gone) > 0 {
 		var gone []string
 		for _, g := range s.Gone {
 			gone = append(gone, fmt.Sprintf("%s (last heard %s)", g.Name, words.MinutesAgo(s.Now.Sub(g.Heard))))
 		}
-		names, rest = fmt.Sprintf("Gone without a shutdown: %s.", words.List(gone)), " "
+		names = fmt.Sprintf("Gone without a shutdown: %s.", words.List(gone))
 	}
 	sharing := &s.Sharing
 	switch here := sharing.Replicas; {
@@ -183,8 +183,8 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		if here == 1 {
 			run = "runs"
 		}
-		add(false, "howto/several-replicas.md", "%d of the %d replicas in envoy.extProcs %s.%s%s",
-			here, sharing.Configured, run, rest, names)
+		add(false, "howto/several-replicas.md", "%d of the %d replicas in envoy.extProcs %s. %s", here,
+			sharing.Configured, run, cmp.Or(names, "As far as is known the rest was shut down, or not started."))
 	case names != "":
 		add(false, "howto/several-replicas.md", "%s Each is named for an hour.", names)
 	}
@@ -203,7 +203,7 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 func otherReplicas(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	switch {
 	case len(s.Silent) == 0:
-	case !s.Sharing.Up: // missing says it
+	case !s.Sharing.Up: // missing reports it
 	case s.Sharing.NoAnswer:
 		add(false, "howto/redis.md", "Redis does not answer, so other replicas cannot be asked (%s): "+
 			"what they know is missing below.", words.List(s.Silent))

@@ -29,8 +29,7 @@ func Print(w io.Writer, s *Status) {
 		spark(s.Points, func(p *Point) float64 { return p.OK + p.Rejected + p.Failed + p.Gone }))
 	fmt.Fprintf(w, "headers      p50 %s  p99 %s   prefill p50 %s  p99 %s   deciding p50 %s  p99 %s\n",
 		words.About(m.FirstByte50), words.About(m.FirstByte99), words.About(m.Prefill50), words.About(m.Prefill99),
-		words.About(m.Decide50),
-		words.About(m.Decide99))
+		words.About(m.Decide50), words.About(m.Decide99))
 	if s.FailedHops != "" {
 		fmt.Fprintf(w, "hops failed  of failed requests: %s\n", words.Plain(s.FailedHops))
 	}
@@ -153,15 +152,9 @@ func printPool(w io.Writer, p *Pool) {
 	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tof latest\tcache hits\tKV comes at\twrites\t"+
 		"each token in"+end)
 	for _, e := range p.Endpoints {
-		health, hits, group, transfer := e.State, "-", "", "-"
+		hits, group, transfer := "-", "", "-"
 		if e.Transfer > 0 {
 			transfer = words.PerSecond(e.Transfer)
-		}
-		switch {
-		case health == "out" && e.Paused:
-			health = "OUT, paused" // as expected of an engine that is drained and restarted
-		case health == "out":
-			health = "OUT"
 		}
 		if e.HitShare >= 0 {
 			hits = fmt.Sprintf("%.0f %%", 100*e.HitShare)
@@ -174,7 +167,8 @@ func printPool(w io.Writer, p *Pool) {
 			output = words.Number(e.Rate) + " tokens/s"
 		}
 		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", words.Plain(e.Name), words.Plain(group),
-			e.Role, health, e.Requests, e.Tokens, e.Hops, hits, transfer, output, words.Millis(e.PerToken))
+			e.Role, words.State(e.State, e.Paused), e.Requests, e.Tokens, e.Hops, hits, transfer, output,
+			words.Millis(e.PerToken))
 		if e.Unpaired {
 			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
 		}

@@ -323,35 +323,42 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 	fmt.Fprintln(table, priceColumns)
 	for i := range t.Weighed {
 		p := &t.Weighed[i]
-		decode, alone, note := p.Decode, p.Alone, ""
+		decode, alone := p.Decode, p.Alone
 		if t.Prefill == "" && alone == nil { // it could not be split: the price of its only hop is that of both
 			decode, alone = nil, p.Decode
 		}
-		if p.Endpoint == t.Prefill || p.Endpoint == t.Decode {
-			note = "chosen"
-		}
-		switch {
-		case p.NotAlone != "" && t.Prefill != "":
-			note = join(note, notAlone(p.NotAlone == telemetry.NotAloneTooLong))
-		case p.NotAlone != "" && note != "":
-			note = "chosen since there is no other way, though its answers suffer"
-		}
-		if !p.Out && p.Prefill == nil && p.Decode == nil && p.Alone == nil {
-			note = join(note, "not weighed: one endpoint was to do both")
-		}
-		why := words.Plain(strings.ReplaceAll(p.Why, "failed_request", "it failed this request"))
-		switch {
-		case p.Out && note != "":
-			note += ", since no other was left (" + why + ")"
-		case p.Out:
-			note = strings.TrimSuffix("left out: "+why, ": ")
-		}
 		fmt.Fprintf(table, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", words.Plain(p.Endpoint), p.Role, held(p.Out, p.Hit),
 			price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),
-			price(alone != nil, sum(alone)), note)
+			price(alone != nil, sum(alone)), noteOf(t, p))
 	}
 	_ = table.Flush()
 	fmt.Fprintln(w, "\nThe prices of the last plan, as they were then. --output json has their parts.")
+}
+
+// noteOf is the note at an endpoint in the table of a request's prices.
+func noteOf(t *telemetry.Trace, p *telemetry.Weighed) (note string) {
+	chosen := p.Endpoint == t.Prefill || p.Endpoint == t.Decode
+	if chosen {
+		note = "chosen"
+	}
+	switch {
+	case p.NotAlone != "" && t.Prefill != "":
+		note = join(note, notAlone(p.NotAlone == telemetry.NotAloneTooLong))
+	case p.NotAlone != "" && chosen:
+		note = "chosen since there is no other way, though its answers suffer"
+	}
+	why := words.Plain(strings.ReplaceAll(p.Why, "failed_request", "it failed this request"))
+	switch {
+	case p.Out && chosen:
+		note += ", since no other was left (" + why + ")"
+	case p.Out && why == "":
+		note = join(note, "left out")
+	case p.Out:
+		note = join(note, "left out: "+why)
+	case p.Prefill == nil && p.Decode == nil && p.Alone == nil:
+		note = join(note, "not weighed: one endpoint was to do both")
+	}
+	return note
 }
 
 // printBusy says how busy prefill was, and what of the price of the chosen prefill endpoint, or of the lowest price, is

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"tandem/internal/orders"
+	"tandem/status/words"
 )
 
 // endpointPath is the path of an order about a pool, or about one of its endpoints.
@@ -61,7 +62,7 @@ func newPause(paused bool) *cobra.Command {
 				Paused bool
 			}
 			return a.showOrder(c, answer, &pool, func(w io.Writer) {
-				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, orders.StateName("", pool.Paused))
+				fmt.Fprintf(w, "pool %s: %s\n", pool.Pool, words.State("", pool.Paused))
 			})
 		},
 	}

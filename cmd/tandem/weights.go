@@ -4,14 +4,15 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
-	"tandem/internal/orders"
 	"tandem/status"
+	"tandem/status/words"
 )
 
 // newWeights is `tandem weights`.
@@ -52,25 +53,22 @@ func newWeights() *cobra.Command {
 // listWeights shows the weights of a pool's endpoints, or of all.
 func (a *adminClient) listWeights(c *cobra.Command, pool string) error {
 	var state status.Status
-	shown := false
 	err := a.query(c, statusPath, &state, func(w io.Writer) {
+		state.Pools = slices.DeleteFunc(state.Pools, func(p status.Pool) bool { return pool != "" && p.Name != pool })
+		if len(state.Pools) == 0 {
+			return
+		}
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+		fmt.Fprintln(t, "pool\tendpoint\trole\tstate\tweight\trequests")
 		for _, p := range state.Pools {
-			if pool != "" && p.Name != pool {
-				continue
-			}
-			if !shown {
-				fmt.Fprintln(t, "pool\tendpoint\trole\tstate\tweight\trequests")
-			}
-			shown = true
 			for _, e := range p.Endpoints {
 				fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d %%\t%d\n", p.Name, e.Address, e.Role,
-					orders.StateName(e.State, p.Paused || e.Paused), e.Weight, e.Requests)
+					words.State(e.State, p.Paused || e.Paused), e.Weight, e.Requests)
 			}
 		}
 		_ = t.Flush()
 	})
-	if err == nil && !shown && a.output == "table" {
+	if err == nil && len(state.Pools) == 0 && a.output == "table" {
 		return fmt.Errorf("there is no pool %q: tandem status lists the pools", pool)
 	}
 	return err

@@ -280,14 +280,15 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 	if info.Connector == "" {
 		return
 	}
+	takers := dialectsTaking(info.Connector)
 	if len(d.Reports.Connectors) > 0 && !slices.Contains(d.Reports.Connectors, info.Connector) {
 		a.report(at+".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s",
-			info.Connector, p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), dialectsFor(info.Connector))
+			info.Connector, p.GetKvTransfer(), strings.Join(d.Reports.Connectors, " or "), remedy(takers))
 	}
-	stores, right := d.Reports.Stores, dialectsFor(info.Connector)
-	if stores != nil && !slices.Contains(stores, info.Connector) && right != otherwise {
+	// a connector that no dialect names may be that of a store
+	if d.Reports.Stores != nil && len(takers) > 0 && !slices.Contains(takers, d.Name) {
 		a.report(at+".address", "the engine runs with %s, which uses no store, and the pool's kvTransfer is %s: %s",
-			info.Connector, p.GetKvTransfer(), right)
+			info.Connector, p.GetKvTransfer(), remedy(takers))
 	}
 	wrong := map[string]string{"kv_producer": "decode", "kv_consumer": "prefill"}
 	if role := wrong[info.KVRole]; role != "" && e.GetRole() == role {
@@ -296,21 +297,22 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 	}
 }
 
-// otherwise is the hint for a connector that no dialect takes.
-const otherwise = "start the engine otherwise, or correct the address"
-
-// dialectsFor returns the hint for a connector.
-func dialectsFor(connector string) string {
-	var names []string
+// dialectsTaking returns the names of the dialects that take a connector.
+func dialectsTaking(connector string) (names []string) {
 	for _, d := range kvtransfer.All() {
 		if slices.Contains(d.Reports.Connectors, connector) || slices.Contains(d.Reports.Stores, connector) {
 			names = append(names, d.Name)
 		}
 	}
-	if len(names) == 0 {
-		return otherwise
+	return names
+}
+
+// remedy is what to do about a connector that other dialects take.
+func remedy(dialects []string) string {
+	if len(dialects) == 0 {
+		return "start the engine otherwise, or correct the address"
 	}
-	return "set kvTransfer to " + strings.Join(names, " or ") + ", or start the engine otherwise"
+	return "set kvTransfer to " + strings.Join(dialects, " or ") + ", or start the engine otherwise"
 }
 
 // checkRanks compares transfer.tensorParallelSize with the engine's report, if it is set or required.

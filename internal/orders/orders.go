@@ -3,7 +3,6 @@
 package orders
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -19,6 +18,7 @@ import (
 	"tandem/internal/config"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
+	"tandem/status/words"
 )
 
 // Orders pause and resume a pool, pause, drain and resume an endpoint, change its weight, and read the configuration
@@ -180,23 +180,9 @@ func Print(w io.Writer, found []Ordered) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "endpoint\tstate\tweight\trequests")
 	for _, e := range found {
-		fmt.Fprintf(t, "%s\t%s\t%d %%\t%d\n", e.Address, StateName(e.State, e.Paused), e.Weight, e.Requests)
+		fmt.Fprintf(t, "%s\t%s\t%d %%\t%d\n", e.Address, words.State(e.State, e.Paused), e.Weight, e.Requests)
 	}
 	_ = t.Flush()
-}
-
-// StateName names the state of an endpoint or a pool for people, as `tandem status` does. state is "" for a pool, and
-// from a replica of an earlier release.
-func StateName(state string, paused bool) string {
-	switch {
-	case state == "out" && paused:
-		return "OUT, paused"
-	case state == "out":
-		return "OUT"
-	case paused && state != "draining":
-		return "paused"
-	}
-	return cmp.Or(state, "up")
 }
 
 // endpoint is an order that changes an endpoint; its log line ends with more.

@@ -219,11 +219,4 @@ func TestStatesOfEndpoints(t *testing.T) {
 	Print(&text, found)
 	require.Contains(t, text.String(), "10.0.0.1:80  OUT    100 %")
 	require.Contains(t, order("pause").Header().Get(Warning), "no decode endpoint of pool chat takes requests now")
-
-	for want, c := range map[string]struct {
-		state  string
-		paused bool
-	}{"OUT": {"out", false}, "OUT, paused": {"out", true}, "paused": {"stale", true}, "draining": {"draining", true}, "stale": {"stale", false}, "up": {"", false}} {
-		require.Equal(t, want, StateName(c.state, c.paused))
-	}
 }

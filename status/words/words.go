@@ -2,6 +2,7 @@
 package words
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"time"
@@ -120,4 +121,17 @@ func List(names []string) string {
 		return strings.Join(names[:shown], ", ") + fmt.Sprintf(" and %d more", len(names)-shown)
 	}
 	return strings.Join(names, ", ")
+}
+
+// State names the state of an endpoint or a pool. state is "" for a pool, and from a replica of an earlier release.
+func State(state string, paused bool) string {
+	switch {
+	case state == "out" && paused: // as expected of an engine that is drained and restarted
+		return "OUT, paused"
+	case state == "out":
+		return "OUT"
+	case paused && state != "draining":
+		return "paused"
+	}
+	return cmp.Or(state, "up")
 }

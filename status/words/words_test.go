@@ -30,3 +30,13 @@ func TestPaint(t *testing.T) {
 		"\x1b[31m  d1  decode  OUT  0\x1b[0m\n\x1b[31m  503  split\x1b[0m\n",
 		Paint("Tandem v1, ready\nPROBLEM  x\n  p1  prefill  up\n  d1  decode  OUT  0\n  503  split\n"))
 }
+
+// All commands name a state alike.
+func TestState(t *testing.T) {
+	for want, c := range map[string]struct {
+		state  string
+		paused bool
+	}{"OUT": {"out", false}, "OUT, paused": {"out", true}, "paused": {"stale", true}, "draining": {"draining", true}, "stale": {"stale", false}, "up": {"", false}} {
+		require.Equal(t, want, State(c.state, c.paused))
+	}
+}
