@@ -232,6 +232,7 @@ func TestXDSChangesFollowReplicas(t *testing.T) {
 	listeners := f.envoyStat("listener_manager.listener_modified")
 	load := f.wholeTraffic(8)
 	stop, stopped := make(chan struct{}), make(chan int)
+	changed := slices.Clone(f.tandems) // f.tandems grows meanwhile
 	go func() { // ten changes a second, also while replicas start and stop
 		for n := 1; ; n++ {
 			select {
@@ -240,7 +241,7 @@ func TestXDSChangesFollowReplicas(t *testing.T) {
 				return
 			case <-time.After(100 * time.Millisecond):
 			}
-			for i, p := range slices.Clone(f.tandems[:2]) {
+			for i, p := range changed {
 				file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
 				text, err := os.ReadFile(file)
 				if err == nil {
