@@ -145,14 +145,17 @@ func TestTentativeBookingsDoNotCount(t *testing.T) {
 	require.Zero(t, s.Reservations())
 }
 
-// Utilisation is the work of the last minute over the endpoints' time, from the first minute on.
+// Utilisation is the work of the last minute over the endpoints' time, also in the first minute. Work of the first ten
+// seconds counts as if it were all of ten seconds: one prompt keeps nobody busy.
 func TestUtilisation(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
 	for second := range 300 {
 		s.Release(s.Reserve(e, prefillOf(.4, 100)))
 		*now = now.Add(time.Second)
-		if _, _, load := see(s, pool); second > 5 {
+		_, _, load := see(s, pool)
+		require.InDelta(t, .04*float64(min(second+1, 10)), load.Prefill, .05, "after %d s", second+1)
+		if second > 10 {
 			require.InDelta(t, .4, load.Prefill, .05, "after %d s", second)
 		}
 	}

@@ -27,8 +27,12 @@ type workload struct {
 	zoned                      bool    // endpoints run in several zones
 }
 
-// loadWindow is the period over which a pool's utilisation is measured.
-const loadWindow = time.Minute
+// loadWindow is the period over which a pool's utilisation is measured, and leastWindow the shortest one, since a first
+// prompt of a second is no load of 100 %.
+const (
+	loadWindow  = time.Minute
+	leastWindow = 10 * time.Second
+)
 
 // Utilisation is the share of time that a fleet's prefill is busy, and the work that it does.
 type Utilisation struct {
@@ -79,12 +83,12 @@ func (w *workload) booked(b Booking, work time.Duration, now time.Time) {
 }
 
 // rates returns the seconds of work booked per second, on prefill and on decode endpoints. In the first minute the
-// window is not full yet, which the sum is corrected for. The caller holds w.mu.
+// window is not full yet, which the sum is corrected for, from leastWindow on. The caller holds w.mu.
 func (w *workload) rates(now time.Time) (prefill, local float64) {
 	if w.since.IsZero() {
 		return 0, 0
 	}
-	seen := loadWindow.Seconds() * (1 - math.Exp(-max(now.Sub(w.since), time.Second).Seconds()/loadWindow.Seconds()))
+	seen := loadWindow.Seconds() * (1 - math.Exp(-max(now.Sub(w.since), leastWindow).Seconds()/loadWindow.Seconds()))
 	return w.prefill.value(loadWindow, now) / seen, w.local.value(loadWindow, now) / seen
 }
 
