@@ -232,8 +232,8 @@ func TestXDSChangesFollowReplicas(t *testing.T) {
 	listeners := f.envoyStat("listener_manager.listener_modified")
 	load := f.wholeTraffic(8)
 	stop, stopped := make(chan struct{}), make(chan int)
-	changed := slices.Clone(f.tandems) // f.tandems grows meanwhile
-	go func() { // ten changes a second, also while replicas start and stop
+	changed := slices.Clone(f.tandems) // which grows meanwhile
+	go func() {                        // ten changes a second, also while replicas start and stop
 		for n := 1; ; n++ {
 			select {
 			case <-stop:

@@ -36,8 +36,12 @@ type Choice struct {
 	Uncached     int64   // tokens that the endpoint must compute
 	Work         float64 // the time for those, and to load others into GPU memory, as modelled, s
 	Price        float64 // of the choice, seconds
-	Selective    bool    // not every endpoint serves the model
-	Named        bool    // some endpoint reports its models: whoever chooses again must name the model
+	// Other is the price of the cheapest choice of the other kind: decode alone for a pair, a pair for decode alone.
+	// +Inf: none was offered; 0: not comparable.
+	Other float64
+
+	Selective bool // not every endpoint serves the model
+	Named     bool // some endpoint reports its models: whoever chooses again must name the model
 
 	// Estimated, seconds:
 	PrefillTime float64 // until the prefill endpoint has answered, from now
@@ -153,6 +157,7 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	alone := k.alone(r, v, &t, pair.Prefill < 0)
 	switch {
 	case pair.Prefill >= 0 && (alone.Decode < 0 || alone.Uncached >= k.MinPrefillTokens && alone.Price >= pair.Price):
+		pair.Other = alone.Price
 		return pair, nil
 	case alone.Decode < 0:
 		k.weighDesperate(r, v, &t)
@@ -161,6 +166,7 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	if alone.Decode < 0 {
 		return alone, ErrNoEndpoint
 	}
+	alone.Other = pair.Price
 	return alone, nil
 }
 

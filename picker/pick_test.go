@@ -3,6 +3,7 @@ package picker
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -162,20 +163,23 @@ func TestPickAgainstTwin(t *testing.T) {
 				return c.Endpoint.Engine+c.Endpoint.Layout+c.Endpoint.Zone != ""
 			})
 		}
-		want := sorted((&twin{r, v, policy}).pick())
+		want := sorted((&twin{r: r, v: v, p: policy}).pick())
 		got := winners(t, &Picker{Policy: policy}, r, v, 40*max(len(want), 1))
 		require.Equal(t, want, got, "seed %d: %+v %+v", seed, r, policy)
 	}
 }
 
 func FuzzPick(f *testing.F) {
-	f.Add(uint64(1), uint64(2))
+	for seed := range uint64(500) {
+		f.Add(seed, seed+1)
+	}
 	var k Picker
 	f.Fuzz(func(t *testing.T, seed, chance uint64) {
 		r, v, policy := randomCase(rand.New(rand.NewPCG(seed, seed)))
 		k.Policy = policy
 		r.Rand = chance
-		want := (&twin{r, v, policy}).pick()
+		w := &twin{r: r, v: v, p: policy}
+		want := w.pick()
 		got, err := k.Pick(r, v)
 		if len(want) == 0 {
 			require.ErrorIs(t, err, ErrNoEndpoint)
@@ -183,6 +187,11 @@ func FuzzPick(f *testing.F) {
 		}
 		require.NoError(t, err)
 		require.Contains(t, want, Choice{Prefill: got.Prefill, Decode: got.Decode})
+		if math.IsInf(w.other, 1) {
+			require.True(t, math.IsInf(got.Other, 1))
+		} else {
+			require.InDelta(t, w.other, got.Other, sameTime*1.001)
+		}
 	})
 }
 
@@ -208,7 +217,7 @@ func TestPickRelations(t *testing.T) {
 		random := rand.New(rand.NewPCG(seed, 8))
 		r, v, policy := randomCase(random)
 		k := &Picker{Policy: policy}
-		before := (&twin{r, v, policy}).pick()
+		before := (&twin{r: r, v: v, p: policy}).pick()
 		if len(before) == 0 {
 			continue
 		}

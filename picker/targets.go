@@ -41,6 +41,7 @@ func (k *Picker) meetTargets(r *Request, v *kvstate.View, c Choice) (Choice, err
 	c, err := k.pick(r, v)
 	if err == nil {
 		idle = k.estimate(r, v, &c)
+		c.Other = 0 // a price of this request's time alone
 	}
 	k.latencyOnly = false
 	if err != nil || c.meets(r) {

@@ -42,7 +42,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 		if _, err := k.Pick(r, v); err != nil {
 			continue
 		}
-		choices := (&twin{r, v, policy}).allowed()
+		choices := (&twin{r: r, v: v, p: policy}).allowed()
 		if len(choices) == 0 { // only those that failed the request are left
 			continue
 		}

@@ -13,6 +13,8 @@ type twin struct {
 	r *Request
 	v *kvstate.View
 	p Policy
+
+	other float64 // price of the other kind of choice, set by pick
 }
 
 // offers are a twin's choices and their prices.
@@ -305,6 +307,7 @@ func (w *twin) pick() []Choice {
 			break
 		}
 	}
+	w.other = pairs.least()
 	if len(pairs.prices) == 0 {
 		return w.best(&alone)
 	}
@@ -315,6 +318,7 @@ func (w *twin) pick() []Choice {
 	if few || alone.least() < pairs.least() {
 		return all
 	}
+	w.other = alone.least()
 	return w.best(&pairs)
 }
 

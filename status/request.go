@@ -312,7 +312,7 @@ func (f *Failed) ticketsRefused() string {
 func printPrices(w io.Writer, t *telemetry.Trace) {
 	if len(t.Weighed) == 0 {
 		if t.Prefill != "" || t.Route == "decode_alone" {
-			fmt.Fprintln(w, "Its prices were not kept: they are of ten decisions a second at most.\n"+
+			fmt.Fprintln(w, "The price of each endpoint was not kept: prices are of ten decisions a second at most.\n"+
 				"tandem explain --tokens shows those of now.")
 		}
 		return
@@ -412,15 +412,20 @@ func decided(t *telemetry.Trace) string {
 		return "Decode alone on " + words.Plain(t.Decode) + ": " + cmp.Or(because(t.Reason), words.Plain(t.Reason)) +
 			" (" + words.Plain(t.Reason) + ")."
 	}
-	if t.Prefill != "" && t.Decode == "" {
-		if t.Final {
-			return "Split: " + words.Plain(t.Prefill) + " computed the prompt, and its answer was the client's."
-		}
-		return "Split: " + words.Plain(t.Prefill) +
-			" was to compute the prompt, and failed. No decode endpoint was asked."
-	}
 	if t.Prefill == "" {
 		return decidedAlone(t)
+	}
+	return decidedSplit(t)
+}
+
+// decidedSplit describes a decision for two endpoints.
+func decidedSplit(t *telemetry.Trace) string {
+	if t.Decode == "" && t.Final {
+		return "Split: " + words.Plain(t.Prefill) + " computed the prompt, and its answer was the client's."
+	}
+	if t.Decode == "" {
+		return "Split: " + words.Plain(t.Prefill) +
+			" was to compute the prompt, and failed. No decode endpoint was asked."
 	}
 	answers := "answers"
 	if t.Refused != "" {
@@ -431,19 +436,24 @@ func decided(t *telemetry.Trace) string {
 		return s + splitAlways
 	}
 	paid := at(t, t.Prefill, prefillOf) + at(t, t.Decode, decodeOf)
-	if why, all := kept(t); all {
-		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, aloneOf)-paid)
-	}
+	why, all := kept(t)
 	more := least(t, func(w *telemetry.Weighed) []telemetry.Part {
 		if w.NotAlone != "" {
 			return nil
 		}
 		return w.Alone
 	}) - paid
-	if !finite(more) {
-		return s + "."
+	switch {
+	case len(t.Weighed) == 0 && t.NotAlone:
+		return s + ": decode endpoints were too busy to compute it, too, or it is too long for that."
+	case len(t.Weighed) == 0 && t.Cheaper != 0:
+		return s + compared(t.Cheaper, "decode alone")
+	case all:
+		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, aloneOf)-paid)
+	case finite(more):
+		return s + compared(more, "decode alone")
 	}
-	return s + compared(more, "decode alone")
+	return s + "."
 }
 
 // decidedAlone describes a decision for decode alone that prices made.
@@ -451,6 +461,8 @@ func decidedAlone(t *telemetry.Trace) string {
 	s := "Decode alone on " + words.Plain(t.Decode)
 	more := least(t, prefillOf) + least(t, decodeOf) - at(t, t.Decode, aloneOf)
 	switch {
+	case len(t.Weighed) == 0 && t.Cheaper != 0:
+		return s + compared(t.Cheaper, "splitting it")
 	case finite(more) && more < 0 && len(t.Failed) > 0:
 		return s + ": pairs that failed it, or failed lately, were left out."
 	case finite(more):

@@ -77,6 +77,15 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Decode alone on d1:1: pairs that failed it, or failed lately, were left out.": func(r *telemetry.Trace) {
 			r.Reason, r.Failed = "cheaper", []telemetry.FailedHop{{Hop: "decode", Endpoint: "d1:1"}}
 		},
+		"Split: p1:1 computes the prompt, d1:1 answers: 120 ms cheaper than decode alone.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Weighed, r.Cheaper = "p1:1", "split", nil, .12
+		},
+		"d1:1 answers: decode endpoints were too busy to compute it, too, or it is too long for that.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Weighed, r.NotAlone = "p1:1", "split", nil, true
+		},
+		"Decode alone on d1:1: 12 ms cheaper than splitting it.\n": func(r *telemetry.Trace) {
+			r.Reason, r.Weighed, r.Cheaper = "cheaper", nil, .012
+		},
 		"Decode alone on d1:1: it cost less than two hops.": func(r *telemetry.Trace) { r.Reason, r.Weighed = "cheaper", nil },
 		"Decode alone on d1:1: the pool splits no prompt as short as this (minPrefillTokens) (min_prefill_tokens).": func(r *telemetry.Trace) {
 			r.Reason = "min_prefill_tokens"
@@ -89,7 +98,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Took: prefill failed after 120 ms, headers of the answer after": func(r *telemetry.Trace) {
 			r.Prefill, r.Decode, r.Route, r.Failed = "p1:1", "", "split", []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p1:1"}}
 		},
-		"Its prices were not kept": func(r *telemetry.Trace) { r.Weighed = nil },
+		"The price of each endpoint was not kept": func(r *telemetry.Trace) { r.Weighed = nil },
 		"Decode alone on d1:1: it asks for several choices (n), and a KV cache that is handed over serves one (several_choices).": func(r *telemetry.Trace) { r.Reason, r.Weighed = "several_choices", whole },
 		"d1:1      decode  0              -        -                    500 ms":                                                   func(r *telemetry.Trace) { r.Weighed = whole },
 		"p1:1      prefill  3              -        -                    -             not weighed: one endpoint was to do both": func(r *telemetry.Trace) {

@@ -25,7 +25,7 @@ func newExplain() *cobra.Command {
 		Long: "Show where a prompt of so many tokens, none of them cached, would go now, and the price of each endpoint.\n" +
 			"Nothing is reserved. Prices are times, and include the time that other requests wait.\n\n" +
 			"With REQUEST_ID (x-request-id of the answer, or from tandem requests) show what was decided about that request:\n" +
-			"one of the latest 256 of each replica. Prices are kept of ten decisions a second at most.",
+			"one of the latest 256 of each replica. Prices of endpoints are kept of ten decisions a second at most.",
 		RunE: func(c *cobra.Command, args []string) error {
 			for _, flag := range []string{"pool", "tokens"} {
 				if len(args) == 1 && c.Flags().Changed(flag) {

@@ -47,13 +47,15 @@ type Request struct {
 type Foreseen struct {
 	Work       time.Duration // of the prefill, according to the cost model
 	Price      float64       // s
+	Other      float64       // as [picker.Choice.Other]
 	Prefilled  time.Duration // until the prefill endpoint has answered; 0: no prefill endpoint
 	FirstToken time.Duration
 }
 
 // Foresee returns the estimates of a choice.
 func Foresee(c *picker.Choice) Foreseen {
-	return Foreseen{kvstate.Seconds(c.Work), c.Price, kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
+	return Foreseen{kvstate.Seconds(c.Work), c.Price, c.Other,
+		kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
 }
 
 // maxKeptParams bounds the memory of decode members that is kept for the next request, in bytes.

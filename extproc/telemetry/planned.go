@@ -1,6 +1,9 @@
 package telemetry
 
-import "time"
+import (
+	"math"
+	"time"
+)
 
 // Part is one summand of a price, in PriceUnit.
 type Part struct {
@@ -31,12 +34,34 @@ const (
 	NotAloneTooLong = "too_long"
 )
 
-// Foreseen is the expected duration of a request when its last pass was planned, from then on; 0: not estimated.
+// Foreseen is what was expected of a request when its last pass was planned. Durations count from then on; 0: not
+// estimated.
 type Foreseen struct {
 	ExpectedPrefill time.Duration `json:"expected_prefill_ns,omitempty"`     // until the prefill endpoint has answered
 	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
 	// share of the last minute or so that prefill endpoints were busy, 0 to 1; only with Weighed
 	PrefillBusy float64 `json:"prefill_busy,omitempty"`
+	Margin
+}
+
+// Margin is how the chosen way compares with the other one: decode alone for a split request, two hops otherwise.
+type Margin struct {
+	// price of the other way less that of the chosen, s; 0: not compared
+	Cheaper float64 `json:"cheaper_by_s,omitempty"`
+	// split, since no decode endpoint could do both: answers would suffer
+	NotAlone bool `json:"not_alone,omitempty"`
+}
+
+// MarginOf returns the margin of a price over that of the other way, which is infinite if none was offered, and 0 if
+// they cannot be compared.
+func MarginOf(price, other float64, split bool) Margin {
+	switch {
+	case other == 0:
+		return Margin{}
+	case math.IsInf(other, 1):
+		return Margin{NotAlone: split}
+	}
+	return Margin{Cheaper: other - price}
 }
 
 // Planned is the plan of one pass of a request.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"log/slog"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -204,4 +205,13 @@ func TestTicketRefused(t *testing.T) {
 			require.Equal(t, []uint64{tt.refused, tt.ended, tt.ended}, []uint64{got.TicketsRefused, got.TicketFailures, got.Failed})
 		})
 	}
+}
+
+// The margin says by how much the chosen way was cheaper, if both were offered.
+func TestMarginOf(t *testing.T) {
+	require.Equal(t, Margin{Cheaper: .5}, MarginOf(1, 1.5, true))
+	require.Equal(t, Margin{Cheaper: -.5}, MarginOf(1, .5, false), "the settings ask for it")
+	require.Equal(t, Margin{NotAlone: true}, MarginOf(1, math.Inf(1), true))
+	require.Zero(t, MarginOf(1, math.Inf(1), false), "it could not be split")
+	require.Zero(t, MarginOf(1, 0, true), "the pool splits every prompt")
 }
