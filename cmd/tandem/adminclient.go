@@ -175,9 +175,13 @@ func (a *adminClient) show(w, output io.Writer, answer []byte, into any, table f
 // coloured paints what needs attention red and headings bold, on a terminal that has not been asked for plain text
 // (NO_COLOR).
 func coloured(w io.Writer, text string) string {
-	f, ok := w.(*os.File)
-	if !ok || !term.IsTerminal(int(f.Fd())) || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
+	if !isTerminal(w) || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
 		return text
 	}
 	return words.Paint(text)
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	return ok && term.IsTerminal(int(f.Fd()))
 }

@@ -97,9 +97,13 @@ type replayOptions struct {
 
 // replayTrace plays a trace against a model of the engines under several policies.
 func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer) error {
+	bars := stderr
+	if !isTerminal(stderr) { // a file would get a line of hundreds of bars
+		bars = io.Discard
+	}
 	c := o.Config
 	if o.suite != "" {
-		return replay.Suite(ctx, o.suite, stdout, stderr)
+		return replay.Suite(ctx, o.suite, stdout, bars)
 	}
 	c.Late, c.Sharing = !o.immediate, o.sharing.Seconds()
 	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
@@ -125,7 +129,7 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if err != nil {
 		return err
 	}
-	results, err := replay.RunAll(ctx, t, names, c, stderr)
+	results, err := replay.RunAll(ctx, t, names, c, bars)
 	if err != nil {
 		return err
 	}
