@@ -347,6 +347,7 @@ func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int
 		return 0, ""
 	}
 	reasons := map[string]int{}
+	var order []string    // of reasons, the latest first
 	split, before := 0, 0 // from the latest split request on
 	for i := range recent {
 		t := &recent[i]
@@ -364,20 +365,18 @@ func idlePrefill(p *Pool, recent []telemetry.Trace, now time.Time) (requests int
 			continue
 		}
 		requests++
+		if t.Reason != "" && reasons[t.Reason] == 0 {
+			order = append(order, t.Reason)
+		}
 		reasons[t.Reason]++
 	}
 	if requests < idleDecisions || requests*split < idleGaps*before {
 		return 0, ""
 	}
-	most := ""
-	for r, n := range reasons {
-		if r != "" && (n > reasons[most] || most == "" || n == reasons[most] && r < most) {
-			most = r
-		}
-	}
-	if most == "" {
+	if len(order) == 0 {
 		return requests, ""
 	}
+	most := slices.MaxFunc(order, func(a, b string) int { return reasons[a] - reasons[b] })
 	return requests, fmt.Sprintf(" (%d: %s)", reasons[most], most)
 }
 

@@ -79,6 +79,8 @@ func TestAttention(t *testing.T) {
 		"few are split": {recent: slices.Concat(requests(20, alone), requests(1, split), requests(30, alone))},
 		"prefill idles": {recent: append(requests(20, alone), requests(3, telemetry.Trace{Route: "pass_through"})...), want: []Notice{
 			{false, "chat: prefill idles: none of the latest 23 requests was split (20: cheaper).", "howto/prefill-idles.md"}}},
+		"idles for two reasons": {recent: append(requests(6, telemetry.Trace{Route: "decode_alone", Reason: "policy"}), requests(6, alone)...), want: []Notice{
+			{false, "chat: prefill idles: none of the latest 12 requests was split (6: policy).", "howto/prefill-idles.md"}}},
 		"it idles from now on": {recent: append(requests(10, alone), requests(5, split)...), want: []Notice{
 			{false, "chat: prefill idles: none of the latest 10 requests was split (10: cheaper).", "howto/prefill-idles.md"}}},
 		"a burst that ends with short ones": {

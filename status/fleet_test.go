@@ -95,6 +95,8 @@ func TestAsked(t *testing.T) {
 			"1 of 2 replicas).\nA replica that ends takes the requests that it planned with it, as did c:1.\nRequests", false},
 		{answers{reports: make([]report, two), gone: gone}, Sharing{Redis: true, Up: true, Replicas: two},
 			"all 2 replicas).\nA replica that ends takes the requests that it planned with it, as did c:1, d:1.\nRequests", true},
+		{answers{reports: make([]report, two), gone: gone[:1], restarted: gone[1:]}, Sharing{Redis: true, Up: true, Replicas: two},
+			"all 2 replicas).\nA replica that ends takes the requests that it planned with it, as did c:1, d:1 before it was started again.\nRequests", true},
 	} {
 		f := Feed{source: Source{Sharing: func() Sharing { return c.sharing }}}
 		asked := f.asked(&c.got)

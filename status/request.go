@@ -50,6 +50,9 @@ func (f *Feed) asked(got *answers) Asked {
 	for _, g := range got.gone {
 		out.Gone = append(out.Gone, words.Plain(g.Name))
 	}
+	for _, g := range got.restarted {
+		out.Gone = append(out.Gone, words.Plain(g.Name)+" before it was started again")
+	}
 	return out
 }
 
