@@ -120,4 +120,6 @@ func TestScope(t *testing.T) {
 	} {
 		require.Equal(t, want, scopeOf(&s))
 	}
+	died := Status{Replicas: make([]Replica, 1), Gone: make([]operator.Gone, 1), Sharing: Sharing{Redis: true, Up: true, Replicas: 2}}
+	require.Equal(t, "1 of 2 replicas", scopeOf(&died), "it was asked, and its lease has not ended")
 }

@@ -54,10 +54,11 @@ func Print(w io.Writer, s *Status) {
 func scopeOf(s *Status) string {
 	asked := len(s.Replicas) + len(s.Silent)
 	all := max(asked, s.Sharing.Replicas, s.Sharing.Configured)
+	othersAsked := len(s.Gone) > 0 || s.Sharing.Replicas < 2 // one that is gone was asked before its lease ended
 	switch {
 	case all > 1 && len(s.Replicas) == all:
 		return fmt.Sprintf("all %d replicas", all)
-	case asked == 1 && all > 1 && (s.Sharing.Replicas > 1 || !s.Sharing.Up): // others were not asked
+	case asked == 1 && all > 1 && (!othersAsked || !s.Sharing.Up):
 		return fmt.Sprintf("this replica, 1 of %d", all)
 	case all > 1:
 		return fmt.Sprintf("%d of %d replicas", len(s.Replicas), all)

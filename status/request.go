@@ -36,7 +36,9 @@ type Asked struct {
 }
 
 func (f *Feed) asked(got *answers) Asked {
-	s := Status{Replicas: make([]Replica, len(got.reports)), Silent: got.silent, Sharing: f.source.Sharing()}
+	s := Status{
+		Replicas: make([]Replica, len(got.reports)), Silent: got.silent, Gone: got.gone, Sharing: f.source.Sharing(),
+	}
 	out := Asked{Scope: scopeOf(&s)}
 	down := s.Sharing.Redis && (!s.Sharing.Up || got.noRedis)
 	known := max(len(s.Replicas)+len(s.Silent), s.Sharing.Replicas, s.Sharing.Configured)
