@@ -14,6 +14,7 @@ import (
 // everything may use.
 var notInThePicture = []string{
 	"e2e", "deploy", "docs", "protos", "cmd/enginesim", "internal/enginesim", "internal/budget", "internal/guard", "internal/memory",
+	"internal/version",
 	"extproc/envoywire/wiretest", "kvstate/enginehttp", "kvstate/receivebuffer", "kvstate/redisstore/redisclient", "replay", ".",
 }
 

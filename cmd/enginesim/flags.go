@@ -16,7 +16,10 @@ import (
 	"tandem/internal/enginesim/fault"
 )
 
-// parseFlags reads the command line. It reports errors, and flag.ErrHelp, to stderr.
+// errVersion means that only the version was asked for.
+var errVersion = errors.New("-version: print the version and exit")
+
+// parseFlags reads the command line. It reports errors, and flag.ErrHelp, to stderr; errVersion it only returns.
 func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	var c api.Config
 	var roleName, connectorName, policy, fail string
@@ -90,8 +93,12 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
+	showVersion := f.Bool("version", false, "print the version and exit")
 	if err := f.Parse(args); err != nil {
 		return nil, err
+	}
+	if *showVersion {
+		return nil, errVersion
 	}
 	if f.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))

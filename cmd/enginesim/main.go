@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"tandem/internal/enginesim/api"
+	"tandem/internal/version"
 )
 
 // exitEngineDied is the status of a simulator whose request would have killed a real engine.
@@ -20,13 +21,20 @@ const exitEngineDied = 70
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	os.Exit(run(ctx, os.Args[1:], os.Stderr))
+	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// run is the program. It returns the exit status: 0 when asked to stop, 2 for bad flags, 1 when a port is taken, and
-// exitEngineDied when a request killed the engine.
-func run(ctx context.Context, args []string, stderr io.Writer) int {
+// builtAs is set by the linker: -ldflags "-X main.builtAs=$(scripts/version.sh)".
+var builtAs string
+
+// run is the program. The version, if asked for, goes to stdout, everything else to stderr. It returns the exit status:
+// 0 when asked to stop, 2 for bad flags, 1 when a port is taken, and exitEngineDied when a request killed the engine.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	cfg, err := parseFlags(args, stderr)
+	if errors.Is(err, errVersion) {
+		fmt.Fprintln(stdout, "enginesim", version.Text(builtAs))
+		return 0
+	}
 	if errors.Is(err, flag.ErrHelp) {
 		return 0
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/internal/enginesim/engine"
+	"tandem/internal/version"
 )
 
 var longPrompt = strings.Repeat("You are a helpful assistant. ", 30)
@@ -375,20 +376,29 @@ func TestIncomplete(t *testing.T) {
 
 func TestRun(t *testing.T) {
 	var log strings.Builder
-	require.Equal(t, 2, run(t.Context(), []string{"-role", "nobody"}, &log))
+	require.Equal(t, 2, run(t.Context(), []string{"-role", "nobody"}, io.Discard, &log))
 	require.Contains(t, log.String(), `-role "nobody"`)
-	require.Equal(t, 0, run(t.Context(), []string{"-h"}, io.Discard))
+	require.Equal(t, 0, run(t.Context(), []string{"-h"}, io.Discard, io.Discard))
 
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	log.Reset()
-	require.Equal(t, 0, run(ctx, []string{"-listen", "127.0.0.1:0", "-side-channel", "127.0.0.1:0", "-role", "kv_producer"}, &log))
+	require.Equal(t, 0, run(ctx, []string{"-listen", "127.0.0.1:0", "-side-channel", "127.0.0.1:0", "-role", "kv_producer"}, io.Discard, &log))
 	require.Regexp(t, `^enginesim ready listen=127.0.0.1:\d+ side-channel=127.0.0.1:\d+ role=prefill engine=[0-9a-f-]{36}\n$`, log.String())
+}
+
+func TestVersionFlag(t *testing.T) {
+	for _, flag := range []string{"--version", "-version"} {
+		var out, log strings.Builder
+		require.Equal(t, 0, run(t.Context(), []string{flag}, &out, &log), log.String())
+		require.Equal(t, "enginesim "+version.Text(builtAs)+"\n", out.String())
+		require.Empty(t, log.String())
+	}
 }
 
 func TestRunDies(t *testing.T) {
 	require.Equal(t, exitEngineDied, run(t.Context(),
-		[]string{"-listen", "127.0.0.1:0", "-side-channel", "127.0.0.1:0", "-fail", `{"mode":"die"}`}, io.Discard))
+		[]string{"-listen", "127.0.0.1:0", "-side-channel", "127.0.0.1:0", "-fail", `{"mode":"die"}`}, io.Discard, io.Discard))
 }
 
 func TestRoleMismatch(t *testing.T) {

@@ -12,19 +12,19 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
-	"runtime/debug"
 	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	versions "tandem/internal/version"
 )
 
 func main() {
@@ -98,18 +98,4 @@ func doubleDashes(root *cobra.Command, args []string) []string {
 // builtAs is set by the linker: -ldflags "-X main.builtAs=$(scripts/version.sh)".
 var builtAs string
 
-// version is what the linker set, or what the Go toolchain stamped into the binary; the commit, unless the release
-// names it; and Go's version.
-func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return cmp.Or(builtAs, "(unknown)")
-	}
-	v := cmp.Or(builtAs, info.Main.Version)
-	for _, s := range info.Settings {
-		if s.Key == "vcs.revision" && len(s.Value) >= 12 && !strings.Contains(v, s.Value[:12]) {
-			v += " " + s.Value[:12]
-		}
-	}
-	return v + " " + info.GoVersion
-}
+func version() string { return versions.Text(builtAs) }

@@ -1,0 +1,28 @@
+// Package version says which version a program is, in the same words for all programs of the release.
+package version
+
+import (
+	"cmp"
+	"runtime/debug"
+	"strings"
+)
+
+// Text is builtAs, which the linker set, or what the Go toolchain stamped into the binary; the commit, unless the
+// release names it; and Go's version.
+func Text(builtAs string) string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return cmp.Or(builtAs, "(unknown)")
+	}
+	return text(builtAs, info)
+}
+
+func text(builtAs string, info *debug.BuildInfo) string {
+	v := cmp.Or(builtAs, info.Main.Version)
+	for _, s := range info.Settings {
+		if s.Key == "vcs.revision" && len(s.Value) >= 12 && !strings.Contains(v, s.Value[:12]) {
+			v += " " + s.Value[:12]
+		}
+	}
+	return v + " " + info.GoVersion
+}
