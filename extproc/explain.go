@@ -130,9 +130,9 @@ func (x *planning) planned(
 ) {
 	p := telemetry.Planned{
 		RequestID: x.requestID, Started: started, Pass: pass, Pool: pool.Spec.Name, Route: route, Reason: reason,
-		BodyBytes: x.body.Len(), PromptBlocks: len(x.req.Hashes), Candidates: len(x.view.Endpoints),
+		BodyBytes: x.body.Len(), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken,
-			Margin: telemetry.MarginOf(x.req.Price, x.req.Other, prefill != nil)},
+			PromptBlocks: len(x.req.Hashes), Margin: telemetry.MarginOf(x.req.Price, x.req.Other, prefill != nil)},
 		Queued: x.queued(), Streamed: x.req.True(openai.FieldStream), Decode: decode.Addr, PromptTokens: tokens,
 	}
 	if prefill != nil {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -83,6 +84,16 @@ func TestBothWaysAreKept(t *testing.T) {
 	}
 	bounded := s.server.Recent(1)[0]
 	require.Less(t, answer(bounded.Weighed[1].Decode), answer(trace.Weighed[1].Decode)/100, "max_tokens bounds the answer")
+
+	long := `{"model":"m","messages":[{"role":"user","content":"` + strings.Repeat("Hi ", 500) + `"}]}`
+	for _, id := range []string{"r-3", "r-4"} {
+		s.newRequest("/v1/chat/completions", id, long).pass()
+	}
+	again := s.server.Recent(1)[0]
+	require.GreaterOrEqual(t, again.PromptBlocks, 2)
+	require.True(t, slices.ContainsFunc(again.Weighed, func(w telemetry.Weighed) bool {
+		return w.Hit == again.PromptBlocks
+	}), "one endpoint holds the whole prompt: %+v", again)
 }
 
 // An explanation says why nothing of a length is split, and is a refusal where the requests would get one.

@@ -272,7 +272,7 @@ func whole(e *extproc.Explanation) string {
 	if e.NotSplit == "no_prefill" {
 		return noPrefill(e)
 	}
-	return because(e.NotSplit)
+	return words.Because(e.NotSplit)
 }
 
 // excluded lists the endpoints of a role, or of both, that cannot take a request, each with the reason.

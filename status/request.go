@@ -414,13 +414,34 @@ func decided(t *telemetry.Trace) string {
 	case t.Prefill == "" && t.Reason == "no_prefill" && otherGroups(t):
 		return "Decode alone on " + words.Plain(t.Decode) + ": " + otherGroup + " (no_prefill)."
 	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
-		return "Decode alone on " + words.Plain(t.Decode) + ": " + cmp.Or(because(t.Reason), words.Plain(t.Reason)) +
+		return "Decode alone on " + words.Plain(t.Decode) + ": " + cmp.Or(words.Because(t.Reason), words.Plain(t.Reason)) +
 			" (" + words.Plain(t.Reason) + ")."
 	}
-	if t.Prefill == "" {
-		return decidedAlone(t)
+	switch {
+	case t.Prefill == "":
+		return holding(t, decidedAlone(t), t.Decode)
+	case t.Decode == "":
+		return decidedSplit(t)
 	}
-	return decidedSplit(t)
+	return holding(t, decidedSplit(t), t.Prefill, t.Decode)
+}
+
+// holding adds to a sentence what the chosen endpoints held of the prompt, as far as it is worth saying.
+func holding(t *telemetry.Trace, sentence string, chosen ...string) string {
+	held := ""
+	for _, address := range chosen {
+		w := weighed(t, address)
+		if w == nil || t.PromptBlocks == 0 || 10*w.Hit < t.PromptBlocks {
+			continue
+		}
+		percent := min(100*w.Hit/t.PromptBlocks, 100)
+		if held == "" {
+			held = fmt.Sprintf("; %s holds %d %% of the prompt", words.Plain(address), percent)
+		} else {
+			held += fmt.Sprintf(", %s %d %%", words.Plain(address), percent)
+		}
+	}
+	return strings.TrimSuffix(sentence, ".") + held + "."
 }
 
 // decidedSplit describes a decision for two endpoints.
@@ -473,7 +494,7 @@ func decidedAlone(t *telemetry.Trace) string {
 	case finite(more):
 		return s + compared(more, "splitting it")
 	case t.Reason == "cheaper":
-		return s + ": " + because(t.Reason) + "."
+		return s + ": " + words.Because(t.Reason) + "."
 	}
 	return s + "."
 }
@@ -518,12 +539,19 @@ func least(t *telemetry.Trace, of func(*telemetry.Weighed) []telemetry.Part) flo
 
 // at returns an endpoint's price of one kind; infinite if it has none.
 func at(t *telemetry.Trace, address string, of func(*telemetry.Weighed) []telemetry.Part) float64 {
-	for i := range t.Weighed {
-		if t.Weighed[i].Endpoint == address {
-			return sum(of(&t.Weighed[i]))
-		}
+	if w := weighed(t, address); w != nil {
+		return sum(of(w))
 	}
 	return math.Inf(1)
+}
+
+// weighed returns an endpoint as it was weighed; nil if it was not.
+func weighed(t *telemetry.Trace, address string) *telemetry.Weighed {
+	i := slices.IndexFunc(t.Weighed, func(w telemetry.Weighed) bool { return w.Endpoint == address })
+	if i < 0 {
+		return nil
+	}
+	return &t.Weighed[i]
 }
 
 func finite(v float64) bool { return !math.IsInf(v, 0) && !math.IsNaN(v) }

@@ -11,6 +11,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate/operator"
+	"tandem/status/words"
 )
 
 // A request of the past is explained by what was recorded of it.
@@ -24,6 +25,9 @@ func TestPrintDecided(t *testing.T) {
 	whole := []telemetry.Weighed{{Endpoint: "d1:1", Role: "decode", Decode: part(.5)}}
 	notAlone := func(alone float64, why string) []telemetry.Weighed {
 		return append(prices[:2:2], telemetry.Weighed{Endpoint: "d1:1", Role: "decode", Decode: part(.05), Alone: part(alone), NotAlone: why})
+	}
+	holds := func(hit int, alone float64) []telemetry.Weighed {
+		return append(prices[:2:2], telemetry.Weighed{Endpoint: "d1:1", Role: "decode", Hit: hit, Decode: part(.05), Alone: part(alone)})
 	}
 	r := telemetry.Trace{RequestID: "r-1", Route: "split", Prefill: "p1:1", Decode: "d1:1", PromptTokens: 800,
 		CachedTokens: 48, PrefillTime: 120 * time.Millisecond, DecodeTime: 2 * time.Second, Status: 200, Answered: telemetry.Answered{Streamed: true},
@@ -71,6 +75,24 @@ The prices of the last plan, as they were then. --output json has their parts.
 		},
 		"chosen since there is no other way, though its answers suffer": func(r *telemetry.Trace) {
 			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
+		},
+		"d1:1 answers: 350 ms cheaper than decode alone; p1:1 holds 75 % of the prompt.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.PromptBlocks = "p1:1", "split", 4
+		},
+		"Split: p1:1 computes the prompt, d1:1 answers: 340 ms cheaper than decode alone; p1:1 holds 50 % of the prompt, d1:1 33 %.\n": func(r *telemetry.Trace) {
+			r.Prefill, r.Route, r.Weighed, r.PromptBlocks = "p1:1", "split", holds(2, .49), 6
+		},
+		"Decode alone on d1:1: 100 ms cheaper than splitting it; d1:1 holds 10 % of the prompt.\n": func(r *telemetry.Trace) {
+			r.Reason, r.Weighed, r.PromptBlocks = "cheaper", holds(2, .05), 20
+		},
+		"Decode alone on d1:1: 100 ms cheaper than splitting it.\n": func(r *telemetry.Trace) { // of less it says nothing
+			r.Reason, r.Weighed, r.PromptBlocks = "cheaper", holds(2, .05), 21
+		},
+		"Decode alone on d1:1: 101 ms cheaper than splitting it.\n": func(r *telemetry.Trace) { // planned by a replica of an earlier release
+			r.Reason, r.Weighed = "cheaper", holds(2, .049)
+		},
+		"Decode alone on d1:1: 102 ms cheaper than splitting it; d1:1 holds 100 % of the prompt.\n": func(r *telemetry.Trace) {
+			r.Reason, r.Weighed, r.PromptBlocks = "cheaper", holds(8, .048), 7
 		},
 		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ": func(r *telemetry.Trace) { r.Reason = "cheaper" },
 		"d1:1 refused it: its answer says why.\n":                             func(r *telemetry.Trace) { r.Status = 400 },
@@ -148,14 +170,14 @@ func TestReasonsHaveWords(t *testing.T) {
 				continue
 			}
 			reasons++
-			why := because(name)
+			why := words.Because(name)
 			require.NotEmpty(t, why, name)
 			require.Empty(t, said[why], name)
 			said[why] = name
 		}
 	}
 	require.Greater(t, reasons, 20)
-	require.Empty(t, because("of another release"))
+	require.Empty(t, words.Because("of another release"))
 }
 
 // The hops that failed are counted by endpoint, those of the last minute: those that ended a request, and others.

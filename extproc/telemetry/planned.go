@@ -41,6 +41,8 @@ type Foreseen struct {
 	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
 	// share of the last minute or so that prefill endpoints were busy, 0 to 1; only with Weighed
 	PrefillBusy float64 `json:"prefill_busy,omitempty"`
+	// blocks of the prompt, of which endpoints hold Weighed.Hit
+	PromptBlocks int `json:"prompt_blocks,omitempty"`
 	Margin
 }
 
@@ -72,8 +74,8 @@ type Planned struct {
 	Reason                 string    // "" where no other route was possible
 	Prefill, Decode        string    // addresses; prefill is "" if one endpoint does both
 
-	PromptTokens                        int64
-	BodyBytes, PromptBlocks, Candidates int
+	PromptTokens          int64
+	BodyBytes, Candidates int
 
 	Foreseen
 

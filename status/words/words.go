@@ -1,4 +1,4 @@
-// Package words has figures, times and lists as people read them, and texts for a terminal.
+// Package words has figures, times, lists and reasons as people read them, and texts for a terminal.
 package words
 
 import (

@@ -1,8 +1,8 @@
-package status
+package words
 
-// because says in words why a request was not split, by the reason of its decision; "" for an unknown one.
+// Because says in words why a request was not split, by the reason of its decision; "" for an unknown one.
 // docs/operations.md has the same list.
-func because(reason string) string {
+func Because(reason string) string {
 	switch reason {
 	case "no_kv_transfer":
 		return "the pool splits nothing (kvTransfer is none)"
