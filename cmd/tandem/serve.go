@@ -77,11 +77,11 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 		also = append(also, checkFiles)
 	}
 	cfg, warnings, err := config.Load(file, also...)
-	if err != nil {
-		return err
-	}
 	for _, w := range warnings {
 		log.Warn(w)
+	}
+	if err != nil {
+		return err
 	}
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(400) // what lives is small and what passes through is large; GOGC and GOMEMLIMIT still rule

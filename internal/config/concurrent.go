@@ -33,7 +33,8 @@ func checkTransferring(v *validator, path string, p *configv1.Pool) {
 	case d.Registers():
 		checkListen(v, path+".registration.listen", p.Registration.Listen)
 	default:
-		v.warn(path+".registration", "has no effect with kvTransfer %s", p.KvTransfer)
+		v.warnGiven([]string{path + ".kvTransfer"}, path+".registration",
+			"has no effect with kvTransfer %s", p.KvTransfer)
 	}
 }
 
@@ -52,9 +53,10 @@ func checkTransfer(v *validator, path string, p *configv1.Pool, d *kvtransfer.Di
 		switch {
 		case set == 0:
 		case declared < 0:
-			v.warn(at, "has no effect with kvTransfer %s", p.KvTransfer)
+			pool, _, _ := strings.Cut(path, ".endpoints[")
+			v.warnGiven([]string{pool + ".kvTransfer"}, at, "has no effect with kvTransfer %s", p.KvTransfer)
 		case err == nil && d.Ports[declared].Roles&role == 0:
-			v.warn(at, "has no effect on an endpoint with the role %s", e.Role)
+			v.warnGiven([]string{path + ".role"}, at, "has no effect on an endpoint with the role %s", e.Role)
 		}
 	}
 	if d.Name == "" {
@@ -92,7 +94,7 @@ func checkNeverAlone(v *validator, path string, p *configv1.Pool) {
 				"the role both (started for neither leg)", p.KvTransfer)
 	}
 	if p.LongPrompts == "decodeAlone" {
-		v.warn(path+".longPrompts",
+		v.warnGiven([]string{path + ".kvTransfer", path + ".endpoints"}, path+".longPrompts",
 			"bodies over envoy.maxBodyBytes will be refused (413): no endpoint has the role both, which could "+
 				"answer them alone")
 	}

@@ -303,6 +303,38 @@ func TestWarnings(t *testing.T) {
 	}
 }
 
+// Warnings come with errors, but for those that an error calls in question.
+func TestWarningsBesideErrors(t *testing.T) {
+	const idle = "pools[0].endpoints[0].role: is prefill, and nothing is sent there, since kvTransfer none splits nothing: " +
+		"set kvTransfer to what the engines use, or the role to both"
+	const replicas = "tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"], replans: [\"a:2\", \"b:2\"]}\n"
+	none := strings.Replace(least, "kvTransfer: nixl", "kvTransfer: none", 1)
+	for name, tt := range map[string]struct {
+		yaml, mistake string
+		want          []string
+	}{
+		"another setting":           {none + "  splitt: x\n", "splitt: unknown field; did you mean split?", []string{idle}},
+		"another endpoint":          {none + "  - {address: e.svc:8000, role: both, weigth: 3}\n", "weigth", []string{idle}},
+		"a value":                   {none + "  prefillAttempts: 9\n", "9 is not between", []string{idle}},
+		"the same setting":          {edited("role: prefill", "role: prefil"), "is not a role", nil},
+		"part of it":                {edited("role: prefill", "role: decode, weigth: 3"), "weigth", nil},
+		"what was meant":            {least + "  queue: {}\n  binding: immediate\n  objectivs: {}\n", "objectivs: unknown field; did you mean objectives?", nil},
+		"what it rests on":          {least + "  minPrefillTokens: 9\n  split: x\n", "split: \"x\" is not one of", nil},
+		"nothing of that":           {least + "  queue: {}\n  binding: immediate\n  sessionn: {}\n", "sessionn", []string{"pools[0].queue: has no effect: requests wait with binding late, or with objectives.onMiss queue"}},
+		"a section that was meant":  {replicas + "state: {rediss: {}}\n" + least, "rediss", nil},
+		"a section that is not it":  {replicas + "state: {other: {}}\n" + least, "other", []string{"state.redis: is missing: each of the 2 replicas (envoy.extProcs) knows only what it did itself: load, prefixes, failures, and orders such as drain (docs/howto/redis.md)"}},
+		"a dialect that is unknown": {edited("kvTransfer: nixl", "kvTransfer: nixll\n  registration: {listen: \"a:1\"}"), "nixll", nil},
+		"a port of that":            {strings.Replace(least, "role: prefill", "role: prefill, transfer: {kvPort: 1}", 1) + "  kvTransferr: p2p-nccl\n", "kvTransferr", nil},
+		"the whole file":            {none + "  kvTransfer: none\n", "not readable as YAML", nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, warnings, err := Parse([]byte(tt.yaml))
+			require.ErrorContains(t, err, tt.mistake)
+			require.Equal(t, tt.want, warnings)
+		})
+	}
+}
+
 func TestPathsAreSortedAsOneReadsThem(t *testing.T) {
 	require.Negative(t, comparePaths("pools[2].name", "pools[10].name"))
 	require.Negative(t, comparePaths("pools[2].endpoints[9]", "pools[2].endpoints[10]"))
@@ -415,7 +447,7 @@ func TestSizes(t *testing.T) {
 		require.Equal(t, want, c.Envoy.MaxBodyBytes)
 	}
 	_, _, err := Parse([]byte("envoy: {listen: x}\n"+least), func(c *configv1.Config) ValidationErrors {
-		return ValidationErrors{{"admin.tokenFile", "for " + c.Admin.Listen}}
+		return ValidationErrors{{Path: "admin.tokenFile", Hint: "for " + c.Admin.Listen}}
 	})
 	require.EqualError(t, err, "admin.tokenFile: for 127.0.0.1:9090\nenvoy.listen: \"x\" is not an address: ip:port, [ip]:port or name:port")
 }

@@ -15,6 +15,8 @@ type ValidationErrors []ValidationError
 type ValidationError struct {
 	Path string // as in the file: pools[0].endpoints[1].role; "" for the whole
 	Hint string // what is wrong, and how to correct it
+
+	meant string // of an unknown field: the path of the one that was probably meant, "" if there is none
 }
 
 func (m ValidationError) String() string {
@@ -34,19 +36,44 @@ func (m ValidationErrors) Error() string {
 }
 
 func (m *ValidationErrors) add(path, format string, args ...any) {
-	*m = append(*m, ValidationError{path, fmt.Sprintf(format, args...)})
+	*m = append(*m, ValidationError{Path: path, Hint: fmt.Sprintf(format, args...)})
 }
 
 // unrelated returns the mistakes of more that do not follow from one of m: a value that was removed from the tree is
 // missing there.
 func (m ValidationErrors) unrelated(more ValidationErrors) (out ValidationErrors) {
+	for _, candidate := range more {
+		if !slices.ContainsFunc(m, func(s ValidationError) bool { return related(candidate.Path, s.Path) }) {
+			out = append(out, candidate)
+		}
+	}
+	return out
+}
+
+// related reports whether one of two settings holds the other.
+func related(a, b string) bool {
 	below := func(a, b string) bool {
 		return b != "" && (a == b || strings.HasPrefix(a, b+".") || strings.HasPrefix(a, b+"["))
 	}
-	for _, candidate := range more {
-		if !slices.ContainsFunc(m,
-			func(s ValidationError) bool { return below(candidate.Path, s.Path) || below(s.Path, candidate.Path) }) {
-			out = append(out, candidate)
+	return below(a, b) || below(b, a)
+}
+
+// warning is about a setting that is valid.
+type warning struct {
+	path, text string
+	given      []string // paths of other settings that it rests on
+}
+
+// unmisled returns the warnings that hold in spite of the errors. A warning may follow from an error if that is in a
+// setting on which the warning rests, in a field whose name was meant to be one of these, or in the file as a whole.
+func (m ValidationErrors) unmisled(all []warning) (out []string) {
+	for _, w := range all {
+		misled := func(e ValidationError) bool {
+			rests := func(path string) bool { return related(path, e.Path) || related(path, e.meant) }
+			return e.Path == "" || rests(w.path) || slices.ContainsFunc(w.given, rests)
+		}
+		if !slices.ContainsFunc(m, misled) {
+			out = append(out, w.path+": "+w.text)
 		}
 	}
 	return out

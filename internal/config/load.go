@@ -16,8 +16,8 @@ import (
 )
 
 // Load reads a configuration file. Warnings name settings that are accepted but have no effect, or probably not the
-// intended one. An error is [ValidationErrors], or the reason why the file cannot be read. also checks the readable
-// part; its mistakes are added.
+// intended one; with an error they are those that the error does not call in question. An error is [ValidationErrors],
+// or the reason why the file cannot be read. also checks the readable part; its mistakes are added.
 func Load(path string,
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	if path == "" {
@@ -29,7 +29,7 @@ func Load(path string,
 	}
 	c, warnings, err = Parse(text, also...)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%s:\n%w", path, err)
+		return nil, warnings, fmt.Errorf("%s:\n%w", path, err)
 	}
 	return c, warnings, nil
 }
@@ -59,14 +59,15 @@ func LoadAdmin(path string) (admin *configv1.Admin, faulty bool, err error) {
 	return c.GetAdmin(), true, nil
 }
 
-// Parse reads a configuration from YAML text, with defaults filled in. An error is [ValidationErrors].
+// Parse reads a configuration from YAML text, with defaults filled in. Warnings and errors are those of [Load].
 func Parse(text []byte,
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	var m ValidationErrors
+	var found []warning
 	if c = m.read(text); c != nil {
 		var more ValidationErrors
 		SetDefaults(c)
-		warnings = validate(&more, c)
+		found = validate(&more, c)
 		for _, check := range also {
 			more = append(more, check(c)...)
 		}
@@ -74,9 +75,9 @@ func Parse(text []byte,
 	}
 	if len(m) > 0 {
 		slices.SortStableFunc(m, func(a, b ValidationError) int { return comparePaths(a.Path, b.Path) })
-		return nil, nil, m
+		return nil, m.unmisled(found), m
 	}
-	return c, warnings, nil
+	return c, m.unmisled(found), nil
 }
 
 // read turns the text into a message without the parts of the wrong shape; nil if nothing can be read.

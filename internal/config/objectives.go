@@ -58,11 +58,13 @@ func checkObjectives(v *validator, path string, p *configv1.Pool) {
 	checkOneOf(v, path+".binding", p.Binding, "immediate", "late")
 	checkOneOf(v, path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
 	if p.Binding == "late" && neverSplits(p) {
-		v.warn(path+".binding", "has no effect: requests wait for prefill endpoints, and nothing is split here")
+		v.warnGiven([]string{path + ".kvTransfer", path + ".split", path + ".endpoints"}, path+".binding",
+			"has no effect: requests wait for prefill endpoints, and nothing is split here")
 	}
 	if q := p.Queue; q != nil {
 		if !Waits(p) {
-			v.warn(path+".queue", "has no effect: requests wait with binding late, or with objectives.onMiss queue")
+			v.warnGiven([]string{path + ".binding", path + ".objectives"}, path+".queue",
+				"has no effect: requests wait with binding late, or with objectives.onMiss queue")
 		}
 		checkDuration(v, path+".queue.maxWait", q.MaxWait, time.Millisecond)
 		if v.bodyMode != "duplex" && Duration(q.MaxWait) > maxBufferedWait {

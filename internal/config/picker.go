@@ -44,7 +44,8 @@ func checkPicker(v *validator, c *configv1.Config) {
 	checkOneOf(v, "extProc.protocol", e.Protocol, ProtocolTandem, ProtocolEndpointPicker)
 	if e.Protocol != ProtocolEndpointPicker {
 		if e.EndpointPicker != nil {
-			v.warn("extProc.endpointPicker", "has no effect: extProc.protocol is %s", e.Protocol)
+			v.warnGiven([]string{"extProc.protocol"}, "extProc.endpointPicker",
+				"has no effect: extProc.protocol is %s", e.Protocol)
 		}
 		return
 	}

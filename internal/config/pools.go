@@ -56,7 +56,7 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 	case p.MinPrefillTokens < 0:
 		v.m.add(path+".minPrefillTokens", "%d is negative", p.MinPrefillTokens)
 	case p.MinPrefillTokens > 0 && p.Split != "auto":
-		v.warn(path+".minPrefillTokens", "has no effect: split is %s", p.Split)
+		v.warnGiven([]string{path + ".split"}, path+".minPrefillTokens", "has no effect: split is %s", p.Split)
 	}
 	if w := p.AnswerWeight; !(w >= 0.1 && w <= 1) {
 		v.m.add(path+".answerWeight", "%v is not between 0.1 and 1", w)
@@ -85,7 +85,7 @@ func checkEncode(v *validator, path string, p *configv1.Pool) {
 	i := slices.IndexFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.Role == "encode" })
 	switch {
 	case p.Encode == nil && i >= 0:
-		v.warn(fmt.Sprintf("%s.endpoints[%d].role", path, i),
+		v.warnGiven([]string{path + ".encode"}, fmt.Sprintf("%s.endpoints[%d].role", path, i),
 			"is encode, which has no effect without the pool's encode: set that too, {} is enough")
 	case p.Encode == nil:
 	case Concurrent(p):
@@ -95,7 +95,7 @@ func checkEncode(v *validator, path string, p *configv1.Pool) {
 			"takes handoff envoy or sidecar, not %s: Envoy or the sidecar makes the hop to the encode endpoint",
 			p.Handoff)
 	case i < 0 && p.Discovery == nil:
-		v.warn(path+".encode", "has no effect: no endpoint has the role encode")
+		v.warnGiven([]string{path + ".endpoints"}, path+".encode", "has no effect: no endpoint has the role encode")
 	}
 	if p.Encode != nil {
 		checkDuration(v, path+".encode.timeout", p.Encode.Timeout, time.Millisecond)
@@ -166,7 +166,7 @@ func checkKvEvents(v *validator, path string, p *configv1.Pool) {
 		checkListen(v, path+".kvEvents.listen", k.Listen)
 	} else if k.ReplayPort == 0 &&
 		!slices.ContainsFunc(p.Endpoints, func(e *configv1.Endpoint) bool { return e.KvReplayPort != 0 }) {
-		v.warn(path+".kvEvents.replayPort",
+		v.warnGiven([]string{path + ".kvEvents.listen", path + ".endpoints"}, path+".kvEvents.replayPort",
 			"is missing: an event that is lost makes all that an endpoint holds unknown")
 	}
 }
@@ -205,7 +205,7 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		prefilling = prefilling || prefills(e)
 	}
 	checkRanks(v, path, p)
-	checkWeights(v, path+".endpoints", p)
+	checkWeights(v, path, p)
 	switch {
 	case len(p.Endpoints) == 0:
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
@@ -233,9 +233,10 @@ func checkWeights(v *validator, path string, p *configv1.Pool) {
 	}
 	switch {
 	case drained(decodes):
-		v.warn(path, "every one that decodes has weight 0, so no request can be served")
+		v.warn(path+".endpoints", "every one that decodes has weight 0, so no request can be served")
 	case drained(prefills) && !neverSplits(p):
-		v.warn(path, "every one that prefills has weight 0, so decode computes the prompts, where the pool allows it")
+		v.warnGiven([]string{path + ".kvTransfer", path + ".split"}, path+".endpoints",
+			"every one that prefills has weight 0, so decode computes the prompts, where the pool allows it")
 	}
 }
 
@@ -332,7 +333,7 @@ func checkGroups(v *validator, path string, p *configv1.Pool) {
 					"the same number",
 				max(e.GetTransfer().GetTensorParallelSize(), 1))
 		} else if !pairs {
-			v.warn(fmt.Sprintf("%s[%d]", path, i),
+			v.warnGiven([]string{path}, fmt.Sprintf("%s[%d]", path, i),
 				"no endpoint that decodes pairs with it (%s), so it will never be used", pairing(p, e))
 		} else if o := unequalRanks(p, e); o != nil {
 			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i),

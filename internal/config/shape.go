@@ -22,7 +22,7 @@ func checkShape(m *ValidationErrors, path string, object map[string]any, d proto
 		ok := false
 		switch {
 		case field == nil:
-			m.add(at, "unknown field%s", suggestion(name, d))
+			m.addUnknown(path, name, d)
 		case value == nil:
 		case !field.IsList():
 			object[name], ok = checkValue(m, at, value, field)
@@ -206,8 +206,9 @@ func join(path, name string) string {
 	return path + "." + name
 }
 
-// suggestion returns the field that was probably meant, or all fields.
-func suggestion(name string, d protoreflect.MessageDescriptor) string {
+// addUnknown adds the error about an unknown field of the message at path, with the field that was probably meant, or
+// with all fields.
+func (m *ValidationErrors) addUnknown(path, name string, d protoreflect.MessageDescriptor) {
 	var all []string
 	for i := range d.Fields().Len() {
 		all = append(all, d.Fields().Get(i).JSONName())
@@ -216,10 +217,12 @@ func suggestion(name string, d protoreflect.MessageDescriptor) string {
 	if !slices.Contains(all, near) {
 		near = nearest(name, all)
 	}
-	if near != "" {
-		return "; did you mean " + near + "?"
+	if near == "" {
+		m.add(join(path, name), "unknown field; known here: %s", strings.Join(all, ", "))
+		return
 	}
-	return "; known here: " + strings.Join(all, ", ")
+	m.add(join(path, name), "unknown field; did you mean %s?", near)
+	(*m)[len(*m)-1].meant = join(path, near)
 }
 
 // engineFields translate what engines and other routers call a field, in lower case without _ and -.

@@ -93,7 +93,7 @@ func checkBidirectional(v *validator, path string, p *configv1.Pool) {
 		checkDuration(v, at, n.TurnTtl, time.Second)
 		switch d := Duration(n.TurnTtl); {
 		case !n.Bidirectional:
-			v.warn(at, "has no effect without nixl.bidirectional")
+			v.warnGiven([]string{path + ".nixl.bidirectional"}, at, "has no effect without nixl.bidirectional")
 		case d >= decoderTTL:
 			v.warn(at, "%s is not below %s, for which engines keep answers unless their decoder_kv_blocks_ttl says "+
 				"otherwise: prefill would be sent for blocks that are another prompt's by then", d, decoderTTL)
@@ -107,7 +107,7 @@ func checkBidirectional(v *validator, path string, p *configv1.Pool) {
 			"needs handoff envoy, not %s: what decode keeps is taken out of its answer there", p.Handoff)
 	}
 	if s := p.Session; s.GetHeader() == "" && s.GetCookie() == "" && s.GetBody() == "" {
-		v.warn(path+".nixl.bidirectional",
+		v.warnGiven([]string{path + ".session"}, path+".nixl.bidirectional",
 			"finds no conversation without the pool's session: answers are cleaned, and no turn is reused")
 	}
 }
@@ -258,12 +258,13 @@ func checkNotices(v *validator, c *configv1.Config) {
 		return
 	}
 	if !slices.ContainsFunc(c.Pools, TakesNotices) {
-		v.warn("notices", "has no effect: no pool has kvTransfer lmcache with notices")
+		v.warnGiven([]string{"pools"}, "notices", "has no effect: no pool has kvTransfer lmcache with notices")
 		return
 	}
 	if len(c.Envoy.ExtProcs) > 1 && c.GetState().GetRedis() == nil {
-		v.warn("notices", "a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: "+
-			"share it through state.redis, or set lmcache.skipNotices (pd_skip_proxy_notification of the engines)")
+		v.warnGiven([]string{"state.redis", "envoy.extProcs"}, "notices",
+			"a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: "+
+				"share it through state.redis, or set lmcache.skipNotices (pd_skip_proxy_notification of the engines)")
 	}
 	host, _, _ := net.SplitHostPort(c.Notices.Listen)
 	if !loopback(host) {

@@ -12,7 +12,7 @@ import (
 )
 
 // validate checks the values of a configuration that has passed checkShape and has its defaults.
-func validate(m *ValidationErrors, c *configv1.Config) (warnings []string) {
+func validate(m *ValidationErrors, c *configv1.Config) (warnings []warning) {
 	v := &validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
 	checkListeners(v, c)
 	checkExtProc(v, c)
@@ -34,7 +34,7 @@ func validate(m *ValidationErrors, c *configv1.Config) (warnings []string) {
 // validator collects errors, and the values that must be unique.
 type validator struct {
 	m         *ValidationErrors
-	warnings  []string
+	warnings  []warning
 	listens   []seenAddress
 	endpoints []seenAddress
 	models    map[string]string // model to the path of its pool
@@ -43,7 +43,13 @@ type validator struct {
 }
 
 func (v *validator) warn(path, format string, args ...any) {
-	v.warnings = append(v.warnings, path+": "+fmt.Sprintf(format, args...))
+	v.warnGiven(nil, path, format, args...)
+}
+
+// warnGiven warns of a setting because of what others are, whose paths are given: an error in one of them may be the
+// reason.
+func (v *validator) warnGiven(given []string, path, format string, args ...any) {
+	v.warnings = append(v.warnings, warning{path, fmt.Sprintf(format, args...), given})
 }
 
 func checkListeners(v *validator, c *configv1.Config) {
@@ -96,7 +102,7 @@ func checkExtProc(v *validator, c *configv1.Config) {
 			v.m.add("extProc.tls.keyFile", "is missing: a PEM file")
 		}
 		if t.ClientCaFile != "" && client.GetCertFile() == "" {
-			v.warn("envoy.extProcTls.certFile",
+			v.warnGiven([]string{"extProc.tls"}, "envoy.extProcTls.certFile",
 				"is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate")
 		}
 		if client.GetCaFile() == "" {
@@ -148,12 +154,14 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 func checkReplicas(v *validator, c *configv1.Config) {
 	n := len(c.Envoy.ExtProcs)
 	if n > 1 && c.State.GetRedis() == nil {
-		v.warn("state.redis", "is missing: each of the %d replicas (envoy.extProcs) knows only what it did itself: "+
-			"load, prefixes, failures, and orders such as drain (docs/howto/redis.md)", n)
+		v.warnGiven([]string{"envoy.extProcs"}, "state.redis",
+			"is missing: each of the %d replicas (envoy.extProcs) knows only what it did itself: "+
+				"load, prefixes, failures, and orders such as drain (docs/howto/redis.md)", n)
 	}
 	if n > 1 && len(c.Envoy.Replans) < n {
-		v.warn("envoy.replans", "names %d of the %d replicas (envoy.extProcs): without them requests that fail are "+
-			"not planned again: name the replan port of each", len(c.Envoy.Replans), n)
+		v.warnGiven([]string{"envoy.extProcs"}, "envoy.replans",
+			"names %d of the %d replicas (envoy.extProcs): without them requests that fail are "+
+				"not planned again: name the replan port of each", len(c.Envoy.Replans), n)
 	}
 }
 
