@@ -125,7 +125,9 @@ func (s *Status) poolAttention(
 		}
 	}
 	withoutDecode(p, add)
-	if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
+	if why := saturated(p, recent, s.Now); why != "" {
+		add(false, "howto/autoscale.md", "%s: prefill is saturated: in the last minute %s.", p.Name, why)
+	} else if n, reason := idlePrefill(p, recent, s.Now); n > 0 {
 		add(false, "howto/prefill-idles.md",
 			"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
 	}

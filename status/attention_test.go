@@ -38,6 +38,11 @@ func TestAttention(t *testing.T) {
 	}
 	alone := telemetry.Trace{Route: "decode_alone", Reason: "cheaper"}
 	split := telemetry.Trace{Route: "split", Prefill: "p1:1", Started: now.Add(-idleFor)}
+	waited := func(d time.Duration) telemetry.Trace {
+		t := split
+		t.Waited, t.Started = d, now.Add(-59*time.Second-d) // chosen in the last minute
+		return t
+	}
 	for name, tt := range map[string]struct {
 		change func(s *Status)
 		faults []string
@@ -107,6 +112,17 @@ func TestAttention(t *testing.T) {
 			{false, "chat: 1 of 1 endpoints with role decode sent no metrics for 5s: d1. Decisions go by bookings alone.", "operations.md#when-an-engine-fails"}}},
 		"full": {change: func(s *Status) { s.Pools[0].Endpoints[2].KVUsage, s.Pools[0].Endpoints[2].Waiting = .97, 1 }, want: []Notice{
 			{false, "chat: d1 (decode) is full: 97 % of its KV cache is in use, 1 request in its queue.", "howto/autoscale.md"}}},
+		"prefill is saturated": {change: func(s *Status) { s.Pools[0].Full = now.Add(-59 * time.Second) }, recent: requests(20, alone), want: []Notice{
+			{false, "chat: prefill is saturated: in the last minute its endpoints were more than 90 % busy.", "howto/autoscale.md"}}},
+		"it was saturated": {change: func(s *Status) { s.Pools[0].Full = now.Add(-time.Minute) }},
+		"saturated, and requests wait in Tandem": {change: func(s *Status) { s.Pools[0].Full = now },
+			recent: append(requests(1, waited(4200*time.Millisecond)), requests(20, split)...), want: []Notice{
+				{false, "chat: prefill is saturated: in the last minute its endpoints were more than 90 % busy, and requests waited in Tandem's queue for up to 4.2 s.", "howto/autoscale.md"}}},
+		"half of the requests wait": {recent: slices.Concat(requests(5, split), requests(5, waited(9*time.Second))), want: []Notice{
+			{false, "chat: prefill is saturated: in the last minute requests waited in Tandem's queue for up to 9.0 s.", "howto/autoscale.md"}}},
+		"some requests wait":       {recent: slices.Concat(requests(6, split), requests(5, waited(9*time.Second)))},
+		"few requests, which wait": {recent: requests(9, waited(9*time.Second))},
+		"they wait for a moment":   {recent: requests(30, waited(900*time.Millisecond))},
 		"all prefill is paused": {change: func(s *Status) { pause(s, 0, 1) }, want: []Notice{
 			{false, "chat: both prefill endpoints are paused by order: p1, p2. " +
 				"Decode endpoints compute the prompts, where the pool allows it.", "howto/drain.md"}}},

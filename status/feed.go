@@ -81,13 +81,14 @@ type Envoy struct {
 
 // Pool is one pool.
 type Pool struct {
-	Name        string     `json:"name"`
-	Models      []string   `json:"models"`
-	IndexBlocks int        `json:"index_blocks"`
-	TokenBytes  float64    `json:"kv_bytes_per_token,omitempty"` // learned
-	Paused      bool       `json:"paused"`
-	Output                 // of the last minute
-	Endpoints   []Endpoint `json:"endpoints"`
+	Name        string   `json:"name"`
+	Models      []string `json:"models"`
+	IndexBlocks int      `json:"index_blocks"`
+	TokenBytes  float64  `json:"kv_bytes_per_token,omitempty"` // learned
+	Paused      bool     `json:"paused"`
+	Output               // of the last minute
+	PrefillLoad
+	Endpoints []Endpoint `json:"endpoints"`
 }
 
 // Endpoint is one endpoint: its reservations, and its part in the latest requests.
@@ -197,11 +198,14 @@ type Feed struct {
 	totals []telemetry.Totals      // oldest first, at most keptTotals
 	n      int64                   // of the last point
 	output map[outputKey][]written // oldest first, at most keptTotals of each endpoint
+	loads  map[string]*PrefillLoad // of pools
+	view   kvstate.View            // scratch
 }
 
 // NewFeed returns a feed that starts from now, and answers the questions of other replicas. It starts nothing.
 func NewFeed(s Source) *Feed {
-	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}, output: map[outputKey][]written{}}
+	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
+	f.output, f.loads = map[outputKey][]written{}, map[string]*PrefillLoad{}
 	if s.Replicas != nil {
 		s.Replicas.Answer(aboutStatus, f.answer)
 	}
@@ -235,6 +239,7 @@ func (f *Feed) sample() {
 	f.points = append(dropOver(f.points, keptPoints-1), p)
 	f.totals = append(dropOver(f.totals, keptTotals-1), now)
 	f.sampleOutput(time.Now())
+	f.samplePrefill(time.Now())
 }
 
 // dropOver drops the oldest elements beyond n.
@@ -299,6 +304,11 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		f.mu.Unlock()
 		out.add(&shown.Output)
 		out.Endpoints = append(out.Endpoints, shown)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if load := f.loads[p.Spec.Name]; load != nil {
+		out.PrefillLoad = *load
 	}
 	return out
 }

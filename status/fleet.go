@@ -371,6 +371,10 @@ func (s *Status) addPool(of *Pool) {
 	if p.knownBetter(&of.Output) {
 		p.Output = of.Output
 	}
+	p.Busy = max(p.Busy, of.Busy) // each counts the work of all
+	if of.Full.After(p.Full) {
+		p.Full = of.Full
+	}
 	for _, e := range of.Endpoints {
 		j := slices.IndexFunc(p.Endpoints, func(known Endpoint) bool { return known.Address == e.Address })
 		if j < 0 {

@@ -257,6 +257,42 @@ func TestUnpaired(t *testing.T) {
 	require.Equal(t, []string{"p3", "p1"}, []string{notes[0][1], notes[1][1]})
 }
 
+// Prefill that works all the time is saturated, and no more a minute after there was less work.
+func TestSaturated(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := kvstate.New(kvstate.Options{})
+		s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{
+			{Addr: "p1:1", Role: kvstate.RolePrefill}, {Addr: "p2:1", Role: kvstate.RolePrefill}, {Addr: "d1:1", Role: kvstate.RoleDecode},
+		})
+		f := NewFeed(Source{State: s, Totals: func() telemetry.Totals { return telemetry.Totals{} },
+			Recent: func(int) []telemetry.Trace { return nil }, Ready: func() bool { return true }, Sharing: func() Sharing { return Sharing{} }})
+		run := func(seconds int, share float64) (most float64, notices []string) {
+			for range seconds {
+				for _, e := range s.Pool("chat").Endpoints()[:2] {
+					s.Release(s.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Duration(share * float64(time.Second))}))
+				}
+				time.Sleep(time.Second)
+				f.sample()
+			}
+			now := status(f, 0)
+			for _, n := range now.Attention {
+				notices = append(notices, n.Text)
+			}
+			return now.Pools[0].Busy, notices
+		}
+		busy, notices := run(120, .8)
+		require.InDelta(t, .8, busy, .05)
+		require.Empty(t, notices)
+		busy, notices = run(120, 1.2)
+		require.InDelta(t, 1, busy, .05)
+		require.Equal(t, []string{"chat: prefill is saturated: in the last minute its endpoints were more than 90 % busy."}, notices)
+		_, notices = run(30, .1)
+		require.Len(t, notices, 1, "a pause does not hide it")
+		_, notices = run(90, .1)
+		require.Empty(t, notices)
+	})
+}
+
 // The last minute is drawn whole: a burst 47 s ago is in it, and one before the minute is not.
 func TestSpark(t *testing.T) {
 	points := make([]Point, 100)
