@@ -1,12 +1,14 @@
 package main
 
 import (
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
+	"fmt"
 	"os"
 	"strings"
 
 	"tandem/extproc/kvtransfer"
-	"tandem/internal/certificates"
 	"tandem/internal/config"
 	"tandem/internal/orders"
 	configv1 "tandem/protos/config/v1"
@@ -27,9 +29,9 @@ func checkFiles(cfg *configv1.Config) (m config.ValidationErrors) {
 		_, err := orders.ReadToken(file)
 		add("admin.tokenFile", err)
 	}
-	if t := cfg.GetExtProc().GetTls(); t.GetMode() == "files" && t.GetCertFile() != "" && t.GetKeyFile() != "" {
-		_, err := certificates.TLS(t)
-		add("extProc.tls", err)
+	if t := cfg.GetExtProc().GetTls(); t.GetMode() == "files" {
+		checkPair(add, "extProc.tls", t)
+		add("extProc.tls.clientCaFile", checkAuthorities(t.GetClientCaFile()))
 	}
 	r := cfg.GetState().GetRedis()
 	if file := r.GetPasswordFile(); file != "" {
@@ -39,9 +41,44 @@ func checkFiles(cfg *configv1.Config) (m config.ValidationErrors) {
 		}
 		add("state.redis.passwordFile", err)
 	}
-	if t := r.GetTls(); t != nil && (t.GetCertFile() == "") == (t.GetKeyFile() == "") {
-		_, err := redisTLS(t)
-		add("state.redis.tls", err)
-	}
+	checkPair(add, "state.redis.tls", r.GetTls())
+	add("state.redis.tls.caFile", checkAuthorities(r.GetTls().GetCaFile()))
 	return m
+}
+
+// pairFiles names the files of a certificate and its key.
+type pairFiles interface {
+	GetCertFile() string
+	GetKeyFile() string
+}
+
+// checkPair checks that a certificate and its key can be read, each by itself so that all that is missing is named, and
+// then that they belong together.
+func checkPair(add func(path string, err error), path string, t pairFiles) {
+	certificate, certErr := readIfNamed(t.GetCertFile())
+	add(path+".certFile", certErr)
+	key, keyErr := readIfNamed(t.GetKeyFile())
+	add(path+".keyFile", keyErr)
+	if certificate != nil && key != nil {
+		if _, err := tls.X509KeyPair(certificate, key); err != nil {
+			add(path+".certFile", fmt.Errorf("does not go with keyFile: %w", err))
+		}
+	}
+}
+
+// checkAuthorities checks a file of certificates of authorities; "" is none.
+func checkAuthorities(file string) error {
+	pem, err := readIfNamed(file)
+	if err == nil && file != "" && !x509.NewCertPool().AppendCertsFromPEM(pem) {
+		err = errors.New("no certificate in " + file)
+	}
+	return err
+}
+
+// readIfNamed reads a file; nil for "", whose absence is no matter of files.
+func readIfNamed(file string) ([]byte, error) {
+	if file == "" {
+		return nil, nil
+	}
+	return os.ReadFile(file)
 }
