@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"unicode"
@@ -63,6 +64,7 @@ func reference(t *testing.T) string {
 	w := writer{t: t, comments: comments(read(t, "../protos/config/v1/config.proto"))}
 	w.children("", c.ProtoReflect())
 	require.NotContains(t, w.out.String(), "` |  |", "a field without a default")
+	require.NotContains(t, w.out.String(), "| `0` |", "a field without a default: say Default 0, or what Absent means")
 	return w.out.String()
 }
 
@@ -107,6 +109,7 @@ type writer struct {
 	t        *testing.T
 	comments map[string]string
 	out      strings.Builder
+	at       string // path of the section
 }
 
 func (w *writer) comment(f protoreflect.FieldDescriptor) string {
@@ -148,6 +151,7 @@ const lineWidth = 120
 // are messages themselves get sections of their own.
 func (w *writer) section(path, about string, m protoreflect.Message) {
 	var rows, notes strings.Builder
+	w.at = path
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
 		if f := fields.Get(i); f.Kind() != protoreflect.MessageKind {
@@ -219,7 +223,9 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 		case s == "Required.":
 			byDefault = "required"
 		case strings.HasPrefix(s, "Required"):
-			byDefault = "required"
+			if except, _, _ := strings.Cut(strings.TrimPrefix(s, "Required, except in "), ","); !strings.HasSuffix(w.at, "."+except) {
+				byDefault = "required"
+			}
 			meaning = append(meaning, s)
 		default:
 			meaning = append(meaning, s)
@@ -231,6 +237,11 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 		byDefault = stated
 	default:
 		byDefault = valueOf(f, m)
+		absent := slices.IndexFunc(meaning, func(s string) bool { return strings.HasPrefix(s, "Absent: ") })
+		if absent >= 0 && byDefault == "`0`" { // which stands for absent
+			byDefault = strings.TrimSuffix(strings.TrimPrefix(meaning[absent], "Absent: "), ".")
+			meaning = slices.Delete(meaning, absent, absent+1)
+		}
 	}
 	return meaning, byDefault
 }

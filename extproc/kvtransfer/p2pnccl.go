@@ -32,8 +32,9 @@ func p2pNCCLDialect(*Options) (Dialect, error) {
 	d := newP2PNCCL()
 	return Dialect{
 		Name: "p2p-nccl", Engine: EngineVLLM, VLLM: true,
-		Reports: Reports{Connectors: []string{"P2pNcclConnector"}},
-		Ports:   []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
+		RankRule: RankToRank, // save_kv_layer sends to D's port + P's rank, and D's rank waits for its own part
+		Reports:  Reports{Connectors: []string{"P2pNcclConnector"}},
+		Ports:    []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, PrefillFirst: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
 			Peers: &PeerSource{Registers: true},

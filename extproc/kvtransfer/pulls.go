@@ -21,9 +21,10 @@ func mooncakePullDialect(*Options) (Dialect, error) {
 	d := mooncakePull{newNIXL(false)}
 	return Dialect{
 		Name: "mooncake-0.13", Engine: EngineVLLM, VLLM: true,
-		Reports: Reports{Connectors: []string{"MooncakeConnector"}},
-		APIs:    []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
-		Inline:  true, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
+		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
+		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
+		Inline:   true, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 

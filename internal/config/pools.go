@@ -321,20 +321,27 @@ func checkIdleRoles(v *validator, path string, p *configv1.Pool) {
 	}
 }
 
+// checkGroups checks that the endpoints that need another one for each request can pair with one: those that prefill,
+// and with some dialects those that decode.
 func checkGroups(v *validator, path string, p *configv1.Pool) {
+	dialect := DialectOf(p)
 	for i, e := range p.Endpoints {
-		pairs := e.Role != "prefill" || slices.ContainsFunc(p.Endpoints, func(o *configv1.Endpoint) bool {
-			return decodes(o) && PairsAs(p, o) == PairsAs(p, e)
+		needs, does := e.Role == "prefill", "decodes"
+		partner := decodes
+		if e.Role == "decode" && dialect.PairsOnly() {
+			needs, does, partner = true, "prefills", prefills
+		}
+		pairs := !needs || slices.ContainsFunc(p.Endpoints, func(o *configv1.Endpoint) bool {
+			return partner(o) && PairsAs(p, o) == PairsAs(p, e)
 		})
-		same := func(o *configv1.Endpoint) bool { return decodes(o) && o.Group == e.Group && o.Release == e.Release }
+		same := func(o *configv1.Endpoint) bool { return partner(o) && o.Group == e.Group && o.Release == e.Release }
 		if !pairs && slices.ContainsFunc(p.Endpoints, same) {
 			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i),
-				"is %d, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of "+
-					"the same number",
-				max(e.GetTransfer().GetTensorParallelSize(), 1))
+				"is %d, and no endpoint of its group that %s has the same: with kvTransfer %s a rank passes KV to the "+
+					"rank of the same number", max(e.GetTransfer().GetTensorParallelSize(), 1), does, p.KvTransfer)
 		} else if !pairs {
 			v.warnGiven([]string{path}, fmt.Sprintf("%s[%d]", path, i),
-				"no endpoint that decodes pairs with it (%s), so it will never be used", pairing(p, e))
+				"no endpoint that %s pairs with it (%s), so it will never be used", does, pairing(p, e))
 		} else if o := unequalRanks(p, e); o != nil {
 			v.m.add(fmt.Sprintf("%s[%d].transfer.tensorParallelSize", path, i),
 				"is %d, and %d of %s, with which it pairs: one must be a multiple of the other, or the engines refuse "+

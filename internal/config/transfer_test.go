@@ -138,7 +138,7 @@ func TestIncompatibleEndpoints(t *testing.T) {
 		})
 	}
 	_, _, err := Parse([]byte("notices: {listen: \"0.0.0.0:7500\"}\n" + pool("lmcache", "", ", transfer: {tensorParallelSize: 2}", "")))
-	require.EqualError(t, err, "pools[0].endpoints[0].transfer.tensorParallelSize: is 2, and no endpoint of its group that decodes has the same: LMCache pushes from rank to rank of the same number")
+	require.EqualError(t, err, "pools[0].endpoints[0].transfer.tensorParallelSize: is 2, and no endpoint of its group that decodes has the same: with kvTransfer lmcache a rank passes KV to the rank of the same number")
 	c, _, err := Parse([]byte(pool("nixl", "", ", transfer: {tensorParallelSize: 2}, release: v0.32.0, group: a", ", transfer: {tensorParallelSize: 8}, release: v0.32.0, group: a")))
 	require.NoError(t, err)
 	p := c.Pools[0]
@@ -188,4 +188,29 @@ func TestRankMultiples(t *testing.T) {
 		require.NoError(t, of(dialect, three, two, ", group: other"))
 	}
 	require.NoError(t, of("shared", three, two, ""))
+}
+
+// With some dialects rank n of one engine talks to rank n of the other, so that only equal sizes pair.
+func TestRanksOneToOne(t *testing.T) {
+	of := func(dialect, prefill, decode string) error {
+		_, _, err := Parse(fmt.Appendf(nil, "pools: [{name: a, kvTransfer: %s, %s endpoints: [{role: prefill, address: \"h:1\"%s}, "+
+			"{role: decode, address: \"h:2\"%s}]}]", dialect, map[string]string{"p2p-nccl": `registration: {listen: "a:1"},`}[dialect], prefill, decode))
+		return err
+	}
+	const two, three, four = ", transfer: {tensorParallelSize: 2}", ", transfer: {tensorParallelSize: 3}", ", transfer: {tensorParallelSize: 4}"
+	wrong := func(dialect, endpoint, size, does string) string {
+		return "pools[0].endpoints[" + endpoint + "].transfer.tensorParallelSize: is " + size + ", and no endpoint of its group that " + does +
+			" has the same: with kvTransfer " + dialect + " a rank passes KV to the rank of the same number"
+	}
+	for _, dialect := range []string{"lmcache", "mooncake-0.13", "p2p-nccl"} {
+		for _, sizes := range [][4]string{{two, three, "2", "3"}, {two, four, "2", "4"}, {four, two, "4", "2"}, {two, "", "2", "1"}} {
+			want := wrong(dialect, "0", sizes[2], "decodes")
+			if dialect == "p2p-nccl" { // decode needs a prefill for every request
+				want += "\n" + wrong(dialect, "1", sizes[3], "prefills")
+			}
+			require.EqualError(t, of(dialect, sizes[0], sizes[1]), want)
+		}
+		require.NoError(t, of(dialect, two, two))
+		require.NoError(t, of(dialect, "", ""))
+	}
 }

@@ -1734,7 +1734,7 @@ func (x *Objectives) GetOnMiss() string {
 
 type Objective struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As requests name it. Required, except in default.
+	// As requests name it. Required, except in default, which has none.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Higher goes first. Below 0: refused under overload. Default 0.
 	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
@@ -2890,10 +2890,10 @@ type Endpoint struct {
 	Loras []string `protobuf:"bytes,51,rep,name=loras,proto3" json:"loras,omitempty"`
 	// name=value, for pools[].labelHeader.
 	Labels []string `protobuf:"bytes,52,rep,name=labels,proto3" json:"labels,omitempty"`
-	// Data-parallel ranks that the engine has behind this port, at most 64. Use it with vLLM's internal load balancing or
+	// Data-parallel ranks of the engine behind this port, at most 64. Use it with vLLM's internal load balancing or
 	// SGLang's --dp-size. The decision treats each rank as an endpoint, called address#rank. Requests name their rank:
 	// for vLLM in the header x-data-parallel-rank, for SGLang by their room and data_parallel_rank. Rank n publishes its
-	// KV events n ports above kvEvents.port. Absent: the engine has one rank, or chooses by itself.
+	// KV events n ports above kvEvents.port. Absent: one, or the engine chooses.
 	DataParallelRanks int32 `protobuf:"varint,54,opt,name=data_parallel_ranks,json=dataParallelRanks,proto3" json:"data_parallel_ranks,omitempty"`
 	// The machine it runs on, by any name. Tandem expects faster transfers within a machine than within a zone. Absent:
 	// endpoints with one IP address run on one machine.
@@ -3052,8 +3052,8 @@ type Transfer struct {
 	HandshakePort int32 `protobuf:"varint,4,opt,name=handshake_port,json=handshakePort,proto3" json:"handshake_port,omitempty"`
 	// MoRIIO: notify_port, of the first rank. Default 61005.
 	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
-	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache endpoints only pair with the same number. With
-	// moriio a wrong number gives wrong text. Range: 1 to 1024. Default 1.
+	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache, mooncake-0.13 and p2p-nccl endpoints only pair
+	// with the same number. With moriio a wrong number gives wrong text. Range: 1 to 1024. Default 1.
 	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
 	// MoRIIO: data-parallel ranks of the engine behind this address. Range: 1 to 4096. Default 1.
 	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
