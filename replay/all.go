@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math"
 	"slices"
+	"strconv"
 )
 
 // CheckPolicies returns an error if one of the names is not a policy.
@@ -55,11 +57,23 @@ func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer
 func About(t *Trace, c Config) []string {
 	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' "+
 		"tokens", len(t.Requests), t.Duration(), t.Bound())}
-	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %.3g tokens of KV each; seed %d",
-		c.Prefill, c.Decode, c.Engine.KVTokens, c.Seed))
+	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %s tokens of KV each; seed %d",
+		c.Prefill, c.Decode, thousands(c.Engine.KVTokens), c.Seed))
 	if p, d, err := Load(t, c); err == nil {
 		lines = append(lines, fmt.Sprintf("load %.2f on prefill, %.2f on decode: 1 is saturation with one pooled cache",
 			p, d))
 	}
 	return append(lines, fmt.Sprintf("goodput: first token within %g s and a token each %g ms", c.TTFT, 1000*c.TPOT))
+}
+
+// thousands writes a whole number as people do, 1,000,000; infinity is a number without end.
+func thousands(x float64) string {
+	if math.IsInf(x, 1) {
+		return "endless"
+	}
+	text := strconv.FormatFloat(x, 'f', 0, 64)
+	for i := len(text) - 3; i > 0; i -= 3 {
+		text = text[:i] + "," + text[i:]
+	}
+	return text
 }

@@ -273,6 +273,14 @@ func TestJSON(t *testing.T) {
 	require.Len(t, got["ttft"], 4)
 }
 
+func TestAboutWritesNumbersAsPeopleDo(t *testing.T) {
+	tr, c := small(t, "agent", .5)
+	for tokens, want := range map[float64]string{1e6: "1,000,000", 950: "950", 123456.7: "123,457", math.Inf(1): "endless"} {
+		c.Engine.KVTokens = tokens
+		require.Contains(t, strings.Join(About(tr, c), "\n"), ", "+want+" tokens of KV each; seed")
+	}
+}
+
 func TestReportIsComplete(t *testing.T) {
 	tr, c := small(t, "agent", .5)
 	var progress bytes.Buffer

@@ -61,6 +61,7 @@ func newReplay() *cobra.Command {
 	f.BoolVar(&o.asJSON, "json", false, "print one JSON object per policy, each on one line, and nothing else")
 	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
 	f.StringVar(&o.suite, "suite", "", "play a `SUITE` instead of one trace")
+	f.Lookup("kv-tokens").DefValue = fmt.Sprintf("%.0f", o.Engine.KVTokens) // pflag would say 1e+06
 	return c
 }
 
