@@ -15,14 +15,19 @@ type testCase struct {
 }
 
 func (c testCase) name() string {
-	kind, loop := "JSON", count(c.Clients, "client")
-	if c.Stream {
-		kind = "SSE"
-	}
+	loop := count(c.Clients, "client")
 	if c.Share > 0 {
 		loop = fmt.Sprintf("open loop at %.0f %%", 100*c.Share)
 	}
-	return fmt.Sprintf("%s %s, %s, %d endpoints, %s", size(c.Size), kind, loop, c.Endpoints, c.fleet())
+	return fmt.Sprintf("%s %s, %s, %d endpoints, %s", size(c.Size), c.kind(), loop, c.Endpoints, c.fleet())
+}
+
+// kind names the answers of a case.
+func (c testCase) kind() string {
+	if c.Stream {
+		return "SSE"
+	}
+	return "JSON"
 }
 
 // fleet names the replicas of a case.

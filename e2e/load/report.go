@@ -19,7 +19,7 @@ type report struct {
 	Versions string
 	Missing  []string // tools, and the cases left out for them
 	Results  []result
-	Configs  []configText // of Tandem, exactly as it ran
+	Configs  []configText
 
 	previous *report // of the last run; nil: none
 }
@@ -75,13 +75,13 @@ func (r *report) write(dir string) (string, error) {
 		return "", err
 	}
 	defer out.Close()
-	page, err := template.New("report").Funcs(template.FuncMap{"ms": number}).Parse(pageText)
+	page, err := template.New("report").Funcs(template.FuncMap{"ms": number, "add": func(a, b int) int { return a + b }}).Parse(pageText)
 	if err != nil {
 		return "", err
 	}
 	if err := page.Execute(out,
 		map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary(), "Changes": r.changes(), "Last": r.previous,
-			"Noise": noise}); err != nil {
+			"NotCompared": r.notCompared(), "Noise": noise}); err != nil {
 		return "", fmt.Errorf("writing the report: %w", err)
 	}
 	return file, nil

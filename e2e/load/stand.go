@@ -20,7 +20,8 @@ type stand struct {
 	of testCase // what it was started for
 	process.Group
 	url              string
-	config           string // of the first replica
+	configs          []string // of the replicas
+	bootstrap        string   // of Envoy
 	engines, tandems []*process.Process
 	envoy, redis     *process.Process // redis is nil without one
 }
@@ -71,9 +72,7 @@ func (o *options) startStand(ctx context.Context, c testCase) (s *stand, err err
 			return s, err
 		}
 		text = shared + text
-		if i == 0 {
-			s.config = text
-		}
+		s.configs = append(s.configs, text)
 		config = filepath.Join(s.Dir, fmt.Sprintf("tandem-%d.yaml", i))
 		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 			return s, err
@@ -161,6 +160,7 @@ func (s *stand) startEnvoy(ctx context.Context, o *options, config, admin string
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
 	file := filepath.Join(s.Dir, "envoy.yaml")
+	s.bootstrap = string(bootstrap)
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return err
 	}

@@ -8,23 +8,44 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"strings"
+	"time"
 )
 
-// configText is the configuration of Tandem in some cases: the first replica's.
+// configText is the configuration of the processes in some cases, exactly as they ran.
 type configText struct {
-	Of   string // endpoints and replicas
-	YAML string
+	Of       string   // endpoints, replicas and kind of answers
+	YAML     string   // of Tandem's first replica
+	Others   []string // of each other replica, the lines in which it differs from the first
+	Envoy    string   // Envoy's bootstrap
+	Commands []string // command lines of all processes
 }
 
 // keepConfig stores the configuration of a stand, once.
 func (r *report) keepConfig(s *stand) {
-	of := fmt.Sprintf("%d endpoints, %s", s.of.Endpoints, s.of.fleet())
-	for _, c := range r.Configs {
-		if c.Of == of {
+	of := fmt.Sprintf("%d endpoints, %s, %s", s.of.Endpoints, s.of.fleet(), s.of.kind())
+	for i := range r.Configs {
+		if r.Configs[i].Of == of {
 			return
 		}
 	}
-	r.Configs = append(r.Configs, configText{of, s.config})
+	c := configText{Of: of, YAML: s.configs[0], Envoy: s.bootstrap, Commands: s.Commands()}
+	for _, other := range s.configs[1:] {
+		c.Others = append(c.Others, differing(c.YAML, other))
+	}
+	r.Configs = append(r.Configs, c)
+}
+
+// differing returns the lines of a text that another does not have at the same place.
+func differing(from, text string) string {
+	before := strings.Split(from, "\n")
+	var out strings.Builder
+	for i, line := range strings.Split(text, "\n") {
+		if i >= len(before) || line != before[i] {
+			out.WriteString(line + "\n")
+		}
+	}
+	return out.String()
 }
 
 // readPrevious reads the report of the last run in a directory; nil: there is none.
@@ -101,6 +122,24 @@ func (c change) Worse() bool { return c.CPU > noise }
 
 // noise is the difference between two runs of the same programs on a busy machine, in percent.
 const noise = 10
+
+// notCompared says why the report has no comparison with the last run; "" if it has one.
+func (r *report) notCompared() string {
+	switch {
+	case r.previous == nil:
+		return "Not compared: there is no last run in this directory."
+	case r.previous.Machine != r.Machine:
+		return fmt.Sprintf("Not compared: the last run, of %s, was on another machine (%s).",
+			r.previous.Began.Format(minute), r.previous.Machine)
+	case len(r.changes()) == 0:
+		return fmt.Sprintf("Not compared: the last run, of %s, measured none of these cases.",
+			r.previous.Began.Format(minute))
+	}
+	return ""
+}
+
+// minute is how the report writes times.
+const minute = time.DateOnly + " 15:04 UTC"
 
 // changes compares with the last run; none if it ran on another machine.
 func (r *report) changes() []change {

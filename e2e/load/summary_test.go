@@ -38,6 +38,7 @@ func TestChanges(t *testing.T) {
 	require.NoError(t, err)
 	now := aRun(600, .8, 1)
 	require.Empty(t, now.changes(), "there is no last run")
+	require.Equal(t, "Not compared: there is no last run in this directory.", now.notCompared())
 	now.previous, err = readPrevious(dir)
 	require.NoError(t, err)
 	changes := now.changes()
@@ -51,18 +52,60 @@ func TestChanges(t *testing.T) {
 	require.False(t, now.changes()[0].Significant(), "5 % less CPU")
 	now.Machine = "another"
 	require.Empty(t, now.changes())
+	require.Contains(t, pageOf(t, now, t.TempDir()), "Not compared: the last run, of 0001-01-01 00:00 UTC, was on another machine (m).")
 
 	now.Machine = "m"
-	now.Configs = []configText{{"4 endpoints, 1 replica", "pools: [<x>]"}}
-	file, err := now.write(dir)
-	require.NoError(t, err)
-	page, err := os.ReadFile(file)
-	require.NoError(t, err)
-	require.Contains(t, string(page), "111 requests in 3 cases; 1 failed.")
-	require.Contains(t, string(page), "pools: [&lt;x&gt;]")
-	require.Contains(t, string(page), "Beside the last run")
+	require.Empty(t, now.notCompared())
+	page := pageOf(t, now, dir)
+	require.Contains(t, page, "111 requests in 3 cases; 1 failed.")
+	require.Contains(t, page, "Beside the last run")
+	require.NotContains(t, page, "Not compared")
+	now.Results = now.Results[2:]
+	require.Equal(t, "Not compared: the last run, of 0001-01-01 00:00 UTC, measured none of these cases.", now.notCompared())
 
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "report.json"), []byte("{"), 0o600))
 	_, err = readPrevious(dir)
 	require.ErrorContains(t, err, "report.json")
+}
+
+func pageOf(t *testing.T, r *report, dir string) string {
+	t.Helper()
+	file, err := r.write(dir)
+	require.NoError(t, err)
+	page, err := os.ReadFile(file)
+	require.NoError(t, err)
+	return string(page)
+}
+
+// The report has what is needed to run a case again: every file and every command line, once for all cases that share
+// them.
+func TestExactConfiguration(t *testing.T) {
+	s := &stand{
+		of:        testCase{Endpoints: 2, Replicas: 2, Stream: true},
+		configs:   []string{"extProc: {listen: a}\npools: [<x>]\n", "extProc: {listen: b}\npools: [<x>]\n"},
+		bootstrap: "static_resources: {listeners: [8080]}\n",
+	}
+	s.Dir = t.TempDir()
+	defer s.stop()
+	for _, args := range [][]string{{"--role", "prefill"}, {"--concurrency", "2", "--save", ""}} {
+		_, err := s.Start(args[0][2:], nil, "true", args...)
+		require.NoError(t, err)
+	}
+	r := aRun(500, 1, 0)
+	r.keepConfig(s)
+	r.keepConfig(s)
+	s.of.Stream = false
+	r.keepConfig(s)
+	require.Len(t, r.Configs, 2, "engines of streams take their time")
+	require.Equal(t, configText{
+		Of: "2 endpoints, 2 replicas, SSE", YAML: s.configs[0], Others: []string{"extProc: {listen: b}\n"},
+		Envoy: s.bootstrap, Commands: []string{"true --role prefill", "true --concurrency 2 --save ''"},
+	}, r.Configs[0])
+	page := pageOf(t, r, t.TempDir())
+	for _, want := range []string{
+		"<details><summary>2 endpoints, 2 replicas, SSE</summary>", "pools: [&lt;x&gt;]", "Tandem, replica 2: the lines that differ</h3><pre>extProc: {listen: b}",
+		"true --role prefill\ntrue --concurrency 2 --save &#39;&#39;", "static_resources: {listeners: [8080]}",
+	} {
+		require.Contains(t, page, want)
+	}
 }

@@ -60,6 +60,24 @@ func (g *Group) Start(name string, env []string, path string, args ...string) (*
 	return p, nil
 }
 
+// Commands returns the command lines of all processes, as a shell takes them, in the order of their start.
+func (g *Group) Commands() (lines []string) {
+	for _, p := range g.processes {
+		words := make([]string, len(p.cmd.Args))
+		for i, word := range p.cmd.Args {
+			words[i] = word
+			if word == "" || strings.ContainsFunc(word, special) {
+				words[i] = "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
+			}
+		}
+		lines = append(lines, strings.Join(words, " "))
+	}
+	return lines
+}
+
+// special reports whether a character may mean something to a shell.
+func special(c rune) bool { return c <= ' ' || strings.ContainsRune("'\"\\$`*?[]{}()<>|&;#~!", c) }
+
 // Stop ends all of them, in the reverse order of their start.
 func (g *Group) Stop() {
 	for _, p := range slices.Backward(g.processes) {
