@@ -75,7 +75,8 @@ func (r *report) write(dir string) (string, error) {
 		return "", err
 	}
 	defer out.Close()
-	page, err := template.New("report").Funcs(template.FuncMap{"ms": number, "add": func(a, b int) int { return a + b }}).Parse(pageText)
+	functions := template.FuncMap{"ms": number, "add": func(a, b int) int { return a + b }}
+	page, err := template.New("report").Funcs(functions).Parse(pageText)
 	if err != nil {
 		return "", err
 	}
