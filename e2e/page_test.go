@@ -127,6 +127,8 @@ setTimeout(() => { const d = f.contentDocument, s = d.createElement('script');
 				require.Regexp(t, `^passes [1-9]\d violations \[\]$`, found, "%s, %s pixels wide", name, width)
 			}
 		}
+	} else {
+		t.Run("axe", func(t *testing.T) { t.Skip("no axe-core, so accessibility is not tested: scripts/tools.sh page installs it") })
 	}
 
 	if *screenshots {
