@@ -51,7 +51,10 @@ func chromium(t *testing.T, args ...string) (stdout, stderr string) {
 func TestPageInChromium(t *testing.T) {
 	t.Parallel()
 	browser(t)
-	f := start(t, options{engineArgs: []string{"--prefill-speed", "20000"}})
+	f := start(t, options{engineArgs: []string{"--prefill-speed", "20000", "--decode-step", "8ms", "--blocks", "1000", "--max-model-len", "15000"}})
+	idle, _ := chromium(t, "--dump-dom", f.admins[0]+"/")
+	require.Contains(t, idle, "no request in the last minute")
+	require.Equal(t, 4, strings.Count(idle, "· idle</text>"), "endpoints that serve nothing are drawn")
 	for i := range 60 {
 		prompt := strings.Repeat(fmt.Sprintf("Prefix number %d. ", i%5), 20)
 		body := strings.Replace(apis[i%2].body, "Two hops, please.", prompt, 1)
@@ -74,6 +77,7 @@ func TestPageInChromium(t *testing.T) {
 				case <-time.After(time.Duration(20+10*(i%7)) * time.Millisecond):
 				}
 				body := strings.Replace(apis[i%2].body, "Two hops, please.", strings.Repeat(fmt.Sprintf("Prefix number %d. ", i%5), 20+10*(i%40)), 1)
+				body = strings.Replace(body, `"max_tokens":12`, `"max_tokens":60`, 1)
 				_, _ = f.try(t.Context(), http.MethodPost, apis[i%2].path, body, "x-request-id", fmt.Sprintf("live-%d-%d", n, i))
 			}
 		})
@@ -83,10 +87,29 @@ func TestPageInChromium(t *testing.T) {
 	// The page in a frame of a phone's width: Chromium has no window as narrow. The frame's findings become the outer page's text.
 	mux := http.NewServeMux()
 	mux.Handle("/", httputil.NewSingleHostReverseProxy(admin))
-	mux.HandleFunc("/phone", func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprint(w, `<!doctype html><body style="margin:0"><iframe id=f src="/" style="border:0;width:390px;height:1900px"></iframe><pre id=found></pre><script>
-setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d.documentElement.scrollWidth + ' of ' + f.contentWindow.innerWidth }, 4000)</script>`)
+	framed := func(path, script string) {
+		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
+			fmt.Fprintf(w, `<!doctype html><body style="margin:0"><iframe id=f src="/" style="border:0;width:%spx;height:2700px"></iframe><pre id=found></pre><script>
+const say = text => found.textContent = text;
+setTimeout(() => { const w = f.contentWindow, d = w.document; %s }, 3500)</script>`, r.URL.Query().Get("width"), script)
+		})
+	}
+	framed("/width", `say('width ' + d.documentElement.scrollWidth + ' of ' + w.innerWidth)`)
+	// With a keyboard: Tab leads to each decision, and Enter is a click. The list moves on when none is open, and a table keeps the focus.
+	framed("/keys", `const rows = [...d.querySelectorAll('#recent details')], row = rows[1].firstChild;
+const another = () => fetch('/request').then(() => new Promise(drawn => setTimeout(drawn, 2500)));
+let read;
+row.focus(); row.click();
+another().then(() => {
+  read = ['summaries ' + rows.every(e => e.firstChild.matches('summary') && e.firstChild.tabIndex === 0),
+    'stays ' + (row.isConnected && d.activeElement === row && rows[1].open && rows[1].innerText.includes('Took: ')), d.getElementById('held').textContent];
+  row.click(); d.querySelector('#pools .table').focus();
+  return another();
+}).then(() => say([...read, 'moves on ' + !row.isConnected, 'focus on ' + d.activeElement.ariaLabel].join('; ')))`)
+	mux.HandleFunc("/request", func(http.ResponseWriter, *http.Request) {
+		_, _ = f.try(t.Context(), http.MethodPost, apis[0].path, apis[0].body)
 	})
+	framed("/open", `const all = [...d.querySelectorAll('#recent details')]; (all.find(e => e.querySelector('.good') && e.textContent.includes('% of the prompt')) || all[0]).open = true`)
 	server := httptest.NewServer(mux)
 	defer server.Close()
 
@@ -105,8 +128,15 @@ setTimeout(() => { const d = f.contentDocument; found.textContent = 'width ' + d
 	require.Contains(t, dom, `<div class="tile "><b>0</b><small>failed / s</small>`, "a refusal is no failure")
 	require.Regexp(t, `<b>(0\.\d+|[1-9]\d*)</b><small>refused / s</small>`, dom)
 
-	phone, _ := chromium(t, "--dump-dom", server.URL+"/phone")
+	for _, figure := range []string{"The last minute", "cache hits, latest 256", "busy in the last minute"} {
+		require.Contains(t, dom, figure, "the window of figures")
+	}
+
+	phone, _ := chromium(t, "--dump-dom", server.URL+"/width?width=390")
 	require.Regexp(t, `<pre id="found">width 390 of 390</pre>`, phone)
+	keys, _ := chromium(t, "--virtual-time-budget=12000", "--dump-dom", server.URL+"/keys?width=1240")
+	require.Contains(t, keys, `<pre id="found">summaries true; stays true; · the list stands still while one is open or has the focus; `+
+		`moves on true; focus on Endpoints of pool chat</pre>`)
 
 	// axe-core's rules of accessibility, in both colour schemes and on a phone, with a decision open.
 	if axe := filepath.Join("..", ".tools", "axe.min.js"); fileThere(axe) {
@@ -134,8 +164,8 @@ setTimeout(() => { const d = f.contentDocument, s = d.createElement('script');
 	if *screenshots {
 		docs, err := filepath.Abs("../docs")
 		require.NoError(t, err)
-		chromium(t, "--window-size=1240,1500", "--screenshot="+filepath.Join(docs, "page.png"), server.URL+"/")
-		chromium(t, "--window-size=390,1900", "--screenshot="+filepath.Join(docs, "page-phone.png"), server.URL+"/phone")
+		chromium(t, "--window-size=1240,1500", "--screenshot="+filepath.Join(docs, "page.png"), server.URL+"/open?width=1240")
+		chromium(t, "--window-size=390,2700", "--screenshot="+filepath.Join(docs, "page-phone.png"), server.URL+"/open?width=390")
 	}
 }
 

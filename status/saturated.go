@@ -2,6 +2,7 @@ package status
 
 import (
 	"fmt"
+	"math"
 	"time"
 
 	"tandem/extproc/telemetry"
@@ -28,7 +29,7 @@ func (f *Feed) samplePrefill(now time.Time) {
 	f.loads = make(map[string]*PrefillLoad, len(before))
 	for _, p := range f.source.State.Pools() {
 		f.source.State.View(p, nil, &f.view)
-		load := PrefillLoad{Busy: f.view.Load.Prefill}
+		load := PrefillLoad{Busy: math.Round(f.view.Load.Prefill*1000) / 1000} // it fades for long
 		if old := before[p.Spec.Name]; old != nil {
 			load.Full = old.Full
 		}

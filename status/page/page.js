@@ -47,15 +47,28 @@ function tiles(m, status) {
   byId('tiles').replaceChildren(...all.map(([name, value, css]) => el('div', { class: 'tile ' + (css || '') }, el('b', {}, value), el('small', {}, name))));
 }
 
+const shown = new Map();   // the data of parts
+
+// show draws a part anew if its data changed, or a screen reader would read it out once a second. The focus, and how far
+// a table is scrolled, stay: elements that are drawn anew are known by their key.
+function show(id, data, drawn) {
+  const text = JSON.stringify(data), box = byId(id);
+  if (shown.get(id) === text) return;
+  shown.set(id, text);
+  const scrolled = new Map([...box.querySelectorAll('[data-key]')].map(e => [e.dataset.key, e.scrollLeft]));
+  const focus = box.contains(document.activeElement) && document.activeElement.dataset.key;
+  box.replaceChildren(...drawn(data));
+  for (const e of box.querySelectorAll('[data-key]')) {
+    e.scrollLeft = scrolled.get(e.dataset.key) || 0;
+    if (e.dataset.key === focus) e.focus({ preventScroll: true });
+  }
+}
+
 // attention shows what an operator should look at first, each with a page that says what to do.
 function attention(notices) {
-  const box = byId('attention');
-  const text = JSON.stringify(notices);
-  if (box.dataset.shown === text) return;   // or a screen reader would read it out once a second
-  box.dataset.shown = text;
-  if (!notices.length) return box.replaceChildren(el('p', { class: 'notice good' }, 'Nothing needs attention.'));
-  box.replaceChildren(...notices.map(n => el('p', { class: 'notice ' + (n.bad ? 'bad' : 'warn') },
-    el('b', {}, n.bad ? 'Problem: ' : 'Warning: '), n.text + ' ', el('a', { href: 'docs/' + n.doc }, 'What to do'))));
+  if (!notices.length) return [el('p', { class: 'notice good' }, 'Nothing needs attention.')];
+  return notices.map(n => el('p', { class: 'notice ' + (n.bad ? 'bad' : 'warn') },
+    el('b', {}, n.bad ? 'Problem: ' : 'Warning: '), n.text + ' ', el('a', { href: 'docs/' + n.doc, 'data-key': n.doc }, 'What to do')));
 }
 
 const charts = [
@@ -94,10 +107,12 @@ function chart(c) {
 function flow(pool, links) {
   const mine = links.filter(l => l.pool === pool.name);
   const names = new Map(pool.endpoints.map(e => [e.address, e.name]));
-  const prefills = pool.endpoints.filter(e => e.role === 'prefill').map(e => e.address);   // those that serve nothing, too
-  const left = [...new Set(mine.map(l => l.prefill).concat(prefills))].sort(), right = [...new Set(mine.map(l => l.decode))].sort();
-  if (!mine.length) return el('p', { class: 'soft' }, pool.name + ': no request in the last minute');
-  const total = mine.reduce((s, l) => s + l.requests, 0), w = Math.max(300, Math.min(900, byId('flow').clientWidth)), gap = 14, thick = 110;
+  const having = (...roles) => pool.endpoints.filter(e => roles.includes(e.role)).map(e => e.address);   // those that serve nothing, too
+  const left = [...new Set(mine.map(l => l.prefill).concat(having('prefill')))].sort();
+  const right = [...new Set(mine.map(l => l.decode).concat(having('decode', 'both')))].sort();
+  if (!left.length && !right.length) return el('p', { class: 'soft' }, pool.name + ': no endpoints');
+  const none = mine.length ? '' : 'no request in the last minute';
+  const total = mine.reduce((s, l) => s + l.requests, 0) || 1, w = Math.max(300, Math.min(900, byId('flow').clientWidth)), gap = 14, thick = 110;
   const margin = Math.min(190, w * 0.39), middle = w / 2;
   const place = (side, of) => {
     let at = gap;
@@ -111,7 +126,7 @@ function flow(pool, links) {
   const from = place(left, 'prefill'), to = place(right, 'decode');
   const h = Math.max(...[...from.values(), ...to.values()].map(n => n.y + Math.max(n.h, 12))) + gap;
   const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': `Flow of pool ${pool.name}: `
-    + mine.map(l => `${names.get(l.prefill) || l.prefill || 'decode alone'} to ${names.get(l.decode) || l.decode} ${l.requests}`).join(', ') });
+    + (none || mine.map(l => `${names.get(l.prefill) || l.prefill || 'decode alone'} to ${names.get(l.decode) || l.decode} ${l.requests}`).join(', ')) });
   for (const l of mine) {
     const a = from.get(l.prefill), b = to.get(l.decode), t = Math.max(thick * l.requests / total, 1);
     const ya = a.y + a.used + t / 2, yb = b.y + b.used + t / 2;
@@ -121,9 +136,9 @@ function flow(pool, links) {
   }
   for (const [name, n] of from) picture.append(svg('rect', { class: 'node ' + (!n.n ? 'idle' : name ? 'c-prefill' : 'c-other'), x: margin - 8, y: n.y, width: 8, height: n.h }),
     svg('text', { class: 'name', x: margin - 12, y: n.y + Math.min(n.h / 2 + 4, 14), 'text-anchor': 'end' }, (names.get(name) || name || 'decode alone') + ' · ' + (n.n || 'idle')));
-  for (const [name, n] of to) picture.append(svg('rect', { class: 'node c-decode', x: w - margin, y: n.y, width: 8, height: n.h }),
-    svg('text', { class: 'name', x: w - margin + 12, y: n.y + Math.min(n.h / 2 + 4, 14) }, (names.get(name) || name) + ' · ' + n.n));
-  return el('div', {}, el('h3', {}, pool.name), picture);
+  for (const [name, n] of to) picture.append(svg('rect', { class: 'node ' + (n.n ? 'c-decode' : 'idle'), x: w - margin, y: n.y, width: 8, height: n.h }),
+    svg('text', { class: 'name', x: w - margin + 12, y: n.y + Math.min(n.h / 2 + 4, 14) }, (names.get(name) || name) + ' · ' + (n.n || 'idle')));
+  return el('div', {}, el('h3', {}, pool.name + ' ', el('small', {}, none)), picture);
 }
 
 // table is a table with a caption for screen readers. Each column is a name, [name] where its cells are numbers. Cells bear their column's
@@ -132,7 +147,7 @@ function table(caption, columns, rows) {
   const head = el('tr', {}, ...columns.map(c => el('th', Array.isArray(c) ? { scope: 'col', class: 'n' } : { scope: 'col' }, String(c))));
   const body = rows.map(({ cells, chosen }) => el('tr', chosen ? { class: 'chosen' } : {}, ...cells.map((c, i) =>
     el('td', { 'data-label': String(columns[i]), ...(Array.isArray(columns[i]) ? { class: 'n' } : {}) }, c))));
-  return el('div', { class: 'table', tabindex: '0', role: 'region', 'aria-label': caption }, el('table', {}, el('caption', {}, caption), el('thead', {}, head), el('tbody', {}, ...body)));
+  return el('div', { class: 'table', tabindex: '0', role: 'region', 'aria-label': caption, 'data-key': caption }, el('table', {}, el('caption', {}, caption), el('thead', {}, head), el('tbody', {}, ...body)));
 }
 
 // bar shows a share of something that has an end.
@@ -142,8 +157,8 @@ function bar(share, text, css) {
   return el('span', {}, el('span', { class: 'bar-space', 'aria-hidden': 'true' }, b), text);
 }
 
-function pools(status) {
-  byId('pools').replaceChildren(...status.pools.map(p => {
+function pools(all) {
+  return all.map(p => {
     const rows = p.endpoints.map(e => {
       const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
       return { cells: [el('span', {}, e.name + (e.group ? ' (' + e.group + ')' : ''), e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : ''), el('span', { class: css }, e.role),
@@ -153,10 +168,11 @@ function pools(status) {
         e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', ms(e.time_per_output_token_ms)] };
     });
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
+      + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '')
       + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
         + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
-      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest'], ['cache hits'], ['writes'], ['each token in']], rows));
-  }));
+      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest 256'], ['cache hits, latest 256'], ['writes, last minute'], ['each token in, last minute']], rows));
+  });
 }
 
 // replicas shows whose parts are summed, where there are several.
@@ -166,11 +182,9 @@ function replicas(status) {
     .concat((status.silent || []).map(name => ({ cells: [name, status.sharing.up && !status.sharing.no_answer ? 'no answer' : 'not asked, without Redis', '–', '–', '–'] })),
       (status.gone || []).map(g => ({ cells: [g.name, `gone, last heard ${ago(new Date(status.now) - new Date(g.heard))} ago`, '–', '–', '–'] })));
   byId('replicas').hidden = rows.length < 2;
-  if (rows.length > 1) byId('replicas').replaceChildren(el('h2', {}, 'Replicas ', el('small', {}, 'whose parts are summed on this page')),
-    table('Replicas of Tandem', ['replica', 'state', 'release', 'up', ['booked']], rows));
+  show('replicas', rows, () => [el('h2', {}, 'Replicas ', el('small', {}, 'whose parts are summed on this page')),
+    table('Replicas of Tandem', ['replica', 'state', 'release', 'up', ['booked']], rows)]);
 }
-
-const open = new Set();   // request ids whose details are open
 
 function decision(t) {
   const bad = t.status >= 500 || t.ended === 'cut' ? 'bad' : t.status >= 200 && t.status < 400 ? 'good' : '';
@@ -184,8 +198,6 @@ function decision(t) {
   const gone = (t.end_gone_with || []).join(', ');
   d.append(el('p', { class: 'words' }, t.words + (gone ? `Its end was lost when ${gone} ended without a shutdown.` : '')));
   d.append(t.weighed ? weighed(t) : '');
-  d.open = open.has(t.request_id);
-  d.addEventListener('toggle', () => d.open ? open.add(t.request_id) : open.delete(t.request_id));
   return d;
 }
 
@@ -201,14 +213,19 @@ const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity
 const notAlone = { busy: ' (not offered: its answers would suffer)', too_long: ' (not offered: the prompt is too long, answers would suffer)' };
 
 function weighed(t) {
-  const parts = list => list ? `${price(total(list))} = ${list.map(p => p.name + ' ' + price(p.value)).join(' + ')}` : '–';
+  const parts = list => list ? `${price(total(list))} = ${list.map(p => `${p.name} ${price(p.value)}`.replaceAll(' ', '\u00a0')).join(' + ')}` : '–';
   return table('What was weighed for ' + t.request_id, ['endpoint', 'role', ['blocks held'], 'to prefill', 'to decode', 'to do both'], t.weighed.map(w => {
     const chosen = w.endpoint === t.prefill || w.endpoint === t.decode;
-    return { chosen, cells: [(chosen ? '✓ ' : '') + w.endpoint + (w.out ? ' (out)' : ''), w.role, w.out ? '–' : String(w.hit_blocks), parts(w.prefill), parts(w.decode), parts(w.alone) + (notAlone[w.not_alone] || '')] };
+    return { chosen, cells: [(chosen ? '✓\u00a0' : '') + w.endpoint + (w.out ? ' (out)' : ''), w.role, w.out ? '–' : String(w.hit_blocks), parts(w.prefill), parts(w.decode), parts(w.alone) + (notAlone[w.not_alone] || '')] };
   }));
 }
 
-let shown = '';
+// decisions shows the latest ones. An open one can be read, and rows be walked through, for as long as one likes.
+function decisions(recent) {
+  const held = byId('recent').querySelector('details[open], :focus-visible');
+  byId('held').textContent = held ? '· the list stands still while one is open or has the focus' : '';
+  if (!held) show('recent', recent, all => all.length ? all.map(decision) : [el('p', { class: 'soft' }, 'none yet')]);
+}
 
 function draw(status) {
   const state = byId('state');
@@ -216,17 +233,13 @@ function draw(status) {
   state.className = 'pill ' + (status.ready ? 'good' : 'bad');
   byId('about').textContent = `${location.host} · up ${ago(new Date(status.now) - new Date(status.started))} · ${status.version}`
     + ` · ${status.scope}`;
-  attention(status.attention);
+  show('attention', status.attention, attention);
   tiles(status.minute, status);
   byId('plots').replaceChildren(...charts.map(chart));
-  byId('flow').replaceChildren(...status.pools.map(p => flow(p, status.flow)));
-  pools(status);
+  show('flow', [byId('flow').clientWidth, status.flow, status.pools.map(p => p.endpoints.map(e => [e.address, e.name, e.role]))], () => status.pools.map(p => flow(p, status.flow)));
+  show('pools', status.pools, pools);
   replicas(status);
-  const now = JSON.stringify(status.recent);
-  if (now !== shown) {   // or an open one could not be read, nor anything selected
-    shown = now;
-    byId('recent').replaceChildren(...(status.recent.length ? status.recent.map(decision) : [el('p', { class: 'soft' }, 'none yet')]));
-  }
+  decisions(status.recent);
 }
 
 function ago(millis) {
