@@ -1,10 +1,8 @@
 package docs
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -28,7 +26,6 @@ type measured struct {
 
 type fleetLine struct {
 	EnvoyMs, TandemMs, RedisMs, XOne, LogEntries, RedisCommands, Wakeups, IdleMs float64
-	Parts, IdleParts                                                             map[string]float64
 }
 
 // figuresOf reads what was measured of a table.
@@ -113,19 +110,16 @@ func span(lines []measured, with string, of func(*measured) float64) (text strin
 	return low + " to " + high, slices.Max(all)
 }
 
-// rows writes a text and a table.
-func rows(text, head string, lines [][]string) string {
+// rows writes a table after one sentence: what it shows, and when and where that was measured.
+func rows(result string, of []measured, head string, lines [][]string) string {
 	var b strings.Builder
 	columns := strings.Count(head, "|") - 1
-	fmt.Fprintf(&b, "%s\n%s\n|%s\n", wrap(text, ""), head, strings.Repeat("---|", columns))
+	fmt.Fprintf(&b, "%s\n%s\n|%s\n", wrap(result+" "+when(of)+".", ""), head, strings.Repeat("---|", columns))
 	for _, l := range lines {
 		fmt.Fprintf(&b, "| %s |\n", strings.ReplaceAll(strings.Join(l, " | "), "|  |", "| |"))
 	}
 	return b.String()
 }
-
-// grpcServes is the day from which grpc-go served in what is measured.
-const grpcServes = "2026-11-23"
 
 // when says when and where lines were measured.
 func when(lines []measured) string {
@@ -139,24 +133,17 @@ func when(lines []measured) string {
 		}
 	}
 	from, to := slices.Min(days), slices.Max(days)
-	text := "Measured on " + from
 	if from != to {
-		text += " to " + to
+		from += " to " + to
 	}
-	switch {
-	case to < grpcServes:
-		text += ", before grpc-go served"
-	case from < grpcServes:
-		text += ", what is older than " + grpcServes + " before grpc-go served"
-	}
-	return text + " (" + strings.Join(places, "; ") + ")."
+	return "(" + from + ", " + strings.Join(places, ", ") + ")"
 }
 
-// goal marks a value above its goal.
+// goal marks a value above its goal, if it has one.
 func goal(value float64, text, limit string) string {
 	var at float64
 	_, _ = fmt.Sscan(limit, &at)
-	if value > at {
+	if limit != "" && value > at {
 		return text + ": **missed**"
 	}
 	return text
@@ -185,11 +172,10 @@ func floorTable(t *testing.T) string {
 			ratioText(l.CPUXFloor), ratioText(l.P50XFloor), ratioText(before.CPUXFloor),
 		})
 	}
-	cpu, _ := span(lines, "%.1f", func(m *measured) float64 { return m.CPUXFloor })
-	return rows(fmt.Sprintf("Envoy and Tandem take %s times the CPU of plain Envoy through which the client makes both "+
-		"requests itself (the floor); CPU is in milliseconds per request. %s",
-		cpu, when(lines)),
-		"| body | clients | floor: Envoy | Envoy | Tandem | x floor | p50 x floor | before, x floor |", out)
+	cpu, _ := span(lines, "%.1f", cpuXFloor)
+	return rows(fmt.Sprintf("Envoy and Tandem take %s times the CPU of the floor, a plain Envoy whose client makes both "+
+		"requests itself", cpu), lines,
+		"| body | clients | floor, ms | Envoy, ms | Tandem, ms | x floor | p50 x floor | before, x floor |", out)
 }
 
 func redisTable(t *testing.T) string {
@@ -198,18 +184,18 @@ func redisTable(t *testing.T) string {
 	for _, l := range lines {
 		rate := "as many as they can"
 		if l.Rate > 0 {
-			rate = figure(l.Rate, 0)
+			rate = figure(l.Rate, 0) + " a second"
 		}
 		out = append(out, []string{
 			fmt.Sprint(l.Clients), rate, goal(l.CPUXTandem, format(l.CPUXTandem, "%.2f"), "1.3"),
 			goal(l.P50MsMore, format(l.P50MsMore, "%.2f"), "0.3"),
 		})
 	}
-	_, most := span(lines, "%.2f", func(m *measured) float64 { return m.CPUXTandem })
-	return rows(fmt.Sprintf("With a Redis (and no other replica), all three programs take up to %.2f times the CPU that "+
-		"Envoy and Tandem take without it, for 1 KB. %s",
-		most, when(lines)),
-		"| clients | requests a second | CPU, x without Redis (goal 1.3) | p50, ms more (goal 0.3) |", out)
+	_, cpu := span(lines, "%.2f", func(m *measured) float64 { return m.CPUXTandem })
+	_, wait := span(lines, "%.2f", func(m *measured) float64 { return m.P50MsMore })
+	return rows(fmt.Sprintf("With a Redis and one replica, a request of 1 KB takes at most %.2f times the CPU that it takes "+
+		"without, and its p50 is at most %.2f ms longer", cpu, wait), lines,
+		"| clients | requests | CPU, x without Redis (goal 1.3) | p50, ms more (goal 0.3) |", out)
 }
 
 func streamTable(t *testing.T) string {
@@ -224,10 +210,8 @@ func streamTable(t *testing.T) string {
 		})
 	}
 	cpu, _ := span(lines, "%.0f", func(m *measured) float64 { return 100 * (m.CPUXFloor - 1) })
-	return rows(fmt.Sprintf("A stream of 256 tokens, one every 5 ms, costs %s %% more CPU than the floor, in milliseconds "+
-		"per stream. %s",
-		cpu, when(lines)),
-		"| clients | floor: Envoy | Envoy | Tandem | x floor |", out)
+	return rows(fmt.Sprintf("A stream of 256 tokens, one every 5 ms, takes %s %% more CPU than the floor", cpu), lines,
+		"| clients | floor, ms | Envoy, ms | Tandem, ms | x floor |", out)
 }
 
 func tailsTable(t *testing.T) string {
@@ -237,16 +221,20 @@ func tailsTable(t *testing.T) string {
 	for _, l := range lines {
 		floor, beside := l.of(all, "floor"), "alone"
 		if l.Beside != "" {
-			beside = "beside 10 of " + shapeName(l.Beside) + " a second"
+			beside = "with 10 of " + shapeName(l.Beside) + " a second"
 		}
 		out = append(out, []string{
 			beside, fmt.Sprint(l.Clients), timeText(floor.P50Ms), timeText(floor.P99Ms), timeText(floor.P999Ms),
 			timeText(l.P50Ms), timeText(l.P99Ms), timeText(l.P999Ms), ratioText(l.P99XFloor),
 		})
 	}
-	return rows(fmt.Sprintf("Milliseconds of requests of 1 KB at %.0f a second. %s",
-		lines[0].Rate, when(lines)),
-		"| | clients | floor: p50 | p99 | p99.9 | Tandem: p50 | p99 | p99.9 | p99 x floor |", out)
+	p99 := func(m *measured) float64 { return m.P99XFloor }
+	alone, _ := span(pick(lines, func(m *measured) bool { return m.Beside == "" }), "%.1f", p99)
+	beside, _ := span(pick(lines, func(m *measured) bool { return m.Beside != "" }), "%.1f", p99)
+	return rows(fmt.Sprintf("At %.0f requests of 1 KB a second p99 is %s times the floor's, and %s times with large bodies "+
+		"beside them", lines[0].Rate, alone, beside), lines,
+		"| load | clients | floor p50 | floor p99 | floor p99.9 | Tandem p50 | Tandem p99 | Tandem p99.9 | p99 x floor |",
+		out)
 }
 
 func peersTable(t *testing.T) string {
@@ -265,8 +253,9 @@ func peersTable(t *testing.T) string {
 		head += " " + p.head + " |"
 	}
 	var out [][]string
-	var first []string
-	for _, l := range pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.Clients == 16 }) {
+	first := []string{"first byte of a stream (p50)"}
+	lines := pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.Clients == 16 })
+	for _, l := range lines {
 		line := []string{shapeName(l.Shape)}
 		for _, p := range peers {
 			m := l.of(all, p.stack)
@@ -275,16 +264,17 @@ func peersTable(t *testing.T) string {
 				cell = cpuText(m.EnvoyMs) + " + " + cell
 			}
 			line = append(line, cell)
-			if m.FirstByteMs > 0 {
-				first = append(first, fmt.Sprintf("%s ms (%s)", timeText(m.FirstByteMs), p.head))
+			if l.FirstByteMs > 0 {
+				first = append(first, timeText(m.FirstByteMs))
 			}
 		}
 		out = append(out, line)
 	}
-	return rows(fmt.Sprintf("Milliseconds of CPU per request with 16 clients. The first byte of a stream came after (p50) "+
-		"%s. %s",
-		strings.Join(first, ", "), when(all)),
-		head, out)
+	cpu, _ := span(lines, "%.1f", func(m *measured) float64 {
+		return (m.EnvoyMs + m.RouterMs) / m.of(all, "vllm-router").RouterMs
+	})
+	return rows(fmt.Sprintf("With 16 clients, Envoy and Tandem take %s times the CPU of vllm-router alone", cpu), all,
+		head, append(out, first))
 }
 
 func loadTable(t *testing.T) string {
@@ -307,8 +297,14 @@ func loadTable(t *testing.T) string {
 		}
 		out = append(out, []string{body, replicas, figure(l.PerSecond, 0), loadTime(l.P50Ms), loadTime(l.P99Ms)})
 	}
-	return rows(fmt.Sprintf("With 16 clients, on the cores that the load generators share. %s",
-		when(lines)),
+	perSecond := func(bytes int) string {
+		at := slices.IndexFunc(lines, func(m measured) bool {
+			return m.Bytes == bytes && m.Replicas == 1 && !m.Stream && !m.Redis
+		})
+		return figure(lines[at].PerSecond, 0)
+	}
+	return rows(fmt.Sprintf("With 16 clients one replica serves %s requests of 1 KB a second and %s of 220 KB, on cores that "+
+		"the load generators share", perSecond(1<<10), perSecond(220<<10)), lines,
 		"| body | replicas | requests a second | p50, ms | p99, ms |", out)
 }
 
@@ -319,69 +315,37 @@ func loadTime(v float64) string {
 	return figure(v, 0)
 }
 
-// fleetTable is of processes that run where the system puts them, pinnedTable of those with one processor each.
-func fleetTable(t *testing.T) string  { return fleetRows(t, false) }
-func pinnedTable(t *testing.T) string { return fleetRows(t, true) }
-
-func fleetLines(t *testing.T, pinned bool) []measured {
-	t.Helper()
-	return pick(figuresOf(t, "fleet"), func(m *measured) bool { return m.Pinned == pinned })
-}
-
-func fleetRows(t *testing.T, pinned bool) string {
-	t.Helper()
-	lines := fleetLines(t, pinned)
+// fleetTable is of processes that run where the system puts them; the column "pinned" is of those with one processor for
+// Envoy and one for all replicas.
+func fleetTable(t *testing.T) string {
+	all := figuresOf(t, "fleet")
+	lines := pick(all, func(m *measured) bool { return !m.Pinned })
 	goals := map[int]string{4: "1.15", 16: "1.3"}
+	xOne := func(l *measured) string {
+		return goal(l.Fleet.XOne, ratioText(l.Fleet.XOne), goals[l.Replicas])
+	}
 	var out [][]string
 	for _, l := range lines {
-		f, limit := l.Fleet, goals[l.Replicas]
-		if limit != "" {
-			limit = strings.Replace(goal(f.XOne, "", limit), ": ", limit+": ", 1)
+		f, pinned := l.Fleet, ""
+		for _, m := range pick(all, func(m *measured) bool { return m.Pinned && m.Replicas == l.Replicas }) {
+			pinned = xOne(&m)
 		}
 		out = append(out, []string{
-			fmt.Sprint(l.Replicas), cpuText(f.EnvoyMs), cpuText(f.TandemMs), cpuText(f.RedisMs), ratioText(f.XOne), limit,
+			fmt.Sprint(l.Replicas), cpuText(f.EnvoyMs), cpuText(f.TandemMs), cpuText(f.RedisMs), xOne(&l), pinned,
 			ratioText(f.LogEntries), ratioText(f.RedisCommands), format(f.Wakeups, "%.0f"), format(f.IdleMs/10, "%.1f %%"),
 		})
 	}
-	return rows(fmt.Sprintf("Milliseconds per request of 1 KB, at %.0f requests a second in all. %s",
-		lines[0].Rate, when(lines)),
-		"| replicas | Envoy | all Tandems | Redis | x one | goal | log entries | Redis commands | wake-ups | idle, of a "+
-			"core |", out)
-}
-
-// partsTable has the replicas' CPU by purpose, of a request and of a second without requests.
-func partsTable(t *testing.T) string {
-	lines := fleetLines(t, true)
-	head, order := "| |", slices.Sorted(maps.Keys(lines[len(lines)-1].Fleet.Parts))
-	slices.SortStableFunc(order, func(a, b string) int { // the dearest in the largest fleet first
-		of := lines[len(lines)-1].Fleet.Parts
-		return cmp.Compare(of[b], of[a])
-	})
-	for _, l := range lines {
-		head += fmt.Sprintf(" %d |", l.Replicas)
-	}
-	for _, l := range lines {
-		head += fmt.Sprintf(" idle, %d |", l.Replicas)
-	}
-	var out [][]string
-	for _, part := range order {
-		line := []string{part}
-		for _, l := range lines {
-			line = append(line, figure(l.Fleet.Parts[part], 3))
-		}
-		for _, l := range lines {
-			line = append(line, figure(l.Fleet.IdleParts[part], 1))
-		}
-		out = append(out, line)
-	}
-	return rows("CPU of all replicas together, by the functions that profiles found, in milliseconds: of a request, and of "+
-		"a second without requests. "+when(lines), head, out)
+	last := lines[len(lines)-1]
+	return rows(fmt.Sprintf("At %.0f requests of 1 KB a second in all, Envoy, Redis and %d replicas take %.1f times the CPU "+
+		"of Envoy, Redis and one", last.Rate, last.Replicas, last.Fleet.XOne), all,
+		"| replicas | Envoy, ms | Tandem, ms | Redis, ms | x one | pinned | log entries | Redis commands | wake-ups | "+
+			"idle |", out)
 }
 
 // The tables of benchmarks.md that measurements write, each between two comments.
 var tables = map[string]func(*testing.T) string{
 	"floor": floorTable, "redis": redisTable, "streams": streamTable, "tails": tailsTable, "peers": peersTable,
-	"load": loadTable, "fleet": fleetTable, "fleet-pinned": pinnedTable, "fleet-parts": partsTable,
+	"load": loadTable, "fleet": fleetTable,
 }
 
 // results sets the answers of the first table, and of README's, that measurements write; the other rows have other
@@ -404,10 +368,10 @@ func results(t *testing.T, page, readme string) (newPage, newReadme string) {
 	}{
 		{"CPU of Envoy and Tandem, 1 KB", "CPU, 1 KB", "%.1f", "4",
 			pick(all, func(m *measured) bool { return atOnce(m) && m.Shape == "json1k" }), cpuXFloor},
-		{"the same, 220 KB", "CPU, 220 KB", "%.1f", "6",
+		{"CPU, 220 KB", "CPU, 220 KB", "%.1f", "6",
 			pick(all, func(m *measured) bool { return atOnce(m) && m.Shape == "json220k" }), cpuXFloor},
-		{"the same, a stream of 256 tokens", "CPU, streams", "%.2f", "1.2", pick(all, stream), cpuXFloor},
-		{"p99 of 1 KB, 64 clients at 200 requests a second", "", "%.1f", "3",
+		{"CPU, stream of 256 tokens", "CPU, streams", "%.2f", "1.2", pick(all, stream), cpuXFloor},
+		{"p99, 1 KB, 64 clients, 200 a second", "", "%.1f", "3",
 			pick(tails, func(m *measured) bool { return plain(m) && m.Clients == 64 && m.Beside == "" }),
 			func(m *measured) float64 { return m.P99XFloor }},
 	} {
@@ -437,7 +401,9 @@ func TestFigures(t *testing.T) {
 	}
 	if *update {
 		require.NoError(t, os.WriteFile("benchmarks.md", []byte(want), 0o600))
-		require.NoError(t, os.WriteFile("../README.md", []byte(wantReadme), 0o600))
+		if wantReadme != readme {
+			require.NoError(t, os.WriteFile("../README.md", []byte(wantReadme), 0o600))
+		}
 		return
 	}
 	require.Equal(t, want, page, "run go test ./docs -update")

@@ -1,6 +1,7 @@
 package docs
 
 import (
+	"cmp"
 	"encoding/xml"
 	"fmt"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 )
@@ -19,59 +21,78 @@ type plot struct {
 	file, title, unit string
 	one               bool     // mark the value 1
 	some              bool     // leave out bars whose column the table lacks
-	digits            int      // after the point
+	digits            int      // after the point; -1: as few as there are
 	labels            []string // columns that name a group of bars ...
-	suffix            string   // ... and what stands after them
+	label             string   // ... and how, if not by the first one alone
 	bars              []bar
 }
 
-// A bar is one column of the table, or its ratio to another one.
+// A bar is one column of the table, or its ratio to another one. A row without that other one has no bars.
 type bar struct {
 	name, column string
 	over         string // the column to divide by; empty: none
 }
 
+// toFirstToken are the bars of tables of times to the first token.
+var toFirstToken = []bar{
+	{"immediate", "immediate", "best that splits"},
+	{"late", "late", "best that splits"},
+	{"immediate or decode alone", "immediate or alone", "best with decode alone"},
+	{"late or decode alone", "late or alone", "best with decode alone"},
+}
+
+const (
+	xFloor   = "as a multiple of the floor's; lower is better"
+	xPolicy  = "1 is the best other policy with the same choice; lower is better"
+	nClients = "%s, %s clients"
+)
+
+// plots has the plots of all tables, in their order.
 var plots = []plot{
 	{
-		file: "floor.svg", title: "CPU per request of Envoy and Tandem",
-		unit: "as a multiple of plain Envoy's", digits: 1,
-		labels: []string{"body", "clients"}, suffix: " clients",
+		file: "summary.svg", title: "Results compared with their goals", one: true, digits: 2,
+		unit: "as a multiple of the goal, which is 1; lower is better", labels: []string{"question"},
+		bars: []bar{{"result", "result", "goal"}},
+	},
+	{
+		file: "floor.svg", title: "CPU per request of Envoy and Tandem", unit: xFloor, digits: 1,
+		labels: []string{"body", "clients"}, label: nClients,
 		bars: []bar{{"before (2026-11-22)", "before, x floor", ""}, {"this release", "x floor", ""}},
 	},
 	{
-		file: "traces.svg", title: "Mean time to the first token at 80 % load",
-		unit: "1 is the best other policy with the same choice; lower is better", one: true, digits: 2,
-		labels: []string{"trace, engines"},
-		bars: []bar{
-			{"immediate", "immediate", "best that splits"},
-			{"late", "late", "best that splits"},
-			{"immediate or decode alone", "immediate or alone", "best that may decode alone"},
-			{"late or decode alone", "late or alone", "best that may decode alone"},
-		},
+		file: "with-redis.svg", title: "CPU per request of 1 KB with a Redis", one: true, digits: 2,
+		unit:   "as a multiple of that without a Redis; lower is better",
+		labels: []string{"clients", "requests"}, label: "%s clients, %s",
+		bars: []bar{{"with a Redis", "CPU, x without Redis (goal 1.3)", ""}},
 	},
 	{
-		file: "loads.svg", title: "Mean time to the first token by load",
-		unit: "1 is the best other policy with the same choice; lower is better", one: true, digits: 2,
-		labels: []string{"load"}, suffix: " load",
+		file: "streams.svg", title: "CPU of a stream of 256 tokens", unit: xFloor, one: true, digits: 2,
+		labels: []string{"clients"}, label: "%s clients", bars: []bar{{"Envoy and Tandem", "x floor", ""}},
+	},
+	{
+		file: "tails.svg", title: "p99 of requests of 1 KB", unit: "milliseconds; lower is better", digits: 1,
+		labels: []string{"load", "clients"}, label: nClients,
+		bars: []bar{{"floor", "floor p99", ""}, {"Envoy and Tandem", "Tandem p99", ""}},
+	},
+	{
+		file: "traces.svg", title: "Mean time to the first token at 80 % load", unit: xPolicy, one: true, digits: 2,
+		labels: []string{"trace, engines"}, bars: toFirstToken,
+	},
+	{
+		file: "loads.svg", title: "Mean time to the first token by load", unit: xPolicy, one: true, digits: 2,
+		labels: []string{"load"}, label: "%s load",
 		bars: []bar{
 			{"immediate", "immediate", ""}, {"late", "late", ""},
 			{"immediate or decode alone", "immediate or alone", ""}, {"late or decode alone", "late or alone", ""},
 		},
 	},
 	{
-		file: "shared.svg", title: "Mean time to the first token, shared prefixes",
-		unit: "1 is the best other policy with the same choice; lower is better", one: true, digits: 2,
-		labels: []string{"trace"},
-		bars: []bar{
-			{"immediate", "immediate", "best that splits"},
-			{"late", "late", "best that splits"},
-			{"immediate or decode alone", "immediate or alone", "best that may decode alone"},
-			{"late or decode alone", "late or alone", "best that may decode alone"},
-		},
+		file: "shared.svg", title: "Mean time to the first token, shared prefixes", unit: xPolicy, one: true, digits: 2,
+		labels: []string{"trace"}, bars: toFirstToken,
 	},
 	{
-		file: "peers.svg", title: "CPU per request", unit: "as a multiple of vllm-router's", digits: 2, some: true,
-		labels: []string{"request"},
+		file: "peers.svg", title: "CPU per request, and the first byte of a stream", digits: 2, some: true,
+		unit: "as a multiple of vllm-router's; lower is better", labels: []string{"request"},
 		bars: []bar{
 			{"Envoy and Tandem", "Envoy + Tandem", "vllm-router"},
 			{"vllm-router", "vllm-router", "vllm-router"},
@@ -81,22 +102,74 @@ var plots = []plot{
 		},
 	},
 	{
-		file: "redis.svg", title: "Traffic with Redis by replicas", unit: "bytes per request",
-		labels: []string{"replicas"}, suffix: " replicas",
+		file: "load.svg", title: "What Envoy and Tandem serve on two cores with 16 clients", unit: "requests a second",
+		labels: []string{"body", "replicas"}, label: "%s; replicas: %s",
+		bars: []bar{{"requests a second", "requests a second", ""}},
+	},
+	{
+		file: "failures.svg", title: "What fails while engines are killed", unit: "of 10,000 requests",
+		labels: []string{"policy"},
+		bars: []bar{
+			{"streams cut", "streams cut", ""}, {"error events", "error events", ""}, {"other errors", "other errors", ""},
+		},
+	},
+	{
+		file: "soak.svg", title: "Memory under 30 minutes of load and churn", unit: "MiB",
+		labels: []string{"minutes"}, label: "after %s minutes",
+		bars: []bar{{"Envoy", "Envoy's memory, MiB", ""}, {"Tandem", "memory, MiB", ""}},
+	},
+	{
+		file: "open-streams.svg", title: "Memory of Tandem for each open stream", unit: "KiB", digits: -1,
+		labels: []string{"open streams", "endpoints"}, label: "%s streams, %s endpoints",
+		bars: []bar{{"goal", "goal, KiB", ""}, {"measured", "each stream, KiB", ""}},
+	},
+	{
+		file: "speeds.svg", title: "Expected times of engines that differ from the model", one: true, digits: 2,
+		unit: "as a multiple of the true ones, which are 1", labels: []string{"engines", "prompt tokens"},
+		label: "%s, %s tokens",
+		bars:  []bar{{"prefill", "prefill expected, ms", "took, ms"}, {"pace of decode", "pace learned", "true pace"}},
+	},
+	{
+		file: "steps.svg", title: "Time of the steps of a request", unit: "microseconds; lower is better", digits: -1,
+		labels: []string{"step"}, bars: []bar{{"time", "time, µs", ""}},
+	},
+	{
+		file: "index.svg", title: "Look-up of 8,192 blocks in the prefix index", unit: "microseconds; lower is better",
+		digits: -1, labels: []string{"endpoints"}, label: "%s endpoints", bars: []bar{{"look-up", "look-up, µs", ""}},
+	},
+	{
+		file: "redis.svg", title: "Traffic with Redis by replicas", unit: "bytes per request; lower is better",
+		labels: []string{"replicas"}, label: "%s replicas",
 		bars: []bar{{"sent", "bytes sent per request", ""}, {"read", "bytes read per request", ""}},
+	},
+	{
+		file: "replicas.svg", title: "CPU per request of Envoy, all replicas and Redis", one: true, digits: 1,
+		unit: "as a multiple of that with one replica; lower is better", labels: []string{"replicas"}, label: "%s replicas",
+		bars: []bar{{"on two shared cores", "x one", ""}, {"one core for Envoy, one for all replicas", "pinned", ""}},
 	},
 }
 
-// The plots of benchmarks.md show its tables as they are now.
+// Each table of benchmarks.md comes after one sentence that says what it shows, and before its plot. The plots show the
+// tables as they are now.
 func TestPlots(t *testing.T) {
-	page := read(t, "benchmarks.md")
+	page := regexp.MustCompile(`<!--.*-->\n\n?`).ReplaceAllString(read(t, "benchmarks.md"), "")
+	blocks := strings.Split(page, "\n\n")
+	var tables []int
+	for i, block := range blocks {
+		if strings.HasPrefix(block, "|") {
+			tables = append(tables, i)
+		}
+	}
+	require.Len(t, tables, len(plots), "each table has a plot")
 	var files []string
-	for _, p := range plots {
-		file := filepath.Join("plots", p.file)
+	for i, p := range plots {
+		file, at := filepath.Join("plots", p.file), tables[i]
 		files = append(files, file)
-		shown := regexp.MustCompile(`!\[[^\]]{20,}\]\(` + regexp.QuoteMeta(file) + `\)`).FindStringIndex(page)
-		require.NotNil(t, shown, "benchmarks.md does not show %s with a text for those who cannot see it", file)
-		table := lastTable(t, page[:shown[0]])
+		require.Regexp(t, `^[^#].*\S[.:]$`, strings.Join(strings.Fields(blocks[at-1]), " "), "before the table of %s", file)
+		require.NotRegexp(t, `\.\s`, blocks[at-1], "more than one sentence before the table of %s", file)
+		require.Regexp(t, `^!\[[^\]]{20,}\]\(`+regexp.QuoteMeta(file)+`\)\n?$`, blocks[at+1],
+			"benchmarks.md does not show %s after its table, with a text for those who cannot see it", file)
+		table := cells(t, blocks[at])
 		p.bars = slices.DeleteFunc(slices.Clone(p.bars), func(b bar) bool { // of a peer that was not measured
 			return p.some && !slices.Contains(table[0], b.column)
 		})
@@ -113,34 +186,32 @@ func TestPlots(t *testing.T) {
 	require.ElementsMatch(t, files, there)
 }
 
-// lastTable returns the rows of the last table in text, the header first.
-func lastTable(t *testing.T, text string) (rows [][]string) {
+// cells returns the rows of a table, the header first.
+func cells(t *testing.T, table string) (rows [][]string) {
 	t.Helper()
-	for line := range strings.Lines(text) {
+	for line := range strings.Lines(table) {
 		line = strings.TrimSpace(line)
-		switch {
-		case strings.HasPrefix(line, "<!--"):
-		case !strings.HasPrefix(line, "|") && line != "":
-			rows = nil
-		case strings.HasPrefix(line, "|") && !strings.HasPrefix(line, "|---"):
-			cells := strings.Split(strings.Trim(line, "|"), "|")
-			for i := range cells {
-				cells[i] = strings.TrimSpace(cells[i])
-			}
-			rows = append(rows, cells)
+		require.LessOrEqual(t, utf8.RuneCountInString(line), lineWidth, line)
+		if strings.HasPrefix(line, "|---") {
+			continue
 		}
+		row := strings.Split(strings.Trim(strings.ReplaceAll(line, "`", ""), "|"), "|")
+		for i := range row {
+			row[i] = strings.TrimSpace(row[i])
+		}
+		rows = append(rows, row)
 	}
-	require.Greater(t, len(rows), 1, "a plot has no table before it")
 	return rows
 }
 
-// value returns the figure that a cell begins with; figures joined by a plus sign are added.
+// value returns the figure that a cell begins with, of "4.0 to 5.0" the second. Figures joined by a plus sign are added.
 func value(t *testing.T, cell string) (sum float64) {
 	t.Helper()
-	number := regexp.MustCompile(`^[\d.,]+`)
+	number := regexp.MustCompile(`^(?:[\d.,]+ to )?([\d.,]+)`)
 	for part := range strings.SplitSeq(cell, "+") {
-		text := number.FindString(strings.TrimSpace(part))
-		v, err := strconv.ParseFloat(strings.ReplaceAll(text, ",", ""), 64)
+		found := number.FindStringSubmatch(strings.TrimSpace(part))
+		require.NotNil(t, found, cell)
+		v, err := strconv.ParseFloat(strings.ReplaceAll(found[1], ",", ""), 64)
 		require.NoError(t, err, cell)
 		sum += v
 	}
@@ -149,12 +220,13 @@ func value(t *testing.T, cell string) (sum float64) {
 
 // The sizes of a plot, in pixels.
 const (
-	plotWidth  = 760
-	labelWidth = 170 // of the names on the left
-	valueWidth = 60  // of the figures at the bars' ends
-	barHeight  = 15
-	groupGap   = 12
-	plotTop    = 88 // title, unit and legend
+	plotWidth    = 760
+	letter       = 7  // the width of a letter
+	valueWidth   = 60 // of the figures at the bars' ends
+	barHeight    = 15
+	groupGap     = 12
+	plotTop      = 88 // title, unit and legend
+	legendHeight = 24
 )
 
 // picture frames a plot. It has colours for light and for dark pages, told apart by those who do not see all colours.
@@ -190,33 +262,47 @@ const picture = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %[1]d %[2]
 func (p *plot) draw(t *testing.T, rows [][]string) string {
 	t.Helper()
 	labels, values, most := p.read(t, rows)
-	step := len(p.bars)*barHeight + groupGap
-	height := plotTop + len(values)*step + 4
-	perUnit := (plotWidth - labelWidth - valueWidth - 16) / most
 	var b, desc strings.Builder
-	at := 16
-	for i, bar := range p.bars {
-		rect(&b, i, float64(at), 57, 12, 12)
-		text(&b, "legend", float64(at+17), 67, bar.name)
-		at += 45 + 7*len(bar.name)
+	colour, top := 0, plotTop
+	if len(p.bars) == 1 { // without a legend; grey is for what others are compared with
+		colour, top = 1, plotTop-legendHeight
+	} else {
+		p.legend(&b)
 	}
+	step := len(p.bars)*barHeight + groupGap
+	height := top + len(values)*step + 4
+	labelWidth := 120
+	for _, l := range labels {
+		labelWidth = max(labelWidth, 16+letter*utf8.RuneCountInString(l))
+	}
+	perUnit := float64(plotWidth-labelWidth-valueWidth-16) / most
 	if p.one {
 		fmt.Fprintf(&b, "  <line class=\"one\" x1=\"%.1[1]f\" y1=\"%[2]d\" x2=\"%.1[1]f\" y2=\"%[3]d\"/>\n",
-			labelWidth+8+perUnit, plotTop-6, height-8)
+			float64(labelWidth+8)+perUnit, top-6, height-8)
 	}
 	for i, group := range values {
-		y := plotTop + i*step
-		text(&b, "label", labelWidth, y+len(group)*barHeight/2+4, labels[i])
+		y := top + i*step
+		text(&b, "label", float64(labelWidth), y+len(group)*barHeight/2+4, labels[i])
 		var figures []string
 		for j, v := range group {
-			top, figure := y+j*barHeight, figure(v, p.digits)
-			rect(&b, j, labelWidth+8, top, v*perUnit, barHeight-2)
-			text(&b, "figure", labelWidth+13+v*perUnit, top+barHeight-4, figure)
+			at, figure := y+j*barHeight, figure(v, p.digits)
+			rect(&b, colour+j, float64(labelWidth+8), at, v*perUnit, barHeight-2)
+			text(&b, "figure", float64(labelWidth+13)+v*perUnit, at+barHeight-4, figure)
 			figures = append(figures, p.bars[j].name+" "+figure)
 		}
 		fmt.Fprintf(&desc, " %s: %s.", labels[i], strings.Join(figures, ", "))
 	}
 	return fmt.Sprintf(picture, plotWidth, height, p.title, p.unit, desc.String(), b.String())
+}
+
+// legend names the bars.
+func (p *plot) legend(b *strings.Builder) {
+	at := 16
+	for i, bar := range p.bars {
+		rect(b, i, float64(at), 57, 12, 12)
+		text(b, "legend", float64(at+17), 67, bar.name)
+		at += 45 + letter*len(bar.name)
+	}
 }
 
 func rect(b *strings.Builder, bar int, x float64, y int, width float64, height int) {
@@ -240,24 +326,28 @@ func (p *plot) read(t *testing.T, rows [][]string) (labels []string, values [][]
 			require.GreaterOrEqual(t, i, 0, "%s: the table has no column %q", p.file, column)
 			return row[i]
 		}
-		var names []string
+		var names []any
 		for _, l := range p.labels {
 			names = append(names, cell(l))
 		}
-		label := strings.Join(names, ", ") + p.suffix
-		if names[len(names)-1] == "1" {
-			label = strings.TrimSuffix(label, "s")
-		}
+		label := regexp.MustCompile(`\b1 (client|replica)s`).
+			ReplaceAllString(fmt.Sprintf(cmp.Or(p.label, "%s"), names...), "1 $1")
 		var group []float64
 		for _, b := range p.bars {
 			v := value(t, cell(b.column))
 			if b.over != "" {
-				v /= value(t, cell(b.over))
+				over := cell(b.over)
+				if over == "" || over == "0" {
+					continue
+				}
+				v /= value(t, over)
 			}
 			group = append(group, v)
 			most = max(most, v)
 		}
-		labels, values = append(labels, label), append(values, group)
+		if group != nil {
+			labels, values = append(labels, label), append(values, group)
+		}
 	}
 	return labels, values, most
 }
