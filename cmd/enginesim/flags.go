@@ -93,18 +93,26 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
-	showVersion := f.Bool("version", false, "print the version and exit")
-	if err := f.Parse(args); err != nil {
+	if err := parseAll(f, args); err != nil {
 		return nil, err
-	}
-	if *showVersion {
-		return nil, errVersion
-	}
-	if f.NArg() > 0 {
-		return nil, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
 	c.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1" // as vLLM
 	return &c, settle(&c, roleName, connectorName, policy, fail)
+}
+
+// parseAll parses the arguments, which are all flags.
+func parseAll(f *flag.FlagSet, args []string) error {
+	showVersion := f.Bool("version", false, "print the version and exit")
+	if err := f.Parse(args); err != nil {
+		return err
+	}
+	if *showVersion {
+		return errVersion
+	}
+	if f.NArg() > 0 {
+		return fmt.Errorf("unexpected argument %q", f.Arg(0))
+	}
+	return nil
 }
 
 // settle checks values and sets those that depend on others.

@@ -318,7 +318,7 @@ func TestWarningsBesideErrors(t *testing.T) {
 		"a value":                   {none + "  prefillAttempts: 9\n", "9 is not between", []string{idle}},
 		"the same setting":          {edited("role: prefill", "role: prefil"), "is not a role", nil},
 		"part of it":                {edited("role: prefill", "role: decode, weigth: 3"), "weigth", nil},
-		"what was meant":            {least + "  queue: {}\n  binding: immediate\n  objectivs: {}\n", "objectivs: unknown field; did you mean objectives?", nil},
+		"what was meant":            {least + "  queue: {}\n  binding: immediate\n  objective: {}\n", "objective: unknown field; did you mean objectives?", nil},
 		"what it rests on":          {least + "  minPrefillTokens: 9\n  split: x\n", "split: \"x\" is not one of", nil},
 		"nothing of that":           {least + "  queue: {}\n  binding: immediate\n  sessionn: {}\n", "sessionn", []string{"pools[0].queue: has no effect: requests wait with binding late, or with objectives.onMiss queue"}},
 		"a section that was meant":  {replicas + "state: {rediss: {}}\n" + least, "rediss", nil},
