@@ -158,7 +158,9 @@ setTimeout(() => { const d = f.contentDocument, s = d.createElement('script');
 			}
 		}
 	} else {
-		t.Run("axe", func(t *testing.T) { t.Skip("no axe-core, so accessibility is not tested: scripts/tools.sh page installs it") })
+		t.Run("axe", func(t *testing.T) {
+			t.Skip("no axe-core, so accessibility is not tested: scripts/tools.sh page installs it")
+		})
 	}
 
 	if *screenshots {
