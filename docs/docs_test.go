@@ -312,6 +312,22 @@ func TestConfigurationsShownAreValid(t *testing.T) {
 	}
 }
 
+// A row of a table fits on a screen, without the addresses of its links. Records are as they were written.
+func TestTablesFitTheScreen(t *testing.T) {
+	const columns = 140
+	link := regexp.MustCompile(`\[([^]]*)\]\([^)]*\)`)
+	for _, page := range pages(t) {
+		if strings.HasPrefix(page, "lab/") {
+			continue
+		}
+		for line := range strings.Lines(read(t, page)) {
+			if shown := link.ReplaceAllString(strings.TrimSpace(line), "$1"); strings.HasPrefix(shown, "|") {
+				require.LessOrEqual(t, utf8.RuneCountInString(shown), columns, "%s: %s", page, shown)
+			}
+		}
+	}
+}
+
 // Links within the repository lead to files that exist, and to headings that they have.
 func TestLinksLeadSomewhere(t *testing.T) {
 	link := regexp.MustCompile(`\]\(([^)#\s]*)(?:#([^)]*))?\)|src="([^"]+)"`)
