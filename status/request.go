@@ -436,7 +436,7 @@ func holding(t *telemetry.Trace, sentence string, chosen ...string) string {
 		}
 		percent := min(100*w.Hit/t.PromptBlocks, 100)
 		if held == "" {
-			held = fmt.Sprintf("; %s holds %d %% of the prompt", words.Plain(address), percent)
+			held = fmt.Sprintf("; by the prefix index %s holds %d %% of the prompt", words.Plain(address), percent)
 		} else {
 			held += fmt.Sprintf(", %s %d %%", words.Plain(address), percent)
 		}

@@ -76,13 +76,13 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"chosen since there is no other way, though its answers suffer": func(r *telemetry.Trace) {
 			r.Weighed = notAlone(.5, telemetry.NotAloneBusy)
 		},
-		"d1:1 answers: 350 ms cheaper than decode alone; p1:1 holds 75 % of the prompt.\n": func(r *telemetry.Trace) {
+		"d1:1 answers: 350 ms cheaper than decode alone; by the prefix index p1:1 holds 75 % of the prompt.\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.PromptBlocks = "p1:1", "split", 4
 		},
-		"Split: p1:1 computes the prompt, d1:1 answers: 340 ms cheaper than decode alone; p1:1 holds 50 % of the prompt, d1:1 33 %.\n": func(r *telemetry.Trace) {
+		"Split: p1:1 computes the prompt, d1:1 answers: 340 ms cheaper than decode alone; by the prefix index p1:1 holds 50 % of the prompt, d1:1 33 %.\n": func(r *telemetry.Trace) {
 			r.Prefill, r.Route, r.Weighed, r.PromptBlocks = "p1:1", "split", holds(2, .49), 6
 		},
-		"Decode alone on d1:1: 100 ms cheaper than splitting it; d1:1 holds 10 % of the prompt.\n": func(r *telemetry.Trace) {
+		"Decode alone on d1:1: 100 ms cheaper than splitting it; by the prefix index d1:1 holds 10 % of the prompt.\n": func(r *telemetry.Trace) {
 			r.Reason, r.Weighed, r.PromptBlocks = "cheaper", holds(2, .05), 20
 		},
 		"Decode alone on d1:1: 100 ms cheaper than splitting it.\n": func(r *telemetry.Trace) { // of less it says nothing
@@ -91,7 +91,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"Decode alone on d1:1: 101 ms cheaper than splitting it.\n": func(r *telemetry.Trace) { // planned by a replica of an earlier release
 			r.Reason, r.Weighed = "cheaper", holds(2, .049)
 		},
-		"Decode alone on d1:1: 102 ms cheaper than splitting it; d1:1 holds 100 % of the prompt.\n": func(r *telemetry.Trace) {
+		"Decode alone on d1:1: 102 ms cheaper than splitting it; by the prefix index d1:1 holds 100 % of the prompt.\n": func(r *telemetry.Trace) {
 			r.Reason, r.Weighed, r.PromptBlocks = "cheaper", holds(8, .048), 7
 		},
 		"Decode alone on d1:1, though splitting it would be 350 ms cheaper: ": func(r *telemetry.Trace) { r.Reason = "cheaper" },
