@@ -154,8 +154,16 @@ func TestAnyReplicaShowsTheFleet(t *testing.T) {
 	_, port, _ := strings.Cut(strings.TrimPrefix(f.admins[1], "http://"), ":")
 	require.True(t, strings.HasSuffix(s.Silent[0], ":"+port), s.Silent[0])
 
+	decided := metric(t, f.admins[1], "tandem_decisions_total")
+	soon(t, "Envoy asks it again", func() bool { // it may have noticed
+		require.Equal(t, 200, f.post("/v1/chat/completions", chat("are you back?")).status)
+		return metric(t, f.admins[1], "tandem_decisions_total") > decided
+	})
 	for i := range many { // nobody asks how they ended: an end that was shown once is kept
 		require.Equal(t, 200, f.post("/v1/chat/completions", chat(fmt.Sprintf("%d, and then it dies", i))).status)
+		if i%3 == 0 { // Envoy asks in turn: with two passes each, one replica could get all first ones
+			require.Equal(t, 200, f.statusOf(f.url+"/v1/models"))
+		}
 	}
 	f.tandems[1].stop(syscall.SIGKILL)
 	unknown := 0
