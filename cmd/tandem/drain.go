@@ -20,7 +20,8 @@ func newDrain() *cobra.Command {
 		Args: arguments(2, "POOL", "ENDPOINT"),
 		Long: "Give an endpoint no more work and wait until nothing that Tandem sent runs on it: at all replicas with Redis, else\n" +
 			"at this one. For prefill wait a second more, in which decode fetches KV. The endpoint stays paused (tandem resume).\n" +
-			"The exit status is 1 if something still ran when the time was up.",
+			"The exit status is 1 if something still ran when the time was up, or if Redis does not answer: then\n" +
+			"other replicas may still send requests.",
 		RunE: func(c *cobra.Command, args []string) error {
 			status, answer, err := a.order(c.Context(), http.MethodPost, endpointPath(args[0], args[1:], "drain?timeout="+timeout.String()), nil, timeout)
 			if err != nil {
@@ -32,10 +33,11 @@ func newDrain() *cobra.Command {
 			if status == http.StatusAccepted {
 				return errors.New("the time is up and requests still run there; the endpoint stays paused")
 			}
-			if a.output != "json" {
-				fmt.Fprintln(c.OutOrStdout(), "drained: it may be stopped now")
+			drained, err := a.heldBy().Drained()
+			if err == nil && a.output != "json" {
+				fmt.Fprintln(c.OutOrStdout(), drained)
 			}
-			return nil
+			return err
 		},
 	}
 	a.register(c)

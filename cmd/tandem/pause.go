@@ -85,14 +85,20 @@ func (a *adminClient) showOrder(c *cobra.Command, answer []byte, into any, table
 	if a.warns != "" {
 		fmt.Fprintf(c.ErrOrStderr(), "warning: %s\n", a.warns)
 	}
-	var holds orders.Holds
-	if json.Unmarshal([]byte(a.holds), &holds) != nil {
-		return nil //nolint:nilerr // a replica of an earlier release does not say
+	if a.holds == "" { // a replica of an earlier build does not say
+		return nil
 	}
 	w := c.OutOrStdout()
 	if a.output == "json" {
 		w = c.ErrOrStderr()
 	}
-	_, err := fmt.Fprintf(w, "holds for %s\n", &holds)
+	_, err := fmt.Fprintf(w, "holds for %s\n", a.heldBy())
 	return err
+}
+
+// heldBy returns the replicas that the last order holds for; this replica only, if it does not say.
+func (a *adminClient) heldBy() *orders.Holds {
+	var holds orders.Holds
+	_ = json.Unmarshal([]byte(a.holds), &holds)
+	return &holds
 }

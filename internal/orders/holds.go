@@ -3,6 +3,7 @@ package orders
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -44,6 +45,22 @@ func (h *Holds) String() string {
 	return fmt.Sprintf("all %d replicas", h.Replicas)
 }
 
+// Drained says what it means that no request of the replicas that hold an order runs on its endpoint any more. It is an
+// error if another replica may still send requests there.
+func (h *Holds) Drained() (string, error) {
+	switch {
+	case !h.Redis:
+		return "drained: nothing that this replica sent runs there", nil
+	case !h.Fleet:
+		return "", errors.New("nothing that this replica sent runs there, but others may still send requests: " +
+			"drain again when Redis answers")
+	case len(h.Gone) > 0:
+		return fmt.Sprintf("drained of what living replicas sent; answers to requests that %s sent may still run",
+			h.goneNames()), nil
+	}
+	return "drained: it may be stopped now", nil
+}
+
 func counted(replicas int) string {
 	if replicas == 1 {
 		return "this replica"
@@ -56,11 +73,15 @@ func (h *Holds) gone() string {
 	if len(h.Gone) == 0 {
 		return ""
 	}
+	return fmt.Sprintf("; %s died or hangs, and applies the order if it comes back", h.goneNames())
+}
+
+func (h *Holds) goneNames() string {
 	names := make([]string, len(h.Gone))
 	for i, g := range h.Gone {
 		names[i] = g.Name
 	}
-	return fmt.Sprintf("; %s died or hangs, and applies the order if it comes back", strings.Join(names, ", "))
+	return strings.Join(names, ", ")
 }
 
 func (h *Holds) writeTo(w http.ResponseWriter) {

@@ -62,7 +62,7 @@ func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		want, err := ReadToken(o.TokenFile)
 		if err != nil {
-			o.Log.Warn("order refused", "path", r.URL.Path, "from", r.RemoteAddr, "err", err)
+			o.refused(r, err)
 			message := "this replica started without admin.tokenFile: set it in its file, and restart the replica"
 			if o.TokenFile != "" {
 				message = fmt.Sprintf("admin.tokenFile, %s, has no token of at least %d characters that this replica "+
@@ -73,7 +73,7 @@ func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 		}
 		scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 		if !sameToken(strings.TrimSpace(token), want) || !strings.EqualFold(scheme, "bearer") {
-			o.Log.Warn("order refused", "path", r.URL.Path, "from", r.RemoteAddr, "err", "wrong token")
+			o.refused(r, "wrong token")
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			answerError(w, http.StatusUnauthorized, "the token is missing or wrong (Authorization: Bearer TOKEN)")
 			return
@@ -89,8 +89,12 @@ func (o *Orders) taken(r *http.Request, more ...any) {
 
 // refuse answers and logs an order that has no effect.
 func (o *Orders) refuse(w http.ResponseWriter, r *http.Request, status int, message string) {
-	o.Log.Warn("order refused", "method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr, "err", message)
+	o.refused(r, message)
 	answerError(w, status, message)
+}
+
+func (o *Orders) refused(r *http.Request, why any) {
+	o.Log.Warn("order refused", "method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr, "err", why)
 }
 
 func answerError(w http.ResponseWriter, status int, message string) {

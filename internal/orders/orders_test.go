@@ -160,6 +160,21 @@ func TestHolds(t *testing.T) {
 	}
 }
 
+// An endpoint may be stopped if no replica can send requests there any more.
+func TestDrained(t *testing.T) {
+	for want, h := range map[string]Holds{
+		"drained: it may be stopped now":                                                           {Redis: true, Fleet: true, Replicas: 2},
+		"drained: nothing that this replica sent runs there":                                       {Replicas: 1},
+		"drained of what living replicas sent; answers to requests that b:9090 sent may still run": {Redis: true, Fleet: true, Replicas: 1, Gone: []operator.Gone{{Name: "b:9090"}}},
+	} {
+		got, err := h.Drained()
+		require.NoError(t, err)
+		require.Equal(t, want, got)
+	}
+	_, err := (&Holds{Redis: true, Replicas: 1}).Drained()
+	require.ErrorContains(t, err, "others may still send requests")
+}
+
 // An order that leaves a pool without an endpoint of a role warns.
 func TestWarning(t *testing.T) {
 	_, h := ordersOn(tokenFile(t, goodToken), io.Discard)
