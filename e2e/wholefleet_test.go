@@ -193,6 +193,11 @@ func TestAnyReplicaShowsTheFleet(t *testing.T) {
 	})
 	require.True(t, othersKnown(), "its name runs again, and what it knew is lost")
 	require.Equal(t, before, unknown)
+	var shown [2][]row
+	for i, admin := range f.admins {
+		require.NoError(t, getJSON(admin+"/debug/requests?n=100", &shown[i]))
+	}
+	require.Equal(t, shown[0], shown[1], "ends that were shown before it died are shown by both")
 }
 
 // Without Redis a replica says that what it shows, and what it is ordered, is about itself.

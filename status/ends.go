@@ -21,8 +21,28 @@ type endKey struct {
 
 func keyOf(t *telemetry.Trace) endKey { return endKey{t.RequestID, t.Started.UnixMicro()} }
 
+func ended(t *telemetry.Trace) bool { return t.Status > 0 || t.Ended != "" }
+
 // known reports whether something is known about the end of a request.
-func known(t *telemetry.Trace) bool { return t.Status > 0 || t.Ended != "" || len(t.GoneWith) > 0 }
+func known(t *telemetry.Trace) bool { return ended(t) || len(t.GoneWith) > 0 }
+
+// take replaces a trace by one that was kept, which has no prices.
+func take(t *telemetry.Trace, kept telemetry.Trace) {
+	kept.Weighed = t.Weighed
+	*t = kept
+}
+
+// of returns the ends that are kept of requests whose own traces lack them, for the other replicas.
+func (e *ends) of(own []telemetry.Trace) (out []telemetry.Trace) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for i := range own {
+		if kept, found := e.found[keyOf(&own[i])]; found && ended(&kept) && !ended(&own[i]) {
+			out = append(out, kept)
+		}
+	}
+	return out
+}
 
 // fill adds the ends that are known from before to all requests, and keeps those ends that this replica's own traces
 // lack.
@@ -40,13 +60,12 @@ func (e *ends) fill(all, own []telemetry.Trace) {
 		key := keyOf(t)
 		before, found := e.found[key]
 		switch {
-		case known(t) && lacks[key] && (!found || t.Status > 0 || t.Ended != ""):
+		case known(t) && lacks[key] && (!found || ended(t)):
 			kept := *t
 			kept.Weighed = nil
 			e.keep(key, kept)
-		case found && t.Status == 0 && t.Ended == "":
-			before.Weighed = t.Weighed
-			*t = before
+		case found && !ended(t):
+			take(t, before)
 		}
 	}
 }

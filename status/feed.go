@@ -198,14 +198,14 @@ type Feed struct {
 	totals []telemetry.Totals      // oldest first, at most keptTotals
 	n      int64                   // of the last point
 	output map[outputKey][]written // oldest first, at most keptTotals of each endpoint
-	loads  map[string]*PrefillLoad // of pools
+	loads  map[string]PrefillLoad  // of pools
 	view   kvstate.View            // scratch
 }
 
 // NewFeed returns a feed that starts from now, and answers the questions of other replicas. It starts nothing.
 func NewFeed(s Source) *Feed {
 	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
-	f.output, f.loads = map[outputKey][]written{}, map[string]*PrefillLoad{}
+	f.output, f.loads = map[outputKey][]written{}, map[string]PrefillLoad{}
 	if s.Replicas != nil {
 		s.Replicas.Answer(aboutStatus, f.answer)
 	}
@@ -307,9 +307,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if load := f.loads[p.Spec.Name]; load != nil {
-		out.PrefillLoad = *load
-	}
+	out.PrefillLoad = f.loads[p.Spec.Name]
 	return out
 }
 

@@ -1,7 +1,6 @@
 package status
 
 import (
-	"slices"
 	"strings"
 	"time"
 
@@ -55,26 +54,16 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 	}
 	if len(f.Restart) > 0 {
 		add(false, doc, "%s has not taken up these changes of its configuration file, since they take a restart: %s.",
-			who, words.List(Outermost(f.Restart)))
+			who, words.List(f.Restart))
 	}
 	if len(f.Envoy) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(false, doc, "Envoys with a printed bootstrap lack these changes of the configuration (%s): %s. "+
 			"Print it again (tandem envoy) and restart them. This is said for an hour.",
-			words.MinutesAgo(now.Sub(f.Outdated)), words.List(Outermost(f.Envoy)))
+			words.MinutesAgo(now.Sub(f.Outdated)), words.List(f.Envoy))
 	}
 	if len(f.Bootstrap) > 0 && now.Sub(f.Outdated) < outdatedFor {
 		add(true, doc, "The pools need parts that a bootstrap of Envoy from before the last change lacks (%s): %s. "+
 			"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.",
 			words.MinutesAgo(now.Sub(f.Outdated)), words.List(f.Bootstrap))
 	}
-}
-
-// Outermost drops the paths within another one: what is new is named with all that it has.
-func Outermost(paths []string) []string {
-	return slices.DeleteFunc(slices.Clone(paths), func(path string) bool {
-		return slices.ContainsFunc(paths, func(outer string) bool {
-			rest, within := strings.CutPrefix(path, outer)
-			return within && rest != "" && (rest[0] == '.' || rest[0] == '[')
-		})
-	})
 }

@@ -51,6 +51,7 @@ type report struct {
 	Last         int64             `json:"last"`    // second of the last point
 	Points       []Point           `json:"points,omitempty"`
 	Traces       []telemetry.Trace `json:"traces,omitempty"` // newest first
+	Ends         []telemetry.Trace `json:"ends,omitempty"`   // of these, as a replica that is gone reported them
 }
 
 // weighedTraces is the number of latest traces that include their prices: those are large, and the others are only
@@ -104,7 +105,9 @@ func (f *Feed) answer(text []byte) []byte {
 	q.Traces = min(q.Traces, allRecent)
 	var out bytes.Buffer
 	packed, _ := gzip.NewWriterLevel(&out, gzip.BestSpeed) // the level is valid
-	if json.NewEncoder(packed).Encode(f.report(q)) != nil || packed.Close() != nil {
+	r := f.report(q)
+	r.Ends = f.ends.of(r.Traces)
+	if json.NewEncoder(packed).Encode(r) != nil || packed.Close() != nil {
 		return nil
 	}
 	return out.Bytes()
@@ -194,8 +197,18 @@ func (a *answers) traces(now time.Time) []telemetry.Trace {
 		parts[name] = a.reports[i].Traces
 	}
 	all := telemetry.Merge(parts)
+	told := map[endKey]telemetry.Trace{}
+	for i := range a.reports {
+		for _, end := range a.reports[i].Ends {
+			told[keyOf(&end)] = end
+		}
+	}
 	for i := range all {
-		all[i].GoneWith = a.goneWith(&all[i], now)
+		t := &all[i]
+		if end, found := told[keyOf(t)]; found && !ended(t) {
+			take(t, end)
+		}
+		t.GoneWith = a.goneWith(t, now)
 	}
 	if a.ends != nil {
 		a.ends.fill(all, a.reports[0].Traces)

@@ -1,6 +1,7 @@
 package status
 
 import (
+	"maps"
 	"time"
 
 	"tandem/kvstate"
@@ -59,11 +60,7 @@ func (f *Feed) sampleOutput(now time.Time) {
 			f.output[key] = all
 		}
 	}
-	for key := range f.output {
-		if !seen[key] {
-			delete(f.output, key)
-		}
-	}
+	maps.DeleteFunc(f.output, func(key outputKey, _ []written) bool { return !seen[key] })
 }
 
 // noteOutput adds counters, if they are newer, to those of the last minute. Counters that fell are a new process's: they

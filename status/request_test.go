@@ -312,6 +312,17 @@ func TestEndsAreKept(t *testing.T) {
 			require.Equal(t, []string{"runs running ", "answered 200 ", "lost unknown t2:1"}, rows)
 		}
 	}
+	// Another replica that asks later is told. What was lost it finds out itself.
+	told := mine()
+	told.Ends = found.of(told.Traces)
+	require.Len(t, told.Ends, 1)
+	asked := answers{reports: []report{{Name: "t2:1"}, told}, ends: &ends{}}
+	all := asked.traces(now)
+	require.Equal(t, "answered", all[1].RequestID)
+	require.Equal(t, 200, all[1].Status)
+	require.Equal(t, 302*time.Millisecond, all[1].DecodeTime)
+	require.Equal(t, []string{"t1:1", "t2:1"}, all[1].Replicas)
+	require.Zero(t, all[2].Status, "lost")
 	for i := range 2 * allRecent {
 		all := []telemetry.Trace{{RequestID: "later", Started: now.Add(time.Duration(i) * time.Second)}}
 		own := []telemetry.Trace{all[0]}

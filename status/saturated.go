@@ -3,6 +3,7 @@ package status
 import (
 	"fmt"
 	"math"
+	"strings"
 	"time"
 
 	"tandem/extproc/telemetry"
@@ -26,17 +27,15 @@ type PrefillLoad struct {
 // samplePrefill notes how busy prefill is. Feed.mu is held.
 func (f *Feed) samplePrefill(now time.Time) {
 	before := f.loads
-	f.loads = make(map[string]*PrefillLoad, len(before))
+	f.loads = make(map[string]PrefillLoad, len(before))
 	for _, p := range f.source.State.Pools() {
 		f.source.State.View(p, nil, &f.view)
-		load := PrefillLoad{Busy: math.Round(f.view.Load.Prefill*1000) / 1000} // it fades for long
-		if old := before[p.Spec.Name]; old != nil {
-			load.Full = old.Full
-		}
+		busy := math.Round(f.view.Load.Prefill*1000) / 1000 // it fades for long
+		load := PrefillLoad{Busy: busy, Full: before[p.Spec.Name].Full}
 		if load.Busy >= fullPrefill && f.view.Load.Prefills > 0 {
 			load.Full = now
 		}
-		f.loads[p.Spec.Name] = &load
+		f.loads[p.Spec.Name] = load
 	}
 }
 
@@ -54,15 +53,13 @@ func saturated(p *Pool, recent []telemetry.Trace, now time.Time) string {
 		}
 		longest = max(longest, t.Waited)
 	}
-	busy := !p.Full.IsZero() && now.Sub(p.Full) < fullFor
-	wait := fmt.Sprintf("requests waited in Tandem's queue for up to %s", words.Millis(milliseconds(longest)))
-	switch {
-	case busy && waited > 0:
-		return fmt.Sprintf("its endpoints were more than %.0f %% busy, and %s", 100*fullPrefill, wait)
-	case busy:
-		return fmt.Sprintf("its endpoints were more than %.0f %% busy", 100*fullPrefill)
-	case requests >= idleDecisions && 2*waited >= requests:
-		return wait
+	var why []string
+	busy := now.Sub(p.Full) < fullFor
+	if busy {
+		why = append(why, fmt.Sprintf("its endpoints were at times more than %.0f %% busy", 100*fullPrefill))
 	}
-	return ""
+	if waited > 0 && (busy || requests >= idleDecisions && 2*waited >= requests) {
+		why = append(why, "requests waited in Tandem's queue for up to "+words.Millis(milliseconds(longest)))
+	}
+	return strings.Join(why, ", and ")
 }

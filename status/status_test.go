@@ -285,7 +285,7 @@ func TestSaturated(t *testing.T) {
 		require.Empty(t, notices)
 		busy, notices = run(120, 1.2)
 		require.InDelta(t, 1, busy, .05)
-		require.Equal(t, []string{"chat: prefill is saturated: in the last minute its endpoints were more than 90 % busy."}, notices)
+		require.Equal(t, []string{"chat: prefill is saturated: in the last minute its endpoints were at times more than 90 % busy."}, notices)
 		_, notices = run(30, .1)
 		require.Len(t, notices, 1, "a pause does not hide it")
 		_, notices = run(90, .1)

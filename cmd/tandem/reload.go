@@ -166,6 +166,7 @@ func (r *reloader) reload(ctx context.Context) ([]config.Change, error) {
 				f.Restart = append(f.Restart, c.Path)
 			}
 		}
+		f.Restart = config.Outermost(f.Restart)
 	})
 	return changes, nil
 }
@@ -253,12 +254,12 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 	if n == 0 && !keys && len(restart) == 0 {
 		r.log.Info("configuration read again, nothing to change")
 	}
-	if len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
+	if envoys = config.Outermost(envoys); len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
 	}
-	restart = status.Outermost(restart)
+	restart = config.Outermost(restart)
 	switch text := fmt.Sprint(restart); {
 	case len(restart) == 0:
 		r.warned = ""

@@ -80,3 +80,10 @@ func TestFingerprint(t *testing.T) {
 	require.Equal(t, of(one), of("extProc: {listen: 127.0.0.1:7000}\n"+one), "replicas may listen on ports of their own")
 	require.NotEqual(t, of(one), of(strings.Replace(one, "h:2", "h:3", 1)))
 }
+
+// What is new is named with all that it has.
+func TestOutermost(t *testing.T) {
+	require.Equal(t, []string{"admin.listen", "state", "statex", "envoy.extProcs"},
+		Outermost([]string{"admin.listen", "state", "state.redis", "statex", "envoy.extProcs", "envoy.extProcs[1]"}))
+	require.Empty(t, Outermost(nil))
+}
