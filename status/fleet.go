@@ -197,15 +197,15 @@ func (a *answers) traces(now time.Time) []telemetry.Trace {
 		parts[name] = a.reports[i].Traces
 	}
 	all := telemetry.Merge(parts)
-	told := map[endKey]telemetry.Trace{}
+	reported := map[endKey]telemetry.Trace{}
 	for i := range a.reports {
 		for _, end := range a.reports[i].Ends {
-			told[keyOf(&end)] = end
+			reported[keyOf(&end)] = end
 		}
 	}
 	for i := range all {
 		t := &all[i]
-		if end, found := told[keyOf(t)]; found && !ended(t) {
+		if end, found := reported[keyOf(t)]; found && !ended(t) {
 			take(t, end)
 		}
 		t.GoneWith = a.goneWith(t, now)
@@ -225,7 +225,7 @@ const (
 // goneWith returns the replicas that ended without a shutdown and may have known the end of a request that the others
 // do not know. Envoy reports a good end to the replica alone that served the last pass.
 func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
-	if t.Status > 0 || t.Ended != "" || a.noRedis {
+	if ended(t) || a.noRedis {
 		return nil
 	}
 	over := t.Next > t.Pass && now.Sub(t.Started) > t.Waited+t.PrefillTime+nextPass // and nobody has what followed

@@ -160,13 +160,7 @@ func (r *reloader) reload(ctx context.Context) ([]config.Change, error) {
 	r.reloads.WithLabelValues("applied").Inc()
 	r.last.SetToCurrentTime()
 	r.fleet.note(func(f *status.File) {
-		f.Refused, f.Restart = "", nil
-		for _, c := range changes {
-			if !c.Live {
-				f.Restart = append(f.Restart, c.Path)
-			}
-		}
-		f.Restart = config.Outermost(f.Restart)
+		f.Refused, f.Restart = "", needRestart(changes)
 	})
 	return changes, nil
 }
@@ -230,14 +224,13 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 
 // say logs what changes, and, once, what would need a restart.
 func (r *reloader) say(changes []config.Change, keys bool) {
-	var restart, envoys []string
-	n := 0
+	var envoys []string
+	restart, n := needRestart(changes), 0
 	for _, c := range changes {
 		if c.Envoy {
 			envoys = append(envoys, c.Path)
 		}
 		if !c.Live {
-			restart = append(restart, c.Path)
 			continue
 		}
 		if n++; n <= maxLogged {
@@ -259,7 +252,6 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
 	}
-	restart = config.Outermost(restart)
 	switch text := fmt.Sprint(restart); {
 	case len(restart) == 0:
 		r.warned = ""
@@ -269,6 +261,16 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 		r.log.Warn("these changes take a restart of tandem; the settings of before stay in force", "paths", restart)
 		r.warned = text
 	}
+}
+
+// needRestart returns the paths of the changes that take a restart.
+func needRestart(changes []config.Change) (paths []string) {
+	for _, c := range changes {
+		if !c.Live {
+			paths = append(paths, c.Path)
+		}
+	}
+	return config.Outermost(paths)
 }
 
 // orUnset is a setting's value for the log.

@@ -211,9 +211,6 @@ func summary(m protoreflect.Message) string {
 // Outermost drops the paths within another one: what is new is named with all that it has.
 func Outermost(paths []string) []string {
 	return slices.DeleteFunc(slices.Clone(paths), func(path string) bool {
-		return slices.ContainsFunc(paths, func(outer string) bool {
-			rest, within := strings.CutPrefix(path, outer)
-			return within && rest != "" && (rest[0] == '.' || rest[0] == '[')
-		})
+		return slices.ContainsFunc(paths, func(outer string) bool { return within(path, outer) })
 	})
 }

@@ -52,10 +52,12 @@ func (m ValidationErrors) unrelated(more ValidationErrors) (out ValidationErrors
 
 // related reports whether one of two settings holds the other.
 func related(a, b string) bool {
-	below := func(a, b string) bool {
-		return b != "" && (a == b || strings.HasPrefix(a, b+".") || strings.HasPrefix(a, b+"["))
-	}
-	return below(a, b) || below(b, a)
+	return a != "" && a == b || within(a, b) || within(b, a)
+}
+
+// within reports whether a setting is part of another one.
+func within(path, outer string) bool {
+	return outer != "" && (strings.HasPrefix(path, outer+".") || strings.HasPrefix(path, outer+"["))
 }
 
 // warning is about a setting that is valid.
