@@ -70,7 +70,7 @@ func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 				LogName: l.name, TransportApiVersion: corev3.ApiVersion_V3, GrpcService: to,
 				BufferFlushInterval: durationpb.New(l.flush), BufferSizeBytes: l.bytes, CustomTags: l.tags,
 			},
-			AdditionalRequestHeadersToLog: l.headers,
+			AdditionalRequestHeadersToLog: l.headers, AdditionalResponseHeadersToLog: []string{"retry-after"},
 		}
 		out = append(out, noted(m, &accesslogv3.AccessLog{
 			Name: "envoy.access_loggers.http_grpc", Filter: when,
@@ -107,7 +107,7 @@ func (m accessLogs) endOfPass() []*accesslogv3.AccessLog {
 // failedTries reports tries of a hop that failed.
 func (m accessLogs) failedTries() []*accesslogv3.AccessLog {
 	return m.toEveryReplica(logged{
-		name: "tandem-failed", flush: 200 * time.Millisecond,
+		name: "tandem-failed", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
 		when: func() *accesslogv3.AccessLogFilter {
 			return logAnd(logOr(flagged("UF", "UC", "UR", "UPE"), statusFrom(400, "tandem.log.failed")),
@@ -147,8 +147,7 @@ func booked() *accesslogv3.AccessLogFilter {
 // be an engine's own answer.
 func (m accessLogs) notRedirected() *accesslogv3.AccessLogFilter {
 	return logOr(statusIs(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
-		statusFrom(308, "tandem.log.above"),
-		m.cel("response.code_details != 'internal_redirect'"))
+		statusFrom(308, "tandem.log.above"), m.cel("response.code_details != 'internal_redirect'"))
 }
 
 func (b *notebook) cel(expression string) *accesslogv3.AccessLogFilter {

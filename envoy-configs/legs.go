@@ -103,12 +103,14 @@ func toCluster(cluster string, headers ...*routev3.HeaderMatcher) *routev3.Route
 	}}}
 }
 
+var howAnswered = []string{"response.code_details", "response.headers['retry-after']"} // an engine, or Envoy itself
+
 // prefillLeg turns P's answer into a redirect to pass 2.
 func (m legs) prefillLeg() *listenerv3.Listener {
 	f := filters(m)
 	ask := f.extProc("prefill-leg", processing(nothing, streamBody))
-	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']",
-		"request.path"}
+	ask.ResponseAttributes = append([]string{"request.headers['x-tandem-ticket']", "request.headers['x-request-id']",
+		"request.path"}, howAnswered...)
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
 	host := noted(m, &routev3.VirtualHost{
 		RequestHeadersToAdd: []*corev3.HeaderValueOption{setHeader("endpoint-load-metrics-format", "JSON",
@@ -145,15 +147,14 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 func (m legs) encodeLeg() *listenerv3.Listener {
 	f := filters(m)
 	ask := f.extProc("encode-leg", processing(streamBody, streamBody))
+	ask.ResponseAttributes = howAnswered
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
 	return m.listener(leg{
 		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
 			"the client's, which the main listener keeps as it is, and of the answer a redirect.",
-		remove: []string{"tandem-explain", "x-tandem-scheme"},
-		host:   &routev3.VirtualHost{Routes: m.podRoutes()},
-		filters: []*hcmv3.HttpFilter{
-			f.buffer(), f.filter(extProcFilter, ask),
-		},
+		remove:  []string{"tandem-explain", "x-tandem-scheme"},
+		host:    &routev3.VirtualHost{Routes: m.podRoutes()},
+		filters: []*hcmv3.HttpFilter{f.buffer(), f.filter(extProcFilter, ask)},
 	})
 }
 
@@ -181,7 +182,7 @@ func (m legs) decodeLeg() *listenerv3.Listener {
 	ask := noted(m, f.extProc("decode-leg", processing(streamBody, headers)), notes{
 		"max_message_timeout": "The server asks for it while it holds an answer's headers until prefill is done.",
 	})
-	ask.MaxMessageTimeout = durationpb.New(time.Hour)
+	ask.MaxMessageTimeout, ask.ResponseAttributes = durationpb.New(time.Hour), howAnswered
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
 	routes := m.podRoutes()
 	for _, r := range routes {
@@ -218,7 +219,8 @@ func ownHeaders(leg string) []*corev3.HeaderValueOption {
 func (m legs) prefillMirror() *listenerv3.Listener {
 	f := filters(m)
 	ask := f.extProc("prefill-mirror", processing(headers, streamBody))
-	ask.ResponseAttributes = []string{"request.headers['x-tandem-ticket']", "request.headers['x-tandem-request-id']"}
+	ask.ResponseAttributes = append([]string{"request.headers['x-tandem-ticket']",
+		"request.headers['x-tandem-request-id']"}, howAnswered...)
 	var routes []*routev3.Route
 	for _, s := range m.legSchemes() {
 		routes = append(routes, m.mirrorRoutes(s)...)
