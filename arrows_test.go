@@ -24,7 +24,8 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
-	"kvstate":                        {"kvstate/prefixindex", "kvstate/receivebuffer"},
+	"kvstate":                        {"kvstate/kvloads", "kvstate/prefixindex", "kvstate/receivebuffer"},
+	"kvstate/kvloads":                {},
 	"kvstate/prefixindex":            {},
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
@@ -55,9 +56,10 @@ var arrows = map[string][]string{
 	"extproc/latebinding":            {"extproc/kvtransfer", "extproc/openai", "extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission"}, // the first two in tests
 	"extproc/answer":                 {"extproc/kvtransfer", "extproc/openai"},
 	"extproc/concurrent":             {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
-	"extproc/endpointpicker":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc/endpointpicker":         {"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/paths":                  {},
-	"extproc":                        {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
+	"extproc/faults":                 {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"extproc":                        {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/faults", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
 	"protos/config/v1":               {},
 	"internal/config":                {"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
 	"protos/state/v1":                {},

@@ -27,6 +27,7 @@ import (
 func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 	ended := make(chan error, 1)
 	defer s.loggers.Opened(stream.Context())()
+	defer s.faults.Opened()()
 	ctx := guard.With(stream.Context(), s.guard)
 	go func() {
 		_, err := guard.Try(ctx, "access log", func() (struct{}, error) { return struct{}{}, s.readAccessLogs(stream) })
@@ -88,11 +89,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 	if !redirected {
 		s.reclaim.Ended(t, s.endOf(t, e))
-		s.decodeEnded(t, e)
-	} else if t.Stage == kvtransfer.Failed && t.Cause == kvtransfer.CauseDecode && t.Loads {
-		if pool := s.State.Pool(t.Pool); pool != nil { // another replica may have planned again
-			s.State.LoadFailed(pool, t.Prefill, t.Decode)
-		}
+		s.faults.DecodeEnded(t, e)
 	}
 	// pass 2 may have read P's inline answer, but Envoy did not receive its decision
 	if t.Stage == kvtransfer.PrefillLeg && !redirected {
@@ -143,6 +140,7 @@ func (s *Server) tryFailed(e *envoywire.LogEntry) {
 	if t == nil || e.Replan {
 		return
 	}
+	s.faults.Report(t, e)
 	s.hedges.fail(t.ID)
 	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
 		s.reclaim.NotConnected(t, s.endOf(t, e))

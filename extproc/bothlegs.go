@@ -50,10 +50,9 @@ func (x firstPass) concurrent(policy *Policy) (*plan.Decision, error) {
 			return nil, policy.RefusePair(r.Pool, &r.Attempt, r.Limits)
 		}
 	}
-	x.picker.Policy = policy.Placement()
-	choice, err := x.picker.Pick(&picker.Request{
-		PromptTokens: r.Tokens, Blocks: len(r.Hashes), Model: r.Model(), Labels: x.labelsOf(policy), Excluded: r.Excluded, Rand: random(),
-	}, &x.view)
+	x.picker.Policy, r.Labels = policy.Placement(), x.labelsOf(policy)
+	request := r.Ask(&policy.Policy, r.Tokens, false)
+	choice, err := x.picker.Pick(&request, &x.view)
 	if err != nil {
 		return nil, policy.NoEndpoint(r.Pool, err)
 	}
@@ -100,25 +99,15 @@ func (x firstPass) pairUp(policy *Policy) (*plan.Decision, error) {
 	return out, nil
 }
 
-// pickPair chooses a pair of the view. It chooses endpoints that failed the request only if there are no others,
-// and no more often than [plan.Attempt.Retries] allows.
+// pickPair chooses a pair of the view.
 func (x firstPass) pickPair(policy *Policy) (c picker.Choice, ok bool, err error) {
-	r := &x.req
-	want := picker.Request{PromptTokens: r.Tokens, Blocks: len(r.Hashes), Model: r.Model(), Split: true, Excluded: r.Excluded, Rand: random()}
+	want := x.req.Ask(&policy.Policy, x.req.Tokens, true)
 	if err := x.applyObjectives(policy, &want); err != nil {
 		return c, false, err
 	}
-	c, err = x.chooseOther(policy, &want)
-	x.explain(r.Pool, &want)
-	if err == nil && c.Prefill >= 0 {
-		return c, true, nil
-	}
-	if err != nil && !errors.Is(err, picker.ErrNoEndpoint) {
-		return c, false, err
-	}
-	if want.Excluded = r.Retries(); len(want.Excluded) == len(r.Excluded) {
+	c, err = x.choose(policy, &want)
+	if errors.Is(err, picker.ErrNoEndpoint) || errors.Is(err, picker.ErrFull) {
 		return c, false, nil
 	}
-	c, err = x.picker.Pick(&want, &x.view)
-	return c, err == nil && c.Prefill >= 0, nil
+	return c, c.Prefill >= 0, err
 }

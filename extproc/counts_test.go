@@ -120,7 +120,6 @@ func TestPairsAreCounted(t *testing.T) {
 			s.log(q.entry(503, "via_upstream"))
 		}, `
 > tandem_decisions_total chat pair 2
-> tandem_endpoint_up p1 chat prefill 0
 > tandem_hop_duration_seconds p1 prefill chat failed 1, in all 0.1
 > tandem_hop_duration_seconds d1 decode chat failed 1, in all 0
 > tandem_prefill_errors_total p1 chat 500 1
@@ -132,18 +131,36 @@ func TestPairsAreCounted(t *testing.T) {
 			d, _ := q.decode(s)
 			p := q.mirror(s)
 			time.Sleep(100 * time.Millisecond)
-			d.answer(503, "")
+			d.answer(500, "")
 			d.redirected(q)
 			p.receive()
 			q.pass()
 			s.log(q.entry(503, "via_upstream"))
 		}, `
 > tandem_decisions_total chat pair 2
-> tandem_endpoint_up d1 chat decode 0
 > tandem_hop_duration_seconds p1 prefill chat client_gone 1, in all 0.6
 > tandem_hop_duration_seconds d1 decode chat failed 2, in all 0.6
 > tandem_replans_total decode chat 1
 > tandem_request_duration_seconds chat failed split 1, in all 0.6
+`},
+		"D is full": {func(s *stand) {
+			q, _ := pass1(s, "full")
+			d, _ := q.decode(s)
+			p := q.mirror(s)
+			time.Sleep(100 * time.Millisecond)
+			d.answer(503, "")
+			d.redirected(q)
+			p.receive()
+			q.pass()
+			s.log(q.entry(503, "via_upstream"))
+		}, `
+> tandem_decisions_total chat pair 1
+> tandem_endpoint_full_total d1 chat 503 1
+> tandem_hop_duration_seconds p1 prefill chat client_gone 1, in all 0.1
+> tandem_hop_duration_seconds d1 decode chat failed 1, in all 0.1
+> tandem_refusals_total endpoint_full 1
+> tandem_replans_total decode chat 1
+> tandem_request_duration_seconds chat failed split 1, in all 0.1
 `},
 		"P refuses": {func(s *stand) {
 			q, _ := pass1(s, "refused")

@@ -9,10 +9,12 @@ import (
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
+	"tandem/kvstate"
 )
 
 // pairLeg is what the handlers of two concurrent legs share.
@@ -118,11 +120,11 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			case plan.ClientsFault(p.Verdict.Status):
 				return x.answerFor(p.Verdict)
 			}
-			return x.planAgain(t, kvtransfer.CausePrefill)
+			return x.planAgain(t, kvtransfer.CausePrefill, failureOf(p))
 		case <-timer.C:
 			x.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
-			return x.planAgain(t, kvtransfer.CausePrefill)
+			return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
 		case <-x.s.draining:
 			return x.passAnswer(held)
 		case <-x.stream.Context().Done():
@@ -148,8 +150,10 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
+	f := &faults.Failure{Unreached: true}
 	select {
 	case <-p.Ended:
+		f = failureOf(p)
 		switch {
 		case p.Verdict.OK:
 			x.SpanLegEnded("ok", 0)
@@ -164,7 +168,7 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	case <-x.stream.Context().Done():
 		return io.EOF
 	}
-	return x.planAgain(t, kvtransfer.CausePrefill)
+	return x.planAgain(t, kvtransfer.CausePrefill, f)
 }
 
 // prefillLimit returns the time limit of P's leg.
@@ -180,13 +184,8 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
-	if (code >= 500 || code < 200) && len(x.msg.Headers.Final) == 0 {
-		cause := kvtransfer.CauseDecode
-		if p.PrefillFailed(x.stream.Context()) {
-			cause = kvtransfer.CausePrefill // D failed because P did
-		}
-		x.s.pairs.GiveUp(t.ID)
-		return false, x.planAgain(t, cause)
+	if (code >= 500 || code < 200 || kvstate.Refuses(code)) && len(x.msg.Headers.Final) == 0 {
+		return false, x.decodeFailed(t, p, code)
 	}
 	if code >= 300 {
 		x.s.pairs.GiveUp(t.ID)
@@ -195,6 +194,18 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 	}
 	return true, x.send(&envoywire.Reply{Patience: limit + time.Second})
+}
+
+// decodeFailed plans the request again after an error of D, which may be P's fault.
+func (x decodeLeg) decodeFailed(t *kvtransfer.Ticket, p *concurrent.Pair, code int) error {
+	a := &x.msg.Attributes
+	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
+	cause := kvtransfer.CauseDecode
+	if !f.Full() && p.PrefillFailed(x.stream.Context()) {
+		cause, f = kvtransfer.CausePrefill, *failureOf(p) // D failed because P did
+	}
+	x.s.pairs.GiveUp(t.ID)
+	return x.planAgain(t, cause, &f)
 }
 
 // passAnswer releases D's answer if it is held back, and ends the stream without error, so that Envoy continues.
@@ -217,29 +228,27 @@ func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 	return x.send(&envoywire.Reply{Immediate: i})
 }
 
-// planAgain cuts D with a redirect to pass 2, which plans another attempt.
-func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
-	decode := endpointOf(x.s.State, t.Pool, t.Decode)
-	decodeOut := decode != nil && decode.Failed()
-	if decodeOut {
-		cause = kvtransfer.CauseDecode // P waits for D, so it fails with D
+// failureOf returns how P's leg failed.
+func failureOf(p *concurrent.Pair) *faults.Failure {
+	return &faults.Failure{Status: p.Verdict.Status, RetryAfter: p.Verdict.RetryAfter, Unreached: p.Verdict.Unreached}
+}
+
+// planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.
+func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failure) error {
+	if d := endpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() && cause != kvtransfer.CauseDecode {
+		cause, f = kvtransfer.CauseDecode, &faults.Failure{Unreached: true} // P waits for D, so it fails with D
 	}
 	next := *t // its id stays: it names the leg that may still be running
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
 	x.SpanLegEnded("failed", 0)
 	x.SpanCause(cause)
-	failed := t.Prefill
 	if cause == kvtransfer.CauseDecode {
-		failed = t.Decode
 		x.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
-	}
-	next.Excluded = append(next.Excluded, failed)
-	if cause != kvtransfer.CauseDecode || decodeOut || !x.s.loadLegFailed(t) {
+		x.s.faults.Decode(&next, x.requestID, f)
+	} else {
 		next.Loads = false
-		if pool := x.s.State.Pool(t.Pool); pool != nil {
-			x.markFailed(pool, failed)
-		}
+		x.s.faults.Endpoint(&next, x.requestID, t.Prefill, f)
 	}
 	policy, _ := x.s.policy(t.Pool)
 	if peers := policy.Peers; peers != nil {

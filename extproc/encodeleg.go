@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -115,8 +116,11 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 		if pool != nil {
 			x.markGood(pool, t.Decode)
 		}
-	case code >= 500 && pool != nil:
-		x.markFailed(pool, t.Decode)
+	default:
+		a := &x.msg.Attributes
+		f := faults.Of(code, string(a.Details), string(a.RetryAfter))
+		x.s.faults.Endpoint(&next, x.requestID, t.Decode, &f)
+		next.Excluded = t.Excluded // it decodes nothing
 	}
 	x.LegEnded(t.Pool, "encode", t.Decode, result, code, took)
 	return &next

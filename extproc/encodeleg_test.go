@@ -116,7 +116,7 @@ func TestEncodeFails(t *testing.T) {
 			q.follow()
 			require.NotEqual(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
 			q.settled()
-			require.Equal(t, name == "500" || name == "outright", s.state.Pool("chat").Endpoint(addressOf("e1")).Failed())
+			require.Equal(t, name == "outright", s.state.Pool("chat").Endpoint(addressOf("e1")).Failed())
 		})
 	}
 }

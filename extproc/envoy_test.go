@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
 	"errors"
@@ -370,6 +371,16 @@ type engineAnswer struct {
 	bodyless bool
 	trailers bool
 	cut      bool // after the first piece
+
+	retryAfter string
+}
+
+// details are Envoy's of the answer, which is its own if P was not reached.
+func (a *engineAnswer) details() string {
+	if bytes.HasPrefix(a.body, []byte("upstream connect error")) {
+		return "upstream_reset_before_response_started{connection_failure}"
+	}
+	return "via_upstream"
 }
 
 // prefillLeg takes P's answer through the leg's filter.
@@ -392,7 +403,8 @@ func (q *request) prefillLeg(a engineAnswer) *verdict {
 			Headers: wiretest.HeaderMap(":status", strconv.Itoa(a.status), "content-type", "application/json", "content-length", strconv.Itoa(len(a.body))), EndOfStream: a.bodyless,
 		}},
 		Attributes: wiretest.Attributes("request.headers['x-tandem-ticket']", q.headers[envoywire.HeaderTicket], "request.headers['x-request-id']", q.headers[envoywire.HeaderRequestID],
-			"request.path", q.headers[":path"], "upstream.address", q.headers[envoywire.HeaderEndpoint]),
+			"request.path", q.headers[":path"], "upstream.address", q.headers[envoywire.HeaderEndpoint],
+			"response.code_details", a.details(), "response.headers['retry-after']", a.retryAfter),
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{ResponseBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED},
 	}))
 	if a.piece == 0 {

@@ -143,7 +143,9 @@ func (x *planning) planned(
 	}
 	two := prefill != nil || reason == "cheaper" || reason == "min_prefill_tokens" // then both ways were weighed
 	if (two || route == "decode_alone") && x.WantsWeighed() {
-		e := x.picker.Explain(x.req.Priced(tokens, two), &x.view)
+		policy, _ := x.s.policy(pool.Spec.Name)
+		asked := x.req.Ask(&policy.Policy, tokens, two)
+		e := x.picker.Explain(&asked, &x.view)
 		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}
 	x.Planned(x.stream.Context(), &p)

@@ -71,14 +71,11 @@ func (x firstPass) plan(api openai.API, a plan.Attempt) (*plan.Decision, error) 
 		return x.toHolder(policy, holder)
 	}
 	x.read(policy)
-	request := picker.Request{
-		PromptTokens: r.Tokens, Blocks: len(r.Hashes), Model: r.Model(), Split: !r.Alone, Excluded: r.Excluded, Rand: random(),
-	}
+	request := r.Ask(&policy.Policy, r.Tokens, !r.Alone)
 	if err := x.applyObjectives(policy, &request); err != nil {
 		return nil, err
 	}
-	choice, err := x.chooseOther(policy, &request)
-	x.explain(pool, &request)
+	choice, err := x.choose(policy, &request)
 	if err != nil {
 		return nil, policy.NoEndpoint(pool, err)
 	}

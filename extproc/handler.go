@@ -134,12 +134,6 @@ func (x handler) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
 	return kvtransfer.Side{Addr: addr}
 }
 
-func (x handler) markFailed(pool *kvstate.Pool, addr string) {
-	if e := pool.Endpoint(addr); e != nil {
-		x.s.State.MarkFailed(e)
-	}
-}
-
 func (x handler) markGood(pool *kvstate.Pool, addr string) {
 	if e := pool.Endpoint(addr); e != nil {
 		x.s.State.MarkGood(e)

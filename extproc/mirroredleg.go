@@ -8,6 +8,7 @@ import (
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -84,7 +85,9 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 
 // judge evaluates P's answer in x.body, counts it, and learns from it.
 func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
-	v := concurrent.Outcome{Status: code}
+	a := &x.msg.Attributes
+	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
+	v := concurrent.Outcome{Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached}
 	took := time.Since(x.s.sealedAt(t))
 	pool := x.s.State.Pool(t.Pool)
 	policy, _ := x.s.policy(t.Pool)
@@ -163,5 +166,8 @@ func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
 		return
 	}
 	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	s.pairs.Report(t.ID, concurrent.Outcome{Status: e.Status, OK: e.Status == 200})
+	f := faults.Of(e.Status, string(e.Details), string(e.RetryAfter))
+	s.pairs.Report(t.ID, concurrent.Outcome{
+		Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached, OK: e.Status == 200,
+	})
 }

@@ -30,19 +30,17 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	}
 	x.restoreTarget(t)
 	x.SpanTicket(t)
+	attempt := t.ID // an inline answer gets another
 	if t.Stage == kvtransfer.PrefillLeg {
 		t = x.inlineAnswer(t)
 	}
 	x.s.releasePass(x.reservedAs, t.Redirects, x.s.State.Release) // of a stream that Envoy gave up and retries
 	pool := x.s.State.Pool(t.Pool)                                // nil if the configuration changed between the hops
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
-		return x.decode(pool, t)
+		return x.decode(pool, t, attempt)
 	}
 	x.s.release(t)
 	a := plan.Next(t)
-	if a.PairFailed != ([2]string{}) && pool != nil {
-		x.s.State.LoadFailed(pool, t.Prefill, t.Decode) // another replica may have seen it
-	}
 	if t.Stage == kvtransfer.Encoded {
 		if ticketErr == nil && x.s.State.Consume(t.ID) {
 			a.Encoded = x.handedOver(t)
@@ -62,7 +60,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	}
 	x.Replanned(x.requestID, t)
 	policy, _ := x.s.policy(t.Pool)
-	if err := a.Failed(&policy.Policy, t); err != nil {
+	if err := a.Failed(&policy.Policy, pool, t); err != nil {
 		return nil, err
 	}
 	return x.again(t, a)
@@ -91,23 +89,27 @@ func (x nextPass) restoreBody(t *kvtransfer.Ticket) {
 
 // decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
 // changed since pass 1, and pull dialects allow it.
-func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decision, error) {
+func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte) (*plan.Decision, error) {
 	policy, _ := x.s.policy(t.Pool)
-	h := plan.HandOver{Ticket: t, Params: x.handedOver(t), API: x.clientAPI()}
+	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: x.handedOver(t), API: x.clientAPI()}
 	// if the reservation is not ours, the prefill leg released it
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
 	x.s.releaseAnywhere(t, 1)
 	x.describe(pool, plan.Attempt{})
 	x.recallPrompt(pool, t)
 	if !h.Bound(pool, &policy.Policy) {
-		x.s.State.View(pool, x.req.Hashes, &x.view)
-		x.req.MatchReported(&x.view, t.PromptTokens)
-		if t.Session != 0 {
-			x.s.State.MarkSession(pool, t.Session, &x.view)
-		}
 		x.req.Labels = x.labelsOf(policy)
-		if err := h.Choose(&x.req, &x.view, &x.picker, &policy.Policy); err != nil {
-			return nil, err
+		waited, err := policy.queue.UntilFree(x.stream.Context(), t.Expires, func() error {
+			x.s.State.View(pool, x.req.Hashes, &x.view)
+			x.req.MatchReported(&x.view, t.PromptTokens)
+			if t.Session != 0 {
+				x.s.State.MarkSession(pool, t.Session, &x.view)
+			}
+			return h.Choose(&x.req, &x.view, &x.picker, &policy.Policy)
+		})
+		x.LeaveOut(waited)
+		if err != nil {
+			return nil, policy.NoEndpoint(pool, err)
 		}
 	}
 	if h.Restored = h.Restores(&policy.Policy, x.req.Limits); h.Restored {

@@ -81,9 +81,10 @@ func (x *planning) pickAny(policy *Policy, model string) (*kvstate.Endpoint, err
 	pool := x.req.Pool
 	x.s.State.View(pool, nil, &x.view)
 	x.picker.Policy = policy.Placement()
-	choice, err := x.picker.Pick(&picker.Request{
-		PromptTokens: pool.PromptTokens(x.body.Len()), Model: model, Labels: x.labelsOf(policy), Rand: random(),
-	}, &x.view)
+	x.req.Labels, x.req.Hashes = x.labelsOf(policy), x.req.Hashes[:0]
+	request := x.req.Ask(&policy.Policy, pool.PromptTokens(x.body.Len()), false)
+	request.Model, request.Targets, request.MinAnswer, request.MaxAnswer = model, picker.Targets{}, 0, 0
+	choice, err := x.picker.Pick(&request, &x.view)
 	if err != nil {
 		return nil, policy.NoEndpoint(pool, err)
 	}

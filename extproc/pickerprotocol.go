@@ -143,7 +143,7 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 	x.countTokens(policy)
 	p := picked{pool: pool, tokens: r.Tokens}
 	endpointpicker.Allow(&x.view, &x.msg, x.s.Picker)
-	request := picker.Request{PromptTokens: p.tokens, Blocks: len(r.Hashes), Model: r.Model(), Rand: random()}
+	request := r.Ask(&policy.Policy, p.tokens, !r.Alone)
 	if err := x.applyObjectives(policy, &request); err != nil {
 		return p, err
 	}
@@ -155,9 +155,10 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 			return p, err
 		}
 	}
-	request.Split = !r.Alone
+	if request.Split = !r.Alone; r.Alone {
+		request.MustPair = false
+	}
 	choice, err := x.choose(policy, &request)
-	x.explain(pool, &request)
 	if err != nil {
 		return p, policy.NoEndpoint(pool, err)
 	}

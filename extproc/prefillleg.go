@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -186,7 +187,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	pool := x.s.State.Pool(t.Pool)
 	policy, _ := x.s.policy(t.Pool)
 	if code != 200 || over || policy.Dialect.Prefill == nil {
-		x.prefillFailed(pool, &next, code)
+		x.prefillFailed(&next, code)
 		return &next, nil
 	}
 	x.pair = kvtransfer.Pair{RequestID: x.requestID, Attempt: t.ID, Prefill: x.side(pool, t.Prefill), Decode: x.side(pool, t.Decode)}
@@ -199,7 +200,7 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	}
 	if err != nil {
 		x.log(slog.LevelWarn, "prefill answered without usable KV parameters", "endpoint", t.Prefill, "err", err)
-		x.prefillFailed(pool, &next, code)
+		x.prefillFailed(&next, code)
 		return &next, nil
 	}
 	if got.Unused != "" {
@@ -254,17 +255,15 @@ func (x prefillLeg) answerWith(body []byte) error {
 }
 
 // prefillFailed makes next the ticket of a request whose prefill was lost.
-func (x *prefillAnswer) prefillFailed(pool *kvstate.Pool, next *kvtransfer.Ticket, code int) {
-	next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
-	if next.Turn.Named { // the decode endpoint that P should have fetched from may be at fault instead
+func (x *prefillAnswer) prefillFailed(next *kvtransfer.Ticket, code int) {
+	a := &x.msg.Attributes
+	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
+	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
+		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.s.conversationFailed(next, x.requestID, code)
 		return
 	}
-	next.Cause = kvtransfer.CausePrefill
-	next.Excluded = append(next.Excluded, next.Prefill)
-	if pool != nil && code >= 500 {
-		x.markFailed(pool, next.Prefill)
-	}
+	x.s.faults.Prefill(next, x.requestID, &f)
 }
 
 // awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes

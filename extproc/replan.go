@@ -8,16 +8,16 @@ import (
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
-	"tandem/kvstate"
 )
 
 // Replan handles the second try of a hop that failed outright (composite clusters send it here). It answers 307
-// with a ticket that says what failed, and pass 2 plans again. The reason of the failure is unknown here, so the KV
-// parameters of the first try count as consumed.
+// with a ticket that says what failed, and pass 2 plans again. How it failed is what Envoy logs of the first try. Whatever
+// that is, the KV parameters of the first try count as consumed.
 func (s *Server) Replan() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer discard(r.Body, int64(s.MaxBodyBytes+plan.MaxDecodeMember))
@@ -75,12 +75,13 @@ func (s *Server) Replan() http.Handler {
 		if t.Stage == kvtransfer.PrefillLeg && t.Turn.Named {
 			s.conversationFailed(&next, id, 0)
 		}
-		next.Excluded = append(next.Excluded, failed)
-		if e := endpointOf(s.State, t.Pool, failed); hop != "decode" || overdue(took, limit) || e != nil && e.Failed() || !s.loadLegFailed(t) {
+		f := faults.Failure{Overdue: overdue(took, limit)}
+		if hop == "decode" && !f.Overdue && t.Stage != kvtransfer.EncodeLeg {
+			f = s.faults.Failed(r.Context(), t)
+			s.faults.Decode(&next, id, &f)
+		} else {
 			next.Loads = false
-			if e != nil {
-				s.markFailed(e, t, overdue(took, limit))
-			}
+			s.hopFailed(&next, t, id, failed, f)
 		}
 		sealed, err := s.keys().Seal(nil, &next, id)
 		if err != nil {
@@ -133,17 +134,15 @@ func (s *Server) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.T
 	w.WriteHeader(http.StatusTemporaryRedirect)
 }
 
-// markFailed marks an endpoint that failed a hop. One that exceeded the hop's time limit counts as hanging; but a P
-// that had to fetch a stored turn may have waited for the endpoint that holds it.
-func (s *Server) markFailed(e *kvstate.Endpoint, t *kvtransfer.Ticket, overdue bool) {
-	switch {
-	case !overdue:
-		if !e.Failed() { // otherwise it would not count as hanging any more
-			s.State.MarkFailed(e)
-		}
-	case t.Stage != kvtransfer.PrefillLeg || !t.Turn.Named:
-		s.State.MarkHung(e)
+// hopFailed records that an endpoint failed a hop outright. One that exceeded the hop's time limit counts as hanging; but
+// a P that had to fetch a stored turn may have waited for the endpoint that holds it.
+func (s *Server) hopFailed(next, t *kvtransfer.Ticket, id, failed string, f faults.Failure) {
+	if f.Overdue && t.Stage == kvtransfer.PrefillLeg && t.Turn.Named {
+		next.Excluded = append(next.Excluded, failed)
+		return
 	}
+	f.Unreached = !f.Overdue
+	s.faults.Endpoint(next, id, failed, &f)
 }
 
 // overdue reports whether a hop took as long as its time limit; 0: none.

@@ -21,6 +21,7 @@ import (
 	"tandem/extproc/concurrent"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
@@ -109,6 +110,7 @@ type Server struct {
 	waiting  latebinding.Options
 	streams  streamOptions
 	loggers  envoywire.Loggers
+	faults   faults.Faults
 }
 
 // New returns a server over the options' state. It starts no goroutines.
@@ -134,14 +136,15 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		memory: o.Memory, guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
 		refused: s.observer.Refused,
 	}
-	s.direct = endpointpicker.NewDirect(o.State, o.Log)
+	s.faults = faults.Faults{State: o.State, Observer: s.observer, Log: o.Log, Check: o.Check}
+	s.direct = endpointpicker.NewDirect(o.State, &s.faults)
 	s.waiting = latebinding.Options{
 		State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining,
 		ShortOfMemory: s.shortOfMemory,
 	}
 	if o.State != nil {
 		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) {
-			s.loadFailed(p, prefill, decode, loadCount)
+			s.faults.LoadFailed(p, prefill, decode, faults.SeenCount)
 		})
 	}
 	cleanup := func(pool string) reclaim.Policy {

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/kvstate/kvloads"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
 )
@@ -167,10 +168,9 @@ type Endpoint struct {
 // endpointState is the state of an address while it stays in its pool, even if its spec changes. The fields that every
 // view reads come first: with a thousand endpoints each of them is a cache miss.
 type endpointState struct {
-	failed atomic.Int64            // when it failed, Unix ns; 0: healthy
-	how    atomic.Pointer[failure] // how it failed last; nil: it never did
-	paused atomic.Bool             // by an operator
-	weight atomic.Int32            // set by an operator; 0: the spec's weight
+	condition
+	paused atomic.Bool  // by an operator
+	weight atomic.Int32 // set by an operator; 0: the spec's weight
 
 	requests     atomic.Int64               // reservations held
 	tokens       atomic.Int64               // prompt tokens of those
@@ -189,6 +189,15 @@ type endpointState struct {
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's
+}
+
+// condition is whether an endpoint works, and takes requests.
+type condition struct {
+	failed atomic.Int64            // when it failed, Unix ns; 0: healthy
+	how    atomic.Pointer[failure] // how it failed last; nil: it never did
+	// until when it gets no request because it was full, Unix ns; refused is the refusal, nil: there was none
+	fullUntil atomic.Int64
+	refused   atomic.Pointer[Refusal]
 }
 
 // learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.
@@ -265,7 +274,7 @@ type Pool struct {
 	uses      *prefixindex.Uses // of prompts that were sent to prefill endpoints
 	load      *workload
 	queue     *poolQueue
-	loads     *loadPairs
+	loads     *kvloads.Pairs
 	paused    *atomic.Bool // by an operator
 	groups    []int32      // as [View.Groups]
 	uniform   bool         // as [View.Uniform]
@@ -315,7 +324,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
-		next.loads = newLoadPairs()
+		next.loads = kvloads.New()
 		next.paused.Store(s.overrides[overrideKey{pool: spec.Name}].Paused) // set earlier by another replica's operator
 		pools = append(pools, next)
 	}
@@ -341,7 +350,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next.sameNode = sameNodePairs(next.endpoints)
 	next.load.setZones(next.endpoints)
 	for addr, e := range leaving {
-		next.loads.forget(addr)
+		next.loads.Forget(addr)
 		e.blocks.Leave()
 	}
 	next.index.Resize()

@@ -46,18 +46,3 @@ func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 		})
 	}
 }
-
-// The memory of hand-overs is bounded.
-func TestLoadsThatBeganAreBounded(t *testing.T) {
-	now := time.Now()
-	s := New(Options{Now: func() time.Time { return now }})
-	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "d1:1", Role: RoleDecode}})
-	pool := s.Pool("p")
-	for i := range 2 * maxLoadPairs {
-		s.LoadStarted(pool, string(rune('a'+i%26))+string(rune(i)), "d1:1")
-	}
-	require.Len(t, pool.loads.started, maxLoadPairs)
-	now = now.Add(loadTime + time.Second)
-	s.LoadStarted(pool, "new", "d1:1")
-	require.Len(t, pool.loads.started, 1)
-}

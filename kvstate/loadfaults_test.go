@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/kvloads"
 )
 
 // loadFleet returns a state with two endpoints of each role, whose clock the test moves.
@@ -63,10 +65,9 @@ func TestLoadTrial(t *testing.T) {
 	trials := func(addr string) *LoadFaults {
 		v := View{}
 		s.View(p, nil, &v)
-		v.AllowTrials()
 		for _, c := range v.Endpoints {
-			if c.Endpoint.Addr == addr {
-				return c.Faults
+			if c.Endpoint.Addr == addr && c.Faults != nil {
+				return c.Faults.Trial
 			}
 		}
 		return nil
@@ -76,7 +77,7 @@ func TestLoadTrial(t *testing.T) {
 	s.ClaimTrial(p, "p1", "d1", one)
 	require.False(t, p.LoadTrial("p1", "d1", one), "too soon")
 	require.True(t, trials("p1").Avoids("d1"))
-	pass(loadPause)
+	pass(kvloads.Pause)
 	require.True(t, faults("p1").Avoids("d1"), "for a streamed request")
 	require.False(t, trials("p1").Avoids("d1"))
 	s.ClaimTrial(p, "p1", "d1", one)
@@ -84,11 +85,11 @@ func TestLoadTrial(t *testing.T) {
 	require.False(t, p.LoadTrial("p1", "d1", two))
 	require.True(t, trials("p1").Avoids("d1"), "one at a time")
 	require.True(t, s.LoadFailed(p, "p1", "d1"), "it still fails")
-	pass(loadPause)
+	pass(kvloads.Pause)
 	require.True(t, trials("p1").Avoids("d1"), "for twice as long")
-	pass(loadPause)
+	pass(kvloads.Pause)
 	require.False(t, trials("p1").Avoids("d1"))
-	pass(2 * loadPause)
+	pass(2 * kvloads.Pause)
 	require.False(t, faults("p1").Avoids("d1"), "nobody else came: a streamed one may")
 	s.ClaimTrial(p, "p1", "d1", two)
 	require.True(t, p.LoadTrial("p1", "d1", two), "and is alone")
@@ -105,8 +106,7 @@ func TestLoadFailuresAreForgotten(t *testing.T) {
 	pass(0)
 	v := View{}
 	s.View(p, nil, &v)
-	v.AllowTrials()
-	require.Nil(t, v.Endpoints[0].Faults, "what others can load may be tried at once")
+	require.Nil(t, v.Endpoints[0].Faults.Trial, "what others can load may be tried at once")
 
 	e := p.Endpoint("p1")
 	s.MarkFailed(e)
@@ -114,7 +114,7 @@ func TestLoadFailuresAreForgotten(t *testing.T) {
 	require.Nil(t, faults("p1"), "it is back: it may be another process")
 
 	s.LoadFailed(p, "p1", "d1")
-	pass(forgetLoad + time.Second)
+	pass(kvloads.Forgotten + time.Second)
 	require.Nil(t, faults("p1"))
 
 	s.LoadFailed(p, "p1", "d1")
@@ -123,4 +123,22 @@ func TestLoadFailuresAreForgotten(t *testing.T) {
 	pass(0)
 	p = s.Pool("m")
 	require.Nil(t, p.Endpoint("p1").LoadFaults(), "d1 was another endpoint then")
+}
+
+// TestOneRequestsErrorIsItsOwn: an error of which the engine does not say that it concerns the KV counts against a pair
+// only if another request meets it too, with no success between.
+func TestOneRequestsErrorIsItsOwn(t *testing.T) {
+	s, p, pass, faults := loadFleet(t)
+	require.False(t, s.LoadSuspected(p, "p1", "d1", 1))
+	require.False(t, s.LoadSuspected(p, "p1", "d1", 1), "the same request, tried again")
+	require.Nil(t, faults("p1"))
+	s.LoadSucceeded(p, "p1", "d1")
+	require.False(t, s.LoadSuspected(p, "p1", "d1", 2), "there was a success")
+	pass(kvloads.SuspectTime)
+	require.False(t, s.LoadSuspected(p, "p1", "d1", 3), "long ago")
+	require.False(t, s.LoadSuspected(p, "p1", "d2", 4), "another pair")
+	require.Nil(t, faults("p1"))
+	require.True(t, s.LoadSuspected(p, "p1", "d1", 5))
+	require.True(t, faults("p1").Avoids("d1"))
+	require.False(t, s.LoadSuspected(p, "p1", "d1", 6), "known")
 }

@@ -24,7 +24,8 @@ type View struct {
 // Candidate is one endpoint as a decision sees it.
 type Candidate struct {
 	Endpoint     *Endpoint
-	Usable       bool     // neither failed nor paused nor draining
+	Usable       bool     // neither failed nor paused nor draining nor full
+	Full         bool     // it would be usable, but refused a request and gets none for a while
 	Weight       int      // assumed speed, in per cent; 0 is 100
 	Requests     int64    // booked by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
@@ -67,6 +68,9 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	for i, e := range p.endpoints {
 		c := &v.Endpoints[i]
 		e.fill(c, nano, fleet, moves, steps)
+		if c.Full {
+			usable |= e.Role // it works: no reason to try those that failed
+		}
 		if !c.Usable {
 			continue
 		}
@@ -84,7 +88,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 			c := &v.Endpoints[i]
 			e := c.Endpoint
 			hangs := e.Role == RolePrefill && e.how.Load().hangs()
-			if e.Role&^usable != 0 && !e.Paused() && !e.Draining && !hangs {
+			if e.Role&^usable != 0 && !e.Paused() && !e.Draining && !hangs && !c.Full {
 				c.Usable = true
 			}
 		}
@@ -98,6 +102,13 @@ func (v *View) Copy(of *View) {
 	v.Endpoints = append(v.Endpoints[:0], of.Endpoints...)
 	v.Grouped, v.Groups, v.Uniform, v.Load, v.SameNode = of.Grouped, of.Groups, of.Uniform, of.Load, of.SameNode
 	v.Uses = append(v.Uses[:0], of.Uses...)
+}
+
+// LeaveOut makes a candidate with a role unusable.
+func (c *Candidate) LeaveOut(role Role) {
+	if c.Endpoint.Role == role {
+		c.Usable, c.Full = false, false
+	}
 }
 
 // GroupAt returns the range of the group of the endpoint at a position in a Grouped view; otherwise all endpoints.
@@ -136,6 +147,9 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Loads, c.Session = e, 0, Loads{}, 0
 	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
+	if c.Full = c.Usable && e.fullUntil.Load() > now; c.Full {
+		c.Usable = false
+	}
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)

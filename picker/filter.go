@@ -9,6 +9,7 @@ import (
 // Why an endpoint is excluded from a decision.
 const (
 	outFailed   = "failed"         // it failed recently, or its probe did
+	outFull     = "full"           // it refused a request and asked for a pause
 	outPaused   = "paused"         // by its configuration or by an operator
 	outExcluded = "failed_request" // it failed this request
 	outModel    = "model"          // others report the model, this one reports others
@@ -21,9 +22,11 @@ func (k *Picker) why(r *Request, c *kvstate.Candidate) string {
 	switch {
 	case !c.Usable && c.Endpoint.Paused():
 		return outPaused
+	case !c.Usable && c.Full:
+		return outFull
 	case !c.Usable:
 		return outFailed
-	case len(r.Excluded) > 0 && slices.Contains(r.Excluded, c.Endpoint.Addr):
+	case len(k.excluded) > 0 && slices.Contains(k.excluded, c.Endpoint.Addr):
 		return outExcluded
 	case k.learned && k.partly && !k.placed && !serves(c, r.Model):
 		return outModel
@@ -106,13 +109,6 @@ func countRoles(v *kvstate.View) (prefills, decodes int) {
 		}
 	}
 	return prefills, decodes
-}
-
-// loads reports whether, as far as is known, d can load KV from prefill; both are positions in the view, -1 is no
-// endpoint.
-func loads(v *kvstate.View, prefill, d int) bool {
-	c := &v.Endpoints[d]
-	return prefill < 0 || !c.Faults.Excludes(kvstate.RoleDecode) && !v.Endpoints[prefill].Faults.Avoids(c.Endpoint.Addr)
 }
 
 // kind is what both endpoints of a pair must share.

@@ -51,7 +51,7 @@ func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 		}
 		partner, at := 0.0, from+i
 		switch {
-		case p.faults && len(v.Endpoints[at].Faults.Decodes) > 0: // one of the partners is missing: rare
+		case p.faults && len(k.faults(&v.Endpoints[at]).Decodes) > 0: // one of the partners is missing: rare
 			partner = k.partnersOf(v, t, at, grown(&k.of, len(v.Endpoints)))
 		case v.SameNode != nil:
 			partner = min(k.cheapest(at), k.sameNode(v, t, at))
@@ -119,7 +119,7 @@ func (k *Picker) findPartners(v *kvstate.View, t *terms, from, to int) {
 		if math.IsInf(price.decode, 1) {
 			continue
 		}
-		if price.faults && v.Endpoints[d].Faults.Excludes(kvstate.RoleDecode) {
+		if price.faults && k.faults(&v.Endpoints[d]).Excludes(kvstate.RoleDecode) {
 			continue
 		}
 		row := table[int(price.kind)*width:][:width]

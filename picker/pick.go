@@ -15,10 +15,10 @@ type Request struct {
 	MaxAnswer    int64    // largest number; 0: unknown
 	Model        string   // as the client named it; "": any
 	Split        bool     // may be split over two endpoints
-	Excluded     []string // addresses that failed this request
 	Labels       []string // that its endpoints must have, as name=value
 	Rand         uint64   // breaks ties
 
+	Faults
 	Targets
 	Waited   float64 // how much of its time is used already, s
 	OnMiss   OnMiss  // what to do if they cannot be met
@@ -106,6 +106,8 @@ type Picker struct {
 	learned     bool     // some endpoint reports the request's model
 	partly      bool     // some endpoint reports models without it
 	placed      bool     // some endpoint is configured with it, as an adapter
+	excluded    []string // of the attempt
+	avoid       avoid    // likewise
 	latencyOnly bool     // only the times that this request has targets for count
 	prices      []prices // by position
 	total       []float64
@@ -114,6 +116,8 @@ type Picker struct {
 	zones       []string
 	shared      []sharedPart
 	partners    []partners // by kind, then by zone, followed by those of all zones, far and near
+	ladder      []attempt
+	without     []string // the excluded endpoints and the P of a failed pair
 }
 
 // prices are an endpoint's prices for each leg; infinite if it cannot serve it.
@@ -128,15 +132,12 @@ type prices struct {
 // sameTime is the difference in price below which choices are equal, in seconds: estimates are no better than that.
 const sameTime = 0.001
 
-// Pick chooses the endpoints of a request. Without a suitable prefill endpoint, decode works alone; without a
-// decode endpoint it returns [ErrNoEndpoint]. Endpoints that failed this request are chosen to decode only if there
-// is no other. If no choice meets the request's targets, it may return [ErrMissed].
-func (k *Picker) Pick(r *Request, v *kvstate.View) (Choice, error) {
+// pickWith chooses in one attempt.
+func (k *Picker) pickWith(r *Request, v *kvstate.View) (Choice, error) {
 	c, err := k.pick(r, v)
 	if err == nil {
 		c, err = k.meetTargets(r, v, c)
 	}
-	c.Selective, c.Named = k.learned && k.partly || k.placed, k.learned || k.placed
 	return c, err
 }
 
@@ -170,21 +171,6 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	return alone, nil
 }
 
-// PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view, or -1 if that
-// endpoint is gone.
-func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
-	t := k.weighAll(r, v)
-	d := k.partner(r, v, &t, prefill)
-	if d < 0 {
-		k.weighDesperate(r, v, &t)
-		d = k.partner(r, v, &t, prefill)
-	}
-	if d < 0 {
-		return -1, ErrNoEndpoint
-	}
-	return d, nil
-}
-
 func none() Choice { return Choice{Prefill: -1, Decode: -1, Price: math.Inf(1)} }
 
 // weighAll prices every endpoint for each leg that it can serve.
@@ -198,15 +184,15 @@ func (k *Picker) weighAll(r *Request, v *kvstate.View) terms {
 }
 
 func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
-	simple := len(r.Excluded) == 0 && !(k.learned && k.partly) && !k.placed && len(r.Labels) == 0
+	simple := len(k.excluded) == 0 && !(k.learned && k.partly) && !k.placed && len(r.Labels) == 0
 	inf := math.Inf(1)
 	all := grown(&k.prices, len(v.Endpoints))
 	for i := range v.Endpoints {
 		c, p := &v.Endpoints[i], &all[i]
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
-		p.busy, p.faults, p.kind, p.zone = false, c.Faults != nil, 0, 0
+		p.busy, p.faults, p.kind, p.zone = false, k.faults(c) != nil, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
-			t.weigh(c, p)
+			k.weighEach(t, c, p)
 		}
 	}
 }
@@ -216,18 +202,18 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
 		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.unmet(r, c) == "" {
-			t.weigh(c, p)
+			k.weighEach(t, c, p)
 		}
 	}
 }
 
-func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
+func (k *Picker) weighEach(t *terms, c *kvstate.Candidate, p *prices) {
 	role := c.Endpoint.Role
 	if role&kvstate.RolePrefill != 0 {
 		var price PrefillPrice
 		t.prefill(c, &price)
 		p.prefill = price.sum()
-		if c.Faults.Excludes(kvstate.RolePrefill) {
+		if p.faults && k.faults(c).Excludes(kvstate.RolePrefill) {
 			p.prefill = math.Inf(1) // no decode endpoint can load its KV
 		}
 	}
@@ -296,7 +282,7 @@ func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []floa
 	faults := prefill >= 0 && k.prices[prefill].faults
 	for d := first; d < end; d++ {
 		p := &k.prices[d]
-		if p.decode == math.Inf(1) || d == prefill || (faults || p.faults) && !loads(v, prefill, d) {
+		if p.decode == math.Inf(1) || d == prefill || (faults || p.faults) && !k.loads(v, prefill, d) {
 			continue
 		}
 		total[d] = p.near

@@ -288,10 +288,10 @@ func TestPickDecode(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, 6, d, "the cheaper of the group")
 	}
-	d, err := k.PickDecode(&Request{Excluded: []string{v.Endpoints[6].Endpoint.Addr}}, v, 0)
+	d, err := k.PickDecode(&Request{Faults: Faults{Excluded: []string{v.Endpoints[6].Endpoint.Addr}}}, v, 0)
 	require.NoError(t, err)
 	require.Equal(t, 4, d)
-	d, err = k.PickDecode(&Request{Excluded: []string{v.Endpoints[6].Endpoint.Addr, v.Endpoints[4].Endpoint.Addr}}, v, 0)
+	d, err = k.PickDecode(&Request{Faults: Faults{Excluded: []string{v.Endpoints[6].Endpoint.Addr, v.Endpoints[4].Endpoint.Addr}}}, v, 0)
 	require.NoError(t, err)
 	require.Equal(t, 6, d, "better one that failed this request than none")
 	_, err = k.PickDecode(&Request{}, &kvstate.View{}, -1)
@@ -344,7 +344,7 @@ func TestPickAllocates(t *testing.T) {
 		for _, split := range []Split{SplitAlways, SplitAuto, SplitNever} {
 			v, k := loadedFleet(64, groups), &Picker{Policy: DefaultPolicy()}
 			k.Split = split
-			r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Excluded: []string{"10.0.0.3:8000"}}
+			r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Faults: Faults{Excluded: []string{"10.0.0.3:8000"}}}
 			budget.Allocs(t, 100, 0, func() {
 				r.Rand++
 				if _, err := k.Pick(r, v); err != nil {

@@ -23,11 +23,13 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 // TestTranscripts runs testdata/*.txt, with fleets as input and choices as output:
 //
 //	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [kv=TOKENS of capacity] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
-//	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out]
+//	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out|full]
+//	         [unloadable[=NAME,NAME] [trial]]
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
 //	uses BLOCKS=N ...    (that many blocks of the prompt were in N recent prompts)
 //	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [answer=WEIGHT] [late]    (holds until the next)
-//	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [model=NAME] [labels=NAME=VALUE,...]
+//	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [twice=NAME,NAME]
+//	     [failed=P,D] [trial] [must] [model=NAME] [labels=NAME=VALUE,...]
 //	     [ttft=DURATION] [tpot=DURATION] [waited=DURATION] [miss=wait|shed]
 //	explain ...                (pick, with all prices, in milliseconds)
 //	decode NAME ...            (PickDecode for the prompt that NAME has computed; "-" for none)
@@ -196,6 +198,8 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			e.Labels = value
 		case "out":
 			c.Usable = false
+		case "full":
+			c.Usable, c.Full = false, true
 		case "unloadable": // by these decode endpoints, or at all
 			c.Faults = &kvstate.LoadFaults{}
 			if value == "" {
@@ -203,6 +207,8 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			} else {
 				c.Faults.Decodes = strings.Split(value, ",")
 			}
+		case "trial": // the first pause of its pairs is over
+			c.Faults.Trial = &kvstate.LoadFaults{}
 		default:
 			t.Fatalf("cannot read %q", w)
 		}
@@ -228,6 +234,14 @@ func request(t *testing.T, words []string) *Request {
 			r.Split = false
 		case "excluded":
 			r.Excluded = strings.Split(value, ",")
+		case "twice":
+			r.Final = strings.Split(value, ",")
+		case "failed":
+			r.FailedPair[0], r.FailedPair[1], _ = strings.Cut(value, ",")
+		case "trial":
+			r.Trial = true
+		case "must":
+			r.MustPair = true
 		case "model":
 			r.Model = value
 		case "labels":

@@ -36,9 +36,11 @@ type Pair struct {
 
 // Outcome is how a prefill leg ended.
 type Outcome struct {
-	Status int    // of the answer; 0: none
-	OK     bool   // D has its blocks
-	Answer []byte // if the status is the client's fault: P's message
+	Status     int           // of P's answer; 0: none
+	RetryAfter time.Duration // of that
+	Unreached  bool          // there was no connection to P
+	OK         bool          // D has its blocks
+	Answer     []byte        // if the status is the client's fault: P's message
 }
 
 // verdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas

@@ -5,13 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
-	"math/rand/v2"
 	"net/http"
 	"strconv"
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -28,17 +27,17 @@ const (
 // Direct makes the prefill hop in place of Envoy. It is safe for concurrent use.
 type Direct struct {
 	state  *kvstate.State
-	log    *slog.Logger
+	faults *faults.Faults
 	places chan struct{}
 	client *enginehttp.Client
 }
 
 // NewDirect returns a Direct that has no calls in progress.
-func NewDirect(state *kvstate.State, log *slog.Logger) *Direct {
+func NewDirect(state *kvstate.State, f *faults.Faults) *Direct {
 	client := enginehttp.New(0, func(t *http.Transport) {
 		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 64, time.Minute, true
 	})
-	return &Direct{state: state, log: log, places: make(chan struct{}, maxDirectCalls), client: client}
+	return &Direct{state: state, faults: f, places: make(chan struct{}, maxDirectCalls), client: client}
 }
 
 // Call is a request whose prompt P is asked to compute.
@@ -83,7 +82,7 @@ func (d *Direct) Prefill(ctx context.Context, call *Call, c picker.Choice) (open
 		if errors.As(err, &answer) || ctx.Err() != nil {
 			return nil, err
 		}
-		d.log.Warn("prefill failed", "request_id", r.ID, "endpoint", e.Addr, "err", err)
+		d.faults.Log.Warn("prefill failed", "request_id", r.ID, "endpoint", e.Addr, "err", err)
 		r.Excluded = append(r.Excluded, e.Addr)
 		if p.OnFailure == plan.Fail {
 			return nil, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
@@ -92,10 +91,13 @@ func (d *Direct) Prefill(ctx context.Context, call *Call, c picker.Choice) (open
 		if p.OnFailure == plan.DecodeAlone || r.Prefills >= p.PrefillAttempts || r.Late(p) {
 			return nil, nil
 		}
-		again, err := call.Picker.Pick(&picker.Request{
-			PromptTokens: r.Tokens, Blocks: len(r.Hashes), Model: r.Model(), Labels: r.Labels, Split: true,
-			Excluded: r.Excluded, Rand: rand.Uint64(),
-		}, v)
+		want := r.Ask(p, r.Tokens, true)
+		for i := range v.Endpoints { // the view is of before the call
+			c := &v.Endpoints[i]
+			full, _ := c.Endpoint.FullFor(time.Now())
+			c.Usable = c.Usable && full == 0
+		}
+		again, err := call.Picker.Pick(&want, v)
 		group := v.Endpoints[c.Decode].Endpoint.Group
 		if err != nil || again.Prefill < 0 || v.Endpoints[again.Prefill].Endpoint.Group != group {
 			return nil, nil
@@ -128,27 +130,23 @@ func (d *Direct) call(ctx context.Context, call *Call, c picker.Choice) (openai.
 	limited, cancel := context.WithTimeout(ctx, p.PrefillTimeout+pool.PrefillTime(r.Tokens+before, p.PerToken))
 	defer cancel()
 	began := time.Now()
-	status, body, err := d.post(limited, call, e, edits.Apply(nil, r.Body()))
+	status, after, body, err := d.post(limited, call, e, edits.Apply(nil, r.Body()))
 	took := time.Since(began)
 	call.Observer.PrefillCalled(e.Addr, directResult(status, err), took)
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
 	case err != nil:
-		if p.PrefillTimeout > 0 && took >= p.PrefillTimeout {
-			d.state.MarkHung(e)
-		} else if !e.Failed() { // otherwise it would not count as hanging any more
-			d.state.MarkFailed(e)
-		}
+		overdue := p.PrefillTimeout > 0 && took >= p.PrefillTimeout
+		d.faults.Hop(pool.Spec.Name, r.ID, e.Addr, &faults.Failure{Overdue: overdue, Unreached: !overdue})
 		return nil, err
 	case plan.ClientsFault(status):
 		return nil, &openai.Error{
 			Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(body),
 		}
-	case status >= http.StatusInternalServerError:
-		d.state.MarkFailed(e)
-		return nil, fmt.Errorf("status %d", status)
 	case status != http.StatusOK:
+		f := faults.Of(status, "", after)
+		d.faults.Hop(pool.Spec.Name, r.ID, e.Addr, &f)
 		return nil, fmt.Errorf("status %d", status)
 	}
 	got, err := p.Dialect.ReadAnswer(body, &r.Sides)
@@ -171,20 +169,20 @@ func (d *Direct) call(ctx context.Context, call *Call, c picker.Choice) (openai.
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
 }
 
-// post sends a body to an endpoint, on the client's path, and reads the answer.
+// post sends a body to an endpoint, on the client's path, and reads the answer and its Retry-After.
 func (d *Direct) post(
 	ctx context.Context, call *Call, e *kvstate.Endpoint, body []byte,
-) (status int, answer []byte, err error) {
+) (status int, after string, answer []byte, err error) {
 	header := http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {call.Request.ID}}
 	if call.Authorization != "" {
 		header.Set("Authorization", call.Authorization)
 	}
 	resp, err := d.client.Post(ctx, e, call.Path, body, header) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
-		return 0, nil, err
+		return 0, "", nil, err
 	}
 	answer, err = enginehttp.ReadAll(resp, maxAnswer)
-	return resp.StatusCode, answer, err
+	return resp.StatusCode, resp.Header.Get("Retry-After"), answer, err
 }
 
 func directResult(status int, err error) string {

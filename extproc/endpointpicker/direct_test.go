@@ -1,18 +1,18 @@
 package endpointpicker
 
 import (
-	"log/slog"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/faults"
 	"tandem/extproc/plan"
 	"tandem/picker"
 )
 
 // When too many calls are in progress, D computes the prompt.
 func TestDirectCallsAreBounded(t *testing.T) {
-	d := NewDirect(nil, slog.New(slog.DiscardHandler))
+	d := NewDirect(nil, &faults.Faults{})
 	for range maxDirectCalls {
 		d.places <- struct{}{}
 	}

@@ -42,6 +42,7 @@ type LogEntry struct {
 	ClientID          []byte // of a mirrored leg: the client's request id
 	Traceparent       []byte // if the configuration enables tracing
 	Details           []byte // response_code_details
+	RetryAfter        []byte // of the answer
 	Status            int    // 0: no answer was sent
 	Start             time.Time
 	Duration          time.Duration // from start, the beginning of the request's first pass
@@ -226,8 +227,8 @@ func (b *LogBatch) readPair(c *cursor, end int, place func(name []byte) *[]byte)
 	}
 }
 
-// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 6:
-// response_code_details}.
+// readResponse reads HTTPResponseProperties{1: UInt32Value response_code, 3: response_body_bytes, 4: map<string,
+// string> response_headers, 6: response_code_details}.
 func (b *LogBatch) readResponse(c *cursor, end int, e *LogEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
@@ -242,6 +243,13 @@ func (b *LogBatch) readResponse(c *cursor, end int, e *LogEntry) {
 			}
 		case number == 3 && wire == wireVarint:
 			e.Body = c.varint()
+		case number == 4 && wire == wireBytes:
+			b.readPair(c, c.length(end), func(name []byte) *[]byte {
+				if string(name) == HeaderRetryAfter {
+					return &e.RetryAfter
+				}
+				return nil
+			})
 		case number == 6 && wire == wireBytes:
 			e.Details = c.text(&b.arena, end)
 		default:

@@ -145,6 +145,8 @@ func (h *Headers) slot(name []byte) *[]byte {
 // Attributes are sent with the first response message of a leg (response_attributes in Envoy's configuration).
 type Attributes struct {
 	Ticket, RequestID, ClientID, Path []byte
+	Details                           []byte // response_code_details
+	RetryAfter                        []byte
 }
 
 func (a *Attributes) slot(name []byte) *[]byte {
@@ -157,6 +159,10 @@ func (a *Attributes) slot(name []byte) *[]byte {
 		return &a.RequestID
 	case "request.path":
 		return &a.Path
+	case "response.code_details":
+		return &a.Details
+	case "response.headers['retry-after']":
+		return &a.RetryAfter
 	}
 	return nil
 }

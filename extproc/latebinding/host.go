@@ -103,7 +103,10 @@ func (q *Queue) look(r *Waiter, v *kvstate.View) *picker.Request {
 		c := &v.Endpoints[i]
 		c.SetHeld(r.hits[i])
 		c.Session = 0
-		c.Usable = q.usable[i] && !(q.pairs && c.Endpoint.Role == kvstate.RoleBoth)
+		c.Usable = q.usable[i]
+		if q.pairs {
+			c.LeaveOut(kvstate.RoleBoth)
+		}
 	}
 	q.State.FindUses(q.pool, r.of.Hashes, v)
 	if r.of.Session != 0 {

@@ -1,6 +1,6 @@
-// Package latebinding lets requests wait for endpoints (docs/adr/0009). A request waits in pass 1, with its stream open
-// and its body here, until an endpoint has less than about a step of work ahead. Nothing is reserved and no engine
-// knows of it yet, so a client that leaves costs nothing.
+// Package latebinding lets requests wait for endpoints (docs/adr/0009). A request waits in pass 1, with its stream
+// open and its body here, until an endpoint has less than about a step of work ahead. Nothing is reserved and no
+// engine knows of it yet, so a client that leaves costs nothing.
 //
 //   - Package picker/admission decides which request is next. A [Queue] is its host with real time: requests that wait,
 //     timers, and a goroutine that dispatches (queue.go); the fleet as it is (host.go); the requests of other replicas
@@ -13,6 +13,7 @@ package latebinding
 
 import (
 	"context"
+	"errors"
 	"io"
 	"math/rand/v2"
 	"sync"
@@ -173,9 +174,9 @@ func (q *Queue) Apply(p *plan.Policy, l Limits) {
 	}
 }
 
-// Choose chooses the endpoints of a request when it is its turn, which may be at once. v is a view of all endpoints of
-// the request's pool; after the wait it is the view of the choice. want is what is asked of the picker, updated. waited
-// is how long it took. [Waiter.Committed] must follow, or another Choose with the same waiter.
+// Choose chooses the endpoints of a request when it is its turn, which may be at once. v is a view of all endpoints
+// of the request's pool; after the wait it is the view of the choice. want is what is asked of the picker, updated.
+// waited is how long it took. [Waiter.Committed] must follow, or another Choose with the same waiter.
 func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
@@ -194,6 +195,34 @@ func (q *Queue) Choose(
 	}
 	*want = r.request
 	return r.choice, waited, r.err
+}
+
+// UntilFree chooses again and again while the endpoints for a request are full ([picker.ErrFull]), for as long as
+// requests may wait here and at most until a time. waited is how long it took. On a nil queue it chooses once. It
+// is for pass 2, whose prompt is computed already and which is therefore before all that wait.
+func (q *Queue) UntilFree(ctx context.Context, until time.Time, choose func() error) (waited time.Duration, err error) {
+	if err = choose(); q == nil || !errors.Is(err, picker.ErrFull) {
+		return 0, err
+	}
+	q.mu.Lock()
+	limit := min(q.maxTime, time.Until(until))
+	q.mu.Unlock()
+	began, over, tick := time.Now(), time.NewTimer(limit), time.NewTicker(Tick)
+	defer over.Stop()
+	defer tick.Stop()
+	for errors.Is(err, picker.ErrFull) {
+		select {
+		case <-tick.C:
+			err = choose()
+			continue
+		case <-ctx.Done():
+			err = io.EOF
+		case <-over.C:
+		case <-q.Draining:
+		}
+		break
+	}
+	return time.Since(began), err
 }
 
 // Reset clears the waiter for another request; the memory stays.

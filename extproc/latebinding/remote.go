@@ -70,7 +70,10 @@ func (q *Queue) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 		c := &v.Endpoints[i]
 		c.SetHeld(kvstate.HeldBlocks{})
 		c.Session = 0
-		c.Usable = q.usable[i] && !(q.pairs && c.Endpoint.Role == kvstate.RoleBoth)
+		c.Usable = q.usable[i]
+		if q.pairs {
+			c.LeaveOut(kvstate.RoleBoth)
+		}
 	}
 	v.Uses = v.Uses[:0] // unknown: a miss has its full price here
 	for _, h := range o.Held {

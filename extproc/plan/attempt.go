@@ -6,6 +6,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/kvstate"
 )
 
 // Attempt is what is known about a request before one of its passes is planned.
@@ -37,7 +38,7 @@ func Next(t *kvtransfer.Ticket) Attempt {
 
 // Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
 // client's answer.
-func (a *Attempt) Failed(p *Policy, t *kvtransfer.Ticket) error {
+func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
 	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn {
 		return nil
 	}
@@ -45,10 +46,22 @@ func (a *Attempt) Failed(p *Policy, t *kvtransfer.Ticket) error {
 	case DecodeAlone:
 		a.decodeAlone("prefill_failed")
 	case Fail:
+		if err := full(pool, kvstate.RolePrefill); err != nil {
+			return err
+		}
 		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
 	case OtherPrefill:
 	}
 	return nil
+}
+
+// avoided returns the addresses that pass 2 must not choose as D when prefill computes the prompt: those that
+// failed the request, and the P of a pair that failed it, which may be dead, if this pass chose another.
+func (a *Attempt) avoided(prefill string) []string {
+	if p := a.PairFailed[0]; p != "" && p != prefill && !slices.Contains(a.Excluded, p) {
+		return append(slices.Clone(a.Excluded), p)
+	}
+	return a.Excluded
 }
 
 func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
@@ -89,5 +102,8 @@ func (a *Attempt) failures(addr string) (times int) {
 // Retries returns the endpoints that stay excluded even if no other is left: those that failed the request maxTries
 // times.
 func (a *Attempt) Retries() []string {
+	if len(a.Excluded) == 0 {
+		return nil
+	}
 	return slices.DeleteFunc(slices.Clone(a.Excluded), func(addr string) bool { return a.failures(addr) < maxTries })
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
 	"time"
@@ -15,10 +16,7 @@ import (
 
 // missing names the role, and the list or selector, that has no endpoint for a request.
 func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
-	name := "decode"
-	if role == kvstate.RolePrefill {
-		name = "prefill"
-	}
+	name := nameOf(role)
 	source = cmp.Or(source, "endpoints")
 	all := slices.DeleteFunc(slices.Clone(pool.Endpoints()), func(e *kvstate.Endpoint) bool { return e.Role&role == 0 })
 	switch {
@@ -73,15 +71,91 @@ func outOfWork(all []*kvstate.Endpoint, source string) string {
 
 // noPair describes the side of a pool that has no endpoint for a pair.
 func (p *Policy) noPair(pool *kvstate.Pool) string {
-	decodes := func(e *kvstate.Endpoint) bool { return e.Role&kvstate.RoleDecode != 0 && e.TakesWork() }
-	if slices.ContainsFunc(pool.Endpoints(), decodes) {
+	if decodes(pool) {
 		return missing(pool, kvstate.RolePrefill, p.Source)
 	}
 	return missing(pool, kvstate.RoleDecode, p.Source)
 }
 
-// NoEndpoint turns the picker's refusal into the client's 503.
+// decodes reports whether a decode endpoint of the pool takes requests.
+func decodes(pool *kvstate.Pool) bool {
+	return slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {
+		return e.Role&kvstate.RoleDecode != 0 && e.TakesWork()
+	})
+}
+
+// full returns the client's answer if an endpoint of a role is full: that of the first one which gets requests
+// again, with its status. nil: none is full.
+func full(pool *kvstate.Pool, role kvstate.Role) error {
+	if pool == nil {
+		return nil
+	}
+	var first *kvstate.Endpoint
+	var least time.Duration
+	status, now := 0, time.Now()
+	for _, e := range pool.Endpoints() {
+		if e.Role&role == 0 || !e.TakesWork() {
+			continue
+		}
+		if left, code := e.FullFor(now); left > 0 && (first == nil || left < least) {
+			first, least, status = e, left, code
+		}
+	}
+	if first == nil {
+		return nil
+	}
+	return fullError(role, first.Refusing(now), status, least)
+}
+
+// justFull is full for a request whose attempts are spent: the endpoint may get requests again by now.
+func justFull(pool *kvstate.Pool) error {
+	if err := fullFirst(pool); err != nil {
+		return err
+	}
+	for _, e := range pool.Endpoints() {
+		if status := e.JustFull(time.Now()); status > 0 {
+			return fullError(e.Role, fmt.Sprintf("%s answered %d each time", e.DisplayName(), status), status, 0)
+		}
+	}
+	return nil
+}
+
+func fullError(role kvstate.Role, says string, status int, least time.Duration) error {
+	err := openai.Unavailable("endpoint_full", nameOf(role)+" "+says, least.Truncate(time.Second)+time.Second)
+	if err.Status = status; status == http.StatusTooManyRequests {
+		err.Type = "rate_limit_error"
+	}
+	return err
+}
+
+// fullFirst is full of decode endpoints if none of them takes requests now, else of prefill endpoints.
+func fullFirst(pool *kvstate.Pool) error {
+	takes := func(e *kvstate.Endpoint) bool {
+		left, _ := e.FullFor(time.Now())
+		return e.Role&kvstate.RoleDecode != 0 && e.TakesWork() && left == 0
+	}
+	decode, prefill := full(pool, kvstate.RoleDecode), full(pool, kvstate.RolePrefill)
+	if decode == nil || prefill != nil && slices.ContainsFunc(pool.Endpoints(), takes) {
+		return prefill
+	}
+	return decode
+}
+
+func nameOf(role kvstate.Role) string {
+	if role == kvstate.RolePrefill {
+		return "prefill"
+	}
+	return "decode"
+}
+
+// NoEndpoint turns the picker's refusal into the client's 503, or into the answer of the endpoint that is full.
 func (p *Policy) NoEndpoint(pool *kvstate.Pool, err error) error {
+	if errors.Is(err, picker.ErrFull) {
+		if err := fullFirst(pool); err != nil {
+			return err
+		}
+		err = picker.ErrNoEndpoint // it gets requests again, but the request does not wait
+	}
 	if errors.Is(err, picker.ErrNoEndpoint) {
 		return openai.Unavailable("no_endpoint", missing(pool, kvstate.RoleDecode, p.Source), time.Second)
 	}

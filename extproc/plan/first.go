@@ -89,6 +89,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 	t.Undo, t.Stream, t.StreamUsage, t.Session = undo, r.Streams(), r.WantsUsage(), r.Session
 	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
 	t.AnswerTokens, t.Prompt, t.Turn = c.AnswerTokens, r.LastBlock(), r.Turn
+	t.Excluded = r.avoided(prefill.Addr)
 	if c.Named { // pass 2 must ask for the model again
 		t.Model = r.Model()
 	}

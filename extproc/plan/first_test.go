@@ -72,7 +72,7 @@ func TestFirst(t *testing.T) {
 		}, leg: LegDecode, to: "d2:1", reason: "prefill_failed"},
 		"cannot be split":        {choice: alone, a: Attempt{Alone: true, Why: "several_choices"}, leg: LegDecode, to: "d2:1", reason: "several_choices"},
 		"the last redirect":      {choice: alone, a: Attempt{Redirects: 7}, leg: LegPass, to: "d2:1", reason: "cheaper"},
-		"must be split":          {choice: alone, policy: func(p *Policy) { p.OnFailure = Fail }, code: "no_prefill"},
+		"must be split":          {choice: alone, policy: func(p *Policy) { p.OnFailure = Fail }, code: "no_endpoint"},
 		"decode failed too long": {choice: pair, a: Attempt{DecodeFailed: true, Started: time.Now().Add(-time.Hour)}, code: "endpoint_failed"},
 		"all have failed twice":  {choice: pair, a: Attempt{Excluded: []string{"d1:1", "d1:1"}}, code: "endpoint_failed"},
 	} {

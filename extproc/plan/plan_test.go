@@ -103,17 +103,17 @@ func TestNextAttempt(t *testing.T) {
 	failed := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CausePrefill, Redirects: 2, Prefills: 1, Excluded: []string{"p1"}, Prefill: "p1", Decode: "d1"}
 	a := Next(failed)
 	require.Equal(t, Attempt{Redirects: 2, Prefills: 1, Excluded: []string{"p1"}}, a)
-	require.NoError(t, a.Failed(&Policy{}, failed))
+	require.NoError(t, a.Failed(&Policy{}, nil, failed))
 	require.False(t, a.Alone)
-	require.NoError(t, a.Failed(&Policy{OnFailure: DecodeAlone}, failed))
+	require.NoError(t, a.Failed(&Policy{OnFailure: DecodeAlone}, nil, failed))
 	require.Equal(t, "prefill_failed", a.Why)
-	require.ErrorContains(t, a.Failed(&Policy{OnFailure: Fail}, failed), "prefill of this request failed")
+	require.ErrorContains(t, a.Failed(&Policy{OnFailure: Fail}, nil, failed), "prefill of this request failed")
 
 	decode := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CauseDecode, Loads: true, Prefill: "p1", Decode: "d1"}
 	a = Next(decode)
 	require.True(t, a.DecodeFailed)
 	require.Equal(t, [2]string{"p1", "d1"}, a.PairFailed)
-	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, decode), "its prefill worked")
+	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, nil, decode), "its prefill worked")
 	require.True(t, Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).ConversationFailed)
 }
 
@@ -141,7 +141,7 @@ func TestRefuseAlone(t *testing.T) {
 		{Policy{OnFailure: Fail}, "no_prefill", "no_prefill"},
 		{Policy{Alone: AloneNever}, "prefill_failed", "prefill_failed"},
 		{Policy{Alone: AloneNever}, "api_not_spoken", ""},
-		{Policy{Alone: AloneNever}, "cheaper", "no_prefill"},
+		{Policy{Alone: AloneNever}, "cheaper", "no_endpoint"},
 		{Policy{Alone: AloneNever, Place: picker.Policy{Model: picker.DefaultPolicy().Model, Split: picker.SplitAuto}}, "cheaper", ""},
 	} {
 		err := tt.policy.RefuseAlone(pool, tt.why)

@@ -170,20 +170,30 @@ func (p *Policy) MayPair(a *Attempt, r *openai.Request, bytes int, l Limits) err
 
 // RefusePair returns the client's answer to a request that neither a pair nor a single engine can answer.
 func (p *Policy) RefusePair(pool *kvstate.Pool, a *Attempt, l Limits) error {
-	switch a.Why {
-	case "body_too_long":
+	if a.Why == "body_too_long" {
 		return openai.TooLarge(l.SplitBodyBytes)
+	}
+	switch a.Why {
+	case "", "no_prefill", "cheaper", "min_prefill_tokens":
+		if err := fullFirst(pool); err != nil {
+			return err
+		}
 	case "attempts_spent", "redirects_spent", "prefill_failed":
+		if err := justFull(pool); err != nil {
+			return err
+		}
 		const message = "every pair of endpoints that was tried has failed this request"
 		return openai.Unavailable("endpoint_failed", message, time.Second)
-	case "no_prefill":
-		return openai.Unavailable("no_endpoint", p.noPair(pool), time.Second)
-	case "unknown_peer", "policy":
+	case "unknown_peer", "policy": // nothing is wrong with the request
 	default:
 		return openai.BadRequest("not_over_two_engines", "", "a request of this kind ("+a.Why+
 			") needs an engine that is not split into prefill and decode, and there is none here")
 	}
-	return openai.Unavailable("no_endpoint", "no pair of endpoints can take this request now", time.Second)
+	message := "no pair of endpoints can take this request now"
+	if a.Why == "no_prefill" {
+		message = p.noPair(pool)
+	}
+	return openai.Unavailable("no_endpoint", message, time.Second)
 }
 
 // RefuseAlone returns the 503 for a request that must not be decoded alone; why is the reason that it was not
@@ -197,13 +207,35 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 		if p.Placement().Split != picker.SplitAlways {
 			return nil
 		}
-	case "no_prefill":
-	case "prefill_failed", "attempts_spent", "redirects_spent", "time_spent":
-		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+	case "no_prefill", "prefill_failed", "attempts_spent", "redirects_spent", "time_spent":
 	default: // the request cannot be split
 		return nil
 	}
-	return openai.Unavailable("no_prefill", missing(pool, kvstate.RolePrefill, p.Source), time.Second)
+	switch why {
+	case "attempts_spent", "redirects_spent", "time_spent":
+		if err := justFull(pool); err != nil {
+			return err
+		}
+		const message = "every way to answer this request that the pool allows was tried and failed"
+		return openai.Unavailable("endpoint_failed", message, time.Second)
+	case "prefill_failed":
+		if err := full(pool, kvstate.RolePrefill); err != nil {
+			return err
+		}
+		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+	}
+	if err := fullFirst(pool); err != nil {
+		return err
+	}
+	if why == "cheaper" {
+		const message = "no pair of endpoints can take this request now: those that are left have failed it"
+		return openai.Unavailable("no_endpoint", message, time.Second)
+	}
+	code := "no_prefill"
+	if !decodes(pool) {
+		code = "no_endpoint"
+	}
+	return openai.Unavailable(code, p.noPair(pool), time.Second)
 }
 
 // AnswerStart returns the time limit of a hop that answers the client, until the headers of its answer; Envoy's

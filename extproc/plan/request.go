@@ -1,7 +1,8 @@
 package plan
 
 import (
-	"crypto/rand"
+	cryptorand "crypto/rand"
+	"math/rand/v2"
 	"strconv"
 	"time"
 
@@ -81,14 +82,22 @@ func (r *Request) Decided(d *Decision) *Decision {
 	return &r.memory.decision
 }
 
-// Priced returns the request as it is priced: of so many prompt tokens, and over two endpoints or not.
-func (r *Request) Priced(tokens int64, split bool) *picker.Request {
-	p := &picker.Request{
+// Ask returns what the picker is asked for a request of so many prompt tokens, over two endpoints or not:
+// everything but the priority, and what it needs to wait in a queue. All that choose endpoints ask with it, in
+// every pass.
+func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
+	q := picker.Request{
 		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Model(), Labels: r.Labels, Split: split,
-		Excluded: r.Excluded, Targets: r.Targets,
+		Targets: r.Targets, Rand: rand.Uint64(),
+		Faults: picker.Faults{
+			Excluded: r.Excluded, FailedPair: r.PairFailed, Trial: !r.Streams(), MustPair: split && p.MustSplit(),
+		},
 	}
-	p.MinAnswer, p.MaxAnswer = r.AnswerTokens()
-	return p
+	if q.MustPair {
+		q.Final = r.Retries()
+	}
+	q.MinAnswer, q.MaxAnswer = r.AnswerTokens()
+	return q
 }
 
 // Streams reports whether the client wants its answer as a stream.
@@ -104,7 +113,7 @@ func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
 
 // NewID returns the random id of an attempt and its ticket.
 func NewID() (id [16]byte) {
-	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
+	_, _ = cryptorand.Read(id[:]) // never fails (crypto/rand)
 	return id
 }
 

@@ -2,8 +2,8 @@ package plan
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"time"
 
@@ -15,11 +15,12 @@ import (
 
 // HandOver is a prefill leg that ended well: what pass 2 has when it decides for the decode leg.
 type HandOver struct {
-	Ticket *kvtransfer.Ticket
-	Params []byte            // KV parameters; nil: D computes the prompt
-	Decode *kvstate.Endpoint // D; nil: none was chosen yet
-	Paired bool              // D may get the parameters
-	API    openai.API        // of the client's request
+	Ticket  *kvtransfer.Ticket
+	Attempt [16]byte          // id of the ticket that the prefill leg was sent with
+	Params  []byte            // KV parameters; nil: D computes the prompt
+	Decode  *kvstate.Endpoint // D; nil: none was chosen yet
+	Paired  bool              // D may get the parameters
+	API     openai.API        // of the client's request
 	// Body is the prefill leg's or, if Restored, the client's, which r.Request has then scanned.
 	Body     []byte
 	Restored bool
@@ -31,7 +32,10 @@ type HandOver struct {
 func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 	t := h.Ticket
 	d := pool.Endpoint(t.Decode)
-	if d == nil || d.Failed() || p.Dialect.Push == nil && !pool.LoadTrial(t.Prefill, t.Decode, t.ID) {
+	if d == nil || d.Failed() || p.Dialect.Push == nil && !pool.LoadTrial(t.Prefill, t.Decode, h.Attempt) {
+		return false
+	}
+	if full, _ := d.FullFor(time.Now()); full > 0 {
 		return false
 	}
 	h.Decode, h.Paired = d, true
@@ -41,22 +45,22 @@ func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 // Choose chooses D among those that may pair with the prefill endpoint that holds the blocks, by the same price as in
 // pass 1: the part of the prompt (r.Hashes) that a D holds from an earlier turn need not be transferred. If the prefill
 // endpoint, or every endpoint that pairs with it, has left the pool between the hops, it chooses any other; Paired is
-// then false, and D must not get the parameters.
+// then false, and D must not get the parameters. The error is the picker's: if the endpoints that pair with P are full,
+// the request may wait for them.
 func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Policy) error {
 	t := h.Ticket
-	want := picker.Request{
-		PromptTokens: t.PromptTokens, Blocks: len(r.Hashes), Model: t.Model, Labels: r.Labels, Excluded: t.Excluded,
-		Rand: rand.Uint64(), MinAnswer: t.AnswerTokens, MaxAnswer: t.AnswerTokens,
-	}
+	r.Excluded = t.Excluded
+	want := r.Ask(p, t.PromptTokens, true)
+	want.Model, want.MinAnswer, want.MaxAnswer, want.Trial = t.Model, t.AnswerTokens, t.AnswerTokens, !t.Stream
 	prefill := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	k.Policy = p.Placement()
 	i, err := k.PickDecode(&want, v, prefill)
-	if err != nil && prefill >= 0 {
+	if errors.Is(err, picker.ErrNoEndpoint) && prefill >= 0 {
 		prefill = -1
 		i, err = k.PickDecode(&want, v, prefill)
 	}
 	if err != nil {
-		return p.NoEndpoint(r.Pool, err)
+		return err
 	}
 	h.Decode, h.Paired = v.Endpoints[i].Endpoint, prefill >= 0 && p.Dialect.Push == nil
 	return nil

@@ -346,8 +346,8 @@ func (r *Reclaimer) pick(policy *Policy, pool *kvstate.Pool, h *record, tried []
 	if h.unreached {
 		tried = append(slices.Clip(tried), h.decode)
 	}
-	i, err := choose.PickDecode(&picker.Request{PromptTokens: 1, Model: h.model, Excluded: tried,
-		Rand: randv2.Uint64()}, &v, prefill)
+	i, err := choose.PickDecode(&picker.Request{PromptTokens: 1, Model: h.model, Rand: randv2.Uint64(),
+		Faults: picker.Faults{Excluded: tried}}, &v, prefill)
 	if err != nil {
 		return nil
 	}

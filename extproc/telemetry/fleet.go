@@ -100,6 +100,7 @@ func (m *Metrics) prune(state *kvstate.State, now time.Time) {
 		m.prefillErrors.DeletePartialMatch(of)
 		m.orphaned.DeletePartialMatch(of)
 		m.loadFailures.DeletePartialMatch(of)
+		m.full.DeletePartialMatch(of)
 	}
 }
 

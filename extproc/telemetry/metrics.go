@@ -28,6 +28,11 @@ func (m *Metrics) LoadFailed(pool, prefill, seen string) {
 	m.loadFailures.WithLabelValues(pool, prefill, seen).Inc()
 }
 
+// EndpointFull counts an endpoint that was full, and thus gets no request for a while, by the status that said so.
+func (m *Metrics) EndpointFull(pool, endpoint string, status int) {
+	m.full.WithLabelValues(pool, endpoint, strconv.Itoa(status)).Inc()
+}
+
 // Reclaimed counts an orphaned hand-over that should be fetched, by result.
 func (m *Metrics) Reclaimed(pool, result string) { m.cleanups.WithLabelValues(pool, result).Inc() }
 

@@ -150,6 +150,7 @@ func (r registry) hops() hopMetrics {
 type handOverMetrics struct {
 	orphaned     *prometheus.CounterVec // pool, endpoint, reason
 	loadFailures *prometheus.CounterVec // pool, endpoint, seen
+	full         *prometheus.CounterVec // pool, endpoint, status
 	cleanups     *prometheus.CounterVec // pool, result
 }
 
@@ -161,8 +162,11 @@ func (r registry) handOvers() handOverMetrics {
 			"pool", "endpoint", "reason"),
 		loadFailures: r.counter("tandem_kv_load_failures_total",
 			"KV that decode could not load, by prefill endpoint and how it was seen (stream: an answer shorter than "+
-				"any complete one, answer: decode failed).",
+				"any complete one, answer: decode answered several requests with an error, count: decode counts them).",
 			"pool", "endpoint", "seen"),
+		full: r.counter("tandem_endpoint_full_total",
+			"Times that an endpoint answered 429 or 503, by status: it is full, and gets no request for a while.",
+			"pool", "endpoint", "status"),
 		cleanups: r.counter("tandem_cleanup_decodes_total",
 			"Orphaned hand-overs that a pool with strandedBlocks: cleanupDecode fetched, by result.", "pool", "result"),
 	}

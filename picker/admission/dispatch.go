@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"errors"
 	"slices"
 
 	"tandem/kvstate"
@@ -137,7 +138,8 @@ func (q *Queue) bind(k *picker.Picker, h Host, id uint64, how Outcome) {
 // Dispatch sends the requests whose turn it is. Call it every few milliseconds while any wait: endpoints are kept a
 // step ahead, so none is without work for that long. It walks the first requests in order. Each is placed as if
 // those before it that wait were at work already, and dispatched if its endpoint has less than a step of work
-// ahead. A request that waits for its targets blocks no others. While memory is short, the first requests are
+// ahead. A request that waits for its targets, or for
+// endpoints that are full, blocks no others. While memory is short, the first requests are
 // dispatched early. now is in seconds, as in [Waiting].
 func (q *Queue) Dispatch(k *picker.Picker, h Host, now, enough float64) {
 	for q.Len() > 0 && h.ShortOfMemory() {
@@ -160,6 +162,9 @@ func (q *Queue) walk(k *picker.Picker, h Host, now, enough float64) {
 		r := h.Look(w.ID, v)
 		c, err := k.Pick(r, v)
 		switch may := mayGo(k, v, c, err, enough); {
+		case errors.Is(err, picker.ErrFull):
+			held++
+			continue
 		case w.Replica != 0:
 			if !q.blocks(w, &c, may, now) {
 				continue
@@ -211,13 +216,14 @@ func (q *Queue) pass(v *kvstate.View, c *picker.Choice) {
 	q.ahead[at] += work
 }
 
-// mayGo reports whether a request may go to its choice now. One that cannot be served need not wait either.
+// mayGo reports whether a request may go to its choice now. One that cannot be served need not wait either, unless
+// its endpoints are only full.
 func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough float64) bool {
 	switch {
-	case err != nil:
-		return true
 	case c.Wait:
 		return false
+	case err != nil:
+		return true
 	}
 	return !k.Late || c.Prefill < 0 || queued(v, c.Prefill) < enough
 }

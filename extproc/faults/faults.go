@@ -1,0 +1,216 @@
+// Package faults records what a failed hop says of its endpoint, and what it means for the request (docs/adr/0047):
+//
+//   - 429 and 503 of an engine are load: the endpoint is full and gets nothing for as long as it asks, whoever asks.
+//   - Any other status is about the request: it is tried elsewhere. If another request meets the same at the same pair,
+//     the pair is avoided; if several meet it at one endpoint, that has failed. A success between clears both.
+//   - A connection that broke is a broken connection: the request is planned again, and the endpoint checked.
+//   - An endpoint that cannot be reached, or exceeded its time, has failed.
+//
+// A failed KV load is only what the engine says is one: by a stream that ends before it is complete, or by its own
+// count.
+package faults
+
+import (
+	"context"
+	"log/slog"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/cespare/xxhash/v2"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+)
+
+// How a failed KV load was seen: label values of a metric.
+const (
+	SeenStream = "stream" // a stream that is shorter than any complete one
+	SeenAnswer = "answer" // decode answered several requests with an error
+	SeenCount  = "count"  // decode's own count of failed transfers rose
+)
+
+// Faults records the faults of endpoints.
+type Faults struct {
+	State    *kvstate.State
+	Observer *telemetry.Observer
+	Log      *slog.Logger
+	// Check checks an endpoint's health soon; nil: one whose connection broke is marked as failed at once.
+	Check func(*kvstate.Endpoint)
+
+	tries  tries
+	errors repeated
+	logs   atomic.Int64
+}
+
+// Failure is how a hop failed.
+type Failure struct {
+	Status     int           // of the engine's answer; 0: it sent none
+	RetryAfter time.Duration // of that answer; 0: none
+	Unreached  bool          // there was no connection
+	Overdue    bool          // it exceeded its time limit
+}
+
+// answered begins Envoy's details of an answer that the endpoint gave by itself (Envoy 1.40, StreamInfo).
+const answered = "via_upstream"
+
+// Of returns the failure of an answer, by its status, Envoy's details of it and its Retry-After. Without details,
+// as from an Envoy with an earlier configuration, the answer counts as the engine's.
+func Of(status int, details, retryAfter string) Failure {
+	if details != "" && !strings.HasPrefix(details, answered) {
+		return Failure{Unreached: strings.Contains(details, "connection_failure")}
+	}
+	f := Failure{Status: status}
+	// Tandem's and Envoy's own answers have no Retry-After in the form of a date
+	if s, err := strconv.Atoi(retryAfter); err == nil && s > 0 {
+		f.RetryAfter = time.Duration(min(s, 3600)) * time.Second
+	}
+	return f
+}
+
+// Full reports whether the endpoint was full.
+func (f *Failure) Full() bool { return kvstate.Refuses(f.Status) }
+
+// Opened records that Envoy logs to this replica. The returned function records the end.
+func (s *Faults) Opened() (closed func()) {
+	s.logs.Add(1)
+	return func() { s.logs.Add(-1) }
+}
+
+// Report records Envoy's log entry of a failed try at an endpoint. All replicas get it.
+func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+	f := Of(e.Status, string(e.Details), string(e.RetryAfter))
+	if f.Status != 0 && e.Replan {
+		return
+	}
+	f.Unreached = f.Unreached || f.Status == 0 && e.Pod && !e.Began && e.Sent == 0
+	if f.Full() && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs) {
+		s.full(t.Pool, t.Decode, &f)
+	}
+	s.tries.report(t.ID, f)
+}
+
+// await is how long the replan port waits for the log entry of the try before. Envoy sends it at once.
+const await = 500 * time.Millisecond
+
+// Failed returns how the try of a ticket failed. Unknown is a broken connection.
+func (s *Faults) Failed(ctx context.Context, t *kvtransfer.Ticket) Failure {
+	if s.logs.Load() == 0 {
+		return Failure{}
+	}
+	f, _ := s.tries.await(ctx, t.ID, await)
+	return f
+}
+
+// full records that an endpoint was full.
+func (s *Faults) full(pool, addr string, f *Failure) {
+	if e := s.endpoint(pool, addr); e != nil && s.State.MarkFull(e, f.Status, f.RetryAfter) {
+		s.Observer.EndpointFull(pool, addr, f.Status)
+		s.Log.LogAttrs(context.Background(), slog.LevelInfo, "an endpoint is full and gets no request for a while",
+			slog.String("endpoint", addr), slog.Int("status", f.Status), slog.Duration("retry_after", f.RetryAfter))
+	}
+}
+
+func (s *Faults) endpoint(pool, addr string) *kvstate.Endpoint {
+	if p := s.State.Pool(pool); p != nil {
+		return p.Endpoint(addr)
+	}
+	return nil
+}
+
+// Endpoint records how an endpoint failed a hop, and adds it to those that the request excludes unless it is only
+// full.
+func (s *Faults) Endpoint(next *kvtransfer.Ticket, requestID, addr string, f *Failure) {
+	if !f.Full() {
+		next.Excluded = append(next.Excluded, addr)
+	}
+	s.Hop(next.Pool, requestID, addr, f)
+}
+
+// Hop records how an endpoint failed a hop of a request.
+func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
+	e := s.endpoint(pool, addr)
+	switch {
+	case e == nil:
+	case f.Full():
+		s.full(pool, addr, f)
+	case f.Overdue:
+		s.State.MarkHung(e)
+	case e.Failed(): // else it would not count as hanging any more
+	case f.Unreached || s.Check == nil && f.Status == 0 || f.Status >= 500 && s.errors.again(addr, requestID):
+		s.State.MarkFailed(e)
+	case s.Check != nil:
+		s.Check(e)
+	}
+}
+
+// Decode is Endpoint for the decode endpoint of a leg. A status other than that of a full one may mean that its KV
+// could not be loaded; next.Loads is whether nobody knows that it was not.
+func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
+	s.Endpoint(next, requestID, next.Decode, f)
+	pool := s.State.Pool(next.Pool)
+	next.Loads = next.Loads && pool != nil && f.Status != 0 && !f.Full()
+	if next.Loads && s.State.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
+		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
+	}
+}
+
+// DecodeEnded records, at the end of a decode leg, whether its KV load worked. If its answer broke off, the
+// endpoint may have died: it is checked.
+func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+	pool := s.State.Pool(t.Pool)
+	if t.Stage != kvtransfer.DecodeLeg && t.Stage != kvtransfer.PairLegs {
+		return
+	}
+	if e.BrokeOff() {
+		s.CheckEndpoint(pool, t.Decode)
+	}
+	switch {
+	case !t.Loads || pool == nil:
+	case e.TooShort(t.LeastBytes):
+		s.LoadFailed(pool, t.Prefill, t.Decode, SeenStream)
+	case telemetry.EndedAs(t, e) == "ok":
+		s.State.LoadSucceeded(pool, t.Prefill, t.Decode)
+	}
+	if telemetry.EndedAs(t, e) == "ok" {
+		s.errors.clear(t.Prefill, t.Decode)
+	}
+}
+
+// LoadFailed records that a pair's KV load failed, and how that was seen.
+func (s *Faults) LoadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
+	if s.State.LoadFailed(pool, prefill, decode) {
+		s.loadFailed(pool, prefill, decode, seen)
+	} else if seen != SeenCount { // a count also rises for failures that were seen as they happened
+		s.Observer.LoadFailed(pool.Spec.Name, prefill, seen)
+	}
+}
+
+// loadFailed reports a failed load that is new.
+func (s *Faults) loadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
+	s.Observer.LoadFailed(pool.Spec.Name, prefill, seen)
+	s.CheckEndpoint(pool, prefill) // if it died and came back, its failed loads are forgotten then
+	const message = "decode could not load the KV of prefill: the pair is avoided for a while"
+	s.Log.LogAttrs(context.Background(), slog.LevelWarn, message,
+		slog.String("prefill", prefill), slog.String("decode", decode), slog.String("seen", seen))
+}
+
+// CheckEndpoint starts a health check of an endpoint. pool may be nil, and the endpoint may have been removed.
+func (s *Faults) CheckEndpoint(pool *kvstate.Pool, addr string) {
+	if pool == nil || s.Check == nil {
+		return
+	}
+	if e := pool.Endpoint(addr); e != nil {
+		s.Check(e)
+	}
+}
+
+// Prefill records how a prefill leg failed, and makes next the ticket of a request that is planned again without P.
+func (s *Faults) Prefill(next *kvtransfer.Ticket, requestID string, f *Failure) {
+	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CausePrefill
+	s.Endpoint(next, requestID, next.Prefill, f)
+}

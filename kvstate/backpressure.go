@@ -1,0 +1,85 @@
+package kvstate
+
+import (
+	"fmt"
+	"net/http"
+	"time"
+)
+
+// An endpoint that answers 429 or 503 is full, not broken: it gets no request for as long as it asks, others get them,
+// and nothing is recorded against it. Each replica learns this from the answers that its Envoys see.
+
+// Refusal is the answer of an endpoint that was full. It is never modified.
+type Refusal struct {
+	Status int       // 429 or 503
+	Until  time.Time // when it gets requests again
+	pause  time.Duration
+}
+
+// How long an endpoint gets no request after it refused one: as long as it asks (Retry-After), at most
+// longestRetryAfter; else firstPause, twice as long after each refusal that follows soon, at most longestPause.
+const (
+	firstPause        = 250 * time.Millisecond
+	longestPause      = time.Second
+	longestRetryAfter = 30 * time.Second
+)
+
+// Refuses reports whether an engine's status says that it is full.
+func Refuses(status int) bool {
+	return status == http.StatusTooManyRequests || status == http.StatusServiceUnavailable
+}
+
+// MarkFull records that an endpoint refused a request because it is full. after is its Retry-After; 0: none. It returns
+// true if the endpoint was not full already.
+func (s *Health) MarkFull(e *Endpoint, status int, after time.Duration) (isNew bool) {
+	now := s.now()
+	old := e.refused.Load()
+	next := Refusal{Status: status, pause: firstPause}
+	isNew = old == nil || !now.Before(old.Until)
+	switch {
+	case !isNew: // it was under way when the endpoint refused another one
+		next.pause = old.pause
+	case old != nil && now.Sub(old.Until) < longestPause:
+		next.pause = min(2*old.pause, longestPause)
+	}
+	if next.Until = now.Add(next.pause); after > 0 {
+		next.Until = now.Add(min(after, longestRetryAfter))
+	}
+	if !isNew && next.Until.Before(old.Until) {
+		return false
+	}
+	e.refused.Store(&next)
+	e.fullUntil.Store(next.Until.UnixNano())
+	return isNew
+}
+
+// FullFor returns how long an endpoint still gets no request because it refused one, and with which status; 0: it gets
+// requests.
+func (e *Endpoint) FullFor(now time.Time) (left time.Duration, status int) {
+	if e.endpointState == nil {
+		return 0, 0
+	}
+	r := e.refused.Load()
+	if r == nil || !now.Before(r.Until) || e.Failed() {
+		return 0, 0
+	}
+	return r.Until.Sub(now), r.Status
+}
+
+// JustFull returns the status of a refusal that an endpoint gave a moment ago, though it gets requests again; 0: none.
+func (e *Endpoint) JustFull(now time.Time) (status int) {
+	if r := e.refused.Load(); r != nil && now.Sub(r.Until) < 2*longestPause {
+		return r.Status
+	}
+	return 0
+}
+
+// Refusing says for people that an endpoint is full; "" if it is not.
+func (e *Endpoint) Refusing(now time.Time) string {
+	left, status := e.FullFor(now)
+	if left == 0 {
+		return ""
+	}
+	in := left.Round(10 * time.Millisecond).Seconds()
+	return fmt.Sprintf("%s answers %d, tried again in %.3g s", e.DisplayName(), status, in)
+}
