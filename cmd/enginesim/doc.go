@@ -93,9 +93,9 @@
 //
 // # Time and memory
 //
-// P keeps a finished prefill leg's blocks for --lease by its own clock; they are memory that nothing else gets. A decode
-// leg that waits for blocks renews it, every sixth of D's own --lease, to two thirds of P's from then on. Two engines of
-// both roles can so wait for each other's memory for ever, as real ones do, until clients leave.
+// P keeps a finished prefill leg's blocks for --lease by its own clock; they are memory that nothing else gets. A
+// decode leg that waits for blocks renews it, every sixth of D's own --lease, to two thirds of P's from then on. Two
+// engines of both roles can so wait for each other's memory for ever, as real ones do, until clients leave.
 //
 // The engine's core can stand still (mode stall): no admission, no token, no fetch, no heartbeat, no free block, no
 // count changes; /health, /metrics, a stream's 200 and the side channel answer. A D that goes on after P's lease reads
@@ -147,16 +147,16 @@
 //
 //	{"mode":"status","status":503,"leg":"prefill","count":2,"retry_after":1}
 //
-// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params,
-// null-params, malformed-params (params: the value to answer with), stream-reset-after (events: complete events to
-// send; half of another follows), keep-alive-race (close a kept HTTP/1.1 connection as a request arrives on it),
-// refuse (delay: how long the port stays closed), die, restart (die, and after delay start with the same ports and flags, but
-// no KV and a new id; warmup: answer 503 for so long, as --warmup), stall (the core stands still for delay, or until
-// cleared), unreachable (the side channel: no other engine can load this one's KV).
+// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params, null-params,
+// malformed-params (params: the value to answer with), stream-reset-after (events: complete events to send; half of
+// another follows), keep-alive-race (close a kept HTTP/1.1 connection as a request arrives on it), refuse (delay: how
+// long the port stays closed), die, restart (die, and after delay start with the same ports and flags, but no KV and a
+// new id; warmup: answer 503 for so long, as --warmup), stall (the core stands still for delay, or until cleared),
+// unreachable (the side channel: no other engine can load this one's KV).
 //
-// leg: prefill, decode, plain, any. path: one path only. contains: bodies with that text only. busy: only while at least
-// so many requests run or wait, as an engine whose queue is full. count: how often; 0: until cleared. skip: how many
-// requests to let through first. for: how long the rule holds ("8s"). A failure strikes before the engine sees the
+// leg: prefill, decode, plain, any. path: one path only. contains: bodies with that text only. busy: only while at
+// least so many requests run or wait, as an engine whose queue is full. count: how often; 0: until cleared. skip: how
+// many requests to let through first. for: how long the rule holds ("8s"). A failure strikes before the engine sees the
 // request, so P keeps the blocks for a failed decode leg until the lease ends; a spoilt hand-over frees its blocks.
 //
 // enginesim_blocks_held is the number of blocks that P handed over and no D has fetched yet; tests expect it and the
