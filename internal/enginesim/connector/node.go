@@ -136,7 +136,9 @@ func (s *Node) open() error {
 		return fmt.Errorf("opening the side channel: %w", err)
 	}
 	s.SideHost, s.SidePort = s.cfg.AdvertiseHost, s.Side.Addr().(*net.TCPAddr).Port
-	if (s.cfg.Roomed() || s.cfg.Connector == Mooncake) && s.cfg.Role == engine.RolePrefill && s.cfg.Rank == 0 {
+	bootstraps := s.cfg.Roomed() && s.cfg.Role == engine.RolePrefill ||
+		s.cfg.Connector == Mooncake && s.cfg.Role != engine.RoleDecode
+	if bootstraps && s.cfg.Rank == 0 {
 		if err := s.openBootstrap(); err != nil {
 			return err
 		}
