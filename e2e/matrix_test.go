@@ -430,25 +430,28 @@ func (r *trial) meet(fa fault, e *engine) (met bool, wrong []string) {
 func (r *trial) during(fa fault, e *engine, began time.Time) (wrong []string) {
 	var asked sync.WaitGroup
 	var mu sync.Mutex
-	for i := 0; time.Since(began) < fa.lasts; i++ {
+	first := map[string]time.Duration{} // when it was asked
+	for time.Since(began) < fa.lasts {
 		n := r.next()
 		asked.Go(func() {
-			got := r.askAs(n, "", i%2 == 1)
-			if bad := got.fault(r.relieved(e), fa); bad != "" {
-				mu.Lock()
-				defer mu.Unlock()
-				wrong = append(wrong, fmt.Sprintf("at %v: %s", got.at.Sub(began).Round(100*time.Millisecond), bad))
+			got := r.askAs(n, "", n%2 == 1)
+			bad, at := got.fault(r.relieved(e), fa), got.at.Sub(began).Round(100*time.Millisecond)
+			mu.Lock()
+			defer mu.Unlock()
+			if was, seen := first[bad]; !seen || at < was {
+				first[bad] = at
 			}
 		})
 		time.Sleep(min(fa.lasts/6, fa.lasts-time.Since(began)))
 	}
 	asked.Wait()
+	for bad, at := range first {
+		if bad != "" {
+			wrong = append(wrong, fmt.Sprintf("at %v: %s", at, bad))
+		}
+	}
 	slices.Sort(wrong)
-	return slices.CompactFunc(wrong, func(a, b string) bool { // the times differ
-		_, a, _ = strings.Cut(a, ": ")
-		_, b, _ = strings.Cut(b, ": ")
-		return a == b
-	})
+	return wrong
 }
 
 // backUp waits until an engine that was to start again has done so: the fault's end.
@@ -580,9 +583,9 @@ func (a got) fault(relieved bool, fa fault) string {
 		return ""
 	case relieved, a.status == 0:
 		return kind
-	case a.status == http.StatusTooManyRequests && fa.status == http.StatusTooManyRequests:
-		if a.header.Get("Retry-After") == "" {
-			return kind + " without Retry-After"
+	case fa.status == http.StatusTooManyRequests: // the engine's own answer
+		if a.status != fa.status || a.header.Get("Retry-After") == "" {
+			return kind + ", not the engine's 429 with Retry-After"
 		}
 		return ""
 	case a.status >= 500:

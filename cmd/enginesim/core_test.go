@@ -121,10 +121,10 @@ func TestLeaseEndsWhileDecodeStands(t *testing.T) {
 
 // TestNothingExpiresWhilePrefillStands: P frees in its steps, and after it has taken what decode engines tell.
 func TestNothingExpiresWhilePrefillStands(t *testing.T) {
-	p, d := startEngine(t, "-role", "prefill", "-lease", "50ms"), startEngine(t, "-role", "decode")
+	p, d := startEngine(t, "-role", "prefill", "-lease", "2s"), startEngine(t, "-role", "decode")
 	params := p.prefill(t, "r", longPrompt)
 	p.failWith(t, `{"mode":"stall"}`)
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(2500 * time.Millisecond)
 	if p.Ledger.Expired.Load() > 0 {
 		t.Skip("the machine stood still before the engine did")
 	}
@@ -138,9 +138,10 @@ func TestNothingExpiresWhilePrefillStands(t *testing.T) {
 
 // TestHeartbeats: a request that waits for blocks at D renews P's lease, unless D's core stands.
 func TestHeartbeats(t *testing.T) {
-	p := startEngine(t, "-role", "prefill", "-lease", "3s")
-	d := startEngine(t, "-role", "decode", "-lease", "3s", "-blocks", "40", "-decode-step", "20ms")
-	busy := d.later(t, "busy", chat(longPrompt, `"max_tokens":280`)) // 5.6 s
+	t.Parallel() // mostly waits
+	p := startEngine(t, "-role", "prefill", "-lease", "6s")
+	d := startEngine(t, "-role", "decode", "-lease", "6s", "-blocks", "40", "-decode-step", "30ms")
+	busy := d.later(t, "busy", chat(longPrompt, `"max_tokens":280`)) // 8.4 s
 	require.Eventually(t, func() bool { return d.State().Running == 1 }, patience, time.Millisecond)
 	waits := d.later(t, "r", chat(longPrompt+"?", `"max_tokens":280`, decodeMembers(p.prefill(t, "r", longPrompt+"?"))))
 	require.Eventually(t, func() bool { return d.State().Waiting == 1 }, patience, time.Millisecond)
