@@ -66,7 +66,7 @@ bench-go: ## Go benchmarks of all packages
 
 e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (25 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
-	@# 120 stacks that mostly wait
+	@mkdir -p .cache # 120 stacks that mostly wait:
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
 attack: tools ## attacks on the gRPC port, 6 s each, and large bodies from many clients: the tables of docs/security.md (5 minutes)
