@@ -126,7 +126,8 @@ func (c cell) refused(t *testing.T) string {
 	require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
 	out, err := exec.Command(filepath.Join(bin, "tandem"), "serve", "--check", "-f", file).CombinedOutput()
 	if err != nil {
-		return strings.ReplaceAll(strings.TrimSpace(string(out)), file+": ", "")
+		_, why, _ := strings.Cut(string(out), file+":")
+		return strings.TrimSpace(why)
 	}
 	return ""
 }
@@ -160,6 +161,7 @@ const (
 	held          = "."
 	hole          = "X"
 	notApplicable = "-"
+	notRun        = "?"
 )
 
 // table prints the matrix. Columns are numbered, for their names are long.
@@ -176,14 +178,10 @@ func (m *matrix) table() string {
 	for _, row := range m.rows {
 		fmt.Fprintf(&b, "\n%-62s", row)
 		for _, c := range m.columns {
-			mark := m.cells[[2]string{row, c}]
-			if mark == "" {
-				mark = "?"
-			}
-			fmt.Fprintf(&b, "%3s", mark)
+			fmt.Fprintf(&b, "%3s", m.cells[[2]string{row, c}]) // empty: the fleet has no engine of that role
 		}
 	}
-	fmt.Fprintf(&b, "\n\n%s held, %s hole, %s does not exist\n", held, hole, notApplicable)
+	fmt.Fprintf(&b, "\n\n%s held, %s hole, %s does not exist, %s was not run\n", held, hole, notApplicable, notRun)
 	slices.Sort(m.notes)
 	for _, n := range m.notes {
 		fmt.Fprintf(&b, "%s\n", n)
@@ -238,33 +236,39 @@ type trial struct {
 }
 
 func (r *trial) run(of func(fault) bool) {
-	if why := r.cell.refused(r.t); why != "" {
-		r.m.put(r.cell.dialect, r.cell.column(), notApplicable, "- "+r.cell.dialect+", "+r.cell.column()+": "+why)
+	type strike struct {
+		fault
+		role, row string
+	}
+	var all []strike
+	refused := r.cell.refused(r.t)
+	for _, fa := range faults() {
+		for _, role := range r.cell.roles() {
+			if !of(fa) || fa.only != "" && role != fa.only && role != "both" {
+				continue
+			}
+			row := fmt.Sprintf("%s: %s, %s", r.cell.dialect, fa.name, role)
+			switch why := fa.not[r.cell.dialect]; {
+			case refused != "":
+				r.m.put(row, r.cell.column(), notApplicable, fmt.Sprintf("- %s, %s: %s", r.cell.dialect, r.cell.column(), refused))
+			case why != "":
+				r.m.put(row, r.cell.column(), notApplicable, "- "+row+": "+why)
+			case fa.only == "prefill" && r.cell.both == 1:
+				r.m.put(row, r.cell.column(), notApplicable, "- "+row+": one engine takes no KV from itself")
+			case fa.only == "prefill" && r.cell.dialect == "sglang" && r.cell.both > 0:
+				r.m.put(row, r.cell.column(), notApplicable, "- "+row+": engines of both roles hand nothing over")
+			default:
+				r.m.put(row, r.cell.column(), notRun, "")
+				all = append(all, strike{fa, role, row})
+			}
+		}
+	}
+	if refused != "" {
 		return
 	}
 	r.build()
-	for _, fa := range faults() {
-		if !of(fa) {
-			continue
-		}
-		for _, role := range r.cell.roles() {
-			row := fmt.Sprintf("%s: %s, %s", r.cell.dialect, fa.name, role)
-			why := fa.not[r.cell.dialect]
-			if fa.only != "" && role != fa.only && role != "both" {
-				continue
-			}
-			if why == "" && fa.only == "prefill" && r.cell.both == 1 {
-				why = "one engine takes no KV from itself"
-			}
-			if why == "" && fa.only == "prefill" && r.cell.dialect == "sglang" && r.cell.both > 0 {
-				why = "engines of both roles hand nothing over"
-			}
-			if why != "" {
-				r.m.put(row, r.cell.column(), notApplicable, "- "+row+": "+why)
-				continue
-			}
-			r.strike(fa, role, row)
-		}
+	for _, s := range all {
+		r.strike(s.fault, s.role, s.row)
 	}
 	r.balance()
 }
