@@ -64,8 +64,10 @@ bench: tools build ## Tandem beside plain Envoy, compared with the last run: the
 bench-go: ## Go benchmarks of all packages
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
-e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
+e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (25 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
+	@mkdir -p .cache # 120 stacks that mostly wait:
+	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
 attack: tools ## attacks on the gRPC port, 6 s each, and large bodies from many clients: the tables of docs/security.md (5 minutes)
 	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies' -v ./e2e

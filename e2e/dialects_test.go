@@ -63,7 +63,7 @@ func (k kind) setUp(o options, notices, model string) options {
 		case "lmcache":
 			args = append(args, "--proxy", notices)
 			fields = ", transfer: {tensorParallelSize: " + tp + "}"
-			if role == "decode" {
+			if role != "prefill" {
 				init, alloc := port(), port()
 				if tp == "2" {
 					init, alloc = twoInARow(free), twoInARow(free)

@@ -166,10 +166,12 @@ type fleet struct {
 type options struct {
 	prefills, decodes int
 	encodes           int
+	decodeRole        string // of the decode engines; default decode
 	replicas          int
 	engineArgs        []string
 	dialect           string                                                                      // kvTransfer; default nixl
 	engine            func(role string, i int, free func() string) (args []string, fields string) // more of each engine: arguments, and fields of it in the configuration
+	split             string                                                                      // the generated pools' split; default always, with decodeAlone fallback
 	pool              string                                                                      // more lines of the pool, indented by two
 	pools             string                                                                      // all pools, instead of the generated one; %P and %D are replaced by addresses in turn
 	top               string                                                                      // more top-level YAML; %i is the replica's number
@@ -211,9 +213,9 @@ func start(t testing.TB, o options) *fleet {
 	for i := range o.prefills + o.decodes + o.encodes {
 		role, nth := "prefill", i
 		if i >= o.prefills {
-			role, nth = "decode", i-o.prefills
+			role, nth = cmp.Or(o.decodeRole, "decode"), i-o.prefills
 		}
-		if nth >= o.decodes && role == "decode" {
+		if nth >= o.decodes && i >= o.prefills {
 			role, nth = "encode", nth-o.decodes
 		}
 		e := &engine{addr: next(), role: role, dialect: o.mix[nth%len(o.mix)]}
@@ -241,7 +243,7 @@ func start(t testing.TB, o options) *fleet {
 		switch role {
 		case "prefill":
 			f.prefills = append(f.prefills, e)
-		case "decode":
+		case "decode", "both":
 			f.decodes = append(f.decodes, e)
 		default:
 			f.encodes = append(f.encodes, e)
@@ -302,7 +304,8 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		if len(o.mix) == 1 {
 			name, models = "chat", "*"
 		}
-		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: always\n  decodeAlone: fallback\n%s", name, models, dialect, o.pool+o.poolOf[dialect])
+		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: %s\n%s", name, models, dialect,
+			cmp.Or(o.split, "always\n  decodeAlone: fallback"), o.pool+o.poolOf[dialect])
 		if dialect == "p2p-nccl" {
 			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
 		}
@@ -329,7 +332,7 @@ func (e *engine) speak(side, extra, registration string) {
 		e.transfer = ", transfer: {notifyPort: " + port(side) + "}"
 	case e.dialect == "p2p-nccl":
 		e.args = append(e.args, "--proxy", registration, "--heartbeat", "100ms")
-	case e.role == "prefill": // a bootstrap server
+	case e.role == "prefill" || e.role == "both" && e.dialect == "mooncake": // a bootstrap server
 		e.args = append(e.args, "--bootstrap", extra)
 		e.transfer = ", transfer: {bootstrapPort: " + port(extra) + "}"
 	}

@@ -195,9 +195,11 @@ func TestValidationErrors(t *testing.T) {
 		"no address":         {edited("address: engine.svc:8000, ", ""), []string{"pools[0].endpoints[1].address: is missing: ip:port, [ip]:port or name:port"}},
 		"endpoint is Envoy": {"envoy: {listen: \"0.0.0.0:8000\"}\n" + edited("engine.svc:8000", "localhost:8000"), []string{
 			"pools[0].endpoints[1].address: localhost:8000 is envoy.listen: a request would go in circles"}},
-		"no decode":          {edited("role: decode", "role: prefill"), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both"}},
-		"always, no prefill": {edited("role: prefill", "role: decode") + "  split: always\n", []string{"pools[0].endpoints: none of them prefills, but split is always: at least one needs the role prefill or both"}},
-		"no endpoints":       {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed, or discovery"}},
+		"always, no pair":       {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, and with split always and decodeAlone never nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback"}},
+		"always, whole servers": {"pools: [{name: a, kvTransfer: sglang, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}, {address: \"127.0.0.1:8102\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, and with split always and decodeAlone never nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback"}},
+		"no decode":             {edited("role: decode", "role: prefill"), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both"}},
+		"always, no prefill":    {edited("role: prefill", "role: decode") + "  split: always\n", []string{"pools[0].endpoints: none of them prefills, but split is always: at least one needs the role prefill or both"}},
+		"no endpoints":          {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed, or discovery"}},
 		"two pools alike": {least + "- {name: chat, kvTransfer: none, endpoints: [{address: \"127.0.0.1:8101\"}]}\n", []string{
 			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
 			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool; a pool that names no models has "*", all that no other pool names`, `pools[1].name: "chat" names two pools`}},

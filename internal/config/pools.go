@@ -197,6 +197,20 @@ func checkModelsOf(v *validator, path string, p *configv1.Pool) {
 // Concurrent reports whether both legs of a pool's requests run at once.
 func Concurrent(p *configv1.Pool) bool { return DialectOf(p).Concurrent != nil }
 
+// pairs reports whether an endpoint can prefill for another one.
+func pairs(p *configv1.Pool) bool {
+	d := DialectOf(p)
+	whole := d.PairsOnly() // then an engine with both roles was started for neither leg
+	for i, a := range p.Endpoints {
+		for j, b := range p.Endpoints {
+			if i != j && prefills(a) && decodes(b) && !(whole && (decodes(a) || prefills(b))) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 	decoding, prefilling := false, false
 	for i, e := range p.Endpoints {
@@ -219,6 +233,9 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 			"none of them prefills, but split is always: at least one needs the role prefill or both")
 	case !prefilling:
 		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
+	case p.Split == "always" && p.DecodeAlone == "never" && !pairs(p):
+		v.m.add(path+".endpoints", "no two of them can share a request, and with split always and decodeAlone never "+
+			"nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback")
 	default:
 		checkGroups(v, path+".endpoints", p)
 	}
