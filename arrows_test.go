@@ -24,7 +24,8 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
-	"kvstate":                        {"kvstate/prefixindex", "kvstate/receivebuffer"},
+	"kvstate":                        {"kvstate/kvroom", "kvstate/prefixindex", "kvstate/receivebuffer"},
+	"kvstate/kvroom":                 {},
 	"kvstate/prefixindex":            {},
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/kvstate/kvroom"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
 )
@@ -174,6 +175,7 @@ type endpointState struct {
 
 	requests     atomic.Int64               // reservations held
 	tokens       atomic.Int64               // prompt tokens of those
+	room         kvroom.Room                // KV memory that hand-overs hold and need
 	remoteLoad   atomic.Pointer[RemoteLoad] // reservations of other replicas; nil: none
 	signals      atomic.Pointer[Signals]
 	pace         atomic.Pointer[speed]         // of prefill; replaced, never modified; nil: nothing observed

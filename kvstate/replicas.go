@@ -84,12 +84,14 @@ type Booked struct {
 	Since time.Time     // when that step began; zero without jobs
 
 	LocalUntil time.Time // when a decode endpoint will have computed the prompts that it computes itself; zero: none
+
+	Held, Need int64 // as in [Candidate]
 }
 
 // Booked returns this replica's load on the endpoint. Equal values mean equal reservations: nothing in it changes
 // with time, except that LocalUntil passes.
 func (e *Endpoint) Booked(now time.Time) Booked {
-	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load()}
+	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load(), Held: e.room.Held(), Need: e.room.Need()}
 	if b.Jobs = e.queue.n.Load(); b.Jobs > 0 {
 		b.Work, b.Lead = time.Duration(e.queue.total.Load()), time.Duration(e.queue.lead.Load())
 		b.Since = time.Unix(0, e.queue.since.Load())
@@ -108,6 +110,8 @@ type RemoteLoad struct {
 	Lead  time.Duration // of that, the part in the engine's current step, which shrinks with time
 	Local time.Duration // as in [Candidate]; it shrinks with time
 	At    time.Time
+
+	Held, Need int64 // as in [Candidate]
 }
 
 // Add adds the load of one more replica, as of o.At.
@@ -115,6 +119,7 @@ func (o *RemoteLoad) Add(b *Booked) {
 	o.Requests += b.Requests
 	o.PromptTokens += b.PromptTokens
 	o.Jobs += b.Jobs
+	o.Held, o.Need = o.Held+b.Held, max(o.Need, b.Need)
 	done := min(b.Lead, max(o.At.Sub(b.Since), 0))
 	o.Queue += max(b.Work-done, 0)
 	o.Lead += b.Lead - done
@@ -129,6 +134,7 @@ func (o *RemoteLoad) addTo(c *Candidate, now int64) {
 	c.Requests += o.Requests
 	c.PromptTokens += o.PromptTokens
 	c.Jobs += o.Jobs
+	c.Held, c.Need = c.Held+o.Held, max(c.Need, o.Need)
 	c.Queue += max(o.Queue-min(o.Lead, passed), 0)
 	c.Local += max(o.Local-passed, 0)
 }

@@ -35,6 +35,8 @@ type Candidate struct {
 	Trust        float64  // weight of the signals now: 1 fresh, 0 too old
 	// capacity of its KV cache, as reported; 0: not reported. It does not depend on Trust: it stays valid
 	KVTokens int64
+	Held     int64 // of that, what prompts hold that it computes or computed for others, until they have fetched them
+	Need     int64 // tokens of the largest request that it answers or will; only if it also prefills
 
 	Jobs  int64         // of those requests, waiting and running prefills
 	Queue time.Duration // unfinished work of those jobs
@@ -138,6 +140,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
+	c.Held, c.Need = e.room.Held(), e.room.Need()
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
 	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)

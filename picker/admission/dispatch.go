@@ -216,7 +216,7 @@ func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough
 	switch {
 	case err != nil:
 		return true
-	case c.Wait:
+	case c.Wait || c.NoRoom && k.Late:
 		return false
 	}
 	return !k.Late || c.Prefill < 0 || queued(v, c.Prefill) < enough
