@@ -173,9 +173,9 @@ type endpointState struct {
 	paused atomic.Bool             // by an operator
 	weight atomic.Int32            // set by an operator; 0: the spec's weight
 
-	requests     atomic.Int64               // reservations held
-	tokens       atomic.Int64               // prompt tokens of those
-	room         kvroom.Room                // KV memory that hand-overs hold and need
+	requests     atomic.Int64 // reservations held
+	tokens       atomic.Int64 // prompt tokens of those
+	memory       memory
 	remoteLoad   atomic.Pointer[RemoteLoad] // reservations of other replicas; nil: none
 	signals      atomic.Pointer[Signals]
 	pace         atomic.Pointer[speed]         // of prefill; replaced, never modified; nil: nothing observed
@@ -187,10 +187,15 @@ type endpointState struct {
 	queue        prefillQueue
 	local        localWork
 
-	buffer     receivebuffer.Buffer
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's
+}
+
+// memory accounts for an engine's KV memory.
+type memory struct {
+	room   kvroom.Room // of the KV cache, for hand-overs
+	buffer receivebuffer.Buffer
 }
 
 // learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.

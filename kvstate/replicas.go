@@ -85,13 +85,14 @@ type Booked struct {
 
 	LocalUntil time.Time // when a decode endpoint will have computed the prompts that it computes itself; zero: none
 
-	Held, Need int64 // as in [Candidate]
+	Room Room
 }
 
 // Booked returns this replica's load on the endpoint. Equal values mean equal reservations: nothing in it changes
 // with time, except that LocalUntil passes.
 func (e *Endpoint) Booked(now time.Time) Booked {
-	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load(), Held: e.room.Held(), Need: e.room.Need()}
+	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load()}
+	b.Room = Room{e.memory.room.Held(), e.memory.room.Need()}
 	if b.Jobs = e.queue.n.Load(); b.Jobs > 0 {
 		b.Work, b.Lead = time.Duration(e.queue.total.Load()), time.Duration(e.queue.lead.Load())
 		b.Since = time.Unix(0, e.queue.since.Load())
@@ -111,7 +112,7 @@ type RemoteLoad struct {
 	Local time.Duration // as in [Candidate]; it shrinks with time
 	At    time.Time
 
-	Held, Need int64 // as in [Candidate]
+	Room Room
 }
 
 // Add adds the load of one more replica, as of o.At.
@@ -119,7 +120,7 @@ func (o *RemoteLoad) Add(b *Booked) {
 	o.Requests += b.Requests
 	o.PromptTokens += b.PromptTokens
 	o.Jobs += b.Jobs
-	o.Held, o.Need = o.Held+b.Held, max(o.Need, b.Need)
+	o.Room.add(b.Room)
 	done := min(b.Lead, max(o.At.Sub(b.Since), 0))
 	o.Queue += max(b.Work-done, 0)
 	o.Lead += b.Lead - done
@@ -134,7 +135,7 @@ func (o *RemoteLoad) addTo(c *Candidate, now int64) {
 	c.Requests += o.Requests
 	c.PromptTokens += o.PromptTokens
 	c.Jobs += o.Jobs
-	c.Held, c.Need = c.Held+o.Held, max(c.Need, o.Need)
+	c.Room.add(o.Room)
 	c.Queue += max(o.Queue-min(o.Lead, passed), 0)
 	c.Local += max(o.Local-passed, 0)
 }

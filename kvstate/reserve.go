@@ -178,10 +178,10 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	r.on.tokens.Add(-r.tokens)
 	s.booked.Add(-1)
 	if r.bufferTokens > 0 {
-		r.on.buffer.Release(r.bufferTokens)
+		r.on.memory.buffer.Release(r.bufferTokens)
 	}
 	if r.claimed {
-		r.on.room.Release(r.room)
+		r.on.memory.room.Release(r.room)
 	}
 	s.changed()
 	defer r.on.load.signalFreed() // after the numbers have changed

@@ -106,7 +106,7 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 				s.compare(e, known, &next)
 			}
 			if known != nil && next.ScrapedAt.After(known.ScrapedAt) && next.Waiting >= 0 &&
-				e.room.Waiting(next.Waiting, known.ScrapedAt.UnixNano()) {
+				e.memory.room.Waiting(next.Waiting, known.ScrapedAt.UnixNano()) {
 				s.changed()
 			}
 			return true

@@ -114,6 +114,7 @@ type Picker struct {
 	placed      bool     // some endpoint is configured with it, as an adapter
 	latencyOnly bool     // only the times that this request has targets for count
 	full        bool     // some endpoint has no room for the request's KV
+	mayFill     bool     // those that only prefill may have none
 	prices      []prices // by position
 	total       []float64
 	of          []float64 // of one endpoint's partners
@@ -155,8 +156,9 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	if r.Split && k.Split != SplitNever {
 		pair = k.pair(r, v, &t)
 		if pair.Prefill < 0 && k.full {
-			t.full = true
+			k.mayFill = true
 			k.reweigh(r, v, &t)
+			k.mayFill = false
 			pair = k.pair(r, v, &t)
 			pair.NoRoom = true
 		}
@@ -229,8 +231,8 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 		p.busy, p.faults, p.crowded, p.kind, p.zone = false, c.Faults != nil, false, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			t.weigh(c, p)
-			if c.Held > 0 || isBoth(c) {
-				k.full = t.leaveOut(c, p, t.full) || k.full
+			if c.Room.Held > 0 || isBoth(c) {
+				k.full = t.leaveOut(c, p, k.mayFill) || k.full
 			}
 		}
 	}

@@ -46,7 +46,6 @@ type terms struct {
 	moveToken   float64       // transfer time of a token's KV within a zone, as modelled, s
 	loadBlock   LoadBandwidth // time to load the KV of a block of a hit, by tier, s
 	always      bool          // split whenever possible: the price of decode alone does not matter
-	full        bool          // endpoints that only prefill may have no room
 	latencyOnly bool          // the delay of others does not matter
 	shared      []sharedPart  // parts of the prompt, first to last
 }

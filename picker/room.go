@@ -25,12 +25,12 @@ var ErrNoRoom = errors.New("picker: no other endpoint has room for the prompt's 
 // isBoth reports whether an endpoint has both roles.
 func isBoth(c *kvstate.Candidate) bool { return c.Endpoint.Role&kvstate.RoleBoth == kvstate.RoleBoth }
 
-// leaveOut removes the prices of the legs for which an endpoint has no room, and reports whether it did so. full
-// allows endpoints that only prefill to be full.
-func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, full bool) bool {
+// leaveOut removes the prices of the legs for which an endpoint has no room, and reports whether it did so. mayFill
+// allows it to those that only prefill.
+func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 	inf := math.Inf(1)
 	if !isBoth(c) {
-		if full || c.Held == 0 || c.KVTokens == 0 || float64(c.Held)+t.tokens <= float64(c.KVTokens) {
+		if mayFill || c.Room.Held == 0 || c.KVTokens == 0 || float64(c.Room.Held)+t.tokens <= float64(c.KVTokens) {
 			return false
 		}
 		p.prefill = inf
@@ -50,16 +50,16 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, full bool) bool {
 // does so only while it answers nobody.
 func (t *terms) keeps(c *kvstate.Candidate) bool {
 	if c.KVTokens == 0 {
-		return c.Need == 0
+		return c.Room.Need == 0
 	}
-	held, all := float64(c.Held)+t.tokens, float64(c.KVTokens)
-	return held <= all/2 && held+float64(c.Need) <= all
+	held, all := float64(c.Room.Held)+t.tokens, float64(c.KVTokens)
+	return held <= all/2 && held+float64(c.Room.Need) <= all
 }
 
 // takes reports whether an endpoint of both roles may answer the request. If its capacity is not known, it does so only
 // while it holds nothing for others.
 func (t *terms) takes(c *kvstate.Candidate) bool {
-	return c.Held == 0 || float64(c.Held)+t.tokens+t.out <= float64(c.KVTokens)
+	return c.Room.Held == 0 || float64(c.Room.Held)+t.tokens+t.out <= float64(c.KVTokens)
 }
 
 // crowd chooses where a request is answered that no endpoint has room for: always the same endpoint, whose memory gets
@@ -71,7 +71,7 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 		if !k.prices[i].crowded {
 			continue
 		}
-		over := c.Held > 0 && c.Need > 0 && c.Held+c.Need > c.KVTokens
+		over := c.Room.Held > 0 && c.Room.Need > 0 && c.Room.Held+c.Room.Need > c.KVTokens
 		if at < 0 || over && !most || over == most && before(c, &v.Endpoints[at]) {
 			at, most = i, over
 		}
@@ -87,7 +87,7 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 
 // before orders endpoints by what they hold, and equals by their addresses, as every replica does.
 func before(a, b *kvstate.Candidate) bool {
-	return a.Held < b.Held || a.Held == b.Held && a.Endpoint.Addr < b.Endpoint.Addr
+	return a.Room.Held < b.Room.Held || a.Room.Held == b.Room.Held && a.Endpoint.Addr < b.Endpoint.Addr
 }
 
 // answersItself reports whether the endpoint that computed a prompt can answer it, because no other one has room.

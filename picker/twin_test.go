@@ -283,21 +283,21 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 // keeps is whether endpoint i may compute the prompt for another; full allows endpoints that only prefill to be full.
 func (w *twin) keeps(i int, full bool) bool {
 	c := &w.v.Endpoints[i]
-	after, capacity := float64(c.Held)+w.tokens(), float64(c.KVTokens)
+	after, capacity := float64(c.Room.Held)+w.tokens(), float64(c.KVTokens)
 	switch {
 	case c.Endpoint.Role != kvstate.RoleBoth:
-		return full || c.Held == 0 || capacity == 0 || after <= capacity
+		return full || c.Room.Held == 0 || capacity == 0 || after <= capacity
 	case capacity == 0:
-		return c.Need == 0
+		return c.Room.Need == 0
 	}
-	return after <= capacity/2 && after+float64(c.Need) <= capacity
+	return after <= capacity/2 && after+float64(c.Room.Need) <= capacity
 }
 
 // takes is whether endpoint i may answer.
 func (w *twin) takes(i int) bool {
 	c := &w.v.Endpoints[i]
-	return c.Endpoint.Role != kvstate.RoleBoth || c.Held == 0 ||
-		c.KVTokens > 0 && float64(c.Held)+w.tokens()+w.out() <= float64(c.KVTokens)
+	return c.Endpoint.Role != kvstate.RoleBoth || c.Room.Held == 0 ||
+		c.KVTokens > 0 && float64(c.Room.Held)+w.tokens()+w.out() <= float64(c.KVTokens)
 }
 
 // crowd is the endpoint that answers if none has room: one that has too much already, then one that holds least.
@@ -314,12 +314,12 @@ func (w *twin) crowd() []Choice {
 	slices.SortFunc(all, func(a, b int) int {
 		x, y := &w.v.Endpoints[a], &w.v.Endpoints[b]
 		over := func(c *kvstate.Candidate) int {
-			if c.Need > 0 && c.Held+c.Need > c.KVTokens {
+			if c.Room.Need > 0 && c.Room.Held+c.Room.Need > c.KVTokens {
 				return 0
 			}
 			return 1
 		}
-		return cmp.Or(over(x)-over(y), cmp.Compare(x.Held, y.Held), strings.Compare(x.Endpoint.Addr, y.Endpoint.Addr))
+		return cmp.Or(over(x)-over(y), cmp.Compare(x.Room.Held, y.Room.Held), strings.Compare(x.Endpoint.Addr, y.Endpoint.Addr))
 	})
 	return []Choice{{Prefill: -1, Decode: all[0]}}
 }

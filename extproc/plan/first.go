@@ -128,7 +128,8 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		return nil, err
 	}
 	reason := r.Why
-	if (reason == "cheaper" || reason == "min_prefill_tokens" || reason == NoRoom) && r.Prefills > 0 && !r.DecodeFailed {
+	chosen := reason == "cheaper" || reason == "min_prefill_tokens" || reason == NoRoom
+	if chosen && r.Prefills > 0 && !r.DecodeFailed {
 		reason = "prefill_failed" // else it would not be planned again
 	}
 	at := c.Decode
