@@ -22,7 +22,7 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		if r.Why == "" {
 			r.Why = p.Unpaired(v, c.Uncached)
 		}
-		if c.Full && r.Why == "cheaper" {
+		if c.Full && r.Why == "cheaper" && v.Endpoints[c.Decode].Endpoint.Role&kvstate.RolePrefill != 0 {
 			r.Why = NoRoom
 		}
 		return Alone(r, v, c, p)
@@ -46,7 +46,7 @@ func (p *Policy) Unpaired(v *kvstate.View, uncached int64) string {
 	return "cheaper"
 }
 
-// NoRoom is why a request is not split: engines of both roles have no room for its KV (docs/adr/0052).
+// NoRoom is why an engine of both roles answers a request alone: there is no room to hand its KV over (docs/adr/0052).
 const NoRoom = "no_room"
 
 // short reports whether decode lacks too few tokens for a split, whatever that costs.

@@ -197,12 +197,9 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 			return nil
 		}
 	case "no_prefill":
-	case NoRoom:
-		const message = "no endpoint of this pool has room for the KV of this prompt now"
-		return openai.Unavailable("no_room", message, time.Second)
 	case "prefill_failed", "attempts_spent", "redirects_spent", "time_spent":
 		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
-	default: // the request cannot be split
+	default: // the request cannot be split, or an engine of both roles computes its prompt (NoRoom)
 		return nil
 	}
 	return openai.Unavailable("no_prefill", missing(pool, kvstate.RolePrefill, p.Source), time.Second)

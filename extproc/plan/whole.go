@@ -22,9 +22,12 @@ func (p *Policy) NotSplit(tokens int64) string {
 }
 
 // Whole is about a request with so many uncached tokens that may be split, and for which the picker chose no pair.
-// It returns no_prefill if there is none, "" if decode alone is cheaper, and the client's answer as an error if it
+// full is whether it lacked room. It returns no_prefill if there is none, "" if decode alone is cheaper, and the client's answer as an error if it
 // must not be decoded alone.
-func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View, tokens int64) (why string, refusal error) {
+func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View, tokens int64, full bool) (why string, refusal error) {
+	if full {
+		return NoRoom, nil
+	}
 	why = p.Unpaired(v, tokens)
 	refusal = p.Refusal(pool, v, why)
 	if why == "cheaper" {
