@@ -131,6 +131,7 @@ type prices struct {
 	busy                   bool    // decode alone would delay its answers too much
 	faults                 bool    // some of its KV transfers failed
 	crowded                bool    // it has no room for the request, and could answer it otherwise
+	later                  bool    // it has no room to compute it for another, and may have later
 	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown
 }
 
@@ -186,7 +187,7 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 		return alone, ErrNoEndpoint
 	}
 	alone.Other, alone.Full = pair.Price, k.full
-	alone.NoRoom = alone.NoRoom || k.full && k.PairsOnly && r.Split
+	alone.NoRoom = alone.NoRoom || k.full && k.PairsOnly && r.Split && k.later()
 	return alone, nil
 }
 
@@ -228,7 +229,7 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
 		c, p := &v.Endpoints[i], &all[i]
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
-		p.busy, p.faults, p.crowded, p.kind, p.zone = false, c.Faults != nil, false, 0, 0
+		p.busy, p.faults, p.crowded, p.later, p.kind, p.zone = false, c.Faults != nil, false, false, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			t.weigh(c, p)
 			if c.Room.Held > 0 || isBoth(c) {

@@ -11,7 +11,7 @@ import (
 // fetched it, and the other needs memory to fetch it. Engines of both roles could hold so much for each other that none
 // can fetch. Therefore such an engine
 //
-//   - gives at most half of its memory to what it holds for others, and
+//   - gives at most half of its memory to what it holds for others, or holds one prompt alone, and
 //   - holds only as much as leaves room for the largest request that it answers, and answers none for which what it
 //     holds leaves no room.
 //
@@ -39,6 +39,7 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 	before := *p
 	if !t.keeps(c) {
 		p.prefill = inf
+		p.later = c.KVTokens == 0 || t.tokens <= float64(c.KVTokens)
 	}
 	if !t.takes(c) {
 		p.decode, p.near, p.alone, p.crowded = inf, inf, inf, true
@@ -53,13 +54,23 @@ func (t *terms) keeps(c *kvstate.Candidate) bool {
 		return c.Room.Need == 0
 	}
 	held, all := float64(c.Room.Held)+t.tokens, float64(c.KVTokens)
-	return held <= all/2 && held+float64(c.Room.Need) <= all
+	return (held <= all/2 || c.Room.Held == 0) && held+float64(c.Room.Need) <= all
 }
 
 // takes reports whether an endpoint of both roles may answer the request. If its capacity is not known, it does so only
 // while it holds nothing for others.
 func (t *terms) takes(c *kvstate.Candidate) bool {
 	return c.Room.Held == 0 || float64(c.Room.Held)+t.tokens+t.out <= float64(c.KVTokens)
+}
+
+// later reports whether some endpoint of both roles may compute the prompt for another when it has room again.
+func (k *Picker) later() bool {
+	for i := range k.prices {
+		if k.prices[i].later {
+			return true
+		}
+	}
+	return false
 }
 
 // crowd chooses where a request is answered that no endpoint has room for: always the same endpoint, whose memory gets

@@ -34,7 +34,9 @@ func TestRoom(t *testing.T) {
 		want     string
 	}{
 		"nothing there":                        {capacity: 4000, want: "pair"},
-		"a prompt of more than half":           {capacity: 1900, want: "alone full"},
+		"a prompt of more than half":           {capacity: 1900, want: "pair"},
+		"one of more than half, beside others": {room: [2]kvstate.Room{{Held: 64}, {}}, capacity: 1900, want: "1>0"},
+		"one of more than all, never alone":    {capacity: 900, never: true, want: "alone full"},
 		"one holds half":                       {room: [2]kvstate.Room{{Held: 2000}, {}}, capacity: 4000, want: "1>0"},
 		"one answers too much":                 {room: [2]kvstate.Room{{Need: 3500}, {}}, capacity: 4000, want: "1>0"},
 		"both hold half, and have room":        {room: [2]kvstate.Room{{Held: 2000}, {Held: 2000}}, capacity: 4000, want: "alone full"},

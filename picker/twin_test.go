@@ -290,7 +290,7 @@ func (w *twin) keeps(i int, full bool) bool {
 	case capacity == 0:
 		return c.Room.Need == 0
 	}
-	return after <= capacity/2 && after+float64(c.Room.Need) <= capacity
+	return (after <= capacity/2 || c.Room.Held == 0) && after+float64(c.Room.Need) <= capacity
 }
 
 // takes is whether endpoint i may answer.
