@@ -192,11 +192,11 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 }
 
 // PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view, or -1 if that
-// endpoint is gone. If no other endpoint has room for it, and that one can answer, the error is [ErrNoRoom].
+// endpoint is gone. If the prefill endpoint must answer, for want of room, the error is [ErrNoRoom].
 func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
 	t := k.weighAll(r, v)
 	d := k.partner(r, v, &t, prefill)
-	if d < 0 && k.answersItself(r, v, prefill) {
+	if k.answersItself(r, v, prefill, d >= 0) {
 		return -1, ErrNoRoom
 	}
 	if d < 0 {

@@ -19,7 +19,7 @@ import (
 // engine that only prefills, and is full, costs time alone: others are preferred, and late binding waits.
 
 // ErrNoRoom means that no other endpoint has room for a prompt whose KV is computed. The endpoint that computed it
-// can answer.
+// answers.
 var ErrNoRoom = errors.New("picker: no other endpoint has room for the prompt's KV")
 
 // isBoth reports whether an endpoint has both roles.
@@ -82,7 +82,7 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 		if !k.prices[i].crowded {
 			continue
 		}
-		over := c.Room.Held > 0 && c.Room.Need > 0 && c.Room.Held+c.Room.Need > c.KVTokens
+		over := isOver(c)
 		if at < 0 || over && !most || over == most && before(c, &v.Endpoints[at]) {
 			at, most = i, over
 		}
@@ -96,16 +96,23 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 	return c
 }
 
+// isOver reports whether an endpoint holds so much for others that the largest request there does not fit.
+func isOver(c *kvstate.Candidate) bool {
+	return c.Room.Held > 0 && c.Room.Need > 0 && c.Room.Held+c.Room.Need > c.KVTokens
+}
+
 // before orders endpoints by what they hold, and equals by their addresses, as every replica does.
 func before(a, b *kvstate.Candidate) bool {
 	return a.Room.Held < b.Room.Held || a.Room.Held == b.Room.Held && a.Endpoint.Addr < b.Endpoint.Addr
 }
 
-// answersItself reports whether the endpoint that computed a prompt can answer it, because no other one has room.
-func (k *Picker) answersItself(r *Request, v *kvstate.View, prefill int) bool {
-	if !k.full || prefill < 0 {
+// answersItself reports whether the endpoint that computed a prompt answers it: no decode endpoint was found and some
+// have no room, or the endpoint holds too much itself. The latter happens if replicas did not know of each other's
+// requests yet. Then its memory gets free when leases end, whatever the others do.
+func (k *Picker) answersItself(r *Request, v *kvstate.View, prefill int, found bool) bool {
+	if prefill < 0 {
 		return false
 	}
 	c := &v.Endpoints[prefill]
-	return isBoth(c) && k.why(r, c) == ""
+	return isBoth(c) && (k.full && !found || isOver(c)) && k.why(r, c) == ""
 }
