@@ -55,7 +55,7 @@ func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, er
 	}
 	e.NoFallback, e.Paused = e.Prefill != "" && policy.Refusal(pool, &v, "prefill_failed") != nil, pool.Paused()
 	if e.NotSplit == "" && e.Refused == "" && e.Prefill == "" {
-		if e.NotSplit, err = policy.Whole(pool, &v, promptTokens); err != nil {
+		if e.NotSplit, err = policy.Whole(pool, &v, promptTokens, e.Full); err != nil {
 			e.Refused, e.Decode = err.Error(), ""
 		}
 	}

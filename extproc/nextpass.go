@@ -94,7 +94,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]b
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: x.handedOver(t), API: x.clientAPI()}
 	// if the reservation is not ours, the prefill leg released it
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.s.releaseAnywhere(t, 1)
+	defer x.s.releaseAnywhere(t, 1) // D's: until then P's memory counts as held
 	x.describe(pool, plan.Attempt{})
 	x.recallPrompt(pool, t)
 	if !h.Bound(pool, &policy.Policy) {
@@ -125,12 +125,10 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]b
 		x.log(slog.LevelWarn, "decode cannot use prefill's answer: it computes the prompt", "err", d.Lost)
 	}
 	x.HandedOver(x.requestID, t, h.Decode, d.Ticket.Loads)
-	if x.s.reclaim.Enabled(t.Pool) {
-		params := h.Params
-		if !h.Paired {
-			params = nil
-		}
-		x.s.reclaim.Record(t, x.requestID, params, h.Decode.Addr, true)
+	if h.AtPrefill() {
+		x.s.reclaim.Unfetched(t, x.requestID, h.Params)
+	} else if h.Paired && x.s.reclaim.Enabled(t.Pool) {
+		x.s.reclaim.Record(t, x.requestID, h.Params, h.Decode.Addr, true)
 	}
 	return d, nil
 }

@@ -169,7 +169,7 @@ func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
 	}
 	d := x.view.Endpoints[choice.Decode].Endpoint
 	p.endpoint = d
-	p.booked = x.reserve(d, kvstate.RoleDecode, 0, choice.DecodeBooking())
+	p.booked = x.reserve(d, kvstate.RoleDecode, 0, choice.DecodeBooking(&x.view))
 	x.waiter.Committed()
 	p.list = endpointpicker.Fallbacks(&x.picker, &request, &x.view, choice, x.s.Picker)
 	p.rewritten, p.edits = endpointpicker.Rewrite(r, x.s.State)

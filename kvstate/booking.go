@@ -5,6 +5,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tandem/kvstate/kvroom"
 )
 
 // Booking is the cost of a request to the endpoint that it is reserved on.
@@ -20,6 +22,24 @@ type Booking struct {
 	// Tentative bookings are held but not counted: the request may go to another endpoint, and comes only after its
 	// prompt has been computed.
 	Tentative bool
+	Need      int64     // of an answer: tokens of KV, of prompt and answer, that the endpoint must have room for
+	From      *Endpoint // of an answer: whose memory the prompt's KV is fetched from; nil: none
+}
+
+// claim claims the room that an answer needs, and what it holds elsewhere until then.
+func (b *Booking) claim(e *Endpoint, now time.Time) (slot int32, claimed bool) {
+	if b.For&RoleDecode == 0 || b.From == nil && e.Role&RoleBoth != RoleBoth {
+		return 0, false
+	}
+	var from *kvroom.Room
+	if b.From != nil {
+		from = &b.From.memory.room
+	}
+	sent := now.UnixNano()
+	if b.Tentative {
+		sent = 0
+	}
+	return e.memory.room.Claim(max(b.Need, b.PromptTokens), from, b.PromptTokens, sent), true
 }
 
 // counts returns the number of requests and tokens that the booking adds to the endpoint's load.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/kvstate/kvloads"
+	"tandem/kvstate/kvroom"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
 )
@@ -172,8 +173,9 @@ type endpointState struct {
 	paused atomic.Bool  // by an operator
 	weight atomic.Int32 // set by an operator; 0: the spec's weight
 
-	requests     atomic.Int64               // reservations held
-	tokens       atomic.Int64               // prompt tokens of those
+	requests     atomic.Int64 // reservations held
+	tokens       atomic.Int64 // prompt tokens of those
+	memory       memory
 	remoteLoad   atomic.Pointer[RemoteLoad] // reservations of other replicas; nil: none
 	signals      atomic.Pointer[Signals]
 	pace         atomic.Pointer[speed]         // of prefill; replaced, never modified; nil: nothing observed
@@ -185,7 +187,6 @@ type endpointState struct {
 	queue        prefillQueue
 	local        localWork
 
-	buffer     receivebuffer.Buffer
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's
@@ -198,6 +199,12 @@ type condition struct {
 	// until when it gets no request because it was full, Unix ns; refused is the refusal, nil: there was none
 	fullUntil atomic.Int64
 	refused   atomic.Pointer[Refusal]
+}
+
+// memory accounts for an engine's KV memory.
+type memory struct {
+	room   kvroom.Room // of the KV cache, for hand-overs
+	buffer receivebuffer.Buffer
 }
 
 // learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.

@@ -9,12 +9,12 @@ import "context"
 func (s *Bookings) ReserveBuffer(ctx context.Context, id ReservationID, e *Endpoint, b Booking, limit int64,
 	from *Source) (ReservationID, bool) {
 	promptTokens := max(b.PromptTokens, 0)
-	if !e.buffer.Acquire(ctx, promptTokens, limit) {
+	if !e.memory.buffer.Acquire(ctx, promptTokens, limit) {
 		return 0, false
 	}
 	id = s.reserve(id, e, b, promptTokens, from)
 	if id == 0 {
-		e.buffer.Release(promptTokens)
+		e.memory.buffer.Release(promptTokens)
 	}
 	return s.unlessEnded(id), true
 }

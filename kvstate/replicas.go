@@ -84,12 +84,15 @@ type Booked struct {
 	Since time.Time     // when that step began; zero without jobs
 
 	LocalUntil time.Time // when a decode endpoint will have computed the prompts that it computes itself; zero: none
+
+	Room Room
 }
 
 // Booked returns this replica's load on the endpoint. Equal values mean equal reservations: nothing in it changes
 // with time, except that LocalUntil passes.
 func (e *Endpoint) Booked(now time.Time) Booked {
 	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load()}
+	b.Room = Room{e.memory.room.Held(), e.memory.room.Need()}
 	if b.Jobs = e.queue.n.Load(); b.Jobs > 0 {
 		b.Work, b.Lead = time.Duration(e.queue.total.Load()), time.Duration(e.queue.lead.Load())
 		b.Since = time.Unix(0, e.queue.since.Load())
@@ -108,6 +111,8 @@ type RemoteLoad struct {
 	Lead  time.Duration // of that, the part in the engine's current step, which shrinks with time
 	Local time.Duration // as in [Candidate]; it shrinks with time
 	At    time.Time
+
+	Room Room
 }
 
 // Add adds the load of one more replica, as of o.At.
@@ -115,6 +120,7 @@ func (o *RemoteLoad) Add(b *Booked) {
 	o.Requests += b.Requests
 	o.PromptTokens += b.PromptTokens
 	o.Jobs += b.Jobs
+	o.Room.add(b.Room)
 	done := min(b.Lead, max(o.At.Sub(b.Since), 0))
 	o.Queue += max(b.Work-done, 0)
 	o.Lead += b.Lead - done
@@ -129,6 +135,7 @@ func (o *RemoteLoad) addTo(c *Candidate, now int64) {
 	c.Requests += o.Requests
 	c.PromptTokens += o.PromptTokens
 	c.Jobs += o.Jobs
+	c.Room.add(o.Room)
 	c.Queue += max(o.Queue-min(o.Lead, passed), 0)
 	c.Local += max(o.Local-passed, 0)
 }

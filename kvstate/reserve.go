@@ -39,8 +39,10 @@ type reservation struct {
 	tokens       int64
 	work         time.Duration // at the endpoint's speed
 	bufferTokens int64         // tokens of the endpoint's receive buffer
-	from         *Source       // nil: unknown
-	until        int64         // when work that a decode endpoint does itself will be done, Unix ns
+	room         int32         // its slot in the endpoint's room, if it claimed any
+	claimed      bool
+	from         *Source // nil: unknown
+	until        int64   // when work that a decode endpoint does itself will be done, Unix ns
 	expires      time.Time
 }
 
@@ -120,6 +122,7 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 		e.load.booked(b, work, now)
 	}
 	job := prefillJob{uncached: b.Uncached, work: work, model: b.Work}
+	r.room, r.claimed = b.claim(e, now)
 	for !s.insert(id, r, job, now) {
 		id = randomID()
 	}
@@ -175,7 +178,10 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	r.on.tokens.Add(-r.tokens)
 	s.booked.Add(-1)
 	if r.bufferTokens > 0 {
-		r.on.buffer.Release(r.bufferTokens)
+		r.on.memory.buffer.Release(r.bufferTokens)
+	}
+	if r.claimed {
+		r.on.memory.room.Release(r.room)
 	}
 	s.changed()
 	defer r.on.load.signalFreed() // after the numbers have changed

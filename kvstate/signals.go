@@ -105,6 +105,10 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 			if known != nil {
 				s.compare(e, known, &next)
 			}
+			if known != nil && next.ScrapedAt.After(known.ScrapedAt) && next.Waiting >= 0 &&
+				e.memory.room.Waiting(next.Waiting, known.ScrapedAt.UnixNano()) {
+				s.changed()
+			}
 			return true
 		}
 	}

@@ -2,6 +2,7 @@ package kvstate
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -127,4 +128,42 @@ func TestExternalLoad(t *testing.T) {
 	require.Zero(t, view()[0].Requests, "what was known is too old to agree")
 	s.ApplyObserved(p, Signals{Running: 9, KVUsage: -1, KVTokens: -1, External: 7, At: now.Add(time.Second)})
 	require.Equal(t, int64(7), view()[0].Requests, "as another replica has it")
+}
+
+// A prompt counts against the endpoint that holds its KV until the report of the other one shows that it was fetched,
+// or the reservation ends.
+func TestHeldUntilFetched(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{})
+		s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "p", Role: RolePrefill}, {Addr: "d", Role: RoleDecode}, {Addr: "b", Role: RoleBoth}})
+		p, d, b := s.Pool("p").Endpoint("p"), s.Pool("p").Endpoint("d"), s.Pool("p").Endpoint("b")
+		rooms := func() [3]Room {
+			var v View
+			s.View(s.Pool("p"), nil, &v)
+			return [3]Room{v.Endpoints[0].Room, v.Endpoints[1].Room, v.Endpoints[2].Room}
+		}
+		scrape := func(waiting int64) {
+			time.Sleep(2 * time.Second)
+			s.Observe(d, Signals{Running: 3, Waiting: waiting, KVUsage: .5, KVTokens: 1000, At: time.Now()})
+		}
+		scrape(0)
+		id := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 64, From: p})
+		other := s.Reserve(b, Booking{For: RoleDecode, PromptTokens: 64, Need: 128, From: p, Tentative: true})
+		alone := s.Reserve(b, Booking{For: RoleBoth, PromptTokens: 300, Need: 320})
+		require.Equal(t, [3]Room{{Held: 128}, {Need: 64}, {Need: 320}}, rooms())
+		require.Equal(t, Room{Held: 128}, p.Booked(time.Now()).Room)
+		scrape(0)
+		require.EqualValues(t, 128, rooms()[0].Held, "it may have come after the engine made its report")
+		scrape(1)
+		require.EqualValues(t, 128, rooms()[0].Held, "it waits")
+		scrape(0)
+		require.Equal(t, Room{Held: 64}, rooms()[0])
+		p.SetRemoteLoad(RemoteLoad{Room: Room{Held: 1000, Need: 1}})
+		require.Equal(t, Room{Held: 1064, Need: 1}, rooms()[0], "of all replicas")
+		p.SetRemoteLoad(RemoteLoad{})
+		for _, id := range []ReservationID{id, other, alone} {
+			require.True(t, s.Release(id))
+		}
+		require.Equal(t, [3]Room{}, rooms())
+	})
 }

@@ -36,6 +36,7 @@ type Candidate struct {
 	Trust        float64  // weight of the signals now: 1 fresh, 0 too old
 	// capacity of its KV cache, as reported; 0: not reported. It does not depend on Trust: it stays valid
 	KVTokens int64
+	Room     Room
 
 	Jobs  int64         // of those requests, waiting and running prefills
 	Queue time.Duration // unfinished work of those jobs
@@ -48,6 +49,14 @@ type Candidate struct {
 
 	Faults *LoadFaults // failed KV loads with other endpoints; nil: none
 }
+
+// Room is what hand-overs need of an engine's KV memory, in tokens.
+type Room struct {
+	Held int64 // by prompts that it computes or computed for others, until they have fetched them
+	Need int64 // of the largest request that it answers or will; 0 if it does not prefill
+}
+
+func (r *Room) add(other Room) { r.Held, r.Need = r.Held+other.Held, max(r.Need, other.Need) }
 
 // View fills v with the pool's endpoints as they are now. hashes are the prompt's blocks; none if hits do not
 // matter.
@@ -152,6 +161,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	}
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
+	c.Room = Room{e.memory.room.Held(), e.memory.room.Need()}
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
 	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)

@@ -15,6 +15,7 @@ type Explanation struct {
 	Price       float64   `json:"price"`
 	Prompt      int64     `json:"prompt_tokens,omitempty"`
 	Refused     string    `json:"refused,omitempty"`      // why no endpoint was chosen
+	Full        bool      `json:"full,omitempty"`         // engines of both roles had no room for its KV
 	Load        float64   `json:"load"`                   // utilisation of the prefill endpoints, 0 to 1
 	SecondCosts float64   `json:"second_costs"`           // cost to other requests of a second of prefill at that load
 	TokenBytes  float64   `json:"token_bytes"`            // KV bytes of one token, for transfers
@@ -52,6 +53,7 @@ type Weighed struct {
 	TooLong bool `json:"too_long,omitempty"`
 	// capacity of its KV cache in tokens, as its engine says; 0: not known
 	KVTokens int64 `json:"kv_tokens,omitempty"`
+	Held     int64 `json:"held_tokens,omitempty"` // of that, by prompts for others that have not fetched them yet
 }
 
 // Explain decides like Pick, and returns all prices. It allocates: it is for operators.
@@ -66,6 +68,7 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	} else {
 		e.PrefillTime, e.FirstToken, e.TokenTime = c.PrefillTime, c.FirstToken, c.TokenTime
 		e.Price, e.Decode = c.Price, v.Endpoints[c.Decode].Endpoint.Addr
+		e.Full = c.Full && isBoth(&v.Endpoints[c.Decode])
 		if c.Prefill >= 0 {
 			e.Prefill = v.Endpoints[c.Prefill].Endpoint.Addr
 		}
@@ -111,7 +114,7 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	if w.Out != "" {
 		return w // what it holds does not count, and of one that failed nobody knows it
 	}
-	w.Hit, w.Loads = c.Hit, c.Loads.Blocks()
+	w.Hit, w.Loads, w.Held = c.Hit, c.Loads.Blocks(), c.Room.Held
 	switch {
 	case c.Endpoint.Failed():
 		w.State = "failed"

@@ -91,7 +91,8 @@ func (k *Picker) Pick(r *Request, v *kvstate.View) (c Choice, err error) {
 }
 
 // PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view, or -1 if that
-// endpoint is gone. If decode alone is no answer, it takes an avoided pair before none.
+// endpoint is gone. If decode alone is no answer, it takes an avoided pair before none. If the prefill endpoint must
+// answer, for want of room, the error is [ErrNoRoom].
 func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
 	k.excluded, k.avoid = r.Excluded, avoidFailed
 	if r.Trial {
@@ -103,6 +104,9 @@ func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, erro
 		k.avoid = avoidNone
 		t = k.weighAll(r, v)
 		d = k.partner(r, v, &t, prefill)
+	}
+	if k.answersItself(r, v, prefill, d >= 0) {
+		return -1, ErrNoRoom
 	}
 	if d < 0 {
 		k.weighDesperate(r, v, &t)

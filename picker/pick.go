@@ -50,6 +50,9 @@ type Choice struct {
 
 	// the request's targets are not met now, but may be later, and it wants to wait ([MissWait])
 	Wait bool
+	// Its endpoints have no room for its KV now. It is better to wait, and safe not to.
+	NoRoom bool
+	Full   bool // some endpoints were not offered because they have no room
 }
 
 // PrefillBooking returns the booking of the prefill endpoint.
@@ -58,13 +61,15 @@ func (c *Choice) PrefillBooking() kvstate.Booking {
 		Work: kvstate.Seconds(c.Work)}
 }
 
-// DecodeBooking returns the booking of the decode endpoint.
-func (c *Choice) DecodeBooking() kvstate.Booking {
+// DecodeBooking returns the booking of the decode endpoint. v is the view of the choice.
+func (c *Choice) DecodeBooking(v *kvstate.View) kvstate.Booking {
+	need := c.PromptTokens + c.AnswerTokens
 	if c.Prefill >= 0 {
-		return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: c.PromptTokens}
+		return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: c.PromptTokens, Need: need,
+			From: v.Endpoints[c.Prefill].Endpoint}
 	}
 	return kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: c.PromptTokens, Uncached: c.Uncached,
-		Work: kvstate.Seconds(c.Work)}
+		Work: kvstate.Seconds(c.Work), Need: need}
 }
 
 // ErrNoEndpoint means that no endpoint can decode the request.
@@ -90,6 +95,7 @@ type Policy struct {
 	// worth of a second of an answer, this request's or another's, relative to a second before the first token: above 0
 	AnswerWeight float64
 	Late         bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
+	PairsOnly    bool // what may be split is never decoded alone, but refused
 }
 
 // DefaultAnswerWeight is the default of [Policy.AnswerWeight].
@@ -109,6 +115,8 @@ type Picker struct {
 	excluded    []string // of the attempt
 	avoid       avoid    // likewise
 	latencyOnly bool     // only the times that this request has targets for count
+	full        bool     // some endpoint has no room for the request's KV
+	mayFill     bool     // those that only prefill may have none
 	prices      []prices // by position
 	total       []float64
 	of          []float64 // of one endpoint's partners
@@ -126,6 +134,8 @@ type prices struct {
 	near                   float64 // decode with a transfer within its zone
 	busy                   bool    // decode alone would delay its answers too much
 	faults                 bool    // some of its KV transfers failed
+	crowded                bool    // it has no room for the request, and could answer it otherwise
+	later                  bool    // it has no room to compute it for another, and may have later
 	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown
 }
 
@@ -147,6 +157,13 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	pair := none()
 	if r.Split && k.Split != SplitNever {
 		pair = k.pair(r, v, &t)
+		if pair.Prefill < 0 && k.full {
+			k.mayFill = true
+			k.reweigh(r, v, &t)
+			k.mayFill = false
+			pair = k.pair(r, v, &t)
+			pair.NoRoom = true
+		}
 		if pair.Prefill >= 0 && k.Split == SplitAlways {
 			return pair, nil
 		}
@@ -160,14 +177,18 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	case pair.Prefill >= 0 && (alone.Decode < 0 || alone.Uncached >= k.MinPrefillTokens && alone.Price >= pair.Price):
 		pair.Other = alone.Price
 		return pair, nil
-	case alone.Decode < 0:
+	case alone.Decode < 0 && k.full:
+		alone = k.crowd(v, &t)
+	}
+	if alone.Decode < 0 {
 		k.weighDesperate(r, v, &t)
 		alone = k.alone(r, v, &t, true)
 	}
 	if alone.Decode < 0 {
 		return alone, ErrNoEndpoint
 	}
-	alone.Other = pair.Price
+	alone.Other, alone.Full = pair.Price, k.full
+	alone.NoRoom = alone.NoRoom || k.full && k.PairsOnly && r.Split && k.later()
 	return alone, nil
 }
 
@@ -187,12 +208,16 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	simple := len(k.excluded) == 0 && !(k.learned && k.partly) && !k.placed && len(r.Labels) == 0
 	inf := math.Inf(1)
 	all := grown(&k.prices, len(v.Endpoints))
+	k.full = false
 	for i := range v.Endpoints {
 		c, p := &v.Endpoints[i], &all[i]
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
-		p.busy, p.faults, p.kind, p.zone = false, k.faults(c) != nil, 0, 0
+		p.busy, p.faults, p.crowded, p.later, p.kind, p.zone = false, k.faults(c) != nil, false, false, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			k.weighEach(t, c, p)
+			if c.Room.Held > 0 || isBoth(c) {
+				k.full = t.leaveOut(c, p, k.mayFill) || k.full
+			}
 		}
 	}
 }

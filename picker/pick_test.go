@@ -103,6 +103,12 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	policy.Split, policy.Late = Split(r.IntN(3)), r.IntN(2) == 0
 	policy.MinPrefillTokens = int64(r.IntN(2)) * 500
 	policy.AnswerWeight = []float64{.1, .5, 1}[r.IntN(3)]
+	for i := range v.Endpoints {
+		if c := &v.Endpoints[i]; r.IntN(3) == 0 { // KV that nobody has fetched
+			c.Room.Held, c.Room.Need = []int64{0, 64, 640, 25_600}[r.IntN(4)], []int64{0, 320, 25_600}[r.IntN(3)]
+			c.KVTokens = max(c.KVTokens, []int64{0, 40_000}[r.IntN(2)])
+		}
+	}
 	return q, v, policy
 }
 

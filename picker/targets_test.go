@@ -11,19 +11,17 @@ import (
 
 // allowed returns all choices that a request may get, by brute force.
 func (w *twin) allowed() (out []Choice) {
-	for p := range w.v.Endpoints {
-		for d := range w.v.Endpoints {
-			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) && w.compatible(p, d) {
-				out = append(out, Choice{Prefill: p, Decode: d})
-			}
-		}
+	pairs := w.pairs(false)
+	if len(pairs.prices) == 0 {
+		pairs = w.pairs(true)
 	}
+	out = pairs.choices
 	if len(out) > 0 && w.p.Split == SplitAlways {
 		return out
 	}
 	paired := len(out) > 0
 	for d := range w.v.Endpoints {
-		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, false) {
+		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, false) && w.takes(d) {
 			out = append(out, Choice{Prefill: -1, Decode: d})
 		}
 	}
@@ -43,7 +41,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 			continue
 		}
 		choices := (&twin{r: r, v: v, p: policy}).allowed()
-		if len(choices) == 0 { // only those that failed the request are left
+		if len(choices) == 0 { // only those that failed the request, or have no room, are left
 			continue
 		}
 		r.TTFT, r.Waited, r.OnMiss = .02+random.Float64()*2, float64(random.IntN(2))*.1, MissShed

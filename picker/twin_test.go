@@ -1,8 +1,10 @@
 package picker
 
 import (
+	"cmp"
 	"math"
 	"slices"
+	"strings"
 
 	"tandem/kvstate"
 )
@@ -278,15 +280,69 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 		w.p.AnswerWeight*(max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01)+w.out()*step) + overflow, true
 }
 
-// pick returns every choice that Pick may make.
-func (w *twin) pick() []Choice {
-	var pairs, alone offers
+// keeps is whether endpoint i may compute the prompt for another; full allows endpoints that only prefill to be full.
+func (w *twin) keeps(i int, full bool) bool {
+	c := &w.v.Endpoints[i]
+	after, capacity := float64(c.Room.Held)+w.tokens(), float64(c.KVTokens)
+	switch {
+	case c.Endpoint.Role != kvstate.RoleBoth:
+		return full || c.Room.Held == 0 || capacity == 0 || after <= capacity
+	case capacity == 0:
+		return c.Room.Need == 0
+	}
+	return (after <= capacity/2 || c.Room.Held == 0) && after+float64(c.Room.Need) <= capacity
+}
+
+// takes is whether endpoint i may answer.
+func (w *twin) takes(i int) bool {
+	c := &w.v.Endpoints[i]
+	return c.Endpoint.Role != kvstate.RoleBoth || c.Room.Held == 0 ||
+		c.KVTokens > 0 && float64(c.Room.Held)+w.tokens()+w.out() <= float64(c.KVTokens)
+}
+
+// crowd is the endpoint that answers if none has room: one that has too much already, then one that holds least.
+func (w *twin) crowd() []Choice {
+	var all []int
+	for i := range w.v.Endpoints {
+		if w.ok(i, kvstate.RoleDecode, false) && !w.takes(i) {
+			all = append(all, i)
+		}
+	}
+	if len(all) == 0 {
+		return nil
+	}
+	slices.SortFunc(all, func(a, b int) int {
+		x, y := &w.v.Endpoints[a], &w.v.Endpoints[b]
+		over := func(c *kvstate.Candidate) int {
+			if c.Room.Need > 0 && c.Room.Held+c.Room.Need > c.KVTokens {
+				return 0
+			}
+			return 1
+		}
+		return cmp.Or(over(x)-over(y), cmp.Compare(x.Room.Held, y.Room.Held), strings.Compare(x.Endpoint.Addr, y.Endpoint.Addr))
+	})
+	return []Choice{{Prefill: -1, Decode: all[0]}}
+}
+
+// pairs returns every pair; full allows endpoints that only prefill to be full.
+func (w *twin) pairs(full bool) (pairs offers) {
 	for p := range w.v.Endpoints {
 		for d := range w.v.Endpoints {
-			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) && w.compatible(p, d) {
+			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) &&
+				w.compatible(p, d) && w.keeps(p, full) && w.takes(d) {
 				pairs.add(p, d, w.costP(p)+w.transfer(p, d)+w.costD(d))
 			}
 		}
+	}
+	return pairs
+}
+
+// pick returns every choice that Pick may make.
+func (w *twin) pick() []Choice {
+	var alone offers
+	pairs := w.pairs(false)
+	if len(pairs.prices) == 0 {
+		pairs = w.pairs(true)
 	}
 	if len(pairs.prices) > 0 && w.p.Split == SplitAlways {
 		return w.best(&pairs)
@@ -295,8 +351,12 @@ func (w *twin) pick() []Choice {
 		if len(alone.prices) > 0 {
 			break
 		}
+		if crowd := w.crowd(); desperate && crowd != nil {
+			w.other = math.Inf(1)
+			return crowd
+		}
 		for d := range w.v.Endpoints {
-			if !w.ok(d, kvstate.RoleDecode, desperate) {
+			if !w.ok(d, kvstate.RoleDecode, desperate) || !w.takes(d) && !desperate {
 				continue
 			}
 			if price, ok := w.alone(d, len(pairs.prices) > 0); ok {

@@ -227,7 +227,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	r.bookings[j.id] = b
 	prefill, d := -1, r.view.Endpoints[c.Decode].Endpoint
 	if c.Prefill < 0 {
-		b.decode = r.book(d, c.DecodeBooking(), j.Blocks)
+		b.decode = r.book(d, c.DecodeBooking(&r.view), j.Blocks)
 	} else { // D is chosen again, and counts the request then
 		p := r.view.Endpoints[c.Prefill].Endpoint
 		prefill = r.position[p]

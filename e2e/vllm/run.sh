@@ -13,6 +13,8 @@
 #              BIDIRECTIONAL  not empty: the engines hand KV over both ways, and keep answers for 40 s; go test -run TestRealTurns
 #              RANKS        data-parallel ranks behind the port of each prefill and decode engine, which then publish KV events 3000
 #                           above their ports (replay: 4000), rank by rank; go test -run TestRealRanks
+#              BOTH         not empty: each engine computes prompts and answers (kv_both), with KV memory for two long prompts;
+#                           go test -run TestRealBoth
 #              ENGINES      how many of each role; default 2
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
@@ -50,7 +52,7 @@ engine() {
   shift 2
   VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) VLLM_MOONCAKE_BOOTSTRAP_PORT=$((port + 2000)) setsid "$dir/venv/bin/vllm" serve "$dir/model" \
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
-    --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 2048 \
+    --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override "${blocks:-2048}" \
     --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
     --enable-prompt-tokens-details --enable-request-id-headers --enable-scale-out ${whole[@]+"${whole[@]}"} "$@" \
     </dev/null >"$logs/$name.log" 2>&1 &
@@ -70,6 +72,7 @@ whole=()
 case ${CONNECTOR:-} in ExampleConnector | MultiConnector) whole=(--no-enable-chunked-prefill --max-num-batched-tokens 8192) ;; esac
 stored() { echo "{\"kv_connector\":\"ExampleConnector\",\"kv_role\":\"kv_both\",\"kv_connector_extra_config\":{\"shared_storage_path\":\"$store\"}}"; }
 transfer() {
+  [ -z "${BOTH:-}" ] || set -- kv_both
   case ${CONNECTOR:-NixlConnector} in
     ExampleConnector) stored ;;
     MultiConnector) echo "{\"kv_connector\":\"MultiConnector\",\"kv_role\":\"$1\",\"kv_connector_extra_config\":{\"connectors\":[$(one NixlConnector "$1"),$(stored)]}}" ;;
@@ -85,6 +88,7 @@ ready() { wait_ready "$1" "$2" /health 600; }
 rm -rf "$store"
 mkdir -p "$store"
 export TANDEM_VLLM_STORE=$store
+[ -z "${BOTH:-}" ] || { blocks=260 && export TANDEM_VLLM_BOTH=1; }
 last=$((${ENGINES:-2} - 1))
 for i in $(seq 0 $last); do
   mapfile -t more < <(ranks "${prefill[i]}")
@@ -95,7 +99,7 @@ done
 if [ "${REFERENCE:-}" = prefill ]; then
   reference=${prefill[0]}
 else
-  engine reference "$reference"
+  blocks=2048 engine reference "$reference"
 fi
 for i in $(seq 0 $last); do
   ready "prefill-$i" "${prefill[i]}"

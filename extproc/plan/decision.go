@@ -76,6 +76,13 @@ type SidecarHeaders struct {
 	Source   string // endpoint with the longest prefix of the prompt, for a dialect that fetches prefixes
 }
 
+// bookingAfter is Decoding for a prompt that prefill computes or has computed; nil: no other endpoint did.
+func bookingAfter(prefill *kvstate.Endpoint, tokens, answer int64) kvstate.Booking {
+	b := Decoding(tokens)
+	b.From, b.Need = prefill, tokens+answer
+	return b
+}
+
 // Decoding returns the booking of the answer to a prompt of so many tokens.
 func Decoding(tokens int64) kvstate.Booking {
 	return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: tokens}

@@ -22,6 +22,9 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		if r.Why == "" {
 			r.Why = p.Unpaired(v, c.Uncached)
 		}
+		if c.Full && r.Why == "cheaper" && v.Endpoints[c.Decode].Endpoint.Role&kvstate.RolePrefill != 0 {
+			r.Why = NoRoom
+		}
 		return Alone(r, v, c, p)
 	}
 	d, why := Split(r, v, c, p)
@@ -42,6 +45,9 @@ func (p *Policy) Unpaired(v *kvstate.View, uncached int64) string {
 	}
 	return "cheaper"
 }
+
+// NoRoom is why an engine of both roles answers a request alone: there is no room to hand its KV over (docs/adr/0052).
+const NoRoom = "no_room"
 
 // short reports whether decode lacks too few tokens for a split, whatever that costs.
 func (p *Policy) short(uncached int64) bool {
@@ -78,7 +84,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 		// a traced hop has a span of its own, which the leg's filter starts
 		Inline:   p.Dialect.Inline && !p.CleanupDecode && !r.Traced,
 		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
-		Decode:   Reservation{Endpoint: decode, Booking: c.DecodeBooking()},
+		Decode:   Reservation{Endpoint: decode, Booking: c.DecodeBooking(v)},
 		Computes: prefill, // not D: pass 2 may choose another
 		Affinity: Affinity{Session: r.Session, Prefill: prefill},
 		Report:   Report{Route: "split", Prefill: prefill, Decode: decode},
@@ -123,7 +129,8 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		return nil, err
 	}
 	reason := r.Why
-	if (reason == "cheaper" || reason == "min_prefill_tokens") && r.Prefills > 0 && !r.DecodeFailed {
+	chosen := reason == "cheaper" || reason == "min_prefill_tokens" || reason == NoRoom
+	if chosen && r.Prefills > 0 && !r.DecodeFailed {
 		reason = "prefill_failed" // else it would not be planned again
 	}
 	at := c.Decode
@@ -132,7 +139,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	d := r.Decided(&Decision{
 		Leg: LegDecode, Pool: r.Pool, Endpoint: e,
 		PerTry:   p.AnswerStart(r.Streams(), r.Pool.PrefillTime(r.Tokens+v.Endpoints[at].PromptTokens, p.PerToken)),
-		Decode:   Reservation{Endpoint: e, Booking: c.DecodeBooking()},
+		Decode:   Reservation{Endpoint: e, Booking: c.DecodeBooking(v)},
 		Computes: e, Affinity: Affinity{Session: r.Session, Decode: e},
 		Report: Report{Route: "decode_alone", Reason: reason, Decode: e},
 		Ticket: r.ticket(kvtransfer.DecodeLeg, 0),
@@ -185,7 +192,7 @@ func OneHop(
 	d := r.Decided(&Decision{
 		Leg: LegDecode, Pool: r.Pool, Endpoint: e, Edits: edits, Sidecar: Sidecar(r, v, c, p, prefill),
 		PerTry: p.AnswerStart(r.Streams(), p.PrefillTimeout+r.Pool.PrefillTime(r.Tokens, p.PerToken)),
-		Decode: Reservation{Endpoint: e, Booking: c.DecodeBooking()}, Computes: e,
+		Decode: Reservation{Endpoint: e, Booking: c.DecodeBooking(v)}, Computes: e,
 		Affinity: Affinity{Session: r.Session, Prefill: at, Decode: e},
 		Report:   Report{Route: route, Reason: r.Why, Prefill: at, Decode: e},
 		Ticket:   r.ticket(kvtransfer.DecodeLeg, edits.Len(len(r.Body()))),

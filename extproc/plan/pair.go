@@ -26,7 +26,7 @@ func BothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 		Leg: LegPair, Pool: r.Pool, Endpoint: decode, Edits: edits,
 		Pair:     &Pair{Prefill: prefill, Cancel: dialect.CancelsPrefill, Plan: how},
 		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
-		Decode:   Reservation{Endpoint: decode, Booking: c.DecodeBooking()},
+		Decode:   Reservation{Endpoint: decode, Booking: bookingAfter(prefill, c.PromptTokens, c.AnswerTokens)},
 		Computes: prefill, Report: Report{Route: "pair", Prefill: prefill, Decode: decode},
 		Ticket: r.ticket(kvtransfer.PairLegs, edits.Len(len(r.Body()))),
 	})

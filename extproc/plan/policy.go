@@ -98,14 +98,13 @@ func (p *Policy) Placement() picker.Policy {
 	if p.Dialect.PairsOnly() {
 		place.Split = picker.SplitAlways
 	}
+	never := p.Alone == AloneNever || p.OnFailure == Fail
+	place.PairsOnly = p.Dialect.PairsOnly() || never && place.Split == picker.SplitAlways
 	return place
 }
 
 // MustSplit reports whether a request that can be split is never decoded alone.
-func (p *Policy) MustSplit() bool {
-	never := p.Alone == AloneNever || p.OnFailure == Fail
-	return p.Dialect.PairsOnly() || never && p.Placement().Split == picker.SplitAlways
-}
+func (p *Policy) MustSplit() bool { return p.Placement().PairsOnly }
 
 // Limits are the server's limits that all pools share.
 type Limits struct {
@@ -208,7 +207,7 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 			return nil
 		}
 	case "no_prefill", "prefill_failed", "attempts_spent", "redirects_spent", "time_spent":
-	default: // the request cannot be split
+	default: // the request cannot be split, or an engine of both roles computes its prompt (NoRoom)
 		return nil
 	}
 	switch why {

@@ -45,8 +45,9 @@ func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 // Choose chooses D among those that may pair with the prefill endpoint that holds the blocks, by the same price as in
 // pass 1: the part of the prompt (r.Hashes) that a D holds from an earlier turn need not be transferred. If the prefill
 // endpoint, or every endpoint that pairs with it, has left the pool between the hops, it chooses any other; Paired is
-// then false, and D must not get the parameters. The error is the picker's: if the endpoints that pair with P are full,
-// the request may wait for them.
+// then false, and D must not get the parameters. Likewise if no endpoint has room for the KV: then the prefill endpoint
+// answers, whose prefix cache has the prompt. The error is the picker's: if the endpoints that pair with P are full, the
+// request may wait for them.
 func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Policy) error {
 	t := h.Ticket
 	r.Excluded = t.Excluded
@@ -55,6 +56,10 @@ func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Poli
 	prefill := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	k.Policy = p.Placement()
 	i, err := k.PickDecode(&want, v, prefill)
+	if errors.Is(err, picker.ErrNoRoom) {
+		h.Decode, h.Paired = v.Endpoints[prefill].Endpoint, false
+		return nil
+	}
 	if errors.Is(err, picker.ErrNoEndpoint) && prefill >= 0 {
 		prefill = -1
 		i, err = k.PickDecode(&want, v, prefill)
@@ -65,6 +70,18 @@ func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Poli
 	h.Decode, h.Paired = v.Endpoints[i].Endpoint, prefill >= 0 && p.Dialect.Push == nil
 	return nil
 }
+
+// booking returns D's booking.
+func (h *HandOver) booking(pool *kvstate.Pool) kvstate.Booking {
+	prefill := pool.Endpoint(h.Ticket.Prefill)
+	if prefill == h.Decode {
+		prefill = nil // it fetches nothing
+	}
+	return bookingAfter(prefill, h.Ticket.PromptTokens, h.Ticket.AnswerTokens)
+}
+
+// AtPrefill reports whether the endpoint that computed the prompt answers the request itself.
+func (h *HandOver) AtPrefill() bool { return h.Decode.Addr == h.Ticket.Prefill }
 
 // Restores reports whether D's body is made from the client's, and not from the prefill leg's: D may continue after
 // P's first token, or gets a completion with P's token ids.
@@ -87,7 +104,7 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 	d := r.Decided(&Decision{
 		Leg: LegDecode, Pool: r.Pool, Endpoint: e, Edits: t.Undo,
 		PerTry: p.AnswerStart(t.Stream, r.Pool.PrefillTime(t.PromptTokens, p.PerToken)),
-		Decode: Reservation{Endpoint: e, Booking: Decoding(t.PromptTokens)}, Affinity: Affinity{t.Session, nil, e},
+		Decode: Reservation{Endpoint: e, Booking: h.booking(r.Pool)}, Affinity: Affinity{t.Session, nil, e},
 	})
 	if len(r.Hashes) > 0 {
 		d.Computes = e

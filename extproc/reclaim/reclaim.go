@@ -41,6 +41,7 @@ const (
 	Replanned    = "replanned"     // P answered so late that another endpoint had been asked
 	DecodeFailed = "decode_failed" // possibly after it fetched
 	AnswerCut    = "answer_cut"    // P's answer was cut off: its parameters are unknown
+	NoRoom       = "no_room"       // no other endpoint had room for the KV, so P answers
 )
 
 // Observer counts the results of hand-overs.
@@ -141,6 +142,18 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	r.Observer.Orphaned(t.Pool, t.Prefill, why)
 	if h := r.records.take(t.ID); h != nil {
 		r.enqueue(t.ID, requestID, h)
+	}
+}
+
+// Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself. Nobody gets the parameters.
+func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte) {
+	if !r.Enabled(t.Pool) {
+		r.Observer.Orphaned(t.Pool, t.Prefill, NoRoom)
+		return
+	}
+	r.Record(t, requestID, params, t.Prefill, true)
+	if h := r.records.take(t.ID); h != nil {
+		r.orphaned(t.ID, requestID, h, NoRoom)
 	}
 }
 

@@ -184,6 +184,7 @@ func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
 	b := kvstate.Booked{
 		Requests: count(l.GetRequests()), PromptTokens: count(l.GetPromptTokens()),
 		Jobs: count(l.GetJobs()), Work: micros(l.GetWorkUs()), Lead: micros(min(l.GetLeadUs(), l.GetWorkUs())),
+		Room: kvstate.Room{Held: count(l.GetHeld()), Need: count(l.GetNeed())},
 	}
 	if b.Jobs > 0 {
 		b.Since = at.Add(-micros(l.GetLeadAgeUs()))

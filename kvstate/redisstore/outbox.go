@@ -336,6 +336,7 @@ func loadOf(address uint32, l *kvstate.Booked, now time.Time) *statev1.Load {
 	out := &statev1.Load{
 		Address: address, Requests: l.Requests, PromptTokens: l.PromptTokens,
 		Jobs: l.Jobs, WorkUs: l.Work.Microseconds(), LeadUs: l.Lead.Microseconds(),
+		Held: l.Room.Held, Need: l.Room.Need,
 	}
 	if l.Jobs > 0 {
 		out.LeadAgeUs = min(max(now.Sub(l.Since), 0), l.Lead).Microseconds()

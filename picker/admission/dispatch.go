@@ -224,6 +224,8 @@ func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough
 		return false
 	case err != nil:
 		return true
+	case c.NoRoom && k.Late:
+		return false
 	}
 	return !k.Late || c.Prefill < 0 || queued(v, c.Prefill) < enough
 }

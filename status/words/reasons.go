@@ -56,6 +56,8 @@ func failing(reason string) string {
 	switch reason {
 	case "no_prefill":
 		return "no prefill endpoint could take it: they failed, are paused, or pair with no decode endpoint that works"
+	case "no_room":
+		return "no pair of engines of both roles had room for its KV, so one engine computed the prompt and answered"
 	case "prefill_failed":
 		return "its prefill failed, so decode computed the prompt, too"
 	case "direct_calls_spent":

@@ -1190,7 +1190,8 @@ type Pool struct {
 	// When a request that can be split is decoded alone: never, fallback or byCost. never: it gets 503 if no prefill
 	// endpoint can take it. fallback: only in that case. byCost: also if it costs less (split auto). Requests that cannot
 	// be split are always decoded alone. With onPrefillFailure fail, no request is decoded alone because prefill failed
-	// or is missing. Default: byCost with split auto; with split always never, or fallback with onPrefillFailure
+	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over
+	// (docs/decision.md). Default: byCost with split auto; with split always never, or fallback with onPrefillFailure
 	// decodeAlone.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
 	// Most prefill legs for one request. Range: 1 to 5. Default 3.

@@ -1005,7 +1005,10 @@ type Load struct {
 	LeadUs    int64 `protobuf:"varint,6,opt,name=lead_us,json=leadUs,proto3" json:"lead_us,omitempty"`
 	LeadAgeUs int64 `protobuf:"varint,7,opt,name=lead_age_us,json=leadAgeUs,proto3" json:"lead_age_us,omitempty"`
 	// Unfinished work of a decode endpoint on prompts that it computes itself.
-	LocalUs       int64 `protobuf:"varint,8,opt,name=local_us,json=localUs,proto3" json:"local_us,omitempty"`
+	LocalUs int64 `protobuf:"varint,8,opt,name=local_us,json=localUs,proto3" json:"local_us,omitempty"`
+	// Tokens of KV that hand-overs hold there, and those of the largest request that it answers or will.
+	Held          int64 `protobuf:"varint,9,opt,name=held,proto3" json:"held,omitempty"`
+	Need          int64 `protobuf:"varint,10,opt,name=need,proto3" json:"need,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1092,6 +1095,20 @@ func (x *Load) GetLeadAgeUs() int64 {
 func (x *Load) GetLocalUs() int64 {
 	if x != nil {
 		return x.LocalUs
+	}
+	return 0
+}
+
+func (x *Load) GetHeld() int64 {
+	if x != nil {
+		return x.Held
+	}
+	return 0
+}
+
+func (x *Load) GetNeed() int64 {
+	if x != nil {
+		return x.Need
 	}
 	return 0
 }
@@ -1753,7 +1770,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\vTokenBlocks\x12\x12\n" +
 	"\x04size\x18\x01 \x01(\rR\x04size\x12\x12\n" +
 	"\x04from\x18\x02 \x01(\rR\x04from\x12\x16\n" +
-	"\x06hashes\x18\x03 \x03(\x06R\x06hashes\"\xe2\x01\n" +
+	"\x06hashes\x18\x03 \x03(\x06R\x06hashes\"\x8a\x02\n" +
 	"\x04Load\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x1a\n" +
 	"\brequests\x18\x02 \x01(\x03R\brequests\x12#\n" +
@@ -1762,7 +1779,10 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\awork_us\x18\x05 \x01(\x03R\x06workUs\x12\x17\n" +
 	"\alead_us\x18\x06 \x01(\x03R\x06leadUs\x12\x1e\n" +
 	"\vlead_age_us\x18\a \x01(\x03R\tleadAgeUs\x12\x19\n" +
-	"\blocal_us\x18\b \x01(\x03R\alocalUs\":\n" +
+	"\blocal_us\x18\b \x01(\x03R\alocalUs\x12\x12\n" +
+	"\x04held\x18\t \x01(\x03R\x04held\x12\x12\n" +
+	"\x04need\x18\n" +
+	" \x01(\x03R\x04need\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
 	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe0\x04\n" +

@@ -1,0 +1,87 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Engines that are P and D at once, with memory for little more than two prompts each, and more requests than that:
+// each engine would hold prompts for the others until none could fetch (docs/adr/0052). All are answered, with the
+// right text, and no engine holds anything in the end.
+func TestBothRoles(t *testing.T) {
+	for _, c := range []struct {
+		name     string
+		engines  int
+		replicas int
+		pool     string
+		tokens   int
+		requests int
+	}{
+		{"four requests", 2, 1, "  split: always\n  binding: immediate\n", 1900, 4},
+		{"two, always, immediate", 2, 1, "  split: always\n  binding: immediate\n", 1900, 16},
+		{"two, auto, immediate", 2, 1, "  split: auto\n  binding: immediate\n", 1900, 16},
+		{"two, always, late", 2, 1, "  split: always\n  binding: late\n", 1900, 16},
+		{"two, auto, late", 2, 1, "  split: auto\n  binding: late\n", 1900, 16},
+		{"three, always, immediate", 3, 1, "  split: always\n  binding: immediate\n", 1900, 24},
+		{"three, always, late", 3, 1, "  split: always\n  binding: late\n", 1900, 24},
+		{"many short ones", 2, 1, "  split: always\n  binding: immediate\n", 300, 64},
+		{"two replicas, immediate", 2, 2, "  split: always\n  binding: immediate\n", 1900, 16},
+		{"two replicas, late", 3, 2, "  split: always\n  binding: late\n", 1900, 24},
+		{"never alone, immediate", 2, 1, "  split: always\n  decodeAlone: never\n  binding: immediate\n", 1900, 16},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			o := options{
+				prefills: c.engines, replicas: c.replicas,
+				engineArgs: []string{"--role", "both", "--blocks", "261", "--prefill-speed", "6000", "--decode-step", "2ms", "--lease", "5s"},
+			}
+			o.pools = "pools:\n- name: chat\n  models: [\"*\"]\n  kvTransfer: nixl\n" + c.pool + "  endpoints:\n" +
+				strings.Repeat("  - {address: %P, role: both}\n", c.engines)
+			if c.replicas > 1 {
+				r := startRedis(t)
+				o.top, o.madeKeys = r.yaml(), true
+			}
+			f := start(t, o)
+			if c.replicas > 1 {
+				f.allReplicas(c.replicas)
+			}
+			for _, admin := range f.admins { // the engines have said how much memory they have
+				soon(t, "metrics are read", func() bool {
+					return metric(t, admin, "tandem_scrapes_total", `result="ok"`) >= float64(c.engines) || c.replicas > 1
+				})
+			}
+			require.NoError(t, f.fill(c.requests, c.tokens))
+			t.Logf("%v split, %v alone", f.sum("tandem_decisions_total", `route="split"`), f.sum("tandem_decisions_total", `route="decode_alone"`))
+			require.Positive(t, f.sum("tandem_decisions_total", `route="split"`))
+		})
+	}
+}
+
+// fill sends so many requests at once, every second one for a stream, and compares the answers with an engine's own.
+func (f *fleet) fill(n, tokens int) error {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	failed := make(chan error, n)
+	body := func(i int) string { return question(fmt.Sprintf("both-%d", i), tokens) }
+	f.burst(n, func(i int) answer {
+		text := body(i)
+		if i%2 == 1 {
+			text = `{"stream":true,` + text[1:]
+		}
+		a, err := f.try(ctx, "POST", "/v1/chat/completions", text)
+		if err == nil && a.status != 200 || strings.Contains(a.body, `"error"`) {
+			err = fmt.Errorf("request %d: status %d: %.300s", i, a.status, a.body)
+		}
+		failed <- err
+		return a
+	})
+	for range n {
+		if err := <-failed; err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,118 @@
+// Package kvroom accounts for the KV memory of an engine that hand-overs need (docs/adr/0052): what prompts hold that
+// it computed, or will compute, for others, until they have fetched them; and the room for what it answers itself.
+package kvroom
+
+import (
+	"cmp"
+	"math"
+	"slices"
+	"sync"
+	"sync/atomic"
+)
+
+// Room is the account of one engine. The zero value is an engine without requests. It is safe for concurrent use.
+type Room struct {
+	held atomic.Int64
+	need atomic.Int64
+
+	mu     sync.Mutex
+	claims []claim // by slot
+	free   []int32 // slots that nobody has
+	order  []int32 // scratch
+}
+
+// claim is one request that the engine answers, or will.
+type claim struct {
+	need  int64
+	held  int64 // in the memory of from
+	from  *Room // which computes or keeps the prompt's KV; nil: none, or it was fetched
+	since int64 // when the request was sent here, Unix ns; coming: it was not yet
+}
+
+const coming = math.MaxInt64
+
+// grain is what tokens are rounded up to: engines give memory in blocks of 16 to 64 tokens.
+const grain = 64
+
+func grains(tokens int64) int64 { return (max(tokens, 0) + grain - 1) &^ (grain - 1) }
+
+// Held returns the tokens of KV that hand-overs hold here: from the choice of this engine to compute the prompt, until
+// the KV is known to have been fetched.
+func (r *Room) Held() int64 { return r.held.Load() }
+
+// Need returns the tokens of the largest request that the engine answers, or will.
+func (r *Room) Need() int64 { return r.need.Load() }
+
+// Claim records a request that the engine answers, with the tokens that it needs at most at a time, and that the KV of
+// its prompt, of so many tokens, is kept by from until the engine has fetched it; nil: by nobody. since is when the
+// request was sent here, Unix ns; 0: it will be sent later. [Room.Release] must follow, with the slot.
+func (r *Room) Claim(need int64, from *Room, held, since int64) (slot int32) {
+	c := claim{need: grains(need), from: from, since: cmp.Or(since, coming)}
+	if from != nil {
+		c.held = grains(held)
+		from.held.Add(c.held)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := len(r.free); n > 0 {
+		slot, r.free = r.free[n-1], r.free[:n-1]
+		r.claims[slot] = c
+	} else {
+		slot = int32(len(r.claims))
+		r.claims = append(r.claims, c)
+	}
+	r.need.Store(max(r.need.Load(), c.need))
+	return slot
+}
+
+// Release ends a claim.
+func (r *Room) Release(slot int32) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	c := &r.claims[slot]
+	c.fetched()
+	gone := c.need
+	*c = claim{}
+	r.free = append(r.free, slot)
+	if gone > 0 && gone == r.need.Load() {
+		most := int64(0)
+		for i := range r.claims {
+			most = max(most, r.claims[i].need)
+		}
+		r.need.Store(most)
+	}
+}
+
+// fetched ends what the claim holds elsewhere.
+func (c *claim) fetched() bool {
+	if c.from == nil {
+		return false
+	}
+	c.from.held.Add(-c.held)
+	c.from, c.held = nil, 0
+	return true
+}
+
+// Waiting learns from the engine's report that so many of its requests wait outside its batch. Engines fetch KV first
+// come, first served, so the others have fetched theirs: of those that were sent before a time, Unix ns, all but the
+// latest. A request that was sent later may not have been there yet. It reports whether anything changed.
+func (r *Room) Waiting(n, before int64) (changed bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.order = r.order[:0]
+	for i := range r.claims {
+		if c := &r.claims[i]; c.from != nil && c.since != coming {
+			r.order = append(r.order, int32(i))
+		}
+	}
+	if int64(len(r.order)) <= n {
+		return false
+	}
+	slices.SortFunc(r.order, func(a, b int32) int { return cmp.Compare(r.claims[a].since, r.claims[b].since) })
+	for _, i := range r.order[:int64(len(r.order))-n] {
+		if c := &r.claims[i]; c.since < before {
+			changed = c.fetched() || changed
+		}
+	}
+	return changed
+}

@@ -1,0 +1,92 @@
+package kvroom
+
+import (
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/internal/budget"
+)
+
+// A prompt holds memory of P from pass 1 on, until D is known to have fetched it, or the request is over.
+func TestRoom(t *testing.T) {
+	var p, d Room
+	coming := d.Claim(1100, &p, 1000, 0)
+	require.Equal(t, []int64{1024, 0, 0, 1152}, []int64{p.Held(), p.Need(), d.Held(), d.Need()})
+	sent := d.Claim(1100, &p, 1000, 50) // pass 2 claims before it releases
+	d.Release(coming)
+	require.Equal(t, []int64{1024, 1152}, []int64{p.Held(), d.Need()})
+	require.True(t, d.Waiting(0, 100))
+	require.Equal(t, []int64{0, 1152}, []int64{p.Held(), d.Need()}, "fetched, and answered still")
+	d.Release(sent)
+	require.Equal(t, []int64{0, 0}, []int64{p.Held(), d.Need()})
+}
+
+// All but the latest of those that wait have been fetched, if they were sent before the last report but one.
+func TestWaiting(t *testing.T) {
+	var p, q, d Room
+	alone := d.Claim(5000, nil, 0, 1)
+	d.Claim(64, &p, 64, 30)
+	d.Claim(64, &q, 640, 10)
+	d.Claim(64, &p, 6400, 20)
+	d.Claim(64, &p, 64000, 0) // in pass 1
+	require.False(t, d.Waiting(3, 100), "as many wait")
+	require.True(t, d.Waiting(2, 100))
+	require.Equal(t, []int64{64 + 6400 + 64000, 0}, []int64{p.Held(), q.Held()}, "the first")
+	require.False(t, d.Waiting(1, 20), "sent too late to be sure")
+	require.True(t, d.Waiting(0, 25))
+	require.Equal(t, int64(64+64000), p.Held())
+	d.Release(alone)
+	require.Equal(t, int64(64), d.Need())
+}
+
+// Whatever comes and goes, nothing is left, and the sums are those of the claims.
+func TestSums(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	rooms := make([]Room, 3)
+	type open struct {
+		at   int
+		slot int32
+		need int64
+	}
+	var all []open
+	for range 5000 {
+		if len(all) > 0 && r.IntN(2) == 0 {
+			i := r.IntN(len(all))
+			rooms[all[i].at].Release(all[i].slot)
+			all[i] = all[len(all)-1]
+			all = all[:len(all)-1]
+		} else {
+			at, need := r.IntN(3), 64*r.Int64N(100)
+			all = append(all, open{at, rooms[at].Claim(need, &rooms[(at+1)%3], need, r.Int64N(100)), need})
+		}
+		if r.IntN(10) == 0 {
+			rooms[r.IntN(3)].Waiting(r.Int64N(20), r.Int64N(100))
+		}
+		most, held := [3]int64{}, [3]int64{}
+		for _, o := range all {
+			most[o.at] = max(most[o.at], o.need)
+			held[(o.at+1)%3] += o.need
+		}
+		for i := range rooms {
+			require.Equal(t, most[i], rooms[i].Need())
+			require.LessOrEqual(t, rooms[i].Held(), held[i])
+			require.GreaterOrEqual(t, rooms[i].Held(), int64(0))
+		}
+	}
+	for _, o := range all {
+		rooms[o.at].Release(o.slot)
+	}
+	for i := range rooms {
+		require.Zero(t, rooms[i].Held()+rooms[i].Need())
+	}
+}
+
+func TestClaimAlloc(t *testing.T) {
+	var p, d Room
+	for range 100 {
+		d.Claim(64, &p, 64, 1)
+	}
+	budget.Allocs(t, 100, 0, func() { d.Release(d.Claim(64, &p, 64, 1)) })
+}
