@@ -29,9 +29,9 @@ var arrows = map[string][]string{
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
 	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback", "e2e/redisserver"},                                                                      // the last three in tests
-	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                                                                   // the last in tests
-	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback", "e2e/redisserver"}, // the last two in tests
+	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback", "e2e/redisserver"},                                                                                                   // the last three in tests
+	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                                                                                                // the last in tests
+	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "kvstate/redisstore/roster", "protos/state/v1", "e2e/loopback", "e2e/redisserver"}, // the last two in tests
 	"kvstate/redisstore/decode":      {"protos/state/v1"},
 	"kvstate/redisstore/lag":         {},
 	"kvstate/redisstore/redisclient": {},
@@ -40,8 +40,9 @@ var arrows = map[string][]string{
 	"internal/zmtp":                  {"internal/guard"},
 	"kvstate/notices":                {"internal/zmtp"},
 	"kvstate/tokenize":               {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/operator":               {"internal/guard", "kvstate", "kvstate/redisstore", "e2e/redisserver"}, // the last in tests
-	"kvstate/membership":             {"kvstate", "kvstate/redisstore", "e2e/redisserver"},                   // all but the second in tests
+	"kvstate/redisstore/roster":      {"protos/state/v1"},
+	"kvstate/operator":               {"internal/guard", "kvstate", "kvstate/redisstore", "kvstate/redisstore/roster", "e2e/redisserver"},                    // the last in tests
+	"kvstate/membership":             {"internal/guard", "kvstate", "kvstate/redisstore", "kvstate/redisstore/roster", "protos/state/v1", "e2e/redisserver"}, // the second, and the last two in tests
 	"picker":                         {"kvstate"},
 	"picker/admission":               {"kvstate", "picker"},
 	"replay":                         {"kvstate", "picker", "picker/admission"},
@@ -112,10 +113,10 @@ var guarded = map[string][]string{
 	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
 	"google.golang.org/grpc":     {"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
-	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator"},
+	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)"},
 	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
 	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "internal/gatewayextension (test)", "deploy (test)", "docs (test)"},
-	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "kvstate/redisstore/decode", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
+	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.

@@ -139,25 +139,6 @@ func TestSuccessors(t *testing.T) {
 	require.Len(t, *published, 3, "two of one slot: one of them chooses again")
 }
 
-// What is no address is left out: Envoys would refuse it.
-func TestOnlyAddresses(t *testing.T) {
-	for text, good := range map[string]bool{
-		`{"extProc": "10.0.0.1:9002", "replan": "10.0.0.1:9003"}`:             true,
-		`{"extProc": "[fd00::1]:9002", "replan": "[fd00::1]:1"}`:              true,
-		`{"extProc": "0.0.0.0:9002", "replan": "10.0.0.1:9003"}`:              false,
-		`{"extProc": "10.0.0.1:0", "replan": "10.0.0.1:9003"}`:                false,
-		`{"extProc": "replica:9002", "replan": "replica:9003"}`:               false,
-		`{"extProc": "10.0.0.1:9002"}`:                                        false,
-		`{"extProc": "10.0.0.1:9002", "replan": "10.0.0.1:9003", "slot": 2}`:  false,
-		`{"extProc": "10.0.0.1:9002", "replan": "10.0.0.1:9003", "slot": -1}`: false,
-		`{}`: false,
-		`[`:  false,
-	} {
-		_, err := (&Members{o: Options{Slots: 2}}).parse(text)
-		require.Equal(t, good, err == nil, text)
-	}
-}
-
 // Envoys reach a replica at --advertise, where it listens, or where it connects to Redis from.
 func TestSelf(t *testing.T) {
 	for _, c := range []struct{ listen, host, redis, want string }{
@@ -182,16 +163,27 @@ type running struct {
 	list []Replica
 	full bool
 	stop func()
+
+	store *redisstore.Store
 }
 
-func start(t *testing.T, redis string, self Replica) *running {
+func start(t *testing.T, redis string, self Replica) *running { return run(t, redis, self, false) }
+
+// startWithBridge starts a replica that former ones know, too.
+func startWithBridge(t *testing.T, redis string, self Replica) *running {
+	return run(t, redis, self, true)
+}
+
+func run(t *testing.T, redis string, self Replica, bridge bool) *running {
 	t.Helper()
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, nil)
-	store, err := redisstore.New(redisstore.Options{URL: "redis://" + redis, Lease: 10 * time.Second}, state)
+	store, err := redisstore.New(redisstore.Options{
+		URL: "redis://" + redis, Lease: 10 * time.Second, Name: "new:9090",
+	}, state)
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return store.Join(t.Context(), 2*time.Second) == nil }, soon, time.Millisecond)
-	r := &running{}
+	r := &running{store: store}
 	m := New(store, Options{Self: func(context.Context) (Replica, error) { return self, nil },
 		Slots: 2, Every: 20 * time.Millisecond, Hold: 100 * time.Millisecond, Changed: func(l []Replica, _ error) {
 			r.mu.Lock()
@@ -205,6 +197,10 @@ func start(t *testing.T, redis string, self Replica) *running {
 	ctx, cancel := context.WithCancel(context.Background())
 	var group sync.WaitGroup
 	group.Go(func() { store.Run(ctx) })
+	if bridge {
+		b := NewBridge(ctx, store)
+		group.Go(func() { b.Run(ctx) })
+	}
 	group.Go(func() { m.Run(ctx) })
 	r.stop = sync.OnceFunc(func() { cancel(); group.Wait(); _ = store.Close() })
 	t.Cleanup(r.stop)
