@@ -20,7 +20,6 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
-	"tandem/kvstate/membership"
 	"tandem/kvstate/notices"
 	"tandem/kvstate/operator"
 	"tandem/kvstate/redisstore"
@@ -45,7 +44,6 @@ type fleet struct {
 	scraper    *scrape.Scraper
 	store      *redisstore.Store  // nil: there is no Redis
 	operator   *operator.Operator // of orders and questions that are for all replicas; nil: there is no Redis
-	bridge     *membership.Bridge // to replicas of the release before; nil until this one has joined
 	keys       *kvtransfer.Keys
 	health     *healthLog
 	noSlot     atomic.Bool           // envoy.replicas: redis names other replicas to Envoys, and not this one

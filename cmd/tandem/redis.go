@@ -68,7 +68,6 @@ func (f *fleet) join(ctx context.Context, log *slog.Logger) {
 	if err := f.store.Join(ctx, joinTime); err != nil {
 		log.Warn("starting without redis", "err", err)
 	}
-	f.bridge = membership.NewBridge(ctx, f.store)
 	if err := f.operator.Sync(ctx); err != nil {
 		log.Warn("starting without the orders of other replicas", "err", err)
 	}
@@ -158,14 +157,17 @@ func (f *fleet) share(ctx context.Context, log *slog.Logger) {
 	if len(f.synced) > 0 {
 		f.join(ctx, log)
 	}
-	close(f.joined)
-	if f.store != nil {
-		var running sync.WaitGroup
-		running.Go(func() { f.operator.Run(ctx) })
-		running.Go(func() { f.bridge.Run(ctx) })
-		guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
-		running.Wait()
+	if f.store == nil {
+		close(f.joined)
+		return
 	}
+	bridge := membership.NewBridge(ctx, f.store)
+	close(f.joined)
+	var running sync.WaitGroup
+	running.Go(func() { f.operator.Run(ctx) })
+	running.Go(func() { bridge.Run(ctx) })
+	guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
+	running.Wait()
 }
 
 func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {

@@ -128,7 +128,8 @@ func (p *poolReplica) joinOnce(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	alone := !slices.ContainsFunc(slices.Collect(maps.Values(p.members)), func(m *remoteReplica) bool { return !m.starting })
+	others := slices.Collect(maps.Values(p.members))
+	alone := !slices.ContainsFunc(others, func(m *remoteReplica) bool { return !m.starting })
 	p.joined, p.gapless = true, gapless
 	p.sync.wanted = p.sync.wanted && !alone
 	return nil

@@ -152,8 +152,8 @@ type reading struct {
 
 func newPoolReplica(s *Store, pool string) *poolReplica {
 	p := &poolReplica{
-		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{}, members: map[uint64]*remoteReplica{},
-		resum: map[string]struct{}{},
+		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{},
+		members: map[uint64]*remoteReplica{}, resum: map[string]struct{}{},
 	}
 	p.snapshots = snapshots{p: p, due: make(chan struct{}, 1)}
 	p.ids.Store(&[]uint64{s.replica})
