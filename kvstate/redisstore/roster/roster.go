@@ -15,7 +15,7 @@ import (
 
 // Member is the record of one replica. Each publishes its own with its leases (statev1.Member).
 type Member struct {
-	Replica         uint64    // its number, when it started in milliseconds since 1970, and 20 random bits
+	Replica         uint64    // when it started in milliseconds since 1970, and 20 random bits
 	Name            string    // for people
 	Version         string    // its release; empty: one that kept records of its own
 	Slot            int       // among the replicas that Envoys know; -1: none
@@ -186,7 +186,7 @@ func (r *Roster) Load(all []*statev1.Member) {
 	}
 }
 
-// Record returns the record as it is published.
+// Record returns a record as it is published.
 func Record(m *Member) *statev1.Member {
 	return &statev1.Member{
 		Name: m.Name, Version: m.Version, Slot: uint32(m.Slot + 1), ExtProc: m.ExtProc, Replan: m.Replan,
