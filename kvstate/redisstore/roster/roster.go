@@ -1,7 +1,7 @@
 // Package roster has the record of each replica: its name, release, slot, addresses, and when it last reported. Each
-// replica publishes its own with its leases (package redisstore); the status page, operators' questions and Envoys' list
-// of replicas read them here. A record stays for an hour after the replica's last lease, and snapshots hand it on, so
-// that a replica that died has a name for people.
+// replica publishes its own with its leases (package redisstore); the status page, operators' questions and Envoys'
+// list of replicas read them here. A record stays for an hour after the replica's last lease, and snapshots hand it on,
+// so that a replica that died has a name for people.
 package roster
 
 import (
