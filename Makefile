@@ -67,7 +67,7 @@ bench-go: ## Go benchmarks of all packages
 e2e-failures: tools ## the failure matrix, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (8 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
 
-attack: tools ## attacks on the gRPC port, 6 s each, and large bodies from many clients: the tables of docs/security.md (5 minutes)
+attack: tools ## attacks on the gRPC port, 6 s each, and large bodies from many clients: the table of docs/figures/attacks.csv (5 minutes)
 	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies' -v ./e2e
 
 speed: tools ## what is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes)
