@@ -137,7 +137,7 @@ var arrows = map[string][]string{
 	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},
 	"docs":                        {"internal/config (test)", "protos/config/v1 (test)"},
-	"internal/grpcserver":         {"internal/memory"},                                   // knows gRPC, not Envoy
+	"internal/grpcserver":         {"internal/memory"}, // knows gRPC, not Envoy
 	"internal/livecheck": {
 		"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1",
 		"e2e/loopback (test)",
