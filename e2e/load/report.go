@@ -20,8 +20,6 @@ type report struct {
 	Missing  []string // tools, and the cases left out for them
 	Results  []result
 	Configs  []configText
-
-	previous *report // of the last run; nil: none
 }
 
 // result is one case. CPU is milliseconds per request, memory MiB.
@@ -81,8 +79,7 @@ func (r *report) write(dir string) (string, error) {
 		return "", err
 	}
 	if err := page.Execute(out,
-		map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary(), "Changes": r.changes(), "Last": r.previous,
-			"NotCompared": r.notCompared(), "Noise": noise}); err != nil {
+		map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary()}); err != nil {
 		return "", fmt.Errorf("writing the report: %w", err)
 	}
 	return file, nil
