@@ -78,8 +78,7 @@ func (r *report) write(dir string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := page.Execute(out,
-		map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary()}); err != nil {
+	if err := page.Execute(out, map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary()}); err != nil {
 		return "", fmt.Errorf("writing the report: %w", err)
 	}
 	return file, nil
