@@ -56,6 +56,7 @@ type Members struct {
 	self    Replica               // its slot is -1 if it has none
 	found   bool                  // self has its addresses
 	full    bool                  // the last choice found no slot
+	lost    time.Time             // when the others last did not know this one, since Redis took nothing for a lease
 	seen    map[Replica]time.Time // when each was last known to live
 	list    []Replica             // as published
 	known   bool                  // a list was published
@@ -101,7 +102,9 @@ func (m *Members) look(ctx context.Context) ([]Replica, error) {
 		m.self, m.found = self, true
 	}
 	others, ids := m.redis.Roster.Others(), m.redis.Living()
-	_, published := m.redis.Roster.Self()
+	if _, published := m.redis.Roster.Self(); !published.IsZero() && time.Since(published) >= m.redis.Lease {
+		m.lost = time.Now()
+	}
 	var older, younger []Replica
 	for _, id := range ids {
 		r, found := others[id]
@@ -113,7 +116,7 @@ func (m *Members) look(ctx context.Context) ([]Replica, error) {
 			younger = append(younger, Replica{r.Slot, r.ExtProc, r.Replan})
 		}
 	}
-	m.choose(older, younger, time.Since(published) < m.redis.Lease)
+	m.choose(older, younger, time.Since(m.lost) >= 3*m.o.Every) // by then the others' batches are read
 	m.redis.Roster.Edit(func(self *roster.Member) {
 		self.Slot, self.ExtProc, self.Replan = m.self.Slot, m.self.ExtProc, m.self.Replan
 	})

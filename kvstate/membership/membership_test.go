@@ -9,6 +9,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -16,6 +17,8 @@ import (
 	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/redisstore/roster"
+	statev1 "tandem/protos/state/v1"
 )
 
 // soon is how long tests wait for an event, on a machine that may stand still for seconds.
@@ -120,6 +123,43 @@ func TestSlots(t *testing.T) {
 		m := &Members{o: Options{Slots: 4}, self: Replica{Slot: c.has}}
 		m.choose(c.older, c.younger, c.known)
 		require.Equal(t, c.want, m.self.Slot, name)
+	}
+}
+
+// A replica that Redis took nothing from for a lease leaves its slot to one that has taken it meanwhile. Otherwise it keeps
+// it: the younger one chooses again.
+func TestASlotIsLostWithTheLease(t *testing.T) {
+	for name, c := range map[string]struct {
+		away time.Duration
+		want int
+	}{"for less than a lease": {2 * time.Second, 0}, "for longer": {4 * time.Second, 1}} {
+		synctest.Test(t, func(t *testing.T) {
+			store, err := redisstore.New(redisstore.Options{URL: "redis://127.0.0.1:1", Lease: 3 * time.Second}, kvstate.New(kvstate.Options{}))
+			require.NoError(t, err)
+			defer store.Close()
+			m := New(store, Options{Slots: 2, Full: func(bool) {}, Self: func(context.Context) (Replica, error) { return replicaAt(1), nil }})
+			all, younger := m.redis.Roster, m.redis.Replica+1
+			living := []uint64{m.redis.Replica}
+			m.redis.Living = func() []uint64 { return slices.Clone(living) }
+			look := func() int {
+				_, err := m.look(t.Context())
+				require.NoError(t, err)
+				self, _ := all.Self()
+				return self.Slot
+			}
+			published := func() { all.Took(all.AddTo(&statev1.Batch{}, 0), time.Now()) }
+			require.Equal(t, 0, look())
+			published()
+			for range int(c.away / time.Second) {
+				time.Sleep(time.Second)
+				require.Equal(t, 0, look())
+			}
+			published() // and the younger one's batch is read a moment later
+			require.Equal(t, 0, look())
+			living = append(living, younger)
+			all.Add(roster.Member{Replica: younger, Version: "1", Slot: 0, ExtProc: "10.0.0.2:9002", Replan: "10.0.0.2:9003", Heard: time.Now()})
+			require.Equal(t, c.want, look(), name)
+		})
 	}
 }
 
