@@ -22,18 +22,23 @@ import (
 const module = "tandem"
 
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
-// nothing points back. A new package needs a row.
+// nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                        {"kvstate/kvloads", "kvstate/kvroom", "kvstate/prefixindex", "kvstate/receivebuffer"},
-	"kvstate/kvloads":                {},
-	"kvstate/kvroom":                 {"internal/budget"}, // in tests
-	"kvstate/prefixindex":            {},
-	"kvstate/receivebuffer":          {},
-	"kvstate/enginehttp":             {"kvstate"},
-	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/kvevents":               {"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore", "e2e/loopback", "e2e/redisserver"},                                                                      // the last three in tests
-	"kvstate/registrations":          {"internal/zmtp", "e2e/loopback"},                                                                                                                                                                   // the last in tests
-	"kvstate/redisstore":             {"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag", "kvstate/redisstore/redisclient", "protos/state/v1", "e2e/loopback", "e2e/redisserver"}, // the last two in tests
+	"kvstate":               {"kvstate/prefixindex", "kvstate/receivebuffer"},
+	"kvstate/prefixindex":   {},
+	"kvstate/receivebuffer": {},
+	"kvstate/enginehttp":    {"kvstate"},
+	"kvstate/discovery":     {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/kvevents": {
+		"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore (test)",
+		"e2e/loopback (test)", "e2e/redisserver (test)",
+	},
+	"kvstate/registrations": {"internal/zmtp", "e2e/loopback (test)"},
+	"kvstate/redisstore": {
+		"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag",
+		"kvstate/redisstore/redisclient", "kvstate/redisstore/roster", "protos/state/v1", "e2e/loopback (test)",
+		"e2e/redisserver (test)",
+	},
 	"kvstate/redisstore/decode":      {"protos/state/v1"},
 	"kvstate/redisstore/lag":         {},
 	"kvstate/redisstore/redisclient": {},
@@ -42,84 +47,157 @@ var arrows = map[string][]string{
 	"internal/zmtp":                  {"internal/guard"},
 	"kvstate/notices":                {"internal/zmtp"},
 	"kvstate/tokenize":               {"internal/guard", "kvstate", "kvstate/enginehttp"},
-	"kvstate/operator":               {"internal/guard", "kvstate", "kvstate/redisstore", "e2e/redisserver"}, // the last in tests
-	"kvstate/membership":             {"kvstate", "kvstate/redisstore", "e2e/redisserver"},                   // all but the second in tests
-	"picker":                         {"kvstate"},
-	"picker/admission":               {"kvstate", "picker"},
-	"replay":                         {"kvstate", "picker", "picker/admission"},
-	"extproc/openai":                 {},
-	"extproc/telemetry":              {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
-	"extproc/envoywire":              {"extproc/openai", "extproc/envoywire/wiretest"},
-	"extproc/envoywire/wiretest":     {},                                                                  // for tests
-	"extproc/kvtransfer":             {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
-	"extproc/plan":                   {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
-	"extproc/reclaim":                {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
-	"extproc/latebinding":            {"extproc/kvtransfer", "extproc/openai", "extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission"}, // the first two in tests
-	"extproc/answer":                 {"extproc/kvtransfer", "extproc/openai"},
-	"extproc/concurrent":             {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
-	"extproc/endpointpicker":         {"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
-	"extproc/paths":                  {},
-	"extproc/faults":                 {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
-	"extproc":                        {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/faults", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
-	"protos/config/v1":               {},
-	"internal/config":                {"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
-	"protos/state/v1":                {},
-	"protos/ticket/v1":               {},
-	"protos/envoygateway/v1":         {},
-	"envoy-configs":                  {"internal/config", "protos/config/v1", "e2e/loopback"},                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                                             // the last in tests
-	"cmd/tandem":                     {"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck", "internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
+	"kvstate/redisstore/roster":      {"protos/state/v1"},
+	"kvstate/operator": {
+		"internal/guard", "kvstate", "kvstate/redisstore", "kvstate/redisstore/roster", "e2e/redisserver (test)",
+	},
+	"kvstate/membership": {
+		"internal/guard", "kvstate/redisstore", "kvstate/redisstore/roster", "kvstate (test)",
+		"protos/state/v1 (test)", "e2e/redisserver (test)",
+	},
+	"picker":                     {"kvstate"},
+	"picker/admission":           {"kvstate", "picker"},
+	"replay":                     {"kvstate", "picker", "picker/admission"},
+	"extproc/openai":             {},
+	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
+	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
+	"extproc/envoywire/wiretest": {},
+	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1 (test)"},
+	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
+	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
+	"extproc/latebinding": {
+		"extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission", "extproc/kvtransfer (test)",
+		"extproc/openai (test)",
+	},
+	"extproc/answer":     {"extproc/kvtransfer", "extproc/openai"},
+	"extproc/concurrent": {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
+	"extproc/endpointpicker": {
+		"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp",
+		"picker",
+	},
+	"extproc/paths": {},
+	"extproc": {
+		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
+		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
+		"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker",
+		"internal/memory", "extproc/envoywire/wiretest (test)",
+	},
+	"protos/config/v1": {},
+	"internal/config": {
+		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer",
+		"extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker",
+		"protos/config/v1", "picker/admission (test)",
+	},
+	"protos/state/v1":        {},
+	"protos/ticket/v1":       {},
+	"protos/envoygateway/v1": {},
+	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)"},
+	"cmd/tandem": {
+		"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
+		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/telemetry",
+		"extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents",
+		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
+		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
+		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
+		"e2e/loopback (test)",
+	},
 	// The engines of the tests: what they shared with the product they could not catch.
-	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/version", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last two in tests
-	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request", "internal/enginesim/web"},
-	"internal/enginesim/web":       {},
-	"internal/enginesim/request":   {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/jsontext"},
-	"internal/enginesim/connector": {"internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"},
-	"internal/enginesim/handover":  {"internal/enginesim/engine"},
-	"internal/enginesim/engine":    {"internal/enginesim/jsontext"},
-	"internal/enginesim/jsontext":  {},
-	"internal/enginesim/fault":     {},
-	"e2e":                          {"e2e/loopback"}, // black box
-	"e2e/bench":                    {"e2e/process"},
-	"e2e/load":                     {"e2e/process"},
-	"e2e/loopback":                 {}, // for tests
-	"e2e/process":                  {"e2e/loopback"},
-	"e2e/redisserver":              {"e2e/loopback"}, // for tests
-	"e2e/realengines":              {"e2e/loopback"}, // for tests
-	"e2e/vllm":                     {"e2e/loopback", "e2e/realengines"},
-	"e2e/sglang":                   {"e2e/loopback", "e2e/realengines"},
-	"e2e/cluster":                  {},
-	"e2e/foreign":                  {"e2e/loopback", "e2e/realengines"},
-	"status":                       {"status/words", "extproc/telemetry", "extproc", "kvstate", "kvstate/operator", "picker"},
-	"status/words":                 {},
-	"deploy/observability/promql":  {},                                                                                                             // a module of its own: Prometheus' parsers
-	"deploy":                       {"envoy-configs", "extproc/kvtransfer", "internal/config", "protos/config/v1", "e2e/loopback"},                 // tests alone
-	"docs":                         {"extproc/telemetry", "extproc", "internal/config", "kvstate", "protos/config/v1"},                             // tests that hold the documents to the code
-	"internal/grpcserver":          {"internal/memory"},                                                                                            // knows gRPC, not Envoy
-	"internal/livecheck":           {"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1", "e2e/loopback"}, // the last in tests
-	"internal/orders":              {"status/words", "internal/config", "kvstate", "kvstate/operator"},
-	"internal/memory":              {},
-	"internal/version":             {},
-	"internal/guard":               {},
-	"internal/budget":              {},                     // for the tests of all
-	".":                            {"extproc/kvtransfer"}, // the names of the dialects
-	"internal/certificates":        {"protos/config/v1"},
-	"internal/fleetmetrics":        {"kvstate", "kvstate/kvevents", "kvstate/notices", "kvstate/prefixindex", "kvstate/redisstore", "kvstate/redisstore/lag", "kvstate/scrape"}, // the fourth in tests
+	"cmd/enginesim": {
+		"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine",
+		"internal/enginesim/fault", "internal/version", "internal/enginesim/jsontext (test)",
+	},
+	"internal/enginesim/api": {
+		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault",
+		"internal/enginesim/jsontext", "internal/enginesim/request",
+	},
+	"internal/enginesim/request": {
+		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/jsontext",
+	},
+	"internal/enginesim/connector": {
+		"internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover",
+		"internal/enginesim/jsontext",
+	},
+	"internal/enginesim/handover": {"internal/enginesim/engine"},
+	"internal/enginesim/engine":   {"internal/enginesim/jsontext"},
+	"internal/enginesim/jsontext": {},
+	"internal/enginesim/fault":    {},
+	"e2e":                         {"e2e/loopback (test)"}, // black box
+	"e2e/bench":                   {"e2e/process"},
+	"e2e/load":                    {"e2e/process"},
+	"e2e/loopback":                {}, // for tests
+	"e2e/process":                 {"e2e/loopback"},
+	"e2e/redisserver":             {"e2e/loopback"}, // for tests
+	"e2e/realengines":             {"e2e/loopback"}, // for tests
+	"e2e/vllm":                    {"e2e/realengines (test)"},
+	"e2e/sglang":                  {"e2e/realengines (test)"},
+	"e2e/cluster":                 {},
+	"e2e/foreign":                 {"e2e/loopback (test)", "e2e/realengines (test)"},
+	"status":                      {"status/words", "extproc/telemetry", "extproc", "kvstate", "kvstate/operator", "picker"},
+	"status/words":                {},
+	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
+	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},
+	"docs":                        {"internal/config (test)", "protos/config/v1 (test)"},
+	"internal/grpcserver":         {"internal/memory"}, // knows gRPC, not Envoy
+	"internal/livecheck": {
+		"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1",
+		"e2e/loopback (test)",
+	},
+	"internal/orders":       {"status/words", "internal/config", "kvstate", "kvstate/operator"},
+	"internal/memory":       {},
+	"internal/version":      {},
+	"internal/guard":        {},
+	"internal/budget":       {},                            // for the tests of all
+	".":                     {"extproc/kvtransfer (test)"}, // the names of the dialects
+	"internal/certificates": {"protos/config/v1"},
+	"internal/fleetmetrics": {
+		"kvstate", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/redisstore/lag",
+		"kvstate/scrape", "kvstate/prefixindex (test)",
+	},
 	// Envoy's configuration, served.
-	"internal/gatewayextension": {"envoy-configs", "internal/guard", "internal/config", "protos/config/v1", "protos/envoygateway/v1"}, // the second in tests
-	"internal/xds":              {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},                             // but the first in tests
+	"internal/gatewayextension": {
+		"envoy-configs", "internal/guard", "protos/config/v1", "protos/envoygateway/v1", "internal/config (test)",
+	},
+	"internal/xds": {"envoy-configs", "internal/config (test)", "protos/config/v1 (test)", "e2e/loopback (test)"},
 }
 
 // guarded are modules that only some packages may see, tests included.
 var guarded = map[string][]string{
-	"github.com/envoyproxy/":     {"internal/xds", "internal/gatewayextension", "extproc", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "envoy-configs"},
-	"k8s.io/":                    {"kvstate/discovery", "deploy (test)"},
-	"go.opentelemetry.io/":       {"extproc", "extproc/telemetry", "cmd/tandem", "e2e"},
-	"google.golang.org/grpc":     {"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
-	"github.com/prometheus/":     {"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
-	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/handover", "internal/enginesim/engine", "cmd/enginesim (test)"},
-	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "internal/gatewayextension (test)", "deploy (test)", "docs (test)"},
-	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "kvstate/redisstore/decode", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
+	"github.com/envoyproxy/": {
+		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/envoywire (test)",
+		"extproc/envoywire/wiretest", "envoy-configs",
+	},
+	"k8s.io/": {
+		"kvstate/discovery", "deploy (test)",
+	},
+	"go.opentelemetry.io/": {
+		"extproc", "extproc/telemetry", "cmd/tandem", "e2e (test)",
+	},
+	"google.golang.org/grpc": {
+		"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire",
+		"internal/grpcserver", "e2e (test)", "envoy-configs (test)",
+	},
+	"github.com/prometheus/": {
+		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem",
+		"internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector",
+		"internal/enginesim/engine", "deploy/observability/promql (test)",
+	},
+	"github.com/redis/": {
+		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)",
+	},
+	"github.com/go-zeromq/": {
+		"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)",
+		"internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)",
+	},
+	"sigs.k8s.io/": {
+		"internal/config", "kvstate/discovery", "envoy-configs (test)", "internal/gatewayextension (test)",
+		"deploy (test)", "docs (test)",
+	},
+	"google.golang.org/protobuf": {
+		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem",
+		"internal/config", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
+		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)",
+	},
 }
 
 // pure is all that the decision may need of the world: no clock, no lock, no I/O, no chance of its own.
@@ -179,6 +257,7 @@ func sources(t *testing.T) []source {
 }
 
 func TestArrowsGoOneWay(t *testing.T) {
+	used := map[string]bool{}
 	for _, s := range sources(t) {
 		allowed, known := arrows[s.dir]
 		require.True(t, known, "%s: the package has no row in arrows: say what it may import", s.dir)
@@ -187,21 +266,47 @@ func TestArrowsGoOneWay(t *testing.T) {
 			if !ok || (s.test && (ours == s.dir || ours == "internal/budget")) {
 				continue
 			}
-			require.Contains(t, allowed, ours, "%s imports %s", s.file, p)
+			as, found := permission(allowed, ours, s.test)
+			require.True(t, found, "%s imports %s", s.file, p)
+			if !s.test || as != ours {
+				used[s.dir+" -> "+as] = true
+			}
+		}
+	}
+	for dir, allowed := range arrows {
+		for _, to := range allowed {
+			require.True(t, used[dir+" -> "+to], "%s: nothing imports %q any more; if tests do, mark it (test)", dir, to)
 		}
 	}
 }
 
+// permission returns the entry of allowed by which a file may have name: name itself, or for tests "name (test)".
+func permission(allowed []string, name string, test bool) (as string, found bool) {
+	if slices.Contains(allowed, name) {
+		return name, true
+	}
+	return name + " (test)", test && slices.Contains(allowed, name+" (test)")
+}
+
 func TestGuardedModulesStayWhereTheyBelong(t *testing.T) {
+	used := map[string]bool{}
 	for _, s := range sources(t) {
 		for _, p := range s.imports() {
 			for prefix, dirs := range guarded {
 				if !strings.HasPrefix(p, prefix) {
 					continue
 				}
-				allowed := slices.Contains(dirs, s.dir) || (s.test && slices.Contains(dirs, s.dir+" (test)"))
-				require.True(t, allowed, "%s imports %s, which only %v may", s.file, p, dirs)
+				as, found := permission(dirs, s.dir, s.test)
+				require.True(t, found, "%s imports %s, which only %v may", s.file, p, dirs)
+				if !s.test || as != s.dir {
+					used[prefix+" in "+as] = true
+				}
 			}
+		}
+	}
+	for prefix, dirs := range guarded {
+		for _, dir := range dirs {
+			require.True(t, used[prefix+" in "+dir], "%q: %q does not import it any more; if its tests do, mark it", prefix, dir)
 		}
 	}
 }

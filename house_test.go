@@ -17,9 +17,10 @@ import (
 const (
 	maxMethods    = 40 // of a type
 	maxFields     = 20
+	maxReached    = 25 // fields that a receiver reaches, those of embedded structs too; of methods maxMethods
 	maxFiles      = 20 // of a package
 	maxLines      = 3000
-	maxComplexity = 20  // of a function: one, and one for each branch, loop, case, && and ||
+	maxComplexity = 20  // of a function or a closure: one, and one for each branch, loop, case, && and ||
 	maxColumns    = 120 // of a line; a tab counts as 4
 )
 
@@ -28,25 +29,25 @@ var larger = map[string]struct {
 	size   int
 	reason string
 }{
-	"cmd/tandem: files":                 {29, "one file for each subcommand and each thing that is wired"},
-	"cmd/tandem: lines":                 {3350, "one file for each subcommand and each thing that is wired"},
-	"e2e/load.result: fields":           {30, "one field for each figure of the report"},
+	"cmd/tandem: files":                 {27, "one file for each subcommand and each thing that is wired"},
+	"cmd/tandem: lines":                 {3300, "one file for each subcommand and each thing that is wired"},
+	"e2e/load.result: fields":           {21, "one field for each figure of the report"},
 	"envoy-configs: lines":              {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
-	"extproc/envoywire.Headers: fields": {40, "one field for each header that is read"},
-	"extproc/kvtransfer.Ticket: fields": {40, "one field for each of the sealed ticket"},
-	"extproc/kvtransfer: files":         {30, "one file for each dialect"},
-	"extproc/kvtransfer: lines":         {5000, "one file for each dialect"},
-	"extproc/openai: files":             {30, "one file for each thing that is read of a body"},
-	"extproc/openai: lines":             {4000, "one file for each thing that is read of a body"},
+	"extproc/envoywire.Headers: fields": {30, "one field for each header that is read"},
+	"extproc/kvtransfer.Ticket: fields": {35, "one field for each of the sealed ticket"},
+	"extproc/kvtransfer: files":         {29, "one file for each dialect"},
+	"extproc/kvtransfer: lines":         {4900, "one file for each dialect"},
+	"extproc/openai: files":             {25, "one file for each thing that is read of a body"},
+	"extproc/openai: lines":             {3500, "one file for each thing that is read of a body"},
 	"extproc: files":                    {31, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
 	"extproc: lines":                    {4730, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
 	"internal/enginesim/api: lines":     {3050, "the answers of six APIs, each in its engine's own form"},
-	"internal/grpcserver.conn: fields":  {30, "the limits of one connection"},
-	"kvstate/prefixindex: lines":        {3600, "one index with its holders and feeds"},
+	"internal/grpcserver.conn: fields":  {22, "the limits of one connection"},
+	"kvstate/prefixindex: lines":        {3100, "one index with its holders and feeds"},
 	"kvstate/redisstore: lines":         {3100, "what replicas exchange, one file for each part"},
-	"kvstate: files":                    {30, "endpoints, reservations, health, load and sessions lie behind one state"},
+	"kvstate: files":                    {26, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"kvstate: lines":                    {3900, "endpoints, reservations, health, load and sessions lie behind one state"},
-	"replay: files":                     {30, "one file for each peer that is played"},
+	"replay: files":                     {23, "one file for each peer that is played"},
 	"replay: lines":                     {3100, "one file for each peer that is played"},
 }
 
@@ -55,6 +56,7 @@ var branching = map[string]struct {
 	size   int
 	reason string
 }{
+	"extproc.Server.Replan closure":               {28, "the replan port's handler, from before closures were counted"},
 	"extproc.Server.hopEnded":                     {30, "one case for each way in which a pass ends"},
 	"extproc/envoywire.Headers.slot":              {29, "one case for each header that is read"},
 	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
@@ -68,9 +70,9 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    71,
+	"cmd/tandem":    69,
 	"envoy-configs": 32,
-	"extproc":       62,
+	"extproc":       61,
 	"status":        3,
 }
 
@@ -104,6 +106,8 @@ func TestTypesAndPackagesStaySmall(t *testing.T) {
 		}
 	}
 	for name, size := range sizes {
+		if of, ok := larger[name]; ok && size < of.size {
+		}
 		limit := limits[name]
 		if of, ok := larger[name]; ok {
 			limit = of.size
@@ -145,10 +149,11 @@ func fields(s *ast.StructType) (n int) {
 	return n
 }
 
-// complexity returns the cyclomatic complexity of a function, without the functions in it.
-func complexity(f *ast.FuncDecl) int {
+// complexity returns the cyclomatic complexity of a function's or closure's body, without the closures in it: each is
+// read, and counted, by itself.
+func complexity(body *ast.BlockStmt) int {
 	n := 1
-	ast.Inspect(f, func(node ast.Node) bool {
+	ast.Inspect(body, func(node ast.Node) bool {
 		switch node := node.(type) {
 		case *ast.IfStmt, *ast.ForStmt, *ast.RangeStmt:
 			n++
@@ -188,11 +193,23 @@ func TestFunctionsAreSimple(t *testing.T) {
 			if of := receiver(f); of != "" {
 				name = s.dir + "." + of + "." + f.Name.Name
 			}
-			limit := maxComplexity
-			if of, ok := branching[name]; ok {
-				seen[name], limit = true, of.size
+			if f.Body == nil {
+				continue
 			}
-			require.LessOrEqual(t, complexity(f), limit, "%s: split it, or say in branching why not", name)
+			check := func(name string, n int) {
+				limit := maxComplexity
+				if of, ok := branching[name]; ok {
+					seen[name], limit = true, of.size
+				}
+				require.LessOrEqual(t, n, limit, "%s: split it, or say in branching why not", name)
+			}
+			check(name, complexity(f.Body))
+			ast.Inspect(f.Body, func(node ast.Node) bool {
+				if closure, ok := node.(*ast.FuncLit); ok {
+					check(name+" closure", complexity(closure.Body))
+				}
+				return true
+			})
 		}
 	}
 	for name := range branching {

@@ -210,7 +210,7 @@ func (a *rogue) unfinished(id uint32, size, n int) error {
 
 // Tandem is attacked at its gRPC port while clients come through Envoy: they are served, the cost is bounded, and
 // nothing is left at the end. make attack does it with more connections, and for longer; its table is in
-// docs/security.md.
+// docs/figures/attacks.csv.
 func TestAttacks(t *testing.T) {
 	full := os.Getenv("TANDEM_ATTACK") != ""
 	length, size := 1500*time.Millisecond, 0

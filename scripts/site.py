@@ -1,6 +1,6 @@
 """Hooks of mkdocs.
 
-Decision records and laboratory notes are added to the navigation. Pages get mermaid, if they have a diagram, and the
+Decision records are added to the navigation. Pages get mermaid, if they have a diagram, and the
 worker that searches in files from the site itself; the theme would fetch them from elsewhere. Tables get more width
 than in the theme.
 
@@ -24,9 +24,8 @@ LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)]*)?\)")
 
 
 def on_config(config):
-    for title, folder in (("Decision records", "adr"), ("Laboratory notes", "lab")):
-        pages = sorted(os.listdir(os.path.join(config.docs_dir, folder)))
-        config.nav.append({title: [posixpath.join(folder, page) for page in pages]})
+    pages = sorted(os.listdir(os.path.join(config.docs_dir, "adr")))
+    config.nav.append({"Decision records": [posixpath.join("adr", page) for page in pages]})
 
 
 def on_files(files, config):

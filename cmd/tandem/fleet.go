@@ -80,14 +80,14 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 	f.pools.set(ctx, next)
 	f.config.Store(&status.File{Fingerprint: config.Fingerprint(cfg)})
 	f.prober = discovery.NewProber(f.state, log)
-	if f.store, err = newStore(cfg.GetState().GetRedis(), f.state, log); err != nil {
+	if f.store, err = newStore(cfg, f.state, log); err != nil {
 		return nil, err
 	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
 	events := kvevents.Options{State: f.state, Log: log, Pools: config.EventSources(cfg)}
 	if f.store != nil {
 		owns, events.Forward = f.store.Owns, f.store
-		f.operator = operator.New(f.store, f.state, replicaName(cfg), log)
+		f.operator = operator.New(f.store, f.state, log)
 	}
 	f.scraper = scrape.New(f.state, owns, f.prober.Check, log)
 	f.events = kvevents.NewCollector(events)

@@ -11,8 +11,7 @@ import (
 )
 
 // newRegistry returns the registry of all metrics. extproc registers its own, internal/fleetmetrics those of kvstate.
-// Names are tandem_<part>_<what>_<unit>[_total], labels bounded; docs/operations.md has a row for each (a test requires
-// it).
+// Names are tandem_<part>_<what>_<unit>[_total], labels bounded; docs/metrics.md is written from their help texts.
 func newRegistry() *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

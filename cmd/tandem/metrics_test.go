@@ -8,7 +8,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 )
@@ -38,17 +37,4 @@ func TestTheConfigurationInForceIsShown(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, [2]float64{1, 1}, results())
 	require.Greater(t, at(), started)
-}
-
-// Metrics are exported under their former names as well.
-func TestFormerNamesOfMetrics(t *testing.T) {
-	r := prometheus.NewRegistry()
-	orphaned := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_handovers_orphaned_total", Help: "x"}, []string{"pool"})
-	r.MustRegister(orphaned)
-	orphaned.WithLabelValues("chat").Add(3)
-	families, err := withFormerNames(r).Gather()
-	require.NoError(t, err)
-	require.Len(t, families, 2)
-	require.Equal(t, "tandem_handovers_stranded_total", families[1].GetName())
-	require.InDelta(t, 3, families[1].GetMetric()[0].GetCounter().GetValue(), 0)
 }

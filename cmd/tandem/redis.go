@@ -16,6 +16,7 @@ import (
 	"tandem/internal/config"
 	"tandem/internal/guard"
 	"tandem/kvstate"
+	"tandem/kvstate/membership"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
@@ -31,11 +32,13 @@ const connectTime = 500 * time.Millisecond
 const feedTime = 10 * time.Second
 
 // newStore connects the state with other replicas, if the configuration names a Redis; else it is nil.
-func newStore(r *configv1.Redis, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
+func newStore(cfg *configv1.Config, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
+	r := cfg.GetState().GetRedis()
 	if r == nil {
 		return nil, nil
 	}
 	o := config.RedisOptions(r, log)
+	o.Name, o.Release = replicaName(cfg), version()
 	if r.GetTls() != nil {
 		var err error
 		if o.TLS, err = redisTLS(r.GetTls()); err != nil {
@@ -154,13 +157,17 @@ func (f *fleet) share(ctx context.Context, log *slog.Logger) {
 	if len(f.synced) > 0 {
 		f.join(ctx, log)
 	}
-	close(f.joined)
-	if f.store != nil {
-		var running sync.WaitGroup
-		running.Go(func() { f.operator.Run(ctx) })
-		guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
-		running.Wait()
+	if f.store == nil {
+		close(f.joined)
+		return
 	}
+	bridge := membership.NewBridge(ctx, f.store)
+	close(f.joined)
+	var running sync.WaitGroup
+	running.Go(func() { f.operator.Run(ctx) })
+	running.Go(func() { bridge.Run(ctx) })
+	guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
+	running.Wait()
 }
 
 func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {

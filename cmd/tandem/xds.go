@@ -82,7 +82,7 @@ func (r *reloader) resources(cfg *configv1.Config) (*envoyconfigs.Resources, err
 	return envoyconfigs.Dynamic(cfg, living...)
 }
 
-// followReplicas tells the other replicas where Envoys reach this one, and follows who lives, until ctx ends.
+// followReplicas publishes where Envoys reach this replica, and follows which replicas live, until ctx ends.
 func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host string, reload *reloader) {
 	if f.store == nil {
 		return

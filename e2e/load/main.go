@@ -9,8 +9,9 @@
 //
 // The report, DIR/report.html, is one file without outside assets: per case percentiles, requests per second and per
 // core of Envoy and Tandem, CPU per request by process, memory, errors; and report.json next to it. Cases whose tool is
-// missing are left out, and named. The report begins with a summary, compares with the last run in DIR or says why it
-// does not, and contains the exact configuration: Tandem's files, Envoy's bootstrap, and every command line.
+// missing are left out, and named. The report begins with a summary and contains the exact configuration: Tandem's
+// files, Envoy's bootstrap, and every command line. e2e/bench compares runs, as multiples of the floor; figures here do
+// not compare from day to day.
 //
 // h2load sends one body, so all prompts of a case are equal: every prefix is known after the first. Compare cases of
 // one run only. The program imports nothing of Tandem.
@@ -81,10 +82,6 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	}
 	r := &report{Began: time.Now().UTC(), Machine: machine(), Versions: o.versions(ctx)}
-	var err error
-	if r.previous, err = readPrevious(o.out); err != nil {
-		return err
-	}
 	if o.h2load == "" {
 		r.Missing = append(r.Missing, "h2load is not installed (Debian: apt-get install nghttp2-client): no plain HTTP")
 	}

@@ -7,8 +7,6 @@ import (
 	"html/template"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 	"time"
 )
 
@@ -20,8 +18,6 @@ type report struct {
 	Missing  []string // tools, and the cases left out for them
 	Results  []result
 	Configs  []configText
-
-	previous *report // of the last run; nil: none
 }
 
 // result is one case. CPU is milliseconds per request, memory MiB.
@@ -80,9 +76,7 @@ func (r *report) write(dir string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := page.Execute(out,
-		map[string]any{"R": r, "Plots": r.plots(), "Summary": r.summary(), "Changes": r.changes(), "Last": r.previous,
-			"NotCompared": r.notCompared(), "Noise": noise}); err != nil {
+	if err := page.Execute(out, map[string]any{"R": r, "Summary": r.summary()}); err != nil {
 		return "", fmt.Errorf("writing the report: %w", err)
 	}
 	return file, nil
@@ -98,97 +92,6 @@ func number(v float64) string {
 		return fmt.Sprintf("%.2f", v)
 	}
 	return fmt.Sprintf("%.0f", v)
-}
-
-// plot is a bar chart with a bar for every case, each of several parts.
-type plot struct {
-	Title, Unit string
-	Parts       []string
-	SVG         template.HTML
-}
-
-func (r *report) plots() []plot {
-	chart := func(title, unit string, stacked bool, parts []string, of func(result) []float64) plot {
-		return plot{title, unit, parts, draw(r.Results, stacked, parts, of)}
-	}
-	return []plot{
-		chart("Time until the answer's end", "ms", false, []string{"p50", "p90", "p99"}, func(r result) []float64 {
-			return []float64{r.Latency.P50, r.Latency.P90, r.Latency.P99}
-		}),
-		chart("Time to the first token (streams)", "ms", false, []string{"p50", "p90", "p99"},
-			func(r result) []float64 {
-				return []float64{r.FirstToken.P50, r.FirstToken.P90, r.FirstToken.P99}
-			}),
-		chart("Time between tokens (streams)", "ms", false, []string{"p50", "p90", "p99"}, func(r result) []float64 {
-			return []float64{r.BetweenTokens.P50, r.BetweenTokens.P90, r.BetweenTokens.P99}
-		}),
-		chart("CPU per request", "ms", true, []string{"Envoy", "Tandem", "engines", "tool"}, func(r result) []float64 {
-			return []float64{r.EnvoyCPU, r.TandemCPU, r.EnginesCPU, r.ToolCPU}
-		}),
-		chart("Requests per second and core of Envoy and Tandem", "1/s", false, []string{"per core"},
-			func(r result) []float64 { return []float64{r.PerCore} }),
-		chart("Requests per second", "1/s", false, []string{"rate"}, func(r result) []float64 {
-			return []float64{r.PerSecond}
-		}),
-		chart("Memory, resident", "MiB", true, []string{"Envoy", "Tandem"}, func(r result) []float64 {
-			return []float64{r.EnvoyMemory, r.TandemMemory}
-		}),
-		chart("Errors", "", false, []string{"errors"}, func(r result) []float64 {
-			return []float64{float64(r.Errors)}
-		}),
-	}
-}
-
-// draw returns the chart as SVG: cases below each other, parts stacked in one bar or as bars below each other.
-func draw(results []result, stacked bool, parts []string, of func(result) []float64) template.HTML {
-	const width, left, thick = 900, 330, 12
-	most := 0.0
-	for _, r := range results {
-		sum := 0.0
-		for _, v := range of(r) {
-			if stacked {
-				sum += v
-			} else {
-				sum = max(sum, v)
-			}
-		}
-		most = max(most, sum)
-	}
-	var b strings.Builder
-	y := 4
-	for _, r := range results {
-		values, x := of(r), 0.0
-		if most > 0 && slices.Max(values) == 0 {
-			continue // this chart does not show the case
-		}
-		text := ""
-		for i, v := range values {
-			w := 0.0
-			if most > 0 {
-				w = v / most * (width - left - 90)
-			}
-			fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" class="p%d"><title>%s %s</title></rect>`,
-				left+x, y, w, thick-2, i, parts[i], number(v))
-			if stacked {
-				x += w
-				text += " " + number(v)
-				continue
-			}
-			fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s</text>`, left+w+4, y+thick-3, number(v))
-			if i+1 < len(values) {
-				y += thick
-			}
-		}
-		if stacked {
-			fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s</text>`, left+x+4, y+thick-3,
-				strings.Join(strings.Fields(text), " + "))
-		}
-		fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text>`, left-6, y+thick-3,
-			template.HTMLEscapeString(r.Name))
-		y += thick + 8
-	}
-	return template.HTML(fmt.Sprintf(`<svg viewBox="0 0 %d %d" xmlns="http://www.w3.org/2000/svg">%s</svg>`, width, y,
-		b.String()))
 }
 
 //go:embed report.html

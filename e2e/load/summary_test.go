@@ -2,7 +2,6 @@ package main
 
 import (
 	"os"
-	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -25,47 +24,6 @@ func TestSummary(t *testing.T) {
 		"At best, one core of Envoy and Tandem together carries 1000 requests a second (1 KB JSON, 16 clients, 4 endpoints, 1 replica).",
 		"Streams: first token after 7.00 ms (p50) and 9.00 ms (p99), then one each 5.10 ms (p50); the engine makes one each 5 ms (1 KB SSE, 16 clients, 4 endpoints, 1 replica).",
 	}, aRun(500, 1, 2).summary())
-}
-
-// A run is compared with the previous one; a change within the noise does not count, and another machine's run is
-// ignored.
-func TestChanges(t *testing.T) {
-	dir := t.TempDir()
-	last, err := readPrevious(dir)
-	require.NoError(t, err)
-	require.Nil(t, last)
-	_, err = aRun(500, 1, 0).write(dir)
-	require.NoError(t, err)
-	now := aRun(600, .8, 1)
-	require.Empty(t, now.changes(), "there is no last run")
-	require.Equal(t, "Not compared: there is no last run in this directory.", now.notCompared())
-	now.previous, err = readPrevious(dir)
-	require.NoError(t, err)
-	changes := now.changes()
-	require.Len(t, changes, 2)
-	c := changes[0]
-	require.InDelta(t, 20, c.PerSecond, 1e-9)
-	require.InDelta(t, -20, c.CPU, 1e-9)
-	require.Equal(t, []bool{true, true}, []bool{c.Significant(), !c.Worse()})
-	require.Equal(t, 1, c.ErrorsNow)
-	now.Results[0].EnvoyCPU = .55
-	require.False(t, now.changes()[0].Significant(), "5 % less CPU")
-	now.Machine = "another"
-	require.Empty(t, now.changes())
-	require.Contains(t, pageOf(t, now, t.TempDir()), "Not compared: the last run, of 0001-01-01 00:00 UTC, was on another machine (m).")
-
-	now.Machine = "m"
-	require.Empty(t, now.notCompared())
-	page := pageOf(t, now, dir)
-	require.Contains(t, page, "111 requests in 3 cases; 1 failed.")
-	require.Contains(t, page, "Beside the last run")
-	require.NotContains(t, page, "Not compared")
-	now.Results = now.Results[2:]
-	require.Equal(t, "Not compared: the last run, of 0001-01-01 00:00 UTC, measured none of these cases.", now.notCompared())
-
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "report.json"), []byte("{"), 0o600))
-	_, err = readPrevious(dir)
-	require.ErrorContains(t, err, "report.json")
 }
 
 func pageOf(t *testing.T, r *report, dir string) string {

@@ -19,7 +19,7 @@ const HoldsFor = "tandem-holds-for"
 type Holds struct {
 	Fleet    bool     `json:"fleet"`            // all replicas, also those that start later
 	Replicas int      `json:"replicas"`         // those that have applied it, the asked one included
-	Silent   []string `json:"silent,omitempty"` // replicas that live, or start, and did not confirm it within a second
+	Silent   []string `json:"silent,omitempty"` // living replicas that did not confirm it within a second
 	Redis    bool     `json:"redis"`            // the configuration has state.redis
 
 	// replicas that did not end in order and are not living; one that only hung applies the order when it is back
@@ -159,7 +159,6 @@ func (o *Orders) ask(ctx context.Context, h *Holds, t target) {
 		o.Log.Warn("other replicas were not asked whether they apply an order", "err", err)
 	}
 	h.Silent, h.Gone, h.Replicas, h.load = answers.Silent, answers.Gone, 1, map[string]int64{}
-	h.Silent = append(h.Silent, answers.Starting...)
 	for _, a := range answers.Of {
 		var load map[string]int64
 		if json.Unmarshal(a.Body, &load) != nil {

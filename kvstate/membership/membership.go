@@ -1,35 +1,34 @@
-// Package membership tells every replica at which addresses Envoys reach the others, through Redis, so that Envoys
-// with xDS follow replicas that come and go (docs/adr/0035).
+// Package membership chooses the replicas that Envoys with xDS get, so that Envoys follow replicas that come and go
+// (docs/adr/0035).
 //
-// Each replica writes its addresses under a key of its own. Which replicas live is what redisstore knows: their leases
-// and their goodbyes. A replica that is missing stays in the list for [Options.Hold], so that one that hangs or starts
-// anew at the same address does not change Envoys; their health checks leave it out meanwhile. While Redis does not
-// answer, nobody is missing.
+// Each replica's addresses are in its record of the roster (redisstore), which it publishes with its leases. A replica
+// that is missing stays in the list for [Options.Hold], so that one that hangs or starts anew at the same address does
+// not change Envoys; their health checks leave it out meanwhile. While Redis does not answer, nobody is missing.
 //
 // Each replica also has a slot, a small number that it chooses among those that no other has, and keeps. If two chose
 // the same, the younger chooses again.
+//
+// A [Bridge] translates between the roster and the records of the release before it.
 package membership
 
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
-	"net/netip"
 	"slices"
-	"strconv"
 	"time"
 
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/redisstore/roster"
 )
 
 // Replica has the addresses of one replica, each an IP address with a port.
 type Replica struct {
-	Slot    int    `json:"slot"`
-	ExtProc string `json:"extProc"` // gRPC: ext_proc, access log, xDS
-	Replan  string `json:"replan"`
+	Slot    int
+	ExtProc string // gRPC: ext_proc, access log, xDS
+	Replan  string
 }
 
 // Options of [New].
@@ -46,12 +45,7 @@ type Options struct {
 	Full func(bool)
 }
 
-const (
-	within  = 500 * time.Millisecond // for one exchange with Redis
-	ttl     = 10                     // of a replica's addresses, in intervals
-	rewrite = 3                      // intervals after which they are written again
-	maxText = 512                    // bytes of a replica's addresses
-)
+const within = 500 * time.Millisecond // for looking up this replica's addresses, and one exchange with Redis
 
 // Members follows the list.
 type Members struct {
@@ -62,8 +56,8 @@ type Members struct {
 	self    Replica               // its slot is -1 if it has none
 	found   bool                  // self has its addresses
 	full    bool                  // the last choice found no slot
+	lost    time.Time             // when the others last did not know this one, since Redis took nothing for a lease
 	seen    map[Replica]time.Time // when each was last known to live
-	written time.Time             // when self was
 	list    []Replica             // as published
 	known   bool                  // a list was published
 	started time.Time
@@ -77,14 +71,14 @@ func New(store *redisstore.Store, o Options) *Members {
 	return &Members{o: o, redis: store.Access(), up: up, seen: map[Replica]time.Time{}, self: Replica{Slot: -1}}
 }
 
-// Run writes this replica's addresses and follows those of the others until ctx ends. Start it when the store has
+// Run publishes this replica's addresses and follows those of the others until ctx ends. Start it when the store has
 // joined the other replicas.
 func (m *Members) Run(ctx context.Context) {
 	m.started = time.Now()
 	tick := time.NewTicker(m.o.Every)
 	defer tick.Stop()
 	for ctx.Err() == nil {
-		living, err := m.exchange(ctx)
+		living, err := m.look(ctx)
 		if err == nil || ctx.Err() == nil {
 			m.take(time.Now(), living, err)
 		}
@@ -95,15 +89,11 @@ func (m *Members) Run(ctx context.Context) {
 	}
 }
 
-func (m *Members) key(replica uint64) string {
-	return m.redis.Prefix + "{replicas}:" + strconv.FormatUint(replica, 16)
-}
-
-// exchange reads the addresses of the living replicas, oldest first, and writes this one's, if it has a slot.
-func (m *Members) exchange(ctx context.Context) ([]Replica, error) {
-	ctx, cancel := context.WithTimeout(ctx, within)
-	defer cancel()
+// look returns the living replicas with a slot, oldest first, and publishes this one's addresses and slot.
+func (m *Members) look(ctx context.Context) ([]Replica, error) {
 	if !m.found {
+		ctx, cancel := context.WithTimeout(ctx, within)
+		defer cancel()
 		self, err := m.o.Self(ctx)
 		if err != nil {
 			return nil, fmt.Errorf("finding this replica's addresses: %w", err)
@@ -111,47 +101,34 @@ func (m *Members) exchange(ctx context.Context) ([]Replica, error) {
 		self.Slot = m.self.Slot
 		m.self, m.found = self, true
 	}
-	ids := slices.DeleteFunc(m.redis.Living(), func(id uint64) bool { return id == m.redis.Replica })
-	older, _ := slices.BinarySearch(ids, m.redis.Replica)
-	keys := []string{m.key(m.redis.Replica)}
+	others, ids := m.redis.Roster.Others(), m.redis.Living()
+	if _, published := m.redis.Roster.Self(); !published.IsZero() && time.Since(published) >= m.redis.Lease {
+		m.lost = time.Now()
+	}
+	var older, younger []Replica
 	for _, id := range ids {
-		keys = append(keys, m.key(id))
-	}
-	values, err := m.redis.Client.MGet(ctx, keys...).Result()
-	if err != nil {
-		return nil, fmt.Errorf("reading the replicas' addresses: %w", err)
-	}
-	var before, after []Replica
-	for i, v := range values[1:] {
-		text, is := v.(string)
-		if r, err := m.parse(text); is && err == nil { // else it is starting, or of a release without addresses
-			if i < older {
-				before = append(before, r)
-			} else {
-				after = append(after, r)
-			}
+		r, found := others[id]
+		switch {
+		case !found || r.Slot < 0 || r.Slot >= m.o.Slots: // it starts, or Envoys do not get it from Redis
+		case id < m.redis.Replica:
+			older = append(older, Replica{r.Slot, r.ExtProc, r.Replan})
+		default:
+			younger = append(younger, Replica{r.Slot, r.ExtProc, r.Replan})
 		}
 	}
-	m.choose(before, after, values[0] != nil)
+	m.choose(older, younger, time.Since(m.lost) >= 3*m.o.Every) // by then the others' batches are read
+	m.redis.Roster.Edit(func(self *roster.Member) {
+		self.Slot, self.ExtProc, self.Replan = m.self.Slot, m.self.ExtProc, m.self.Replan
+	})
 	if full := m.self.Slot < 0; full != m.full {
 		m.full = full
 		m.o.Full(full)
 	}
-	out := slices.Concat(before, after)
-	if m.self.Slot < 0 {
-		return out, nil
+	out := slices.Concat(older, younger)
+	if m.self.Slot >= 0 {
+		out = append(out, m.self)
 	}
-	text, err := json.Marshal(m.self)
-	if err != nil {
-		return nil, fmt.Errorf("writing this replica's addresses: %w", err)
-	}
-	if now := time.Now(); values[0] != string(text) || now.Sub(m.written) >= rewrite*m.o.Every {
-		if err := m.redis.Client.Set(ctx, keys[0], text, ttl*m.o.Every).Err(); err != nil {
-			return nil, fmt.Errorf("writing this replica's addresses: %w", err)
-		}
-		m.written = now
-	}
-	return append(out, m.self), nil
+	return out, nil
 }
 
 // choose sets this replica's slot: that which it has, unless an older replica has it too, or any if the others have not
@@ -172,25 +149,7 @@ func (m *Members) choose(older, younger []Replica, known bool) {
 	}
 }
 
-func (m *Members) parse(text string) (r Replica, err error) {
-	if len(text) > maxText {
-		return r, fmt.Errorf("addresses of %d bytes", len(text))
-	}
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return r, fmt.Errorf("addresses of a replica: %w", err)
-	}
-	if r.Slot < 0 || r.Slot >= m.o.Slots {
-		return r, fmt.Errorf("there is no slot %d", r.Slot)
-	}
-	for _, a := range []string{r.ExtProc, r.Replan} {
-		if at, err := netip.ParseAddrPort(a); err != nil || at.Port() == 0 || at.Addr().IsUnspecified() {
-			return r, fmt.Errorf("%q is not the address of a replica", a)
-		}
-	}
-	return r, nil
-}
-
-// take applies what an exchange with Redis returned, and publishes the list if it has changed.
+// take applies what a look at the roster returned, and publishes the list if it has changed.
 func (m *Members) take(now time.Time, living []Replica, err error) {
 	if err != nil || !m.up() {
 		m.down = now

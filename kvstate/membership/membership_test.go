@@ -9,6 +9,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -16,6 +17,8 @@ import (
 	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/redisstore/roster"
+	statev1 "tandem/protos/state/v1"
 )
 
 // soon is how long tests wait for an event, on a machine that may stand still for seconds.
@@ -123,6 +126,43 @@ func TestSlots(t *testing.T) {
 	}
 }
 
+// A replica that Redis took nothing from for a lease leaves its slot to one that has taken it meanwhile. Otherwise it keeps
+// it: the younger one chooses again.
+func TestASlotIsLostWithTheLease(t *testing.T) {
+	for name, c := range map[string]struct {
+		away time.Duration
+		want int
+	}{"for less than a lease": {2 * time.Second, 0}, "for longer": {4 * time.Second, 1}} {
+		synctest.Test(t, func(t *testing.T) {
+			store, err := redisstore.New(redisstore.Options{URL: "redis://127.0.0.1:1", Lease: 3 * time.Second}, kvstate.New(kvstate.Options{}))
+			require.NoError(t, err)
+			defer store.Close()
+			m := New(store, Options{Slots: 2, Full: func(bool) {}, Self: func(context.Context) (Replica, error) { return replicaAt(1), nil }})
+			all, younger := m.redis.Roster, m.redis.Replica+1
+			living := []uint64{m.redis.Replica}
+			m.redis.Living = func() []uint64 { return slices.Clone(living) }
+			look := func() int {
+				_, err := m.look(t.Context())
+				require.NoError(t, err)
+				self, _ := all.Self()
+				return self.Slot
+			}
+			published := func() { all.Took(all.AddTo(&statev1.Batch{}, 0), time.Now()) }
+			require.Equal(t, 0, look())
+			published()
+			for range int(c.away / time.Second) {
+				time.Sleep(time.Second)
+				require.Equal(t, 0, look())
+			}
+			published() // and the younger one's batch is read a moment later
+			require.Equal(t, 0, look())
+			living = append(living, younger)
+			all.Add(roster.Member{Replica: younger, Version: "1", Slot: 0, ExtProc: "10.0.0.2:9002", Replan: "10.0.0.2:9003", Heard: time.Now()})
+			require.Equal(t, c.want, look(), name)
+		})
+	}
+}
+
 // Who has the place of a missing replica, or its address, takes its place in the list at once.
 func TestSuccessors(t *testing.T) {
 	m, published := following()
@@ -137,25 +177,6 @@ func TestSuccessors(t *testing.T) {
 	require.Equal(t, []Replica{c, again}, (*published)[2])
 	m.take(at.Add(3*time.Second), []Replica{c, again, {0, "10.0.0.4:9002", "10.0.0.4:9003"}}, nil)
 	require.Len(t, *published, 3, "two of one slot: one of them chooses again")
-}
-
-// What is no address is left out: Envoys would refuse it.
-func TestOnlyAddresses(t *testing.T) {
-	for text, good := range map[string]bool{
-		`{"extProc": "10.0.0.1:9002", "replan": "10.0.0.1:9003"}`:             true,
-		`{"extProc": "[fd00::1]:9002", "replan": "[fd00::1]:1"}`:              true,
-		`{"extProc": "0.0.0.0:9002", "replan": "10.0.0.1:9003"}`:              false,
-		`{"extProc": "10.0.0.1:0", "replan": "10.0.0.1:9003"}`:                false,
-		`{"extProc": "replica:9002", "replan": "replica:9003"}`:               false,
-		`{"extProc": "10.0.0.1:9002"}`:                                        false,
-		`{"extProc": "10.0.0.1:9002", "replan": "10.0.0.1:9003", "slot": 2}`:  false,
-		`{"extProc": "10.0.0.1:9002", "replan": "10.0.0.1:9003", "slot": -1}`: false,
-		`{}`: false,
-		`[`:  false,
-	} {
-		_, err := (&Members{o: Options{Slots: 2}}).parse(text)
-		require.Equal(t, good, err == nil, text)
-	}
 }
 
 // Envoys reach a replica at --advertise, where it listens, or where it connects to Redis from.
@@ -182,16 +203,27 @@ type running struct {
 	list []Replica
 	full bool
 	stop func()
+
+	store *redisstore.Store
 }
 
-func start(t *testing.T, redis string, self Replica) *running {
+func start(t *testing.T, redis string, self Replica) *running { return run(t, redis, self, false) }
+
+// startWithBridge starts a replica that former ones know, too.
+func startWithBridge(t *testing.T, redis string, self Replica) *running {
+	return run(t, redis, self, true)
+}
+
+func run(t *testing.T, redis string, self Replica, bridge bool) *running {
 	t.Helper()
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, nil)
-	store, err := redisstore.New(redisstore.Options{URL: "redis://" + redis, Lease: 10 * time.Second}, state)
+	store, err := redisstore.New(redisstore.Options{
+		URL: "redis://" + redis, Lease: 10 * time.Second, Name: "new:9090",
+	}, state)
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return store.Join(t.Context(), 2*time.Second) == nil }, soon, time.Millisecond)
-	r := &running{}
+	r := &running{store: store}
 	m := New(store, Options{Self: func(context.Context) (Replica, error) { return self, nil },
 		Slots: 2, Every: 20 * time.Millisecond, Hold: 100 * time.Millisecond, Changed: func(l []Replica, _ error) {
 			r.mu.Lock()
@@ -205,6 +237,10 @@ func start(t *testing.T, redis string, self Replica) *running {
 	ctx, cancel := context.WithCancel(context.Background())
 	var group sync.WaitGroup
 	group.Go(func() { store.Run(ctx) })
+	if bridge {
+		b := NewBridge(ctx, store)
+		group.Go(func() { b.Run(ctx) })
+	}
 	group.Go(func() { m.Run(ctx) })
 	r.stop = sync.OnceFunc(func() { cancel(); group.Wait(); _ = store.Close() })
 	t.Cleanup(r.stop)

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -58,21 +57,19 @@ type Operator struct {
 	synced  time.Time     // when orders were last compared with Redis; for run alone
 	asking  chan struct{} // a token for each question in progress
 
-	left atomic.Bool // this replica ends in order
-
-	mu      sync.Mutex
-	members map[uint64]member // as last read
-	logged  map[uint64]*seen  // the others whose presence is in the log
-	away    bool              // Redis did not answer the last time
-	back    time.Time         // when it answered again; zero: it has always answered
+	mu     sync.Mutex
+	logged map[uint64]*seen // the others whose presence is in the log
+	away   bool             // Redis did not answer the last time
+	back   time.Time        // when it answered again; zero: it has always answered
 }
 
-// New returns the operator of a replica; name identifies the replica to people. It does nothing before it is used.
-func New(store *redisstore.Store, state *kvstate.State, name string, log *slog.Logger) *Operator {
+// New returns the operator of a replica. It does nothing before it is used.
+func New(store *redisstore.Store, state *kvstate.State, log *slog.Logger) *Operator {
+	access := store.Access()
+	self, _ := access.Roster.Self()
 	return &Operator{
-		redis: store.Access(), state: state, log: log, name: name,
-		answer: map[string]func([]byte) []byte{}, asking: make(chan struct{}, maxAsking), members: map[uint64]member{},
-		logged: map[uint64]*seen{},
+		redis: access, state: state, log: log, name: self.Name,
+		answer: map[string]func([]byte) []byte{}, asking: make(chan struct{}, maxAsking), logged: map[uint64]*seen{},
 	}
 }
 
@@ -90,9 +87,6 @@ type Answers struct {
 	Silent    []string
 	Gone      []Gone // by name
 	Restarted []Gone // did not end in order either, and another replica has their name since
-
-	// by name: they started a moment ago and are not known to be living, because they are new or have died since
-	Starting []string
 }
 
 // Answer is one replica's answer.
@@ -106,20 +100,15 @@ type Answer struct {
 // take the question or give out the answers, or [ErrBusy]; the replicas without an answer are then silent, too.
 func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answers, error) {
 	of, silent, err := o.ask(ctx, entry{kind: kindAsk, about: about, text: string(question)})
-	if o.missing() { // it may have announced its end since that was read
-		_ = o.announce(ctx)
-	}
 	out := Answers{Of: of}
 	slices.SortFunc(out.Of, func(a, b Answer) int { return cmp.Compare(a.Replica, b.Replica) })
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	for _, a := range of {
-		o.members[a.Replica] = member{name: a.Name, heard: time.Now()}
-	}
+	others := o.redis.Roster.Others()
 	living := o.redis.Living() // a replica that died while it was asked is gone, and not silent as well
 	for _, id := range silent {
 		if slices.Contains(living, id) {
-			out.Silent = append(out.Silent, o.nameOf(id))
+			out.Silent = append(out.Silent, o.nameOf(id, others))
 		}
 	}
 	if o.away { // no replica can report itself, and those that were there may still run
@@ -130,7 +119,7 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 		}
 	}
 	slices.Sort(out.Silent)
-	o.addGone(&out, living)
+	o.addGone(&out, living, others)
 	return out, err
 }
 
@@ -233,14 +222,11 @@ func (o *Operator) Run(ctx context.Context) {
 }
 
 func (o *Operator) run(ctx context.Context) {
-	// at once, since a blocking read does not notice the end; and again, for a command on its way has the other mark
-	defer context.AfterFunc(ctx, func() { o.leave(ctx) })()
-	defer o.leave(ctx)
 	from := "" // nothing was read yet, or Redis did not answer: questions of that time are not answered
 	for ctx.Err() == nil {
 		next, err := o.read(ctx, from)
 		if from = next; err == nil {
-			o.watch(ctx)
+			o.heard()
 		} else if ctx.Err() == nil {
 			o.lost()
 			o.log.Debug("reading operators' questions from redis", "err", err)
@@ -302,9 +288,6 @@ func (o *Operator) read(ctx context.Context, from string) (next string, err erro
 
 func (o *Operator) syncNow(ctx context.Context) error {
 	o.synced = time.Now()
-	if err := o.announce(ctx); err != nil { // orders matter more
-		o.log.Debug("names of replicas", "err", err)
-	}
 	return o.Sync(ctx)
 }
 

@@ -8,8 +8,7 @@
 //  2. Questions (ask.go). A replica that is asked about the whole fleet adds a question to a stream that all replicas
 //     read. Each adds its answer to the question's own stream, which lives for seconds. So nothing is published
 //     without a question.
-//  3. Names (members.go). Each replica writes its name and the time into a hash every few seconds, so that one that
-//     hangs or is gone has a name for people.
+//  3. Names (members.go). The roster of package redisstore names replicas that hang or are gone.
 //
 // Announcements and questions go through the same stream: a replica that answers a question has applied the orders
 // before it.

@@ -3,10 +3,8 @@ package operator
 import (
 	"bytes"
 	"context"
-	"fmt"
 	"log/slog"
 	"os"
-	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -20,6 +18,7 @@ import (
 	"tandem/e2e/redisserver"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/redisstore/roster"
 )
 
 // Tests wait this long for an event, on a machine that may stand still for seconds.
@@ -52,9 +51,11 @@ func startNamed(t *testing.T, addr, name string, answer func([]byte) []byte) *re
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
 		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: endpoint, Role: kvstate.RoleBoth}})
-	store, err := redisstore.New(redisstore.Options{URL: "redis://" + addr, Lease: 10 * time.Second}, state)
+	store, err := redisstore.New(redisstore.Options{
+		URL: "redis://" + addr, Lease: 10 * time.Second, Name: name,
+	}, state)
 	require.NoError(t, err)
-	r := &replica{t: t, state: state, store: store, Operator: New(store, state, name, slog.New(slog.DiscardHandler))}
+	r := &replica{t: t, state: state, store: store, Operator: New(store, state, slog.New(slog.DiscardHandler))}
 	if answer != nil {
 		r.Answer("test", answer)
 	}
@@ -96,45 +97,36 @@ func TestGone(t *testing.T) {
 	t.Parallel()
 	addr := redisserver.New(t).Addr
 	a := startNamed(t, addr, "a:9090", nil)
-	redis := client(t, addr)
-	heard := time.Now().Add(-time.Minute).Truncate(time.Millisecond)
+	heard := time.Now().Add(-time.Minute)
 	number := func(age time.Duration) uint64 { return uint64(time.Now().Add(-age).UnixMilli()) << 20 }
-	write := func(replica uint64, at time.Time, mark, name string) {
-		id := strconv.FormatUint(replica, 16)
-		entry := fmt.Sprintf("%s %d %s %s", id, at.UnixMilli(), mark, name)
-		require.NoError(t, redis.HSet(t.Context(), a.membersKey(at), id, entry).Err())
+	add := func(replica uint64, at time.Time, ended bool, name string) {
+		a.redis.Roster.Add(roster.Member{Replica: replica, Name: name, Version: "1", Heard: at, Ended: ended})
 	}
-	write(number(2*time.Hour), heard, markRuns, "killed:9090")
-	write(number(3*time.Hour), heard, markRuns, "a:9090") // a runs again
-	ended := number(4 * time.Hour)
-	write(number(5*time.Hour), heard.Add(-40*time.Minute), markRuns, "ended:9090") // killed, started again, then ended
-	write(ended, heard.Add(-30*time.Minute), markRuns, "ended:9090")
-	write(ended, heard, markEnded, "ended:9090")
-	write(number(6*time.Hour), heard.Add(-time.Hour), markRuns, "removed:90") // for good
-	write(number(-time.Hour), heard, markRuns, "starting:9090")               // not known to be living yet
-	require.NoError(t, redis.HSet(t.Context(), a.membersKey(heard), "no number", "no entry").Err())
-	require.Eventually(t, func() bool { return a.announce(t.Context()) == nil }, soon, time.Millisecond)
+	add(number(2*time.Hour), heard, false, "killed:9090")
+	add(number(3*time.Hour), heard, false, "a:9090")                          // a runs again
+	add(number(5*time.Hour), heard.Add(-40*time.Minute), false, "ended:9090") // killed, started again, then ended
+	add(number(4*time.Hour), heard, true, "ended:9090")
+	add(number(6*time.Hour), heard.Add(-time.Hour), false, "removed:90") // for good
 
-	got, err := a.Ask(t.Context(), "test", nil)
+	gone := func(o *replica) (Answers, error) { return o.Ask(t.Context(), "test", nil) }
+	got, err := gone(a)
 	require.NoError(t, err)
 	require.Equal(t, []Gone{{"killed:9090", heard}}, got.Gone)
 	require.Equal(t, []Gone{{"a:9090", heard}, {"ended:9090", heard.Add(-40 * time.Minute)}}, got.Restarted)
-	require.Equal(t, []string{"starting:9090"}, got.Starting)
 
+	// A replica that starts learns of them with the snapshot that it asks for, and one that ends in order is not one.
 	b := startNamed(t, addr, "b:9090", nil)
-	last := func() member {
-		require.Eventually(t, func() bool { return a.announce(t.Context()) == nil }, soon, time.Millisecond)
-		return a.members[b.redis.Replica]
-	}
-	require.Eventually(t, func() bool { return last().name == "b:9090" }, soon, time.Millisecond)
-	require.False(t, last().ended)
-	b.leave(t.Context())
-	_, err = b.Ask(t.Context(), "test", nil) // as long as streams end, it is still asked for its status
-	require.NoError(t, err)
-	require.NoError(t, b.announce(t.Context()))
-	require.True(t, last().ended)
+	require.Eventually(t, func() bool {
+		got, err := gone(b)
+		return err == nil && len(got.Gone) == 1 && got.Gone[0].Name == "killed:9090" && len(got.Restarted) == 2
+	}, soon, 5*time.Millisecond)
+	knowEachOther(t, a, b)
 	b.stop()
-	require.True(t, last().ended)
+	require.Eventually(t, func() bool { return len(a.redis.Living()) == 1 }, soon, time.Millisecond)
+	got, err = gone(a)
+	require.NoError(t, err)
+	require.Equal(t, []Gone{{"killed:9090", heard}}, got.Gone)
+	require.True(t, a.redis.Roster.Others()[b.redis.Replica].Ended)
 }
 
 // A replica that dies while it is asked is gone, and not silent as well.
@@ -143,8 +135,8 @@ func TestDiesWhileAsked(t *testing.T) {
 	addr := redisserver.New(t).Addr
 	a := startNamed(t, addr, "a:9090", nil)
 	dies, heard := uint64(time.Now().Add(-time.Hour).UnixMilli())<<20, time.Now()
-	o := New(a.store, a.state, "a:9090", slog.New(slog.DiscardHandler))
-	o.members = map[uint64]member{dies: {name: "b:9090", heard: heard}}
+	o := New(a.store, a.state, slog.New(slog.DiscardHandler))
+	o.redis.Roster.Add(roster.Member{Replica: dies, Name: "b:9090", Version: "1", Heard: heard})
 	asked := false
 	o.redis.Living = func() []uint64 {
 		if asked {
@@ -157,6 +149,21 @@ func TestDiesWhileAsked(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, got.Silent)
 	require.Equal(t, []Gone{{"b:9090", heard}}, got.Gone)
+}
+
+// accessTo returns the access of replica 1, which knows others by these records.
+func accessTo(others ...roster.Member) redisstore.Access {
+	store, err := redisstore.New(redisstore.Options{URL: "redis://127.0.0.1:1"}, kvstate.New(kvstate.Options{}))
+	if err != nil {
+		panic(err)
+	}
+	_ = store.Close()
+	a := store.Access()
+	a.Replica = 1
+	for _, m := range others {
+		a.Roster.Add(m)
+	}
+	return a
 }
 
 func knowEachOther(t *testing.T, replicas ...*replica) {
@@ -250,8 +257,6 @@ func TestAsk(t *testing.T) {
 	})
 	silent := startNamed(t, addr, "silent", nil)
 	knowEachOther(t, a, b, silent)
-	require.Eventually(t, func() bool { return client(t, addr).HLen(t.Context(), a.membersKey(time.Now())).Val() == 3 }, soon, time.Millisecond)
-	require.Eventually(t, func() bool { return a.announce(t.Context()) == nil }, soon, time.Millisecond)
 	a.order(true)
 	a.publish()
 	require.Eventually(t, func() bool { // a stalled machine does not answer within a second
@@ -276,8 +281,8 @@ func TestChangesAreLoggedByName(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var text bytes.Buffer
 		o := &Operator{
-			redis: redisstore.Access{Replica: 1}, log: slog.New(slog.NewTextHandler(&text, nil)), logged: map[uint64]*seen{},
-			members: map[uint64]member{1: {name: "t1:9090"}, 2: {name: "t2:9090"}},
+			redis: accessTo(roster.Member{Replica: 2, Name: "t2:9090", Heard: time.Now()}),
+			log:   slog.New(slog.NewTextHandler(&text, nil)), logged: map[uint64]*seen{},
 		}
 		count := func(what string) int { return strings.Count(text.String(), what) }
 		for _, living := range [][]uint64{{1, 2, 3}, {1, 2, 3}, {1}, {1, 2}, {1}} {
@@ -292,7 +297,7 @@ func TestChangesAreLoggedByName(t *testing.T) {
 		o.logChanges([]uint64{1, 2})
 		require.Equal(t, 2, count("is there"))
 
-		o.members[4] = member{name: "t2:9090"} // 2 was started again
+		o.redis.Roster.Add(roster.Member{Replica: 4, Name: "t2:9090", Heard: time.Now()}) // 2 was started again
 		o.logChanges([]uint64{1, 4})
 		time.Sleep(missingFor)
 		o.logChanges([]uint64{1, 4})
@@ -310,13 +315,14 @@ func TestRedisWasAway(t *testing.T) {
 		heard := time.Now()
 		log := slog.New(slog.NewTextHandler(&text, nil))
 		o := &Operator{
-			redis: redisstore.Access{Replica: 1}, log: log, logged: map[uint64]*seen{}, members: map[uint64]member{
-				2: {name: "t2:9090", heard: heard}, 3: {name: "t3:9090", heard: heard.Add(-time.Minute)}},
+			redis: accessTo(roster.Member{Replica: 2, Name: "t2:9090", Heard: heard},
+				roster.Member{Replica: 3, Name: "t3:9090", Heard: heard.Add(-time.Minute)}),
+			log: log, logged: map[uint64]*seen{},
 		}
 		time.Sleep(time.Minute)
 		names := func(living ...uint64) (names string) {
 			var a Answers
-			o.addGone(&a, living)
+			o.addGone(&a, living, o.redis.Roster.Others())
 			for _, g := range a.Gone {
 				names += g.Name + " "
 			}
@@ -334,7 +340,7 @@ func TestRedisWasAway(t *testing.T) {
 		require.Empty(t, names(1), "Redis is away")
 		require.Equal(t, []string{"t2:9090"}, silent(), "it was there")
 		for range 3 {
-			o.note(map[uint64]member{}, time.Now(), []uint64{1})
+			o.heard()
 		}
 		require.Empty(t, names(1), "Redis is back")
 		require.NotContains(t, text.String(), "is gone")
@@ -347,7 +353,7 @@ func TestRedisWasAway(t *testing.T) {
 		o.logChanges([]uint64{1})
 		require.Equal(t, "t2:9090 t3:9090 ", names(1))
 		require.Equal(t, 1, strings.Count(text.String(), "a replica is gone"))
-		o.note(map[uint64]member{}, heard.Add(goneFor+time.Second), []uint64{1})
-		require.Empty(t, o.members, "they are kept for an hour")
+		time.Sleep(roster.Remembered)
+		require.Empty(t, names(1), "they are kept for an hour")
 	})
 }

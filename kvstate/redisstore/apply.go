@@ -150,7 +150,7 @@ const (
 )
 
 // applyLoads records the reservations of a replica as of the time at.
-func (p *poolReplica) applyLoads(m *member, b *statev1.Batch, at time.Time) {
+func (p *poolReplica) applyLoads(m *remoteReplica, b *statev1.Batch, at time.Time) {
 	if m.prefillRate != b.GetPrefillRate() || m.localRate != b.GetLocalRate() {
 		m.prefillRate, m.localRate = b.GetPrefillRate(), b.GetLocalRate()
 		p.setRates()

@@ -44,7 +44,7 @@ func (p *poolReplica) addFingerprints(b *statev1.Batch) {
 }
 
 // noteFingerprints records the fingerprints of another replica's keys. poolReplica.mu is held.
-func (p *poolReplica) noteFingerprints(m *member, b *statev1.Batch) {
+func (p *poolReplica) noteFingerprints(m *remoteReplica, b *statev1.Batch) {
 	if keys := b.GetTicketKeys(); len(keys) > 0 && len(keys) <= maxFingerprints && !slices.Equal(keys, m.ticketKeys) {
 		m.ticketKeys = keys
 		p.s.keysMayDiffer()

@@ -13,6 +13,7 @@ import (
 	"github.com/redis/go-redis/v9"
 	"google.golang.org/protobuf/proto"
 
+	"tandem/kvstate/redisstore/roster"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -127,7 +128,8 @@ func (p *poolReplica) joinOnce(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	alone := !slices.ContainsFunc(slices.Collect(maps.Values(p.members)), func(m *member) bool { return !m.starting })
+	others := slices.Collect(maps.Values(p.members))
+	alone := !slices.ContainsFunc(others, func(m *remoteReplica) bool { return !m.starting })
 	p.joined, p.gapless = true, gapless
 	p.sync.wanted = p.sync.wanted && !alone
 	return nil
@@ -220,8 +222,9 @@ func (p *poolReplica) publishJoin(ctx context.Context) (streamID, error) {
 	defer p.s.sending.RUnlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	self, _ := p.s.roster.Self()
 	b := &statev1.Batch{
-		Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()),
+		Member: roster.Record(&self), Replica: p.s.replica, Seq: p.seq + 1, LeaseMs: uint32(p.s.o.Lease.Milliseconds()),
 		Joining: true, WantsFeeds: p.needsFeeds(),
 	}
 	text, err := proto.Marshal(b)

@@ -73,7 +73,7 @@ func TestWhoAsksAgain(t *testing.T) {
 		due := func() { r.p.askDue(time.Now()) }
 		require.False(t, said(r.p.ask), "nobody is there")
 		require.False(t, r.p.sync.wanted)
-		r.p.members[1] = &member{}
+		r.p.members[1] = &remoteReplica{}
 		for range 2 {
 			require.True(t, said(r.p.ask))
 			require.False(t, said(r.p.ask), "it has asked")

@@ -10,8 +10,9 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// member is another replica. It lasts until its lease ends, which each of its batches renews.
-type member struct {
+// remoteReplica is another replica's part for a pool. It lasts until its lease ends, which each of its batches renews.
+// What it is for people and for Envoys is in package roster.
+type remoteReplica struct {
 	seq     uint64
 	expires time.Time
 	loads   map[string]kvstate.Booked // by address
@@ -24,7 +25,8 @@ type member struct {
 
 // observe renews the lease of a replica whose batch has that age. nil: the lease has ended since, and the reservations
 // in the batch are void.
-func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
+func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *remoteReplica {
+	p.s.roster.Observe(b, age)
 	left := min(time.Duration(b.GetLeaseMs())*time.Millisecond, maxLease) - age
 	m := p.members[b.GetReplica()]
 	if left <= 0 || b.GetLeaving() {
@@ -32,7 +34,7 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *member {
 		return nil
 	}
 	if m == nil {
-		m = &member{loads: map[string]kvstate.Booked{}, starting: true}
+		m = &remoteReplica{loads: map[string]kvstate.Booked{}, starting: true}
 		p.members[b.GetReplica()] = m
 		p.count()
 		p.s.log.Debug("a replica is there", "pool", p.pool, "replica", b.GetReplica(), "replicas", len(p.members)+1)
@@ -80,7 +82,7 @@ func (p *poolReplica) expire(now time.Time) {
 }
 
 // set records a member's reservations on an endpoint. sumLoads updates the endpoint's total.
-func (p *poolReplica) set(m *member, addr string, next kvstate.Booked) {
+func (p *poolReplica) set(m *remoteReplica, addr string, next kvstate.Booked) {
 	if next == (kvstate.Booked{}) {
 		delete(m.loads, addr)
 	} else {

@@ -25,6 +25,9 @@ type Options struct {
 	KeyPrefix string        // of all keys, so that several installations share one Redis; default "tandem"
 	Lease     time.Duration // time for which a replica's reservations outlive it; default 3 s
 	Log       *slog.Logger
+
+	Name    string // of this replica, for people
+	Release string // its version of Tandem; default "unknown"
 }
 
 // Time limits of commands. Those on a request's path have onPath, and a hand-over, which is read once and up to 8 MiB
@@ -41,6 +44,9 @@ func (o *Options) setDefaults() {
 	}
 	if o.Lease == 0 {
 		o.Lease = 3 * time.Second
+	}
+	if o.Release == "" {
+		o.Release = "unknown"
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)

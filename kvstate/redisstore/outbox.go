@@ -257,6 +257,7 @@ func (p *poolReplica) batchOf(out *changes, complete bool,
 	pool := p.s.state.Pool(p.pool)
 	addForwarded(b, out, &t)
 	p.addFingerprints(b)
+	p.edition = p.s.roster.AddTo(b, p.edition)
 	if pool != nil {
 		prefill, local := pool.PrefillRates(now)
 		b.PrefillRate, b.LocalRate = toMicros(prefill), toMicros(local)
@@ -269,7 +270,7 @@ func (p *poolReplica) batchOf(out *changes, complete bool,
 		}
 	}
 	if out.empty() && !complete && len(b.Addresses)+len(b.TicketKeys) == 0 &&
-		len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll {
+		len(b.Waits)+len(b.WaitsOver)+len(b.WaitsSent) == 0 && !b.WaitsAll && b.Member == nil {
 		return nil, nil
 	}
 	return b, before

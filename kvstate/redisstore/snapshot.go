@@ -150,6 +150,7 @@ func (s *snapshots) write(ctx context.Context, wish snapshotWish) error {
 	for _, item := range sessions {
 		w.session(item)
 	}
+	w.chunk.Members = p.s.roster.Gone(*p.ids.Load())
 	if f := p.s.follower; wish.feeds && f != nil {
 		if err := f.EachFeed(pool, w.feed); err != nil {
 			return err
@@ -333,6 +334,7 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
 	joined := p.joined
 	p.mu.Unlock()
 	p.s.counters.unknown.Add(unknown)
+	p.s.roster.Load(chunk.GetMembers())
 	for _, b := range chunk.GetBlocks() {
 		if e := at.of(b.GetAddress()); e != nil {
 			pool.LoadBlocks(e, b.GetParent(), b.GetHashes())

@@ -175,7 +175,7 @@ func TestWhoseSnapshotItIs(t *testing.T) {
 		r.p.loadAnnounced(t.Context())
 		require.Nil(t, r.p.notice, name)
 		require.True(t, r.p.sync.wanted, name)
-		r.p.members[7] = &member{}
+		r.p.members[7] = &remoteReplica{}
 		r.p.askDue(time.Now())
 		require.False(t, r.p.out.join, name)
 		r.p.askDue(time.Now().Add(r.store.o.Lease))

@@ -15,6 +15,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore/decode"
 	"tandem/kvstate/redisstore/redisclient"
+	"tandem/kvstate/redisstore/roster"
 	statev1 "tandem/protos/state/v1"
 )
 
@@ -29,6 +30,7 @@ type Store struct {
 	link     *redisclient.Link
 	answered atomic.Bool // Redis has answered before
 	clock    clock
+	roster   *roster.Roster
 	follower kvstate.EventFollower // nil: no KV events are followed
 
 	fingerprints func() []uint64 // of this replica's ticket keys; nil: no comparison
@@ -56,6 +58,7 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce),
 		notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}
+	s.roster = roster.New(roster.Member{Replica: s.replica, Name: o.Name, Version: o.Release, Slot: -1}, s.Changed)
 	var err error
 	if s.client, err = o.client(&s.counters.Counts); err != nil {
 		return nil, err
@@ -120,13 +123,14 @@ type poolReplica struct {
 	seq       uint64               // of the last batch sent
 	lives     time.Time            // the stream's time to live was set then
 	published map[string]published // by address: the other replicas' knowledge
-	members   map[uint64]*member
+	members   map[uint64]*remoteReplica
 	resum     map[string]struct{} // addresses whose remote load has changed since it was summed
 	waits     map[uint64]uint64   // requests that wait here, as published: by id, the version published
 	reading
 	sync snapshotRequest
 
 	publishedKeys []uint64                // fingerprints of our ticket keys, as published
+	edition       int                     // of our record in the roster, as published; -1: none
 	waitsUnknown  bool                    // the other replicas may have missed waiting requests: publish all
 	notice        *statev1.SnapshotNotice // of a snapshot to load
 	endpoints     endpoints
@@ -148,8 +152,8 @@ type reading struct {
 
 func newPoolReplica(s *Store, pool string) *poolReplica {
 	p := &poolReplica{
-		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{}, members: map[uint64]*member{},
-		resum: map[string]struct{}{},
+		s: s, pool: pool, keys: s.o.poolKeys(pool), published: map[string]published{},
+		members: map[uint64]*remoteReplica{}, resum: map[string]struct{}{},
 	}
 	p.snapshots = snapshots{p: p, due: make(chan struct{}, 1)}
 	p.ids.Store(&[]uint64{s.replica})
@@ -159,17 +163,19 @@ func newPoolReplica(s *Store, pool string) *poolReplica {
 // Status describes the link to Redis in a line; up is whether Redis answers.
 func (s *Store) Status() (text string, up bool) { return s.link.Status(s.Replicas()) }
 
-// Access is what package operator needs to use the same Redis.
+// Access is what packages operator and membership need to use the same Redis.
 type Access struct {
 	Client  redis.UniversalClient
 	Prefix  string          // of keys
 	Replica uint64          // this one's number: when it started in milliseconds since 1970, and 20 random bits
+	Lease   time.Duration   // as in [Options]
 	Living  func() []uint64 // the numbers of all living replicas, sorted
+	Roster  *roster.Roster  // their records
 }
 
 // Access returns the store's own connections and its knowledge of the replicas.
 func (s *Store) Access() Access {
-	return Access{s.client, s.o.KeyPrefix + ":" + version + ":", s.replica, func() (out []uint64) {
+	return Access{s.client, s.o.KeyPrefix + ":" + version + ":", s.replica, s.o.Lease, func() (out []uint64) {
 		s.mu.RLock()
 		defer s.mu.RUnlock()
 		for _, p := range s.byPool {
@@ -177,7 +183,7 @@ func (s *Store) Access() Access {
 		}
 		slices.Sort(out)
 		return slices.Compact(out)
-	}}
+	}, s.roster}
 }
 
 // Replicas returns the number of living replicas, this one included.

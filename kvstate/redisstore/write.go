@@ -154,6 +154,7 @@ type entry struct {
 	before map[string]published
 	lives  time.Time // the stream's time to live was set then
 	bytes  []byte
+	member int // the edition of our record in it; -1: none
 	reply  *redis.StringCmd
 	expire *redis.BoolCmd // sets the stream's time to live; nil: not sent
 }
@@ -175,6 +176,9 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 		return nil, nil
 	}
 	b.Seq, b.Leaving = p.seq+1, leaving
+	if e.member = -1; b.Member != nil {
+		e.member = p.edition
+	}
 	var err error
 	if e.bytes, err = proto.Marshal(b); err != nil {
 		return nil, fmt.Errorf("encoding a batch: %w", err)
@@ -215,7 +219,7 @@ func (e *entry) settle(sent time.Time, failed error) error {
 	defer p.mu.Unlock()
 	if err != nil {
 		maps.Copy(p.published, e.before)
-		p.waitsUnknown, p.publishedKeys, p.lives = true, nil, time.Time{} // it may come back empty
+		p.waitsUnknown, p.publishedKeys, p.edition, p.lives = true, nil, -1, time.Time{} // it may come back empty
 		p.s.counters.dropped.Add(int64(p.out.requeue(&e.out)))
 		p.s.counters.eventsDropped.Add(int64(len(e.out.forwarded)))
 		return fmt.Errorf("writing to Redis: %w", err)
@@ -225,6 +229,7 @@ func (e *entry) settle(sent time.Time, failed error) error {
 		p.lives = sent
 	}
 	p.s.counters.batchesSent.Add(1)
+	p.s.roster.Took(e.member, sent)
 	p.s.clock.set(id, sent, time.Now())
 	if e.out.join {
 		p.sync.position = id

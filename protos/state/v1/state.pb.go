@@ -78,7 +78,7 @@ func (x Blocks_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Blocks_Kind.Descriptor instead.
 func (Blocks_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{6, 0}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{7, 0}
 }
 
 // One replica's report about one pool: an entry of the pool's stream. Everything in it may be applied twice. Everything but
@@ -131,7 +131,9 @@ type Batch struct {
 	// Batches of publishers of KV events that connected to the sender: no other replica receives them.
 	Events []*EventBatch `protobuf:"bytes,45,rep,name=events,proto3" json:"events,omitempty"`
 	// What the sender saw of KV transfers between two endpoints: the end of a request is reported to one replica.
-	KvLoads       []*KVLoad `protobuf:"bytes,46,rep,name=kv_loads,json=kvLoads,proto3" json:"kv_loads,omitempty"`
+	KvLoads []*KVLoad `protobuf:"bytes,46,rep,name=kv_loads,json=kvLoads,proto3" json:"kv_loads,omitempty"`
+	// In complete batches, in the first one, and when it changes. Absent: the release is one that kept records of its own.
+	Member        *Member `protobuf:"bytes,47,opt,name=member,proto3" json:"member,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -348,6 +350,118 @@ func (x *Batch) GetKvLoads() []*KVLoad {
 	return nil
 }
 
+func (x *Batch) GetMember() *Member {
+	if x != nil {
+		return x.Member
+	}
+	return nil
+}
+
+// One replica, for people and for Envoys. It lives as long as its leases.
+type Member struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Tandem's release.
+	Version string `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
+	// Its slot among the replicas that Envoys know, plus one; 0: it has none.
+	Slot uint32 `protobuf:"varint,3,opt,name=slot,proto3" json:"slot,omitempty"`
+	// Addresses ip:port at which Envoys reach it. Empty: they do not get them from Redis.
+	ExtProc string `protobuf:"bytes,4,opt,name=ext_proc,json=extProc,proto3" json:"ext_proc,omitempty"`
+	Replan  string `protobuf:"bytes,5,opt,name=replan,proto3" json:"replan,omitempty"`
+	// In a snapshot: its number, when it last reported, in milliseconds since 1970, and whether it ended in order.
+	Replica       uint64 `protobuf:"fixed64,6,opt,name=replica,proto3" json:"replica,omitempty"`
+	HeardMs       int64  `protobuf:"varint,7,opt,name=heard_ms,json=heardMs,proto3" json:"heard_ms,omitempty"`
+	Ended         bool   `protobuf:"varint,8,opt,name=ended,proto3" json:"ended,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Member) Reset() {
+	*x = Member{}
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Member) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Member) ProtoMessage() {}
+
+func (x *Member) ProtoReflect() protoreflect.Message {
+	mi := &file_state_v1_state_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Member.ProtoReflect.Descriptor instead.
+func (*Member) Descriptor() ([]byte, []int) {
+	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Member) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Member) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *Member) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *Member) GetExtProc() string {
+	if x != nil {
+		return x.ExtProc
+	}
+	return ""
+}
+
+func (x *Member) GetReplan() string {
+	if x != nil {
+		return x.Replan
+	}
+	return ""
+}
+
+func (x *Member) GetReplica() uint64 {
+	if x != nil {
+		return x.Replica
+	}
+	return 0
+}
+
+func (x *Member) GetHeardMs() int64 {
+	if x != nil {
+		return x.HeardMs
+	}
+	return 0
+}
+
+func (x *Member) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
+}
+
 // A decode endpoint could not load the KV of a prefill endpoint, or could again after failures.
 type KVLoad struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -360,7 +474,7 @@ type KVLoad struct {
 
 func (x *KVLoad) Reset() {
 	*x = KVLoad{}
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -372,7 +486,7 @@ func (x *KVLoad) String() string {
 func (*KVLoad) ProtoMessage() {}
 
 func (x *KVLoad) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[1]
+	mi := &file_state_v1_state_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -385,7 +499,7 @@ func (x *KVLoad) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KVLoad.ProtoReflect.Descriptor instead.
 func (*KVLoad) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{1}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *KVLoad) GetPrefill() uint32 {
@@ -424,7 +538,7 @@ type EventBatch struct {
 
 func (x *EventBatch) Reset() {
 	*x = EventBatch{}
-	mi := &file_state_v1_state_proto_msgTypes[2]
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -436,7 +550,7 @@ func (x *EventBatch) String() string {
 func (*EventBatch) ProtoMessage() {}
 
 func (x *EventBatch) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[2]
+	mi := &file_state_v1_state_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -449,7 +563,7 @@ func (x *EventBatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventBatch.ProtoReflect.Descriptor instead.
 func (*EventBatch) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{2}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *EventBatch) GetAddress() uint32 {
@@ -499,7 +613,7 @@ type Waits struct {
 
 func (x *Waits) Reset() {
 	*x = Waits{}
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +625,7 @@ func (x *Waits) String() string {
 func (*Waits) ProtoMessage() {}
 
 func (x *Waits) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[3]
+	mi := &file_state_v1_state_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +638,7 @@ func (x *Waits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Waits.ProtoReflect.Descriptor instead.
 func (*Waits) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{3}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Waits) GetId() uint64 {
@@ -603,7 +717,7 @@ type Feed struct {
 
 func (x *Feed) Reset() {
 	*x = Feed{}
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -615,7 +729,7 @@ func (x *Feed) String() string {
 func (*Feed) ProtoMessage() {}
 
 func (x *Feed) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[4]
+	mi := &file_state_v1_state_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -628,7 +742,7 @@ func (x *Feed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Feed.ProtoReflect.Descriptor instead.
 func (*Feed) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{4}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Feed) GetAddress() uint32 {
@@ -701,7 +815,7 @@ type Run struct {
 
 func (x *Run) Reset() {
 	*x = Run{}
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -713,7 +827,7 @@ func (x *Run) String() string {
 func (*Run) ProtoMessage() {}
 
 func (x *Run) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[5]
+	mi := &file_state_v1_state_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -726,7 +840,7 @@ func (x *Run) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Run.ProtoReflect.Descriptor instead.
 func (*Run) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{5}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Run) GetKeys() []uint64 {
@@ -788,7 +902,7 @@ type Blocks struct {
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -800,7 +914,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[6]
+	mi := &file_state_v1_state_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -813,7 +927,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{6}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Blocks) GetAddress() uint32 {
@@ -867,7 +981,7 @@ type Tokens struct {
 
 func (x *Tokens) Reset() {
 	*x = Tokens{}
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -879,7 +993,7 @@ func (x *Tokens) String() string {
 func (*Tokens) ProtoMessage() {}
 
 func (x *Tokens) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[7]
+	mi := &file_state_v1_state_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -892,7 +1006,7 @@ func (x *Tokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tokens.ProtoReflect.Descriptor instead.
 func (*Tokens) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{7}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Tokens) GetPrompt() uint64 {
@@ -943,7 +1057,7 @@ type TokenBlocks struct {
 
 func (x *TokenBlocks) Reset() {
 	*x = TokenBlocks{}
-	mi := &file_state_v1_state_proto_msgTypes[8]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -955,7 +1069,7 @@ func (x *TokenBlocks) String() string {
 func (*TokenBlocks) ProtoMessage() {}
 
 func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[8]
+	mi := &file_state_v1_state_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -968,7 +1082,7 @@ func (x *TokenBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenBlocks.ProtoReflect.Descriptor instead.
 func (*TokenBlocks) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{8}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TokenBlocks) GetSize() uint32 {
@@ -1015,7 +1129,7 @@ type Load struct {
 
 func (x *Load) Reset() {
 	*x = Load{}
-	mi := &file_state_v1_state_proto_msgTypes[9]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1027,7 +1141,7 @@ func (x *Load) String() string {
 func (*Load) ProtoMessage() {}
 
 func (x *Load) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[9]
+	mi := &file_state_v1_state_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1040,7 +1154,7 @@ func (x *Load) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Load.ProtoReflect.Descriptor instead.
 func (*Load) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{9}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Load) GetAddress() uint32 {
@@ -1124,7 +1238,7 @@ type Health struct {
 
 func (x *Health) Reset() {
 	*x = Health{}
-	mi := &file_state_v1_state_proto_msgTypes[10]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1250,7 @@ func (x *Health) String() string {
 func (*Health) ProtoMessage() {}
 
 func (x *Health) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[10]
+	mi := &file_state_v1_state_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1263,7 @@ func (x *Health) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Health.ProtoReflect.Descriptor instead.
 func (*Health) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{10}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Health) GetAddress() uint32 {
@@ -1207,7 +1321,7 @@ type Signals struct {
 
 func (x *Signals) Reset() {
 	*x = Signals{}
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1219,7 +1333,7 @@ func (x *Signals) String() string {
 func (*Signals) ProtoMessage() {}
 
 func (x *Signals) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[11]
+	mi := &file_state_v1_state_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1232,7 +1346,7 @@ func (x *Signals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Signals.ProtoReflect.Descriptor instead.
 func (*Signals) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{11}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Signals) GetAddress() uint32 {
@@ -1383,7 +1497,7 @@ type HostMemory struct {
 
 func (x *HostMemory) Reset() {
 	*x = HostMemory{}
-	mi := &file_state_v1_state_proto_msgTypes[12]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1395,7 +1509,7 @@ func (x *HostMemory) String() string {
 func (*HostMemory) ProtoMessage() {}
 
 func (x *HostMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[12]
+	mi := &file_state_v1_state_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1408,7 +1522,7 @@ func (x *HostMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HostMemory.ProtoReflect.Descriptor instead.
 func (*HostMemory) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{12}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *HostMemory) GetTokens() uint64 {
@@ -1459,7 +1573,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_state_v1_state_proto_msgTypes[13]
+	mi := &file_state_v1_state_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1471,7 +1585,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[13]
+	mi := &file_state_v1_state_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1484,7 +1598,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{13}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Session) GetKey() uint64 {
@@ -1527,7 +1641,7 @@ type SnapshotNotice struct {
 
 func (x *SnapshotNotice) Reset() {
 	*x = SnapshotNotice{}
-	mi := &file_state_v1_state_proto_msgTypes[14]
+	mi := &file_state_v1_state_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1539,7 +1653,7 @@ func (x *SnapshotNotice) String() string {
 func (*SnapshotNotice) ProtoMessage() {}
 
 func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[14]
+	mi := &file_state_v1_state_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1552,7 +1666,7 @@ func (x *SnapshotNotice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotNotice.ProtoReflect.Descriptor instead.
 func (*SnapshotNotice) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{14}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SnapshotNotice) GetId() uint64 {
@@ -1599,19 +1713,21 @@ func (x *SnapshotNotice) GetPreviousChunks() uint32 {
 
 // One part of a snapshot.
 type SnapshotChunk struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Addresses     []string               `protobuf:"bytes,1,rep,name=addresses,proto3" json:"addresses,omitempty"`
-	Blocks        []*Blocks              `protobuf:"bytes,2,rep,name=blocks,proto3" json:"blocks,omitempty"`
-	Health        []*Health              `protobuf:"bytes,3,rep,name=health,proto3" json:"health,omitempty"`
-	Sessions      []*Session             `protobuf:"bytes,4,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Feeds         []*Feed                `protobuf:"bytes,6,rep,name=feeds,proto3" json:"feeds,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Addresses []string               `protobuf:"bytes,1,rep,name=addresses,proto3" json:"addresses,omitempty"`
+	Blocks    []*Blocks              `protobuf:"bytes,2,rep,name=blocks,proto3" json:"blocks,omitempty"`
+	Health    []*Health              `protobuf:"bytes,3,rep,name=health,proto3" json:"health,omitempty"`
+	Sessions  []*Session             `protobuf:"bytes,4,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Feeds     []*Feed                `protobuf:"bytes,6,rep,name=feeds,proto3" json:"feeds,omitempty"`
+	// Replicas of the last hour that do not live any more.
+	Members       []*Member `protobuf:"bytes,7,rep,name=members,proto3" json:"members,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_state_v1_state_proto_msgTypes[15]
+	mi := &file_state_v1_state_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1623,7 +1739,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_state_v1_state_proto_msgTypes[15]
+	mi := &file_state_v1_state_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1636,7 +1752,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_state_v1_state_proto_rawDescGZIP(), []int{15}
+	return file_state_v1_state_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SnapshotChunk) GetAddresses() []string {
@@ -1674,11 +1790,18 @@ func (x *SnapshotChunk) GetFeeds() []*Feed {
 	return nil
 }
 
+func (x *SnapshotChunk) GetMembers() []*Member {
+	if x != nil {
+		return x.Members
+	}
+	return nil
+}
+
 var File_state_v1_state_proto protoreflect.FileDescriptor
 
 const file_state_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\xd8\a\n" +
+	"\x14state/v1/state.proto\x12\x0ftandem.state.v1\"\x89\b\n" +
 	"\x05Batch\x12\x18\n" +
 	"\areplica\x18\x01 \x01(\x06R\areplica\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x19\n" +
@@ -1711,7 +1834,17 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\vwants_feeds\x18, \x01(\bR\n" +
 	"wantsFeeds\x123\n" +
 	"\x06events\x18- \x03(\v2\x1b.tandem.state.v1.EventBatchR\x06events\x122\n" +
-	"\bkv_loads\x18. \x03(\v2\x17.tandem.state.v1.KVLoadR\akvLoadsJ\x04\b\x13\x10\x17\"R\n" +
+	"\bkv_loads\x18. \x03(\v2\x17.tandem.state.v1.KVLoadR\akvLoads\x12/\n" +
+	"\x06member\x18/ \x01(\v2\x17.tandem.state.v1.MemberR\x06memberJ\x04\b\x13\x10\x17\"\xc8\x01\n" +
+	"\x06Member\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\tR\aversion\x12\x12\n" +
+	"\x04slot\x18\x03 \x01(\rR\x04slot\x12\x19\n" +
+	"\bext_proc\x18\x04 \x01(\tR\aextProc\x12\x16\n" +
+	"\x06replan\x18\x05 \x01(\tR\x06replan\x12\x18\n" +
+	"\areplica\x18\x06 \x01(\x06R\areplica\x12\x19\n" +
+	"\bheard_ms\x18\a \x01(\x03R\aheardMs\x12\x14\n" +
+	"\x05ended\x18\b \x01(\bR\x05ended\"R\n" +
 	"\x06KVLoad\x12\x18\n" +
 	"\aprefill\x18\x01 \x01(\rR\aprefill\x12\x16\n" +
 	"\x06decode\x18\x02 \x01(\rR\x06decode\x12\x16\n" +
@@ -1826,13 +1959,14 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\bposition\x18\x03 \x01(\tR\bposition\x12\x1a\n" +
 	"\beveryone\x18\x04 \x01(\bR\beveryone\x12\x1a\n" +
 	"\bprevious\x18\x05 \x01(\x06R\bprevious\x12'\n" +
-	"\x0fprevious_chunks\x18\x06 \x01(\rR\x0epreviousChunks\"\xf8\x01\n" +
+	"\x0fprevious_chunks\x18\x06 \x01(\rR\x0epreviousChunks\"\xab\x02\n" +
 	"\rSnapshotChunk\x12\x1c\n" +
 	"\taddresses\x18\x01 \x03(\tR\taddresses\x12/\n" +
 	"\x06blocks\x18\x02 \x03(\v2\x17.tandem.state.v1.BlocksR\x06blocks\x12/\n" +
 	"\x06health\x18\x03 \x03(\v2\x17.tandem.state.v1.HealthR\x06health\x124\n" +
 	"\bsessions\x18\x04 \x03(\v2\x18.tandem.state.v1.SessionR\bsessions\x12+\n" +
-	"\x05feeds\x18\x06 \x03(\v2\x15.tandem.state.v1.FeedR\x05feedsJ\x04\b\x05\x10\x06B Z\x1etandem/protos/state/v1;statev1b\x06proto3"
+	"\x05feeds\x18\x06 \x03(\v2\x15.tandem.state.v1.FeedR\x05feeds\x121\n" +
+	"\amembers\x18\a \x03(\v2\x17.tandem.state.v1.MemberR\amembersJ\x04\b\x05\x10\x06B Z\x1etandem/protos/state/v1;statev1b\x06proto3"
 
 var (
 	file_state_v1_state_proto_rawDescOnce sync.Once
@@ -1847,50 +1981,53 @@ func file_state_v1_state_proto_rawDescGZIP() []byte {
 }
 
 var file_state_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_state_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_state_v1_state_proto_goTypes = []any{
 	(Blocks_Kind)(0),       // 0: tandem.state.v1.Blocks.Kind
 	(*Batch)(nil),          // 1: tandem.state.v1.Batch
-	(*KVLoad)(nil),         // 2: tandem.state.v1.KVLoad
-	(*EventBatch)(nil),     // 3: tandem.state.v1.EventBatch
-	(*Waits)(nil),          // 4: tandem.state.v1.Waits
-	(*Feed)(nil),           // 5: tandem.state.v1.Feed
-	(*Run)(nil),            // 6: tandem.state.v1.Run
-	(*Blocks)(nil),         // 7: tandem.state.v1.Blocks
-	(*Tokens)(nil),         // 8: tandem.state.v1.Tokens
-	(*TokenBlocks)(nil),    // 9: tandem.state.v1.TokenBlocks
-	(*Load)(nil),           // 10: tandem.state.v1.Load
-	(*Health)(nil),         // 11: tandem.state.v1.Health
-	(*Signals)(nil),        // 12: tandem.state.v1.Signals
-	(*HostMemory)(nil),     // 13: tandem.state.v1.HostMemory
-	(*Session)(nil),        // 14: tandem.state.v1.Session
-	(*SnapshotNotice)(nil), // 15: tandem.state.v1.SnapshotNotice
-	(*SnapshotChunk)(nil),  // 16: tandem.state.v1.SnapshotChunk
+	(*Member)(nil),         // 2: tandem.state.v1.Member
+	(*KVLoad)(nil),         // 3: tandem.state.v1.KVLoad
+	(*EventBatch)(nil),     // 4: tandem.state.v1.EventBatch
+	(*Waits)(nil),          // 5: tandem.state.v1.Waits
+	(*Feed)(nil),           // 6: tandem.state.v1.Feed
+	(*Run)(nil),            // 7: tandem.state.v1.Run
+	(*Blocks)(nil),         // 8: tandem.state.v1.Blocks
+	(*Tokens)(nil),         // 9: tandem.state.v1.Tokens
+	(*TokenBlocks)(nil),    // 10: tandem.state.v1.TokenBlocks
+	(*Load)(nil),           // 11: tandem.state.v1.Load
+	(*Health)(nil),         // 12: tandem.state.v1.Health
+	(*Signals)(nil),        // 13: tandem.state.v1.Signals
+	(*HostMemory)(nil),     // 14: tandem.state.v1.HostMemory
+	(*Session)(nil),        // 15: tandem.state.v1.Session
+	(*SnapshotNotice)(nil), // 16: tandem.state.v1.SnapshotNotice
+	(*SnapshotChunk)(nil),  // 17: tandem.state.v1.SnapshotChunk
 }
 var file_state_v1_state_proto_depIdxs = []int32{
-	15, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
-	7,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
-	10, // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
-	11, // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
-	12, // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
-	14, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
-	8,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
-	4,  // 7: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
-	3,  // 8: tandem.state.v1.Batch.events:type_name -> tandem.state.v1.EventBatch
-	2,  // 9: tandem.state.v1.Batch.kv_loads:type_name -> tandem.state.v1.KVLoad
-	6,  // 10: tandem.state.v1.Feed.runs:type_name -> tandem.state.v1.Run
-	0,  // 11: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
-	9,  // 12: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
-	13, // 13: tandem.state.v1.Signals.host:type_name -> tandem.state.v1.HostMemory
-	7,  // 14: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
-	11, // 15: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
-	14, // 16: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
-	5,  // 17: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
-	18, // [18:18] is the sub-list for method output_type
-	18, // [18:18] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	16, // 0: tandem.state.v1.Batch.snapshot:type_name -> tandem.state.v1.SnapshotNotice
+	8,  // 1: tandem.state.v1.Batch.blocks:type_name -> tandem.state.v1.Blocks
+	11, // 2: tandem.state.v1.Batch.loads:type_name -> tandem.state.v1.Load
+	12, // 3: tandem.state.v1.Batch.health:type_name -> tandem.state.v1.Health
+	13, // 4: tandem.state.v1.Batch.signals:type_name -> tandem.state.v1.Signals
+	15, // 5: tandem.state.v1.Batch.sessions:type_name -> tandem.state.v1.Session
+	9,  // 6: tandem.state.v1.Batch.tokens:type_name -> tandem.state.v1.Tokens
+	5,  // 7: tandem.state.v1.Batch.waits:type_name -> tandem.state.v1.Waits
+	4,  // 8: tandem.state.v1.Batch.events:type_name -> tandem.state.v1.EventBatch
+	3,  // 9: tandem.state.v1.Batch.kv_loads:type_name -> tandem.state.v1.KVLoad
+	2,  // 10: tandem.state.v1.Batch.member:type_name -> tandem.state.v1.Member
+	7,  // 11: tandem.state.v1.Feed.runs:type_name -> tandem.state.v1.Run
+	0,  // 12: tandem.state.v1.Blocks.kind:type_name -> tandem.state.v1.Blocks.Kind
+	10, // 13: tandem.state.v1.Tokens.blocks:type_name -> tandem.state.v1.TokenBlocks
+	14, // 14: tandem.state.v1.Signals.host:type_name -> tandem.state.v1.HostMemory
+	8,  // 15: tandem.state.v1.SnapshotChunk.blocks:type_name -> tandem.state.v1.Blocks
+	12, // 16: tandem.state.v1.SnapshotChunk.health:type_name -> tandem.state.v1.Health
+	15, // 17: tandem.state.v1.SnapshotChunk.sessions:type_name -> tandem.state.v1.Session
+	6,  // 18: tandem.state.v1.SnapshotChunk.feeds:type_name -> tandem.state.v1.Feed
+	2,  // 19: tandem.state.v1.SnapshotChunk.members:type_name -> tandem.state.v1.Member
+	20, // [20:20] is the sub-list for method output_type
+	20, // [20:20] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_state_v1_state_proto_init() }
@@ -1898,14 +2035,14 @@ func file_state_v1_state_proto_init() {
 	if File_state_v1_state_proto != nil {
 		return
 	}
-	file_state_v1_state_proto_msgTypes[5].OneofWrappers = []any{}
+	file_state_v1_state_proto_msgTypes[6].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_state_v1_state_proto_rawDesc), len(file_state_v1_state_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
