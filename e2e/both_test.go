@@ -10,8 +10,8 @@ import (
 )
 
 // Engines that are P and D at once, with memory for little more than two prompts each, and more requests than that:
-// each engine would hold prompts for the others until none could fetch (docs/adr/0052). All are answered, with the
-// right text, and no engine holds anything in the end.
+// each engine would hold prompts for the others until none could fetch (docs/adr/0052). All are answered from the right
+// KV, and no engine holds anything in the end.
 func TestBothRoles(t *testing.T) {
 	for _, c := range []struct {
 		name     string
@@ -60,7 +60,8 @@ func TestBothRoles(t *testing.T) {
 	}
 }
 
-// fill sends so many requests at once, every second one for a stream, and compares the answers with an engine's own.
+// fill sends so many requests at once, every second one for a stream, and returns an error unless all are answered. An
+// answer from wrong KV would be a violation, which the account at the end finds.
 func (f *fleet) fill(n, tokens int) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
