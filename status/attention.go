@@ -118,6 +118,9 @@ func (s *Status) poolAttention(
 				"%s: %s (%s) is full: %.0f %% of its KV cache is in use, %s in its queue.",
 				p.Name, e.Name, e.Role, 100*e.KVUsage, words.Count(int(e.Waiting), "request"))
 		}
+		if e.Full != "" {
+			add(false, "operations.md#when-an-engine-is-full", "%s: %s %s.", p.Name, e.Role, e.Full)
+		}
 		e.UnloadableBy = slices.DeleteFunc(slices.Clone(e.UnloadableBy), p.isOut)
 		if e.State != "out" && (e.NoPairs != "" || len(e.UnloadableBy) > 0) {
 			add(false, "operations.md#when-decode-cannot-load-kv",

@@ -122,6 +122,7 @@ type Endpoint struct {
 
 // Excluded is why an endpoint is not used.
 type Excluded struct {
+	Full     string  `json:"full,omitempty"`           // what it answered, and when it gets requests again
 	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
 	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
 	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
@@ -287,9 +288,8 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			Up: !e.Failed(), State: stateOf(f.source.State, e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
-		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
-		shown.Unpaired = unpaired(e, p.Endpoints())
-		shown.FailedS = f.source.State.FailedFor(e).Seconds()
+		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
+		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
 				shown.NoPairs = faults.Parts.String()
