@@ -115,7 +115,7 @@ func TestSetPool(t *testing.T) {
 	var v View
 	s.View(p, prompt, &v)
 	for i, kept := range []bool{true, false, true} {
-		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true, Weight: 100, Speed: 1, Transfer: 1, Step: 1}
+		want := Candidate{Endpoint: p.Endpoints()[i], Usable: true, Weight: 100, Learned: Learned{1, 1, 1}}
 		if kept {
 			want.Requests, want.PromptTokens, want.Hit = 1, 10, 8
 		}

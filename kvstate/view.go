@@ -42,12 +42,17 @@ type Candidate struct {
 	Queue time.Duration // unfinished work of those jobs
 	Local time.Duration // unfinished work on prompts that a decode endpoint computes itself
 	Share float64       // 0 to 1: share of its recent time that such work took
-	Speed float64       // learned factor on the cost model's prefill times; 1: as modelled; 0: unknown
 
-	Transfer float64 // learned factor on the cost model's times of KV transfers to it; 1: as modelled; 0: unknown
-	Step     float64 // learned factor on the cost model's times of decode steps; 1: as modelled; 0: unknown
+	Learned
 
 	Faults *LoadFaults // failed KV loads with other endpoints; nil: none
+}
+
+// Learned are the learned factors on the cost model's times of an engine. 1: as modelled; 0: unknown.
+type Learned struct {
+	Speed    float64 // of prefills
+	Transfer float64 // of KV transfers to it
+	Step     float64 // of decode steps
 }
 
 // Room is what hand-overs need of an engine's KV memory, in tokens.

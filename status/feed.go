@@ -288,8 +288,8 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			Up: !e.Failed(), State: stateOf(f.source.State, e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
-		shown.Drained, shown.FailedBy, shown.Full = e.Drained, string(f.source.State.FailedBy(e)), e.Refusing(time.Now())
-		shown.Unpaired, shown.FailedS = unpaired(e, p.Endpoints()), f.source.State.FailedFor(e).Seconds()
+		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
+		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
 				shown.NoPairs = faults.Parts.String()
