@@ -24,8 +24,9 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. A new package needs a row.
 var arrows = map[string][]string{
-	"kvstate":                        {"kvstate/prefixindex", "kvstate/receivebuffer"},
+	"kvstate":                        {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/standstill"},
 	"kvstate/prefixindex":            {},
+	"kvstate/standstill":             {},
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
 	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},

@@ -10,6 +10,7 @@ import (
 
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
+	"tandem/kvstate/standstill"
 )
 
 // Role is the set of legs that an endpoint may serve; a bit set.
@@ -185,6 +186,9 @@ type endpointState struct {
 	queue        prefillQueue
 	local        localWork
 
+	progress standstill.Tracker
+	lease    atomic.Int64 // [PoolSpec.KVLease]
+
 	buffer     receivebuffer.Buffer
 	load       *workload // the pool's
 	stepTokens int64
@@ -248,6 +252,9 @@ type PoolSpec struct {
 	// StepTokens is the number of prompt tokens that an engine computes in one step (vLLM: max_num_batched_tokens); 0:
 	// 8192.
 	StepTokens int64
+	// KVLease is how long prefill engines keep KV that nobody has fetched (vLLM: kv_lease_duration); 0:
+	// [standstill.DefaultLease].
+	KVLease time.Duration
 }
 
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
@@ -324,6 +331,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
+			e.lease.Store(int64(spec.KVLease))
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)
