@@ -68,7 +68,8 @@ var arrows = map[string][]string{
 	"cmd/tandem":                     {"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck", "internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/plan", "extproc/telemetry", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission", "replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver", "internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension", "e2e/loopback"}, // the last in tests
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim":                {"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/version", "internal/enginesim/handover", "internal/enginesim/jsontext"}, // the last two in tests
-	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request"},
+	"internal/enginesim/api":       {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/jsontext", "internal/enginesim/request", "internal/enginesim/web"},
+	"internal/enginesim/web":       {},
 	"internal/enginesim/request":   {"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/jsontext"},
 	"internal/enginesim/connector": {"internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover", "internal/enginesim/jsontext"},
 	"internal/enginesim/handover":  {"internal/enginesim/engine"},
@@ -114,7 +115,7 @@ var guarded = map[string][]string{
 	"google.golang.org/grpc":     {"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire", "internal/grpcserver", "cmd/tandem", "e2e", "e2e/bench", "envoy-configs (test)"},
 	"github.com/prometheus/":     {"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem", "internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine", "e2e", "e2e/bench", "deploy/observability/promql"},
 	"github.com/redis/":          {"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator"},
-	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)"},
+	"github.com/go-zeromq/":      {"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)", "internal/enginesim/connector", "internal/enginesim/handover", "internal/enginesim/engine", "cmd/enginesim (test)"},
 	"sigs.k8s.io/":               {"internal/config", "kvstate/discovery", "envoy-configs", "internal/gatewayextension (test)", "deploy (test)", "docs (test)"},
 	"google.golang.org/protobuf": {"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem", "internal/config", "kvstate/redisstore", "kvstate/redisstore/decode", "protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest", "extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)"},
 }

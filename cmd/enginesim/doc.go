@@ -87,8 +87,23 @@
 //	altered_params           ... that differ from what the encode engine wrote
 //	buffer_exhausted         prompts waited for each other's part of LMCache's buffer
 //
-// With --faithful they are vLLM's own 200, and the text is wrong exactly where the KV was. A duplicate key at the top
-// level of a body is a 400; with --faithful the last one wins.
+// With --faithful they are vLLM's own 200, counted as well, and the text is wrong exactly where the KV was: after a
+// lease, once another prompt has got the blocks (few --blocks). A duplicate key at the top level of a body is a 400;
+// with --faithful the last one wins.
+//
+// # Time and memory
+//
+// P keeps a finished prefill leg's blocks for --lease by its own clock; they are memory that nothing else gets. A
+// decode leg that waits for blocks renews it, every sixth of D's own --lease, to two thirds of P's from then on. Two
+// engines of both roles can so wait for each other's memory for ever, as real ones do, until clients leave.
+//
+// The engine's core can stand still (mode stall): no admission, no token, no fetch, no heartbeat, no free block, no
+// count changes; /health, /metrics, a stream's 200 and the side channel answer. A D that goes on after P's lease reads
+// blocks that are another's: expired. With --bidirectional an engine answers where it keeps an answer's blocks, and
+// until when, to any kv_transfer_params but those of a prefill leg ({"clock":1}): remote_blocks_expiry_time, by a clock
+// of its own that no other engine shares. A hand-over that carries it is not read if P's clock says that less than 5 s
+// are left: a failed load, computed with --kv-load-failure=recompute, and counted on D in
+// vllm:nixl_num_kv_expired_reqs_total, as P counts the leases that ended (vLLM 0.32.0, nixl/pull_worker.py:125-162).
 //
 // # Other connectors
 //
@@ -132,12 +147,17 @@
 //
 //	{"mode":"status","status":503,"leg":"prefill","count":2,"retry_after":1}
 //
-// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params,
-// null-params, malformed-params (params: the value to answer with), stream-reset-after (events: complete events to
-// send; half of another follows), refuse (delay: how long the port stays closed), die, unreachable (the side channel:
-// no other engine can load this one's KV). leg: prefill, decode, plain, any. path: one path only. count: how often; 0:
-// until cleared. skip: how many requests to let through first. A failure strikes before the engine sees the request,
-// so P keeps the blocks for a failed decode leg until the lease ends; a spoilt hand-over frees its blocks.
+// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params, null-params,
+// malformed-params (params: the value to answer with), stream-reset-after (events: complete events to send; half of
+// another follows), keep-alive-race (close a kept HTTP/1.1 connection as a request arrives on it), refuse (delay: how
+// long the port stays closed), die, restart (die, and after delay start with the same ports and flags, but no KV and a
+// new id; warmup: answer 503 for so long, as --warmup), stall (the core stands still for delay, or until cleared),
+// unreachable (the side channel: no other engine can load this one's KV).
+//
+// leg: prefill, decode, plain, any. path: one path only. contains: bodies with that text only. busy: only while at
+// least so many requests run or wait, as an engine whose queue is full. count: how often; 0: until cleared. skip: how
+// many requests to let through first. for: how long the rule holds ("8s"). A failure strikes before the engine sees the
+// request, so P keeps the blocks for a failed decode leg until the lease ends; a spoilt hand-over frees its blocks.
 //
 // enginesim_blocks_held is the number of blocks that P handed over and no D has fetched yet; tests expect it and the
 // violations to be zero at the end. For benchmarks use --record=false: no request is kept and none is hashed.

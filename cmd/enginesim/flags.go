@@ -92,6 +92,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.BoolVar(&c.EventArrays, "kv-events-arrays", false,
 		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
+	f.DurationVar(&c.Warmup, "warmup", 0, "how long the open HTTP port answers 503 to everything, /health too")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
 	if err := parseAll(f, args); err != nil {
 		return nil, err

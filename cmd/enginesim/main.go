@@ -42,20 +42,31 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "enginesim:", err)
 		return 2
 	}
-	s, err := api.Start(cfg, stderr)
-	if err != nil {
-		fmt.Fprintln(stderr, "enginesim:", err)
-		return 1
+	for {
+		s, err := api.Start(cfg, stderr)
+		if err != nil {
+			fmt.Fprintln(stderr, "enginesim:", err)
+			return 1
+		}
+		fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.Addr(), s.Side.Addr(),
+			cfg.Role, s.EngineID)
+		select {
+		case <-s.Died:
+		case <-ctx.Done():
+			grace, cancel := context.WithTimeout(context.Background(), 3*time.Second)
+			defer cancel()
+			s.Shutdown(grace)
+			return 0
+		}
+		next, after := s.Next()
+		if next == nil {
+			return exitEngineDied
+		}
+		select {
+		case <-time.After(after):
+		case <-ctx.Done():
+			return 0
+		}
+		cfg = next
 	}
-	fmt.Fprintf(stderr, "enginesim ready listen=%s side-channel=%s role=%s engine=%s\n", s.Addr(), s.Side.Addr(),
-		cfg.Role, s.EngineID)
-	select {
-	case <-s.Died:
-		return exitEngineDied
-	case <-ctx.Done():
-	}
-	grace, cancel := context.WithTimeout(context.Background(), 3*time.Second)
-	defer cancel()
-	s.Shutdown(grace)
-	return 0
 }

@@ -107,7 +107,7 @@ func TestConnectorNone(t *testing.T) {
 }
 
 // TestDecodeLegViolations has requests that vLLM answers with 200 and wrong or endangered text. In strict mode the
-// answer is a counted 500; in faithful mode it is that 200, and the text is wrong exactly where the KV was.
+// answer is a counted 500; in faithful mode it is that 200, counted too, and the text is wrong exactly where the KV was.
 func TestDecodeLegViolations(t *testing.T) {
 	other := strings.Repeat("Something else altogether, and at length. ", 30)
 	tests := []struct {
@@ -182,7 +182,7 @@ func TestDecodeLegViolations(t *testing.T) {
 			r = test.run(t, p, faithful)
 			require.Equal(t, 200, r.status, r)
 			require.Equal(t, test.wrong, r.content() != want, r)
-			require.Zero(t, faithful.State().Violations)
+			require.EqualValues(t, 1, faithful.State().Violations)
 			for _, e := range []*simulator{strict, faithful} {
 				require.Eventually(t, func() bool { return e.State().BlocksUsed == 0 }, patience, time.Millisecond)
 			}

@@ -124,7 +124,8 @@ func TestTurnsThatAreViolations(t *testing.T) {
 	t.Run("too late", func(t *testing.T) {
 		_, d, next, kept := twoTurns(t, "-decoder-ttl", "50ms")
 		require.Eventually(t, func() bool { return d.Ledger.Held.Load() == 0 }, patience, time.Millisecond)
-		answer := turn(t, startEngine(t, "-role", "prefill", "-bidirectional"), d, "t2", next, string(kept))
+		untold := edit(t, kept, map[string]string{"remote_blocks_expiry_time": "null"})
+		answer := turn(t, startEngine(t, "-role", "prefill", "-bidirectional"), d, "t2", next, string(untold))
 		require.Equal(t, 500, answer.status, answer)
 		require.Contains(t, answer.String(), "expired")
 	})

@@ -82,7 +82,7 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 		c.reset()
 		return
 	}
-	if c.inject(s.Faults.Take(leg, r.URL.Path, req.Stream)) {
+	if c.inject(c.takeRule(leg, body)) {
 		return
 	}
 	if bad == nil && s.cfg.Role == engine.RoleEncode {
@@ -347,7 +347,10 @@ func (c *call) writeAnswerBody(body []byte) {
 }
 
 // reset breaks the connection: RST on HTTP/1.1, RST_STREAM on HTTP/2.
-func (c *call) reset() {
+func (c *call) reset() { c.hangUp(true) }
+
+// hangUp ends the connection: with a reset, or as one that was idle for too long.
+func (c *call) hangUp(reset bool) {
 	c.rec.set(func() {
 		if c.rec.Outcome == "running" {
 			c.rec.Outcome = "reset"
@@ -357,7 +360,7 @@ func (c *call) reset() {
 	if err != nil {
 		panic(http.ErrAbortHandler)
 	}
-	if tcp, ok := conn.(*net.TCPConn); ok {
+	if tcp, ok := conn.(*net.TCPConn); ok && reset {
 		_ = tcp.SetLinger(0)
 	}
 	_ = conn.Close()

@@ -20,6 +20,7 @@ type Config struct {
 	KeepAlive   time.Duration
 	MaxBody     int64 // bytes
 	Fail        []fault.Rule
+	Warmup      time.Duration // how long the open port answers 503
 }
 
 // limits returns this engine's limits.

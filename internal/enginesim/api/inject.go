@@ -6,11 +6,12 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"slices"
 	"time"
 
+	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/fault"
+	"tandem/internal/enginesim/web"
 )
 
 // serveFail is /sim/fail: POST adds a rule (or a list), GET lists, DELETE clears.
@@ -26,9 +27,10 @@ func (s *Server) serveFail(w http.ResponseWriter, r *http.Request) {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		s.Faults.Add(slices.DeleteFunc(slices.Clone(rules), fault.Rule.AtOnce))
+		s.Faults.Add(rules)
 	case http.MethodDelete:
 		s.Faults.Clear()
+		s.ranks.resume()
 	case http.MethodGet:
 	default:
 		http.Error(w, "POST, GET or DELETE", http.StatusMethodNotAllowed)
@@ -41,12 +43,6 @@ func (s *Server) serveFail(w http.ResponseWriter, r *http.Request) {
 	s.strike(rules)
 }
 
-// addFailures adds rules.
-func (s *Server) addFailures(rules []fault.Rule) {
-	s.Faults.Add(slices.DeleteFunc(slices.Clone(rules), fault.Rule.AtOnce))
-	s.strike(rules)
-}
-
 // strike executes the rules that strike at once.
 func (s *Server) strike(rules []fault.Rule) {
 	for _, r := range rules {
@@ -54,15 +50,47 @@ func (s *Server) strike(rules []fault.Rule) {
 		case fault.Refuse:
 			s.Metrics.Injected.Add(r.Mode, 1)
 			go func() {
-				if !s.web.refuse(r.Wait) {
+				if !s.web.Refuse(r.Wait) {
 					s.Logf("the HTTP port could not be opened again")
 				}
 			}()
 		case fault.Die:
 			s.Metrics.Injected.Add(r.Mode, 1)
 			s.die("told to by POST /sim/fail")
+		case fault.Restart:
+			s.again.Store(&r)
+			s.die("told to start again by POST /sim/fail")
+		case fault.Stall:
+			s.Metrics.Injected.Add(r.Mode, 1)
+			s.ranks.stall(r.Wait)
 		}
 	}
+}
+
+// ranks are an engine's data-parallel ranks.
+type ranks []*connector.Node
+
+// stall makes every rank's core stand still, for d, or until resume if that is 0.
+func (r ranks) stall(d time.Duration) {
+	for _, n := range r {
+		n.Core.Stop()
+		if d > 0 {
+			time.AfterFunc(d, n.Core.Resume)
+		}
+	}
+}
+
+func (r ranks) resume() {
+	for _, n := range r {
+		n.Core.Resume()
+	}
+}
+
+// takeRule returns the failure that strikes a request.
+func (c *call) takeRule(leg string, body []byte) *fault.Rule {
+	m := c.n.Metrics
+	return c.s.Faults.Take(&fault.Request{Leg: leg, Path: c.r.URL.Path, Body: body, Stream: c.req.Stream,
+		Reused: web.Reused(c.r), Busy: m.Running.Load() + m.Waiting()})
 }
 
 // inject executes a failure that strikes before any work. done means that the request needs no answer.
@@ -94,6 +122,9 @@ func (c *call) inject(rule *fault.Rule) (done bool) {
 		return true
 	case fault.EarlyReset:
 		c.reset()
+		return true
+	case fault.Race:
+		c.hangUp(false)
 		return true
 	case fault.Hang:
 		select {

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,16 +14,17 @@ import (
 	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/fault"
 	"tandem/internal/enginesim/request"
+	"tandem/internal/enginesim/web"
 )
 
 // Server is one simulated engine: HTTP in front of a node.
 type Server struct {
 	*connector.Node // data-parallel rank 0
 
-	ranks     []*connector.Node
+	ranks     ranks
 	next      atomic.Uint64 // rank of a request that names none
 	cfg       *Config
-	web       *web
+	web       *web.Port
 	mux       *http.ServeMux
 	encodings *encodings
 	Records   *recorder
@@ -30,7 +32,23 @@ type Server struct {
 	bodies    sync.Pool // *[]byte
 
 	dying atomic.Bool
-	Died  chan struct{} // closed when the engine has died
+	Died  chan struct{}              // closed when the engine has died
+	again atomic.Pointer[fault.Rule] // of a new engine in its place
+}
+
+// Next returns the configuration of the engine that starts in the place of this one, which has died, and after what
+// time: with the same ports and flags, and without failures. Nil: it has died for good.
+func (s *Server) Next() (*Config, time.Duration) {
+	again := s.again.Load()
+	if again == nil {
+		return nil, 0
+	}
+	cfg := *s.cfg
+	cfg.Listen, cfg.SideChannel, cfg.Fail, cfg.Warmup = s.Addr(), s.Side.Addr().String(), nil, again.Warm
+	if s.BootstrapAddr != "" {
+		cfg.Bootstrap = s.BootstrapAddr
+	}
+	return &cfg, again.Wait
 }
 
 // Start makes an engine and opens its ports.
@@ -45,18 +63,19 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 		responses: newResponseStore(), Died: make(chan struct{}),
 	}
 	s.mux = s.routes()
-	s.web = &web{handler: s, idle: cfg.KeepAlive, address: cfg.Listen}
-	if err := s.web.open(); err != nil {
+	s.web = web.New(cfg.Listen, s, cfg.KeepAlive)
+	if err := s.web.Open(); err != nil {
 		s.closeRanks()
 		return nil, err
 	}
 	s.Register(s.Addr())
-	s.addFailures(cfg.Fail)
+	s.Faults.Add(cfg.Fail)
+	s.strike(cfg.Fail)
 	return s, nil
 }
 
 // Addr returns the HTTP address, host:port.
-func (s *Server) Addr() string { return s.web.addr() }
+func (s *Server) Addr() string { return s.web.Addr() }
 
 // die ends the simulator as a raising scheduler ends vLLM's engine: ports closed, connections cut, status 70.
 func (s *Server) die(reason string) {
@@ -73,7 +92,7 @@ func (s *Server) die(reason string) {
 
 // Close cuts everything at once.
 func (s *Server) Close() {
-	s.web.close()
+	s.web.Close()
 	s.closeRanks()
 }
 
@@ -85,7 +104,7 @@ func (s *Server) closeRanks() {
 
 // Shutdown lets running answers end until ctx ends, then cuts them.
 func (s *Server) Shutdown(ctx context.Context) {
-	s.web.shutdown(ctx)
+	s.web.Shutdown(ctx)
 	s.Close()
 }
 
@@ -97,6 +116,10 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.Set("X-Request-Id", id)
 	} else {
 		h.Set("X-Request-Id", s.Random.Hex16()+s.Random.Hex16())
+	}
+	if time.Since(s.Started) < s.cfg.Warmup && !strings.HasPrefix(r.URL.Path, "/sim/") {
+		w.WriteHeader(http.StatusServiceUnavailable)
+		return
 	}
 	s.mux.ServeHTTP(w, r)
 }

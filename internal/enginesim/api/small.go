@@ -37,7 +37,7 @@ func (s *Server) recorded(fn func(w http.ResponseWriter, r *http.Request, body [
 			return
 		}
 		s.Records.setBody(rec, body)
-		if c.inject(s.Faults.Take("plain", r.URL.Path, false)) {
+		if c.inject(c.takeRule("plain", body)) {
 			return
 		}
 		fn(&statusWriter{w, rec}, r, body)
@@ -319,6 +319,7 @@ func (s *Server) serveConfig(w http.ResponseWriter, _ *http.Request) {
 // the enginesim_ counters; vLLM's own counters stay.
 func (s *Server) serveReset(w http.ResponseWriter, _ *http.Request) {
 	s.Faults.Clear()
+	s.ranks.resume()
 	s.Records.reset()
 	s.encodings.reset()
 	for _, n := range s.ranks {

@@ -89,6 +89,9 @@ func (l *Leg) Queued() (stop func()) {
 		for {
 			select {
 			case <-tick.C:
+				if l.Node.Core.Stands() { // they go out with steps only
+					continue
+				}
 				l.Node.peers.Notify(handover.OpHeartbeat, kv.addr(), kv.engineID, kv.requestID)
 			case <-done:
 				return

@@ -309,7 +309,7 @@ func (l *Leg) pushKV() {
 					s.Logf("pushing KV of %q to rank %d: %v", spec.reqID, rank, err) // logged only, as LMCache does
 					return
 				}
-				s.notify(spec.reqID)
+				s.notifier.Notify(spec.reqID)
 			})
 		}
 		ranks.Wait()

@@ -24,6 +24,7 @@ func parseKVParams(raw []byte) (kv Params) {
 	kv.Present, kv.CachedOnP = true, -1
 	var ids, port, promptIDs, tokens []byte
 	jsontext.EachMember(raw, func(key, val []byte) {
+		kv.telling = true
 		switch string(key) {
 		case "do_remote_decode":
 			kv.RemoteDecode = jsontext.Truthy(val)
@@ -42,6 +43,10 @@ func parseKVParams(raw []byte) (kv Params) {
 		case "remote_prefill_cached_tokens":
 			if n, ok := jsontext.Integer(val); ok {
 				kv.CachedOnP = n
+			}
+		case "remote_blocks_expiry_time":
+			if seconds, err := strconv.ParseFloat(string(val), 64); err == nil {
+				kv.expires = time.Duration(seconds * float64(time.Second))
 			}
 		case "prompt_token_ids":
 			promptIDs = val
@@ -177,6 +182,9 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.LoadTimeout)
 	defer cancel()
+	if s.declines(ctx, kv) {
+		return nil, fmt.Errorf("%w: declining an expired read of %s", engine.ErrLoadFailed, kv.requestID)
+	}
 	started := time.Now()
 	answer, err := s.peers.Pull(ctx, net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), &req)
 	if err != nil {
@@ -201,7 +209,28 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	if answer.Violation.Kind != "" && !s.cfg.Faithful {
 		return nil, &answer.Violation
 	}
+	if answer.Violation.Kind != "" {
+		s.Violate(&answer.Violation, xid)
+	}
 	return answer.Actual, nil
+}
+
+// expiryMargin is the time for which blocks must still be kept when a read of them begins (_KV_BLOCKS_EXPIRY_SAFETY_
+// MARGIN of pull_worker.py, 0.32).
+const expiryMargin = 5 * time.Second
+
+// declines reports whether a bidirectional engine gives up a read because the time that the parameters tell is nearly
+// over. It counts that among the expired ones, and does not notify the other engine, whose lease goes on.
+func (s *Node) declines(ctx context.Context, kv *Params) bool {
+	if !s.cfg.Bidirectional || kv.expires == 0 {
+		return false
+	}
+	id, clock := s.peers.Who(ctx, kv.addr())
+	if id == "" || clock+expiryMargin < kv.expires {
+		return false
+	}
+	s.Ledger.Declined.Add(1)
+	return true
 }
 
 // fetchScheduled is fetchKV, but continues when the client leaves, as in vLLM: a scheduled read runs to its end, P is
@@ -267,5 +296,5 @@ func (s *Node) collectNIXL(c *engine.Collector) {
 	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, float64(m.WaitingDeferred.Load()), "stage", "in_progress")
 	c.Gauge("vllm:num_requests_kv_fetch_by_stage", byStage, 0, "stage", "completed_waiting")
 	c.Counter("vllm:nixl_num_kv_expired_reqs_total", "Number of requests that had their KV expire.",
-		s.Ledger.Expired.Load())
+		s.Ledger.Expired.Load()+s.Ledger.Declined.Load())
 }

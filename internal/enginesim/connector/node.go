@@ -29,7 +29,7 @@ type Node struct {
 	inbox     *inbox
 	buffer    *buffer // nil but on decode engines with the connector lmcache
 	receivers []net.Listener
-	notifier  notifier
+	notifier  handover.Notifier
 	peers     *handover.Peers
 	mates     []*Node // all data-parallel ranks, this one included
 	Faults    *fault.Rules
@@ -58,10 +58,11 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	}
 	e.External = cfg.Connector != None
 	s := &Node{
-		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults, Ledger: handover.NewLedger(e.Pool, cfg.Lease),
-		Rooms: newRendezvous(),
+		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults,
+		Ledger: handover.NewLedger(e.Pool, &e.Core, cfg.Lease), Rooms: newRendezvous(),
 		inbox: newInbox(), peers: handover.NewPeers(), sideConn: make(map[net.Conn]struct{}),
 	}
+	s.notifier.Proxy, s.notifier.Notices, s.notifier.Logf = cfg.Proxy, cfg.Notices, e.Logf
 	if s.EngineID == "" {
 		s.EngineID = s.Random.UUID()
 	}
@@ -183,6 +184,7 @@ func (s *Node) Close() {
 		conns = append(conns, c)
 	}
 	s.mu.Unlock()
+	s.Core.Resume()
 	s.beats.end()
 	if s.Side != nil {
 		_ = s.Side.Close()
@@ -193,7 +195,7 @@ func (s *Node) Close() {
 	if s.buffer != nil {
 		s.buffer.reset()
 	}
-	s.notifier.close()
+	s.notifier.Close()
 	s.CloseEvents()
 	if s.bootstrap != nil {
 		_ = s.bootstrap.Close()
@@ -279,6 +281,7 @@ func (s *Node) serveSide(conn net.Conn) {
 			}
 		case handover.OpWho:
 			out.String(s.EngineID)
+			out.Uint(uint64(s.Clock()))
 		case handover.OpHeartbeat:
 			if engineID == s.EngineID {
 				s.Ledger.Extend(requestID)

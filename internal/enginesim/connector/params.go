@@ -3,6 +3,7 @@ package connector
 import (
 	"net"
 	"strconv"
+	"time"
 
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/jsontext"
@@ -25,6 +26,7 @@ type Params struct {
 	turn          turnSource // of do_remote_decode with remote_block_ids (turns.go)
 	// do_remote_decode with remote_block_ids: P would read from another engine, or is meant to, for a turn
 	staleOnP bool
+	telling  bool // an object with members: a bidirectional engine answers where it keeps the blocks
 
 	keepAs     string      // the name under which P keeps the KV; "": one of its own
 	missOK     bool        // D computes what it does not find
@@ -40,8 +42,9 @@ type remote struct {
 	requestID string
 	host      string
 	port      int
-	transfer  string // transfer_id (Mooncake)
-	bootstrap string // remote_bootstrap_addr (Mooncake)
+	expires   time.Duration // remote_blocks_expiry_time, by the clock of the engine that keeps them; 0: not told
+	transfer  string        // transfer_id (Mooncake)
+	bootstrap string        // remote_bootstrap_addr (Mooncake)
 }
 
 // verdict is the engine's reaction to invalid parameters. It is empty for valid ones.

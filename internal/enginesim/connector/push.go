@@ -129,7 +129,7 @@ func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 	}
 	if s.cfg.Connector == NIXLPush {
 		addr := net.JoinHostPort(kv.host, strconv.Itoa(kv.port))
-		if s.peers.EngineID(ctx, addr) != kv.engineID {
+		if id, _ := s.peers.Who(ctx, addr); id != kv.engineID {
 			return "", nil
 		}
 		return addr, nil

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
-	"time"
 
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/handover"
@@ -51,9 +50,10 @@ func (kv *Params) parseTurn(ids, port, tokens []byte) {
 	}
 }
 
-// keepsTurns reports whether the call's answer is kept for the conversation's next turn.
+// keepsTurns reports whether the call's answer is kept for the conversation's next turn: with any parameters but those
+// of a prefill leg (pull_scheduler.py, request_finished). So {"clock":1} is enough to read the engine's clock.
 func (l *Leg) keepsTurns() bool {
-	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.RemotePrefill
+	return l.Node.cfg.Bidirectional && l.Node.cfg.Connector == NIXL && l.Kv.telling && !l.Kv.RemoteDecode
 }
 
 // FetchesTurn reports whether the call's prompt begins with tokens whose KV a decode engine has kept.
@@ -96,7 +96,7 @@ func (l *Leg) keepTurn(q *engine.Sequence) {
 
 // appendTurn appends the kv_transfer_params of a decode engine's answer.
 func (s *Node) appendTurn(dst []byte, requestID string, blocks []int32, tokens int) []byte {
-	expires := time.Since(s.Started) + s.cfg.DecoderTTL
+	expires := s.Clock() + s.cfg.DecoderTTL
 	return s.appendParams(dst, `{"do_remote_prefill":false,"do_remote_decode":true,"remote_block_ids":[[`, requestID,
 		blocks, tokens,
 		strconv.FormatFloat(expires.Seconds(), 'f', 6, 64), -1)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"sync"
 	"time"
 )
@@ -15,10 +16,12 @@ type Engine struct {
 	log         io.Writer
 	logMu       sync.Mutex
 	Started     time.Time
+	clock       time.Duration // of Clock, when it started
 	Random      lockedRand
 	Pool        *Pool
 	Events      *Events // nil: none
 	Metrics     *metrics
+	Core        Core
 	prefillTurn chan struct{}
 	External    bool // a connector asks other engines for KV
 }
@@ -28,6 +31,7 @@ func New(cfg *Config, log io.Writer) (*Engine, error) {
 	e := &Engine{
 		Cfg: cfg, log: log, Started: time.Now(), Random: newLockedRand(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
 		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1),
+		clock: newClock(),
 	}
 	var err error
 	if e.Events, err = startKVEvents(cfg); err != nil {
@@ -73,6 +77,7 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 		case <-ctx.Done():
 			err = ctx.Err()
 		}
+		e.Core.Step()
 		e.Metrics.waitingCapacity.Add(-1)
 		e.Metrics.Running.Add(1)
 		if err != nil {
@@ -80,8 +85,16 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 		}
 	}
 	defer func() { <-e.prefillTurn }()
+	defer e.Core.Step()
 	return Sleep(ctx, d)
 }
+
+// Clock returns the time of the engine's own clock, Python's perf_counter: it begins at an arbitrary time, and no other
+// engine's agrees with it.
+func (e *Engine) Clock() time.Duration { return e.clock + time.Since(e.Started) }
+
+// newClock returns the time at which an engine's clock begins.
+func newClock() time.Duration { return time.Duration(1+rand.IntN(1e6)) * time.Second }
 
 // untilStep returns the time until the engine's next decode step. Continuous batching gives every running sequence its
 // token in the same step, so the tokens of different answers arrive together, whenever their requests came.

@@ -49,9 +49,11 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 		j.Transfer.Unscheduled()
 		return j.abandon(err)
 	}
+	e.Core.Step()
 	if err := j.admit(ctx); err != nil {
 		return j.abandon(err)
 	}
+	e.Core.Step()
 	e.Metrics.Running.Add(1)
 	running := true
 	defer func() {
@@ -64,6 +66,7 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 		running = false
 		e.Metrics.WaitingDeferred.Add(1)
 		err := j.Transfer.Load(ctx)
+		e.Core.Step()
 		e.Metrics.WaitingDeferred.Add(-1)
 		if err != nil {
 			return j.abandon(err)
@@ -94,12 +97,16 @@ func (j *Job) admit(ctx context.Context) error {
 		prompts[i], lens[i] = q.P, q.Computed()
 	}
 	e := j.E
+	if err := ctx.Err(); err != nil { // the client left while the core stood
+		return err
+	}
 	if !e.Pool.fits(lens) {
 		return BadRequest("The request needs more KV cache blocks than the engine has (%d of %d tokens): raise -blocks",
 			e.Cfg.Blocks-1, e.Cfg.BlockSize)
 	}
 	stop := func() {}
 	grants, err := e.Pool.Admit(ctx, prompts, lens, func(d int64) {
+		e.Core.Step()
 		e.Metrics.waitingCapacity.Add(d)
 		if d > 0 {
 			stop = j.Transfer.Queued()
@@ -123,6 +130,7 @@ func (j *Job) admit(ctx context.Context) error {
 // Prefill computes the tokens that neither cache had, one job after another at the configured speed.
 func (j *Job) Prefill(ctx context.Context) error {
 	e := j.E
+	e.Core.Step()
 	compute := 0
 	for _, q := range j.Seqs {
 		e.Metrics.LocalHit.Add(int64(q.Local(e.Cfg.BlockSize)))
@@ -197,6 +205,7 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 			if err := Sleep(ctx, j.E.untilStep()); err != nil {
 				return err
 			}
+			j.E.Core.Step()
 			now := time.Now()
 			j.E.Metrics.gaps.Observe(now.Sub(last).Seconds())
 			last = now
@@ -227,6 +236,7 @@ func (j *Job) decodeWhole(ctx context.Context, steps int, pace time.Duration) er
 		if err := Sleep(ctx, time.Until(end)); err != nil {
 			return err
 		}
+		j.E.Core.Step()
 		for range n {
 			j.E.Metrics.gaps.Observe(pace.Seconds())
 		}
@@ -299,6 +309,7 @@ func (j *Job) WriteAnswer(q *Sequence, kept bool) {
 // from.
 func (j *Job) abandon(err error) error {
 	e := j.E
+	e.Core.Step()
 	for _, q := range j.Seqs {
 		e.Pool.Free(q.Grant.Blocks)
 		q.Grant.Blocks = nil
@@ -321,7 +332,9 @@ func Aborted(err error) bool { return errors.Is(err, context.Canceled) || errors
 
 // Wait counts a request as waiting for KV that never comes, until ctx ends.
 func (e *Engine) Wait(ctx context.Context) {
+	e.Core.Step()
 	e.Metrics.WaitingDeferred.Add(1)
 	<-ctx.Done()
+	e.Core.Step()
 	e.Metrics.WaitingDeferred.Add(-1)
 }

@@ -1,6 +1,7 @@
 package fault
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -12,23 +13,44 @@ import (
 
 // Rule is one injected failure, in the form of POST /sim/fail.
 type Rule struct {
-	Mode       string `json:"mode"`
-	Leg        string `json:"leg,omitempty"`         // prefill, decode, plain, any (default)
-	Path       string `json:"path,omitempty"`        // only this path, e.g. /v1/chat/completions
-	Count      int    `json:"count,omitempty"`       // how often; 0: until cleared
-	Skip       int    `json:"skip,omitempty"`        // matching requests to let through first
-	Status     int    `json:"status,omitempty"`      // of mode status; default 503
-	RetryAfter int    `json:"retry_after,omitempty"` // seconds, of mode status
-	// of mode slow (default 1s) and refuse (how long; default 1s)
+	Mode string `json:"mode"`
+	Which
+	Status     int `json:"status,omitempty"`      // of mode status; default 503
+	RetryAfter int `json:"retry_after,omitempty"` // seconds, of mode status
+	// of modes slow, refuse and restart (default 1s), and stall (default: until cleared)
 	Delay  string          `json:"delay,omitempty"`
+	Warmup string          `json:"warmup,omitempty"` // of mode restart: how long the new engine then answers 503
 	Events int             `json:"events,omitempty"` // of mode stream-reset-after
 	Params json.RawMessage `json:"params,omitempty"` // of mode malformed-params: what to answer with
 	Hits   int             `json:"hits"`             // how often it has struck so far
 
-	Wait time.Duration
+	Wait, Warm time.Duration
 }
 
-// The modes. All but refuse, die and unreachable wait for a request that matches.
+// Which is the choice of the requests that a rule strikes.
+type Which struct {
+	Leg      string `json:"leg,omitempty"`      // prefill, decode, plain, any (default)
+	Path     string `json:"path,omitempty"`     // only this path, e.g. /v1/chat/completions
+	Contains string `json:"contains,omitempty"` // only bodies with this text
+	Busy     int    `json:"busy,omitempty"`     // only while that many requests run or wait
+	Count    int    `json:"count,omitempty"`    // how often; 0: until cleared
+	Skip     int    `json:"skip,omitempty"`     // matching requests to let through first
+	For      string `json:"for,omitempty"`      // how long the rule holds, from its arrival on; "": until cleared
+
+	until time.Time
+}
+
+// Request is what rules choose by.
+type Request struct {
+	Leg    string
+	Path   string
+	Body   []byte
+	Stream bool
+	Reused bool  // over a connection that had carried another request
+	Busy   int64 // requests that run or wait
+}
+
+// The modes. All but refuse, die, restart, stall and unreachable wait for a request that matches.
 const (
 	Status      = "status"               // answer an error at once
 	EarlyReset  = "reset-before-headers" // reset the connection instead of answering
@@ -40,14 +62,17 @@ const (
 	NullParams  = "null-params"          // prefill: kv_transfer_params null
 	BadParams   = "malformed-params"     // prefill: kv_transfer_params that would kill a decode engine
 	StreamReset = "stream-reset-after"   // reset a stream after so many events
+	Race        = "keep-alive-race"      // close a connection that was idle, as a request arrives on it
 	Refuse      = "refuse"               // at once: close the HTTP port for a while
 	Die         = "die"                  // at once: exit as a crashed engine does
+	Restart     = "restart"              // at once: die, and start a new engine with the same ports and no KV
+	Stall       = "stall"                // at once: the core stands still, /health and /metrics answer
 	Unreachable = "unreachable"          // until cleared: other engines cannot connect to the KV side channel
 )
 
 var modes = []string{
 	Status, EarlyReset, MidReset, Hang, Slow, Garbage, EmptyParams, NullParams,
-	BadParams, StreamReset, Refuse, Die, Unreachable,
+	BadParams, StreamReset, Race, Refuse, Die, Restart, Stall, Unreachable,
 }
 
 // legs are a request's possible parts in the protocol.
@@ -66,16 +91,36 @@ func (r *Rule) check() error {
 	if (r.Status < 200 || r.Status > 599) && r.Status != http.StatusSwitchingProtocols {
 		return fmt.Errorf("status %d", r.Status)
 	}
-	r.Wait = time.Second
-	if r.Delay != "" {
-		var err error
-		if r.Wait, err = time.ParseDuration(r.Delay); err != nil {
-			return fmt.Errorf("delay: %w", err)
-		}
+	if err := r.checkTimes(); err != nil {
+		return err
 	}
 	if r.Mode == BadParams && r.Params == nil {
 		r.Params = json.RawMessage(`{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":["a"],` +
 			`"remote_engine_id":"x","remote_request_id":"x","remote_port":1}`)
+	}
+	return nil
+}
+
+// checkTimes reads the durations.
+func (r *Rule) checkTimes() error {
+	var hold time.Duration
+	for _, of := range []struct {
+		name, text string
+		into       *time.Duration
+	}{{"delay", r.Delay, &r.Wait}, {"warmup", r.Warmup, &r.Warm}, {"for", r.For, &hold}} {
+		if of.text == "" {
+			continue
+		}
+		var err error
+		if *of.into, err = time.ParseDuration(of.text); err != nil || *of.into <= 0 {
+			return fmt.Errorf("%s: not a duration above 0: %q", of.name, of.text)
+		}
+	}
+	if r.Delay == "" && r.Mode != Stall {
+		r.Wait = time.Second
+	}
+	if hold > 0 {
+		r.until = time.Now().Add(hold)
 	}
 	return nil
 }
@@ -98,28 +143,39 @@ func New(rules []Rule) *Rules {
 
 // suits reports whether a rule applies to such a request. Rules that spoil a hand-over need a prefill leg, one that
 // cuts a stream needs a stream.
-func (r *Rule) suits(leg, path string, stream bool) bool {
+func (r *Rule) suits(q *Request) bool {
 	switch r.Mode {
 	case Unreachable:
 		return false
 	case EmptyParams, NullParams, BadParams:
-		if leg != "prefill" {
+		if q.Leg != "prefill" {
 			return false
 		}
 	case StreamReset:
-		if !stream {
+		if !q.Stream {
+			return false
+		}
+	case Race:
+		if !q.Reused {
 			return false
 		}
 	}
-	return (r.Leg == "" || r.Leg == "any" || r.Leg == leg) && (r.Path == "" || r.Path == path)
+	return r.chosen(q)
+}
+
+// chosen reports whether the request is one of those.
+func (w *Which) chosen(q *Request) bool {
+	return (w.Leg == "" || w.Leg == "any" || w.Leg == q.Leg) && (w.Path == "" || w.Path == q.Path) &&
+		(w.Contains == "" || bytes.Contains(q.Body, []byte(w.Contains))) && q.Busy >= int64(w.Busy)
 }
 
 // Take returns the failure that hits a request, nil for none, and counts it.
-func (f *Rules) Take(leg, path string, stream bool) *Rule {
+func (f *Rules) Take(q *Request) *Rule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.drop()
 	for i, r := range f.rules {
-		if !r.suits(leg, path, stream) {
+		if !r.suits(q) {
 			continue
 		}
 		if r.Skip > 0 {
@@ -136,12 +192,19 @@ func (f *Rules) Take(leg, path string, stream bool) *Rule {
 	return nil
 }
 
-// Add adds more rules.
+// drop removes rules whose time is over. The lock is held.
+func (f *Rules) drop() {
+	f.rules = slices.DeleteFunc(f.rules, func(r *Rule) bool { return !r.until.IsZero() && time.Now().After(r.until) })
+}
+
+// Add adds more rules; those that strike at once are the caller's.
 func (f *Rules) Add(rules []Rule) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, r := range rules {
-		f.rules = append(f.rules, &r)
+		if !r.AtOnce() {
+			f.rules = append(f.rules, &r)
+		}
 	}
 }
 
@@ -158,6 +221,7 @@ func (f *Rules) Clear() {
 func (f *Rules) Unreachable() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.drop()
 	return slices.ContainsFunc(f.rules, func(r *Rule) bool { return r.Mode == Unreachable })
 }
 
@@ -172,6 +236,7 @@ func (f *Rules) UntilCleared() <-chan struct{} {
 func (f *Rules) List() []Rule {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.drop()
 	out := []Rule{}
 	for _, r := range f.rules {
 		out = append(out, *r)
@@ -180,7 +245,9 @@ func (f *Rules) List() []Rule {
 }
 
 // AtOnce reports whether a rule strikes without waiting for a request.
-func (r Rule) AtOnce() bool { return r.Mode == Refuse || r.Mode == Die }
+func (r Rule) AtOnce() bool {
+	return r.Mode == Refuse || r.Mode == Die || r.Mode == Restart || r.Mode == Stall
+}
 
 // SpoilParams returns a hand-over's parameters as an injected failure changes them. The blocks are then freed: nothing
 // can fetch them.

@@ -18,6 +18,7 @@ import (
 // unknown one.
 type Ledger struct {
 	pool  *engine.Pool
+	core  *engine.Core
 	lease time.Duration
 
 	Held    atomic.Int64 // blocks
@@ -26,6 +27,8 @@ type Ledger struct {
 	Given   atomic.Int64
 	Freed   atomic.Int64 // released
 	Late    atomic.Int64 // reads after the lease
+	// Declined counts this engine's own reads that it gave up because too little of the lease was left.
+	Declined atomic.Int64
 
 	mu    sync.Mutex
 	live  map[string]*handOver
@@ -46,10 +49,11 @@ type handOver struct {
 
 const rememberedHandOvers = 16384
 
-// NewLedger returns a ledger of blocks of p, each kept for a lease.
-func NewLedger(p *engine.Pool, lease time.Duration) *Ledger {
+// NewLedger returns a ledger of blocks of p, each kept for a lease. An engine whose core stands still frees nothing,
+// whoever has read meanwhile and however long a lease is over.
+func NewLedger(p *engine.Pool, core *engine.Core, lease time.Duration) *Ledger {
 	return &Ledger{
-		pool: p, lease: lease,
+		pool: p, core: core, lease: lease,
 		live: make(map[string]*handOver), past: make(map[string]string), order: make([]string, rememberedHandOvers),
 	}
 }
@@ -72,6 +76,7 @@ func (l *Ledger) KeepFor(id, xid string, blocks []int32, tokens int, d time.Dura
 }
 
 func (l *Ledger) expire(id string) {
+	l.core.Step()
 	l.mu.Lock()
 	h := l.live[id]
 	if h == nil || time.Now().Before(h.expires) { // fetched, or a heartbeat came in between
@@ -93,6 +98,18 @@ func (l *Ledger) end(h *handOver, how string) {
 	l.next = (l.next + 1) % len(l.order)
 	l.past[h.id] = how
 	l.Held.Add(-int64(len(h.blocks)))
+}
+
+// free frees blocks of which another engine has told, in the core's next step.
+func (l *Ledger) free(blocks []int32) {
+	if !l.core.Stands() {
+		l.pool.Free(blocks)
+		return
+	}
+	go func() {
+		l.core.Step()
+		l.pool.Free(blocks)
+	}()
 }
 
 // Extend handles a heartbeat of a decode engine that cannot read yet: it adds two thirds of a lease.
@@ -121,7 +138,7 @@ func (l *Ledger) Release(id string) bool {
 		return false
 	}
 	l.Freed.Add(1)
-	l.pool.Free(h.blocks)
+	l.free(h.blocks)
 	return true
 }
 
@@ -156,7 +173,7 @@ func (l *Ledger) Forget() {
 	clear(l.past)
 	l.order = make([]string, rememberedHandOvers)
 	l.next = 0
-	for _, n := range []*atomic.Int64{&l.Fetched, &l.Expired, &l.Given, &l.Freed, &l.Late} {
+	for _, n := range []*atomic.Int64{&l.Fetched, &l.Expired, &l.Given, &l.Freed, &l.Late, &l.Declined} {
 		n.Store(0)
 	}
 }
@@ -215,7 +232,7 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	}
 	if h != nil {
 		l.Fetched.Add(1)
-		l.pool.Free(h.blocks)
+		l.free(h.blocks)
 	}
 	return answer
 }

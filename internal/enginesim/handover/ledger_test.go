@@ -15,7 +15,7 @@ import (
 func TestLeases(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := engine.NewPool(64, 4)
-		l := NewLedger(p, 30*time.Second)
+		l := NewLedger(p, new(engine.Core), 30*time.Second)
 		keep := func(id string) engine.Grant {
 			g := granted(t, p, strings.Repeat(id, 10))
 			l.Keep(id, "x", g.Blocks, 10)
@@ -54,7 +54,7 @@ func TestLeases(t *testing.T) {
 }
 
 func TestLedgerRemembersBounded(t *testing.T) {
-	l := NewLedger(engine.NewPool(4, 4), time.Minute)
+	l := NewLedger(engine.NewPool(4, 4), new(engine.Core), time.Minute)
 	for i := range rememberedHandOvers + 100 {
 		id := fmt.Sprint(i)
 		l.Keep(id, "", nil, 0)

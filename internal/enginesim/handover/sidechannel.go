@@ -275,16 +275,16 @@ func (p *Peers) Close() {
 	clear(p.idle)
 }
 
-// EngineID asks a side channel for its engine id; "" if it does not answer.
-func (p *Peers) EngineID(ctx context.Context, addr string) string {
+// Who asks a side channel for its engine's id and the time of its clock; "" and 0 if it does not answer.
+func (p *Peers) Who(ctx context.Context, addr string) (engineID string, clock time.Duration) {
 	w := NewFrame()
 	w.B = append(w.B, OpWho)
 	w.String("")
 	w.String("")
 	frame, err := p.Call(ctx, addr, w.SealFrame())
 	if err != nil {
-		return ""
+		return "", 0
 	}
 	r := WireReader{B: frame}
-	return r.String()
+	return r.String(), time.Duration(r.Uint())
 }

@@ -1,4 +1,4 @@
-package connector
+package handover
 
 import (
 	"context"
@@ -9,19 +9,23 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// notifier is the PUSH socket of LMCache's proxy notifications.
-type notifier struct {
+// Notifier is the PUSH socket of LMCache's proxy notifications.
+type Notifier struct {
+	Proxy   string // host:port of the router; "": it gets none
+	Notices string // once, twice, never, old or noisy, as -notices says
+	Logf    func(format string, args ...any)
+
 	mu     sync.Mutex
 	socket zmq4.Socket
 }
 
-// notify notifies the router as configured by -notices.
-func (s *Node) notify(reqID string) {
-	if s.cfg.Proxy == "" || s.cfg.Notices == "never" {
+// Notify notifies the router.
+func (n *Notifier) Notify(reqID string) {
+	if n.Proxy == "" || n.Notices == "never" {
 		return
 	}
 	messages := [][]byte{notice("ProxyNotif", reqID)}
-	switch s.cfg.Notices {
+	switch n.Notices {
 	case "twice":
 		messages = append(messages, messages[0])
 	case "old": // LMCache 0.3.5
@@ -29,14 +33,13 @@ func (s *Node) notify(reqID string) {
 	case "noisy":
 		messages = append([][]byte{notice("AllocRequest", reqID), []byte("\xc1"), {}}, messages...)
 	}
-	n := &s.notifier
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for attempt := range 2 { // the router may have restarted
 		if n.socket == nil {
 			n.socket = zmq4.NewPush(context.Background(), zmq4.WithDialerMaxRetries(0), zmq4.WithTimeout(time.Second))
-			if err := n.socket.Dial("tcp://" + s.cfg.Proxy); err != nil {
-				s.Logf("the router takes no notices: %v", err)
+			if err := n.socket.Dial("tcp://" + n.Proxy); err != nil {
+				n.Logf("the router takes no notices: %v", err)
 				_ = n.socket.Close()
 				n.socket = nil
 				return
@@ -52,7 +55,7 @@ func (s *Node) notify(reqID string) {
 		_ = n.socket.Close()
 		n.socket = nil
 		if attempt == 1 {
-			s.Logf("a notice was lost: %v", err)
+			n.Logf("a notice was lost: %v", err)
 		}
 	}
 }
@@ -74,8 +77,8 @@ func packText(b []byte, texts ...string) []byte {
 	return b
 }
 
-// close closes the socket.
-func (n *notifier) close() {
+// Close closes the socket.
+func (n *Notifier) Close() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.socket != nil {
