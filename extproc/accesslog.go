@@ -143,7 +143,7 @@ func (s *Server) tryFailed(e *envoywire.LogEntry) {
 	if t == nil || e.Replan {
 		return
 	}
-	s.hedges.fail(t.ID)
+	s.hedges.Fail(t.ID)
 	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
 		s.reclaim.NotConnected(t, s.endOf(t, e))
 	}

@@ -186,13 +186,16 @@ type endpointState struct {
 	queue        prefillQueue
 	local        localWork
 
-	progress standstill.Tracker
-	lease    atomic.Int64 // [PoolSpec.KVLease]
-
-	buffer     receivebuffer.Buffer
+	engineState
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's
+}
+
+// engineState is what no view reads.
+type engineState struct {
+	buffer   receivebuffer.Buffer
+	progress standstill.Tracker
 }
 
 // learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.
@@ -331,7 +334,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
-			e.lease.Store(int64(spec.KVLease))
+			e.progress.SetLease(spec.KVLease)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)

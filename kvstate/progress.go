@@ -19,7 +19,7 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 	}
 	remote, now := e.RemoteLoad(), s.o.Now().UnixNano()
 	switch e.progress.Observe(standstill.Sample{
-		At: after.ScrapedAt, Lease: time.Duration(e.lease.Load()), Reserved: e.requests.Load() + remote.Requests,
+		At: after.ScrapedAt, Reserved: e.requests.Load() + remote.Requests,
 		Counts: standstill.Counts{
 			Work: after.Work, Running: after.Running, Waiting: after.Waiting, Usage: after.KVUsage,
 		},
@@ -47,5 +47,5 @@ func (s *State) Outdated(prefill, decode *Endpoint, since time.Time) standstill.
 	if prefill != nil {
 		holder = &prefill.progress
 	}
-	return standstill.Outdated(holder, &decode.progress, since, s.o.Now(), time.Duration(decode.lease.Load()))
+	return standstill.Outdated(holder, &decode.progress, since, s.o.Now())
 }

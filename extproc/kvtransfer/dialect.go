@@ -63,8 +63,13 @@ type Dialect struct {
 	Inline   bool
 	TokenIDs []openai.API // APIs for which Prefill already asks P for the prompt's token ids
 
-	Push  *Push  // P writes into the memory of a D that is named in its request
-	Turns *Turns // D keeps an answer's blocks for the conversation's next turn
+	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold then.
+	// 0: a D that comes late finds nothing.
+	Lease time.Duration
+	// Declines: D declines blocks whose lease is over, by the time that the hand-over says (expiry.go).
+	Declines bool
+	Push     *Push  // P writes into the memory of a D that is named in its request
+	Turns    *Turns // D keeps an answer's blocks for the conversation's next turn
 	// Pull plans the body of a request with a single hop, so that the engine fetches the prompt's beginning from
 	// pair.Source, which is not nil. p was Reset to the request.
 	Pull func(p *openai.Patch, pair *Pair)
@@ -164,6 +169,15 @@ func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
 // PairsOnly reports whether an engine that was started for one leg cannot answer a request without the other.
 func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent.DecodesAlone }
 
+// LateAfter returns how long D may take to begin an answer before somebody must know whether it stood still until the
+// lease was over; 0: it may take any time.
+func (d *Dialect) LateAfter() time.Duration {
+	if d.Declines {
+		return 0
+	}
+	return d.Lease / 10
+}
+
 // Registers reports whether the engines register themselves.
 func (d *Dialect) Registers() bool {
 	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers
@@ -251,6 +265,8 @@ type Options struct {
 	ReuseTokenIDs bool          // of nixl: D receives P's token ids (vLLM 0.32 and newer)
 	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
 	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
+	Lease         time.Duration // of nixl; 0: standstill.DefaultLease
+	Declines      bool          // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer)
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate/standstill"
 )
 
 // nixl is vLLM's NixlConnector, pull (NixlPullConnector from 0.24): P computes the prompt, keeps its blocks under a
@@ -37,6 +38,7 @@ func nixlDialect(o *Options) (Dialect, error) {
 	if o.ReuseTokenIDs {
 		out.TokenIDs = []openai.API{openai.Chat}
 	}
+	out.Lease, out.Declines = cmp.Or(o.Lease, standstill.DefaultLease), o.Declines
 	if o.Bidirectional {
 		d := nixlTurns{d}
 		out.Prefill, out.Turns = d.Prefill,

@@ -150,6 +150,8 @@ func (r registry) hops() hopMetrics {
 type handOverMetrics struct {
 	orphaned     *prometheus.CounterVec // pool, endpoint, reason
 	loadFailures *prometheus.CounterVec // pool, endpoint, seen
+	outdated     *prometheus.CounterVec // pool, endpoint, reason
+	expired      *prometheus.CounterVec // endpoint
 	cleanups     *prometheus.CounterVec // pool, result
 }
 
@@ -163,6 +165,12 @@ func (r registry) handOvers() handOverMetrics {
 			"KV that decode could not load, by prefill endpoint and how it was seen (stream: an answer shorter than "+
 				"any complete one, answer: decode failed).",
 			"pool", "endpoint", "seen"),
+		outdated: r.counter("tandem_kv_outdated_total",
+			"Answers that were refused because the KV behind them may have been another prompt's, by decode endpoint and "+
+				"reason (standstill, expired).",
+			"pool", "endpoint", "reason"),
+		expired: r.counter("tandem_kv_expired_total",
+			"KV that an engine freed because no other had fetched it in time, as the engine counts it.", "endpoint"),
 		cleanups: r.counter("tandem_cleanup_decodes_total",
 			"Orphaned hand-overs that a pool with strandedBlocks: cleanupDecode fetched, by result.", "pool", "result"),
 	}

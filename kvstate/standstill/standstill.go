@@ -10,6 +10,7 @@
 package standstill
 
 import (
+	"cmp"
 	"sync"
 	"time"
 )
@@ -48,12 +49,12 @@ type Sample struct {
 	// Patience is the time that the prompts which are reserved there may still need, by the cost model: an engine that
 	// computes a long prompt in one step shows no progress meanwhile.
 	Patience time.Duration
-	Lease    time.Duration // of the KV that it may have to fetch; 0: [DefaultLease]
 }
 
 // Tracker follows one engine. The zero value is ready. It is safe for concurrent use.
 type Tracker struct {
 	mu       sync.Mutex
+	lease    time.Duration // 0: DefaultLease
 	last     Sample
 	moved    time.Time // when it last showed progress
 	same     int       // scrapes since
@@ -89,7 +90,7 @@ func (t *Tracker) Observe(s Sample) Change {
 		return t.progress(s.At)
 	}
 	t.same++
-	if t.standing || t.same < samples || s.At.Sub(t.moved) < s.bound() {
+	if t.standing || t.same < samples || s.At.Sub(t.moved) < t.bound(s.Patience) {
 		return Same
 	}
 	t.standing = true
@@ -136,12 +137,15 @@ func (t *Tracker) progress(at time.Time) Change {
 
 // bound returns how long the engine may show no progress: longer while it computes prompts, and at most three fifths
 // of the lease.
-func (s *Sample) bound() time.Duration {
-	lease := s.Lease
-	if lease <= 0 {
-		lease = DefaultLease
-	}
-	return min(base+max(s.Patience, 0), lease*3/5)
+func (t *Tracker) bound(patience time.Duration) time.Duration {
+	return min(base+max(patience, 0), cmp.Or(t.lease, DefaultLease)*3/5)
+}
+
+// SetLease sets how long prefill engines keep the KV that the engine has to fetch; 0: [DefaultLease].
+func (t *Tracker) SetLease(lease time.Duration) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.lease = max(lease, 0)
 }
 
 // Standing reports whether the engine stands still. A mark without a recent scrape has no force.
@@ -204,12 +208,12 @@ const heartbeats = 2
 const suspect = 5 * time.Second
 
 // Outdated returns why KV that prefill has held for decode since a moment may not be that prompt's any more, if decode
-// has not fetched it by now; "" if nothing says so. prefill may be nil. A lease of 0 is [DefaultLease].
-func Outdated(prefill, decode *Tracker, since, now time.Time, lease time.Duration) Reason {
-	if lease <= 0 {
-		lease = DefaultLease
-	}
+// has not fetched it by now; "" if nothing says so. prefill may be nil.
+func Outdated(prefill, decode *Tracker, since, now time.Time) Reason {
 	stood, known := decode.Longest(since, now)
+	decode.mu.Lock()
+	lease := cmp.Or(decode.lease, DefaultLease)
+	decode.mu.Unlock()
 	switch stood = min(stood, now.Sub(since)); {
 	case !known || stood < suspect:
 		return ""

@@ -33,10 +33,11 @@ func TestStandstill(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var k Tracker
+			k.SetLease(tt.lease)
 			at, work, stood := time.Unix(1e9, 0), int64(100), 0
 			for i, c := range tt.scrapes {
 				at = at.Add(2 * time.Second)
-				s := Sample{At: at, Reserved: tt.reserved, Patience: tt.patience, Lease: tt.lease}
+				s := Sample{At: at, Reserved: tt.reserved, Patience: tt.patience}
 				s.Counts = Counts{Work: work, Running: busy}
 				switch c {
 				case 'f':
