@@ -27,6 +27,7 @@ var arrows = map[string][]string{
 	"kvstate":                        {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/standstill"},
 	"kvstate/prefixindex":            {},
 	"kvstate/standstill":             {},
+	"kvstate/engineclock":            {"internal/zmtp"},
 	"kvstate/receivebuffer":          {},
 	"kvstate/enginehttp":             {"kvstate"},
 	"kvstate/discovery":              {"internal/guard", "kvstate", "kvstate/enginehttp"},
@@ -49,18 +50,19 @@ var arrows = map[string][]string{
 	"extproc/openai":                 {},
 	"extproc/telemetry":              {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":              {"extproc/openai", "extproc/envoywire/wiretest"},
-	"extproc/envoywire/wiretest":     {},                                                                  // for tests
-	"extproc/kvtransfer":             {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1"}, // the last in tests
+	"extproc/envoywire/wiretest":     {},                                                                                        // for tests
+	"extproc/kvtransfer":             {"extproc/openai", "internal/guard", "kvstate", "kvstate/standstill", "protos/ticket/v1"}, // the last in tests
 	"extproc/plan":                   {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
+	"extproc/hedging":                {},
 	"extproc/reclaim":                {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/latebinding":            {"extproc/kvtransfer", "extproc/openai", "extproc/plan", "internal/guard", "kvstate", "picker", "picker/admission"}, // the first two in tests
 	"extproc/answer":                 {"extproc/kvtransfer", "extproc/openai"},
 	"extproc/concurrent":             {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
 	"extproc/endpointpicker":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/paths":                  {},
-	"extproc":                        {"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
+	"extproc":                        {"extproc/hedging", "kvstate/standstill", "extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/envoywire/wiretest", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire", "extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker", "picker/admission", "internal/memory"},
 	"protos/config/v1":               {},
-	"internal/config":                {"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
+	"internal/config":                {"kvstate/engineclock", "extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer", "extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker", "picker/admission", "protos/config/v1"},
 	"protos/state/v1":                {},
 	"protos/ticket/v1":               {},
 	"protos/envoygateway/v1":         {},

@@ -200,7 +200,7 @@ func (x mainRole) setAnswerRules(r route) {
 	policy, _ := x.s.policy(r.Ticket.Pool)
 	if late := policy.Dialect.LateAfter(); late > 0 {
 		x.headers.SetInt(envoywire.HeaderRule, int(late.Milliseconds()))
-	} else if policy.Dialect.Declines {
+	} else if policy.Dialect.Expiry != nil {
 		x.headers.Set(envoywire.HeaderRule, []byte("cut"))
 	}
 }

@@ -59,17 +59,11 @@ type Dialect struct {
 	// Completion plans D's body of a completion in place of DecodeMember, where that changes the client's prompt. p was
 	// Reset to the client's request; params is Answer.Params, not nil.
 	Completion func(p *openai.Patch, params []byte) error
-	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
-	Inline   bool
+	Hold
 	TokenIDs []openai.API // APIs for which Prefill already asks P for the prompt's token ids
 
-	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold then.
-	// 0: a D that comes late finds nothing.
-	Lease time.Duration
-	// Declines: D declines blocks whose lease is over, by the time that the hand-over says (expiry.go).
-	Declines bool
-	Push     *Push  // P writes into the memory of a D that is named in its request
-	Turns    *Turns // D keeps an answer's blocks for the conversation's next turn
+	Push  *Push  // P writes into the memory of a D that is named in its request
+	Turns *Turns // D keeps an answer's blocks for the conversation's next turn
 	// Pull plans the body of a request with a single hop, so that the engine fetches the prompt's beginning from
 	// pair.Source, which is not nil. p was Reset to the request.
 	Pull func(p *openai.Patch, pair *Pair)
@@ -87,6 +81,17 @@ type Dialect struct {
 	Reports   Reports
 	// Validate returns the faults of a pool, beyond the rules for every pool.
 	Validate func(f *Fleet) []Problem
+}
+
+// Hold is how P's blocks get from its answer to D.
+type Hold struct {
+	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
+	Inline bool
+	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold then.
+	// 0: a D that comes late finds nothing, or is known not to come.
+	Lease time.Duration
+	// Expiry writes into the parameters for D when their lease ends, and D declines what has expired; nil: it cannot.
+	Expiry *Expiry
 }
 
 // RankRule says which tensor-parallel sizes of P and D fit each other.
@@ -172,7 +177,7 @@ func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent
 // LateAfter returns how long D may take to begin an answer before somebody must know whether it stood still until the
 // lease was over; 0: it may take any time.
 func (d *Dialect) LateAfter() time.Duration {
-	if d.Declines {
+	if d.Expiry != nil {
 		return 0
 	}
 	return d.Lease / 10
@@ -266,7 +271,7 @@ type Options struct {
 	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
 	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
 	Lease         time.Duration // of nixl; 0: standstill.DefaultLease
-	Declines      bool          // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer)
+	Clocks        Clocks        // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer); nil: it does not
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout

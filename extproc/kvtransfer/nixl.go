@@ -38,7 +38,9 @@ func nixlDialect(o *Options) (Dialect, error) {
 	if o.ReuseTokenIDs {
 		out.TokenIDs = []openai.API{openai.Chat}
 	}
-	out.Lease, out.Declines = cmp.Or(o.Lease, standstill.DefaultLease), o.Declines
+	if out.Lease = cmp.Or(o.Lease, standstill.DefaultLease); o.Clocks != nil {
+		out.Expiry = &Expiry{Clocks: o.Clocks, Lease: out.Lease}
+	}
 	if o.Bidirectional {
 		d := nixlTurns{d}
 		out.Prefill, out.Turns = d.Prefill,
@@ -54,7 +56,7 @@ func (d nixl) dialect() Dialect {
 		Reports: Reports{
 			Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike(), Release: true,
 		},
-		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+		Hold: Hold{Inline: true}, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 }
 

@@ -166,8 +166,8 @@ func (r registry) handOvers() handOverMetrics {
 				"any complete one, answer: decode failed).",
 			"pool", "endpoint", "seen"),
 		outdated: r.counter("tandem_kv_outdated_total",
-			"Answers that were refused because the KV behind them may have been another prompt's, by decode endpoint and "+
-				"reason (standstill, expired).",
+			"KV that was not used because it may have been another prompt's: refused answers, by decode endpoint "+
+				"(standstill, expired), and hand-overs without a known end, by prefill endpoint (unknown).",
 			"pool", "endpoint", "reason"),
 		expired: r.counter("tandem_kv_expired_total",
 			"KV that an engine freed because no other had fetched it in time, as the engine counts it.", "endpoint"),
