@@ -27,7 +27,7 @@ func (s *Server) Replan() http.Handler {
 			s.restart(w, r, t)
 			return
 		}
-		if t != nil && r.Header.Get(envoywire.HeaderRule) != "" {
+		if t != nil && r.Header.Get(envoywire.HeaderRule) == "late" {
 			s.checkLate(w, t, id)
 			return
 		}

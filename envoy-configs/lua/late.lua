@@ -1,6 +1,6 @@
 -- The rule is the time at which the pass began, the milliseconds after which its answer is late, its ticket and its id.
-local function refused(handle)
-  local began, limit, ticket, id = handle:headers():get("x-tandem-rule"):match("^(%d+) (%d+) (%S+) (%S+)$")
+local function refused(handle, rule)
+  local began, limit, ticket, id = rule:match("^(%d+) (%d+) (%S+) (%S+)$")
   if not began or handle:timestamp(EnvoyTimestampResolution.MILLISECOND) - tonumber(began) <= tonumber(limit) then
     return false
   end
@@ -11,10 +11,11 @@ local function refused(handle)
   return answer[":status"] ~= "204"
 end
 function envoy_on_response(handle)
+  local rule = handle:headers():get("x-tandem-rule") -- not to be seen once the headers have gone on
   local kind = handle:headers():get("content-type") or ""
   if kind:find("event-stream", 1, true) then
     for _ in handle:bodyChunks() do
-      if refused(handle) then
+      if refused(handle, rule) then
         handle:streamInfo():dynamicMetadata():set("tandem.answer", "refused", "true")
       end
       return
@@ -22,7 +23,7 @@ function envoy_on_response(handle)
     return
   end
   handle:body(true)
-  if refused(handle) then
+  if refused(handle, rule) then
     local headers = handle:headers()
     headers:replace(":status", "503")
     headers:replace("content-type", "application/json")

@@ -90,7 +90,7 @@ func (t *Tracker) Observe(s Sample) Change {
 		return t.progress(s.At)
 	}
 	t.same++
-	if t.standing || t.same < samples || s.At.Sub(t.moved) < t.bound(s.Patience) {
+	if t.standing || t.same < samples || s.At.Sub(t.moved) < t.bound(&s) {
 		return Same
 	}
 	t.standing = true
@@ -136,9 +136,13 @@ func (t *Tracker) progress(at time.Time) Change {
 }
 
 // bound returns how long the engine may show no progress: longer while it computes prompts, and at most three fifths
-// of the lease.
-func (t *Tracker) bound(patience time.Duration) time.Duration {
-	return min(base+max(patience, 0), cmp.Or(t.lease, DefaultLease)*3/5)
+// of the lease. That long it may be where nothing runs and requests wait: they may wait for memory, or for KV.
+func (t *Tracker) bound(s *Sample) time.Duration {
+	most := cmp.Or(t.lease, DefaultLease) * 3 / 5
+	if s.Counts.Running == 0 && s.Counts.Waiting > 0 {
+		return most
+	}
+	return min(base+max(s.Patience, 0), most)
 }
 
 // SetLease sets how long prefill engines keep the KV that the engine has to fetch; 0: [DefaultLease].

@@ -8,7 +8,7 @@ import (
 )
 
 // Each row is an engine that is scraped every 2 s. A letter is a scrape: w shows work, s the same counts as before, i
-// no requests, f a scrape that failed. stands is how many scrapes pass until the engine counts as standing; 0: never.
+// no requests, q requests that wait, f a scrape that failed. stands is how many scrapes pass until the engine counts as standing; 0: never.
 func TestStandstill(t *testing.T) {
 	const busy = 3
 	for name, tt := range map[string]struct {
@@ -28,6 +28,7 @@ func TestStandstill(t *testing.T) {
 		"a short lease":                {scrapes: "wsssss", lease: 6 * time.Second, stands: 3},
 		"idle":                         {scrapes: "wiiiiiiiiiiii"},
 		"a request in its API server":  {scrapes: "wiiiiii", reserved: 1, stands: 5},
+		"nothing but waiting":          {scrapes: "wqqqqqqqqqqq", stands: 10},
 		"a restart":                    {scrapes: "wssswsss"},
 		"reports nothing, and no work": {scrapes: "iiiiiiiiiiii", reserved: 1, silent: true},
 	} {
@@ -45,6 +46,8 @@ func TestStandstill(t *testing.T) {
 				case 'w':
 					work++
 					s.Counts.Work = work
+				case 'q':
+					s.Counts.Running, s.Counts.Waiting = 0, 1
 				case 'i':
 					s.Counts.Running = 0
 				}
