@@ -20,15 +20,15 @@ func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 }
 
 // lost reports whether the try of a hop at the decode endpoint is lost.
-func (s *Server) lost(t *kvtransfer.Ticket) bool {
+func lost(s *Server, t *kvtransfer.Ticket) bool {
 	e := endpointOf(s.State, t.Pool, t.Decode)
-	return e != nil && s.State.FailedFor(e) >= lostAfter || s.outdated(t) != "" ||
+	return e != nil && s.State.FailedFor(e) >= lostAfter || outdated(s, t) != "" ||
 		overdue(time.Since(s.sealedAt(t)), answerLimit(s, t, e))
 }
 
 // outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
 // "" if nothing says so.
-func (s *Server) outdated(t *kvtransfer.Ticket) standstill.Reason {
+func outdated(s *Server, t *kvtransfer.Ticket) standstill.Reason {
 	policy, _ := s.policy(t.Pool)
 	d := endpointOf(s.State, t.Pool, t.Decode)
 	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {

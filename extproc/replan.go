@@ -28,7 +28,7 @@ func (s *Server) Replan() http.Handler {
 			return
 		}
 		if t != nil && r.Header.Get(envoywire.HeaderRule) == "late" {
-			s.checkLate(w, t, id)
+			checkLate(s, w, t, id)
 			return
 		}
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
@@ -44,7 +44,7 @@ func (s *Server) Replan() http.Handler {
 		if hedged(t, took) {
 			// otherwise the server would not notice that Envoy ends this try
 			discard(r.Body, int64(s.MaxBodyBytes+plan.MaxDecodeMember))
-			if !s.hedges.AwaitLoss(r.Context(), t.ID, s.draining, func() bool { return s.lost(t) }) {
+			if !s.hedges.AwaitLoss(r.Context(), t.ID, s.draining, func() bool { return lost(s, t) }) {
 				panic(http.ErrAbortHandler) // Envoy awaits the other try
 			}
 			took = time.Since(s.sealedAt(t))
@@ -100,8 +100,8 @@ func (s *Server) Replan() http.Handler {
 
 // checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if the
 // KV that it is made from may have been another prompt's.
-func (s *Server) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
-	why := s.outdated(t)
+func checkLate(s *Server, w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
+	why := outdated(s, t)
 	if why == "" {
 		w.WriteHeader(http.StatusNoContent)
 		return

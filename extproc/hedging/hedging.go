@@ -2,9 +2,9 @@
 //
 // An answer that is not streamed sends nothing until it is complete, so no timeout can tell a slow decode endpoint from
 // one that has stopped. Instead Envoy hedges: when decode has been silent for [After], Envoy keeps that try and sends
-// another to the replan port, and one more after each further After. The replan port holds the hedge until the first try
-// is lost. Then it answers with a redirect, for which Envoy drops the first try. If decode answers first, Envoy drops
-// the hedge.
+// another to the replan port, and one more after each further After. The replan port holds the hedge until the first
+// try is lost. Then it answers with a redirect, for which Envoy drops the first try. If decode answers first, Envoy
+// drops the hedge.
 package hedging
 
 import (
@@ -67,8 +67,8 @@ func (hs *Tries) Fail(id [16]byte) {
 	}
 }
 
-// AwaitLoss holds a hedge until lost says that the try at the endpoint is. It returns false if the hedge needs no answer
-// any more: Envoy or the server has given it up.
+// AwaitLoss holds a hedge until lost says that the try at the endpoint is. It returns false if the hedge needs no
+// answer any more: Envoy or the server has given it up.
 func (hs *Tries) AwaitLoss(ctx context.Context, id [16]byte, draining <-chan struct{}, lost func() bool) bool {
 	h := hs.enter(id)
 	defer hs.leave(id, h)

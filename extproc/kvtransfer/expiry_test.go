@@ -21,16 +21,20 @@ func (c clocks) Now(_ context.Context, engine, host string, port int) (float64, 
 
 // A hand-over says by P's clock when its lease ends, counted from when P was asked, or D gets none.
 func TestExpiry(t *testing.T) {
-	const rest = `"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1]],"remote_engine_id":"e","remote_request_id":"r","remote_host":"10.0.0.1","remote_port":5600`
+	const rest = `"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1]],"remote_engine_id":"e",` +
+		`"remote_request_id":"r","remote_host":"10.0.0.1","remote_port":5600`
+	const member = `"remote_blocks_expiry_time":`
 	x := Expiry{Clocks: clocks{"e": 4000.25}, Lease: 30 * time.Second}
 	for name, tt := range map[string]struct {
 		params, want string
 		age          time.Duration
 		err          error
 	}{
-		"null":      {`{` + rest + `,"remote_blocks_expiry_time":null,"x":1}`, `{` + rest + `,"remote_blocks_expiry_time":4027.250,"x":1}`, 2 * time.Second, nil},
-		"its own":   {`{"remote_blocks_expiry_time":9e9,` + rest + `}`, `{"remote_blocks_expiry_time":4029.250,` + rest + `}`, 0, nil},
-		"absent":    {`{` + rest + `}`, `{` + rest + `,"remote_blocks_expiry_time":4029.250}`, -time.Second, nil},
+		"null": {
+			`{` + rest + `,` + member + `null,"x":1}`, `{` + rest + `,` + member + `4027.250,"x":1}`, 2 * time.Second, nil,
+		},
+		"its own":   {`{` + member + `9e9,` + rest + `}`, `{` + member + `4029.250,` + rest + `}`, 0, nil},
+		"absent":    {`{` + rest + `}`, `{` + rest + `,` + member + `4029.250}`, -time.Second, nil},
 		"too late":  {`{` + rest + `}`, "", 29 * time.Second, errNoLease},
 		"restarted": {`{` + rest[:len(rest)-4] + `5601}`, "", 0, errNoClock},
 	} {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate/standstill"
 )
 
 // Two more dialects in which D pulls from P, one leg after the other, with parameters from P's answer. They differ
@@ -48,7 +49,7 @@ func moriioReadDialect(o *Options) (Dialect, error) {
 		Name: "moriio-read", Engine: EngineVLLM, VLLM: true,
 		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
-		Hold: Hold{Inline: true}, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		Hold: Hold{Inline: true, Lease: standstill.DefaultLease}, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 

@@ -1930,11 +1930,12 @@ type NIXL struct {
 	// how long decode keeps it. With these the prefill leg's whole time limit has to fit in what is left. Range: 1s to
 	// 24h. Default 450s.
 	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
-	// How long prefill keeps KV that decode has not fetched: the engines' kv_lease_duration, which Tandem cannot read from
-	// them. Range: 6s to 1h. Default 30s.
+	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem cannot
+	// read from them. Range: 6s to 24h. Default 30s.
 	Lease string `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
-	// Decode runs with bidirectional_kv_xfer and a short decoder_kv_blocks_ttl (1): the hand-over says when the lease ends,
-	// by the clock of prefill's engine, and decode declines what has expired and computes the prompt. Tandem asks the
+	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode must
+	// run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. The time is one of the clock of
+	// prefill's engine. Tandem asks the
 	// engine's NIXL side channel for that clock, so it must be able to connect to it; where it cannot, decode gets no KV.
 	// Needs vLLM 0.26 or newer on both sides, and kv_load_failure_policy recompute. What such engines add to their answers
 	// is cut by Envoy. Only with handoff envoy, and not beside bidirectional. Default false.
