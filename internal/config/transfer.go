@@ -94,8 +94,8 @@ func checkLease(v *validator, path string, p *configv1.Pool) {
 		checkDuration(v, at, n.Lease, shortestLease)
 	}
 	if n.GetDeclineExpired() && n.GetBidirectional() {
-		v.m.add(path+".nixl.declineExpired", "cannot be beside nixl.bidirectional: engines that keep answers for the next "+
-			"turn keep them longer than a lease, and what they say of them is needed")
+		v.m.add(path+".nixl.declineExpired",
+			"cannot be beside nixl.bidirectional: what engines say of answers that they keep is needed there")
 	}
 	if n.GetDeclineExpired() && p.Handoff != "envoy" {
 		v.m.add(path+".nixl.declineExpired", "needs handoff envoy, not %s: the hand-over is written there", p.Handoff)
