@@ -87,7 +87,7 @@ type Dialect struct {
 type Hold struct {
 	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
 	Inline bool
-	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold then.
+	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold.
 	// 0: a D that comes late finds nothing, or is known not to come.
 	Lease time.Duration
 	// Expiry writes into the parameters for D when their lease ends, and D declines what has expired; nil: it cannot.

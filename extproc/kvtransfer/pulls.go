@@ -25,7 +25,8 @@ func mooncakePullDialect(*Options) (Dialect, error) {
 		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
 		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
 		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
-		Hold:     Hold{Inline: true}, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		Hold:     Hold{Inline: true},
+		Prefill:  d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 
@@ -49,7 +50,8 @@ func moriioReadDialect(o *Options) (Dialect, error) {
 		Name: "moriio-read", Engine: EngineVLLM, VLLM: true,
 		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
-		Hold: Hold{Inline: true, Lease: standstill.DefaultLease}, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		Hold:    Hold{Inline: true, Lease: standstill.DefaultLease},
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 
