@@ -15,7 +15,7 @@ import (
 var notInThePicture = []string{
 	"e2e", "deploy", "docs", "protos", "cmd/enginesim", "internal/enginesim", "internal/budget", "internal/guard", "internal/memory",
 	"internal/version",
-	"extproc/envoywire/wiretest", "kvstate/enginehttp", "kvstate/receivebuffer", "kvstate/redisstore/redisclient", "replay", ".",
+	"extproc/envoywire/wiretest", "kvstate/enginehttp", "kvstate/receivebuffer", "kvstate/standstill", "kvstate/redisstore/redisclient", "replay", ".",
 }
 
 // TestThePictureIsTrue compares the picture of docs/design.md with the imports. An arrow that follows from others is left out.

@@ -1,7 +1,6 @@
 package envoyconfigs
 
 import (
-	_ "embed"
 	"time"
 
 	xdscorev3 "github.com/cncf/xds/go/xds/core/v3"
@@ -24,6 +23,8 @@ import (
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/lua"
 )
 
 // Names of filters, by which routes configure them too.
@@ -39,21 +40,21 @@ const destination = "x-gateway-destination-endpoint"
 
 // main are those of the main listener, in the order of requests; answers pass them the other way.
 func (m filters) main() []*hcmv3.HttpFilter {
-	return []*hcmv3.HttpFilter{
-		m.hygiene(),
-		m.switched(),
-		noted(m, m.buffer(), notes{
-			"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
-		}),
-		m.mainExtProc(),
-		m.unfollowed(),
+	fs := []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
+		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
+	}), m.mainExtProc(), m.unfollowed()}
+	if m.Leases {
+		fs = append(fs, m.ruled("edit", lua.Edit, "cut|[0-9]+", "Cuts KV parameters, and all of a refused stream."),
+			m.ruled("late", lua.Late, "[0-9]+", "An answer that begins late may be made from KV that was another "+
+				"prompt's by then: the server is asked, and what it refuses ends as an error."))
+	}
+	return append(fs,
 		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
 			UpstreamLog: accessLogs(m).failedTries()}, notes{
 			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and " +
 				"if it got no connection, the decode endpoint was never sent the KV parameters, and the blocks can " +
 				"be freed.",
-		})),
-	}
+		})))
 }
 
 // phase is what ext_proc is asked about of a request or of an answer.
@@ -283,40 +284,38 @@ func (m filters) mainExtProc() *hcmv3.HttpFilter {
 	})
 }
 
-//go:embed lua/unfollowed.lua
-var unfollowedScript string
-
 // unfollowed ends redirects that Envoy could not follow, on routes that enable it.
 func (m filters) unfollowed() *hcmv3.HttpFilter {
-	lua := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(unfollowedScript)}}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, lua, not(m.statusIs("307"))), notes{
+	script := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(lua.Unfollowed)}}
+	return noted(m, m.filterUnless(luaFilter, luaFilter, script, not(m.statusIs("307"))), notes{
 		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an " +
 			"error, and the access log says so, from which the server works out why. The matcher keeps all other " +
 			"answers from the script, which would cost each a coroutine.",
 	})
 }
 
-//go:embed lua/inline.lua
-var inlineScript string
+// ruled is a script for answers to requests with a rule (docs/adr/0050). The matcher keeps all others from it.
+func (m filters) ruled(name, script, rule, why string) *hcmv3.HttpFilter {
+	of := all(m.statusIs("200"), m.answerHeader("x-tandem-rule", textMatches("[0-9]+ ("+rule+") [^ ]+ [^ ]+")))
+	lua := &luav3.Lua{DefaultSourceCode: inline(script)}
+	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, not(of)), notes{"": why})
+}
 
 // inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
 func (m filters) inlineAnswer() *hcmv3.HttpFilter {
 	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")),
 		m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
-	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(inlineScript)},
+	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(lua.Inline)},
 		not(short)), notes{
 		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
 			"redirect, if pass 1 said so. The matcher keeps all others from the script.",
 	})
 }
 
-//go:embed lua/refusal.lua
-var refusalScript string
-
 // cleanRefusal cuts KV parameters out of an engine's refusal.
 func (m filters) cleanRefusal() *hcmv3.HttpFilter {
 	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
-	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(refusalScript)},
+	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(lua.Refusal)},
 		not(refused)), notes{
 		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that " +
 			"name internal hosts and rooms are cut. The matcher keeps all other answers from the script.",

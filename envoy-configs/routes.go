@@ -81,8 +81,7 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 		of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
-	pass.TypedPerFilterConfig = nil
-	pass.GetRoute().InternalRedirectPolicy = nil
+	pass.TypedPerFilterConfig, pass.GetRoute().InternalRedirectPolicy = nil, nil
 	return []*routev3.Route{prefill, decode, pass}
 }
 
@@ -97,6 +96,10 @@ func (m routes) legRoute(name, leg, cluster string, idle time.Duration, retry *r
 			IdleTimeout:            durationpb.New(idle),
 			InternalRedirectPolicy: m.redirects(), RetryPolicy: retry,
 		}},
+	}
+	if idle > 0 && m.Leases { // it answers the client
+		r.ResponseHeadersToAdd = []*corev3.HeaderValueOption{setHeader("x-tandem-rule",
+			"%START_TIME(%s%3f)% %REQ(x-tandem-rule)% %REQ(x-tandem-ticket)% %REQ(x-request-id)%", overwriteOrAdd)}
 	}
 	if m.several() {
 		r.RequestHeadersToRemove = []string{"x-tandem-restart"}

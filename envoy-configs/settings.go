@@ -39,6 +39,7 @@ type settings struct {
 	Pairs         bool          // there is a pool whose legs run at once
 	Encodes       bool          // there is a pool with an encode stage
 	Answers       bool          // there is a pool with answers that are rewritten
+	Leases        bool          // there is a pool whose prefill endpoints free KV that is fetched late
 	Explains      bool          // decisions, to operators
 	Metadata      bool          // decisions are written into dynamic metadata
 	Tracing       *tracing      // nil: no spans
@@ -131,11 +132,10 @@ func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, err
 		return nil, err
 	}
 	if e.GetStats() != "" {
-		stats, err := parse(e.GetStats())
-		if err != nil {
+		s.Stats = new(address)
+		if *s.Stats, err = parse(e.GetStats()); err != nil {
 			return nil, err
 		}
-		s.Stats = &stats
 	}
 	if s.Servers, err = gatherServers(c, dynamic, living); err != nil {
 		return nil, err
@@ -191,12 +191,13 @@ func (s *settings) serve(pools []*configv1.Pool) {
 	s.Pairs = slices.ContainsFunc(pools, config.Concurrent)
 	s.Encodes = slices.ContainsFunc(pools, config.Encodes)
 	s.Answers = slices.ContainsFunc(pools, config.RewritesAnswers)
+	s.Leases = slices.ContainsFunc(pools, func(p *configv1.Pool) bool { return config.DialectOf(p).Lease > 0 })
 }
 
 // serveAll sets what any pool may need, so that a change of pools changes nothing.
 func (s *settings) serveAll() {
 	s.Engines.Schemes = []scheme{{"http", ""}, {"https", "-https"}, {"h2c", "-h2c"}}
-	s.Pairs, s.Encodes, s.Answers = true, true, true
+	s.Pairs, s.Encodes, s.Answers, s.Leases = true, true, true, true
 }
 
 // Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of

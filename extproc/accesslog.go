@@ -141,7 +141,7 @@ func (s *Server) tryFailed(e *envoywire.LogEntry) {
 		return
 	}
 	s.faults.Report(t, e)
-	s.hedges.fail(t.ID)
+	s.hedges.Fail(t.ID)
 	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
 		s.reclaim.NotConnected(t, s.endOf(t, e))
 	}

@@ -136,6 +136,7 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
 		next.Expires = time.Now().Add(x.s.HandOverTTL)
+		x.dateHandOver(next, took)
 	}
 	if next.Stage == kvtransfer.Failed {
 		x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
@@ -144,6 +145,21 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	}
 	x.PrefillEnded(x.requestID, t, code, took, next)
 	return next, nil
+}
+
+// dateHandOver writes into the parameters for D when their lease ends, if D reads that. D gets none whose end is not
+// known: it computes the prompt.
+func (x *prefillAnswer) dateHandOver(next *kvtransfer.Ticket, took time.Duration) {
+	policy, _ := x.s.policy(next.Pool)
+	if policy.Dialect.Expiry == nil || next.Params == nil {
+		return
+	}
+	var err error
+	if next.Params, err = policy.Dialect.Expiry.Write(x.stream.Context(), next.Params, took); err != nil {
+		next.Params = nil
+		x.Outdated(next.Pool, next.Prefill, "unknown")
+		x.log(slog.LevelWarn, "decode gets no KV parameters and computes the prompt", "prefill", next.Prefill, "err", err)
+	}
 }
 
 // observe records the load that P reports with its answer.

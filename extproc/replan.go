@@ -27,6 +27,10 @@ func (s *Server) Replan() http.Handler {
 			s.restart(w, r, t)
 			return
 		}
+		if t != nil && r.Header.Get(envoywire.HeaderRule) == "late" {
+			checkLate(s, w, t, id)
+			return
+		}
 		if t == nil || t.Redirects+1 >= s.MaxRedirects {
 			s.Log.Warn("replan refused", "request_id", id, "err", err)
 			if t != nil {
@@ -40,7 +44,7 @@ func (s *Server) Replan() http.Handler {
 		if hedged(t, took) {
 			// otherwise the server would not notice that Envoy ends this try
 			discard(r.Body, int64(s.MaxBodyBytes+plan.MaxDecodeMember))
-			if !awaitLoss(r.Context(), s, t) {
+			if !s.hedges.AwaitLoss(r.Context(), t.ID, s.draining, func() bool { return lost(s, t) }) {
 				panic(http.ErrAbortHandler) // Envoy awaits the other try
 			}
 			took = time.Since(s.sealedAt(t))
@@ -93,6 +97,20 @@ func (s *Server) Replan() http.Handler {
 		w.Header().Set(envoywire.HeaderTicket, string(sealed))
 		w.WriteHeader(http.StatusTemporaryRedirect)
 	})
+}
+
+// checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if the
+// KV that it is made from may have been another prompt's.
+func checkLate(s *Server, w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
+	why := outdated(s, t)
+	if why == "" {
+		w.WriteHeader(http.StatusNoContent)
+		return
+	}
+	s.observer.Outdated(t.Pool, t.Decode, string(why))
+	s.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)", "request_id", id,
+		"reason", why, "prefill", t.Prefill, "decode", t.Decode)
+	w.WriteHeader(http.StatusConflict)
 }
 
 // restart answers a request that no replica decided, because the one that had its body died or hung: with a 307, so

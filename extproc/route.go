@@ -9,6 +9,7 @@ import (
 	"tandem/extproc/concurrent"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/hedging"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/paths"
@@ -153,11 +154,12 @@ func (x mainRole) setHeaders(r route) {
 	perTry := r.PerTry
 	switch r.Leg {
 	case plan.LegDecode, plan.LegAnswer, plan.LegPair:
-		if perTry == 0 || perTry > hedgeAfter {
-			perTry = hedgeAfter
+		if perTry == 0 || perTry > hedging.After {
+			perTry = hedging.After
 			h.Set(envoywire.HeaderHedge, []byte("true"))
 		}
 	}
+	x.setAnswerRules(r)
 	if perTry > 0 {
 		h.SetInt(envoywire.HeaderPerTry, int(perTry.Milliseconds()))
 	} else {
@@ -186,6 +188,20 @@ func (x mainRole) setHeaders(r route) {
 		h.Set(envoywire.HeaderScheme, []byte(s))
 	} else {
 		h.Remove(envoywire.HeaderScheme)
+	}
+}
+
+// setAnswerRules says what Envoy does to D's answer. No pass needs to take them away: they change nothing in an answer
+// without KV of P's.
+func (x mainRole) setAnswerRules(r route) {
+	if !r.Ticket.Loads || r.Ticket.Stage != kvtransfer.DecodeLeg {
+		return
+	}
+	policy, _ := x.s.policy(r.Ticket.Pool)
+	if late := policy.Dialect.LateAfter(); late > 0 {
+		x.headers.SetInt(envoywire.HeaderRule, int(late.Milliseconds()))
+	} else if policy.Dialect.Expiry != nil {
+		x.headers.Set(envoywire.HeaderRule, []byte("cut"))
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
+	"tandem/extproc/hedging"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
@@ -101,7 +102,7 @@ type Server struct {
 	started  time.Time
 	scratch  sync.Pool // of *scratch
 	draining chan struct{}
-	hedges   hedges
+	hedges   *hedging.Tries
 	reclaim  *reclaim.Reclaimer
 	pairs    *concurrent.Pairs
 	seed     uint64 // of reservation ids
@@ -130,7 +131,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	}
 	s := &Server{
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
-		hedges: hedges{held: map[[16]byte]*hedge{}}, pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
+		hedges: hedging.New(), pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.streams = streamOptions{
 		memory: o.Memory, guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
@@ -143,6 +144,10 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		ShortOfMemory: s.shortOfMemory,
 	}
 	if o.State != nil {
+		o.State.OnExpired(func(e *kvstate.Endpoint, n int64) {
+			s.observer.Expired(e.Addr, n)
+			s.Log.Warn("an engine freed KV that no other had fetched in time", "endpoint", e.Addr, "requests", n)
+		})
 		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) {
 			s.faults.LoadFailed(p, prefill, decode, faults.SeenCount)
 		})

@@ -12,6 +12,7 @@ import (
 	"tandem/kvstate/kvroom"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
+	"tandem/kvstate/standstill"
 )
 
 // Role is the set of legs that an endpoint may serve; a bit set.
@@ -199,6 +200,7 @@ type condition struct {
 	// until when it gets no request because it was full, Unix ns; refused is the refusal, nil: there was none
 	fullUntil atomic.Int64
 	refused   atomic.Pointer[Refusal]
+	progress  standstill.Tracker
 }
 
 // memory accounts for an engine's KV memory.
@@ -264,6 +266,9 @@ type PoolSpec struct {
 	// StepTokens is the number of prompt tokens that an engine computes in one step (vLLM: max_num_batched_tokens); 0:
 	// 8192.
 	StepTokens int64
+	// KVLease is how long prefill engines keep KV that nobody has fetched (vLLM: kv_lease_duration); 0:
+	// [standstill.DefaultLease].
+	KVLease time.Duration
 }
 
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
@@ -340,6 +345,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
+			e.progress.SetLease(spec.KVLease)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)

@@ -20,6 +20,7 @@ const (
 	CauseCheck     HealthCause = "check"      // a health check failed, or succeeded again
 	CauseAnswer    HealthCause = "answer"     // it answered a request
 	CauseReplica   HealthCause = "replica"    // another replica noticed
+	CauseStill     HealthCause = "standstill" // it has requests, and its counters do not move
 )
 
 // failure is how an endpoint failed. It is never modified.
@@ -110,8 +111,9 @@ func (s *Health) MarkGood(e *Endpoint) bool { return s.markGood(e, CauseAnswer) 
 // MarkHealthy is MarkGood for an endpoint that answered a health check.
 func (s *Health) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck) }
 
+// markGood does nothing to an endpoint that stands still: its API server may answer all the same.
 func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
-	marked := s.setFailed(e, false)
+	marked := !e.progress.Standing(s.now()) && s.setFailed(e, false)
 	if marked {
 		s.onRecovered(e)
 		s.changed()
@@ -122,6 +124,9 @@ func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 
 // ApplyFailed applies [State.MarkFailed] or [State.MarkGood] of another replica.
 func (s *Health) ApplyFailed(e *Endpoint, failed bool) {
+	if !failed && e.progress.Standing(s.now()) {
+		return
+	}
 	if s.setFailed(e, failed) {
 		if failed {
 			e.how.Store(&failure{hung: e.how.Load().hangs(), cause: CauseReplica})

@@ -20,6 +20,12 @@ type Signals struct {
 	unbooked int64 // in this scrape alone
 	oldest   int64 // time of the oldest figure, ns. Every decision reads it: with the figures above in one cache line
 
+	// Work is the sum of its counters that rise with whatever it does, since it started; 0: not reported.
+	Work int64
+	// Expired counts the KV that it kept for other engines and freed because nobody had fetched it in time (its lease
+	// ended), since it started.
+	Expired int64
+
 	Transfers TransferCounters // KV that it fetched; a counter until the engine restarts
 	Answers   AnswerCounters   // likewise, of answers
 	Host      HostMemory
@@ -109,6 +115,7 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 				e.memory.room.Waiting(next.Waiting, known.ScrapedAt.UnixNano()) {
 				s.changed()
 			}
+			s.follow(e, known, &next)
 			return true
 		}
 	}
@@ -164,6 +171,7 @@ func (g *Signals) mergeInto(
 		}
 		next.External, next.unbooked = count(before)
 		next.Running, next.KVTokens, next.ScrapedAt = g.Running, newest(g.KVTokens, next.KVTokens, stale), g.ScrapedAt
+		next.Work, next.Expired = g.Work, g.Expired
 	case next.At.Sub(next.ScrapedAt) >= signalsDead: // answers came, but no scrape
 		next.Running, next.KVTokens, next.External, next.unbooked, next.ScrapedAt = -1, g.KVTokens, 0, 0, time.Time{}
 	}

@@ -335,6 +335,7 @@ func why(e *Endpoint) string {
 		string(kvstate.CauseRequest):   "a request failed",
 		string(kvstate.CauseTimeLimit): "a request got no answer in time",
 		string(kvstate.CauseCheck):     "its health check failed",
+		string(kvstate.CauseStill):     "it has requests, and its counters stand still",
 		string(kvstate.CauseReplica):   "another replica noticed",
 	}[e.FailedBy]
 	if cause == "" || e.State != "out" {

@@ -21,7 +21,7 @@ type source interface{ Run(ctx context.Context) }
 // newSource returns the source of a pool's endpoints, which writes the endpoints that it knows at once. Those of a
 // cluster are unknown until Run has seen it.
 func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logger) (source, error) {
-	spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}
+	spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KVLease: config.DialectOf(p).Lease}
 	d := p.GetDiscovery()
 	switch {
 	case d.GetFile() != nil:

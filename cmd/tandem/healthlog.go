@@ -17,7 +17,7 @@ type healthLog struct {
 func newHealthLog(log *slog.Logger) *healthLog {
 	return &healthLog{log, prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "tandem_endpoint_health_changes_total",
-		Help: "Times an endpoint was left out (out) or taken in again (up), and how that was noticed (request, time_limit, check, answer, replica).",
+		Help: "Times an endpoint was left out (out) or taken in again (up), and how that was noticed (request, time_limit, check, standstill, answer, replica).",
 	}, []string{"endpoint", "to", "cause"})}
 }
 

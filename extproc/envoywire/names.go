@@ -8,7 +8,10 @@ const (
 	HeaderScheme   = "x-tandem-scheme"                        // https or h2c; absent: http
 	HeaderPerTry   = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
 	// HeaderHedge is "true" for a hop that continues after that time, together with a try at the replan port.
-	HeaderHedge       = "x-envoy-hedge-on-per-try-timeout"
+	HeaderHedge = "x-envoy-hedge-on-per-try-timeout"
+	// HeaderRule says what Envoy does to a decode leg's answer: the time in ms after which it asks the replan port
+	// whether the answer may begin, or "cut", which takes kv_transfer_params away.
+	HeaderRule        = "x-tandem-rule"
 	HeaderCarry       = "x-tandem-carry"     // prefill leg: the redirect target of an inline answer
 	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64
 	HeaderRequestID   = "x-request-id"

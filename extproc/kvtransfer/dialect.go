@@ -59,8 +59,7 @@ type Dialect struct {
 	// Completion plans D's body of a completion in place of DecodeMember, where that changes the client's prompt. p was
 	// Reset to the client's request; params is Answer.Params, not nil.
 	Completion func(p *openai.Patch, params []byte) error
-	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
-	Inline   bool
+	Hold
 	TokenIDs []openai.API // APIs for which Prefill already asks P for the prompt's token ids
 
 	Push  *Push  // P writes into the memory of a D that is named in its request
@@ -82,6 +81,17 @@ type Dialect struct {
 	Reports   Reports
 	// Validate returns the faults of a pool, beyond the rules for every pool.
 	Validate func(f *Fleet) []Problem
+}
+
+// Hold is how P's blocks get from its answer to D.
+type Hold struct {
+	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
+	Inline bool
+	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold.
+	// 0: a D that comes late finds nothing, or is known not to come.
+	Lease time.Duration
+	// Expiry writes into the parameters for D when their lease ends, and D declines what has expired; nil: it cannot.
+	Expiry *Expiry
 }
 
 // RankRule says which tensor-parallel sizes of P and D fit each other.
@@ -163,6 +173,15 @@ func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
 
 // PairsOnly reports whether an engine that was started for one leg cannot answer a request without the other.
 func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent.DecodesAlone }
+
+// LateAfter returns how long D may take to begin an answer before somebody must know whether it stood still until the
+// lease was over; 0: it may take any time.
+func (d *Dialect) LateAfter() time.Duration {
+	if d.Expiry != nil {
+		return 0
+	}
+	return d.Lease / 10
+}
 
 // Registers reports whether the engines register themselves.
 func (d *Dialect) Registers() bool {
@@ -251,6 +270,8 @@ type Options struct {
 	ReuseTokenIDs bool          // of nixl: D receives P's token ids (vLLM 0.32 and newer)
 	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
 	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
+	Lease         time.Duration // of nixl; 0: standstill.DefaultLease
+	Clocks        Clocks        // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer); nil: it does not
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate/standstill"
 )
 
 // multi is vLLM's MultiConnector: all its members see the same kv_transfer_params, D loads from the first one that has
@@ -47,6 +48,9 @@ func multiDialect(o *Options) (Dialect, error) {
 	}
 	if d.offload {
 		out.Ports = p2pPorts()
+	}
+	if d.nixl {
+		out.Lease = standstill.DefaultLease
 	}
 	return out, err
 }

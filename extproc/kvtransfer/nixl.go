@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate/standstill"
 )
 
 // nixl is vLLM's NixlConnector, pull (NixlPullConnector from 0.24): P computes the prompt, keeps its blocks under a
@@ -37,6 +38,9 @@ func nixlDialect(o *Options) (Dialect, error) {
 	if o.ReuseTokenIDs {
 		out.TokenIDs = []openai.API{openai.Chat}
 	}
+	if out.Lease = cmp.Or(o.Lease, standstill.DefaultLease); o.Clocks != nil {
+		out.Expiry = &Expiry{Clocks: o.Clocks, Lease: out.Lease}
+	}
 	if o.Bidirectional {
 		d := nixlTurns{d}
 		out.Prefill, out.Turns = d.Prefill,
@@ -52,7 +56,7 @@ func (d nixl) dialect() Dialect {
 		Reports: Reports{
 			Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike(), Release: true,
 		},
-		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
+		Hold: Hold{Inline: true}, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 }
 

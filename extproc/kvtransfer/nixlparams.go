@@ -34,6 +34,8 @@ type pull struct {
 	hostAt                  int // where host starts in raw
 	numTokens, cachedTokens []byte
 	expires                 bool // it has an expiry time of the blocks
+	engine, expiry          []byte
+	expiryAt, port          int  // where expiry starts in raw
 	turn                    bool // it comes from a D that keeps an answer (turn.go): the two do_ members are swapped
 	groups, blocks          int  // lists of block ids, and ids in them
 }
@@ -121,6 +123,7 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 		}
 	case "remote_engine_id":
 		is, err = memberEngine, checkText(key, value)
+		p.engine = value
 	case "remote_request_id":
 		is, err = memberRequest, checkText(key, value)
 	case "remote_host":
@@ -130,8 +133,12 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 		if is = memberPort; !isPort(value) {
 			err = refuse(key, value, "an integer from 1 to 65535")
 		}
+		p.port, _ = strconv.Atoi(string(value))
 	case "remote_blocks_expiry_time":
-		p.expires = string(value) != "null"
+		if p.expiry != nil {
+			return fmt.Errorf("%s is there twice", key)
+		}
+		p.expires, p.expiry, p.expiryAt = string(value) != "null", value, at
 	case "remote_num_tokens":
 		p.numTokens = value
 	case "remote_prefill_cached_tokens":

@@ -34,7 +34,8 @@ func offloadDialect(*Options) (Dialect, error) {
 		Name: "offload", Engine: EngineAny, VLLM: true,
 		Reports: Reports{Connectors: []string{"OffloadingConnector"}, Release: true},
 		Ports:   p2pPorts(),
-		Inline:  true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,
+		Hold:    Hold{Inline: true},
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,
 	}, nil
 }
 

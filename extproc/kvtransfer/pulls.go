@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate/standstill"
 )
 
 // Two more dialects in which D pulls from P, one leg after the other, with parameters from P's answer. They differ
@@ -24,7 +25,8 @@ func mooncakePullDialect(*Options) (Dialect, error) {
 		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
 		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
 		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
-		Inline:   true, Prefill: d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		Hold:     Hold{Inline: true},
+		Prefill:  d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 
@@ -48,7 +50,8 @@ func moriioReadDialect(o *Options) (Dialect, error) {
 		Name: "moriio-read", Engine: EngineVLLM, VLLM: true,
 		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
-		Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
+		Hold:    Hold{Inline: true, Lease: standstill.DefaultLease},
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
 

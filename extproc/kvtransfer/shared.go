@@ -19,7 +19,8 @@ func newShared() shared { return shared{newOneToken()} }
 func sharedDialect(*Options) (Dialect, error) {
 	d := newShared()
 	return Dialect{
-		Name: "shared", Engine: EngineAny, DataRanks: true, Inline: true, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
+		Name: "shared", Engine: EngineAny, DataRanks: true, Hold: Hold{Inline: true},
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
 		Reports: Reports{Stores: []string{"LMCacheConnectorV1", "MultiConnector"}},
 	}, nil
 }

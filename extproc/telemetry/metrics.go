@@ -33,6 +33,16 @@ func (m *Metrics) EndpointFull(pool, endpoint string, status int) {
 	m.full.WithLabelValues(pool, endpoint, strconv.Itoa(status)).Inc()
 }
 
+// Outdated counts an answer that was refused because its KV may have been another prompt's.
+func (m *Metrics) Outdated(pool, decode, reason string) {
+	m.outdated.WithLabelValues(pool, decode, reason).Inc()
+}
+
+// Expired counts KV that an engine freed because no other had fetched it in time.
+func (m *Metrics) Expired(endpoint string, n int64) {
+	m.expired.WithLabelValues(endpoint).Add(float64(n))
+}
+
 // Reclaimed counts an orphaned hand-over that should be fetched, by result.
 func (m *Metrics) Reclaimed(pool, result string) { m.cleanups.WithLabelValues(pool, result).Inc() }
 

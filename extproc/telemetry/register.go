@@ -151,6 +151,8 @@ type handOverMetrics struct {
 	orphaned     *prometheus.CounterVec // pool, endpoint, reason
 	loadFailures *prometheus.CounterVec // pool, endpoint, seen
 	full         *prometheus.CounterVec // pool, endpoint, status
+	outdated     *prometheus.CounterVec // pool, endpoint, reason
+	expired      *prometheus.CounterVec // endpoint
 	cleanups     *prometheus.CounterVec // pool, result
 }
 
@@ -167,6 +169,12 @@ func (r registry) handOvers() handOverMetrics {
 		full: r.counter("tandem_endpoint_full_total",
 			"Times that an endpoint answered 429 or 503, by status: it is full, and gets no request for a while.",
 			"pool", "endpoint", "status"),
+		outdated: r.counter("tandem_kv_outdated_total",
+			"KV that was not used because it may have been another prompt's: refused answers, by decode endpoint "+
+				"(standstill, expired), and hand-overs without a known end, by prefill endpoint (unknown).",
+			"pool", "endpoint", "reason"),
+		expired: r.counter("tandem_kv_expired_total",
+			"KV that an engine freed because no other had fetched it in time, as the engine counts it.", "endpoint"),
 		cleanups: r.counter("tandem_cleanup_decodes_total",
 			"Orphaned hand-overs that a pool with strandedBlocks: cleanupDecode fetched, by result.", "pool", "result"),
 	}

@@ -66,7 +66,8 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 		if p.GetDiscovery() != nil {
 			continue
 		}
-		next := PoolSpec{Spec: kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}}
+		next := PoolSpec{Spec: kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(),
+			KVLease: DialectOf(p).Lease}}
 		for _, e := range p.GetEndpoints() {
 			role, err := kvstate.ParseRole(e.GetRole())
 			if err != nil {

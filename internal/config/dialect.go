@@ -3,6 +3,7 @@ package config
 import (
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
+	"tandem/kvstate/engineclock"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -20,8 +21,12 @@ func DialectOptions(p *configv1.Pool) kvtransfer.Options {
 	o := kvtransfer.Options{
 		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
 		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: Duration(p.GetNixl().GetTurnTtl()),
-		Key: p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
+		Lease: Duration(p.GetNixl().GetLease()),
+		Key:   p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
 		NoticeTimeout: Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),
+	}
+	if p.GetNixl().GetDeclineExpired() {
+		o.Clocks = engineclock.New()
 	}
 	for _, e := range p.GetEndpoints() {
 		if t := e.GetTransfer(); e.GetRole() != "prefill" {

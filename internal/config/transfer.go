@@ -60,6 +60,7 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	checkOnlyWith(v, path+".lmcache", p.Lmcache != nil, p, "lmcache")
 	checkOnlyWith(v, path+".nixl", p.Nixl != nil, p, "nixl")
 	checkBidirectional(v, path, p)
+	checkLease(v, path, p)
 	checkOnlyWith(v, path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
 	checkOnlyWith(v, path+".members", len(p.Members) > 0, p, "multi")
 	switch p.KvTransfer {
@@ -84,6 +85,21 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 		checkMembers(v, path+".members", p)
 	}
 	checkTransfers(v, path, p)
+}
+
+// checkLease checks the lease and the engines' own check of it.
+func checkLease(v *validator, path string, p *configv1.Pool) {
+	n, at := p.Nixl, path+".nixl.lease"
+	if n.GetLease() != "" {
+		checkDuration(v, at, n.Lease, shortestLease)
+	}
+	if n.GetDeclineExpired() && n.GetBidirectional() {
+		v.m.add(path+".nixl.declineExpired",
+			"cannot be beside nixl.bidirectional: what engines say of answers that they keep is needed there")
+	}
+	if n.GetDeclineExpired() && p.Handoff != "envoy" {
+		v.m.add(path+".nixl.declineExpired", "needs handoff envoy, not %s: the hand-over is written there", p.Handoff)
+	}
 }
 
 // checkBidirectional checks the reuse of turns.
@@ -121,6 +137,7 @@ func RewritesAnswers(p *configv1.Pool) bool {
 
 const (
 	longestNotice = 25 * time.Second
+	shortestLease = 6 * time.Second
 	decoderTTL    = 480 * time.Second // vLLM's default of decoder_kv_blocks_ttl
 )
 

@@ -229,6 +229,7 @@ func (p *poolReplica) applySignals(e *kvstate.Endpoint, g *statev1.Signals, at t
 	if p.s.state.ApplyObserved(e, kvstate.Signals{
 		Running: g.GetRunning(), Waiting: g.GetWaiting(), KVUsage: fromPPM(g.GetKvUsagePpm()),
 		KVTokens: g.GetKvTokens(), At: at, ScrapedAt: scraped, External: max(g.GetExternal(), 0),
+		Work: int64(g.GetWork()), Expired: int64(g.GetExpired()),
 		Transfers: kvstate.TransferCounters{
 			Transfers: int64(g.GetTransfers()), Bytes: int64(g.GetTransferBytes()),
 			Tokens: int64(g.GetTransferTokens()),

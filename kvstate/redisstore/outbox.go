@@ -306,7 +306,7 @@ func signalsOf(address uint32, g *kvstate.Signals, scraped, now time.Time) *stat
 		out.Transfers, out.TransferBytes = uint64(g.Transfers.Transfers), uint64(g.Transfers.Bytes)
 		out.TransferUs, out.TransferTokens = uint64(g.Transfers.Time.Microseconds()), uint64(g.Transfers.Tokens)
 		out.Answers, out.AnswerTokens = uint64(g.Answers.Answers), uint64(g.Answers.Tokens)
-		out.Generated = uint64(g.Answers.Generated)
+		out.Generated, out.Work, out.Expired = uint64(g.Answers.Generated), uint64(g.Work), uint64(g.Expired)
 		out.FailedTransfers = uint64(g.Transfers.Failed)
 		out.Gaps, out.GapUs = uint64(g.Answers.Gaps), uint64(g.Answers.GapTime.Microseconds())
 		if h := &g.Host; *h != (kvstate.HostMemory{}) {

@@ -53,6 +53,7 @@ type reading struct {
 	ranks               map[string]bool
 	transfers           transferCounts
 	answers             answerCounts
+	work, expired       float64 // see [kvstate.Signals]
 	host                hostCounts
 }
 
@@ -89,7 +90,8 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 		add(&r.tokens, r.blocks*r.blockTokens)
 	}
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage,
-		KVTokens: count(r.tokens)}
+		KVTokens: count(r.tokens), Expired: count(r.expired)}
+	s.Work = count(r.work + r.answers.generated + r.answers.answers + r.transfers.transfers + r.transfers.failed)
 	s.Transfers = kvstate.TransferCounters{
 		Transfers: count(r.transfers.transfers), Bytes: count(r.transfers.bytes),
 		Time: time.Duration(count(r.transfers.seconds * float64(time.Second))), Tokens: count(r.transfers.tokens),
@@ -132,29 +134,41 @@ func (r *reading) vllm(s sample) {
 		if size := s.number("kv_offloading_size"); size > 0 { // of all ranks together
 			add(&r.host.bytes, size*(1<<30))
 		}
-	case "vllm:nixl_xfer_time_seconds_count": // KV fetched from others; all ranks' transfers together
-		add(&r.transfers.transfers, s.value())
-	case "vllm:nixl_xfer_time_seconds_sum":
-		add(&r.transfers.seconds, s.value())
-	case "vllm:nixl_bytes_transferred_sum":
-		add(&r.transfers.bytes, s.value())
-	case "vllm:nixl_num_failed_transfers_total":
-		add(&r.transfers.failed, s.value())
-	case "vllm:prompt_tokens_by_source_total":
-		if s.label("source") == "external_kv_transfer" {
-			add(&r.transfers.tokens, s.value())
-		}
 	// the same, renamed; hidden from 0.12, gone by 0.19
 	case "vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count":
 		add(&r.answers.gaps, s.value())
 	case "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum":
 		add(&r.answers.seconds, s.value())
+	case "vllm:prompt_tokens_total", "vllm:iteration_tokens_total_count": // in each step that computes a token
+		add(&r.work, s.value())
 	case "vllm:generation_tokens_total":
 		add(&r.answers.generated, s.value())
 	case "vllm:request_generation_tokens_count":
 		add(&r.answers.answers, s.value())
 	case "vllm:request_generation_tokens_sum":
 		add(&r.answers.tokens, s.value())
+	default:
+		r.vllmTransfers(s)
+	}
+}
+
+// vllmTransfers reads what vLLM's NIXL and offloading connectors count.
+func (r *reading) vllmTransfers(s sample) {
+	switch string(s.name) {
+	case "vllm:nixl_xfer_time_seconds_count": // KV fetched from others; all ranks' transfers together
+		add(&r.transfers.transfers, s.value())
+	case "vllm:nixl_xfer_time_seconds_sum":
+		add(&r.transfers.seconds, s.value())
+	case "vllm:nixl_bytes_transferred_sum":
+		add(&r.transfers.bytes, s.value())
+	case "vllm:nixl_num_kv_expired_reqs_total": // 0.32, nixl/stats.py
+		add(&r.expired, s.value())
+	case "vllm:nixl_num_failed_transfers_total":
+		add(&r.transfers.failed, s.value())
+	case "vllm:prompt_tokens_by_source_total":
+		if s.label("source") == "external_kv_transfer" {
+			add(&r.transfers.tokens, s.value())
+		}
 	default:
 		r.vllmOffloading(s)
 	}
@@ -210,6 +224,8 @@ func (r *reading) sglang(s sample) {
 		add(&r.answers.gaps, s.value())
 	case "sglang:inter_token_latency_seconds_sum":
 		add(&r.answers.seconds, s.value())
+	case "sglang:prompt_tokens_total":
+		add(&r.work, s.value())
 	case "sglang:generation_tokens_total":
 		add(&r.answers.generated, s.value())
 	case "sglang:generation_tokens_histogram_count":

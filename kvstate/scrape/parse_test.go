@@ -28,7 +28,7 @@ func TestRead(t *testing.T) {
 		page, engine string
 		want         kvstate.Signals
 	}{
-		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884, Generated: 72}}},
+		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{Work: 1239, KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884, Generated: 72}}},
 		"vLLM, two engines behind one server": {`
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 4.0
@@ -65,7 +65,7 @@ vllm:nixl_xfer_time_seconds_sum{engine="1",model_name="m"} 0.125
 vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 5.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.2e+12
 vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 16384.0
-`, "vllm", kvstate.Signals{Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second, Generated: 371}}},
+`, "vllm", kvstate.Signals{Work: 380, Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second, Generated: 371}}},
 		"vLLM with KV in CPU memory": {`
 vllm:num_requests_running{engine="0"} 1.0
 vllm:num_requests_waiting{engine="0"} 0.0
@@ -115,7 +115,7 @@ sglang:generation_tokens_total{engine_type="unified",is_streaming="false",model_
 sglang:generation_tokens_total{engine_type="unified",is_streaming="true",model_name="m"} 204.0
 sglang:generation_tokens_histogram_count{engine_type="unified",model_name="m"} 42.0
 sglang:generation_tokens_histogram_sum{engine_type="unified",model_name="m"} 467.0
-`, "sglang", kvstate.Signals{Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond, Generated: 478}}},
+`, "sglang", kvstate.Signals{Work: 520, Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond, Generated: 478}}},
 		"SGLang prefill": {`sglang:num_running_reqs{engine_type="prefill",tp_rank="0"} 1.0
 sglang:num_queue_reqs{engine_type="prefill",tp_rank="0"} 2.0
 sglang:num_prefill_bootstrap_queue_reqs{engine_type="prefill",tp_rank="0"} 4.0

@@ -1930,9 +1930,19 @@ type NIXL struct {
 	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Engines before 0.26 do not tell prefill
 	// how long decode keeps it. With these the prefill leg's whole time limit has to fit in what is left. Range: 1s to
 	// 24h. Default 450s.
-	TurnTtl       string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
+	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem cannot
+	// read from them. Range: 6s to 24h. Default 30s.
+	Lease string `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
+	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode must
+	// run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. The time is one of the clock of
+	// prefill's engine. Tandem asks the
+	// engine's NIXL side channel for that clock, so it must be able to connect to it; where it cannot, decode gets no KV.
+	// Needs vLLM 0.26 or newer on both sides, and kv_load_failure_policy recompute. What such engines add to their answers
+	// is cut by Envoy. Only with handoff envoy, and not beside bidirectional. Default false.
+	DeclineExpired bool `protobuf:"varint,5,opt,name=decline_expired,json=declineExpired,proto3" json:"decline_expired,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *NIXL) Reset() {
@@ -1984,6 +1994,20 @@ func (x *NIXL) GetTurnTtl() string {
 		return x.TurnTtl
 	}
 	return ""
+}
+
+func (x *NIXL) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *NIXL) GetDeclineExpired() bool {
+	if x != nil {
+		return x.DeclineExpired
+	}
+	return false
 }
 
 type LMCache struct {
@@ -3379,11 +3403,13 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
 	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
-	"\x04body\x18\x03 \x01(\tR\x04body\"o\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\"\xae\x01\n" +
 	"\x04NIXL\x12&\n" +
 	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\x12$\n" +
 	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12\x19\n" +
-	"\bturn_ttl\x18\x03 \x01(\tR\aturnTtl\"{\n" +
+	"\bturn_ttl\x18\x03 \x01(\tR\aturnTtl\x12\x14\n" +
+	"\x05lease\x18\x04 \x01(\tR\x05lease\x12'\n" +
+	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"{\n" +
 	"\aLMCache\x12%\n" +
 	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +

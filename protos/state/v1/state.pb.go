@@ -1314,7 +1314,11 @@ type Signals struct {
 	// Tokens that the engine has written since it started, those of running answers too. From the scrape.
 	Generated uint64 `protobuf:"varint,18,opt,name=generated,proto3" json:"generated,omitempty"`
 	// From the scrape.
-	Host          *HostMemory `protobuf:"bytes,19,opt,name=host,proto3" json:"host,omitempty"`
+	Host *HostMemory `protobuf:"bytes,19,opt,name=host,proto3" json:"host,omitempty"`
+	// Counters that rise with whatever the engine does, and KV that it freed because nobody had fetched it in time. From the
+	// scrape.
+	Work          uint64 `protobuf:"varint,20,opt,name=work,proto3" json:"work,omitempty"`
+	Expired       uint64 `protobuf:"varint,21,opt,name=expired,proto3" json:"expired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1480,6 +1484,20 @@ func (x *Signals) GetHost() *HostMemory {
 		return x.Host
 	}
 	return nil
+}
+
+func (x *Signals) GetWork() uint64 {
+	if x != nil {
+		return x.Work
+	}
+	return 0
+}
+
+func (x *Signals) GetExpired() uint64 {
+	if x != nil {
+		return x.Expired
+	}
+	return 0
 }
 
 // KV that an engine keeps in CPU memory: the capacity in tokens or in bytes, and what it has loaded from there since it
@@ -1918,7 +1936,7 @@ const file_state_v1_state_proto_rawDesc = "" +
 	" \x01(\x03R\x04need\":\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\xe0\x04\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"\x8e\x05\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +
@@ -1941,7 +1959,9 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\x06gap_us\x18\x10 \x01(\x04R\x05gapUs\x12)\n" +
 	"\x10failed_transfers\x18\x11 \x01(\x04R\x0ffailedTransfers\x12\x1c\n" +
 	"\tgenerated\x18\x12 \x01(\x04R\tgenerated\x12/\n" +
-	"\x04host\x18\x13 \x01(\v2\x1b.tandem.state.v1.HostMemoryR\x04host\"\x9b\x01\n" +
+	"\x04host\x18\x13 \x01(\v2\x1b.tandem.state.v1.HostMemoryR\x04host\x12\x12\n" +
+	"\x04work\x18\x14 \x01(\x04R\x04work\x12\x18\n" +
+	"\aexpired\x18\x15 \x01(\x04R\aexpired\"\x9b\x01\n" +
 	"\n" +
 	"HostMemory\x12\x16\n" +
 	"\x06tokens\x18\x01 \x01(\x04R\x06tokens\x12\x14\n" +

@@ -1,0 +1,78 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A decode engine whose core stands still until P's leases are over, and whose /health, /metrics and stream headers
+// answer, goes on with KV that is another prompt's by then. No client sees a text made from it: plain requests are
+// planned again or refused, streams end with an error event. Then the engine is back.
+func TestAStandingCoreShowsNoForeignText(t *testing.T) {
+	t.Parallel()
+	for name, decodes := range map[string]int{"one decode engine": 1, "two": 2} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := start(t, options{
+				prefills: 1, decodes: decodes, engineArgs: []string{"--lease", "12s", "--blocks", "400", "--faithful"},
+				pool: "  nixl: {lease: 12s}\n",
+			})
+			f.lenient = true // the engine that stood answers what nobody gets
+			body := func(i int) string {
+				b := question(fmt.Sprintf("stands-%d", i), 60)
+				if i%2 > 0 {
+					b = strings.Replace(b, `{`, `{"stream":true,`, 1)
+				}
+				return b
+			}
+			require.Equal(t, 200, f.post("/v1/chat/completions", question("warm", 60)).status)
+
+			for _, d := range f.decodes {
+				f.inject(d, `{"mode":"stall"}`)
+			}
+			go func() {
+				time.Sleep(2 * time.Second)
+				for i := range 12 { // these get the blocks that P frees
+					resp, err := client.Post("http://"+f.prefills[0].addr+"/v1/chat/completions", "application/json",
+						strings.NewReader(question(fmt.Sprintf("fills-%d", i), 1000)))
+					if err == nil {
+						_ = resp.Body.Close()
+					}
+				}
+				time.Sleep(18 * time.Second)
+				for _, d := range f.decodes {
+					f.clear(d)
+				}
+			}()
+			answers := f.burst(8, func(i int) answer {
+				got, err := f.try(context.Background(), http.MethodPost, "/v1/chat/completions", body(i))
+				if err != nil {
+					return answer{body: err.Error(), header: http.Header{}}
+				}
+				return got
+			})
+			refused := 0
+			for i, got := range answers {
+				if got.status != 200 || strings.Contains(got.body, "kv_outdated") {
+					refused++
+					require.NotContains(t, got.body, `"delta"`, "an event before the error")
+					continue
+				}
+				require.Equal(t, f.post("/v1/chat/completions", body(i)).text(t), got.text(t), "request %d", i)
+			}
+			require.Positive(t, refused, "streams had their headers, and nothing else could be done")
+			require.Positive(t, metric(t, f.admins[0], "tandem_kv_outdated_total", `reason="standstill"`))
+			require.Positive(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `cause="standstill"`, `to="out"`))
+			require.Eventually(t, func() bool {
+				got, err := f.try(context.Background(), http.MethodPost, "/v1/chat/completions", question("after", 60))
+				return err == nil && got.status == 200
+			}, time.Minute, 100*time.Millisecond)
+		})
+	}
+}

@@ -1,0 +1,51 @@
+package kvtransfer
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// clocks is one engine's clock.
+type clocks map[string]float64
+
+func (c clocks) Now(_ context.Context, engine, host string, port int) (float64, bool) {
+	if host != "10.0.0.1" || port != 5600 {
+		return 0, false
+	}
+	now, ok := c[engine]
+	return now, ok
+}
+
+// A hand-over says by P's clock when its lease ends, counted from when P was asked, or D gets none.
+func TestExpiry(t *testing.T) {
+	const rest = `"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1]],"remote_engine_id":"e",` +
+		`"remote_request_id":"r","remote_host":"10.0.0.1","remote_port":5600`
+	const member = `"remote_blocks_expiry_time":`
+	x := Expiry{Clocks: clocks{"e": 4000.25}, Lease: 30 * time.Second}
+	for name, tt := range map[string]struct {
+		params, want string
+		age          time.Duration
+		err          error
+	}{
+		"null": {
+			`{` + rest + `,` + member + `null,"x":1}`, `{` + rest + `,` + member + `4027.250,"x":1}`, 2 * time.Second, nil,
+		},
+		"its own":   {`{` + member + `9e9,` + rest + `}`, `{` + member + `4029.250,` + rest + `}`, 0, nil},
+		"absent":    {`{` + rest + `}`, `{` + rest + `,` + member + `4029.250}`, -time.Second, nil},
+		"too late":  {`{` + rest + `}`, "", 29 * time.Second, errNoLease},
+		"restarted": {`{` + rest[:len(rest)-4] + `5601}`, "", 0, errNoClock},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := x.Write(t.Context(), []byte(tt.params), tt.age)
+			require.ErrorIs(t, err, tt.err)
+			require.Equal(t, tt.want, string(got))
+			if err == nil {
+				_, err = readPull(got)
+				require.NoError(t, err)
+			}
+		})
+	}
+}

@@ -1,0 +1,51 @@
+package kvstate
+
+import (
+	"time"
+
+	"tandem/kvstate/standstill"
+)
+
+// OnExpired sets what is called when an endpoint's engine freed n requests' KV that nobody had fetched in time. It must
+// not block. Call it before the state is in use.
+func (s *State) OnExpired(f func(e *Endpoint, n int64)) { s.expired = f }
+
+// follow watches an engine's counters from scrape to scrape: an engine that has requests and stands still is marked
+// as failed until it goes on, although it may answer health checks. Each replica decides by itself, since all learn
+// of each scrape.
+func (s *State) follow(e *Endpoint, before, after *Signals) {
+	if after.ScrapedAt.IsZero() || before != nil && !after.ScrapedAt.After(before.ScrapedAt) {
+		return
+	}
+	remote, now := e.RemoteLoad(), s.o.Now().UnixNano()
+	switch e.progress.Observe(standstill.Sample{
+		At: after.ScrapedAt, Reserved: e.requests.Load() + remote.Requests,
+		Counts: standstill.Counts{
+			Work: after.Work, Running: after.Running, Waiting: after.Waiting, Usage: after.KVUsage,
+		},
+		Patience: max(time.Duration(e.queue.lead.Load()), remote.Lead) +
+			max(time.Duration(e.local.until.Load()-now), remote.Local, 0),
+	}) {
+	case standstill.Stood:
+		s.markFailed(e, true, CauseStill)
+	case standstill.Moved:
+		s.markGood(e, CauseStill)
+	case standstill.Same:
+	}
+	if before != nil && after.Expired > before.Expired && !before.ScrapedAt.IsZero() {
+		e.progress.Expired(after.ScrapedAt)
+		if s.expired != nil {
+			s.expired(e, after.Expired-before.Expired)
+		}
+	}
+}
+
+// Outdated returns why KV that prefill has held for decode since a moment may not be that prompt's any more, if decode
+// has not fetched it by now; "" if nothing says so. prefill may be nil.
+func (s *State) Outdated(prefill, decode *Endpoint, since time.Time) standstill.Reason {
+	var holder *standstill.Tracker
+	if prefill != nil {
+		holder = &prefill.progress
+	}
+	return standstill.Outdated(holder, &decode.progress, since, s.o.Now())
+}

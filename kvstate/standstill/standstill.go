@@ -1,0 +1,230 @@
+// Package standstill follows the counters of one engine from scrape to scrape, and detects an engine that has requests
+// and does nothing.
+//
+// The API server of vLLM answers /health, /metrics and a stream's first 200 while its core stands still (0.32.0,
+// 0.33.0): during a long compilation, a stalled collective, in a debugger. What a core that stands still had to fetch
+// from a prefill engine may be another prompt's by the time it goes on, because it sends no heartbeats meanwhile. So
+// the bound of a [Tracker] is well below the time for which prefill engines keep KV (the lease).
+//
+// The package knows no clock and starts nothing: times come with the samples.
+package standstill
+
+import (
+	"cmp"
+	"sync"
+	"time"
+)
+
+// Bounds of a standstill.
+const (
+	// base is how long an engine with requests may show no progress: three scrapes, and a failed one.
+	base = 8 * time.Second
+	// samples is the least number of scrapes without progress before an engine counts as standing.
+	samples = 3
+	// doubt is how long only reservations may say that an engine has requests. Beyond it they count as lost.
+	doubt = time.Minute
+	// stale is the age of the last scrape from which on nothing is known any more.
+	stale = 20 * time.Second
+	// noticed is the length from which on a standstill is remembered: shorter ones are between two scrapes.
+	noticed = 4 * time.Second
+	kept    = 16 // past standstills that are remembered
+)
+
+// DefaultLease is vLLM's kv_lease_duration (0.32.0, nixl/base_scheduler.py:82), for pools that configure no other.
+const DefaultLease = 30 * time.Second
+
+// Counts are what an engine reports of its work. Any change is progress.
+type Counts struct {
+	// Work is the sum of counters that only rise: tokens computed, tokens generated, steps, transfers. 0: not reported.
+	Work             int64
+	Running, Waiting int64 // requests; -1: not reported
+	Usage            float64
+}
+
+// Sample is one scrape.
+type Sample struct {
+	At       time.Time
+	Counts   Counts
+	Reserved int64 // requests that replicas have reserved there
+	// Patience is the time that the prompts which are reserved there may still need, by the cost model: an engine that
+	// computes a long prompt in one step shows no progress meanwhile.
+	Patience time.Duration
+}
+
+// Tracker follows one engine. The zero value is ready. It is safe for concurrent use.
+type Tracker struct {
+	mu       sync.Mutex
+	lease    time.Duration // 0: DefaultLease
+	last     Sample
+	moved    time.Time // when it last showed progress
+	same     int       // scrapes since
+	only     time.Time // since when only reservations say that it has requests; zero: they do not
+	lost     int64     // reservations that count as lost
+	standing bool
+	expired  time.Time // when a scrape last showed that it had freed KV that nobody had fetched
+	past     []period  // standstills that are over, oldest first
+}
+
+type period struct{ from, to time.Time }
+
+// Change is what a sample changed.
+type Change int
+
+// The changes.
+const (
+	Same  Change = iota
+	Stood        // the engine stands still from now on
+	Moved        // it had stood still, and goes on
+)
+
+// Observe adds a scrape. Scrapes older than the last one are ignored.
+func (t *Tracker) Observe(s Sample) Change {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !s.At.After(t.last.At) {
+		return Same
+	}
+	before := t.last
+	t.last = s
+	if before.At.IsZero() || s.Counts != before.Counts || !t.busy(s) {
+		return t.progress(s.At)
+	}
+	t.same++
+	if t.standing || t.same < samples || s.At.Sub(t.moved) < t.bound(&s) {
+		return Same
+	}
+	t.standing = true
+	return Stood
+}
+
+// busy reports whether the engine has requests.
+func (t *Tracker) busy(s Sample) bool {
+	if s.Counts.Running > 0 || s.Counts.Waiting > 0 {
+		t.only, t.lost = time.Time{}, 0
+		return true
+	}
+	if s.Reserved <= 0 || s.Reserved == t.lost || s.Counts.Running < 0 && s.Counts.Work == 0 {
+		return false
+	}
+	if t.only.IsZero() || t.lost != 0 {
+		t.only, t.lost = s.At, 0
+	}
+	if s.At.Sub(t.only) >= doubt {
+		t.lost = s.Reserved
+		return false
+	}
+	return true
+}
+
+// progress records that the engine is idle or has worked.
+func (t *Tracker) progress(at time.Time) Change {
+	if !t.moved.IsZero() && at.Sub(t.moved) >= noticed {
+		if len(t.past) == kept {
+			t.past = t.past[1:]
+		}
+		t.past = append(t.past, period{t.moved, at})
+	}
+	stood := t.standing
+	t.moved, t.same, t.standing = at, 0, false
+	if t.lost == 0 {
+		t.only = time.Time{}
+	}
+	if stood {
+		return Moved
+	}
+	return Same
+}
+
+// bound returns how long the engine may show no progress: longer while it computes prompts, and at most three fifths
+// of the lease. That long it may be where nothing runs and requests wait: they may wait for memory, or for KV.
+func (t *Tracker) bound(s *Sample) time.Duration {
+	most := cmp.Or(t.lease, DefaultLease) * 3 / 5
+	if s.Counts.Running == 0 && s.Counts.Waiting > 0 {
+		return most
+	}
+	return min(base+max(s.Patience, 0), most)
+}
+
+// SetLease sets how long prefill engines keep the KV that the engine has to fetch; 0: [DefaultLease].
+func (t *Tracker) SetLease(lease time.Duration) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.lease = max(lease, 0)
+}
+
+// Standing reports whether the engine stands still. A mark without a recent scrape has no force.
+func (t *Tracker) Standing(now time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.standing && now.Sub(t.last.At) < stale
+}
+
+// Longest returns the longest time without progress that overlaps the time from since to now, as far as it has been
+// scraped. An engine that answers no scrapes shows no progress. ok is false if it was never scraped.
+func (t *Tracker) Longest(since, now time.Time) (longest time.Duration, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.moved.IsZero() {
+		return 0, false
+	}
+	if t.last.At.Equal(t.moved) && now.Sub(t.last.At) < noticed {
+		longest = 0 // the last scrape showed progress, and the next is not due
+	} else {
+		longest = now.Sub(t.moved)
+	}
+	for _, p := range t.past {
+		if p.to.After(since) {
+			longest = max(longest, p.to.Sub(p.from))
+		}
+	}
+	return longest, true
+}
+
+// Expired records that the engine has freed KV that nobody had fetched in time, by a scrape.
+func (t *Tracker) Expired(at time.Time) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.expired = at
+}
+
+func (t *Tracker) expiredSince(since time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.expired.After(since)
+}
+
+// Reason is why KV may be outdated.
+type Reason string
+
+// The reasons.
+const (
+	StoodStill Reason = "standstill" // the decode engine stood still for so long that no heartbeat renewed the lease
+	Expired    Reason = "expired"    // it stood still, and the prefill engine reports that leases have ended
+)
+
+// heartbeats is the part of the lease within which a decode engine that works renews it: vLLM sends a heartbeat each
+// sixth of it, which prolongs it to two thirds from then on (0.32.0, nixl/base_scheduler.py:88, base_worker.py:532).
+// So the lease of what waits in an engine that stands still ends after half of it at the earliest.
+const heartbeats = 2
+
+// suspect is how long the decode engine must have stood for the prefill engine's count to concern its requests: two
+// scrapes, and a part of a third.
+const suspect = 5 * time.Second
+
+// Outdated returns why KV that prefill has held for decode since a moment may not be that prompt's any more, if decode
+// has not fetched it by now; "" if nothing says so. prefill may be nil.
+func Outdated(prefill, decode *Tracker, since, now time.Time) Reason {
+	stood, known := decode.Longest(since, now)
+	decode.mu.Lock()
+	lease := cmp.Or(decode.lease, DefaultLease)
+	decode.mu.Unlock()
+	switch stood = min(stood, now.Sub(since)); {
+	case !known || stood < suspect:
+		return ""
+	case stood >= lease/heartbeats:
+		return StoodStill
+	case prefill != nil && prefill.expiredSince(since):
+		return Expired
+	}
+	return ""
+}
