@@ -97,13 +97,17 @@ func (t *Tracker) Observe(s Sample) Change {
 	return Stood
 }
 
-// busy reports whether the engine has requests.
+// busy reports whether the engine has requests, and counters that could show progress. One that reports gauges alone
+// may generate a long answer for minutes without a change.
 func (t *Tracker) busy(s Sample) bool {
+	if s.Counts.Work == 0 {
+		return false
+	}
 	if s.Counts.Running > 0 || s.Counts.Waiting > 0 {
 		t.only, t.lost = time.Time{}, 0
 		return true
 	}
-	if s.Reserved <= 0 || s.Reserved == t.lost || s.Counts.Running < 0 && s.Counts.Work == 0 {
+	if s.Reserved <= 0 || s.Reserved == t.lost {
 		return false
 	}
 	if t.only.IsZero() || t.lost != 0 {
