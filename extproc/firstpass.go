@@ -24,7 +24,7 @@ func (x firstPass) first(api openai.API) (*plan.Decision, error) {
 	if err := fitsRedirect(h); err != nil {
 		return nil, err
 	}
-	if x.msg.EndOfStream {
+	if x.msg.EndOfStream || string(h.ContentLength) == "0" { // the latter may have trailers, which end no BUFFERED body
 		return nil, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {

@@ -27,7 +27,8 @@ func (x handler) log(level slog.Level, message string, args ...any) {
 	x.s.Log.Log(x.Context(), level, message, append([]any{"request_id", x.requestID}, args...)...)
 }
 
-// receiveBody reads the whole body into x.body, at most limit bytes.
+// receiveBody reads the whole body into x.body, at most limit bytes. A body with trailers is refused: Envoy 1.40 sends
+// one twice, if it comes FULL_DUPLEX_STREAMED on a route with retries or redirects.
 func (x handler) receiveBody(limit int) error {
 	defer x.EndPhase(telemetry.PhaseReceive)
 	if x.msg.EndOfStream {
@@ -59,8 +60,9 @@ func (x handler) receiveBody(limit int) error {
 		if err := x.hold(); err != nil {
 			return err
 		}
-		if x.msg.Mode.Request == envoywire.ModeBuffered && x.msg.Phase == envoywire.PhaseRequestBody {
-			return nil // the whole body is in one message; if trailers follow, it has no end of stream
+		// a buffered body is in one message; if trailers follow, that has no end of stream
+		if x.msg.Phase == envoywire.PhaseRequestTrailers || x.msg.Mode.Request == envoywire.ModeBuffered && !x.msg.EndOfStream {
+			return openai.Trailers()
 		}
 	}
 	return nil
