@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -167,10 +168,10 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	return x.planAgain(t, kvtransfer.CausePrefill)
 }
 
-// prefillLimit returns the time limit of P's leg.
+// prefillLimit returns the time limit of P's leg. The pool may have been removed since it began.
 func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := x.s.policy(t.Pool)
-	return policy.PrefillTimeout + time.Duration(t.PromptTokens)*policy.PerToken
+	return cmp.Or(policy.PrefillTimeout, 30*time.Second) + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
@@ -221,8 +222,11 @@ func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	decode := endpointOf(x.s.State, t.Pool, t.Decode)
 	decodeOut := decode != nil && decode.Failed()
+	policy, _ := x.s.policy(t.Pool)
 	if decodeOut {
 		cause = kvtransfer.CauseDecode // P waits for D, so it fails with D
+	} else if policy.Dialect.Concurrent == nil && cause == kvtransfer.CausePrefill {
+		cause = kvtransfer.CausePoolGone // so nobody could judge P's answer
 	}
 	next := *t // its id stays: it names the leg that may still be running
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
@@ -234,14 +238,14 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 		failed = t.Decode
 		x.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
 	}
-	next.Excluded = append(next.Excluded, failed)
-	if cause != kvtransfer.CauseDecode || decodeOut || !x.s.loadLegFailed(t) {
+	if cause == kvtransfer.CausePoolGone {
+		next.Loads = false
+	} else if next.Excluded = append(next.Excluded, failed); cause != kvtransfer.CauseDecode || decodeOut || !x.s.loadLegFailed(t) {
 		next.Loads = false
 		if pool := x.s.State.Pool(t.Pool); pool != nil {
 			x.markFailed(pool, failed)
 		}
 	}
-	policy, _ := x.s.policy(t.Pool)
 	if peers := policy.Peers; peers != nil {
 		peers.Failed(t.Prefill) // P may return as another engine, and D may have failed because it did
 	}

@@ -56,7 +56,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 			t.Cause = "hand_over_expired"
 			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		case pool == nil:
-			t.Cause = "pool_gone"
+			t.Cause = kvtransfer.CausePoolGone
 			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		}
 	}
@@ -142,12 +142,10 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket) (*plan.Decisi
 // does from a longer one. The hand-over's id is derived from the ticket's: it is good for one pass 2.
 func (x nextPass) inlineAnswer(t *kvtransfer.Ticket) *kvtransfer.Ticket {
 	x.prefilled.observe(t)
-	policy, _ := x.s.policy(t.Pool)
 	answer := x.msg.Headers.Prefilled
 	// in place: the write position stays behind the read position
 	n, err := base64.StdEncoding.Decode(answer, answer)
-	// the configuration may have changed since pass 1
-	next, _ := x.prefilled.settlePrefill(t, 200, answer[:n], err != nil || !policy.Dialect.Inline)
+	next, _ := x.prefilled.settlePrefill(t, 200, answer[:n], err != nil)
 	next.ID = inlineID(t.ID)
 	return next
 }

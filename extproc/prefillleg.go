@@ -184,8 +184,14 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	next.Redirects++
 	next.Learn = kvtransfer.Learn{}
 	pool := x.s.State.Pool(t.Pool)
-	policy, _ := x.s.policy(t.Pool)
-	if code != 200 || over || policy.Dialect.Prefill == nil {
+	policy, ok := x.s.policy(t.Pool)
+	if d := &policy.Dialect; code == 200 && (!ok || d.Prefill == nil || len(x.msg.Headers.Prefilled) > 0 && !d.Inline) {
+		next.ID, next.Stage, next.Cause = plan.NewID(), kvtransfer.Failed, kvtransfer.CausePoolGone
+		next.Prefills-- // P has done its part
+		x.Orphaned(t.Pool, t.Prefill, next.Cause)
+		return &next, nil
+	}
+	if code != 200 || over {
 		x.prefillFailed(pool, &next, code)
 		return &next, nil
 	}

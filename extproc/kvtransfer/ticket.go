@@ -55,6 +55,8 @@ const (
 	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
 	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself
 	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
+	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
+	CausePoolGone = "pool_gone"
 )
 
 // MaxUndoBytes bounds the text in the undo of a leg (openai.Edits.Size). A request that needs more is not split, since

@@ -38,7 +38,7 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
 // client's answer.
 func (a *Attempt) Failed(p *Policy, t *kvtransfer.Ticket) error {
-	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn {
+	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn || t.Cause == kvtransfer.CausePoolGone {
 		return nil
 	}
 	switch p.OnFailure {
