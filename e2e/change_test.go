@@ -388,7 +388,7 @@ func TestThePoolChangesBetweenTheHops(t *testing.T) {
 				continue // a decode engine of theirs answers no request alone
 			}
 			t.Run(dialect+", "+name, func(t *testing.T) {
-				f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, engineArgs: []string{"--prefill-speed", "2000"}})
+				f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, engineArgs: []string{"--prefill-speed", "2000", "--lease", "5s"}}) // of what P hands over for nothing
 				done := make(chan answer, 1)
 				go func() {
 					done <- f.post("/v1/chat/completions", `{"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"`+strings.Repeat("once more ", 2500)+`"}]}`)
