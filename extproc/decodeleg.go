@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 )
 
@@ -255,7 +256,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	}
 	h := &x.msg.Headers
 	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_plan_again"}
-	i.Headers.Set("location", location(h.Path))
+	i.Headers.Set("location", replan.Location(h.Path))
 	i.Headers.Set(envoywire.HeaderTicket, sealed)
 	return x.send(&envoywire.Reply{Immediate: i})
 }

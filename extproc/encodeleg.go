@@ -11,6 +11,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -66,7 +67,7 @@ func (x encodeLeg) serve() error {
 	x.EndPhase(telemetry.PhaseReceive)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
 	h := &x.msg.Headers // still the request's headers, except for the status
-	err = x.redirect(x.afterEncode(t, code), location(h.Path))
+	err = x.redirect(x.afterEncode(t, code), replan.Location(h.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	return err
 }

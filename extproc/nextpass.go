@@ -71,15 +71,22 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 // restoreTarget replaces the host and path of the redirect with the client's.
 func (x nextPass) restoreTarget(t *kvtransfer.Ticket) {
 	x.msg.Headers.Authority = []byte(t.Authority)
-	if t.Path != "" {
-		x.msg.Headers.Path = []byte(t.Path)
+	if t.Path != "" && t.Path != string(x.msg.Headers.Path) { // a redirect has no query, and an engine can make one
+		x.msg.Headers.Path, x.stripped = []byte(t.Path), true
 	}
 }
 
 // again plans a request again after one of its hops failed.
 func (x nextPass) again(t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
 	x.restoreBody(t)
-	return firstPass{x.planning}.plan(x.clientAPI(), a)
+	switch api := x.clientAPI(); {
+	case api == openai.PassThrough && t.Cause == kvtransfer.CauseRouter && t.Pool == "": // pass 1 again
+		return firstPass{x.planning}.passThrough()
+	case api == openai.PassThrough || api == openai.Models:
+		return nil, openai.NotServed() // no hop of such a path comes back
+	default:
+		return firstPass{x.planning}.plan(api, a)
+	}
 }
 
 // restoreBody makes the client's body of the leg's.

@@ -23,7 +23,7 @@ type planning struct {
 
 	reservedAs string // see reservationKey
 	newID      bool   // the client's request id was missing or invalid
-	stripped   bool   // a gateway's prefix was removed from the path
+	stripped   bool   // the path is not as Envoy has it: a gateway's prefix was removed, or a ticket has the client's
 
 	explanation []byte // for a header; nil: no operator asked for it
 	decision    []byte // dynamic metadata; nil: none
@@ -48,9 +48,13 @@ func (x *planning) identify() {
 	x.requestID, x.newID = newRequestID(), true
 }
 
-// clientAPI returns the API of a request in pass 2.
+// clientAPI returns the API of a request.
 func (x *planning) clientAPI() openai.API {
-	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+	api := openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+	if api == openai.SGLangGenerate && !x.isSGLang() {
+		return openai.PassThrough
+	}
+	return api
 }
 
 // describe begins to plan a request to a pool.

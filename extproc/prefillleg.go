@@ -16,6 +16,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
@@ -77,7 +78,7 @@ func (x prefillLeg) serve() error {
 	}
 	x.EndPhase(telemetry.PhaseDecide)
 	gone := x.stream.Context().Err() // Envoy ended the stream while P's answer waited here
-	err = x.redirect(next, location(x.msg.Attributes.Path))
+	err = x.redirect(next, replan.Location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.s.reclaim.Orphaned(next, x.requestID, reclaim.ClientGone)
@@ -91,7 +92,7 @@ func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
 	// before sending: the access log may report the end of the request at any moment after
 	x.s.reclaim.Record(next, x.requestID, next.Params, next.Decode, false)
 	x.EndPhase(telemetry.PhaseDecide)
-	err := x.redirect(next, location(x.msg.Attributes.Path))
+	err := x.redirect(next, replan.Location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if !x.s.State.HasReplicas() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
 		x.s.reclaim.Confirm(next.ID, x.requestID)

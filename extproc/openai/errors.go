@@ -72,7 +72,8 @@ func HeadersTooLarge(status int, code, message string) *Error {
 
 // Trailers returns a 400 for a request with trailers after its body.
 func Trailers() *Error {
-	return BadRequest("trailers_not_supported", "", "trailers after the request body are not supported here; send headers")
+	return BadRequest("trailers_not_supported", "",
+		"trailers after the request body are not supported here; send headers")
 }
 
 // Timeout returns a 408 for a body that did not arrive in time.
