@@ -52,6 +52,7 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.Entries {
+			s.setTime(&batch.Entries[i])
 			switch batch.Name {
 			case envoywire.LogNameMirror:
 				s.mirrorEnded(&batch.Entries[i])
@@ -126,7 +127,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 // ticketOf opens the ticket of an entry. Without one, or with one that cannot be read, it releases what the request has
 // reserved, and returns nil.
 func (s *Server) ticketOf(e *envoywire.LogEntry) *kvtransfer.Ticket {
-	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
+	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), s.now())
 	switch {
 	case len(e.Ticket) == 0 || t != nil && t.Stage == kvtransfer.Undecided:
 		if !bytes.HasPrefix(e.Details, []byte(envoywire.DetailsPrefix)) { // else Tandem answered it by itself
@@ -150,7 +151,7 @@ func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End
 
 // tryFailed handles the access log entry of a failed try.
 func (s *Server) tryFailed(e *envoywire.LogEntry) {
-	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
+	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), s.now())
 	if t == nil || e.Replan {
 		return
 	}
@@ -233,6 +234,20 @@ func (s *Server) reservationID(key string, redirects int, role kvstate.Role) kvs
 
 // sealedAt returns when a leg's ticket was made: the start of the hop.
 func (s *Server) sealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.TicketTTL) }
+
+// since returns how long ago that was.
+func (s *Server) since(t *kvtransfer.Ticket) time.Duration { return max(s.now().Sub(s.sealedAt(t)), 0) }
+
+// maxLogDelay is how late an entry of the access log may come; Envoy sends them every 0.2 s.
+const maxLogDelay = 2 * time.Second
+
+// setTime replaces the start of an entry by the fleet's time, if Envoy's clock cannot be right.
+func (s *Server) setTime(e *envoywire.LogEntry) {
+	now := s.now()
+	if late := now.Sub(e.Start.Add(e.Duration)); late < 0 || late > maxLogDelay {
+		e.Start = now.Add(-e.Duration)
+	}
+}
 
 // notFollowed logs and counts such an end. Every replica receives the entry; mine reports whether this one made the
 // reservation, and counts it.

@@ -80,7 +80,7 @@ func (x pairLeg) openLeg() (*kvtransfer.Ticket, error) {
 
 func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, error) {
 	x.requestID = string(requestID)
-	t, err := x.s.keys().Open(string(ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(ticket), x.requestID, x.s.now())
 	if err != nil {
 		x.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
@@ -237,7 +237,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string) error {
 	failed := t.Prefill
 	if cause == kvtransfer.CauseDecode {
 		failed = t.Decode
-		x.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
+		x.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.since(t), x.Exemplar)
 	}
 	if cause == kvtransfer.CausePoolGone {
 		next.Loads = false

@@ -2,7 +2,6 @@ package extproc
 
 import (
 	"fmt"
-	"time"
 
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -29,7 +28,7 @@ func (x firstPass) first(api openai.API) (*plan.Decision, error) {
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return nil, err
 	}
-	return x.plan(api, plan.Attempt{Started: time.Now()})
+	return x.plan(api, plan.Attempt{Started: x.s.now()})
 }
 
 // plan reads what the decision needs, lets the picker choose the endpoints, which may take a while, and decides on

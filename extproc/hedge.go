@@ -80,7 +80,7 @@ func awaitLoss(ctx context.Context, s *Server, t *kvtransfer.Ticket) bool {
 	look := time.NewTicker(hedgeInterval)
 	defer look.Stop()
 	for {
-		if e := endpointOf(s.State, t.Pool, t.Decode); e != nil && s.State.FailedFor(e) >= lostAfter || overdue(time.Since(s.sealedAt(t)), answerLimit(s, t, e)) {
+		if e := endpointOf(s.State, t.Pool, t.Decode); e != nil && s.State.FailedFor(e) >= lostAfter || overdue(s.since(t), answerLimit(s, t, e)) {
 			return true
 		}
 		select {

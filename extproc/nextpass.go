@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -35,6 +36,9 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	}
 	x.s.releasePass(x.reservedAs, t.Redirects, x.s.State.Release) // of a stream that Envoy gave up and retries
 	pool := x.s.State.Pool(t.Pool)                                // nil if the configuration changed between the hops
+	if t.Expires.Sub(x.s.now()) > x.s.HandOverTTL+time.Second && t.Stage != kvtransfer.Failed {
+		ticketErr = kvtransfer.ErrTicketExpired // it is from the future: the fleet's clock was set back
+	}
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
 		return x.decode(pool, t)
 	}

@@ -60,7 +60,7 @@ func (x *planning) clientAPI() openai.API {
 // describe begins to plan a request to a pool.
 func (x *planning) describe(pool *kvstate.Pool, a plan.Attempt) {
 	r := &x.req
-	r.Pool, r.Attempt, r.Limits = pool, a, x.s.limits()
+	r.Pool, r.Attempt, r.Limits, r.Clock = pool, a, x.s.limits(), x.s.now
 	r.ID, r.Began, r.Traced = x.requestID, x.Began, x.Recording()
 }
 

@@ -44,7 +44,7 @@ func (x prefillLeg) serve() error {
 	}
 	a := &x.msg.Attributes
 	x.requestID = string(a.RequestID)
-	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, x.s.now())
 	if t == nil {
 		x.TicketRefused()
 		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
@@ -58,7 +58,7 @@ func (x prefillLeg) serve() error {
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	x.observe(t)
 	if plan.ClientsFault(code) {
-		x.PrefillRefused(t, code, time.Since(x.s.sealedAt(t)))
+		x.PrefillRefused(t, code, x.s.since(t))
 		x.s.release(t)
 		x.dropInline()
 		return x.answerRefused()
@@ -127,7 +127,7 @@ func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 // settlePrefill settles a prefill leg that ended with P's answer: it releases the reservations, counts the result,
 // and returns the next ticket. final is the client's answer, if the request ends here.
 func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (next *kvtransfer.Ticket, final []byte) {
-	took := time.Since(x.s.sealedAt(t))
+	took := x.s.since(t)
 	next, final = x.afterPrefill(t, code, answer, over)
 	if final != nil {
 		x.PrefillEnded(x.requestID, t, code, took, nil)
@@ -135,7 +135,7 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
-		next.Expires = time.Now().Add(x.s.HandOverTTL)
+		next.Expires = x.s.now().Add(x.s.HandOverTTL)
 	}
 	if next.Stage == kvtransfer.Failed {
 		x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
@@ -221,11 +221,11 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 		x.learn(pool, t, &got)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
-			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), time.Since(x.s.sealedAt(t)))
+			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.s.since(t))
 			next.PromptTokens = got.PromptTokens
 		}
 	}
-	x.PromptRead(x.requestID, t, got, time.Since(x.s.sealedAt(t)))
+	x.PromptRead(x.requestID, t, got, x.s.since(t))
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	next.Written = got.WrittenTokens
 	return &next, got.Final

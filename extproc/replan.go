@@ -25,7 +25,7 @@ func (s *Server) Replan() http.Handler {
 		limit := s.MaxBodyBytes + plan.MaxDecodeMember
 		defer replan.Discard(r.Body, limit)
 		id := r.Header.Get(envoywire.HeaderRequestID)
-		t, err := s.keys().Open(r.Header.Get(envoywire.HeaderTicket), id, time.Now())
+		t, err := s.keys().Open(r.Header.Get(envoywire.HeaderTicket), id, s.now())
 		if r.Header.Get(envoywire.HeaderRestart) != "" {
 			p.restart(w, r, t)
 			return
@@ -34,7 +34,7 @@ func (s *Server) Replan() http.Handler {
 			p.refuse(w, t, id, err)
 			return
 		}
-		if hedged(t, time.Since(s.sealedAt(t))) {
+		if hedged(t, s.since(t)) {
 			// otherwise the server would not notice that Envoy ends this try
 			replan.Discard(r.Body, limit)
 			if !awaitLoss(r.Context(), s, t) || !s.State.Consume(replan.ID(t)) {
@@ -57,7 +57,7 @@ var errTicketConsumed = errors.New("the ticket was consumed here before")
 
 // hopFailed records that the hop of a ticket failed, and returns the next pass's ticket.
 func (s replanPort) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) kvtransfer.Ticket {
-	took, prefill := time.Since(s.sealedAt(t)), false
+	took, prefill := s.since(t), false
 	if t.Stage == kvtransfer.PairLegs {
 		p := s.pairs.Enter(t.ID)
 		e := endpointOf(s.State, t.Pool, t.Decode)

@@ -97,8 +97,8 @@ func (x mainRole) decide() (*plan.Decision, error) {
 // undecided gives pass 1 a ticket, with the reply to its headers. Envoy keeps a buffered body: if the replica that has it
 // fails, the replan port takes this ticket, and another replica begins again. Engines never see it.
 func (x mainRole) undecided() error {
-	h, now := &x.msg.Headers, time.Now()
-	sealed, err := x.s.keys().Seal(nil, &kvtransfer.Ticket{
+	h, now := &x.msg.Headers, x.s.now()
+	sealed, err := x.s.keys().Seal(make([]byte, 0, 512), &kvtransfer.Ticket{
 		ID: plan.NewID(), Stage: kvtransfer.Undecided, Expires: now.Add(x.s.TicketTTL), Started: now,
 		Authority: string(h.Authority), Path: string(h.Path),
 	}, x.requestID)
@@ -118,7 +118,7 @@ func (x mainRole) undecided() error {
 // leg, which engines see, are refused as well, except pass 1's together with P's inline answer. An
 // expired ticket is returned with its error.
 func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
-	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, x.s.now())
 	inline := len(x.msg.Headers.Prefilled) > 0
 	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err

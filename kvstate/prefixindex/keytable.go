@@ -10,8 +10,8 @@ type keyTable struct {
 	ids   []uint32
 	homes int // slots for keys' home positions; some more after them take the overflow of the last
 	n     int
-	// names has the upper half of each block's mixed key, which leads to its slot. It is made when a key is first searched
-	// by its block: most engines never store a block again under another name, and need none.
+	// names has the upper half of each block's mixed key, which leads to its slot. It is made when a key is first
+	// searched by its block: most engines never store a block again under another name, and need none.
 	names *keyTable
 }
 
