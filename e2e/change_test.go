@@ -375,3 +375,35 @@ func TestLeaversLeaveNothing(t *testing.T) {
 	wg.Wait()
 	require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 }, patience, 20*time.Millisecond, "bookings are left")
 }
+
+// A pool is renamed, or its dialect changes, while P works on a request. It is planned again, and nobody is blamed: the
+// request gets its answer from the only pair there is.
+func TestThePoolChangesBetweenTheHops(t *testing.T) {
+	for _, dialect := range []string{"nixl", "trtllm", "sglang", "mooncake", "nixl-push"} { // inline, by the leg's filter, both legs at once
+		for name, change := range map[string][2]string{
+			"renamed":         {"name: chat\n", "name: talk\n"},
+			"no longer split": {"kvTransfer: " + dialect + "\n", "kvTransfer: none\n"},
+		} {
+			if dialect != "nixl" && name != "renamed" {
+				continue // a decode engine of theirs answers no request alone
+			}
+			t.Run(dialect+", "+name, func(t *testing.T) {
+				f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, engineArgs: []string{"--prefill-speed", "2000", "--lease", "5s"}}) // of what P hands over for nothing
+				done := make(chan answer, 1)
+				go func() {
+					done <- f.post("/v1/chat/completions", `{"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"`+strings.Repeat("once more ", 2500)+`"}]}`)
+				}()
+				soon(t, "P works", func() bool { return metric(t, "http://"+f.prefills[0].addr, "vllm:num_requests_running") > 0 })
+				f.rewrite(f.config, change[0], change[1])
+				require.NoError(t, f.tandems[0].cmd.Process.Signal(syscall.SIGHUP))
+				f.said(0, "configuration changed", 1)
+				got := <-done
+				require.Equal(t, 200, got.status, got.body)
+				require.InDelta(t, 1, metric(t, f.admins[0], "tandem_replans_total", `cause="pool_gone"`), 0)
+				require.Zero(t, metric(t, f.admins[0], "tandem_replans_total", `cause="prefill"`))
+				require.Zero(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total"))
+				soon(t, "nothing stays reserved", func() bool { return f.state(0)[f.decodes[0].addr].Requests == 0 })
+			})
+		}
+	}
+}

@@ -228,10 +228,10 @@ func (m filters) router() *hcmv3.HttpFilter {
 	return m.filter("envoy.filters.http.router", &routerv3.Router{SuppressEnvoyHeaders: true})
 }
 
-// hygiene takes off answers what is Tandem's.
+// hygiene takes off answers what is Tandem's, and Envoy's.
 func (m filters) hygiene() *hcmv3.HttpFilter {
 	own := func() []*mutationv3.HeaderMutation {
-		return []*mutationv3.HeaderMutation{removePrefix("x-tandem-"), remove(destination)}
+		return []*mutationv3.HeaderMutation{removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination)}
 	}
 	response := own()
 	if m.Explains {
@@ -245,8 +245,8 @@ func (m filters) hygiene() *hcmv3.HttpFilter {
 		Mutations: &headermutationv3.Mutations{ResponseMutations: response, ResponseTrailersMutations: own()},
 	})
 	return noted(m, f, notes{
-		"": "Nothing of Tandem's reaches a client, whoever set it: the legs' filters or an engine. A redirect has " +
-			"got its ticket by then.",
+		"": "Nothing of Tandem's or of Envoy's own reaches a client, whoever set it: the legs' filters or an engine. " +
+			"A redirect has got its ticket by then.",
 	})
 }
 

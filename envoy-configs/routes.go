@@ -56,12 +56,10 @@ func (m routes) configuration() *routev3.RouteConfiguration {
 	return &routev3.RouteConfiguration{Name: "openai",
 		VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
 			Name: "all", Domains: []string{"*"},
-			ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
 			RequestHeadersToRemove: []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal",
 				"x-envoy-original-url"},
 			Routes: append(decided, undecided...),
 		}, notes{
-			"response_headers_to_remove": "Never to a client.",
 			"request_headers_to_remove": "Removed once a route is decided. x-tandem-leg must go, or pass 2 would " +
 				"begin on pass 1's route.",
 		})}}

@@ -151,7 +151,9 @@ func (s *stand) engine(t *testing.T, name string) *httptest.Server {
 		w.Header().Set("x-tandem-ticket", "an engine's own")
 		w.Header().Set("x-tandem-internal", "an engine's own")
 		w.Header().Set("x-gateway-destination-endpoint", "10.0.0.7:8000")
-		w.Header().Set("x-envoy-upstream-service-time", "1")
+		for _, name := range []string{"upstream-service-time", "ratelimited", "attempt-count", "decorator-operation", "anything"} {
+			w.Header().Set("x-envoy-"+name, "1")
+		}
 		fmt.Fprintf(w, `{"engine":%q}`, name)
 	}))
 	t.Cleanup(e.Close)

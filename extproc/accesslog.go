@@ -14,6 +14,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/reclaim"
+	"tandem/extproc/replan"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 )
@@ -52,6 +53,7 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.Entries {
+			s.setTime(&batch.Entries[i])
 			switch batch.Name {
 			case envoywire.LogNameMirror:
 				s.mirrorEnded(&batch.Entries[i])
@@ -71,16 +73,8 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 // then the reservation ids are derived from the request.
 func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	redirected := string(e.Details) == "internal_redirect"
-	if len(e.Ticket) == 0 {
-		if !bytes.HasPrefix(e.Details, []byte(envoywire.DetailsPrefix)) { // else Tandem answered it by itself
-			s.releasePass(reservedAs(e), 0, releaseForGood(s.State, e))
-		}
-		return
-	}
-	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
+	t := s.ticketOf(e)
 	if t == nil {
-		s.observer.EntryRefused(e)
-		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.RequestID), "err", err)
 		return
 	}
 	if ctx := context.Background(); s.Log.Enabled(ctx, slog.LevelDebug) {
@@ -127,6 +121,24 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	}
 }
 
+// ticketOf opens the ticket of an entry. Without one, or with one that cannot be read, it releases what the request has
+// reserved, and returns nil.
+func (s *Server) ticketOf(e *envoywire.LogEntry) *kvtransfer.Ticket {
+	t, err := s.keys().Open(string(e.Ticket), string(e.RequestID), s.now())
+	switch {
+	case len(e.Ticket) == 0 || t != nil && t.Stage == kvtransfer.Undecided:
+		if !bytes.HasPrefix(e.Details, []byte(envoywire.DetailsPrefix)) { // else Tandem answered it by itself
+			s.releasePass(reservedAs(e), 0, releaseForGood(s.State, e))
+		}
+		return nil
+	case t == nil:
+		s.observer.EntryRefused(e)
+		s.releasePasses(reservedAs(e), s.State.Release) // an engine may have forged it
+		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.RequestID), "err", err)
+	}
+	return t
+}
+
 // endOf returns what the reclaimer needs from an access log entry.
 func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End {
 	return &reclaim.End{
@@ -136,7 +148,7 @@ func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End
 
 // tryFailed handles the access log entry of a failed try.
 func (s *Server) tryFailed(e *envoywire.LogEntry) {
-	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), time.Now())
+	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), s.now())
 	if t == nil || e.Replan {
 		return
 	}
@@ -181,6 +193,13 @@ func (s *Server) releasePass(key string, redirects int, release func(kvstate.Res
 	release(s.reservationID(key, redirects, kvstate.RoleDecode))
 }
 
+// releasePasses releases what this server reserved for any pass of a request whose ticket nobody can read.
+func (s *Server) releasePasses(key string, release func(kvstate.ReservationID) bool) {
+	for pass := range s.MaxRedirects + 1 {
+		s.releasePass(key, pass, release)
+	}
+}
+
 // releaseForGood is what releases the reservations of a request that is over. It may not have reserved yet: its stream
 // may wait behind others' bodies. Where Envoy names the request, it does not reserve any more; a request id may be that
 // of other requests.
@@ -214,29 +233,24 @@ func (s *Server) reservationID(key string, redirects int, role kvstate.Role) kvs
 // sealedAt returns when a leg's ticket was made: the start of the hop.
 func (s *Server) sealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.TicketTTL) }
 
-// If Envoy did not follow a redirect, the client would get it as its answer. A script in the bootstrap replaces it
-// by a 503 (attempts_exhausted) and tags the access log entry. Envoy reports the reason only in its stats; here it
-// is derived from the entry.
+// since returns how long ago that was.
+func (s *Server) since(t *kvtransfer.Ticket) time.Duration { return max(s.now().Sub(s.sealedAt(t)), 0) }
 
-// notFollowedReason returns the reason for the metric: one of those that Envoy (1.40, Filter::setupRedirect of its
-// router) can have on the routes of our bootstrap. t is the ticket of the pass that the answer ended.
-func (s *Server) notFollowedReason(t *kvtransfer.Ticket, e *envoywire.LogEntry) string {
-	body := int64(e.Sent) - int64(e.SentHeaders) // frames included
-	switch {
-	case string(e.Unfollowed) == envoywire.UnfollowedLocation:
-		return "no_location"
-	case t.Redirects >= s.MaxRedirects:
-		return "too_many"
-	case body < int64(t.BodyBytes):
-		return "incomplete"
+// maxLogDelay is how late an entry of the access log may come; Envoy sends them every 0.2 s.
+const maxLogDelay = 2 * time.Second
+
+// setTime replaces the start of an entry by the fleet's time, if Envoy's clock cannot be right.
+func (s *Server) setTime(e *envoywire.LogEntry) {
+	now := s.now()
+	if late := now.Sub(e.Start.Add(e.Duration)); late < 0 || late > maxLogDelay {
+		e.Start = now.Add(-e.Duration)
 	}
-	return "not_kept"
 }
 
 // notFollowed logs and counts such an end. Every replica receives the entry; mine reports whether this one made the
 // reservation, and counts it.
 func (s *Server) notFollowed(t *kvtransfer.Ticket, e *envoywire.LogEntry, mine bool) {
-	why := s.notFollowedReason(t, e)
+	why := replan.NotFollowed(t, e, s.MaxRedirects)
 	s.Log.Warn("Envoy did not follow a redirect", "request_id", string(e.RequestID), "reason", why, "stage", t.Stage.String(), "prefill", t.Prefill,
 		"decode", t.Decode, "redirects", t.Redirects, "body_bytes", t.BodyBytes, "sent_bytes", e.Sent, "sent_header_bytes", e.SentHeaders, "duration", e.Duration)
 	if mine {

@@ -32,7 +32,7 @@ func (x answerLeg) serve() error {
 	if len(a.ClientID) > 0 {
 		x.requestID = string(a.ClientID)
 	}
-	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, x.s.now())
 	if t == nil { // an expired ticket is accepted: the answer has begun
 		x.TicketRefused()
 		return fmt.Errorf("opening the ticket of an answer leg: %w", err)

@@ -12,7 +12,7 @@ import (
 )
 
 // isSGLang reports whether POST /generate, which names no model, is SGLang's here.
-func (x mainRole) isSGLang() bool {
+func (x *planning) isSGLang() bool {
 	pool := x.s.State.PoolFor("")
 	if pool == nil {
 		return false

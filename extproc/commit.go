@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 
@@ -48,21 +47,12 @@ func (x *planning) commit(d *plan.Decision) (r route, err error) {
 		x.planned(d.Pool, d.Report.Route, d.Report.Reason, d.Report.Prefill, d.Report.Decode, t.PromptTokens,
 			t.Started, t.Redirects)
 	}
-	t.Authority, t.Path = string(x.msg.Headers.Authority), x.clientPath(d.Path)
+	t.Authority, t.Path = string(x.msg.Headers.Authority), string(x.msg.Headers.Path)
 	if r.ticket, err = x.s.keys().Seal(make([]byte, 0, 512), t, x.requestID); err != nil {
 		r.release(x.s.State)
 		return route{}, fmt.Errorf("sealing the ticket of a %s leg: %w", d.Leg, err)
 	}
 	return r, nil
-}
-
-// clientPath returns the path to store in a ticket: the client's, if the leg uses another one or the redirect omits
-// a query, else "".
-func (x *planning) clientPath(leg string) string {
-	if leg == "" && bytes.IndexByte(x.msg.Headers.Path, '?') < 0 {
-		return ""
-	}
-	return string(x.msg.Headers.Path)
 }
 
 // release releases the reservations of a route.

@@ -59,7 +59,7 @@ func (x firstPass) lastTurn(conversation [16]byte, prefill *kvstate.Endpoint, li
 	if !ok {
 		return nil, nil
 	}
-	turn, until, err := answer.ReadTurn(text)
+	turn, until, err := answer.ReadTurn(text, x.s.now())
 	if err != nil {
 		x.conversationMiss(pool, conversationUnusable, err)
 		return nil, nil
@@ -181,7 +181,7 @@ func (x answerLeg) storeConversation(t *kvtransfer.Ticket, params []byte, ids []
 	turn, err := turns.Read(params, ids, &side)
 	var text []byte
 	if err == nil {
-		text, err = answer.WriteTurn(turn, time.Now().Add(turns.TTL))
+		text, err = answer.WriteTurn(turn, x.s.now().Add(turns.TTL))
 	}
 	if err != nil {
 		x.Turn(t.Pool, conversationUnusable)

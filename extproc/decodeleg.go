@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -13,6 +14,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -80,7 +82,7 @@ func (x pairLeg) openLeg() (*kvtransfer.Ticket, error) {
 
 func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, error) {
 	x.requestID = string(requestID)
-	t, err := x.s.keys().Open(string(ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(ticket), x.requestID, x.s.now())
 	if err != nil {
 		x.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
@@ -171,10 +173,10 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	return x.planAgain(t, kvtransfer.CausePrefill, f)
 }
 
-// prefillLimit returns the time limit of P's leg.
+// prefillLimit returns the time limit of P's leg. The pool may have been removed since it began.
 func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
 	policy, _ := x.s.policy(t.Pool)
-	return policy.PrefillTimeout + time.Duration(t.PromptTokens)*policy.PerToken
+	return cmp.Or(policy.PrefillTimeout, 30*time.Second) + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
@@ -235,22 +237,29 @@ func failureOf(p *concurrent.Pair) *faults.Failure {
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.
 func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failure) error {
-	if d := endpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() && cause != kvtransfer.CauseDecode {
-		cause, f = kvtransfer.CauseDecode, &faults.Failure{Unreached: true} // P waits for D, so it fails with D
+	policy, _ := x.s.policy(t.Pool)
+	if d := endpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() {
+		if cause != kvtransfer.CauseDecode {
+			cause, f = kvtransfer.CauseDecode, &faults.Failure{Unreached: true} // P waits for D, so it fails with D
+		}
+	} else if policy.Dialect.Concurrent == nil && cause == kvtransfer.CausePrefill {
+		cause = kvtransfer.CausePoolGone // so nobody could judge P's answer
 	}
 	next := *t // its id stays: it names the leg that may still be running
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
 	x.SpanLegEnded("failed", 0)
 	x.SpanCause(cause)
-	if cause == kvtransfer.CauseDecode {
-		x.HopEnded(t.Pool, "decode", t.Decode, "failed", time.Since(x.s.sealedAt(t)), x.Exemplar)
+	switch cause {
+	case kvtransfer.CauseDecode:
+		x.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.since(t), x.Exemplar)
 		x.s.faults.Decode(&next, x.requestID, f)
-	} else {
+	case kvtransfer.CausePoolGone:
+		next.Loads = false
+	default:
 		next.Loads = false
 		x.s.faults.Endpoint(&next, x.requestID, t.Prefill, f)
 	}
-	policy, _ := x.s.policy(t.Pool)
 	if peers := policy.Peers; peers != nil {
 		peers.Failed(t.Prefill) // P may return as another engine, and D may have failed because it did
 	}
@@ -260,7 +269,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failu
 	}
 	h := &x.msg.Headers
 	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_plan_again"}
-	i.Headers.Set("location", location(h.Path))
+	i.Headers.Set("location", replan.Location(h.Path))
 	i.Headers.Set(envoywire.HeaderTicket, sealed)
 	return x.send(&envoywire.Reply{Immediate: i})
 }

@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
-	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 )
@@ -67,7 +67,7 @@ func (x encodeLeg) serve() error {
 	x.EndPhase(telemetry.PhaseReceive)
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
 	h := &x.msg.Headers // still the request's headers, except for the status
-	err = x.redirect(x.afterEncode(t, code), location(h.Path))
+	err = x.redirect(x.afterEncode(t, code), replan.Location(h.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	return err
 }
@@ -82,7 +82,7 @@ func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 	}
 	h := &x.msg.Headers
 	x.requestID = string(h.RequestID)
-	t, err := x.s.keys().Open(string(h.Ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(h.Ticket), x.requestID, x.s.now())
 	if err == nil && t.Stage != kvtransfer.EncodeLeg {
 		err = fmt.Errorf("it is of stage %v", t.Stage)
 	}
@@ -100,7 +100,7 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	next.ID = plan.NewID()
 	next.Redirects++
 	next.Stage, next.Cause = kvtransfer.Failed, kvtransfer.CauseEncode
-	took, result := time.Since(x.s.sealedAt(t)), "failed"
+	took, result := x.s.since(t), "failed"
 	pool := x.s.State.Pool(t.Pool)
 	switch {
 	case plan.ClientsFault(code): // prefill will report it, in terms of the client's own body
@@ -112,7 +112,7 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 			break
 		}
 		next.Stage, next.Cause, next.Params, result = kvtransfer.Encoded, "", params, "ok"
-		next.Expires = time.Now().Add(x.s.HandOverTTL)
+		next.Expires = x.s.now().Add(x.s.HandOverTTL)
 		if pool != nil {
 			x.markGood(pool, t.Decode)
 		}

@@ -151,9 +151,11 @@ type request struct {
 	body     []byte
 	bodyless bool // end of stream with the headers
 	trailers bool
-	mode     filterv3.ProcessingMode_BodySendMode
-	piece    int  // bytes of a body message in duplex mode
-	breaks   bool // the connection on which the leg's filter is asked, once it has answered
+
+	undecided string // the ticket of a pass that may come to be decided nowhere
+	mode      filterv3.ProcessingMode_BodySendMode
+	piece     int  // bytes of a body message in duplex mode
+	breaks    bool // the connection on which the leg's filter is asked, once it has answered
 
 	first     []byte        // what the client sent
 	firstByte time.Duration // after which the endpoint's answer began; 0: it did not
@@ -245,6 +247,9 @@ func (q *request) buffered(stream extprocv3.ExternalProcessor_ProcessClient, v *
 	}
 	require.NotNil(q.s.t, r.GetRequestHeaders(), "%v", r)
 	v.take(r.GetRequestHeaders().GetResponse().GetHeaderMutation())
+	q.undecided = v.set[envoywire.HeaderTicket]
+	delete(v.set, envoywire.HeaderTicket)
+	delete(v.set, envoywire.HeaderRequestID)
 	require.Empty(q.s.t, v.set, "what is set now is not seen by the route that is chosen with the body's answer")
 }
 

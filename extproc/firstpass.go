@@ -2,12 +2,10 @@ package extproc
 
 import (
 	"fmt"
-	"net/http"
-	"time"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/picker"
 )
@@ -21,16 +19,16 @@ func (x firstPass) first(api openai.API) (*plan.Decision, error) {
 	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
 		return nil, err
 	}
-	if err := fitsRedirect(h); err != nil {
+	if err := replan.Fits(h); err != nil {
 		return nil, err
 	}
-	if x.msg.EndOfStream {
+	if x.msg.EndOfStream || string(h.ContentLength) == "0" { // the latter may have trailers, which end no BUFFERED body
 		return nil, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return nil, err
 	}
-	return x.plan(api, plan.Attempt{Started: time.Now()})
+	return x.plan(api, plan.Attempt{Started: x.s.now()})
 }
 
 // plan reads what the decision needs, lets the picker choose the endpoints, which may take a while, and decides on
@@ -98,26 +96,4 @@ func (x firstPass) oneHop(policy *Policy, c picker.Choice) (*plan.Decision, erro
 		return nil, err
 	}
 	return plan.OneHop(&x.req, &x.view, c, &policy.Policy, prefill, edits), nil
-}
-
-// Limits of the headers of a request that may be redirected. The ticket, which includes the host and the path, and
-// Tandem's other headers must fit with them into the bootstrap's max_request_headers_kb and max_headers_count.
-const (
-	maxHeaders     = 120
-	maxHeaderBytes = 64 << 10
-	maxHost        = 1 << 10
-	maxPath        = 8 << 10
-)
-
-// fitsRedirect refuses a request that Envoy could not redirect, before an engine works for it.
-func fitsRedirect(h *envoywire.Headers) error {
-	switch {
-	case len(h.Authority) > maxHost:
-		return openai.BadRequest("host_too_long", "", "the Host header is too long")
-	case len(h.Path) > maxPath:
-		return openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long", "the path and query of the request are too long")
-	case h.Count > maxHeaders || h.Size > maxHeaderBytes:
-		return openai.HeadersTooLarge(http.StatusRequestHeaderFieldsTooLarge, "headers_too_large", "the request headers are too large")
-	}
-	return nil
 }

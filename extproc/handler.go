@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"bytes"
 	"errors"
 	"log/slog"
 	"strconv"
@@ -27,7 +26,8 @@ func (x handler) log(level slog.Level, message string, args ...any) {
 	x.s.Log.Log(x.Context(), level, message, append([]any{"request_id", x.requestID}, args...)...)
 }
 
-// receiveBody reads the whole body into x.body, at most limit bytes.
+// receiveBody reads the whole body into x.body, at most limit bytes. A body with trailers is refused: Envoy 1.40 sends
+// one twice, if it comes FULL_DUPLEX_STREAMED on a route with retries or redirects.
 func (x handler) receiveBody(limit int) error {
 	defer x.EndPhase(telemetry.PhaseReceive)
 	if x.msg.EndOfStream {
@@ -39,7 +39,8 @@ func (x handler) receiveBody(limit int) error {
 	if x.msg.Mode.Request == envoywire.ModeBuffered {
 		// Envoy sends a buffered body only after a reply to the headers; the decision goes with the reply to the
 		// body.
-		if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
+		err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders, Headers: &x.headers})
+		if x.headers.Reset(); err != nil {
 			return err
 		}
 	}
@@ -59,8 +60,10 @@ func (x handler) receiveBody(limit int) error {
 		if err := x.hold(); err != nil {
 			return err
 		}
-		if x.msg.Mode.Request == envoywire.ModeBuffered && x.msg.Phase == envoywire.PhaseRequestBody {
-			return nil // the whole body is in one message; if trailers follow, it has no end of stream
+		// a buffered body is in one message; if trailers follow, that has no end of stream
+		trailers := x.msg.Phase == envoywire.PhaseRequestTrailers
+		if trailers || x.msg.Mode.Request == envoywire.ModeBuffered && !x.msg.EndOfStream {
+			return openai.Trailers()
 		}
 	}
 	return nil
@@ -153,13 +156,3 @@ func (x handler) switched() error {
 
 // maxHeaderParams is the length from which on KV parameters never fit a header, however they are packed.
 const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
-
-// redirectHost is the host of every redirect. It is not the client's, because Envoy's URL parser refuses some legal
-// ones (my_service:8080). The query is omitted for the same reason. Pass 2 restores both from the ticket.
-const redirectHost = "http://tandem"
-
-// location returns the URL of a redirect for a request with this path.
-func location(path []byte) []byte {
-	path, _, _ = bytes.Cut(path, []byte("?"))
-	return append([]byte(redirectHost), path...)
-}

@@ -23,7 +23,7 @@ func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 func lost(s *Server, t *kvtransfer.Ticket) bool {
 	e := endpointOf(s.State, t.Pool, t.Decode)
 	return e != nil && s.State.FailedFor(e) >= lostAfter || outdated(s, t) != "" ||
-		overdue(time.Since(s.sealedAt(t)), answerLimit(s, t, e))
+		overdue(s.since(t), answerLimit(s, t, e))
 }
 
 // outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
@@ -34,7 +34,7 @@ func outdated(s *Server, t *kvtransfer.Ticket) standstill.Reason {
 	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {
 		return ""
 	}
-	return s.State.Outdated(endpointOf(s.State, t.Pool, t.Prefill), d, s.sealedAt(t))
+	return s.State.Outdated(endpointOf(s.State, t.Pool, t.Prefill), d, time.Now().Add(-s.since(t)))
 }
 
 // answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.

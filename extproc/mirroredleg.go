@@ -4,7 +4,6 @@ import (
 	"errors"
 	"log/slog"
 	"strconv"
-	"time"
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
@@ -75,7 +74,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	case <-p.Over:
 	}
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	took, result := time.Since(x.s.sealedAt(t)), "client_gone"
+	took, result := x.s.since(t), "client_gone"
 	if took >= x.prefillLimit(t) { // P exceeded its time limit
 		result = "failed"
 	}
@@ -88,7 +87,7 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
 	a := &x.msg.Attributes
 	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
 	v := concurrent.Outcome{Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached}
-	took := time.Since(x.s.sealedAt(t))
+	took := x.s.since(t)
 	pool := x.s.State.Pool(t.Pool)
 	policy, _ := x.s.policy(t.Pool)
 	result := "failed"
@@ -124,7 +123,7 @@ const maxRefusal = 64 << 10
 
 // prefilled records what a good answer reports.
 func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
-	x.PromptRead(x.requestID, t, got, time.Since(x.s.sealedAt(t)))
+	x.PromptRead(x.requestID, t, got, x.s.since(t))
 	if got.Joined != nil {
 		if err := x.s.State.PutHandOverAs(t.ID, got.Joined); err != nil {
 			x.log(slog.LevelWarn, "no room for prefill's log probabilities: the client gets decode's alone", "err", err)
@@ -159,7 +158,7 @@ func (x mirroredLeg) dropAnswer(code int, v concurrent.Outcome) error {
 // mirrorEnded handles the access log entry of a mirrored leg, which every replica receives. The replica that
 // reserved it releases it; the one that watches D learns how it ended.
 func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
-	t, err := s.keys().Open(string(e.Ticket), string(e.ClientID), time.Now())
+	t, err := s.keys().Open(string(e.Ticket), string(e.ClientID), s.now())
 	if t == nil {
 		s.observer.TicketRefused()
 		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.ClientID), "err", err)

@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -36,6 +37,9 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 	}
 	x.s.releasePass(x.reservedAs, t.Redirects, x.s.State.Release) // of a stream that Envoy gave up and retries
 	pool := x.s.State.Pool(t.Pool)                                // nil if the configuration changed between the hops
+	if t.Expires.Sub(x.s.now()) > x.s.HandOverTTL+time.Second && t.Stage != kvtransfer.Failed {
+		ticketErr = kvtransfer.ErrTicketExpired // it is from the future: the fleet's clock was set back
+	}
 	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && x.s.State.Consume(t.ID) {
 		return x.decode(pool, t, attempt)
 	}
@@ -54,7 +58,7 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 			t.Cause = "hand_over_expired"
 			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		case pool == nil:
-			t.Cause = "pool_gone"
+			t.Cause = kvtransfer.CausePoolGone
 			x.s.reclaim.Orphaned(t, x.requestID, t.Cause)
 		}
 	}
@@ -69,15 +73,22 @@ func (x nextPass) resume(t *kvtransfer.Ticket, ticketErr error) (*plan.Decision,
 // restoreTarget replaces the host and path of the redirect with the client's.
 func (x nextPass) restoreTarget(t *kvtransfer.Ticket) {
 	x.msg.Headers.Authority = []byte(t.Authority)
-	if t.Path != "" {
-		x.msg.Headers.Path = []byte(t.Path)
+	if t.Path != "" && t.Path != string(x.msg.Headers.Path) { // a redirect has no query, and an engine can make one
+		x.msg.Headers.Path, x.stripped = []byte(t.Path), true
 	}
 }
 
 // again plans a request again after one of its hops failed.
 func (x nextPass) again(t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
 	x.restoreBody(t)
-	return firstPass{x.planning}.plan(x.clientAPI(), a)
+	switch api := x.clientAPI(); {
+	case api == openai.PassThrough && t.Cause == kvtransfer.CauseRouter && t.Pool == "": // pass 1 again
+		return firstPass{x.planning}.passThrough()
+	case api == openai.PassThrough || api == openai.Models:
+		return nil, openai.NotServed() // no hop of such a path comes back
+	default:
+		return firstPass{x.planning}.plan(api, a)
+	}
 }
 
 // restoreBody makes the client's body of the leg's.
@@ -142,12 +153,10 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]b
 // does from a longer one. The hand-over's id is derived from the ticket's: it is good for one pass 2.
 func (x nextPass) inlineAnswer(t *kvtransfer.Ticket) *kvtransfer.Ticket {
 	x.prefilled.observe(t)
-	policy, _ := x.s.policy(t.Pool)
 	answer := x.msg.Headers.Prefilled
 	// in place: the write position stays behind the read position
 	n, err := base64.StdEncoding.Decode(answer, answer)
-	// the configuration may have changed since pass 1
-	next, _ := x.prefilled.settlePrefill(t, 200, answer[:n], err != nil || !policy.Dialect.Inline)
+	next, _ := x.prefilled.settlePrefill(t, 200, answer[:n], err != nil)
 	next.ID = inlineID(t.ID)
 	return next
 }

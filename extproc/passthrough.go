@@ -114,7 +114,7 @@ func (s *Server) served(method, path string) bool {
 // checkBody refuses a body that an engine might read as JSON although Tandem does not: Tandem reads
 // application/json only, and nothing reads forms as JSON.
 func (x *planning) checkBody() error {
-	if x.msg.EndOfStream {
+	if x.msg.EndOfStream && x.body.Len() == 0 {
 		return nil
 	}
 	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")

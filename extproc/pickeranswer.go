@@ -21,12 +21,16 @@ func (x endpointPicker) followAnswer(p *picked) error {
 		back = answer.NewReplacer(p.rewritten, p.asked)
 	}
 	x.msg.Body, x.msg.BodyLimit, x.msg.EndOfStream = &x.body, maxAnswer, false
-	for {
+	for begun := p.pool == nil; ; {
 		if err := x.receive(); err != nil {
 			return err
 		}
 		switch x.msg.Phase {
 		case envoywire.PhaseResponseHeaders:
+			if begun {
+				return errors.New("an answer has headers twice")
+			}
+			begun = true
 			x.answerBegins(p)
 			if err := x.send(x.answerHeaders(p, back)); err != nil {
 				return err

@@ -95,7 +95,7 @@ func (x endpointPicker) pick() (picked, error) {
 	if pool == nil {
 		return picked{}, openai.ModelNotFound(x.req.Model())
 	}
-	x.describe(pool, plan.Attempt{Started: time.Now()})
+	x.describe(pool, plan.Attempt{Started: x.s.now()})
 	policy, _ := x.s.policy(pool.Spec.Name)
 	if err := policy.MaySplit(&x.req.Attempt, &x.req.Request, x.body.Len(), x.req.Limits); err != nil {
 		return picked{}, err
@@ -122,7 +122,7 @@ func (x endpointPicker) pickOther() (picked, error) {
 	if pool == nil {
 		return picked{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
-	x.describe(pool, plan.Attempt{Started: time.Now(), Alone: true, Why: "pass_through"})
+	x.describe(pool, plan.Attempt{Started: x.s.now(), Alone: true, Why: "pass_through"})
 	policy, _ := x.s.policy(pool.Spec.Name)
 	return x.pickSplit(policy)
 }

@@ -8,10 +8,12 @@ import (
 	"time"
 
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
+	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"tandem/extproc/endpointpicker"
+	"tandem/extproc/envoywire/wiretest"
 	"tandem/kvstate"
 )
 
@@ -46,6 +48,31 @@ func TestPickerPassesOthersAnswers(t *testing.T) {
 		require.Equal(t, `{"error":"who are you?"}`, client)
 		require.Empty(t, headers)
 		require.Zero(t, s.state.Reservations())
+	}
+}
+
+// An answer's headers that come twice end the stream, whether the request was seen or not: nothing panics, and what
+// was reserved is released, once.
+func TestPickerHeadersTwice(t *testing.T) {
+	for _, asked := range []bool{false, true} {
+		s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1")
+		stream, err := s.ext.Process(t.Context())
+		require.NoError(t, err)
+		if asked {
+			stream = s.ask(hello, nil).stream
+		}
+		for range 2 {
+			require.NoError(t, stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseHeaders{
+				ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(":status", "200")},
+			}}))
+		}
+		for err = error(nil); err == nil; {
+			var r *extprocv3.ProcessingResponse
+			r, err = stream.Recv()
+			require.Nil(t, r.GetImmediateResponse())
+		}
+		require.Zero(t, s.count("tandem_panics_total", "ext_proc endpoint-picker"))
+		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	}
 }
 

@@ -23,7 +23,7 @@ type planning struct {
 
 	reservedAs string // see reservationKey
 	newID      bool   // the client's request id was missing or invalid
-	stripped   bool   // a gateway's prefix was removed from the path
+	stripped   bool   // the path is not as Envoy has it: a gateway's prefix was removed, or a ticket has the client's
 
 	explanation []byte // for a header; nil: no operator asked for it
 	decision    []byte // dynamic metadata; nil: none
@@ -48,15 +48,19 @@ func (x *planning) identify() {
 	x.requestID, x.newID = newRequestID(), true
 }
 
-// clientAPI returns the API of a request in pass 2.
+// clientAPI returns the API of a request.
 func (x *planning) clientAPI() openai.API {
-	return openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+	api := openai.Classify(string(x.msg.Headers.Method), string(x.msg.Headers.Path))
+	if api == openai.SGLangGenerate && !x.isSGLang() {
+		return openai.PassThrough
+	}
+	return api
 }
 
 // describe begins to plan a request to a pool.
 func (x *planning) describe(pool *kvstate.Pool, a plan.Attempt) {
 	r := &x.req
-	r.Pool, r.Attempt, r.Limits = pool, a, x.s.limits()
+	r.Pool, r.Attempt, r.Limits, r.Clock = pool, a, x.s.limits(), x.s.now
 	r.ID, r.Began, r.Traced = x.requestID, x.Began, x.Recording()
 }
 

@@ -17,6 +17,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
@@ -44,7 +45,7 @@ func (x prefillLeg) serve() error {
 	}
 	a := &x.msg.Attributes
 	x.requestID = string(a.RequestID)
-	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, x.s.now())
 	if t == nil {
 		x.TicketRefused()
 		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
@@ -58,7 +59,7 @@ func (x prefillLeg) serve() error {
 	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
 	x.observe(t)
 	if plan.ClientsFault(code) {
-		x.PrefillRefused(t, code, time.Since(x.s.sealedAt(t)))
+		x.PrefillRefused(t, code, x.s.since(t))
 		x.s.release(t)
 		x.dropInline()
 		return x.answerRefused()
@@ -78,7 +79,7 @@ func (x prefillLeg) serve() error {
 	}
 	x.EndPhase(telemetry.PhaseDecide)
 	gone := x.stream.Context().Err() // Envoy ended the stream while P's answer waited here
-	err = x.redirect(next, location(x.msg.Attributes.Path))
+	err = x.redirect(next, replan.Location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.s.reclaim.Orphaned(next, x.requestID, reclaim.ClientGone)
@@ -92,7 +93,7 @@ func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
 	// before sending: the access log may report the end of the request at any moment after
 	x.s.reclaim.Record(next, x.requestID, next.Params, next.Decode, false)
 	x.EndPhase(telemetry.PhaseDecide)
-	err := x.redirect(next, location(x.msg.Attributes.Path))
+	err := x.redirect(next, replan.Location(x.msg.Attributes.Path))
 	x.EndPhase(telemetry.PhaseAnswer)
 	if !x.s.State.HasReplicas() && (err == nil || x.stream.Context().Err() != nil) && x.endedByEnvoy() {
 		x.s.reclaim.Confirm(next.ID, x.requestID)
@@ -127,7 +128,7 @@ func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 // settlePrefill settles a prefill leg that ended with P's answer: it releases the reservations, counts the result,
 // and returns the next ticket. final is the client's answer, if the request ends here.
 func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []byte, over bool) (next *kvtransfer.Ticket, final []byte) {
-	took := time.Since(x.s.sealedAt(t))
+	took := x.s.since(t)
 	next, final = x.afterPrefill(t, code, answer, over)
 	if final != nil {
 		x.PrefillEnded(x.requestID, t, code, took, nil)
@@ -135,7 +136,7 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
-		next.Expires = time.Now().Add(x.s.HandOverTTL)
+		next.Expires = x.s.now().Add(x.s.HandOverTTL)
 		x.dateHandOver(next, took)
 	}
 	if next.Stage == kvtransfer.Failed {
@@ -201,8 +202,14 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 	next.Redirects++
 	next.Learn = kvtransfer.Learn{}
 	pool := x.s.State.Pool(t.Pool)
-	policy, _ := x.s.policy(t.Pool)
-	if code != 200 || over || policy.Dialect.Prefill == nil {
+	policy, ok := x.s.policy(t.Pool)
+	if d := &policy.Dialect; code == 200 && (!ok || d.Prefill == nil || len(x.msg.Headers.Prefilled) > 0 && !d.Inline) {
+		next.ID, next.Stage, next.Cause = plan.NewID(), kvtransfer.Failed, kvtransfer.CausePoolGone
+		next.Prefills-- // P has done its part
+		x.Orphaned(t.Pool, t.Prefill, next.Cause)
+		return &next, nil
+	}
+	if code != 200 || over {
 		x.prefillFailed(&next, code)
 		return &next, nil
 	}
@@ -231,11 +238,11 @@ func (x *prefillAnswer) afterPrefill(t *kvtransfer.Ticket, code int, answer []by
 		x.learn(pool, t, &got)
 		if got.PromptTokens > 0 {
 			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
-			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), time.Since(x.s.sealedAt(t)))
+			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.s.since(t))
 			next.PromptTokens = got.PromptTokens
 		}
 	}
-	x.PromptRead(x.requestID, t, got, time.Since(x.s.sealedAt(t)))
+	x.PromptRead(x.requestID, t, got, x.s.since(t))
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	next.Written = got.WrittenTokens
 	return &next, got.Final

@@ -1,8 +1,8 @@
 package extproc
 
 import (
-	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"time"
 
@@ -14,6 +14,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 )
 
@@ -71,7 +72,7 @@ func (x mainRole) decide() (*plan.Decision, error) {
 	if len(h.Upgrade) > 0 {
 		return nil, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
-	if len(h.Ticket) > 0 {
+	if h.Ticket != nil { // an empty one is forged, too
 		t, err := x.openTicket()
 		if t == nil {
 			return nil, err
@@ -79,19 +80,37 @@ func (x mainRole) decide() (*plan.Decision, error) {
 		return nextPass(x).resume(t, err)
 	}
 	h.Path, x.stripped = paths.WithoutPrefix(x.s.PathPrefixes, h.Path)
-	switch api := openai.Classify(string(h.Method), string(h.Path)); api {
+	if x.msg.Mode.Request == envoywire.ModeBuffered {
+		if err := x.undecided(); err != nil {
+			return nil, err
+		}
+	}
+	switch api := x.clientAPI(); api {
 	case openai.Models:
 		return nil, x.listModels()
 	case openai.PassThrough:
 		return firstPass{x.planning}.passThrough()
-	case openai.SGLangGenerate:
-		if !x.isSGLang() {
-			return firstPass{x.planning}.passThrough()
-		}
-		return firstPass{x.planning}.first(api)
 	default:
 		return firstPass{x.planning}.first(api)
 	}
+}
+
+// undecided gives pass 1 a ticket, with the reply to its headers. Envoy keeps a buffered body: if the replica that has it
+// fails, the replan port takes this ticket, and another replica begins again. Engines never see it.
+func (x mainRole) undecided() error {
+	h, now := &x.msg.Headers, x.s.now()
+	sealed, err := x.s.keys().Seal(make([]byte, 0, 512), &kvtransfer.Ticket{
+		ID: plan.NewID(), Stage: kvtransfer.Undecided, Expires: now.Add(x.s.TicketTTL), Started: now,
+		Authority: string(h.Authority), Path: string(h.Path),
+	}, x.requestID)
+	if err != nil {
+		return fmt.Errorf("sealing the ticket of a request that is not decided: %w", err)
+	}
+	x.headers.Set(envoywire.HeaderTicket, sealed)
+	if x.newID {
+		x.headers.Set(envoywire.HeaderRequestID, []byte(x.requestID))
+	}
+	return nil
 }
 
 // openTicket opens the ticket of pass 2. Envoy removes tickets from clients' requests, so a ticket here came with a
@@ -100,12 +119,13 @@ func (x mainRole) decide() (*plan.Decision, error) {
 // leg, which engines see, are refused as well, except pass 1's together with P's inline answer. An
 // expired ticket is returned with its error.
 func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
-	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, time.Now())
+	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, x.s.now())
 	inline := len(x.msg.Headers.Prefilled) > 0
 	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
 	x.RequestLost(x.requestID)
+	x.s.releasePasses(x.reservedAs, x.s.State.Release) // an engine may have forged it
 	x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
 	return nil, openai.Unavailable(envoywire.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)
 }
@@ -134,13 +154,12 @@ func (x mainRole) setHeaders(r route) {
 	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
 	x.setRank(r)
 	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
-	resumed := len(x.msg.Headers.Ticket) > 0 // the request came with a redirect, whose host is not the client's
-	if resumed {
+	if len(x.msg.Headers.Ticket) > 0 { // the request came with a redirect, whose host is not the client's
 		h.Set(":authority", x.msg.Headers.Authority)
 	}
 	if r.Path != "" {
 		h.Set(":path", []byte(r.Path))
-	} else if x.stripped || resumed && bytes.IndexByte(x.msg.Headers.Path, '?') >= 0 {
+	} else if x.stripped {
 		h.Set(":path", x.msg.Headers.Path)
 	}
 	if x.newID {
@@ -166,7 +185,7 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderPerTry)
 	}
 	if r.Inline {
-		h.Set(envoywire.HeaderCarry, location(x.msg.Headers.Path))
+		h.Set(envoywire.HeaderCarry, replan.Location(x.msg.Headers.Path))
 	} else {
 		h.Remove(envoywire.HeaderCarry)
 	}

@@ -105,7 +105,8 @@ type Server struct {
 	hedges   *hedging.Tries
 	reclaim  *reclaim.Reclaimer
 	pairs    *concurrent.Pairs
-	seed     uint64 // of reservation ids
+	seed     uint64           // of reservation ids
+	now      func() time.Time // the fleet's clock
 	direct   *endpointpicker.Direct
 	guard    *guard.Guard
 	waiting  latebinding.Options
@@ -132,6 +133,9 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	s := &Server{
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		hedges: hedging.New(), pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
+	}
+	if s.now = time.Now; o.State != nil {
+		s.now = o.State.FleetNow
 	}
 	s.streams = streamOptions{
 		memory: o.Memory, guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,

@@ -148,12 +148,7 @@ func (x *stream) sendOn(edits openai.Edits, metadata []byte) error {
 	if err := x.send(&out); err != nil {
 		return err
 	}
-	trailers := x.msg.Phase == envoywire.PhaseRequestTrailers
-	err := x.sendPieces(envoywire.PhaseRequestBody, shared, !trailers)
-	if err == nil && trailers {
-		err = x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestTrailers})
-	}
-	return err
+	return x.sendPieces(envoywire.PhaseRequestBody, shared, true)
 }
 
 // sendPieces sends a body that was cut into pieces; end marks the last part of the message.

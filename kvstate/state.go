@@ -74,6 +74,7 @@ type State struct {
 	Sessions
 	KVLoads
 	InferencePolicies
+	FleetClock
 
 	*link
 	o         Options

@@ -29,8 +29,9 @@ type Sharing struct {
 	NoAnswer   bool `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
 	KeysDiffer int  `json:"keys_differ,omitempty"`
 	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
-
-	Text string `json:"text,omitempty"` // the state of Redis in words, as /readyz has it
+	// this host's clock is ahead of Redis's by this much
+	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"`
+	Text       string        `json:"text,omitempty"` // the state of Redis in words, as /readyz has it
 }
 
 const (
@@ -66,6 +67,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	if s.Sharing.NoSlot {
 		add(true, "howto/xds.md", "Envoys send this replica no requests: they can have 16 replicas "+
 			"(envoy.replicas: redis), and there are more.")
+	}
+	if ahead := s.Sharing.ClockAhead; ahead.Abs() > kvstate.MaxClockAhead {
+		add(false, "operations.md#metrics", "This host's clock is ahead of Redis's by %s: set it.", ahead.Round(time.Second))
 	}
 	files(s, add)
 	otherReplicas(s, add)

@@ -217,7 +217,7 @@ func failedHop(h *telemetry.FailedHop) string {
 		"router":            "the replica of Tandem that decided",
 		"hand_over_expired": "the hand-over from prefill to decode was too old",
 		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",
-		"pool_gone":         "the pool was removed between the hops",
+		"pool_gone":         "the pool was removed or changed between the hops",
 	}[h.Hop]
 	if hop = cmp.Or(hop, words.Plain(h.Hop)); h.Endpoint != "" {
 		hop += " at " + words.Plain(h.Endpoint)

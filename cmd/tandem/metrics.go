@@ -37,7 +37,7 @@ func registerMemory(r prometheus.Registerer, b *memory.Budget) {
 func (f *fleet) register(r prometheus.Registerer) {
 	r.MustRegister(fleetmetrics.Signals(f.state, f.scraper), fleetmetrics.Index(f.state, f.events), f.health.changes)
 	if f.store != nil {
-		fleetmetrics.RegisterRedis(r, f.store, &f.noSlot)
+		fleetmetrics.RegisterRedis(r, f.store, f.state, &f.noSlot)
 	}
 	if f.board != nil {
 		fleetmetrics.RegisterNotices(r, f.board)

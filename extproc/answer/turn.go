@@ -26,13 +26,13 @@ func WriteTurn(turn *kvtransfer.Turn, until time.Time) ([]byte, error) {
 // ErrTurnExpired is the error of a stored turn whose time is over.
 var ErrTurnExpired = errors.New("its time is over")
 
-// ReadTurn reads the stored form of a turn. After its time the error is [ErrTurnExpired].
-func ReadTurn(text []byte) (turn *kvtransfer.Turn, until time.Time, err error) {
+// ReadTurn reads the stored form of a turn at a time. After its time the error is [ErrTurnExpired].
+func ReadTurn(text []byte, now time.Time) (turn *kvtransfer.Turn, until time.Time, err error) {
 	var kept storedTurn
 	if err := json.Unmarshal(text, &kept); err != nil {
 		return nil, until, err
 	}
-	if until = time.UnixMilli(kept.Until); !time.Now().Before(until) {
+	if until = time.UnixMilli(kept.Until); !now.Before(until) {
 		return nil, until, ErrTurnExpired
 	}
 	turn, err = kvtransfer.UnmarshalTurn(kept.Turn)

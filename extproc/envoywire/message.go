@@ -272,6 +272,9 @@ func (m *Message) readHeader(c *cursor, end int) {
 			c.skip(wire, end)
 		}
 	}
+	if slot == &m.Headers.Ticket && *slot == nil {
+		*slot = []byte{} // present, so the request came with a redirect, if with none of ours
+	}
 }
 
 // readBody reads HttpBody{1: body, 2: end_of_stream, 3: end_of_stream_without_message}.

@@ -20,6 +20,7 @@ const (
 	PairLegs   Stage = 5 // the ticket goes out with both legs at once: engines see it
 	EncodeLeg  Stage = 6 // the ticket goes out with the encode leg, before all others, to Decode: engines see it
 	Encoded    Stage = 7 // the encode leg is done: the ticket carries its result, for prefill
+	Undecided  Stage = 8 // pass 1 has begun: the ticket is with a buffered body, in case the replica fails
 )
 
 // Redirects reports whether tickets of the stage arrive with a redirect, and so open pass 2.
@@ -41,6 +42,8 @@ func (s Stage) String() string {
 		return "encode_leg"
 	case Encoded:
 		return "encoded"
+	case Undecided:
+		return "undecided"
 	default:
 		return fmt.Sprintf("stage_%d", uint8(s))
 	}
@@ -55,6 +58,8 @@ const (
 	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
 	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself
 	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
+	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
+	CausePoolGone = "pool_gone"
 )
 
 // MaxUndoBytes bounds the text in the undo of a leg (openai.Edits.Size). A request that needs more is not split, since

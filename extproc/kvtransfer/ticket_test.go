@@ -273,7 +273,7 @@ func TestTicketUnreadable(t *testing.T) {
 	}
 	for name, message := range map[string][]byte{
 		"empty": {}, "no stage": appendBytes(nil, fieldID, make([]byte, 16)), "garbage": []byte("garbage"), "cut short": good[:len(good)-1],
-		"a new stage": number(fieldStage, 8), "a huge stage": number(fieldStage, 1<<40), "a stage that wraps": number(fieldStage, 256+1),
+		"a new stage": number(fieldStage, 9), "a huge stage": number(fieldStage, 1<<40), "a stage that wraps": number(fieldStage, 256+1),
 		"short id": text(fieldID, []byte("x")), "short reference": text(fieldParamsRef, []byte("x")),
 		"redirects": number(fieldRedirects, 1<<40), "negative": number(fieldPromptTokens, 1<<63), "late": number(fieldExpires, 1<<63), "length": number(fieldBodyBytes, 1<<50),
 		"an edit out of order": text(fieldUndo, edit(0, 5)), "an edit beyond the body": text(fieldUndo, edit(1450, 1501)), "an edit backwards": text(fieldUndo, edit(1460, 1455)),

@@ -237,7 +237,7 @@ func parseTicket(t *Ticket, b []byte) error {
 	if err != nil {
 		return err
 	}
-	if t.Stage < PrefillLeg || t.Stage > Encoded {
+	if t.Stage < PrefillLeg || t.Stage > Undecided {
 		return fmt.Errorf("the stage is %d", t.Stage)
 	}
 	if t.BodyBytes > 0 {

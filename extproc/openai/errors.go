@@ -70,6 +70,12 @@ func HeadersTooLarge(status int, code, message string) *Error {
 	return &Error{Status: status, Type: "invalid_request_error", Code: code, Message: message}
 }
 
+// Trailers returns a 400 for a request with trailers after its body.
+func Trailers() *Error {
+	return BadRequest("trailers_not_supported", "",
+		"trailers after the request body are not supported here; send headers")
+}
+
 // Timeout returns a 408 for a body that did not arrive in time.
 func Timeout() *Error {
 	return &Error{Status: 408, Type: "invalid_request_error", Code: "body_timeout",

@@ -14,10 +14,11 @@ type Attempt struct {
 	Redirects int // that Envoy has followed so far
 	Prefills  int // prefill legs tried so far
 	Started   time.Time
-	Excluded  []string // addresses that failed it
-	Encoded   []byte   // members with the encoded media for prefill; nil: none
-	Alone     bool     // do not split, whatever the policy
-	Why       string   // the reason for Alone
+	Clock     func() time.Time // of the fleet; nil: time.Now
+	Excluded  []string         // addresses that failed it
+	Encoded   []byte           // members with the encoded media for prefill; nil: none
+	Alone     bool             // do not split, whatever the policy
+	Why       string           // the reason for Alone
 
 	PairFailed         [2]string // addresses of the pair that failed last, if it is unknown which of the two did
 	DecodeFailed       bool      // the last failed hop was to decode
@@ -39,7 +40,8 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
 // client's answer.
 func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
-	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn {
+	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn ||
+		t.Cause == kvtransfer.CausePoolGone {
 		return nil
 	}
 	switch p.OnFailure {
@@ -68,7 +70,14 @@ func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
 
 // Late reports whether the time for further attempts is over. The first decode after a failed prefill is not
 // another attempt, so it is always allowed.
-func (a *Attempt) Late(p *Policy) bool { return time.Since(a.Started) > p.AttemptsTime }
+func (a *Attempt) Late(p *Policy) bool { return a.now().Sub(a.Started) > p.AttemptsTime }
+
+func (a *Attempt) now() time.Time {
+	if a.Clock == nil {
+		return time.Now()
+	}
+	return a.Clock()
+}
 
 // Exhausted returns why a request must not go to one more decode endpoint; nil if it may.
 func (a *Attempt) Exhausted(p *Policy, decode string) error {

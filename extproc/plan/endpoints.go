@@ -184,8 +184,8 @@ func Missed(r *picker.Request, c *picker.Choice, err error) error {
 // answer.
 func ClientsFault(code int) bool {
 	switch code {
-	case 400, 401, 403, 404, 413, 415, 422:
-		return true
+	case 408, 425, 429: // of the moment, or of the engine's load
+		return false
 	}
-	return false
+	return code >= 400 && code < 500
 }

@@ -285,7 +285,7 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
 		Leg: LegPass, Pool: r.Pool, Endpoint: e, Decode: Reservation{Endpoint: e, Booking: Decoding(tokens)},
 		Report: Report{Route: route, Decode: e},
 		Ticket: kvtransfer.Ticket{
-			ID: NewID(), Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(r.TicketTTL), Started: time.Now(),
+			ID: NewID(), Stage: kvtransfer.DecodeLeg, Expires: r.now().Add(r.TicketTTL), Started: r.now(),
 			Pool: r.Pool.Spec.Name, Decode: e.Addr, BodyBytes: bytes, PromptTokens: tokens,
 		},
 	})

@@ -106,7 +106,7 @@ func (r *Request) Streams() bool { return r.True(openai.FieldStream) }
 // ticket returns the beginning of a leg's ticket; bytes is the length of the leg's body.
 func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
 	return kvtransfer.Ticket{
-		ID: NewID(), Stage: stage, Expires: time.Now().Add(r.TicketTTL), Started: r.Started, Pool: r.Pool.Spec.Name,
+		ID: NewID(), Stage: stage, Expires: r.now().Add(r.TicketTTL), Started: r.Started, Pool: r.Pool.Spec.Name,
 		Redirects: r.Redirects, Prefills: r.Prefills, Excluded: r.Excluded, BodyBytes: bytes, PromptTokens: r.Tokens,
 	}
 }

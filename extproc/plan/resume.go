@@ -110,7 +110,7 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 		d.Computes = e
 	}
 	leg := kvtransfer.Ticket{
-		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(r.TicketTTL), Started: t.Started,
+		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: r.now().Add(r.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: e.Addr, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
 		PromptTokens: t.PromptTokens, Stream: t.Stream, Loads: params != nil,

@@ -146,7 +146,7 @@ func (x *Meter) PrefillEnded(
 	requestID string, t *kvtransfer.Ticket, code int, took time.Duration, next *kvtransfer.Ticket,
 ) {
 	result := "ok"
-	if next != nil && next.Stage == kvtransfer.Failed {
+	if next != nil && next.Stage == kvtransfer.Failed && next.Cause != kvtransfer.CausePoolGone {
 		result = "failed"
 	}
 	x.prefillEnded(t, code, result, took, x.Exemplar)

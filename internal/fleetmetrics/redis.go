@@ -5,12 +5,13 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/redisstore/lag"
 )
 
 // RegisterRedis shows the traffic between this replica and Redis, and whether it has no slot among the replicas.
-func RegisterRedis(r prometheus.Registerer, store *redisstore.Store, noSlot *atomic.Bool) {
+func RegisterRedis(r prometheus.Registerer, store *redisstore.Store, state *kvstate.State, noSlot *atomic.Bool) {
 	gauge := func(name, help string, value func() float64) {
 		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
 	}
@@ -23,6 +24,8 @@ func RegisterRedis(r prometheus.Registerer, store *redisstore.Store, noSlot *ato
 	gauge("tandem_ticket_keys_differ",
 		"Other replicas whose ticket keys differ from this one's: requests that both serve fail.",
 		func() float64 { return float64(len(store.KeyCheck().Differ)) })
+	gauge("tandem_clock_ahead_seconds", "By how much this host's clock is ahead of Redis's, whose time replicas share.",
+		func() float64 { return state.ClockAhead().Seconds() })
 	gauge("tandem_replicas",
 		"Replicas known to be alive, this one included.", func() float64 { return float64(store.Replicas()) })
 	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds",

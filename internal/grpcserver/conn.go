@@ -45,6 +45,7 @@ type conn struct {
 
 	mu      sync.Mutex // guards the fields below, and receipts
 	streams map[uint32]*receipt
+	taken   map[*method]int64 // streams that have not ended
 	held    int64
 	closed  bool
 }
@@ -61,7 +62,8 @@ const (
 )
 
 func newConn(s *Server, raw net.Conn) *conn {
-	c := &conn{Conn: raw, s: s, top: raw, credit: maxCredit, refilled: time.Now(), streams: map[uint32]*receipt{}}
+	c := &conn{Conn: raw, s: s, top: raw, credit: maxCredit, refilled: time.Now(), streams: map[uint32]*receipt{},
+		taken: map[*method]int64{}}
 	c.idleSince.Store(time.Now().UnixNano())
 	return c
 }

@@ -9,7 +9,7 @@
 //     its handler answers ([memory.OnFull]), and a peer that continues is disconnected.
 //   - A peer that does not let a reply be written, or does not read at all, is disconnected after [Options.StuckTime].
 //   - Connections are bounded; when there are too many, the one that has been without streams for longest is closed.
-//   - Streams are bounded for each method, over all connections.
+//   - Streams are bounded for each method, over all connections, and for each connection to a sixteenth of that.
 //   - Frames without a request (SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, ...) are bounded in proportion to requests.
 //
 // Files: server.go the server and its limits, conn.go a connection and its frames, stream.go a stream and its bytes.
@@ -45,7 +45,8 @@ type Options struct {
 	ConnectionMemory int64          // the maximum of one connection; default a quarter of Memory
 	Connections      int            // default 4,096
 	Streams          int            // of one connection; default 4,096, beyond which Envoy opens another connection
-	// of one streaming method ("/service/method") over all connections; all others together get 1,024
+	// of one streaming method ("/service/method") over all connections, of which one connection gets a sixteenth; all
+	// others together get 1,024
 	MethodStreams map[string]int
 	ConnectTime   time.Duration // for TLS and the first frames; default 10 s
 	StuckTime     time.Duration // time after which a peer that reads nothing is disconnected; default 30 s
@@ -57,6 +58,7 @@ const (
 	maxHeaders    = 64 << 10 // of one request's gRPC metadata; a client's headers come in messages
 	otherStreams  = 1024
 	leastShare    = 64 << 10 // of a connection, however many there are
+	leastStreams  = 64       // of a connection, of each method
 	sweepInterval = time.Second
 )
 
@@ -81,6 +83,10 @@ type method struct {
 	open  atomic.Int64
 	left  atomic.Int64 // Unix nanoseconds: when the last one ended
 }
+
+// share is the number of streams that one connection may have, so that no peer takes those of all others. Envoy has one
+// of xDS, and an access log's for each worker and log.
+func (m *method) share() int64 { return max(m.limit/16, leastStreams) }
 
 // Streams returns the number of open streams of one of [Options.MethodStreams], and when there was last one; zero:
 // never.

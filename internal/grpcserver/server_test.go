@@ -462,3 +462,22 @@ func TestNothingIsLeft(t *testing.T) {
 		return budget.Load() == 0 && s.other.open.Load() == 0 && s.methods[echo].open.Load() == 0 && s.methods[idle].open.Load() == 0
 	})
 }
+
+// One connection gets a sixteenth of a method's streams: others are served beside one that takes all it gets.
+func TestOneConnectionLeavesStreamsToOthers(t *testing.T) {
+	s := newStand(t, Options{MethodStreams: map[string]int{idle: 1600, echo: 1600}})
+	a := s.attack(true)
+	for range 1600 {
+		_, err := a.open(idle)
+		require.NoError(t, err)
+	}
+	m := s.methods[idle]
+	s.soon(func() bool { return m.open.Load() == 100 })
+	b := s.attack(true)
+	_, err := b.open(idle)
+	require.NoError(t, err)
+	s.soon(func() bool { return m.open.Load() == 101 })
+	require.NoError(t, a.conn.Close())
+	s.soon(func() bool { return m.open.Load() == 1 })
+	s.served()
+}

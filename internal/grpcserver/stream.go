@@ -85,6 +85,13 @@ func (s *Server) admit(ctx context.Context, info *tap.Info) (context.Context, er
 	c := p.AuthInfo.(identity).conn
 	r := &receipt{Context: ctx, conn: c, method: m, id: c.stream}
 	c.mu.Lock()
+	if c.taken[m] >= m.share() {
+		c.mu.Unlock()
+		m.open.Add(-1)
+		return nil, status.Errorf(codes.ResourceExhausted, "this connection has %d streams of %s, and gets no more",
+			m.share(), info.FullMethodName)
+	}
+	c.taken[m]++
 	c.streams[r.id] = r
 	c.idleSince.Store(0)
 	c.mu.Unlock()
@@ -124,6 +131,9 @@ func (r *receipt) end() {
 	r.ended, r.bytes, r.full = true, 0, nil
 	r.charge(r.unsent - r.charged)
 	r.settle()
+	if !again {
+		c.taken[r.method]--
+	}
 	c.mu.Unlock()
 	if !again {
 		if r.method.open.Add(-1) == 0 {

@@ -225,12 +225,17 @@ func (f *Feed) copied(e *BlockEvent) {
 // hashes are small numbers reuse them. It reports whether that removed the parent of the block that is about to be
 // stored.
 func (f *Feed) renamed(key, hash uint64, parent uint32) (orphaned bool) {
-	if old, ok := f.keys.get(key); ok && f.x.store.at(old).hash.Load() != hash {
+	old, known := f.keys.get(key)
+	if known && f.x.store.at(old).hash.Load() != hash {
 		f.keys.remove(key)
 		f.release(old)
-	} else if id := f.x.store.find(hash, parent); !ok && id != 0 {
-		if _, held := f.x.stateOf(f.m, id); held { // the newest name counts
-			f.keys.removeID(id)
+		known = false
+	}
+	if !known {
+		if id := f.x.store.find(hash, parent); id != 0 {
+			if _, held := f.x.stateOf(f.m, id); held { // the newest name counts
+				f.keys.removeID(id)
+			}
 		}
 	}
 	if parent == 0 {

@@ -10,6 +10,9 @@ type keyTable struct {
 	ids   []uint32
 	homes int // slots for keys' home positions; some more after them take the overflow of the last
 	n     int
+	// names has the upper half of each block's mixed key, which leads to its slot. It is made when a key is first
+	// searched by its block: most engines never store a block again under another name, and need none.
+	names *keyTable
 }
 
 const (
@@ -53,6 +56,12 @@ func (t *keyTable) get(key uint64) (id uint32, ok bool) {
 func (t *keyTable) put(key uint64, id uint32) {
 	mixed := mixedKey(key)
 	i, ok := t.slot(mixed)
+	if t.names != nil {
+		if ok {
+			t.names.forget(t.ids[i], mixed)
+		}
+		t.names.put(uint64(id), uint32(mixed>>32))
+	}
 	if ok {
 		t.ids[i] = id
 		return
@@ -107,6 +116,9 @@ func (t *keyTable) remove(key uint64) {
 		return
 	}
 	t.n--
+	if t.names != nil {
+		t.names.forget(t.ids[i], t.keys[i])
+	}
 	end := i + 1
 	for end < len(t.keys) && t.keys[end] != 0 && t.home(t.keys[end]) < end {
 		end++
@@ -129,6 +141,7 @@ func (t *keyTable) each(f func(key uint64, id uint32)) {
 
 // keep removes entries whose block is not held any more.
 func (t *keyTable) keep(held func(id uint32) bool) {
+	t.names = nil
 	for i, mixed := range t.keys {
 		if mixed != 0 && !held(t.ids[i]) {
 			t.keys[i] = 0
@@ -138,12 +151,33 @@ func (t *keyTable) keep(held func(id uint32) bool) {
 	t.resize(t.n+t.n/10+8, keyTail)
 }
 
-// removeID removes the key of a block. It searches the whole table.
+// removeID removes the key of a block. Only the first call visits the whole table.
 func (t *keyTable) removeID(id uint32) {
-	for i, mixed := range t.keys {
-		if mixed != 0 && t.ids[i] == id {
+	if t.names == nil {
+		t.names = &keyTable{}
+		t.each(func(key uint64, id uint32) { t.names.put(uint64(id), uint32(mixedKey(key)>>32)) })
+	}
+	upper, ok := t.names.get(uint64(id))
+	if !ok {
+		return
+	}
+	first := uint64(upper) << 32
+	last := t.home(first | 1<<32 - 1)
+	for i := t.home(first); i < len(t.keys); i++ {
+		mixed := t.keys[i]
+		if i > last && (mixed == 0 || uint32(mixed>>32) > upper) {
+			return
+		}
+		if mixed != 0 && uint32(mixed>>32) == upper && t.ids[i] == id {
 			t.remove(mixed * keyUnmix)
 			return
 		}
+	}
+}
+
+// forget removes a block's name from a table of names, unless it has a newer one.
+func (t *keyTable) forget(id uint32, mixed uint64) {
+	if upper, ok := t.get(uint64(id)); ok && upper == uint32(mixed>>32) {
+		t.remove(uint64(id))
 	}
 }

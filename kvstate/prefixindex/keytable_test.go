@@ -3,6 +3,7 @@ package prefixindex
 import (
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"testing"
 	"unsafe"
 
@@ -10,6 +11,66 @@ import (
 
 	"github.com/stretchr/testify/require"
 )
+
+// A key that is removed by its block is the one that the block has, and costs no search of the table.
+func TestKeyTableRemovesByBlock(t *testing.T) {
+	r := rand.New(rand.NewPCG(3, 4))
+	var table keyTable
+	keys := map[uint32]uint64{} // by block
+	for step := range uint32(300_000) {
+		id := 1 + r.Uint32N(20_000)
+		switch r.IntN(4) {
+		case 0, 1: // another name, which is the only one
+			table.removeID(id)
+			keys[id] = r.Uint64()
+			table.put(keys[id], id)
+		case 2:
+			table.removeID(id)
+			delete(keys, id)
+		case 3:
+			if key, ok := keys[id]; ok {
+				table.remove(key)
+				delete(keys, id)
+			}
+		}
+		if step%100_000 == 99_999 {
+			keep := func(id uint32) bool { return id%3 > 0 }
+			table.keep(keep)
+			for id := range keys {
+				if !keep(id) {
+					delete(keys, id)
+				}
+			}
+		}
+		require.Equal(t, len(keys), table.n)
+	}
+	for id, key := range keys {
+		got, ok := table.get(key)
+		require.True(t, ok)
+		require.Equal(t, id, got)
+	}
+	table.removeID(0) // builds the names anew
+	require.Equal(t, len(keys), table.names.n)
+}
+
+// What it costs to name blocks anew must not grow with what an engine holds.
+func BenchmarkRenamed(b *testing.B) {
+	for _, held := range []int{10_000, 400_000} {
+		b.Run(strconv.Itoa(held), func(b *testing.B) {
+			var table keyTable
+			for id := range held {
+				table.put(uint64(id)*0x9e3779b97f4a7c15+1, uint32(id+1))
+			}
+			r := rand.New(rand.NewPCG(5, 6))
+			table.removeID(1)
+			for b.Loop() {
+				id := 1 + r.Uint32N(uint32(held))
+				table.removeID(id)
+				table.put(r.Uint64(), id)
+			}
+		})
+	}
+}
 
 // A table of keys behaves like a map, also if many keys belong to the same few slots.
 func TestKeyTableAgainstMap(t *testing.T) {

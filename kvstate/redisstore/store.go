@@ -55,7 +55,8 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
 		o: o, state: state, log: o.Log, replica: newReplica(time.Now()), link: redisclient.NewLink(),
-		wake: make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce),
+		clock: clock{fleet: &state.FleetClock, log: o.Log},
+		wake:  make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce),
 		notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}
 	s.roster = roster.New(roster.Member{Replica: s.replica, Name: o.Name, Version: o.Release, Slot: -1}, s.Changed)

@@ -3,10 +3,13 @@ package redisstore
 import (
 	"cmp"
 	"fmt"
+	"log/slog"
 	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"tandem/kvstate"
 )
 
 // streamID is the id of a stream's entry: its time by the server's clock, and a count within that millisecond.
@@ -34,13 +37,27 @@ func (id streamID) compare(other streamID) int {
 	return cmp.Or(cmp.Compare(id.ms, other.ms), cmp.Compare(id.n, other.n))
 }
 
-// clock estimates Redis's clock from our own entries: their ids are the server's time. Only ages are derived from it.
-type clock struct{ ahead atomic.Int64 } // microseconds that it is ahead of ours
+// clock estimates Redis's clock from our own entries: their ids are the server's time.
+type clock struct {
+	ahead atomic.Int64 // microseconds that it is ahead of ours
+	fleet *kvstate.FleetClock
+	log   *slog.Logger
+	told  atomic.Bool // that the host's clock is wrong
+}
 
 // set records the id of an entry of ours: it was added between sent and replied. The id has whole milliseconds, so
 // half of one is added.
 func (c *clock) set(id streamID, sent, replied time.Time) {
 	c.ahead.Store(int64(id.ms)*1000 + 500 - (sent.UnixMicro()+replied.UnixMicro())/2)
+	if c.fleet == nil {
+		return
+	}
+	half := replied.Sub(sent) / 2
+	c.fleet.SetFleetTime(sent.Add(half), time.UnixMicro(int64(id.ms)*1000+500), half)
+	ahead := c.fleet.ClockAhead()
+	if wrong := ahead.Abs() > kvstate.MaxClockAhead; wrong != c.told.Swap(wrong) && wrong {
+		c.log.Warn("this host's clock is not Redis's: the times in the log and of what asks no Redis are wrong", "ahead", ahead)
+	}
 }
 
 // of returns Redis's clock as the time since 1970.
