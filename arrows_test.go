@@ -24,11 +24,20 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":               {"kvstate/prefixindex", "kvstate/receivebuffer"},
-	"kvstate/prefixindex":   {},
-	"kvstate/receivebuffer": {},
-	"kvstate/enginehttp":    {"kvstate"},
-	"kvstate/discovery":     {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate":                {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill"},
+	"envoy-configs/lua":      {},
+	"extproc/faults":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"extproc/hedging":        {},
+	"extproc/replan":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
+	"internal/enginesim/web": {},
+	"kvstate/engineclock":    {"internal/zmtp"},
+	"kvstate/kvloads":        {},
+	"kvstate/kvroom":         {},
+	"kvstate/standstill":     {},
+	"kvstate/prefixindex":    {},
+	"kvstate/receivebuffer":  {},
+	"kvstate/enginehttp":     {"kvstate"},
+	"kvstate/discovery":      {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"kvstate/kvevents": {
 		"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore (test)",
 		"e2e/loopback (test)", "e2e/redisserver (test)",
@@ -62,7 +71,7 @@ var arrows = map[string][]string{
 	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
 	"extproc/envoywire/wiretest": {},
-	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1 (test)"},
+	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1 (test)", "kvstate/standstill"},
 	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/latebinding": {
@@ -73,25 +82,25 @@ var arrows = map[string][]string{
 	"extproc/concurrent": {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
 	"extproc/endpointpicker": {
 		"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp",
-		"picker",
+		"picker", "extproc/faults",
 	},
 	"extproc/paths": {},
 	"extproc": {
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker",
-		"internal/memory", "extproc/envoywire/wiretest (test)",
+		"internal/memory", "extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/hedging", "kvstate/standstill",
 	},
 	"protos/config/v1": {},
 	"internal/config": {
 		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths", "extproc/kvtransfer",
 		"extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker",
-		"protos/config/v1", "picker/admission (test)",
+		"protos/config/v1", "picker/admission (test)", "kvstate/engineclock",
 	},
 	"protos/state/v1":        {},
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
-	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)"},
+	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua"},
 	"cmd/tandem": {
 		"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
 		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/telemetry",
@@ -108,7 +117,7 @@ var arrows = map[string][]string{
 	},
 	"internal/enginesim/api": {
 		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault",
-		"internal/enginesim/jsontext", "internal/enginesim/request",
+		"internal/enginesim/jsontext", "internal/enginesim/request", "internal/enginesim/web",
 	},
 	"internal/enginesim/request": {
 		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/jsontext",
