@@ -195,7 +195,8 @@ var guarded = map[string][]string{
 	},
 	"github.com/go-zeromq/": {
 		"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)",
-		"internal/enginesim/connector", "internal/enginesim/engine", "cmd/enginesim (test)",
+		"internal/enginesim/handover", "internal/enginesim/connector", "internal/enginesim/engine",
+		"cmd/enginesim (test)",
 	},
 	"sigs.k8s.io/": {
 		"internal/config", "kvstate/discovery", "envoy-configs (test)", "internal/gatewayextension (test)",

@@ -20,7 +20,7 @@ type reach struct{ methods, fields int }
 var reaching = map[string]reach{
 	"cmd/tandem.replayOptions":            {1, 31},
 	"extproc.Policy":                      {21, 29},
-	"extproc.Server":                      {39, 35},
+	"extproc.Server":                      {36, 37},
 	"extproc.answerLeg":                   {106, 74},
 	"extproc.decodeLeg":                   {107, 74},
 	"extproc.encodeLeg":                   {99, 74},

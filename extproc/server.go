@@ -135,7 +135,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		hedges: hedging.New(), pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
 	}
 	if s.now = time.Now; o.State != nil {
-		s.now = o.State.FleetNow
+		s.now = o.State.Clock.Now
 	}
 	s.streams = streamOptions{
 		memory: o.Memory, guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,

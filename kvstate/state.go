@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/kvstate/fleetclock"
 	"tandem/kvstate/prefixindex"
 )
 
@@ -74,7 +75,7 @@ type State struct {
 	Sessions
 	KVLoads
 	InferencePolicies
-	FleetClock
+	Clock fleetclock.Clock // of what replicas give each other with a time
 
 	*link
 	o         Options

@@ -9,6 +9,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/kvstate/fleetclock"
 	"tandem/kvstate/operator"
 	"tandem/status/words"
 )
@@ -68,7 +69,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		add(true, "howto/xds.md", "Envoys send this replica no requests: they can have 16 replicas "+
 			"(envoy.replicas: redis), and there are more.")
 	}
-	if ahead := s.Sharing.ClockAhead; ahead.Abs() > kvstate.MaxClockAhead {
+	if ahead := s.Sharing.ClockAhead; ahead.Abs() > fleetclock.MaxAhead {
 		add(false, "operations.md#metrics", "This host's clock is ahead of Redis's by %s: set it.", ahead.Round(time.Second))
 	}
 	files(s, add)

@@ -135,7 +135,7 @@ func (f *fleet) sharing() status.Sharing {
 	text, up := f.store.Status()
 	return status.Sharing{
 		Redis: true, Up: up, Replicas: f.store.Replicas(), Configured: f.configured,
-		KeysDiffer: len(f.store.KeyCheck().Differ), NoSlot: f.noSlot.Load(), ClockAhead: f.state.ClockAhead(),
+		KeysDiffer: len(f.store.KeyCheck().Differ), NoSlot: f.noSlot.Load(), ClockAhead: f.state.Clock.Ahead(),
 		Text: text,
 	}
 }

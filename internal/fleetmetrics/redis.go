@@ -25,7 +25,7 @@ func RegisterRedis(r prometheus.Registerer, store *redisstore.Store, state *kvst
 		"Other replicas whose ticket keys differ from this one's: requests that both serve fail.",
 		func() float64 { return float64(len(store.KeyCheck().Differ)) })
 	gauge("tandem_clock_ahead_seconds", "By how much this host's clock is ahead of Redis's, whose time replicas share.",
-		func() float64 { return state.ClockAhead().Seconds() })
+		func() float64 { return state.Clock.Ahead().Seconds() })
 	gauge("tandem_replicas",
 		"Replicas known to be alive, this one included.", func() float64 { return float64(store.Replicas()) })
 	r.MustRegister(lagCollector{store, prometheus.NewDesc("tandem_redis_lag_seconds",

@@ -55,7 +55,7 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 	o.setDefaults()
 	s := &Store{
 		o: o, state: state, log: o.Log, replica: newReplica(time.Now()), link: redisclient.NewLink(),
-		clock: clock{fleet: &state.FleetClock, log: o.Log},
+		clock: clock{fleet: &state.Clock, log: o.Log},
 		wake:  make(chan struct{}, 1), questions: make(chan question, askers*askAtOnce),
 		notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}

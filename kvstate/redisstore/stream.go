@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tandem/kvstate"
+	"tandem/kvstate/fleetclock"
 )
 
 // streamID is the id of a stream's entry: its time by the server's clock, and a count within that millisecond.
@@ -40,7 +40,7 @@ func (id streamID) compare(other streamID) int {
 // clock estimates Redis's clock from our own entries: their ids are the server's time.
 type clock struct {
 	ahead atomic.Int64 // microseconds that it is ahead of ours
-	fleet *kvstate.FleetClock
+	fleet *fleetclock.Clock
 	log   *slog.Logger
 	told  atomic.Bool // that the host's clock is wrong
 }
@@ -53,9 +53,9 @@ func (c *clock) set(id streamID, sent, replied time.Time) {
 		return
 	}
 	half := replied.Sub(sent) / 2
-	c.fleet.SetFleetTime(sent.Add(half), time.UnixMicro(int64(id.ms)*1000+500), half)
-	ahead := c.fleet.ClockAhead()
-	if wrong := ahead.Abs() > kvstate.MaxClockAhead; wrong != c.told.Swap(wrong) && wrong {
+	c.fleet.Set(sent.Add(half), time.UnixMicro(int64(id.ms)*1000+500), half)
+	ahead := c.fleet.Ahead()
+	if wrong := ahead.Abs() > fleetclock.MaxAhead; wrong != c.told.Swap(wrong) && wrong {
 		c.log.Warn("this host's clock is not Redis's: the times in the log and of what asks no Redis are wrong", "ahead", ahead)
 	}
 }
