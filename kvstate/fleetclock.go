@@ -5,9 +5,9 @@ import (
 	"time"
 )
 
-// FleetClock is the clock of what replicas give each other with a time: tickets, stored turns. With Redis it is Redis's,
-// as this replica estimates it, so that the clocks of the replicas' hosts do not matter; without Redis, and until the
-// first estimate, it is the host's. The zero value is ready. It is safe for concurrent use.
+// FleetClock is the clock of what replicas give each other with a time: tickets, stored turns. With Redis it is
+// Redis's, as this replica estimates it, so that the clocks of the replicas' hosts do not matter; without Redis, and
+// until the first estimate, it is the host's. The zero value is ready. It is safe for concurrent use.
 type FleetClock struct{ last atomic.Pointer[clockReading] }
 
 // clockReading is what the fleet's clock showed at a moment, which has a monotonic reading: a host's clock may be set.
