@@ -24,7 +24,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill"},
+	"kvstate":                {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock"},
 	"envoy-configs/lua":      {},
 	"extproc/faults":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/hedging":        {},
@@ -34,6 +34,7 @@ var arrows = map[string][]string{
 	"kvstate/kvloads":        {},
 	"kvstate/kvroom":         {},
 	"kvstate/standstill":     {},
+	"kvstate/fleetclock":     {},
 	"kvstate/prefixindex":    {},
 	"kvstate/receivebuffer":  {},
 	"kvstate/enginehttp":     {"kvstate"},
@@ -46,7 +47,7 @@ var arrows = map[string][]string{
 	"kvstate/redisstore": {
 		"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag",
 		"kvstate/redisstore/redisclient", "kvstate/redisstore/roster", "protos/state/v1", "e2e/loopback (test)",
-		"e2e/redisserver (test)",
+		"e2e/redisserver (test)", "kvstate/fleetclock",
 	},
 	"kvstate/redisstore/decode":      {"protos/state/v1"},
 	"kvstate/redisstore/lag":         {},
@@ -141,7 +142,7 @@ var arrows = map[string][]string{
 	"e2e/sglang":                  {"e2e/realengines (test)"},
 	"e2e/cluster":                 {},
 	"e2e/foreign":                 {"e2e/loopback (test)", "e2e/realengines (test)"},
-	"status":                      {"status/words", "extproc/telemetry", "extproc", "kvstate", "kvstate/operator", "picker"},
+	"status":                      {"status/words", "extproc/telemetry", "extproc", "kvstate", "kvstate/operator", "picker", "kvstate/fleetclock"},
 	"status/words":                {},
 	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},
@@ -196,7 +197,7 @@ var guarded = map[string][]string{
 	"github.com/go-zeromq/": {
 		"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)",
 		"internal/enginesim/handover", "internal/enginesim/connector", "internal/enginesim/engine",
-		"cmd/enginesim (test)",
+		"cmd/enginesim (test)", "kvstate/engineclock (test)",
 	},
 	"sigs.k8s.io/": {
 		"internal/config", "kvstate/discovery", "envoy-configs (test)", "internal/gatewayextension (test)",

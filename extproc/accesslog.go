@@ -53,7 +53,7 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.Entries {
-			s.setTime(&batch.Entries[i])
+			batch.Entries[i].SetTime(s.now())
 			switch batch.Name {
 			case envoywire.LogNameMirror:
 				s.mirrorEnded(&batch.Entries[i])
@@ -235,17 +235,6 @@ func (s *Server) sealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add
 
 // since returns how long ago that was.
 func (s *Server) since(t *kvtransfer.Ticket) time.Duration { return max(s.now().Sub(s.sealedAt(t)), 0) }
-
-// maxLogDelay is how late an entry of the access log may come; Envoy sends them every 0.2 s.
-const maxLogDelay = 2 * time.Second
-
-// setTime replaces the start of an entry by the fleet's time, if Envoy's clock cannot be right.
-func (s *Server) setTime(e *envoywire.LogEntry) {
-	now := s.now()
-	if late := now.Sub(e.Start.Add(e.Duration)); late < 0 || late > maxLogDelay {
-		e.Start = now.Add(-e.Duration)
-	}
-}
 
 // notFollowed logs and counts such an end. Every replica receives the entry; mine reports whether this one made the
 // reservation, and counts it.

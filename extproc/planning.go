@@ -45,7 +45,7 @@ func (x *planning) identify() {
 		x.requestID = id
 		return
 	}
-	x.requestID, x.newID = newRequestID(), true
+	x.requestID, x.newID = openai.NewRequestID(random(), random()), true
 }
 
 // clientAPI returns the API of a request.

@@ -55,17 +55,6 @@ func (x mainRole) serve() error {
 	return nil
 }
 
-func newRequestID() string {
-	id := make([]byte, 0, 32)
-	for range 2 {
-		const digits = "0123456789abcdef"
-		for v, i := random(), 0; i < 16; i, v = i+1, v>>4 {
-			id = append(id, digits[v&15])
-		}
-	}
-	return string(id)
-}
-
 // decide decides where the request goes, and receives the body if the decision needs it.
 func (x mainRole) decide() (*plan.Decision, error) {
 	h := &x.msg.Headers

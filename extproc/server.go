@@ -138,7 +138,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		s.now = o.State.Clock.Now
 	}
 	s.streams = streamOptions{
-		memory: o.Memory, guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
+		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
 		refused: s.observer.Refused,
 	}
 	s.faults = faults.Faults{State: o.State, Observer: s.observer, Log: o.Log, Check: o.Check}
@@ -361,6 +361,7 @@ func (s *Server) Run(ctx context.Context) {
 	var workers sync.WaitGroup
 	defer workers.Wait()
 	workers.Go(func() { s.reclaim.Run(ctx) })
+	workers.Go(func() { s.streams.bodies.Run(ctx) })
 	workers.Go(func() { s.observer.PruneSeries(ctx, s.State) })
 	s.State.Run(ctx)
 }

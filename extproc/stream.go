@@ -34,6 +34,7 @@ type stream struct {
 	noMemory   bool  // for the rest of an answer (receiveAnswer)
 
 	requestID string
+	receiving memory.Body // while timer runs
 	timer     *time.Timer // limits the time of the request's body
 	sending   sync.Mutex  // between this timer and the handler
 	answered  bool        // by the timer
@@ -42,6 +43,7 @@ type stream struct {
 // streamOptions are what the streams of a server share.
 type streamOptions struct {
 	memory      *memory.Budget // of all bodies
+	bodies      *memory.Bodies // that are being received
 	guard       *guard.Guard
 	bodyTimeout time.Duration
 	gateway     bool                // errors name the protocol's reasons, which a gateway reads
@@ -239,6 +241,7 @@ const smallShare = 1024
 // hold reserves memory for the body, and for other data of the stream, from the budget of all streams.
 func (x *stream) hold() error {
 	n := int64(x.body.Len()) + x.extraBytes
+	x.receiving.Received(n)
 	total, limit := x.memory.Add(n-x.heldBytes), x.memory.Limit()
 	if total > limit && (n > limit/smallShare || total > 2*limit) {
 		x.heldBytes = n
@@ -261,7 +264,9 @@ func (x *stream) limitBodyTime() {
 	x.sending.Lock()
 	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout()) })
 	x.sending.Unlock()
-	memory.OnFull(stream.Context(), func() { x.endEarly(stream, requestID, serverBusy()) })
+	busy := func() { x.endEarly(stream, requestID, serverBusy()) }
+	memory.OnFull(stream.Context(), busy)
+	x.bodies.Begin(&x.receiving, busy)
 }
 
 // endEarly answers a stream that waits for its body. Its handler is blocked in receive; the answer makes Envoy end
@@ -289,6 +294,7 @@ func (x *stream) stopBodyTime() {
 		return
 	}
 	x.timer.Stop()
+	x.bodies.Done(&x.receiving)
 	x.sending.Lock()
 	x.timer = nil // a deadline that is firing now sees this and does nothing
 	x.sending.Unlock()

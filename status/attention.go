@@ -23,16 +23,16 @@ type Notice struct {
 
 // Sharing is a replica's connection to the other replicas.
 type Sharing struct {
-	Redis      bool `json:"redis"`                // the configuration has state.redis
-	Up         bool `json:"up"`                   // it is in use
-	Replicas   int  `json:"replicas"`             // living ones, this one included; without Redis the configured ones
-	Configured int  `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, which may be of several
-	NoAnswer   bool `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
-	KeysDiffer int  `json:"keys_differ,omitempty"`
-	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
-	// this host's clock is ahead of Redis's by this much
-	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"`
-	Text       string        `json:"text,omitempty"` // the state of Redis in words, as /readyz has it
+	Redis      bool   `json:"redis"`                // the configuration has state.redis
+	Up         bool   `json:"up"`                   // it is in use
+	Replicas   int    `json:"replicas"`             // living ones, this one included; without Redis the configured ones
+	Configured int    `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, maybe of several
+	NoAnswer   bool   `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
+	KeysDiffer int    `json:"keys_differ,omitempty"`
+	NoSlot     bool   `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
+	Text       string `json:"text,omitempty"`    // the state of Redis in words, as /readyz has it
+
+	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"` // of Redis's
 }
 
 const (

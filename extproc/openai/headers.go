@@ -60,3 +60,15 @@ func ModelList(ids []string, created int64) []byte {
 	}
 	return b
 }
+
+// NewRequestID returns a request id of 32 hex digits, from random numbers.
+func NewRequestID(upper, lower uint64) string {
+	id := make([]byte, 0, 32)
+	for _, v := range []uint64{upper, lower} {
+		const digits = "0123456789abcdef"
+		for i := 0; i < 16; i, v = i+1, v>>4 {
+			id = append(id, digits[v&15])
+		}
+	}
+	return string(id)
+}

@@ -40,8 +40,11 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
 // client's answer.
 func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
-	if !t.Split || t.Cause == kvtransfer.CauseDecode || t.Cause == kvtransfer.CauseTurn ||
-		t.Cause == kvtransfer.CausePoolGone {
+	switch t.Cause {
+	case kvtransfer.CauseDecode, kvtransfer.CauseTurn, kvtransfer.CausePoolGone:
+		return nil
+	}
+	if !t.Split {
 		return nil
 	}
 	switch p.OnFailure {

@@ -46,8 +46,8 @@ func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 // pass 1: the part of the prompt (r.Hashes) that a D holds from an earlier turn need not be transferred. If the prefill
 // endpoint, or every endpoint that pairs with it, has left the pool between the hops, it chooses any other; Paired is
 // then false, and D must not get the parameters. Likewise if no endpoint has room for the KV: then the prefill endpoint
-// answers, whose prefix cache has the prompt. The error is the picker's: if the endpoints that pair with P are full, the
-// request may wait for them.
+// answers, whose prefix cache has the prompt. The error is the picker's: if the endpoints that pair with P are full,
+// the request may wait for them.
 func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Policy) error {
 	t := h.Ticket
 	r.Excluded = t.Excluded

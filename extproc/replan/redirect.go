@@ -34,9 +34,11 @@ func Fits(h *envoywire.Headers) error {
 	case len(h.Authority) > maxHost:
 		return openai.BadRequest("host_too_long", "", "the Host header is too long")
 	case len(h.Path) > maxPath:
-		return openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long", "the path and query of the request are too long")
+		return openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
+			"the path and query of the request are too long")
 	case h.Count > maxHeaders || h.Size > maxHeaderBytes:
-		return openai.HeadersTooLarge(http.StatusRequestHeaderFieldsTooLarge, "headers_too_large", "the request headers are too large")
+		return openai.HeadersTooLarge(http.StatusRequestHeaderFieldsTooLarge, "headers_too_large",
+			"the request headers are too large")
 	}
 	return nil
 }

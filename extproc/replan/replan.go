@@ -1,5 +1,5 @@
-// Package replan is what the replan port makes of a ticket, on values: Envoy sends a hop there that failed outright, and
-// a pass that no replica decided (docs/adr/0028, 0053). Package extproc has the port.
+// Package replan is what the replan port makes of a ticket, on values: Envoy sends a hop there that failed outright,
+// and a pass that no replica decided (docs/adr/0028, 0053). Package extproc has the port.
 //
 // Nothing comes of a request without a genuine ticket, and each ticket is taken once: engines see the tickets of their
 // own legs, and may reach the port.

@@ -56,7 +56,7 @@ func (c *clock) set(id streamID, sent, replied time.Time) {
 	c.fleet.Set(sent.Add(half), time.UnixMicro(int64(id.ms)*1000+500), half)
 	ahead := c.fleet.Ahead()
 	if wrong := ahead.Abs() > fleetclock.MaxAhead; wrong != c.told.Swap(wrong) && wrong {
-		c.log.Warn("this host's clock is not Redis's: the times in the log and of what asks no Redis are wrong", "ahead", ahead)
+		c.log.Warn("this host's clock is not Redis's, whose time tickets have: set it", "ahead", ahead)
 	}
 }
 
