@@ -22,24 +22,24 @@ type Notice struct {
 
 // Sharing is a replica's connection to the other replicas.
 type Sharing struct {
-	Redis      bool          `json:"redis"`                // the configuration has state.redis
-	Up         bool          `json:"up"`                   // it is in use
-	Replicas   int           `json:"replicas"`             // living ones, this one included; without Redis the configured ones
-	Configured int           `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, which may be of several
-	NoAnswer   bool          `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
-	KeysDiffer int           `json:"keys_differ,omitempty"`
-	NoSlot     bool          `json:"no_slot,omitempty"`        // envoy.replicas: redis has as many others as Envoys can have
-	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"` // of Redis's
-	Text       string        `json:"text,omitempty"`           // the state of Redis in words, as /readyz has it
+	Redis      bool `json:"redis"`                // the configuration has state.redis
+	Up         bool `json:"up"`                   // it is in use
+	Replicas   int  `json:"replicas"`             // living ones, this one included; without Redis the configured ones
+	Configured int  `json:"configured,omitempty"` // named in envoy.extProcs; 0: it has a name, which may be of several
+	NoAnswer   bool `json:"no_answer,omitempty"`  // Redis took no question for the other replicas
+	KeysDiffer int  `json:"keys_differ,omitempty"`
+	NoSlot     bool `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
+
+	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"` // of this host, ahead of Redis's
+
+	Text string `json:"text,omitempty"` // the state of Redis in words, as /readyz has it
 }
 
 const (
 	fullKV = .95 // share of an engine's KV cache in use from which it is full
-
 	// Prefill is idle if it got none of so many latest requests of the last minute. If some before them were split,
 	// there must be as many times the usual distance of two of those, and so much time since the latest.
 	idleDecisions, idleGaps, idleFor = 10, 3, 10 * time.Second
-
 	// After so long the engines that a dead replica scraped are scraped by others: its lease, and seconds to begin.
 	takenOver = 15 * time.Second
 )
@@ -68,7 +68,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			"(envoy.replicas: redis), and there are more.")
 	}
 	if ahead := s.Sharing.ClockAhead; ahead.Abs() > kvstate.MaxClockAhead {
-		add(false, "operations.md#metrics", "This host's clock is ahead of Redis's by %s: set it.", ahead.Round(time.Second))
+		add(false, "operations.md#redis", "This clock is ahead of Redis's by %s: set it.", ahead.Round(time.Second))
 	}
 	files(s, add)
 	otherReplicas(s, add)
