@@ -37,11 +37,9 @@ type Sharing struct {
 
 const (
 	fullKV = .95 // share of an engine's KV cache in use from which it is full
-
 	// Prefill is idle if it got none of so many latest requests of the last minute. If some before them were split,
 	// there must be as many times the usual distance of two of those, and so much time since the latest.
 	idleDecisions, idleGaps, idleFor = 10, 3, 10 * time.Second
-
 	// After so long the engines that a dead replica scraped are scraped by others: its lease, and seconds to begin.
 	takenOver = 15 * time.Second
 )
@@ -70,7 +68,7 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			"(envoy.replicas: redis), and there are more.")
 	}
 	if ahead := s.Sharing.ClockAhead; ahead.Abs() > fleetclock.MaxAhead {
-		add(false, "operations.md#metrics", "This host's clock is ahead of Redis's by %s: set it.", ahead.Round(time.Second))
+		add(false, "operations.md#redis", "This clock is ahead of Redis's by %s: set it.", ahead.Round(time.Second))
 	}
 	files(s, add)
 	otherReplicas(s, add)

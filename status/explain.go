@@ -54,7 +54,7 @@ func PrintExplanation(w io.Writer, e *extproc.Explanation) {
 		prefill, decode, alone := c.Totals()
 		note := remark(c, c.Endpoint == e.Prefill || c.Endpoint == e.Decode, e.Prefill != "")
 		if e.NotSplit == "no_prefill" && c.Out == "" && c.Role == kvstate.RolePrefill.String() {
-			note = join("no decode endpoint of its group can answer", note)
+			note = words.Join("no decode endpoint of its group can answer", note)
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n",
 			words.Plain(cmp.Or(c.Name, c.Endpoint)), c.Role, held(c.Out != "", c.Hit),
@@ -108,7 +108,7 @@ const priceColumns = "  endpoint\trole\tcached blocks\tprefill\t" +
 func remark(c *picker.Weighed, chosen, split bool) string {
 	note := learned(c)
 	if c.State == "stale" {
-		note = join("stale", note)
+		note = words.Join("stale", note)
 	}
 	switch {
 	case c.Out != "" && chosen:
@@ -116,17 +116,17 @@ func remark(c *picker.Weighed, chosen, split bool) string {
 	case c.Out != "":
 		return "left out: " + c.Out
 	case c.State == "failed" && chosen:
-		return join("out: failed; chosen since all are out", note)
+		return words.Join("out: failed; chosen since all are out", note)
 	case c.State == "failed":
-		return join("out: failed; weighed since all are out", note)
+		return words.Join("out: failed; weighed since all are out", note)
 	case c.Busy && chosen && !split:
-		return join("chosen since there is no other way, though its answers suffer", note)
+		return words.Join("chosen since there is no other way, though its answers suffer", note)
 	case c.Busy && !chosen:
-		return join(notAlone(c.TooLong), note)
+		return words.Join(notAlone(c.TooLong), note)
 	case c.Busy:
-		return join(join("chosen", notAlone(c.TooLong)), note)
+		return words.Join(words.Join("chosen", notAlone(c.TooLong)), note)
 	case chosen:
-		return join("chosen", note)
+		return words.Join("chosen", note)
 	}
 	return note
 }
@@ -146,18 +146,10 @@ func learned(c *picker.Weighed) (note string) {
 		factor float64
 	}{{"prefill", c.Speed}, {"transfers", c.Learned}, {"decode", c.Step}} {
 		if l.factor > 0 {
-			note = join(note, fmt.Sprintf("%s times %.2g", l.what, l.factor))
+			note = words.Join(note, fmt.Sprintf("%s times %.2g", l.what, l.factor))
 		}
 	}
 	return note
-}
-
-// join joins two remarks, either of which may be empty.
-func join(a, b string) string {
-	if a == "" || b == "" {
-		return a + b
-	}
-	return a + ", " + b
 }
 
 func price(has bool, seconds float64) string {

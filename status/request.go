@@ -348,7 +348,7 @@ func noteOf(t *telemetry.Trace, p *telemetry.Weighed) (note string) {
 	}
 	switch {
 	case p.NotAlone != "" && t.Prefill != "":
-		note = join(note, notAlone(p.NotAlone == telemetry.NotAloneTooLong))
+		note = words.Join(note, notAlone(p.NotAlone == telemetry.NotAloneTooLong))
 	case p.NotAlone != "" && chosen:
 		note = "chosen since there is no other way, though its answers suffer"
 	}
@@ -357,11 +357,11 @@ func noteOf(t *telemetry.Trace, p *telemetry.Weighed) (note string) {
 	case p.Out && chosen:
 		note += ", since no other was left (" + why + ")"
 	case p.Out && why == "":
-		note = join(note, "left out")
+		note = words.Join(note, "left out")
 	case p.Out:
-		note = join(note, "left out: "+why)
+		note = words.Join(note, "left out: "+why)
 	case p.Prefill == nil && p.Decode == nil && p.Alone == nil:
-		note = join(note, "not weighed: one endpoint was to do both")
+		note = words.Join(note, "not weighed: one endpoint was to do both")
 	}
 	return note
 }

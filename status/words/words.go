@@ -135,3 +135,11 @@ func State(state string, paused bool) string {
 	}
 	return cmp.Or(state, "up")
 }
+
+// Join joins two remarks, either of which may be empty.
+func Join(a, b string) string {
+	if a == "" || b == "" {
+		return a + b
+	}
+	return a + ", " + b
+}
