@@ -40,11 +40,26 @@ type leg struct {
 	untraced bool                     // no spans of its own
 	replies  *hcmv3.LocalReplyConfig  // Envoy's own answers
 	optional bool                     // its clusters may not exist
+	read     bool                     // Tandem reads the answer, so it must be plain and whole
+	json     bool                     // and JSON: it is not the client's
 }
+
+// otherForms are request headers with which a server may answer with a part of the answer, with none, or in another
+// form (RFC 9110, 3229, 7240, 9530). Tandem could not read that.
+var otherForms = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
+	"if-range", "if-unmodified-since", "prefer", "range", "te", "want-content-digest", "want-digest", "want-repr-digest"}
 
 func (m legs) listener(l leg) *listenerv3.Listener {
 	base := listeners(m)
 	l.host.Name, l.host.Domains = "all", []string{"*"}
+	var plain []*corev3.HeaderValueOption
+	if l.read {
+		l.remove = append(l.remove, otherForms...)
+		plain = append(plain, setHeader("accept-encoding", "identity", overwriteOrAdd))
+	}
+	if l.json {
+		plain = append(plain, setHeader("accept", "application/json", overwriteOrAdd))
+	}
 	h := &hcmv3.HttpConnectionManager{
 		StatPrefix: l.name, ServerHeaderTransformation: hcmv3.HttpConnectionManager_PASS_THROUGH,
 		DelayedCloseTimeout: durationpb.New(20 * time.Millisecond), StreamIdleTimeout: durationpb.New(0),
@@ -53,8 +68,9 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 		AccessLog:                 l.log,
 		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: noted(m, &routev3.RouteConfiguration{
 			Name: l.name, VirtualHosts: []*routev3.VirtualHost{l.host},
-			RequestHeadersToRemove: append(l.remove, "x-envoy-expected-rq-timeout-ms"),
+			RequestHeadersToRemove: append(l.remove, "x-envoy-expected-rq-timeout-ms"), RequestHeadersToAdd: plain,
 		}, notes{
+			"request_headers_to_add": "Tandem reads the answer, whatever form of it the client accepts.",
 			"request_headers_to_remove": "After the virtual host, which reads some of them. The ticket stays: the " +
 				"filter reads it from the request when the answer is there.",
 		})},
@@ -127,7 +143,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 	return m.listener(leg{
 		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an " +
 			"ordinary ext_proc filter.",
-		remove: []string{"x-tandem-scheme"}, host: host,
+		remove: []string{"x-tandem-scheme"}, host: host, read: true, json: true,
 		filters: []*hcmv3.HttpFilter{
 			f.keepCarry(),
 			noted(m, f.buffer(), notes{
@@ -149,8 +165,8 @@ func (m legs) encodeLeg() *listenerv3.Listener {
 	return m.listener(leg{
 		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
 			"the client's, which the main listener keeps as it is, and of the answer a redirect.",
-		remove: []string{"tandem-explain", "x-tandem-scheme"},
-		host:   &routev3.VirtualHost{Routes: m.podRoutes()},
+		remove: []string{"tandem-explain", "x-tandem-scheme"}, read: true, json: true,
+		host: &routev3.VirtualHost{Routes: m.podRoutes()},
 		filters: []*hcmv3.HttpFilter{
 			f.buffer(), f.filter(extProcFilter, ask),
 		},
@@ -171,7 +187,7 @@ func (m legs) answerLeg() *listenerv3.Listener {
 			"as long as the answer, so only such requests come this way.",
 		remove:  []string{"x-tandem-scheme"},
 		host:    &routev3.VirtualHost{Routes: m.podRoutes()},
-		filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, untraced: true,
+		filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, untraced: true, read: true,
 	})
 }
 
@@ -231,7 +247,7 @@ func (m legs) prefillMirror() *listenerv3.Listener {
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
 			"x-tandem-leg-id"},
 		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
-		log:  accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)},
+		log:  accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
 	})
 }
 

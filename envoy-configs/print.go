@@ -17,6 +17,8 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/structpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/layout"
 )
 
 // print writes a message of the model as YAML, with the model's notes as comments and an overview above all.
@@ -30,21 +32,12 @@ func (b *notebook) print(overview string, message proto.Message) ([]byte, error)
 	return out.Bytes(), err
 }
 
-// printNode writes a node. What has no notes in it and fits stands on one line; in a block the short things come
-// before the long ones. The same model always prints the same bytes.
+// printNode writes a node; see layout.Encode.
 func (b *notebook) printNode(root *yaml.Node) ([]byte, error) {
 	if b.err != nil {
 		return nil, b.err
 	}
-	layOut(root, 0)
-	var out bytes.Buffer
-	e := yaml.NewEncoder(&out)
-	e.SetIndent(2)
-	e.CompactSeqIndent()
-	if err := e.Encode(root); err != nil {
-		return nil, fmt.Errorf("printing YAML: %w", err)
-	}
-	return out.Bytes(), nil
+	return layout.Encode(root) //nolint:wrapcheck // it says what failed
 }
 
 // fields are those of a message, in the order of their names.
@@ -173,85 +166,4 @@ func scalar(tag, value string) *yaml.Node {
 		n.Style = yaml.LiteralStyle
 	}
 	return n
-}
-
-// width is how long lines may be.
-const width = 120
-
-// layOut decides what stands on one line, from a column on.
-func layOut(n *yaml.Node, column int) {
-	if length, ok := onOneLine(n); ok && column+length <= width {
-		n.Style |= yaml.FlowStyle
-		return
-	}
-	if n.Kind == yaml.SequenceNode {
-		for _, item := range n.Content {
-			comment := wrapped(item.HeadComment, column) // stands above the item, however that is laid out
-			item.HeadComment = ""
-			layOut(item, column+2)
-			item.HeadComment = comment
-		}
-		return
-	}
-	var first, short, long []*yaml.Node
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		key, v := n.Content[i], n.Content[i+1]
-		key.HeadComment, v.HeadComment = wrapped(key.HeadComment, column), wrapped(v.HeadComment, column+2)
-		inner := column + 2
-		if length, ok := onOneLine(v); ok && column+len(key.Value)+2+length <= width {
-			inner = column + len(key.Value) + 2
-		}
-		if v.Kind != yaml.ScalarNode {
-			layOut(v, inner)
-		}
-		switch {
-		case key.Value == "@type" || key.Value == "name":
-			first = append(first, key, v)
-		case key.Value == "match":
-			short = slices.Insert(short, 0, key, v)
-		case v.Style&yaml.FlowStyle != 0 || v.Kind == yaml.ScalarNode:
-			short = append(short, key, v)
-		default:
-			long = append(long, key, v)
-		}
-	}
-	n.Content = slices.Concat(first, short, long)
-}
-
-// wrapped breaks a note into lines, from a column on.
-func wrapped(note string, column int) string {
-	var out strings.Builder
-	length := 0
-	for word := range strings.FieldsSeq(note) {
-		switch {
-		case out.Len() == 0:
-		case column+len("# ")+length+1+len(word) > width:
-			out.WriteByte('\n')
-			length = 0
-		default:
-			out.WriteByte(' ')
-			length++
-		}
-		out.WriteString(word)
-		length += len(word)
-	}
-	return out.String()
-}
-
-// onOneLine is how long a node is on one line, if it may stand on one.
-func onOneLine(n *yaml.Node) (length int, ok bool) {
-	if n.HeadComment != "" || n.Style&yaml.LiteralStyle != 0 {
-		return 0, false
-	}
-	if n.Kind == yaml.ScalarNode {
-		return len(n.Value) + 2, true
-	}
-	for _, c := range n.Content {
-		l, ok := onOneLine(c)
-		if !ok {
-			return 0, false
-		}
-		length += l
-	}
-	return length + 2, true
 }

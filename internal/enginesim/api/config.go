@@ -5,6 +5,7 @@ import (
 
 	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/fault"
+	"tandem/internal/enginesim/front"
 	"tandem/internal/enginesim/request"
 )
 
@@ -20,6 +21,7 @@ type Config struct {
 	KeepAlive   time.Duration
 	MaxBody     int64 // bytes
 	Fail        []fault.Rule
+	Front       front.Config
 }
 
 // limits returns this engine's limits.

@@ -45,7 +45,7 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 		responses: newResponseStore(), Died: make(chan struct{}),
 	}
 	s.mux = s.routes()
-	s.web = &web{handler: s, idle: cfg.KeepAlive, address: cfg.Listen}
+	s.web = &web{handler: cfg.Front.Wrap(s), front: &cfg.Front, idle: cfg.KeepAlive, address: cfg.Listen}
 	if err := s.web.open(); err != nil {
 		s.closeRanks()
 		return nil, err

@@ -8,11 +8,14 @@ import (
 	"net/http"
 	"sync"
 	"time"
+
+	"tandem/internal/enginesim/front"
 )
 
 // web is the HTTP port: HTTP/1.1 and h2c.
 type web struct {
 	handler  http.Handler
+	front    *front.Config
 	idle     time.Duration // idle connections are closed after this
 	refusing sync.Mutex
 
@@ -43,6 +46,9 @@ func (b *web) open() error {
 		return net.ErrClosed
 	}
 	b.server, b.address = server, l.Addr().String()
+	if l, err = b.front.Listener(l); err != nil {
+		return err //nolint:wrapcheck // it says what failed
+	}
 	go func() { _ = server.Serve(l) }()
 	return nil
 }
