@@ -107,12 +107,16 @@ func (m routes) legRoute(name, leg, cluster string, idle time.Duration, retry *r
 // bodyRoutes say how bodies of requests that nobody has decided yet come to ext_proc.
 func (m routes) bodyRoutes() (out []*routev3.Route) {
 	f := filters(m)
-	ticket, json := present("x-tandem-ticket"), &routev3.HeaderMatcher{
-		Name: "content-type",
-		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
-			MatchPattern: &matcherv3.StringMatcher_Contains{Contains: "json"}, IgnoreCase: true,
-		}},
+	kinds := &matcherv3.StringMatcher{
+		MatchPattern: &matcherv3.StringMatcher_Contains{Contains: "json"}, IgnoreCase: true,
 	}
+	if m.Forms { // their model decides about the pool
+		kinds = &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_SafeRegex{
+			SafeRegex: &matcherv3.RegexMatcher{Regex: "(?i).*(json|multipart/form-data).*"},
+		}}
+	}
+	ticket, json := present("x-tandem-ticket"), &routev3.HeaderMatcher{Name: "content-type",
+		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: kinds}}
 	const forever = 1_000_000_000_000
 	unbuffered := perFilter{bufferFilter: f.noBuffer()}
 	afterMax := m.Bodies.Max + 1 // Envoy's ranges exclude their end

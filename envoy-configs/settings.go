@@ -39,6 +39,7 @@ type settings struct {
 	Pairs         bool          // there is a pool whose legs run at once
 	Encodes       bool          // there is a pool with an encode stage
 	Answers       bool          // there is a pool with answers that are rewritten
+	Forms         bool          // there are several pools, so uploads come to ext_proc, which reads their model
 	Explains      bool          // decisions, to operators
 	Metadata      bool          // decisions are written into dynamic metadata
 	Tracing       *tracing      // nil: no spans
@@ -191,12 +192,13 @@ func (s *settings) serve(pools []*configv1.Pool) {
 	s.Pairs = slices.ContainsFunc(pools, config.Concurrent)
 	s.Encodes = slices.ContainsFunc(pools, config.Encodes)
 	s.Answers = slices.ContainsFunc(pools, config.RewritesAnswers)
+	s.Forms = len(pools) > 1
 }
 
 // serveAll sets what any pool may need, so that a change of pools changes nothing.
 func (s *settings) serveAll() {
 	s.Engines.Schemes = []scheme{{"http", ""}, {"https", "-https"}, {"h2c", "-h2c"}}
-	s.Pairs, s.Encodes, s.Answers = true, true, true
+	s.Pairs, s.Encodes, s.Answers, s.Forms = true, true, true, true
 }
 
 // Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of
@@ -209,6 +211,9 @@ func Parts(pools []*configv1.Pool) (out []string) {
 	}
 	for _, l := range s.loops() {
 		out = append(out, "listener "+l.Listener)
+	}
+	if s.Forms {
+		out = append(out, "routes by which uploads reach the pool of their model")
 	}
 	return out
 }

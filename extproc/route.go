@@ -80,7 +80,7 @@ func (x mainRole) decide() (*plan.Decision, error) {
 	h.Path, x.stripped = paths.WithoutPrefix(x.s.PathPrefixes, h.Path)
 	switch api := openai.Classify(string(h.Method), string(h.Path)); api {
 	case openai.Models:
-		return nil, x.listModels()
+		return x.listModels()
 	case openai.PassThrough:
 		return firstPass{x.planning}.passThrough()
 	case openai.SGLangGenerate:

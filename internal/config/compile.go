@@ -56,8 +56,13 @@ type PoolSpec struct {
 
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
-	return p.Spec.Name == o.Spec.Name && slices.Equal(p.Spec.Models, o.Spec.Models) &&
+	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && slices.Equal(p.Spec.Models, o.Spec.Models) &&
 		slices.Equal(p.Endpoints, o.Endpoints)
+}
+
+// Spec returns a pool without its endpoints.
+func Spec(p *configv1.Pool) kvstate.PoolSpec {
+	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile()}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.
@@ -66,7 +71,7 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 		if p.GetDiscovery() != nil {
 			continue
 		}
-		next := PoolSpec{Spec: kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels()}}
+		next := PoolSpec{Spec: Spec(p)}
 		for _, e := range p.GetEndpoints() {
 			role, err := kvstate.ParseRole(e.GetRole())
 			if err != nil {
@@ -77,7 +82,7 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 				Ranks:      int(e.GetDataParallelRanks()),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
 				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(),
-				LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
+				ServerName: e.GetServerName(), KeyFile: e.GetApiKeyFile(), LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
 			})
 		}
 		out = append(out, next)
