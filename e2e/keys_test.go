@@ -117,3 +117,41 @@ func TestPoolsByFormAndAdapter(t *testing.T) {
 		})
 	}
 }
+
+// With envoy.cors Envoy answers preflights on every path, and every answer has the headers: engines', Tandem's own,
+// and errors of both. Without, a preflight goes to an engine.
+func TestCORS(t *testing.T) {
+	t.Parallel()
+	const origin = "https://chat.example.com"
+	preflight := []string{"origin", origin, "access-control-request-method", "POST", "access-control-request-headers", "content-type"}
+	f := start(t, options{prefills: 1, decodes: 1, engineArgs: []string{"--cors"},
+		envoyFields: ", cors: {allowOrigins: [" + origin + "], allowCredentials: true}"})
+	for _, path := range []string{"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models",
+		"/v1/models/tiny", "/inference/v1/generate", "/v1/embeddings", "/nope"} {
+		got, err := f.try(t.Context(), "OPTIONS", path, "", preflight...)
+		require.NoError(t, err)
+		require.Equal(t, 200, got.status, path)
+		require.Equal(t, []string{origin}, got.header["Access-Control-Allow-Origin"], path)
+		require.Equal(t, "authorization, content-type", got.header.Get("Access-Control-Allow-Headers"), path)
+		got, err = f.try(t.Context(), "OPTIONS", path, "", append([]string{"origin", "https://evil.example.com"}, preflight[2:]...)...)
+		require.NoError(t, err)
+		require.Empty(t, got.header["Access-Control-Allow-Origin"], path)
+	}
+	for want, got := range map[int]answer{
+		200: f.post("/v1/chat/completions", pairBody, "origin", origin),
+		400: f.post("/v1/chat/completions", "{", "origin", origin),
+		404: f.post("/nope", "{}", "origin", origin),
+		415: f.post("/v1/chat/completions", "{}", "origin", origin, "content-type", "text/plain"),
+	} {
+		require.Equal(t, want, got.status, got.body)
+		require.Equal(t, []string{origin}, got.header["Access-Control-Allow-Origin"], got.body)
+	}
+	require.Equal(t, []string{origin}, f.get("/v1/models", "origin", origin).header["Access-Control-Allow-Origin"])
+	got := f.post("/v1/chat/completions", pairBody, "origin", "https://evil.example.com")
+	require.Empty(t, got.header["Access-Control-Allow-Origin"], "the engine allows any")
+
+	f = start(t, options{prefills: 1, decodes: 1, engineArgs: []string{"--cors"}})
+	got, err := f.try(t.Context(), "OPTIONS", "/v1/chat/completions", "", preflight...)
+	require.NoError(t, err)
+	require.Equal(t, "*", got.header.Get("Access-Control-Allow-Origin"))
+}

@@ -2,6 +2,7 @@ package envoyconfigs
 
 import (
 	_ "embed"
+	"slices"
 	"time"
 
 	xdscorev3 "github.com/cncf/xds/go/xds/core/v3"
@@ -39,7 +40,7 @@ const destination = "x-gateway-destination-endpoint"
 
 // main are those of the main listener, in the order of requests; answers pass them the other way.
 func (m filters) main() []*hcmv3.HttpFilter {
-	return []*hcmv3.HttpFilter{
+	return slices.Concat(m.cors(), []*hcmv3.HttpFilter{
 		m.hygiene(),
 		m.switched(),
 		noted(m, m.buffer(), notes{
@@ -47,13 +48,14 @@ func (m filters) main() []*hcmv3.HttpFilter {
 		}),
 		m.mainExtProc(),
 		m.unfollowed(),
+	}, m.names("x-tandem-server-name"), []*hcmv3.HttpFilter{
 		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
 			UpstreamLog: accessLogs(m).failedTries()}, notes{
 			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and " +
 				"if it got no connection, the decode endpoint was never sent the KV parameters, and the blocks can " +
 				"be freed.",
 		})),
-	}
+	})
 }
 
 // phase is what ext_proc is asked about of a request or of an answer.

@@ -1,6 +1,7 @@
 package envoyconfigs
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -31,17 +32,18 @@ func (m legs) all() []*listenerv3.Listener {
 
 // leg is what the legs' listeners differ in.
 type leg struct {
-	name     string
-	why      string
-	remove   []string                 // request headers that are no engine's business
-	host     *routev3.VirtualHost     // what else changes of headers, and the routes
-	filters  []*hcmv3.HttpFilter      // before the router
-	log      []*accesslogv3.AccessLog // to Tandem
-	untraced bool                     // no spans of its own
-	replies  *hcmv3.LocalReplyConfig  // Envoy's own answers
-	optional bool                     // its clusters may not exist
-	read     bool                     // Tandem reads the answer, so it must be plain and whole
-	json     bool                     // and JSON: it is not the client's
+	name       string
+	why        string
+	remove     []string                 // request headers that are no engine's business
+	host       *routev3.VirtualHost     // what else changes of headers, and the routes
+	filters    []*hcmv3.HttpFilter      // before the router
+	log        []*accesslogv3.AccessLog // to Tandem
+	untraced   bool                     // no spans of its own
+	replies    *hcmv3.LocalReplyConfig  // Envoy's own answers
+	optional   bool                     // its clusters may not exist
+	serverName string                   // the header with the name of the engine; "": x-tandem-server-name
+	read       bool                     // Tandem reads the answer, so it must be plain and whole
+	json       bool                     // and JSON: it is not the client's
 }
 
 // otherForms are request headers with which a server may answer with a part of the answer, with none, or in another
@@ -74,7 +76,12 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 			"request_headers_to_remove": "After the virtual host, which reads some of them. The ticket stays: the " +
 				"filter reads it from the request when the answer is there.",
 		})},
-		HttpFilters: append(l.filters, filters(m).router()),
+		HttpFilters: slices.Concat(l.filters, filters(m).names(cmp.Or(l.serverName, "x-tandem-server-name")),
+			[]*hcmv3.HttpFilter{filters(m).router()}),
+	}
+	if m.secure() {
+		h.GetRouteConfig().RequestHeadersToRemove = append(h.GetRouteConfig().GetRequestHeadersToRemove(),
+			"x-tandem-server-name", "x-tandem-prefill-server-name")
 	}
 	if l.replies != nil {
 		h.LocalReplyConfig = l.replies
@@ -246,8 +253,9 @@ func (m legs) prefillMirror() *listenerv3.Listener {
 		remove: []string{destination, "x-tandem-scheme", "x-tandem-prefill-scheme",
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
 			"x-tandem-leg-id"},
-		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
-		log:  accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
+		host:       &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
+		serverName: "x-tandem-prefill-server-name",
+		log:        accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
 	})
 }
 
@@ -257,6 +265,11 @@ func (m legs) mirrorRoutes(s scheme) []*routev3.Route {
 	to := func(headers ...*routev3.HeaderMatcher) *routev3.Route {
 		r := toCluster("tandem-mirror-pod"+s.Suffix, headers...)
 		r.GetRoute().Timeout = durationpb.New(m.TicketTTL)
+		if s.Name == "https" {
+			r.GetRoute().HostRewriteSpecifier = &routev3.RouteAction_HostRewriteHeader{
+				HostRewriteHeader: "x-tandem-prefill-server-name",
+			}
+		}
 		return r
 	}
 	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, ofScheme(header,

@@ -53,18 +53,18 @@ func (m routes) configuration() *routev3.RouteConfiguration {
 		"": "How a request's body comes to ext_proc. These are chosen before it is asked; a request that is still " +
 			"here afterwards was not decided.",
 	})
-	return &routev3.RouteConfiguration{Name: "openai",
-		VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
-			Name: "all", Domains: []string{"*"},
-			ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
-			RequestHeadersToRemove: []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal",
-				"x-envoy-original-url"},
-			Routes: append(decided, undecided...),
-		}, notes{
-			"response_headers_to_remove": "Never to a client.",
-			"request_headers_to_remove": "Removed once a route is decided. x-tandem-leg must go, or pass 2 would " +
-				"begin on pass 1's route.",
-		})}}
+	host := noted(m, &routev3.VirtualHost{
+		Name: "all", Domains: []string{"*"},
+		ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
+		RequestHeadersToRemove: []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal",
+			"x-envoy-original-url"},
+		Routes: append(decided, undecided...),
+	}, notes{
+		"response_headers_to_remove": "Never to a client.",
+		"request_headers_to_remove": "Removed once a route is decided. x-tandem-leg must go, or pass 2 would " +
+			"begin on pass 1's route.",
+	})
+	return &routev3.RouteConfiguration{Name: "openai", VirtualHosts: []*routev3.VirtualHost{host}}
 }
 
 // schemeRoutes are the routes of decided requests to endpoints of a scheme.
@@ -83,6 +83,11 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.TypedPerFilterConfig = nil
 	pass.GetRoute().InternalRedirectPolicy = nil
+	if s.Name == "https" {
+		for _, r := range []*routev3.Route{decode, pass} {
+			r.RequestHeadersToRemove = append(r.RequestHeadersToRemove, "x-tandem-server-name")
+		}
+	}
 	return []*routev3.Route{prefill, decode, pass}
 }
 

@@ -34,15 +34,16 @@ type settings struct {
 	Servers       servers
 	Engines       engines
 	Bodies        bodies
-	IdleTimeout   time.Duration // of an answer that stands still
-	TicketTTL     time.Duration // no prefill takes longer
-	Pairs         bool          // there is a pool whose legs run at once
-	Encodes       bool          // there is a pool with an encode stage
-	Answers       bool          // there is a pool with answers that are rewritten
-	Forms         bool          // there are several pools, so uploads come to ext_proc, which reads their model
-	Explains      bool          // decisions, to operators
-	Metadata      bool          // decisions are written into dynamic metadata
-	Tracing       *tracing      // nil: no spans
+	IdleTimeout   time.Duration  // of an answer that stands still
+	TicketTTL     time.Duration  // no prefill takes longer
+	Pairs         bool           // there is a pool whose legs run at once
+	Encodes       bool           // there is a pool with an encode stage
+	Answers       bool           // there is a pool with answers that are rewritten
+	Forms         bool           // there are several pools, so uploads come to ext_proc, which reads their model
+	CORS          *configv1.Cors // nil: none
+	Explains      bool           // decisions, to operators
+	Metadata      bool           // decisions are written into dynamic metadata
+	Tracing       *tracing       // nil: no spans
 }
 
 // servers are Tandem's replicas.
@@ -118,7 +119,7 @@ func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, err
 		},
 		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
 		IdleTimeout: config.Duration(e.GetDecodeIdleTimeout()), TicketTTL: config.Duration(c.GetTickets().GetTtl()),
-		Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
+		CORS: e.GetCors(), Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
 	}
 	s.serve(c.GetPools())
 	if dynamic {
@@ -198,7 +199,7 @@ func (s *settings) serve(pools []*configv1.Pool) {
 // serveAll sets what any pool may need, so that a change of pools changes nothing.
 func (s *settings) serveAll() {
 	s.Engines.Schemes = []scheme{{"http", ""}, {"https", "-https"}, {"h2c", "-h2c"}}
-	s.Pairs, s.Encodes, s.Answers, s.Forms = true, true, true, true
+	s.Pairs, s.Encodes, s.Answers = true, true, true
 }
 
 // Parts names what pools need of the bootstrap beyond what every bootstrap has: clusters for a scheme, listeners of

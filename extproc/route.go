@@ -134,7 +134,11 @@ func (x mainRole) setHeaders(r route) {
 	x.setRank(r)
 	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
 	resumed := len(x.msg.Headers.Ticket) > 0 // the request came with a redirect, whose host is not the client's
-	if resumed {
+	if name := r.Endpoint.ServerNameSent(); name != "" {
+		h.Set(envoywire.HeaderServerName, []byte(name))
+		h.Set(":authority", []byte(name))
+	} else if resumed {
+		h.Remove(envoywire.HeaderServerName)
 		h.Set(":authority", x.msg.Headers.Authority)
 	}
 	if r.Path != "" {

@@ -105,6 +105,14 @@ func (e *EndpointSpec) DisplayName() string {
 	return e.Name + "#" + strconv.Itoa(e.Rank)
 }
 
+// ServerNameSent returns the name that requests to the endpoint have as Host and SNI, "" for none of its own.
+func (e *EndpointSpec) ServerNameSent() string {
+	if e.Scheme != "https" {
+		return ""
+	}
+	return e.ServerName
+}
+
 // RankName returns the rank in the engines' form, "" for the only endpoint of an address.
 func (e *EndpointSpec) RankName() string {
 	if e.Ranks == 0 {
@@ -427,5 +435,3 @@ func (s *State) PoolFor(model string) *Pool {
 	}
 	return cmp.Or(holds, told, adapts, takesAny)
 }
-
-

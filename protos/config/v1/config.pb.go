@@ -265,7 +265,7 @@ func (x *EnvoyGateway) GetServices() []string {
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long a notification that comes before its prefill answers is kept. It must be longer than the slowest prefill
-	// answer takes after its KV was sent. Range: 1s to 1h. Default 1m.
+	// answer takes after its KV was sent. Range: 1s to 24h. Default 1m.
 	Keep string `protobuf:"bytes,2,opt,name=keep,proto3" json:"keep,omitempty"`
 	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
