@@ -66,8 +66,7 @@ type EndpointSpec struct {
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 	Labels string // name=value, comma-separated: labels that requests may ask for
 
-	ServerName string // of https: SNI and Host; "": none
-	KeyFile    string // has the API key for Tandem's own requests; "": none
+	Access // what its server wants
 
 	EventsPort int // port of its KV events; 0: the pool's
 	ReplayPort int // port of the replay socket of these events, if EventsPort is not 0; 0: none
@@ -103,6 +102,12 @@ func (e *EndpointSpec) DisplayName() string {
 		return e.Name
 	}
 	return e.Name + "#" + strconv.Itoa(e.Rank)
+}
+
+// Access is what an engine's server wants of requests.
+type Access struct {
+	ServerName string // of https: SNI and Host; "": none
+	KeyFile    string // has the API key for Tandem's own requests; "": none
 }
 
 // ServerNameSent returns the name that requests to the endpoint have as Host and SNI, "" for none of its own.

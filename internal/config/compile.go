@@ -82,7 +82,8 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 				Ranks:      int(e.GetDataParallelRanks()),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
 				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(),
-				ServerName: e.GetServerName(), KeyFile: e.GetApiKeyFile(), LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
+				Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: e.GetApiKeyFile()},
+				LoRAs:  commas(e.GetLoras()), Labels: commas(e.GetLabels()),
 			})
 		}
 		out = append(out, next)

@@ -135,7 +135,7 @@ func askEngine(
 	ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint,
 ) (a engineAnswer) {
 	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
-		ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}
+		Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
 	status, _, err := client.GetAll(ctx, engine, "/health", 64<<10)
 	if err != nil || status >= http.StatusInternalServerError {
 		why := "status " + strconv.Itoa(status)
