@@ -46,10 +46,10 @@ type leg struct {
 	json       bool                     // and JSON: it is not the client's
 }
 
-// otherForms are request headers with which a server may answer with a part of the answer, with none, or in another
-// form (RFC 9110, 3229, 7240, 9530). Tandem could not read that.
+// otherForms are request headers that change an answer's form, which Tandem could not read (RFC 9110, 3229, 7240, 9530).
 var otherForms = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
-	"if-range", "if-unmodified-since", "prefer", "range", "te", "want-content-digest", "want-digest", "want-repr-digest"}
+	"if-range", "if-unmodified-since", "prefer", "range", "te",
+	"want-content-digest", "want-digest", "want-repr-digest"}
 
 func (m legs) listener(l leg) *listenerv3.Listener {
 	base := listeners(m)
@@ -72,7 +72,6 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 			Name: l.name, VirtualHosts: []*routev3.VirtualHost{l.host},
 			RequestHeadersToRemove: append(l.remove, "x-envoy-expected-rq-timeout-ms"), RequestHeadersToAdd: plain,
 		}, notes{
-			"request_headers_to_add": "Tandem reads the answer, whatever form of it the client accepts.",
 			"request_headers_to_remove": "After the virtual host, which reads some of them. The ticket stays: the " +
 				"filter reads it from the request when the answer is there.",
 		})},
@@ -255,7 +254,8 @@ func (m legs) prefillMirror() *listenerv3.Listener {
 			"x-tandem-leg-id"},
 		host:       &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
 		serverName: "x-tandem-prefill-server-name",
-		log:        accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
+		log:        accessLogs(m).endOfMirror(),
+		filters:    []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
 	})
 }
 

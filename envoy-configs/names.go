@@ -1,11 +1,7 @@
 package envoyconfigs
 
 import (
-	_ "embed"
-	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	statev3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/common/set_filter_state/v3"
@@ -13,7 +9,7 @@ import (
 	filterstatev3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/set_filter_state/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 
-	"tandem/internal/config"
+	"tandem/envoy-configs/cors"
 )
 
 // secure reports whether there may be endpoints with the scheme https.
@@ -36,8 +32,9 @@ func (m filters) names(header string) []*hcmv3.HttpFilter {
 		config.OnRequestHeaders = append(config.OnRequestHeaders, &statev3.FilterStateValue{
 			Key: &statev3.FilterStateValue_ObjectKey{ObjectKey: key}, SkipIfEmpty: true,
 			Value: &statev3.FilterStateValue_FormatString{FormatString: &corev3.SubstitutionFormatString{
-				Format: &corev3.SubstitutionFormatString_TextFormatSource{TextFormatSource: inline("%REQ(" + header + ")%")},
-				// without it an absent header is "-"
+				Format: &corev3.SubstitutionFormatString_TextFormatSource{
+					TextFormatSource: inline("%REQ(" + header + ")%"),
+				},
 				OmitEmptyValues: true,
 			}},
 		})
@@ -47,36 +44,11 @@ func (m filters) names(header string) []*hcmv3.HttpFilter {
 	})}
 }
 
-//go:embed lua/cors.lua
-var corsScript string
-
 // cors answers preflights, and adds its headers to every answer, if CORS is configured.
 func (m filters) cors() []*hcmv3.HttpFilter {
-	c := m.CORS
-	if c == nil {
+	if m.CORS == nil {
 		return nil
 	}
-	var head strings.Builder
-	table := func(name string, pairs ...string) {
-		head.WriteString(name + " = {")
-		for i := 0; i < len(pairs); i += 2 {
-			fmt.Fprintf(&head, "[%q]=%s,", pairs[i], pairs[i+1])
-		}
-		head.WriteString("}\n")
-	}
-	var origins []string
-	for _, o := range c.GetAllowOrigins() {
-		origins = append(origins, o, "true")
-	}
-	table("origins", origins...)
-	table("preflight", "access-control-allow-methods", `"GET, POST, DELETE, OPTIONS"`,
-		"access-control-allow-headers", strconv.Quote(strings.Join(c.GetAllowHeaders(), ", ")),
-		"access-control-max-age", fmt.Sprintf("%q", strconv.Itoa(int(config.Duration(c.GetMaxAge()).Seconds()))))
-	shared := []string{"access-control-expose-headers", strconv.Quote(strings.Join(c.GetExposeHeaders(), ", "))}
-	if c.GetAllowCredentials() {
-		shared = append(shared, "access-control-allow-credentials", `"true"`)
-	}
-	table("shared", shared...)
 	return []*hcmv3.HttpFilter{m.filter("envoy.filters.http.lua/cors",
-		&luav3.Lua{DefaultSourceCode: inline(head.String() + corsScript)})}
+		&luav3.Lua{DefaultSourceCode: inline(cors.Script(m.CORS))})}
 }

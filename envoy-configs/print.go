@@ -32,7 +32,6 @@ func (b *notebook) print(overview string, message proto.Message) ([]byte, error)
 	return out.Bytes(), err
 }
 
-// printNode writes a node; see layout.Encode.
 func (b *notebook) printNode(root *yaml.Node) ([]byte, error) {
 	if b.err != nil {
 		return nil, b.err
@@ -62,15 +61,15 @@ func (b *notebook) node(message protoreflect.Message) *yaml.Node {
 	case *anypb.Any:
 		return b.anyNode(v)
 	case *durationpb.Duration:
-		return scalar("!!str", strconv.FormatFloat(v.AsDuration().Seconds(), 'f', -1, 64)+"s")
+		return layout.Scalar("!!str", strconv.FormatFloat(v.AsDuration().Seconds(), 'f', -1, 64)+"s")
 	case *wrapperspb.UInt32Value:
-		return scalar("!!int", strconv.FormatUint(uint64(v.GetValue()), 10))
+		return layout.Scalar("!!int", strconv.FormatUint(uint64(v.GetValue()), 10))
 	case *wrapperspb.BoolValue:
-		return scalar("!!bool", strconv.FormatBool(v.GetValue()))
+		return layout.Scalar("!!bool", strconv.FormatBool(v.GetValue()))
 	case *structpb.Struct:
 		out := &yaml.Node{Kind: yaml.MappingNode}
 		for _, name := range slices.Sorted(maps.Keys(v.GetFields())) {
-			out.Content = append(out.Content, scalar("!!str", name), b.node(v.GetFields()[name].ProtoReflect()))
+			out.Content = append(out.Content, layout.Scalar("!!str", name), b.node(v.GetFields()[name].ProtoReflect()))
 		}
 		return out
 	case *structpb.Value:
@@ -84,7 +83,7 @@ func (b *notebook) node(message protoreflect.Message) *yaml.Node {
 		if !message.Has(f) {
 			continue
 		}
-		key := scalar("!!str", string(f.Name()))
+		key := layout.Scalar("!!str", string(f.Name()))
 		key.HeadComment = why[string(f.Name())]
 		out.Content = append(out.Content, key, b.fieldNode(f, message.Get(f)))
 	}
@@ -99,9 +98,9 @@ func (b *notebook) anyNode(a *anypb.Any) *yaml.Node {
 		return &yaml.Node{Kind: yaml.MappingNode}
 	}
 	out := b.node(message.ProtoReflect())
-	key := scalar("!!str", "@type")
+	key := layout.Scalar("!!str", "@type")
 	key.Style = yaml.DoubleQuotedStyle
-	out.Content = append([]*yaml.Node{key, scalar("!!str", a.GetTypeUrl())}, out.Content...)
+	out.Content = append([]*yaml.Node{key, layout.Scalar("!!str", a.GetTypeUrl())}, out.Content...)
 	return out
 }
 
@@ -111,9 +110,9 @@ func (b *notebook) structNode(v *structpb.Value) *yaml.Node {
 	case *structpb.Value_StructValue:
 		return b.node(k.StructValue.ProtoReflect())
 	case *structpb.Value_StringValue:
-		return scalar("!!str", k.StringValue)
+		return layout.Scalar("!!str", k.StringValue)
 	default:
-		return scalar("!!null", "null")
+		return layout.Scalar("!!null", "null")
 	}
 }
 
@@ -126,7 +125,7 @@ func (b *notebook) fieldNode(f protoreflect.FieldDescriptor, v protoreflect.Valu
 			return true
 		})
 		for _, name := range slices.Sorted(maps.Keys(entries)) {
-			out.Content = append(out.Content, scalar("!!str", name), entries[name])
+			out.Content = append(out.Content, layout.Scalar("!!str", name), entries[name])
 		}
 		return out
 	case f.IsList():
@@ -146,24 +145,16 @@ func (b *notebook) singleNode(f protoreflect.FieldDescriptor, v protoreflect.Val
 		return b.node(v.Message())
 	case protoreflect.EnumKind:
 		if f.Enum().FullName() == "envoy.type.v3.StatusCode" { // 503 says more than ServiceUnavailable
-			return scalar("!!int", strconv.Itoa(int(v.Enum())))
+			return layout.Scalar("!!int", strconv.Itoa(int(v.Enum())))
 		}
-		return scalar("!!str", string(f.Enum().Values().ByNumber(v.Enum()).Name()))
+		return layout.Scalar("!!str", string(f.Enum().Values().ByNumber(v.Enum()).Name()))
 	case protoreflect.StringKind:
-		return scalar("!!str", v.String())
+		return layout.Scalar("!!str", v.String())
 	case protoreflect.BoolKind:
-		return scalar("!!bool", v.String())
+		return layout.Scalar("!!bool", v.String())
 	case protoreflect.FloatKind, protoreflect.DoubleKind:
-		return scalar("!!float", v.String())
+		return layout.Scalar("!!float", v.String())
 	default:
-		return scalar("!!int", v.String())
+		return layout.Scalar("!!int", v.String())
 	}
-}
-
-func scalar(tag, value string) *yaml.Node {
-	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: tag, Value: value}
-	if strings.Contains(value, "\n") {
-		n.Style = yaml.LiteralStyle
-	}
-	return n
 }

@@ -104,3 +104,17 @@ func onOneLine(n *yaml.Node) (length int, ok bool) {
 	}
 	return length + 2, true
 }
+
+// Scalar is a value with its tag; text of several lines is a block.
+func Scalar(tag, value string) *yaml.Node {
+	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: tag, Value: value}
+	if strings.Contains(value, "\n") {
+		n.Style = yaml.LiteralStyle
+	}
+	return n
+}
+
+// Field is a member of a mapping: its name, and text as its value.
+func Field(name, value string) []*yaml.Node {
+	return []*yaml.Node{Scalar("!!str", name), Scalar("!!str", value)}
+}

@@ -27,7 +27,7 @@ function envoy_on_response(handle)
   local cors = handle:streamInfo():dynamicMetadata():get("tandem.cors")
   if cors then
     h:replace("access-control-allow-origin", cors["origin"])
-    for name, value in pairs(shared) do h:replace(name, value) end
+    for name, value in pairs(exposed) do h:replace(name, value) end
     h:add("vary", "origin")
   end
 end
