@@ -48,7 +48,8 @@ func (c *Config) Wrap(routes http.Handler) http.Handler {
 		return routes
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if host, _, err := net.SplitHostPort(r.Host); c.Name != "" && r.Host != c.Name && (err != nil || host != c.Name) {
+		host, _, err := net.SplitHostPort(r.Host)
+		if c.Name != "" && r.Host != c.Name && (err != nil || host != c.Name) {
 			http.Error(w, "no such host: "+r.Host, http.StatusMisdirectedRequest)
 			return
 		}
