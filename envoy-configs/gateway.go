@@ -120,13 +120,14 @@ type patch struct {
 
 // node is the patch as one of an EnvoyPatchPolicy.
 func (p patch) node() *yaml.Node {
-	operation := &yaml.Node{Kind: yaml.MappingNode, Content: append(layout.Field("op", p.Op), layout.Field("path", p.Path)...)}
+	operation := &yaml.Node{Kind: yaml.MappingNode, Content: layout.Field("op", p.Op, "path", p.Path)}
 	if p.JSONPath != "" {
 		operation.Content = append(operation.Content, layout.Field("jsonPath", p.JSONPath)...)
 	}
 	operation.Content = append(operation.Content, layout.Scalar("!!str", "value"), p.Value)
 	return &yaml.Node{Kind: yaml.MappingNode, Content: slices.Concat(
-		layout.Field("name", p.Name), layout.Field("type", typePrefix+p.Type), []*yaml.Node{layout.Scalar("!!str", "operation"), operation},
+		layout.Field("name", p.Name, "type", typePrefix+p.Type),
+		[]*yaml.Node{layout.Scalar("!!str", "operation"), operation},
 	)}
 }
 

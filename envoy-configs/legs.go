@@ -46,7 +46,7 @@ type leg struct {
 	json       bool                     // and JSON: it is not the client's
 }
 
-// otherForms are request headers that change an answer's form, which Tandem could not read (RFC 9110, 3229, 7240, 9530).
+// otherForms are request headers that change the form of an answer (RFC 9110, 3229, 7240, 9530).
 var otherForms = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
 	"if-range", "if-unmodified-since", "prefer", "range", "te",
 	"want-content-digest", "want-digest", "want-repr-digest"}

@@ -17,8 +17,7 @@ func (s *settings) secure() bool {
 	return slices.ContainsFunc(s.Engines.Schemes, func(e scheme) bool { return e.Name == "https" })
 }
 
-// names has the names of https engines, which ext_proc writes into a header, used as SNI, and their certificates
-// checked for them where certificates are checked. There is no filter where there are no such engines.
+// names makes the names of https engines, which ext_proc writes into a header, SNI, and checks certificates for them.
 func (m filters) names(header string) []*hcmv3.HttpFilter {
 	if !m.secure() {
 		return nil

@@ -134,13 +134,7 @@ func (x mainRole) setHeaders(r route) {
 	x.setRank(r)
 	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
 	resumed := len(x.msg.Headers.Ticket) > 0 // the request came with a redirect, whose host is not the client's
-	if name := r.Endpoint.ServerNameSent(); name != "" {
-		h.Set(envoywire.HeaderServerName, []byte(name))
-		h.Set(":authority", []byte(name))
-	} else if resumed {
-		h.Remove(envoywire.HeaderServerName)
-		h.Set(":authority", x.msg.Headers.Authority)
-	}
+	x.setHost(r, resumed)
 	if r.Path != "" {
 		h.Set(":path", []byte(r.Path))
 	} else if x.stripped || resumed && bytes.IndexByte(x.msg.Headers.Path, '?') >= 0 {
@@ -190,6 +184,19 @@ func (x mainRole) setHeaders(r route) {
 		h.Set(envoywire.HeaderScheme, []byte(s))
 	} else {
 		h.Remove(envoywire.HeaderScheme)
+	}
+}
+
+// setHost sets the Host: the engine's name, if it has one, or the client's.
+func (x mainRole) setHost(r route, resumed bool) {
+	if name := r.Endpoint.ServerNameSent(); name != "" {
+		x.headers.Set(envoywire.HeaderServerName, []byte(name))
+		x.headers.Set(":authority", []byte(name))
+	} else if resumed {
+		x.headers.Set(":authority", x.msg.Headers.Authority)
+		if r.Endpoint.Scheme == "https" { // an earlier pass may have set it
+			x.headers.Remove(envoywire.HeaderServerName)
+		}
 	}
 }
 

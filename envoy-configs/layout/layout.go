@@ -114,7 +114,10 @@ func Scalar(tag, value string) *yaml.Node {
 	return n
 }
 
-// Field is a member of a mapping: its name, and text as its value.
-func Field(name, value string) []*yaml.Node {
-	return []*yaml.Node{Scalar("!!str", name), Scalar("!!str", value)}
+// Field is members of a mapping: names, each followed by its text.
+func Field(pairs ...string) (out []*yaml.Node) {
+	for _, text := range pairs {
+		out = append(out, Scalar("!!str", text))
+	}
+	return out
 }

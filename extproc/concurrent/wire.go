@@ -27,7 +27,7 @@ func SetHeaders(h *envoywire.HeaderEdits, in *envoywire.Headers, requestID strin
 		for _, name := range [...]string{
 			envoywire.HeaderPrefillEndpoint, envoywire.HeaderPrefillScheme, envoywire.HeaderMirror,
 			envoywire.HeaderClientID, envoywire.HeaderLegID, envoywire.HeaderPrefillRank, envoywire.HeaderDecodeRank,
-			envoywire.HeaderAnswer, envoywire.HeaderPrefillName,
+			envoywire.HeaderAnswer,
 		} {
 			h.Remove(name)
 		}
@@ -39,7 +39,9 @@ func SetHeaders(h *envoywire.HeaderEdits, in *envoywire.Headers, requestID strin
 	}
 	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
 	set(envoywire.HeaderPrefillScheme, scheme)
-	set(envoywire.HeaderPrefillName, p.Prefill.ServerNameSent())
+	if p.Prefill.Scheme == "https" {
+		set(envoywire.HeaderPrefillName, p.Prefill.ServerNameSent())
+	}
 	mirror := envoywire.MirrorKeep
 	if p.Cancel {
 		mirror = envoywire.MirrorCancel

@@ -44,7 +44,8 @@ func TestCoerced(t *testing.T) {
 // TestCoercedMembers: the decisions that follow from such values.
 func TestCoercedMembers(t *testing.T) {
 	for body, want := range map[string]string{
-		`{"n":"1"}`: "", `{"n":true}`: "", `{"n":1.0}`: "", `{"n":"2"}`: "several_choices", `{"n":"x"}`: "several_choices",
+		`{"n":"1"}`: "", `{"n":true}`: "", `{"n":1.0}`: "", `{"n":"2"}`: "several_choices",
+		`{"n":"x"}`:       "several_choices",
 		`{"best_of":"1"}`: "", `{"best_of":"2"}`: "several_choices", `{"echo":"false"}`: "", `{"echo":0}`: "",
 		`{"echo":"no"}`: "", `{"echo":1}`: "echo", `{"echo":"on"}`: "echo", `{"echo":"maybe"}`: "echo",
 		`{"use_beam_search":"off"}`: "", `{"use_beam_search":"1"}`: "beam_search",
@@ -60,7 +61,8 @@ func TestCoercedMembers(t *testing.T) {
 	} {
 		require.Equal(t, want, scanned(t, Responses, body).Unsplittable(), body)
 	}
-	r := scanned(t, Chat, `{"stream":"on","stream_options":{"include_usage":"yes"},"min_tokens":"5","max_tokens":"9.0"}`)
+	r := scanned(t, Chat, `{"stream":"on","stream_options":{"include_usage":"yes"},`+
+		`"min_tokens":"5","max_tokens":"9.0"}`)
 	require.True(t, r.True(FieldStream) && r.WantsUsage() && r.StreamOptionsAllowed())
 	least, most := r.AnswerTokens()
 	require.Equal(t, []int64{5, 9}, []int64{least, most})

@@ -32,7 +32,7 @@ func FormModel(contentType string, body []byte) (model string, err error) {
 			return model, nil
 		}
 		if err != nil {
-			return "", BadRequest("invalid_form", "", "the form cannot be read: it ends early, or a part has no headers")
+			return "", BadRequest("invalid_form", "", "the form cannot be read")
 		}
 		if part.FormName() != "model" || part.FileName() != "" {
 			continue
@@ -60,7 +60,8 @@ func CheckOther(contentType, contentEncoding string, read bool) error {
 	switch {
 	case strings.EqualFold(strings.TrimSpace(kind), "application/json") && read:
 		return CheckHeaders(contentType, contentEncoding)
-	case strings.EqualFold(strings.TrimSpace(kind), "application/json"): // Envoy's routes are not those of `tandem envoy`
+	case strings.EqualFold(strings.TrimSpace(kind), "application/json"):
+		// Envoy's routes are not those of `tandem envoy`
 		return UnsupportedMediaType("a JSON body did not come to the router")
 	case !IsForm(contentType):
 		return UnsupportedMediaType("content-type must be application/json or multipart/form-data on this path")

@@ -215,7 +215,7 @@ func TestModelsThatMakeNoSense(t *testing.T) {
 		s, endpoint := e.start(t, "")
 		s.SetModels(endpoint, []kvstate.Model{{ID: "known"}})
 		NewProber(s, quiet()).askModels(t.Context(), endpoint)
-		require.Equal(t, []string{"known"}, s.Models(s.Pool("p")))
+		require.Equal(t, []string{"known"}, s.ModelNames(s.Pool("p")))
 		require.False(t, endpoint.Failed())
 	}
 }

@@ -1273,7 +1273,7 @@ type Pool struct {
 	// The engines' KV transfer dialect, or none. docs/protocols.md has the dialects. none: the engines prefill and decode
 	// by themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
-	// A file with the engines' API key, on one line, for Tandem's own requests: probes, metrics, lists of models,
+	// A file with the engines' API key, on one line. It is for Tandem's own requests: probes, metrics, lists of models,
 	// tokenization, cleanup. It is read for each of them, so a new key counts at once. Clients' requests keep their own
 	// key. Absent: Tandem sends none. A relative path is relative to the working directory of the server.
 	ApiKeyFile string `protobuf:"bytes,78,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
@@ -2994,9 +2994,9 @@ type Endpoint struct {
 	KvEventsPort int32 `protobuf:"varint,15,opt,name=kv_events_port,json=kvEventsPort,proto3" json:"kv_events_port,omitempty"`
 	// In place of kvEvents.replayPort. Only with kvEventsPort.
 	KvReplayPort int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
-	// The name of an engine with the scheme https, where its server wants one: Envoy and Tandem send it as SNI and as
-	// Host, in place of the client's Host. With envoy.endpointTls.caFile its certificate must have this name. Absent: the
-	// client's Host, and the SNI of envoy.endpointTls.serverName.
+	// The name that the server of an https engine wants. Envoy and Tandem send it as SNI and as Host, in place of the
+	// client's Host. With envoy.endpointTls.caFile its certificate must have this name. Absent: the client's Host, and
+	// the SNI of envoy.endpointTls.serverName.
 	ServerName string `protobuf:"bytes,22,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
 	// In place of the pool's apiKeyFile.
 	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
