@@ -31,7 +31,7 @@ func (x firstPass) passThrough() (*plan.Decision, error) {
 		return nil, err
 	}
 	if id, ok := plan.StoredResponse(string(h.Path)); ok {
-		if pool, e := x.findHolder(id); e != nil && x.serves(pool) {
+		if pool, e := plan.FindHolder(x.s.State.Pools(), id); e != nil && x.serves(pool) {
 			x.describe(pool, plan.Attempt{})
 			return plan.Pass(&x.req, e, x.body.Len(), "stored_response"), nil
 		}
@@ -90,16 +90,6 @@ func (x *planning) pickAny(policy *Policy, model string) (*kvstate.Endpoint, err
 		return nil, policy.NoEndpoint(pool, err)
 	}
 	return x.view.Endpoints[choice.Decode].Endpoint, nil
-}
-
-// findHolder finds the endpoint that a response id names, in any pool.
-func (x firstPass) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
-	for _, pool := range x.s.State.Pools() {
-		if e := plan.HolderOf(pool, id); e != nil {
-			return pool, e
-		}
-	}
-	return nil, nil
 }
 
 // served reports whether any pool serves a path.

@@ -189,13 +189,14 @@ func (x mainRole) setHeaders(r route) {
 
 // setHost sets the Host: the engine's name, if it has one, or the client's.
 func (x mainRole) setHost(r route, resumed bool) {
-	if name := r.Endpoint.ServerNameSent(); name != "" {
-		x.headers.Set(envoywire.HeaderServerName, []byte(name))
-		x.headers.Set(":authority", []byte(name))
+	h, name := &x.headers, []byte(r.Endpoint.ServerNameSent())
+	if len(name) > 0 {
+		h.Set(envoywire.HeaderServerName, name)
+		h.Set(":authority", name)
 	} else if resumed {
-		x.headers.Set(":authority", x.msg.Headers.Authority)
+		h.Set(":authority", x.msg.Headers.Authority)
 		if r.Endpoint.Scheme == "https" { // an earlier pass may have set it
-			x.headers.Remove(envoywire.HeaderServerName)
+			h.Remove(envoywire.HeaderServerName)
 		}
 	}
 }

@@ -48,7 +48,8 @@ type fact struct {
 	bootstrap uint16       // 0: not reported
 }
 
-// NewFacts returns Facts without answers. keyFile is the pool's. sameRelease means that engines of different releases must not be paired.
+// NewFacts returns Facts without answers. keyFile is the pool's. sameRelease means that engines of different releases
+// must not be paired.
 func NewFacts(sameRelease bool, keyFile string, log *slog.Logger) *Facts {
 	client := enginehttp.New(modelsTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
 	return &Facts{
