@@ -24,21 +24,25 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock"},
-	"envoy-configs/lua":      {},
-	"extproc/faults":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
-	"extproc/hedging":        {},
-	"extproc/replan":         {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
-	"internal/enginesim/web": {},
-	"kvstate/engineclock":    {"internal/zmtp"},
-	"kvstate/kvloads":        {},
-	"kvstate/kvroom":         {},
-	"kvstate/standstill":     {},
-	"kvstate/fleetclock":     {},
-	"kvstate/prefixindex":    {},
-	"kvstate/receivebuffer":  {},
-	"kvstate/enginehttp":     {"kvstate"},
-	"kvstate/discovery":      {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate":                  {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock"},
+	"envoy-configs/lua":        {},
+	"extproc/faults":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"extproc/hedging":          {},
+	"extproc/replan":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
+	"internal/enginesim/web":   {},
+	"kvstate/engineclock":      {"internal/zmtp"},
+	"kvstate/kvloads":          {},
+	"kvstate/kvroom":           {},
+	"kvstate/standstill":       {},
+	"kvstate/fleetclock":       {},
+	"envoy-configs/cors":       {"protos/config/v1"},
+	"envoy-configs/layout":     {},
+	"extproc/models":           {"kvstate"},
+	"internal/enginesim/front": {},
+	"kvstate/prefixindex":      {},
+	"kvstate/receivebuffer":    {},
+	"kvstate/enginehttp":       {"kvstate"},
+	"kvstate/discovery":        {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"kvstate/kvevents": {
 		"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore (test)",
 		"e2e/loopback (test)", "e2e/redisserver (test)",
@@ -90,7 +94,7 @@ var arrows = map[string][]string{
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker",
-		"internal/memory", "extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/hedging", "kvstate/standstill",
+		"internal/memory", "extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/hedging", "kvstate/standstill", "extproc/models",
 	},
 	"protos/config/v1": {},
 	"internal/config": {
@@ -101,7 +105,7 @@ var arrows = map[string][]string{
 	"protos/state/v1":        {},
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
-	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua"},
+	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors"},
 	"cmd/tandem": {
 		"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
 		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/telemetry",
@@ -109,7 +113,7 @@ var arrows = map[string][]string{
 		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
 		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
 		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
-		"e2e/loopback (test)",
+		"e2e/loopback (test)", "kvstate/enginehttp",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -118,7 +122,7 @@ var arrows = map[string][]string{
 	},
 	"internal/enginesim/api": {
 		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault",
-		"internal/enginesim/jsontext", "internal/enginesim/request", "internal/enginesim/web",
+		"internal/enginesim/jsontext", "internal/enginesim/request", "internal/enginesim/web", "internal/enginesim/front",
 	},
 	"internal/enginesim/request": {
 		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/jsontext",

@@ -1,6 +1,7 @@
 package envoyconfigs
 
 import (
+	"slices"
 	"time"
 
 	xdscorev3 "github.com/cncf/xds/go/xds/core/v3"
@@ -40,9 +41,9 @@ const destination = "x-gateway-destination-endpoint"
 
 // main are those of the main listener, in the order of requests; answers pass them the other way.
 func (m filters) main() []*hcmv3.HttpFilter {
-	fs := []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
+	fs := slices.Concat(m.cors(), []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
-	}), m.mainExtProc(), m.unfollowed()}
+	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"))
 	if m.Leases {
 		fs = append(fs, m.ruled("edit", lua.Edit, "cut|[0-9]+", "Cuts KV parameters, and all of a refused stream."),
 			m.ruled("late", lua.Late, "[0-9]+", "An answer that begins late may be made from KV that was another "+

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"tandem/envoy-configs/layout"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -119,16 +120,14 @@ type patch struct {
 
 // node is the patch as one of an EnvoyPatchPolicy.
 func (p patch) node() *yaml.Node {
-	field := func(name, value string) []*yaml.Node {
-		return []*yaml.Node{scalar("!!str", name), scalar("!!str", value)}
-	}
-	operation := &yaml.Node{Kind: yaml.MappingNode, Content: append(field("op", p.Op), field("path", p.Path)...)}
+	operation := &yaml.Node{Kind: yaml.MappingNode, Content: layout.Field("op", p.Op, "path", p.Path)}
 	if p.JSONPath != "" {
-		operation.Content = append(operation.Content, field("jsonPath", p.JSONPath)...)
+		operation.Content = append(operation.Content, layout.Field("jsonPath", p.JSONPath)...)
 	}
-	operation.Content = append(operation.Content, scalar("!!str", "value"), p.Value)
+	operation.Content = append(operation.Content, layout.Scalar("!!str", "value"), p.Value)
 	return &yaml.Node{Kind: yaml.MappingNode, Content: slices.Concat(
-		field("name", p.Name), field("type", typePrefix+p.Type), []*yaml.Node{scalar("!!str", "operation"), operation},
+		layout.Field("name", p.Name, "type", typePrefix+p.Type),
+		[]*yaml.Node{layout.Scalar("!!str", "operation"), operation},
 	)}
 }
 
@@ -153,7 +152,7 @@ func (g *gatewayResources) patches(m model) []patch {
 	replies := m.node((&hcmv3.LocalReplyConfig{Mappers: own.Replies}).ProtoReflect())
 	out := []patch{
 		{Type: routesKind, Name: listener, Op: "replace", JSONPath: route, Path: "/route/cluster",
-			Value: scalar("!!str", BehindName)},
+			Value: layout.Scalar("!!str", BehindName)},
 		{Type: routesKind, Name: listener, Op: "add", JSONPath: route, Path: "/route/idle_timeout",
 			Value: m.node(durationpb.New(own.IdleTimeout).ProtoReflect())},
 		{Type: listenerKind, Name: listener, Op: "add", JSONPath: manager, Path: "/local_reply_config", Value: replies},

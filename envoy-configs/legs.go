@@ -1,6 +1,7 @@
 package envoyconfigs
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -31,20 +32,36 @@ func (m legs) all() []*listenerv3.Listener {
 
 // leg is what the legs' listeners differ in.
 type leg struct {
-	name     string
-	why      string
-	remove   []string                 // request headers that are no engine's business
-	host     *routev3.VirtualHost     // what else changes of headers, and the routes
-	filters  []*hcmv3.HttpFilter      // before the router
-	log      []*accesslogv3.AccessLog // to Tandem
-	untraced bool                     // no spans of its own
-	replies  *hcmv3.LocalReplyConfig  // Envoy's own answers
-	optional bool                     // its clusters may not exist
+	name       string
+	why        string
+	remove     []string                 // request headers that are no engine's business
+	host       *routev3.VirtualHost     // what else changes of headers, and the routes
+	filters    []*hcmv3.HttpFilter      // before the router
+	log        []*accesslogv3.AccessLog // to Tandem
+	untraced   bool                     // no spans of its own
+	replies    *hcmv3.LocalReplyConfig  // Envoy's own answers
+	optional   bool                     // its clusters may not exist
+	serverName string                   // the header with the name of the engine; "": x-tandem-server-name
+	read       bool                     // Tandem reads the answer, so it must be plain and whole
+	json       bool                     // and JSON: it is not the client's
 }
+
+// otherForms are request headers that change the form of an answer (RFC 9110, 3229, 7240, 9530).
+var otherForms = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
+	"if-range", "if-unmodified-since", "prefer", "range", "te",
+	"want-content-digest", "want-digest", "want-repr-digest"}
 
 func (m legs) listener(l leg) *listenerv3.Listener {
 	base := listeners(m)
 	l.host.Name, l.host.Domains = "all", []string{"*"}
+	var plain []*corev3.HeaderValueOption
+	if l.read {
+		l.remove = append(l.remove, otherForms...)
+		plain = append(plain, setHeader("accept-encoding", "identity", overwriteOrAdd))
+	}
+	if l.json {
+		plain = append(plain, setHeader("accept", "application/json", overwriteOrAdd))
+	}
 	h := &hcmv3.HttpConnectionManager{
 		StatPrefix: l.name, ServerHeaderTransformation: hcmv3.HttpConnectionManager_PASS_THROUGH,
 		DelayedCloseTimeout: durationpb.New(20 * time.Millisecond), StreamIdleTimeout: durationpb.New(0),
@@ -53,12 +70,17 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 		AccessLog:                 l.log,
 		RouteSpecifier: &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: noted(m, &routev3.RouteConfiguration{
 			Name: l.name, VirtualHosts: []*routev3.VirtualHost{l.host},
-			RequestHeadersToRemove: append(l.remove, "x-envoy-expected-rq-timeout-ms"),
+			RequestHeadersToRemove: append(l.remove, "x-envoy-expected-rq-timeout-ms"), RequestHeadersToAdd: plain,
 		}, notes{
 			"request_headers_to_remove": "After the virtual host, which reads some of them. The ticket stays: the " +
 				"filter reads it from the request when the answer is there.",
 		})},
-		HttpFilters: append(l.filters, filters(m).router()),
+		HttpFilters: slices.Concat(l.filters, filters(m).names(cmp.Or(l.serverName, "x-tandem-server-name")),
+			[]*hcmv3.HttpFilter{filters(m).router()}),
+	}
+	if m.secure() {
+		h.GetRouteConfig().RequestHeadersToRemove = append(h.GetRouteConfig().GetRequestHeadersToRemove(),
+			"x-tandem-server-name", "x-tandem-prefill-server-name")
 	}
 	if l.replies != nil {
 		h.LocalReplyConfig = l.replies
@@ -129,7 +151,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 	return m.listener(leg{
 		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an " +
 			"ordinary ext_proc filter.",
-		remove: []string{"x-tandem-scheme"}, host: host,
+		remove: []string{"x-tandem-scheme"}, host: host, read: true, json: true,
 		filters: []*hcmv3.HttpFilter{
 			f.keepCarry(),
 			noted(m, f.buffer(), notes{
@@ -152,9 +174,8 @@ func (m legs) encodeLeg() *listenerv3.Listener {
 	return m.listener(leg{
 		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
 			"the client's, which the main listener keeps as it is, and of the answer a redirect.",
-		remove:  []string{"tandem-explain", "x-tandem-scheme"},
-		host:    &routev3.VirtualHost{Routes: m.podRoutes()},
-		filters: []*hcmv3.HttpFilter{f.buffer(), f.filter(extProcFilter, ask)},
+		remove: []string{"tandem-explain", "x-tandem-scheme"}, read: true, json: true,
+		host: &routev3.VirtualHost{Routes: m.podRoutes()}, filters: []*hcmv3.HttpFilter{f.buffer(), f.filter(extProcFilter, ask)},
 	})
 }
 
@@ -172,7 +193,7 @@ func (m legs) answerLeg() *listenerv3.Listener {
 			"as long as the answer, so only such requests come this way.",
 		remove:  []string{"x-tandem-scheme"},
 		host:    &routev3.VirtualHost{Routes: m.podRoutes()},
-		filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, untraced: true,
+		filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, untraced: true, read: true,
 	})
 }
 
@@ -232,8 +253,10 @@ func (m legs) prefillMirror() *listenerv3.Listener {
 		remove: []string{destination, "x-tandem-scheme", "x-tandem-prefill-scheme",
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
 			"x-tandem-leg-id"},
-		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
-		log:  accessLogs(m).endOfMirror(), filters: []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)},
+		host:       &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
+		serverName: "x-tandem-prefill-server-name",
+		log:        accessLogs(m).endOfMirror(),
+		filters:    []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
 	})
 }
 
@@ -243,6 +266,11 @@ func (m legs) mirrorRoutes(s scheme) []*routev3.Route {
 	to := func(headers ...*routev3.HeaderMatcher) *routev3.Route {
 		r := toCluster("tandem-mirror-pod"+s.Suffix, headers...)
 		r.GetRoute().Timeout = durationpb.New(m.TicketTTL)
+		if s.Name == "https" {
+			r.GetRoute().HostRewriteSpecifier = &routev3.RouteAction_HostRewriteHeader{
+				HostRewriteHeader: "x-tandem-prefill-server-name",
+			}
+		}
 		return r
 	}
 	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, ofScheme(header,

@@ -17,6 +17,8 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/structpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/layout"
 )
 
 // print writes a message of the model as YAML, with the model's notes as comments and an overview above all.
@@ -30,21 +32,11 @@ func (b *notebook) print(overview string, message proto.Message) ([]byte, error)
 	return out.Bytes(), err
 }
 
-// printNode writes a node. What has no notes in it and fits stands on one line; in a block the short things come
-// before the long ones. The same model always prints the same bytes.
 func (b *notebook) printNode(root *yaml.Node) ([]byte, error) {
 	if b.err != nil {
 		return nil, b.err
 	}
-	layOut(root, 0)
-	var out bytes.Buffer
-	e := yaml.NewEncoder(&out)
-	e.SetIndent(2)
-	e.CompactSeqIndent()
-	if err := e.Encode(root); err != nil {
-		return nil, fmt.Errorf("printing YAML: %w", err)
-	}
-	return out.Bytes(), nil
+	return layout.Encode(root) //nolint:wrapcheck // it says what failed
 }
 
 // fields are those of a message, in the order of their names.
@@ -69,15 +61,15 @@ func (b *notebook) node(message protoreflect.Message) *yaml.Node {
 	case *anypb.Any:
 		return b.anyNode(v)
 	case *durationpb.Duration:
-		return scalar("!!str", strconv.FormatFloat(v.AsDuration().Seconds(), 'f', -1, 64)+"s")
+		return layout.Scalar("!!str", strconv.FormatFloat(v.AsDuration().Seconds(), 'f', -1, 64)+"s")
 	case *wrapperspb.UInt32Value:
-		return scalar("!!int", strconv.FormatUint(uint64(v.GetValue()), 10))
+		return layout.Scalar("!!int", strconv.FormatUint(uint64(v.GetValue()), 10))
 	case *wrapperspb.BoolValue:
-		return scalar("!!bool", strconv.FormatBool(v.GetValue()))
+		return layout.Scalar("!!bool", strconv.FormatBool(v.GetValue()))
 	case *structpb.Struct:
 		out := &yaml.Node{Kind: yaml.MappingNode}
 		for _, name := range slices.Sorted(maps.Keys(v.GetFields())) {
-			out.Content = append(out.Content, scalar("!!str", name), b.node(v.GetFields()[name].ProtoReflect()))
+			out.Content = append(out.Content, layout.Scalar("!!str", name), b.node(v.GetFields()[name].ProtoReflect()))
 		}
 		return out
 	case *structpb.Value:
@@ -91,7 +83,7 @@ func (b *notebook) node(message protoreflect.Message) *yaml.Node {
 		if !message.Has(f) {
 			continue
 		}
-		key := scalar("!!str", string(f.Name()))
+		key := layout.Scalar("!!str", string(f.Name()))
 		key.HeadComment = why[string(f.Name())]
 		out.Content = append(out.Content, key, b.fieldNode(f, message.Get(f)))
 	}
@@ -106,9 +98,9 @@ func (b *notebook) anyNode(a *anypb.Any) *yaml.Node {
 		return &yaml.Node{Kind: yaml.MappingNode}
 	}
 	out := b.node(message.ProtoReflect())
-	key := scalar("!!str", "@type")
+	key := layout.Scalar("!!str", "@type")
 	key.Style = yaml.DoubleQuotedStyle
-	out.Content = append([]*yaml.Node{key, scalar("!!str", a.GetTypeUrl())}, out.Content...)
+	out.Content = append([]*yaml.Node{key, layout.Scalar("!!str", a.GetTypeUrl())}, out.Content...)
 	return out
 }
 
@@ -118,9 +110,9 @@ func (b *notebook) structNode(v *structpb.Value) *yaml.Node {
 	case *structpb.Value_StructValue:
 		return b.node(k.StructValue.ProtoReflect())
 	case *structpb.Value_StringValue:
-		return scalar("!!str", k.StringValue)
+		return layout.Scalar("!!str", k.StringValue)
 	default:
-		return scalar("!!null", "null")
+		return layout.Scalar("!!null", "null")
 	}
 }
 
@@ -133,7 +125,7 @@ func (b *notebook) fieldNode(f protoreflect.FieldDescriptor, v protoreflect.Valu
 			return true
 		})
 		for _, name := range slices.Sorted(maps.Keys(entries)) {
-			out.Content = append(out.Content, scalar("!!str", name), entries[name])
+			out.Content = append(out.Content, layout.Scalar("!!str", name), entries[name])
 		}
 		return out
 	case f.IsList():
@@ -153,105 +145,16 @@ func (b *notebook) singleNode(f protoreflect.FieldDescriptor, v protoreflect.Val
 		return b.node(v.Message())
 	case protoreflect.EnumKind:
 		if f.Enum().FullName() == "envoy.type.v3.StatusCode" { // 503 says more than ServiceUnavailable
-			return scalar("!!int", strconv.Itoa(int(v.Enum())))
+			return layout.Scalar("!!int", strconv.Itoa(int(v.Enum())))
 		}
-		return scalar("!!str", string(f.Enum().Values().ByNumber(v.Enum()).Name()))
+		return layout.Scalar("!!str", string(f.Enum().Values().ByNumber(v.Enum()).Name()))
 	case protoreflect.StringKind:
-		return scalar("!!str", v.String())
+		return layout.Scalar("!!str", v.String())
 	case protoreflect.BoolKind:
-		return scalar("!!bool", v.String())
+		return layout.Scalar("!!bool", v.String())
 	case protoreflect.FloatKind, protoreflect.DoubleKind:
-		return scalar("!!float", v.String())
+		return layout.Scalar("!!float", v.String())
 	default:
-		return scalar("!!int", v.String())
+		return layout.Scalar("!!int", v.String())
 	}
-}
-
-func scalar(tag, value string) *yaml.Node {
-	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: tag, Value: value}
-	if strings.Contains(value, "\n") {
-		n.Style = yaml.LiteralStyle
-	}
-	return n
-}
-
-// width is how long lines may be.
-const width = 120
-
-// layOut decides what stands on one line, from a column on.
-func layOut(n *yaml.Node, column int) {
-	if length, ok := onOneLine(n); ok && column+length <= width {
-		n.Style |= yaml.FlowStyle
-		return
-	}
-	if n.Kind == yaml.SequenceNode {
-		for _, item := range n.Content {
-			comment := wrapped(item.HeadComment, column) // stands above the item, however that is laid out
-			item.HeadComment = ""
-			layOut(item, column+2)
-			item.HeadComment = comment
-		}
-		return
-	}
-	var first, short, long []*yaml.Node
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		key, v := n.Content[i], n.Content[i+1]
-		key.HeadComment, v.HeadComment = wrapped(key.HeadComment, column), wrapped(v.HeadComment, column+2)
-		inner := column + 2
-		if length, ok := onOneLine(v); ok && column+len(key.Value)+2+length <= width {
-			inner = column + len(key.Value) + 2
-		}
-		if v.Kind != yaml.ScalarNode {
-			layOut(v, inner)
-		}
-		switch {
-		case key.Value == "@type" || key.Value == "name":
-			first = append(first, key, v)
-		case key.Value == "match":
-			short = slices.Insert(short, 0, key, v)
-		case v.Style&yaml.FlowStyle != 0 || v.Kind == yaml.ScalarNode:
-			short = append(short, key, v)
-		default:
-			long = append(long, key, v)
-		}
-	}
-	n.Content = slices.Concat(first, short, long)
-}
-
-// wrapped breaks a note into lines, from a column on.
-func wrapped(note string, column int) string {
-	var out strings.Builder
-	length := 0
-	for word := range strings.FieldsSeq(note) {
-		switch {
-		case out.Len() == 0:
-		case column+len("# ")+length+1+len(word) > width:
-			out.WriteByte('\n')
-			length = 0
-		default:
-			out.WriteByte(' ')
-			length++
-		}
-		out.WriteString(word)
-		length += len(word)
-	}
-	return out.String()
-}
-
-// onOneLine is how long a node is on one line, if it may stand on one.
-func onOneLine(n *yaml.Node) (length int, ok bool) {
-	if n.HeadComment != "" || n.Style&yaml.LiteralStyle != 0 {
-		return 0, false
-	}
-	if n.Kind == yaml.ScalarNode {
-		return len(n.Value) + 2, true
-	}
-	for _, c := range n.Content {
-		l, ok := onOneLine(c)
-		if !ok {
-			return 0, false
-		}
-		length += l
-	}
-	return length + 2, true
 }

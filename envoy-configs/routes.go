@@ -56,10 +56,12 @@ func (m routes) configuration() *routev3.RouteConfiguration {
 	return &routev3.RouteConfiguration{Name: "openai",
 		VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
 			Name: "all", Domains: []string{"*"},
+			ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
 			RequestHeadersToRemove: []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal",
 				"x-envoy-original-url"},
 			Routes: append(decided, undecided...),
 		}, notes{
+			"response_headers_to_remove": "Never to a client.",
 			"request_headers_to_remove": "Removed once a route is decided. x-tandem-leg must go, or pass 2 would " +
 				"begin on pass 1's route.",
 		})}}
@@ -80,6 +82,11 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.TypedPerFilterConfig, pass.GetRoute().InternalRedirectPolicy = nil, nil
+	if s.Name == "https" {
+		for _, r := range []*routev3.Route{decode, pass} {
+			r.RequestHeadersToRemove = append(r.RequestHeadersToRemove, "x-tandem-server-name")
+		}
+	}
 	return []*routev3.Route{prefill, decode, pass}
 }
 
@@ -108,12 +115,16 @@ func (m routes) legRoute(name, leg, cluster string, idle time.Duration, retry *r
 // bodyRoutes say how bodies of requests that nobody has decided yet come to ext_proc.
 func (m routes) bodyRoutes() (out []*routev3.Route) {
 	f := filters(m)
-	ticket, json := present("x-tandem-ticket"), &routev3.HeaderMatcher{
-		Name: "content-type",
-		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
-			MatchPattern: &matcherv3.StringMatcher_Contains{Contains: "json"}, IgnoreCase: true,
-		}},
+	kinds := &matcherv3.StringMatcher{
+		MatchPattern: &matcherv3.StringMatcher_Contains{Contains: "json"}, IgnoreCase: true,
 	}
+	if m.Forms { // their model decides about the pool
+		kinds = &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_SafeRegex{
+			SafeRegex: &matcherv3.RegexMatcher{Regex: "(?i).*(json|multipart/form-data).*"},
+		}}
+	}
+	ticket, json := present("x-tandem-ticket"), &routev3.HeaderMatcher{Name: "content-type",
+		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: kinds}}
 	const forever = 1_000_000_000_000
 	unbuffered := perFilter{bufferFilter: f.noBuffer()}
 	afterMax := m.Bodies.Max + 1 // Envoy's ranges exclude their end

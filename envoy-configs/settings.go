@@ -34,15 +34,17 @@ type settings struct {
 	Servers       servers
 	Engines       engines
 	Bodies        bodies
-	IdleTimeout   time.Duration // of an answer that stands still
-	TicketTTL     time.Duration // no prefill takes longer
-	Pairs         bool          // there is a pool whose legs run at once
-	Encodes       bool          // there is a pool with an encode stage
-	Answers       bool          // there is a pool with answers that are rewritten
-	Leases        bool          // there is a pool whose prefill endpoints free KV that is fetched late
-	Explains      bool          // decisions, to operators
-	Metadata      bool          // decisions are written into dynamic metadata
-	Tracing       *tracing      // nil: no spans
+	IdleTimeout   time.Duration  // of an answer that stands still
+	TicketTTL     time.Duration  // no prefill takes longer
+	Pairs         bool           // there is a pool whose legs run at once
+	Encodes       bool           // there is a pool with an encode stage
+	Answers       bool           // there is a pool with answers that are rewritten
+	Leases        bool           // there is a pool whose prefill endpoints free KV that is fetched late
+	Forms         bool           // there are several pools, so uploads come to ext_proc, which reads their model
+	CORS          *configv1.Cors // nil: none
+	Explains      bool           // decisions, to operators
+	Metadata      bool           // decisions are written into dynamic metadata
+	Tracing       *tracing       // nil: no spans
 }
 
 // servers are Tandem's replicas.
@@ -118,7 +120,7 @@ func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, err
 		},
 		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
 		IdleTimeout: config.Duration(e.GetDecodeIdleTimeout()), TicketTTL: config.Duration(c.GetTickets().GetTtl()),
-		Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
+		CORS: e.GetCors(), Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
 	}
 	s.serve(c.GetPools())
 	if dynamic {
@@ -192,6 +194,7 @@ func (s *settings) serve(pools []*configv1.Pool) {
 	s.Encodes = slices.ContainsFunc(pools, config.Encodes)
 	s.Answers = slices.ContainsFunc(pools, config.RewritesAnswers)
 	s.Leases = slices.ContainsFunc(pools, func(p *configv1.Pool) bool { return config.DialectOf(p).Lease > 0 })
+	s.Forms = len(pools) > 1
 }
 
 // serveAll sets what any pool may need, so that a change of pools changes nothing.
@@ -210,6 +213,9 @@ func Parts(pools []*configv1.Pool) (out []string) {
 	}
 	for _, l := range s.loops() {
 		out = append(out, "listener "+l.Listener)
+	}
+	if s.Forms {
+		out = append(out, "routes by which uploads reach the pool of their model")
 	}
 	return out
 }

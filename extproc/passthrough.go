@@ -1,11 +1,10 @@
 package extproc
 
 import (
-	"slices"
-	"strings"
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/models"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -32,16 +31,19 @@ func (x firstPass) passThrough() (*plan.Decision, error) {
 		return nil, err
 	}
 	if id, ok := plan.StoredResponse(string(h.Path)); ok {
-		if pool, e := x.findHolder(id); e != nil && x.serves(pool) {
+		if pool, e := plan.FindHolder(x.s.State.Pools(), id); e != nil && x.serves(pool) {
 			x.describe(pool, plan.Attempt{})
 			return plan.Pass(&x.req, e, x.body.Len(), "stored_response"), nil
 		}
 	}
-	pool := x.s.State.PoolFor(model)
-	if pool == nil {
-		pool = x.s.State.PoolFor("")
+	if model == "" {
+		model = models.NameIn(string(h.Path))
 	}
-	if pool == nil {
+	pool := x.s.State.PoolFor(model)
+	switch {
+	case pool == nil && model != "":
+		return nil, openai.ModelNotFound(model)
+	case pool == nil:
 		return nil, openai.Unavailable("no_pool", "no pool is configured", time.Second)
 	}
 	if !x.serves(pool) {
@@ -91,16 +93,6 @@ func (x *planning) pickAny(policy *Policy, model string) (*kvstate.Endpoint, err
 	return x.view.Endpoints[choice.Decode].Endpoint, nil
 }
 
-// findHolder finds the endpoint that a response id names, in any pool.
-func (x firstPass) findHolder(id string) (*kvstate.Pool, *kvstate.Endpoint) {
-	for _, pool := range x.s.State.Pools() {
-		if e := plan.HolderOf(pool, id); e != nil {
-			return pool, e
-		}
-	}
-	return nil, nil
-}
-
 // served reports whether any pool serves a path.
 func (s *Server) served(method, path string) bool {
 	for _, policy := range s.settings.Load().Pools {
@@ -111,38 +103,26 @@ func (s *Server) served(method, path string) bool {
 	return false
 }
 
-// checkBody refuses a body that an engine might read as JSON although Tandem does not: Tandem reads
-// application/json only, and nothing reads forms as JSON.
+// checkBody refuses a body that an engine might read otherwise than Tandem; see [openai.CheckOther].
 func (x *planning) checkBody() error {
 	if x.msg.EndOfStream && x.body.Len() == 0 {
 		return nil
 	}
-	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
-	switch strings.ToLower(strings.TrimSpace(kind)) {
-	case "application/json":
-		if x.msg.Mode.Request == envoywire.ModeNone {
-			// Envoy's routes are not those of `tandem envoy`
-			return openai.UnsupportedMediaType("a JSON body did not come to the router")
-		}
-		return openai.CheckHeaders(string(x.msg.Headers.ContentType), string(x.msg.Headers.ContentEncoding))
-	case "multipart/form-data":
-		return nil
-	}
-	return openai.UnsupportedMediaType("content-type must be application/json or multipart/form-data on this path")
+	h := &x.msg.Headers
+	return openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), x.msg.Mode.Request != envoywire.ModeNone)
 }
 
-// listModels answers GET /v1/models with the union over all pools.
-func (x mainRole) listModels() error {
-	var ids []string
-	for _, pool := range x.s.State.Pools() {
-		ids = append(ids, x.s.State.Models(pool)...)
+// listModels answers GET /v1/models, and GET /v1/models/NAME if the name is known; an engine answers of others.
+func (x mainRole) listModels() (*plan.Decision, error) {
+	body := models.Answer(x.s.State, string(x.msg.Headers.Path), x.s.started)
+	if body == nil {
+		return firstPass{x.planning}.passThrough()
 	}
-	slices.Sort(ids)
-	i := &envoywire.Immediate{Status: 200, Body: openai.ModelList(slices.Compact(ids), x.s.started.Unix()), Details: envoywire.DetailsPrefix + "_models"}
+	i := &envoywire.Immediate{Status: 200, Body: body, Details: envoywire.DetailsPrefix + "_models"}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
 	i.Headers.Set(envoywire.HeaderRequestID, []byte(x.requestID))
 	if err := x.send(&envoywire.Reply{Immediate: i}); err != nil {
-		return err
+		return nil, err
 	}
-	return errAnswered
+	return nil, errAnswered
 }

@@ -2,7 +2,6 @@ package extproc
 
 import (
 	"errors"
-	"strings"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
@@ -93,17 +92,20 @@ func (x *planning) scan(api openai.API) error {
 	return x.req.Scan(api, x.body.Bytes(), openai.Limits{})
 }
 
-// scanOther reads a JSON body of another API, for its model and for members that a client must not send: engines
+// scanOther reads a form for its model, and a JSON body of another API for that and for members that a client must not send: engines
 // accept chat requests on more paths than the well-known ones. Ambiguous JSON is refused. JSON that is not an
 // object has neither model nor members; the engine validates it.
 func (x *planning) scanOther() (model string, err error) {
-	kind, _, _ := strings.Cut(string(x.msg.Headers.ContentType), ";")
-	if x.body.Len() == 0 || !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
+	kind := string(x.msg.Headers.ContentType)
+	switch {
+	case x.body.Len() == 0:
 		return "", nil
+	case openai.IsForm(kind):
+		return openai.FormModel(kind, x.body.Bytes()) //nolint:wrapcheck // the client's answer
 	}
 	// Engines check the media type only: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any
 	// other parameter, on /invocations, and crashes.
-	if err := openai.CheckHeaders(string(x.msg.Headers.ContentType), ""); err != nil {
+	if err := openai.CheckHeaders(kind, ""); err != nil {
 		return "", err
 	}
 	err = x.scan(openai.PassThrough)

@@ -105,10 +105,10 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 		require.NoError(t, r.Scan(openai.Chat, []byte(chatBody), openai.Limits{}))
 		for _, e := range pool.Endpoints() {
 			if e.Addr != addressOf("p2") {
-				s.state.SetModels(e, []string{r.Model()})
+				s.state.SetModels(e, []kvstate.Model{{ID: r.Model()}})
 			}
 		}
-		s.state.SetModels(pool.Endpoint(addressOf("p2")), []string{"another"})
+		s.state.SetModels(pool.Endpoint(addressOf("p2")), []kvstate.Model{{ID: "another"}})
 		c.send("adapter", 4000)
 		require.Equal(t, 3, c.waiting())
 		require.Len(t, pool.Queued(), 1, "a model that p2 does not serve")

@@ -76,7 +76,7 @@ func (x mainRole) decide() (*plan.Decision, error) {
 	}
 	switch api := x.clientAPI(); api {
 	case openai.Models:
-		return nil, x.listModels()
+		return x.listModels()
 	case openai.PassThrough:
 		return firstPass{x.planning}.passThrough()
 	default:
@@ -143,9 +143,7 @@ func (x mainRole) setHeaders(r route) {
 	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
 	x.setRank(r)
 	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
-	if len(x.msg.Headers.Ticket) > 0 { // the request came with a redirect, whose host is not the client's
-		h.Set(":authority", x.msg.Headers.Authority)
-	}
+	x.setHost(r, len(x.msg.Headers.Ticket) > 0) // with a redirect, whose host is not the client's
 	if r.Path != "" {
 		h.Set(":path", []byte(r.Path))
 	} else if x.stripped {
@@ -210,6 +208,20 @@ func (x mainRole) setAnswerRules(r route) {
 		x.headers.SetInt(envoywire.HeaderRule, int(late.Milliseconds()))
 	} else if policy.Dialect.Expiry != nil {
 		x.headers.Set(envoywire.HeaderRule, []byte("cut"))
+	}
+}
+
+// setHost sets the Host: the engine's name, if it has one, or the client's.
+func (x mainRole) setHost(r route, resumed bool) {
+	h, name := &x.headers, []byte(r.Endpoint.ServerNameSent())
+	if len(name) > 0 {
+		h.Set(envoywire.HeaderServerName, name)
+		h.Set(":authority", name)
+	} else if resumed {
+		h.Set(":authority", x.msg.Headers.Authority)
+		if r.Endpoint.Scheme == "https" { // an earlier pass may have set it
+			h.Remove(envoywire.HeaderServerName)
+		}
 	}
 }
 

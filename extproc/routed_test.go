@@ -116,7 +116,7 @@ func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
 	s := newStand(t, Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	tell := func(name, model string) {
-		s.state.SetModels(s.state.Pool("chat").Endpoint(addressOf(name)), []string{model})
+		s.state.SetModels(s.state.Pool("chat").Endpoint(addressOf(name)), []kvstate.Model{{ID: model}})
 	}
 	q := s.newRequest("/v1/chat/completions", "r", conversation(""))
 	tell("p1", "m")

@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -68,6 +69,8 @@ type EndpointSpec struct {
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 	Labels string // name=value, comma-separated: labels that requests may ask for
 
+	Access // what its server wants
+
 	EventsPort int // port of its KV events; 0: the pool's
 	ReplayPort int // port of the replay socket of these events, if EventsPort is not 0; 0: none
 	Transfer   Transfer
@@ -102,6 +105,20 @@ func (e *EndpointSpec) DisplayName() string {
 		return e.Name
 	}
 	return e.Name + "#" + strconv.Itoa(e.Rank)
+}
+
+// Access is what an engine's server wants of requests.
+type Access struct {
+	ServerName string // of https: SNI and Host; "": none
+	KeyFile    string // has the API key for Tandem's own requests; "": none
+}
+
+// ServerNameSent returns the name that requests to the endpoint have as Host and SNI, "" for none of its own.
+func (e *EndpointSpec) ServerNameSent() string {
+	if e.Scheme != "https" {
+		return ""
+	}
+	return e.ServerName
 }
 
 // RankName returns the rank in the engines' form, "" for the only endpoint of an address.
@@ -183,7 +200,7 @@ type endpointState struct {
 	steps        atomic.Pointer[speed]         // likewise, of decode steps
 	transferTime atomic.Pointer[transferRatio] // likewise, of KV transfers
 	loads        atomic.Pointer[LoadFaults]    // nil: none
-	models       atomic.Pointer[[]string]
+	models       atomic.Pointer[reportedModels]
 	blocks       prefixindex.Owner // blocks that it holds according to the pool's prefix index
 	queue        prefillQueue
 	local        localWork
@@ -244,11 +261,10 @@ func (l *endpointState) speedWithin(fleet float64, now int64) float64 {
 // Models returns the model names that the endpoint reported, adapters included; none before the first report. Do
 // not modify.
 func (e *Endpoint) Models() []string {
-	if e.endpointState == nil {
-		return nil
-	}
-	if ids := e.models.Load(); ids != nil {
-		return *ids
+	if e.endpointState != nil {
+		if m := e.models.Load(); m != nil {
+			return m.ids
+		}
 	}
 	return nil
 }
@@ -261,8 +277,9 @@ func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e
 
 // PoolSpec describes a pool.
 type PoolSpec struct {
-	Name   string
-	Models []string // "*": any
+	Name    string
+	Models  []string // "*": any
+	KeyFile string   // of its endpoints that have none
 	// StepTokens is the number of prompt tokens that an engine computes in one step (vLLM: max_num_batched_tokens); 0:
 	// 8192.
 	StepTokens int64
@@ -342,6 +359,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	}
 	seen := make(map[string]bool, len(eps))
 	for _, ep := range eps {
+		ep.KeyFile = cmp.Or(ep.KeyFile, spec.KeyFile)
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
@@ -413,15 +431,16 @@ func (s *State) pool(name string) *Pool {
 	return nil
 }
 
-// PoolFor finds the pool that serves a model. A pool that names the model comes first. Among pools that accept any
-// model, one whose endpoints report the model comes before the first pool. An empty model means the first pool.
+// PoolFor finds the pool that serves a model. A pool that names the model comes first, then one with an endpoint that
+// is configured with it as an adapter. Among pools that accept any model, one whose endpoints report the model comes
+// before others. An adapter that only endpoints of other pools report is theirs. An empty model means the first pool.
 // nil: no pool serves it.
 func (s *State) PoolFor(model string) *Pool {
 	pools := s.Pools()
 	if model == "" && len(pools) > 0 {
 		return pools[0]
 	}
-	var takesAny, told *Pool
+	var takesAny, told, holds, adapts *Pool
 	for _, p := range pools {
 		named, wildcard := p.serves(model)
 		if named {
@@ -430,55 +449,16 @@ func (s *State) PoolFor(model string) *Pool {
 		if wildcard && takesAny == nil {
 			takesAny = p
 		}
-		if wildcard && told == nil && p.reported(model) {
+		if holds == nil && slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool { return e.HasLoRA(model) }) {
+			holds = p
+		}
+		switch card := p.reported(model); {
+		case card == nil:
+		case wildcard && told == nil:
 			told = p
+		case !wildcard && adapts == nil && card.Parent != "":
+			adapts = p
 		}
 	}
-	if told != nil {
-		return told
-	}
-	return takesAny
-}
-
-// reported reports whether an endpoint of the pool reported that it serves the model.
-func (p *Pool) reported(model string) bool {
-	for _, e := range p.endpoints {
-		if ids := e.models.Load(); ids != nil && slices.Contains(*ids, model) {
-			return true
-		}
-	}
-	return false
-}
-
-// SetModels records the models that an endpoint reports. Endpoints with equal lists share one, which is compared once.
-func (s *State) SetModels(e *Endpoint, ids []string) {
-	for _, p := range s.Pools() {
-		for _, other := range p.endpoints {
-			if known := other.models.Load(); known != nil && slices.Equal(*known, ids) {
-				e.models.Store(known)
-				return
-			}
-		}
-	}
-	e.models.Store(&ids)
-}
-
-// Models returns the names that a pool serves: the configured ones and, if it accepts any model, those that its
-// endpoints report.
-func (s *State) Models(p *Pool) []string {
-	var out []string
-	for _, m := range p.Spec.Models {
-		if m != "*" {
-			out = append(out, m)
-		}
-	}
-	if _, wildcard := p.serves("*"); wildcard {
-		for _, e := range p.endpoints {
-			if ids := e.models.Load(); ids != nil {
-				out = append(out, *ids...)
-			}
-		}
-	}
-	slices.Sort(out)
-	return slices.Compact(out)
+	return cmp.Or(holds, told, adapts, takesAny)
 }

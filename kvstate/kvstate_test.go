@@ -96,7 +96,7 @@ func TestSetPool(t *testing.T) {
 		booked = append(booked, s.Reserve(e, answer(10)))
 		s.Routed(before, e, prompt)
 		s.MarkFailed(e)
-		s.SetModels(e, []string{e.Name})
+		s.SetModels(e, []Model{{ID: e.Name}})
 	}
 
 	next := pd(2, 0)
@@ -149,12 +149,12 @@ func TestPoolFor(t *testing.T) {
 	require.Nil(t, s.PoolFor("x"))
 	s.SetPool(PoolSpec{Name: "any", Models: []string{"*"}}, pd(1, 1))
 	s.SetPool(PoolSpec{Name: "any2", Models: []string{"*", "c"}}, pd(1, 1))
-	s.SetModels(s.Pool("any2").Endpoints()[1], []string{"lora", "a"})
+	s.SetModels(s.Pool("any2").Endpoints()[1], []Model{{ID: "lora"}, {ID: "a"}})
 	for model, want := range map[string]string{"": "named", "a": "named", "b": "named", "c": "any2", "lora": "any2", "x": "any"} {
 		require.Equal(t, want, s.PoolFor(model).Spec.Name, model)
 	}
-	require.Equal(t, []string{"a", "b"}, s.Models(s.Pool("named")))
-	require.Equal(t, []string{"a", "c", "lora"}, s.Models(s.Pool("any2")))
+	require.Equal(t, []string{"a", "b"}, s.ModelNames(s.Pool("named")))
+	require.Equal(t, []string{"a", "c", "lora"}, s.ModelNames(s.Pool("any2")))
 	require.Empty(t, s.Models(s.Pool("any")))
 }
 
@@ -163,11 +163,11 @@ func TestEqualListsOfModelsAreShared(t *testing.T) {
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 2))
 	e := s.Pool("p").Endpoints()
 	for i, ids := range [][]string{{"a", "b"}, {"a", "b"}, {"a"}} {
-		s.SetModels(e[i], ids)
+		s.SetModels(e[i], []Model{{ID: ids[0]}, {ID: ids[len(ids)-1]}}[:len(ids)])
 		require.Equal(t, ids, e[i].Models())
 	}
 	require.Same(t, &e[0].Models()[0], &e[1].Models()[0])
-	s.SetModels(e[1], []string{"c"})
+	s.SetModels(e[1], []Model{{ID: "c"}})
 	require.Equal(t, []string{"a", "b"}, e[0].Models(), "the other keeps its own")
 }
 
@@ -367,7 +367,7 @@ func TestStress(t *testing.T) {
 				} else {
 					s.MarkGood(e)
 				}
-				s.SetModels(e, []string{"m"})
+				s.SetModels(e, []Model{{ID: "m"}})
 				p.ObservePrompt(400, 100)
 				requests.Go(func() { s.Release(id) })
 				if s.Release(id) && s.Release(id) { //nolint:staticcheck // the second must say no

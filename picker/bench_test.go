@@ -111,7 +111,7 @@ func wholeCases() (all []pickCase) {
 
 // report has an endpoint report its load and its model, and teaches its speed.
 func report(s *kvstate.State, e *kvstate.Endpoint) {
-	s.SetModels(e, []string{"m"})
+	s.SetModels(e, []kvstate.Model{{ID: "m"}})
 	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .3, KVTokens: 1e6, At: time.Now(), ScrapedAt: time.Now()})
 	id := s.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Millisecond})
 	s.Release(id)

@@ -28,12 +28,12 @@ func TestChoosy(t *testing.T) {
 	c := pick()
 	require.False(t, c.Selective || c.Named, "nobody was asked yet")
 	for _, e := range p.Endpoints() {
-		s.SetModels(e, []string{"tiny"})
+		s.SetModels(e, []kvstate.Model{{ID: "tiny"}})
 		c = pick()
 		require.False(t, c.Selective, e.Addr)
 		require.True(t, c.Named, "of one that comes it is not known")
 	}
-	s.SetModels(p.Endpoint("d2"), []string{"other"})
+	s.SetModels(p.Endpoint("d2"), []kvstate.Model{{ID: "other"}})
 	require.True(t, pick().Selective)
 }
 

@@ -275,7 +275,7 @@ func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 
 
 func (f *Feed) pool(p *kvstate.Pool) Pool {
 	out := Pool{
-		Name: p.Spec.Name, Models: f.source.State.Models(p), IndexBlocks: p.IndexStats().Blocks,
+		Name: p.Spec.Name, Models: f.source.State.ModelNames(p), IndexBlocks: p.IndexStats().Blocks,
 		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: Output{Rate: -1}, Endpoints: []Endpoint{},
 	}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {

@@ -65,7 +65,7 @@ func State(state *kvstate.State) any {
 		Pools        []pool `json:"pools"`
 	}{Reservations: state.Reservations()}
 	for _, p := range state.Pools() {
-		shown := pool{Name: p.Spec.Name, Models: state.Models(p), Paused: p.Paused(), Blocks: p.Blocks()}
+		shown := pool{Name: p.Spec.Name, Models: state.ModelNames(p), Paused: p.Paused(), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {
 			requests, tokens := e.Load()
 			others := e.RemoteLoad().Requests

@@ -93,6 +93,13 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.DurationVar(&c.Warmup, "warmup", 0, "how long the open HTTP port answers 503 to everything, /health too")
+	f.StringVar(&c.Front.Key, "api-key", "", "paths below /v1 want this `key`, as a bearer token")
+	f.BoolVar(&c.Front.Origins, "cors", false, "answer CORS preflights, and allow any origin")
+	f.BoolVar(&c.Front.Forms, "forms", false,
+		"as behind a proxy that compresses, cuts and answers conditional requests where headers ask for it")
+	f.StringVar(&c.Front.CertFile, "tls-cert", "", "PEM `file`: speak TLS")
+	f.StringVar(&c.Front.KeyFile, "tls-key", "", "PEM `file` of its key")
+	f.StringVar(&c.Front.Name, "tls-name", "", "the only SNI and Host that are taken")
 	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
 	if err := parseAll(f, args); err != nil {
 		return nil, err

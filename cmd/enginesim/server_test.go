@@ -41,7 +41,7 @@ func TestPlainPaths(t *testing.T) {
 	require.Len(t, e.post(t, "/v1/embeddings", "", `{"input":["a","b"]}`).get("data"), 2)
 	require.Equal(t, 200, e.post(t, chatPath, "", `{"model":"alias","messages":[{"role":"user","content":[{"type":"text","text":"a"},{"type":"image_url","image_url":{"url":"data:"}}]}]}`).status)
 	for _, body := range []string{`{"messages":[]}`, `{"messages":"x"}`, `{"messages":[1]}`, `{}`, `{"messages":[{"role":"user","content":"x"}],"n":0}`,
-		`{"messages":[{"role":"user","content":"x"}],"max_tokens":0}`, `{"messages":[{"role":"user","content":"x"}],"max_tokens":"3"}`,
+		`{"messages":[{"role":"user","content":"x"}],"max_tokens":0}`, `{"messages":[{"role":"user","content":"x"}],"max_tokens":"three"}`,
 		`{"messages":[{"role":"user","content":"x"}],"max_tokens":4999}`, `{"model":7,"messages":[{"role":"user","content":"x"}]}`,
 		`{"messages":[{"role":"user","content":"x"}],"logprobs":true,"top_logprobs":21}`, `not json`, `[]`} {
 		r := e.post(t, chatPath, "", body)

@@ -11,6 +11,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
 	"tandem/internal/orders"
+	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -29,6 +30,12 @@ func checkFiles(cfg *configv1.Config) (m config.ValidationErrors) {
 		_, err := orders.ReadToken(file)
 		add("admin.tokenFile", err)
 	}
+	for i, p := range cfg.GetPools() {
+		checkKey(add, fmt.Sprintf("pools[%d].apiKeyFile", i), p.GetApiKeyFile())
+		for j, e := range p.GetEndpoints() {
+			checkKey(add, fmt.Sprintf("pools[%d].endpoints[%d].apiKeyFile", i, j), e.GetApiKeyFile())
+		}
+	}
 	if t := cfg.GetExtProc().GetTls(); t.GetMode() == "files" {
 		checkPair(add, "extProc.tls", t)
 		add("extProc.tls.clientCaFile", checkAuthorities(t.GetClientCaFile()))
@@ -44,6 +51,14 @@ func checkFiles(cfg *configv1.Config) (m config.ValidationErrors) {
 	checkPair(add, "state.redis.tls", r.GetTls())
 	add("state.redis.tls.caFile", checkAuthorities(r.GetTls().GetCaFile()))
 	return m
+}
+
+// checkKey checks a file with an engine's API key; "" is none.
+func checkKey(add func(path string, err error), path, file string) {
+	if file != "" {
+		_, err := enginehttp.ReadKey(file)
+		add(path, err)
+	}
 }
 
 // pairFiles names the files of a certificate and its key.

@@ -21,7 +21,7 @@ type source interface{ Run(ctx context.Context) }
 // newSource returns the source of a pool's endpoints, which writes the endpoints that it knows at once. Those of a
 // cluster are unknown until Run has seen it.
 func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logger) (source, error) {
-	spec := kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KVLease: config.DialectOf(p).Lease}
+	spec := config.Spec(p)
 	d := p.GetDiscovery()
 	switch {
 	case d.GetFile() != nil:
@@ -38,11 +38,16 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 		s.Resolve(ctx)
 		return s, nil
 	case d.GetKubernetes() != nil:
-		return f.kubernetes(spec, d.GetKubernetes(), discovery.NewFacts(config.DialectOf(p).Reports.Release, log), log)
+		return f.kubernetes(spec, d.GetKubernetes(), factsOf(p, log), log)
 	case d.GetInferencePool() != nil:
-		return f.inferencePool(spec, d.GetInferencePool(), discovery.NewFacts(config.DialectOf(p).Reports.Release, log), log)
+		return f.inferencePool(spec, d.GetInferencePool(), factsOf(p, log), log)
 	}
 	return nil, errors.New("discovery names no source")
+}
+
+// factsOf asks a pool's engines what the cluster does not say of them.
+func factsOf(p *configv1.Pool, log *slog.Logger) *discovery.Facts {
+	return discovery.NewFacts(config.DialectOf(p).Reports.Release, p.GetApiKeyFile(), log)
 }
 
 func (f *fleet) kubernetes(spec kvstate.PoolSpec, k *configv1.KubernetesDiscovery, facts *discovery.Facts, log *slog.Logger) (source, error) {

@@ -95,7 +95,7 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 		f.join(ctx, log)
 	}
 	if slices.ContainsFunc(cfg.GetPools(), config.TakesNotices) {
-		f.board = notices.NewWaiters(0, 0)
+		f.board = notices.NewWaiters(config.Duration(cfg.GetNotices().GetKeep()), 0)
 	}
 	if f.keys, f.keeping, err = ticketKeys(ctx, cfg, f.store, log); err != nil {
 		return nil, err

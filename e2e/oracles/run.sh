@@ -49,6 +49,7 @@ if [ "${1:-}" = newest ]; then
     vllm)
       against "vLLM $version" judge_vllm.py "$vllm" "$here/judge_vllm.py" "$testdata" "$oracles"
       against "vLLM $version" judge_encode.py "$vllm" "$here/judge_encode.py" "$testdata"
+      against "vLLM $version" judge_coercion.py "$vllm" "$here/judge_coercion.py" "$testdata/../../openai/testdata/coerced.json"
       ;;
     sglang) against "SGLang $version" judge_sglang.py "$sglang" "$here/judge_sglang.py" "$testdata" "$model" ;;
     esac
@@ -66,6 +67,7 @@ echo '| dialect | judge | release | bodies accepted | changes noticed |'
 echo '|---|---|---|---|---|'
 judge "$vllm" judge_vllm.py "$testdata" "$oracles"
 judge "$vllm" judge_encode.py "$testdata"
+judge "$vllm" judge_coercion.py "$here/../../extproc/openai/testdata/coerced.json"
 judge "$sglang" judge_sglang.py "$testdata" "$model"
 if [ -n "${TANDEM_TRTLLM:-}" ]; then
   judge "$vllm" judge_trtllm.py "$testdata" "$TANDEM_TRTLLM"

@@ -39,6 +39,9 @@ func SetHeaders(h *envoywire.HeaderEdits, in *envoywire.Headers, requestID strin
 	}
 	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
 	set(envoywire.HeaderPrefillScheme, scheme)
+	if p.Prefill.Scheme == "https" {
+		set(envoywire.HeaderPrefillName, p.Prefill.ServerNameSent())
+	}
 	mirror := envoywire.MirrorKeep
 	if p.Cancel {
 		mirror = envoywire.MirrorCancel

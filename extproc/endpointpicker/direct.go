@@ -173,7 +173,8 @@ func (d *Direct) call(ctx context.Context, call *Call, c picker.Choice) (openai.
 func (d *Direct) post(
 	ctx context.Context, call *Call, e *kvstate.Endpoint, body []byte,
 ) (status int, after string, answer []byte, err error) {
-	header := http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {call.Request.ID}}
+	// the client's own key, or none: Tandem's is not for clients
+	header := http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {call.Request.ID}, "Authorization": nil}
 	if call.Authorization != "" {
 		header.Set("Authorization", call.Authorization)
 	}

@@ -24,10 +24,15 @@ const (
 	headerDataParallel = "x-data-parallel-host-port"
 )
 
-// SetSidecar sets the headers for the sidecar, and removes those that the client sent.
+// SetSidecar sets the headers for the sidecar, and removes those that the client sent. The sidecar sends the client's
+// other headers to P and reads P's answer as JSON (llm-d-router, pkg/sidecar/proxy), so with a P the engines must not
+// compress.
 func SetSidecar(h *envoywire.HeaderEdits, o *plan.SidecarHeaders) {
 	if o == nil {
 		o = &plan.SidecarHeaders{}
+	}
+	if o.Prefill != "" {
+		h.Set("accept-encoding", []byte("identity"))
 	}
 	for _, header := range [...]struct{ name, value string }{
 		{headerPrefiller, o.Prefill}, {headerEncoders, o.Encoders}, {headerCacheSource, o.Source},

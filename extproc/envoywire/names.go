@@ -2,11 +2,13 @@ package envoywire
 
 // Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
 const (
-	HeaderEndpoint = "x-gateway-destination-endpoint"         // ip:port; ORIGINAL_DST clusters connect there
-	HeaderLeg      = "x-tandem-leg"                           // the route: one of package plan's legs
-	HeaderTicket   = "x-tandem-ticket"                        // sealed state of the request
-	HeaderScheme   = "x-tandem-scheme"                        // https or h2c; absent: http
-	HeaderPerTry   = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
+	HeaderEndpoint = "x-gateway-destination-endpoint" // ip:port; ORIGINAL_DST clusters connect there
+	HeaderLeg      = "x-tandem-leg"                   // the route: one of package plan's legs
+	HeaderTicket   = "x-tandem-ticket"                // sealed state of the request
+	HeaderScheme   = "x-tandem-scheme"                // https or h2c; absent: http
+	// SNI and Host of an https engine; absent: none of its own
+	HeaderServerName = "x-tandem-server-name"
+	HeaderPerTry     = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
 	// HeaderHedge is "true" for a hop that continues after that time, together with a try at the replan port.
 	HeaderHedge = "x-envoy-hedge-on-per-try-timeout"
 	// HeaderRule says what Envoy does to a decode leg's answer: the time in ms after which it asks the replan port
@@ -35,8 +37,9 @@ const (
 
 	// HeaderPrefillEndpoint and the headers below it belong to requests whose legs run at once. They are set and
 	// removed together.
-	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint" // ip:port of the mirrored leg
-	HeaderPrefillScheme   = "x-tandem-prefill-scheme"   // as HeaderScheme
+	HeaderPrefillEndpoint = "x-tandem-prefill-endpoint"    // ip:port of the mirrored leg
+	HeaderPrefillScheme   = "x-tandem-prefill-scheme"      // as HeaderScheme
+	HeaderPrefillName     = "x-tandem-prefill-server-name" // as HeaderServerName
 	// HeaderMirror is MirrorCancel or MirrorKeep: whether Tandem may cancel the mirrored leg.
 	HeaderMirror      = "x-tandem-mirror"
 	HeaderClientID    = "x-tandem-request-id"   // the client's request id, if the legs have another

@@ -33,7 +33,7 @@ func (d lmcacheFirst) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 		p.Set("min_tokens", openai.FieldMinTokens, d.one)
 	}
 	p.Set("stream", openai.FieldStream, d.no)
-	if r.True(openai.FieldStream) {
+	if r.StreamOptionsAllowed() {
 		p.Delete(openai.FieldStreamOptions)
 	}
 	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))

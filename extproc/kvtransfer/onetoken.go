@@ -1,11 +1,6 @@
 package kvtransfer
 
-import (
-	"math"
-	"strconv"
-
-	"tandem/extproc/openai"
-)
+import "tandem/extproc/openai"
 
 // oneToken is the common prefill leg of vLLM's dialects: P generates one token, which is discarded. D computes it
 // again, so its answer is complete and its limits stay the client's.
@@ -57,7 +52,7 @@ func (d oneToken) plan(r *openai.Request, p *openai.Patch) {
 // unstream asks for an answer that is not streamed, and removes the conditions by which P must not stop.
 func (d oneToken) unstream(r *openai.Request, p *openai.Patch) {
 	p.Set("stream", openai.FieldStream, d.no)
-	if r.True(openai.FieldStream) {
+	if r.StreamOptionsAllowed() {
 		p.Delete(openai.FieldStreamOptions)
 	}
 	for _, f := range [...]openai.Field{
@@ -103,17 +98,17 @@ func (d oneToken) limitOwn(r *openai.Request, p *openai.Patch, key string, f ope
 	}
 }
 
-// outOfRange reports whether every engine refuses a count: it is not an integer, or below the minimum.
+// outOfRange reports whether every engine refuses a count: it reads no integer from it, or one below the minimum.
 func outOfRange(raw []byte, f openai.Field) bool {
 	if len(raw) == 0 || string(raw) == "null" {
 		return false
 	}
-	least := 1.0
+	least := int64(1)
 	if f == openai.FieldMinTokens {
 		least = 0
 	}
-	n, err := strconv.ParseFloat(string(raw), 64) // engines accept 5.0 too
-	return err != nil || n < least || n != math.Trunc(n)
+	n, ok := openai.Count(raw)
+	return !ok || n < least
 }
 
 // usage reads the token counts of P's answer, and its kv_transfer_params.

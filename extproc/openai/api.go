@@ -8,7 +8,7 @@ import (
 // API is one of the request shapes whose bodies are read.
 type API uint8
 
-// The APIs. Models is GET /v1/models; PassThrough is every request that goes unchanged to one engine. SGLangGenerate
+// The APIs. Models is GET /v1/models, and of one model, whose name may have slashes; PassThrough is every request that goes unchanged to one engine. SGLangGenerate
 // is POST /generate of SGLang; it is read only in pools of SGLang engines, since others may serve something else at
 // that path.
 const (
@@ -39,7 +39,7 @@ func Classify(method, path string) API {
 	}
 	switch method {
 	case "GET":
-		if path == "/v1/models" {
+		if name, one := strings.CutPrefix(path, "/v1/models/"); path == "/v1/models" || one && name != "" {
 			return Models
 		}
 	case "POST":

@@ -18,7 +18,7 @@ func (r *Request) TokenLimit() (n int64, ok bool) {
 	if !present(raw) {
 		return 0, true
 	}
-	n, ok = integer(raw)
+	n, ok = Count(raw)
 	return n, ok && n > 0
 }
 
@@ -36,8 +36,8 @@ func (r *Request) AnswerTokens() (least, most int64) {
 		get = r.Sampling
 	case Completions, Messages, PassThrough:
 	}
-	least, _ = integer(get(FieldMinTokens))
-	most, _ = integer(get(limit))
+	least, _ = Count(get(FieldMinTokens))
+	most, _ = Count(get(limit))
 	return max(least, 0), max(most, 0)
 }
 
@@ -55,7 +55,7 @@ func (r *Request) Uncontinuable() (reason string) {
 		return "limit"
 	}
 	if raw := r.Raw(FieldMinTokens); present(raw) {
-		if _, ok := integer(raw); !ok {
+		if _, ok := Count(raw); !ok {
 			return "limit"
 		}
 	}
@@ -103,7 +103,7 @@ func uncontinuable(name string, value []byte) string {
 	case "suffix", "truncate_prompt_tokens":
 		return "prompt"
 	case "return_token_ids":
-		if string(value) == "true" {
+		if wanted(value) {
 			return "token_ids"
 		}
 	case "modalities", "audio":

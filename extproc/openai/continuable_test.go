@@ -28,7 +28,7 @@ func TestUncontinuable(t *testing.T) {
 		`{"messages":[],"return_token_ids":true}`:                  "token_ids",
 		`{"messages":[],"max_tokens":1}`:                           "limit",
 		`{"messages":[],"max_tokens":9,"max_completion_tokens":1}`: "limit",
-		`{"messages":[],"max_tokens":"9"}`:                         "limit",
+		`{"messages":[],"max_tokens":"9.5"}`:                       "limit",
 		`{"messages":[],"min_tokens":1.5}`:                         "limit",
 	} {
 		var r Request

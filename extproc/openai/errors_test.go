@@ -73,9 +73,3 @@ func TestRequestID(t *testing.T) {
 		require.False(t, RequestID(id), id)
 	}
 }
-
-func TestModelList(t *testing.T) {
-	require.Equal(t, `{"object":"list","data":[]}`, string(ModelList(nil, 1)))
-	require.Equal(t, `{"object":"list","data":[{"id":"a\"","object":"model","created":5,"owned_by":"tandem"},{"id":"b","object":"model","created":5,"owned_by":"tandem"}]}`,
-		string(ModelList([]string{`a"`, "b"}, 5)))
-}

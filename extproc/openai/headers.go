@@ -1,7 +1,6 @@
 package openai
 
 import (
-	"encoding/json"
 	"mime"
 	"strings"
 )
@@ -37,28 +36,6 @@ func RequestID(id string) bool {
 		}
 	}
 	return true
-}
-
-// ModelList returns the body of GET /v1/models. created is in seconds of Unix time.
-func ModelList(ids []string, created int64) []byte {
-	type model struct {
-		ID      string `json:"id"`
-		Object  string `json:"object"`
-		Created int64  `json:"created"`
-		OwnedBy string `json:"owned_by"`
-	}
-	list := struct {
-		Object string  `json:"object"`
-		Data   []model `json:"data"`
-	}{Object: "list", Data: make([]model, 0, len(ids))}
-	for _, id := range ids {
-		list.Data = append(list.Data, model{id, "model", created, "tandem"})
-	}
-	b, err := json.Marshal(list)
-	if err != nil {
-		return []byte(`{"object":"list","data":[]}`)
-	}
-	return b
 }
 
 // NewRequestID returns a request id of 32 hex digits, from random numbers.

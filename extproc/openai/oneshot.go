@@ -14,7 +14,7 @@ var ErrNotStreamable = errors.New("not an answer that can be streamed")
 func (r *Request) WantsUsage() bool {
 	for key, value := range pairs(r.Raw(FieldStreamOptions)) {
 		if string(key) == "include_usage" {
-			return string(value) == "true"
+			return isTrue(value)
 		}
 	}
 	return false

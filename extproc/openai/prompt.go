@@ -12,7 +12,7 @@ func (r *Request) prompt() []byte {
 	case Chat, Messages:
 		return r.Raw(FieldMessages)
 	case Completions:
-		return r.Raw(FieldPrompt)
+		return only(r.Raw(FieldPrompt))
 	case Responses:
 		return r.Raw(FieldInput)
 	case Generate:
@@ -27,10 +27,30 @@ func (r *Request) prompt() []byte {
 	}
 }
 
+// only returns the prompt of a list of one, text or token ids, which engines answer like that prompt by itself (vLLM
+// 0.32.0 names even its request alike, serving.py of completion). Anything else is returned as it is.
+func only(prompt []byte) []byte {
+	if len(prompt) == 0 || prompt[0] != '[' {
+		return prompt
+	}
+	start := skipSpace(prompt, 1)
+	if prompt[start] != '"' && prompt[start] != '[' {
+		return prompt
+	}
+	end, _ := skipValue(prompt, start, maxNesting)
+	if prompt[skipSpace(prompt, end)] != ']' {
+		return prompt
+	}
+	return prompt[start:end:end]
+}
+
 // Prompts returns the number of prompts in the body. list reports whether they are a list of strings or of lists of
 // token ids; a single prompt may stand outside such a list.
 func (r *Request) Prompts() (n int, list bool) {
 	raw := r.prompt()
+	if r.api == Completions {
+		raw = r.Raw(FieldPrompt) // with its list
+	}
 	if r.api != Completions && r.api != SGLangGenerate || len(raw) == 0 || raw[0] != '[' {
 		return 1, false
 	}

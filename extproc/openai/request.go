@@ -156,9 +156,10 @@ func (r *Request) Text(name string) []byte {
 	return nil
 }
 
-// Int returns the member's value if it is written as an integer and fits int64: 5, but neither 5.0 nor 5e0.
-func (r *Request) Int(f Field) (int64, bool) { return integer(r.Raw(f)) }
+// Int returns the number that engines read from the member; see [Count].
+func (r *Request) Int(f Field) (int64, bool) { return Count(r.Raw(f)) }
 
+// integer reads a number that is written as an integer and fits int64: 5, but neither 5.0 nor 5e0.
 func integer(raw []byte) (int64, bool) {
 	if len(raw) == 0 || len(raw) > len("-9223372036854775808") {
 		return 0, false
@@ -167,14 +168,18 @@ func integer(raw []byte) (int64, bool) {
 	return n, err == nil
 }
 
-// True reports whether the member is literally true.
-func (r *Request) True(f Field) bool { return string(r.Raw(f)) == "true" }
+// True reports whether engines read true from the member: true, 1, "on".
+func (r *Request) True(f Field) bool { return isTrue(r.Raw(f)) }
 
-// Wants reports whether the member is there and neither null nor false.
+// Wants reports whether the member is there and engines do not read null or false from it.
 func (r *Request) Wants(f Field) bool { return wanted(r.Raw(f)) }
 
 // present reports whether there is a value other than null, which engines treat as absent.
 func present(raw []byte) bool { return raw != nil && string(raw) != "null" }
 
-// wanted reports whether a value is neither absent nor null nor false.
-func wanted(raw []byte) bool { return present(raw) && string(raw) != "false" }
+// wanted reports whether a value is neither absent nor null nor read as false. What engines refuse is wanted: one of
+// them shall refuse it.
+func wanted(raw []byte) bool {
+	v, ok := boolean(raw)
+	return present(raw) && (v || !ok)
+}

@@ -33,7 +33,7 @@ func TestClassify(t *testing.T) {
 		{"POST", "//v1/completions", PassThrough},
 		{"POST", "/v1/responses/resp_1/cancel", PassThrough},
 		{"POST", "/v1/messages/count_tokens", PassThrough},
-		{"GET", "/v1/models/m", PassThrough},
+		{"GET", "/v1/models/m", Models},
 		{"POST", "/v1/models", PassThrough},
 		{"GET", "/health", PassThrough},
 		{"POST", "", PassThrough},
@@ -67,7 +67,7 @@ func TestRequest(t *testing.T) {
 	n, ok = r.Int(FieldMinTokens)
 	require.True(t, ok)
 	require.Equal(t, int64(-1<<63), n)
-	for _, f := range []Field{FieldMaxTokens, FieldTopLogprobs, FieldMaxCompletionTokens, FieldBestOf, FieldEcho, FieldStop, FieldMessages} {
+	for _, f := range []Field{FieldMaxTokens, FieldEcho, FieldStop, FieldMessages} {
 		_, ok = r.Int(f)
 		require.False(t, ok, f)
 	}
@@ -188,8 +188,8 @@ func TestUnsplittable(t *testing.T) {
 		{Chat, `{"messages":[],"n":1,"best_of":1,"echo":false,"prompt_logprobs":null,"use_beam_search":false}`, ""},
 		{Chat, `{"n":null,"best_of":null,"use_beam_search":null,"echo":null}`, ""},
 		{Chat, `{"n":2}`, "several_choices"},
-		{Chat, `{"n":1.0}`, "several_choices"},
-		{Chat, `{"n":"1"}`, "several_choices"},
+		{Chat, `{"n":1.5}`, "several_choices"},
+		{Chat, `{"n":"2"}`, "several_choices"},
 		{Completions, `{"best_of":4}`, "several_choices"},
 		{Chat, `{"use_beam_search":true}`, "beam_search"},
 		{Completions, `{"echo":true}`, "echo"},
@@ -198,7 +198,7 @@ func TestUnsplittable(t *testing.T) {
 		{Completions, `{"prompt":[1,2,3]}`, ""},
 		{Completions, `{"prompt":[ -1]}`, ""},
 		{Completions, `{"prompt":null}`, ""},
-		{Completions, `{"prompt":["a"]}`, "prompt_list"},
+		{Completions, `{"prompt":["a","b"]}`, "prompt_list"},
 		{Completions, `{"prompt":[ "a","b"]}`, "prompt_list"},
 		{Completions, `{"prompt":[[1],[2]]}`, "prompt_list"},
 		{Completions, `{"prompt":[]}`, "prompt_list"},

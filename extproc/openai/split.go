@@ -57,11 +57,15 @@ func (r *Request) limit(f Field) []byte {
 }
 
 // several reports whether a number of choices is anything but one.
-func several(raw []byte) bool { return present(raw) && string(raw) != "1" }
+func several(raw []byte) bool {
+	n, ok := Count(raw)
+	return present(raw) && (!ok || n != 1)
+}
 
-// promptList reports whether a completion has a list of prompts: an array that does not start with a token id.
+// promptList reports whether a completion has a list of prompts that is not one prompt in a list: an array that does
+// not start with a token id.
 func (r *Request) promptList() bool {
-	raw := r.Raw(FieldPrompt)
+	raw := r.prompt()
 	if r.api != Completions || len(raw) == 0 || raw[0] != '[' {
 		return false
 	}

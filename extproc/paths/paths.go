@@ -31,7 +31,8 @@ GET /health /ping /version /v1/models/* /v1/responses/*
 POST /ping /v1/embeddings /v1/responses/*/cancel /v1/messages/count_tokens
 POST /v1/audio/transcriptions /v1/audio/translations
 POST /v1/images/generations /v1/images/edits /v1/audio/speech /v1/moderations
-DELETE /v1/responses/*`
+DELETE /v1/responses/*
+OPTIONS /v1/chat/completions /v1/completions /v1/responses /v1/messages /inference/v1/generate /v1/models`
 	vllmPaths = `
 GET /tokenizer_info
 POST /tokenize /detokenize /pooling /classify /score /v1/score /generative_scoring
@@ -95,6 +96,9 @@ func (p *Paths) Allow(method, path string) bool {
 	}
 	if methods, ok := p.exact[path]; ok {
 		return allows(methods)
+	}
+	if name, ok := strings.CutPrefix(path, "/v1/models/"); ok { // which may have slashes
+		path = "/v1/models/" + strings.ReplaceAll(name, "/", "-")
 	}
 	segments := strings.Split(path, "/")
 	return slices.ContainsFunc(p.patterns, func(t pattern) bool { return t.match(segments) && allows(t.methods) })

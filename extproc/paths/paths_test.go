@@ -32,7 +32,7 @@ func TestPathsAllowWhatClientsUse(t *testing.T) {
 		{"vllm", "POST", "", false},
 		{"vllm", "GET", "/v1/models/tiny", true},
 		{"vllm", "GET", "/v1/models/", false},
-		{"vllm", "GET", "/v1/models/a/b", false},
+		{"vllm", "GET", "/v1/models/a/b", true},
 		{"vllm", "POST", "/v1/responses/resp_1/cancel", true},
 		{"vllm", "POST", "/v1/responses/resp_1/other", false},
 		{"vllm", "POST", "/v1/responses/..%2F..%2Fsleep/cancel", false},

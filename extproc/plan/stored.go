@@ -76,3 +76,13 @@ func StoredResponse(path string) (id string, ok bool) {
 	}
 	return rest, rest != ""
 }
+
+// FindHolder finds the endpoint that a response id names, in any of the pools.
+func FindHolder(pools []*kvstate.Pool, id string) (*kvstate.Pool, *kvstate.Endpoint) {
+	for _, pool := range pools {
+		if e := HolderOf(pool, id); e != nil {
+			return pool, e
+		}
+	}
+	return nil, nil
+}

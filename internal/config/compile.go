@@ -56,8 +56,14 @@ type PoolSpec struct {
 
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
-	return p.Spec.Name == o.Spec.Name && slices.Equal(p.Spec.Models, o.Spec.Models) &&
-		slices.Equal(p.Endpoints, o.Endpoints)
+	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && p.Spec.KVLease == o.Spec.KVLease &&
+		slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
+}
+
+// Spec returns a pool without its endpoints.
+func Spec(p *configv1.Pool) kvstate.PoolSpec {
+	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(),
+		KVLease: DialectOf(p).Lease}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.
@@ -66,8 +72,7 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 		if p.GetDiscovery() != nil {
 			continue
 		}
-		next := PoolSpec{Spec: kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(),
-			KVLease: DialectOf(p).Lease}}
+		next := PoolSpec{Spec: Spec(p)}
 		for _, e := range p.GetEndpoints() {
 			role, err := kvstate.ParseRole(e.GetRole())
 			if err != nil {
@@ -78,7 +83,8 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 				Ranks:      int(e.GetDataParallelRanks()),
 				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
 				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(),
-				LoRAs: commas(e.GetLoras()), Labels: commas(e.GetLabels()),
+				Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: e.GetApiKeyFile()},
+				LoRAs:  commas(e.GetLoras()), Labels: commas(e.GetLabels()),
 			})
 		}
 		out = append(out, next)

@@ -47,6 +47,7 @@ func SetDefaults(c *configv1.Config) {
 	setGatewayDefaults(c)
 	if c.Notices != nil {
 		or(&c.Notices.Listen, "127.0.0.1:7500")
+		or(&c.Notices.Keep, "1m")
 	}
 }
 
@@ -87,6 +88,11 @@ func setEnvoyDefaults(c *configv1.Config) {
 	or(&e.Replicas, "configured")
 	or(&e.BodyMode, bodyMode(c))
 	or(&e.DecodeIdleTimeout, "30m")
+	if c := e.Cors; c != nil {
+		or(&c.MaxAge, "10m")
+		orList(&c.AllowHeaders, "authorization", "content-type")
+		orList(&c.ExposeHeaders, "x-request-id")
+	}
 	if len(e.ExtProcs) == 0 {
 		e.ExtProcs = []string{c.ExtProc.Listen}
 		if len(e.Replans) == 0 {
@@ -229,5 +235,11 @@ func or[T comparable](v *T, d T) {
 func sub[T any](m **T) {
 	if *m == nil {
 		*m = new(T)
+	}
+}
+
+func orList(list *[]string, defaults ...string) {
+	if len(*list) == 0 {
+		*list = defaults
 	}
 }

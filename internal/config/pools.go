@@ -225,6 +225,9 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
 	case !decoding:
 		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
+	case p.Split == "always" && len(p.Endpoints) == 1 && p.KvTransfer != "none":
+		v.warnGiven([]string{path + ".split"}, path+".endpoints",
+			"is one endpoint, and split is always: it would hand its KV to itself; add another, or set split to never")
 	case p.KvTransfer == "none":
 		checkIdleRoles(v, path+".endpoints", p)
 	case p.Split == "never":
@@ -308,6 +311,12 @@ func checkEndpoint(v *validator, path string, e *configv1.Endpoint) {
 		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode%s", r, near)
 	}
 	checkOneOf(v, path+".scheme", e.Scheme, "http", "https", "h2c")
+	switch {
+	case e.ServerName != "" && !isName(e.ServerName):
+		v.m.add(path+".serverName", "%.100q is not a name", e.ServerName)
+	case e.ServerName != "" && e.Scheme != "https":
+		v.m.add(path+".serverName", "is for scheme https, and the endpoint's is %s", e.Scheme)
+	}
 	checkCommaFree(v, path+".loras", e.Loras)
 	checkLabels(v, path+".labels", e.Labels)
 	if w := e.GetWeight(); w < 0 || w > 10_000 {

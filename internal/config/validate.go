@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"math"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -63,6 +64,7 @@ func checkListeners(v *validator, c *configv1.Config) {
 	}
 	if c.Notices != nil {
 		checkListen(v, "notices.listen", c.Notices.Listen)
+		checkDuration(v, "notices.keep", c.Notices.Keep, time.Second)
 	}
 	checkGateway(v, c)
 }
@@ -148,7 +150,39 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
 	checkDuration(v, "envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
 	checkClientTLS(v, "envoy.endpointTls", e.EndpointTls)
+	checkCORS(v, e.Cors)
 }
+
+func checkCORS(v *validator, c *configv1.Cors) {
+	if c == nil {
+		return
+	}
+	if len(c.AllowOrigins) == 0 {
+		v.m.add("envoy.cors.allowOrigins", "is missing: origins such as https://chat.example.com, or \"*\"")
+	}
+	for i, o := range c.AllowOrigins {
+		if o != "*" && !origin.MatchString(o) {
+			v.m.add(fmt.Sprintf("envoy.cors.allowOrigins[%d]", i), "%.100q is not an origin: scheme://host or scheme://host:port", o)
+		}
+		if o == "*" && c.AllowCredentials {
+			v.m.add("envoy.cors.allowCredentials", "does not go with \"*\": any page could use its visitors' cookies; name the origins")
+		}
+	}
+	for name, list := range map[string][]string{"allowHeaders": c.AllowHeaders, "exposeHeaders": c.ExposeHeaders} {
+		for i, h := range list {
+			if !headerName.MatchString(h) {
+				v.m.add(fmt.Sprintf("envoy.cors.%s[%d]", name, i), "%.100q is not the name of a header", h)
+			}
+		}
+	}
+	checkDuration(v, "envoy.cors.maxAge", c.MaxAge, 0)
+}
+
+// What a browser sends as Origin, and the names of headers; "*" is any of those.
+var (
+	origin     = regexp.MustCompile(`^[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+$`)
+	headerName = regexp.MustCompile(`^([A-Za-z0-9-]+|\*)$`)
+)
 
 // checkReplicas warns of several replicas that do not share what they know, or not the work of replanning.
 func checkReplicas(v *validator, c *configv1.Config) {

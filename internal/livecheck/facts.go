@@ -27,6 +27,7 @@ type engineInfo struct {
 	Engine    string   // one of kvtransfer's Engine constants, if an answer reveals it
 	Models    []string // ids of GET /v1/models, adapters included
 	NoModels  bool     // GET /v1/models is 404
+	Refused   int      // status of GET /v1/models if it wants a key: 401 or 403
 	Connector string   // vLLM's kv_connector
 	KVRole    string   // vLLM's kv_role
 	TP        int32    // tensor-parallel ranks
@@ -119,6 +120,9 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 		}
 	} else {
 		info.NoModels = last == http.StatusNotFound
+		if last == http.StatusUnauthorized || last == http.StatusForbidden {
+			info.Refused = last
+		}
 	}
 	if info.Mode != "" {
 		return info

@@ -134,7 +134,8 @@ func (a *engineAnswer) report(path, format string, args ...any) {
 func askEngine(
 	ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint,
 ) (a engineAnswer) {
-	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme()}}
+	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
+		Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
 	status, _, err := client.GetAll(ctx, engine, "/health", 64<<10)
 	if err != nil || status >= http.StatusInternalServerError {
 		why := "status " + strconv.Itoa(status)
@@ -150,6 +151,15 @@ func askEngine(
 		return a
 	}
 	a.info = readInfo(ctx, client, engine)
+	switch {
+	case a.info.Refused == 0:
+	case engine.KeyFile == "":
+		a.report(at+".apiKeyFile", "is missing: GET /v1/models is %d (%s), so the engine wants an API key; without it "+
+			"Tandem knows neither its models nor its adapters", a.info.Refused, http.StatusText(a.info.Refused))
+	default:
+		a.report(at+".apiKeyFile", "GET /v1/models is %d (%s) with the key in %s: put the engine's own key there",
+			a.info.Refused, http.StatusText(a.info.Refused), engine.KeyFile)
+	}
 	a.version = release(a.info.Version)
 	if r := release(e.GetRelease()); r != "" {
 		a.note("release", a.version != "")

@@ -28,7 +28,8 @@ const maxAsked = 32
 // Each engine is asked until it has answered once: the engine in a pod does not change.
 type Facts struct {
 	client      *enginehttp.Client
-	sameRelease bool // engines of different releases do not accept each other's KV, so they are not paired
+	keyFile     string // has the key that engines want; "": none
+	sameRelease bool   // engines of different releases do not accept each other's KV, so they are not paired
 	log         *slog.Logger
 	places      chan struct{}
 
@@ -47,11 +48,12 @@ type fact struct {
 	bootstrap uint16       // 0: not reported
 }
 
-// NewFacts returns Facts without answers. sameRelease means that engines of different releases must not be paired.
-func NewFacts(sameRelease bool, log *slog.Logger) *Facts {
+// NewFacts returns Facts without answers. keyFile is the pool's. sameRelease means that engines of different releases
+// must not be paired.
+func NewFacts(sameRelease bool, keyFile string, log *slog.Logger) *Facts {
 	client := enginehttp.New(modelsTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
 	return &Facts{
-		client: client, sameRelease: sameRelease, log: log,
+		client: client, sameRelease: sameRelease, keyFile: keyFile, log: log,
 		places: make(chan struct{}, maxAsked), engines: map[string]*fact{},
 	}
 }
@@ -98,7 +100,7 @@ func (f *Facts) of(ctx context.Context, e kvstate.EndpointSpec) *fact {
 	key := e.Name + " " + e.Addr
 	known := f.engines[key]
 	if known == nil {
-		known = &fact{}
+		known, e.KeyFile = &fact{}, f.keyFile
 		f.engines[key] = known
 		go f.ask(ctx, known, &kvstate.Endpoint{EndpointSpec: e})
 	}

@@ -37,7 +37,7 @@ func (n engineAnswers) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // factsOf returns the facts of such a network.
 func factsOf(n http.RoundTripper, sameRelease bool) *Facts {
-	f := NewFacts(sameRelease, quiet())
+	f := NewFacts(sameRelease, "", quiet())
 	f.client = enginehttp.Over(n, modelsTimeout)
 	return f
 }

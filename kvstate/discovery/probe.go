@@ -44,6 +44,7 @@ type Prober struct {
 	mu       sync.Mutex
 	asked    map[*kvstate.Endpoint]time.Time // for models
 	busy     map[*kvstate.Endpoint]bool      // being asked for models
+	refused  map[*kvstate.Endpoint]bool      // they wanted a key for their models
 	checking map[*kvstate.Endpoint]bool
 	next     map[*kvstate.Endpoint]time.Time // when an endpoint with requests is checked again
 
@@ -59,6 +60,7 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 			t.DialContext, t.DisableKeepAlives = dialer.DialContext, true
 		}),
 		asked: map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+		refused:  map[*kvstate.Endpoint]bool{},
 		checking: map[*kvstate.Endpoint]bool{}, next: map[*kvstate.Endpoint]time.Time{},
 		checks: make(chan *kvstate.Endpoint, maxChecks),
 	}
@@ -229,13 +231,22 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 			delete(p.next, e)
 		}
 	}
+	for e := range p.refused {
+		if !seen[e] {
+			delete(p.refused, e)
+		}
+	}
 }
 
 func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	next := askModelsEvery
 	var list struct {
 		Data []struct {
-			ID string `json:"id"`
+			ID     string `json:"id"`
+			Root   string `json:"root"`
+			Parent string `json:"parent"`
+			Owner  string `json:"owned_by"`
+			Length int64  `json:"max_model_len"`
 		} `json:"data"`
 	}
 	ctx, stop := context.WithTimeout(ctx, modelsTimeout)
@@ -250,16 +261,28 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	if err != nil {
 		p.log.Debug("models not told", "endpoint", e.Addr, "err", err)
 	} else {
-		var ids []string
-		for _, m := range list.Data {
-			if m.ID != "" {
-				ids = append(ids, m.ID)
+		var models []kvstate.Model
+		for _, m := range list.Data[:min(len(list.Data), maxListed)] {
+			if m.ID != "" && len(m.ID)+len(m.Root)+len(m.Parent)+len(m.Owner) <= maxListed {
+				models = append(models, kvstate.Model{ID: m.ID, Root: m.Root, Parent: m.Parent, Owner: m.Owner,
+					MaxLength: max(m.Length, 0)})
 			}
 		}
-		p.state.SetModels(e, ids)
+		p.state.SetModels(e, models)
 		next = knownModelsEvery
 	}
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.asked[e] = time.Now().Add(next)
-	p.mu.Unlock()
+	refused := status == http.StatusUnauthorized || status == http.StatusForbidden
+	if refused && !p.refused[e] {
+		p.log.Warn("an engine does not list its models without the right key: set apiKeyFile of its pool",
+			"endpoint", e.Addr, "status", status, "key_file", e.KeyFile)
+	}
+	if p.refused[e] = refused; !refused {
+		delete(p.refused, e)
+	}
 }
+
+// maxListed bounds the models of an endpoint, and the bytes of what it reports of one.
+const maxListed = 4096

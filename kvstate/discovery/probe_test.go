@@ -213,9 +213,9 @@ func TestModelsThatMakeNoSense(t *testing.T) {
 		e := &engine{}
 		e.list.Store(list)
 		s, endpoint := e.start(t, "")
-		s.SetModels(endpoint, []string{"known"})
+		s.SetModels(endpoint, []kvstate.Model{{ID: "known"}})
 		NewProber(s, quiet()).askModels(t.Context(), endpoint)
-		require.Equal(t, []string{"known"}, s.Models(s.Pool("p")))
+		require.Equal(t, []string{"known"}, s.ModelNames(s.Pool("p")))
 		require.False(t, endpoint.Failed())
 	}
 }

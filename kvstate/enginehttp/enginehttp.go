@@ -12,6 +12,10 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync"
 	"time"
 
 	"tandem/kvstate"
@@ -20,8 +24,62 @@ import (
 // maxHeaders bounds the headers of an answer, in bytes.
 const maxHeaders = 64 << 10
 
-// Client speaks HTTP/1, HTTP/2 without TLS (scheme h2c) and TLS. It is safe for concurrent use.
-type Client struct{ plain, h2c, secure *http.Client }
+// Client speaks HTTP/1, HTTP/2 without TLS (scheme h2c) and TLS. It sends an endpoint's API key, unless the caller sets
+// Authorization, and its name. It is safe for concurrent use.
+type Client struct {
+	plain, h2c, secure *http.Client
+
+	mu      sync.Mutex
+	byName  map[string]*http.Client // TLS to engines with a name
+	newName func(name string) *http.Client
+}
+
+// maxNamed bounds the names, of which a configuration has few.
+const maxNamed = 1024
+
+// named returns the client that wants a name of an engine, as SNI.
+func (c *Client) named(name string) *http.Client {
+	if c.newName == nil {
+		return c.secure
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.byName[name] == nil {
+		if len(c.byName) >= maxNamed {
+			clear(c.byName)
+		}
+		c.byName[name] = c.newName(name)
+	}
+	return c.byName[name]
+}
+
+// MaxKey is the length of an API key, in bytes.
+const MaxKey = 4096
+
+// ReadKey reads the API key in a file: its only line.
+func ReadKey(file string) (string, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		return "", err //nolint:wrapcheck // names the file
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, MaxKey+1))
+	if err != nil {
+		return "", fmt.Errorf("reading %s: %w", file, err)
+	}
+	key := strings.TrimSpace(string(text))
+	if key == "" || len(text) > MaxKey || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return "", fmt.Errorf("%s is not one line with a key", file)
+	}
+	return key, nil
+}
+
+// authorize adds the key in a file. Without one the engine refuses the request, which says more than no request would.
+func authorize(r *http.Request, file string) {
+	if key, err := ReadKey(file); err == nil {
+		r.Header.Set("Authorization", "Bearer "+key)
+	}
+}
 
 // New returns a client whose calls take at most timeout; 0 means as long as their contexts. tune sets the caller's
 // options of the transport.
@@ -33,19 +91,19 @@ func New(timeout time.Duration, tune func(*http.Transport)) *Client {
 	}
 	h2c := &http.Transport{Protocols: new(http.Protocols)}
 	h2c.Protocols.SetUnencryptedHTTP2(true)
-	return &Client{
-		plain: client(&http.Transport{}),
-		h2c:   client(h2c),
+	named := func(name string) *http.Client {
 		// As Envoy does by default: engines' certificates are their own.
 		//nolint:gosec // see above
-		secure: client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}),
+		return client(&http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true, ServerName: name}})
 	}
+	return &Client{plain: client(&http.Transport{}), h2c: client(h2c), secure: named(""),
+		byName: map[string]*http.Client{}, newName: named}
 }
 
 // Over returns a client that reaches every endpoint through t, for tests without a network.
 func Over(t http.RoundTripper, timeout time.Duration) *Client {
 	c := over(t, timeout)
-	return &Client{c, c, c}
+	return &Client{plain: c, h2c: c, secure: c}
 }
 
 func over(t http.RoundTripper, timeout time.Duration) *http.Client {
@@ -55,7 +113,9 @@ func over(t http.RoundTripper, timeout time.Duration) *http.Client {
 
 // CloseIdle closes unused connections.
 func (c *Client) CloseIdle() {
-	for _, one := range []*http.Client{c.plain, c.h2c, c.secure} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, one := range slices.AppendSeq([]*http.Client{c.plain, c.h2c, c.secure}, maps.Values(c.byName)) {
 		one.CloseIdleConnections()
 	}
 }
@@ -98,7 +158,13 @@ func (c *Client) do(ctx context.Context, e *kvstate.Endpoint, method, path strin
 	if err != nil {
 		return nil, fmt.Errorf("asking %s: %w", e.Addr, err)
 	}
+	if _, own := header["Authorization"]; !own && e.KeyFile != "" {
+		authorize(r, e.KeyFile)
+	}
 	maps.Copy(r.Header, header)
+	if e.Scheme == "https" && e.ServerName != "" {
+		r.Host, client = e.ServerName, c.named(e.ServerName)
+	}
 	if method == http.MethodPost {
 		r.Header.Set("Content-Type", "application/json")
 	}

@@ -5,6 +5,7 @@ import (
 
 	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/fault"
+	"tandem/internal/enginesim/front"
 	"tandem/internal/enginesim/request"
 )
 
@@ -21,6 +22,7 @@ type Config struct {
 	MaxBody     int64 // bytes
 	Fail        []fault.Rule
 	Warmup      time.Duration // how long the open port answers 503
+	Front       front.Config
 }
 
 // limits returns this engine's limits.

@@ -73,7 +73,7 @@ func (s *responseStore) load(q *request.Request) *engine.Error {
 // keepResponse stores a finished answer if the client asked for it.
 func (c *call) keepResponse(body []byte) {
 	q := c.req
-	if q.API != request.Responses || !jsontext.IsTrue(q.Raw("store")) && !jsontext.IsTrue(q.Raw("background")) {
+	if q.API != request.Responses || !q.Flag("store") && !q.Flag("background") {
 		return
 	}
 	transcript := append([]byte(nil), q.Transcript...)

@@ -63,7 +63,7 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 		responses: newResponseStore(), Died: make(chan struct{}),
 	}
 	s.mux = s.routes()
-	s.web = web.New(cfg.Listen, s, cfg.KeepAlive)
+	s.web = web.New(cfg.Listen, cfg.Front.Wrap(s), cfg.KeepAlive, cfg.Front.Listener)
 	if err := s.web.Open(); err != nil {
 		s.closeRanks()
 		return nil, err

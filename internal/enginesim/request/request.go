@@ -76,6 +76,12 @@ func (q *Request) Raw(name string) (val []byte) {
 	return nil
 }
 
+// Flag reports whether a member is read as true.
+func (q *Request) Flag(name string) bool {
+	v, _ := jsontext.LaxBool(q.Raw(name))
+	return v
+}
+
 // Leg returns the request's part in the protocol.
 func (q *Request) Leg() string {
 	switch {
@@ -148,7 +154,11 @@ func (q *Request) ReadCommon(k connector.Name) *engine.Error {
 			}
 			q.Model = string(jsontext.Text(m.Raw))
 		case "stream":
-			q.Stream = jsontext.IsTrue(m.Raw)
+			var ok bool
+			if q.Stream, ok = jsontext.LaxBool(m.Raw); !ok && !jsontext.IsNull(m.Raw) {
+				return engine.Pydantic("bool_parsing", "stream",
+					"Input should be a valid boolean, unable to interpret input", m.Raw)
+			}
 		case "cache_salt":
 			q.salt = string(jsontext.Text(m.Raw))
 		case "tools":
@@ -160,9 +170,9 @@ func (q *Request) ReadCommon(k connector.Name) *engine.Error {
 		case "top_p":
 			q.TopP = m.Raw
 		case "echo":
-			q.Echo = jsontext.IsTrue(m.Raw)
+			q.Echo, _ = jsontext.LaxBool(m.Raw)
 		case "return_token_ids":
-			q.ReturnIDs = jsontext.IsTrue(m.Raw)
+			q.ReturnIDs, _ = jsontext.LaxBool(m.Raw)
 		}
 		if bad := q.Kv.Read(k, string(m.Key), m.Raw); bad != nil {
 			return bad
@@ -201,7 +211,7 @@ func (q *Request) readLimits() *engine.Error {
 		if jsontext.IsNull(raw) {
 			continue
 		}
-		n, ok := jsontext.Integer(raw)
+		n, ok := jsontext.LaxInteger(raw)
 		if !ok {
 			return engine.Pydantic("int_type", f.name, "Input should be a valid integer", raw)
 		}
@@ -244,16 +254,16 @@ func (q *Request) readStops(from func(string) []byte) {
 		}
 	}
 	q.StopIDs, _ = jsontext.TokenIDs(from("stop_token_ids"))
-	q.IncludeStop = jsontext.IsTrue(from("include_stop_str_in_output"))
+	q.IncludeStop, _ = jsontext.LaxBool(from("include_stop_str_in_output"))
 }
 
 // checkCommon makes the checks that vLLM makes before it looks for the model.
 func (q *Request) checkCommon() *engine.Error {
 	options := q.Raw("stream_options")
-	if !jsontext.IsNull(options) && !q.Stream {
+	if jsontext.Truthy(options) && !jsontext.Truthy(q.Raw("stream")) { // as they stand, not as they are read
 		return engine.BadParam("stream_options", "", "Stream options can only be defined when `stream=True`.")
 	}
-	q.IncludeUsage = jsontext.IsTrue(jsontext.Get(options, "include_usage"))
+	q.IncludeUsage, _ = jsontext.LaxBool(jsontext.Get(options, "include_usage"))
 	switch {
 	case q.N < 1:
 		return engine.BadRequest("n must be at least 1, got %d.", q.N)

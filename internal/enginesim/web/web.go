@@ -14,6 +14,7 @@ import (
 // Port is the HTTP port: HTTP/1.1 and h2c.
 type Port struct {
 	handler  http.Handler
+	wrap     func(net.Listener) (net.Listener, error)
 	idle     time.Duration // idle connections are closed after this
 	refusing sync.Mutex
 
@@ -24,8 +25,11 @@ type Port struct {
 }
 
 // New returns a closed port at an address, host:port. Connections that are idle for that long are closed.
-func New(address string, handler http.Handler, idle time.Duration) *Port {
-	return &Port{handler: handler, idle: idle, address: address}
+// wrap is what stands before the connections: it may encrypt them.
+func New(
+	address string, handler http.Handler, idle time.Duration, wrap func(net.Listener) (net.Listener, error),
+) *Port {
+	return &Port{handler: handler, wrap: wrap, idle: idle, address: address}
 }
 
 // requests is the context's key of a connection's number of requests, *atomic.Int64.
@@ -69,6 +73,9 @@ func (b *Port) Open() error {
 		return net.ErrClosed
 	}
 	b.server, b.address = server, l.Addr().String()
+	if l, err = b.wrap(l); err != nil {
+		return err
+	}
 	go func() { _ = server.Serve(l) }()
 	return nil
 }

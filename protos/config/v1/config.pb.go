@@ -264,6 +264,9 @@ func (x *EnvoyGateway) GetServices() []string {
 
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long a notification that comes before its prefill answers is kept. It must be longer than the slowest prefill
+	// answer takes after its KV was sent. Range: 1s to 24h. Default 1m.
+	Keep string `protobuf:"bytes,2,opt,name=keep,proto3" json:"keep,omitempty"`
 	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -298,6 +301,13 @@ func (x *Notices) ProtoReflect() protoreflect.Message {
 // Deprecated: Use Notices.ProtoReflect.Descriptor instead.
 func (*Notices) Descriptor() ([]byte, []int) {
 	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Notices) GetKeep() string {
+	if x != nil {
+		return x.Keep
+	}
+	return ""
 }
 
 func (x *Notices) GetListen() string {
@@ -682,6 +692,9 @@ type Envoy struct {
 	// if that is 0.0.0.0 or ::, at the address that it has towards Redis; or where `tandem serve --advertise` says. The
 	// bootstrap still names extProcs. Default configured.
 	Replicas string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
+	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine, and what Tandem or
+	// Envoy answers in place of one has no CORS headers.
+	Cors *Cors `protobuf:"bytes,13,opt,name=cors,proto3" json:"cors,omitempty"`
 	// Where Envoy shows its statistics and readiness. /stats/prometheus and /ready are all that it shows there of its
 	// admin port. Default: nowhere.
 	Stats         string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
@@ -796,9 +809,99 @@ func (x *Envoy) GetReplicas() string {
 	return ""
 }
 
+func (x *Envoy) GetCors() *Cors {
+	if x != nil {
+		return x.Cors
+	}
+	return nil
+}
+
 func (x *Envoy) GetStats() string {
 	if x != nil {
 		return x.Stats
+	}
+	return ""
+}
+
+// CORS for browsers. Envoy answers preflights on every path, and every answer has the headers, errors included: an
+// engine's, Tandem's and Envoy's own.
+type Cors struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Origins that may send requests, such as https://chat.example.com; "*" is any. Required.
+	AllowOrigins []string `protobuf:"bytes,1,rep,name=allow_origins,json=allowOrigins,proto3" json:"allow_origins,omitempty"`
+	// Headers that they may send. Default [authorization, content-type].
+	AllowHeaders []string `protobuf:"bytes,2,rep,name=allow_headers,json=allowHeaders,proto3" json:"allow_headers,omitempty"`
+	// Headers that they may read. Default [x-request-id].
+	ExposeHeaders []string `protobuf:"bytes,3,rep,name=expose_headers,json=exposeHeaders,proto3" json:"expose_headers,omitempty"`
+	// Whether they may send cookies and the like. Not with "*". Default false.
+	AllowCredentials bool `protobuf:"varint,4,opt,name=allow_credentials,json=allowCredentials,proto3" json:"allow_credentials,omitempty"`
+	// How long a browser keeps the answer to a preflight. Range: 0s to 24h. Default 10m.
+	MaxAge        string `protobuf:"bytes,5,opt,name=max_age,json=maxAge,proto3" json:"max_age,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Cors) Reset() {
+	*x = Cors{}
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Cors) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Cors) ProtoMessage() {}
+
+func (x *Cors) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Cors.ProtoReflect.Descriptor instead.
+func (*Cors) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Cors) GetAllowOrigins() []string {
+	if x != nil {
+		return x.AllowOrigins
+	}
+	return nil
+}
+
+func (x *Cors) GetAllowHeaders() []string {
+	if x != nil {
+		return x.AllowHeaders
+	}
+	return nil
+}
+
+func (x *Cors) GetExposeHeaders() []string {
+	if x != nil {
+		return x.ExposeHeaders
+	}
+	return nil
+}
+
+func (x *Cors) GetAllowCredentials() bool {
+	if x != nil {
+		return x.AllowCredentials
+	}
+	return false
+}
+
+func (x *Cors) GetMaxAge() string {
+	if x != nil {
+		return x.MaxAge
 	}
 	return ""
 }
@@ -820,7 +923,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -832,7 +935,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -845,7 +948,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -887,7 +990,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -899,7 +1002,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -912,7 +1015,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -948,7 +1051,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -960,7 +1063,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -973,7 +1076,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Redis) GetUrl() string {
@@ -1048,7 +1151,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1060,7 +1163,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1073,7 +1176,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -1119,7 +1222,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1131,7 +1234,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1144,7 +1247,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -1170,6 +1273,10 @@ type Pool struct {
 	// The engines' KV transfer dialect, or none. docs/protocols.md has the dialects. none: the engines prefill and decode
 	// by themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
+	// A file with the engines' API key, on one line. It is for Tandem's own requests: probes, metrics, lists of models,
+	// tokenization, cleanup. It is read for each of them, so a new key counts at once. Clients' requests keep their own
+	// key. Absent: Tandem sends none. A relative path is relative to the working directory of the server.
+	ApiKeyFile string `protobuf:"bytes,78,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// Kind of the engines: vllm, sglang, trtllm or any. It says which of their paths clients may use; any allows those of
 	// all. Default: sglang and trtllm with a kvTransfer of that engine; any with none, shared, offload, multi and
 	// orchestrated; else vllm.
@@ -1286,7 +1393,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1298,7 +1405,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1311,7 +1418,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Pool) GetName() string {
@@ -1331,6 +1438,13 @@ func (x *Pool) GetModels() []string {
 func (x *Pool) GetKvTransfer() string {
 	if x != nil {
 		return x.KvTransfer
+	}
+	return ""
+}
+
+func (x *Pool) GetApiKeyFile() string {
+	if x != nil {
+		return x.ApiKeyFile
 	}
 	return ""
 }
@@ -1563,7 +1677,7 @@ type Encode struct {
 
 func (x *Encode) Reset() {
 	*x = Encode{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1575,7 +1689,7 @@ func (x *Encode) String() string {
 func (*Encode) ProtoMessage() {}
 
 func (x *Encode) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1588,7 +1702,7 @@ func (x *Encode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encode.ProtoReflect.Descriptor instead.
 func (*Encode) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Encode) GetTimeout() string {
@@ -1613,7 +1727,7 @@ type Queue struct {
 
 func (x *Queue) Reset() {
 	*x = Queue{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1625,7 +1739,7 @@ func (x *Queue) String() string {
 func (*Queue) ProtoMessage() {}
 
 func (x *Queue) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1638,7 +1752,7 @@ func (x *Queue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Queue.ProtoReflect.Descriptor instead.
 func (*Queue) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Queue) GetMaxWait() string {
@@ -1677,7 +1791,7 @@ type Objectives struct {
 
 func (x *Objectives) Reset() {
 	*x = Objectives{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1689,7 +1803,7 @@ func (x *Objectives) String() string {
 func (*Objectives) ProtoMessage() {}
 
 func (x *Objectives) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1702,7 +1816,7 @@ func (x *Objectives) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
 func (*Objectives) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Objectives) GetFromHeaders() bool {
@@ -1749,7 +1863,7 @@ type Objective struct {
 
 func (x *Objective) Reset() {
 	*x = Objective{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1761,7 +1875,7 @@ func (x *Objective) String() string {
 func (*Objective) ProtoMessage() {}
 
 func (x *Objective) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1774,7 +1888,7 @@ func (x *Objective) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objective.ProtoReflect.Descriptor instead.
 func (*Objective) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Objective) GetName() string {
@@ -1816,7 +1930,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1828,7 +1942,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1841,7 +1955,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Registration) GetListen() string {
@@ -1866,7 +1980,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1878,7 +1992,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1891,7 +2005,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -1947,7 +2061,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1959,7 +2073,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1972,7 +2086,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -2029,7 +2143,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2041,7 +2155,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2054,7 +2168,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -2092,7 +2206,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2104,7 +2218,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2117,7 +2231,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2165,7 +2279,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2177,7 +2291,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2190,7 +2304,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2264,7 +2378,7 @@ type LoadBandwidth struct {
 
 func (x *LoadBandwidth) Reset() {
 	*x = LoadBandwidth{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2276,7 +2390,7 @@ func (x *LoadBandwidth) String() string {
 func (*LoadBandwidth) ProtoMessage() {}
 
 func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2289,7 +2403,7 @@ func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
 func (*LoadBandwidth) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LoadBandwidth) GetCpuBytes() int64 {
@@ -2330,7 +2444,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2342,7 +2456,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2355,7 +2469,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2399,7 +2513,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2411,7 +2525,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2424,7 +2538,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2461,7 +2575,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2473,7 +2587,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2486,7 +2600,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2549,7 +2663,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2561,7 +2675,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2574,7 +2688,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2630,7 +2744,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2642,7 +2756,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2655,7 +2769,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -2721,7 +2835,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2733,7 +2847,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2746,7 +2860,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -2840,7 +2954,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2852,7 +2966,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2865,7 +2979,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -2905,6 +3019,12 @@ type Endpoint struct {
 	KvEventsPort int32 `protobuf:"varint,15,opt,name=kv_events_port,json=kvEventsPort,proto3" json:"kv_events_port,omitempty"`
 	// In place of kvEvents.replayPort. Only with kvEventsPort.
 	KvReplayPort int32 `protobuf:"varint,16,opt,name=kv_replay_port,json=kvReplayPort,proto3" json:"kv_replay_port,omitempty"`
+	// The name that the server of an https engine wants. Envoy and Tandem send it as SNI and as Host, in place of the
+	// client's Host. With envoy.endpointTls.caFile its certificate must have this name. Absent: the client's Host, and
+	// the SNI of envoy.endpointTls.serverName.
+	ServerName string `protobuf:"bytes,22,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
+	// In place of the pool's apiKeyFile.
+	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// How fast Tandem takes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
 	// their work under load. 0: no new work; running requests end as usual. At most 10000. Default 100.
 	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
@@ -2929,7 +3049,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2941,7 +3061,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2954,7 +3074,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -3018,6 +3138,20 @@ func (x *Endpoint) GetKvReplayPort() int32 {
 		return x.KvReplayPort
 	}
 	return 0
+}
+
+func (x *Endpoint) GetServerName() string {
+	if x != nil {
+		return x.ServerName
+	}
+	return ""
+}
+
+func (x *Endpoint) GetApiKeyFile() string {
+	if x != nil {
+		return x.ApiKeyFile
+	}
+	return ""
 }
 
 func (x *Endpoint) GetWeight() int32 {
@@ -3091,7 +3225,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3103,7 +3237,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3116,7 +3250,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3194,7 +3328,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3206,7 +3340,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3219,7 +3353,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3272,8 +3406,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\r_sample_ratio\"B\n" +
 	"\fEnvoyGateway\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1a\n" +
-	"\bservices\x18\x02 \x03(\tR\bservices\"!\n" +
-	"\aNotices\x12\x16\n" +
+	"\bservices\x18\x02 \x03(\tR\bservices\"5\n" +
+	"\aNotices\x12\x12\n" +
+	"\x04keep\x18\x02 \x01(\tR\x04keep\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"\x8a\x02\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
@@ -3298,7 +3433,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05Admin\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
-	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xb5\x03\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xe1\x03\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -3312,8 +3447,15 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
 	"\rpath_prefixes\x18\n" +
 	" \x03(\tR\fpathPrefixes\x12\x1a\n" +
-	"\breplicas\x18\v \x01(\tR\breplicas\x12\x14\n" +
-	"\x05stats\x18\f \x01(\tR\x05stats\"}\n" +
+	"\breplicas\x18\v \x01(\tR\breplicas\x12*\n" +
+	"\x04cors\x18\r \x01(\v2\x16.tandem.config.v1.CorsR\x04cors\x12\x14\n" +
+	"\x05stats\x18\f \x01(\tR\x05stats\"\xbd\x01\n" +
+	"\x04Cors\x12#\n" +
+	"\rallow_origins\x18\x01 \x03(\tR\fallowOrigins\x12#\n" +
+	"\rallow_headers\x18\x02 \x03(\tR\fallowHeaders\x12%\n" +
+	"\x0eexpose_headers\x18\x03 \x03(\tR\rexposeHeaders\x12+\n" +
+	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12\x17\n" +
+	"\amax_age\x18\x05 \x01(\tR\x06maxAge\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
@@ -3340,12 +3482,14 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xae\v\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xd0\v\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
 	"\vkv_transfer\x18\x03 \x01(\tR\n" +
-	"kvTransfer\x12\x16\n" +
+	"kvTransfer\x12 \n" +
+	"\fapi_key_file\x18N \x01(\tR\n" +
+	"apiKeyFile\x12\x16\n" +
 	"\x06engine\x18F \x01(\tR\x06engine\x12\x14\n" +
 	"\x05paths\x18G \x03(\tR\x05paths\x12\x14\n" +
 	"\x05split\x18\x04 \x01(\tR\x05split\x12!\n" +
@@ -3481,7 +3625,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"ranksLabel\"A\n" +
 	"\x0ePrefillTimeout\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xef\x03\n" +
+	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xb2\x04\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
@@ -3492,7 +3636,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	" \x01(\tR\arelease\x12;\n" +
 	"\almcache\x18\r \x01(\v2!.tandem.config.v1.LMCacheReceiverR\almcache\x12$\n" +
 	"\x0ekv_events_port\x18\x0f \x01(\x05R\fkvEventsPort\x12$\n" +
-	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\x12\x1b\n" +
+	"\x0ekv_replay_port\x18\x10 \x01(\x05R\fkvReplayPort\x12\x1f\n" +
+	"\vserver_name\x18\x16 \x01(\tR\n" +
+	"serverName\x12 \n" +
+	"\fapi_key_file\x18\x17 \x01(\tR\n" +
+	"apiKeyFile\x12\x1b\n" +
 	"\x06weight\x18\x15 \x01(\x05H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
 	"\x04zone\x182 \x01(\tR\x04zone\x12\x14\n" +
 	"\x05loras\x183 \x03(\tR\x05loras\x12\x16\n" +
@@ -3530,7 +3678,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                 // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
@@ -3542,79 +3690,81 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Listener)(nil),               // 7: tandem.config.v1.Listener
 	(*Admin)(nil),                  // 8: tandem.config.v1.Admin
 	(*Envoy)(nil),                  // 9: tandem.config.v1.Envoy
-	(*ClientTls)(nil),              // 10: tandem.config.v1.ClientTls
-	(*State)(nil),                  // 11: tandem.config.v1.State
-	(*Redis)(nil),                  // 12: tandem.config.v1.Redis
-	(*RedisTls)(nil),               // 13: tandem.config.v1.RedisTls
-	(*Tickets)(nil),                // 14: tandem.config.v1.Tickets
-	(*Pool)(nil),                   // 15: tandem.config.v1.Pool
-	(*Encode)(nil),                 // 16: tandem.config.v1.Encode
-	(*Queue)(nil),                  // 17: tandem.config.v1.Queue
-	(*Objectives)(nil),             // 18: tandem.config.v1.Objectives
-	(*Objective)(nil),              // 19: tandem.config.v1.Objective
-	(*Registration)(nil),           // 20: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 21: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 22: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 23: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 24: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 25: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),          // 26: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),              // 27: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 28: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 29: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 30: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 31: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 32: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 33: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 34: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 35: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 36: tandem.config.v1.LMCacheReceiver
+	(*Cors)(nil),                   // 10: tandem.config.v1.Cors
+	(*ClientTls)(nil),              // 11: tandem.config.v1.ClientTls
+	(*State)(nil),                  // 12: tandem.config.v1.State
+	(*Redis)(nil),                  // 13: tandem.config.v1.Redis
+	(*RedisTls)(nil),               // 14: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                // 15: tandem.config.v1.Tickets
+	(*Pool)(nil),                   // 16: tandem.config.v1.Pool
+	(*Encode)(nil),                 // 17: tandem.config.v1.Encode
+	(*Queue)(nil),                  // 18: tandem.config.v1.Queue
+	(*Objectives)(nil),             // 19: tandem.config.v1.Objectives
+	(*Objective)(nil),              // 20: tandem.config.v1.Objective
+	(*Registration)(nil),           // 21: tandem.config.v1.Registration
+	(*SessionKey)(nil),             // 22: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                   // 23: tandem.config.v1.NIXL
+	(*LMCache)(nil),                // 24: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),           // 25: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),               // 26: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),          // 27: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),              // 28: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 29: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 30: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 31: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 32: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 33: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 34: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 35: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 36: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 37: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	4,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
 	7,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
 	8,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
 	9,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	11, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	14, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	15, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	12, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	15, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	16, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
 	3,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
 	2,  // 8: tandem.config.v1.Config.envoy_gateway:type_name -> tandem.config.v1.EnvoyGateway
 	1,  // 9: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
 	6,  // 10: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
 	5,  // 11: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
-	10, // 12: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	10, // 13: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	12, // 14: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	13, // 15: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	33, // 16: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	34, // 17: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	21, // 18: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	20, // 19: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	23, // 20: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	24, // 21: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	22, // 22: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	25, // 23: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	27, // 24: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	17, // 25: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	18, // 26: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	16, // 27: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	19, // 28: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	19, // 29: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	26, // 30: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
-	28, // 31: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	29, // 32: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	30, // 33: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	31, // 34: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	32, // 35: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	32, // 36: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	35, // 37: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	36, // 38: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	39, // [39:39] is the sub-list for method output_type
-	39, // [39:39] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	11, // 12: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	11, // 13: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	10, // 14: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
+	13, // 15: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	14, // 16: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	34, // 17: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	35, // 18: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	22, // 19: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	21, // 20: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	24, // 21: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	25, // 22: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	23, // 23: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	26, // 24: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	28, // 25: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	18, // 26: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	19, // 27: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	17, // 28: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	20, // 29: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	20, // 30: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	27, // 31: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	29, // 32: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	30, // 33: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	31, // 34: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	32, // 35: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	33, // 36: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	33, // 37: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	36, // 38: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	37, // 39: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	40, // [40:40] is the sub-list for method output_type
+	40, // [40:40] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -3623,14 +3773,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[34].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[35].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   37,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
