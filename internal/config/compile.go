@@ -56,8 +56,8 @@ type PoolSpec struct {
 
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
-	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && slices.Equal(p.Spec.Models, o.Spec.Models) &&
-		slices.Equal(p.Endpoints, o.Endpoints)
+	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile &&
+		slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
 }
 
 // Spec returns a pool without its endpoints.
