@@ -60,7 +60,7 @@ func countOf(text []byte) (int64, bool) {
 	return n, err == nil || errors.Is(err, strconv.ErrRange)
 }
 
-// boolean returns the truth value that engines read from a member's value. ok is false if they refuse the value, and for
+// boolean returns the truth value that engines read from a value. ok is false if they refuse it, and for
 // null and nothing.
 func boolean(raw []byte) (v, ok bool) {
 	if len(raw) == 0 {

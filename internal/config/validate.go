@@ -162,10 +162,12 @@ func checkCORS(v *validator, c *configv1.Cors) {
 	}
 	for i, o := range c.AllowOrigins {
 		if o != "*" && !origin.MatchString(o) {
-			v.m.add(fmt.Sprintf("envoy.cors.allowOrigins[%d]", i), "%.100q is not an origin: scheme://host or scheme://host:port", o)
+			v.m.add(fmt.Sprintf("envoy.cors.allowOrigins[%d]", i),
+				"%.100q is not an origin: scheme://host or scheme://host:port", o)
 		}
 		if o == "*" && c.AllowCredentials {
-			v.m.add("envoy.cors.allowCredentials", "does not go with \"*\": any page could use its visitors' cookies; name the origins")
+			v.m.add("envoy.cors.allowCredentials",
+				"does not go with \"*\": any page could use its visitors' cookies; name the origins")
 		}
 	}
 	for name, list := range map[string][]string{"allowHeaders": c.AllowHeaders, "exposeHeaders": c.ExposeHeaders} {
