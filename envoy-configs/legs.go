@@ -175,7 +175,8 @@ func (m legs) encodeLeg() *listenerv3.Listener {
 		name: "encode-leg", why: "The encode leg, before all others: its filter makes the encode engine's body of " +
 			"the client's, which the main listener keeps as it is, and of the answer a redirect.",
 		remove: []string{"tandem-explain", "x-tandem-scheme"}, read: true, json: true,
-		host: &routev3.VirtualHost{Routes: m.podRoutes()}, filters: []*hcmv3.HttpFilter{f.buffer(), f.filter(extProcFilter, ask)},
+		host:    &routev3.VirtualHost{Routes: m.podRoutes()},
+		filters: []*hcmv3.HttpFilter{f.buffer(), f.filter(extProcFilter, ask)},
 	})
 }
 

@@ -35,8 +35,7 @@ func (m routes) configuration() *routev3.RouteConfiguration {
 		decided = append(decided, m.legRoute("encode", "encode", "tandem-encode", 0, m.retry(m.replanTries())))
 	}
 	if m.Answers {
-		decided = append(decided, m.legRoute("answer", "answer", "tandem-answer", m.IdleTimeout,
-			m.retry(hedgedTries)))
+		decided = append(decided, m.legRoute("answer", "answer", "tandem-answer", m.IdleTimeout, m.retry(hedgedTries)))
 	}
 	if m.Pairs {
 		pair := m.legRoute("pair", "pair", "tandem-pair", m.IdleTimeout, m.retry(hedgedTries))
@@ -158,8 +157,7 @@ func (m routes) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *r
 	f := filters(m)
 	whole := processing(bufferBody, nothing)
 	if !m.several() {
-		return undecided(name, perFilter{bufferFilter: f.noBuffer(), extProcFilter: f.asked(whole, false)},
-			headers...)
+		return undecided(name, perFilter{bufferFilter: f.noBuffer(), extProcFilter: f.asked(whole, false)}, headers...)
 	}
 	return noted(m, &routev3.Route{
 		Name: name, Match: anyPath(headers...),

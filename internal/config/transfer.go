@@ -87,7 +87,6 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	checkTransfers(v, path, p)
 }
 
-// checkLease checks the lease and the engines' own check of it.
 func checkLease(v *validator, path string, p *configv1.Pool) {
 	n, at := p.Nixl, path+".nixl.lease"
 	if n.GetLease() != "" {

@@ -181,10 +181,8 @@ func checkCORS(v *validator, c *configv1.Cors) {
 }
 
 // What a browser sends as Origin, and the names of headers; "*" is any of those.
-var (
-	origin     = regexp.MustCompile(`^[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+$`)
-	headerName = regexp.MustCompile(`^([A-Za-z0-9-]+|\*)$`)
-)
+var origin = regexp.MustCompile(`^[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+$`)
+var headerName = regexp.MustCompile(`^([A-Za-z0-9-]+|\*)$`)
 
 // checkReplicas warns of several replicas that do not share what they know, or not the work of replanning.
 func checkReplicas(v *validator, c *configv1.Config) {
