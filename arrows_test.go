@@ -24,7 +24,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                  {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock"},
+	"kvstate":                  {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore"},
 	"envoy-configs/lua":        {},
 	"extproc/faults":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/hedging":          {},
@@ -39,6 +39,7 @@ var arrows = map[string][]string{
 	"envoy-configs/layout":     {},
 	"extproc/models":           {"kvstate"},
 	"internal/enginesim/front": {},
+	"kvstate/paramstore":       {},
 	"kvstate/prefixindex":      {},
 	"kvstate/receivebuffer":    {},
 	"kvstate/enginehttp":       {"kvstate"},
@@ -51,7 +52,7 @@ var arrows = map[string][]string{
 	"kvstate/redisstore": {
 		"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag",
 		"kvstate/redisstore/redisclient", "kvstate/redisstore/roster", "protos/state/v1", "e2e/loopback (test)",
-		"e2e/redisserver (test)", "kvstate/fleetclock",
+		"e2e/redisserver (test)", "kvstate/fleetclock", "kvstate/paramstore (test)",
 	},
 	"kvstate/redisstore/decode":      {"protos/state/v1"},
 	"kvstate/redisstore/lag":         {},

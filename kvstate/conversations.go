@@ -1,6 +1,10 @@
 package kvstate
 
-import "time"
+import (
+	"time"
+
+	"tandem/kvstate/paramstore"
+)
 
 // With NIXL pull in both directions, a turn of a conversation leaves its blocks on the decode endpoint that answered.
 // The state stores the data by which the next turn finds them, under the conversation's name: the latest turn only,
@@ -14,21 +18,21 @@ const MaxConversationBytes = 1 << 20
 const maxConversationsBytes = 64 << 20
 
 // PutConversation stores a copy of the state of a conversation's last turn for ttl, and replaces the previous one.
-// With [ErrFull] nothing is stored, and the previous one is removed.
+// With [paramstore.ErrFull] nothing is stored, and the previous one is removed.
 func (s *HandOvers) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) error {
 	if s.replicas != nil {
 		if len(turn) > MaxConversationBytes {
 			s.replicas.TakeConversation(conversation)
-			return ErrFull
+			return paramstore.ErrFull
 		}
 		s.replicas.PutConversation(conversation, turn, ttl)
 		return nil
 	}
-	s.conversations.take(conversation)
+	s.conversations.Take(conversation)
 	if len(turn) > MaxConversationBytes {
-		return ErrFull
+		return paramstore.ErrFull
 	}
-	return s.conversations.putFor(conversation, turn, ttl)
+	return s.conversations.PutFor(conversation, turn, ttl)
 }
 
 // TakeConversation returns and removes the state of a conversation.
@@ -36,5 +40,5 @@ func (s *HandOvers) TakeConversation(conversation [16]byte) ([]byte, bool) {
 	if s.replicas != nil {
 		return s.replicas.TakeConversation(conversation)
 	}
-	return s.conversations.take(conversation)
+	return s.conversations.Take(conversation)
 }

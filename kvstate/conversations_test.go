@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/paramstore"
 )
 
 // TestTurns: the latest turn of a conversation is stored, for one use and a limited time.
@@ -35,7 +37,7 @@ func TestTurns(t *testing.T) {
 		require.Equal(t, "third", take(a), "the latest")
 
 		require.NoError(t, s.PutConversation(a, []byte("fourth"), time.Minute))
-		require.ErrorIs(t, s.PutConversation(a, make([]byte, MaxConversationBytes+1), time.Minute), ErrFull)
+		require.ErrorIs(t, s.PutConversation(a, make([]byte, MaxConversationBytes+1), time.Minute), paramstore.ErrFull)
 		require.Empty(t, take(a), "nor is the one before")
 
 		require.NoError(t, s.PutConversation(a, []byte("fifth"), time.Minute))
@@ -44,8 +46,8 @@ func TestTurns(t *testing.T) {
 		require.NoError(t, s.PutConversation(a, []byte("sixth"), time.Minute))
 		time.Sleep(time.Minute + time.Second)
 		s.sweep(time.Now())
-		require.Zero(t, s.conversations.bytes)
-		require.Empty(t, s.conversations.held)
+		entries, bytes := s.conversations.Held()
+		require.Zero(t, entries+bytes)
 	})
 }
 
@@ -56,7 +58,7 @@ func TestTurnsAreBounded(t *testing.T) {
 	for i := range maxConversationsBytes / MaxConversationBytes {
 		require.NoError(t, s.PutConversation([16]byte{byte(i), 1}, turn, time.Minute))
 	}
-	require.ErrorIs(t, s.PutConversation([16]byte{2}, turn, time.Minute), ErrFull)
+	require.ErrorIs(t, s.PutConversation([16]byte{2}, turn, time.Minute), paramstore.ErrFull)
 	_, ok := s.TakeConversation([16]byte{0, 1})
 	require.True(t, ok)
 	require.NoError(t, s.PutConversation([16]byte{2}, turn, time.Minute))

@@ -1,10 +1,10 @@
 package kvstate
 
 import (
-	"crypto/rand"
-	"errors"
 	"sync"
 	"time"
+
+	"tandem/kvstate/paramstore"
 )
 
 // HandOvers holds what passes between the hops of a request, and from one turn of a conversation to the next: consumed
@@ -12,8 +12,8 @@ import (
 type HandOvers struct {
 	*link
 	consumed      replayGuard
-	handOvers     handOverStore
-	conversations handOverStore // empty if there are other replicas
+	handOvers     *paramstore.Store
+	conversations *paramstore.Store // empty if there are other replicas
 }
 
 // replayGuard remembers consumed tickets, and reservations that have ended ([Bookings.End]), in two generations. It
@@ -95,34 +95,9 @@ func (p *replayGuard) sweep(now time.Time) {
 	p.rotate(now)
 }
 
-// ErrFull is returned when the stored hand-overs take all the memory allowed.
-var ErrFull = errors.New("kvstate: no memory left for another hand-over")
-
-// maxHandOvers bounds their number, since small ones cost more than their bytes.
-const maxHandOvers = 1 << 16
-
-// handOverStore stores KV transfer parameters: those too large for a header, between the two hops, and those of a
-// conversation's last turn (conversations.go).
-type handOverStore struct {
-	mu    *sync.Mutex
-	max   int
-	ttl   time.Duration
-	bytes int
-	held  map[[16]byte]handOver
-}
-
-type handOver struct {
-	params  []byte
-	expires time.Time
-}
-
-func newHandOverStore(limit int, ttl time.Duration) handOverStore {
-	return handOverStore{mu: &sync.Mutex{}, max: limit, ttl: ttl, held: map[[16]byte]handOver{}}
-}
-
-// PutHandOver stores a copy of params for all replicas and returns a reference to it, or [ErrFull].
+// PutHandOver stores a copy of params for all replicas and returns a reference to it, or [paramstore.ErrFull].
 func (s *HandOvers) PutHandOver(params []byte) (ref [16]byte, err error) {
-	if ref, err = s.handOvers.put(params); err == nil && s.replicas != nil {
+	if ref, err = s.handOvers.Put(params); err == nil && s.replicas != nil {
 		s.replicas.PutHandOver(ref, params)
 	}
 	return ref, err
@@ -130,63 +105,18 @@ func (s *HandOvers) PutHandOver(params []byte) (ref [16]byte, err error) {
 
 // PutHandOverAs is PutHandOver with a reference that the reader already knows.
 func (s *HandOvers) PutHandOverAs(ref [16]byte, params []byte) error {
-	err := s.handOvers.putAs(ref, params)
+	err := s.handOvers.PutAs(ref, params)
 	if err == nil && s.replicas != nil {
 		s.replicas.PutHandOver(ref, params)
 	}
 	return err
 }
 
-func (h *handOverStore) put(params []byte) (ref [16]byte, err error) {
-	_, _ = rand.Read(ref[:]) // never fails (crypto/rand)
-	return ref, h.putAs(ref, params)
-}
-
-func (h *handOverStore) putAs(ref [16]byte, params []byte) error { return h.putFor(ref, params, h.ttl) }
-
-func (h *handOverStore) putFor(ref [16]byte, params []byte, ttl time.Duration) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if len(params) > h.max-h.bytes || len(h.held) >= maxHandOvers {
-		return ErrFull
-	}
-	if before, ok := h.held[ref]; ok {
-		h.bytes -= len(before.params)
-	}
-	h.held[ref] = handOver{append([]byte(nil), params...), time.Now().Add(ttl)}
-	h.bytes += len(params)
-	return nil
-}
-
-// TakeHandOver returns and removes the entry with a reference. It asks the other replicas if this one does not have
-// it.
+// TakeHandOver returns and removes the entry with a reference, here or at another replica.
 func (s *HandOvers) TakeHandOver(ref [16]byte) ([]byte, bool) {
-	params, ok := s.handOvers.take(ref)
+	params, ok := s.handOvers.Take(ref)
 	if !ok && s.replicas != nil {
 		return s.replicas.TakeHandOver(ref)
 	}
 	return params, ok
-}
-
-func (h *handOverStore) take(ref [16]byte) ([]byte, bool) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	kept, ok := h.held[ref]
-	if !ok {
-		return nil, false
-	}
-	delete(h.held, ref)
-	h.bytes -= len(kept.params)
-	return kept.params, time.Now().Before(kept.expires)
-}
-
-func (h *handOverStore) sweep(now time.Time) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	for ref, kept := range h.held {
-		if now.After(kept.expires) {
-			delete(h.held, ref)
-			h.bytes -= len(kept.params)
-		}
-	}
 }

@@ -17,5 +17,6 @@ func TestPutHandOverAs(t *testing.T) {
 	require.Equal(t, "second one", string(got))
 	_, ok = s.TakeHandOver(ref)
 	require.False(t, ok)
-	require.Zero(t, s.handOvers.bytes)
+	_, bytes := s.handOvers.Held()
+	require.Zero(t, bytes)
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"tandem/kvstate/fleetclock"
+	"tandem/kvstate/paramstore"
 	"tandem/kvstate/prefixindex"
 )
 
@@ -100,8 +101,8 @@ func New(o Options) *State {
 	}
 	s.HandOvers = HandOvers{
 		link: l, consumed: newReplayGuard(o.MaxConsumed, o.ConsumedTTL),
-		handOvers:     newHandOverStore(o.MaxHandOverBytes, o.HandOverTTL),
-		conversations: newHandOverStore(maxConversationsBytes, 0),
+		handOvers:     paramstore.New(o.MaxHandOverBytes, o.HandOverTTL),
+		conversations: paramstore.New(maxConversationsBytes, 0),
 	}
 	s.Sessions = Sessions{l, newSessionSet(o.MaxSessions, o.SessionTTL)}
 	return s
@@ -123,8 +124,8 @@ func (s *State) Run(ctx context.Context) {
 
 func (s *State) sweep(now time.Time) {
 	s.sweepReservations(now)
-	s.handOvers.sweep(now)
-	s.conversations.sweep(now)
+	s.handOvers.Sweep(now)
+	s.conversations.Sweep(now)
 	s.consumed.sweep(now)
 	s.ended.sweep(now)
 	for _, p := range s.Pools() {

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/paramstore"
 )
 
 // What one replica routes, every other knows: within 100 ms, where the machine has time. (Mostly it takes 5 ms.)
@@ -283,7 +284,7 @@ func TestTurnsAreTakenOnce(t *testing.T) {
 
 	eventually(t, "what has no room takes the place of what was kept", func() bool {
 		require.NoError(t, a.state.PutConversation(conversation, []byte("third"), time.Minute))
-		require.ErrorIs(t, b.state.PutConversation(conversation, make([]byte, kvstate.MaxConversationBytes+1), time.Minute), kvstate.ErrFull)
+		require.ErrorIs(t, b.state.PutConversation(conversation, make([]byte, kvstate.MaxConversationBytes+1), time.Minute), paramstore.ErrFull)
 		_, ok := a.state.TakeConversation(conversation)
 		return !ok
 	})
