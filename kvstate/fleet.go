@@ -171,6 +171,7 @@ type endpointState struct {
 	how    atomic.Pointer[failure] // how it failed last; nil: it never did
 	paused atomic.Bool             // by an operator
 	weight atomic.Int32            // set by an operator; 0: the spec's weight
+	word   atomic.Uint32           // a Role: what it is used for now; 0: all that it may serve
 
 	requests     atomic.Int64               // reservations held
 	tokens       atomic.Int64               // prompt tokens of those
