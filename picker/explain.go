@@ -118,15 +118,15 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	case c.Signals != nil && c.Trust < 1:
 		w.State = "stale"
 	}
-	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
+	var runs batch
+	t.batch(c, &runs)
+	if c.Used()&kvstate.RolePrefill != 0 {
 		w.Prefill, w.Speed = &PrefillPrice{}, learned(c.Speed)
-		t.prefill(c, w.Prefill)
+		t.prefill(c, &runs, w.Prefill)
 	}
-	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+	if c.Used()&kvstate.RoleDecode != 0 {
 		w.Learned, w.Step = learned(c.Transfer), learned(c.Step)
 		w.Decode, w.Transfer, w.Alone = &DecodePrice{}, t.transfer(c, true), &AlonePrice{}
-		var runs batch
-		t.batch(c, &runs)
 		t.decode(c, &runs, w.Decode)
 		w.Busy = !t.alone(c, &runs, w.Alone)
 		w.TooLong, w.KVTokens = w.Busy && t.idle(c, &runs), c.KVTokens
@@ -160,8 +160,8 @@ func (e *Explanation) Print(w io.Writer) {
 			continue
 		}
 		if p := c.Prefill; p != nil {
-			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s\n", name, ms(p.sum()),
-				ms(p.Queue), ms(p.Work), load(p.Load), ms(p.Others), ms(p.Jobs))
+			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s%s\n", name, ms(p.sum()),
+				ms(p.Queue), ms(p.Work), optional("load", p.Load), ms(p.Others), ms(p.Jobs), optional("answers", p.Answers))
 		}
 		if d := c.Decode; d != nil {
 			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name,
@@ -173,18 +173,18 @@ func (e *Explanation) Print(w io.Writer) {
 				busy = ", but its answers would suffer"
 			}
 			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s%s + others %s + answers %s + decode %s + overflow %s%s\n",
-				name, ms(a.sum()), ms(a.Queue), ms(a.Work), load(a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode),
+				name, ms(a.sum()), ms(a.Queue), ms(a.Work), optional("load", a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode),
 				ms(a.Overflow), busy)
 		}
 	}
 }
 
-// load formats the time to load KV, "" without any.
-func load(seconds float64) string {
+// optional formats a term that most prices lack, "" without it.
+func optional(name string, seconds float64) string {
 	if seconds == 0 {
 		return ""
 	}
-	return " + load " + ms(seconds)
+	return " + " + name + " " + ms(seconds)
 }
 
 // ms formats a time in milliseconds, without decimals below the precision of the estimate.

@@ -85,8 +85,8 @@ type Policy struct {
 	Model            Model
 	Split            Split
 	MinPrefillTokens int64 // with SplitAuto: if decode has fewer uncached tokens than this, the prompt is not split
-	// target for the time between two tokens, s: limits the delay that decode alone may cause; 0: no limit
-	TPOT float64
+	// What the pool promises. Its time between two tokens limits the delay that decode alone may cause. 0: no limit.
+	Promise Targets
 	// worth of a second of an answer, this request's or another's, relative to a second before the first token: above 0
 	AnswerWeight float64
 	Late         bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
@@ -95,9 +95,12 @@ type Policy struct {
 // DefaultAnswerWeight is the default of [Policy.AnswerWeight].
 const DefaultAnswerWeight = 0.5
 
-// DefaultPolicy places by price, for answers with a token every 30 ms.
+// DefaultPromise is what a pool promises that says nothing: a first token within 5 s, and one every 50 ms.
+func DefaultPromise() Targets { return Targets{TTFT: 5, TPOT: 0.050} }
+
+// DefaultPolicy places by price, for answers within [DefaultPromise].
 func DefaultPolicy() Policy {
-	return Policy{Model: DefaultModel(), Split: SplitAuto, TPOT: 0.030, AnswerWeight: DefaultAnswerWeight}
+	return Policy{Model: DefaultModel(), Split: SplitAuto, Promise: DefaultPromise(), AnswerWeight: DefaultAnswerWeight}
 }
 
 // Picker decides. It has the memory of a decision, so that none is allocated: each goroutine needs its own.
@@ -206,35 +209,44 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
 		p.busy, p.faults, p.kind, p.zone = false, c.Faults != nil, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
-			t.weigh(c, p)
+			t.weigh(c, p, c.Used())
 		}
 	}
 }
 
-// weighDesperate also prices for decode the endpoints that failed this request or do not report its model. Those
-// that lack what it needs stay excluded.
+// weighDesperate prices for decode endpoints that have another word, or, if there are none of those, the endpoints that
+// failed this request or do not report its model. Those that lack what it needs stay excluded.
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
-	for i := range v.Endpoints {
-		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.unmet(r, c) == "" {
-			t.weigh(c, p)
+	for _, failed := range []bool{false, true} {
+		found := false
+		for i := range v.Endpoints {
+			c, p := &v.Endpoints[i], &k.prices[i]
+			if c.Usable && math.IsInf(p.decode, 1) && (k.why(r, c) == "" || failed && k.unmet(r, c) == "") {
+				t.weigh(c, p, c.Endpoint.Role)
+				found = found || !math.IsInf(p.decode, 1)
+			}
+		}
+		if found {
+			return
 		}
 	}
 }
 
-func (t *terms) weigh(c *kvstate.Candidate, p *prices) {
-	role := c.Endpoint.Role
+func (t *terms) weigh(c *kvstate.Candidate, p *prices, role kvstate.Role) {
+	var runs batch
+	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+		t.batch(c, &runs)
+	}
 	if role&kvstate.RolePrefill != 0 {
 		var price PrefillPrice
-		t.prefill(c, &price)
+		t.prefill(c, &runs, &price)
 		p.prefill = price.sum()
 		if c.Faults.Excludes(kvstate.RolePrefill) {
 			p.prefill = math.Inf(1) // no decode endpoint can load its KV
 		}
 	}
 	if role&kvstate.RoleDecode != 0 {
-		var runs batch
 		var price DecodePrice
-		t.batch(c, &runs)
 		t.decode(c, &runs, &price)
 		p.decode = price.sum()
 		p.near = p.decode + t.transfer(c, true)

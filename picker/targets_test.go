@@ -13,7 +13,7 @@ import (
 func (w *twin) allowed() (out []Choice) {
 	for p := range w.v.Endpoints {
 		for d := range w.v.Endpoints {
-			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) && w.compatible(p, d) {
+			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, asUsed) && w.ok(d, kvstate.RoleDecode, asUsed) && w.compatible(p, d) {
 				out = append(out, Choice{Prefill: p, Decode: d})
 			}
 		}
@@ -23,7 +23,7 @@ func (w *twin) allowed() (out []Choice) {
 	}
 	paired := len(out) > 0
 	for d := range w.v.Endpoints {
-		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, false) {
+		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, asUsed) {
 			out = append(out, Choice{Prefill: -1, Decode: d})
 		}
 	}
@@ -37,7 +37,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 	for seed := range uint64(3000) {
 		random := rand.New(rand.NewPCG(seed, 11))
 		r, v, policy := randomCase(random)
-		policy.MinPrefillTokens, policy.TPOT = 0, 0
+		policy.MinPrefillTokens, policy.Promise.TPOT = 0, 0
 		k := &Picker{Policy: policy}
 		if _, err := k.Pick(r, v); err != nil {
 			continue
