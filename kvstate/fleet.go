@@ -169,9 +169,7 @@ type Endpoint struct {
 type endpointState struct {
 	failed atomic.Int64            // when it failed, Unix ns; 0: healthy
 	how    atomic.Pointer[failure] // how it failed last; nil: it never did
-	paused atomic.Bool             // by an operator
-	weight atomic.Int32            // set by an operator; 0: the spec's weight
-	word   atomic.Uint32           // a Role: what it is used for now; 0: all that it may serve
+	instructions
 
 	requests     atomic.Int64               // reservations held
 	tokens       atomic.Int64               // prompt tokens of those
@@ -190,6 +188,13 @@ type endpointState struct {
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's
+}
+
+// instructions are what the router is told about an endpoint, by an operator or a rule.
+type instructions struct {
+	paused atomic.Bool
+	weight atomic.Int32  // 0: the spec's weight
+	word   atomic.Uint32 // a Role: what it is used for now; 0: all that it may serve
 }
 
 // learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.

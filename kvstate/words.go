@@ -6,15 +6,10 @@ package kvstate
 // SetWord sets what an endpoint of [RoleBoth] is used for: [RolePrefill], [RoleDecode], or RoleBoth for either. It is
 // ignored for other endpoints. It reports whether the word changed.
 func (s *State) SetWord(e *Endpoint, word Role) bool {
-	if e.Role != RoleBoth || word&RoleBoth == 0 {
+	if e.Role != RoleBoth || word&RoleBoth == 0 || Role(e.word.Swap(uint32(word))) == word {
 		return false
 	}
-	if Role(e.word.Swap(uint32(word))) == word {
-		return false
-	}
-	if e.load != nil {
-		e.load.signalFreed() // what waits may go there now
-	}
+	e.load.signalFreed() // what waits may go there now
 	return true
 }
 

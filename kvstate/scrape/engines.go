@@ -153,16 +153,25 @@ func (r *reading) vllm(s sample) {
 		add(&r.answers.seconds, s.value())
 	case "vllm:generation_tokens_total":
 		add(&r.answers.generated, s.value())
-	case "vllm:request_generation_tokens_bucket":
-		if s.number("le") == 1 { // answers of one token, or of none
-			add(&r.answers.single, s.value())
-		}
+	case "vllm:request_generation_tokens_bucket", "vllm:request_generation_tokens_count",
+		"vllm:request_generation_tokens_sum":
+		r.vllmLengths(s)
+	default:
+		r.vllmOffloading(s)
+	}
+}
+
+// vllmLengths reads the histogram of the lengths of answers.
+func (r *reading) vllmLengths(s sample) {
+	switch string(s.name) {
 	case "vllm:request_generation_tokens_count":
 		add(&r.answers.answers, s.value())
 	case "vllm:request_generation_tokens_sum":
 		add(&r.answers.tokens, s.value())
 	default:
-		r.vllmOffloading(s)
+		if s.number("le") == 1 { // answers of one token, or of none
+			add(&r.answers.single, s.value())
+		}
 	}
 }
 
