@@ -161,7 +161,8 @@ func (e *Explanation) Print(w io.Writer) {
 		}
 		if p := c.Prefill; p != nil {
 			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s%s\n", name, ms(p.sum()),
-				ms(p.Queue), ms(p.Work), optional("load", p.Load), ms(p.Others), ms(p.Jobs), optional("answers", p.Answers))
+				ms(p.Queue), ms(p.Work), optional("load", p.Load), ms(p.Others), ms(p.Jobs),
+				optional("answers", p.Answers)+optional("late", p.Late))
 		}
 		if d := c.Decode; d != nil {
 			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name,
@@ -173,8 +174,8 @@ func (e *Explanation) Print(w io.Writer) {
 				busy = ", but its answers would suffer"
 			}
 			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s%s + others %s + answers %s + decode %s + overflow %s%s\n",
-				name, ms(a.sum()), ms(a.Queue), ms(a.Work), optional("load", a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode),
-				ms(a.Overflow), busy)
+				name, ms(a.sum()), ms(a.Queue), ms(a.Work), optional("load", a.Load), ms(a.Others), ms(a.Answers),
+				ms(a.Decode), ms(a.Overflow), optional("late", a.Late)+busy)
 		}
 	}
 }

@@ -20,7 +20,7 @@ type Request struct {
 	Rand         uint64   // breaks ties
 
 	Targets
-	Waited   float64 // how much of its time is used already, s
+	Waited   float64 // how much of its time, or of the pool's promise, is used already, s
 	OnMiss   OnMiss  // what to do if they cannot be met
 	Priority int32   // in an admission queue: higher goes first, below 0 may be shed
 	Flow     uint64  // in an admission queue: flows get fair shares; 0: no flow

@@ -106,6 +106,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	policy.Split, policy.Late = Split(r.IntN(3)), r.IntN(2) == 0
 	policy.MinPrefillTokens = int64(r.IntN(2)) * 500
 	policy.AnswerWeight = []float64{.1, .5, 1}[r.IntN(3)]
+	q.Waited = []float64{0, 0, 4.9, 7}[r.IntN(4)]
 	return q, v, policy
 }
 

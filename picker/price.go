@@ -40,20 +40,27 @@ type terms struct {
 	fleet       float64       // learned speed of the fleet
 	jobs        float64       // weight of a job that waits before it: 1, or 0 if only latency counts
 	jobCap      float64       // largest price of such a job, s
-	tpot        float64       // target, s
-	spread      float64       // tokens of a running answer over which a delay is spread
 	fullStep    float64       // of the model
 	answer      float64       // worth of a second of answers relative to one before the first token
 	moveToken   float64       // transfer time of a token's KV within a zone, as modelled, s
 	loadBlock   LoadBandwidth // time to load the KV of a block of a hit, by tier, s
 	always      bool          // split whenever possible: the price of decode alone does not matter
 	latencyOnly bool          // the delay of others does not matter
-	shared      []sharedPart  // parts of the prompt, first to last
+	promise
+	shared []sharedPart // parts of the prompt, first to last
+}
+
+// promise is what the answers should keep: the pool's promise, or the request's own targets.
+type promise struct {
+	tpot     float64 // s; 0: none
+	spread   float64 // tokens of a running answer over which a delay is spread
+	promised float64 // time to the first token that the pool promises, s; 0: none
+	inTime   float64 // s from now in which it has to come for that; 0 or less: it is too late, or nothing is promised
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
 	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), mean: usualAnswer, fleet: v.Load.Speed,
-		tpot: k.Promise.TPOT, fullStep: k.Model.FullStep()}
+		promise: promise{tpot: k.Promise.TPOT, promised: k.Promise.TTFT}, fullStep: k.Model.FullStep()}
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
@@ -90,9 +97,10 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if r.TPOT > 0 {
 		t.tpot, t.spread = r.TPOT, t.mean*askedSpread
 	}
+	t.inTime = t.promised - r.Waited
 	t.answer = k.AnswerWeight
 	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // only this request's time counts, whatever that costs others
-		t.others, t.local, t.jobs, t.answer = 0, 0, 0, 0
+		t.others, t.local, t.jobs, t.answer, t.inTime = 0, 0, 0, 0, 0
 		if r.TPOT > 0 {
 			t.answer = 1
 		}
@@ -144,12 +152,13 @@ type PrefillPrice struct {
 	Jobs float64 `json:"jobs"`
 	// delay of the answers that run there, at the pool's weight of answers
 	Answers float64 `json:"answers,omitempty"`
+	Late    float64 `json:"late,omitempty"` // the first token would miss the pool's promise
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
 func (p *PrefillPrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Session
 }
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
@@ -181,6 +190,15 @@ func (t *terms) prefill(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
 	if c.Endpoint.Role == kvstate.RoleBoth {
 		t.prefillBeside(c, b, p)
 	}
+	p.Late = t.late(p.Queue + p.Work + p.Load)
+}
+
+// late returns what it costs that a first token comes later than promised: the promised time once more.
+func (t *terms) late(after float64) float64 {
+	if t.inTime > 0 && after > t.inTime {
+		return t.promised
+	}
+	return 0
 }
 
 // slowness returns the factor on an endpoint's learned times: one over its weight; 1 is neutral. Multiplying by it
@@ -305,14 +323,15 @@ type AlonePrice struct {
 	Others float64 `json:"others"`         // delay of other prompts
 	// delay of the answers that run there, at least one, at the pool's weight of answers
 	Answers  float64 `json:"answers"`
-	Decode   float64 `json:"decode"`   // as in DecodePrice, without its step
-	Overflow float64 `json:"overflow"` // likewise
+	Decode   float64 `json:"decode"`         // as in DecodePrice, without its step
+	Overflow float64 `json:"overflow"`       // likewise
+	Late     float64 `json:"late,omitempty"` // as in PrefillPrice
 
 	Session float64 `json:"session,omitempty"` // as in PrefillPrice
 }
 
 func (p *AlonePrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Late + p.Session
 }
 
 // alone prices both on one endpoint. allowed is false if its running answers would be delayed more than allowed.
@@ -333,6 +352,7 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	p.Decode = t.answer * t.out * t.tokenTime(c, b.step)
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)
+	p.Late = t.late(p.Queue + p.Work + p.Load)
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+b.step
 	}

@@ -37,7 +37,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 	for seed := range uint64(3000) {
 		random := rand.New(rand.NewPCG(seed, 11))
 		r, v, policy := randomCase(random)
-		policy.MinPrefillTokens, policy.Promise.TPOT = 0, 0
+		policy.MinPrefillTokens, policy.Promise = 0, Targets{}
 		k := &Picker{Policy: policy}
 		if _, err := k.Pick(r, v); err != nil {
 			continue

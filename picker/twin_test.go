@@ -130,9 +130,20 @@ func (w *twin) costP(i int) float64 {
 	price := w.load(i) + float64(c.Jobs)*min(usual, limit)/w.weight(i) +
 		w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
 	if c.Endpoint.Role != kvstate.RoleBoth {
-		return price + (c.Queue.Seconds()+e*w.speed(i))/w.weight(i)
+		own := (c.Queue.Seconds() + e*w.speed(i)) / w.weight(i)
+		return price + own + w.late(i, own)
 	}
-	return price + w.promptBeside(i) + w.p.AnswerWeight*w.answersLose(i, max(w.running(i), 0))
+	own := w.promptBeside(i)
+	return price + own + w.late(i, own) + w.p.AnswerWeight*w.answersLose(i, max(w.running(i), 0))
+}
+
+// late is the price of a first token after the promised time; of one that is too late already it does not matter when.
+func (w *twin) late(i int, own float64) float64 {
+	left := w.p.Promise.TTFT - w.r.Waited
+	if left > 0 && own+w.load(i) > left {
+		return w.p.Promise.TTFT
+	}
+	return 0
 }
 
 func (w *twin) running(i int) float64 {
@@ -345,7 +356,7 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	if c.Endpoint.Role == kvstate.RoleBoth {
 		e -= w.paid(d)
 	}
-	return w.load(d) + queue + own + others*e +
+	return w.load(d) + queue + own + others*e + w.late(d, queue+own) +
 		w.p.AnswerWeight*(w.answersLose(d, max(n, 1))/max(1-c.Share, .01)+w.out()*w.token(d)) + overflow, true
 }
 
