@@ -44,7 +44,9 @@ var arrows = map[string][]string{
 	"kvstate/membership":             {"kvstate", "kvstate/redisstore", "e2e/redisserver"},                   // all but the second in tests
 	"picker":                         {"kvstate"},
 	"picker/admission":               {"kvstate", "picker"},
-	"replay":                         {"kvstate", "picker", "picker/admission"},
+	"picker/roles":                   {"kvstate", "picker"},
+	"replay":                         {"kvstate", "picker", "picker/admission", "picker/roles", "replay/engine"},
+	"replay/engine":                  {"kvstate", "picker"},
 	"extproc/openai":                 {},
 	"extproc/telemetry":              {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":              {"extproc/openai", "extproc/envoywire/wiretest"},
@@ -229,6 +231,7 @@ var otherWords = map[string]string{
 	"replay/run.go trtllm":             "a peer's policy",
 	"replay/open.go mooncake":          "a trace",
 	"replay/suite.go mooncake":         "a trace",
+	"replay/suite_roles.go mooncake":   "a trace",
 	"replay/suite.go shared":           "a size of fleets",
 	"replay/suite_extras.go mooncake":  "a trace",
 }
