@@ -3,6 +3,7 @@ package latebinding
 import (
 	"cmp"
 	"slices"
+	"time"
 
 	"tandem/kvstate"
 	"tandem/picker"
@@ -80,7 +81,7 @@ func (q *Queue) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	}
 	q.other = picker.Request{
 		PromptTokens: o.PromptTokens, Blocks: int(o.PromptTokens), Split: true, Rand: admission.Chance(id),
-		Priority: o.Priority, Flow: o.Flow,
+		Priority: o.Priority, Flow: o.Flow, Waited: time.Since(o.Arrived).Seconds(),
 	}
 	return &q.other
 }
