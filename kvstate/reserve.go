@@ -185,7 +185,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	switch r.leg {
 	case RolePrefill:
 		job, busy := r.on.queue.remove(id, r.on.stepTokens, now)
-		if done && !r.on.answers() { // beside answers a prompt takes longer
+		if done && r.on.requests.Load() <= r.on.queue.n.Load() { // beside answers a prompt takes longer
 			r.on.learnPrefill(busy, job.model, now.UnixNano())
 		}
 	case RoleBoth:

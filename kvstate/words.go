@@ -23,6 +23,3 @@ func (c *Candidate) Used() Role {
 	}
 	return c.Endpoint.Role
 }
-
-// answers reports whether the endpoint writes answers while it computes prompts for others.
-func (e *endpointState) answers() bool { return e.requests.Load() > e.queue.n.Load() }

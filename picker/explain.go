@@ -33,7 +33,8 @@ type Weighed struct {
 	Endpoint string `json:"endpoint"` // address
 	Name     string `json:"name,omitempty"`
 	Role     string `json:"role"`
-	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
+	Word     string `json:"word,omitempty"` // what an endpoint of role both is used for now, if it is not for both
+	Out      string `json:"out,omitempty"`  // why it was excluded: failed, paused, failed_request, model
 	// failed, though it counts as usable because all of its role have failed; or stale: no recent engine report
 	State string `json:"state,omitempty"`
 	Hit   int    `json:"hit_blocks"`            // leading blocks of the prompt that it holds; 0 if it is out
@@ -107,6 +108,9 @@ func measured(factor float64) bool { return factor != 0 && factor != 1 }
 func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	w := Weighed{
 		Endpoint: c.Endpoint.Addr, Name: c.Endpoint.DisplayName(), Role: c.Endpoint.Role.String(), Out: k.why(r, c),
+	}
+	if c.Word != 0 && c.Word != c.Endpoint.Role {
+		w.Word = c.Word.String()
 	}
 	if w.Out != "" {
 		return w // what it holds does not count, and of one that failed nobody knows it

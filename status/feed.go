@@ -120,8 +120,9 @@ type Endpoint struct {
 	NoPairs      string   `json:"no_pairs,omitempty"`
 }
 
-// Excluded is why an endpoint is not used.
+// Excluded is why an endpoint is not used, or not for all that it may serve.
 type Excluded struct {
+	Word     string  `json:"word,omitempty"`           // with roles auto: the leg that an endpoint of role both has now
 	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
 	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
 	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
@@ -288,6 +289,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		shown.Drained, shown.FailedBy = e.Drained, string(f.source.State.FailedBy(e))
+		shown.Word = map[kvstate.Role]string{kvstate.RolePrefill: "prefill", kvstate.RoleDecode: "decode"}[e.Word()]
 		shown.Unpaired = unpaired(e, p.Endpoints())
 		shown.FailedS = f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {

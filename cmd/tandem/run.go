@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
+	"tandem/internal/assign"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
@@ -38,6 +39,7 @@ type replica struct {
 	envoys *xds.Server
 	feed   *status.Feed
 	reload *reloader
+	words  *assign.Assigner
 
 	grpc, extension *grpcserver.Server // for Envoy, for Envoy Gateway
 	replan, admin   *http.Server
@@ -111,6 +113,10 @@ func newReplica(
 		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
 		Logs: func() (int, time.Time) { return r.grpc.Streams(extproc.AccessLogMethod) },
 	})
+	r.words = assign.New(assign.Options{
+		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
+	})
+	registry.MustRegister(r.words.Collector())
 	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
 	if err != nil {
 		return nil, err
@@ -127,7 +133,7 @@ func newReplica(
 		Handler: r.guard.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second,
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
-	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed))
+	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed), r.words)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }
@@ -183,6 +189,7 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 		func() { livecheck.Warn(ctx, r.cfg, r.log) },
 		func() { r.server.Run(ctx) },
 		func() { r.feed.Run(ctx) },
+		func() { r.words.Run(ctx) },
 		func() { r.reload.follow(ctx) },
 		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.advertise, r.reload) },
 	} {

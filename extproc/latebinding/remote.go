@@ -17,7 +17,7 @@ import (
 // published. A request that waits for its targets is not published, because it blocks no others. Neither is one
 // that only some of the endpoints serve: it would block requests for all the others too.
 func (q *Queue) publish(r *Waiter) {
-	if !q.State.HasReplicas() || r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
+	if r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
 	}
 	held := q.heldOf(r)

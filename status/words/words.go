@@ -135,3 +135,11 @@ func State(state string, paused bool) string {
 	}
 	return cmp.Or(state, "up")
 }
+
+// Role returns the role of an endpoint, with what it does now if that changes.
+func Role(role, word string) string {
+	if word == "" {
+		return role
+	}
+	return role + ", now " + word
+}
