@@ -6,8 +6,8 @@ import (
 )
 
 // Requests are walked by priority. Within one, those go first that can still keep the pool's promise; among these each
-// flow has its turn, and within a turn the key decides. When there is too little capacity for all, some miss the promise
-// in any order: if the oldest went first, each would wait until it is too late for it, and all would.
+// flow has its turn, and within a turn the key decides. When there is too little capacity for all, some miss the
+// promise in any order: if the oldest went first, each would wait until it is too late for it, and all would.
 
 // misses reports whether a request cannot have its first token within the promise any more, wherever it goes.
 func (q *Queue) misses(w *Waiting, now float64) bool {

@@ -10,8 +10,8 @@ import (
 // Queue is the order in which the requests of a pool wait until an endpoint has less than about a step of work
 // ahead of it. It is bounded and deterministic.
 //
-// Requests are ordered by priority, within one by whether they can still keep the pool's promise (order.go), and then by
-// their key: their work plus a fifth of their arrival time. So
+// Requests are ordered by priority, within one by whether they can still keep the pool's promise (order.go), and then
+// by their key: their work plus a fifth of their arrival time. So
 // the shortest goes first, and five seconds of age outweigh a second of work: no request waits for ever behind
 // others of its priority. The key is fixed on arrival, which keeps the order stable and the queue cheap.
 //

@@ -7,8 +7,8 @@ import (
 	"tandem/picker"
 )
 
-// Every is the time between two decisions, in seconds. One changes the word of an eighth of the engines at most, so that
-// the next one sees what came of it.
+// Every is the time between two decisions, in seconds. One changes the word of an eighth of the engines at most, so
+// that the next one sees what came of it.
 const Every = 3.0
 
 // Constants of the rule. Factors of two either way change little in replay (docs/decision.md).
@@ -21,11 +21,12 @@ const (
 	maxRho    = 0.97 // largest utilisation in the formula of a queue
 
 	least = 0.05 // engines that either side needs at least
-	// An engine more prefills when prompts need half of it, and an engine less when they could do with a tenth less than
-	// the others: between these nothing changes.
+	// An engine more prefills when prompts need half of it, and an engine less when they could do with a tenth less
+	// than the others: between these nothing changes.
 	more = 0.5
 	less = 0.1
-	// Between numbers that both sides can live with, another one has to be cheaper by this part, and by so many requests.
+	// Between numbers that both sides can live with, another one has to be cheaper by this part, and by so many
+	// requests.
 	cheaper      = 0.05
 	fewer        = 0.02
 	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
@@ -36,6 +37,7 @@ const (
 type Engine struct {
 	At       int          // position in the view
 	Word     kvstate.Role // prefill or decode; 0: none yet
+	Fixed    bool         // its word cannot change
 	Usable   bool
 	Answers  float64 // that run there
 	KV       float64 // tokens of those
@@ -56,8 +58,8 @@ type Fleet struct {
 	Mean     float64 // s of work of a prompt
 }
 
-// Of returns the state of a view's endpoints. waiting is the work in the pool's admission queue in seconds. Endpoints of
-// a fixed role have it as their word: what the rule wants then is advice.
+// Of returns the state of a view's endpoints. waiting is the work in the pool's admission queue in seconds. Endpoints
+// of a fixed role have it as their word: what the rule wants then is advice.
 func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 	f := Fleet{Model: &p.Model, Promise: p.Promise, Weight: p.AnswerWeight, Pace: v.Load.Step, Waiting: waiting,
 		Mean: v.Load.Work.Seconds()}
@@ -68,19 +70,20 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 	if answer <= 0 {
 		answer = usualAnswer
 	}
-	used := kvstate.Role(0)
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
 		role := c.Endpoint.Role & kvstate.RoleBoth
 		if role == 0 {
 			continue
 		}
-		e := Engine{At: i, Word: role, Usable: c.Usable, Answers: float64(max(c.Requests-c.Jobs, 0)), Queue: c.Queue.Seconds(),
-			Capacity: p.Model.KVTokens}
-		if role == kvstate.RoleBoth {
-			e.Word = c.Word
+		e := Engine{
+			At: i, Word: role, Fixed: true, Usable: c.Usable, Answers: float64(max(c.Requests-c.Jobs, 0)),
+			Queue: c.Queue.Seconds(), Capacity: p.Model.KVTokens,
 		}
-		if used |= c.Used(); e.Word == kvstate.RolePrefill && role != kvstate.RoleBoth {
+		switch role {
+		case kvstate.RoleBoth:
+			e.Word, e.Fixed = c.Word, false
+		case kvstate.RolePrefill:
 			e.Answers = 0
 		}
 		if c.KVTokens > 0 {
@@ -93,7 +96,7 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 		f.Engines = append(f.Engines, e)
 	}
 	f.Arriving = v.Load.Prefill*float64(v.Load.Prefills) + v.Load.Local*float64(v.Load.Decodes)
-	if n := len(v.Endpoints); n > 0 && v.Load.Prefills+v.Load.Decodes > n { // without words all work counts on both sides
+	if v.Load.Prefills+v.Load.Decodes > len(v.Endpoints) { // without words all work counts on both sides
 		f.Arriving = v.Load.Prefill * float64(v.Load.Prefills)
 	}
 	return f
@@ -103,7 +106,7 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 type Want struct {
 	Prefills, Decodes int
 	Prompts           float64 // engines that prompts need to keep up, and to work off what waits
-	Answers           float64 // engines that answers need to keep the promised time per token, and in whose memory they fit
+	Answers           float64 // engines that answers need to keep the promised time per token, and to fit into memory
 	Why               Why
 }
 
@@ -151,7 +154,9 @@ func (f *Fleet) Want() Want {
 	if s.engines < 2 {
 		return Want{Prefills: int(s.prefills), Decodes: int(s.engines - s.prefills), Why: TooFewEngines}
 	}
-	w := Want{Prompts: max(f.Arriving/fullShare+s.queued/drain, least), Answers: max(f.forMemory(&s), f.forPace(&s), least)}
+	w := Want{
+		Prompts: max(f.Arriving/fullShare+s.queued/drain, least), Answers: max(f.forMemory(&s), f.forPace(&s), least),
+	}
 	p := 0.0
 	if w.Prompts+w.Answers > s.engines { // otherwise KV that nobody fetches would fill the engines that prefill
 		p, w.Why = s.engines-w.Answers, AnswersNeed
@@ -242,8 +247,8 @@ type Change struct {
 }
 
 // Changes returns the words that change now: of engines without a word all, of others one in eight of the usable
-// engines, at most as many as are wanted. An engine to prefill is the one with the fewest answers, which go on there; one
-// to decode has the least prompts waiting.
+// engines, at most as many as are wanted. An engine to prefill is the one with the fewest answers, which go on there;
+// one to decode has the least prompts waiting.
 func (f *Fleet) Changes() (out []Change) {
 	out = f.first()
 	w := f.Want()
@@ -281,7 +286,8 @@ func (f *Fleet) toChange(word kvstate.Role) (best *Engine) {
 	}
 	for i := range f.Engines {
 		e := &f.Engines[i]
-		if !e.Usable || e.Word == word || e.Word == 0 || word == kvstate.RoleDecode && e.Queue > queueTooLong {
+		full := word == kvstate.RoleDecode && e.Queue > queueTooLong
+		if !e.Usable || e.Fixed || e.Word == word || e.Word == 0 || full {
 			continue
 		}
 		if best == nil || cost(e) < cost(best) {

@@ -98,6 +98,13 @@ func TestChanges(t *testing.T) {
 	f.Engines[2].Queue, f.Engines[2].Usable = 0, false
 	require.Empty(t, f.Changes())
 
+	f = fleet(4, 2, 0, 0, 400, 4000)
+	for i := range f.Engines {
+		f.Engines[i].Fixed = i < 2
+	}
+	require.Equal(t, 1, f.Want().Prefills)
+	require.Empty(t, f.Changes(), "those that prefill have a fixed role")
+
 	f = fleet(32, 16, 1, 0, 1600, 4000)
 	require.Len(t, f.Changes(), 4)
 }
@@ -158,6 +165,7 @@ func TestOf(t *testing.T) {
 	s := kvstate.New(kvstate.Options{Now: func() time.Time { return now }})
 	s.SetPool(kvstate.PoolSpec{Name: "p", Models: []string{"*"}}, []kvstate.EndpointSpec{
 		{Addr: "a", Role: kvstate.RoleBoth}, {Addr: "b", Role: kvstate.RoleBoth}, {Addr: "e", Role: kvstate.RoleEncode},
+		{Addr: "p", Role: kvstate.RolePrefill},
 	})
 	p := s.Pool("p")
 	s.Reserve(p.Endpoint("a"), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
@@ -167,7 +175,9 @@ func TestOf(t *testing.T) {
 	var v kvstate.View
 	s.View(p, nil, &v)
 	f := Of(&v, &policy, 7)
-	require.Len(t, f.Engines, 2, "encoders have no word")
+	require.Len(t, f.Engines, 3, "encoders have no word")
+	require.True(t, f.Engines[2].Fixed)
+	require.False(t, f.Engines[0].Fixed)
 	require.InDelta(t, 4, f.Engines[0].Queue, 1e-6)
 	require.InDelta(t, 2, f.Engines[0].Backlog, 1e-6, "one of two is at work")
 	require.Zero(t, f.Engines[0].Answers)
