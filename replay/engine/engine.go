@@ -19,7 +19,6 @@ type Engine struct {
 	tokens int // of prompts and answers in one step (vLLM: max_num_batched_tokens)
 	on     Events
 	end    func()
-	cache  *Cache
 	// prompts on their way or being computed that have a block
 	pending map[uint64]int32
 
@@ -31,14 +30,20 @@ type Engine struct {
 	joining []*Job // join at the next step
 	running bool
 
+	kvMemory
+	kv    int // tokens of KV that a step of the answers reads
+	steps int
+	joins int
+	took  float64 // seconds that the running step takes
+	Tally
+}
+
+// kvMemory is what the engine's KV memory is used for.
+type kvMemory struct {
+	cache    *Cache
 	requests int // that have memory, fetching ones included; prompts that wait to be fetched do not count
 	loose    int // tokens in memory beside the requests' blocks
-	kv       int // tokens of KV that a step of the answers reads
 	held     int // tokens of prompts that were computed for others and are not fetched yet
-	steps    int
-	joins    int
-	took     float64 // seconds that the running step takes
-	Tally
 }
 
 // Events are called as an engine works.
@@ -62,8 +67,8 @@ type Tally struct {
 
 // New returns an idle engine that processes so many tokens in a step.
 func New(c *Clock, m picker.Model, tokens int, on Events) *Engine {
-	e := &Engine{Clock: c, model: m, tokens: tokens, on: on, cache: NewCache(!math.IsInf(m.KVTokens, 1)),
-		pending: map[uint64]int32{}}
+	e := &Engine{Clock: c, model: m, tokens: tokens, on: on, pending: map[uint64]int32{}}
+	e.cache = NewCache(!math.IsInf(m.KVTokens, 1))
 	e.end = e.endStep
 	return e
 }
