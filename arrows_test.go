@@ -102,7 +102,7 @@ var arrows = map[string][]string{
 	"internal/budget":              {},                     // for the tests of all
 	".":                            {"extproc/kvtransfer"}, // the names of the dialects
 	"internal/certificates":        {"protos/config/v1"},
-	"internal/fleetmetrics":        {"kvstate", "kvstate/kvevents", "kvstate/notices", "kvstate/prefixindex", "kvstate/redisstore", "kvstate/redisstore/lag", "kvstate/scrape"}, // the fourth in tests
+	"internal/fleetmetrics":        {"internal/assign", "kvstate", "kvstate/kvevents", "kvstate/notices", "kvstate/prefixindex", "kvstate/redisstore", "kvstate/redisstore/lag", "kvstate/scrape"}, // the fourth in tests
 	// Envoy's configuration, served.
 	"internal/gatewayextension": {"envoy-configs", "internal/guard", "internal/config", "protos/config/v1", "protos/envoygateway/v1"}, // the second in tests
 	"internal/xds":              {"envoy-configs", "internal/config", "protos/config/v1", "e2e/loopback"},                             // but the first in tests

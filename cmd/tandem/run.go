@@ -15,6 +15,7 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
 	"tandem/internal/assign"
+	"tandem/internal/fleetmetrics"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
@@ -116,7 +117,7 @@ func newReplica(
 	r.words = assign.New(assign.Options{
 		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
 	})
-	registry.MustRegister(r.words.Collector())
+	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
 	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
 	if err != nil {
 		return nil, err

@@ -1,17 +1,21 @@
-package assign
+package fleetmetrics
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"github.com/prometheus/client_golang/prometheus"
 
-// collector reports what pools want.
-type collector struct {
-	a             *Assigner
+	"tandem/internal/assign"
+)
+
+// words reports what pools want, and the words of their endpoints.
+type words struct {
+	advice        func() map[string]assign.Advice
 	wanted, words *prometheus.Desc
 }
 
-// Collector returns the metrics of the words.
-func (a *Assigner) Collector() prometheus.Collector {
-	return &collector{
-		a: a,
+// Words returns the metrics of package assign.
+func Words(advice func() map[string]assign.Advice) prometheus.Collector {
+	return &words{
+		advice: advice,
 		wanted: prometheus.NewDesc("tandem_engines_wanted",
 			"Engines that the pool's load needs for a leg to keep its targets.", []string{"pool", "role"}, nil),
 		words: prometheus.NewDesc("tandem_endpoint_word",
@@ -21,11 +25,11 @@ func (a *Assigner) Collector() prometheus.Collector {
 }
 
 // Describe implements [prometheus.Collector].
-func (c *collector) Describe(out chan<- *prometheus.Desc) { out <- c.wanted; out <- c.words }
+func (c *words) Describe(out chan<- *prometheus.Desc) { out <- c.wanted; out <- c.words }
 
 // Collect implements [prometheus.Collector].
-func (c *collector) Collect(out chan<- prometheus.Metric) {
-	for pool, at := range c.a.Advice() {
+func (c *words) Collect(out chan<- prometheus.Metric) {
+	for pool, at := range c.advice() {
 		for role, n := range map[string]int{"prefill": at.WantedPrefill, "decode": at.WantedDecode} {
 			out <- prometheus.MustNewConstMetric(c.wanted, prometheus.GaugeValue, float64(n), pool, role)
 		}
