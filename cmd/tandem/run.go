@@ -67,6 +67,11 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	r.serve(background, group, l)
 	r.work(background, group)
 	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
+	for _, p := range cfg.GetPools() {
+		promise := p.GetTargets()
+		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
+			"tpot", promise.GetTpot())
+	}
 	readinessKept := make(chan struct{})
 	group.Go(func() error {
 		defer close(readinessKept)

@@ -53,6 +53,9 @@ type Word struct {
 
 // Advice is what the rule wants of a pool now.
 type Advice struct {
+	TTFT float64 `json:"ttft"` // the pool's promise: s to the first token
+	TPOT float64 `json:"tpot"` // and between two tokens
+
 	Prefill int     `json:"prefill"` // engines that should prefill, as the load is now
 	Decode  int     `json:"decode"`
 	Prompts float64 `json:"prompts"` // engines that prompts need to keep up
@@ -200,7 +203,7 @@ func (a *Assigner) decide(ctx context.Context, now time.Time) error {
 		}
 		a.o.State.View(pool, nil, &view)
 		f := roles.Of(&view, &all[i].Policy, pool.Backlog().Seconds())
-		a.note(all[i].Name, f.Want())
+		a.note(&all[i], f.Want())
 		if !all[i].Auto || !a.leads() {
 			continue
 		}
@@ -212,10 +215,11 @@ func (a *Assigner) decide(ctx context.Context, now time.Time) error {
 }
 
 // note records what a pool wants. Whole engines have some hysteresis: a number falls only when it is clearly too high.
-func (a *Assigner) note(pool string, w roles.Want) {
+func (a *Assigner) note(pool *Pool, w roles.Want) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	at := a.advice(pool)
+	at := a.advice(pool.Name)
+	at.TTFT, at.TPOT = pool.Policy.Promise.TTFT, pool.Policy.Promise.TPOT
 	at.Prefill, at.Decode, at.Prompts, at.Answers, at.Why = w.Prefills, w.Decodes, w.Prompts, w.Answers, w.Why.String()
 	at.WantedPrefill, at.WantedDecode = whole(w.Prompts, at.WantedPrefill), whole(w.Answers, at.WantedDecode)
 }
