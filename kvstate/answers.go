@@ -15,7 +15,7 @@ const (
 
 // AnswerCounters count what an engine has generated since it started. All 0: not reported.
 type AnswerCounters struct {
-	Answers int64         // finished ones
+	Answers int64         // finished ones of at least two tokens: those of one are prompts computed for other engines
 	Tokens  int64         // of those
 	Gaps    int64         // between two tokens of one answer
 	GapTime time.Duration // sum over all gaps
@@ -47,10 +47,9 @@ const (
 	longestAnswer = 1 << 20 // tokens; no engine generates more
 )
 
-// learnAnswers records what an endpoint generated between two scrapes. Endpoints that also prefill are ignored:
-// they count one-token answers of other endpoints.
+// learnAnswers records what an endpoint generated between two scrapes.
 func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
-	if e.load == nil || e.Role != RoleDecode {
+	if e.load == nil || e.Role&RoleDecode == 0 {
 		return
 	}
 	e.load.mu.Lock()
@@ -66,7 +65,7 @@ func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
 	// Each running answer is within a gap, so the gaps of one second add up to the number of answers.
 	batch := max(d.GapTime.Seconds()/apart, 1)
 	step := DecodeStep + DecodeAnswer*batch + DecodeToken*e.kvBetween(before, after)
-	_, share := e.local.ahead(now) // local prefills are not part of its decode steps
+	_, share := e.local.ahead(now) // prompts are not part of its decode steps
 	observed, modelled := Seconds(d.GapTime.Seconds()*(1-share)), Seconds(float64(d.Gaps)*step)
 	var next speed
 	if old := e.steps.Load(); old != nil {

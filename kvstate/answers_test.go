@@ -158,12 +158,11 @@ func TestLocalPrefillDoesNotCountAsSlowDecode(t *testing.T) {
 	require.InDelta(t, 1, v.Endpoints[0].Step, .3)
 }
 
-// Nothing is learned from engines that restart or report too little, nor from those that prefill, whose answers have
-// one token.
+// Nothing is learned from engines that restart or report too little, nor from those that only prefill.
 func TestReportsThatAreNotLearned(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s := New(Options{Now: func() time.Time { return now }})
-	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "d", Role: RoleDecode}, {Addr: "both", Role: RoleBoth}})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, []EndpointSpec{{Addr: "d", Role: RoleDecode}, {Addr: "p", Role: RolePrefill}})
 	p := s.Pool("chat")
 	observe := func(addr string, w AnswerCounters) {
 		now = now.Add(2 * time.Second)
@@ -172,8 +171,8 @@ func TestReportsThatAreNotLearned(t *testing.T) {
 	observe("d", AnswerCounters{Answers: 1000, Tokens: 1_000_000, Gaps: 1_000_000, GapTime: time.Hour})
 	observe("d", AnswerCounters{Answers: 10, Tokens: 100, Gaps: 90, GapTime: time.Second}) // a new process
 	observe("d", AnswerCounters{Answers: 29, Tokens: 200, Gaps: 90, GapTime: time.Second}) // too few answers, and no gap
-	observe("both", AnswerCounters{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
-	observe("both", AnswerCounters{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
+	observe("p", AnswerCounters{Answers: 10, Tokens: 10, Gaps: 1, GapTime: time.Second})
+	observe("p", AnswerCounters{Answers: 1000, Tokens: 1000, Gaps: 1001, GapTime: time.Hour})
 	var v View
 	s.View(p, nil, &v)
 	require.Zero(t, v.Load.Answer)

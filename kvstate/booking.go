@@ -130,7 +130,8 @@ func (q *prefillQueue) ahead(now int64) time.Duration {
 }
 
 // localWork is the prefill work of an endpoint that decodes and computes some prompts itself. Nothing reports when
-// such a prefill ends, so Tandem assumes that they run one after the other at the endpoint's speed.
+// such a prefill ends, so Tandem assumes that they run one after the other at the endpoint's speed. Its share counts
+// what the endpoint computes for others, too.
 type localWork struct {
 	until  atomic.Int64 // when all of it will be done, Unix ns
 	share  atomic.Uint64
@@ -152,6 +153,16 @@ func (l *localWork) add(work time.Duration, now time.Time) (until int64) {
 	l.share.Store(math.Float64bits(l.recent.sum))
 	l.at.Store(now.UnixNano())
 	return until
+}
+
+// count adds work that is queued elsewhere to the share only.
+func (l *localWork) count(work time.Duration, now time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.until.CompareAndSwap(0, now.UnixNano())
+	l.recent.add(work.Seconds(), localWindow, now)
+	l.share.Store(math.Float64bits(l.recent.sum))
+	l.at.Store(now.UnixNano())
 }
 
 // cancel subtracts the unfinished part of work that was expected to end at until.

@@ -188,8 +188,7 @@ type Endpoint struct {
 // view reads come first: with a thousand endpoints each of them is a cache miss.
 type endpointState struct {
 	condition
-	paused atomic.Bool  // by an operator
-	weight atomic.Int32 // set by an operator; 0: the spec's weight
+	instructions
 
 	requests     atomic.Int64 // reservations held
 	tokens       atomic.Int64 // prompt tokens of those
@@ -224,6 +223,13 @@ type condition struct {
 type memory struct {
 	room   kvroom.Room // of the KV cache, for hand-overs
 	buffer receivebuffer.Buffer
+}
+
+// instructions are what the router is told about an endpoint, by an operator or a rule.
+type instructions struct {
+	paused atomic.Bool
+	weight atomic.Int32  // 0: the spec's weight
+	word   atomic.Uint32 // a Role: what it is used for now; 0: all that it may serve
 }
 
 // learnPrefill records that the endpoint was busy for some time with jobs for which the cost model predicts modelled.

@@ -59,12 +59,9 @@ func newPoolQueue() *poolQueue {
 	return &poolQueue{local: map[uint64]Queued{}, remote: map[uint64]Queued{}, replicas: map[uint64]int{}}
 }
 
-// PublishQueued publishes to other replicas, if any, that a request waits here, or that its entry has changed.
-// [State.PublishDequeued] must follow.
+// PublishQueued publishes, to other replicas and in the pool's [Pool.Backlog], that a request waits here, or that its
+// entry has changed. [State.PublishDequeued] must follow.
 func (s *State) PublishQueued(p *Pool, w Queued) {
-	if s.replicas == nil {
-		return
-	}
 	p.queue.mu.Lock()
 	p.queue.version++
 	w.Version = p.queue.version
@@ -76,13 +73,10 @@ func (s *State) PublishQueued(p *Pool, w Queued) {
 // PublishDequeued publishes that it no longer waits, and whether it was dispatched. Its reservations must be
 // published before.
 func (s *State) PublishDequeued(p *Pool, id uint64, sent bool) {
-	if s.replicas == nil {
-		return
-	}
 	p.queue.mu.Lock()
 	_, known := p.queue.local[id]
 	delete(p.queue.local, id)
-	if known && sent && len(p.queue.dispatched) < maxDispatched {
+	if known && sent && s.replicas != nil && len(p.queue.dispatched) < maxDispatched {
 		p.queue.dispatched = append(p.queue.dispatched, id)
 	}
 	p.queue.mu.Unlock()
@@ -105,6 +99,18 @@ func (p *Pool) Queued() []Queued {
 		all = all[:MaxQueuedPublished]
 	}
 	return all
+}
+
+// Backlog returns the work of the requests that wait at this replica and, as far as is known, at others.
+func (p *Pool) Backlog() (work time.Duration) {
+	p.queue.mu.Lock()
+	defer p.queue.mu.Unlock()
+	for _, all := range []map[uint64]Queued{p.queue.local, p.queue.remote} {
+		for _, w := range all {
+			work += w.Work
+		}
+	}
+	return work
 }
 
 // TakeDispatched returns the requests that were dispatched since the last call.

@@ -98,7 +98,9 @@ func (*silentReplicas) TakeConversation([16]byte) (turn []byte, _ bool)   { retu
 func TestWaitsHere(t *testing.T) {
 	s, p := waitsPool(t)
 	s.PublishQueued(p, Queued{ID: 1})
-	require.Empty(t, p.Queued(), "there is nobody to tell")
+	s.PublishDequeued(p, 1, true)
+	require.Empty(t, p.Queued())
+	require.Empty(t, p.TakeDispatched(), "there is nobody to tell")
 	peers := &silentReplicas{}
 	s.Connect(peers)
 	for id := range uint64(200) {

@@ -115,8 +115,11 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 	r.counted, r.tokens = b.counts()
 	e.requests.Add(r.counted)
 	e.tokens.Add(r.tokens)
-	if b.For == RoleBoth {
+	switch {
+	case b.For == RoleBoth:
 		r.until = e.local.add(work, now)
+	case b.For == RolePrefill && e.Role == RoleBoth:
+		e.local.count(work, now)
 	}
 	if b.For&RolePrefill != 0 && e.load != nil {
 		e.load.booked(b, work, now)
@@ -188,7 +191,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	switch r.leg {
 	case RolePrefill:
 		job, busy := r.on.queue.remove(id, r.on.stepTokens, now)
-		if done {
+		if done && r.on.requests.Load() <= r.on.queue.n.Load() { // beside answers a prompt takes longer
 			r.on.learnPrefill(busy, job.model, now.UnixNano())
 		}
 	case RoleBoth:

@@ -46,6 +46,9 @@ type Candidate struct {
 	Learned
 
 	Faults *LoadFaults // failed KV loads with other endpoints; nil: none
+
+	// what the router uses it for now, of the legs that it may serve; 0: all of them ([Candidate.Used])
+	Word Role
 }
 
 // Learned are the learned factors on the cost model's times of an engine. 1: as modelled; 0: unknown.
@@ -78,7 +81,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	nano := now.UnixNano()
 	fleet, moves, steps := p.load.fleetSpeeds(nano)
 	var usable Role
-	prefills, decodes := 0, 0
+	prefills, decodes, both := 0, 0, 0
 	for i, e := range p.endpoints {
 		c := &v.Endpoints[i]
 		e.fill(c, nano, fleet, moves, steps)
@@ -89,14 +92,12 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 			continue
 		}
 		usable |= e.Role
-		if e.Role&RolePrefill != 0 {
-			prefills++
-		}
-		if e.Role&RoleDecode != 0 {
-			decodes++
-		}
+		count(c.Used(), &prefills, &decodes, &both)
 	}
-	v.Load = p.load.utilisation(prefills, decodes, now)
+	if usable == RoleBoth && (prefills == 0 || decodes == 0) {
+		prefills, decodes, both = v.dropWords() // those of one word have failed: the others serve both
+	}
+	v.Load = p.load.utilisation(prefills, decodes, both, now)
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
@@ -109,6 +110,30 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
 	v.Uses = p.uses.Steps(v.Uses[:0], hashes, now)
+}
+
+// dropWords uses every endpoint for all that it may serve, and counts the usable ones of each role.
+func (v *View) dropWords() (prefills, decodes, both int) {
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		if c.Word = 0; c.Usable {
+			count(c.Endpoint.Role, &prefills, &decodes, &both)
+		}
+	}
+	return prefills, decodes, both
+}
+
+// count counts an endpoint that is used for these legs.
+func count(used Role, prefills, decodes, both *int) {
+	if used&RolePrefill != 0 {
+		*prefills++
+	}
+	if used&RoleDecode != 0 {
+		*decodes++
+	}
+	if used == RoleBoth {
+		*both++
+	}
 }
 
 // Copy copies another view.
@@ -170,7 +195,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
 	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)
-	c.Faults = e.loads.Load()
+	c.Faults, c.Word = e.loads.Load(), e.Word()
 	if others := e.remoteLoad.Load(); others != nil {
 		others.addTo(c, now)
 	}

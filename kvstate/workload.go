@@ -106,17 +106,20 @@ func (w *workload) setZones(all []*Endpoint) {
 	w.zoned = slices.ContainsFunc(all, func(e *Endpoint) bool { return e.Zone != all[0].Zone })
 }
 
-// utilisation returns the utilisation of that many endpoints of each role, including the work of other replicas.
-func (w *workload) utilisation(prefills, decodes int, now time.Time) Utilisation {
+// utilisation returns the utilisation of that many endpoints of each role, including the work of other replicas. Those
+// that serve both have a part of either work.
+func (w *workload) utilisation(prefills, decodes, both int, now time.Time) Utilisation {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	p, d := float64(max(prefills, 1)), float64(max(decodes, 1))
 	prefill, local := w.rates(now)
+	prefill, local = prefill+w.remotePrefill, local+w.remoteLocal
+	prefill, local = prefill+local*float64(both)/d, local+prefill*float64(both)/p
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)),
 		Speed: w.speed.ratio(1, now.UnixNano()), Step: w.steps.ratio(1, now.UnixNano()),
 		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(), LoadBandwidth: w.loadBandwidth(),
-		Prefill: min((prefill+w.remotePrefill)/float64(max(prefills, 1)), 1),
-		Local:   min((local+w.remoteLocal)/float64(max(decodes, 1)), 1),
+		Prefill: min(prefill/p, 1), Local: min(local/d, 1),
 	}
 }
 

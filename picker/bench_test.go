@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"testing"
 	"time"
 
@@ -117,8 +118,39 @@ func report(s *kvstate.State, e *kvstate.Endpoint) {
 	s.Release(id)
 }
 
+// bothCases returns picks over endpoints that all serve both legs, without words and with them, half of them busy with
+// answers and the others with prompts.
+func bothCases(endpoints int) (all []pickCase) {
+	for _, words := range []bool{false, true} {
+		v := loadedFleet(endpoints, 1)
+		for i := range v.Endpoints {
+			c := &v.Endpoints[i]
+			if words {
+				c.Word = c.Endpoint.Role
+			}
+			c.Endpoint.Role = kvstate.RoleBoth
+			c.Share = float64(i%3) * .2
+		}
+		group(v)
+		v.Groups, v.Uniform = groupEnds(v), true
+		k := &Picker{Policy: DefaultPolicy()}
+		r := &Request{PromptTokens: 55000, Blocks: 10, Split: true}
+		all = append(all, pickCase{fmt.Sprintf("%d/both/words=%t", endpoints, words), func() error {
+			r.Rand += 0x9e3779b97f4a7c15
+			_, err := k.Pick(r, v)
+			return err
+		}})
+	}
+	return all
+}
+
+// allCases returns every measured decision.
+func allCases() []pickCase {
+	return slices.Concat(pickCases(64), pickCases(1024), bothCases(64), bothCases(1024), wholeCases())
+}
+
 func BenchmarkPick(b *testing.B) {
-	for _, c := range append(append(pickCases(64), pickCases(1024)...), wholeCases()...) {
+	for _, c := range allCases() {
 		b.Run(c.name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
@@ -136,7 +168,7 @@ func TestPickLeast(t *testing.T) {
 	if os.Getenv("TANDEM_SCALING") == "" {
 		t.Skip("set TANDEM_SCALING")
 	}
-	for _, c := range append(append(pickCases(64), pickCases(1024)...), wholeCases()...) {
+	for _, c := range allCases() {
 		least := time.Hour
 		for range 3000 {
 			began := time.Now()

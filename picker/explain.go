@@ -34,7 +34,8 @@ type Weighed struct {
 	Endpoint string `json:"endpoint"` // address
 	Name     string `json:"name,omitempty"`
 	Role     string `json:"role"`
-	Out      string `json:"out,omitempty"` // why it was excluded: failed, paused, failed_request, model
+	Word     string `json:"word,omitempty"` // what an endpoint of role both is used for now, if it is not for both
+	Out      string `json:"out,omitempty"`  // why it was excluded: failed, paused, failed_request, model
 	// failed, though it counts as usable because all of its role have failed; or stale: no recent engine report
 	State string `json:"state,omitempty"`
 	Hit   int    `json:"hit_blocks"`            // leading blocks of the prompt that it holds; 0 if it is out
@@ -111,6 +112,9 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	w := Weighed{
 		Endpoint: c.Endpoint.Addr, Name: c.Endpoint.DisplayName(), Role: c.Endpoint.Role.String(), Out: k.why(r, c),
 	}
+	if c.Word != 0 && c.Word != c.Endpoint.Role {
+		w.Word = c.Word.String()
+	}
 	if w.Out != "" {
 		return w // what it holds does not count, and of one that failed nobody knows it
 	}
@@ -121,15 +125,15 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	case c.Signals != nil && c.Trust < 1:
 		w.State = "stale"
 	}
-	if c.Endpoint.Role&kvstate.RolePrefill != 0 {
+	var runs batch
+	t.batch(c, &runs)
+	if c.Used()&kvstate.RolePrefill != 0 {
 		w.Prefill, w.Speed = &PrefillPrice{}, learned(c.Speed)
-		t.prefill(c, w.Prefill)
+		t.prefill(c, &runs, w.Prefill)
 	}
-	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+	if c.Used()&kvstate.RoleDecode != 0 {
 		w.Learned, w.Step = learned(c.Transfer), learned(c.Step)
 		w.Decode, w.Transfer, w.Alone = &DecodePrice{}, t.transfer(c, true), &AlonePrice{}
-		var runs batch
-		t.batch(c, &runs)
 		t.decode(c, &runs, w.Decode)
 		w.Busy = !t.alone(c, &runs, w.Alone)
 		w.TooLong, w.KVTokens = w.Busy && t.idle(c, &runs), c.KVTokens
@@ -163,8 +167,9 @@ func (e *Explanation) Print(w io.Writer) {
 			continue
 		}
 		if p := c.Prefill; p != nil {
-			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s\n", name, ms(p.sum()),
-				ms(p.Queue), ms(p.Work), load(p.Load), ms(p.Others), ms(p.Jobs))
+			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s%s\n", name, ms(p.sum()),
+				ms(p.Queue), ms(p.Work), optional("load", p.Load), ms(p.Others), ms(p.Jobs),
+				optional("answers", p.Answers)+optional("late", p.Late))
 		}
 		if d := c.Decode; d != nil {
 			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name,
@@ -176,18 +181,18 @@ func (e *Explanation) Print(w io.Writer) {
 				busy = ", but its answers would suffer"
 			}
 			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s%s + others %s + answers %s + decode %s + overflow %s%s\n",
-				name, ms(a.sum()), ms(a.Queue), ms(a.Work), load(a.Load), ms(a.Others), ms(a.Answers), ms(a.Decode),
-				ms(a.Overflow), busy)
+				name, ms(a.sum()), ms(a.Queue), ms(a.Work), optional("load", a.Load), ms(a.Others), ms(a.Answers),
+				ms(a.Decode), ms(a.Overflow), optional("late", a.Late)+busy)
 		}
 	}
 }
 
-// load formats the time to load KV, "" without any.
-func load(seconds float64) string {
+// optional formats a term that most prices lack, "" without it.
+func optional(name string, seconds float64) string {
 	if seconds == 0 {
 		return ""
 	}
-	return " + load " + ms(seconds)
+	return " + " + name + " " + ms(seconds)
 }
 
 // ms formats a time in milliseconds, without decimals below the precision of the estimate.

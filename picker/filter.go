@@ -101,10 +101,10 @@ func countRoles(v *kvstate.View) (prefills, decodes int) {
 		if !c.Usable {
 			continue
 		}
-		if c.Endpoint.Role&kvstate.RolePrefill != 0 {
+		if c.Used()&kvstate.RolePrefill != 0 {
 			prefills++
 		}
-		if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+		if c.Used()&kvstate.RoleDecode != 0 {
 			decodes++
 		}
 	}

@@ -20,7 +20,7 @@ type Request struct {
 
 	Faults
 	Targets
-	Waited   float64 // how much of its time is used already, s
+	Waited   float64 // how much of its time, or of the pool's promise, is used already, s
 	OnMiss   OnMiss  // what to do if they cannot be met
 	Priority int32   // in an admission queue: higher goes first, below 0 may be shed
 	Flow     uint64  // in an admission queue: flows get fair shares; 0: no flow
@@ -90,8 +90,8 @@ type Policy struct {
 	Model            Model
 	Split            Split
 	MinPrefillTokens int64 // with SplitAuto: if decode has fewer uncached tokens than this, the prompt is not split
-	// target for the time between two tokens, s: limits the delay that decode alone may cause; 0: no limit
-	TPOT float64
+	// What the pool promises. Its time between two tokens limits the delay that decode alone may cause. 0: no limit.
+	Promise Targets
 	// worth of a second of an answer, this request's or another's, relative to a second before the first token: above 0
 	AnswerWeight float64
 	Late         bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
@@ -101,9 +101,12 @@ type Policy struct {
 // DefaultAnswerWeight is the default of [Policy.AnswerWeight].
 const DefaultAnswerWeight = 0.5
 
-// DefaultPolicy places by price, for answers with a token every 30 ms.
+// DefaultPromise is what a pool promises that says nothing: a first token within 5 s, and one every 50 ms.
+func DefaultPromise() Targets { return Targets{TTFT: 5, TPOT: 0.050} }
+
+// DefaultPolicy places by price, for answers within [DefaultPromise].
 func DefaultPolicy() Policy {
-	return Policy{Model: DefaultModel(), Split: SplitAuto, TPOT: 0.030, AnswerWeight: DefaultAnswerWeight}
+	return Policy{Model: DefaultModel(), Split: SplitAuto, Promise: DefaultPromise(), AnswerWeight: DefaultAnswerWeight}
 }
 
 // Picker decides. It has the memory of a decision, so that none is allocated: each goroutine needs its own.
@@ -214,7 +217,7 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
 		p.busy, p.faults, p.crowded, p.later, p.kind, p.zone = false, k.faults(c) != nil, false, false, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
-			k.weighEach(t, c, p)
+			k.weighEach(t, c, p, c.Used())
 			if c.Room.Held > 0 || isBoth(c) {
 				k.full = t.leaveOut(c, p, k.mayFill) || k.full
 			}
@@ -222,30 +225,39 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	}
 }
 
-// weighDesperate also prices for decode the endpoints that failed this request or do not report its model. Those
-// that lack what it needs stay excluded.
+// weighDesperate prices for decode endpoints that have another word, or, if there are none of those, the endpoints that
+// failed this request or do not report its model. Those that lack what it needs stay excluded.
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
-	for i := range v.Endpoints {
-		if c, p := &v.Endpoints[i], &k.prices[i]; c.Usable && math.IsInf(p.decode, 1) && k.unmet(r, c) == "" {
-			k.weighEach(t, c, p)
+	for _, failed := range []bool{false, true} {
+		found := false
+		for i := range v.Endpoints {
+			c, p := &v.Endpoints[i], &k.prices[i]
+			if c.Usable && math.IsInf(p.decode, 1) && (k.why(r, c) == "" || failed && k.unmet(r, c) == "") {
+				k.weighEach(t, c, p, c.Endpoint.Role)
+				found = found || !math.IsInf(p.decode, 1)
+			}
+		}
+		if found {
+			return
 		}
 	}
 }
 
-func (k *Picker) weighEach(t *terms, c *kvstate.Candidate, p *prices) {
-	role := c.Endpoint.Role
+func (k *Picker) weighEach(t *terms, c *kvstate.Candidate, p *prices, role kvstate.Role) {
+	var runs batch
+	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
+		t.batch(c, &runs)
+	}
 	if role&kvstate.RolePrefill != 0 {
 		var price PrefillPrice
-		t.prefill(c, &price)
+		t.prefill(c, &runs, &price)
 		p.prefill = price.sum()
 		if p.faults && k.faults(c).Excludes(kvstate.RolePrefill) {
 			p.prefill = math.Inf(1) // no decode endpoint can load its KV
 		}
 	}
 	if role&kvstate.RoleDecode != 0 {
-		var runs batch
 		var price DecodePrice
-		t.batch(c, &runs)
 		t.decode(c, &runs, &price)
 		p.decode = price.sum()
 		p.near = p.decode + t.transfer(c, true)

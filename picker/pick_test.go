@@ -67,6 +67,9 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			c.KVTokens = []int64{0, 0, 1200, 40_000, 3_000_000}[r.IntN(5)]
 		}
 		c.Requests = c.Jobs + r.Int64N(3)
+		if c.Endpoint.Role == kvstate.RoleBoth {
+			c.Word = kvstate.Role(r.IntN(4)) // none: used for both
+		}
 		if r.IntN(3) == 0 {
 			c.Signals, c.Trust = &kvstate.Signals{KVUsage: []float64{-1, 0, .4, .9}[r.IntN(4)]}, []float64{0, .5, 1}[r.IntN(3)]
 		}
@@ -109,6 +112,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			c.KVTokens = max(c.KVTokens, []int64{0, 40_000}[r.IntN(2)])
 		}
 	}
+	q.Waited = []float64{0, 0, 4.9, 7}[r.IntN(4)]
 	return q, v, policy
 }
 
@@ -349,6 +353,9 @@ func TestPickAllocates(t *testing.T) {
 	for _, groups := range []int{1, 16} {
 		for _, split := range []Split{SplitAlways, SplitAuto, SplitNever} {
 			v, k := loadedFleet(64, groups), &Picker{Policy: DefaultPolicy()}
+			for i := range v.Endpoints[:32] { // half of them serve both legs
+				v.Endpoints[i].Endpoint.Role, v.Endpoints[i].Word = kvstate.RoleBoth, kvstate.Role(i%4)
+			}
 			k.Split = split
 			r := &Request{PromptTokens: 1000, Blocks: 10, Split: true, Faults: Faults{Excluded: []string{"10.0.0.3:8000"}}}
 			budget.Allocs(t, 100, 0, func() {

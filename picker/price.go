@@ -19,11 +19,12 @@ const (
 	askedSpread = 1.0 / 3
 	// A job counts as at most this many mean jobs for those that wait before it. Without a limit the longest prompts
 	// wait for too long.
-	maxJobs     = 2.0
+	maxJobs = 2.0
+	// s per token that engines reach at the model's pace, beside a few prompts: no promise counts as shorter
+	reachable   = 0.030
 	usualAnswer = 256. // expected tokens of an answer in a pool without observations
 	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.
-	scrapeAge  = 2.0
-	localSteps = 1.0 // decode steps that each step of a local prefill delays
+	scrapeAge = 2.0
 )
 
 // terms are the values that all prices of one decision share.
@@ -39,20 +40,27 @@ type terms struct {
 	fleet       float64       // learned speed of the fleet
 	jobs        float64       // weight of a job that waits before it: 1, or 0 if only latency counts
 	jobCap      float64       // largest price of such a job, s
-	tpot        float64       // target, s
-	spread      float64       // tokens of a running answer over which a delay is spread
 	fullStep    float64       // of the model
 	answer      float64       // worth of a second of answers relative to one before the first token
 	moveToken   float64       // transfer time of a token's KV within a zone, as modelled, s
 	loadBlock   LoadBandwidth // time to load the KV of a block of a hit, by tier, s
 	always      bool          // split whenever possible: the price of decode alone does not matter
 	latencyOnly bool          // the delay of others does not matter
-	shared      []sharedPart  // parts of the prompt, first to last
+	promise
+	shared []sharedPart // parts of the prompt, first to last
+}
+
+// promise is what the answers should keep: the pool's promise, or the request's own targets.
+type promise struct {
+	tpot     float64 // s; 0: none
+	spread   float64 // tokens of a running answer over which a delay is spread
+	promised float64 // time to the first token that the pool promises, s; 0: none
+	inTime   float64 // s from now in which it has to come for that; 0 or less: it is too late, or nothing is promised
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {
 	t := terms{m: &k.Model, tokens: max(float64(r.PromptTokens), 1), mean: usualAnswer, fleet: v.Load.Speed,
-		tpot: k.TPOT, fullStep: k.Model.FullStep()}
+		promise: promise{tpot: k.Promise.TPOT, promised: k.Promise.TTFT}, fullStep: k.Model.FullStep()}
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
@@ -82,16 +90,17 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if k.Late { // few wait at endpoints
 		t.jobCap = math.Inf(1)
 	}
-	if v.Load.Step > 0 {
-		t.tpot *= v.Load.Step // the target cannot be lower than what these engines reach
+	if t.tpot > 0 && v.Load.Step > 0 {
+		t.tpot = max(t.tpot, reachable*v.Load.Step) // engines cannot keep a promise that they cannot reach
 	}
 	t.spread = t.mean
 	if r.TPOT > 0 {
 		t.tpot, t.spread = r.TPOT, t.mean*askedSpread
 	}
+	t.inTime = t.promised - r.Waited
 	t.answer = k.AnswerWeight
 	if t.latencyOnly = k.latencyOnly; t.latencyOnly { // only this request's time counts, whatever that costs others
-		t.others, t.local, t.jobs, t.answer = 0, 0, 0, 0
+		t.others, t.local, t.jobs, t.answer, t.inTime = 0, 0, 0, 0, 0
 		if r.TPOT > 0 {
 			t.answer = 1
 		}
@@ -141,12 +150,15 @@ type PrefillPrice struct {
 	Others float64 `json:"others"`         // delay of other requests, by the fleet's utilisation
 	// delay of the requests that wait on this endpoint: long prompts go where few wait
 	Jobs float64 `json:"jobs"`
+	// delay of the answers that run there, at the pool's weight of answers
+	Answers float64 `json:"answers,omitempty"`
+	Late    float64 `json:"late,omitempty"` // the first token would miss the pool's promise
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
 func (p *PrefillPrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Session
 }
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
@@ -163,7 +175,8 @@ func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
 
 // prefill prices prefill on one endpoint. Like the other prices it is filled in, not returned, because copying a
 // struct that was just written is slow.
-func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
+// b is the answers of an endpoint that serves both, unused for others.
+func (t *terms) prefill(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
 	uncached, cached := t.split(c)
 	work := t.m.prefill(uncached, cached)
 	slow := slowness(c)
@@ -174,6 +187,18 @@ func (t *terms) prefill(c *kvstate.Candidate, p *PrefillPrice) {
 	p.Others = t.others * (usual - t.paid(cached)*t.fleet)
 	p.Jobs = t.jobs * float64(c.Jobs) * min(usual, t.jobCap) * slow
 	p.Session = t.session(c, kvstate.RolePrefill)
+	if c.Endpoint.Role == kvstate.RoleBoth {
+		t.prefillBeside(c, b, p)
+	}
+	p.Late = t.late(p.Queue + p.Work + p.Load)
+}
+
+// late returns what it costs that a first token comes later than promised: the promised time once more.
+func (t *terms) late(after float64) float64 {
+	if t.inTime > 0 && after > t.inTime {
+		return t.promised
+	}
+	return 0
 }
 
 // slowness returns the factor on an endpoint's learned times: one over its weight; 1 is neutral. Multiplying by it
@@ -215,7 +240,7 @@ type batch struct {
 	step, overflow float64 // s, as in DecodePrice
 }
 
-// batch sets b.
+// batch sets b, for an endpoint that may write answers.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
 	b.answers, b.freeKV = float64(c.Requests-c.Jobs), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
@@ -243,6 +268,9 @@ func (t *terms) decode(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 	p.Answer = t.answer * t.out * b.step
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleDecode)
+	if c.Share > 0 || c.Endpoint.Role == kvstate.RoleBoth {
+		t.decodeBeside(c, b, p)
+	}
 }
 
 // freeKV returns the capacity of the endpoint's KV cache in tokens: as reported, or the model's.
@@ -295,43 +323,40 @@ type AlonePrice struct {
 	Others float64 `json:"others"`         // delay of other prompts
 	// delay of the answers that run there, at least one, at the pool's weight of answers
 	Answers  float64 `json:"answers"`
-	Decode   float64 `json:"decode"`   // as in DecodePrice, without its step
-	Overflow float64 `json:"overflow"` // likewise
+	Decode   float64 `json:"decode"`         // as in DecodePrice, without its step
+	Overflow float64 `json:"overflow"`       // likewise
+	Late     float64 `json:"late,omitempty"` // as in PrefillPrice
 
 	Session float64 `json:"session,omitempty"` // as in PrefillPrice
 }
 
 func (p *AlonePrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Late + p.Session
 }
 
 // alone prices both on one endpoint. allowed is false if its running answers would be delayed more than allowed.
 func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bool) {
+	prompt := t.beside(c, b)
 	uncached, cached := t.split(c)
-	answers, step, slow := b.answers, b.step, slowness(c)
-	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)*slow, t.m.steps(uncached)
-	// Prompt chunks share the steps of decode; without decode they need steps of their own.
-	longer := (work - t.m.PrefillStep*steps) * pace
-	own := work * pace
-	if answers > 0 {
-		own = longer + steps*step
-	}
-	fill := max(answers/t.m.MaxAnswers, b.kv/b.freeKV)
-	queue := (seconds(c.Local) + seconds(c.Queue)) * slow
-	p.Queue = queue * (1 + localSteps*step/t.fullStep)
-	p.Work = own
+	work := t.m.prefill(uncached, cached)
+	p.Queue = prompt.queue * (1 + b.step/t.fullStep)
+	p.Work = prompt.work
 	p.Load = t.load(c)
 	p.Others = t.local * work * t.fleet
+	if c.Endpoint.Role == kvstate.RoleBoth { // prefill gains from the copy, too
+		p.Others -= t.local * t.paid(cached) * t.fleet
+	}
 	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
 	left := max(1-c.Share, minLeft)
-	p.Answers = t.answer * max(answers, 1) * longer / max(1-fill, 1-maxFill) / left
-	p.Decode = t.answer * t.out * step
+	p.Answers = prompt.delayed(t, max(b.answers, 1)) / left
+	p.Decode = t.answer * t.out * t.tokenTime(c, b.step)
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)
+	p.Late = t.late(p.Queue + p.Work + p.Load)
 	if t.latencyOnly {
-		p.Answers, p.Decode = 0, p.Decode+step
+		p.Answers, p.Decode = 0, p.Decode+b.step
 	}
-	return t.room(c, step, fill, longer)
+	return t.room(c, b.step, prompt.fill, prompt.longer)
 }
 
 // room reports whether answers keep their pace on an endpoint with such steps, filled so far (0 to 1), if its steps get
@@ -349,7 +374,7 @@ func (k *Picker) Work(r *Request, v *kvstate.View) float64 {
 	t := k.terms(r, v, 0, 0)
 	least := math.Inf(1)
 	for i := range v.Endpoints {
-		if c := &v.Endpoints[i]; c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 {
+		if c := &v.Endpoints[i]; c.Usable && c.Used()&kvstate.RolePrefill != 0 {
 			uncached, cached := t.split(c)
 			least = min(least, t.m.prefill(uncached, cached)*speed(c, t.fleet))
 		}

@@ -42,7 +42,7 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 		p.later = c.KVTokens == 0 || t.tokens <= float64(c.KVTokens)
 	}
 	if !t.takes(c) {
-		p.decode, p.near, p.alone, p.crowded = inf, inf, inf, true
+		p.decode, p.near, p.alone, p.crowded = inf, inf, inf, before.decode < inf
 	}
 	return p.prefill > before.prefill || p.decode > before.decode
 }
@@ -90,7 +90,7 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 	if at < 0 {
 		return none()
 	}
-	k.weighEach(t, &v.Endpoints[at], &k.prices[at])
+	k.weighEach(t, &v.Endpoints[at], &k.prices[at], v.Endpoints[at].Used())
 	c := k.choice(t, v, -1, at, k.prices[at].alone)
 	c.NoRoom = true
 	return c

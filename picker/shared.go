@@ -19,13 +19,13 @@ type sharedPart struct {
 // probability s*s.
 func (k *Picker) share(t *terms, v *kvstate.View) {
 	t.shared = nil
-	if len(v.Uses) == 0 || t.others <= 0 || t.perBlock == 0 {
+	if len(v.Uses) == 0 || t.others <= 0 && t.local <= 0 || t.perBlock == 0 {
 		return
 	}
 	var holders [kvstate.MaxUseSteps]int
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Hit == 0 || !c.Usable || c.Endpoint.Role&kvstate.RolePrefill == 0 {
+		if c.Hit == 0 || !c.Usable || c.Used()&kvstate.RolePrefill == 0 {
 			continue
 		}
 		for step := range v.Uses {

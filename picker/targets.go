@@ -65,18 +65,19 @@ func (k *Picker) estimate(r *Request, v *kvstate.View, c *Choice) (idle Choice) 
 	var decode DecodePrice
 	t.batch(d, &runs)
 	t.decode(d, &runs, &decode)
-	c.TokenTime = decode.Step
+	c.TokenTime = runs.step
 	idle.TokenTime = t.step(d, 0, t.tokens+t.out/2)
 	if c.Prefill < 0 {
 		var alone AlonePrice
 		t.alone(d, &runs, &alone)
-		c.FirstToken = alone.Queue + alone.Work + alone.Load + decode.Step + alone.Overflow
+		c.FirstToken = alone.Queue + alone.Work + alone.Load + runs.step + alone.Overflow
 		idle.FirstToken = alone.Work + alone.Load + idle.TokenTime
 		return idle
 	}
 	p := &v.Endpoints[c.Prefill]
 	var cost PrefillPrice
-	t.prefill(p, &cost)
+	t.batch(p, &runs)
+	t.prefill(p, &runs, &cost)
 	transfer := t.transferBetween(v, c.Prefill, c.Decode)
 	c.PrefillTime = cost.Queue + cost.Work + cost.Load
 	c.FirstToken = c.PrefillTime + transfer + decode.Step + decode.Overflow

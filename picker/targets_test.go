@@ -21,7 +21,7 @@ func (w *twin) allowed() (out []Choice) {
 	}
 	paired := len(out) > 0
 	for d := range w.v.Endpoints {
-		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, false) && w.takes(d) {
+		if _, ok := w.alone(d, paired); ok && w.ok(d, kvstate.RoleDecode, asUsed) && w.takes(d) {
 			out = append(out, Choice{Prefill: -1, Decode: d})
 		}
 	}
@@ -35,7 +35,7 @@ func TestTargetsAgainstTwin(t *testing.T) {
 	for seed := range uint64(3000) {
 		random := rand.New(rand.NewPCG(seed, 11))
 		r, v, policy := randomCase(random)
-		policy.MinPrefillTokens, policy.TPOT = 0, 0
+		policy.MinPrefillTokens, policy.Promise = 0, Targets{}
 		k := &Picker{Policy: policy}
 		if _, err := k.Pick(r, v); err != nil {
 			continue

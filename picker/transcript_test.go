@@ -169,6 +169,8 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			c.Signals, c.Trust = &kvstate.Signals{KVUsage: float(t, value)}, 1
 		case "local":
 			c.Local = duration(t, value)
+		case "word":
+			c.Word = map[string]kvstate.Role{"prefill": kvstate.RolePrefill, "decode": kvstate.RoleDecode}[value]
 		case "share":
 			c.Share = float(t, value)
 		case "speed":
@@ -298,7 +300,7 @@ func policy(t *testing.T, words []string) Policy {
 		case "min":
 			p.MinPrefillTokens = number(t, value)
 		case "tpot":
-			p.TPOT = duration(t, value).Seconds()
+			p.Promise.TPOT = duration(t, value).Seconds()
 		case "answer":
 			p.AnswerWeight = float(t, value)
 		case "late":

@@ -37,9 +37,29 @@ func (o *offers) least() float64 {
 	return slices.Min(o.prices)
 }
 
-func (w *twin) ok(i int, role kvstate.Role, desperate bool) bool {
+// How far a choice may go: endpoints for what they are used for, then for whatever they may serve, then also those that
+// failed the request.
+const (
+	asUsed = iota
+	anyWord
+	desperate
+)
+
+func (w *twin) ok(i int, role kvstate.Role, how int) bool {
 	c := &w.v.Endpoints[i]
-	return c.Endpoint.Role&role != 0 && c.Usable && (desperate || !slices.Contains(w.r.Excluded, c.Endpoint.Addr))
+	has := w.used(i)
+	if how >= anyWord {
+		has = c.Endpoint.Role
+	}
+	return has&role != 0 && c.Usable && (how == desperate || !slices.Contains(w.r.Excluded, c.Endpoint.Addr))
+}
+
+// used returns the legs that an endpoint has: those of its word, if it has one.
+func (w *twin) used(i int) kvstate.Role {
+	if c := &w.v.Endpoints[i]; c.Word == 0 {
+		return c.Endpoint.Role
+	}
+	return w.v.Endpoints[i].Word
 }
 
 func (w *twin) cached(i int) float64 {
@@ -94,7 +114,7 @@ func (w *twin) fleet() float64 {
 func (w *twin) phi(rho float64, role kvstate.Role) float64 {
 	n := 0.0
 	for i := range w.v.Endpoints {
-		if c := w.v.Endpoints[i]; c.Usable && c.Endpoint.Role&role != 0 {
+		if w.v.Endpoints[i].Usable && w.used(i)&role != 0 {
 			n++
 		}
 	}
@@ -109,7 +129,66 @@ func (w *twin) costP(i int) float64 {
 	if w.p.Late {
 		limit = math.Inf(1)
 	}
-	return w.load(i) + (c.Queue.Seconds()+e*w.speed(i)+float64(c.Jobs)*min(usual, limit))/w.weight(i) + w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
+	price := w.load(i) + float64(c.Jobs)*min(usual, limit)/w.weight(i) +
+		w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
+	if c.Endpoint.Role != kvstate.RoleBoth {
+		own := (c.Queue.Seconds() + e*w.speed(i)) / w.weight(i)
+		return price + own + w.late(i, own)
+	}
+	own := w.promptBeside(i)
+	return price + own + w.late(i, own) + w.p.AnswerWeight*w.answersLose(i, max(w.running(i), 0))
+}
+
+// late is the price of a first token after the promised time; of one that is too late already it does not matter when.
+func (w *twin) late(i int, own float64) float64 {
+	left := w.p.Promise.TTFT - w.r.Waited
+	if left > 0 && own+w.load(i) > left {
+		return w.p.Promise.TTFT
+	}
+	return 0
+}
+
+func (w *twin) running(i int) float64 {
+	return float64(w.v.Endpoints[i].Requests - w.v.Endpoints[i].Jobs)
+}
+
+// promptBeside is the time of this prompt on an endpoint that may write answers: after the prompts that are there, and
+// in the steps of the answers if any run.
+func (w *twin) promptBeside(i int) float64 {
+	c, m := &w.v.Endpoints[i], w.p.Model
+	queue := (c.Local + c.Queue).Seconds() / w.weight(i)
+	if w.running(i) <= 0 {
+		return queue + w.e(i)*w.speed(i)/w.weight(i)
+	}
+	_, _, step, _ := w.step(i)
+	return queue*(1+step/(m.StepTokens*m.PrefillToken)) + w.longer(i) + w.steps(i)*step
+}
+
+func (w *twin) steps(i int) float64 {
+	return math.Ceil((w.tokens() - w.cached(i)) / w.p.Model.StepTokens)
+}
+
+// longer is the time by which this prompt makes the steps of answers longer.
+func (w *twin) longer(i int) float64 {
+	return (w.e(i) - w.p.Model.PrefillStep*w.steps(i)) * w.speed(i) / w.weight(i)
+}
+
+// answersLose is the time that so many answers lose by this prompt.
+func (w *twin) answersLose(i int, n float64) float64 { return n * w.longer(i) / max(1-w.fill(i), .5) }
+
+func (w *twin) fill(i int) float64 {
+	n, kv, _, _ := w.step(i)
+	return max(n/w.p.Model.MaxAnswers, kv/w.room(i))
+}
+
+// token is the time between tokens of an answer: prompts take their share, within the promise.
+func (w *twin) token(i int) float64 {
+	_, _, step, _ := w.step(i)
+	with := step / max(1-w.v.Endpoints[i].Share, .01)
+	if tpot := w.tpot(); tpot > 0 && with > .9*tpot {
+		return max(step, .9*tpot)
+	}
+	return with
 }
 
 // paid returns the part of a miss on endpoint i that other uses pay, block by block.
@@ -133,8 +212,8 @@ func (w *twin) payers(block int) float64 {
 			continue
 		}
 		holders := 0.0
-		for _, c := range w.v.Endpoints {
-			if c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && c.Hit >= int(u.Blocks) {
+		for i, c := range w.v.Endpoints {
+			if c.Usable && w.used(i)&kvstate.RolePrefill != 0 && c.Hit >= int(u.Blocks) {
 				holders++
 			}
 		}
@@ -170,12 +249,12 @@ func (w *twin) mean() float64 {
 	return 256
 }
 
-// tpot returns the limit of decode alone: the target times the slowness of the fleet's steps.
+// tpot returns what is promised between two tokens, or what engines this slow can keep.
 func (w *twin) tpot() float64 {
-	if w.v.Load.Step > 0 {
-		return w.p.TPOT * w.v.Load.Step
+	if w.p.Promise.TPOT <= 0 {
+		return 0
 	}
-	return w.p.TPOT
+	return max(w.p.Promise.TPOT, .030*w.v.Load.Step)
 }
 
 func (w *twin) room(i int) float64 {
@@ -213,6 +292,10 @@ func (w *twin) step(i int) (n, kv, step, overflow float64) {
 
 func (w *twin) costD(i int) float64 {
 	_, _, step, overflow := w.step(i)
+	c := &w.v.Endpoints[i]
+	if c.Endpoint.Role == kvstate.RoleBoth || c.Share > 0 {
+		return step + (c.Queue+c.Local).Seconds()/w.weight(i) + w.p.AnswerWeight*w.out()*w.token(i) + overflow
+	}
 	return step + w.p.AnswerWeight*w.out()*step + overflow
 }
 
@@ -258,26 +341,25 @@ func (w *twin) loads(p, d int) bool {
 
 func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	c, m := &w.v.Endpoints[d], w.p.Model
-	n, kv, step, overflow := w.step(d)
-	fill := max(n/m.MaxAnswers, kv/w.room(d))
-	if guarded && fill > .5 {
+	n, _, step, overflow := w.step(d)
+	if guarded && w.fill(d) > .5 {
+		return 0, false
+	}
+	if guarded && w.tpot() > 0 && step/max(1-c.Share, .01)+w.longer(d)/w.mean() > .9*w.tpot() {
 		return 0, false
 	}
 	e := w.e(d)
-	u := w.tokens() - w.cached(d)
-	slower := (e - m.PrefillStep*math.Ceil(u/m.StepTokens)) * w.speed(d) / w.weight(d) / w.mean()
-	if guarded && w.p.TPOT > 0 && step/max(1-c.Share, .01)+slower > .9*w.tpot() {
-		return 0, false
-	}
-	queue := (c.Local + c.Queue).Seconds() / w.weight(d) * (1 + step/(m.StepTokens*m.PrefillToken))
-	steps := math.Ceil(u / m.StepTokens)
-	longer := (e - m.PrefillStep*steps) * w.speed(d) / w.weight(d)
 	own := e * w.speed(d) / w.weight(d)
 	if n > 0 {
-		own = longer + steps*step
+		own = w.longer(d) + w.steps(d)*step
 	}
-	return w.load(d) + queue + own + w.phi(w.v.Load.Local, kvstate.RoleDecode)*e*w.fleet() +
-		w.p.AnswerWeight*(max(n, 1)*longer/max(1-fill, .5)/max(1-c.Share, .01)+w.out()*step) + overflow, true
+	queue := (c.Local + c.Queue).Seconds() / w.weight(d) * (1 + step/(m.StepTokens*m.PrefillToken))
+	others := w.phi(w.v.Load.Local, kvstate.RoleDecode) * w.fleet()
+	if c.Endpoint.Role == kvstate.RoleBoth {
+		e -= w.paid(d)
+	}
+	return w.load(d) + queue + own + others*e + w.late(d, queue+own) +
+		w.p.AnswerWeight*(w.answersLose(d, max(n, 1))/max(1-c.Share, .01)+w.out()*w.token(d)) + overflow, true
 }
 
 // keeps is whether endpoint i may compute the prompt for another; full allows endpoints that only prefill to be full.
@@ -304,7 +386,7 @@ func (w *twin) takes(i int) bool {
 func (w *twin) crowd() []Choice {
 	var all []int
 	for i := range w.v.Endpoints {
-		if w.ok(i, kvstate.RoleDecode, false) && !w.takes(i) {
+		if w.ok(i, kvstate.RoleDecode, asUsed) && !w.takes(i) {
 			all = append(all, i)
 		}
 	}
@@ -328,8 +410,8 @@ func (w *twin) crowd() []Choice {
 func (w *twin) pairs(full bool) (pairs offers) {
 	for p := range w.v.Endpoints {
 		for d := range w.v.Endpoints {
-			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, false) && w.ok(d, kvstate.RoleDecode, false) &&
-				w.compatible(p, d) && w.keeps(p, full) && w.takes(d) {
+			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, asUsed) &&
+				w.ok(d, kvstate.RoleDecode, asUsed) && w.compatible(p, d) && w.keeps(p, full) && w.takes(d) {
 				pairs.add(p, d, w.costP(p)+w.transfer(p, d)+w.costD(d))
 			}
 		}
@@ -347,16 +429,16 @@ func (w *twin) pick() []Choice {
 	if len(pairs.prices) > 0 && w.p.Split == SplitAlways {
 		return w.best(&pairs)
 	}
-	for _, desperate := range []bool{false, true} {
+	for how := asUsed; how <= desperate; how++ {
 		if len(alone.prices) > 0 {
 			break
 		}
-		if crowd := w.crowd(); desperate && crowd != nil {
+		if crowd := w.crowd(); how > asUsed && crowd != nil {
 			w.other = math.Inf(1)
 			return crowd
 		}
 		for d := range w.v.Endpoints {
-			if !w.ok(d, kvstate.RoleDecode, desperate) || !w.takes(d) && !desperate {
+			if !w.ok(d, kvstate.RoleDecode, how) || how == asUsed && !w.takes(d) {
 				continue
 			}
 			if price, ok := w.alone(d, len(pairs.prices) > 0); ok {

@@ -20,10 +20,17 @@ func CheckPolicies(names []string) error {
 }
 
 // Prepare opens a trace and sets its rate: rate times its own, or, if load is above 0, the rate that puts that load on
-// the fleet.
+// the fleet: of endpoints that serve both, the highest rate that does so on as many of fixed roles.
 func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
+	}
+	if shifts(name) {
+		return shifting(name, requests, load, c)
+	}
+	if load > 0 && c.Both > 0 {
+		_, t, err := BestRatio(name, requests, c.Both, load, c)
+		return t, err
 	}
 	t, err := Open(name, requests, c.Seed)
 	switch {
@@ -57,9 +64,12 @@ func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer
 func About(t *Trace, c Config) []string {
 	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' "+
 		"tokens", len(t.Requests), t.Duration(), t.Bound())}
-	lines = append(lines, fmt.Sprintf("%d endpoints that prefill, %d that decode, %s tokens of KV each; seed %d",
-		c.Prefill, c.Decode, thousands(c.Engine.KVTokens), c.Seed))
-	if p, d, err := Load(t, c); err == nil {
+	fleet := fmt.Sprintf("%d endpoints that prefill, %d that decode", c.Prefill, c.Decode)
+	if c.Both > 0 {
+		fleet = fmt.Sprintf("%d endpoints that serve both legs", c.Both)
+	}
+	lines = append(lines, fmt.Sprintf("%s, %s tokens of KV each; seed %d", fleet, thousands(c.Engine.KVTokens), c.Seed))
+	if p, d, err := Load(t, c); err == nil && c.Both == 0 {
 		lines = append(lines, fmt.Sprintf("load %.2f on prefill, %.2f on decode: 1 is saturation with one pooled cache",
 			p, d))
 	}

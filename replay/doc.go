@@ -5,13 +5,17 @@
 //
 // A request takes these steps:
 //
-//  1. It arrives (trace.go reads a trace in Mooncake's format, generate.go generates one) and the policy binds it, at
-//     once or later: tandem.go is Tandem's own, peers.go has those of other routers, from their published formulae.
-//  2. Its prefill endpoint (prefill.go) serves first come, first served, in steps of a bounded number of tokens, long
-//     prompts in several. It looks for the prompt's leading blocks in its cache, an LRU (cache.go).
-//  3. Its decode endpoint (decode.go) makes room for the KV, fetches the blocks that it lacks, and adds the request to
-//     the batch. Every step gives each answer of the batch one token.
-//  4. Or one endpoint does both: it computes the prompt in chunks between the steps of its other answers.
+//  1. It arrives (trace.go reads a trace in Mooncake's format, generate.go generates one, shift.go joins several) and
+//     the policy binds it, at once or later: tandem.go is Tandem's own, peers.go has those of other routers, from their
+//     published formulae.
+//  2. Its prefill endpoint, an engine of replay/engine, serves first come, first served, in steps of a bounded number
+//     of tokens, long prompts in several. It looks for the prompt's leading blocks in its cache, and holds the KV
+//     until decode has fetched it.
+//  3. Its decode endpoint makes room for the KV, fetches the blocks that it lacks, and adds the request to the batch.
+//     Every step gives each answer of the batch one token.
+//  4. Or one endpoint does both: it computes the prompt in chunks that share the steps of its other answers.
+//
+// Endpoints have a fixed role, or all serve both legs. Then words say which leg each has now (words.go, picker/roles).
 //
 // The model leaves out: contention of the network, failures, tokens of an answer as prefix of the next turn,
 // speculative decoding. Other routers are given their best case: an exact index of every cache, and loads that are

@@ -4,21 +4,16 @@ import (
 	"math/rand/v2"
 
 	"tandem/picker"
+	"tandem/replay/engine"
 )
 
 // job is a request on its way.
 type job struct {
-	*Request
-	id       uint64
-	prefill  int // endpoint; -1: the decode endpoint computes the prompt
-	decode   int // -1: not chosen yet
-	alone    bool
-	started  bool // its prefill has started
-	computed int  // tokens of the prompt that are computed or were cached
-	cached   int
-	ends     int // the step of its decode endpoint that completes the answer
-	joined   int // its place in the order in which answers began there
-	written  int // tokens of its answer when it was preempted; their KV has to be computed again
+	engine.Job
+	Arrival float64
+	prefill int // endpoint; -1: the decode endpoint computes the prompt
+	decode  int // -1: not chosen yet
+	alone   bool
 
 	firstAt, endAt float64
 	hits           []int32 // blocks of the prompt on each endpoint, at the last lookup
@@ -28,16 +23,28 @@ type job struct {
 	uncached       int     // as the policy estimated it when it bound the request
 }
 
+// newJobs returns the requests of a trace, on their way to no endpoint.
+func newJobs(t *Trace) []job {
+	jobs := make([]job, len(t.Requests))
+	for i := range jobs {
+		q := &t.Requests[i]
+		jobs[i] = job{Job: engine.Job{ID: uint64(i), Input: q.Input, Output: q.Output, Blocks: q.Blocks},
+			Arrival: q.Arrival, prefill: -1, decode: -1}
+	}
+	return jobs
+}
+
 // fleet is the engines and the requests on their way to them.
 type fleet struct {
-	clock
-	model    picker.Model
-	prefills []*prefiller
-	decodes  []*decoder
-	index    []*index // of the prefill endpoints
-	policy   policy
-	random   *rand.Rand
-	ended    int
+	engine.Clock
+	model picker.Model
+	// engines by role: those that do both are in both lists, at the same positions
+	prefills, decodes []*engine.Engine
+	both              bool
+	jobs              []job
+	policy            policy
+	random            *rand.Rand
+	ended             int
 }
 
 // policy routes. It is called when a request arrives, and binds it with fleet.bind, then or later.
@@ -45,45 +52,57 @@ type policy interface {
 	arrive(j *job)
 	// prefilled is called at the end of a prefill, and returns the decode endpoint.
 	prefilled(j *job) (decode int)
-	first(j *job) // called at the first token of the answer
 	done(j *job)
 }
 
-func newFleet(c Config, random *rand.Rand) *fleet {
-	f := &fleet{model: c.Engine, random: random}
+func newFleet(c Config, jobs []job, random *rand.Rand) *fleet {
+	f := &fleet{model: c.Engine, random: random, jobs: jobs, both: c.Both > 0}
+	on := engine.Events{Prefilled: f.prefilled, First: f.first, Done: f.done}
+	for range c.Both {
+		f.decodes = append(f.decodes, engine.New(&f.Clock, c.Engine, c.LocalTokens, on))
+	}
+	if f.both {
+		f.prefills = f.decodes
+		return f
+	}
 	for range c.Prefill {
-		f.prefills = append(f.prefills, newPrefiller(&f.clock, c.Engine, f.prefilled))
-		f.index = append(f.index, f.prefills[len(f.prefills)-1].index)
+		f.prefills = append(f.prefills, engine.New(&f.Clock, c.Engine, int(c.Engine.StepTokens), on))
 	}
 	for range c.Decode {
-		f.decodes = append(f.decodes, newDecoder(&f.clock, c.Engine, c.LocalTokens, f.first, f.done))
+		f.decodes = append(f.decodes, engine.New(&f.Clock, c.Engine, c.LocalTokens, on))
 	}
 	return f
+}
+
+// engines returns all engines, each once.
+func (f *fleet) engines() []*engine.Engine {
+	if f.both {
+		return f.decodes
+	}
+	return append(f.prefills[:len(f.prefills):len(f.prefills)], f.decodes...)
 }
 
 // bind sends a request to its endpoints: to prefill first, or to decode alone if prefill is -1.
 func (f *fleet) bind(j *job, prefill, decode int) {
 	j.prefill, j.decode, j.alone = prefill, decode, prefill < 0
 	if j.alone {
-		f.decodes[decode].add(j)
+		f.decodes[decode].Add(&j.Job, engine.Both)
 		return
 	}
-	f.index[prefill].add(j.Blocks)
-	f.prefills[prefill].add(j)
+	f.prefills[prefill].Add(&j.Job, engine.Prefill)
 }
 
-func (f *fleet) prefilled(j *job) {
+func (f *fleet) prefilled(q *engine.Job) {
+	j := &f.jobs[q.ID]
 	j.decode = f.policy.prefilled(j)
-	f.decodes[j.decode].add(j)
+	f.decodes[j.decode].Add(q, engine.Decode)
 }
 
-func (f *fleet) first(j *job) {
-	j.firstAt = f.now
-	f.policy.first(j)
-}
+func (f *fleet) first(q *engine.Job) { f.jobs[q.ID].firstAt = f.Now }
 
-func (f *fleet) done(j *job) {
-	j.endAt = f.now
+func (f *fleet) done(q *engine.Job) {
+	j := &f.jobs[q.ID]
+	j.endAt = f.Now
 	f.ended++
 	f.policy.done(j)
 }

@@ -4,6 +4,7 @@ import (
 	"math"
 
 	"tandem/picker"
+	"tandem/replay/engine"
 )
 
 // peer is a router that chooses prefill and decode one after the other. It sees every cache and every load without
@@ -66,8 +67,6 @@ func (p *peer) prefilled(j *job) int {
 	return j.decode
 }
 
-func (p *peer) first(*job) {}
-
 func (p *peer) done(j *job) {
 	p.answers[j.decode]--
 	p.kv[j.decode] -= j.Input
@@ -75,11 +74,11 @@ func (p *peer) done(j *job) {
 
 // hit returns the number of leading blocks of the prompt that a prefill endpoint holds, or will hold when the prompts
 // on their way are computed.
-func (p *peer) hit(at int, j *job) int { return p.index[at].hit(j.Blocks) }
+func (p *peer) hit(at int, j *job) int { return p.prefills[at].Held(j.Blocks) }
 
 // decodeMatch returns the share of the prompt that a decode endpoint holds.
 func (p *peer) decodeMatch(at int, j *job) float64 {
-	return float64(p.decodes[at].cache.peek(j.Blocks)) / float64(max(len(j.Blocks), 1))
+	return float64(p.decodes[at].Held(j.Blocks)) / float64(max(len(j.Blocks), 1))
 }
 
 // match returns hit as a share of the prompt.
@@ -92,7 +91,7 @@ func (p *peer) prefillTime(uncached, cached int) float64 {
 }
 
 func prefillTime(m *picker.Model, uncached, cached int) float64 {
-	return m.PrefillStep*math.Ceil(float64(uncached)/m.StepTokens) + chunkTime(m, uncached, cached)
+	return m.PrefillStep*math.Ceil(float64(uncached)/m.StepTokens) + engine.ChunkTime(m, uncached, cached)
 }
 
 // argmin returns the index below n of the least cost; ties are broken at random.

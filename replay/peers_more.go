@@ -90,7 +90,7 @@ type bypass struct {
 
 func (b *bypass) alone(j *job) (decode int, ok bool) {
 	d := b.through(j)
-	hit := min(b.decodes[d].cache.peek(j.Blocks)*BlockTokens, j.Input-1)
+	hit := min(b.decodes[d].Held(j.Blocks)*BlockTokens, j.Input-1)
 	missing := j.Input - hit
 	return d, missing < b.tokens && float64(missing) < b.share*float64(j.Input) && (hit > 0 || !b.anyHit)
 }
@@ -100,6 +100,27 @@ func newBypass(p *peer, c chooser, tokens int) *bypass {
 	return &bypass{peer: p, chooser: c, tokens: tokens, share: math.Inf(1), through: c.decode}
 }
 
+// newAggregated returns a peer that never splits: the endpoint that its formula for decode chooses serves both legs.
+// Dynamo's, with overlap weight 1, counts the blocks to compute and the blocks held.
+func newAggregated(name string, p *peer) chooser {
+	c := map[string]chooser{
+		"least-requests": &leastRequests{p}, "llm-d": &llmd{p}, "llm-d-in-flight": &inFlight{p}, "dynamo": &dynamo{p},
+	}[name]
+	if c == nil {
+		return nil
+	}
+	b := newBypass(p, c, math.MaxInt)
+	if name == "dynamo" {
+		b.through = func(j *job) int {
+			return p.argmin(len(p.decodes), func(i int) float64 {
+				credit := min(p.decodes[i].Held(j.Blocks)*BlockTokens, j.Input-1)
+				return float64(p.decodes[i].Uncomputed() + j.Input - credit + p.kv[i] + j.Input)
+			})
+		}
+	}
+	return b
+}
+
 // newDynamoBypass returns Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7
 // of the prompt on the decode worker that its router chooses by KV overlap. (Dynamo's docs,
 // router-conditional-disagg-config.)
@@ -107,7 +128,7 @@ func newDynamoBypass(p *peer) *bypass {
 	b := &bypass{peer: p, chooser: &dynamo{p}, tokens: 2048, share: 0.7}
 	b.through = func(j *job) int {
 		return p.argmin(len(p.decodes), func(i int) float64 {
-			credit := min(p.decodes[i].cache.peek(j.Blocks)*BlockTokens, j.Input-1)
+			credit := min(p.decodes[i].Held(j.Blocks)*BlockTokens, j.Input-1)
 			return float64(p.kv[i] + j.Input + j.Input - credit)
 		})
 	}

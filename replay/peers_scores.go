@@ -29,7 +29,7 @@ func (l *llmd) prefill(j *job) int {
 }
 
 func (l *llmd) decode(j *job) int {
-	waiting := func(i int) int { return len(l.decodes[i].arrived) }
+	waiting := func(i int) int { return l.decodes[i].Waiting() }
 	least, most := math.MaxInt, 0
 	for i := range l.decodes {
 		least, most = min(least, waiting(i)), max(most, waiting(i))
@@ -40,8 +40,7 @@ func (l *llmd) decode(j *job) int {
 			queue = float64(most-waiting(i)) / float64(most-least)
 		}
 		held := min(float64(l.kv[i])/l.model.KVTokens, 1)
-		match := float64(l.decodes[i].cache.peek(j.Blocks)) / float64(max(len(j.Blocks), 1))
-		return -(3*match + 2*queue + 2*(1-held))
+		return -(3*l.decodeMatch(i, j) + 2*queue + 2*(1-held))
 	})
 }
 
@@ -126,12 +125,12 @@ func (a *aibrix) decode(*job) int {
 	}
 	fastest, free := 0.0, 0.0
 	for _, d := range a.decodes {
-		fastest, free = max(fastest, d.throughput()), max(free, 1-d.usage())
+		fastest, free = max(fastest, d.Throughput()), max(free, 1-d.Usage())
 	}
 	return a.argmin(len(a.decodes), func(i int) float64 {
 		d := a.decodes[i]
-		score := float64(a.answers[i])/float64(max(most, 1)) + 1 - d.throughput()/max(fastest, 1)
-		return score / max((1-d.usage())/max(free, 1e-9), 1e-9)
+		score := float64(a.answers[i])/float64(max(most, 1)) + 1 - d.Throughput()/max(fastest, 1)
+		return score / max((1-d.Usage())/max(free, 1e-9), 1e-9)
 	})
 }
 

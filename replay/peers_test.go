@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/replay/engine"
 )
 
 // Policies that may decode alone do so if their own decode endpoint lacks only a few of the prompt's tokens.
@@ -30,15 +32,16 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 	} {
 		config := DefaultConfig()
 		config.Prefill, config.Decode = 2, 1
-		f := newFleet(config, rand.New(rand.NewPCG(1, 1)))
-		p, err := newPolicy(c.policy, f, config)
-		require.NoError(t, err)
-		f.policy = p
-		j := &job{Request: &Request{Input: c.input, Output: 1}, prefill: -1, decode: -1}
+		jobs := []job{{Job: engine.Job{Input: c.input, Output: 1}, prefill: -1, decode: -1}}
+		j := &jobs[0]
 		for b := range blocksOf(c.input) {
 			j.Blocks = append(j.Blocks, uint64(b+1))
 		}
-		f.decodes[0].cache.add(j.Blocks[:c.held/BlockTokens], 1<<20)
+		f := newFleet(config, jobs, rand.New(rand.NewPCG(1, 1)))
+		p, err := newPolicy(c.policy, f, config)
+		require.NoError(t, err)
+		f.policy = p
+		f.decodes[0].Add(&engine.Job{Input: max(c.held, 1), Output: 1, Blocks: j.Blocks[:c.held/BlockTokens]}, engine.Both)
 		p.arrive(j)
 		require.Equal(t, c.alone, j.alone, "%s: %d tokens, %d of them there", c.policy, c.input, c.held)
 	}

@@ -29,7 +29,7 @@ func (r *replica) publishQueued(j *job, v *kvstate.View) {
 		return
 	}
 	j.published = h.hits
-	w := admission.Waiting{ID: j.id, Arrived: j.arrived, Work: j.work, Replica: uint64(r.number) + 1}
+	w := admission.Waiting{ID: j.ID, Arrived: j.arrived, Work: j.work, Replica: uint64(r.number) + 1}
 	r.publish(func(other *replica) {
 		other.remote[w.ID] = h
 		other.queue.AddRemote(w)

@@ -118,22 +118,23 @@ func TestReplicas(t *testing.T) {
 func TestQueuesOfPrefillFillNoDecode(t *testing.T) {
 	tr, c := small(t, "agent", 1.1)
 	c.Late = false
-	f := newFleet(c, rand.New(rand.NewPCG(c.Seed, 3)))
+	jobs := newJobs(tr)
+	f := newFleet(c, jobs, rand.New(rand.NewPCG(c.Seed, 3)))
 	p := newTandem(f, c)
 	f.policy = p
-	jobs := make([]job, len(tr.Requests))
 	for i := range jobs {
-		jobs[i] = job{Request: &tr.Requests[i], id: uint64(i), prefill: -1, decode: -1}
-		f.after(tr.Requests[i].Arrival, func() { p.arrive(&jobs[i]) })
+		f.After(jobs[i].Arrival, func() { p.arrive(&jobs[i]) })
 	}
 	longest := 0
-	for f.step() && f.ended < len(jobs) {
-		for _, d := range f.prefills {
-			longest = max(longest, len(d.queue))
+	for f.Step() && f.ended < len(jobs) {
+		for _, e := range f.prefills {
+			_, prompts := e.Requests()
+			longest = max(longest, prompts)
 		}
 		v := p.replicas[0].Fleet()
 		for i, d := range f.decodes {
-			require.EqualValues(t, len(d.arrived)+d.held, v.Endpoints[c.Prefill+i].Requests)
+			answers, prompts := d.Requests()
+			require.EqualValues(t, answers+prompts, v.Endpoints[c.Prefill+i].Requests)
 		}
 	}
 	require.Greater(t, longest, 10)
@@ -295,59 +296,6 @@ func TestReportIsComplete(t *testing.T) {
 	require.Equal(t, 4, strings.Count(page.String(), "<svg"))
 	Print(&table, results)
 	require.Equal(t, 3, strings.Count(table.String(), "\n"))
-}
-
-// The cache is compared with one that keeps a list.
-func TestCacheAgainstTwin(t *testing.T) {
-	random := rand.New(rand.NewPCG(1, 1))
-	c := newCache(8)
-	var twin []uint64 // oldest first
-	use := func(b uint64) {
-		twin = append(slices.DeleteFunc(twin, func(o uint64) bool { return o == b }), b)
-	}
-	for range 5000 {
-		prompt := []uint64{random.Uint64N(3), 10 + random.Uint64N(6), 20 + random.Uint64N(6)}[:1+random.IntN(3)]
-		if random.IntN(2) == 0 {
-			n := 0
-			for n < len(prompt) && slices.Contains(twin, prompt[n]) {
-				n++
-			}
-			require.Equal(t, n, c.hit(prompt))
-			for i := n - 1; i >= 0; i-- {
-				use(prompt[i])
-			}
-			continue
-		}
-		limit := 4 + random.IntN(5)
-		c.add(prompt, limit)
-		for _, p := range slices.Backward(prompt) {
-			use(p)
-		}
-		twin = twin[max(len(twin)-limit, 0):]
-		require.Len(t, c.at, len(twin))
-	}
-}
-
-// Events run in order of time, and in the order of their calls if the time is the same.
-func TestClock(t *testing.T) {
-	random := rand.New(rand.NewPCG(1, 1))
-	var c clock
-	var got []int
-	var times []float64
-	at := make([]float64, 200)
-	for i := range at {
-		at[i] = float64(random.IntN(20))
-		c.after(at[i], func() { got = append(got, i); times = append(times, c.now) })
-	}
-	for c.step() {
-	}
-	require.True(t, slices.IsSorted(times))
-	require.True(t, slices.IsSortedFunc(got, func(a, b int) int {
-		if at[a] != at[b] {
-			return int(at[a] - at[b])
-		}
-		return a - b
-	}))
 }
 
 // The suite prints its tables, for one scenario.

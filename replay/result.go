@@ -20,6 +20,7 @@ type Result struct {
 
 	EndToEnd Spread  `json:"-"` // from arrival to the last token
 	Alone    float64 `json:"-"` // share of requests that decode served alone
+	Stuck    int     `json:"-"` // requests that never ended: they count as if they had at the end of the run
 	// time that prefill endpoints worked, divided by the time in which requests arrived; above 1: they fell behind
 	Demand float64 `json:"-"`
 	Span   float64 `json:"-"` // seconds of virtual time until all had ended
@@ -27,11 +28,19 @@ type Result struct {
 }
 
 func newResult(name string, f *fleet, jobs []job, c Config) *Result {
-	r := &Result{Policy: name, Requests: len(jobs), Span: f.now}
+	r := &Result{Policy: name, Requests: len(jobs), Span: f.Now}
 	var tpot, total []float64
 	good, alone := 0, 0
 	for i := range jobs {
 		j := &jobs[i]
+		stuck := j.endAt == 0
+		if stuck {
+			r.Stuck++
+			j.endAt = f.Now
+			if j.firstAt == 0 {
+				j.firstAt = f.Now
+			}
+		}
 		first, each := j.firstAt-j.Arrival, 0.0
 		r.ttft = append(r.ttft, first)
 		total = append(total, j.endAt-j.Arrival)
@@ -39,7 +48,7 @@ func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 			each = (j.endAt - j.firstAt) / float64(j.Output-1)
 			tpot = append(tpot, each)
 		}
-		if first <= c.TTFT && each <= c.TPOT {
+		if first <= c.TTFT && each <= c.TPOT && !stuck {
 			good++
 		}
 		if j.alone {
@@ -51,7 +60,7 @@ func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 	r.Goodput, r.Alone = float64(good)/n, float64(alone)/n
 	r.HitShare, r.MaxMeanLoad = f.shares()
 	for _, p := range f.prefills {
-		r.Demand += p.worked / (jobs[len(jobs)-1].Arrival * float64(len(f.prefills)))
+		r.Demand += p.PromptTime / (jobs[len(jobs)-1].Arrival * float64(len(f.prefills)))
 	}
 	return r
 }
@@ -60,14 +69,12 @@ func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 func (f *fleet) shares() (hit, maxMean float64) {
 	var cached, computed, most, prefills float64
 	for _, p := range f.prefills {
-		cached += float64(p.cached)
-		prefills += float64(p.computed)
-		most = max(most, float64(p.computed))
+		prefills += float64(p.Computed)
+		most = max(most, float64(p.Computed))
 	}
-	computed = prefills
-	for _, d := range f.decodes {
-		cached += float64(d.cached)
-		computed += float64(d.computed)
+	for _, e := range f.engines() {
+		cached += float64(e.Cached)
+		computed += float64(e.Computed)
 	}
 	maxMean = 1
 	if prefills > 0 {

@@ -7,14 +7,19 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 
 	"tandem/picker"
 	"tandem/picker/admission"
+	"tandem/picker/roles"
+	"tandem/replay/engine"
 )
 
 // Config is the fleet and the settings that a trace is played with.
 type Config struct {
-	Prefill, Decode int          // endpoints of either role; if Prefill is 0, decode does all
+	Prefill, Decode int          // endpoints of either role
+	Both            int          // endpoints that serve both legs, instead of those; 0: none
+	Roles           bool         // Tandem's own: endpoints of Both have words (picker/roles)
 	Engine          picker.Model // the engines' costs. KVTokens may be infinite: caches that never evict
 	LocalTokens     int          // prompt and answer tokens in one step of an engine that decodes
 	Seed            uint64
@@ -26,7 +31,8 @@ type Config struct {
 	// Tandem's own: seconds until replicas learn each other's decisions; negative: never
 	Sharing float64
 
-	AnswerWeight float64 // Tandem's own: of a second of answers, as of a pool
+	Promise      picker.Targets // Tandem's own: of the pool
+	AnswerWeight float64        // Tandem's own: of a second of answers, as of a pool
 
 	AskTPOT float64 // Tandem's own: seconds between tokens that requests ask for; 0: they do not
 
@@ -34,7 +40,8 @@ type Config struct {
 
 	TTFT, TPOT float64 // targets of goodput, seconds
 
-	Progress func(done, of int) // may be nil
+	Progress func(done, of int)               // may be nil
+	Changed  func(at float64, c roles.Change) // called with each new word; may be nil
 }
 
 // DefaultConfig returns a fleet of four and four.
@@ -43,7 +50,8 @@ func DefaultConfig() Config {
 	return Config{
 		Prefill: 4, Decode: 4, Engine: m, LocalTokens: int(m.StepTokens), Seed: 1,
 		Late: true, MaxWait: admission.MaxWait, Split: picker.SplitAuto, AnswerWeight: picker.DefaultAnswerWeight,
-		TTFT: 5, TPOT: 0.050,
+		Promise: picker.DefaultPromise(),
+		TTFT:    5, TPOT: 0.050,
 	}
 }
 
@@ -59,7 +67,7 @@ func Slower(m picker.Model, times float64) picker.Model {
 // Policies returns the names that [Run] takes.
 func Policies() []string {
 	names := []string{"tandem", "random", "round-robin", "longest-prefix"}
-	return append(append(names, twoHops()...), mayBypass()...)
+	return slices.Concat(names, twoHops(), mayBypass(), aggregated())
 }
 
 // twoHops returns the peers that split every request.
@@ -78,13 +86,23 @@ func mayBypass() []string {
 	}
 }
 
+// aggregated returns the peers that never split, for endpoints that serve both legs: a router of equal engines.
+func aggregated() []string {
+	return []string{"least-requests/never", "llm-d/never", "llm-d-in-flight/never", "dynamo/never"}
+}
+
 // newPolicy returns the policy of that name.
 func newPolicy(name string, f *fleet, c Config) (policy, error) {
 	if name == "tandem" {
 		return newTandem(f, c), nil
 	}
 	p := &peer{fleet: f}
-	if p.choose = newChooser(name, p); p.choose == nil {
+	if kind, never := strings.CutSuffix(name, "/never"); never {
+		p.choose = newAggregated(kind, p)
+	} else {
+		p.choose = newChooser(name, p)
+	}
+	if p.choose == nil {
 		return nil, fmt.Errorf("%q is not a policy: one of %v", name, Policies())
 	}
 	return p, nil
@@ -141,9 +159,19 @@ func newChooser(name string, p *peer) chooser {
 	return nil
 }
 
+// endpoints returns the size of the fleet.
+func (c *Config) endpoints() int {
+	if c.Both > 0 {
+		return c.Both
+	}
+	return c.Prefill + c.Decode
+}
+
 // Check returns an error for an invalid configuration.
 func (c *Config) Check() error {
 	switch {
+	case c.Both < 0 || c.Both == 1 || c.Both > 1024:
+		return fmt.Errorf("%d endpoints that serve both legs: none, or between 2 and 1024", c.Both)
 	case c.Prefill < 1 || c.Prefill > 1024:
 		return fmt.Errorf("%d prefill endpoints: between 1 and 1024", c.Prefill)
 	case c.Decode < 1 || c.Decode > 1024:
@@ -167,28 +195,30 @@ func Run(ctx context.Context, t *Trace, name string, c Config) (*Result, error) 
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
-	f := newFleet(c, rand.New(rand.NewPCG(c.Seed, 3)))
+	jobs := newJobs(t)
+	f := newFleet(c, jobs, rand.New(rand.NewPCG(c.Seed, 3)))
 	var err error
 	if f.policy, err = newPolicy(name, f, c); err != nil {
 		return nil, err
 	}
-	jobs := make([]job, len(t.Requests))
 	next := 0
 	var arrive func()
 	arrive = func() {
 		j := &jobs[next]
 		next++
 		if next < len(jobs) {
-			f.after(t.Requests[next].Arrival-f.now, arrive)
+			f.After(jobs[next].Arrival-f.Now, arrive)
 		}
 		f.policy.arrive(j)
 	}
-	for i := range jobs {
-		jobs[i] = job{Request: &t.Requests[i], id: uint64(i), prefill: -1, decode: -1}
-	}
-	f.after(t.Requests[0].Arrival, arrive)
-	shown := 0
-	for f.step() && f.ended < len(jobs) {
+	f.After(jobs[0].Arrival, arrive)
+	shown, last := 0, 0.0
+	for ended := 0; f.Step() && f.ended < len(jobs); ended = f.ended {
+		if f.ended > ended || next < len(jobs) {
+			last = f.Now
+		} else if f.Now-last > hangs {
+			break
+		}
 		if f.ended-shown >= 256 {
 			if shown = f.ended; c.Progress != nil {
 				c.Progress(f.ended, len(jobs))
@@ -198,14 +228,15 @@ func Run(ctx context.Context, t *Trace, name string, c Config) (*Result, error) 
 			}
 		}
 	}
-	if f.ended < len(jobs) {
-		return nil, fmt.Errorf("%s: %d of %d requests never ended", name, len(jobs)-f.ended, len(jobs))
-	}
 	if c.Progress != nil {
 		c.Progress(len(jobs), len(jobs))
 	}
 	return newResult(name, f, jobs, c), nil
 }
+
+// hangs is the time in which no request ends, seconds, after which those that are left never will: engines that serve
+// both legs can wait for each other's memory for ever.
+const hangs = 1800.0
 
 // Load returns the share of time that prefill and decode would work if all prefill caches were one. At 1 a fleet
 // saturates at best.
@@ -216,14 +247,14 @@ func Load(t *Trace, c Config) (prefill, decode float64, err error) {
 	}
 	m := &c.Engine
 	blocks := capacity(*m) * c.Prefill
-	pooled := newCache(blocks)
+	pooled := engine.NewCache(blocks > 0)
 	work, context, tokens := 0.0, 0.0, 0.0
 	for i := range t.Requests {
 		q := &t.Requests[i]
-		cached := min(pooled.hit(q.Blocks)*BlockTokens, q.Input-1)
-		pooled.add(q.Blocks, blocks)
+		cached := min(pooled.Hit(q.Blocks)*BlockTokens, q.Input-1)
+		pooled.Add(q.Blocks, blocks)
 		n := q.Input - cached
-		work += m.PrefillStep*float64(n)/m.StepTokens + chunkTime(m, n, cached)
+		work += m.PrefillStep*float64(n)/m.StepTokens + engine.ChunkTime(m, n, cached)
 		context += float64(q.Output) * (float64(q.Input) + float64(q.Output)/2)
 		tokens += float64(q.Output)
 	}
@@ -231,6 +262,14 @@ func Load(t *Trace, c Config) (prefill, decode float64, err error) {
 	answers := max(min(m.MaxAnswers, m.KVTokens/kv), 1)
 	step := m.DecodeStep + m.DecodeAnswer*answers + m.DecodeToken*answers*kv
 	return work / duration / float64(c.Prefill), tokens * step / answers / duration / float64(c.Decode), nil
+}
+
+// capacity returns the number of blocks that a cache can hold; 0: no limit.
+func capacity(m picker.Model) int {
+	if math.IsInf(m.KVTokens, 1) {
+		return 0
+	}
+	return max(int(m.KVTokens)/BlockTokens, 1)
 }
 
 // AtLoad returns the trace at the rate at which [Load] is load on the busier side.

@@ -133,7 +133,7 @@ func newPlan(size string) (plan, error) {
 	case "quick":
 		return plan{[]scenario{all[1], all[4], all[7], all[10]}, []float64{.5, .8}, []uint64{1}, 3000}, nil
 	}
-	return plan{}, fmt.Errorf("-suite: %q is not quick, shared, engines or full", size)
+	return plan{}, fmt.Errorf("-suite: %q is not quick, shared, engines, roles or full", size)
 }
 
 // played has the results of a suite, by scenario, load and contender: one for each seed.
@@ -153,6 +153,9 @@ func key(s scenario, load float64, c contender) string {
 // (prefixes that many prompts have) and engines (other engines, links and answers) take three, full takes six. When it
 // is interrupted, it prints the seeds that are complete.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
+	if size == "roles" {
+		return rolesSuite(ctx, rolesPlan(), stdout, stderr)
+	}
 	p, err := newPlan(size)
 	if err != nil {
 		return err

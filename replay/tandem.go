@@ -51,6 +51,9 @@ func newTandem(f *fleet, c Config) *tandem {
 	for i := range max(c.Replicas, 1) {
 		t.replicas = append(t.replicas, t.newReplica(i))
 	}
+	if c.Roles {
+		t.replicas[0].startWords() // it decides for all
+	}
 	return t
 }
 
@@ -62,39 +65,42 @@ func (t *tandem) newReplica(number int) *replica {
 		blocks = 1 << 28
 	}
 	r.state = kvstate.New(kvstate.Options{
-		Now:            func() time.Time { return time.Unix(0, int64(t.now*float64(time.Second))) },
+		Now:            func() time.Time { return time.Unix(0, int64(t.Now*float64(time.Second))) },
 		EndpointBlocks: 2 * blocks, MaxIndexBytes: 1 << 36, ReservationTTL: 1000 * time.Hour, MaxReservations: 1 << 30,
 	})
 	var eps []kvstate.EndpointSpec
-	for i := range t.config.Prefill {
-		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("p", i), Addr: fmt.Sprint("p", i),
-			Role: kvstate.RolePrefill})
+	add := func(name string, n int, role kvstate.Role) {
+		for i := range n {
+			eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint(name, i), Addr: fmt.Sprint(name, i), Role: role})
+		}
 	}
-	for i := range t.config.Decode {
-		eps = append(eps, kvstate.EndpointSpec{Name: fmt.Sprint("d", i), Addr: fmt.Sprint("d", i),
-			Role: kvstate.RoleDecode})
+	if t.both {
+		add("b", len(t.decodes), kvstate.RoleBoth)
+	} else {
+		add("p", len(t.prefills), kvstate.RolePrefill)
+		add("d", len(t.decodes), kvstate.RoleDecode)
 	}
 	r.state.SetPool(kvstate.PoolSpec{Name: "replay", Models: []string{"*"},
 		StepTokens: int64(t.config.Engine.StepTokens)}, eps)
 	r.pool = r.state.Pool("replay")
 	for i, e := range r.pool.Endpoints() {
-		r.position[e] = i
-		if i >= t.config.Prefill {
-			r.position[e] = i - t.config.Prefill
+		if r.position[e] = i; e.Role == kvstate.RoleDecode {
+			r.position[e] = i - len(t.prefills)
 		}
 	}
 	r.picker.Policy = picker.DefaultPolicy()
 	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
-	r.picker.AnswerWeight = t.config.AnswerWeight
+	r.queue.Promise = t.config.Promise.TTFT
+	r.picker.AnswerWeight, r.picker.Promise = t.config.AnswerWeight, t.config.Promise
 	// engines report their capacity; the other constants Tandem does not know
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens
 	r.tick = func() { r.ticking = false; r.dispatch() }
-	r.after(scrapeSeconds, r.scrape)
+	r.After(scrapeSeconds, r.scrape)
 	return r
 }
 
 func (t *tandem) arrive(j *job) {
-	r := t.replicas[j.id%uint64(len(t.replicas))]
+	r := t.replicas[j.ID%uint64(len(t.replicas))]
 	r.state.CountPrompt(r.pool, j.Blocks)
 	if !t.config.Late {
 		v := r.Fleet()
@@ -102,15 +108,15 @@ func (t *tandem) arrive(j *job) {
 		r.send(j, c, err)
 		return
 	}
-	r.waiting[j.id] = j
-	r.queue.Arrive(&r.picker, r, j.id, t.now, r.picker.Model.FullStep())
-	if r.waiting[j.id] != nil {
-		j.arrived, j.work = t.now, r.picker.Work(&r.request, &r.view)
+	r.waiting[j.ID] = j
+	r.queue.Arrive(&r.picker, r, j.ID, t.Now, r.picker.Model.FullStep())
+	if r.waiting[j.ID] != nil {
+		j.arrived, j.work = t.Now, r.picker.Work(&r.request, &r.view)
 		r.publishQueued(j, &r.view)
 		if !math.IsInf(t.config.MaxWait, 1) {
-			r.after(t.config.MaxWait, func() {
+			r.After(t.config.MaxWait, func() {
 				j.lookedAt = -1
-				r.queue.Expire(&r.picker, r, j.id)
+				r.queue.Expire(&r.picker, r, j.ID)
 			})
 		}
 	}
@@ -142,12 +148,13 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	r.request = picker.Request{PromptTokens: int64(j.Input), Blocks: len(j.Blocks), Split: true,
 		Rand: r.random.Uint64()}
 	r.request.TPOT = r.config.AskTPOT
+	r.request.Waited = r.Now - j.Arrival
 	if r.config.Routed {
 		r.state.Hits(r.pool, j.Blocks, v)
 		return &r.request
 	}
-	if j.hits == nil || r.now-j.lookedAt > keepHits {
-		j.hits, j.lookedAt = r.reportedHits(j, j.hits[:0]), r.now
+	if j.hits == nil || r.Now-j.lookedAt > keepHits {
+		j.hits, j.lookedAt = r.reportedHits(j, j.hits[:0]), r.Now
 	}
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = int(j.hits[i])
@@ -161,18 +168,21 @@ const scrapeSeconds = 2.0
 
 // scrape reads the counters of the decode engines, as long as there are requests.
 func (r *replica) scrape() {
-	at := time.Unix(0, int64(r.now*float64(time.Second)))
-	for _, e := range r.pool.Endpoints()[r.config.Prefill:] {
+	at := time.Unix(0, int64(r.Now*float64(time.Second)))
+	for _, e := range r.pool.Endpoints() {
+		if e.Role&kvstate.RoleDecode == 0 {
+			continue
+		}
 		i := r.position[e]
 		g := kvstate.UnknownSignals()
 		d := r.decodes[i]
-		g.At, g.ScrapedAt, g.Answers, g.Transfers, g.KVUsage = at, at, d.written, d.moved, d.usage()
+		g.At, g.ScrapedAt, g.Answers, g.Transfers, g.KVUsage = at, at, d.Written, d.Moved, d.Usage()
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
 		}
 		r.state.Observe(e, g)
 	}
-	r.after(scrapeSeconds, r.scrape)
+	r.After(scrapeSeconds, r.scrape)
 }
 
 // keepHits is how long a waiting request caches the result of its prefix lookup, in seconds.
@@ -180,11 +190,8 @@ const keepHits = 0.1
 
 // reportedHits returns the hits of a prompt according to the engines' events, by position in the pool.
 func (r *replica) reportedHits(j *job, hits []int32) []int32 {
-	for _, x := range r.index {
-		hits = append(hits, int32(x.hit(j.Blocks)))
-	}
-	for _, d := range r.decodes {
-		hits = append(hits, int32(d.cache.peek(j.Blocks)))
+	for _, e := range r.engines() {
+		hits = append(hits, int32(e.Held(j.Blocks)))
 	}
 	return hits
 }
@@ -205,7 +212,7 @@ func (*replica) Shed(uint64) { panic("replay: a request without priority was she
 func (*replica) ShortOfMemory() bool { return false }
 
 func (r *replica) dispatch() {
-	r.queue.Dispatch(&r.picker, r, r.now, r.picker.Model.FullStep())
+	r.queue.Dispatch(&r.picker, r, r.Now, r.picker.Model.FullStep())
 	r.wake()
 }
 
@@ -213,7 +220,7 @@ func (r *replica) dispatch() {
 func (r *replica) wake() {
 	if r.queue.Len() > 0 && !r.ticking {
 		r.ticking = true
-		r.after(tickSeconds, r.tick)
+		r.After(tickSeconds, r.tick)
 	}
 }
 
@@ -224,7 +231,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no endpoint: %v", err))
 	}
 	b := &bookings{replica: r}
-	r.bookings[j.id] = b
+	r.bookings[j.ID] = b
 	prefill, d := -1, r.view.Endpoints[c.Decode].Endpoint
 	if c.Prefill < 0 {
 		b.decode = r.book(d, c.DecodeBooking(&r.view), j.Blocks)
@@ -255,7 +262,7 @@ func (r *replica) publish(do func(other *replica)) {
 	}
 	for _, other := range r.replicas {
 		if other != r {
-			r.after(r.config.Sharing, func() { do(other) })
+			r.After(r.config.Sharing, func() { do(other) })
 		}
 	}
 }
@@ -274,14 +281,14 @@ func (r *replica) release(id kvstate.ReservationID, done bool) {
 }
 
 func (t *tandem) prefilled(j *job) int {
-	b := t.bookings[j.id]
+	b := t.bookings[j.ID]
 	r := b.replica
 	r.release(b.prefill, true)
 	v := r.Fleet()
 	j.lookedAt = -1
 	request := r.look(j, v)
 	at := slices.IndexFunc(r.view.Endpoints, func(c kvstate.Candidate) bool {
-		return c.Endpoint.Role == kvstate.RolePrefill && r.position[c.Endpoint] == j.prefill
+		return c.Endpoint.Role&kvstate.RolePrefill != 0 && r.position[c.Endpoint] == j.prefill
 	})
 	d, err := r.picker.PickDecode(request, v, at)
 	if err != nil {
@@ -293,10 +300,8 @@ func (t *tandem) prefilled(j *job) int {
 	return r.position[e]
 }
 
-func (t *tandem) first(*job) {}
-
 func (t *tandem) done(j *job) {
-	b := t.bookings[j.id]
+	b := t.bookings[j.ID]
 	b.replica.release(b.decode, false)
-	delete(t.bookings, j.id)
+	delete(t.bookings, j.ID)
 }

@@ -9,10 +9,12 @@ import (
 	"io"
 	"math/rand/v2"
 	"slices"
+
+	"tandem/replay/engine"
 )
 
-// BlockTokens is the number of tokens that one block of a trace stands for (Mooncake's format: 512).
-const BlockTokens = 512
+// BlockTokens is the number of tokens that one block of a trace stands for.
+const BlockTokens = engine.BlockTokens
 
 // Request is one line of a trace.
 type Request struct {

@@ -120,9 +120,10 @@ type Endpoint struct {
 	NoPairs      string   `json:"no_pairs,omitempty"`
 }
 
-// Excluded is why an endpoint is not used.
+// Excluded is why an endpoint is not used, or not for all that it may serve.
 type Excluded struct {
 	Full     string  `json:"full,omitempty"`           // what it answered, and when it gets requests again
+	Word     string  `json:"word,omitempty"`           // with roles auto: the leg that an endpoint of role both has now
 	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
 	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
 	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
@@ -288,6 +289,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			Up: !e.Failed(), State: stateOf(f.source.State, e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
+		shown.Word = map[kvstate.Role]string{kvstate.RolePrefill: "prefill", kvstate.RoleDecode: "decode"}[e.Word()]
 		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
 		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {

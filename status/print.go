@@ -168,8 +168,8 @@ func printPool(w io.Writer, p *Pool) {
 			output = words.Number(e.Rate) + " tokens/s"
 		}
 		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", words.Plain(e.Name), words.Plain(group),
-			e.Role, words.State(e.State, e.Paused), e.Requests, e.Tokens, e.Hops, hits, transfer, output,
-			words.Millis(e.PerToken))
+			words.Role(e.Role, e.Word), words.State(e.State, e.Paused), e.Requests, e.Tokens, e.Hops, hits, transfer,
+			output, words.Millis(e.PerToken))
 		if e.Unpaired {
 			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
 		}

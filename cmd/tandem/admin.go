@@ -20,7 +20,10 @@ import (
 
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
 // It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet, operator *orders.Orders, page http.Handler) http.Handler {
+func newAdmin(
+	registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet,
+	operator *orders.Orders, page, words http.Handler,
+) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", ready(health, fleet.store, fleet.keyCheck))
@@ -30,6 +33,7 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, status.State(fleet.state)) })
 	mux.Handle("GET /debug/requests", page)
+	mux.Handle("GET /debug/roles", words)
 	mux.HandleFunc("GET /debug/explain", func(w http.ResponseWriter, r *http.Request) {
 		tokens, err := strconv.ParseInt(cmp.Or(r.URL.Query().Get("tokens"), "1000"), 10, 64)
 		if err != nil || tokens < 1 {

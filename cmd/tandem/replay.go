@@ -9,6 +9,7 @@ import (
 	"io"
 	"math"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -26,9 +27,10 @@ func newReplay() *cobra.Command {
 		Use: "replay", Short: "Play a trace against modelled engines under several routing policies", Args: cobra.NoArgs,
 		Long: "Play a trace against modelled engines under several routing policies.\n\n" +
 			"Traces: mooncake (the public one), a file in Mooncake's format, or a synthetic one:\n" +
-			listed(replay.Kinds()) + ".\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
+			listed(replay.Kinds()) + ".\n" +
+			"With --load also seq:agent:reasoning (one after the other), wave:rag:reasoning (in waves), day:mixed.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
 			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
-			"many prompts have) or engines (other engines, links and answers).",
+			"many prompts have), engines (other engines, links and answers) or roles (engines that serve both legs).",
 		RunE: func(c *cobra.Command, _ []string) error {
 			return replayTrace(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
@@ -38,6 +40,12 @@ func newReplay() *cobra.Command {
 	f.StringVar(&o.policies, "policy", "all", "`NAMES` of policies, separated by commas")
 	f.IntVar(&o.Prefill, "prefill", o.Prefill, "`ENDPOINTS` that prefill")
 	f.IntVar(&o.Decode, "decode", o.Decode, "`ENDPOINTS` that decode")
+	f.IntVar(&o.Both, "both", 0, "`ENDPOINTS` that serve both legs, in place of --prefill and --decode")
+	f.BoolVar(&o.Roles, "roles", false, "tandem decides which endpoints of --both prefill now (roles: auto of a pool)")
+	f.Float64Var(&o.Promise.TTFT, "promise-ttft", o.Promise.TTFT,
+		"`SECONDS` to the first token that tandem's pool promises; 0: none")
+	f.Float64Var(&o.Promise.TPOT, "promise-tpot", o.Promise.TPOT,
+		"`SECONDS` between tokens that tandem's pool promises; 0: none")
 	f.Uint64Var(&o.Seed, "seed", o.Seed, "`SEED` of all random choices")
 	f.IntVar(&o.requests, "requests", 12000, "`NUMBER` of requests in a synthetic trace")
 	f.Float64Var(&o.rate, "rate", 1, "arrivals `TIMES` as fast")
@@ -122,6 +130,8 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	names := replay.Policies()
 	if o.policies != "all" {
 		names = strings.Split(o.policies, ",")
+	} else if c.Both == 0 { // those that never split would leave endpoints of a fixed role idle
+		names = slices.DeleteFunc(names, func(name string) bool { return strings.HasSuffix(name, "/never") })
 	}
 	if err := replay.CheckPolicies(names); err != nil {
 		return err

@@ -14,6 +14,8 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
+	"tandem/internal/assign"
+	"tandem/internal/fleetmetrics"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
@@ -38,6 +40,7 @@ type replica struct {
 	envoys *xds.Server
 	feed   *status.Feed
 	reload *reloader
+	words  *assign.Assigner
 
 	grpc, extension *grpcserver.Server // for Envoy, for Envoy Gateway
 	replan, admin   *http.Server
@@ -64,6 +67,11 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	r.serve(background, group, l)
 	r.work(background, group)
 	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
+	for _, p := range cfg.GetPools() {
+		promise := p.GetTargets()
+		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
+			"tpot", promise.GetTpot())
+	}
 	readinessKept := make(chan struct{})
 	group.Go(func() error {
 		defer close(readinessKept)
@@ -111,6 +119,10 @@ func newReplica(
 		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
 		Logs: func() (int, time.Time) { return r.grpc.Streams(extproc.AccessLogMethod) },
 	})
+	r.words = assign.New(assign.Options{
+		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
+	})
+	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
 	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
 	if err != nil {
 		return nil, err
@@ -127,7 +139,7 @@ func newReplica(
 		Handler: r.guard.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second,
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
-	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed))
+	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed), r.words)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }
@@ -183,6 +195,7 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 		func() { livecheck.Warn(ctx, r.cfg, r.log) },
 		func() { r.server.Run(ctx) },
 		func() { r.feed.Run(ctx) },
+		func() { r.words.Run(ctx) },
 		func() { r.reload.follow(ctx) },
 		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.advertise, r.reload) },
 	} {

@@ -183,6 +183,14 @@ func (d *Dialect) LateAfter() time.Duration {
 	return d.Lease / 10
 }
 
+// EitherLegNames returns the dialects whose engines serve either leg of any request, so that an endpoint's role is only
+// the router's word: vLLM's NIXL connector with kv_role kv_both (0.32.0: one engine computes prompts for others beside
+// its own answers, and fetches from those that fetch from it), and the stores that every engine both reads and writes.
+func EitherLegNames() []string { return []string{"nixl", "shared", "offload"} }
+
+// EitherLeg reports whether the dialect is one of [EitherLegNames].
+func (d *Dialect) EitherLeg() bool { return slices.Contains(EitherLegNames(), d.Name) }
+
 // Registers reports whether the engines register themselves.
 func (d *Dialect) Registers() bool {
 	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers

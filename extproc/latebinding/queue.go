@@ -168,6 +168,7 @@ func (q *Queue) Apply(p *plan.Policy, l Limits) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.maxTime, q.requests.Max, q.picker.Policy = l.MaxTime, l.Max, p.Placement()
+	q.requests.Promise = q.picker.Promise.TTFT
 	q.pairs = p.Dialect.PairsOnly()
 	if q.maxTime == 0 {
 		q.maxTime = kvstate.Seconds(admission.MaxWait)

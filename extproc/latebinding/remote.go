@@ -3,6 +3,7 @@ package latebinding
 import (
 	"cmp"
 	"slices"
+	"time"
 
 	"tandem/kvstate"
 	"tandem/picker"
@@ -16,7 +17,7 @@ import (
 // published. A request that waits for its targets is not published, because it blocks no others. Neither is one
 // that only some of the endpoints serve: it would block requests for all the others too.
 func (q *Queue) publish(r *Waiter) {
-	if !q.State.HasReplicas() || r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
+	if r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
 	}
 	held := q.heldOf(r)
@@ -83,7 +84,7 @@ func (q *Queue) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	}
 	q.other = picker.Request{
 		PromptTokens: o.PromptTokens, Blocks: int(o.PromptTokens), Split: true, Rand: admission.Chance(id),
-		Priority: o.Priority, Flow: o.Flow,
+		Priority: o.Priority, Flow: o.Flow, Waited: time.Since(o.Arrived).Seconds(),
 	}
 	return &q.other
 }

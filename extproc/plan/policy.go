@@ -34,6 +34,7 @@ type Policy struct {
 	// for requests that may be split; without Model: the default one, and every request is split
 	Place           picker.Policy
 	RefuseLong      bool          // bodies over Limits.SplitBodyBytes get 413 instead of decode alone
+	AutoRoles       bool          // endpoints that may serve both legs have words (picker/roles)
 	OnFailure       OnFailure     // what follows a failed prefill
 	Alone           WhenAlone     // whether requests that can be split may be decoded alone
 	Handoff         Handoff       // what makes the second hop

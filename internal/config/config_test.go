@@ -182,7 +182,12 @@ func TestValidationErrors(t *testing.T) {
 		"time as text":      {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
 		"time too long":     {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
 		"answerWeight":      {edited("kvTransfer: nixl", "kvTransfer: nixl\n  answerWeight: 2"), []string{"pools[0].answerWeight: 2 is not between 0.1 and 1"}},
-		"address twice":     {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
+		"targets": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  targets: {ttft: 0s, tpot: 2d}"), []string{
+			`pools[0].targets.tpot: "2d" is not a duration such as 300s, 5m or 250ms`, "pools[0].targets.ttft: 0s is not between 1ms and 24h0m0s"}},
+		"roles":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: dynamic"), []string{`pools[0].roles: "dynamic" is not one of fixed, auto`}},
+		"roles need two":  {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: auto"), []string{"pools[0].roles: is auto, but 0 endpoints have the role both: at least two are needed"}},
+		"roles of others": {edited("kvTransfer: nixl", "kvTransfer: sglang\n  roles: auto"), []string{"pools[0].roles: is auto, but engines with kvTransfer sglang serve one leg only: with nixl, shared, offload they serve either"}},
+		"address twice":   {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
 		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
 			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},
 		"address with scheme": {edited("engine.svc:8000", `"http://engine:8000"`), []string{

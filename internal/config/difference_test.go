@@ -30,8 +30,8 @@ pools:
 		{"a policy", `models: [m], `, `models: [m, o], onPrefillFailure: fail, `,
 			"pools[a].models: \"m\" -> \"m, o\"\npools[a].onPrefillFailure: \"otherPrefill\" -> \"fail\""},
 		{"a pool of another name", "name: b,", "name: c,",
-			"pools[b]: \"name: b, models: *, kvTransfer: none, engine: any, split: auto, longPrompts: decodeAlone, onPrefillFailure: otherPrefill, decodeAlone: byCost, prefillAttempts: 3, endpoints: 1, attemptsTime: 1m, streamStartTimeout: 1m, strandedBlocks: lease, answerWeight: 0.5, handoff: envoy, binding: immediate, enginePriority: none\" -> \"\"\n" +
-				"pools[c]: \"\" -> \"name: c, models: *, kvTransfer: none, engine: any, split: auto, longPrompts: decodeAlone, onPrefillFailure: otherPrefill, decodeAlone: byCost, prefillAttempts: 3, endpoints: 1, attemptsTime: 1m, streamStartTimeout: 1m, strandedBlocks: lease, answerWeight: 0.5, handoff: envoy, binding: immediate, enginePriority: none\""},
+			"pools[b]: \"name: b, models: *, kvTransfer: none, engine: any, split: auto, longPrompts: decodeAlone, onPrefillFailure: otherPrefill, decodeAlone: byCost, prefillAttempts: 3, endpoints: 1, attemptsTime: 1m, streamStartTimeout: 1m, strandedBlocks: lease, answerWeight: 0.5, roles: fixed, handoff: envoy, binding: immediate, enginePriority: none\" -> \"\"\n" +
+				"pools[c]: \"\" -> \"name: c, models: *, kvTransfer: none, engine: any, split: auto, longPrompts: decodeAlone, onPrefillFailure: otherPrefill, decodeAlone: byCost, prefillAttempts: 3, endpoints: 1, attemptsTime: 1m, streamStartTimeout: 1m, strandedBlocks: lease, answerWeight: 0.5, roles: fixed, handoff: envoy, binding: immediate, enginePriority: none\""},
 		{"order", `{address: "10.0.0.1:1", role: prefill}, {address: "10.0.0.2:1", role: decode}`, `{address: "10.0.0.2:1", role: decode}, {address: "10.0.0.1:1", role: prefill}`,
 			`pools[a].endpoints[]: "10.0.0.1:1, 10.0.0.2:1" -> "10.0.0.2:1, 10.0.0.1:1"`},
 		{"a port, which takes a restart", "9090", "9091", `admin.listen: "127.0.0.1:9090" -> "127.0.0.1:9091" (restart)`},

@@ -30,6 +30,7 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 			Place:           placement(p),
 			Source:          sourceOf(p),
 			PrefillCached:   p.GetCachedTokens() == "prefill",
+			AutoRoles:       p.GetRoles() == "auto",
 			CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
 		},
 	}
@@ -77,6 +78,9 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 func placement(p *configv1.Pool) picker.Policy {
 	place := picker.DefaultPolicy()
 	place.MinPrefillTokens, place.AnswerWeight = p.GetMinPrefillTokens(), p.GetAnswerWeight()
+	place.Promise = picker.Targets{
+		TTFT: Duration(p.GetTargets().GetTtft()).Seconds(), TPOT: Duration(p.GetTargets().GetTpot()).Seconds(),
+	}
 	if p.KvEvents != nil {
 		for tier, rate := range loadBandwidth(p) {
 			place.Model.LoadBandwidth[tier] = float64(*rate)

@@ -2,6 +2,7 @@ package config
 
 import (
 	"fmt"
+	"log/slog"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -45,6 +46,24 @@ func TestLoadBandwidth(t *testing.T) {
 	require.Equal(t, usual, of("kvEvents: {replayPort: 5558}, "))
 	require.Equal(t, picker.LoadBandwidth{usual[0], 7e9, 1 << 30},
 		of("kvEvents: {replayPort: 5558, loadBandwidth: {diskBytes: 7G, remoteBytes: 1Gi}}, "))
+}
+
+// What a pool promises, and who decides on roles, is what the configuration says, or the defaults.
+func TestTargetsAndRoles(t *testing.T) {
+	of := func(pool string) (picker.Targets, bool) {
+		c, _, err := Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: nixl, %sendpoints: [{address: "127.0.0.1:1", `+
+			`role: both}, {address: "127.0.0.1:2", role: both}]}]`, pool))
+		require.NoError(t, err)
+		p, err := Policy(c.GetPools()[0], nil, slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		return p.Place.Promise, p.AutoRoles
+	}
+	promise, auto := of("")
+	require.Equal(t, picker.DefaultPromise(), promise)
+	require.False(t, auto)
+	promise, auto = of("roles: auto, targets: {ttft: 800ms, tpot: 30ms}, ")
+	require.Equal(t, picker.Targets{TTFT: .8, TPOT: .03}, promise)
+	require.True(t, auto)
 }
 
 // The weight of a second of an answer is the picker's own where the configuration does not say.

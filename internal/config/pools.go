@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	"tandem/extproc/kvtransfer"
@@ -61,6 +62,9 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 	if w := p.AnswerWeight; !(w >= 0.1 && w <= 1) {
 		v.m.add(path+".answerWeight", "%v is not between 0.1 and 1", w)
 	}
+	checkDuration(v, path+".targets.ttft", p.Targets.Ttft, time.Millisecond)
+	checkDuration(v, path+".targets.tpot", p.Targets.Tpot, time.Millisecond)
+	checkRoles(v, path, p)
 	checkDuration(v, path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
 	checkDuration(v, path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	checkSession(v, path+".session", p.Session)
@@ -344,6 +348,30 @@ func checkIdleRoles(v *validator, path string, p *configv1.Pool) {
 				"is prefill, and nothing is sent there, since kvTransfer none splits nothing: set kvTransfer to "+
 					"what the engines use, or the role to both")
 		}
+	}
+}
+
+// checkRoles checks who decides which endpoints prefill.
+func checkRoles(v *validator, path string, p *configv1.Pool) {
+	checkOneOf(v, path+".roles", p.Roles, "fixed", "auto")
+	if p.Roles != "auto" {
+		return
+	}
+	dialect := DialectOf(p)
+	both := 0
+	for _, e := range p.Endpoints {
+		if e.Role == "both" {
+			both++
+		}
+	}
+	switch {
+	case !dialect.EitherLeg():
+		v.m.add(path+".roles", "is auto, but engines with kvTransfer %s serve one leg only: with %s they serve either",
+			p.KvTransfer, strings.Join(kvtransfer.EitherLegNames(), ", "))
+	case p.Split == "never":
+		v.m.add(path+".roles", "is auto, but split is never: every endpoint serves both legs of its requests")
+	case p.Discovery == nil && both < 2:
+		v.m.add(path+".roles", "is auto, but %d endpoints have the role both: at least two are needed", both)
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
 
+	"tandem/internal/assign"
 	"tandem/kvstate"
 	"tandem/kvstate/kvevents"
 	"tandem/kvstate/notices"
@@ -199,4 +200,22 @@ func positive(of map[string]float64) map[string]float64 {
 	out := maps.Clone(of)
 	maps.DeleteFunc(out, func(_ string, v float64) bool { return v == 0 })
 	return out
+}
+
+// What pools want and the words of their endpoints are gauges.
+func TestWords(t *testing.T) {
+	registry := prometheus.NewPedanticRegistry()
+	registry.MustRegister(Words(func() map[string]assign.Advice {
+		return map[string]assign.Advice{"chat": {
+			WantedPrefill: 3, WantedDecode: 2, Words: map[string]assign.Word{"10.0.0.1:80": {Word: "decode"}},
+		}}
+	}))
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	require.Len(t, families, 2)
+	require.Equal(t, "tandem_endpoint_word", families[0].GetName())
+	wanted := families[1].GetMetric()
+	require.Len(t, wanted, 2)
+	require.InDelta(t, 2, wanted[0].GetGauge().GetValue(), 0, "decode")
+	require.InDelta(t, 3, wanted[1].GetGauge().GetValue(), 0, "prefill")
 }

@@ -67,7 +67,7 @@ type hostCounts struct {
 type transferCounts struct{ transfers, bytes, seconds, tokens, failed float64 }
 
 // answerCounts count the tokens that the engine has generated since it started.
-type answerCounts struct{ answers, tokens, gaps, seconds, generated float64 }
+type answerCounts struct{ answers, single, tokens, gaps, seconds, generated float64 }
 
 // add adds a value; invalid counts are ignored.
 func add(sum *float64, v float64) {
@@ -97,8 +97,10 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 		Time: time.Duration(count(r.transfers.seconds * float64(time.Second))), Tokens: count(r.transfers.tokens),
 		Failed: count(r.transfers.failed),
 	}
+	single := max(r.answers.single, 0)
 	s.Answers = kvstate.AnswerCounters{
-		Answers: count(r.answers.answers), Tokens: count(r.answers.tokens), Gaps: count(r.answers.gaps),
+		Answers: count(max(r.answers.answers-single, 0)), Tokens: count(max(r.answers.tokens-single, 0)),
+		Gaps:      count(r.answers.gaps),
 		GapTime:   time.Duration(count(r.answers.seconds * float64(time.Second))),
 		Generated: count(r.answers.generated),
 	}
@@ -143,12 +145,25 @@ func (r *reading) vllm(s sample) {
 		add(&r.work, s.value())
 	case "vllm:generation_tokens_total":
 		add(&r.answers.generated, s.value())
+	case "vllm:request_generation_tokens_bucket", "vllm:request_generation_tokens_count",
+		"vllm:request_generation_tokens_sum":
+		r.vllmLengths(s)
+	default:
+		r.vllmTransfers(s)
+	}
+}
+
+// vllmLengths reads the histogram of the lengths of answers.
+func (r *reading) vllmLengths(s sample) {
+	switch string(s.name) {
 	case "vllm:request_generation_tokens_count":
 		add(&r.answers.answers, s.value())
 	case "vllm:request_generation_tokens_sum":
 		add(&r.answers.tokens, s.value())
 	default:
-		r.vllmTransfers(s)
+		if s.number("le") == 1 { // answers of one token, or of none
+			add(&r.answers.single, s.value())
+		}
 	}
 }
 

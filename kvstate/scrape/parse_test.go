@@ -54,8 +54,10 @@ vllm:inter_token_latency_seconds_count{engine="1",model_name="m"} 20.0
 vllm:inter_token_latency_seconds_sum{engine="1",model_name="m"} 0.5
 vllm:generation_tokens_total{engine="0",model_name="m"} 350.0
 vllm:generation_tokens_total{engine="1",model_name="m"} 21.0
-vllm:request_generation_tokens_count{engine="0",model_name="m"} 3.0
-vllm:request_generation_tokens_sum{engine="0",model_name="m"} 303.0
+vllm:request_generation_tokens_bucket{engine="0",le="1.0",model_name="m"} 5.0
+vllm:request_generation_tokens_bucket{engine="0",le="2.0",model_name="m"} 5.0
+vllm:request_generation_tokens_count{engine="0",model_name="m"} 8.0
+vllm:request_generation_tokens_sum{engine="0",model_name="m"} 308.0
 vllm:request_generation_tokens_sum{engine="1",model_name="m"} 21.0
 vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="m"} 3.0
 vllm:nixl_xfer_time_seconds_count{engine="0",model_name="m"} 5.0

@@ -153,11 +153,15 @@ func (q *Queue) walk(k *picker.Picker, h Host, now, enough float64) {
 	q.walked, q.changed = now, false
 	v := q.fleet(h)
 	sent, full, held := 0, 0, 0
-	order := q.inOrder()
+	order := q.inOrder(now)
+	late := false
 	for i := 0; i < len(q.waiting) && i-held < maxWalk && held < maxHeld && full < fullWalk; i++ {
 		w := &q.waiting[i]
 		if order != nil {
 			w = &q.waiting[order[i]]
+		}
+		if !late && q.misses(w, now) {
+			late, q.inTime = true, append(q.inTime[:0], q.ahead...)
 		}
 		r := h.Look(w.ID, v)
 		c, err := k.Pick(r, v)
@@ -184,6 +188,10 @@ func (q *Queue) walk(k *picker.Picker, h Host, now, enough float64) {
 		if busy(v, enough) {
 			full++
 		}
+	}
+	if late { // those that arrive go before them
+		clear(q.ahead)
+		copy(q.ahead, q.inTime)
 	}
 	if sent > 0 {
 		q.dropSent()
@@ -230,8 +238,15 @@ func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough
 	return !k.Late || c.Prefill < 0 || queued(v, c.Prefill) < enough
 }
 
-// queued returns the work ahead of an endpoint in seconds. Duration.Seconds divides integers, which is slow.
-func queued(v *kvstate.View, at int) float64 { return float64(v.Endpoints[at].Queue) * 1e-9 }
+// queued returns the work ahead of an endpoint in seconds, with the prompts whose answers it writes itself.
+// Duration.Seconds divides integers, which is slow.
+func queued(v *kvstate.View, at int) float64 {
+	c := &v.Endpoints[at]
+	if c.Endpoint.Role == kvstate.RoleBoth {
+		return float64(c.Queue+c.Local) * 1e-9
+	}
+	return float64(c.Queue) * 1e-9
+}
 
 // fleet returns the fleet as if the requests that were passed over were booked.
 func (q *Queue) fleet(h Host) *kvstate.View {
@@ -253,7 +268,7 @@ func (q *Queue) book(v *kvstate.View) {
 func busy(v *kvstate.View, enough float64) bool {
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Usable && c.Endpoint.Role&kvstate.RolePrefill != 0 && queued(v, i) < enough {
+		if c.Usable && c.Used()&kvstate.RolePrefill != 0 && queued(v, i) < enough {
 			return false
 		}
 	}

@@ -10,7 +10,8 @@ import (
 // Queue is the order in which the requests of a pool wait until an endpoint has less than about a step of work
 // ahead of it. It is bounded and deterministic.
 //
-// Requests are ordered by priority, and within one by their key: their work plus a fifth of their arrival time. So
+// Requests are ordered by priority, within one by whether they can still keep the pool's promise (order.go), and then
+// by their key: their work plus a fifth of their arrival time. So
 // the shortest goes first, and five seconds of age outweigh a second of work: no request waits for ever behind
 // others of its priority. The key is fixed on arrival, which keeps the order stable and the queue cheap.
 //
@@ -23,8 +24,12 @@ import (
 type Queue struct {
 	Max int // requests that may wait; 0: 4096
 
+	// Promise is the time from arrival to the first token that the pool promises, seconds; 0: none.
+	Promise float64
+
 	waiting   []Waiting // by priority and key
 	ahead     []float64 // work of the requests that were passed over, by position in the view
+	inTime    []float64 // of those, the work of requests that can keep the promise
 	walked    float64   // when that was computed
 	wanted    int       // position in the view where the last request to wait would have gone
 	selective bool      // of the last arrival

@@ -1,10 +1,5 @@
 package admission
 
-import (
-	"cmp"
-	"slices"
-)
-
 // shares gives each flow a fair share of the dispatched work (generalised processor sharing: Parekh and Gallager,
 // 1993). Every flow has a virtual time, which advances with the work dispatched for it. The common virtual time
 // advances as if all flows got the same. A flow's debt is the difference between its own time and the common one.
@@ -99,29 +94,3 @@ func (s *shares) debt(f *flow) float64 { return max(f.own-s.common, 0) }
 // shareSlack is the debt in seconds of work that is ignored: within it the shortest request goes first, whatever
 // its flow.
 const shareSlack = 0.5
-
-// inOrder returns the order in which to walk the requests, as positions; nil: as they stand. It is a request's turn
-// when all flows have got as much as its own, including its earlier requests (start-time fair queueing: Goyal, Vin
-// and Cheng, 1996).
-func (q *Queue) inOrder() []int32 {
-	if q.shares.active < 2 {
-		return nil
-	}
-	n := len(q.waiting)
-	order, turns := slices.Grow(q.order[:0], n)[:n], slices.Grow(q.slots[:0], n)[:n]
-	q.order, q.slots = order, turns
-	for _, f := range q.shares.flows {
-		f.before = q.shares.debt(f)
-	}
-	for i := range q.waiting {
-		w := &q.waiting[i]
-		f := q.shares.flows[w.Flow]
-		order[i], turns[i] = int32(i), int32(f.before/shareSlack)
-		f.before += w.Work
-	}
-	slices.SortFunc(order, func(a, b int32) int {
-		return cmp.Or(cmp.Compare(q.waiting[b].Priority, q.waiting[a].Priority), cmp.Compare(turns[a], turns[b]),
-			cmp.Compare(a, b))
-	})
-	return order
-}

@@ -142,10 +142,10 @@ func TestQueueSharesWithFewRequests(t *testing.T) {
 	for i, tokens := range []int64{9000, 2000, 7000, 1000} {
 		w.add(q, k, uint64(i), tokens, 0, picker.Request{Flow: 7})
 	}
-	require.Nil(t, q.inOrder())
+	require.Nil(t, q.inOrder(0))
 	w.add(q, k, 9, 30_000, 0, picker.Request{Flow: 8})
 	var order []uint64
-	for _, i := range q.inOrder() {
+	for _, i := range q.inOrder(0) {
 		order = append(order, q.waiting[i].ID)
 	}
 	require.Equal(t, []uint64{3, 1, 2, 9, 0}, order, "flow 7 has had its turn before its last")

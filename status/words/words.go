@@ -143,3 +143,11 @@ func Join(a, b string) string {
 	}
 	return a + ", " + b
 }
+
+// Role returns the role of an endpoint, with what it does now if that changes.
+func Role(role, word string) string {
+	if word == "" {
+		return role
+	}
+	return role + ", now " + word
+}

@@ -1351,6 +1351,15 @@ type Pool struct {
 	// With less, decode computes more prompts itself: first tokens come sooner, and the answers that run there take longer
 	// (docs/decision.md). Between 0.1 and 1. Default 0.5.
 	AnswerWeight float64 `protobuf:"fixed64,42,opt,name=answer_weight,json=answerWeight,proto3" json:"answer_weight,omitempty"`
+	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself; a first
+	// token later than its time counts that time once more in the price, and in the queue requests that still can have it
+	// in time go first (docs/decision.md).
+	Targets *Targets `protobuf:"bytes,43,opt,name=targets,proto3" json:"targets,omitempty"`
+	// Who decides which endpoints prefill: fixed or auto. fixed: their roles. auto: endpoints with the role both compute
+	// prompts or write answers as the traffic needs it; Tandem decides every few seconds, and all replicas agree through
+	// state.redis. At least two endpoints have to have the role both, and the engines have to serve either leg: kvTransfer
+	// nixl (kv_role kv_both), shared or offload. Default fixed.
+	Roles string `protobuf:"bytes,44,opt,name=roles,proto3" json:"roles,omitempty"`
 	// Whose count of cached tokens clients get in usage: decode or prefill. decode counts what came from prefill, so
 	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. The members are
 	// cached_tokens and created_cache_tokens; for responses cache_write_tokens; for messages input_tokens,
@@ -1603,6 +1612,20 @@ func (x *Pool) GetAnswerWeight() float64 {
 	return 0
 }
 
+func (x *Pool) GetTargets() *Targets {
+	if x != nil {
+		return x.Targets
+	}
+	return nil
+}
+
+func (x *Pool) GetRoles() string {
+	if x != nil {
+		return x.Roles
+	}
+	return ""
+}
+
 func (x *Pool) GetCachedTokens() string {
 	if x != nil {
 		return x.CachedTokens
@@ -1769,6 +1792,60 @@ func (x *Queue) GetMaxWaiting() int32 {
 	return 0
 }
 
+type Targets struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// From a request's arrival to its first token. Range: 1ms to 24h. Default 5s.
+	Ttft string `protobuf:"bytes,1,opt,name=ttft,proto3" json:"ttft,omitempty"`
+	// Between two tokens. Range: 1ms to 24h. Default 50ms.
+	Tpot          string `protobuf:"bytes,2,opt,name=tpot,proto3" json:"tpot,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Targets) Reset() {
+	*x = Targets{}
+	mi := &file_config_v1_config_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Targets) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Targets) ProtoMessage() {}
+
+func (x *Targets) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Targets.ProtoReflect.Descriptor instead.
+func (*Targets) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *Targets) GetTtft() string {
+	if x != nil {
+		return x.Ttft
+	}
+	return ""
+}
+
+func (x *Targets) GetTpot() string {
+	if x != nil {
+		return x.Tpot
+	}
+	return ""
+}
+
 type Objectives struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether requests name their objectives in headers. x-llm-d-inference-objective names one of named, or an
@@ -1791,7 +1868,7 @@ type Objectives struct {
 
 func (x *Objectives) Reset() {
 	*x = Objectives{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1803,7 +1880,7 @@ func (x *Objectives) String() string {
 func (*Objectives) ProtoMessage() {}
 
 func (x *Objectives) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1816,7 +1893,7 @@ func (x *Objectives) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
 func (*Objectives) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Objectives) GetFromHeaders() bool {
@@ -1863,7 +1940,7 @@ type Objective struct {
 
 func (x *Objective) Reset() {
 	*x = Objective{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1875,7 +1952,7 @@ func (x *Objective) String() string {
 func (*Objective) ProtoMessage() {}
 
 func (x *Objective) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1888,7 +1965,7 @@ func (x *Objective) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objective.ProtoReflect.Descriptor instead.
 func (*Objective) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Objective) GetName() string {
@@ -1930,7 +2007,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1942,7 +2019,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1955,7 +2032,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Registration) GetListen() string {
@@ -1980,7 +2057,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1992,7 +2069,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2005,7 +2082,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -2061,7 +2138,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2073,7 +2150,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2086,7 +2163,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -2143,7 +2220,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2155,7 +2232,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2168,7 +2245,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -2206,7 +2283,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2218,7 +2295,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2231,7 +2308,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2279,7 +2356,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2291,7 +2368,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2304,7 +2381,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2378,7 +2455,7 @@ type LoadBandwidth struct {
 
 func (x *LoadBandwidth) Reset() {
 	*x = LoadBandwidth{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2390,7 +2467,7 @@ func (x *LoadBandwidth) String() string {
 func (*LoadBandwidth) ProtoMessage() {}
 
 func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2403,7 +2480,7 @@ func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
 func (*LoadBandwidth) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *LoadBandwidth) GetCpuBytes() int64 {
@@ -2444,7 +2521,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2456,7 +2533,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2469,7 +2546,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2513,7 +2590,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2525,7 +2602,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2538,7 +2615,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2575,7 +2652,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2587,7 +2664,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2600,7 +2677,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2663,7 +2740,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2675,7 +2752,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2688,7 +2765,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2744,7 +2821,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2756,7 +2833,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2769,7 +2846,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -2835,7 +2912,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2847,7 +2924,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2860,7 +2937,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -2954,7 +3031,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2966,7 +3043,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2979,7 +3056,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -3049,7 +3126,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3061,7 +3138,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3074,7 +3151,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -3225,7 +3302,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3237,7 +3314,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3250,7 +3327,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3328,7 +3405,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3340,7 +3417,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3353,7 +3430,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3482,7 +3559,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xd0\v\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x9b\f\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3512,7 +3589,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
 	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x12#\n" +
-	"\ranswer_weight\x18* \x01(\x01R\fanswerWeight\x12#\n" +
+	"\ranswer_weight\x18* \x01(\x01R\fanswerWeight\x123\n" +
+	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12\x14\n" +
+	"\x05roles\x18, \x01(\tR\x05roles\x12#\n" +
 	"\rcached_tokens\x18) \x01(\tR\fcachedTokens\x129\n" +
 	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
 	"\ahandoff\x18\x1f \x01(\tR\ahandoff\x12\x18\n" +
@@ -3529,7 +3608,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05Queue\x12\x19\n" +
 	"\bmax_wait\x18\x01 \x01(\tR\amaxWait\x12\x1f\n" +
 	"\vmax_waiting\x18\x02 \x01(\x05R\n" +
-	"maxWaiting\"\xb2\x01\n" +
+	"maxWaiting\"1\n" +
+	"\aTargets\x12\x12\n" +
+	"\x04ttft\x18\x01 \x01(\tR\x04ttft\x12\x12\n" +
+	"\x04tpot\x18\x02 \x01(\tR\x04tpot\"\xb2\x01\n" +
 	"\n" +
 	"Objectives\x12!\n" +
 	"\ffrom_headers\x18\x01 \x01(\bR\vfromHeaders\x125\n" +
@@ -3678,7 +3760,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                 // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
@@ -3699,25 +3781,26 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Pool)(nil),                   // 16: tandem.config.v1.Pool
 	(*Encode)(nil),                 // 17: tandem.config.v1.Encode
 	(*Queue)(nil),                  // 18: tandem.config.v1.Queue
-	(*Objectives)(nil),             // 19: tandem.config.v1.Objectives
-	(*Objective)(nil),              // 20: tandem.config.v1.Objective
-	(*Registration)(nil),           // 21: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 22: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 23: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 24: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 25: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 26: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),          // 27: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),              // 28: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 29: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 30: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 31: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 32: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 33: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 34: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 35: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 36: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 37: tandem.config.v1.LMCacheReceiver
+	(*Targets)(nil),                // 19: tandem.config.v1.Targets
+	(*Objectives)(nil),             // 20: tandem.config.v1.Objectives
+	(*Objective)(nil),              // 21: tandem.config.v1.Objective
+	(*Registration)(nil),           // 22: tandem.config.v1.Registration
+	(*SessionKey)(nil),             // 23: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                   // 24: tandem.config.v1.NIXL
+	(*LMCache)(nil),                // 25: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),           // 26: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),               // 27: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),          // 28: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),              // 29: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 30: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 31: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 32: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 33: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 34: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 35: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 36: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 37: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 38: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	4,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -3737,34 +3820,35 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	10, // 14: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
 	13, // 15: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
 	14, // 16: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	34, // 17: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	35, // 18: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	22, // 19: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	21, // 20: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	24, // 21: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	25, // 22: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	23, // 23: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	26, // 24: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	28, // 25: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	18, // 26: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	19, // 27: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	17, // 28: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	20, // 29: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	20, // 30: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	27, // 31: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
-	29, // 32: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	30, // 33: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	31, // 34: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	32, // 35: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	33, // 36: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	33, // 37: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	36, // 38: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	37, // 39: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	40, // [40:40] is the sub-list for method output_type
-	40, // [40:40] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	35, // 17: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	36, // 18: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	23, // 19: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	22, // 20: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	25, // 21: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	26, // 22: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	24, // 23: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	27, // 24: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	19, // 25: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
+	29, // 26: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	18, // 27: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	20, // 28: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	17, // 29: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	21, // 30: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	21, // 31: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	28, // 32: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	30, // 33: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	31, // 34: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	32, // 35: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	33, // 36: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	34, // 37: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	34, // 38: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	37, // 39: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	38, // 40: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	41, // [41:41] is the sub-list for method output_type
+	41, // [41:41] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -3773,14 +3857,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[35].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[36].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   38,
+			NumMessages:   39,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

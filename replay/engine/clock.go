@@ -1,8 +1,8 @@
-package replay
+package engine
 
-// clock is virtual time: events in order of time; events of the same moment in the order of after's calls.
-type clock struct {
-	now    float64 // seconds
+// Clock is virtual time: events in order of time; events of the same moment in the order of After's calls.
+type Clock struct {
+	Now    float64 // seconds
 	events []event
 	asked  uint64
 }
@@ -15,10 +15,10 @@ type event struct {
 
 func (e *event) before(o *event) bool { return e.at < o.at || (e.at == o.at && e.order < o.order) }
 
-// after schedules an event that many seconds from now.
-func (c *clock) after(seconds float64, do func()) {
+// After schedules an event that many seconds from now.
+func (c *Clock) After(seconds float64, do func()) {
 	c.asked++
-	c.events = append(c.events, event{c.now + max(seconds, 0), c.asked, do})
+	c.events = append(c.events, event{c.Now + max(seconds, 0), c.asked, do})
 	for i := len(c.events) - 1; i > 0; {
 		up := (i - 1) / 2
 		if !c.events[i].before(&c.events[up]) {
@@ -29,8 +29,8 @@ func (c *clock) after(seconds float64, do func()) {
 	}
 }
 
-// step runs the next event; false if there is none.
-func (c *clock) step() bool {
+// Step runs the next event; false if there is none.
+func (c *Clock) Step() bool {
 	if len(c.events) == 0 {
 		return false
 	}
@@ -51,7 +51,7 @@ func (c *clock) step() bool {
 		c.events[i], c.events[least] = c.events[least], c.events[i]
 		i = least
 	}
-	c.now = next.at
+	c.Now = next.at
 	next.do()
 	return true
 }

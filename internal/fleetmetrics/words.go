@@ -1,0 +1,40 @@
+package fleetmetrics
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tandem/internal/assign"
+)
+
+// words reports what pools want, and the words of their endpoints.
+type words struct {
+	advice        func() map[string]assign.Advice
+	wanted, words *prometheus.Desc
+}
+
+// Words returns the metrics of package assign.
+func Words(advice func() map[string]assign.Advice) prometheus.Collector {
+	return &words{
+		advice: advice,
+		wanted: prometheus.NewDesc("tandem_engines_wanted",
+			"Engines that the pool's load needs for a leg to keep its targets.", []string{"pool", "role"}, nil),
+		words: prometheus.NewDesc("tandem_endpoint_word",
+			"1 for the role that an endpoint of a pool with roles auto has now.",
+			[]string{"pool", "endpoint", "role"}, nil),
+	}
+}
+
+// Describe implements [prometheus.Collector].
+func (c *words) Describe(out chan<- *prometheus.Desc) { out <- c.wanted; out <- c.words }
+
+// Collect implements [prometheus.Collector].
+func (c *words) Collect(out chan<- prometheus.Metric) {
+	for pool, at := range c.advice() {
+		for role, n := range map[string]int{"prefill": at.WantedPrefill, "decode": at.WantedDecode} {
+			out <- prometheus.MustNewConstMetric(c.wanted, prometheus.GaugeValue, float64(n), pool, role)
+		}
+		for addr, w := range at.Words {
+			out <- prometheus.MustNewConstMetric(c.words, prometheus.GaugeValue, 1, pool, addr, w.Word)
+		}
+	}
+}

@@ -1,0 +1,65 @@
+package picker
+
+import "tandem/kvstate"
+
+// Prompts and answers on one engine delay each other: a prompt's chunks make the steps of the answers longer, and the
+// answers' part of each step makes the prompt take longer. The terms here are added to the price of a leg on an
+// endpoint that runs the other kind (docs/decision.md, Prompts beside answers).
+
+// beside is a prompt that is computed on an endpoint whose answers run on.
+type beside struct {
+	queue  float64 // s: prompts before it, in steps that the answers share
+	work   float64 // s: of its own, likewise
+	longer float64 // s: by which it makes the answers' steps longer, in all
+	fill   float64 // 0 to 1: how full the endpoint is, of answers or of KV
+}
+
+// beside returns the times of a prompt on an endpoint.
+func (t *terms) beside(c *kvstate.Candidate, b *batch) beside {
+	uncached, cached := t.split(c)
+	slow := slowness(c)
+	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)*slow, t.m.steps(uncached)
+	out := beside{
+		queue: seconds(c.Queue+c.Local) * slow, work: work * pace, longer: (work - t.m.PrefillStep*steps) * pace,
+		fill: max(b.answers/t.m.MaxAnswers, b.kv/b.freeKV),
+	}
+	if b.answers > 0 { // chunks share the steps of answers; without answers they need steps of their own
+		out.work = out.longer + steps*b.step
+	}
+	return out
+}
+
+// delayed returns the price of the time that so many answers lose. The fuller an endpoint is, the more of it is lost to
+// the answers that would follow.
+func (p *beside) delayed(t *terms, answers float64) float64 {
+	return t.answer * answers * p.longer / max(1-p.fill, 1-maxFill)
+}
+
+// prefillBeside completes the price of prefill on an endpoint that may write answers, too.
+func (t *terms) prefillBeside(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
+	prompt := t.beside(c, b)
+	p.Queue = prompt.queue
+	if b.answers <= 0 {
+		return
+	}
+	p.Queue *= 1 + b.step/t.fullStep
+	p.Work = prompt.work
+	p.Answers = prompt.delayed(t, b.answers)
+}
+
+// decodeBeside completes the price of decode on an endpoint that computes prompts, too: the first token waits for
+// those that are there, and the others for those that come.
+func (t *terms) decodeBeside(c *kvstate.Candidate, b *batch, p *DecodePrice) {
+	p.Step += seconds(c.Queue+c.Local) * slowness(c)
+	p.Answer = t.answer * t.out * t.tokenTime(c, b.step)
+}
+
+// tokenTime returns the time from one token to the next with such steps. Prompts take their share of the endpoint's
+// time, but no more than the promise leaves: from there on they go elsewhere.
+func (t *terms) tokenTime(c *kvstate.Candidate, step float64) float64 {
+	with := step / max(1-c.Share, minLeft)
+	if t.tpot > 0 {
+		with = min(with, max(step, tpotMargin*t.tpot))
+	}
+	return with
+}

@@ -1,0 +1,327 @@
+package roles
+
+import (
+	"math"
+
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Every is the time between two decisions, in seconds. One changes the word of an eighth of the engines at most, so
+// that the next one sees what came of it.
+const Every = 3.0
+
+// Constants of the rule. Factors of two either way change little in replay (docs/decision.md).
+const (
+	fullShare = 0.85 // of an engine's time that prompts may take: with more of it they queue without end
+	fullKV    = 0.8  // of an engine's KV memory that answers may take
+	margin    = 0.9  // of the promised time per token
+	drain     = 10.0 // s within which prompts that wait should be computed
+	horizon   = 10.0 // s that a choice is priced for
+	maxRho    = 0.97 // largest utilisation in the formula of a queue
+
+	least = 0.05 // engines that either side needs at least
+	// An engine more prefills when prompts need half of it, and an engine less when they could do with a tenth less
+	// than the others: between these nothing changes.
+	more = 0.5
+	less = 0.1
+	// Between numbers that both sides can live with, another one has to be cheaper by this part, and by so many
+	// requests.
+	cheaper      = 0.05
+	fewer        = 0.02
+	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
+	usualAnswer  = 256 // tokens of an answer in a pool without observations
+)
+
+// Engine is an endpoint, as far as its word depends on it.
+type Engine struct {
+	At       int          // position in the view
+	Word     kvstate.Role // prefill or decode; 0: none yet
+	Fixed    bool         // its word cannot change
+	Usable   bool
+	Answers  float64 // that run there
+	KV       float64 // tokens of those
+	Capacity float64 // tokens of its KV memory
+	Queue    float64 // s of prompts that are computed or wait there
+	Backlog  float64 // s of those that wait for another one
+}
+
+// Fleet is the state of a pool.
+type Fleet struct {
+	Engines  []Engine
+	Model    *picker.Model
+	Promise  picker.Targets
+	Weight   float64 // of a second of answers ([picker.Policy])
+	Pace     float64 // learned factor on decode steps
+	Arriving float64 // s of prompt work per second
+	Waiting  float64 // s of prompt work in the admission queue
+	Mean     float64 // s of work of a prompt
+}
+
+// Of returns the state of a view's endpoints. waiting is the work in the pool's admission queue in seconds. Endpoints
+// of a fixed role have it as their word: what the rule wants then is advice.
+func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
+	f := Fleet{Model: &p.Model, Promise: p.Promise, Weight: p.AnswerWeight, Pace: v.Load.Step, Waiting: waiting,
+		Mean: v.Load.Work.Seconds()}
+	if f.Pace <= 0 {
+		f.Pace = 1
+	}
+	answer := v.Load.Answer
+	if answer <= 0 {
+		answer = usualAnswer
+	}
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		role := c.Endpoint.Role & kvstate.RoleBoth
+		if role == 0 {
+			continue
+		}
+		e := Engine{
+			At: i, Word: role, Fixed: true, Usable: c.Usable, Answers: float64(max(c.Requests-c.Jobs, 0)),
+			Queue: c.Queue.Seconds(), Capacity: p.Model.KVTokens,
+		}
+		switch role {
+		case kvstate.RoleBoth:
+			e.Word, e.Fixed = c.Word, false
+		case kvstate.RolePrefill:
+			e.Answers = 0
+		}
+		if c.KVTokens > 0 {
+			e.Capacity = float64(c.KVTokens)
+		}
+		e.KV = float64(c.PromptTokens) + e.Answers*answer/2
+		if c.Jobs > 1 { // the first one is at work, and no other engine can take its place
+			e.Backlog = e.Queue * float64(c.Jobs-1) / float64(c.Jobs)
+		}
+		f.Engines = append(f.Engines, e)
+	}
+	f.Arriving = v.Load.Prefill*float64(v.Load.Prefills) + v.Load.Local*float64(v.Load.Decodes)
+	if v.Load.Prefills+v.Load.Decodes > len(v.Endpoints) { // without words all work counts on both sides
+		f.Arriving = v.Load.Prefill * float64(v.Load.Prefills)
+	}
+	return f
+}
+
+// Want is how many engines should compute prompts, and what it follows from.
+type Want struct {
+	Prefills, Decodes int
+	Prompts           float64 // engines that prompts need to keep up, and to work off what waits
+	Answers           float64 // engines that answers need to keep the promised time per token, and to fit into memory
+	Why               Why
+}
+
+// Why is the reason for a number.
+type Why uint8
+
+// The reasons.
+const (
+	Cheapest      Why = iota // both sides have enough, and the number has the least price
+	PromptsNeed              // it is the least number that prompts need
+	AnswersNeed              // there are too few engines for both: answers keep theirs, prompts get the others
+	TooFewEngines            // there is one engine, or none
+)
+
+func (w Why) String() string {
+	return [...]string{"least price", "prompts need it", "answers need the others", "too few engines"}[w]
+}
+
+// sums are the fleet's load.
+type sums struct {
+	engines, prefills             float64 // usable ones
+	answers, kv, capacity, queued float64
+}
+
+func (f *Fleet) sums() (s sums) {
+	for i := range f.Engines {
+		e := &f.Engines[i]
+		if !e.Usable {
+			continue
+		}
+		s.engines++
+		s.answers, s.kv, s.capacity = s.answers+e.Answers, s.kv+e.KV, s.capacity+e.Capacity
+		if e.Word == kvstate.RolePrefill {
+			s.prefills++
+			s.queued += e.Backlog
+		}
+	}
+	s.queued += f.Waiting
+	return s
+}
+
+// Want returns how many of the usable engines should compute prompts.
+func (f *Fleet) Want() Want {
+	s := f.sums()
+	if s.engines < 2 {
+		return Want{Prefills: int(s.prefills), Decodes: int(s.engines - s.prefills), Why: TooFewEngines}
+	}
+	w := Want{
+		Prompts: max(f.Arriving/fullShare+s.queued/drain, least), Answers: max(f.forMemory(&s), f.forPace(&s), least),
+	}
+	p := 0.0
+	if w.Prompts+w.Answers > s.engines { // otherwise KV that nobody fetches would fill the engines that prefill
+		p, w.Why = s.engines-w.Answers, AnswersNeed
+		if math.Abs(p-s.prefills) < more+less {
+			p = s.prefills
+		}
+	} else {
+		p, w.Why = f.cheapest(&s, &w)
+	}
+	p = min(max(math.Round(p), 1), s.engines-1)
+	w.Prefills, w.Decodes = int(p), int(s.engines-p)
+	return w
+}
+
+// forMemory returns the engines in whose memory the answers fit.
+func (f *Fleet) forMemory(s *sums) float64 { return s.kv / (fullKV * max(s.capacity/s.engines, 1)) }
+
+// forPace returns the engines on which the steps of all answers keep the promise.
+func (f *Fleet) forPace(s *sums) float64 {
+	if f.Promise.TPOT <= 0 {
+		return 0
+	}
+	left := margin*f.Promise.TPOT - f.Pace*f.Model.DecodeStep
+	if left <= 0 { // no number of engines keeps it
+		left = f.Pace * f.Model.DecodeStep
+	}
+	return f.Pace * (s.answers*f.Model.DecodeAnswer + s.kv*f.Model.DecodeToken) / left
+}
+
+// cheapest returns the number of engines for prompts with the least price, of those that both sides can live with.
+func (f *Fleet) cheapest(s *sums, w *Want) (p float64, why Why) {
+	from, up := math.Ceil(w.Prompts-less), math.Ceil(w.Prompts-more)
+	switch {
+	case up > s.prefills:
+		from = up
+	case from > s.prefills:
+		from = s.prefills
+	}
+	from = min(max(from, 1), s.engines-1)
+	to := max(min(math.Round(s.engines-w.Answers), s.engines-1), from)
+	best := math.Inf(1)
+	if s.prefills >= from && s.prefills <= to {
+		p, best = s.prefills, f.price(s, s.prefills)*(1-cheaper)-fewer
+	}
+	for n := from; n <= to; n++ {
+		if price := f.price(s, n); price < best {
+			p, best = n, price
+		}
+	}
+	if p == from && w.Prompts > 1 {
+		why = PromptsNeed
+	}
+	return p, why
+}
+
+// price returns what a second with so many engines for prompts costs: the requests that wait for their first token, and
+// the answers that run, at the pool's weight.
+func (f *Fleet) price(s *sums, prefills float64) float64 {
+	// what waits, on average over the horizon, and what a queue with random arrivals holds (Sakasegawa 1977)
+	drift := f.Arriving - prefills
+	waiting := s.queued / 2
+	if end := s.queued + drift*horizon; end >= 0 {
+		waiting += end / 2
+	} else {
+		waiting *= s.queued / (-drift * horizon)
+	}
+	rho := min(f.Arriving/prefills, maxRho)
+	waits := waiting/max(f.Mean, 1e-3) + math.Pow(rho, math.Sqrt(2*(prefills+1)))/(1-rho)
+	// Answers come at the rate at which they are written now. On fewer engines steps are longer, so more of them run.
+	each := f.Model.DecodeAnswer
+	if s.answers > 0 {
+		each += f.Model.DecodeToken * s.kv / s.answers
+	}
+	step := f.Pace * (f.Model.DecodeStep + each*s.answers/max(s.engines-s.prefills, 1))
+	rate := s.answers / step
+	busy := min(f.Pace*each*rate/(s.engines-prefills), maxFill)
+	return waits + f.Weight*rate*f.Pace*f.Model.DecodeStep/(1-busy)
+}
+
+// maxFill bounds the part of a step that grows with the answers.
+const maxFill = 0.9
+
+// Change is a new word.
+type Change struct {
+	At   int // position in the view
+	Word kvstate.Role
+	Want Want
+}
+
+// Changes returns the words that change now: of engines without a word all, of others one in eight of the usable
+// engines, at most as many as are wanted. An engine to prefill is the one with the fewest answers, which go on there;
+// one to decode has the least prompts waiting.
+func (f *Fleet) Changes() (out []Change) {
+	out = f.first()
+	w := f.Want()
+	s := f.sums()
+	if w.Why == TooFewEngines {
+		return out
+	}
+	now, limit := int(s.prefills), max(int(s.engines)/8, 1)
+	for ; limit > 0 && now != w.Prefills; limit-- {
+		word := kvstate.RolePrefill
+		if w.Prefills < now {
+			word = kvstate.RoleDecode
+		}
+		e := f.toChange(word)
+		if e == nil {
+			break
+		}
+		if e.Word = word; word == kvstate.RolePrefill {
+			now++
+		} else {
+			now--
+		}
+		out = append(out, Change{At: e.At, Word: word, Want: w})
+	}
+	return out
+}
+
+// toChange returns the engine whose change to a word costs least; nil: none may change.
+func (f *Fleet) toChange(word kvstate.Role) (best *Engine) {
+	cost := func(e *Engine) float64 {
+		if word == kvstate.RolePrefill {
+			return e.Answers
+		}
+		return e.Queue - 1e-3*e.Answers
+	}
+	for i := range f.Engines {
+		e := &f.Engines[i]
+		full := word == kvstate.RoleDecode && e.Queue > queueTooLong
+		if !e.Usable || e.Fixed || e.Word == word || e.Word == 0 || full {
+			continue
+		}
+		if best == nil || cost(e) < cost(best) {
+			best = e
+		}
+	}
+	return best
+}
+
+// first gives a word to engines that have none: half of a new fleet prefills, and an engine that joins later gets the
+// word of the smaller half.
+func (f *Fleet) first() (out []Change) {
+	prefills, decodes := 0, 0
+	for i := range f.Engines {
+		switch f.Engines[i].Word {
+		case kvstate.RolePrefill:
+			prefills++
+		case kvstate.RoleDecode:
+			decodes++
+		}
+	}
+	for i := range f.Engines {
+		e := &f.Engines[i]
+		if e.Word == kvstate.RolePrefill || e.Word == kvstate.RoleDecode {
+			continue
+		}
+		if prefills < decodes {
+			e.Word = kvstate.RolePrefill
+			prefills++
+		} else {
+			e.Word = kvstate.RoleDecode
+			decodes++
+		}
+		out = append(out, Change{At: e.At, Word: e.Word})
+	}
+	return out
+}
