@@ -13,8 +13,7 @@ import (
 	"tandem/picker/roles"
 )
 
-// When agents give way to reasoning, words change to decode within 10 s, and when prompts come back, to prefill within
-// 20 s. Every request is served, and all end sooner than with half of the engines for either leg.
+// When prompts come back after a time of reasoning, words change to prefill within 20 s. Every request is served, and all end sooner than with half of the engines for either leg.
 func TestWordsFollowTraffic(t *testing.T) {
 	c := DefaultConfig()
 	c.Both, c.Roles = 4, true
