@@ -40,6 +40,9 @@ var arrows = map[string][]string{
 	"extproc/models":           {"kvstate"},
 	"internal/enginesim/front": {},
 	"kvstate/paramstore":       {},
+	"internal/assign":          {"internal/guard", "kvstate", "kvstate/redisstore", "picker", "picker/roles", "e2e/redisserver (test)", "extproc"},
+	"picker/roles":             {"kvstate", "picker"},
+	"replay/engine":            {"kvstate", "picker"},
 	"kvstate/prefixindex":      {},
 	"kvstate/receivebuffer":    {},
 	"kvstate/enginehttp":       {"kvstate"},
@@ -72,7 +75,7 @@ var arrows = map[string][]string{
 	},
 	"picker":                     {"kvstate"},
 	"picker/admission":           {"kvstate", "picker"},
-	"replay":                     {"kvstate", "picker", "picker/admission"},
+	"replay":                     {"kvstate", "picker", "picker/admission", "replay/engine", "picker/roles"},
 	"extproc/openai":             {},
 	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
@@ -114,7 +117,7 @@ var arrows = map[string][]string{
 		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
 		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
 		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
-		"e2e/loopback (test)", "kvstate/enginehttp",
+		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -166,7 +169,7 @@ var arrows = map[string][]string{
 	"internal/certificates": {"protos/config/v1"},
 	"internal/fleetmetrics": {
 		"kvstate", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/redisstore/lag",
-		"kvstate/scrape", "kvstate/prefixindex (test)",
+		"kvstate/scrape", "kvstate/prefixindex (test)", "internal/assign",
 	},
 	// Envoy's configuration, served.
 	"internal/gatewayextension": {
@@ -356,6 +359,7 @@ var otherWords = map[string]string{
 	"replay/suite.go mooncake":         "a trace",
 	"replay/suite.go shared":           "a size of fleets",
 	"replay/suite_extras.go mooncake":  "a trace",
+	"replay/suite_roles.go mooncake":   "a trace",
 }
 
 // TestDialectsAreNamedInTheirRoom: whoever must know what a dialect does asks kvtransfer.Dialect, and not its name.
