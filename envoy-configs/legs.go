@@ -60,8 +60,8 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 		})},
 		HttpFilters: append(l.filters, filters(m).router()),
 	}
-	if l.replies != nil {
-		h.LocalReplyConfig = l.replies
+	if h.LocalReplyConfig = l.replies; l.replies == nil {
+		h.LocalReplyConfig = ownReplies()
 	}
 	if l.optional || m.Late { // a cluster may come a moment later
 		h.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)

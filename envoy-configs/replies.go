@@ -70,6 +70,15 @@ func (m replies) config() *hcmv3.LocalReplyConfig {
 	return &hcmv3.LocalReplyConfig{Mappers: mappers, BodyFormat: otherReply().format()}
 }
 
+// ownReplies marks Envoy's own answers on a leg's listener with their cause. To the main listener they look like an
+// engine's.
+func ownReplies() *hcmv3.LocalReplyConfig {
+	return &hcmv3.LocalReplyConfig{Mappers: []*hcmv3.ResponseMapper{{
+		Filter:       statusFrom(400, "tandem.reply.own"),
+		HeadersToAdd: []*corev3.HeaderValueOption{setHeader("x-tandem-details", "%RESPONSE_CODE_DETAILS%", overwriteOrAdd)},
+	}}}
+}
+
 // mapper gives an answer of Envoy's the shape of a reply.
 func (m replies) mapper(reply localReply) *hcmv3.ResponseMapper {
 	mapper := &hcmv3.ResponseMapper{Filter: m.cel(reply.When), BodyFormatOverride: reply.format()}

@@ -83,7 +83,11 @@ func (s *Faults) Opened() (closed func()) {
 
 // Report records Envoy's log entry of a failed try at an endpoint. All replicas get it.
 func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
-	f := Of(e.Status, string(e.Details), string(e.RetryAfter))
+	details := e.Own
+	if len(details) == 0 {
+		details = e.Details
+	}
+	f := Of(e.Status, string(details), string(e.RetryAfter))
 	if f.Status != 0 && e.Replan {
 		return
 	}
