@@ -39,6 +39,7 @@ const (
 	Ticket_STAGE_PAIR_LEGS   Ticket_Stage = 5 // goes out with both legs at once
 	Ticket_STAGE_ENCODE_LEG  Ticket_Stage = 6 // goes out with the encode leg; decode is its endpoint
 	Ticket_STAGE_ENCODED     Ticket_Stage = 7 // encoding done: its result for prefill takes the place of KV parameters
+	Ticket_STAGE_UNDECIDED   Ticket_Stage = 8 // pass 1 has begun: with a buffered body, in case the replica that has it fails
 )
 
 // Enum value maps for Ticket_Stage.
@@ -52,6 +53,7 @@ var (
 		5: "STAGE_PAIR_LEGS",
 		6: "STAGE_ENCODE_LEG",
 		7: "STAGE_ENCODED",
+		8: "STAGE_UNDECIDED",
 	}
 	Ticket_Stage_value = map[string]int32{
 		"STAGE_UNSPECIFIED": 0,
@@ -62,6 +64,7 @@ var (
 		"STAGE_PAIR_LEGS":   5,
 		"STAGE_ENCODE_LEG":  6,
 		"STAGE_ENCODED":     7,
+		"STAGE_UNDECIDED":   8,
 	}
 )
 
@@ -547,7 +550,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xd4\v\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xe9\v\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -596,7 +599,7 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\vleast_bytes\x18A \x01(\rR\n" +
 	"leastBytes\x12#\n" +
 	"\ranswer_tokens\x18B \x01(\x04R\fanswerTokens\x12\x1c\n" +
-	"\tauthority\x18F \x01(\tR\tauthority\"\xb0\x01\n" +
+	"\tauthority\x18F \x01(\tR\tauthority\"\xc5\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +
@@ -605,7 +608,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\fSTAGE_FAILED\x10\x04\x12\x13\n" +
 	"\x0fSTAGE_PAIR_LEGS\x10\x05\x12\x14\n" +
 	"\x10STAGE_ENCODE_LEG\x10\x06\x12\x11\n" +
-	"\rSTAGE_ENCODED\x10\a\"B\n" +
+	"\rSTAGE_ENCODED\x10\a\x12\x13\n" +
+	"\x0fSTAGE_UNDECIDED\x10\b\"B\n" +
 	"\x04Edit\x12\x14\n" +
 	"\x05start\x18\x01 \x01(\x04R\x05start\x12\x10\n" +
 	"\x03end\x18\x02 \x01(\x04R\x03end\x12\x12\n" +
