@@ -39,7 +39,7 @@ func envoysReplies() []localReply {
 		{"response.code == 426", 0, clientsFault, "http_version_not_supported", "HTTP/1.1 or HTTP/2 is needed", 0},
 		{"response.code == 431", 0, clientsFault, "headers_too_large", "the request headers are too large", 0},
 		{"response.code == 501", 0, clientsFault, "not_implemented", "this transfer encoding is not supported", 0},
-		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint's answer was not valid HTTP; try again", 1},
+		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint's answer broke off or was not valid HTTP; try again", 1},
 		{"response.code == 503", 0, ourFault, "endpoint_unavailable", "the endpoint did not answer; try again", 1},
 		{"response.code == 504", 0, ourFault, "endpoint_timeout", "the endpoint did not answer in time; try again", 1},
 	}

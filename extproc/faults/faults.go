@@ -131,6 +131,8 @@ func (s *Faults) endpoint(pool, addr string) *kvstate.Endpoint {
 func (s *Faults) Endpoint(next *kvtransfer.Ticket, requestID, addr string, f *Failure) {
 	if !f.Full() {
 		next.Excluded = append(next.Excluded, addr)
+	} else if next.Prefill != "" && next.Prefills > 0 {
+		next.Prefills-- // being refused is no attempt: only redirects bound those
 	}
 	s.Hop(next.Pool, requestID, addr, f)
 }

@@ -181,6 +181,7 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
+	rested := q.rest(ctx, of)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
@@ -194,7 +195,27 @@ func (q *Queue) Choose(
 		q.Observer.WaitEnded(q.name, r.end, waited)
 	}
 	*want = r.request
-	return r.choice, waited, r.err
+	return r.choice, rested + waited, r.err
+}
+
+// rest waits before a request that an endpoint refused is placed again: as long again as it has taken so far. So the few
+// times that Envoy can follow a redirect suffice for an endpoint that is full for long. Others try it sooner.
+func (q *Queue) rest(ctx context.Context, of *plan.Request) time.Duration {
+	if of.Redirects == 0 {
+		return 0
+	}
+	q.mu.Lock()
+	most := q.maxTime
+	q.mu.Unlock()
+	began, taken := time.Now(), of.Taken()
+	timer := time.NewTimer(min(taken, most-taken))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	case <-q.Draining:
+	}
+	return time.Since(began)
 }
 
 // UntilFree chooses again and again while the endpoints for a request are full ([picker.ErrFull]), for as long as
