@@ -1,6 +1,7 @@
 package envoyconfigs
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -60,9 +61,7 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 		})},
 		HttpFilters: append(l.filters, filters(m).router()),
 	}
-	if h.LocalReplyConfig = l.replies; l.replies == nil {
-		h.LocalReplyConfig = ownReplies()
-	}
+	h.LocalReplyConfig = cmp.Or(l.replies, ownReplies())
 	if l.optional || m.Late { // a cluster may come a moment later
 		h.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
 	}
