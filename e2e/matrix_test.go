@@ -443,8 +443,7 @@ func (r *trial) during(fa fault, e *engine, began time.Time) (wrong []string) {
 		n := r.next()
 		asked.Go(func() {
 			got := r.askAs(n, "", n%2 == 1)
-			waits := fa.status != 0 && r.cell.binding == "late" // until the engine is no longer full
-			bad, at := got.fault(waits || r.relieved(e), fa), got.at.Sub(began).Round(100*time.Millisecond)
+			bad, at := got.fault(r.relieved(e), fa), got.at.Sub(began).Round(100*time.Millisecond)
 			mu.Lock()
 			defer mu.Unlock()
 			if was, seen := first[bad]; !seen || at < was {

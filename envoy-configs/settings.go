@@ -12,7 +12,7 @@ import (
 )
 
 // MaxRedirects is Envoy's max_internal_redirects on the legs' routes. The server's own budget ends below it.
-const MaxRedirects = 16
+const MaxRedirects = 8
 
 // bufferMargin is what a body may grow by on its way, in bytes: the prefill leg's edits, and the KV parameters on the
 // decode leg.

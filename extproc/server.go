@@ -51,7 +51,7 @@ type Options struct {
 	BodyTimeout    time.Duration  // how long receiving a request's body may take; default 5 m
 	TicketTTL      time.Duration  // lifetime of a leg's ticket; default 10 m
 	HandOverTTL    time.Duration  // lifetime of KV parameters after P's answer; default 20 s, below vLLM's 30 s lease
-	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 16
+	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 8
 
 	DecisionMetadata bool                    // also write decisions into dynamic metadata
 	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
@@ -126,7 +126,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	orDefault(&o.BodyTimeout, 5*time.Minute)
 	orDefault(&o.TicketTTL, 10*time.Minute)
 	orDefault(&o.HandOverTTL, 20*time.Second)
-	orDefault(&o.MaxRedirects, 16)
+	orDefault(&o.MaxRedirects, 8)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}

@@ -181,7 +181,7 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
-	rested := q.rest(ctx, of)
+	rested := q.rest(ctx, of.Redirects)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
@@ -198,17 +198,20 @@ func (q *Queue) Choose(
 	return r.choice, rested + waited, r.err
 }
 
-// rest waits before a request that an endpoint refused is placed again: as long again as it has taken so far. So the few
-// times that Envoy can follow a redirect suffice for an endpoint that is full for long. Others try it sooner.
-func (q *Queue) rest(ctx context.Context, of *plan.Request) time.Duration {
-	if of.Redirects == 0 {
+// How long a request that an endpoint refused rests before it is placed again: firstRest, twice as long for each redirect
+// that it has spent, at most longestRest. Others try the endpoint sooner.
+const (
+	firstRest   = 250 * time.Millisecond
+	longestRest = 2 * time.Second
+)
+
+// rest waits so that the few redirects that Envoy follows suffice for an endpoint that is full for seconds.
+func (q *Queue) rest(ctx context.Context, redirects int) time.Duration {
+	if redirects == 0 {
 		return 0
 	}
-	q.mu.Lock()
-	most := q.maxTime
-	q.mu.Unlock()
-	began, taken := time.Now(), of.Taken()
-	timer := time.NewTimer(min(taken, most-taken))
+	began := time.Now()
+	timer := time.NewTimer(min(firstRest<<min(redirects-1, 8), longestRest))
 	defer timer.Stop()
 	select {
 	case <-timer.C:
