@@ -198,8 +198,8 @@ func (q *Queue) Choose(
 	return r.choice, rested + waited, r.err
 }
 
-// How long a request that an endpoint refused rests before it is placed again: firstRest, twice as long for each redirect
-// that it has spent, at most longestRest. Others try the endpoint sooner.
+// How long a request that an endpoint refused rests before it is placed again: firstRest, twice as long for each
+// redirect that it has spent, at most longestRest. Others try the endpoint sooner.
 const (
 	firstRest   = 250 * time.Millisecond
 	longestRest = 2 * time.Second

@@ -116,7 +116,7 @@ func TestChooseAgain(t *testing.T) {
 	require.Zero(t, q.Status().Committed)
 }
 
-// A request that an endpoint refused is placed again after a rest that grows; one that comes for the first time at once.
+// A request that an endpoint refused is placed again after a rest that grows; a new one at once.
 func TestARefusedRequestRests(t *testing.T) {
 	for name, tt := range map[string]struct {
 		redirects int
@@ -137,7 +137,8 @@ func TestARefusedRequestRests(t *testing.T) {
 					State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
 					Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
 				}, "chat")
-				q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}}, Limits{MaxTime: 10 * time.Second})
+				q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}},
+					Limits{MaxTime: 10 * time.Second})
 				r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
 				r.Attempt = plan.Attempt{Redirects: tt.redirects, Started: time.Now()}
 				require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
