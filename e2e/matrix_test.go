@@ -96,6 +96,10 @@ func (c cell) options(notices string) options {
 	if c.both > 0 {
 		o.decodeRole = "both"
 	}
+	if c.dialect == "nixl" { // the recommended settings: decode declines blocks whose lease ends
+		o.engineArgs = append(o.engineArgs, "--bidirectional", "--decoder-ttl", "1s")
+		o.pool = fmt.Sprintf("  nixl: {lease: %s, declineExpired: true}\n", matrixLease)
+	}
 	if c.dialect == "lmcache" {
 		o = kind{engine: "lmcache", kv: "lmcache"}.setUp(o, notices, "tiny")
 		o.top = fmt.Sprintf("notices: {listen: %q}\n", notices)

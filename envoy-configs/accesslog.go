@@ -70,7 +70,8 @@ func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 				LogName: l.name, TransportApiVersion: corev3.ApiVersion_V3, GrpcService: to,
 				BufferFlushInterval: durationpb.New(l.flush), BufferSizeBytes: l.bytes, CustomTags: l.tags,
 			},
-			AdditionalRequestHeadersToLog: l.headers, AdditionalResponseHeadersToLog: []string{"retry-after"},
+			AdditionalRequestHeadersToLog:  l.headers,
+			AdditionalResponseHeadersToLog: []string{"retry-after", "x-tandem-details"},
 		}
 		out = append(out, noted(m, &accesslogv3.AccessLog{
 			Name: "envoy.access_loggers.http_grpc", Filter: when,

@@ -82,9 +82,7 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 		h.GetRouteConfig().RequestHeadersToRemove = append(h.GetRouteConfig().GetRequestHeadersToRemove(),
 			"x-tandem-server-name", "x-tandem-prefill-server-name")
 	}
-	if l.replies != nil {
-		h.LocalReplyConfig = l.replies
-	}
+	h.LocalReplyConfig = cmp.Or(l.replies, ownReplies())
 	if l.optional || m.Late { // a cluster may come a moment later
 		h.GetRouteConfig().ValidateClusters = wrapperspb.Bool(false)
 	}

@@ -39,7 +39,7 @@ func envoysReplies() []localReply {
 		{"response.code == 426", 0, clientsFault, "http_version_not_supported", "HTTP/1.1 or HTTP/2 is needed", 0},
 		{"response.code == 431", 0, clientsFault, "headers_too_large", "the request headers are too large", 0},
 		{"response.code == 501", 0, clientsFault, "not_implemented", "this transfer encoding is not supported", 0},
-		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint's answer was not valid HTTP; try again", 1},
+		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint sent no valid answer; try again", 1},
 		{"response.code == 503", 0, ourFault, "endpoint_unavailable", "the endpoint did not answer; try again", 1},
 		{"response.code == 504", 0, ourFault, "endpoint_timeout", "the endpoint did not answer in time; try again", 1},
 	}
@@ -47,12 +47,6 @@ func envoysReplies() []localReply {
 
 // details holds for answers whose response code details, Envoy's name for their cause, begin so.
 func details(prefix string) string { return "response.code_details.startsWith('" + prefix + "')" }
-
-// otherReply is the answer where no other reply fits.
-func otherReply() localReply {
-	return localReply{Type: ourFault, Code: "internal_error",
-		Message: "the request could not be carried out; its id leads to the cause in the logs"}
-}
 
 // config gives Envoy's own answers OpenAI's shape.
 func (m replies) config() *hcmv3.LocalReplyConfig {
@@ -67,7 +61,16 @@ func (m replies) config() *hcmv3.LocalReplyConfig {
 	for _, reply := range envoysReplies() {
 		mappers = append(mappers, m.mapper(reply))
 	}
-	return &hcmv3.LocalReplyConfig{Mappers: mappers, BodyFormat: otherReply().format()}
+	other := localReply{Type: ourFault, Code: "internal_error",
+		Message: "the request could not be carried out; its id leads to the cause in the logs"}
+	return &hcmv3.LocalReplyConfig{Mappers: mappers, BodyFormat: other.format()}
+}
+
+// ownReplies marks Envoy's own answers on a leg's listener: to the main listener they look like an engine's.
+func ownReplies() *hcmv3.LocalReplyConfig {
+	cause := []*corev3.HeaderValueOption{setHeader("x-tandem-details", "%RESPONSE_CODE_DETAILS%", overwriteOrAdd)}
+	mark := &hcmv3.ResponseMapper{Filter: statusFrom(400, "tandem.reply.own"), HeadersToAdd: cause}
+	return &hcmv3.LocalReplyConfig{Mappers: []*hcmv3.ResponseMapper{mark}}
 }
 
 // mapper gives an answer of Envoy's the shape of a reply.
@@ -89,10 +92,7 @@ func (r localReply) format() *corev3.SubstitutionFormatString {
 	object := &structpb.Struct{Fields: map[string]*structpb.Value{
 		"message": text(r.Message), "type": text(r.Type), "param": structpb.NewNullValue(), "code": text(r.Code),
 	}}
-	return &corev3.SubstitutionFormatString{
-		ContentType: "application/json",
-		Format: &corev3.SubstitutionFormatString_JsonFormat{JsonFormat: &structpb.Struct{
-			Fields: map[string]*structpb.Value{"error": structpb.NewStructValue(object)},
-		}},
-	}
+	whole := &structpb.Struct{Fields: map[string]*structpb.Value{"error": structpb.NewStructValue(object)}}
+	return &corev3.SubstitutionFormatString{ContentType: "application/json",
+		Format: &corev3.SubstitutionFormatString_JsonFormat{JsonFormat: whole}}
 }

@@ -149,7 +149,7 @@ func (s *Server) endOf(t *kvtransfer.Ticket, e *envoywire.LogEntry) *reclaim.End
 // tryFailed handles the access log entry of a failed try.
 func (s *Server) tryFailed(e *envoywire.LogEntry) {
 	t, _ := s.keys().Open(string(e.Ticket), string(e.RequestID), s.now())
-	if t == nil || e.Replan {
+	if t == nil || e.Replan || e.Mirror {
 		return
 	}
 	s.faults.Report(t, e)

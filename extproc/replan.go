@@ -30,7 +30,7 @@ func (s *Server) Replan() http.Handler {
 			p.restart(w, r, t)
 			return
 		}
-		if t != nil && r.Header.Get(envoywire.HeaderRule) == "late" {
+		if t != nil && r.URL.Path == "/late" && r.Header.Get(envoywire.HeaderRule) == "late" { // no hop has both
 			checkLate(s, w, t, id)
 			return
 		}

@@ -29,10 +29,11 @@ const (
 )
 
 // clusterPod is the prefix of the clusters that connect to an endpoint itself; clusterReplan is the cluster of the
-// replan port.
+// replan port, clusterMirror that of mirrored legs.
 const (
 	clusterPod    = "tandem-pod"
 	clusterReplan = "tandem-replan"
+	clusterMirror = "tandem-mirror-loop"
 )
 
 // LogEntry is one HTTPAccessLogEntry of the main listener.
@@ -43,6 +44,7 @@ type LogEntry struct {
 	Traceparent       []byte // if the configuration enables tracing
 	Details           []byte // response_code_details
 	RetryAfter        []byte // of the answer
+	Own               []byte // of an answer of Envoy's own on a leg's listener, its details there; empty: the engine's
 	Status            int    // 0: no answer was sent
 	Start             time.Time
 	Duration          time.Duration // from start, the beginning of the request's first pass
@@ -55,6 +57,7 @@ type LogEntry struct {
 	Began             bool // the last try had a connection, and sent something
 	Pod               bool // the last try went to an endpoint, not to the replan port or an internal listener
 	Replan            bool // the last try went to the replan port
+	Mirror            bool // the try is a mirrored leg's: Envoy (1.40) logs it as one of the request that it mirrors
 }
 
 // Asked reports whether an endpoint may have received anything of the pass. A try that waits for a connection has sent
@@ -152,6 +155,7 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 			mark := len(b.arena)
 			cluster := string(c.text(&b.arena, end))
 			e.Pod, e.Replan = strings.HasPrefix(cluster, clusterPod), cluster == clusterReplan
+			e.Mirror = cluster == clusterMirror
 			b.arena = b.arena[:mark] // the name is not needed again
 		case number == 24 && wire == wireVarint:
 			e.Tries = c.varint()
@@ -245,8 +249,11 @@ func (b *LogBatch) readResponse(c *cursor, end int, e *LogEntry) {
 			e.Body = c.varint()
 		case number == 4 && wire == wireBytes:
 			b.readPair(c, c.length(end), func(name []byte) *[]byte {
-				if string(name) == HeaderRetryAfter {
+				switch string(name) {
+				case HeaderRetryAfter:
 					return &e.RetryAfter
+				case HeaderDetails:
+					return &e.Own
 				}
 				return nil
 			})

@@ -21,6 +21,7 @@ const (
 	// HeaderReplica is the number of the replica that decided: the end of the pass is logged to it alone.
 	HeaderReplica    = "x-tandem-replica"
 	HeaderRetryAfter = "retry-after"
+	HeaderDetails    = "x-tandem-details"    // of an answer that Envoy gave on a leg's listener: its cause
 	HeaderRestart    = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
 	HeaderFinal      = "x-envoy-ratelimited" // of an answer: Envoy must not retry, whatever the status
 

@@ -83,7 +83,11 @@ func (s *Faults) Opened() (closed func()) {
 
 // Report records Envoy's log entry of a failed try at an endpoint. All replicas get it.
 func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
-	f := Of(e.Status, string(e.Details), string(e.RetryAfter))
+	details := e.Own
+	if len(details) == 0 {
+		details = e.Details
+	}
+	f := Of(e.Status, string(details), string(e.RetryAfter))
 	if f.Status != 0 && e.Replan {
 		return
 	}
@@ -127,6 +131,8 @@ func (s *Faults) endpoint(pool, addr string) *kvstate.Endpoint {
 func (s *Faults) Endpoint(next *kvtransfer.Ticket, requestID, addr string, f *Failure) {
 	if !f.Full() {
 		next.Excluded = append(next.Excluded, addr)
+	} else if next.Prefill != "" && next.Prefills > 0 {
+		next.Prefills-- // being refused is no attempt: only redirects bound those
 	}
 	s.Hop(next.Pool, requestID, addr, f)
 }

@@ -182,6 +182,7 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
+	rested := q.rest(ctx, of.Redirects)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
@@ -195,7 +196,30 @@ func (q *Queue) Choose(
 		q.Observer.WaitEnded(q.name, r.end, waited)
 	}
 	*want = r.request
-	return r.choice, waited, r.err
+	return r.choice, rested + waited, r.err
+}
+
+// How long a request that an endpoint refused rests before it is placed again: firstRest, twice as long for each
+// redirect that it has spent, at most longestRest. Others try the endpoint sooner.
+const (
+	firstRest   = 250 * time.Millisecond
+	longestRest = 2 * time.Second
+)
+
+// rest waits so that the few redirects that Envoy follows suffice for an endpoint that is full for seconds.
+func (q *Queue) rest(ctx context.Context, redirects int) time.Duration {
+	if redirects == 0 {
+		return 0
+	}
+	began := time.Now()
+	timer := time.NewTimer(min(firstRest<<min(redirects-1, 8), longestRest))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	case <-q.Draining:
+	}
+	return time.Since(began)
 }
 
 // UntilFree chooses again and again while the endpoints for a request are full ([picker.ErrFull]), for as long as

@@ -115,3 +115,41 @@ func TestChooseAgain(t *testing.T) {
 	waiter.Committed()
 	require.Zero(t, q.Status().Committed)
 }
+
+// A request that an endpoint refused is placed again after a rest that grows; a new one at once.
+func TestARefusedRequestRests(t *testing.T) {
+	for name, tt := range map[string]struct {
+		redirects int
+		want      time.Duration
+	}{
+		"new":     {0, 0},
+		"refused": {1, 250 * time.Millisecond},
+		"again":   {3, time.Second},
+		"often":   {7, 2 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				state := kvstate.New(kvstate.Options{})
+				state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+					{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode},
+				})
+				q := New(&Options{
+					State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
+					Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
+				}, "chat")
+				q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}},
+					Limits{MaxTime: 10 * time.Second})
+				r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
+				r.Attempt = plan.Attempt{Redirects: tt.redirects, Started: time.Now()}
+				require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+				var waiter Waiter
+				var v kvstate.View
+				state.View(r.Pool, nil, &v)
+				_, waited, err := q.Choose(t.Context(), &waiter, r, &v, &picker.Request{PromptTokens: 10})
+				require.NoError(t, err)
+				require.Equal(t, tt.want, waited)
+				waiter.Committed()
+			})
+		})
+	}
+}

@@ -200,8 +200,8 @@ func TestValidationErrors(t *testing.T) {
 		"no address":         {edited("address: engine.svc:8000, ", ""), []string{"pools[0].endpoints[1].address: is missing: ip:port, [ip]:port or name:port"}},
 		"endpoint is Envoy": {"envoy: {listen: \"0.0.0.0:8000\"}\n" + edited("engine.svc:8000", "localhost:8000"), []string{
 			"pools[0].endpoints[1].address: localhost:8000 is envoy.listen: a request would go in circles"}},
-		"always, no pair":       {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, and with split always and decodeAlone never nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback"}},
-		"always, whole servers": {"pools: [{name: a, kvTransfer: sglang, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}, {address: \"127.0.0.1:8102\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, and with split always and decodeAlone never nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback"}},
+		"always, no pair":       {"pools: [{name: a, kvTransfer: nixl, split: always, decodeAlone: never, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, and with split always and decodeAlone never nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback"}},
+		"always, whole servers": {"pools: [{name: a, kvTransfer: sglang, split: always, decodeAlone: never, endpoints: [{address: \"127.0.0.1:8101\", role: both}, {address: \"127.0.0.1:8102\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, and with split always and decodeAlone never nothing else answers: add one that prefills or decodes, or say decodeAlone: fallback"}},
 		"no decode":             {edited("role: decode", "role: prefill"), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both"}},
 		"always, no prefill":    {edited("role: prefill", "role: decode") + "  split: always\n", []string{"pools[0].endpoints: none of them prefills, but split is always: at least one needs the role prefill or both"}},
 		"no endpoints":          {"pools: [{name: a, kvTransfer: none}]", []string{"pools[0].endpoints: is missing: at least one endpoint is needed, or discovery"}},
@@ -279,9 +279,10 @@ func TestWarnings(t *testing.T) {
 		yaml string
 		want []string
 	}{
-		"https":      {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
-		"no prefill": {edited("role: prefill", "role: decode"), []string{"pools[0].endpoints: none of them prefills, so nothing will be split"}},
-		"groups":     {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "a"), so it will never be used`}},
+		"https":              {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
+		"always, one engine": {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, so nothing will be split, although split is always: add one that prefills or decodes"}},
+		"no prefill":         {edited("role: prefill", "role: decode"), []string{"pools[0].endpoints: none of them prefills, so nothing will be split"}},
+		"groups":             {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "a"), so it will never be used`}},
 		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
 			"envoy.extProcTls.certFile: is missing: extProc.tls.clientCaFile makes the server refuse an Envoy without a certificate",
 			"envoy.extProcTls.caFile: is missing: Envoy will take any certificate of the external processor"}},

@@ -148,8 +148,8 @@ func decodeAlone(p *configv1.Pool) string {
 	switch {
 	case p.Split != "always":
 		return "byCost"
-	case p.OnPrefillFailure == "decodeAlone":
-		return "fallback"
+	case p.OnPrefillFailure == "decodeAlone", len(p.Endpoints) > 0 && !pairs(p):
+		return "fallback" // without a pair nothing else could answer
 	}
 	return "never"
 }
