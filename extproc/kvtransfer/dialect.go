@@ -183,6 +183,15 @@ func (d *Dialect) LateAfter() time.Duration {
 	return d.Lease / 10
 }
 
+// HandOverTTL returns for how long after P's answer its parameters may go to D: ttl, and a third of the lease at most.
+// So a D that gets them last still has half of the lease, for which it may stand still unnoticed (docs/adr/0050).
+func (d *Dialect) HandOverTTL(ttl time.Duration) time.Duration {
+	if d.Lease > 0 {
+		return min(ttl, d.Lease/3)
+	}
+	return ttl
+}
+
 // Registers reports whether the engines register themselves.
 func (d *Dialect) Registers() bool {
 	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers
