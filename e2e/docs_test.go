@@ -66,11 +66,12 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
-	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                                                                                                   "Envoy's own statistics",
-	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                                                                                  "make e2e-cluster",
-	"kubectl apply -k deploy/kustomize/base":                                                                                                                                         "make e2e-cluster",
-	"docker compose -f deploy/observability/compose.yaml up":                                                                                                                         "a container engine; go test ./docs holds the file to its schema",
-	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'`:                                                                   "a GPU; make e2e-vllm runs it on CPU",
+	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                  "Envoy's own statistics",
+	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)": "make e2e-cluster",
+	"kubectl apply -k deploy/kustomize/base":                                                        "make e2e-cluster",
+	"docker compose -f deploy/observability/compose.yaml up":                                        "a container engine; go test ./docs holds the file to its schema",
+	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_connector_extra_config":{"kv_lease_duration":120}}'`:             "a GPU; make e2e-vllm runs it on CPU",
+	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealLeases -v ./e2e/vllm":                                                                                                  "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                                    "a cluster",

@@ -136,7 +136,6 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(t)
-		next.Expires = x.s.now().Add(x.s.HandOverTTL)
 		x.dateHandOver(next, took)
 	}
 	if next.Stage == kvtransfer.Failed {
@@ -148,10 +147,11 @@ func (x *prefillAnswer) settlePrefill(t *kvtransfer.Ticket, code int, answer []b
 	return next, nil
 }
 
-// dateHandOver writes into the parameters for D when their lease ends, if D reads that. D gets none whose end is not
-// known: it computes the prompt.
+// dateHandOver sets how long the hand-over is good for, and writes into the parameters for D when their lease ends, if D
+// reads that. D gets none whose end is not known: it computes the prompt.
 func (x *prefillAnswer) dateHandOver(next *kvtransfer.Ticket, took time.Duration) {
 	policy, _ := x.s.policy(next.Pool)
+	next.Expires = x.s.now().Add(policy.Dialect.HandOverTTL(x.s.HandOverTTL))
 	if policy.Dialect.Expiry == nil || next.Params == nil {
 		return
 	}

@@ -15,6 +15,8 @@
 #                           above their ports (replay: 4000), rank by rank; go test -run TestRealRanks
 #              BOTH         not empty: each engine computes prompts and answers (kv_both), with KV memory for two long prompts;
 #                           go test -run TestRealBoth
+#              LEASES       not empty: P has KV memory for one long prompt, D runs 8 requests; go test -run TestRealLeases. default:
+#                           vLLM's own settings; N: the recommended ones, with a lease of N seconds
 #              ENGINES      how many of each role; default 2
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
@@ -64,7 +66,20 @@ if [ -n "${BIDIRECTIONAL:-}" ]; then
   extra=',"kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":40}'
   export TANDEM_VLLM_BIDIRECTIONAL=1
 fi
-one() { echo "{\"kv_connector\":\"$1\",\"kv_role\":\"$2\",\"kv_buffer_device\":\"cpu\"$extra}"; }
+prefills=$extra decodes=$extra more_decode=()
+if [ -n "${LEASES:-}" ]; then
+  blocks=260 more_decode=(--max-num-seqs 8 --num-gpu-blocks-override 2048)
+  export TANDEM_VLLM_LEASES=$LEASES
+  if [ "$LEASES" != default ]; then
+    prefills=",\"kv_connector_extra_config\":{\"kv_lease_duration\":$LEASES}"
+    decodes=',"kv_load_failure_policy":"recompute","kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":1}'
+  fi
+fi
+one() {
+  local more=$decodes
+  [ "$2" != kv_producer ] || more=$prefills
+  echo "{\"kv_connector\":\"$1\",\"kv_role\":\"$2\",\"kv_buffer_device\":\"cpu\"$more}"
+}
 store=$dir/store # ExampleConnector's files: a folder that all engines see
 # Of a prompt that is computed in several steps ExampleConnector stores the first one alone, under the whole prompt's name, and an engine
 # that loads it dies ("shape mismatch", 0.32.0): each prompt in one step.
@@ -94,7 +109,7 @@ for i in $(seq 0 $last); do
   mapfile -t more < <(ranks "${prefill[i]}")
   engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)" ${more[@]+"${more[@]}"}
   mapfile -t more < <(ranks "${decode[i]}")
-  engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)" ${more[@]+"${more[@]}"}
+  engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)" ${more[@]+"${more[@]}"} ${more_decode[@]+"${more_decode[@]}"}
 done
 if [ "${REFERENCE:-}" = prefill ]; then
   reference=${prefill[0]}
@@ -110,7 +125,7 @@ done
 addresses() { printf '127.0.0.1:%s\n' "$@" | head -n $((last + 1)) | paste -sd, -; }
 TANDEM_VLLM_PREFILL=$(addresses "${prefill[@]}")
 TANDEM_VLLM_DECODE=$(addresses "${decode[@]}")
-export TANDEM_VLLM_PREFILL TANDEM_VLLM_DECODE
+export TANDEM_VLLM_PREFILL TANDEM_VLLM_DECODE TANDEM_VLLM_DECODE_PID=${pids[decode-0]}
 export TANDEM_VLLM_REFERENCE=127.0.0.1:$reference
 case ${CONNECTOR:-} in
   NixlPushConnector) export TANDEM_VLLM_DIALECT=nixl-push ;;

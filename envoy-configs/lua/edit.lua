@@ -3,7 +3,7 @@ local gone = 'event: error\ndata: {"type":"error","error":{"message":"the endpoi
 -- cutter takes the object that follows the key out of a text that comes in pieces. What may be the key's beginning is
 -- kept for the next piece.
 local function cutter()
-  local kept, depth, quoted, escaped = "", nil, false, false
+  local kept, depth, quoted = "", nil, false
   return function(piece)
     local text, out, at = kept .. piece, {}, 1
     kept = ""
@@ -34,18 +34,16 @@ local function cutter()
           depth, at = 0, open
         end
       else
-        local c = text:byte(at)
-        if quoted then
-          if escaped then escaped = false
-          elseif c == 92 then escaped = true
-          elseif c == 34 then quoted = false end
-        elseif c == 34 then quoted = true
+        local mark = text:match(quoted and '^[^"\\]*()' or '^[^"{}]*()', at) -- a step for each byte is slow without a JIT
+        if mark > #text then break end
+        local c = text:byte(mark)
+        at = mark + 1
+        if c == 92 then
+          if mark == #text then kept = "\\" else at = mark + 2 end
+        elseif c == 34 then quoted = not quoted
         elseif c == 123 then depth = depth + 1
-        elseif c == 125 then
-          depth = depth - 1
-          if depth == 0 then depth = nil end
-        end
-        at = at + 1
+        elseif depth > 1 then depth = depth - 1
+        else depth = nil end
       end
     end
     return table.concat(out)

@@ -191,6 +191,15 @@ func EitherLegNames() []string { return []string{"nixl", "shared", "offload"} }
 // EitherLeg reports whether the dialect is one of [EitherLegNames].
 func (d *Dialect) EitherLeg() bool { return slices.Contains(EitherLegNames(), d.Name) }
 
+// HandOverTTL returns for how long after P's answer its parameters may go to D: ttl, and a third of the lease at most.
+// So a D that gets them last still has half of the lease, for which it may stand still unnoticed (docs/adr/0050).
+func (d *Dialect) HandOverTTL(ttl time.Duration) time.Duration {
+	if d.Lease > 0 {
+		return min(ttl, d.Lease/3)
+	}
+	return ttl
+}
+
 // Registers reports whether the engines register themselves.
 func (d *Dialect) Registers() bool {
 	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers

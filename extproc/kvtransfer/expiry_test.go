@@ -49,3 +49,26 @@ func TestExpiry(t *testing.T) {
 		})
 	}
 }
+
+// P's parameters are for D within a third of the lease. Dialects whose D may come late keep the server's limit.
+func TestHandOverTTL(t *testing.T) {
+	const limit = 20 * time.Second
+	for _, tt := range []struct {
+		dialect     string
+		lease, want time.Duration
+	}{
+		{"nixl", 0, 10 * time.Second},
+		{"nixl", 6 * time.Second, 2 * time.Second},
+		{"nixl", 120 * time.Second, limit},
+		{"moriio-read", 0, 10 * time.Second},
+		{"lmcache", 0, limit},
+		{"trtllm", 0, limit},
+	} {
+		d, err := New(Options{Name: tt.dialect, Lease: tt.lease})
+		require.NoError(t, err)
+		require.Equal(t, tt.want, d.HandOverTTL(limit), "%s, lease %s", tt.dialect, tt.lease)
+	}
+	d, err := New(Options{Name: "multi", Members: []string{"nixl", "shared"}})
+	require.NoError(t, err)
+	require.Equal(t, 10*time.Second, d.HandOverTTL(limit))
+}

@@ -31,6 +31,8 @@ type engineInfo struct {
 	Connector string   // vLLM's kv_connector
 	KVRole    string   // vLLM's kv_role
 	TP        int32    // tensor-parallel ranks
+	Extra     transferExtra
+	NoMetrics bool // GET /metrics does not answer 200
 	Facts     map[kvtransfer.Fact]string
 }
 
@@ -56,8 +58,9 @@ type serverInfo struct {
 			TP int32 `json:"tensor_parallel_size"`
 		} `json:"parallel_config"`
 		KV *struct {
-			Connector string `json:"kv_connector"`
-			Role      string `json:"kv_role"`
+			Connector string        `json:"kv_connector"`
+			Role      string        `json:"kv_role"`
+			Extra     transferExtra `json:"kv_connector_extra_config"`
 		} `json:"kv_transfer_config"`
 	} `json:"vllm_config"`
 }
@@ -127,7 +130,8 @@ func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.En
 	if info.Mode != "" {
 		return info
 	}
-	if status, body, err := client.GetAll(ctx, engine, "/metrics", maxInfo); err == nil && status == http.StatusOK {
+	status, body, err := client.GetAll(ctx, engine, "/metrics", maxInfo)
+	if info.NoMetrics = err != nil || status != http.StatusOK; !info.NoMetrics {
 		if line := cacheConfig.FindSubmatch(body); line != nil {
 			info.Engine = kvtransfer.EngineVLLM
 			info.know(kvtransfer.FactKVDtype, label(line[1], "cache_dtype"))
@@ -147,7 +151,7 @@ func (i *engineInfo) take(s *serverInfo) {
 	i.Version, i.Mode, i.Bootstrap = cmp.Or(i.Version, s.Version), s.Mode, s.Bootstrap
 	i.TP = max(s.TP, s.VLLM.Parallel.TP)
 	if s.VLLM.KV != nil {
-		i.Connector, i.KVRole = s.VLLM.KV.Connector, s.VLLM.KV.Role
+		i.Connector, i.KVRole, i.Extra = s.VLLM.KV.Connector, s.VLLM.KV.Role, s.VLLM.KV.Extra
 	}
 	i.know(kvtransfer.FactModel, cmp.Or(s.Model, s.VLLM.Model.Model))
 	i.know(kvtransfer.FactRevision, cmp.Or(s.Revision, s.VLLM.Model.Revision))

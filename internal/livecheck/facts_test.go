@@ -22,6 +22,9 @@ func recorded(t *testing.T, answers map[string]string, replace ...string) (addr 
 	t.Helper()
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	if answers["/metrics"] == "" {
+		mux.HandleFunc("/metrics", func(http.ResponseWriter, *http.Request) {})
+	}
 	for path, file := range answers {
 		text, err := os.ReadFile(filepath.Join("testdata", file))
 		require.NoError(t, err)
@@ -183,13 +186,14 @@ func TestPrint(t *testing.T) {
 	Check(t.Context(), c).Print(&text)
 	got := strings.NewReplacer(prefill, "P", decode, "D", gone, "GONE").Replace(text.String())
 	require.Equal(t, `pool endpoint role engine release compared
-chat P prefill vLLM 0.32.0 health, connector, role, release, model, KV cache dtype
+chat P prefill vLLM 0.32.0 health, connector, role, lease of KV, release, model, KV cache dtype
 chat D decode vLLM 0.32.0 health, release, model, KV cache dtype
 whole GONE both NO ANSWER - -
 not compared at P, since it is not reported: model revision
 not compared at D, since it is not reported: connector, role, model revision, dtype
 chat: kvTransfer nixl needs NixlConnector or NixlPullConnector: compare that with kv_connector in --kv-transfer-config of the engines that do not report it
 vLLM reports its connector and role only if it runs with VLLM_SERVER_DEV_MODE=1
+recommended: chat: decode does not look at when the lease of KV ends, for nixl.declineExpired is not set: see docs/security.md, Wrong text
 not asked: pools[2]: pods discovers its endpoints when the server runs
 `, regexp.MustCompile(` {2,}`).ReplaceAllString(got, " "))
 }

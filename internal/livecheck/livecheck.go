@@ -33,7 +33,8 @@ const timeout = 3 * time.Second
 // Report is the result of a check.
 type Report struct {
 	Engines  []Engine
-	NotAsked []string // why endpoints of the configuration have no row
+	NotAsked []string // what was not asked, and why: endpoints of the configuration without a row, clocks
+	Advice   []string // recommended settings that pools are without
 	findings []finding
 }
 
@@ -65,6 +66,13 @@ func Check(ctx context.Context, cfg *configv1.Config) *Report {
 		if p.GetDiscovery() != nil {
 			out.NotAsked = append(out.NotAsked,
 				fmt.Sprintf("pools[%d]: %s discovers its endpoints when the server runs", i, p.GetName()))
+		}
+		if p.GetNixl().GetDeclineExpired() {
+			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines: their answers name "+
+				"the side channels (tandem_kv_outdated_total, reason unknown: a clock is not known)", i, p.GetName()))
+		}
+		if text := advice(p); text != "" {
+			out.Advice = append(out.Advice, text)
 		}
 		path := fmt.Sprintf("pools[%d].endpoints", i)
 		answers := make([]engineAnswer, len(p.GetEndpoints()))
@@ -180,6 +188,7 @@ func askEngine(
 	a.checkSGLang(at, p, e)
 	a.checkVLLM(at, p, e)
 	a.checkRanks(at, p, e)
+	a.checkLeases(at, p, e)
 	for _, port := range transferPorts(p, e) {
 		a.note("port "+port.number(), true)
 		conn, err := (&net.Dialer{Timeout: timeout}).DialContext(ctx, "tcp", port.addr)

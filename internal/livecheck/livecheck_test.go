@@ -18,7 +18,9 @@ import (
 func engineOf(t *testing.T, release string) (addr string) {
 	t.Helper()
 	mux := http.NewServeMux()
-	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	for _, path := range []string{"/health", "/metrics"} {
+		mux.HandleFunc(path, func(http.ResponseWriter, *http.Request) {})
+	}
 	if release == "" {
 		mux.HandleFunc("/v1/models", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"data":[]}`) })
 	} else {

@@ -51,6 +51,9 @@ func (r *Report) Print(w io.Writer) {
 			fmt.Fprintf(w, "warning: %s\n", f.text)
 		}
 	}
+	for _, line := range r.Advice {
+		fmt.Fprintf(w, "recommended: %s\n", line)
+	}
 	for _, line := range r.NotAsked {
 		fmt.Fprintf(w, "not asked: %s\n", line)
 	}
