@@ -38,7 +38,7 @@ var reaching = map[string]reach{
 	"extproc.planning":                    {125, 87},
 	"extproc.prefillAnswer":               {105, 80},
 	"extproc.prefillLeg":                  {112, 81},
-	"extproc/latebinding.Queue":           {26, 29},
+	"extproc/latebinding.Queue":           {27, 29},
 	"extproc/latebinding.Waiter":          {4, 28},
 	"extproc/openai.Request":              {47, 9},
 	"extproc/plan.Request":                {78, 52},

@@ -241,7 +241,7 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 	case !prefilling:
 		v.warn(path+".endpoints", "none of them prefills, so nothing will be split")
 	case p.Split == "always" && p.DecodeAlone != "never" && !pairs(p):
-		v.warn(path+".endpoints", "no two of them can share a request, so nothing will be split, although split is always: "+
+		v.warn(path+".endpoints", "no two of them can share a request, so nothing is split, though split is always: "+
 			"add one that prefills or decodes")
 	case p.Split == "always" && !pairs(p):
 		v.m.add(path+".endpoints", "no two of them can share a request, and with split always and decodeAlone never "+
