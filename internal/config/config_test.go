@@ -280,7 +280,7 @@ func TestWarnings(t *testing.T) {
 		want []string
 	}{
 		"https":              {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
-		"always, one engine": {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, so nothing will be split, although split is always: add one that prefills or decodes"}},
+		"always, one engine": {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, so nothing is split, though split is always: add one that prefills or decodes"}},
 		"no prefill":         {edited("role: prefill", "role: decode"), []string{"pools[0].endpoints: none of them prefills, so nothing will be split"}},
 		"groups":             {edited("role: prefill", "role: prefill, group: a"), []string{`pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "a"), so it will never be used`}},
 		"mutual TLS": {"extProc: {tls: {certFile: c, keyFile: k, clientCaFile: a}}\n" + least, []string{
