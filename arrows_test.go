@@ -157,6 +157,7 @@ var arrows = map[string][]string{
 	"docs":                        {"internal/config (test)", "protos/config/v1 (test)"},
 	"internal/grpcserver":         {"internal/memory"}, // knows gRPC, not Envoy
 	"internal/livecheck": {
+		"status/words",
 		"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1",
 		"e2e/loopback (test)",
 	},

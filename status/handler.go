@@ -6,6 +6,8 @@ import (
 	"io/fs"
 	"net/http"
 	"strconv"
+
+	"tandem/status/words"
 )
 
 //go:embed page
@@ -24,11 +26,11 @@ func Handler(f *Feed) http.Handler {
 		since, _ := strconv.ParseInt(r.URL.Query().Get("since"), 10, 64) // none: all
 		w.Header().Set("content-type", "application/json")
 		w.Header().Set("cache-control", "no-store")
-		_ = json.NewEncoder(w).Encode(f.Status(r.Context(), since, alone(r)))
+		_ = json.NewEncoder(words.Escaped(w)).Encode(f.Status(r.Context(), since, alone(r)))
 	})
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("content-type", "application/json")
-		enc := json.NewEncoder(w)
+		enc := json.NewEncoder(words.Escaped(w))
 		enc.SetIndent("", "  ")
 		if id := r.URL.Query().Get("id"); id != "" {
 			found, asked := f.Request(r.Context(), id, alone(r))
@@ -48,8 +50,7 @@ func Handler(f *Feed) http.Handler {
 				return
 			}
 		}
-		failed := r.URL.Query().Get("failed") == "true"
-		recent, asked := f.Requests(r.Context(), n, alone(r), failed)
+		recent, asked := f.Requests(r.Context(), n, alone(r), r.URL.Query().Get("failed") == "true")
 		asked.head(w)
 		_ = enc.Encode(recent)
 	})

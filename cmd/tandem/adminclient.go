@@ -152,7 +152,7 @@ func (a *adminClient) query(c *cobra.Command, path string, into any, table func(
 		return err
 	}
 	if a.about != "" && a.scope == "" {
-		fmt.Fprintln(c.ErrOrStderr(), "asked: "+a.about)
+		fmt.Fprintln(c.ErrOrStderr(), "asked: "+words.Plain(a.about))
 	}
 	return a.show(c.OutOrStdout(), c.OutOrStdout(), answer, into, table)
 }
@@ -160,15 +160,19 @@ func (a *adminClient) query(c *cobra.Command, path string, into any, table func(
 // show prints an answer to w: as it came, or as a table, coloured if the command's output is a terminal.
 func (a *adminClient) show(w, output io.Writer, answer []byte, into any, table func(io.Writer)) error {
 	if a.output == "json" {
-		_, err := w.Write(answer)
+		_, err := words.Escaped(w).Write(answer)
 		return err
 	}
-	if err := json.Unmarshal(answer, into); err != nil {
+	answer, err := words.PlainJSON(answer)
+	if err == nil {
+		err = json.Unmarshal(answer, into)
+	}
+	if err != nil {
 		return fmt.Errorf("reading the replica's answer: %w", err)
 	}
 	var text bytes.Buffer
 	table(&text)
-	_, err := io.WriteString(w, coloured(output, text.String()))
+	_, err = io.WriteString(w, coloured(output, text.String()))
 	return err
 }
 

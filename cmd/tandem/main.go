@@ -25,17 +25,21 @@ import (
 	"github.com/spf13/pflag"
 
 	versions "tandem/internal/version"
+	"tandem/status/words"
 )
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, os.Args[1:], os.Stdout, os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, "tandem:", err)
+		fmt.Fprintln(os.Stderr, shown(err))
 		stop()
 		os.Exit(1)
 	}
 }
+
+// shown is an error for a terminal: it may quote an engine or a replica.
+func shown(err error) string { return "tandem: " + words.Lines(err.Error()) }
 
 // run runs the command line; what it prints for people who asked goes to stdout, everything else to stderr.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {

@@ -83,7 +83,7 @@ func (a *adminClient) showOrder(c *cobra.Command, answer []byte, into any, table
 		return err
 	}
 	if a.warns != "" {
-		fmt.Fprintf(c.ErrOrStderr(), "warning: %s\n", a.warns)
+		fmt.Fprintf(c.ErrOrStderr(), "warning: %s\n", words.Plain(a.warns))
 	}
 	if a.holds == "" { // a replica of an earlier build does not say
 		return nil

@@ -140,6 +140,7 @@ func newReplica(
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
 	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed), r.words)
+	admin = newHostCheck(cfg, set.advertise).around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }

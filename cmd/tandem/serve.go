@@ -16,6 +16,7 @@ import (
 	"tandem/internal/livecheck"
 	"tandem/internal/logwriter"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status/words"
 )
 
 // newServe is `tandem serve`.
@@ -110,7 +111,7 @@ func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	case "text":
 		return slog.New(slog.NewTextHandler(w, o)), nil
 	case "json":
-		return slog.New(slog.NewJSONHandler(w, o)), nil
+		return slog.New(slog.NewJSONHandler(words.Escaped(w), o)), nil
 	}
 	return nil, fmt.Errorf("--log-format: %q is not one of text, json", format)
 }

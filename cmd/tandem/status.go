@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"tandem/status"
+	"tandem/status/words"
 )
 
 // statusPath is where a replica shows its status; no points of charts are needed.
@@ -67,7 +68,7 @@ func watchStatus(ctx context.Context, a *adminClient, stdout io.Writer) error {
 			if ctx.Err() != nil {
 				return nil
 			}
-			fmt.Fprintln(&screen, err) // it may come back
+			fmt.Fprintln(&screen, words.Lines(err.Error())) // it may come back
 		}
 		fmt.Fprint(stdout, "\x1b[H\x1b[2J", screen.String())
 		select {

@@ -208,6 +208,9 @@ func TestValidationErrors(t *testing.T) {
 		"two pools alike": {least + "- {name: chat, kvTransfer: none, endpoints: [{address: \"127.0.0.1:8101\"}]}\n", []string{
 			"pools[1].endpoints[0].address: 127.0.0.1:8101 is already pools[0].endpoints[0].address",
 			`pools[1].models[0]: "*" is in pools[0] already; a model belongs to one pool; a pool that names no models has "*", all that no other pool names`, `pools[1].name: "chat" names two pools`}},
+		"names with a port": {"admin: {hosts: [tandem.example.com, \"*.corp.example\", \"tandem.example.com:9090\", \"*\"]}\n" + least, []string{
+			`admin.hosts[2]: "tandem.example.com:9090" is not a host name without port, such as tandem.example.com or *.example.com`,
+			`admin.hosts[3]: "*" is not a host name without port, such as tandem.example.com or *.example.com`}},
 		"listeners clash":      {"admin: {listen: \"0.0.0.0:9002\"}\n" + least, []string{"admin.listen: 0.0.0.0:9002 clashes with extProc.listen: give it another port"}},
 		"replicas without key": {"envoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, []string{"tickets.keyFile: is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set state.redis, and they share them"}},
 		"replica twice":        {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"A:1\"], replans: [\"a:2\"]}\n" + least, []string{"envoy.extProcs[1]: A:1 is already envoy.extProcs[0]"}},

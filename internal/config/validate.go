@@ -57,6 +57,7 @@ func checkListeners(v *validator, c *configv1.Config) {
 	checkListen(v, "extProc.listen", c.ExtProc.Listen)
 	checkListen(v, "replan.listen", c.Replan.Listen)
 	checkListen(v, "admin.listen", c.Admin.Listen)
+	checkHosts(v, "admin.hosts", c.Admin.Hosts)
 	checkListen(v, "envoy.listen", c.Envoy.Listen)
 	checkListen(v, "envoy.admin", c.Envoy.Admin)
 	if c.Envoy.Stats != "" {
@@ -67,6 +68,18 @@ func checkListeners(v *validator, c *configv1.Config) {
 		checkDuration(v, "notices.keep", c.Notices.Keep, time.Second)
 	}
 	checkGateway(v, c)
+}
+
+// hostPattern is a host name, or one with *. for the first label.
+var hostPattern = regexp.MustCompile(`^(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?$`)
+
+func checkHosts(v *validator, path string, hosts []string) {
+	for i, h := range hosts {
+		if !hostPattern.MatchString(h) {
+			v.m.add(fmt.Sprintf("%s[%d]", path, i),
+				"%.100q is not a host name without port, such as tandem.example.com or *.example.com", h)
+		}
+	}
 }
 
 func checkGateway(v *validator, c *configv1.Config) {

@@ -10,6 +10,8 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 
@@ -166,6 +168,35 @@ func TestCheckLiveModels(t *testing.T) {
 	var text strings.Builder
 	report.Print(&text)
 	require.Contains(t, text.String(), "warning: "+none(0, "tini", "decode", sglang, "tiny"))
+}
+
+// What an engine reports neither steers a terminal nor looks like a line of the report.
+func TestReportsAreShownPlain(t *testing.T) {
+	const hostile = `\u001b[2J\npools[0]: all is well\u202e\u009b31m\u007f`
+	answers := map[string]string{
+		"/v1/models": "vllm-0.32.0-models.json", "/metrics": "vllm-0.32.0-metrics.txt", "/version": "vllm-0.32.0-version.json",
+		"/server_info": "vllm-0.32.0-server_info.json",
+	}
+	good := recorded(t, answers)
+	bad := recorded(t, answers, `"id":"tiny"`, `"id":"x`+hostile+`"`, `0.32.0`, `0.32.0`+hostile, "NixlConnector", "Y"+hostile)
+	c, _, err := config.Parse(fmt.Appendf(nil, "pools: [{name: x, models: [tiny], kvTransfer: nixl, endpoints: "+
+		"[{role: prefill, address: %q}, {role: decode, address: %q}]}]", bad, good))
+	require.NoError(t, err)
+	report := Check(t.Context(), c)
+	require.Error(t, report.Err())
+	var text strings.Builder
+	report.Print(&text)
+	got := text.String() + report.Err().Error()
+	for _, kept := range []string{"0.32.0?[2J?pools[0]: all is well??31m?", "serves x?[2J", "runs with Y?[2J"} {
+		require.Contains(t, got, kept)
+	}
+	for line := range strings.Lines(got) {
+		require.NotEqual(t, 0, strings.Index(line, "pools[0]: all"), "a line of the engine's")
+		require.True(t, utf8.ValidString(line))
+		for _, r := range strings.TrimSuffix(line, "\n") {
+			require.True(t, unicode.IsPrint(r), "%q: %q", line, r)
+		}
+	}
 }
 
 // The report lists what was asked and compared, what engines do not report, and what was not asked.

@@ -25,6 +25,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
+	"tandem/status/words"
 )
 
 // timeout is the time limit of one request to an engine.
@@ -89,6 +90,12 @@ func Check(ctx context.Context, cfg *configv1.Config) *Report {
 			out.Engines = append(out.Engines, a.row(p, answers, j))
 		}
 		out.findings = append(out.findings, unserved(fmt.Sprintf("pools[%d]", i), p, answers)...)
+	}
+	for i := range out.Engines {
+		out.Engines[i].Release = words.Plain(out.Engines[i].Release)
+	}
+	for i := range out.findings { // they name what engines report
+		out.findings[i].text = words.Plain(out.findings[i].text)
 	}
 	return out
 }

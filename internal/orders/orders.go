@@ -364,7 +364,7 @@ const contentJSON = "application/json"
 
 func writeJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("content-type", contentJSON)
-	enc := json.NewEncoder(w)
+	enc := json.NewEncoder(words.Escaped(w))
 	enc.SetIndent("", "  ")
 	_ = enc.Encode(v)
 }

@@ -71,6 +71,7 @@ type Feed struct {
 	orphans map[uint64]orphan
 	byKey   map[uint64][]uint64 // orphans, by the engine's hash of the block before
 	byHash  map[uint64][]uint64 // orphans, by our hash of the block before
+	kin     kinTable            // nil until needed
 	size    int                 // tokens in a block
 	stats   FeedStats
 	shown   atomic.Pointer[FeedStats]
@@ -138,7 +139,7 @@ func (f *Feed) show() {
 }
 
 func (f *Feed) forget() {
-	f.keys = keyTable{}
+	f.keys, f.kin = keyTable{}, nil
 	f.orphans, f.byKey, f.byHash = nil, nil, nil
 }
 

@@ -5,6 +5,7 @@ import (
 	"math/bits"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"testing"
 
 	"tandem/internal/budget"
@@ -314,5 +315,63 @@ func TestTokenBlocks(t *testing.T) {
 	require.Empty(t, base.Blocks(nil, 0))
 	for _, other := range []TokenPrompt{{IDs: ids, LoRA: "a"}, {IDs: ids, Salt: SaltKey("a")}, {IDs: ids[1:]}} {
 		require.NotEqual(t, hashes[1], other.Blocks(nil, 16)[1])
+	}
+}
+
+// What follows a removed block is found among its own followers, whatever else was stored, removed, renamed and
+// forgotten before: the kin that a feed keeps are those that its blocks have.
+func TestKinAreTrue(t *testing.T) {
+	f, _ := lone(t, 2000)
+	r := rand.New(rand.NewPCG(7, 8))
+	detached := 0
+	for range 4000 {
+		seq := sequenceOf(0, []byte{byte(r.IntN(3)), byte(r.IntN(3)), byte(r.IntN(4)), byte(r.IntN(4)), byte(r.IntN(4)), byte(r.IntN(4))})
+		if r.IntN(2) == 0 {
+			f.Apply([]BlockEvent{storedFrom(seq, 0, 1+r.IntN(6), TierGPU)})
+		} else {
+			f.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: []uint64{seq.keys[r.IntN(6)]}}})
+		}
+		if f.kin == nil {
+			continue
+		}
+		detached++
+		want := map[uint32][]uint32{}
+		f.keys.each(func(_ uint64, id uint32) {
+			if parent := f.x.parentOf(id); parent != 0 {
+				want[parent] = append(want[parent], id)
+			}
+		})
+		for parent, ids := range want {
+			var got []uint32
+			for id := f.kin[parent].first; id != 0; id = f.kin[id].next {
+				got = append(got, id)
+			}
+			require.ElementsMatch(t, ids, got)
+		}
+		for id, k := range f.kin {
+			require.True(t, k.first == 0 || len(want[id]) > 0)
+		}
+	}
+	require.Greater(t, detached, 1000)
+}
+
+// What it costs to remove a block before those that follow it must not grow with what an engine holds.
+func BenchmarkDetached(b *testing.B) {
+	for _, held := range []int{10_000, 200_000} {
+		b.Run(strconv.Itoa(held), func(b *testing.B) {
+			f, _ := lone(b, 1<<20)
+			event := func(key uint64, parent uint64) BlockEvent {
+				return BlockEvent{Kind: BlocksStored, Keys: []uint64{key}, Blocks: []uint64{key}, Root: TokenRoot("", 16), BlockSize: 16, HasParent: parent > 0, Parent: parent}
+			}
+			for i := range held {
+				f.Apply([]BlockEvent{event(uint64(i+1), uint64(i/4*4)*uint64(min(i%4, 1)))})
+			}
+			first, second := uint64(1<<40), uint64(1<<40+1)
+			f.Apply([]BlockEvent{event(first, 0), event(second, first)})
+			f.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: []uint64{first}}, event(first, 0)}) // the first makes the tables
+			for b.Loop() {
+				f.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: []uint64{first}}, event(first, 0)})
+			}
+		})
 	}
 }

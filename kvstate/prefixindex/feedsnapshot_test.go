@@ -9,7 +9,7 @@ import (
 )
 
 // lone returns a feed of that capacity by itself, and a look-up of prompts in it.
-func lone(t *testing.T, blocks int) (f *Feed, hit func(hashes []uint64) int) {
+func lone(t testing.TB, blocks int) (f *Feed, hit func(hashes []uint64) int) {
 	t.Helper()
 	x := New(Limits{MaxBytes: 1 << 40, RoutedBlocks: 1 << 14, FeedBlocks: blocks, TTL: time.Hour})
 	owners := joined(x, 1)

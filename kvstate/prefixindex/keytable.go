@@ -151,28 +151,36 @@ func (t *keyTable) keep(held func(id uint32) bool) {
 	t.resize(t.n+t.n/10+8, keyTail)
 }
 
-// removeID removes the key of a block. Only the first call visits the whole table.
+// removeID removes the key of a block.
 func (t *keyTable) removeID(id uint32) {
+	if key, found := t.keyOf(id); found {
+		t.remove(key)
+	}
+}
+
+// keyOf returns the key of a block. Only the first call visits the whole table.
+func (t *keyTable) keyOf(id uint32) (key uint64, found bool) {
 	if t.names == nil {
 		t.names = &keyTable{}
+		t.names.resize(t.n+t.n/10+8, keyTail) // at once: sorted keys would all fall into the beginning of a table that grows
 		t.each(func(key uint64, id uint32) { t.names.put(uint64(id), uint32(mixedKey(key)>>32)) })
 	}
 	upper, ok := t.names.get(uint64(id))
 	if !ok {
-		return
+		return 0, false
 	}
 	first := uint64(upper) << 32
 	last := t.home(first | 1<<32 - 1)
 	for i := t.home(first); i < len(t.keys); i++ {
 		mixed := t.keys[i]
 		if i > last && (mixed == 0 || uint32(mixed>>32) > upper) {
-			return
+			return 0, false
 		}
 		if mixed != 0 && uint32(mixed>>32) == upper && t.ids[i] == id {
-			t.remove(mixed * keyUnmix)
-			return
+			return mixed * keyUnmix, true
 		}
 	}
+	return 0, false
 }
 
 // forget removes a block's name from a table of names, unless it has a newer one.

@@ -104,44 +104,88 @@ func (f *Feed) attach(key, hash uint64, id uint32) {
 }
 
 // detach turns everything that follows a block into orphans, before the block is removed. Engines evict the end of a
-// prefix before its beginning, so this is rare; it visits all that the feed holds.
+// prefix before its beginning, so this is rare. Only the first call, and the first after a generation has ended, visits
+// all that the feed holds.
 func (f *Feed) detach(top uint32) {
-	below := map[uint32]bool{0: false, top: true}
-	var path []uint32
-	follows := func(id uint32) bool {
-		path = path[:0]
-		known, found := below[id]
-		for !found {
-			path = append(path, id)
-			id = uint32(f.x.store.at(id).rest.Load() >> 32)
-			known, found = below[id]
-		}
-		for _, on := range path {
-			below[on] = known
-		}
-		return known
+	if f.kin == nil {
+		f.kin = kinTable{}
+		f.keys.each(func(_ uint64, id uint32) {
+			if _, held := f.x.stateOf(f.m, id); held {
+				f.kin.join(id, f.x.parentOf(id))
+			}
+		})
 	}
-	type leaving struct {
-		key uint64
-		id  uint32
-		a   orphan
-	}
-	var all []leaving
-	f.keys.each(func(key uint64, id uint32) {
-		if state, held := f.x.stateOf(f.m, id); held && id != top && follows(id) {
-			n := f.x.store.at(id)
-			parent := f.x.store.at(uint32(n.rest.Load() >> 32))
-			a := orphan{parent: parent.hash.Load(), hash: n.hash.Load(), media: state & stateMedia, hashed: true}
-			all = append(all, leaving{key, id, a})
+	below := f.kin.followers(top)
+	for _, id := range slices.Backward(below) { // those that follow first, so that counts and kin stay true
+		state, held := f.x.stateOf(f.m, id)
+		key, named := f.keys.keyOf(id)
+		if !held || !named {
+			continue
 		}
-	})
-	for _, l := range all {
-		f.keys.remove(l.key)
-	}
-	for _, l := range all {
-		if _, held := f.x.stateOf(f.m, l.id); held {
-			f.x.unhold(f.m, l.id) // if its parent was removed just before, unhold changes no count
+		n := f.x.store.at(id)
+		a := orphan{
+			parent: f.x.store.at(f.x.parentOf(id)).hash.Load(), hash: n.hash.Load(), media: state & stateMedia, hashed: true,
 		}
-		f.wait(l.key, l.a)
+		f.keys.remove(key)
+		f.x.unhold(f.m, id)
+		f.wait(key, a)
 	}
+}
+
+// kin are a block's relatives among the blocks that a feed holds; 0 for none. They let a feed find what follows a block.
+type kin struct{ first, next, before uint32 } // of those that follow it the latest; its neighbours in its parent's list
+
+// kinTable has the kin of the blocks that follow another or are followed. It is made when first needed: most engines
+// never remove a block before those that follow it.
+type kinTable map[uint32]kin
+
+// join makes a block one of those that follow parent; 0: none.
+func (t kinTable) join(id, parent uint32) {
+	if t == nil || parent == 0 {
+		return
+	}
+	p, own := t[parent], t[id]
+	own.next, own.before = p.first, 0
+	if p.first != 0 {
+		n := t[p.first]
+		n.before = id
+		t[p.first] = n
+	}
+	p.first = id
+	t[parent], t[id] = p, own
+}
+
+// leave forgets a block that parent was before.
+func (t kinTable) leave(id, parent uint32) {
+	own, found := t[id]
+	if !found {
+		return
+	}
+	delete(t, id)
+	if own.next != 0 {
+		n := t[own.next]
+		n.before = own.before
+		t[own.next] = n
+	}
+	if own.before != 0 {
+		b := t[own.before]
+		b.next = own.next
+		t[own.before] = b
+	} else if p, found := t[parent]; found && p.first == id {
+		p.first = own.next
+		t[parent] = p
+	}
+}
+
+// followers returns all that follow a block, each after the one before it.
+func (t kinTable) followers(top uint32) (out []uint32) {
+	for id := t[top].first; id != 0; id = t[id].next {
+		out = append(out, id)
+	}
+	for i := 0; i < len(out); i++ {
+		for id := t[out[i]].first; id != 0; id = t[id].next {
+			out = append(out, id)
+		}
+	}
+	return out
 }

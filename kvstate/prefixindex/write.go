@@ -53,6 +53,9 @@ func (x *Index) stateOf(m *member, id uint32) (state uint32, ok bool) {
 	return x.store.sets.state(uint32(x.store.at(id).rest.Load()), m.slot)
 }
 
+// parentOf returns the block before block id; 0: none.
+func (x *Index) parentOf(id uint32) uint32 { return uint32(x.store.at(id).rest.Load() >> 32) }
+
 func (x *Index) setState(m *member, id, state uint32) {
 	holders := uint32(x.store.at(id).rest.Load())
 	x.store.setHolders(id, x.store.sets.put(holders, m.slot, state))
@@ -81,6 +84,8 @@ func (x *Index) hold(m *member, hash uint64, parent, media uint32) (id uint32) {
 		m.held++
 		if m.feed == nil {
 			m.list = append(m.list, id)
+		} else {
+			m.feed.kin.join(id, x.parentOf(id))
 		}
 		if parent != 0 {
 			x.countKid(m, parent)
@@ -98,7 +103,10 @@ func (x *Index) countKid(m *member, parent uint32) {
 // unhold records that a member no longer holds a block, and removes the block if it has no other holder. It returns
 // the block before.
 func (x *Index) unhold(m *member, id uint32) (parent uint32) {
-	parent = uint32(x.store.at(id).rest.Load() >> 32)
+	parent = x.parentOf(id)
+	if m.feed != nil {
+		m.feed.kin.leave(id, parent)
+	}
 	state, _ := x.stateOf(m, id)
 	if m.held--; state&stateParity == m.parity {
 		m.current--
@@ -126,6 +134,9 @@ func (x *Index) dropHolder(m *member, id uint32) {
 // first, then those before them; a follower is never older than the block before it. A block with kidsMax followers
 // stays, because its count is not exact any more.
 func (x *Index) nextGeneration(m *member) {
+	if m.feed != nil {
+		m.feed.kin = nil
+	}
 	m.each(func(id uint32) {
 		for id != 0 {
 			state, ok := x.stateOf(m, id)

@@ -6,18 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
-	"unicode"
 )
-
-// Plain keeps foreign text (names, ids) from steering the terminal.
-func Plain(s string) string {
-	return strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return '?'
-		}
-		return r
-	}, s)
-}
 
 // Number formats a count or a rate.
 func Number(v float64) string {

@@ -607,7 +607,12 @@ type Admin struct {
 	// have this token (docs/operations.md). A client that sends it in the header tandem-explain gets the decision for its
 	// request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to clients.
 	// A relative path is relative to the working directory of the server, and of the command that sends an order.
-	TokenFile     string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
+	TokenFile string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
+	// More host names under which the port answers, or *.example.com. Others get 421, so that a page of a stranger cannot
+	// have a browser read the port (docs/security.md#ports).
+	// These need not be listed: IP addresses, localhost, names without a dot, names of Kubernetes Services (*.svc,
+	// *.svc.cluster.local), this machine's name, and the hosts of listen, envoy.extProcs, envoy.replans and --advertise.
+	Hosts         []string `protobuf:"bytes,3,rep,name=hosts,proto3" json:"hosts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -654,6 +659,13 @@ func (x *Admin) GetTokenFile() string {
 		return x.TokenFile
 	}
 	return ""
+}
+
+func (x *Admin) GetHosts() []string {
+	if x != nil {
+		return x.Hosts
+	}
+	return nil
 }
 
 type Envoy struct {
@@ -3506,11 +3518,12 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x04mode\x18\n" +
 	" \x01(\tR\x04mode\"\"\n" +
 	"\bListener\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\">\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"T\n" +
 	"\x05Admin\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
-	"token_file\x18\x02 \x01(\tR\ttokenFile\"\xe1\x03\n" +
+	"token_file\x18\x02 \x01(\tR\ttokenFile\x12\x14\n" +
+	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xe1\x03\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +

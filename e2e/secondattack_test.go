@@ -1,0 +1,241 @@
+package e2e
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"regexp"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// The attacks of the second round, which came through doors that the first had not tried. make attack runs them too.
+
+// Clients that send most of a large body and then nothing hold the memory that all share: while it is short, the slowest
+// end, and others' bodies of 4 MiB pass although the stalled clients stay.
+func TestStalledUploads(t *testing.T) {
+	t.Setenv("GOMEMLIMIT", "512MiB") // a quarter of the usual memory: 256 MiB for all, 64 MiB for a connection of Envoy
+	f := start(t, options{concurrency: 8, engineArgs: []string{"--record=false"}})
+	address := strings.TrimPrefix(f.url, "http://")
+	const clients, piece = 48, 512 << 10
+	var stalled []net.Conn
+	for range clients {
+		conn, err := net.Dial("tcp", address)
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = conn.Close() })
+		stalled = append(stalled, conn)
+	}
+	var sending sync.WaitGroup
+	for _, conn := range stalled {
+		sending.Go(func() {
+			_ = conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
+			_, _ = io.WriteString(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+			for i := range 20 {
+				text := strings.Repeat("w ", piece/2)
+				if i == 0 {
+					text = `{"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"` + text
+				}
+				if _, err := fmt.Fprintf(conn, "%x\r\n%s\r\n", len(text), text); err != nil {
+					return
+				}
+			}
+		})
+	}
+	sending.Wait()
+	held := metric(t, f.admins[0], "tandem_held_bytes")
+	require.Greater(t, held, 128.0*(1<<20), "more than half of the memory is held")
+	began, refused := time.Now(), 0
+	for passed := 0; passed < 3; {
+		require.Less(t, time.Since(began), patience, "bodies of 4 MiB do not pass")
+		var busy atomic.Int64
+		var round sync.WaitGroup
+		for range 6 {
+			round.Go(func() {
+				got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", question("stalled", 1_000_000))
+				if err != nil || got.status != 200 {
+					busy.Add(1)
+				}
+			})
+		}
+		if round.Wait(); busy.Load() == 0 {
+			passed++
+			continue
+		}
+		refused += int(busy.Load())
+		time.Sleep(100 * time.Millisecond) //nolint:forbidigo // the clients come again
+	}
+	took := time.Since(began)
+	ended := 0
+	for _, conn := range stalled {
+		_ = conn.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+		if resp, err := http.ReadResponse(bufio.NewReader(conn), nil); err == nil {
+			require.Contains(t, []int{503, 408}, resp.StatusCode)
+			_ = resp.Body.Close()
+			ended++
+		}
+		_ = conn.Close()
+	}
+	t.Logf("%d stalled clients held %.0f MiB; 3 times 6 bodies of 4 MiB had passed %.1f s later, %d before were refused; %d of the stalled were ended",
+		clients, held/(1<<20), took.Seconds(), refused, ended)
+	require.Positive(t, ended)
+	require.Less(t, ended, clients, "no more end than there is too much")
+}
+
+// The replan port gives a stranger no ticket, nor an engine one for a path of its choice: without a ticket, with an
+// invented one, with one that an engine has kept, and with one of a hop that still runs, which counts once.
+func TestReplanPortGivesStrangersNothing(t *testing.T) {
+	f := start(t, options{})
+	config, err := os.ReadFile(f.config)
+	require.NoError(t, err)
+	address := string(regexp.MustCompile(`replan: \{listen: "([^"]+)"`).FindSubmatch(config)[1])
+	ask := func(id, path, ticket string, restart bool) (int, http.Header) {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+address+path, strings.NewReader(apis[0].body))
+		require.NoError(t, err)
+		r.Host = "evil.host"
+		r.Header = http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {id}}
+		if ticket != "" {
+			r.Header.Set("x-tandem-ticket", ticket)
+		}
+		if restart {
+			r.Header.Set("x-tandem-restart", "true")
+		}
+		resp, err := http.DefaultTransport.RoundTrip(r)
+		require.NoError(t, err)
+		_ = resp.Body.Close()
+		return resp.StatusCode, resp.Header
+	}
+	require.Equal(t, 200, f.post(apis[0].path, apis[0].body, "x-request-id", "kept").status)
+	kept := f.requests("kept", f.prefills...)[0].Headers["X-Tandem-Ticket"][0]
+	if status, headers := ask("kept", "/sleep", kept, false); status == 307 { // as if that hop had failed: once, and where the client asked
+		require.Equal(t, "http://tandem"+apis[0].path, headers.Get("location"))
+	}
+	for _, path := range []string{apis[0].path, "/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/pause?x=1"} {
+		for _, restart := range []bool{false, true} {
+			for _, ticket := range []string{"", "AAAA", strings.Repeat("A", 100), kept, kept[:len(kept)-2]} {
+				status, headers := ask("kept", path, ticket, restart)
+				require.Equal(t, 503, status, "%s %v %.10s", path, restart, ticket)
+				require.Empty(t, headers.Get("x-tandem-ticket"))
+				require.Empty(t, headers.Get("location"))
+			}
+		}
+	}
+
+	for _, p := range f.prefills {
+		f.inject(p, `{"mode":"slow","delay":"3s","leg":"prefill","count":1}`)
+	}
+	done := make(chan answer, 1)
+	go func() {
+		got, _ := f.try(t.Context(), http.MethodPost, apis[0].path, apis[0].body, "x-request-id", "running")
+		done <- got
+	}()
+	var running []seen
+	soon(t, "prefill has the hop", func() bool { running = f.requests("running", f.prefills...); return len(running) > 0 })
+	ticket := running[0].Headers["X-Tandem-Ticket"][0]
+	status, headers := ask("another", "/sleep", ticket, false)
+	require.Equal(t, 503, status, "another request's")
+	require.Empty(t, headers.Get("x-tandem-ticket"))
+	status, headers = ask("running", "/sleep", ticket, false)
+	if status == 307 { // an engine may have its own hop planned again, and only where the client asked
+		require.Equal(t, "http://tandem"+apis[0].path, headers.Get("location"))
+		status, headers = ask("running", "/sleep", ticket, false)
+	}
+	require.Equal(t, 503, status, "a second time")
+	require.Empty(t, headers.Get("x-tandem-ticket"))
+	got := <-done
+	require.Contains(t, []int{200, 503}, got.status, got.body)
+	require.Empty(t, f.requests("another", f.engines()...))
+	for _, s := range f.requests("", f.engines()...) {
+		require.Equal(t, apis[0].path, s.Path)
+	}
+	soon(t, "nothing is reserved", func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 })
+	f.lenient = true // P's blocks of the hop whose ticket was taken
+}
+
+// What an engine refuses for good (405, 417, 431) is the client's answer, not a 503 to try again; what another engine
+// may do better is tried there.
+func TestEnginesRefusalsReachTheClient(t *testing.T) {
+	f := start(t, options{})
+	f.lenient = true
+	for status, want := range map[int]int{405: 405, 417: 417, 431: 431, 422: 422} {
+		for _, leg := range []string{"prefill", "decode"} {
+			for _, e := range f.engines() {
+				f.inject(e, fmt.Sprintf(`{"mode":"status","status":%d,"leg":"%s"}`, status, leg))
+			}
+			got := f.post(apis[0].path, apis[0].body)
+			require.Equal(t, want, got.status, "%s: %s", leg, got.body)
+			require.Empty(t, got.header.Get("Retry-After"))
+			for _, e := range f.engines() {
+				f.clear(e)
+			}
+		}
+	}
+	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
+}
+
+// An engine that forges what only Tandem says: redirects with tickets, Envoy's and Tandem's headers once and twice.
+// Clients see none of it, no request fails but those it answers, and nothing stays reserved.
+func TestEnginesForgeNothing(t *testing.T) {
+	for _, role := range []string{"decode", "both"} {
+		var redirect, hits atomic.Int64
+		engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.Method != http.MethodPost {
+				return
+			}
+			hits.Add(1)
+			h := w.Header()
+			if n := redirect.Load(); n > 0 {
+				h.Set("location", "http://tandem/v1/chat/completions")
+				h["X-Tandem-Ticket"] = []string{"", "A", strings.Repeat("A", 100), r.Header.Get("x-tandem-ticket")}[n-1 : n]
+				h["X-Tandem-Leg"] = []string{"decode", "decode"}
+				w.WriteHeader(http.StatusTemporaryRedirect)
+				return
+			}
+			for _, name := range []string{
+				"x-envoy-upstream-service-time", "x-envoy-ratelimited", "x-envoy-immediate-health-check-fail", "x-envoy-overloaded",
+				"x-envoy-attempt-count", "x-tandem-ticket", "x-tandem-leg", "x-tandem-explain", "x-gateway-destination-endpoint",
+			} {
+				h[http.CanonicalHeaderKey(name)] = []string{"1", "2"}
+			}
+			h.Set("content-type", "application/json")
+			_, _ = io.WriteString(w, `{"id":"x","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"a"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":1}}`)
+		}))
+		defer engine.Close()
+		f := start(t, options{prefills: 1, pools: fmt.Sprintf(`pools:
+- {name: chat, models: ["*"], kvTransfer: nixl, decodeAlone: fallback, endpoints: [{address: %%P, role: prefill}, {address: %q, role: %s}]}
+`, engine.Listener.Addr(), role)})
+		f.lenient = true // P's blocks are not fetched
+		settled := func() {
+			soon(t, "nothing is reserved", func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 })
+		}
+		for range 4 {
+			got := f.post(apis[0].path, question("forged", 2000))
+			require.Equal(t, 200, got.status, got.body)
+			for name := range got.header {
+				name = strings.ToLower(name)
+				require.False(t, strings.HasPrefix(name, "x-envoy-") || strings.HasPrefix(name, "x-tandem-") || strings.HasPrefix(name, "x-gateway-"), "%s reaches a client", name)
+			}
+		}
+		settled()
+		for n := range 4 {
+			redirect.Store(int64(n + 1))
+			before := hits.Load()
+			for range 5 {
+				got := f.post(apis[0].path, question(fmt.Sprint("forged ", n), 2000))
+				require.GreaterOrEqual(t, got.status, 300, got.body)
+				require.Empty(t, got.header.Get("x-tandem-ticket"))
+			}
+			settled()
+			require.LessOrEqual(t, hits.Load()-before, int64(5*6), "a redirect is not followed again and again")
+		}
+		require.True(t, f.tandems[0].running())
+	}
+}
