@@ -129,9 +129,10 @@ var arrows = map[string][]string{
 	},
 	"internal/enginesim/connector": {
 		"internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover",
-		"internal/enginesim/jsontext",
+		"internal/enginesim/jsontext", "internal/enginesim/pdbuffer",
 	},
 	"internal/enginesim/handover": {"internal/enginesim/engine"},
+	"internal/enginesim/pdbuffer": {"internal/enginesim/engine"},
 	"internal/enginesim/engine":   {"internal/enginesim/jsontext"},
 	"internal/enginesim/jsontext": {},
 	"internal/enginesim/fault":    {},
