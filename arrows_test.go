@@ -80,7 +80,7 @@ var arrows = map[string][]string{
 	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
 	"extproc/envoywire/wiretest": {},
-	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "protos/ticket/v1 (test)", "kvstate/standstill"},
+	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "protos/ticket/v1 (test)", "kvstate/standstill"},
 	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/prefixindex", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/latebinding": {
@@ -133,9 +133,10 @@ var arrows = map[string][]string{
 	},
 	"internal/enginesim/connector": {
 		"internal/enginesim/engine", "internal/enginesim/fault", "internal/enginesim/handover",
-		"internal/enginesim/jsontext",
+		"internal/enginesim/jsontext", "internal/enginesim/pdbuffer",
 	},
 	"internal/enginesim/handover": {"internal/enginesim/engine"},
+	"internal/enginesim/pdbuffer": {"internal/enginesim/engine"},
 	"internal/enginesim/engine":   {"internal/enginesim/jsontext"},
 	"internal/enginesim/jsontext": {},
 	"internal/enginesim/fault":    {},

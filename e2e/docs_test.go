@@ -39,13 +39,19 @@ var documentedRun = []string{
 	`curl http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}],\"max_tokens\":16}"`,
 	`curl http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"tiny\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}],\"max_tokens\":16}"`,
 	`curl http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"tiny\",\"messages\":[{\"role\":\"user\",\"content\":\"$RANDOM $(seq -s ' ' 1 9000)\"}],\"max_tokens\":16}"`,
+	`curl --compressed http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{"model":"MODEL","messages":[{"role":"user","content":"Hello"}],"max_tokens":16}'`,
+	`curl http://127.0.0.1:8080/v1/chat/completions -H "authorization: Bearer $(cat engine.key)" -H 'content-type: application/json' -d '{"model":"MODEL","messages":[{"role":"user","content":"Hello"}],"max_tokens":16}'`,
+	`curl -H "authorization: Bearer $(cat engine.key)" http://127.0.0.1:8080/v1/models`,
+	"curl http://127.0.0.1:8080/v1/models/MODEL",
 	"curl http://ENDPOINT/health",
 	"curl http://127.0.0.1:9090/readyz",
 	"tandem status -f tandem.yaml",
 	"tandem status -f tandem.yaml --this-replica",
 	"tandem requests -f tandem.yaml",
 	"tandem explain -f tandem.yaml --tokens 8000",
+	"tandem explain -f tandem.yaml -o json",
 	"tandem explain REQUEST_ID -f tandem.yaml",
+	"curl http://127.0.0.1:8080/v1/audio/transcriptions -F model=MODEL -F file=@speech.wav",
 	"tandem weights -f tandem.yaml",
 	"tandem weights chat 10.0.0.1:8000 50 -f tandem.yaml",
 	`curl -X POST -H "Authorization: Bearer $(cat admin.token)" 'http://127.0.0.1:9090/api/pools/chat/endpoints/10.0.0.1:8000/drain?timeout=5m'`,
@@ -60,9 +66,11 @@ var documentedRun = []string{
 var documentedShows = map[string]string{
 	"tandem requests -f tandem.yaml": `(?s)split +127.*decode_alone \(cheaper than two hops\) +-`,
 	// A few milliseconds decide which is cheaper, depending on the time since earlier requests.
-	"tandem explain -f tandem.yaml --tokens 8000": `^(Split: \S+ computes the prompt, \S+ answers|Decode alone on \S+): .* cheaper than`,
-	"tandem explain REQUEST_ID -f tandem.yaml":    `^Request \S+, \S+ ago, (.|\n)*\. *\n(Split: \S+ computes|Decode alone on)`,
-	"tandem status -f tandem.yaml":                `(?s)^Tandem .*ready.*prefill +up`,
+	"tandem explain -f tandem.yaml --tokens 8000":                                           `^(Split: \S+ computes the prompt, \S+ answers|Decode alone on \S+): .* cheaper than`,
+	"tandem explain REQUEST_ID -f tandem.yaml":                                              `^Request \S+, \S+ ago, (.|\n)*\. *\n(Split: \S+ computes|Decode alone on)`,
+	"curl http://127.0.0.1:8080/v1/models/MODEL":                                            `"id": ?"tiny"`,
+	"curl http://127.0.0.1:8080/v1/audio/transcriptions -F model=MODEL -F file=@speech.wav": `body_bytes`,
+	"tandem status -f tandem.yaml":                                                          `(?s)^Tandem .*ready.*prefill +up`,
 }
 
 var documentedOnly = map[string]string{
@@ -72,6 +80,7 @@ var documentedOnly = map[string]string{
 	"docker compose -f deploy/observability/compose.yaml up":                                        "a container engine; go test ./docs holds the file to its schema",
 	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_connector_extra_config":{"kv_lease_duration":120}}'`:             "a GPU; make e2e-vllm runs it on CPU",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealLeases -v ./e2e/vllm":                                                                                                  "5.5 GiB of vLLM, and minutes",
+	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealBoth -v ./e2e/vllm":                                                                                                    "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                                    "a cluster",
@@ -295,6 +304,11 @@ func runDocumented(t *testing.T) {
 	}
 	config += fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q, tokenFile: %q}\ntickets: {keyFile: %q}\n",
 		free[3], free[4], admin, filepath.Join(dir, "admin.token"), filepath.Join(dir, "ticket.key"))
+	config = strings.Replace(config, "- name: chat\n", "- name: chat\n  apiKeyFile: "+filepath.Join(dir, "engine.key")+"\n", 1)
+	require.Contains(t, config, "apiKeyFile", "as docs/howto/everyday-clients.md has it")
+	for file, text := range map[string]string{"engine.key": "s3cret\n", "speech.wav": "RIFF"} {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, file), []byte(text), 0o600))
+	}
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "tandem.yaml"), []byte(config), 0o600))
 
 	here := strings.NewReplacer("127.0.0.1:8080", listen, "127.0.0.1:9090", admin, "10.0.0.1:8000", prefill, "ENDPOINT", prefill, "MODEL", "tiny",

@@ -95,6 +95,46 @@ func TestLMCacheBufferIsShared(t *testing.T) {
 	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `route="split"`))
 }
 
+// Prompts that D holds already are not pushed into its buffer, where nobody would take them, and D takes the one chunk
+// of prompts that are too short for Tandem to know: repeats and later turns fit into a buffer of one prompt, and none
+// waits.
+func TestLMCacheRepeatsLeaveTheBufferFree(t *testing.T) {
+	t.Parallel()
+	for size, words := range map[int]int{128: 50, 1024: 400} { // about two tokens a word
+		t.Run(fmt.Sprint(size), func(t *testing.T) {
+			t.Parallel()
+			notices := ports(t, 1)[0]
+			k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--pd-buffer", fmt.Sprint(size), "--pd-allocation-timeout", "1s"}}
+			o := k.setUp(options{prefills: 1, decodes: 1, top: fmt.Sprintf("notices: {listen: %q}\n", notices)}, notices, "tiny")
+			plain := o.engine
+			o.engine = func(role string, i int, free func() string) ([]string, string) {
+				args, fields := plain(role, i, free)
+				return args, strings.Replace(fields, "lmcache: {", fmt.Sprintf("lmcache: {bufferTokens: %d, ", size), 1)
+			}
+			f := start(t, o)
+			complete := func(id, prompt string) {
+				got := f.post("/v1/completions", fmt.Sprintf(`{"model":"tiny","max_tokens":4,"prompt":%q}`, prompt), "x-request-id", id)
+				require.Equal(t, 200, got.status, got.body)
+			}
+			for prompt := range 4 {
+				text := fmt.Sprintf("%04d ", prompt) + strings.Repeat("abcdefg ", words)
+				for i := range 12 {
+					id := fmt.Sprintf("%d-%d", prompt, i)
+					complete(id, text)
+					require.Equal(t, i == 0 || size == 128, len(f.requests(id, f.prefills...)) == 1, id)
+				}
+				complete(fmt.Sprint("turn-", prompt), text+"and so on")
+			}
+			reasons := func(reason string) int {
+				return int(metric(t, f.admins[0], "tandem_decisions_total", fmt.Sprintf("reason=%q", reason)))
+			}
+			require.Equal(t, map[int]int{128: 0, 1024: 4 * 12}[size], reasons("held_by_decode"))
+			require.Zero(t, reasons("buffer_full"))
+			require.Zero(t, metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="missed"`))
+		})
+	}
+}
+
 // P's first token comes from Tandem, and D's tokens become those of one chat: the same members, roles, usage and ends
 // as in a single engine's answer. Requests that D could not continue go the other way.
 func TestLMCacheFirstToken(t *testing.T) {

@@ -253,7 +253,7 @@ func (m legs) prefillMirror() *listenerv3.Listener {
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
 			"x-tandem-leg-id"},
 		host:       &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
-		serverName: "x-tandem-prefill-server-name",
+		serverName: mirroredName,
 		log:        accessLogs(m).endOfMirror(),
 		filters:    []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,
 	})
@@ -265,11 +265,6 @@ func (m legs) mirrorRoutes(s scheme) []*routev3.Route {
 	to := func(headers ...*routev3.HeaderMatcher) *routev3.Route {
 		r := toCluster("tandem-mirror-pod"+s.Suffix, headers...)
 		r.GetRoute().Timeout = durationpb.New(m.TicketTTL)
-		if s.Name == "https" {
-			r.GetRoute().HostRewriteSpecifier = &routev3.RouteAction_HostRewriteHeader{
-				HostRewriteHeader: "x-tandem-prefill-server-name",
-			}
-		}
 		return r
 	}
 	cancelled := noted(m, to(append([]*routev3.HeaderMatcher{exact("x-tandem-mirror", "cancel")}, ofScheme(header,

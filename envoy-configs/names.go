@@ -38,10 +38,25 @@ func (m filters) names(header string) []*hcmv3.HttpFilter {
 			}},
 		})
 	}
-	return []*hcmv3.HttpFilter{noted(m, m.filter("envoy.filters.http.set_filter_state", config), notes{
+	out := []*hcmv3.HttpFilter{noted(m, m.filter("envoy.filters.http.set_filter_state", config), notes{
 		"": "An https engine behind a name gets it as SNI.",
 	})}
+	if header == mirroredName { // a route's rewrite would come after the header's removal
+		out = append(out, m.filter("envoy.filters.http.lua/host", &luav3.Lua{DefaultSourceCode: inline(mirroredHost)}))
+	}
+	return out
 }
+
+// mirroredName is the header with the name of a mirrored leg's engine, and mirroredHost makes it the copy's Host, which
+// is that of the other leg.
+const (
+	mirroredName = "x-tandem-prefill-server-name"
+	mirroredHost = `function envoy_on_request(request)
+  local name = request:headers():get("` + mirroredName + `")
+  if name and name ~= "" then request:headers():replace(":authority", name) end
+end
+`
+)
 
 // cors answers preflights, and adds its headers to every answer, if CORS is configured.
 func (m filters) cors() []*hcmv3.HttpFilter {

@@ -160,6 +160,29 @@ func TestPoolFor(t *testing.T) {
 	require.Empty(t, s.Models(s.Pool("any")))
 }
 
+// An adapter that an engine reports with its parent is found in the pool of that engine, though the pool lists other
+// models; a model that it reports besides is not. A name that a pool lists, or has configured, comes first.
+func TestPoolForReportedAdapters(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"llama"}}, pd(1, 1))
+	s.SetPool(PoolSpec{Name: "other", Models: []string{"mistral", "taken"}}, pd(1, 1))
+	require.Nil(t, s.PoolFor("sql"))
+	s.SetModels(s.Pool("chat").Endpoints()[1], []Model{{ID: "llama", Owner: "vllm"},
+		{ID: "sql", Root: "/adapters/sql", Parent: "llama", Owner: "vllm"}, {ID: "taken", Parent: "llama"}, {ID: "besides"}})
+	require.Equal(t, "chat", s.PoolFor("sql").Spec.Name)
+	require.Equal(t, "other", s.PoolFor("taken").Spec.Name)
+	require.Nil(t, s.PoolFor("besides"))
+	require.Contains(t, s.Models(s.Pool("chat")), Model{ID: "sql", Root: "/adapters/sql", Parent: "llama", Owner: "vllm"})
+	require.NotContains(t, s.ModelNames(s.Pool("chat")), "besides")
+
+	configured := pd(1, 1)
+	configured[1].LoRAs = "sql"
+	s.SetPool(PoolSpec{Name: "late", Models: []string{"qwen"}}, configured)
+	require.Equal(t, "late", s.PoolFor("sql").Spec.Name)
+	s.SetModels(s.Pool("chat").Endpoints()[1], nil)
+	require.Equal(t, "late", s.PoolFor("sql").Spec.Name)
+}
+
 func TestEqualListsOfModelsAreShared(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 2))

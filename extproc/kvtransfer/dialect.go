@@ -146,6 +146,15 @@ type Push struct {
 	// then computes what it lacks. It returns at once when ctx ends.
 	Await    func(ctx context.Context, pair *Pair) bool
 	Patience time.Duration // the maximum time of Await
+	// ChunkTokens is the size of what D takes or leaves in its buffer: it takes those that its own cache lacks a part
+	// of, and what it leaves stays there. 0: D takes everything.
+	ChunkTokens int64
+}
+
+// LeavesAll reports whether D would leave in its buffer what P pushes of a prompt, but for a part of a chunk: its own
+// cache holds the rest already. All are in tokens.
+func (p *Push) LeavesAll(prompt, held int64) bool {
+	return p.ChunkTokens > 0 && held >= min(p.ChunkTokens, prompt) && prompt-held < p.ChunkTokens
 }
 
 // Port is a port that an endpoint configures for the dialect.

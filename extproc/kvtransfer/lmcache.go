@@ -41,6 +41,9 @@ const (
 	lmcacheAllocPort = 7400
 )
 
+// lmcacheChunk is LMCache's default chunk_size (v1/config.py:90).
+const lmcacheChunk = 256
+
 // DefaultNoticeTimeout is the maximum wait for a notification: production-stack's 10 s.
 const DefaultNoticeTimeout = 10 * time.Second
 
@@ -63,7 +66,8 @@ func lmcacheDialect(o *Options) (Dialect, error) {
 		Reports: Reports{Connectors: []string{"LMCacheConnectorV1"}, Ranks: true},
 		Ports: []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort),
 			decodes("queryPort", 0)},
-		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, Push: &Push{Await: d.Await, Patience: d.Patience()},
+		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
+		Push: &Push{Await: d.Await, Patience: d.Patience(), ChunkTokens: lmcacheChunk},
 	}
 	if o.RetFirstToken {
 		first := lmcacheFirst{d}

@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
 
 	"tandem/extproc/openai"
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // trtllmFirst is TensorRT-LLM's disaggregated_params, generation first (schedule_style 1): both servers get the
@@ -84,13 +86,15 @@ func (trtllmFirst) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	return a, Peer{}, nil
 }
 
+// contextServers asks for /server_info, with the engine's key and name.
+var contextServers = enginehttp.New(askTimeout, func(t *http.Transport) { t.DisableKeepAlives = true })
+
 // queryServerInfo asks P for its info endpoint. A P without one yields a zero Peer.
 func queryServerInfo(ctx context.Context, e *kvstate.Endpoint) (Peer, error) {
-	scheme := "http"
-	if e.Scheme == "https" {
-		scheme = e.Scheme
+	status, body, err := contextServers.GetAll(ctx, e, "/server_info", maxPeerBytes)
+	if err == nil && status != http.StatusOK {
+		err = fmt.Errorf("GET /server_info of %s: status %d", e.Addr, status)
 	}
-	body, err := get(ctx, scheme+"://"+e.HostPort()+"/server_info")
 	if err != nil {
 		return Peer{}, err
 	}

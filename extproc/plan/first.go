@@ -27,12 +27,23 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		}
 		return Alone(r, v, c, p)
 	}
+	if lacks := lacking(r, v, c.Decode); p.Dialect.Push != nil && p.Dialect.Push.LeavesAll(r.Tokens, r.Tokens-lacks) &&
+		p.RefuseAlone(r.Pool, "cheaper") == nil {
+		r.Why, c.Uncached = "held_by_decode", lacks
+		return Alone(r, v, c, p)
+	}
 	d, why := Split(r, v, c, p)
 	if why == "" {
 		return d, nil
 	}
 	r.Why = why
 	return Alone(r, v, c, p)
+}
+
+// lacking returns the number of the prompt's tokens that an endpoint does not hold.
+func lacking(r *Request, v *kvstate.View, at int) int64 {
+	blocks := int64(max(len(r.Hashes), 1))
+	return r.Tokens - r.Tokens*min(int64(v.Endpoints[at].Hit), blocks)/blocks
 }
 
 // Unpaired returns why the picker chose no pair for a prompt of which decode lacks so many tokens.

@@ -127,6 +127,43 @@ func TestFirstReservesABuffer(t *testing.T) {
 	require.Nil(t, d.Prefill.Endpoint)
 }
 
+// P is not asked for what D would leave in its buffer: all that D holds, if it lacks less than a chunk.
+func TestFirstPushesOnlyWhatDTakes(t *testing.T) {
+	for name, tt := range map[string]struct {
+		tokens, held int64 // of 8 blocks
+		chunk        int64
+		alone        WhenAlone
+		split        bool
+	}{
+		"nothing is held":         {tokens: 800, held: 0, chunk: 256, split: true},
+		"a later turn":            {tokens: 800, held: 400, chunk: 256, split: true},
+		"a chunk is missing":      {tokens: 1024, held: 768, chunk: 256, split: true},
+		"less than a chunk":       {tokens: 1024, held: 896, chunk: 256},
+		"a repeat":                {tokens: 1024, held: 1024, chunk: 256},
+		"a short repeat":          {tokens: 80, held: 80, chunk: 256},
+		"a short one's beginning": {tokens: 80, held: 40, chunk: 256, split: true},
+		"D takes everything":      {tokens: 1024, held: 1024, split: true},
+		"never alone":             {tokens: 1024, held: 1024, chunk: 256, alone: AloneNever, split: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := splitting("nixl")
+			p.Dialect.Push, p.Alone = &kvtransfer.Push{ChunkTokens: tt.chunk}, tt.alone
+			r, v := asked(t, Attempt{}, hello)
+			r.Tokens, r.Hashes = tt.tokens, make([]uint64, 8)
+			v.Endpoints[2].Hit = int(8 * tt.held / tt.tokens)
+			d, err := First(r, v, picker.Choice{Prefill: 0, Decode: 2, Uncached: tt.tokens}, &p)
+			require.NoError(t, err)
+			if tt.split {
+				require.Equal(t, LegPrefill, d.Leg)
+				return
+			}
+			require.Equal(t, LegDecode, d.Leg)
+			require.Equal(t, "held_by_decode", d.Report.Reason)
+			require.Equal(t, tt.tokens-tt.held, d.Decode.Booking.Uncached)
+		})
+	}
+}
+
 func TestEncode(t *testing.T) {
 	const media = `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"http://a"}}]}]}`
 	p := splitting("nixl")

@@ -304,7 +304,15 @@ func TestWarnings(t *testing.T) {
 		"prefill drained":      {edited("role: prefill", "role: both, weight: 0"), []string{"pools[0].endpoints: every one that prefills has weight 0, so decode computes the prompts, where the pool allows it"}},
 		"prefill idles":        {edited("role: prefill", "role: prefill, weight: 0") + "  split: never\n", nil},
 		"one of them drained":  {least + "  - {address: e.svc:8000, role: both, weight: 0}\n", nil},
-		"replicas and redis":   {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
+		"adapters":             {strings.ReplaceAll(least, "}", ", loras: [sql]}"), nil},
+		"an adapter that does not decode": {edited("role: prefill", "role: prefill, loras: [sql]"), []string{
+			`pools[0].endpoints[0].loras: has "sql", and no endpoint that decodes has it: add it to those, unless they report it`}},
+		"an adapter of two pools": {`pools:
+- {name: a, models: [m], kvTransfer: none, endpoints: [{address: "a:1", loras: [sql, own]}]}
+- {name: b, models: [l, own], kvTransfer: none, endpoints: [{address: "b:1", loras: [sql]}]}`, []string{
+			`pools[0].endpoints[0].loras: nobody can ask for "own" here: its requests go to pools[1]`,
+			`pools[1].endpoints[0].loras: nobody can ask for "sql" here: its requests go to pools[0]`}},
+		"replicas and redis": {"state: {redis: {url: \"redis://x/0\"}}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + least, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))

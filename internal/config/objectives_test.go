@@ -12,7 +12,7 @@ import (
 
 func TestObjectives(t *testing.T) {
 	with := func(top, pool string) string {
-		return "{" + top + "pools: [{name: a, kvTransfer: nixl, " + pool + ` endpoints: [{address: "10.0.0.1:1", role: prefill, loras: [sql], labels: [tier=gold]}, {address: "10.0.0.2:1", role: decode}]}]}`
+		return "{" + top + "pools: [{name: a, kvTransfer: nixl, " + pool + ` endpoints: [{address: "10.0.0.1:1", role: prefill, loras: [sql], labels: [tier=gold]}, {address: "10.0.0.2:1", role: decode, loras: [sql]}]}]}`
 	}
 	c, warnings, err := Parse([]byte(with("", "binding: late, objectives: {default: {ttft: 2s}, named: [{name: batch, priority: -1}]},")))
 	require.NoError(t, err)

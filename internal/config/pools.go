@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"net/netip"
@@ -182,6 +183,35 @@ func checkPort(v *validator, path string, port, ranks int32) {
 	}
 }
 
+// checkAdapters warns of adapters that no request can reach: requests for a name go to the pool that names it as a
+// model, else to the first with an endpoint that has it, and there to an endpoint that decodes.
+func checkAdapters(v *validator, pools []*configv1.Pool) {
+	first := map[string]string{}
+	for i, p := range pools {
+		path := fmt.Sprintf("pools[%d]", i)
+		decoded := map[string]bool{}
+		for _, e := range p.Endpoints {
+			for _, name := range e.Loras {
+				decoded[name] = decoded[name] || decodes(e)
+			}
+		}
+		for j, e := range p.Endpoints {
+			for _, name := range e.Loras {
+				if first[name] == "" {
+					first[name] = path
+				}
+				goes := cmp.Or(v.models[name], first[name])
+				switch at := fmt.Sprintf("%s.endpoints[%d].loras", path, j); {
+				case goes != path:
+					v.warn(at, "nobody can ask for %.100q here: its requests go to %s", name, goes)
+				case !decoded[name]:
+					v.warn(at, "has %.100q, and no endpoint that decodes has it: add it to those, unless they report it", name)
+				}
+			}
+		}
+	}
+}
+
 func checkModelsOf(v *validator, path string, p *configv1.Pool) {
 	for i, model := range p.Models {
 		at := fmt.Sprintf("%s.models[%d]", path, i)
@@ -229,9 +259,6 @@ func checkEndpointsOf(v *validator, path string, p *configv1.Pool) {
 		v.m.add(path+".endpoints", "is missing: at least one endpoint is needed, or discovery")
 	case !decoding:
 		v.m.add(path+".endpoints", "none of them decodes: at least one needs the role decode or both")
-	case p.Split == "always" && len(p.Endpoints) == 1 && p.KvTransfer != "none":
-		v.warnGiven([]string{path + ".split"}, path+".endpoints",
-			"is one endpoint, and split is always: it would hand its KV to itself; add another, or set split to never")
 	case p.KvTransfer == "none":
 		checkIdleRoles(v, path+".endpoints", p)
 	case p.Split == "never":

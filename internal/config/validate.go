@@ -27,6 +27,7 @@ func validate(m *ValidationErrors, c *configv1.Config) (warnings []warning) {
 	for i, p := range c.Pools {
 		checkPool(v, fmt.Sprintf("pools[%d]", i), p)
 	}
+	checkAdapters(v, c.Pools)
 	checkNotices(v, c)
 	checkTLSToEndpoints(v, c)
 	return v.warnings

@@ -5,6 +5,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -100,6 +102,43 @@ func TestCheckLive(t *testing.T) {
 		a, b, strings.TrimPrefix(a, "127.0.0.1:"), port))
 	require.Len(t, ports, 1)
 	require.Contains(t, ports[0], "pools[0].endpoints[1].lmcache.allocPort: "+gone+" is not open: ")
+}
+
+// An engine that wants a key says so, in words: without one, with a wrong one, and not with its own.
+func TestCheckLiveKeys(t *testing.T) {
+	mux := http.NewServeMux()
+	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("/version", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"version":"0.32.0"}`) })
+	mux.HandleFunc("/v1/models", func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "Bearer s3cret" {
+			w.WriteHeader(http.StatusUnauthorized)
+			return
+		}
+		fmt.Fprint(w, `{"data":[{"id":"tiny"}]}`)
+	})
+	s := httptest.NewServer(mux)
+	defer s.Close()
+	engine := strings.TrimPrefix(s.URL, "http://")
+	key := func(text string) string {
+		file := filepath.Join(t.TempDir(), "key")
+		require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
+		return file
+	}
+	wrong := key("other")
+	for more, want := range map[string]string{
+		"": "pools[0].endpoints[0].apiKeyFile: is missing: GET /v1/models is 401 (Unauthorized), so the engine wants an API key; " +
+			"without it Tandem knows neither its models nor its adapters",
+		", apiKeyFile: " + wrong: "pools[0].endpoints[0].apiKeyFile: GET /v1/models is 401 (Unauthorized) with the key in " + wrong +
+			": put the engine's own key there",
+		", apiKeyFile: " + key("s3cret"): "",
+	} {
+		found := live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q%s}]}]", engine, more))
+		if want == "" {
+			require.Empty(t, found)
+			continue
+		}
+		require.Equal(t, []string{want}, found)
+	}
 }
 
 // sglangOf is an SGLang server that reports its start options.

@@ -121,6 +121,7 @@ func ParseEndpoints(text []byte, scheme string, maxRanks int) ([]kvstate.Endpoin
 			LoRAs   []string `json:"loras"`
 			Labels  []string `json:"labels"`
 			Ranks   int      `json:"dataParallelRanks"`
+			KeyFile string   `json:"apiKeyFile"`
 		} `json:"endpoints"`
 	}
 	if err := yaml.UnmarshalStrict(text, &file); err != nil {
@@ -148,6 +149,7 @@ func ParseEndpoints(text []byte, scheme string, maxRanks int) ([]kvstate.Endpoin
 		out = append(out, kvstate.EndpointSpec{
 			Name: e.Address, Scheme: scheme, Role: role, Group: e.Group, Zone: e.Zone, Node: e.Node,
 			LoRAs: strings.Join(e.LoRAs, ","), Labels: strings.Join(e.Labels, ","), Ranks: e.Ranks,
+			Access: kvstate.Access{KeyFile: e.KeyFile},
 		})
 	}
 	return out, nil

@@ -157,9 +157,9 @@ func TestDNS(t *testing.T) {
 
 // Properties that distinguish endpoints besides their roles: zones, adapters, labels.
 func TestWhereAndWhat(t *testing.T) {
-	eps, err := ParseEndpoints([]byte(`endpoints: [{address: "10.0.0.1:1", role: decode, zone: eu-1a, loras: [sql, chat], labels: [gpu=h200, tier=gold]}]`), "http", 0)
+	eps, err := ParseEndpoints([]byte(`endpoints: [{address: "10.0.0.1:1", role: decode, zone: eu-1a, loras: [sql, chat], labels: [gpu=h200, tier=gold], apiKeyFile: k}]`), "http", 0)
 	require.NoError(t, err)
-	require.Equal(t, []kvstate.EndpointSpec{{Name: "10.0.0.1:1", Scheme: "http", Role: kvstate.RoleDecode, Zone: "eu-1a", LoRAs: "sql,chat", Labels: "gpu=h200,tier=gold"}}, eps)
+	require.Equal(t, []kvstate.EndpointSpec{{Name: "10.0.0.1:1", Scheme: "http", Role: kvstate.RoleDecode, Zone: "eu-1a", LoRAs: "sql,chat", Labels: "gpu=h200,tier=gold", Access: kvstate.Access{KeyFile: "k"}}}, eps)
 	require.True(t, eps[0].HasLoRA("chat"))
 	require.False(t, eps[0].HasLoRA("sq"))
 	require.False(t, eps[0].HasLoRA(""))

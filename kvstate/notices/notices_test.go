@@ -121,6 +121,25 @@ func TestWaiters(t *testing.T) {
 	})
 }
 
+// An early notification is kept as long as notices.keep says: a wait that begins later finds it no more.
+func TestWaitersKeep(t *testing.T) {
+	for _, keep := range []time.Duration{time.Second, time.Minute, 10 * time.Minute} {
+		synctest.Test(t, func(t *testing.T) {
+			b := NewWaiters(keep, 0)
+			ctx, cancel := context.WithCancel(t.Context())
+			go b.Run(ctx)
+			defer func() { cancel(); synctest.Wait() }()
+			for at, want := range map[time.Duration]bool{keep * 9 / 10: true, keep * 3: false} {
+				b.Arrived(at.String())
+				time.Sleep(at)
+				short, cancel := context.WithTimeout(ctx, time.Millisecond)
+				require.Equal(t, want, b.Wait(short, at.String(), 1), "%s after it arrived, kept for %s", at, keep)
+				cancel()
+			}
+		})
+	}
+}
+
 // A flood of unwanted ids takes no more than its share, and does not end a wait.
 func TestWaitersAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -26,6 +26,8 @@ func Because(reason string) string {
 			"The log names it: look whether its bootstrap or registration port answers"
 	case "api_not_spoken":
 		return "the pool's kvTransfer cannot split requests of this API"
+	case "held_by_decode":
+		return "decode held it but for less than a chunk of LMCache, and would leave in its buffer what P pushes"
 	case "buffer_full":
 		return "LMCache's receive buffer at decode had no space for the prompt in time (noticeTimeout)"
 	case "buffer_too_small":

@@ -197,25 +197,28 @@ func (l *Leg) Release() {
 	go l.Node.peers.Notify(handover.OpRelease, kv.addr(), kv.engineID, kv.requestID)
 }
 
-// find looks for a sequence's KV that others have stored. Half of a prompt counts as nothing.
+// find looks for a sequence's KV that others have stored. Half of a prompt in a store counts as nothing.
 func (l *Leg) find(q *engine.Sequence) error {
 	s := l.Node
-	if s.cfg.Role == engine.RolePrefill || len(q.P.Full) <= q.Grant.Hits {
+	if s.cfg.Role == engine.RolePrefill {
 		return nil
 	}
-	found := false
-	var err error
+	found := 0
 	switch s.cfg.Connector {
 	case LMCache:
-		found, err = s.buffer.take(l.Xid, q.P)
+		var err error
+		if found, err = s.buffer.Take(l.Xid, q.P, q.Grant.Hits); err != nil {
+			return err
+		}
 	case Shared:
-		found = s.store.has(q.P.Full)
+		if s.store.has(q.P.Full) {
+			found = len(q.P.Full)
+		}
 	}
-	if !found || err != nil {
-		return err
+	if found > q.Grant.Hits {
+		s.CountFetched(q, (found-q.Grant.Hits)*s.cfg.BlockSize)
+		s.Pool.Write(&q.Grant, q.P, q.Grant.Hits, nil)
 	}
-	s.CountFetched(q, len(q.P.Full)*s.cfg.BlockSize-q.Local(s.cfg.BlockSize))
-	s.Pool.Write(&q.Grant, q.P, q.Grant.Hits, nil)
 	return nil
 }
 

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -14,16 +13,13 @@ import (
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/handover"
 	"tandem/internal/enginesim/jsontext"
+	"tandem/internal/enginesim/pdbuffer"
 )
 
 // LMCache's PD backend (enable_pd): a prefill engine allocates in the buffer of the decode engine that disagg_spec
 // names, chunk by chunk, pushes the prompt's blocks there, and pushes a notification to the router, all of it once for
 // each tensor-parallel rank and possibly while its own answer is being sent. A decode engine searches its buffer by
-// the content of the prompt's blocks.
-//
-// The buffer is finite. Unfetched blocks in it are counted in enginesim_blocks_held, and dropped after the lease. An
-// allocation that waits for longer than -pd-allocation-timeout is a violation: prompts that each got a part of the
-// buffer waited for each other, which the router should prevent by pushing one prompt after the other.
+// the content of the prompt's chunks, and takes those that its own cache lacks (package pdbuffer).
 
 // disaggSpec is a prefill engine's target.
 type disaggSpec struct {
@@ -76,155 +72,10 @@ func integers(raw []byte) (out []int64) {
 	return out
 }
 
-const chunkTokens = 256 // LMCache's chunk_size
-
-// buffer is a decode engine's PD buffer.
-type buffer struct {
-	s       *Node
-	ranks   int
-	limit   int // blocks; 0: endless
-	timeout time.Duration
-
-	mu      sync.Mutex
-	used    int
-	arrived map[string]*arrival
-	wake    chan struct{} // closed and replaced when space becomes free
-}
-
-// arrival is one prompt's blocks, complete when every rank has pushed them.
-type arrival struct {
-	xid    string
-	blocks []uint64
-	prompt pushedPrompt
-	ranks  int
-	room   int // blocks allocated, of one rank
-	timer  *time.Timer
-}
-
-// pushedPrompt is what a receiver knows of a prompt besides its blocks, to diagnose a wrong request for them: its
-// length, and P's token that D must append.
-type pushedPrompt struct {
-	n     int
-	first uint32
-	has   bool // there is such a token
-}
-
-func newBuffer(s *Node) *buffer {
-	return &buffer{
-		s: s, ranks: s.cfg.Tp, limit: s.cfg.PdBuffer / s.cfg.BlockSize, timeout: s.cfg.PdTimeout,
-		arrived: map[string]*arrival{}, wake: make(chan struct{}),
-	}
-}
-
-func (b *buffer) held() int {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.used
-}
-
-// arrival returns the entry of a request, new if there is none. The lease starts with its first chunk.
-func (b *buffer) arrival(reqID, xid string) *arrival {
-	a := b.arrived[reqID]
-	if a == nil {
-		a = &arrival{xid: xid}
-		a.timer = time.AfterFunc(b.s.cfg.Lease, func() { b.drop(reqID, a) })
-		b.arrived[reqID] = a
-	}
-	return a
-}
-
-func (b *buffer) drop(reqID string, a *arrival) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.remove(reqID, a)
-}
-
-func (b *buffer) remove(reqID string, a *arrival) {
-	if b.arrived[reqID] != a {
-		return
-	}
-	a.timer.Stop()
-	delete(b.arrived, reqID)
-	b.used -= a.room
-	close(b.wake)
-	b.wake = make(chan struct{})
-}
-
-// alloc reserves space for n blocks, and waits for it. Only rank 0's space is counted: the others' buffers fill alike.
-func (b *buffer) alloc(reqID, xid string, n int) error {
-	deadline := time.NewTimer(b.timeout)
-	defer deadline.Stop()
-	for {
-		b.mu.Lock()
-		if b.limit == 0 || b.used+n <= b.limit {
-			b.used += n
-			b.arrival(reqID, xid).room += n
-			b.mu.Unlock()
-			return nil
-		}
-		wake := b.wake
-		b.mu.Unlock()
-		select {
-		case <-wake:
-		case <-deadline.C:
-			b.s.Violate(&engine.Violation{Kind: "buffer_exhausted",
-				Message: fmt.Sprintf("no room for %d more blocks in %s", n, b.timeout)}, xid)
-			return errors.New("no room")
-		}
-	}
-}
-
-func (b *buffer) push(reqID, xid string, blocks []uint64, p pushedPrompt) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	a := b.arrival(reqID, xid)
-	a.blocks, a.prompt = blocks, p
-	a.ranks++
-}
-
-// take removes and returns a prompt's blocks, if they are all there. If blocks under the request's own id belong to
-// another prompt, that is a violation: P and D tokenised differently.
-//
-// A prompt with one more token must be that prompt with P's token appended. (LMCache's proxy sends D so.)
-func (b *buffer) take(xid string, p *engine.Prompt) (bool, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for reqID, a := range b.arrived {
-		if a.ranks != b.ranks || a.xid != xid {
-			continue
-		}
-		b.remove(reqID, a)
-		want := p.Full
-		if a.prompt.has && p.N == a.prompt.n+1 {
-			if p.Ids[len(p.Ids)-1] != a.prompt.first {
-				return false, &engine.Violation{Kind: "other_first_token",
-					Message: "the token behind the prompt is not the one that P answered"}
-			}
-			want = want[:min(len(want), len(a.blocks))]
-		}
-		if slices.Equal(a.blocks, want) {
-			return true, nil
-		}
-		if !b.s.cfg.Faithful {
-			return false, &engine.Violation{Kind: "other_prompt",
-				Message: "what P pushed for this request is the KV of another prompt"}
-		}
-		return false, nil
-	}
-	return false, nil
-}
-
-func (b *buffer) reset() {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for id, a := range b.arrived {
-		b.remove(id, a)
-	}
-}
-
 // listenLMCache opens the receiver's ports: one to initialise and one to allocate for each rank.
 func (s *Node) listenLMCache() error {
-	s.buffer = newBuffer(s)
+	s.buffer = pdbuffer.New(pdbuffer.Options{Ranks: s.cfg.Tp, Tokens: s.cfg.PdBuffer, BlockSize: s.cfg.BlockSize,
+		Timeout: s.cfg.PdTimeout, Lease: s.cfg.Lease, Faithful: s.cfg.Faithful, Violate: s.Violate})
 	host, _, _ := net.SplitHostPort(s.cfg.Listen)
 	for rank := range s.cfg.Tp {
 		for _, first := range []int{s.cfg.InitPort, s.cfg.AllocPort} {
@@ -268,20 +119,20 @@ func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 	out := handover.NewFrame()
 	switch frame[0] {
 	case handover.OpAlloc:
-		n := int(r.Uint())
-		if r.Err != nil {
+		key, n := r.Words(), int(r.Uint())
+		if r.Err != nil || len(key) != 1 {
 			return false
 		}
-		if rank == 0 && s.buffer.alloc(reqID, xid, n) != nil {
+		if rank == 0 && s.buffer.Alloc(reqID, xid, key[0], n) != nil {
 			out.String("no room")
 		}
 	case handover.OpPush:
 		blocks := r.Words()
-		p := pushedPrompt{n: int(r.Uint()), first: uint32(r.Uint()), has: r.Uint() == 1}
+		p := pdbuffer.Pushed{N: int(r.Uint()), First: uint32(r.Uint()), Has: r.Uint() == 1}
 		if r.Err != nil {
 			return false
 		}
-		s.buffer.push(reqID, xid, blocks, p)
+		s.buffer.Push(reqID, xid, blocks, p)
 	default:
 		return false
 	}
@@ -294,10 +145,10 @@ func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
 func (l *Leg) pushKV() {
 	s, spec := l.Node, l.Kv.Spec
 	q := l.Job.Seqs[0]
-	pushed := pushedPrompt{n: q.P.N}
+	pushed := pdbuffer.Pushed{N: q.P.N}
 	if l.Kv.firstToken {
-		pushed.first, pushed.has = engine.TokenID([]byte(q.Out.Token(0))), true
-		q.HandOver = strconv.AppendUint([]byte(`{"first_tok":`), uint64(pushed.first), 10)
+		pushed.First, pushed.Has = engine.TokenID([]byte(q.Out.Token(0))), true
+		q.HandOver = strconv.AppendUint([]byte(`{"first_tok":`), uint64(pushed.First), 10)
 		q.HandOver = append(q.HandOver, '}')
 	}
 	push := func() {
@@ -325,7 +176,7 @@ func (l *Leg) pushKV() {
 }
 
 // pushRank pushes one rank's part. It keeps no connections: a receiver may be gone at any time.
-func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64, p pushedPrompt) error {
+func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64, p pdbuffer.Pushed) error {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.PdTimeout+s.cfg.LoadTimeout)
 	defer cancel()
 	at := func(ports []int64) string { return net.JoinHostPort(spec.host, strconv.FormatInt(ports[rank], 10)) }
@@ -341,19 +192,22 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 		}
 		return err
 	}
-	perChunk := max(chunkTokens/s.cfg.BlockSize, 1)
-	for left := len(blocks); left > 0; left -= perChunk {
-		n := min(left, perChunk)
-		if err := ask(at(spec.alloc), handover.OpAlloc,
-			func(w *handover.WireWriter) { w.Uint(uint64(n)) }); err != nil {
-			return err
-		}
+	var err error
+	pdbuffer.Chunks(blocks, s.cfg.BlockSize, p.N, func(key uint64, n int) bool {
+		err = ask(at(spec.alloc), handover.OpAlloc, func(w *handover.WireWriter) {
+			w.Words([]uint64{key})
+			w.Uint(uint64(n))
+		})
+		return err == nil
+	})
+	if err != nil {
+		return err
 	}
 	return ask(at(spec.init), handover.OpPush, func(w *handover.WireWriter) {
 		w.Words(blocks)
-		w.Uint(uint64(p.n))
-		w.Uint(uint64(p.first))
-		if p.has {
+		w.Uint(uint64(p.N))
+		w.Uint(uint64(p.First))
+		if p.Has {
 			w.Uint(1)
 		} else {
 			w.Uint(0)

@@ -13,6 +13,7 @@ import (
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/fault"
 	"tandem/internal/enginesim/handover"
+	"tandem/internal/enginesim/pdbuffer"
 )
 
 // Node is an engine with its connector: the KV that it keeps for other engines, and the ports for them.
@@ -27,7 +28,7 @@ type Node struct {
 	Rooms     *rendezvous
 	store     *store
 	inbox     *inbox
-	buffer    *buffer // nil but on decode engines with the connector lmcache
+	buffer    *pdbuffer.Buffer // nil but on decode engines with the connector lmcache
 	receivers []net.Listener
 	notifier  handover.Notifier
 	peers     *handover.Peers
@@ -195,7 +196,7 @@ func (s *Node) Close() {
 		_ = l.Close()
 	}
 	if s.buffer != nil {
-		s.buffer.reset()
+		s.buffer.Reset()
 	}
 	s.notifier.Close()
 	s.CloseEvents()
@@ -213,7 +214,7 @@ func (s *Node) Close() {
 func (s *Node) HeldBlocks() int64 {
 	n := s.Ledger.Held.Load() + s.Rooms.Held.Load()
 	if s.buffer != nil {
-		n += int64(s.buffer.held())
+		n += int64(s.buffer.Held())
 	}
 	return n
 }
@@ -223,7 +224,7 @@ func (s *Node) Forget() {
 	s.Ledger.ReleaseAll()
 	s.Ledger.Forget()
 	if s.buffer != nil {
-		s.buffer.reset()
+		s.buffer.Reset()
 	}
 }
 

@@ -2592,7 +2592,7 @@ func (x *Discovery) GetInferencePool() *InferencePoolDiscovery {
 type FileDiscovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// YAML or JSON; Tandem looks at it every second. It has a list `endpoints` of {address, role, group, zone, node,
-	// loras, labels, dataParallelRanks}. Required.
+	// loras, labels, dataParallelRanks, apiKeyFile}. Required.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// http, https or h2c, for all its endpoints. Default http.
 	Scheme        string `protobuf:"bytes,2,opt,name=scheme,proto3" json:"scheme,omitempty"`
