@@ -24,7 +24,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                  {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore"},
+	"kvstate":                  {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
 	"envoy-configs/lua":        {},
 	"extproc/faults":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/hedging":          {},
@@ -43,10 +43,11 @@ var arrows = map[string][]string{
 	"internal/assign":          {"internal/guard", "kvstate", "kvstate/redisstore", "picker", "picker/roles", "e2e/redisserver (test)", "extproc"},
 	"picker/roles":             {"kvstate", "picker"},
 	"replay/engine":            {"kvstate", "picker"},
+	"kvstate/inferencepolicy":  {},
 	"kvstate/prefixindex":      {},
 	"kvstate/receivebuffer":    {},
 	"kvstate/enginehttp":       {"kvstate"},
-	"kvstate/discovery":        {"internal/guard", "kvstate", "kvstate/enginehttp"},
+	"kvstate/discovery":        {"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/inferencepolicy"},
 	"kvstate/kvevents": {
 		"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore (test)",
 		"e2e/loopback (test)", "e2e/redisserver (test)",
@@ -91,14 +92,14 @@ var arrows = map[string][]string{
 	"extproc/concurrent": {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
 	"extproc/endpointpicker": {
 		"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan", "kvstate", "kvstate/enginehttp",
-		"picker", "extproc/faults",
+		"picker", "extproc/faults", "kvstate/inferencepolicy (test)",
 	},
 	"extproc/paths": {},
 	"extproc": {
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "kvstate/prefixindex", "kvstate/enginehttp", "picker",
-		"internal/memory", "extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/hedging", "kvstate/standstill", "extproc/models",
+		"internal/memory", "extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/hedging", "kvstate/standstill", "extproc/models", "kvstate/inferencepolicy (test)",
 	},
 	"protos/config/v1": {},
 	"internal/config": {

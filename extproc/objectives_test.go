@@ -14,6 +14,7 @@ import (
 	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
+	"tandem/kvstate/inferencepolicy"
 	"tandem/picker"
 )
 
@@ -120,7 +121,7 @@ func TestShedFirst(t *testing.T) {
 		policy := wishing(picker.MissGoOn)
 		policy.Place.Late, policy.Waiting = true, latebinding.Limits{Max: 2, MaxTime: 10 * time.Second}
 		s.pool("chat", policy, "p1", "d1")
-		s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Objectives: map[string]int32{"nightly": -7}})
+		s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"nightly": -7}})
 		end := s.busy("p1", time.Hour)
 		const objective = "x-llm-d-inference-objective"
 		c := newCrowd(s)

@@ -15,6 +15,7 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/kvstate"
+	"tandem/kvstate/inferencepolicy"
 )
 
 // Rows of the Endpoint Picker protocol (proposal 004 of the Inference Extension) are tests.
@@ -174,7 +175,7 @@ func TestPickerFallbacks(t *testing.T) {
 // Row: 429 for what may be shed when the pool is full, and for nothing else.
 func TestPickerSheds(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{ShedRequests: 2, WatchBody: true}, "d1")
-	s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Objectives: map[string]int32{"batch": -1, "gold": 10}})
+	s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"batch": -1, "gold": 10}})
 	for range 2 {
 		require.Equal(t, addressOf("d1"), s.ask(hello, nil, "x-gateway-inference-objective", "batch").destination())
 	}
@@ -190,9 +191,9 @@ func TestPickerSheds(t *testing.T) {
 // Row: a model is rewritten on the way there, and back in the answer, wherever the pieces are cut.
 func TestPickerRewrites(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{}, "d1")
-	s.state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Rewrites: []kvstate.Rewrite{
-		{Targets: []kvstate.RewriteTarget{{Model: "any"}}},
-		{Model: "m", Targets: []kvstate.RewriteTarget{{Model: "m-v2", Weight: 1}, {Model: "never", Weight: 0}}},
+	s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+		{Targets: []inferencepolicy.Target{{Model: "any"}}},
+		{Model: "m", Targets: []inferencepolicy.Target{{Model: "m-v2", Weight: 1}, {Model: "never", Weight: 0}}},
 	}})
 	g := s.ask(hello, nil)
 	var sent struct {

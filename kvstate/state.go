@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"tandem/kvstate/fleetclock"
+	"tandem/kvstate/inferencepolicy"
 	"tandem/kvstate/paramstore"
 	"tandem/kvstate/prefixindex"
 )
@@ -75,7 +76,7 @@ type State struct {
 	HandOvers
 	Sessions
 	KVLoads
-	InferencePolicies
+	inferencepolicy.Policies
 	Clock fleetclock.Clock // of what replicas give each other with a time
 
 	*link

@@ -17,6 +17,7 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
 	"tandem/internal/config"
+	"tandem/internal/fleetmetrics"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/guard"
 )
@@ -45,6 +46,7 @@ func metricsRegistered(t *testing.T) map[string]string {
 	fleet, err := newFleet(t.Context(), cfg, log)
 	require.NoError(t, err)
 	fleet.register(registry)
+	registry.MustRegister(fleetmetrics.Words(nil)) // described only
 	options, err := serverOptions(cfg, fleet, log)
 	require.NoError(t, err)
 	options.Memory = newBudget(registry)

@@ -8,6 +8,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
+	"tandem/kvstate/inferencepolicy"
 )
 
 // The edits of a rewrite outlive what the patch is used for next: with handoff direct, P's body.
@@ -15,8 +16,8 @@ func TestRewriteOutlivesThePatch(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, nil)
 	r := &plan.Request{Pool: state.Pool("chat")}
-	state.SetInferencePolicy("chat", &kvstate.InferencePolicy{Rewrites: []kvstate.Rewrite{
-		{Model: "gold", Targets: []kvstate.RewriteTarget{{Model: "tiny", Weight: 1}}},
+	state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+		{Model: "gold", Targets: []inferencepolicy.Target{{Model: "tiny", Weight: 1}}},
 	}})
 	body := []byte(`{"model":"gold","messages":[]}`)
 	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))

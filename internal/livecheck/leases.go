@@ -10,12 +10,12 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// transferExtra are the settings of vLLM's NIXL connector that leases hang on (0.32.0: nixl/base_scheduler.py). nil: not
-// set.
+// transferExtra are the settings of vLLM's NIXL connector that leases hang on (0.32.0: nixl/base_scheduler.py).
+// nil: not set.
 type transferExtra struct {
 	Lease         *float64 `json:"kv_lease_duration"`     // seconds for which P keeps KV
 	Bidirectional bool     `json:"bidirectional_kv_xfer"` // D looks at when leases end
-	TTL           *float64 `json:"decoder_kv_blocks_ttl"` // seconds for which D keeps each answer's KV, if Bidirectional
+	TTL           *float64 `json:"decoder_kv_blocks_ttl"` // seconds for which D keeps its answers' KV, if Bidirectional
 }
 
 const (
@@ -64,7 +64,8 @@ func (a *engineAnswer) checkLease(at string, configured time.Duration) {
 	switch cmp.Compare(lease, configured) {
 	case -1:
 		a.report(at, "the engine frees KV after %s (kv_lease_duration), and the pool's nixl.lease is %s: "+
-			"decode would be sent for KV that is another prompt's by then; set nixl.lease to %s", lease, configured, lease)
+			"decode would be sent for KV that is another prompt's by then; set nixl.lease to %s",
+			lease, configured, lease)
 	case 1:
 		a.warn(at, "the engine keeps KV for %s (kv_lease_duration), and the pool's nixl.lease is %s: "+
 			"set nixl.lease to %s, or answers are refused too early", lease, configured, lease)
@@ -99,8 +100,8 @@ func advice(p *configv1.Pool) string {
 	switch d := config.DialectOf(p); {
 	case !pulls(&d) || p.GetNixl().GetBidirectional() || p.GetHandoff() != "envoy":
 	case !p.GetNixl().GetDeclineExpired():
-		return p.GetName() + ": decode does not look at when the lease of KV ends, for nixl.declineExpired is not set: " +
-			"see docs/security.md, Wrong text"
+		return p.GetName() + ": decode does not look at when the lease of KV ends, for nixl.declineExpired " +
+			"is not set: see docs/security.md, Wrong text"
 	case d.Lease < recommendedLease:
 		return p.GetName() + ": a request that waits at decode for longer than nixl.lease (" + d.Lease.String() +
 			") less 6 s computes its prompt again: 120s is recommended, with kv_lease_duration 120 of prefill"

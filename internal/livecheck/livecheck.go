@@ -69,8 +69,8 @@ func Check(ctx context.Context, cfg *configv1.Config) *Report {
 				fmt.Sprintf("pools[%d]: %s discovers its endpoints when the server runs", i, p.GetName()))
 		}
 		if p.GetNixl().GetDeclineExpired() {
-			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines: their answers name "+
-				"the side channels (tandem_kv_outdated_total, reason unknown: a clock is not known)", i, p.GetName()))
+			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines: their "+
+				"answers name the side channels (tandem_kv_outdated_total, reason unknown)", i, p.GetName()))
 		}
 		if text := advice(p); text != "" {
 			out.Advice = append(out.Advice, text)

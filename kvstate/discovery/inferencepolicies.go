@@ -15,6 +15,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"tandem/kvstate"
+	"tandem/kvstate/inferencepolicy"
 )
 
 // InferencePolicies watches the resources about the requests of an InferencePool: InferenceObjective and
@@ -120,24 +121,24 @@ type policyResource struct {
 
 // readInferencePolicy returns the policy of one pool. Rewrites are ordered: the oldest resource first, and its
 // rules as listed. Invalid resources are left out.
-func readInferencePolicy(pool string, objectives, rewrites []*unstructured.Unstructured) *kvstate.InferencePolicy {
-	out := &kvstate.InferencePolicy{Objectives: map[string]int32{}}
+func readInferencePolicy(pool string, objectives, rewrites []*unstructured.Unstructured) *inferencepolicy.Policy {
+	out := &inferencepolicy.Policy{Objectives: map[string]int32{}}
 	for _, o := range ofPool(pool, objectives) {
 		out.Objectives[o.Metadata.Name] = o.Spec.Priority
 	}
 	for _, r := range ofPool(pool, rewrites) {
 		for _, rule := range r.Spec.Rules {
-			var targets []kvstate.RewriteTarget
+			var targets []inferencepolicy.Target
 			for _, t := range rule.Targets {
 				if t.ModelRewrite != "" && t.Weight >= 0 {
-					targets = append(targets, kvstate.RewriteTarget{Model: t.ModelRewrite, Weight: t.Weight})
+					targets = append(targets, inferencepolicy.Target{Model: t.ModelRewrite, Weight: t.Weight})
 				}
 			}
 			if len(rule.Matches) == 0 {
-				out.Rewrites = append(out.Rewrites, kvstate.Rewrite{Targets: targets})
+				out.Rewrites = append(out.Rewrites, inferencepolicy.Rewrite{Targets: targets})
 			}
 			for _, m := range rule.Matches {
-				out.Rewrites = append(out.Rewrites, kvstate.Rewrite{Model: m.Model.Value, Targets: targets})
+				out.Rewrites = append(out.Rewrites, inferencepolicy.Rewrite{Model: m.Model.Value, Targets: targets})
 			}
 		}
 	}

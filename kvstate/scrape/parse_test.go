@@ -67,7 +67,7 @@ vllm:nixl_xfer_time_seconds_sum{engine="1",model_name="m"} 0.125
 vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} 5.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.2e+12
 vllm:nixl_bytes_transferred_sum{engine="1",model_name="m"} 16384.0
-`, "vllm", kvstate.Signals{Work: 380, Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second, Generated: 371}}},
+`, "vllm", kvstate.Signals{Work: 385, Running: 1, KVTokens: -1, Transfers: kvstate.TransferCounters{Transfers: 6, Bytes: 1_200_000_016_384, Time: 375 * time.Millisecond, Tokens: 7500}, Answers: kvstate.AnswerCounters{Answers: 3, Tokens: 324, Gaps: 320, GapTime: 5 * time.Second, Generated: 371}}},
 		"vLLM with KV in CPU memory": {`
 vllm:num_requests_running{engine="0"} 1.0
 vllm:num_requests_waiting{engine="0"} 0.0

@@ -1,10 +1,11 @@
-package kvstate
+// Package inferencepolicy holds what a cluster's resources say about the requests of pools.
+package inferencepolicy
 
 import "sync"
 
-// InferencePolicy is the content of the cluster's resources (InferenceObjective, InferenceModelRewrite) about a pool's
+// Policy is the content of the cluster's resources (InferenceObjective, InferenceModelRewrite) about a pool's
 // requests.
-type InferencePolicy struct {
+type Policy struct {
 	// Objectives maps the name of an InferenceObjective to its priority. Missing names have priority 0; requests
 	// below 0 may be shed.
 	Objectives map[string]int32
@@ -12,30 +13,30 @@ type InferencePolicy struct {
 	Rewrites []Rewrite
 }
 
-// InferencePolicies holds the policy of each pool.
-type InferencePolicies struct {
-	inferencePolicies sync.Map // pool name to *InferencePolicy; few, and they seldom change
+// Policies holds the policy of each pool.
+type Policies struct {
+	inferencePolicies sync.Map // pool name to *Policy; few, and they seldom change
 }
 
 // Rewrite sends requests for a model to one of several others.
 type Rewrite struct {
 	Model   string // the requested model; "" matches any
-	Targets []RewriteTarget
+	Targets []Target
 }
 
-// RewriteTarget is one model and its share of the requests.
-type RewriteTarget struct {
+// Target is one model and its share of the requests.
+type Target struct {
 	Model  string
 	Weight int // relative to the sum over all targets; all 0: equal shares
 }
 
 // SetInferencePolicy sets the policy of a pool; nil removes it. The caller must not modify it afterwards.
-func (s *InferencePolicies) SetInferencePolicy(pool string, in *InferencePolicy) {
+func (s *Policies) SetInferencePolicy(pool string, in *Policy) {
 	s.inferencePolicies.Store(pool, in)
 }
 
 // Priority returns the priority of an objective in a pool; 0 if the objective is unknown.
-func (s *InferencePolicies) Priority(pool, objective string) (priority int32, known bool) {
+func (s *Policies) Priority(pool, objective string) (priority int32, known bool) {
 	if in := s.inferencePolicy(pool); in != nil {
 		priority, known = in.Objectives[objective]
 	}
@@ -44,7 +45,7 @@ func (s *InferencePolicies) Priority(pool, objective string) (priority int32, kn
 
 // Rewritten returns the model that replaces the requested one, or "" to keep it. A rewrite that names the model
 // comes before one that matches any. random chooses between several targets.
-func (s *InferencePolicies) Rewritten(pool, model string, random uint64) string {
+func (s *Policies) Rewritten(pool, model string, random uint64) string {
 	in := s.inferencePolicy(pool)
 	if in == nil {
 		return ""
@@ -79,8 +80,8 @@ func (r *Rewrite) target(random uint64) string {
 	return ""
 }
 
-func (s *InferencePolicies) inferencePolicy(pool string) *InferencePolicy {
+func (s *Policies) inferencePolicy(pool string) *Policy {
 	in, _ := s.inferencePolicies.Load(pool)
-	known, _ := in.(*InferencePolicy)
+	known, _ := in.(*Policy)
 	return known
 }
