@@ -44,6 +44,7 @@ var arrows = map[string][]string{
 	"picker/roles":             {"kvstate", "picker"},
 	"replay/engine":            {"kvstate", "picker"},
 	"kvstate/inferencepolicy":  {},
+	"internal/config/diff":     {"internal/config", "protos/config/v1"},
 	"kvstate/prefixindex":      {},
 	"kvstate/receivebuffer":    {},
 	"kvstate/enginehttp":       {"kvstate"},
@@ -118,7 +119,7 @@ var arrows = map[string][]string{
 		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
 		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
 		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
-		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign",
+		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign", "internal/config/diff",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -163,7 +164,7 @@ var arrows = map[string][]string{
 		"extproc/kvtransfer", "internal/config", "kvstate", "kvstate/enginehttp", "protos/config/v1",
 		"e2e/loopback (test)",
 	},
-	"internal/orders":       {"status/words", "internal/config", "kvstate", "kvstate/operator"},
+	"internal/orders":       {"status/words", "kvstate", "kvstate/operator", "internal/config/diff"},
 	"internal/memory":       {},
 	"internal/version":      {},
 	"internal/guard":        {},

@@ -15,6 +15,7 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
+	"tandem/internal/config/diff"
 	"tandem/internal/guard"
 	"tandem/internal/orders"
 	"tandem/kvstate"
@@ -78,7 +79,7 @@ func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fle
 		return nil, err
 	}
 	f.pools.set(ctx, next)
-	f.config.Store(&status.File{Fingerprint: config.Fingerprint(cfg)})
+	f.config.Store(&status.File{Fingerprint: diff.Fingerprint(cfg)})
 	f.prober = discovery.NewProber(f.state, log)
 	if f.store, err = newStore(cfg, f.state, log); err != nil {
 		return nil, err
@@ -174,7 +175,7 @@ func (f *fleet) sameDiscovery(cfg *configv1.Config) error {
 
 // keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
 func (f *fleet) keep(cfg *configv1.Config, policies map[string]extproc.Policy) {
-	f.note(func(now *status.File) { now.Fingerprint = config.Fingerprint(cfg) })
+	f.note(func(now *status.File) { now.Fingerprint = diff.Fingerprint(cfg) })
 	f.peers.set(cfg, policies)
 	f.events.SetPools(config.EventSources(cfg))
 }

@@ -20,6 +20,7 @@ import (
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
+	"tandem/internal/config/diff"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/xds"
 	"tandem/kvstate/membership"
@@ -125,7 +126,7 @@ func (r *reloader) outdated() bool {
 	next, _, err := config.Load(r.file)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return err == nil && len(config.Difference(r.config, next)) > 0
+	return err == nil && len(diff.Difference(r.config, next)) > 0
 }
 
 // stamps tell versions of files apart.
@@ -147,7 +148,7 @@ func (r *reloader) look() (s stamps) {
 }
 
 // reload reads the files and puts what they say in force, all of it or nothing.
-func (r *reloader) reload(ctx context.Context) ([]config.Change, error) {
+func (r *reloader) reload(ctx context.Context) ([]diff.Change, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	changes, err := r.apply(ctx)
@@ -165,7 +166,7 @@ func (r *reloader) reload(ctx context.Context) ([]config.Change, error) {
 	return changes, nil
 }
 
-func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
+func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	next, warnings, err := config.Load(r.file)
 	if err != nil {
 		return nil, err
@@ -193,14 +194,14 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 	}
 	r.logged = warnings
 	inForce := proto.CloneOf(r.config)
-	config.TakeEnvoy(inForce, next)
+	diff.TakeEnvoy(inForce, next)
 	if _, err := r.resources(inForce); err != nil {
 		return nil, err
 	}
 	if err := r.gateway.Set(inForce); err != nil {
 		return nil, err
 	}
-	changes := config.Difference(r.config, next)
+	changes := diff.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
 	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
 		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
@@ -223,7 +224,7 @@ func (r *reloader) apply(ctx context.Context) ([]config.Change, error) {
 }
 
 // say logs what changes, and, once, what would need a restart.
-func (r *reloader) say(changes []config.Change, keys bool) {
+func (r *reloader) say(changes []diff.Change, keys bool) {
 	var envoys []string
 	restart, n := needRestart(changes), 0
 	for _, c := range changes {
@@ -247,7 +248,7 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 	if n == 0 && !keys && len(restart) == 0 {
 		r.log.Info("configuration read again, nothing to change")
 	}
-	if envoys = config.Outermost(envoys); len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
+	if envoys = diff.Outermost(envoys); len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
@@ -264,13 +265,13 @@ func (r *reloader) say(changes []config.Change, keys bool) {
 }
 
 // needRestart returns the paths of the changes that take a restart.
-func needRestart(changes []config.Change) (paths []string) {
+func needRestart(changes []diff.Change) (paths []string) {
 	for _, c := range changes {
 		if !c.Live {
 			paths = append(paths, c.Path)
 		}
 	}
-	return config.Outermost(paths)
+	return diff.Outermost(paths)
 }
 
 // orUnset is a setting's value for the log.

@@ -52,11 +52,11 @@ func (m ValidationErrors) unrelated(more ValidationErrors) (out ValidationErrors
 
 // related reports whether one of two settings holds the other.
 func related(a, b string) bool {
-	return a != "" && a == b || within(a, b) || within(b, a)
+	return a != "" && a == b || Within(a, b) || Within(b, a)
 }
 
-// within reports whether a setting is part of another one.
-func within(path, outer string) bool {
+// Within reports whether a setting is part of another one.
+func Within(path, outer string) bool {
 	return outer != "" && (strings.HasPrefix(path, outer+".") || strings.HasPrefix(path, outer+"["))
 }
 

@@ -17,7 +17,7 @@ import (
 // numbers.
 func checkShape(m *ValidationErrors, path string, object map[string]any, d protoreflect.MessageDescriptor) {
 	for name, value := range object {
-		at := join(path, name)
+		at := Join(path, name)
 		field := d.Fields().ByJSONName(name)
 		ok := false
 		switch {
@@ -194,9 +194,9 @@ func kindOf(v any) string {
 	}
 }
 
-// join appends a name to a path. A name that is not a plain word is quoted: it comes from the file, and errors are
+// Join appends a name to a path. A name that is not a plain word is quoted: it comes from the file, and errors are
 // lines.
-func join(path, name string) string {
+func Join(path, name string) string {
 	if strings.ContainsFunc(name, notInName) || len(name) > 60 {
 		name = fmt.Sprintf("%.60q", name)
 	}
@@ -218,11 +218,11 @@ func (m *ValidationErrors) addUnknown(path, name string, d protoreflect.MessageD
 		near = nearest(name, all)
 	}
 	if near == "" {
-		m.add(join(path, name), "unknown field; known here: %s", strings.Join(all, ", "))
+		m.add(Join(path, name), "unknown field; known here: %s", strings.Join(all, ", "))
 		return
 	}
-	m.add(join(path, name), "unknown field; did you mean %s?", near)
-	(*m)[len(*m)-1].meant = join(path, near)
+	m.add(Join(path, name), "unknown field; did you mean %s?", near)
+	(*m)[len(*m)-1].meant = Join(path, near)
 }
 
 // engineFields translate what engines and other routers call a field, in lower case without _ and -.

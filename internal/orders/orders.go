@@ -15,7 +15,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"tandem/internal/config"
+	"tandem/internal/config/diff"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
 	"tandem/status/words"
@@ -34,7 +34,7 @@ import (
 type Orders struct {
 	TokenFile string // "": orders are refused
 	State     *kvstate.State
-	Reload    func(context.Context) ([]config.Change, error)
+	Reload    func(context.Context) ([]diff.Change, error)
 	Replicas  *operator.Operator // nil: there is no Redis
 	Log       *slog.Logger
 	StateOf   func(*kvstate.Endpoint) string // as `tandem status` shows it; nil: not shown

@@ -18,7 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/config"
+	"tandem/internal/config/diff"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
 )
@@ -31,7 +31,7 @@ func ordersOn(tokenFile string, log io.Writer) (*Orders, http.Handler) {
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
 		[]kvstate.EndpointSpec{{Name: "d1:80", Addr: "10.0.0.1:80", Role: kvstate.RoleBoth}})
 	o := &Orders{TokenFile: tokenFile, State: state, Log: slog.New(slog.NewTextHandler(log, nil)),
-		Reload: func(context.Context) ([]config.Change, error) { return nil, errors.New("pools: is missing") }}
+		Reload: func(context.Context) ([]diff.Change, error) { return nil, errors.New("pools: is missing") }}
 	mux := http.NewServeMux()
 	o.Register(mux)
 	return o, mux

@@ -1,4 +1,4 @@
-package config
+package diff
 
 import (
 	"fmt"
@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/config"
 )
 
 func TestDifference(t *testing.T) {
@@ -46,9 +48,9 @@ pools:
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			require.Contains(t, base, c.old)
-			before, _, err := Parse([]byte(base))
+			before, _, err := config.Parse([]byte(base))
 			require.NoError(t, err)
-			after, _, err := Parse([]byte(strings.Replace(base, c.old, c.new, 1)))
+			after, _, err := config.Parse([]byte(strings.Replace(base, c.old, c.new, 1)))
 			require.NoError(t, err)
 			var lines []string
 			for _, d := range Difference(before, after) {
@@ -72,7 +74,7 @@ pools:
 
 func TestFingerprint(t *testing.T) {
 	of := func(text string) string {
-		c, _, err := Parse([]byte(text))
+		c, _, err := config.Parse([]byte(text))
 		require.NoError(t, err)
 		return Fingerprint(c)
 	}

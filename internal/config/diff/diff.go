@@ -1,4 +1,5 @@
-package config
+// Package diff says what differs between two configurations.
+package diff
 
 import (
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
+	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -94,7 +96,7 @@ func (d *difference) messages(path string, before, after protoreflect.Message) {
 	fields := before.Descriptor().Fields()
 	for i := range fields.Len() {
 		f := fields.Get(i)
-		at, b, a := join(path, f.JSONName()), before.Get(f), after.Get(f)
+		at, b, a := config.Join(path, f.JSONName()), before.Get(f), after.Get(f)
 		switch {
 		case f.IsList() && f.Kind() == protoreflect.MessageKind:
 			d.lists(at, b.List(), a.List())
@@ -211,6 +213,6 @@ func summary(m protoreflect.Message) string {
 // Outermost drops the paths within another one: what is new is named with all that it has.
 func Outermost(paths []string) []string {
 	return slices.DeleteFunc(slices.Clone(paths), func(path string) bool {
-		return slices.ContainsFunc(paths, func(outer string) bool { return within(path, outer) })
+		return slices.ContainsFunc(paths, func(outer string) bool { return config.Within(path, outer) })
 	})
 }
