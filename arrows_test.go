@@ -217,7 +217,7 @@ var guarded = map[string][]string{
 	},
 	"google.golang.org/protobuf": {
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem",
-		"internal/config", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
+		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
 		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)",
 	},

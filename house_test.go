@@ -36,7 +36,7 @@ var larger = map[string]struct {
 	"extproc/envoywire.Headers: fields": {30, "one field for each header that is read"},
 	"extproc/kvtransfer.Ticket: fields": {35, "one field for each of the sealed ticket"},
 	"extproc/kvtransfer: files":         {29, "one file for each dialect"},
-	"extproc/kvtransfer: lines":         {4950, "one file for each dialect"},
+	"extproc/kvtransfer: lines":         {5000, "one file for each dialect"},
 	"extproc/openai: files":             {26, "one file for each thing that is read of a body"},
 	"extproc/openai: lines":             {3600, "one file for each thing that is read of a body"},
 	"extproc: files":                    {31, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
