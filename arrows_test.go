@@ -45,6 +45,7 @@ var arrows = map[string][]string{
 	"replay/engine":            {"kvstate", "picker"},
 	"kvstate/inferencepolicy":  {},
 	"internal/config/diff":     {"internal/config", "protos/config/v1"},
+	"internal/hostcheck":       {"protos/config/v1"},
 	"kvstate/prefixindex":      {},
 	"kvstate/receivebuffer":    {},
 	"kvstate/enginehttp":       {"kvstate"},
@@ -119,7 +120,7 @@ var arrows = map[string][]string{
 		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
 		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
 		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
-		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign", "internal/config/diff",
+		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign", "internal/config/diff", "internal/hostcheck",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {

@@ -40,8 +40,7 @@ func (m clusters) all() []*clusterv3.Cluster {
 		composites = append(composites, m.composite("tandem-pair", "tandem-decode-loop", hedgedTries))
 	}
 	for _, s := range m.Engines.Schemes {
-		composites = append(composites,
-			m.composite("tandem-prefill"+s.Suffix, "tandem-prefill-loop", m.replanTries()),
+		composites = append(composites, m.composite("tandem-prefill"+s.Suffix, "tandem-prefill-loop", m.replanTries()),
 			m.composite("tandem-decode"+s.Suffix, "tandem-pod"+s.Suffix, hedgedTries),
 			m.endpoints("tandem-pod", destination, s))
 		if m.Pairs {

@@ -10,6 +10,7 @@ import (
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 
 	"tandem/envoy-configs/cors"
+	"tandem/envoy-configs/lua"
 )
 
 // secure reports whether there may be endpoints with the scheme https.
@@ -42,21 +43,13 @@ func (m filters) names(header string) []*hcmv3.HttpFilter {
 		"": "An https engine behind a name gets it as SNI.",
 	})}
 	if header == mirroredName { // a route's rewrite would come after the header's removal
-		out = append(out, m.filter("envoy.filters.http.lua/host", &luav3.Lua{DefaultSourceCode: inline(mirroredHost)}))
+		out = append(out, m.filter("envoy.filters.http.lua/host", &luav3.Lua{DefaultSourceCode: inline(lua.Host)}))
 	}
 	return out
 }
 
-// mirroredName is the header with the name of a mirrored leg's engine, and mirroredHost makes it the copy's Host, which
-// is that of the other leg.
-const (
-	mirroredName = "x-tandem-prefill-server-name"
-	mirroredHost = `function envoy_on_request(request)
-  local name = request:headers():get("` + mirroredName + `")
-  if name and name ~= "" then request:headers():replace(":authority", name) end
-end
-`
-)
+// mirroredName is the header with the name of a mirrored leg's engine.
+const mirroredName = "x-tandem-prefill-server-name"
 
 // cors answers preflights, and adds its headers to every answer, if CORS is configured.
 func (m filters) cors() []*hcmv3.HttpFilter {

@@ -76,8 +76,7 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	m.note(prefill.GetRoute(), notes{
 		"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length.",
 	})
-	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries),
-		of)
+	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries), of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.TypedPerFilterConfig, pass.GetRoute().InternalRedirectPolicy = nil, nil
@@ -136,8 +135,7 @@ func (m routes) bodyRoutes() (out []*routev3.Route) {
 		out = append(out, m.bufferedRoute("json-buffered", json,
 			within("content-length", m.Bodies.BufferedFrom, afterMax)))
 	}
-	return append(out,
-		undecided("json", nil, json, within("content-length", 0, afterMax)),
+	return append(out, undecided("json", nil, json, within("content-length", 0, afterMax)),
 		undecided("json-of-unknown-or-great-length", unbuffered, json),
 		undecided("other", perFilter{bufferFilter: f.noBuffer(),
 			extProcFilter: f.asked(processing(headers, nothing), false)}),

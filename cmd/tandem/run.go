@@ -19,6 +19,7 @@ import (
 	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
+	"tandem/internal/hostcheck"
 	"tandem/internal/livecheck"
 	"tandem/internal/orders"
 	"tandem/internal/xds"
@@ -140,7 +141,7 @@ func newReplica(
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
 	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed), r.words)
-	admin = newHostCheck(cfg, set.advertise).around(admin)
+	admin = hostcheck.New(cfg, set.advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }

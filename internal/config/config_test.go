@@ -306,7 +306,7 @@ func TestWarnings(t *testing.T) {
 		"one of them drained":  {least + "  - {address: e.svc:8000, role: both, weight: 0}\n", nil},
 		"adapters":             {strings.ReplaceAll(least, "}", ", loras: [sql]}"), nil},
 		"an adapter that does not decode": {edited("role: prefill", "role: prefill, loras: [sql]"), []string{
-			`pools[0].endpoints[0].loras: has "sql", and no endpoint that decodes has it: add it there, unless they report it`}},
+			`pools[0].endpoints[0].loras: has "sql", but no endpoint that decodes has it or reports it: add it there`}},
 		"an adapter of two pools": {`pools:
 - {name: a, models: [m], kvTransfer: none, endpoints: [{address: "a:1", loras: [sql, own]}]}
 - {name: b, models: [l, own], kvTransfer: none, endpoints: [{address: "b:1", loras: [sql]}]}`, []string{

@@ -205,7 +205,7 @@ func checkAdapters(v *validator, pools []*configv1.Pool) {
 				case goes != path:
 					v.warn(at, "nobody can ask for %.100q here: its requests go to %s", name, goes)
 				case !decoded[name]:
-					v.warn(at, "has %.100q, and no endpoint that decodes has it: add it there, unless they report it", name)
+					v.warn(at, "has %.100q, but no endpoint that decodes has it or reports it: add it there", name)
 				}
 			}
 		}

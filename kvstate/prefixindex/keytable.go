@@ -162,7 +162,8 @@ func (t *keyTable) removeID(id uint32) {
 func (t *keyTable) keyOf(id uint32) (key uint64, found bool) {
 	if t.names == nil {
 		t.names = &keyTable{}
-		t.names.resize(t.n+t.n/10+8, keyTail) // at once: sorted keys would all fall into the beginning of a table that grows
+		// at once: sorted keys would all fall into the beginning of a table that grows
+		t.names.resize(t.n+t.n/10+8, keyTail)
 		t.each(func(key uint64, id uint32) { t.names.put(uint64(id), uint32(mixedKey(key)>>32)) })
 	}
 	upper, ok := t.names.get(uint64(id))

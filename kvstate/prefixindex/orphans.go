@@ -124,7 +124,8 @@ func (f *Feed) detach(top uint32) {
 		}
 		n := f.x.store.at(id)
 		a := orphan{
-			parent: f.x.store.at(f.x.parentOf(id)).hash.Load(), hash: n.hash.Load(), media: state & stateMedia, hashed: true,
+			parent: f.x.store.at(f.x.parentOf(id)).hash.Load(), hash: n.hash.Load(),
+			media: state & stateMedia, hashed: true,
 		}
 		f.keys.remove(key)
 		f.x.unhold(f.m, id)
@@ -132,7 +133,8 @@ func (f *Feed) detach(top uint32) {
 	}
 }
 
-// kin are a block's relatives among the blocks that a feed holds; 0 for none. They let a feed find what follows a block.
+// kin are a block's relatives among the blocks that a feed holds; 0 for none. They let a feed find what follows a
+// block.
 type kin struct{ first, next, before uint32 } // of those that follow it the latest; its neighbours in its parent's list
 
 // kinTable has the kin of the blocks that follow another or are followed. It is made when first needed: most engines

@@ -1,4 +1,4 @@
-package main
+package hostcheck
 
 import (
 	"bufio"
@@ -21,11 +21,11 @@ import (
 func TestAdminAnswersUnderItsOwnNames(t *testing.T) {
 	machine, err := os.Hostname()
 	require.NoError(t, err)
-	check := newHostCheck(&configv1.Config{
+	check := New(&configv1.Config{
 		Admin: &configv1.Admin{Listen: "ops.example.net:9090", Hosts: []string{"Tandem.Example.com", "*.corp.example"}},
 		Envoy: &configv1.Envoy{ExtProcs: []string{"replica-1.example.org:9002"}, Replans: []string{"10.0.0.1:9003", "replans.example.org:9003"}},
 	}, "advertised.example.org:9002")
-	s := httptest.NewServer(check.around(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "secret") })))
+	s := httptest.NewServer(check.Around(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "secret") })))
 	defer s.Close()
 	ask := func(request string) (int, string) {
 		conn, err := net.Dial("tcp", s.Listener.Addr().String())
