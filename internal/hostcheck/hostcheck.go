@@ -70,8 +70,8 @@ func (c *Check) allows(header string) bool {
 func (c *Check) Around(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !c.allows(r.Host) {
-			http.Error(w, "This port does not answer under the name in the Host header. Use an IP address or localhost, "+
-				"or list the name in admin.hosts (docs/security.md#ports).", http.StatusMisdirectedRequest)
+			http.Error(w, "This port does not answer under the name in the Host header. Use an IP address or "+
+				"localhost, or list the name in admin.hosts (docs/security.md#ports).", http.StatusMisdirectedRequest)
 			return
 		}
 		next.ServeHTTP(w, r)
