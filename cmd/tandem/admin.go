@@ -21,10 +21,8 @@ import (
 
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
 // It is for the inside; put no client near it.
-func newAdmin(
-	registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet,
-	operator *orders.Orders, page, words http.Handler,
-) http.Handler {
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet,
+	operator *orders.Orders, page, words http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", ready(health, fleet.store, fleet.keyCheck))
