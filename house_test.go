@@ -107,8 +107,6 @@ func TestTypesAndPackagesStaySmall(t *testing.T) {
 		}
 	}
 	for name, size := range sizes {
-		if of, ok := larger[name]; ok && size < of.size {
-		}
 		limit := limits[name]
 		if of, ok := larger[name]; ok {
 			limit = of.size

@@ -71,7 +71,7 @@ func TestStalledUploads(t *testing.T) {
 			continue
 		}
 		refused += int(busy.Load())
-		time.Sleep(100 * time.Millisecond) //nolint:forbidigo // the clients come again
+		time.Sleep(100 * time.Millisecond) // the clients come again
 	}
 	took := time.Since(began)
 	ended := 0

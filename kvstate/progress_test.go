@@ -60,7 +60,7 @@ func TestOutdated(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				s := New(Options{})
 				var told int64
-				s.OnExpired(func(e *Endpoint, n int64) { told += n })
+				s.OnExpired(func(_ *Endpoint, n int64) { told += n })
 				s.SetPool(PoolSpec{Name: "p", Models: []string{"*"}, KVLease: tt.lease}, []EndpointSpec{
 					{Addr: "10.0.0.1:1", Role: RolePrefill}, {Addr: "10.0.0.2:1", Role: RoleDecode}})
 				p, d := s.Pool("p").Endpoints()[0], s.Pool("p").Endpoints()[1]

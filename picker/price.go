@@ -20,7 +20,7 @@ const (
 	// A job counts as at most this many mean jobs for those that wait before it. Without a limit the longest prompts
 	// wait for too long.
 	maxJobs = 2.0
-	// s per token that engines reach at the model's pace, beside a few prompts: no promise counts as shorter
+	// Seconds per token that engines reach at the model's pace, beside a few prompts: no promise counts as shorter.
 	reachable   = 0.030
 	usualAnswer = 256. // expected tokens of an answer in a pool without observations
 	// seconds after which KV in use is outdated: by then short answers have been replaced, long ones not.

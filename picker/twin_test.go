@@ -160,7 +160,7 @@ func (w *twin) promptBeside(i int) float64 {
 	if w.running(i) <= 0 {
 		return queue + w.e(i)*w.speed(i)/w.weight(i)
 	}
-	_, _, step, _ := w.step(i)
+	_, _, step, _ := w.step(i) //nolint:dogsled // one of what the batch costs
 	return queue*(1+step/(m.StepTokens*m.PrefillToken)) + w.longer(i) + w.steps(i)*step
 }
 
@@ -183,7 +183,7 @@ func (w *twin) fill(i int) float64 {
 
 // token is the time between tokens of an answer: prompts take their share, within the promise.
 func (w *twin) token(i int) float64 {
-	_, _, step, _ := w.step(i)
+	_, _, step, _ := w.step(i) //nolint:dogsled // one of what the batch costs
 	with := step / max(1-w.v.Endpoints[i].Share, .01)
 	if tpot := w.tpot(); tpot > 0 && with > .9*tpot {
 		return max(step, .9*tpot)

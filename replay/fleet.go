@@ -2,6 +2,7 @@ package replay
 
 import (
 	"math/rand/v2"
+	"slices"
 
 	"tandem/picker"
 	"tandem/replay/engine"
@@ -79,7 +80,7 @@ func (f *fleet) engines() []*engine.Engine {
 	if f.both {
 		return f.decodes
 	}
-	return append(f.prefills[:len(f.prefills):len(f.prefills)], f.decodes...)
+	return append(slices.Clip(f.prefills), f.decodes...)
 }
 
 // bind sends a request to its endpoints: to prefill first, or to decode alone if prefill is -1.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"runtime"
+	"slices"
 
 	"golang.org/x/sync/errgroup"
 
@@ -61,7 +62,7 @@ func rolesSuite(ctx context.Context, p rolePlan, stdout, stderr io.Writer) error
 		"best aggregated router | price alone | roles: auto |\n|---|---|---|---|---|---|\n", len(p.seeds))
 	bar, done := NewBar(stderr, "suite"), 0
 	for _, n := range p.engines {
-		for _, trace := range append(p.steady[:len(p.steady):len(p.steady)], p.shifting...) {
+		for _, trace := range append(slices.Clip(p.steady), p.shifting...) {
 			for _, load := range p.loads {
 				row, err := p.row(ctx, trace, n, load)
 				if err != nil {

@@ -296,7 +296,9 @@ func TestFailRestart(t *testing.T) {
 	require.Equal(t, 200, status)
 	second := <-log.ready
 	require.Contains(t, second, strings.TrimPrefix(url, "http://"))
-	require.NotEqual(t, first[strings.Index(first, "engine="):], second[strings.Index(second, "engine="):])
+	_, before, _ := strings.Cut(first, "engine=")
+	_, after, _ := strings.Cut(second, "engine=")
+	require.NotEqual(t, before, after)
 	warming := false
 	require.Eventually(t, func() bool {
 		status, err := post(chatPath, chat("x"))

@@ -93,6 +93,17 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
 	f.DurationVar(&c.Warmup, "warmup", 0, "how long the open HTTP port answers 503 to everything, /health too")
+	frontFlags(f, &c)
+	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
+	if err := parseAll(f, args); err != nil {
+		return nil, err
+	}
+	c.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1" // as vLLM
+	return &c, settle(&c, roleName, connectorName, policy, fail)
+}
+
+// frontFlags are the flags of what stands before an engine's routes.
+func frontFlags(f *flag.FlagSet, c *api.Config) {
 	f.StringVar(&c.Front.Key, "api-key", "", "paths below /v1 want this `key`, as a bearer token")
 	f.BoolVar(&c.Front.Origins, "cors", false, "answer CORS preflights, and allow any origin")
 	f.BoolVar(&c.Front.Forms, "forms", false,
@@ -100,12 +111,6 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&c.Front.CertFile, "tls-cert", "", "PEM `file`: speak TLS")
 	f.StringVar(&c.Front.KeyFile, "tls-key", "", "PEM `file` of its key")
 	f.StringVar(&c.Front.Name, "tls-name", "", "the only SNI and Host that are taken")
-	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
-	if err := parseAll(f, args); err != nil {
-		return nil, err
-	}
-	c.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1" // as vLLM
-	return &c, settle(&c, roleName, connectorName, policy, fail)
 }
 
 // parseAll parses the arguments, which are all flags.

@@ -34,8 +34,8 @@ func fillTexts(v reflect.Value, text string, depth int) {
 		v.Set(reflect.MakeMap(v.Type()))
 		v.SetMapIndex(reflect.ValueOf(text).Convert(v.Type().Key()), element)
 	case v.Kind() == reflect.Struct && v.Type().PkgPath() != "time":
-		for i := range v.NumField() {
-			fillTexts(v.Field(i), text, depth-1)
+		for _, field := range v.Fields() {
+			fillTexts(field, text, depth-1)
 		}
 	}
 }

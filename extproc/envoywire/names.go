@@ -6,7 +6,7 @@ const (
 	HeaderLeg      = "x-tandem-leg"                   // the route: one of package plan's legs
 	HeaderTicket   = "x-tandem-ticket"                // sealed state of the request
 	HeaderScheme   = "x-tandem-scheme"                // https or h2c; absent: http
-	// SNI and Host of an https engine; absent: none of its own
+	// HeaderServerName is SNI and Host of an https engine; absent: none of its own.
 	HeaderServerName = "x-tandem-server-name"
 	HeaderPerTry     = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
 	// HeaderHedge is "true" for a hop that continues after that time, together with a try at the replan port.

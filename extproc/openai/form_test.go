@@ -44,7 +44,9 @@ func TestFormModel(t *testing.T) {
 		model, err := FormModel(kind, []byte(body))
 		require.Equal(t, c.model, model)
 		if c.code != "" {
-			require.Equal(t, c.code, err.(*Error).Code)
+			var refused *Error
+			require.ErrorAs(t, err, &refused)
+			require.Equal(t, c.code, refused.Code)
 			continue
 		}
 		require.NoError(t, err)

@@ -80,7 +80,7 @@ const (
 	look   = 500 * time.Millisecond // interval at which other replicas' words are read
 	within = 300 * time.Millisecond // for one exchange with Redis
 	ttl    = 24 * time.Hour         // of the words in Redis, after the last replica has ended
-	// bounds of what is read
+	// Bounds of what is read.
 	maxText  = 1 << 20
 	maxWords = 4096
 )

@@ -48,7 +48,7 @@ func sideChannel(t *testing.T, engine *atomic.Value, clock float64) (port int, a
 				len(question) != 3 || string(question[0].([]byte)) != "get_meta_msg" {
 				continue
 			}
-			_ = router.Send(zmq4.NewMsgFrom(m.Frames[0], nil, metadata(t, engine.Load().(string)), float(clock)))
+			_ = router.Send(zmq4.NewMsgFrom(m.Frames[0], nil, metadata(t, engine.Load().(string)), float(clock))) //nolint:testifylint // it cannot fail
 		}
 	}()
 	return router.Addr().(*net.TCPAddr).Port, asked

@@ -84,13 +84,6 @@ func (r *replica) publish() {
 	require.Eventually(r.t, func() bool { return r.Publish(r.t.Context()) == nil }, soon, time.Millisecond)
 }
 
-func client(t *testing.T, addr string) *redis.Client {
-	t.Helper()
-	c := redis.NewClient(&redis.Options{Addr: addr})
-	t.Cleanup(func() { _ = c.Close() })
-	return c
-}
-
 // A replica that did not end in order is named for an hour, apart from the others if another one has its name since. One
 // that ended in order is forgotten.
 func TestGone(t *testing.T) {

@@ -120,13 +120,13 @@ func (c *Cache) Add(blocks []uint64, limit int) {
 	}
 	for left := len(c.at); left > 0 && len(c.at)-c.pinned > max(limit-len(c.pins), 0); left-- {
 		oldest := c.ring[0].prev
-		if block := c.ring[oldest].block; c.pins[block] > 0 {
+		block := c.ring[oldest].block
+		if c.pins[block] > 0 {
 			c.touch(oldest)
 			continue
-		} else {
-			c.unlink(oldest)
-			delete(c.at, block)
 		}
+		c.unlink(oldest)
+		delete(c.at, block)
 		c.ring[oldest].next, c.free = c.free, oldest
 	}
 }
