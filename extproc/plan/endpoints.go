@@ -71,16 +71,16 @@ func outOfWork(all []*kvstate.Endpoint, source string) string {
 
 // noPair describes the side of a pool that has no endpoint for a pair.
 func (p *Policy) noPair(pool *kvstate.Pool) string {
-	if decodes(pool) {
+	if works(pool, kvstate.RoleDecode) {
 		return missing(pool, kvstate.RolePrefill, p.Source)
 	}
 	return missing(pool, kvstate.RoleDecode, p.Source)
 }
 
-// decodes reports whether a decode endpoint of the pool takes requests.
-func decodes(pool *kvstate.Pool) bool {
+// works reports whether an endpoint of the pool with a role takes requests.
+func works(pool *kvstate.Pool, role kvstate.Role) bool {
 	return slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {
-		return e.Role&kvstate.RoleDecode != 0 && e.TakesWork()
+		return e.Role&role != 0 && e.TakesWork()
 	})
 }
 

@@ -141,7 +141,7 @@ func TestRefuseAlone(t *testing.T) {
 		{Policy{OnFailure: Fail}, "no_prefill", "no_prefill"},
 		{Policy{Alone: AloneNever}, "prefill_failed", "prefill_failed"},
 		{Policy{Alone: AloneNever}, "api_not_spoken", ""},
-		{Policy{Alone: AloneNever}, "cheaper", "no_endpoint"},
+		{Policy{Alone: AloneNever}, "cheaper", "no_prefill"}, // the pool has none
 		{Policy{Alone: AloneNever, Place: picker.Policy{Model: picker.DefaultPolicy().Model, Split: picker.SplitAuto}}, "cheaper", ""},
 	} {
 		err := tt.policy.RefuseAlone(pool, tt.why)

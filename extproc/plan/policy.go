@@ -227,12 +227,12 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 	if err := fullFirst(pool); err != nil {
 		return err
 	}
-	if why == "cheaper" {
+	if why == "cheaper" && works(pool, kvstate.RolePrefill) && works(pool, kvstate.RoleDecode) {
 		const message = "no pair of endpoints can take this request now: those that are left have failed it"
 		return openai.Unavailable("no_endpoint", message, time.Second)
 	}
 	code := "no_prefill"
-	if !decodes(pool) {
+	if !works(pool, kvstate.RoleDecode) {
 		code = "no_endpoint"
 	}
 	return openai.Unavailable(code, p.noPair(pool), time.Second)
