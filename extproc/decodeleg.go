@@ -238,7 +238,7 @@ func failureOf(p *concurrent.Pair) *faults.Failure {
 // planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.
 func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failure) error {
 	policy, _ := x.s.policy(t.Pool)
-	if d := endpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() {
+	if d := plan.EndpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() {
 		if cause != kvtransfer.CauseDecode {
 			cause, f = kvtransfer.CauseDecode, &faults.Failure{Unreached: true} // P waits for D, so it fails with D
 		}

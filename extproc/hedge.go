@@ -5,6 +5,7 @@ import (
 
 	"tandem/extproc/hedging"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/standstill"
 )
@@ -21,7 +22,7 @@ func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 
 // lost reports whether the try of a hop at the decode endpoint is lost.
 func lost(s *Server, t *kvtransfer.Ticket) bool {
-	e := endpointOf(s.State, t.Pool, t.Decode)
+	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	return e != nil && s.State.FailedFor(e) >= lostAfter || outdated(s, t) != "" ||
 		overdue(s.since(t), answerLimit(s, t, e))
 }
@@ -30,11 +31,11 @@ func lost(s *Server, t *kvtransfer.Ticket) bool {
 // "" if nothing says so.
 func outdated(s *Server, t *kvtransfer.Ticket) standstill.Reason {
 	policy, _ := s.policy(t.Pool)
-	d := endpointOf(s.State, t.Pool, t.Decode)
+	d := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {
 		return ""
 	}
-	return s.State.Outdated(endpointOf(s.State, t.Pool, t.Prefill), d, time.Now().Add(-s.since(t)))
+	return s.State.Outdated(plan.EndpointOf(s.State, t.Pool, t.Prefill), d, time.Now().Add(-s.since(t)))
 }
 
 // answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
@@ -50,12 +51,4 @@ func answerLimit(s *Server, t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Dura
 	}
 	policy, _ := s.policy(t.Pool)
 	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
-}
-
-// endpointOf returns an endpoint of a pool; nil: it is gone.
-func endpointOf(state *kvstate.State, pool, addr string) *kvstate.Endpoint {
-	if p := state.Pool(pool); p != nil {
-		return p.Endpoint(addr)
-	}
-	return nil
 }

@@ -81,7 +81,7 @@ func (s replanPort) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id stri
 	took, prefill := s.since(t), false
 	if t.Stage == kvtransfer.PairLegs {
 		p := s.pairs.Enter(t.ID)
-		e := endpointOf(s.State, t.Pool, t.Decode)
+		e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 		prefill = (e == nil || !e.Failed()) && p.PrefillFailed(ctx)
 		s.pairs.Leave(t.ID)
 	}
@@ -120,9 +120,7 @@ func (s replanPort) restart(w http.ResponseWriter, r *http.Request, t *kvtransfe
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !replan.TakesPass(t, h.Get(envoywire.HeaderPrefilled) != "") ||
 		t.Redirects+1 >= s.MaxRedirects || !s.State.Consume(replan.ID(t)) {
 		w.Header().Set(envoywire.HeaderFinal, "true")
-		e := openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second)
-		s.observer.GivenUp(e)
-		replan.Refuse(w, e)
+		giveUp(s.Server, w, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
 		return
 	}
 	s.Log.Warn("a replica failed while it decided a request; another one is asked", "request_id", id)
@@ -141,9 +139,7 @@ func (s replanPort) redirect(w http.ResponseWriter, next *kvtransfer.Ticket, id,
 	sealed, err := s.keys().Seal(nil, next, id)
 	if err != nil {
 		s.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
-		e := openai.Internal()
-		s.observer.GivenUp(e)
-		replan.Refuse(w, e)
+		giveUp(s.Server, w, openai.Internal())
 		return
 	}
 	w.Header().Set("location", string(replan.Location([]byte(path))))
@@ -168,7 +164,12 @@ func (s replanPort) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id strin
 	} else { // another replica would answer the same: Envoy must not ask it
 		w.Header().Set(envoywire.HeaderFinal, "true")
 	}
-	e := openai.Unavailable("endpoint_failed", "the endpoint failed and there is no other way to answer", time.Second)
+	const message = "the endpoint failed and there is no other way to answer"
+	giveUp(s.Server, w, openai.Unavailable("endpoint_failed", message, time.Second))
+}
+
+// giveUp answers with an error, and counts it.
+func giveUp(s *Server, w http.ResponseWriter, e *openai.Error) {
 	s.observer.GivenUp(e)
 	replan.Refuse(w, e)
 }

@@ -112,18 +112,11 @@ func (s *Faults) Failed(ctx context.Context, t *kvtransfer.Ticket) Failure {
 
 // full records that an endpoint was full.
 func (s *Faults) full(pool, addr string, f *Failure) {
-	if e := s.endpoint(pool, addr); e != nil && s.State.MarkFull(e, f.Status, f.RetryAfter) {
+	if e := plan.EndpointOf(s.State, pool, addr); e != nil && s.State.MarkFull(e, f.Status, f.RetryAfter) {
 		s.Observer.EndpointFull(pool, addr, f.Status)
 		s.Log.LogAttrs(context.Background(), slog.LevelInfo, "an endpoint is full and gets no request for a while",
 			slog.String("endpoint", addr), slog.Int("status", f.Status), slog.Duration("retry_after", f.RetryAfter))
 	}
-}
-
-func (s *Faults) endpoint(pool, addr string) *kvstate.Endpoint {
-	if p := s.State.Pool(pool); p != nil {
-		return p.Endpoint(addr)
-	}
-	return nil
 }
 
 // Endpoint records how an endpoint failed a hop, and adds it to those that the request excludes unless it is only
@@ -139,7 +132,7 @@ func (s *Faults) Endpoint(next *kvtransfer.Ticket, requestID, addr string, f *Fa
 
 // Hop records how an endpoint failed a hop of a request.
 func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
-	e := s.endpoint(pool, addr)
+	e := plan.EndpointOf(s.State, pool, addr)
 	switch {
 	case e == nil:
 	case f.Full():
@@ -175,14 +168,15 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	if e.BrokeOff() {
 		s.CheckEndpoint(pool, t.Decode)
 	}
+	ok := telemetry.EndedAs(t, e) == "ok"
 	switch {
 	case !t.Loads || pool == nil:
 	case e.TooShort(t.LeastBytes):
 		s.LoadFailed(pool, t.Prefill, t.Decode, SeenStream)
-	case telemetry.EndedAs(t, e) == "ok":
+	case ok:
 		s.State.LoadSucceeded(pool, t.Prefill, t.Decode)
 	}
-	if telemetry.EndedAs(t, e) == "ok" {
+	if ok {
 		s.errors.clear(t.Prefill, t.Decode)
 	}
 }

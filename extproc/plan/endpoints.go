@@ -77,6 +77,14 @@ func (p *Policy) noPair(pool *kvstate.Pool) string {
 	return missing(pool, kvstate.RoleDecode, p.Source)
 }
 
+// EndpointOf returns the endpoint of a pool at an address; nil: it is gone.
+func EndpointOf(state *kvstate.State, pool, addr string) *kvstate.Endpoint {
+	if p := state.Pool(pool); p != nil {
+		return p.Endpoint(addr)
+	}
+	return nil
+}
+
 // works reports whether an endpoint of the pool with a role takes requests.
 func works(pool *kvstate.Pool, role kvstate.Role) bool {
 	return slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {
