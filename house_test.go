@@ -73,7 +73,7 @@ var branching = map[string]struct {
 var longLines = map[string]int{
 	"cmd/tandem":    69,
 	"envoy-configs": 32,
-	"extproc":       61,
+	"extproc":       40,
 	"status":        3,
 }
 

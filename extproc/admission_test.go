@@ -16,14 +16,13 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
-	"tandem/internal/budget"
 	"tandem/kvstate"
-	"tandem/picker"
 )
 
 // late is the policy of a pool whose requests wait.
-func late(w latebinding.Limits) Policy {
+func late(w latebinding.Limits) pass.Policy {
 	p := splitting()
 	p.Place.Late, p.Waiting = true, w
 	return p
@@ -81,7 +80,7 @@ func (c *crowd) sendAndLeave(id string, tokens int) (leave func()) {
 // done ends both hops of a request that was bound, a moment later.
 func (c *crowd) done(id string) {
 	time.Sleep(2 * latebinding.Pause)
-	c.server.releasePass(id, 0, c.server.State.Release)
+	c.server.passes.Release(c.server.passes.Held(id, 0))
 	synctest.Wait()
 }
 
@@ -260,7 +259,7 @@ func TestWaitingEnds(t *testing.T) {
 				c.group.Wait()
 				for id := range c.ended {
 					require.Nil(t, c.ended[id].immediate, id)
-					c.server.releasePass(id, 0, c.server.State.Release)
+					c.server.passes.Release(c.server.passes.Held(id, 0))
 				}
 				time.Sleep(2 * latebinding.Tick) // for the queue's goroutine to see that nobody waits
 				synctest.Wait()
@@ -334,7 +333,7 @@ func TestWaitingAtRandom(t *testing.T) {
 				all.Go(func() {
 					if leaves >= 0 {
 						q.leave(99, func() { time.Sleep(leaves) })
-						s.server.releasePass(id, 0, s.server.State.Release)
+						s.server.passes.Release(s.server.passes.Held(id, 0))
 						return
 					}
 					v := q.pass()
@@ -343,7 +342,7 @@ func TestWaitingAtRandom(t *testing.T) {
 						return
 					}
 					time.Sleep(work)
-					s.server.releasePass(id, 0, s.server.State.Release)
+					s.server.passes.Release(s.server.passes.Held(id, 0))
 				})
 				time.Sleep(time.Duration(random.IntN(30)) * time.Millisecond)
 			}
@@ -353,32 +352,7 @@ func TestWaitingAtRandom(t *testing.T) {
 			require.Zero(t, s.count("tandem_queue_requests", "chat"))
 			require.Zero(t, s.server.Memory.Load())
 			require.Zero(t, s.state.Reservations())
-			require.Zero(t, s.server.settings.Load().Pools["chat"].queue.Status().Committed)
-		})
-	}
-}
-
-// Where nothing is to wait for, late binding costs no memory; where it is off, it is not noticed at all.
-func TestChoosingAlloc(t *testing.T) {
-	for name, policy := range map[string]Policy{"off": splitting(), "on": late(latebinding.Limits{})} {
-		t.Run(name, func(t *testing.T) {
-			s := newStand(t, Options{})
-			s.pool("chat", policy, "p1", "p2", "d1", "d2")
-			x := &newScratch(s.server).request
-			x.grpc, x.Began = &wire{ctx: t.Context()}, time.Now()
-			pool := s.state.Pool("chat")
-			inForce, _ := s.server.policy("chat")
-			require.Equal(t, name == "on", inForce.queue != nil)
-			x.describe(pool, plan.Attempt{})
-			r := picker.Request{PromptTokens: 4000, Split: true}
-			budget.Allocs(t, 100, 0, func() {
-				s.state.View(pool, nil, &x.view)
-				c, err := x.choose(inForce, &r)
-				if err != nil || c.Prefill < 0 {
-					t.Fatal(c, err)
-				}
-				x.waiter.Committed()
-			})
+			require.Zero(t, queueOf(s).Status().Committed)
 		})
 	}
 }
@@ -421,4 +395,9 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			time.Sleep(2 * latebinding.Tick)
 		})
 	})
+}
+
+func queueOf(s *stand) *latebinding.Queue {
+	policy, _ := s.server.passes.Policy("chat")
+	return policy.Queue()
 }

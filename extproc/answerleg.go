@@ -21,30 +21,30 @@ type answerLeg struct{ pairLeg }
 // because such an answer depends on this replica and costs a message for every piece. An answer with a status other
 // than 200 passes unchanged, so that the main route can retry.
 func (x answerLeg) serve() error {
-	if err := x.receive(); err != nil {
+	if err := x.stream.receive(); err != nil {
 		return err
 	}
-	if x.msg.Phase != envoywire.PhaseResponseHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
 		return errors.New("the first message of an answer leg was not response headers")
 	}
-	a := &x.msg.Attributes
-	x.requestID = string(a.RequestID)
+	a := &x.stream.msg.Attributes
+	x.stream.requestID = string(a.RequestID)
 	if len(a.ClientID) > 0 {
-		x.requestID = string(a.ClientID)
+		x.stream.requestID = string(a.ClientID)
 	}
-	t, err := x.s.keys().Open(string(a.Ticket), x.requestID, x.s.now())
+	t, err := x.s.passes.Keys().Open(string(a.Ticket), x.stream.requestID, x.s.passes.Now())
 	if t == nil { // an expired ticket is accepted: the answer has begun
-		x.TicketRefused()
+		x.meter.TicketRefused()
 		return fmt.Errorf("opening the ticket of an answer leg: %w", err)
 	}
-	if code, _ := strconv.Atoi(string(x.msg.Headers.Status)); code != 200 {
-		return x.passAnswer()
+	if code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status)); code != 200 {
+		return x.stream.passAnswer()
 	}
 	rewriter, err := x.rewriter(t)
 	if err != nil {
 		return err
 	}
-	if kind := x.msg.Headers.ContentType; bytes.HasPrefix(bytes.ToLower(kind), []byte("text/event-stream")) {
+	if kind := x.stream.msg.Headers.ContentType; bytes.HasPrefix(bytes.ToLower(kind), []byte("text/event-stream")) {
 		return x.rewriteStream(rewriter)
 	}
 	return x.rewriteWhole(rewriter)
@@ -60,7 +60,7 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	}
 	r, err := answer.Rewriter(t)
 	if r == nil && err == nil {
-		x.TicketRefused()
+		x.meter.TicketRefused()
 		return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
 	}
 	return r, err
@@ -88,73 +88,87 @@ func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 
 // rewriteWhole sends the rewritten answer when D's answer is complete.
 func (x answerLeg) rewriteWhole(c openai.Rewriter) error {
-	if err := x.receiveAnswer(); err != nil {
+	if err := x.stream.receiveAnswer(); err != nil {
 		return err
 	}
 	switch {
-	case x.noMemory:
+	case x.stream.noMemory:
 		return serverBusy()
-	case x.msg.Over:
+	case x.stream.msg.Over:
 		return openai.Unavailable("answer_too_large", fmt.Sprintf("an answer of more than %d bytes cannot be joined with prefill's", maxAnswer), 0)
 	}
-	x.spare.Grow(x.body.Len() + 4096)
-	out, err := c.Whole(x.spare.Data[:0], x.body.Bytes())
+	x.stream.spare.Grow(x.stream.body.Len() + 4096)
+	out, err := c.Whole(x.stream.spare.Data[:0], x.stream.body.Bytes())
 	if err != nil {
 		x.log(slog.LevelError, "decode's answer stays as it is", "err", err)
-		out = append(x.spare.Data[:0], x.body.Bytes()...)
+		out = append(x.stream.spare.Data[:0], x.stream.body.Bytes()...)
 	}
-	x.spare.Data = out
-	x.headers.Remove("content-length")
-	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil {
+	x.stream.spare.Data = out
+	x.stream.headers.Remove("content-length")
+	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.stream.headers}); err != nil {
 		return err
 	}
-	if trailers := x.msg.Phase == envoywire.PhaseResponseTrailers; trailers {
-		if err := x.sendBody(&x.spare, false); err != nil {
+	if trailers := x.stream.msg.Phase == envoywire.PhaseResponseTrailers; trailers {
+		if err := x.stream.sendBody(&x.stream.spare, false); err != nil {
 			return err
 		}
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
+		return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
 	}
-	return x.sendBody(&x.spare, true)
+	return x.stream.sendBody(&x.stream.spare, true)
 }
 
 // rewriteStream sends each event as soon as it is complete, however its bytes arrive.
 func (x answerLeg) rewriteStream(c openai.Rewriter) error {
-	x.headers.Remove("content-length")
-	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil {
+	x.stream.headers.Remove("content-length")
+	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.stream.headers}); err != nil {
 		return err
 	}
 	var events openai.Events
 	begun := false
-	each := func(event []byte) { x.spare.Data = c.Event(x.spare.Data, event) }
-	for !x.msg.EndOfStream {
-		x.body.Reset()
-		x.msg.Body, x.msg.BodyLimit, x.msg.Over = &x.body, maxAnswer, false
-		if err := x.receive(); err != nil {
+	each := func(event []byte) { x.stream.spare.Data = c.Event(x.stream.spare.Data, event) }
+	for !x.stream.msg.EndOfStream {
+		x.stream.body.Reset()
+		x.stream.msg.Body, x.stream.msg.BodyLimit, x.stream.msg.Over = &x.stream.body, maxAnswer, false
+		if err := x.stream.receive(); err != nil {
 			return err
 		}
-		if x.msg.Over {
+		if x.stream.msg.Over {
 			return fmt.Errorf("a piece of decode's answer of more than %d bytes", maxAnswer)
 		}
-		x.spare.Grow(2*x.body.Len() + 1024)
+		x.stream.spare.Grow(2*x.stream.body.Len() + 1024)
 		// not earlier: Envoy (1.40) ends the stream if a body message is not a reply to one
-		if !begun && x.body.Len() > 0 {
-			begun, x.spare.Data = true, c.Begin(x.spare.Data)
+		if !begun && x.stream.body.Len() > 0 {
+			begun, x.stream.spare.Data = true, c.Begin(x.stream.spare.Data)
 		}
-		if err := events.Feed(x.body.Bytes(), each); err != nil {
+		if err := events.Feed(x.stream.body.Bytes(), each); err != nil {
 			return fmt.Errorf("decode's answer: %w", err)
 		}
-		if x.msg.EndOfStream {
+		if x.stream.msg.EndOfStream {
 			events.End(each)
 		}
-		trailers := x.msg.Phase == envoywire.PhaseResponseTrailers
-		if len(x.spare.Data) > 0 || x.msg.EndOfStream && !trailers {
-			if err := x.sendBody(&x.spare, x.msg.EndOfStream && !trailers); err != nil {
+		trailers := x.stream.msg.Phase == envoywire.PhaseResponseTrailers
+		if len(x.stream.spare.Data) > 0 || x.stream.msg.EndOfStream && !trailers {
+			if err := x.stream.sendBody(&x.stream.spare, x.stream.msg.EndOfStream && !trailers); err != nil {
 				return err
 			}
 		}
 		if trailers {
-			return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
+			return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
 		}
 	}
 	return nil
+}
+
+// recordConversation returns the rewriter that removes the description of D's blocks from its answer.
+func (x answerLeg) recordConversation(t *kvtransfer.Ticket) openai.Rewriter {
+	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || t.Turn.Conversation == ([16]byte{})}
+	if t.Turn.Conversation != ([16]byte{}) {
+		id := x.stream.requestID
+		a.Kept = func(params []byte, ids []uint32) { x.s.passes.StoreTurn(id, t, params, ids) }
+		a.Room = x.stream.holdExtra
+	}
+	if t.Cached > 0 {
+		return openai.Both{First: a, Second: answer.Cached(t)}
+	}
+	return a
 }

@@ -33,7 +33,7 @@ type answered struct {
 // throughAnswerLeg sends an answer through the filter, with the ticket that its request bore, in pieces of n bytes.
 func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body string, n int, trailers bool) (got answered) {
 	s.t.Helper()
-	sealed, err := s.server.keys().Seal(nil, t, "r1")
+	sealed, err := s.server.passes.Keys().Seal(nil, t, "r1")
 	require.NoError(s.t, err)
 	l := s.leg(envoywire.RoleAnswerLeg)
 	attributes, err := structpb.NewStruct(map[string]any{"request.headers['x-tandem-ticket']": string(sealed), "request.headers['x-request-id']": "r1"})

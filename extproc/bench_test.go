@@ -20,6 +20,8 @@ import (
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/budget"
 	"tandem/kvstate"
@@ -100,7 +102,7 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	policy := splitting()
 	policy.Dialect = dialect
 	c := &course{mode: mode}
-	c.s = New(Options{State: state, Settings: Settings{Keys: keys, Pools: map[string]Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
+	c.s = New(Options{State: state, Settings: pass.Settings{Keys: keys, Pools: map[string]pass.Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
 	c.main = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(":authority", "tandem")), codec: envoywire.NewCodec()}
 	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(envoywire.MetadataRole, envoywire.RolePrefillLeg)), codec: envoywire.NewCodec()}
 	for _, h := range [][2]string{
@@ -118,11 +120,11 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	}
 	require.NoError(tb, c.s.process(c.begin(nil, c.client)))
 
-	var x planning
-	require.NoError(tb, x.req.Scan(openai.Chat, body, openai.Limits{}))
-	x.req.Patch.Reset(&x.req.Request)
-	dialect.Prefill(&x.req.Request, &x.req.Patch, &x.req.Sides)
-	c.legs = wiretest.Marshal(tb, requestBody(x.req.Patch.Edits().Apply(nil, body), true))
+	var r plan.Request
+	require.NoError(tb, r.Scan(openai.Chat, body, openai.Limits{}))
+	r.Patch.Reset(&r.Request)
+	dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
+	c.legs = wiretest.Marshal(tb, requestBody(r.Patch.Edits().Apply(nil, body), true))
 	settle(c.s, c.main.ticket())
 	return c
 }

@@ -20,6 +20,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
@@ -29,7 +30,7 @@ import (
 // pairStand is a server with a pool of SGLang endpoints.
 func pairStand(t *testing.T, dialect string, endpoints ...string) *stand {
 	s := newStand(t, Options{})
-	s.policy("chat", Policy{Policy: plan.Policy{Dialect: kvtransfer.Named(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second}})
+	s.policy("chat", pass.Policy{Policy: plan.Policy{Dialect: kvtransfer.Named(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second}})
 	var eps []kvstate.EndpointSpec
 	for _, e := range endpoints {
 		eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e)})
@@ -284,7 +285,7 @@ func TestPairOverTwoReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		one := pairStand(t, "sglang", twoAndTwo...)
 		two := pairStand(t, "sglang", twoAndTwo...)
-		two.server.Apply(Settings{Keys: one.server.keys(), Pools: two.server.Settings().Pools})
+		two.server.Apply(pass.Settings{Keys: one.server.passes.Keys(), Pools: two.server.Settings().Pools})
 
 		q, _ := pass1(one, "prefill-fails")
 		d, _ := q.decode(one)
@@ -357,7 +358,7 @@ func TestPairAlternatives(t *testing.T) {
 func TestPairForeignTickets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := pairStand(t, "sglang", twoAndTwo...)
-		sealed, err := s.server.keys().Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
+		sealed, err := s.server.passes.Keys().Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
 		require.NoError(t, err)
 		for _, ticket := range []string{"", "forged", string(sealed)} {
 			for _, role := range []string{envoywire.RoleDecodeLeg, envoywire.RoleMirror} {

@@ -11,11 +11,12 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 )
 
 // conversing is a pool whose decode endpoints keep answers for the next turn.
-func conversing(t *testing.T, change func(*Policy)) Policy {
+func conversing(t *testing.T, change func(*pass.Policy)) pass.Policy {
 	dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl", Bidirectional: true})
 	require.NoError(t, err)
 	p := splitting()
@@ -66,7 +67,7 @@ func (s *stand) secondTurnAfter(object string) *request {
 		Turn: kvtransfer.TurnLeg{Answers: true, Conversation: told.Conversation, OwnIDs: true},
 	}, "200", "application/json", `{"choices":[{"index":0,"text":"x","prompt_token_ids":[`+ids(20)+`],"token_ids":[`+ids(40)[len(ids(20))+1:]+`]}],`+
 		`"kv_transfer_params":`+object+`}`, 1<<20, false)
-	require.InDelta(s.t, 1, s.count("tandem_turns_total", "chat", conversationStored), 0)
+	require.InDelta(s.t, 1, s.count("tandem_turns_total", "chat", pass.TurnStored), 0)
 	return turn("r2", 60)
 }
 
@@ -84,14 +85,14 @@ func TestTurnThatMayExpire(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newStand(t, Options{})
-			s.pool("chat", conversing(t, func(p *Policy) {
+			s.pool("chat", conversing(t, func(p *pass.Policy) {
 				dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl", Bidirectional: true, TurnTTL: c.ttl})
 				require.NoError(t, err)
 				p.Dialect = dialect
 			}), "p1", "d1")
 			q := s.secondTurnAfter(c.object)
 			require.Equal(t, c.told, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Named)
-			unusable := s.count("tandem_turns_total", "chat", conversationUnusable)
+			unusable := s.count("tandem_turns_total", "chat", pass.TurnUnusable)
 			require.Equal(t, c.told, unusable == 0)
 		})
 	}
@@ -99,11 +100,11 @@ func TestTurnThatMayExpire(t *testing.T) {
 
 // A P that could not fetch a turn costs the reuse and nothing else, whatever the pool does about prefills that fail.
 func TestTurnThatCannotBeFetched(t *testing.T) {
-	for name, change := range map[string]func(*Policy){
-		"another prefill": func(*Policy) {},
-		"decode alone":    func(p *Policy) { p.OnFailure = plan.DecodeAlone },
-		"fail":            func(p *Policy) { p.OnFailure = plan.Fail },
-		"one attempt":     func(p *Policy) { p.PrefillAttempts = 1 },
+	for name, change := range map[string]func(*pass.Policy){
+		"another prefill": func(*pass.Policy) {},
+		"decode alone":    func(p *pass.Policy) { p.OnFailure = plan.DecodeAlone },
+		"fail":            func(p *pass.Policy) { p.OnFailure = plan.Fail },
+		"one attempt":     func(p *pass.Policy) { p.PrefillAttempts = 1 },
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newStand(t, Options{})
@@ -119,7 +120,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			require.False(t, again.Turn.Named)
 			require.Equal(t, 1, again.Prefills)
 			require.Empty(t, again.Excluded)
-			for what, n := range map[string]float64{conversationUsed: 1, conversationFailed: 1} {
+			for what, n := range map[string]float64{pass.TurnUsed: 1, pass.TurnFailed: 1} {
 				require.InDelta(t, n, s.count("tandem_turns_total", "chat", what), 0, what)
 			}
 			require.InDelta(t, 1, s.count("tandem_replans_total", "chat", kvtransfer.CauseTurn), 0)
@@ -135,7 +136,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 	for name, told := range map[string]bool{"told": true, "not told": false} {
 		synctest.Test(t, func(t *testing.T) {
 			s := newStand(t, Options{})
-			s.pool("chat", conversing(t, func(p *Policy) { p.OnFailure = plan.Fail }), "p1", "p2", "d1")
+			s.pool("chat", conversing(t, func(p *pass.Policy) { p.OnFailure = plan.Fail }), "p1", "p2", "d1")
 			q := s.secondTurn()
 			if !told {
 				q.prefillLeg(engineAnswer{status: 500, body: []byte(`{}`)})
@@ -148,7 +149,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 			next := s.ticket(q.taken, "r2")
 			require.Equal(t, []string{at}, next.Excluded, name)
 			require.Equal(t, !told, s.state.Pool("chat").Endpoint(at).Failed(), name)
-			require.InDelta(t, 1, s.count("tandem_turns_total", "chat", conversationFailed), 0, name)
+			require.InDelta(t, 1, s.count("tandem_turns_total", "chat", pass.TurnFailed), 0, name)
 			want := kvtransfer.CausePrefill
 			if told {
 				want = kvtransfer.CauseTurn
@@ -161,7 +162,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 // What is remembered of an answer under way counts as memory; where there is too little the turn is not kept, and the answer goes on.
 func TestTurnOfNoMemory(t *testing.T) {
 	s := newStand(t, Options{HeldBytes: 32 << 10})
-	s.pool("chat", conversing(t, func(*Policy) {}), "p1", "d1")
+	s.pool("chat", conversing(t, func(*pass.Policy) {}), "p1", "d1")
 	var stream strings.Builder
 	stream.WriteString(`data: {"choices":[],"prompt_token_ids":[` + ids(1000) + "]}\n\n")
 	for range 300 {
@@ -175,7 +176,7 @@ func TestTurnOfNoMemory(t *testing.T) {
 	}, "200", "text/event-stream", stream.String(), 4096, false)
 	require.True(t, got.ended)
 	require.Equal(t, 300, strings.Count(got.body, `"text":"x"`))
-	for _, what := range []string{conversationStored, conversationUnusable, conversationFull} {
+	for _, what := range []string{pass.TurnStored, pass.TurnUnusable, pass.TurnFull} {
 		require.Zero(t, s.count("tandem_turns_total", "chat", what))
 	}
 	require.Eventually(t, func() bool { return s.server.Memory.Load() == 0 }, 30*time.Second, time.Millisecond)

@@ -275,6 +275,6 @@ func TestPhasesOfWorkAreTold(t *testing.T) {
 		}
 		decisions := s.server.observer.Totals().Decisions
 		require.Less(t, decisions.Quantile(.5), time.Millisecond)
-		s.server.releasePass("r1", 0, s.server.State.Release)
+		s.server.passes.Release(s.server.passes.Held("r1", 0))
 	})
 }

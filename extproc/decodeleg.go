@@ -52,15 +52,15 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + plan.MaxDecodeMember); err != nil {
 		return err
 	}
-	edits, err := concurrent.DecodeEdits(t, x.body.Len())
+	edits, err := concurrent.DecodeEdits(t, x.stream.body.Len())
 	if err != nil {
 		return err
 	}
-	policy, _ := x.s.policy(t.Pool)
+	policy, _ := x.s.passes.Policy(t.Pool)
 	if c := policy.Dialect.Concurrent; c != nil && c.PrefillFirst {
 		return x.afterPrefillOf(t, p, edits)
 	}
-	if err := x.answerBody(edits); err != nil {
+	if err := x.stream.answerBody(edits); err != nil {
 		return err
 	}
 	return x.watch(t, p)
@@ -68,27 +68,27 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 
 // openLeg opens the ticket of a leg whose first message is the request headers.
 func (x pairLeg) openLeg() (*kvtransfer.Ticket, error) {
-	if x.msg.Phase == envoywire.PhaseNone {
-		if err := x.receive(); err != nil {
+	if x.stream.msg.Phase == envoywire.PhaseNone {
+		if err := x.stream.receive(); err != nil {
 			return nil, err
 		}
 	}
-	if x.msg.Phase != envoywire.PhaseRequestHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseRequestHeaders {
 		return nil, errors.New("the first message of a leg was not request headers")
 	}
-	h := &x.msg.Headers
+	h := &x.stream.msg.Headers
 	return x.openPairTicket(h.Ticket, h.ClientID)
 }
 
 func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, error) {
-	x.requestID = string(requestID)
-	t, err := x.s.keys().Open(string(ticket), x.requestID, x.s.now())
+	x.stream.requestID = string(requestID)
+	t, err := x.s.passes.Keys().Open(string(ticket), x.stream.requestID, x.s.passes.Now())
 	if err != nil {
-		x.TicketRefused()
+		x.meter.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
 	}
 	if t.Stage != kvtransfer.PairLegs {
-		x.TicketRefused()
+		x.meter.TicketRefused()
 		return nil, fmt.Errorf("one of two legs came with a ticket of stage %v", t.Stage)
 	}
 	return t, nil
@@ -96,7 +96,7 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 
 // watch waits for P's verdict. If it returns nil, Envoy continues without this stream.
 func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
-	received := x.receiveLater() // at most one message comes: D's headers
+	received := x.stream.receiveLater() // at most one message comes: D's headers
 	limit := x.prefillLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
@@ -107,7 +107,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			if got.err != nil {
 				return got.err
 			}
-			x.take(got)
+			x.stream.take(got)
 			var err error
 			if held, err = x.holdAnswer(t, p, limit); !held || err != nil {
 				return err
@@ -116,19 +116,19 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 		case <-p.Ended:
 			switch {
 			case p.Verdict.OK:
-				x.SpanLegEnded("ok", 0)
+				x.meter.SpanLegEnded("ok", 0)
 				x.holds(t)
-				return x.passAnswer(held)
+				return x.release(held)
 			case plan.ClientsFault(p.Verdict.Status):
 				return x.answerFor(p.Verdict)
 			}
 			return x.planAgain(t, kvtransfer.CausePrefill, failureOf(p))
 		case <-timer.C:
-			x.PrefillLate(t)
+			x.meter.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
 		case <-x.s.draining:
-			return x.passAnswer(held)
+			return x.release(held)
 		case <-x.stream.Context().Done():
 			return io.EOF
 		}
@@ -158,14 +158,14 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 		f = failureOf(p)
 		switch {
 		case p.Verdict.OK:
-			x.SpanLegEnded("ok", 0)
+			x.meter.SpanLegEnded("ok", 0)
 			x.holds(t)
-			return x.answerBody(edits)
+			return x.stream.answerBody(edits)
 		case plan.ClientsFault(p.Verdict.Status):
 			return x.answerFor(p.Verdict)
 		}
 	case <-timer.C:
-		x.PrefillLate(t)
+		x.meter.PrefillLate(t)
 		x.s.pairs.GiveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
@@ -175,32 +175,32 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 
 // prefillLimit returns the time limit of P's leg. The pool may have been removed since it began.
 func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
-	policy, _ := x.s.policy(t.Pool)
+	policy, _ := x.s.passes.Policy(t.Pool)
 	return cmp.Or(policy.PrefillTimeout, 30*time.Second) + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
 // extended.
 func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit time.Duration) (held bool, err error) {
-	if x.msg.Phase != envoywire.PhaseResponseHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
 		return false, errors.New("a decode leg went on without an answer")
 	}
-	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
-	if (code >= 500 || code < 200 || kvstate.Refuses(code)) && len(x.msg.Headers.Final) == 0 {
+	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
+	if (code >= 500 || code < 200 || kvstate.Refuses(code)) && len(x.stream.msg.Headers.Final) == 0 {
 		return false, x.decodeFailed(t, p, code)
 	}
 	if code >= 300 {
 		x.s.pairs.GiveUp(t.ID)
-		x.SpanLegEnded("refused", code)
+		x.meter.SpanLegEnded("refused", code)
 		// a script of this listener removes Tandem's additions from its body
-		return false, x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
+		return false, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 	}
-	return true, x.send(&envoywire.Reply{Patience: limit + time.Second})
+	return true, x.stream.send(&envoywire.Reply{Patience: limit + time.Second})
 }
 
 // decodeFailed plans the request again after an error of D, which may be P's fault.
 func (x decodeLeg) decodeFailed(t *kvtransfer.Ticket, p *concurrent.Pair, code int) error {
-	a := &x.msg.Attributes
+	a := &x.stream.msg.Attributes
 	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
 	cause := kvtransfer.CauseDecode
 	if !f.Full() && p.PrefillFailed(x.stream.Context()) {
@@ -210,24 +210,24 @@ func (x decodeLeg) decodeFailed(t *kvtransfer.Ticket, p *concurrent.Pair, code i
 	return x.planAgain(t, cause, &f)
 }
 
-// passAnswer releases D's answer if it is held back, and ends the stream without error, so that Envoy continues.
-func (x decodeLeg) passAnswer(held bool) error {
+// release releases D's answer if it is held back, and ends the stream without error, so that Envoy continues.
+func (x decodeLeg) release(held bool) error {
 	if !held {
 		return nil
 	}
-	return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
+	return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 }
 
 // answerFor answers the client with P's refusal of the request.
 func (x decodeLeg) answerFor(v concurrent.Outcome) error {
-	x.SpanLegEnded("refused", 0)
+	x.meter.SpanLegEnded("refused", 0)
 	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
 	if len(i.Body) == 0 {
 		e := openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
 		i.Body = e.JSON()
 	}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
-	return x.send(&envoywire.Reply{Immediate: i})
+	return x.stream.send(&envoywire.Reply{Immediate: i})
 }
 
 // failureOf returns how P's leg failed.
@@ -237,7 +237,7 @@ func failureOf(p *concurrent.Pair) *faults.Failure {
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.
 func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failure) error {
-	policy, _ := x.s.policy(t.Pool)
+	policy, _ := x.s.passes.Policy(t.Pool)
 	if d := plan.EndpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() {
 		if cause != kvtransfer.CauseDecode {
 			cause, f = kvtransfer.CauseDecode, &faults.Failure{Unreached: true} // P waits for D, so it fails with D
@@ -248,28 +248,28 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failu
 	next := *t // its id stays: it names the leg that may still be running
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
-	x.SpanLegEnded("failed", 0)
-	x.SpanCause(cause)
+	x.meter.SpanLegEnded("failed", 0)
+	x.meter.SpanCause(cause)
 	switch cause {
 	case kvtransfer.CauseDecode:
-		x.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.since(t), x.Exemplar)
-		x.s.faults.Decode(&next, x.requestID, f)
+		x.meter.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.passes.Since(t), x.meter.Exemplar)
+		x.s.faults.Decode(&next, x.stream.requestID, f)
 	case kvtransfer.CausePoolGone:
 		next.Loads = false
 	default:
 		next.Loads = false
-		x.s.faults.Endpoint(&next, x.requestID, t.Prefill, f)
+		x.s.faults.Endpoint(&next, x.stream.requestID, t.Prefill, f)
 	}
 	if peers := policy.Peers; peers != nil {
 		peers.Failed(t.Prefill) // P may return as another engine, and D may have failed because it did
 	}
-	sealed, err := x.s.keys().Seal(nil, &next, x.requestID)
+	sealed, err := x.s.passes.Keys().Seal(nil, &next, x.stream.requestID)
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a failed pair: %w", err)
 	}
-	h := &x.msg.Headers
+	h := &x.stream.msg.Headers
 	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_plan_again"}
 	i.Headers.Set("location", replan.Location(h.Path))
 	i.Headers.Set(envoywire.HeaderTicket, sealed)
-	return x.send(&envoywire.Reply{Immediate: i})
+	return x.stream.send(&envoywire.Reply{Immediate: i})
 }

@@ -9,7 +9,7 @@
 //     that. Envoy routes by the headers that the server sets.
 //  2. Prefill leg (role prefill-leg, a filter of an internal listener). The prefill endpoint's answer arrives. Its KV
 //     transfer parameters move into a second ticket, and the answer becomes a 307, which Envoy follows by itself. A short
-//     answer does not come here: Envoy makes the 307 from it by itself, and pass 2 reads it from a header (nextpass.go).
+//     answer does not come here: Envoy makes the 307 from it by itself, and pass 2 reads it from a header.
 //  3. Pass 2 (main role again; the ticket tells it apart). The body that arrives is the prefill leg's. The server undoes the
 //     edits, which restores the client's body, and inserts the parameters. Envoy streams the decode endpoint's answer to the
 //     client without asking again.
@@ -21,20 +21,17 @@
 //
 // Engines that need both legs at once take another way, in one pass: Envoy sends the request to the decode endpoint
 // and a copy of it to the prefill endpoint, each through an internal listener whose filter has its own role
-// (decode-leg, prefill-mirror); see bothlegs.go. A chat with media may have a leg before all these (encode-leg);
+// (decode-leg, prefill-mirror); see decodeleg.go. A chat with media may have a leg before all these (encode-leg);
 // see encodeleg.go.
 //
 // Each filter role has a handler type, with a [stream] (I/O only) and a telemetry.Meter, to which it reports; [scratch]
 // holds the memory of all:
 //
-//   - mainRole (route.go): firstPass (firstpass.go, bothlegs.go, passthrough.go) is about a request with its body alone,
-//     nextPass (nextpass.go) about one with the ticket of a leg. Both read the body and the state into a planning
-//     (planning.go), have the picker choose, let package plan decide ([plan.First], [plan.Resume]), and return its
-//     [plan.Decision]; commit.go reserves what it needs and seals its ticket.
-//   - prefillLeg (prefillleg.go): prefillAnswer settles P's answer, which pass 2 does as well for inline ones.
+//   - mainRole (route.go) receives both passes, has a [pass.Pass] read, choose, decide and commit, and renders the
+//     decision for Envoy. endpointPicker (pickerprotocol.go) does the same for gateways.
+//   - prefillLeg (prefillleg.go) has a [pass.Prefilled] settle P's answer.
 //   - decodeLeg, mirroredLeg: concurrent legs; package concurrent is where they meet.
-//   - answerLeg, encodeLeg, and endpointPicker (pickerprotocol.go).
+//   - answerLeg, encodeLeg.
 //
-// The rest: replan.go and accesslog.go; choose.go, which may have a request wait (package latebinding); settings.go,
-// the settings that may change.
+// The rest: replan.go, the second try of a hop, and accesslog.go, the end of each.
 package extproc

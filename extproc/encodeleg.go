@@ -10,10 +10,10 @@ import (
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
 
 // An encode stage (EPD): a pool may have endpoints that only make embeddings of images, audio and video. A chat
@@ -36,58 +36,56 @@ func (x encodeLeg) serve() error {
 		return err
 	}
 	x.startSpan(telemetry.SpanEncodeLeg, false)
-	x.SpanTicket(t)
+	x.meter.SpanTicket(t)
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return err
 	}
-	if x.body.Len() != t.BodyBytes {
-		return fmt.Errorf("the body of an encode leg has %d bytes, %d were sent", x.body.Len(), t.BodyBytes)
+	if x.stream.body.Len() != t.BodyBytes {
+		return fmt.Errorf("the body of an encode leg has %d bytes, %d were sent", x.stream.body.Len(), t.BodyBytes)
 	}
-	if err := x.req.Scan(openai.Chat, x.body.Bytes(), openai.Limits{}); err != nil {
+	if err := x.req.Scan(openai.Chat, x.stream.body.Bytes(), openai.Limits{}); err != nil {
 		return err
 	}
-	x.EndPhase(telemetry.PhaseScan)
-	x.spare.Grow(x.body.Len() + 256)
-	x.spare.Data = x.req.AppendEncode(x.spare.Data[:0])
-	x.swapBody()
-	if err := x.answerBody(nil); err != nil {
+	x.meter.EndPhase(telemetry.PhaseScan)
+	x.stream.Rewrite(x.stream.body.Len()+256, x.req.AppendEncode)
+	if err := x.stream.answerBody(nil); err != nil {
 		return err
 	}
-	x.EndPhase(telemetry.PhaseAnswer)
-	if err := x.receive(); err != nil {
+	x.meter.EndPhase(telemetry.PhaseAnswer)
+	if err := x.stream.receive(); err != nil {
 		return err
 	}
-	if x.msg.Phase != envoywire.PhaseResponseHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
 		return errors.New("an encode leg went on without an answer")
 	}
-	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
-	if err := x.receiveAnswer(); err != nil {
+	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
+	if err := x.stream.receiveAnswer(); err != nil {
 		return err
 	}
-	x.EndPhase(telemetry.PhaseReceive)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[1]))
-	h := &x.msg.Headers // still the request's headers, except for the status
+	x.meter.EndPhase(telemetry.PhaseReceive)
+	x.s.State.Release(pass.HeldBy(t).Decode)
+	h := &x.stream.msg.Headers // still the request's headers, except for the status
 	err = x.redirect(x.afterEncode(t, code), replan.Location(h.Path))
-	x.EndPhase(telemetry.PhaseAnswer)
+	x.meter.EndPhase(telemetry.PhaseAnswer)
 	return err
 }
 
 // openEncodeLeg opens the ticket of the leg's request.
 func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
-	if err := x.receive(); err != nil {
+	if err := x.stream.receive(); err != nil {
 		return nil, err
 	}
-	if x.msg.Phase != envoywire.PhaseRequestHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseRequestHeaders {
 		return nil, errors.New("the first message of an encode leg was not request headers")
 	}
-	h := &x.msg.Headers
-	x.requestID = string(h.RequestID)
-	t, err := x.s.keys().Open(string(h.Ticket), x.requestID, x.s.now())
+	h := &x.stream.msg.Headers
+	x.stream.requestID = string(h.RequestID)
+	t, err := x.s.passes.Keys().Open(string(h.Ticket), x.stream.requestID, x.s.passes.Now())
 	if err == nil && t.Stage != kvtransfer.EncodeLeg {
 		err = fmt.Errorf("it is of stage %v", t.Stage)
 	}
 	if err != nil {
-		x.TicketRefused()
+		x.meter.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of an encode leg: %w", err)
 	}
 	return t, nil
@@ -100,28 +98,28 @@ func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticke
 	next.ID = plan.NewID()
 	next.Redirects++
 	next.Stage, next.Cause = kvtransfer.Failed, kvtransfer.CauseEncode
-	took, result := x.s.since(t), "failed"
+	took, result := x.s.passes.Since(t), "failed"
 	pool := x.s.State.Pool(t.Pool)
 	switch {
 	case plan.ClientsFault(code): // prefill will report it, in terms of the client's own body
 		result = "refused"
-	case code == 200 && !x.msg.Over:
-		params, err := kvtransfer.ReadEncoded(x.body.Bytes())
+	case code == 200 && !x.stream.msg.Over:
+		params, err := kvtransfer.ReadEncoded(x.stream.body.Bytes())
 		if err != nil {
 			x.log(slog.LevelWarn, "an encode endpoint's answer is of no use: prefill encodes", "endpoint", t.Decode, "err", err)
 			break
 		}
 		next.Stage, next.Cause, next.Params, result = kvtransfer.Encoded, "", params, "ok"
-		next.Expires = x.s.now().Add(x.s.HandOverTTL)
+		next.Expires = x.s.passes.Now().Add(x.s.HandOverTTL)
 		if pool != nil {
-			x.markGood(pool, t.Decode)
+			x.s.passes.MarkGood(pool, t.Decode)
 		}
 	default:
-		a := &x.msg.Attributes
+		a := &x.stream.msg.Attributes
 		f := faults.Of(code, string(a.Details), string(a.RetryAfter))
-		x.s.faults.Endpoint(&next, x.requestID, t.Decode, &f)
+		x.s.faults.Endpoint(&next, x.stream.requestID, t.Decode, &f)
 		next.Excluded = t.Excluded // it decodes nothing
 	}
-	x.LegEnded(t.Pool, "encode", t.Decode, result, code, took)
+	x.meter.LegEnded(t.Pool, "encode", t.Decode, result, code, took)
 	return &next
 }

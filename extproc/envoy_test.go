@@ -34,6 +34,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -64,10 +65,10 @@ func newStand(t *testing.T, o Options) *stand {
 		s.state = kvstate.New(kvstate.Options{})
 		o.State = s.state
 	}
-	if o.Keys == nil {
+	if o.Settings.Keys == nil {
 		keys, err := kvtransfer.GenerateKeys()
 		require.NoError(t, err)
-		o.Keys = keys
+		o.Settings.Keys = keys
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
@@ -102,19 +103,19 @@ func newStand(t *testing.T, o Options) *stand {
 }
 
 // policy puts a pool's policy in force.
-func (s *stand) policy(name string, policy Policy) {
+func (s *stand) policy(name string, policy pass.Policy) {
 	live := s.server.Settings()
-	pools := map[string]Policy{name: policy}
+	pools := map[string]pass.Policy{name: policy}
 	for other, p := range live.Pools {
 		if other != name {
 			pools[other] = p
 		}
 	}
-	s.server.Apply(Settings{Keys: live.Keys, Pools: pools})
+	s.server.Apply(pass.Settings{Keys: live.Keys, Pools: pools})
 }
 
 // pool adds a pool of NIXL endpoints, "p..." for prefill, "d..." for decode and "b..." for both: p1 is 10.0.1.1:8000.
-func (s *stand) pool(name string, policy Policy, endpoints ...string) {
+func (s *stand) pool(name string, policy pass.Policy, endpoints ...string) {
 	s.t.Helper()
 	if policy.Dialect.Name == "" {
 		dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl"})
@@ -130,8 +131,8 @@ func (s *stand) pool(name string, policy Policy, endpoints ...string) {
 }
 
 // splitting is the policy that most tests want.
-func splitting() Policy {
-	return Policy{Policy: plan.Policy{Split: true, PrefillTimeout: 30 * time.Second}}.withDefaults()
+func splitting() pass.Policy {
+	return pass.Policy{Policy: plan.Policy{Split: true, PrefillTimeout: 30 * time.Second}}.WithDefaults()
 }
 
 var rolesOf = map[byte]kvstate.Role{'p': kvstate.RolePrefill, 'd': kvstate.RoleDecode, 'b': kvstate.RoleBoth, 'e': kvstate.RoleEncode}
@@ -521,7 +522,7 @@ func (s *stand) logAs(name string, entries ...*logdatav3.HTTPAccessLogEntry) {
 // ticket opens what a header holds.
 func (s *stand) ticket(sealed, requestID string) *kvtransfer.Ticket {
 	s.t.Helper()
-	t, err := s.server.keys().Open(sealed, requestID, time.Now())
+	t, err := s.server.passes.Keys().Open(sealed, requestID, time.Now())
 	require.NoError(s.t, err)
 	return t
 }

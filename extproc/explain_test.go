@@ -18,6 +18,7 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -34,7 +35,7 @@ func TestExplain(t *testing.T) {
 	})
 	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
-	s := New(Options{State: state, Settings: Settings{Pools: map[string]Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
+	s := New(Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)
@@ -52,14 +53,6 @@ func TestExplain(t *testing.T) {
 	require.True(t, e.Paused)
 	_, err = s.Explain("other", 1)
 	require.EqualError(t, err, `there is no pool "other"; there are: chat`)
-
-	x := &newScratch(s).request
-	x.requestID = "r1"
-	x.picker.Policy = picker.DefaultPolicy()
-	state.View(state.Pool("chat"), nil, &x.view)
-	x.explain(state.Pool("chat"), &picker.Request{PromptTokens: 4000, Split: true})
-	require.Contains(t, log.String(), "p1: prefill 265 = queue 0.0 + work 265")
-	require.Contains(t, log.String(), "p2: out, failed")
 }
 
 // Of a request that decode alone served because that was cheaper, the prices of both ways are kept.
@@ -127,7 +120,7 @@ func TestExplainNotSplit(t *testing.T) {
 				tt.endpoints = []kvstate.EndpointSpec{prefill, decode}
 			}
 			state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, tt.endpoints)
-			s := New(Options{State: state, Settings: Settings{Pools: map[string]Policy{"chat": {Policy: tt.policy}}}}, nil)
+			s := New(Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: tt.policy}}}}, nil)
 			e, err := s.Explain("chat", 4000)
 			require.NoError(t, err)
 			require.Equal(t, tt.notSplit, e.NotSplit)
@@ -186,7 +179,7 @@ func TestExplanationForAnOperator(t *testing.T) {
 			require.Len(t, e.Candidates, 3)
 			require.Positive(t, e.Candidates[0].Prefill.Work)
 		}
-		s.server.releasePass("r1", 0, s.server.State.Release)
+		s.server.passes.Release(s.server.passes.Held("r1", 0))
 	}
 
 	both := splitting()
@@ -202,11 +195,14 @@ func TestExplanationForAnOperator(t *testing.T) {
 
 // Decisions in dynamic metadata, as Envoy reads them.
 func TestDecisionMetadata(t *testing.T) {
-	x := planning{req: plan.Request{Foreseen: plan.Foreseen{Price: .25}}}
+	x := handler{s: &Server{Options: Options{DecisionMetadata: true}}}
 	var got structpb.Struct
-	require.NoError(t, proto.Unmarshal(x.decisionMetadata(&telemetry.Planned{
-		Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 4000,
-		Queued: telemetry.Queued{Waited: 1500 * time.Millisecond},
+	require.NoError(t, proto.Unmarshal(x.decision(&pass.Pass{
+		Req: plan.Request{Foreseen: plan.Foreseen{Price: .25}},
+		Planned: telemetry.Planned{
+			Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 4000,
+			Queued: telemetry.Queued{Waited: 1500 * time.Millisecond},
+		},
 	}), &got))
 	require.Equal(t, map[string]any{"tandem": map[string]any{
 		"pool": "chat", "route": "split", "prefill": "10.0.1.1:8000", "decode": "10.0.2.1:8000", "prompt_tokens": 4000., "price": .25, "waited": 1.5,

@@ -9,76 +9,135 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
-	"tandem/extproc/plan"
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
 
-// handler is what the handlers of all filter roles share: the stream and its telemetry.
+// handler is what the handlers of all filter roles share.
 type handler struct {
-	*stream
-	*telemetry.Meter
-	s *Server
+	stream *stream
+	meter  *telemetry.Meter
+	s      *Server
 }
 
 // log writes a message about the request to the log.
 func (x handler) log(level slog.Level, message string, args ...any) {
-	x.s.Log.Log(x.Context(), level, message, append([]any{"request_id", x.requestID}, args...)...)
+	x.s.Log.Log(x.stream.Context(), level, message, append([]any{"request_id", x.stream.requestID}, args...)...)
 }
 
-// receiveBody reads the whole body into x.body, at most limit bytes. A body with trailers is refused: Envoy 1.40 sends
-// one twice, if it comes FULL_DUPLEX_STREAMED on a route with retries or redirects.
+// receiveBody reads the whole body into x.stream.body, at most limit bytes. A body with trailers is refused: Envoy
+// 1.40 sends one twice, if it comes FULL_DUPLEX_STREAMED on a route with retries or redirects.
 func (x handler) receiveBody(limit int) error {
-	defer x.EndPhase(telemetry.PhaseReceive)
-	if x.msg.EndOfStream {
+	defer x.meter.EndPhase(telemetry.PhaseReceive)
+	if x.stream.msg.EndOfStream {
 		return nil
 	}
-	if x.msg.Mode.Known && x.msg.Mode.Request == envoywire.ModeNone {
+	if x.stream.msg.Mode.Known && x.stream.msg.Mode.Request == envoywire.ModeNone {
 		return errors.New("Envoy does not send this request's body (request_body_mode NONE): the route is not one that `tandem envoy` writes") //nolint:staticcheck // a name
 	}
-	if x.msg.Mode.Request == envoywire.ModeBuffered {
+	if x.stream.msg.Mode.Request == envoywire.ModeBuffered {
 		// Envoy sends a buffered body only after a reply to the headers; the decision goes with the reply to the
 		// body.
-		err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders, Headers: &x.headers})
-		if x.headers.Reset(); err != nil {
+		err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders, Headers: &x.stream.headers})
+		if x.stream.headers.Reset(); err != nil {
 			return err
 		}
 	}
-	x.msg.Body, x.msg.BodyLimit, x.msg.Over = &x.body, limit, false
-	if n, err := strconv.Atoi(string(x.msg.Headers.ContentLength)); err == nil && n > 0 && n <= limit {
-		x.body.Grow(min(n, 1<<20) + 1024) // space for insertions; a false length costs at most this
+	x.stream.msg.Body, x.stream.msg.BodyLimit, x.stream.msg.Over = &x.stream.body, limit, false
+	if n, err := strconv.Atoi(string(x.stream.msg.Headers.ContentLength)); err == nil && n > 0 && n <= limit {
+		x.stream.body.Grow(min(n, 1<<20) + 1024) // space for insertions; a false length costs at most this
 	}
-	x.limitBodyTime()
-	defer x.stopBodyTime()
-	for !x.msg.EndOfStream {
-		if err := x.receive(); err != nil {
+	x.stream.limitBodyTime()
+	defer x.stream.stopBodyTime()
+	for !x.stream.msg.EndOfStream {
+		if err := x.stream.receive(); err != nil {
 			return err
 		}
-		if x.msg.Over {
+		if x.stream.msg.Over {
 			return openai.TooLarge(limit) // at once: the rest may be endless
 		}
-		if err := x.hold(); err != nil {
+		if err := x.stream.hold(); err != nil {
 			return err
 		}
 		// a buffered body is in one message; if trailers follow, that has no end of stream
-		trailers := x.msg.Phase == envoywire.PhaseRequestTrailers
-		if trailers || x.msg.Mode.Request == envoywire.ModeBuffered && !x.msg.EndOfStream {
+		trailers := x.stream.msg.Phase == envoywire.PhaseRequestTrailers
+		if trailers || x.stream.msg.Mode.Request == envoywire.ModeBuffered && !x.stream.msg.EndOfStream {
 			return openai.Trailers()
 		}
 	}
 	return nil
 }
 
+// identify names the request: by the client's own id if it is valid, else by a new one.
+func (x handler) identify(p *pass.Pass) {
+	h := &x.stream.msg.Headers
+	x.stream.requestID = string(h.RequestID)
+	if p.ReservedAs = reservationKey(h.Reservation, h.RequestID); !openai.RequestID(x.stream.requestID) {
+		x.stream.requestID, x.stream.newID = openai.NewRequestID(random(), random()), true
+	}
+	p.ID, p.Source = x.stream.requestID, sourceOf(x.stream.Context())
+}
+
+// head returns what a pass reads of the request's headers.
+func (x handler) head() pass.Head {
+	h := &x.stream.msg.Headers
+	return pass.Head{
+		Method: h.Method, Path: h.Path, Authority: h.Authority,
+		ContentType: h.ContentType, ContentEncoding: h.ContentEncoding, Authorization: h.Authorization,
+		Objective: h.Objective, Fairness: h.Fairness,
+		TTFT: pass.Target{Name: envoywire.HeaderTTFT, Value: h.TTFT}, TPOT: pass.Target{Name: envoywire.HeaderTPOT, Value: h.TPOT},
+		Explain: h.Explain, Prefilled: h.Prefilled, Load: h.Load, More: h,
+	}
+}
+
+// checkBody refuses a body that an engine might read otherwise than Tandem; see [openai.CheckOther].
+func (x handler) checkBody() error {
+	if x.stream.msg.EndOfStream && x.stream.body.Len() == 0 {
+		return nil
+	}
+	h := &x.stream.msg.Headers
+	return openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), x.stream.msg.Mode.Request != envoywire.ModeNone)
+}
+
+// explain adds the explanation of the decision, if an operator asked for it, and removes the operator's token.
+func (x handler) explain(p *pass.Pass) {
+	if len(x.stream.msg.Headers.Explain) > 0 {
+		x.stream.headers.Remove(envoywire.HeaderExplain)
+	}
+	if p.Explanation != nil {
+		x.stream.headers.Set(envoywire.HeaderExplanation, p.Explanation)
+	}
+}
+
+// namespaceDecision is the namespace of the dynamic metadata with decisions, for Envoy's access logs.
+const namespaceDecision = "tandem"
+
+// decision returns the decision as dynamic metadata, {"tandem": {"pool": ..., ...}}, if it is configured. Empty fields
+// are omitted.
+func (x handler) decision(of *pass.Pass) []byte {
+	p := &of.Planned
+	if !x.s.DecisionMetadata || p.Route == "" {
+		return nil
+	}
+	return envoywire.Metadata(namespaceDecision,
+		envoywire.MetadataField{Name: "pool", Text: p.Pool}, envoywire.MetadataField{Name: "route", Text: p.Route},
+		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
+		envoywire.MetadataField{Name: "decode", Text: p.Decode},
+		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
+		envoywire.MetadataField{Name: "price", Number: of.Req.Price},
+		envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
+}
+
 // startSpan starts the span of this stream. orphan says whether it may have no parent, when Envoy does not trace.
 func (x handler) startSpan(name string, orphan bool) {
-	x.Meter.StartSpan(x.Context(), name, orphan, &x.msg.Headers, x.requestID)
+	x.meter.StartSpan(x.stream.Context(), name, orphan, &x.stream.msg.Headers, x.stream.requestID)
 }
 
 // spanPairLeg starts the span of one of two concurrent legs.
 func (x handler) spanPairLeg(name string, t *kvtransfer.Ticket) {
 	x.startSpan(name, false)
-	x.SpanTicket(t)
-	x.SpanPair(t)
+	x.meter.SpanTicket(t)
+	x.meter.SpanPair(t)
 }
 
 // redirect ends the leg with a 307 and its ticket, which Envoy follows. It is an immediate response, in one
@@ -89,18 +148,18 @@ func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
 	if err != nil {
 		return err
 	}
-	x.TicketSealed(len(sealed))
+	x.meter.TicketSealed(len(sealed))
 	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_redirect"}
 	i.Headers.Set("location", to)
 	i.Headers.Set(envoywire.HeaderTicket, sealed)
-	return x.send(&envoywire.Reply{Immediate: i})
+	return x.stream.send(&envoywire.Reply{Immediate: i})
 }
 
 // sealHandOver seals the ticket. KV parameters that do not fit a header are stored here, and the ticket refers to
 // them.
 func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 	if len(t.Params) <= maxHeaderParams {
-		sealed, err := x.s.keys().Seal(nil, t, x.requestID)
+		sealed, err := x.s.passes.Keys().Seal(nil, t, x.stream.requestID)
 		if err != nil || len(sealed) <= kvtransfer.MaxHeaderBytes {
 			return sealed, err
 		}
@@ -112,40 +171,12 @@ func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 		t.ParamsRef = [16]byte{}
 	}
 	t.Params = nil
-	return x.s.keys().Seal(nil, t, x.requestID)
-}
-
-// handedOver returns the parameters that a ticket contains or refers to; nil if there are none, or if they are
-// gone: then the engine computes the prompt by itself.
-func (x handler) handedOver(t *kvtransfer.Ticket) []byte {
-	if t.ParamsRef == ([16]byte{}) {
-		return t.Params
-	}
-	if kept, ok := x.s.State.TakeHandOver(t.ParamsRef); ok {
-		return kept
-	}
-	return nil
-}
-
-// side returns what is known of the endpoint at an address, which may have left the pool.
-func (x handler) side(pool *kvstate.Pool, addr string) kvtransfer.Side {
-	if pool != nil {
-		if e := pool.Endpoint(addr); e != nil {
-			return plan.SideOf(e)
-		}
-	}
-	return kvtransfer.Side{Addr: addr}
-}
-
-func (x handler) markGood(pool *kvstate.Pool, addr string) {
-	if e := pool.Endpoint(addr); e != nil {
-		x.s.State.MarkGood(e)
-	}
+	return x.s.passes.Keys().Seal(nil, t, x.stream.requestID)
 }
 
 // switched refuses an engine's 101, which no client has asked for.
 func (x handler) switched() error {
-	if err := x.receive(); err != nil {
+	if err := x.stream.receive(); err != nil {
 		return err
 	}
 	return &openai.Error{

@@ -16,6 +16,7 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
@@ -68,7 +69,7 @@ const kvAnswer = `{"id":"x","choices":[],"usage":{"prompt_tokens":9},"kv_transfe
 
 // handoff: direct. The server asks P itself; P's parameters go to D with the client's own body.
 func TestDirectPrefill(t *testing.T) {
-	directly := func(policy Policy, p ...*kvstate.EndpointSpec) *stand {
+	directly := func(policy pass.Policy, p ...*kvstate.EndpointSpec) *stand {
 		s := newStand(t, Options{Picker: &endpointpicker.Options{WatchBody: true}})
 		policy.Handoff = plan.HandoffDirect
 		s.pool("chat", policy, "d1")

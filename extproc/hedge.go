@@ -24,18 +24,18 @@ func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 func lost(s *Server, t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	return e != nil && s.State.FailedFor(e) >= lostAfter || outdated(s, t) != "" ||
-		overdue(s.since(t), answerLimit(s, t, e))
+		overdue(s.passes.Since(t), answerLimit(s, t, e))
 }
 
 // outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
 // "" if nothing says so.
 func outdated(s *Server, t *kvtransfer.Ticket) standstill.Reason {
-	policy, _ := s.policy(t.Pool)
+	policy, _ := s.passes.Policy(t.Pool)
 	d := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {
 		return ""
 	}
-	return s.State.Outdated(plan.EndpointOf(s.State, t.Pool, t.Prefill), d, time.Now().Add(-s.since(t)))
+	return s.State.Outdated(plan.EndpointOf(s.State, t.Pool, t.Prefill), d, time.Now().Add(-s.passes.Since(t)))
 }
 
 // answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
@@ -49,6 +49,6 @@ func answerLimit(s *Server, t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Dura
 		_, booked := e.Load()
 		tokens = max(tokens, booked)
 	}
-	policy, _ := s.policy(t.Pool)
+	policy, _ := s.passes.Policy(t.Pool)
 	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
 }

@@ -95,7 +95,7 @@ func TestABodyThatArrivesAtItsDeadline(t *testing.T) {
 				require.NotNil(t, r.GetRequestHeaders())
 				_, err = stream.Recv()
 				require.NoError(t, err)
-				s.server.releasePass(q.headers["x-request-id"], 0, s.server.State.Release)
+				s.server.passes.Release(s.server.passes.Held(q.headers["x-request-id"], 0))
 			}
 			cancel()
 			synctest.Wait()
@@ -167,7 +167,7 @@ func TestStreamsThatMakeNoSense(t *testing.T) {
 			_, err = stream.Recv()
 			require.Error(t, err, "%s: one answer", name)
 		}
-		s.server.releasePass("", 0, s.server.State.Release)
+		s.server.passes.Release(s.server.passes.Held("", 0))
 	})
 }
 

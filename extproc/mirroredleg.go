@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -22,18 +23,18 @@ type mirroredLeg struct{ pairLeg }
 // result, and cuts the leg when nobody waits for it, if the dialect wants that. In that case the stream begins with
 // the request headers, else with P's answer.
 func (x mirroredLeg) serve() error {
-	if err := x.receive(); err != nil {
+	if err := x.stream.receive(); err != nil {
 		return err
 	}
 	var t *kvtransfer.Ticket
 	var err error
-	if x.msg.Phase == envoywire.PhaseRequestHeaders {
+	if x.stream.msg.Phase == envoywire.PhaseRequestHeaders {
 		if t, err = x.openLeg(); err == nil {
 			x.spanPairLeg(telemetry.SpanPrefillAnswer, t)
 			err = x.untilAnswer(t)
 		}
 	} else {
-		a := &x.msg.Attributes
+		a := &x.stream.msg.Attributes
 		if t, err = x.openPairTicket(a.Ticket, a.ClientID); err == nil {
 			x.spanPairLeg(telemetry.SpanPrefillAnswer, t)
 		}
@@ -41,15 +42,15 @@ func (x mirroredLeg) serve() error {
 	if err != nil {
 		return err
 	}
-	if x.msg.Phase != envoywire.PhaseResponseHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
 		return errors.New("a mirrored leg went on without an answer")
 	}
-	code, _ := strconv.Atoi(string(x.msg.Headers.Status))
-	if err := x.receiveAnswer(); err != nil {
+	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
+	if err := x.stream.receiveAnswer(); err != nil {
 		return err
 	}
 	v := x.judge(t, code)
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
+	x.s.State.Release(pass.HeldBy(t).Prefill)
 	x.s.pairs.Report(t.ID, v)
 	return x.dropAnswer(code, v)
 }
@@ -58,48 +59,48 @@ func (x mirroredLeg) serve() error {
 func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	p := x.s.pairs.Enter(t.ID)
 	defer x.s.pairs.Leave(t.ID)
-	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
+	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
 		return err
 	}
 	select {
-	case got := <-x.receiveLater():
+	case got := <-x.stream.receiveLater():
 		if got.err != nil { // the leg ended without an answer
 			x.s.pairs.Report(t.ID, concurrent.Outcome{})
 			return got.err
 		}
-		x.take(got)
+		x.stream.take(got)
 		return nil
 	case <-x.s.draining:
 		return errAnswered // P continues without this stream
 	case <-p.Over:
 	}
-	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	took, result := x.s.since(t), "client_gone"
+	x.s.State.Release(pass.HeldBy(t).Prefill)
+	took, result := x.s.passes.Since(t), "client_gone"
 	if took >= x.prefillLimit(t) { // P exceeded its time limit
 		result = "failed"
 	}
-	x.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)
-	return errors.Join(errAnswered, x.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
+	x.meter.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)
+	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
 }
 
-// judge evaluates P's answer in x.body, counts it, and learns from it.
+// judge evaluates P's answer in x.stream.body, counts it, and learns from it.
 func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
-	a := &x.msg.Attributes
+	a := &x.stream.msg.Attributes
 	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
 	v := concurrent.Outcome{Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached}
-	took := x.s.since(t)
+	took := x.s.passes.Since(t)
 	pool := x.s.State.Pool(t.Pool)
-	policy, _ := x.s.policy(t.Pool)
+	policy, _ := x.s.passes.Policy(t.Pool)
 	result := "failed"
 	switch {
 	case plan.ClientsFault(code):
 		result = "refused"
-		if x.body.Len() <= maxRefusal {
-			v.Answer = openai.CutEcho(nil, x.body.Bytes())
+		if x.stream.body.Len() <= maxRefusal {
+			v.Answer = openai.CutEcho(nil, x.stream.body.Bytes())
 		}
-	case code == 200 && !x.msg.Over && policy.Dialect.Concurrent != nil:
-		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.body.Bytes(), t.Params)
-		policy.learnEngine(t.Prefill, peer)
+	case code == 200 && !x.stream.msg.Over && policy.Dialect.Concurrent != nil:
+		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.stream.body.Bytes(), t.Params)
+		policy.LearnEngine(t.Prefill, peer)
 		if err != nil {
 			x.log(slog.LevelWarn, "prefill answered, but not as one that has sent its KV", "endpoint", t.Prefill, "err", err)
 			break
@@ -107,15 +108,8 @@ func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
 		v.OK, result = true, "ok"
 		x.prefilled(pool, t, got)
 	}
-	x.MirrorEnded(x.requestID, t, code, result, took)
+	x.meter.MirrorEnded(x.stream.requestID, t, code, result, took)
 	return v
-}
-
-// learnEngine records what a prefill engine reported about itself.
-func (p Policy) learnEngine(addr string, said kvtransfer.Peer) {
-	if p.Peers != nil {
-		p.Peers.Learn(addr, said)
-	}
 }
 
 // maxRefusal bounds the stored text of P's refusal of a request.
@@ -123,7 +117,7 @@ const maxRefusal = 64 << 10
 
 // prefilled records what a good answer reports.
 func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
-	x.PromptRead(x.requestID, t, got, x.s.since(t))
+	x.meter.PromptRead(x.stream.requestID, t, got, x.s.passes.Since(t))
 	if got.Joined != nil {
 		if err := x.s.State.PutHandOverAs(t.ID, got.Joined); err != nil {
 			x.log(slog.LevelWarn, "no room for prefill's log probabilities: the client gets decode's alone", "err", err)
@@ -132,7 +126,7 @@ func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvt
 	if pool == nil {
 		return
 	}
-	x.markGood(pool, t.Prefill)
+	x.s.passes.MarkGood(pool, t.Prefill)
 	if got.PromptTokens > 0 {
 		pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
 	}
@@ -142,31 +136,15 @@ func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvt
 // access log, so an unusable answer gets a status that says so.
 func (x mirroredLeg) dropAnswer(code int, v concurrent.Outcome) error {
 	if code < 300 && !v.OK {
-		x.headers.Set(":status", []byte("502"))
+		x.stream.headers.Set(":status", []byte("502"))
 	}
-	x.headers.Remove("content-length")
-	bare := x.msg.Phase == envoywire.PhaseResponseHeaders // the answer had no body
-	if err := x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.headers}); err != nil || bare {
+	x.stream.headers.Remove("content-length")
+	bare := x.stream.msg.Phase == envoywire.PhaseResponseHeaders // the answer had no body
+	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.stream.headers}); err != nil || bare {
 		return err
 	}
-	if x.msg.Phase == envoywire.PhaseResponseTrailers {
-		return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
+	if x.stream.msg.Phase == envoywire.PhaseResponseTrailers {
+		return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
 	}
-	return x.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, End: true})
-}
-
-// mirrorEnded handles the access log entry of a mirrored leg, which every replica receives. The replica that
-// reserved it releases it; the one that watches D learns how it ended.
-func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
-	t, err := s.keys().Open(string(e.Ticket), string(e.ClientID), s.now())
-	if t == nil {
-		s.observer.TicketRefused()
-		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.ClientID), "err", err)
-		return
-	}
-	s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	f := faults.Of(e.Status, string(e.Details), string(e.RetryAfter))
-	s.pairs.Report(t.ID, concurrent.Outcome{
-		Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached, OK: e.Status == 200,
-	})
+	return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody, Kind: envoywire.StreamBody, End: true})
 }

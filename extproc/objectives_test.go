@@ -12,6 +12,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/inferencepolicy"
@@ -19,9 +20,9 @@ import (
 )
 
 // wishing is a pool whose requests say what they want.
-func wishing(miss picker.OnMiss) Policy {
+func wishing(miss picker.OnMiss) pass.Policy {
 	p := splitting()
-	p.Objectives = Objectives{FromHeaders: true, Miss: miss, Named: []Objective{
+	p.Objectives = pass.Objectives{FromHeaders: true, Miss: miss, Named: []pass.Objective{
 		{Name: "batch", Priority: -1}, {Name: "gold", Priority: 5, TTFT: 500 * time.Millisecond},
 	}}
 	return p
@@ -171,7 +172,7 @@ func TestEnginesAreToldOfPriority(t *testing.T) {
 				q.follow()
 				require.Zero(t, q.pass().status())
 				require.Contains(t, string(q.body), `"priority":77`)
-				s.server.releasePass("r-"+objective, 1, s.server.State.Release)
+				s.server.passes.Release(s.server.passes.Held("r-"+objective, 1))
 			}
 			alone := s.newRequest("/v1/chat/completions", "alone", strings.Replace(body, "{", `{"n":2,`, 1))
 			require.Zero(t, alone.pass().status())

@@ -1,45 +1,43 @@
 package extproc
 
 import (
-	"cmp"
+	"context"
 	"errors"
+	"io"
+	"strconv"
+	"strings"
 	"time"
 
+	"tandem/extproc/answer"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
-	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
-	"tandem/picker"
 )
 
-// picked is the choice for one request in the Endpoint Picker protocol.
-type picked struct {
-	pool      *kvstate.Pool // nil: nothing was chosen
-	endpoint  *kvstate.Endpoint
-	prefill   *kvstate.Endpoint    // that the sidecar asks; nil: none
-	sidecar   *plan.SidecarHeaders // nil: no sidecar
-	list      string               // the endpoint and its fallbacks, for the gateway
-	edits     openai.Edits
-	booked    kvstate.ReservationID
-	tokens    int64
-	rewritten string // the model that the request was sent to; "": the requested one
-	asked     string
+// endpointPicker handles streams of gateways that speak the Endpoint Picker protocol.
+type endpointPicker struct {
+	handler
+	pass *pass.Pass
 }
 
-// endpointPicker handles streams of gateways that speak the Endpoint Picker protocol.
-type endpointPicker struct{ firstPass }
+// picked is what was decided for a gateway's request.
+type picked struct {
+	pass.Routed
+	endpoint *kvstate.Endpoint // that answers
+}
 
 // serve serves one request of a gateway that knows the Endpoint Picker protocol only. It has one pass, which writes
 // the destination into a header and into dynamic metadata. Then the answer follows, from which the server learns
 // which endpoint gave it and when it ended. The reservations are released with the stream, however that ends.
 func (x endpointPicker) serve() error {
-	if err := x.receive(); err != nil {
+	if err := x.stream.receive(); err != nil {
 		return err
 	}
-	switch x.msg.Phase {
+	switch x.stream.msg.Phase {
 	case envoywire.PhaseRequestHeaders:
 	case envoywire.PhaseResponseHeaders:
 		return x.passAnswer()
@@ -47,182 +45,179 @@ func (x endpointPicker) serve() error {
 		return errors.New("the first message of a stream was neither request headers nor response headers")
 	}
 	began := time.Now()
-	x.identify()
-	p, err := x.pick()
-	defer func() { x.s.State.Release(p.booked) }()
+	x.identify(x.pass)
+	ctx := x.stream.Context()
+	d, err := x.decide(ctx)
 	if err != nil {
 		return err
 	}
-	h := &x.headers
-	h.Set(envoywire.HeaderEndpoint, []byte(p.list))
-	if x.newID {
-		h.Set(envoywire.HeaderRequestID, []byte(x.requestID))
-	}
-	endpointpicker.SetSidecar(h, p.sidecar)
-	x.setExplanation()
-	if err := x.sendOn(p.edits, append(envoywire.Destination(p.list), x.decision...)); err != nil {
+	r, err := x.pass.Commit(ctx, d)
+	if err != nil {
 		return err
 	}
-	x.s.observer.Processed(envoywire.RolePicker, time.Since(began), x.Busy, nil)
+	p := picked{r, d.Endpoint}
+	defer func() { x.s.passes.Release(p.Held) }()
+	h := &x.stream.headers
+	h.Set(envoywire.HeaderEndpoint, []byte(d.Gateway.List))
+	if x.stream.newID {
+		h.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
+	}
+	endpointpicker.SetSidecar(h, d.Sidecar)
+	x.explain(x.pass)
+	metadata := append(envoywire.Destination(d.Gateway.List), x.decision(x.pass)...)
+	if err := x.stream.sendOn(d.Edits, metadata); err != nil {
+		return err
+	}
+	x.s.observer.Processed(envoywire.RolePicker, time.Since(began), x.meter.Busy, nil)
 	_ = x.followAnswer(&p) // however it ends, nothing more can be reported
 	return errAnswered
 }
 
-// pick chooses the endpoint of a request.
-func (x endpointPicker) pick() (picked, error) {
-	h := &x.msg.Headers
+// decide decides which endpoints a request may go to.
+func (x endpointPicker) decide(ctx context.Context) (*plan.Decision, error) {
+	h := &x.stream.msg.Headers
 	if len(h.Upgrade) > 0 {
-		return picked{}, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+		return nil, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
 	h.Path, _ = paths.WithoutPrefix(x.s.PathPrefixes, h.Path) // for the decision only: the gateway rewrites paths itself
+	x.pass.Head = x.head()
 	api := openai.Classify(string(h.Method), string(h.Path))
-	if (api == openai.PassThrough || api == openai.SGLangGenerate) && !x.s.served(string(h.Method), string(h.Path)) {
-		return picked{}, openai.NotServed()
+	if (api == openai.PassThrough || api == openai.SGLangGenerate) && !x.s.passes.Serves(string(h.Method), string(h.Path)) {
+		return nil, openai.NotServed()
 	}
-	if x.msg.EndOfStream || api == openai.PassThrough || api == openai.Models {
-		return x.pickOther()
-	}
-	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
-		return picked{}, err
+	whole := x.stream.msg.EndOfStream || api == openai.PassThrough || api == openai.Models
+	if whole {
+		if err := x.checkBody(); err != nil {
+			return nil, err
+		}
+	} else if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
+		return nil, err
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
-		return picked{}, err
+		return nil, err
 	}
-	if err := x.scan(api); err != nil {
-		return picked{}, err
-	}
-	pool := x.s.State.PoolFor(x.req.Model())
-	if pool == nil {
-		return picked{}, openai.ModelNotFound(x.req.Model())
-	}
-	x.describe(pool, plan.Attempt{Started: x.s.now()})
-	policy, _ := x.s.policy(pool.Spec.Name)
-	if err := policy.MaySplit(&x.req.Attempt, &x.req.Request, x.body.Len(), x.req.Limits); err != nil {
-		return picked{}, err
-	}
-	return x.pickSplit(policy)
+	only, limited := endpointpicker.Subset(&x.stream.msg, x.s.Picker)
+	return x.pass.Gateway(ctx, api, whole, only, limited)
 }
 
-// pickOther chooses any decode endpoint, for requests without a body or of another API.
-func (x endpointPicker) pickOther() (picked, error) {
-	if err := x.checkBody(); err != nil {
-		return picked{}, err
-	}
-	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
-		return picked{}, err
-	}
-	model, err := x.scanOther()
-	if err != nil {
-		return picked{}, err
-	}
-	pool := x.s.State.PoolFor(model)
-	if pool == nil {
-		pool = x.s.State.PoolFor("")
-	}
-	if pool == nil {
-		return picked{}, openai.Unavailable("no_pool", "no pool is configured", time.Second)
-	}
-	x.describe(pool, plan.Attempt{Started: x.s.now(), Alone: true, Why: "pass_through"})
-	policy, _ := x.s.policy(pool.Spec.Name)
-	return x.pickSplit(policy)
-}
+// How the endpoint picker observes an answer: which endpoint gave it, whether it came, and when it ended.
 
-// pickSplit chooses among the endpoints that the gateway allows.
-func (x endpointPicker) pickSplit(policy *Policy) (picked, error) {
-	r, pool := &x.req, x.req.Pool
-	if r.Why == "pass_through" {
-		r.Hashes = r.Hashes[:0]
-	} else {
-		r.Hash()
-		x.s.State.CountPrompt(pool, r.Hashes)
+// followAnswer reads the gateway's messages about the answer, and passes it on, until it ends.
+func (x endpointPicker) followAnswer(p *picked) error {
+	var back *answer.Replacer
+	if p.Decision != nil && p.Gateway.Model != "" {
+		back = answer.NewReplacer(p.Gateway.Model, p.Gateway.Asked)
 	}
-	x.s.State.View(pool, r.Hashes, &x.view)
-	if r.Session = x.sessionOf(policy.Session); r.Session != 0 {
-		x.s.State.MarkSession(pool, r.Session, &x.view)
-	}
-	x.countTokens(policy)
-	p := picked{pool: pool, tokens: r.Tokens}
-	endpointpicker.Allow(&x.view, &x.msg, x.s.Picker)
-	request := r.Ask(&policy.Policy, p.tokens, !r.Alone)
-	if err := x.applyObjectives(policy, &request); err != nil {
-		return p, err
-	}
-	if err := endpointpicker.Shed(&request, &x.view, x.s.Picker); err != nil {
-		return p, err
-	}
-	if r.Why != "pass_through" {
-		if err := endpointpicker.ToHolder(r, &x.view); err != nil {
-			return p, err
+	x.stream.msg.Body, x.stream.msg.BodyLimit, x.stream.msg.EndOfStream = &x.stream.body, maxAnswer, false
+	for begun := p.Decision == nil; ; {
+		if err := x.stream.receive(); err != nil {
+			return err
+		}
+		switch x.stream.msg.Phase {
+		case envoywire.PhaseResponseHeaders:
+			if begun {
+				return errors.New("an answer has headers twice")
+			}
+			begun = true
+			x.answerBegins(p)
+			if err := x.stream.send(x.answerHeaders(back)); err != nil {
+				return err
+			}
+			if x.stream.msg.EndOfStream || !x.s.Picker.WatchBody && back == nil {
+				return nil
+			}
+		case envoywire.PhaseResponseBody:
+			if err := x.passPiece(back); err != nil || x.stream.msg.EndOfStream {
+				return err
+			}
+		case envoywire.PhaseResponseTrailers:
+			if err := x.flush(back); err != nil {
+				return err
+			}
+			return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseTrailers})
+		case envoywire.PhaseRequestTrailers:
+			if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseRequestTrailers}); err != nil {
+				return err
+			}
+		// after the end: Envoy 1.35 to 1.37 sends the last piece of a large body twice (envoy#46237)
+		case envoywire.PhaseRequestBody:
+			x.stream.body.Free()
+		default:
+			return io.EOF
 		}
 	}
-	if request.Split = !r.Alone; r.Alone {
-		request.MustPair = false
-	}
-	choice, err := x.choose(policy, &request)
-	if err != nil {
-		return p, policy.NoEndpoint(pool, err)
-	}
-	if choice.Prefill < 0 {
-		if err := policy.RefuseAlone(pool, cmp.Or(r.Why, policy.Unpaired(&x.view, choice.Uncached))); err != nil {
-			return p, err
-		}
-	}
-	d := x.view.Endpoints[choice.Decode].Endpoint
-	p.endpoint = d
-	p.booked = x.reserve(d, kvstate.RoleDecode, 0, choice.DecodeBooking(&x.view))
-	x.waiter.Committed()
-	p.list = endpointpicker.Fallbacks(&x.picker, &request, &x.view, choice, x.s.Picker)
-	p.rewritten, p.edits = endpointpicker.Rewrite(r, x.s.State)
-	p.asked = r.Model()
-	split := "decode_alone"
-	var prefill *kvstate.Endpoint
-	if choice.Prefill >= 0 {
-		var edits openai.Edits
-		if prefill, edits, err = x.handOver(policy, choice, p.rewritten); err != nil {
-			return p, err
-		}
-		p.edits = endpointpicker.Merge(edits, p.edits)
-		if prefill != nil || edits != nil {
-			split = "split"
-		}
-	}
-	p.prefill = prefill
-	p.sidecar = plan.Sidecar(r, &x.view, choice, &policy.Policy, prefill)
-	x.s.State.Routed(pool, d, r.Hashes)
-	var at *kvstate.Endpoint
-	if choice.Prefill >= 0 {
-		at = x.view.Endpoints[choice.Prefill].Endpoint
-	}
-	x.setAffinity(pool, r.Session, at, d)
-	x.planned(pool, split, r.Why, at, d, p.tokens, r.Started, 0)
-	return p, nil
 }
 
-// handOver plans the call to P for a request whose second hop is not Envoy's. prefill is set if the sidecar has the
-// prompt computed; edits are those of the client's body for D. model is the name to ask P for, "": the client's.
-func (x firstPass) handOver(policy *Policy, c picker.Choice, model string) (prefill *kvstate.Endpoint, edits openai.Edits, err error) {
-	if policy.Handoff == plan.HandoffSidecar {
-		prefill = x.view.Endpoints[c.Prefill].Endpoint
-		x.s.State.Routed(x.req.Pool, prefill, x.req.Hashes)
-		return prefill, nil, nil
+// passAnswer passes on an answer whose request this server has not seen: an earlier filter gave it (401, 403, 429).
+func (x endpointPicker) passAnswer() error {
+	x.stream.headers.Reset()
+	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders}); err != nil || x.stream.msg.EndOfStream {
+		return errors.Join(errAnswered, err)
 	}
-	h := &x.msg.Headers
-	edits, err = x.s.direct.Prefill(x.stream.Context(), &endpointpicker.Call{
-		Request: &x.req, View: &x.view, Picker: &x.picker, Policy: &policy.Policy, Model: model,
-		Path: string(h.Path), Authorization: string(h.Authorization), Source: sourceOf(x.stream.Context()), Observer: directObserver(x),
-	}, c)
-	return nil, edits, err
+	_ = x.followAnswer(&picked{}) // however it ends, nothing is reserved for it
+	return errAnswered
 }
 
-// directObserver counts the prefill calls that the server makes for a request.
-type directObserver firstPass
-
-func (x directObserver) Reserved() { x.waiter.Committed() }
-
-func (x directObserver) PrefillCalled(endpoint, result string, took time.Duration) {
-	x.HopEnded(x.req.Pool.Spec.Name, "prefill", endpoint, result, took, x.Exemplar)
+// answerBegins records which endpoint answered, and with what status.
+func (x endpointPicker) answerBegins(p *picked) {
+	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
+	served := p.endpoint
+	if e := p.Pool.Endpoint(x.stream.msg.Hints.Served); e != nil {
+		served = e
+	}
+	if served != p.endpoint { // the gateway used a fallback
+		x.s.State.MarkFailed(p.endpoint)
+		x.pass.Move(&p.Held, served, p.Ticket.PromptTokens)
+		p.endpoint = served
+	}
+	if code > 0 && code < 500 {
+		x.s.State.MarkGood(served)
+	} else if code == 503 && x.stream.msg.Hints.Served == "" && !strings.Contains(p.Gateway.List, ",") {
+		x.s.State.MarkFailed(served) // no endpoint answered: the gateway could not connect
+	}
+	if code >= 500 && p.Sidecar != nil && p.Sidecar.Prefill != "" && x.s.Check != nil {
+		x.s.Check(p.Report.Prefill) // the sidecar may have failed for want of it
+	}
+	x.meter.AnswerBegan(x.stream.requestID, p.Ticket.Started, served, code)
 }
 
-func (x directObserver) PromptCounted(got kvtransfer.Answer) {
-	x.Prompt(x.req.Pool.Spec.Name, got)
+// answerHeaders returns the changes to the answer's headers.
+func (x endpointPicker) answerHeaders(back *answer.Replacer) *envoywire.Reply {
+	x.stream.headers.Reset()
+	if back != nil {
+		x.stream.headers.Remove("content-length") // the models' names have different lengths
+	}
+	if x.s.Picker.Conformance {
+		x.stream.headers.Set(envoywire.HeaderTestSelected, []byte(x.stream.msg.Hints.Served))
+	}
+	return &envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.stream.headers}
+}
+
+// passPiece sends a piece of the answer on.
+func (x endpointPicker) passPiece(back *answer.Replacer) error {
+	end := x.stream.msg.EndOfStream
+	if x.stream.msg.Mode.Response != envoywire.ModeFullDuplex {
+		x.stream.body.Free()
+		return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseBody}) // Envoy has it already
+	}
+	if back != nil {
+		x.stream.spare.Grow(x.stream.body.Len() + 64)
+		x.stream.spare.Data = back.Append(x.stream.spare.Data[:0], x.stream.body.Bytes(), end)
+		x.stream.body, x.stream.spare = x.stream.spare, x.stream.body
+		x.stream.spare.Free()
+	}
+	return x.stream.sendBody(&x.stream.body, end)
+}
+
+// flush sends what the replacer held back: the answer ends with trailers.
+func (x endpointPicker) flush(back *answer.Replacer) error {
+	if back == nil || x.stream.msg.Mode.Response != envoywire.ModeFullDuplex {
+		return nil
+	}
+	x.stream.body.Grow(64)
+	x.stream.body.Data = back.Append(x.stream.body.Data[:0], nil, true)
+	if x.stream.body.Len() == 0 {
+		return nil
+	}
+	return x.stream.sendBody(&x.stream.body, false)
 }

@@ -13,6 +13,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
 	"tandem/kvstate"
 )
@@ -214,7 +215,7 @@ func cleaners(t *testing.T, n int) (replicas []*stand, calls chan string) {
 	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(envoywire.HeaderRequestID) }))
 	t.Cleanup(engine.Close)
 	for range n {
-		s := newStand(t, Options{Settings: Settings{Keys: keys}})
+		s := newStand(t, Options{Settings: pass.Settings{Keys: keys}})
 		policy := splitting()
 		policy.CleanupDecode = true
 		s.pool("chat", policy)

@@ -34,7 +34,7 @@ func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 			ticket := s.ticket(q.headers[envoywire.HeaderTicket], "r1")
 			if given.redirects > 0 {
 				ticket.Redirects = given.redirects
-				sealed, err := s.server.keys().Seal(nil, ticket, "r1")
+				sealed, err := s.server.passes.Keys().Seal(nil, ticket, "r1")
 				require.NoError(t, err)
 				q.headers[envoywire.HeaderTicket] = string(sealed)
 			}

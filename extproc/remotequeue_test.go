@@ -161,7 +161,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		c.done("b")
 		time.Sleep(2 * latebinding.Tick)
 		synctest.Wait()
-		require.False(t, s.server.settings.Load().Pools["chat"].queue.Status().Running, "nobody waits here")
+		require.False(t, queueOf(s).Status().Running, "nobody waits here")
 		require.Equal(t, 1, waitRemotely(t, s.state))
 		pool.ApplyQueued(9, nil, nil, nil, true)
 		require.Zero(t, waitRemotely(t, s.state), "shown though nobody waits here")

@@ -16,8 +16,8 @@ import (
 	"tandem/extproc/replan"
 )
 
-// Replan handles the second try of a hop that failed outright (composite clusters send it here). It answers 307
-// with a ticket that says what failed, and pass 2 plans again. How it failed is what Envoy logs of the first try. Whatever
+// Replan handles the second try of a hop that failed outright (composite clusters send it here). It answers 307 with
+// a ticket that says what failed, and pass 2 plans again. How it failed is what Envoy logs of the first try. Whatever
 // that is, the KV parameters of the first try count as consumed.
 func (s *Server) Replan() http.Handler {
 	p := replanPort{s}
@@ -25,7 +25,7 @@ func (s *Server) Replan() http.Handler {
 		limit := s.MaxBodyBytes + plan.MaxDecodeMember
 		defer replan.Discard(r.Body, limit)
 		id := r.Header.Get(envoywire.HeaderRequestID)
-		t, err := s.keys().Open(r.Header.Get(envoywire.HeaderTicket), id, s.now())
+		t, err := s.passes.Keys().Open(r.Header.Get(envoywire.HeaderTicket), id, s.passes.Now())
 		if r.Header.Get(envoywire.HeaderRestart) != "" {
 			p.restart(w, r, t)
 			return
@@ -38,7 +38,7 @@ func (s *Server) Replan() http.Handler {
 			p.refuse(w, t, id, err)
 			return
 		}
-		if hedged(t, s.since(t)) {
+		if hedged(t, s.passes.Since(t)) {
 			// otherwise the server would not notice that Envoy ends this try
 			replan.Discard(r.Body, limit)
 			isLost := func() bool { return lost(s, t) }
@@ -54,8 +54,8 @@ func (s *Server) Replan() http.Handler {
 	})
 }
 
-// checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if the
-// KV that it is made from may have been another prompt's.
+// checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if
+// the KV that it is made from may have been another prompt's.
 func checkLate(s *Server, w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
 	why := outdated(s, t)
 	if why == "" {
@@ -74,11 +74,11 @@ type replanPort struct{ *Server }
 // errTicketConsumed: a ticket was at the replan port before.
 var errTicketConsumed = errors.New("the ticket was consumed here before")
 
-// hopFailed records that the hop of a ticket failed, and returns the next pass's ticket. An endpoint that exceeded the
-// hop's time limit counts as hanging; but a P that had to fetch a stored turn may have waited for the endpoint that holds
-// it.
+// hopFailed records that the hop of a ticket failed, and returns the next pass's ticket. An endpoint that exceeded
+// the hop's time limit counts as hanging; but a P that had to fetch a stored turn may have waited for the endpoint
+// that holds it.
 func (s replanPort) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) kvtransfer.Ticket {
-	took, prefill := s.since(t), false
+	took, prefill := s.passes.Since(t), false
 	if t.Stage == kvtransfer.PairLegs {
 		p := s.pairs.Enter(t.ID)
 		e := plan.EndpointOf(s.State, t.Pool, t.Decode)
@@ -95,7 +95,7 @@ func (s replanPort) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id stri
 	}
 	turn := t.Stage == kvtransfer.PrefillLeg && t.Turn.Named
 	if turn {
-		s.conversationFailed(&next, id, 0)
+		s.passes.TurnFailed(&next, id, 0)
 	}
 	late := overdue(took, s.limit(t))
 	switch f := (faults.Failure{Overdue: late, Unreached: !late}); {
@@ -112,8 +112,8 @@ func (s replanPort) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id stri
 }
 
 // restart answers a request that no replica decided, because the one that had its body died or hung: with a 307, so
-// that another replica repeats the pass. t is the ticket that the pass began with, or that the replica gave it before it
-// got the body. A pass is restarted once only, so a request that crashes replicas reaches two of them at most.
+// that another replica repeats the pass. t is the ticket that the pass began with, or that the replica gave it before
+// it got the body. A pass is restarted once only, so a request that crashes replicas reaches two of them at most.
 func (s replanPort) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket) {
 	h, id := r.Header, r.Header.Get(envoywire.HeaderRequestID)
 	size := replan.Discard(r.Body, s.MaxBodyBytes+plan.MaxDecodeMember)
@@ -136,7 +136,7 @@ func (s replanPort) restart(w http.ResponseWriter, r *http.Request, t *kvtransfe
 
 // redirect answers with the next pass's ticket. The path is for Envoy's URL parser; the ticket has the client's.
 func (s replanPort) redirect(w http.ResponseWriter, next *kvtransfer.Ticket, id, path string) {
-	sealed, err := s.keys().Seal(nil, next, id)
+	sealed, err := s.passes.Keys().Seal(nil, next, id)
 	if err != nil {
 		s.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
 		giveUp(s.Server, w, openai.Internal())
@@ -152,7 +152,7 @@ func overdue(took, limit time.Duration) bool { return limit > 0 && took >= limit
 
 // limit returns the shortest time limit of a ticket's leg; 0: none.
 func (s *Server) limit(t *kvtransfer.Ticket) time.Duration {
-	policy, _ := s.policy(t.Pool)
+	policy, _ := s.passes.Policy(t.Pool)
 	return policy.LegLimit(t)
 }
 

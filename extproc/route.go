@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -11,7 +12,9 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/hedging"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/models"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/extproc/replan"
@@ -20,84 +23,152 @@ import (
 
 // mainRole handles the main listener's filter: pass 1 and pass 2 of a request.
 type mainRole struct {
-	*planning
-	prefilled *prefillAnswer
+	handler
+	pass *pass.Pass
 }
 
 // serve serves pass 1 and pass 2 of a request.
 func (x mainRole) serve() error {
-	if err := x.receive(); err != nil {
+	if err := x.stream.receive(); err != nil {
 		return err
 	}
-	if x.msg.Phase != envoywire.PhaseRequestHeaders {
+	if x.stream.msg.Phase != envoywire.PhaseRequestHeaders {
 		return errors.New("the first message of a stream was not request headers")
 	}
-	x.identify()
+	x.identify(x.pass)
 	x.startSpan(telemetry.SpanDecide, true)
-	d, err := x.decide()
+	ctx := x.stream.Context()
+	d, err := x.decide(ctx)
 	if err != nil {
 		return err
 	}
-	r, err := x.commit(d)
+	r, err := x.pass.Commit(ctx, d)
 	if err != nil {
 		return err
 	}
-	x.EndPhase(telemetry.PhaseDecide)
-	err = x.answer(r)
-	x.EndPhase(telemetry.PhaseAnswer)
-	if err == nil && x.stream.Context().Err() != nil {
+	x.meter.EndPhase(telemetry.PhaseDecide)
+	x.setHeaders(r)
+	err = x.stream.sendOn(r.Edits, x.decision(x.pass))
+	x.meter.EndPhase(telemetry.PhaseAnswer)
+	if err == nil && ctx.Err() != nil {
 		err = io.EOF // Envoy ended the stream before the answer
 	}
 	if err != nil {
-		r.release(x.s.State)
-		return err
+		x.s.passes.Release(r.Held)
 	}
-	return nil
+	return err
 }
 
 // decide decides where the request goes, and receives the body if the decision needs it.
-func (x mainRole) decide() (*plan.Decision, error) {
-	h := &x.msg.Headers
+func (x mainRole) decide(ctx context.Context) (*plan.Decision, error) {
+	h := &x.stream.msg.Headers
 	if len(h.Upgrade) > 0 {
 		return nil, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
 	if h.Ticket != nil { // an empty one is forged, too
-		t, err := x.openTicket()
-		if t == nil {
-			return nil, err
-		}
-		return nextPass(x).resume(t, err)
+		return x.resume(ctx)
 	}
-	h.Path, x.stripped = paths.WithoutPrefix(x.s.PathPrefixes, h.Path)
-	if x.msg.Mode.Request == envoywire.ModeBuffered {
+	h.Path, x.stream.newPath = paths.WithoutPrefix(x.s.PathPrefixes, h.Path)
+	x.pass.Head = x.head()
+	if x.stream.msg.Mode.Request == envoywire.ModeBuffered {
 		if err := x.undecided(); err != nil {
 			return nil, err
 		}
 	}
-	switch api := x.clientAPI(); api {
+	switch api := x.s.passes.API(&x.pass.Head); api {
 	case openai.Models:
-		return x.listModels()
+		return x.listModels(ctx)
 	case openai.PassThrough:
-		return firstPass{x.planning}.passThrough()
+		return x.passThrough(ctx)
 	default:
-		return firstPass{x.planning}.first(api)
+		return x.first(ctx, api)
 	}
 }
 
-// undecided gives pass 1 a ticket, with the reply to its headers. Envoy keeps a buffered body: if the replica that has it
-// fails, the replan port takes this ticket, and another replica begins again. Engines never see it.
+// first receives a request to one of the APIs that can be split.
+func (x mainRole) first(ctx context.Context, api openai.API) (*plan.Decision, error) {
+	h := &x.stream.msg.Headers
+	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
+		return nil, err
+	}
+	if err := replan.Fits(h); err != nil {
+		return nil, err
+	}
+	// the latter may have trailers, which end no BUFFERED body
+	if x.stream.msg.EndOfStream || string(h.ContentLength) == "0" {
+		return nil, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+	}
+	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
+		return nil, err
+	}
+	return x.pass.First(ctx, api, plan.Attempt{Started: x.s.passes.Now()})
+}
+
+// passThrough receives a request that is never split.
+func (x mainRole) passThrough(ctx context.Context) (*plan.Decision, error) {
+	h := &x.stream.msg.Headers
+	if !x.s.passes.Serves(string(h.Method), string(h.Path)) {
+		return nil, openai.NotServed()
+	}
+	if err := x.checkBody(); err != nil {
+		return nil, err
+	}
+	if x.stream.msg.Mode.Request != envoywire.ModeNone {
+		if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
+			return nil, err
+		}
+	}
+	return x.pass.Other(ctx)
+}
+
+// listModels answers GET /v1/models, and GET /v1/models/NAME if the name is known; an engine answers of others.
+func (x mainRole) listModels(ctx context.Context) (*plan.Decision, error) {
+	body := models.Answer(x.s.State, string(x.stream.msg.Headers.Path), x.s.started)
+	if body == nil {
+		return x.passThrough(ctx)
+	}
+	i := &envoywire.Immediate{Status: 200, Body: body, Details: envoywire.DetailsPrefix + "_models"}
+	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
+	i.Headers.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
+	if err := x.stream.send(&envoywire.Reply{Immediate: i}); err != nil {
+		return nil, err
+	}
+	return nil, errAnswered
+}
+
+// resume receives the body of pass 2, which has the ticket of a leg that has ended. The redirect's host and path are
+// replaced with the client's.
+func (x mainRole) resume(ctx context.Context) (*plan.Decision, error) {
+	t, ticketErr := x.openTicket()
+	if t == nil {
+		return nil, ticketErr
+	}
+	if err := x.receiveBody(x.s.MaxBodyBytes + kvtransfer.MaxUndoBytes + plan.MaxDecodeMember); err != nil {
+		return nil, err
+	}
+	h := &x.stream.msg.Headers
+	h.Authority = []byte(t.Authority)
+	if t.Path != "" && t.Path != string(h.Path) { // a redirect has no query, and an engine can make one
+		h.Path, x.stream.newPath = []byte(t.Path), true
+	}
+	x.pass.Head = x.head()
+	return x.pass.Resume(ctx, t, ticketErr)
+}
+
+// undecided gives pass 1 a ticket, with the reply to its headers. Envoy keeps a buffered body: if the replica that
+// has it fails, the replan port takes this ticket, and another replica begins again. Engines never see it.
 func (x mainRole) undecided() error {
-	h, now := &x.msg.Headers, x.s.now()
-	sealed, err := x.s.keys().Seal(make([]byte, 0, 512), &kvtransfer.Ticket{
+	h, now := &x.stream.msg.Headers, x.s.passes.Now()
+	sealed, err := x.s.passes.Keys().Seal(make([]byte, 0, 512), &kvtransfer.Ticket{
 		ID: plan.NewID(), Stage: kvtransfer.Undecided, Expires: now.Add(x.s.TicketTTL), Started: now,
 		Authority: string(h.Authority), Path: string(h.Path),
-	}, x.requestID)
+	}, x.stream.requestID)
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a request that is not decided: %w", err)
 	}
-	x.headers.Set(envoywire.HeaderTicket, sealed)
-	if x.newID {
-		x.headers.Set(envoywire.HeaderRequestID, []byte(x.requestID))
+	x.stream.headers.Set(envoywire.HeaderTicket, sealed)
+	if x.stream.newID {
+		x.stream.headers.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
 	}
 	return nil
 }
@@ -108,52 +179,35 @@ func (x mainRole) undecided() error {
 // leg, which engines see, are refused as well, except pass 1's together with P's inline answer. An
 // expired ticket is returned with its error.
 func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
-	t, err := x.s.keys().Open(string(x.msg.Headers.Ticket), x.requestID, x.s.now())
-	inline := len(x.msg.Headers.Prefilled) > 0
+	t, err := x.s.passes.Keys().Open(string(x.stream.msg.Headers.Ticket), x.stream.requestID, x.s.passes.Now())
+	inline := len(x.stream.msg.Headers.Prefilled) > 0
 	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
-	x.RequestLost(x.requestID)
-	x.s.releasePasses(x.reservedAs, x.s.State.Release) // an engine may have forged it
-	x.s.Log.Warn("ticket refused", "request_id", x.requestID, "err", err)
+	x.meter.RequestLost(x.stream.requestID)
+	x.s.passes.ReleaseAll(x.pass.ReservedAs) // an engine may have forged it
+	x.s.Log.Warn("ticket refused", "request_id", x.stream.requestID, "err", err)
 	return nil, openai.Unavailable(envoywire.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)
-}
-
-// answer sends Envoy the route and the body.
-func (x mainRole) answer(r route) error {
-	x.setHeaders(r)
-	return x.sendOn(r.Edits, x.decision)
-}
-
-// setExplanation adds the explanation of the decision, if an operator asked for it, and removes the operator's
-// token.
-func (x *planning) setExplanation() {
-	if len(x.msg.Headers.Explain) > 0 {
-		x.headers.Remove(envoywire.HeaderExplain)
-	}
-	if x.explanation != nil {
-		x.headers.Set(envoywire.HeaderExplanation, x.explanation)
-	}
 }
 
 // setHeaders sets the headers for Envoy and the next hop. Every header that controls routing is set or removed,
 // whatever the client sent.
-func (x mainRole) setHeaders(r route) {
-	h := &x.headers
+func (x mainRole) setHeaders(r pass.Routed) {
+	h := &x.stream.headers
 	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
 	x.setRank(r)
 	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
-	x.setHost(r, len(x.msg.Headers.Ticket) > 0) // with a redirect, whose host is not the client's
+	x.setHost(r, len(x.stream.msg.Headers.Ticket) > 0) // with a redirect, whose host is not the client's
 	if r.Path != "" {
 		h.Set(":path", []byte(r.Path))
-	} else if x.stripped {
-		h.Set(":path", x.msg.Headers.Path)
+	} else if x.stream.newPath {
+		h.Set(":path", x.stream.msg.Headers.Path)
 	}
-	if x.newID {
-		h.Set(envoywire.HeaderRequestID, []byte(x.requestID))
+	if x.stream.newID {
+		h.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
 	}
-	if r.ticket != nil {
-		h.Set(envoywire.HeaderTicket, r.ticket)
+	if r.Sealed != nil {
+		h.Set(envoywire.HeaderTicket, r.Sealed)
 	} else {
 		h.Remove(envoywire.HeaderTicket)
 	}
@@ -172,21 +226,21 @@ func (x mainRole) setHeaders(r route) {
 		h.Remove(envoywire.HeaderPerTry)
 	}
 	if r.Inline {
-		h.Set(envoywire.HeaderCarry, replan.Location(x.msg.Headers.Path))
+		h.Set(envoywire.HeaderCarry, replan.Location(x.stream.msg.Headers.Path))
 	} else {
 		h.Remove(envoywire.HeaderCarry)
 	}
-	if len(x.msg.Headers.Prefilled) > 0 {
+	if len(x.stream.msg.Headers.Prefilled) > 0 {
 		h.Remove(envoywire.HeaderPrefilled)
 		h.Remove(envoywire.HeaderLoad)
 	}
 	// another replica may watch a leg of a pair; and what others learn from this log, they learn by Redis otherwise
-	x.s.loggers.Address(x.Context(), h, r.Pair == nil && x.s.State.Shares())
-	x.SetTrace(&x.headers)
+	x.s.loggers.Address(x.stream.Context(), h, r.Pair == nil && x.s.State.Shares())
+	x.meter.SetTrace(&x.stream.headers)
 	if r.Leg != plan.LegEncode { // the next pass decides
-		x.setExplanation()
+		x.explain(x.pass)
 	}
-	concurrent.SetHeaders(&x.headers, &x.msg.Headers, x.requestID, r.Pair)
+	concurrent.SetHeaders(&x.stream.headers, &x.stream.msg.Headers, x.stream.requestID, r.Pair)
 	if r.Sidecar != nil {
 		endpointpicker.SetSidecar(h, r.Sidecar)
 	}
@@ -199,26 +253,26 @@ func (x mainRole) setHeaders(r route) {
 
 // setAnswerRules says what Envoy does to D's answer. No pass needs to take them away: they change nothing in an answer
 // without KV of P's.
-func (x mainRole) setAnswerRules(r route) {
+func (x mainRole) setAnswerRules(r pass.Routed) {
 	if !r.Ticket.Loads || r.Ticket.Stage != kvtransfer.DecodeLeg {
 		return
 	}
-	policy, _ := x.s.policy(r.Ticket.Pool)
+	policy, _ := x.s.passes.Policy(r.Ticket.Pool)
 	if late := policy.Dialect.LateAfter(); late > 0 {
-		x.headers.SetInt(envoywire.HeaderRule, int(late.Milliseconds()))
+		x.stream.headers.SetInt(envoywire.HeaderRule, int(late.Milliseconds()))
 	} else if policy.Dialect.Expiry != nil {
-		x.headers.Set(envoywire.HeaderRule, []byte("cut"))
+		x.stream.headers.Set(envoywire.HeaderRule, []byte("cut"))
 	}
 }
 
 // setHost sets the Host: the engine's name, if it has one, or the client's.
-func (x mainRole) setHost(r route, resumed bool) {
-	h, name := &x.headers, []byte(r.Endpoint.ServerNameSent())
+func (x mainRole) setHost(r pass.Routed, resumed bool) {
+	h, name := &x.stream.headers, []byte(r.Endpoint.ServerNameSent())
 	if len(name) > 0 {
 		h.Set(envoywire.HeaderServerName, name)
 		h.Set(":authority", name)
 	} else if resumed {
-		h.Set(":authority", x.msg.Headers.Authority)
+		h.Set(":authority", x.stream.msg.Headers.Authority)
 		if r.Endpoint.Scheme == "https" { // an earlier pass may have set it
 			h.Remove(envoywire.HeaderServerName)
 		}
@@ -227,10 +281,10 @@ func (x mainRole) setHost(r route, resumed bool) {
 
 // setRank names the data-parallel rank that is to take the request, where several are behind one port. A pair's legs
 // have theirs from their plan. What an earlier pass or a client has set goes.
-func (x mainRole) setRank(r route) {
+func (x mainRole) setRank(r pass.Routed) {
 	if rank := r.Endpoint.RankName(); rank != "" && r.Pair == nil {
-		x.headers.Set(envoywire.HeaderRank, []byte(rank))
-	} else if len(x.msg.Headers.Rank) > 0 {
-		x.headers.Remove(envoywire.HeaderRank)
+		x.stream.headers.Set(envoywire.HeaderRank, []byte(rank))
+	} else if len(x.stream.msg.Headers.Rank) > 0 {
+		x.stream.headers.Remove(envoywire.HeaderRank)
 	}
 }

@@ -97,8 +97,8 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 		q.follow()
 		v := q.pass()
 		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
-		s.server.releasePass(id, 0, s.server.State.Release)
-		s.server.releasePass(id, 1, s.server.State.Release)
+		s.server.passes.Release(s.server.passes.Held(id, 0))
+		s.server.passes.Release(s.server.passes.Held(id, 1))
 		return v.set[envoywire.HeaderEndpoint]
 	}
 	first := turn("r-1", conversation(""))
@@ -153,7 +153,7 @@ func TestPairsAreRoutedToBoth(t *testing.T) {
 				q.mirror(s).answer(500, "oops")
 				d.redirected(q)
 				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
-				s.server.releasePass("both", 0, s.server.State.Release)
+				s.server.passes.Release(s.server.passes.Held("both", 0))
 			})
 		})
 	}

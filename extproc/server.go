@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
@@ -23,10 +22,9 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/hedging"
-	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
-	"tandem/extproc/paths"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
@@ -39,10 +37,10 @@ import (
 type Options struct {
 	State    *kvstate.State
 	Log      *slog.Logger
-	Tracer   trace.Tracer // nil: no traces
-	Settings              // initial settings; every pool of State needs a policy
+	Tracer   trace.Tracer  // nil: no traces
+	Settings pass.Settings // initial settings; every pool of State needs a policy
 
-	Tokenizer Tokenizer // for pools whose policy has a token source; may be nil
+	Tokenizer pass.Tokenizer // for pools whose policy has a token source; may be nil
 
 	SplitBodyBytes int            // larger bodies are never split, because Envoy could not replay them; default 16 MiB
 	MaxBodyBytes   int            // larger bodies are refused with 413; default 4 x SplitBodyBytes
@@ -64,40 +62,10 @@ type Options struct {
 	Picker *endpointpicker.Options // not nil: serve the Endpoint Picker protocol instead of the main role
 }
 
-// Policy is the configuration of a pool's requests.
-type Policy struct {
-	plan.Policy
-
-	Peers       *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
-	Session     SessionKey
-	Tokens      TokenSource        // where to ask for the prompt's token ids, in addition to prefill
-	TokenBudget time.Duration      // how long a request waits for that; 0: not at all
-	Waiting     latebinding.Limits // with Place.Late, or if objectives make requests wait
-	Objectives  Objectives
-	// what clients may use in addition to the APIs; default: the client paths of all engines
-	Paths       *paths.Paths
-	LabelHeader string // the request header with the labels that its endpoints must have; "": none
-
-	queue *latebinding.Queue // nil: requests do not wait
-}
-
-func (p Policy) withDefaults() Policy {
-	if p.Paths == nil {
-		p.Paths, _ = paths.New("any", nil) // no paths to refuse
-	}
-	p.Policy = p.WithDefaults()
-	return p
-}
-
-// limits returns the limits that all pools share.
-func (s *Server) limits() plan.Limits {
-	return plan.Limits{SplitBodyBytes: s.SplitBodyBytes, MaxRedirects: s.MaxRedirects, TicketTTL: s.TicketTTL}
-}
-
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
 	Options
-	settings atomic.Pointer[activeSettings]
+	passes   *pass.Shared
 	observer *telemetry.Observer
 	started  time.Time
 	scratch  sync.Pool // of *scratch
@@ -105,11 +73,7 @@ type Server struct {
 	hedges   *hedging.Tries
 	reclaim  *reclaim.Reclaimer
 	pairs    *concurrent.Pairs
-	seed     uint64           // of reservation ids
-	now      func() time.Time // the fleet's clock
-	direct   *endpointpicker.Direct
 	guard    *guard.Guard
-	waiting  latebinding.Options
 	streams  streamOptions
 	loggers  envoywire.Loggers
 	faults   faults.Faults
@@ -132,21 +96,13 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	}
 	s := &Server{
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
-		hedges: hedging.New(), pairs: concurrent.NewPairs(), seed: random(), guard: guard.New(o.Log, m.Panicked),
-	}
-	if s.now = time.Now; o.State != nil {
-		s.now = o.State.Clock.Now
+		hedges: hedging.New(), pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.streams = streamOptions{
 		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
 		refused: s.observer.Refused,
 	}
 	s.faults = faults.Faults{State: o.State, Observer: s.observer, Log: o.Log, Check: o.Check}
-	s.direct = endpointpicker.NewDirect(o.State, &s.faults)
-	s.waiting = latebinding.Options{
-		State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining,
-		ShortOfMemory: s.shortOfMemory,
-	}
 	if o.State != nil {
 		o.State.OnExpired(func(e *kvstate.Endpoint, n int64) {
 			s.observer.Expired(e.Addr, n)
@@ -156,15 +112,28 @@ func New(o Options, m *telemetry.Metrics) *Server {
 			s.faults.LoadFailed(p, prefill, decode, faults.SeenCount)
 		})
 	}
-	cleanup := func(pool string) reclaim.Policy {
-		policy, _ := s.policy(pool)
-		return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
-	}
 	s.reclaim = reclaim.New(reclaim.Options{
-		State: o.State, Log: o.Log, Observer: s.observer, TTL: o.HandOverTTL, Policy: cleanup,
+		State: o.State, Log: o.Log, Observer: s.observer, TTL: o.HandOverTTL,
+		Policy: func(pool string) reclaim.Policy {
+			policy, _ := s.passes.Policy(pool)
+			return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
+		},
 	})
+	passes := pass.Options{
+		State: o.State, Log: o.Log, Guard: s.guard, Observer: s.observer, Faults: &s.faults, Reclaim: s.reclaim,
+		Waiting: latebinding.Options{
+			State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining,
+			ShortOfMemory: s.shortOfMemory,
+		},
+		Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
+		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL},
+	}
+	if o.Picker != nil {
+		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}
+	}
+	s.passes = pass.New(passes)
 	s.Apply(o.Settings)
-	s.Options.Settings = Settings{} // the initial settings must not be read later
+	s.Options.Settings = pass.Settings{} // the initial settings must not be read later
 	s.scratch.New = func() any { return newScratch(s) }
 	return s
 }
@@ -217,15 +186,13 @@ type scratch struct {
 	s         *Server
 	stream    stream
 	telemetry telemetry.Meter
-	request   planning
-	prefill   prefillAnswer
+	pass      pass.Pass
 	spoiled   bool // a panic may have left it in any state
 }
 
 func newScratch(s *Server) *scratch {
 	m := &scratch{s: s, stream: stream{streamOptions: &s.streams}, telemetry: telemetry.Meter{Observer: s.observer}}
-	shared := handler{&m.stream, &m.telemetry, s}
-	m.request.handler, m.prefill.handler = shared, shared
+	s.passes.Begin(&m.pass, &m.stream, &m.telemetry)
 	return m
 }
 
@@ -233,7 +200,7 @@ func newScratch(s *Server) *scratch {
 func (s *Server) process(grpcStream grpc.ServerStream) error {
 	m := s.scratch.Get().(*scratch)
 	x := &m.stream
-	x.begin(grpcStream, s.settings.Load().names)
+	x.begin(grpcStream, s.passes.Headers())
 	defer m.release()
 
 	role := s.roleOf(grpcStream.Context())
@@ -266,10 +233,10 @@ func (m *scratch) serveGuarded(role string) (err error) {
 
 // serve lets the handler of a filter role serve the stream.
 func (m *scratch) serve(role string) error {
-	shared := m.request.handler
+	shared := handler{&m.stream, &m.telemetry, m.s}
 	switch role {
 	case envoywire.RolePrefillLeg:
-		return prefillLeg{&m.prefill}.serve()
+		return prefillLeg{shared, &m.pass.Prefilled}.serve()
 	case envoywire.RoleDecodeLeg:
 		return decodeLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleMirror:
@@ -277,13 +244,13 @@ func (m *scratch) serve(role string) error {
 	case envoywire.RoleAnswerLeg:
 		return answerLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleEncodeLeg:
-		return encodeLeg{shared, &m.request.req.Request}.serve()
+		return encodeLeg{shared, &m.pass.Req.Request}.serve()
 	case envoywire.RoleSwitched:
-		return m.request.switched()
+		return shared.switched()
 	case envoywire.RolePicker:
-		return endpointPicker{firstPass{&m.request}}.serve()
+		return endpointPicker{shared, &m.pass}.serve()
 	}
-	return mainRole{&m.request, &m.prefill}.serve()
+	return mainRole{shared, &m.pass}.serve()
 }
 
 // errorCode returns the code of the client's error; "": none; gone: the client's stream had ended.
@@ -339,9 +306,7 @@ func (s *Server) refuse(x *stream, role string, err error) error {
 // release prepares the memory for the next stream.
 func (m *scratch) release() {
 	m.stream.stopBodyTime()
-	m.request.waiter.Committed()
-	m.request.reset()
-	m.prefill.reset()
+	m.pass.Reset()
 	m.telemetry.Reset()
 	m.stream.reset()
 	if !m.spoiled {
@@ -368,3 +333,17 @@ func (s *Server) Run(ctx context.Context) {
 
 // Recent returns the traces of the latest requests, newest first, at most n.
 func (s *Server) Recent(n int) []telemetry.Trace { return s.observer.Latest(n) }
+
+// Apply replaces the settings, for requests in progress as well.
+func (s *Server) Apply(l pass.Settings) { s.passes.Apply(l) }
+
+// Settings returns the current settings. Do not modify.
+func (s *Server) Settings() pass.Settings { return s.passes.Settings() }
+
+// Explain returns where a request with so many uncached prompt tokens would be placed in a pool now.
+func (s *Server) Explain(pool string, promptTokens int64) (pass.Explanation, error) {
+	return s.passes.Explain(pool, promptTokens)
+}
+
+// shortOfMemory reports whether so much of the memory for bodies is in use that no request should wait with its body.
+func (s *Server) shortOfMemory() bool { return s.Memory.Load() > s.Memory.Limit()/4*3 }

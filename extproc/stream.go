@@ -34,6 +34,8 @@ type stream struct {
 	noMemory   bool  // for the rest of an answer (receiveAnswer)
 
 	requestID string
+	newID     bool        // the client's was missing or invalid
+	newPath   bool        // msg's path is not as Envoy has it: a gateway's prefix was removed, or a ticket has the client's
 	receiving memory.Body // while timer runs
 	timer     *time.Timer // limits the time of the request's body
 	sending   sync.Mutex  // between this timer and the handler
@@ -69,7 +71,7 @@ func (x *stream) reset() {
 	x.heldBytes, x.extraBytes = 0, 0
 	x.msg.Reset()
 	x.headers.Reset()
-	x.requestID, x.changed = "", false
+	x.requestID, x.newID, x.newPath, x.changed = "", false, false, false
 }
 
 // received is a message that was read concurrently with the handler.
@@ -225,8 +227,13 @@ func (x *stream) sendError(e *openai.Error, final bool) error {
 	return x.send(&envoywire.Reply{Immediate: i})
 }
 
-// swapBody swaps body and spare.
-func (x *stream) swapBody() {
+// Bytes implements [pass.Body].
+func (x *stream) Bytes() []byte { return x.body.Bytes() }
+
+// Rewrite implements [pass.Body].
+func (x *stream) Rewrite(size int, write func(to []byte) []byte) {
+	x.spare.Grow(size)
+	x.spare.Data = write(x.spare.Data[:0])
 	x.body, x.spare = x.spare, x.body
 	x.spare.Free()
 	x.changed = true

@@ -112,17 +112,16 @@ func TestARefusalIsAnErrorOfTheSpan(t *testing.T) {
 
 // Without a tracer a traceparent costs nothing but its bytes in the arena.
 func TestTracingOffAllocatesNothing(t *testing.T) {
-	x := newScratch(&Server{}).request
-	x.grpc = &wire{ctx: context.Background()}
-	x.msg.Headers.Traceparent = []byte(clientsSpan)
+	x := handler{&stream{grpc: &wire{ctx: context.Background()}}, &telemetry.Meter{}, nil}
+	x.stream.msg.Headers.Traceparent = []byte(clientsSpan)
 	budget.Allocs(t, 100, 0, func() {
 		x.startSpan(telemetry.SpanDecide, true)
-		x.SpanTicket(nil)
-		x.SpanLegEnded("ok", 200)
-		x.EndSpan("")
+		x.meter.SpanTicket(nil)
+		x.meter.SpanLegEnded("ok", 200)
+		x.meter.EndSpan("")
 	})
-	require.Empty(t, x.Next.Traceparent)
-	require.False(t, x.Recording())
+	require.Empty(t, x.meter.Next.Traceparent)
+	require.False(t, x.meter.Recording())
 }
 
 // tracedPairs is a server with a tracer and a pool whose legs run at once.

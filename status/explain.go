@@ -10,14 +10,14 @@ import (
 	"strings"
 	"text/tabwriter"
 
-	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/kvstate"
 	"tandem/picker"
 	"tandem/status/words"
 )
 
 // PrintExplanation writes a decision for a terminal: one sentence, then the price of each endpoint.
-func PrintExplanation(w io.Writer, e *extproc.Explanation) {
+func PrintExplanation(w io.Writer, e *pass.Explanation) {
 	if e.Paused {
 		fmt.Fprintln(w, "The pool is paused: its requests get an error (503 pool_paused). Otherwise:")
 	}
@@ -72,7 +72,7 @@ func held(out bool, blocks int) string {
 }
 
 // waiting says how many requests wait for endpoints of the pool, and where if not all wait here.
-func waiting(e *extproc.Explanation) string {
+func waiting(e *pass.Explanation) string {
 	s := places(e.Waiting, e.Remote) + " wait"
 	if e.Waiting+e.Remote == 1 {
 		s += "s"
@@ -88,7 +88,7 @@ func waiting(e *extproc.Explanation) string {
 }
 
 // mostKV returns the largest KV cache of a decode endpoint, in tokens; 0 if one of them is not known.
-func mostKV(e *extproc.Explanation) (most int64) {
+func mostKV(e *pass.Explanation) (most int64) {
 	for i := range e.Candidates {
 		if c := &e.Candidates[i]; c.Decode != nil {
 			if c.KVTokens == 0 {
@@ -164,7 +164,7 @@ func price(has bool, seconds float64) string {
 }
 
 // Sentence describes the decision, and by how much it is cheaper than the other way.
-func Sentence(e *extproc.Explanation) string {
+func Sentence(e *pass.Explanation) string {
 	if e.Refused != "" {
 		s := "No endpoint can take the request: " + strings.TrimPrefix(e.Refused, "picker: ")
 		if out := excluded(e, kvstate.RoleDecode.String()); len(out) > 0 {
@@ -213,7 +213,7 @@ func Sentence(e *extproc.Explanation) string {
 const splitAlways = ": the pool splits every prompt (split is always)."
 
 // suffering ends a sentence about a request for which no decode endpoint is offered to do both.
-func suffering(e *extproc.Explanation) string {
+func suffering(e *pass.Explanation) string {
 	least, tooLong := math.Inf(1), false
 	for i := range e.Candidates {
 		c := &e.Candidates[i]
@@ -243,14 +243,14 @@ func notOffered(tooLong bool, more float64) string {
 }
 
 // failed reports whether a chosen endpoint has failed, as all others of its role have.
-func failed(e *extproc.Explanation, chosen string) bool {
+func failed(e *pass.Explanation, chosen string) bool {
 	return slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
 		return c.Endpoint == chosen && c.State == "failed"
 	})
 }
 
 // tried says what happens to a request while all prefill endpoints have failed.
-func tried(e *extproc.Explanation, prefill string) string {
+func tried(e *pass.Explanation, prefill string) string {
 	s := "All prefill endpoints have failed: start one again. Until then a request may try each of them once, " +
 		prefill + " first,\nbecause one may be back. If none is, "
 	if e.NoFallback {
@@ -260,7 +260,7 @@ func tried(e *extproc.Explanation, prefill string) string {
 }
 
 // whole says why a request is not split whatever that costs; "" if prices decide.
-func whole(e *extproc.Explanation) string {
+func whole(e *pass.Explanation) string {
 	if e.NotSplit == "no_prefill" {
 		return noPrefill(e)
 	}
@@ -268,7 +268,7 @@ func whole(e *extproc.Explanation) string {
 }
 
 // excluded lists the endpoints of a role, or of both, that cannot take a request, each with the reason.
-func excluded(e *extproc.Explanation, role string) (out []string) {
+func excluded(e *pass.Explanation, role string) (out []string) {
 	for i := range e.Candidates {
 		if c := &e.Candidates[i]; c.Out != "" && (c.Role == role || c.Role == kvstate.RoleBoth.String()) {
 			out = append(out, words.Plain(cmp.Or(c.Name, c.Endpoint))+" "+c.Out)
@@ -280,7 +280,7 @@ func excluded(e *extproc.Explanation, role string) (out []string) {
 const otherGroup = "no prefill endpoint shares its group with a decode endpoint that can answer"
 
 // noPrefill says why no prefill endpoint can take a request.
-func noPrefill(e *extproc.Explanation) string {
+func noPrefill(e *pass.Explanation) string {
 	out := excluded(e, kvstate.RolePrefill.String())
 	free := slices.ContainsFunc(e.Candidates, func(c picker.Weighed) bool {
 		return c.Out == "" && c.Role != kvstate.RoleDecode.String() && c.Role != kvstate.RoleEncode.String()

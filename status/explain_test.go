@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/picker"
 )
@@ -15,7 +15,7 @@ func TestPrintExplanation(t *testing.T) {
 	p1 := picker.Weighed{Endpoint: "10.0.1.1:8000", Name: "p1", Role: "prefill", Hit: 3, Prefill: &picker.PrefillPrice{Queue: .5, Work: .5}}
 	p2 := picker.Weighed{Endpoint: "10.0.1.2:8000", Role: "prefill", Out: "failed"}
 	d1 := picker.Weighed{Endpoint: "10.0.2.1:8000", Name: "d1", Role: "decode", Step: 2, Transfer: .1, Decode: &picker.DecodePrice{Step: .02}, Alone: &picker.AlonePrice{Work: 2}}
-	e := extproc.Explanation{Waiting: 2, Longest: 1.5, Explanation: picker.Explanation{
+	e := pass.Explanation{Waiting: 2, Longest: 1.5, Explanation: picker.Explanation{
 		Prefill: p1.Endpoint, Decode: d1.Endpoint, Price: 1.12, Load: .4, FirstToken: .7, TokenTime: .02, Answer: 256, Candidates: []picker.Weighed{p1, p2, d1}}}
 	var text strings.Builder
 	PrintExplanation(&text, &e)
@@ -127,7 +127,7 @@ func TestExplainedState(t *testing.T) {
 
 // Requests that wait are counted in a sentence, without places where none wait.
 func TestWaiting(t *testing.T) {
-	for want, e := range map[string]extproc.Explanation{
+	for want, e := range map[string]pass.Explanation{
 		"1 request waits, for 1.5 s.":                                         {Waiting: 1, Longest: 1.5},
 		"2 requests wait, the longest for 1.5 s.":                             {Waiting: 2, Longest: 1.5},
 		"1 request here and 2 in other replicas wait, the longest for 10 ms.": {Waiting: 1, Remote: 2, Longest: .01},

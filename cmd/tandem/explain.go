@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/status"
 )
@@ -43,7 +43,7 @@ func newExplain() *cobra.Command {
 				return a.query(c, "/debug/requests?"+url.Values{"id": args}.Encode(), &found,
 					func(w io.Writer) { status.PrintDecided(w, found) })
 			}
-			var e extproc.Explanation
+			var e pass.Explanation
 			asked := url.Values{"pool": {pool}, "tokens": {strconv.FormatInt(tokens, 10)}}
 			return a.query(c, "/debug/explain?"+asked.Encode(), &e, func(w io.Writer) { status.PrintExplanation(w, &e) })
 		},

@@ -14,6 +14,7 @@ import (
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/internal/config"
 	"tandem/internal/config/diff"
 	"tandem/internal/guard"
@@ -134,8 +135,8 @@ func (f *fleet) watch(ctx context.Context, log *slog.Logger) error {
 }
 
 // liveSettings reads what may change while the server runs. Keys change in place.
-func (f *fleet) liveSettings(cfg *configv1.Config, log *slog.Logger) (extproc.Settings, error) {
-	live := extproc.Settings{Keys: f.keys, Pools: map[string]extproc.Policy{}}
+func (f *fleet) liveSettings(cfg *configv1.Config, log *slog.Logger) (pass.Settings, error) {
+	live := pass.Settings{Keys: f.keys, Pools: map[string]pass.Policy{}}
 	if err := f.sameDiscovery(cfg); err != nil {
 		return live, err
 	}
@@ -174,7 +175,7 @@ func (f *fleet) sameDiscovery(cfg *configv1.Config) error {
 }
 
 // keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
-func (f *fleet) keep(cfg *configv1.Config, policies map[string]extproc.Policy) {
+func (f *fleet) keep(cfg *configv1.Config, policies map[string]pass.Policy) {
 	f.note(func(now *status.File) { now.Fingerprint = diff.Fingerprint(cfg) })
 	f.peers.set(cfg, policies)
 	f.events.SetPools(config.EventSources(cfg))

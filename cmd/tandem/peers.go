@@ -5,8 +5,8 @@ import (
 	"log/slog"
 	"sync"
 
-	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
 	"tandem/kvstate"
 	"tandem/kvstate/registrations"
 	configv1 "tandem/protos/config/v1"
@@ -46,7 +46,7 @@ func (s *peerSources) known(p *configv1.Pool, made *kvtransfer.Peers) *kvtransfe
 }
 
 // set follows the configuration. What is the same for a pool goes on.
-func (s *peerSources) set(cfg *configv1.Config, policies map[string]extproc.Policy) {
+func (s *peerSources) set(cfg *configv1.Config, policies map[string]pass.Policy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	next := map[string]*peerSource{}

@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/status"
 )
@@ -60,7 +60,7 @@ func TestAnswersAreShownPlain(t *testing.T) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/status.json", filled(status.Status{}))
 	mux.HandleFunc("/debug/requests", filled([]telemetry.Trace{}))
-	mux.HandleFunc("/debug/explain", filled(extproc.Explanation{}))
+	mux.HandleFunc("/debug/explain", filled(pass.Explanation{}))
 	s := httptest.NewServer(mux)
 	defer s.Close()
 	for _, command := range [][]string{{"status"}, {"requests"}, {"explain", "ID"}, {"explain", "--tokens", "1000"}, {"weights"}} {

@@ -210,9 +210,9 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	if err := r.serveEnvoys(inForce); err != nil {
 		return nil, err
 	}
-
 	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
-	both := extproc.Settings{Keys: live.Keys, Pools: maps.Clone(r.server.Settings().Pools)}
+	both := r.server.Settings()
+	both.Keys, both.Pools = live.Keys, maps.Clone(both.Pools)
 	maps.Copy(both.Pools, live.Pools)
 	live.Keys.Take(keys)
 	r.server.Apply(both)

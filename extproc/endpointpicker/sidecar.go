@@ -1,13 +1,3 @@
-// Package endpointpicker is what the Endpoint Picker protocol needs in addition to a decision, and what a second hop
-// needs that is not Envoy's.
-//
-//   - [Allow], [Shed], [Fallbacks] and [Dropped] are about the endpoints that a gateway allows and is sent
-//     (candidates.go).
-//   - [Rewrite] replaces the model that a request asks for (model.go).
-//   - [SetSidecar] sets the headers for llm-d's routing sidecar (sidecar.go).
-//   - [Direct] calls the prefill endpoint in place of Envoy (direct.go).
-//
-// Package extproc has the handler of the gateway's streams.
 package endpointpicker
 
 import (

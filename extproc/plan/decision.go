@@ -36,8 +36,8 @@ type Decision struct {
 	Computes        *kvstate.Endpoint // the endpoint whose cache will hold the prompt; nil: unknown
 	Affinity        Affinity
 	Report          Report
-	// Otherwise decides again if Decode's buffer has no space; nil: not needed.
-	Otherwise func(why string) (*Decision, error)
+	Direct          bool     // the prefill call is to be made before the hop: its answer completes Edits
+	Gateway         *Gateway // of a gateway's request, which has no ticket; nil: it has one
 	// Lost is why D has to compute the prompt, although its KV is there; nil: it does not.
 	Lost error
 }
@@ -46,7 +46,8 @@ type Decision struct {
 type Reservation struct {
 	Endpoint *kvstate.Endpoint
 	Booking  kvstate.Booking
-	Buffer   int64         // capacity of its receive buffer, tokens; 0: it has none
+	// capacity of its receive buffer, tokens; 0: it has none. If there is no space in time, the request goes Alone
+	Buffer   int64
 	Patience time.Duration // how long to wait for space in it
 }
 

@@ -119,19 +119,9 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 		d.PerTry += push.Patience // the leg answers when the KV has arrived at D
 		if d.Decode.Buffer = decode.Transfer.BufferTokens; d.Decode.Buffer > 0 {
 			d.Decode.Patience = push.Patience
-			d.Otherwise = orAlone(r, v, c, p)
 		}
 	}
 	return d, ""
-}
-
-// orAlone returns Alone for a request that cannot be split after all. It is a function of its own, so that only such
-// requests allocate its closure.
-func orAlone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) func(why string) (*Decision, error) {
-	return func(why string) (*Decision, error) {
-		r.Why = why
-		return Alone(r, v, c, p)
-	}
 }
 
 // Alone decides for the one hop that answers the whole request.
@@ -190,29 +180,35 @@ func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (e
 	return edits, undo
 }
 
-// OneHop decides for the one hop of a split request whose prefill bypasses Envoy. prefill is set if the sidecar has
-// the prompt computed; edits are those of the client's body for D, nil: D computes the prompt.
-func OneHop(
-	r *Request, v *kvstate.View, c picker.Choice, p *Policy, prefill *kvstate.Endpoint, edits openai.Edits,
-) *Decision {
-	e, at := v.Endpoints[c.Decode].Endpoint, v.Endpoints[c.Prefill].Endpoint
-	route := "split"
-	if prefill == nil && edits == nil {
-		route, c.Prefill = "decode_alone", -1
+// OneHop decides for the one hop of a request whose prefill, if c has one, bypasses Envoy: the sidecar or, before the
+// hop, this server has the prompt computed (Decision.Direct).
+func OneHop(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
+	e := v.Endpoints[c.Decode].Endpoint
+	if err := r.Exhausted(p, e.Addr); err != nil {
+		return nil, err
 	}
 	d := r.Decided(&Decision{
-		Leg: LegDecode, Pool: r.Pool, Endpoint: e, Edits: edits, Sidecar: Sidecar(r, v, c, p, prefill),
+		Leg: LegDecode, Pool: r.Pool, Endpoint: e,
 		PerTry: p.AnswerStart(r.Streams(), p.PrefillTimeout+r.Pool.PrefillTime(r.Tokens, p.PerToken)),
 		Decode: Reservation{Endpoint: e, Booking: c.DecodeBooking(v)}, Computes: e,
-		Affinity: Affinity{Session: r.Session, Prefill: at, Decode: e},
-		Report:   Report{Route: route, Reason: r.Why, Prefill: at, Decode: e},
-		Ticket:   r.ticket(kvtransfer.DecodeLeg, edits.Len(len(r.Body()))),
+		Affinity: Affinity{Session: r.Session, Decode: e},
+		Report:   Report{Route: "decode_alone", Reason: r.Why, Decode: e},
+		Ticket:   r.ticket(kvtransfer.DecodeLeg, len(r.Body())),
 	})
-	d.Ticket.Decode, d.Ticket.Undo = e.Addr, edits.Inverse(nil, r.Body())
+	var asked *kvstate.Endpoint // by the sidecar
+	if c.Prefill >= 0 {
+		at := v.Endpoints[c.Prefill].Endpoint
+		d.Affinity.Prefill, d.Report.Prefill, d.Report.Route = at, at, "split"
+		if d.Direct = p.Handoff != HandoffSidecar; !d.Direct {
+			asked = at
+		}
+	}
+	d.Sidecar = Sidecar(r, v, c, p, asked)
+	d.Ticket.Decode = e.Addr
 	if r.lastHop() {
 		d.Leg = LegPass
 	}
-	return d
+	return d, nil
 }
 
 // Sidecar returns the headers for the sidecar at D, nil if there is none. prefill computes the prompt; nil: D.
@@ -253,27 +249,27 @@ func EncodesFirst(r *Request, p *Policy) bool {
 		r.MaxRedirects >= minEncodeRedirects && len(r.Body()) <= r.SplitBodyBytes && r.HasMedia()
 }
 
-// Encode decides for an encode leg, at the usable encode endpoint with the fewest requests, any of several equal ones;
-// nil if there is none.
-func Encode(r *Request, v *kvstate.View, p *Policy) *Decision {
-	var best *kvstate.Candidate
-	equal := uint64(0) // endpoints with as few requests as best
+// PickEncoder returns the position of the usable encode endpoint with the fewest requests, any of several equal ones;
+// -1 if there is none.
+func PickEncoder(v *kvstate.View) int {
+	best, equal := -1, uint64(0) // endpoints with as few requests as best
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
 		switch {
-		case !encodes(c) || best != nil && c.Requests > best.Requests:
-		case best == nil || c.Requests < best.Requests:
-			best, equal = c, 1
+		case !encodes(c) || best >= 0 && c.Requests > v.Endpoints[best].Requests:
+		case best < 0 || c.Requests < v.Endpoints[best].Requests:
+			best, equal = i, 1
 		default:
 			if equal++; rand.Uint64N(equal) == 0 {
-				best = c
+				best = i
 			}
 		}
 	}
-	if best == nil {
-		return nil
-	}
-	e := best.Endpoint
+	return best
+}
+
+// Encode decides for an encode leg.
+func Encode(r *Request, e *kvstate.Endpoint, p *Policy) *Decision {
 	r.Tokens = r.Pool.PromptTokens(len(r.Body()))
 	d := r.Decided(&Decision{
 		Leg: LegEncode, Pool: r.Pool, Endpoint: e, PerTry: p.EncodeTimeout,

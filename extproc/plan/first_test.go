@@ -114,13 +114,14 @@ func TestFirstReservesABuffer(t *testing.T) {
 	d, err := First(r, v, c, &p)
 	require.NoError(t, err)
 	require.False(t, d.Decode.Booking.Tentative)
-	require.Nil(t, d.Otherwise, "its buffer has no limit")
+	require.Zero(t, d.Decode.Buffer, "its buffer has no limit")
 
 	v.Endpoints[2].Endpoint.Transfer.BufferTokens = 100
 	d, err = First(r, v, c, &p)
 	require.NoError(t, err)
 	require.EqualValues(t, 100, d.Decode.Buffer)
-	d, err = d.Otherwise("buffer_full")
+	r.Why = "buffer_full"
+	d, err = Alone(r, v, c, &p)
 	require.NoError(t, err)
 	require.Equal(t, LegDecode, d.Leg)
 	require.Equal(t, "buffer_full", d.Report.Reason)
@@ -170,12 +171,12 @@ func TestEncode(t *testing.T) {
 	p.EncodeTimeout = time.Second
 	r, v := asked(t, Attempt{}, media)
 	require.True(t, EncodesFirst(r, &p))
-	d := Encode(r, v, &p)
+	d := Encode(r, v.Endpoints[PickEncoder(v)].Endpoint, &p)
 	require.Equal(t, LegEncode, d.Leg)
 	require.Equal(t, "e1:1", d.Endpoint.Addr)
 	require.Equal(t, kvstate.RoleEncode, d.Decode.Booking.For)
 	v.Endpoints = v.Endpoints[:4]
-	require.Nil(t, Encode(r, v, &p), "no endpoint encodes")
+	require.Equal(t, -1, PickEncoder(v), "no endpoint encodes")
 	r, _ = asked(t, Attempt{Redirects: 1}, media)
 	require.False(t, EncodesFirst(r, &p), "only in pass 1")
 	r, _ = asked(t, Attempt{}, hello)
@@ -185,20 +186,18 @@ func TestEncode(t *testing.T) {
 // Encode endpoints with equally many requests get equally many of the next: of 1,000 each gets 500, give or take six
 // standard deviations of 16.
 func TestEncodeSharesEqually(t *testing.T) {
-	p := splitting("nixl")
-	p.EncodeTimeout = time.Second
-	r, v := asked(t, Attempt{}, hello)
+	_, v := asked(t, Attempt{}, hello)
 	other := *v.Endpoints[4].Endpoint
 	other.Addr = "e2:1"
 	v.Endpoints = append(v.Endpoints, v.Endpoints[4])
 	v.Endpoints[5].Endpoint = &other
 	got := map[string]int{}
 	for range 1000 {
-		got[Encode(r, v, &p).Endpoint.Addr]++
+		got[v.Endpoints[PickEncoder(v)].Endpoint.Addr]++
 	}
 	require.InDelta(t, 500, got["e1:1"], 6*16)
 	v.Endpoints[4].Requests = 1
-	require.Equal(t, "e2:1", Encode(r, v, &p).Endpoint.Addr, "the one with fewer requests")
+	require.Equal(t, "e2:1", v.Endpoints[PickEncoder(v)].Endpoint.Addr, "the one with fewer requests")
 }
 
 func TestOneHop(t *testing.T) {
@@ -206,16 +205,17 @@ func TestOneHop(t *testing.T) {
 	p.Handoff = HandoffSidecar
 	r, v := asked(t, Attempt{}, hello)
 	c := picker.Choice{Prefill: 1, Decode: 2}
-	d := OneHop(r, v, c, &p, v.Endpoints[1].Endpoint, nil)
+	d, err := OneHop(r, v, c, &p)
+	require.NoError(t, err)
 	require.Equal(t, LegDecode, d.Leg)
 	require.Equal(t, "split", d.Report.Route)
 	require.Equal(t, &SidecarHeaders{Prefill: "p2:1"}, d.Sidecar)
 	require.Nil(t, d.Prefill.Endpoint, "the sidecar asks it")
 
 	p.Handoff = HandoffDirect
-	r.Why = "prefill_failed"
-	d = OneHop(r, v, c, &p, nil, nil)
-	require.Equal(t, "decode_alone", d.Report.Route)
+	d, err = OneHop(r, v, c, &p)
+	require.NoError(t, err)
+	require.True(t, d.Direct, "this server asks it, before the hop")
 	require.Nil(t, d.Sidecar)
 }
 

@@ -1,13 +1,39 @@
 package plan
 
 import (
+	"errors"
+
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
 	"tandem/picker"
 )
 
-// BothLegs decides for a request whose two legs run concurrently. It returns nil if the undo of P's leg does not fit a
-// ticket; r.Why is the reason. The error is the dialect's, such as [kvtransfer.ErrUnknownPeer].
-func BothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*Decision, error) {
+// BothLegs decides for a request whose two legs are to run concurrently. It returns nil if they cannot; r.Why is the
+// reason. If nobody knows yet which engine P is, its legs run one after the other: P's answer shows it.
+func BothLegs(r *Request, v *kvstate.View, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*Decision, error) {
+	if c.Prefill < 0 {
+		if r.Why = p.Unpaired(v, c.Uncached); len(r.Excluded) > 0 {
+			r.Why = "prefill_failed"
+		}
+		return nil, nil
+	}
+	d, err := bothLegs(r, legs, c, p)
+	if !errors.Is(err, kvtransfer.ErrUnknownPeer) {
+		return d, err
+	}
+	r.Why = "unknown_peer"
+	if p.Dialect.Prefill == nil || r.Redirects+2 >= r.MaxRedirects {
+		return nil, nil
+	}
+	d, why := Split(r, v, c, p)
+	if why != "" {
+		r.Why = why
+	}
+	return d, nil
+}
+
+// bothLegs returns nil if the undo of P's leg does not fit a ticket. The error is the dialect's.
+func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*Decision, error) {
 	dialect, prefill, decode := p.Dialect.Concurrent, legs.Prefill, legs.Decode
 	r.Patch.Reset(&r.Request)
 	how, err := dialect.Plan(&r.Request, &r.Patch, legs)

@@ -5,9 +5,9 @@ import (
 	"log/slog"
 	"strings"
 
-	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/pass"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/picker"
@@ -15,8 +15,8 @@ import (
 )
 
 // Policy returns the server's settings of a pool. arrivals has the notifications of its engines, if it takes them.
-func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (policy extproc.Policy, err error) {
-	policy = extproc.Policy{
+func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (policy pass.Policy, err error) {
+	policy = pass.Policy{
 		Policy: plan.Policy{
 			Split:           p.GetSplit() != "never",
 			RefuseLong:      p.GetLongPrompts() == "refuse",
@@ -38,15 +38,15 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 		policy.LearnTokens, policy.TokenBudget = true, Duration(e.GetTokenBudget())
 		switch e.GetTokens() {
 		case "tokenize":
-			policy.Tokens = extproc.TokenizeTokens
+			policy.Tokens = pass.TokenizeTokens
 		case "render":
-			policy.Tokens = extproc.RenderTokens
+			policy.Tokens = pass.RenderTokens
 		}
 	}
 	if policy.Paths, err = paths.New(p.GetEngine(), p.GetPaths()); err != nil {
 		return policy, fmt.Errorf("paths: %w", err)
 	}
-	policy.Session = extproc.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(),
+	policy.Session = pass.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(),
 		Body: p.GetSession().GetBody()}
 	setObjectives(&policy, p)
 	switch p.GetOnPrefillFailure() {
@@ -137,7 +137,7 @@ func newDialect(p *configv1.Pool, arrivals kvtransfer.Arrivals) (kvtransfer.Dial
 }
 
 // setObjectives sets the policy's fields about objectives and queueing.
-func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
+func setObjectives(policy *pass.Policy, p *configv1.Pool) {
 	policy.Place.Late = p.GetBinding() == "late"
 	if q := p.GetQueue(); q != nil {
 		policy.Waiting = latebinding.Limits{MaxTime: Duration(q.GetMaxWait()), Max: int(q.GetMaxWaiting())}
@@ -150,7 +150,7 @@ func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
 		policy.Priorities = plan.SGLangPriority
 	}
 	o := p.GetObjectives()
-	policy.Objectives = extproc.Objectives{FromHeaders: o.GetFromHeaders(), Default: objectiveOf(o.GetDefault())}
+	policy.Objectives = pass.Objectives{FromHeaders: o.GetFromHeaders(), Default: objectiveOf(o.GetDefault())}
 	for _, n := range o.GetNamed() {
 		policy.Objectives.Named = append(policy.Objectives.Named, objectiveOf(n))
 	}
@@ -162,8 +162,8 @@ func setObjectives(policy *extproc.Policy, p *configv1.Pool) {
 	}
 }
 
-func objectiveOf(o *configv1.Objective) extproc.Objective {
-	return extproc.Objective{
+func objectiveOf(o *configv1.Objective) pass.Objective {
+	return pass.Objective{
 		Name: o.GetName(), Priority: o.GetPriority(), TTFT: Duration(o.GetTtft()), TPOT: Duration(o.GetTpot()),
 	}
 }

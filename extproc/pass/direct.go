@@ -1,4 +1,4 @@
-package endpointpicker
+package pass
 
 import (
 	"bytes"
@@ -9,7 +9,6 @@ import (
 	"strconv"
 	"time"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -24,56 +23,62 @@ const (
 	maxAnswer      = 16 << 20 // of a prefill endpoint's answer, bytes: one token, and the KV parameters
 )
 
-// Direct makes the prefill hop in place of Envoy. It is safe for concurrent use.
-type Direct struct {
-	state  *kvstate.State
-	faults *faults.Faults
+// direct makes the prefill hop in place of Envoy. It is safe for concurrent use.
+type direct struct {
 	places chan struct{}
 	client *enginehttp.Client
 }
 
-// NewDirect returns a Direct that has no calls in progress.
-func NewDirect(state *kvstate.State, f *faults.Faults) *Direct {
+func newDirect() *direct {
 	client := enginehttp.New(0, func(t *http.Transport) {
 		t.MaxIdleConnsPerHost, t.IdleConnTimeout, t.DisableCompression = 64, time.Minute, true
 	})
-	return &Direct{state: state, faults: f, places: make(chan struct{}, maxDirectCalls), client: client}
+	return &direct{places: make(chan struct{}, maxDirectCalls), client: client}
 }
 
-// Call is a request whose prompt P is asked to compute.
-type Call struct {
-	Request             *plan.Request
-	View                *kvstate.View
-	Picker              *picker.Picker
-	Policy              *plan.Policy
-	Model               string // to ask P for; "": the client's
-	Path, Authorization string // of the client's request
-	Source              *kvstate.Source
-	Observer            Observer
+// prefillCall is the prefill of a request in place of Envoy's hop.
+type prefillCall struct {
+	pass     *Pass
+	decision *plan.Decision
 }
 
-// Observer learns what becomes of the calls for a request.
-type Observer interface {
-	Reserved() // P is reserved
-	PrefillCalled(endpoint, result string, took time.Duration)
-	PromptCounted(got kvtransfer.Answer)
+// complete has P compute the prompt, and completes the decision. If no prefill succeeds, D
+// computes the prompt, for which it is reserved anew: held is D's reservation.
+func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (kvstate.ReservationID, error) {
+	x, d := k.pass, k.decision
+	edits, err := k.prefill(ctx)
+	if err != nil {
+		return held, err
+	}
+	d.Report.Reason = x.Req.Why
+	d.Edits = plan.Merge(edits, d.Edits)
+	d.Ticket.BodyBytes, d.Ticket.Undo = d.Edits.Len(x.size()), d.Edits.Inverse(nil, x.Body.Bytes())
+	if edits != nil {
+		return held, nil
+	}
+	alone := x.choice
+	alone.Prefill = -1
+	d.Report.Route, d.Decode.Booking = "decode_alone", alone.DecodeBooking(&x.View)
+	x.shared.State.Release(held)
+	return x.shared.State.ReserveAs(held, d.Decode.Endpoint, d.Decode.Booking, x.Source), nil
 }
 
-// Prefill calls P to compute the prompt, and returns the edits that turn the client's body into D's. If a prefill fails
+// prefill calls P to compute the prompt, and returns the edits that turn the client's body into D's. If a prefill fails
 // it tries another, according to the pool's policy. Without edits D computes the prompt itself. The call ends with ctx,
 // so a client that leaves ends its prefill.
-func (d *Direct) Prefill(ctx context.Context, call *Call, c picker.Choice) (openai.Edits, error) {
-	r, p, v := call.Request, call.Policy, call.View
+func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
+	x := k.pass
+	r, p, v, c := &x.Req, &x.policy.Policy, &x.View, x.choice
 	select {
-	case d.places <- struct{}{}:
-		defer func() { <-d.places }()
+	case x.shared.direct.places <- struct{}{}:
+		defer func() { <-x.shared.direct.places }()
 	default:
 		r.Why = "direct_calls_spent"
 		return nil, nil
 	}
 	for {
 		e := v.Endpoints[c.Prefill].Endpoint
-		edits, err := d.call(ctx, call, c)
+		edits, err := k.once(ctx, c)
 		r.Prefills++
 		if err == nil {
 			return edits, nil
@@ -82,7 +87,7 @@ func (d *Direct) Prefill(ctx context.Context, call *Call, c picker.Choice) (open
 		if errors.As(err, &answer) || ctx.Err() != nil {
 			return nil, err
 		}
-		d.faults.Log.Warn("prefill failed", "request_id", r.ID, "endpoint", e.Addr, "err", err)
+		x.shared.Log.Warn("prefill failed", "request_id", r.ID, "endpoint", e.Addr, "err", err)
 		r.Excluded = append(r.Excluded, e.Addr)
 		if p.OnFailure == plan.Fail {
 			return nil, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
@@ -97,7 +102,7 @@ func (d *Direct) Prefill(ctx context.Context, call *Call, c picker.Choice) (open
 			full, _ := c.Endpoint.FullFor(time.Now())
 			c.Usable = c.Usable && full == 0
 		}
-		again, err := call.Picker.Pick(&want, v)
+		again, err := x.Picker.Pick(&want, v)
 		group := v.Endpoints[c.Decode].Endpoint.Group
 		if err != nil || again.Prefill < 0 || v.Endpoints[again.Prefill].Endpoint.Group != group {
 			return nil, nil
@@ -107,38 +112,38 @@ func (d *Direct) Prefill(ctx context.Context, call *Call, c picker.Choice) (open
 	}
 }
 
-// call makes one prefill call, from the reservation to the parameters. An error that wraps *openai.Error is the
+// once makes one prefill call, from the reservation to the parameters. An error that wraps *openai.Error is the
 // client's.
-func (d *Direct) call(ctx context.Context, call *Call, c picker.Choice) (openai.Edits, error) {
-	r, p, pool := call.Request, call.Policy, call.Request.Pool
-	e, before := call.View.Endpoints[c.Prefill].Endpoint, call.View.Endpoints[c.Prefill].PromptTokens
-	decode := call.View.Endpoints[c.Decode].Endpoint
-	booked := d.state.ReserveAs(0, e, c.PrefillBooking(), call.Source)
-	call.Observer.Reserved()
-	defer d.state.Release(booked)
-	d.state.Routed(pool, e, r.Hashes)
+func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, error) {
+	x, d := k.pass, k.decision
+	s, r, p, pool := x.shared, &x.Req, &x.policy.Policy, x.Req.Pool
+	e, before := x.View.Endpoints[c.Prefill].Endpoint, x.View.Endpoints[c.Prefill].PromptTokens
+	booked := s.State.ReserveAs(0, e, c.PrefillBooking(), x.Source)
+	defer s.State.Release(booked)
+	x.waiter.Committed()
+	s.State.Routed(pool, e, r.Hashes)
 	r.Sides = kvtransfer.Pair{
-		RequestID: r.ID, Attempt: plan.NewID(), Prefill: plan.SideOf(e), Decode: plan.SideOf(decode),
+		RequestID: r.ID, Attempt: plan.NewID(), Prefill: plan.SideOf(e), Decode: plan.SideOf(d.Endpoint),
 	}
-	r.SetSource(call.View, p, c.Prefill)
+	r.SetSource(&x.View, p, c.Prefill)
 	r.Patch.Reset(&r.Request)
 	p.Dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
-	if call.Model != "" {
-		r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, call.Model))
+	if d.Gateway != nil && d.Gateway.Model != "" {
+		r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, d.Gateway.Model))
 	}
 	edits := r.Patch.Edits()
 	limited, cancel := context.WithTimeout(ctx, p.PrefillTimeout+pool.PrefillTime(r.Tokens+before, p.PerToken))
 	defer cancel()
 	began := time.Now()
-	status, after, body, err := d.post(limited, call, e, edits.Apply(nil, r.Body()))
+	status, after, body, err := k.post(limited, e, edits.Apply(nil, r.Body()))
 	took := time.Since(began)
-	call.Observer.PrefillCalled(e.Addr, directResult(status, err), took)
+	x.Meter.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
 	case err != nil:
 		overdue := p.PrefillTimeout > 0 && took >= p.PrefillTimeout
-		d.faults.Hop(pool.Spec.Name, r.ID, e.Addr, &faults.Failure{Overdue: overdue, Unreached: !overdue})
+		s.Faults.Hop(pool.Spec.Name, r.ID, e.Addr, &faults.Failure{Overdue: overdue, Unreached: !overdue})
 		return nil, err
 	case plan.ClientsFault(status):
 		return nil, &openai.Error{
@@ -146,16 +151,16 @@ func (d *Direct) call(ctx context.Context, call *Call, c picker.Choice) (openai.
 		}
 	case status != http.StatusOK:
 		f := faults.Of(status, "", after)
-		d.faults.Hop(pool.Spec.Name, r.ID, e.Addr, &f)
+		s.Faults.Hop(pool.Spec.Name, r.ID, e.Addr, &f)
 		return nil, fmt.Errorf("status %d", status)
 	}
 	got, err := p.Dialect.ReadAnswer(body, &r.Sides)
 	if err != nil {
 		return nil, err
 	}
-	d.state.Complete(booked)
-	d.state.MarkGood(e)
-	call.Observer.PromptCounted(got)
+	s.State.Complete(booked)
+	s.State.MarkGood(e)
+	x.Meter.Prompt(pool.Spec.Name, got)
 	if got.PromptTokens > 0 {
 		pool.ObservePrompt(int64(edits.Len(len(r.Body()))), got.PromptTokens)
 		pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
@@ -170,22 +175,22 @@ func (d *Direct) call(ctx context.Context, call *Call, c picker.Choice) (openai.
 }
 
 // post sends a body to an endpoint, on the client's path, and reads the answer and its Retry-After.
-func (d *Direct) post(
-	ctx context.Context, call *Call, e *kvstate.Endpoint, body []byte,
+func (k prefillCall) post(
+	ctx context.Context, e *kvstate.Endpoint, body []byte,
 ) (status int, after string, answer []byte, err error) {
+	x, client := k.pass, k.pass.shared.direct.client
 	// the client's own key, or none: Tandem's is not for clients
-	header := http.Header{http.CanonicalHeaderKey(envoywire.HeaderRequestID): {call.Request.ID}, "Authorization": nil}
-	if call.Authorization != "" {
-		header.Set("Authorization", call.Authorization)
+	header := http.Header{"X-Request-Id": {x.ID}, "Authorization": nil}
+	if len(x.Head.Authorization) > 0 {
+		header.Set("Authorization", string(x.Head.Authorization))
 	}
-	resp, err := d.client.Post(ctx, e, call.Path, body, header) //nolint:bodyclose // ReadAll closes it
+	resp, err := client.Post(ctx, e, string(x.Head.Path), body, header) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return 0, "", nil, err
 	}
 	answer, err = enginehttp.ReadAll(resp, maxAnswer)
 	return resp.StatusCode, resp.Header.Get("Retry-After"), answer, err
 }
-
 func directResult(status int, err error) string {
 	switch {
 	case errors.Is(err, context.Canceled):

@@ -1,4 +1,4 @@
-package extproc
+package pass
 
 import (
 	"testing"
@@ -6,21 +6,19 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 )
+
+type headers map[string]string
+
+func (h headers) Extra(name string) []byte { return []byte(h[name]) }
 
 func TestSessionOf(t *testing.T) {
 	names := func(k SessionKey, header, cookies, body string) uint64 {
-		x := newScratch(&Server{}).request
-		x.msg.Headers.Names = sessionHeaders(map[string]Policy{"p": {Session: k}})
-		set := func(name, value string) {
-			if value != "" {
-				x.msg.Headers.Set(name, []byte(value))
-			}
-		}
-		set("x-session", header)
-		set("cookie", cookies)
-		require.NoError(t, x.req.Scan(openai.Chat, []byte(body), openai.Limits{}))
-		return x.sessionOf(k)
+		h := headers{"x-session": header, "cookie": cookies}
+		var r plan.Request
+		require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
+		return k.of(&Head{More: h}, &r)
 	}
 	const body = `{"model":"m","user":"anna","n":1}`
 	all := SessionKey{Header: "x-session", Cookie: "sid", Body: "user"}

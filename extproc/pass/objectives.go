@@ -1,13 +1,13 @@
-package extproc
+package pass
 
 import (
 	"math"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/picker"
 )
@@ -32,41 +32,46 @@ type Objective struct {
 // longestTarget bounds the target in a header; larger values are invalid.
 const longestTarget = time.Hour
 
-// applyObjectives sets the priority and targets of a request.
-func (x *planning) applyObjectives(policy *Policy, r *picker.Request) error {
-	o := &policy.Objectives
-	h := &x.msg.Headers
+// readObjectives reads the request's priority and targets.
+func (x *Pass) readObjectives() error {
+	o, h, w := &x.policy.Objectives, &x.Head, &x.want
 	want := o.Default
-	headers := o.FromHeaders || x.s.Picker != nil
+	headers := o.FromHeaders || x.shared.Gateway != nil
 	if headers && len(h.Objective) > 0 {
 		want = o.named(string(h.Objective), want)
-		if p, known := x.s.State.Priority(x.req.Pool.Spec.Name, string(h.Objective)); known {
+		if p, known := x.shared.State.Priority(x.Req.Pool.Spec.Name, string(h.Objective)); known {
 			want.Priority = p
 		}
 	}
-	r.Priority, r.OnMiss = want.Priority, o.Miss
-	r.Targets = picker.Targets{TTFT: want.TTFT.Seconds(), TPOT: want.TPOT.Seconds()}
-	x.req.Labels = x.labelsOf(policy)
-	r.Labels = x.req.Labels
+	w.priority, w.onMiss = want.Priority, o.Miss
+	w.targets = picker.Targets{TTFT: want.TTFT.Seconds(), TPOT: want.TPOT.Seconds()}
 	if !headers {
 		return nil
 	}
 	if len(h.Fairness) > 0 {
-		r.Flow = xxhash.Sum64(h.Fairness) | 1
+		w.flow = xxhash.Sum64(h.Fairness) | 1
 	}
-	if err := target(h.TTFT, envoywire.HeaderTTFT, &r.TTFT); err != nil {
+	if err := h.TTFT.read(&w.targets.TTFT); err != nil {
 		return err
 	}
-	return target(h.TPOT, envoywire.HeaderTPOT, &r.TPOT)
+	return h.TPOT.read(&w.targets.TPOT)
 }
 
-// labelsOf returns the labels that the request's endpoints must have.
-func (x *planning) labelsOf(policy *Policy) []string {
-	if policy.LabelHeader == "" {
+// labels returns the labels in a header that a request's endpoints must have; "": there is no such header.
+func (h *Head) labels(header string) (out []string) {
+	if header == "" {
 		return nil
 	}
-	return envoywire.Addresses(nil, string(x.msg.Headers.Extra(policy.LabelHeader)))
+	for part := range strings.SplitSeq(string(h.extra(header)), ",") {
+		if part = strings.TrimSpace(part); part != "" && len(out) < maxLabels {
+			out = append(out, part)
+		}
+	}
+	return out
 }
+
+// maxLabels bounds the labels of a request that are read.
+const maxLabels = 4096
 
 // named returns the objective with a name; the default one if it is unknown.
 func (o *Objectives) named(name string, otherwise Objective) Objective {
@@ -78,14 +83,16 @@ func (o *Objectives) named(name string, otherwise Objective) Objective {
 	return otherwise
 }
 
-// target parses a header with a time in milliseconds, if it is present.
-func target(value []byte, header string, seconds *float64) error {
-	if len(value) == 0 {
+// read parses a time in milliseconds, if it is present.
+func (t *Target) read(seconds *float64) error {
+	if len(t.Value) == 0 {
 		return nil
 	}
-	ms, err := strconv.ParseFloat(string(value), 64)
+	ms, err := strconv.ParseFloat(string(t.Value), 64)
 	if err != nil || math.IsNaN(ms) || ms <= 0 || ms > longestTarget.Seconds()*1000 {
-		return openai.BadRequest("invalid_target", header, header+" must be a number of milliseconds above 0 and at most "+strconv.FormatInt(longestTarget.Milliseconds(), 10))
+		return openai.BadRequest("invalid_target", t.Name,
+			t.Name+" must be a number of milliseconds above 0 and at most "+
+				strconv.FormatInt(longestTarget.Milliseconds(), 10))
 	}
 	*seconds = ms / 1000
 	return nil

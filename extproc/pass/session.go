@@ -1,4 +1,4 @@
-package extproc
+package pass
 
 import (
 	"bytes"
@@ -6,7 +6,7 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 
-	"tandem/kvstate"
+	"tandem/extproc/plan"
 )
 
 // SessionKey is where a request's session name comes from: the first of these that it has. Zero: none.
@@ -33,20 +33,19 @@ func sessionHeaders(pools map[string]Policy) (names []string) {
 	return names
 }
 
-// sessionOf returns the hash of the name of the request's session; 0: none. The kind of source is part of it, so a
-// header's value never equals a cookie's.
-func (x *planning) sessionOf(k SessionKey) uint64 {
+// of returns the hash of the name of a request's session; 0: none. The kind of source is part of it, so a header's
+// value never equals a cookie's.
+func (k SessionKey) of(h *Head, r *plan.Request) uint64 {
 	if k == (SessionKey{}) {
 		return 0
 	}
-	h := &x.msg.Headers
-	if v := h.Extra(k.Header); k.Header != "" && len(v) > 0 {
+	if v := h.extra(k.Header); k.Header != "" && len(v) > 0 {
 		return sessionHash('h', v)
 	}
-	if v := cookie(h.Extra("cookie"), k.Cookie); k.Cookie != "" && len(v) > 0 {
+	if v := cookie(h.extra("cookie"), k.Cookie); k.Cookie != "" && len(v) > 0 {
 		return sessionHash('c', v)
 	}
-	if v := x.req.Text(k.Body); k.Body != "" && len(v) > 0 {
+	if v := r.Text(k.Body); k.Body != "" && len(v) > 0 {
 		return sessionHash('b', v)
 	}
 	return 0
@@ -70,13 +69,6 @@ func cookie(header []byte, name string) []byte {
 		}
 	}
 	return nil
-}
-
-// setAffinity records the endpoints that serve the request's session.
-func (x *planning) setAffinity(pool *kvstate.Pool, session uint64, prefill, decode *kvstate.Endpoint) {
-	if session != 0 {
-		x.s.State.SetAffinity(pool, session, prefill, decode)
-	}
 }
 
 // lower converts a configured header name to its form on the wire.

@@ -1,15 +1,15 @@
-package extproc
+package pass
 
 import (
 	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"strings"
-	"time"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
+	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -33,7 +33,7 @@ type Explanation struct {
 
 // Explain returns where a request with so many uncached prompt tokens would be placed in a pool now: every endpoint
 // with its price, or why it is excluded. It reserves nothing.
-func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, err error) {
+func (s *Shared) Explain(poolName string, promptTokens int64) (e Explanation, err error) {
 	pool := s.State.Pool(poolName)
 	if pool == nil && poolName == "" {
 		pool = s.State.PoolFor("")
@@ -41,15 +41,15 @@ func (s *Server) Explain(poolName string, promptTokens int64) (e Explanation, er
 	if pool == nil {
 		return Explanation{}, noPool(s.State, poolName)
 	}
-	policy, _ := s.policy(pool.Spec.Name)
+	policy, _ := s.Policy(pool.Spec.Name)
 	k := picker.Picker{Policy: policy.Placement()}
 	var v kvstate.View
 	s.State.View(pool, nil, &v)
-	r := picker.Request{PromptTokens: promptTokens, Rand: random()}
+	r := picker.Request{PromptTokens: promptTokens, Rand: rand.Uint64()}
 	e.NotSplit, e.Always = policy.NotSplit(promptTokens), policy.Placement().Split == picker.SplitAlways
 	r.Split = e.NotSplit == ""
 	e.Explanation = k.Explain(&r, &v)
-	if e.Prefill != "" && policy.strange(guard.With(context.Background(), s.guard), pool.Endpoint(e.Prefill)) {
+	if e.Prefill != "" && policy.strange(guard.With(context.Background(), s.Guard), pool.Endpoint(e.Prefill)) {
 		e.NotSplit, r.Split = "unknown_peer", false
 		e.Explanation = k.Explain(&r, &v)
 	}
@@ -85,68 +85,53 @@ func (p *Policy) strange(ctx context.Context, prefill *kvstate.Endpoint) bool {
 }
 
 // queued returns how the request waited.
-func (x *planning) queued() telemetry.Queued {
+func (x *Pass) queued() telemetry.Queued {
 	on := &x.waiter.BlockedOn
 	return telemetry.Queued{Waited: x.waiter.Took, WaitedFor: on.Endpoint, Behind: on.Local, BehindRemote: on.Remote}
 }
 
 // explain writes all prices of a decision to the debug log, and to an operator who asks for them.
-func (x *planning) explain(pool *kvstate.Pool, r *picker.Request) {
-	asked := len(x.msg.Headers.Explain) > 0 && x.s.Operator != nil && x.s.Operator(x.msg.Headers.Explain)
-	debug := x.s.Log.Enabled(context.Background(), slog.LevelDebug)
+func (x *Pass) explain(r *picker.Request) {
+	s, pool := x.shared, x.Req.Pool.Spec.Name
+	asked := len(x.Head.Explain) > 0 && s.Operator != nil && s.Operator(x.Head.Explain)
+	debug := s.Log.Enabled(context.Background(), slog.LevelDebug)
 	if !asked && !debug {
 		return
 	}
-	e := x.picker.Explain(r, &x.view)
+	e := x.Picker.Explain(r, &x.View)
 	if debug {
 		parts := strings.Builder{}
 		e.Print(&parts)
-		x.s.Log.Debug("decision", "request_id", x.requestID, "pool", pool.Spec.Name, "prefill", e.Prefill, "decode", e.Decode,
+		s.Log.Debug("decision", "request_id", x.ID, "pool", pool, "prefill", e.Prefill, "decode", e.Decode,
 			"price", e.Price, "load", e.Load, "waited", x.waiter.Took, "waited_for", x.waiter.BlockedOn.Endpoint,
 			"behind", x.waiter.BlockedOn.Local, "behind_remote", x.waiter.BlockedOn.Remote, "weighed", parts.String())
 	}
 	if asked {
-		x.explanation = telemetry.Explanation(pool.Spec.Name, x.queued(), &e)
+		x.Explanation = telemetry.Explanation(pool, x.queued(), &e)
 	}
 }
 
-// namespaceDecision is the namespace of the dynamic metadata with decisions, for Envoy's access logs.
-const namespaceDecision = "tandem"
-
-// decisionMetadata returns a decision as dynamic metadata: {"tandem": {"pool": ..., ...}}. Empty fields are
-// omitted.
-func (x *planning) decisionMetadata(p *telemetry.Planned) []byte {
-	return envoywire.Metadata(namespaceDecision,
-		envoywire.MetadataField{Name: "pool", Text: p.Pool}, envoywire.MetadataField{Name: "route", Text: p.Route},
-		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
-		envoywire.MetadataField{Name: "decode", Text: p.Decode},
-		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
-		envoywire.MetadataField{Name: "price", Number: x.req.Price}, envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
-}
-
-// planned reports the plan of a pass. prefill is nil if one endpoint does both; reason is "" if there was no alternative.
-func (x *planning) planned(
-	pool *kvstate.Pool, route, reason string, prefill, decode *kvstate.Endpoint, tokens int64, started time.Time, pass int,
-) {
-	p := telemetry.Planned{
-		RequestID: x.requestID, Started: started, Pass: pass, Pool: pool.Spec.Name, Route: route, Reason: reason,
-		BodyBytes: x.body.Len(), Candidates: len(x.view.Endpoints),
-		Foreseen: telemetry.Foreseen{ExpectedPrefill: x.req.Prefilled, ExpectedFirst: x.req.FirstToken,
-			PromptBlocks: len(x.req.Hashes), Margin: telemetry.MarginOf(x.req.Price, x.req.Other, prefill != nil)},
-		Queued: x.queued(), Streamed: x.req.True(openai.FieldStream), Decode: decode.Addr, PromptTokens: tokens,
+// report reports a decision.
+func (x *Pass) report(ctx context.Context, d *plan.Decision) {
+	r, how, t := &x.Req, &d.Report, &d.Ticket
+	p := &x.Planned
+	*p = telemetry.Planned{
+		RequestID: x.ID, Started: t.Started, Pass: t.Redirects, Pool: d.Pool.Spec.Name,
+		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.View.Endpoints),
+		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Prefilled, ExpectedFirst: r.FirstToken,
+			PromptBlocks: len(r.Hashes), Margin: telemetry.MarginOf(r.Price, r.Other, how.Prefill != nil)},
+		Queued: x.queued(), Streamed: r.True(openai.FieldStream), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
 	}
-	if prefill != nil {
-		p.Prefill, p.Always = prefill.Addr, x.picker.Split == picker.SplitAlways
+	if how.Prefill != nil {
+		p.Prefill, p.Always = how.Prefill.Addr, x.Picker.Split == picker.SplitAlways
 	}
-	if x.s.DecisionMetadata {
-		x.decision = x.decisionMetadata(&p)
-	}
-	two := prefill != nil || reason == "cheaper" || reason == "min_prefill_tokens" // then both ways were weighed
-	if (two || route == "decode_alone") && x.WantsWeighed() {
-		policy, _ := x.s.policy(pool.Spec.Name)
-		asked := x.req.Ask(&policy.Policy, tokens, two)
-		e := x.picker.Explain(&asked, &x.view)
+	// then both ways were weighed
+	two := how.Prefill != nil || how.Reason == "cheaper" || how.Reason == "min_prefill_tokens"
+	if (two || how.Route == "decode_alone") && x.Meter.WantsWeighed() {
+		policy, _ := x.shared.Policy(d.Pool.Spec.Name)
+		asked := r.Ask(&policy.Policy, t.PromptTokens, two)
+		e := x.Picker.Explain(&asked, &x.View)
 		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}
-	x.Planned(x.stream.Context(), &p)
+	x.Meter.Planned(ctx, p)
 }

@@ -1,4 +1,4 @@
-package endpointpicker
+package plan
 
 import (
 	"testing"
@@ -6,7 +6,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
-	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/inferencepolicy"
 )
@@ -15,16 +14,26 @@ import (
 func TestRewriteOutlivesThePatch(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, nil)
-	r := &plan.Request{Pool: state.Pool("chat")}
+	r := &Request{Pool: state.Pool("chat")}
 	state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
 		{Model: "gold", Targets: []inferencepolicy.Target{{Model: "tiny", Weight: 1}}},
 	}})
 	body := []byte(`{"model":"gold","messages":[]}`)
 	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))
-	to, edits := Rewrite(r, state)
-	require.Equal(t, "tiny", to)
+	g := &Gateway{}
+	edits := g.Rewrite(r, state)
+	require.Equal(t, Gateway{Model: "tiny", Asked: "gold"}, *g)
 	r.Patch.Reset(&r.Request)
 	r.Patch.Set("stream", openai.FieldStream, []byte("true"))
 	_ = r.Patch.Edits()
 	require.Equal(t, `{"model":"tiny","messages":[]}`, string(edits.Apply(nil, body)))
+}
+
+func TestSubsetNamesEndpoints(t *testing.T) {
+	for _, entry := range []string{"[fd00::1]:8000", "fd00::1", "[fd00::1]"} {
+		require.True(t, named([]string{"10.0.0.1", entry}, "[fd00::1]:8000"), entry)
+	}
+	for _, entry := range []string{"[fd00::1]:8001", "fd00::2", "10.0.0.1:8000", ""} {
+		require.False(t, named([]string{entry}, "[fd00::1]:8000"), entry)
+	}
 }

@@ -1,0 +1,148 @@
+package pass
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"tandem/extproc/plan"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// choose chooses the endpoints of a request that was read, whatever its way.
+func (x *Pass) choose(ctx context.Context) error {
+	r, p, w := &x.Req, x.policy, &x.want
+	if w.way == storedAt || w.way == storing && w.bound != nil {
+		return nil
+	}
+	x.look()
+	if w.way == encoding {
+		at := plan.PickEncoder(&x.View)
+		if x.choice = (picker.Choice{Prefill: -1, Decode: at}); at >= 0 {
+			return nil
+		}
+		w.way = oneByOne
+		if err := x.readRest(ctx); err != nil {
+			return err
+		}
+		return x.choose(ctx)
+	}
+	if err := x.narrow(); err != nil {
+		return err
+	}
+	x.asked = x.ask()
+	c, err := x.pick(ctx, &x.asked)
+	x.choice = c
+	if w.way.waits() {
+		r.Priority, r.Targets, r.Foreseen = x.asked.Priority, x.asked.Targets, plan.Foresee(&c)
+		x.explain(&x.asked)
+		err = plan.Missed(&x.asked, &c, err)
+	}
+	switch {
+	case w.way == atOnce && (errors.Is(err, picker.ErrNoEndpoint) || errors.Is(err, picker.ErrFull)):
+		x.choice.Prefill = -1
+	case err != nil:
+		return p.NoEndpoint(r.Pool, err)
+	}
+	return nil
+}
+
+// look reads the endpoints as they are now, and what each holds of the prompt.
+func (x *Pass) look() {
+	r := &x.Req
+	x.shared.State.View(r.Pool, r.Hashes, &x.View)
+	if r.Session != 0 {
+		x.shared.State.MarkSession(r.Pool, r.Session, &x.View)
+	}
+	r.MatchTokens(r.Pool, &x.View)
+}
+
+// narrow takes endpoints that must not answer the request out of the view.
+func (x *Pass) narrow() error {
+	r, v, w := &x.Req, &x.View, &x.want
+	switch {
+	case w.way == alone && x.policy.Dialect.PairsOnly(): // then only an engine with both roles can
+		v.Endpoints = slices.DeleteFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+			return c.Endpoint.Role != kvstate.RoleBoth
+		})
+		if len(v.Endpoints) == 0 {
+			return x.policy.RefusePair(r.Pool, &r.Attempt, r.Limits)
+		}
+	case w.way == gateway:
+		if w.limited {
+			plan.Allow(v, w.only)
+		}
+		if err := plan.Shed(w.priority, v, x.shared.Gateway); err != nil {
+			return err
+		}
+		if r.Why != passThrough {
+			return plan.GatewayHolder(r, v)
+		}
+	}
+	return nil
+}
+
+// ask returns what the picker is asked.
+func (x *Pass) ask() picker.Request {
+	r, w := &x.Req, &x.want
+	switch {
+	case w.way == alone:
+		return r.Ask(&x.policy.Policy, r.Tokens, false)
+	case !w.way.waits():
+		ask := r.Ask(&x.policy.Policy, r.Pool.PromptTokens(x.size()), false)
+		ask.Model, ask.MinAnswer, ask.MaxAnswer = w.model, 0, 0
+		return ask
+	}
+	ask := r.Ask(&x.policy.Policy, r.Tokens, !r.Alone)
+	ask.Priority, ask.Targets, ask.OnMiss, ask.Flow = w.priority, w.targets, w.onMiss, w.flow
+	return ask
+}
+
+// pick has endpoints of the view chosen. It does so at once or, if its pool makes requests wait, when it is its turn. A
+// view that lacks some of the pool's endpoints cannot be filled again, so its requests do not wait. Nor do requests of
+// later passes, unless the endpoints for them are full.
+func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
+	policy := x.policy
+	x.Picker.Policy = policy.Placement()
+	waits := policy.queue != nil && x.want.way.waits() &&
+		len(x.View.Endpoints) == len(x.Req.Pool.Endpoints())
+	if !waits || x.Req.Redirects > 0 {
+		miss := r.OnMiss
+		if miss == picker.MissWait {
+			r.OnMiss = picker.MissGoOn
+		}
+		if x.want.way == atOnce && policy.Dialect.PairsOnly() {
+			for i := range x.View.Endpoints {
+				x.View.Endpoints[i].LeaveOut(kvstate.RoleBoth)
+			}
+		}
+		if c, err = x.Picker.Pick(r, &x.View); !waits || !errors.Is(err, picker.ErrFull) {
+			return c, err
+		}
+		r.OnMiss = miss
+	}
+	c, waited, err := policy.queue.Choose(ctx, &x.waiter, &x.Req, &x.View, r)
+	x.Meter.LeaveOut(waited) // waiting is no part of deciding
+	return c, err
+}
+
+// chooseDecode chooses D for a prompt that P has computed, if it is not the D of pass 1. While those that may have it
+// are full, it waits.
+func (x *Pass) chooseDecode(ctx context.Context, h *plan.HandOver) error {
+	r, p, t := &x.Req, x.policy, h.Ticket
+	if h.Bound(r.Pool, &p.Policy) {
+		return nil
+	}
+	r.Session = t.Session
+	waited, err := p.queue.UntilFree(ctx, t.Expires, func() error {
+		x.look()
+		r.MatchReported(&x.View, t.PromptTokens)
+		return h.Choose(r, &x.View, &x.Picker, &p.Policy)
+	})
+	x.Meter.LeaveOut(waited)
+	if err != nil {
+		return p.NoEndpoint(r.Pool, err)
+	}
+	return nil
+}

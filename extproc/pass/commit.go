@@ -1,0 +1,122 @@
+package pass
+
+import (
+	"context"
+	"fmt"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
+	"tandem/kvstate"
+)
+
+// Routed is a committed decision.
+type Routed struct {
+	*plan.Decision
+	Held   Held
+	Sealed []byte // its ticket; nil: a gateway's request has none
+}
+
+// Commit carries a decision out: it reserves, calls prefill if no hop of Envoy's does that, records, reports, and
+// seals the ticket. It is the only place where a pass changes the state because of its decision. If it fails, nothing
+// stays reserved.
+func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err error) {
+	s, t := x.shared, &d.Ticket
+	r.Decision = d
+	var why string
+	if r.Held, why = x.reserve(ctx, d); why != "" {
+		x.Req.Why = why
+		if d, err = plan.Alone(&x.Req, &x.View, x.choice, &x.policy.Policy); err != nil {
+			return Routed{}, err
+		}
+		return x.Commit(ctx, d)
+	}
+	defer func() {
+		if err != nil {
+			s.Release(r.Held)
+			r = Routed{}
+		}
+	}()
+	if d.Direct {
+		if r.Held.Decode, err = (prefillCall{x, d}).complete(ctx, r.Held.Decode); err != nil {
+			return r, err
+		}
+	}
+	x.waiter.Committed()
+	if t.Loads && d.Decode.Endpoint != nil {
+		s.State.LoadStarted(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
+	}
+	if d.Sidecar != nil && d.Sidecar.Prefill != "" {
+		s.State.Routed(d.Pool, d.Report.Prefill, x.Req.Hashes)
+	}
+	if d.Computes != nil {
+		s.State.Routed(d.Pool, d.Computes, x.Req.Hashes)
+	}
+	if a := d.Affinity; a.Session != 0 {
+		s.State.SetAffinity(d.Pool, a.Session, a.Prefill, a.Decode)
+	}
+	if d.Report.Route != "" {
+		x.report(ctx, d)
+	}
+	if d.Gateway != nil {
+		return r, nil
+	}
+	t.Reservations = [2]uint64{uint64(r.Held.Prefill), uint64(r.Held.Decode)}
+	t.Authority, t.Path = string(x.Head.Authority), string(x.Head.Path)
+	if r.Sealed, err = s.Keys().Seal(make([]byte, 0, 512), t, x.ID); err != nil {
+		return r, fmt.Errorf("sealing the ticket of a %s leg: %w", d.Leg, err)
+	}
+	return r, nil
+}
+
+// reserve makes a decision's reservations. If D's receive buffer has no space for what P will push, it reserves nothing
+// and returns why.
+func (x *Pass) reserve(ctx context.Context, d *plan.Decision) (h Held, why string) {
+	s, pass := x.shared, d.Ticket.Redirects
+	ids := s.Held(x.ReservedAs, pass)
+	switch {
+	case d.Decode.Buffer > 0:
+		if h.Decode, why = x.reserveBuffer(ctx, ids.Decode, &d.Decode); why != "" {
+			return Held{}, why
+		}
+	case d.Decode.Endpoint != nil:
+		h.Decode = s.State.ReserveAs(ids.Decode, d.Decode.Endpoint, d.Decode.Booking, x.Source)
+	}
+	if d.Prefill.Endpoint != nil {
+		s.State.ClaimTrial(d.Pool, d.Prefill.Endpoint.Addr, d.Decode.Endpoint.Addr, d.Ticket.ID)
+		h.Prefill = s.State.ReserveAs(ids.Prefill, d.Prefill.Endpoint, d.Prefill.Booking, x.Source)
+	}
+	return h, ""
+}
+
+// reserveBuffer reserves D once its receive buffer has space, or returns why it has none. Nothing is sent before.
+func (x *Pass) reserveBuffer(
+	ctx context.Context, id kvstate.ReservationID, d *plan.Reservation,
+) (_ kvstate.ReservationID, why string) {
+	if d.Booking.PromptTokens > d.Buffer {
+		return 0, "buffer_too_small"
+	}
+	ctx, cancel := context.WithTimeout(ctx, d.Patience)
+	defer cancel()
+	id, ok := x.shared.State.ReserveBuffer(ctx, id, d.Endpoint, d.Booking, d.Buffer, x.Source)
+	if !ok {
+		return 0, "buffer_full"
+	}
+	return id, ""
+}
+
+// Move makes a reservation for the endpoint to which a gateway went instead of the one that was chosen.
+func (x *Pass) Move(h *Held, to *kvstate.Endpoint, tokens int64) {
+	x.shared.Release(*h)
+	id := x.shared.reservation(x.ReservedAs, 1, kvstate.RoleDecode)
+	*h = Held{Decode: x.shared.State.ReserveAs(id, to, plan.Decoding(tokens), x.Source)}
+}
+
+// Side returns what is known of the endpoint at an address, which may have left the pool.
+func Side(pool *kvstate.Pool, addr string) kvtransfer.Side {
+	if pool != nil {
+		if e := pool.Endpoint(addr); e != nil {
+			return plan.SideOf(e)
+		}
+	}
+	return kvtransfer.Side{Addr: addr}
+}

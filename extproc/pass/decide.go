@@ -1,0 +1,82 @@
+package pass
+
+import (
+	"cmp"
+	"context"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
+	"tandem/internal/guard"
+)
+
+// readChosen reads what is stored of the endpoints that were chosen.
+func (x *Pass) readChosen(ctx context.Context) {
+	if x.choice.Prefill < 0 {
+		return
+	}
+	switch w := &x.want; {
+	case w.way == oneByOne && x.policy.Handoff == plan.HandoffEnvoy:
+		conversation{x}.read(ctx)
+	case w.way == atOnce:
+		p, d := x.View.Endpoints[x.choice.Prefill].Endpoint, x.View.Endpoints[x.choice.Decode].Endpoint
+		w.legs = kvtransfer.Legs{ID: plan.NewID(), RequestID: x.ID, Prefill: p, Decode: d}
+		if peers := x.policy.Peers; peers != nil {
+			w.legs.Peer, _ = peers.Lookup(guard.With(ctx, x.shared.Guard), p)
+			w.legs.DecodePeer = peers.Known(d.Addr)
+		}
+	}
+}
+
+// decide decides what the pass does next, from what was read and chosen. It returns nil if both legs were to run at
+// once and cannot: then one endpoint is chosen.
+func (x *Pass) decide() (*plan.Decision, error) {
+	r, v, c, p, w := &x.Req, &x.View, x.choice, &x.policy.Policy, &x.want
+	e := w.bound
+	if e == nil {
+		e = v.Endpoints[max(c.Decode, 0)].Endpoint
+	}
+	switch w.way {
+	case storedAt:
+		return plan.Pass(r, e, x.size(), "stored_response"), nil
+	case other:
+		return plan.Pass(r, e, x.size(), passThrough), nil
+	case storing:
+		return plan.ToHolder(r, e), nil
+	case encoding:
+		return plan.Encode(r, e, p), nil
+	case atOnce:
+		d, err := plan.BothLegs(r, v, &w.legs, c, p)
+		if d == nil && err == nil {
+			w.way = alone
+		}
+		return d, err
+	case alone:
+		if err := r.Exhausted(p, e.Addr); err != nil {
+			return nil, err
+		}
+		return plan.Alone(r, v, c, p)
+	case gateway:
+		return x.decideForGateway()
+	}
+	if c.Prefill >= 0 && p.Handoff != plan.HandoffEnvoy {
+		return plan.OneHop(r, v, c, p)
+	}
+	return plan.First(r, v, c, p)
+}
+
+// decideForGateway decides for the one hop of a gateway's request, and which endpoints it may take instead.
+func (x *Pass) decideForGateway() (*plan.Decision, error) {
+	r, v, c, p := &x.Req, &x.View, x.choice, &x.policy.Policy
+	if c.Prefill < 0 {
+		if err := p.RefuseAlone(r.Pool, cmp.Or(r.Why, p.Unpaired(v, c.Uncached))); err != nil {
+			return nil, err
+		}
+	}
+	d, err := plan.OneHop(r, v, c, p)
+	if err != nil {
+		return nil, err
+	}
+	d.Gateway = &plan.Gateway{List: plan.Fallbacks(&x.Picker, &x.asked, v, c, x.shared.Gateway)}
+	d.Edits = d.Gateway.Rewrite(r, x.shared.State)
+	return d, nil
+}

@@ -1,0 +1,193 @@
+// Package pass takes one pass of a request from its body to a committed decision, in four steps:
+//
+//   - Read (read.go, tokens.go): the body is scanned, the request identified, its prompt hashed and counted in tokens.
+//   - Choose (choose.go): the endpoints, at once or, in a pool that binds late, when it is the request's turn. One
+//     place for every way and role.
+//   - Decide (decide.go, and package plan): what happens next, as a value.
+//   - Commit (commit.go): the only step that changes the state because of the decision. It includes the call to
+//     prefill where no second hop of Envoy's does that (direct.go). [Held] says what a pass has reserved (held.go).
+//
+// [Pass.First] and [Pass.Other] begin with a body, [Pass.Gateway] with one of a gateway that makes one hop, and
+// [Pass.Resume] with the ticket of a leg that has ended (resume.go); [Prefilled] makes the ticket of a prefill leg's
+// answer (settle.go).
+//
+// It knows neither gRPC nor Envoy's messages: a transport fills [Head], and is a [Body].
+package pass
+
+import (
+	"context"
+	"log/slog"
+	"math/rand/v2"
+	"sync/atomic"
+	"time"
+
+	"tandem/extproc/faults"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
+	"tandem/extproc/openai"
+	"tandem/extproc/plan"
+	"tandem/extproc/reclaim"
+	"tandem/extproc/telemetry"
+	"tandem/internal/guard"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Options are what the passes of a server need.
+type Options struct {
+	State       *kvstate.State
+	Log         *slog.Logger
+	Guard       *guard.Guard
+	Observer    *telemetry.Observer
+	Faults      *faults.Faults
+	Reclaim     *reclaim.Reclaimer
+	Waiting     latebinding.Options
+	Tokenizer   Tokenizer               // for pools whose policy has a token source; may be nil
+	Operator    func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
+	Limits      plan.Limits
+	HandOverTTL time.Duration        // lifetime of KV parameters after P's answer, a third of their lease at most
+	Gateway     *plan.GatewayOptions // not nil: gateways ask, which set the headers of objectives
+}
+
+// Shared is what the passes of a server share. It is safe for concurrent use.
+type Shared struct {
+	Options
+	settings atomic.Pointer[activeSettings]
+	seed     uint64           // of reservation ids
+	Now      func() time.Time // the fleet's clock
+	direct   *direct
+}
+
+// New returns what passes share, without settings: [Shared.Apply] sets them.
+func New(o Options) *Shared {
+	s := &Shared{Options: o, seed: rand.Uint64(), Now: time.Now, direct: newDirect()}
+	if o.State != nil {
+		s.Now = o.State.Clock.Now
+	}
+	return s
+}
+
+// Head is what a transport has received of a request before its body. The values live as long as its stream.
+type Head struct {
+	Method, Path, Authority      []byte // Path as the client sent it: a gateway's prefix is cut
+	ContentType, ContentEncoding []byte
+	Authorization                []byte
+	Objective, Fairness          []byte // inference objectives
+	TTFT, TPOT                   Target
+	Explain                      []byte                                 // an operator's token; nil: nobody asks
+	Prefilled                    []byte                                 // P's inline answer, base64
+	Load                         []byte                                 // that P reports with it (ORCA)
+	More                         interface{ Extra(name string) []byte } // headers that settings name
+}
+
+// extra returns a header that settings name; nil: it is absent.
+func (h *Head) extra(name string) []byte {
+	if h.More == nil {
+		return nil
+	}
+	return h.More.Extra(name)
+}
+
+// Target is a header with a time, and its name for errors.
+type Target struct {
+	Name  string
+	Value []byte
+}
+
+// Body is the body of a transport's request.
+type Body interface {
+	Bytes() []byte
+	// Rewrite makes another body of it: write appends that to memory of at least size bytes.
+	Rewrite(size int, write func(to []byte) []byte)
+}
+
+// Pass is one pass of one request. Later requests use the memory again.
+type Pass struct {
+	shared     *Shared
+	Meter      *telemetry.Meter
+	Head       Head
+	Body       Body
+	Source     *kvstate.Source // the connection that its reservations end with; nil: unknown
+	ID         string          // of the request
+	ReservedAs string          // name of its reservations
+
+	Req    plan.Request
+	View   kvstate.View
+	Picker picker.Picker
+	waiter latebinding.Waiter
+
+	policy    *Policy
+	want      want
+	asked     picker.Request
+	choice    picker.Choice
+	Prefilled Prefilled // of a prefill leg whose answer came with this pass
+
+	Explanation []byte            // for a header; nil: no operator asked for it
+	Planned     telemetry.Planned // what was decided last
+}
+
+// Begin begins another pass, of a stream that meter measures.
+func (s *Shared) Begin(x *Pass, body Body, meter *telemetry.Meter) {
+	x.shared, x.Body, x.Meter = s, body, meter
+	x.Prefilled.shared, x.Prefilled.meter = s, meter
+}
+
+// Reset clears the pass; the memory stays.
+func (x *Pass) Reset() {
+	x.waiter.Committed()
+	x.waiter.Reset()
+	x.Req.Reset()
+	x.Head, x.Source, x.ID, x.ReservedAs = Head{}, nil, "", ""
+	x.policy, x.want, x.asked, x.choice = nil, want{}, picker.Request{}, picker.Choice{}
+	x.Prefilled.pair, x.Prefilled.ID = kvtransfer.Pair{}, ""
+	x.Explanation, x.Planned = nil, telemetry.Planned{}
+}
+
+// First plans a request to one of the APIs that can be split from its body: in pass 1 and, after a failed hop, in
+// another attempt.
+func (x *Pass) First(ctx context.Context, api openai.API, a plan.Attempt) (*plan.Decision, error) {
+	if err := x.readPrompt(ctx, api, a); err != nil {
+		return nil, err
+	}
+	return x.plan(ctx)
+}
+
+// Other plans a request that is never split (tokenize, embeddings, uploads, health, a stored response): one hop, with
+// the body unchanged.
+func (x *Pass) Other(ctx context.Context) (*plan.Decision, error) {
+	if err := x.readOther(); err != nil {
+		return nil, err
+	}
+	return x.plan(ctx)
+}
+
+// Gateway plans a request of a gateway that asks only where it goes. only are the endpoints that it allows, if limited;
+// whole says that the request is not one that can be split.
+func (x *Pass) Gateway(
+	ctx context.Context, api openai.API, whole bool, only []string, limited bool,
+) (*plan.Decision, error) {
+	if err := x.readForGateway(ctx, api, whole); err != nil {
+		return nil, err
+	}
+	x.want.only, x.want.limited = only, limited
+	return x.plan(ctx)
+}
+
+// plan chooses endpoints for a request that was read, and decides. If the legs that were to run at once cannot, it
+// does so once more, for one endpoint.
+func (x *Pass) plan(ctx context.Context) (*plan.Decision, error) {
+	for {
+		if err := x.choose(ctx); err != nil {
+			return nil, err
+		}
+		x.readChosen(ctx)
+		if d, err := x.decide(); d != nil || err != nil {
+			return d, err
+		}
+	}
+}
+
+// log writes a message about the request to the log.
+func (x *Pass) log(level slog.Level, message string, args ...any) {
+	x.shared.Log.Log(context.Background(), level, message, append([]any{"request_id", x.ID}, args...)...)
+}

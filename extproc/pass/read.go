@@ -1,0 +1,253 @@
+package pass
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/models"
+	"tandem/extproc/openai"
+	"tandem/extproc/plan"
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// want is what was read of how a request goes.
+type want struct {
+	way      way
+	model    string            // of a request without a prompt
+	bound    *kvstate.Endpoint // that must answer; nil: any
+	limited  bool              // to the endpoints that only names
+	only     []string
+	priority int32
+	targets  picker.Targets
+	onMiss   picker.OnMiss
+	flow     uint64
+	legs     kvtransfer.Legs // of the pair that was chosen
+}
+
+// way is how a request goes, as far as its body decides that.
+type way uint8
+
+const (
+	oneByOne way = iota // over two endpoints one after the other, or decode alone
+	atOnce              // over two endpoints that work concurrently
+	alone               // one endpoint of a pool whose pairs work concurrently
+	encoding            // first over an endpoint that encodes its media
+	storing             // to the endpoint that holds, or will hold, its response
+	storedAt            // to the endpoint that its path names
+	other               // a request without a prompt, to any endpoint
+	gateway             // one hop of a gateway's
+)
+
+// waits reports whether a request may wait for its turn, and may have objectives.
+func (w way) waits() bool { return w == oneByOne || w == atOnce || w == gateway }
+
+// API returns the API of the request. POST /generate, which names no model, is SGLang's only where that is served.
+func (s *Shared) API(h *Head) openai.API {
+	api := openai.Classify(string(h.Method), string(h.Path))
+	if api != openai.SGLangGenerate {
+		return api
+	}
+	if pool := s.State.PoolFor(""); pool != nil {
+		policy, _ := s.Policy(pool.Spec.Name)
+		if c := policy.Dialect.Concurrent; c != nil && c.OwnGenerate {
+			return api
+		}
+	}
+	return openai.PassThrough
+}
+
+// begin begins to plan a request to a pool.
+func (x *Pass) begin(pool *kvstate.Pool, a plan.Attempt) (ok bool) {
+	r := &x.Req
+	r.Pool, r.Attempt, r.Limits, r.Clock = pool, a, x.shared.Limits, x.shared.Now
+	r.ID, r.Began, r.Traced = x.ID, x.Meter.Began, x.Meter.Recording()
+	r.Hashes = r.Hashes[:0]
+	x.policy, ok = x.shared.Policy(pool.Spec.Name)
+	r.Labels = x.Head.labels(x.policy.LabelHeader)
+	return ok
+}
+
+// readPrompt reads a request to one of the APIs that can be split.
+func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) error {
+	if err := x.scan(api); err != nil {
+		return err
+	}
+	x.Meter.EndPhase(telemetry.PhaseScan)
+	r := &x.Req
+	pool := x.shared.State.PoolFor(r.Model())
+	if pool == nil {
+		return openai.ModelNotFound(r.Model())
+	}
+	if a.Redirects == 0 { // an admitted request is served to the end
+		if err := closed(pool); err != nil {
+			return err
+		}
+	}
+	if !x.begin(pool, a) {
+		return fmt.Errorf("pool %q has no policy", pool.Spec.Name)
+	}
+	p := x.policy
+	if p.Dialect.Concurrent != nil {
+		x.want.way = atOnce
+		if err := p.MayPair(&r.Attempt, &r.Request, x.size(), r.Limits); err != nil {
+			return err
+		}
+	} else if err := p.MaySplit(&r.Attempt, &r.Request, x.size(), r.Limits); err != nil {
+		return err
+	}
+	if x.want.way == atOnce && r.Alone {
+		x.want.way = alone
+	}
+	if x.want.way == oneByOne && plan.EncodesFirst(r, &p.Policy) {
+		x.want.way = encoding
+		return nil
+	}
+	return x.readRest(ctx)
+}
+
+// readRest reads what a request without an encode leg needs.
+func (x *Pass) readRest(ctx context.Context) error {
+	r, p := &x.Req, x.policy
+	if c := p.Dialect.Concurrent; c == nil || c.DecodesAlone {
+		if holder, stored := r.Holder(r.Pool); stored {
+			x.want.way, x.want.bound, x.want.model = storing, holder, r.Model()
+			return nil
+		}
+	}
+	x.hash()
+	if p.Dialect.Concurrent != nil {
+		r.Tokens = r.Pool.PromptTokens(x.size())
+	} else {
+		x.Req.Session = x.policy.Session.of(&x.Head, &x.Req)
+		x.countTokens(ctx)
+	}
+	return x.readObjectives()
+}
+
+// hash hashes the prompt, which is counted once.
+func (x *Pass) hash() {
+	x.Req.Hash()
+	if x.Req.Redirects == 0 {
+		x.shared.State.CountPrompt(x.Req.Pool, x.Req.Hashes)
+	}
+}
+
+// readForGateway reads a gateway's request. whole: it has no prompt.
+func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (err error) {
+	r, model, a := &x.Req, "", plan.Attempt{Started: x.shared.Now()}
+	if whole {
+		a.Alone, a.Why = true, passThrough
+		model, err = x.scanOther()
+	} else if err = x.scan(api); err == nil {
+		model = r.Model()
+	}
+	if err != nil {
+		return err
+	}
+	pool := x.shared.State.PoolFor(model)
+	switch {
+	case pool == nil && !whole:
+		return openai.ModelNotFound(model)
+	case pool == nil:
+		if pool = x.shared.State.PoolFor(""); pool == nil {
+			return openai.Unavailable("no_pool", "no pool is configured", time.Second)
+		}
+	}
+	x.begin(pool, a)
+	x.want.way = gateway
+	if !whole {
+		if err := x.policy.MaySplit(&r.Attempt, &r.Request, x.size(), r.Limits); err != nil {
+			return err
+		}
+		x.hash()
+	}
+	x.Req.Session = x.policy.Session.of(&x.Head, &x.Req)
+	x.countTokens(ctx)
+	return x.readObjectives()
+}
+
+// passThrough is the route of requests that are never split, and why they are not.
+const passThrough = "pass_through"
+
+// readOther reads a request that is never split.
+func (x *Pass) readOther() error {
+	model, err := x.scanOther()
+	if err != nil {
+		return err
+	}
+	path := string(x.Head.Path)
+	if id, ok := plan.StoredResponse(path); ok {
+		if pool, e := plan.FindHolder(x.shared.State.Pools(), id); e != nil && x.shared.serves(pool, &x.Head) {
+			x.begin(pool, plan.Attempt{})
+			x.want.way, x.want.bound = storedAt, e
+			return nil
+		}
+	}
+	if model == "" {
+		model = models.NameIn(path)
+	}
+	pool := x.shared.State.PoolFor(model)
+	switch {
+	case pool == nil && model != "":
+		return openai.ModelNotFound(model)
+	case pool == nil:
+		return openai.Unavailable("no_pool", "no pool is configured", time.Second)
+	case !x.shared.serves(pool, &x.Head):
+		return openai.NotServed()
+	}
+	if err := closed(pool); err != nil {
+		return err
+	}
+	x.begin(pool, plan.Attempt{})
+	x.want.way, x.want.model = other, model
+	return nil
+}
+
+// serves reports whether clients may use the request's path on the pool's engines.
+func (s *Shared) serves(pool *kvstate.Pool, h *Head) bool {
+	policy, _ := s.Policy(pool.Spec.Name)
+	return policy.Paths.Allow(string(h.Method), string(h.Path))
+}
+
+func (x *Pass) size() int { return len(x.Body.Bytes()) }
+
+// scan reads the body. In the rare case that it has members which a client must not send, it cuts them.
+func (x *Pass) scan(api openai.API) error {
+	if err := x.Req.Scan(api, x.Body.Bytes(), openai.Limits{}); err != nil {
+		return err
+	}
+	if !x.Req.HasControl() {
+		return nil
+	}
+	x.Meter.ControlFieldsCut()
+	x.Body.Rewrite(x.size(), x.Req.Clean)
+	return x.Req.Scan(api, x.Body.Bytes(), openai.Limits{})
+}
+
+// scanOther reads a form for its model, and a JSON body of another API for that and for members that a client must
+// not send: engines accept chat requests on more paths than the well-known ones. Ambiguous JSON is refused. JSON that
+// is not an object has neither model nor members; the engine validates it.
+func (x *Pass) scanOther() (model string, err error) {
+	kind := string(x.Head.ContentType)
+	switch {
+	case x.size() == 0:
+		return "", nil
+	case openai.IsForm(kind):
+		return openai.FormModel(kind, x.Body.Bytes()) //nolint:wrapcheck // the client's answer
+	}
+	// Engines check the media type only: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any
+	// other parameter, on /invocations, and crashes.
+	if err := openai.CheckHeaders(kind, ""); err != nil {
+		return "", err
+	}
+	err = x.scan(openai.PassThrough)
+	if e := (*openai.Error)(nil); errors.As(err, &e) && e.Code == "invalid_body" {
+		return "", nil
+	}
+	return x.Req.Model(), err
+}

@@ -1,0 +1,149 @@
+package pass
+
+import (
+	"context"
+	"encoding/base64"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/plan"
+	"tandem/kvstate"
+)
+
+// Resume continues a request whose leg has ended, by its ticket: the body is the one that the leg was sent. ticketErr
+// says why the ticket is too old to be used.
+func (x *Pass) Resume(ctx context.Context, t *kvtransfer.Ticket, ticketErr error) (*plan.Decision, error) {
+	s := x.shared
+	if x.size() != t.BodyBytes {
+		return nil, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.size(), t.BodyBytes)
+	}
+	if err := t.Undo.Check(x.size()); err != nil {
+		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
+	}
+	x.Meter.SpanTicket(t)
+	attempt := t.ID // an inline answer gets another
+	if t.Stage == kvtransfer.PrefillLeg {
+		t = x.settleInline(ctx, t)
+	}
+	s.Release(s.Held(x.ReservedAs, t.Redirects)) // of a stream that Envoy gave up and retries
+	pool := s.State.Pool(t.Pool)                 // nil if the configuration changed between the hops
+	if t.Expires.Sub(s.Now()) > s.HandOverTTL+time.Second && t.Stage != kvtransfer.Failed {
+		ticketErr = kvtransfer.ErrTicketExpired // it is from the future: the fleet's clock was set back
+	}
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && s.State.Consume(t.ID) {
+		return x.decode(ctx, pool, t, attempt)
+	}
+	s.Release(HeldBy(t))
+	a := plan.Next(t)
+	if t.Stage == kvtransfer.Encoded {
+		if ticketErr == nil && s.State.Consume(t.ID) {
+			a.Encoded = s.Params(t)
+		}
+		return x.again(ctx, t, a)
+	}
+	if t.Stage == kvtransfer.HandOver {
+		t.Cause = "hand_over_spent"
+		switch {
+		case ticketErr != nil:
+			t.Cause = "hand_over_expired"
+			s.Reclaim.Orphaned(t, x.ID, t.Cause)
+		case pool == nil:
+			t.Cause = kvtransfer.CausePoolGone
+			s.Reclaim.Orphaned(t, x.ID, t.Cause)
+		}
+	}
+	x.Meter.Replanned(x.ID, t)
+	policy, _ := s.Policy(t.Pool)
+	if err := a.Failed(&policy.Policy, pool, t); err != nil {
+		return nil, err
+	}
+	return x.again(ctx, t, a)
+}
+
+// settleInline settles a prefill leg whose answer came with pass 1's ticket. A short answer of P's travels so: if
+// pass 1 allows it, Envoy makes the redirect by itself, with the answer in a header. That saves the prefill leg's
+// stream and the sealing of a second ticket. An answer longer than the configured limit, and any answer but a 200,
+// passes the leg's filter. The hand-over's id is derived from the ticket's: it is good for one pass 2.
+func (x *Pass) settleInline(ctx context.Context, t *kvtransfer.Ticket) *kvtransfer.Ticket {
+	x.Prefilled.ID = x.ID
+	x.Prefilled.ObserveLoad(t, x.Head.Load)
+	answer := x.Head.Prefilled
+	// in place: the write position stays behind the read position
+	n, err := base64.StdEncoding.Decode(answer, answer)
+	next, _ := x.Prefilled.Settle(ctx, t, &Answer{Code: 200, Body: answer[:n], Over: err != nil, Inline: true})
+	next.ID = InlineID(t.ID)
+	return next
+}
+
+// again plans a request again after one of its hops failed.
+func (x *Pass) again(ctx context.Context, t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
+	x.restoreBody(t)
+	switch api := x.shared.API(&x.Head); {
+	case api == openai.PassThrough && t.Cause == kvtransfer.CauseRouter && t.Pool == "": // pass 1 again
+		return x.Other(ctx)
+	case api == openai.PassThrough || api == openai.Models:
+		return nil, openai.NotServed() // no hop of such a path comes back
+	default:
+		return x.First(ctx, api, a)
+	}
+}
+
+// restoreBody makes the client's body of the leg's.
+func (x *Pass) restoreBody(t *kvtransfer.Ticket) {
+	leg := x.Body.Bytes()
+	x.Body.Rewrite(t.Undo.Len(len(leg)), func(to []byte) []byte { return t.Undo.Apply(to, leg) })
+}
+
+// decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
+// changed since pass 1, and pull dialects allow it.
+func (x *Pass) decode(
+	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte,
+) (*plan.Decision, error) {
+	s, r := x.shared, &x.Req
+	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}
+	s.State.Release(HeldBy(t).Prefill) // if it is not ours, the prefill leg released it
+	defer s.releaseDecode(t)           // until then P's memory counts as held
+	x.begin(pool, plan.Attempt{})
+	p := &x.policy.Policy
+	// the prompt's text blocks: none, if this replica does not receive updates from the one that routed it
+	if text := pool.TextOf(r.Hashes, t.Prompt, plan.MaxBlocks); text != nil {
+		r.Hashes = text
+	}
+	if err := x.chooseDecode(ctx, &h); err != nil {
+		return nil, err
+	}
+	if h.Restored = h.Restores(p, r.Limits); h.Restored {
+		x.restoreBody(t)
+		h.Invalid = r.Scan(h.API, x.Body.Bytes(), openai.Limits{})
+	}
+	h.Body = x.Body.Bytes()
+	d, err := plan.Resume(r, &h, p)
+	if err != nil {
+		return nil, err
+	}
+	if d.Lost != nil {
+		x.log(slog.LevelWarn, "decode cannot use prefill's answer: it computes the prompt", "err", d.Lost)
+	}
+	x.Meter.HandedOver(x.ID, t, h.Decode, d.Ticket.Loads)
+	if h.AtPrefill() {
+		s.Reclaim.Unfetched(t, x.ID, h.Params)
+	} else if h.Paired && s.Reclaim.Enabled(t.Pool) {
+		s.Reclaim.Record(t, x.ID, h.Params, h.Decode.Addr, true)
+	}
+	return d, nil
+}
+
+// Params returns the parameters that a ticket contains or refers to; nil if there are none, or if they are
+// gone: then the engine computes the prompt by itself.
+func (s *Shared) Params(t *kvtransfer.Ticket) []byte {
+	if t.ParamsRef == ([16]byte{}) {
+		return t.Params
+	}
+	if kept, ok := s.State.TakeHandOver(t.ParamsRef); ok {
+		return kept
+	}
+	return nil
+}

@@ -1,0 +1,132 @@
+package pass
+
+import (
+	"strings"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
+	"tandem/extproc/openai"
+	"tandem/extproc/paths"
+	"tandem/extproc/plan"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Policy is the configuration of a pool's requests.
+type Policy struct {
+	plan.Policy
+
+	Peers       *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
+	Session     SessionKey
+	Tokens      TokenSource        // where to ask for the prompt's token ids, in addition to prefill
+	TokenBudget time.Duration      // how long a request waits for that; 0: not at all
+	Waiting     latebinding.Limits // with Place.Late, or if objectives make requests wait
+	Objectives  Objectives
+	// what clients may use in addition to the APIs; default: the client paths of all engines
+	Paths       *paths.Paths
+	LabelHeader string // the request header with the labels that its endpoints must have; "": none
+
+	queue *latebinding.Queue // nil: requests do not wait
+}
+
+// WithDefaults returns the policy with defaults for zero values.
+func (p Policy) WithDefaults() Policy {
+	if p.Paths == nil {
+		p.Paths, _ = paths.New("any", nil) // no paths to refuse
+	}
+	p.Policy = p.Policy.WithDefaults()
+	return p
+}
+
+// Queue returns the pool's admission queue; nil: its requests do not wait.
+func (p *Policy) Queue() *latebinding.Queue { return p.queue }
+
+// waits reports whether the pool's requests may have to wait.
+func (p *Policy) waits() bool { return p.Place.Late || p.Objectives.Miss == picker.MissWait }
+
+// LearnEngine records what a prefill engine reported about itself.
+func (p *Policy) LearnEngine(addr string, said kvtransfer.Peer) {
+	if p.Peers != nil {
+		p.Peers.Learn(addr, said)
+	}
+}
+
+// Settings may change while the server runs. A change is atomic: every reader sees the old settings or the new
+// ones.
+type Settings struct {
+	Keys  *kvtransfer.Keys
+	Pools map[string]Policy // by pool name; pools that are being added to the state, or removed, have one too
+}
+
+// activeSettings are the current settings, and what is derived from them.
+type activeSettings struct {
+	current  Settings
+	policies map[string]*Policy // of Pools
+	names    []string           // headers with session names or labels
+}
+
+// Apply replaces the settings, for requests in progress as well.
+func (s *Shared) Apply(l Settings) {
+	pools, policies := make(map[string]Policy, len(l.Pools)), make(map[string]*Policy, len(l.Pools))
+	for name, p := range l.Pools {
+		p.Session = p.Session.lower()
+		p.LabelHeader = strings.ToLower(p.LabelHeader)
+		p.queue = s.queueFor(name, &p)
+		p = p.WithDefaults()
+		pools[name], policies[name] = p, &p
+	}
+	s.settings.Store(&activeSettings{Settings{Keys: l.Keys, Pools: pools}, policies, sessionHeaders(pools)})
+}
+
+// queueFor returns the admission queue of a pool; nil: its requests do not wait. Waiting requests stay in it.
+func (s *Shared) queueFor(pool string, p *Policy) *latebinding.Queue {
+	if !p.waits() {
+		return nil
+	}
+	var queue *latebinding.Queue
+	if now := s.settings.Load(); now != nil {
+		queue = now.current.Pools[pool].queue
+	}
+	if queue == nil {
+		queue = latebinding.New(&s.Waiting, pool)
+	}
+	queue.Apply(&p.Policy, p.Waiting)
+	return queue
+}
+
+// Settings returns the current settings. Do not modify.
+func (s *Shared) Settings() Settings { return s.settings.Load().current }
+
+// Headers returns the names of the headers with session names or labels.
+func (s *Shared) Headers() []string { return s.settings.Load().names }
+
+// Keys returns the keys of tickets.
+func (s *Shared) Keys() *kvtransfer.Keys { return s.settings.Load().current.Keys }
+
+// Policy returns the policy of a pool, which must not be changed; ok is false, and the policy empty, if it has none.
+func (s *Shared) Policy(pool string) (p *Policy, ok bool) {
+	if p, ok = s.settings.Load().policies[pool]; !ok {
+		p = &Policy{}
+	}
+	return p, ok
+}
+
+// Serves reports whether any pool serves a path.
+func (s *Shared) Serves(method, path string) bool {
+	for _, policy := range s.settings.Load().policies {
+		if policy.Paths.Allow(method, path) {
+			return true
+		}
+	}
+	return false
+}
+
+// closed returns the error for a new request to a paused pool; nil if it is not paused.
+func closed(p *kvstate.Pool) error {
+	if !p.Paused() {
+		return nil
+	}
+	message := "pool " + p.Spec.Name + " takes no requests now, by order of its operator"
+	return openai.Unavailable("pool_paused", message, 5*time.Second)
+}

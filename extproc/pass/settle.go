@@ -1,0 +1,209 @@
+package pass
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"tandem/extproc/faults"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/plan"
+	"tandem/extproc/telemetry"
+	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
+	"tandem/kvstate/prefixindex"
+)
+
+// Answer is a prefill endpoint's answer, or Envoy's in its place.
+type Answer struct {
+	Code                int
+	Body                []byte
+	Over                bool // Body is not all
+	Details, RetryAfter []byte
+	Inline              bool // it came with pass 2
+}
+
+// Prefilled settles prefill legs by P's answers, for one stream.
+type Prefilled struct {
+	shared *Shared
+	meter  *telemetry.Meter
+	ID     string          // of the request
+	pair   kvtransfer.Pair // scratch
+	ids    []uint32        // scratch for token ids
+}
+
+// Settle settles a prefill leg that ended with P's answer, for the leg's filter and for pass 2: it releases what P
+// held, counts the result, and returns the next ticket. final is the client's answer, if the request ends here.
+func (x *Prefilled) Settle(
+	ctx context.Context, t *kvtransfer.Ticket, a *Answer,
+) (next *kvtransfer.Ticket, final []byte) {
+	s, took := x.shared, x.shared.Since(t)
+	next, final = x.afterPrefill(t, a)
+	if final != nil {
+		x.meter.PrefillEnded(x.ID, t, a.Code, took, nil)
+		return nil, final
+	}
+	if next.Stage == kvtransfer.HandOver {
+		x.awaitKV(ctx, t)
+		x.dateHandOver(ctx, next, took)
+	}
+	if next.Stage == kvtransfer.Failed {
+		s.State.Release(HeldBy(t).Prefill)
+	} else {
+		s.State.Complete(HeldBy(t).Prefill)
+	}
+	x.meter.PrefillEnded(x.ID, t, a.Code, took, next)
+	return next, nil
+}
+
+// InlineID derives the id of an inline hand-over from that of the prefill leg's ticket. It differs from the id that
+// the leg's filter would use: if it is consumed, pass 2 began with an inline answer.
+func InlineID(id [16]byte) [16]byte {
+	id[0] ^= 0x40
+	return id
+}
+
+// ObserveLoad records the load that P reports with its answer.
+func (x *Prefilled) ObserveLoad(t *kvtransfer.Ticket, load []byte) {
+	e := plan.EndpointOf(x.shared.State, t.Pool, t.Prefill)
+	if len(load) == 0 || e == nil {
+		return
+	}
+	if signals, ok := enginehttp.ParseORCA(load); ok {
+		signals.At = time.Now()
+		x.shared.State.Observe(e, signals)
+	}
+}
+
+// dateHandOver sets how long the hand-over is good for, and writes into the parameters for D when their lease ends,
+// if D reads that. D gets none whose end is not known: it computes the prompt.
+func (x *Prefilled) dateHandOver(ctx context.Context, next *kvtransfer.Ticket, took time.Duration) {
+	policy, _ := x.shared.Policy(next.Pool)
+	next.Expires = x.shared.Now().Add(policy.Dialect.HandOverTTL(x.shared.HandOverTTL))
+	if policy.Dialect.Expiry == nil || next.Params == nil {
+		return
+	}
+	var err error
+	if next.Params, err = policy.Dialect.Expiry.Write(ctx, next.Params, took); err != nil {
+		next.Params = nil
+		x.meter.Outdated(next.Pool, next.Prefill, "unknown")
+		x.log(slog.LevelWarn, "decode gets no KV parameters and computes the prompt",
+			"prefill", next.Prefill, "err", err)
+	}
+}
+
+// afterPrefill returns the redirect's ticket: with KV parameters, or with what went wrong. final is the client's
+// answer, if P's answer ends the request.
+func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer.Ticket, final []byte) {
+	next := *t // with the same id: whoever else reads this answer hands over the same
+	next.Redirects++
+	next.Learn = kvtransfer.Learn{}
+	pool := x.shared.State.Pool(t.Pool)
+	policy, ok := x.shared.Policy(t.Pool)
+	if d := &policy.Dialect; a.Code == 200 && (!ok || d.Prefill == nil || a.Inline && !d.Inline) {
+		next.ID, next.Stage, next.Cause = plan.NewID(), kvtransfer.Failed, kvtransfer.CausePoolGone
+		next.Prefills-- // P has done its part
+		x.meter.Orphaned(t.Pool, t.Prefill, next.Cause)
+		return &next, nil
+	}
+	if a.Code != 200 || a.Over {
+		x.prefillFailed(&next, a)
+		return &next, nil
+	}
+	x.pair = kvtransfer.Pair{
+		RequestID: x.ID, Attempt: t.ID, Prefill: Side(pool, t.Prefill), Decode: Side(pool, t.Decode),
+	}
+	got, err := policy.Dialect.ReadAnswer(a.Body, &x.pair)
+	if err == nil && got.Final != nil && t.Stream {
+		var cannot error
+		if got.Final, cannot = openai.OneShot(got.Final, t.StreamUsage); cannot != nil {
+			got.Unused = cannot.Error()
+		}
+	}
+	if err != nil {
+		x.log(slog.LevelWarn, "prefill answered without usable KV parameters", "endpoint", t.Prefill, "err", err)
+		x.prefillFailed(&next, a)
+		return &next, nil
+	}
+	if got.Unused != "" {
+		x.log(slog.LevelInfo, "KV parameters not handed on: decode computes the prompt",
+			"endpoint", t.Prefill, "why", got.Unused)
+	}
+	if c := policy.Dialect.Concurrent; c != nil { // P was not known well enough for concurrent legs
+		_, peer, _ := c.ReadAnswer(a.Body, nil)
+		policy.LearnEngine(t.Prefill, peer)
+	}
+	if pool != nil {
+		x.shared.MarkGood(pool, t.Prefill)
+		x.learn(pool, t, &got)
+		if got.PromptTokens > 0 {
+			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
+			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
+			next.PromptTokens = got.PromptTokens
+		}
+	}
+	x.meter.PromptRead(x.ID, t, got, x.shared.Since(t))
+	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
+	next.Written = got.WrittenTokens
+	return &next, got.Final
+}
+
+// learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
+func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
+	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
+		x.shared.State.ObserveCached(e, t.ExpectedCached, got.CachedTokens)
+	}
+	if t.Learn.Bytes == 0 || got.PromptIDs == nil {
+		return
+	}
+	text := pool.TextOf(nil, t.Prompt, plan.MaxBlocks)
+	if text == nil {
+		return
+	}
+	if ids, ok := openai.TokenIDs(x.ids[:0], got.PromptIDs); ok {
+		x.ids = ids
+		x.meter.Learned(pool.Spec.Name, "prefill", len(ids))
+		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: t.Learn.Bytes}
+		prompt := prefixindex.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt}
+		x.shared.State.LearnTokens(pool, learned, &prompt)
+	}
+}
+
+// prefillFailed makes next the ticket of a request whose prefill was lost.
+func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
+	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
+	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
+		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
+		x.shared.TurnFailed(next, x.ID, a.Code)
+		return
+	}
+	x.shared.Faults.Prefill(next, x.ID, &f)
+}
+
+// awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes
+// what is missing.
+func (x *Prefilled) awaitKV(ctx context.Context, t *kvtransfer.Ticket) {
+	policy, _ := x.shared.Policy(t.Pool)
+	push := policy.Dialect.Push
+	if push == nil {
+		return
+	}
+	if !push.Await(ctx, &x.pair) && ctx.Err() == nil {
+		x.log(slog.LevelWarn, "no notification that decode has the KV came within lmcache.noticeTimeout: "+
+			"decode computes what it lacks (docs/operations.md#tandemnoticesmissed)",
+			"prefill", t.Prefill, "decode", t.Decode)
+	}
+}
+
+// log writes a message about the request to the log.
+func (x *Prefilled) log(level slog.Level, message string, args ...any) {
+	x.shared.Log.Log(context.Background(), level, message, append([]any{"request_id", x.ID}, args...)...)
+}
+
+// MarkGood records that an endpoint of a pool has served a request.
+func (s *Shared) MarkGood(pool *kvstate.Pool, addr string) {
+	if e := pool.Endpoint(addr); e != nil {
+		s.State.MarkGood(e)
+	}
+}

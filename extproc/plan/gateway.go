@@ -1,0 +1,117 @@
+package plan
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/picker"
+)
+
+// Gateway is what a gateway that asks only for endpoints is answered in addition.
+type Gateway struct {
+	List  string // the endpoint and its fallbacks
+	Model string // that the request is sent to; "": the one that it asked for
+	Asked string
+}
+
+// GatewayOptions are the options of requests of such gateways.
+type GatewayOptions struct {
+	Fallbacks    int // endpoints listed after the chosen one
+	ShedRequests int // reservations on every decode endpoint from which on requests of negative priority get 429
+}
+
+// Allow removes from the view what a gateway's subset does not name. If the subset names decode endpoints only, prefill
+// endpoints stay: the gateway never connects to them.
+func Allow(v *kvstate.View, subset []string) {
+	v.Endpoints = slices.DeleteFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+		return c.Endpoint.Role&kvstate.RoleDecode != 0 && !named(subset, c.Endpoint.Addr)
+	})
+}
+
+// named reports whether a subset names an endpoint, by its address or by its host; an IPv6 host may have brackets.
+func named(subset []string, addr string) bool {
+	host, _, _ := net.SplitHostPort(addr)
+	return slices.ContainsFunc(subset, func(s string) bool { return s == addr || strings.Trim(s, "[]") == host })
+}
+
+// GatewayHolder reduces the view to the endpoint that holds the stored response which the request continues. For a
+// gateway the id of a new response is the engine's, so it can be found again only if there is one decode endpoint, or
+// by the gateway's own session affinity.
+func GatewayHolder(r *Request, v *kvstate.View) error {
+	holder, stored := r.Holder(r.Pool)
+	r.Alone = r.Alone || stored
+	if holder == nil {
+		return nil
+	}
+	v.Endpoints = slices.DeleteFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint != holder })
+	if len(v.Endpoints) == 0 {
+		const message = "the endpoint that holds this response is not among those allowed"
+		return openai.Unavailable("no_endpoint", message, time.Second)
+	}
+	return nil
+}
+
+// Shed refuses a request of negative priority when the pool is full.
+func Shed(priority int32, v *kvstate.View, o *GatewayOptions) error {
+	if priority >= 0 {
+		return nil
+	}
+	for _, c := range v.Endpoints {
+		if c.Usable && c.Endpoint.Role&kvstate.RoleDecode != 0 && c.Requests < int64(o.ShedRequests) {
+			return nil
+		}
+	}
+	return Overloaded()
+}
+
+// Fallbacks returns the list of endpoints for the gateway: the chosen one, then those that would have been chosen
+// without it.
+func Fallbacks(k *picker.Picker, r *picker.Request, v *kvstate.View, c picker.Choice, o *GatewayOptions) string {
+	list := []string{v.Endpoints[c.Decode].Endpoint.Addr}
+	others := *r
+	for range o.Fallbacks {
+		others.Excluded = append(others.Excluded, list[len(list)-1])
+		i, err := k.PickDecode(&others, v, c.Prefill)
+		if err != nil || slices.Contains(list, v.Endpoints[i].Endpoint.Addr) {
+			break
+		}
+		list = append(list, v.Endpoints[i].Endpoint.Addr)
+	}
+	return strings.Join(list, ",")
+}
+
+// Rewrite replaces the request's model according to the cluster's rewrites, and returns the edits.
+func (g *Gateway) Rewrite(r *Request, state *kvstate.State) openai.Edits {
+	if g.Asked = r.Model(); g.Asked == "" || len(r.Body()) == 0 {
+		return nil
+	}
+	to := state.Rewritten(r.Pool.Spec.Name, g.Asked, rand.Uint64())
+	if to == "" || to == g.Asked {
+		return nil
+	}
+	g.Model = to
+	r.Patch.Reset(&r.Request)
+	r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, to))
+	edits := slices.Clone(r.Patch.Edits())
+	for i := range edits {
+		edits[i].New = bytes.Clone(edits[i].New) // the patch is used again, for the prefill
+	}
+	return edits
+}
+
+// Merge joins two lists of edits of one body in their order. They do not overlap; insertions of a come first.
+func Merge(a, b openai.Edits) openai.Edits {
+	if len(a) == 0 {
+		return b
+	}
+	out := append(slices.Clone(a), b...)
+	slices.SortStableFunc(out, func(a, b openai.Edit) int { return a.Start - b.Start })
+	return out
+}
