@@ -24,11 +24,13 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                  {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
-	"envoy-configs/lua":        {},
-	"extproc/faults":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
-	"extproc/hedging":          {},
-	"extproc/replan":           {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
+	"kvstate":           {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
+	"envoy-configs/lua": {},
+	"extproc/faults":    {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"extproc/replan": {
+		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/pass",
+		"extproc/plan", "extproc/reclaim", "kvstate", "kvstate/standstill",
+	},
 	"internal/enginesim/web":   {},
 	"kvstate/engineclock":      {"internal/zmtp"},
 	"kvstate/kvloads":          {},
@@ -104,8 +106,7 @@ var arrows = map[string][]string{
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/pass", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "picker (test)", "internal/memory",
-		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/hedging", "kvstate/standstill",
-		"extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
+		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
 	},
 	"protos/config/v1": {},
 	"internal/config": {

@@ -20,7 +20,6 @@ type reach struct{ methods, fields int }
 var reaching = map[string]reach{
 	"cmd/tandem.replayOptions":            {2, 35},
 	"extproc/pass.Policy":                 {21, 30},
-	"extproc.replanPort":                  {25, 32},
 	"kvstate.endpointState":               {8, 26},
 	"replay.dynamoLoad":                   {21, 26},
 	"replay/engine.Engine":                {24, 34},

@@ -40,8 +40,6 @@ var larger = map[string]struct {
 	"extproc/kvtransfer: lines":          {5000, "one file for each dialect"},
 	"extproc/openai: files":              {26, "one file for each thing that is read of a body"},
 	"extproc/openai: lines":              {3600, "one file for each thing that is read of a body"},
-	"extproc: files":                     {31, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
-	"extproc: lines":                     {4730, "one handler for each filter role, and what they share: streams, settings, access log, replan port"},
 	"internal/enginesim/api: lines":      {3050, "the answers of six APIs, each in its engine's own form"},
 	"internal/grpcserver.conn: fields":   {23, "the limits of one connection"},
 	"kvstate/prefixindex: lines":         {3126, "one index with its holders and feeds"},
@@ -57,8 +55,6 @@ var branching = map[string]struct {
 	size   int
 	reason string
 }{
-	"extproc.Server.Replan closure":               {28, "the replan port's handler, from before closures were counted"},
-	"extproc.Server.hopEnded":                     {30, "one case for each way in which a pass ends"},
 	"extproc/envoywire.Headers.slot":              {29, "one case for each header that is read"},
 	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
 	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},

@@ -179,7 +179,7 @@ func (s *Server) tryFailed(e *envoywire.LogEntry) {
 		return
 	}
 	s.faults.Report(t, e)
-	s.hedges.Fail(t.ID)
+	s.replan.TryFailed(t.ID)
 	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
 		end := passEnd{entry: e, here: s.passes.HeldHere(t, reservedAs(e))}
 		s.reclaim.NotConnected(t, end.ofHandOver())

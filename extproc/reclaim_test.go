@@ -278,9 +278,9 @@ func TestOneOfSeveralCleansUp(t *testing.T) {
 			b.s.log(e)
 		},
 		"the answer was read twice, and pass 2 did not begin": func(a, b *request) {
-			a.s.server.HandOverTTL = 5 * time.Second
+			a.s.server.passes.HandOverTTL = 5 * time.Second
 			a.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
-			b.s.server.HandOverTTL = 6 * time.Second // as if it came later
+			b.s.server.passes.HandOverTTL = 6 * time.Second // as if it came later
 			b.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 			b.follow()
 			e := b.entry(0, gone)

@@ -10,7 +10,6 @@ import (
 	"tandem/extproc/concurrent"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
-	"tandem/extproc/hedging"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/models"
 	"tandem/extproc/openai"
@@ -214,8 +213,8 @@ func (x mainRole) setHeaders(r pass.Routed) {
 	perTry := r.PerTry
 	switch r.Leg {
 	case plan.LegDecode, plan.LegAnswer, plan.LegPair:
-		if perTry == 0 || perTry > hedging.After {
-			perTry = hedging.After
+		if perTry == 0 || perTry > replan.HedgeAfter {
+			perTry = replan.HedgeAfter
 			h.Set(envoywire.HeaderHedge, []byte("true"))
 		}
 	}

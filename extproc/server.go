@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
+	"net/http"
 	"sync"
 	"time"
 
@@ -21,12 +22,12 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
-	"tandem/extproc/hedging"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
+	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
@@ -70,7 +71,7 @@ type Server struct {
 	started  time.Time
 	scratch  sync.Pool // of *scratch
 	draining chan struct{}
-	hedges   *hedging.Tries
+	replan   *replan.Port
 	reclaim  *reclaim.Reclaimer
 	pairs    *concurrent.Pairs
 	guard    *guard.Guard
@@ -96,7 +97,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 	}
 	s := &Server{
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
-		hedges: hedging.New(), pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
+		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
 	s.streams = streamOptions{
 		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
@@ -132,6 +133,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}
 	}
 	s.passes = pass.New(passes)
+	s.replan = replan.NewPort(s.passes, s.pairs, s.draining, o.MaxBodyBytes)
 	s.Apply(o.Settings)
 	s.Options.Settings = pass.Settings{} // the initial settings must not be read later
 	s.scratch.New = func() any { return newScratch(s) }
@@ -333,6 +335,9 @@ func (s *Server) Run(ctx context.Context) {
 
 // Recent returns the traces of the latest requests, newest first, at most n.
 func (s *Server) Recent(n int) []telemetry.Trace { return s.observer.Latest(n) }
+
+// Replan handles the second try of a hop that failed outright.
+func (s *Server) Replan() http.Handler { return s.replan }
 
 // Apply replaces the settings, for requests in progress as well.
 func (s *Server) Apply(l pass.Settings) { s.passes.Apply(l) }

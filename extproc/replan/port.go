@@ -1,0 +1,308 @@
+// Package replan is the replan port: Envoy sends a hop there that failed outright, hedges (hedges.go), and a pass
+// that no replica decided (docs/adr/0028, 0053).
+//
+// Nothing comes of a request without a genuine ticket, and each ticket is taken once: engines see the tickets of their
+// own legs, and may reach the port.
+package replan
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+
+	"tandem/extproc/concurrent"
+	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/plan"
+	"tandem/extproc/reclaim"
+	"tandem/kvstate"
+	"tandem/kvstate/standstill"
+)
+
+// Port handles the second try of a hop that failed outright (composite clusters send it here). It answers 307 with a
+// ticket that says what failed, and pass 2 plans again. How it failed is what Envoy logs of the first try. Whatever
+// that is, the KV parameters of the first try count as consumed. It is safe for concurrent use.
+type Port struct {
+	passes   *pass.Shared
+	pairs    *concurrent.Pairs
+	tries    *tries
+	draining <-chan struct{}
+	maxBody  int
+}
+
+// NewPort returns a port. Its tries end when draining is closed; bodies have maxBody bytes at most.
+func NewPort(passes *pass.Shared, pairs *concurrent.Pairs, draining <-chan struct{}, maxBody int) *Port {
+	return &Port{passes, pairs, newTries(), draining, maxBody}
+}
+
+// TryFailed ends the wait of a hop's hedge, because Envoy reports that its try at the endpoint has failed.
+func (p *Port) TryFailed(id [16]byte) { p.tries.fail(id) }
+
+// ServeHTTP implements [http.Handler].
+func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	s, limit := p.passes, p.maxBody+plan.MaxDecodeMember
+	defer discard(r.Body, limit)
+	id := r.Header.Get(envoywire.HeaderRequestID)
+	t, err := s.Keys().Open(r.Header.Get(envoywire.HeaderTicket), id, s.Now())
+	switch {
+	case r.Header.Get(envoywire.HeaderRestart) != "":
+		p.restart(w, r, t)
+		return
+	case t != nil && r.URL.Path == "/late" && r.Header.Get(envoywire.HeaderRule) == "late": // no hop has both
+		p.checkLate(w, t, id)
+		return
+	case t == nil || !takes(t) || t.Redirects+1 >= s.Limits.MaxRedirects:
+		p.refuse(w, t, id, err)
+		return
+	case hedged(t, s.Since(t)):
+		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
+		isLost := func() bool { return p.lost(t) }
+		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.Consume(idOf(t)) {
+			panic(http.ErrAbortHandler) // Envoy awaits the other try
+		}
+	case !s.State.Consume(idOf(t)):
+		p.refuse(w, t, id, errTicketConsumed)
+		return
+	}
+	next := p.hopFailed(r.Context(), t, id)
+	p.redirect(w, &next, id, cmp.Or(t.Path, r.URL.RequestURI()))
+}
+
+// checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if
+// the KV that it is made from may have been another prompt's.
+func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
+	s := p.passes
+	why := p.outdated(t)
+	if why == "" {
+		w.WriteHeader(http.StatusNoContent)
+		return
+	}
+	s.Observer.Outdated(t.Pool, t.Decode, string(why))
+	s.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
+		"request_id", id, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
+	w.WriteHeader(http.StatusConflict)
+}
+
+// errTicketConsumed: a ticket was at the replan port before.
+var errTicketConsumed = errors.New("the ticket was consumed here before")
+
+// hopFailed records that the hop of a ticket failed, and returns the next pass's ticket. An endpoint that exceeded
+// the hop's time limit counts as hanging; but a P that had to fetch a stored turn may have waited for the endpoint
+// that holds it.
+func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) kvtransfer.Ticket {
+	s := p.passes
+	took, prefill := s.Since(t), false
+	if t.Stage == kvtransfer.PairLegs {
+		pair := p.pairs.Enter(t.ID)
+		e := plan.EndpointOf(s.State, t.Pool, t.Decode)
+		prefill = (e == nil || !e.Failed()) && pair.PrefillFailed(ctx)
+		p.pairs.Leave(t.ID)
+	}
+	next, hop, failed := failedTicket(t, prefill)
+	if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
+		s.Reclaim.NotFollowed(t, id, reclaim.Replanned)
+	}
+	s.Observer.HopEnded(t.Pool, hop, failed, "failed", took, nil)
+	if hop == "decode" && t.Split {
+		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+	}
+	turn := t.Stage == kvtransfer.PrefillLeg && t.Turn.Named
+	if turn {
+		s.TurnFailed(&next, id, 0)
+	}
+	late := overdue(took, p.limit(t))
+	switch f := (faults.Failure{Overdue: late, Unreached: !late}); {
+	case hop == "decode" && !late:
+		f = s.Faults.Failed(ctx, t)
+		s.Faults.Decode(&next, id, &f)
+	case late && turn:
+		next.Loads, next.Excluded = false, append(next.Excluded, failed)
+	default:
+		next.Loads = false
+		s.Faults.Endpoint(&next, id, failed, &f)
+	}
+	return next
+}
+
+// restart answers a request that no replica decided, because the one that had its body died or hung: with a 307, so
+// that another replica repeats the pass. t is the ticket that the pass began with, or that the replica gave it before
+// it got the body. A pass is restarted once only, so a request that crashes replicas reaches two of them at most.
+func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket) {
+	s, h, id := p.passes, r.Header, r.Header.Get(envoywire.HeaderRequestID)
+	size := discard(r.Body, p.maxBody+plan.MaxDecodeMember)
+	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(envoywire.HeaderPrefilled) != "") ||
+		t.Redirects+1 >= s.Limits.MaxRedirects || !s.State.Consume(idOf(t)) {
+		w.Header().Set(envoywire.HeaderFinal, "true")
+		p.giveUp(w, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
+		return
+	}
+	s.Log.Warn("a replica failed while it decided a request; another one is asked", "request_id", id)
+	// a redirect removes the headers that its answer lacks
+	for _, name := range []string{envoywire.HeaderPrefilled, envoywire.HeaderLoad} {
+		if v := h.Get(name); v != "" {
+			w.Header().Set(name, v)
+		}
+	}
+	next := passTicket(t, size)
+	p.redirect(w, &next, id, r.URL.RequestURI())
+}
+
+// redirect answers with the next pass's ticket. The path is for Envoy's URL parser; the ticket has the client's.
+func (p *Port) redirect(w http.ResponseWriter, next *kvtransfer.Ticket, id, path string) {
+	sealed, err := p.passes.Keys().Seal(nil, next, id)
+	if err != nil {
+		p.passes.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
+		p.giveUp(w, openai.Internal())
+		return
+	}
+	w.Header().Set("location", string(Location([]byte(path))))
+	w.Header().Set(envoywire.HeaderTicket, string(sealed))
+	w.WriteHeader(http.StatusTemporaryRedirect)
+}
+
+// overdue reports whether a hop took as long as its time limit; 0: none.
+func overdue(took, limit time.Duration) bool { return limit > 0 && took >= limit }
+
+// limit returns the shortest time limit of a ticket's leg; 0: none.
+func (p *Port) limit(t *kvtransfer.Ticket) time.Duration {
+	policy, _ := p.passes.Policy(t.Pool)
+	return policy.LegLimit(t)
+}
+
+// refuse refuses a hop without a ticket that can be planned again.
+func (p *Port) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id string, err error) {
+	p.passes.Log.Warn("replan refused", "request_id", id, "err", err)
+	if t == nil {
+		p.passes.Observer.TicketRefused()
+	} else { // another replica would answer the same: Envoy must not ask it
+		w.Header().Set(envoywire.HeaderFinal, "true")
+	}
+	const message = "the endpoint failed and there is no other way to answer"
+	p.giveUp(w, openai.Unavailable("endpoint_failed", message, time.Second))
+}
+
+// giveUp answers with an error, and counts it.
+func (p *Port) giveUp(w http.ResponseWriter, e *openai.Error) {
+	p.passes.Observer.GivenUp(e)
+	refuse(w, e)
+}
+
+// lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
+// stalled engine marks it for less.
+const lostAfter = 3 * time.Second
+
+// hedged reports whether a try at the replan port is a hedge: the try before it may still get its answer. Envoy
+// sends the retry of a failed try sooner.
+func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
+	return took >= HedgeAfter-early && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
+}
+
+// lost reports whether the try of a hop at the decode endpoint is lost.
+func (p *Port) lost(t *kvtransfer.Ticket) bool {
+	e := plan.EndpointOf(p.passes.State, t.Pool, t.Decode)
+	return e != nil && p.passes.State.FailedFor(e) >= lostAfter || p.outdated(t) != "" ||
+		overdue(p.passes.Since(t), p.answerLimit(t, e))
+}
+
+// outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
+// "" if nothing says so.
+func (p *Port) outdated(t *kvtransfer.Ticket) standstill.Reason {
+	policy, _ := p.passes.Policy(t.Pool)
+	d := plan.EndpointOf(p.passes.State, t.Pool, t.Decode)
+	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {
+		return ""
+	}
+	prefill := plan.EndpointOf(p.passes.State, t.Pool, t.Prefill)
+	return p.passes.State.Outdated(prefill, d, time.Now().Add(-p.passes.Since(t)))
+}
+
+// answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
+func (p *Port) answerLimit(t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Duration {
+	pool := p.passes.State.Pool(t.Pool)
+	if t.Stage != kvtransfer.DecodeLeg || pool == nil {
+		return 0
+	}
+	tokens := t.PromptTokens
+	if e != nil && !t.Split { // it computes its prompts one after the other
+		_, booked := e.Load()
+		tokens = max(tokens, booked)
+	}
+	policy, _ := p.passes.Policy(t.Pool)
+	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
+}
+
+// takes reports whether a ticket is one of a hop that may have failed.
+func takes(t *kvtransfer.Ticket) bool {
+	switch t.Stage {
+	case kvtransfer.PrefillLeg, kvtransfer.DecodeLeg, kvtransfer.PairLegs, kvtransfer.EncodeLeg:
+		return true
+	default:
+		return false
+	}
+}
+
+// takesPass reports whether a pass may have begun with a ticket; inline: with P's answer beside it.
+func takesPass(t *kvtransfer.Ticket, inline bool) bool {
+	return t.Stage == kvtransfer.Undecided || t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg
+}
+
+// idOf is the name under which the port consumes a ticket. It differs from the hand-over's, which has the ticket's id.
+func idOf(t *kvtransfer.Ticket) [16]byte {
+	id := t.ID
+	id[1] ^= 0x80 | byte(t.Stage)
+	return id
+}
+
+// failedTicket returns the ticket of the pass after a failed hop, and which hop and address failed. pairsPrefill: of
+// two concurrent legs it was P's.
+func failedTicket(t *kvtransfer.Ticket, pairsPrefill bool) (next kvtransfer.Ticket, hop, failed string) {
+	next = *t
+	next.Stage, next.Params = kvtransfer.Failed, nil
+	if t.Stage != kvtransfer.PairLegs { // the id of an attempt names the leg that may still be running
+		next.ID = plan.NewID()
+	}
+	next.Redirects++
+	hop, failed, next.Cause = "decode", t.Decode, kvtransfer.CauseDecode
+	switch {
+	case t.Stage == kvtransfer.PrefillLeg || pairsPrefill:
+		hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
+	case t.Stage == kvtransfer.EncodeLeg:
+		hop, next.Cause = "encode", kvtransfer.CauseEncode
+	}
+	return next, hop, failed
+}
+
+// passTicket returns the ticket with which another replica repeats a pass, whose body has this length.
+func passTicket(t *kvtransfer.Ticket, body int) kvtransfer.Ticket {
+	next := *t
+	next.Cause = kvtransfer.CauseRouter
+	next.Redirects++
+	if t.Stage == kvtransfer.Undecided { // pass 1
+		next.Stage, next.BodyBytes = kvtransfer.Failed, body
+	}
+	return next
+}
+
+// discard reads the rest of a body, at most limit bytes, and returns its length: Envoy follows a redirect only once the
+// request was sent completely.
+func discard(body io.Reader, limit int) int {
+	n, _ := io.CopyN(io.Discard, body, int64(limit))
+	return int(n)
+}
+
+// refuse answers with an error.
+func refuse(w http.ResponseWriter, e *openai.Error) {
+	w.Header().Set("content-type", envoywire.ContentTypeJSON)
+	if e.RetryAfter > 0 {
+		w.Header().Set(envoywire.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))
+	}
+	w.WriteHeader(e.Status)
+	_, _ = w.Write(e.JSON())
+}
