@@ -278,6 +278,26 @@ func (s *stage) heal() {
 	}, patience, 5*time.Millisecond, "an endpoint does not come back")
 }
 
+// forget sends requests until every engine has served one: then Tandem holds no earlier failure against any.
+func (s *stage) forget() {
+	served := map[string]bool{}
+	for range 200 {
+		s.ask(nil)
+		s.await()
+		require.Equal(s.t, http.StatusOK, s.play.answer.status, s.play.answer.body.String())
+		if legs := s.legs(); slices.ContainsFunc(legs, func(l leg) bool { return l.Leg == "decode" }) {
+			for _, l := range legs {
+				served[l.on.addr] = true
+			}
+		}
+		if len(served) == len(s.f.engines()) {
+			s.quiet()
+			return
+		}
+	}
+	require.Fail(s.t, "an engine serves nobody", "%v", served)
+}
+
 func (s *stage) table() string {
 	var b strings.Builder
 	w := tabwriter.NewWriter(&b, 0, 1, 1, ' ', 0)

@@ -187,6 +187,9 @@ func (s *stage) matrix(args []string) {
 				}
 				s.meet(role, who == "both", stream, args)
 				s.row(label)
+				if args[0] == "status" {
+					s.forget()
+				}
 			}
 		}
 	}
