@@ -34,7 +34,7 @@ func (x answerLeg) serve() error {
 	}
 	t, err := x.s.passes.Keys().Open(string(a.Ticket), x.stream.requestID, x.s.passes.Now())
 	if t == nil { // an expired ticket is accepted: the answer has begun
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return fmt.Errorf("opening the ticket of an answer leg: %w", err)
 	}
 	if code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status)); code != 200 {
@@ -60,7 +60,7 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	}
 	r, err := answer.Rewriter(t)
 	if r == nil && err == nil {
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
 	}
 	return r, err

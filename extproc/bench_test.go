@@ -121,9 +121,9 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	require.NoError(tb, c.s.process(c.begin(nil, c.client)))
 
 	var r plan.Request
-	require.NoError(tb, r.Scan(openai.Chat, body, openai.Limits{}))
-	r.Patch.Reset(&r.Request)
-	dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
+	require.NoError(tb, r.Client.Scan(openai.Chat, body, openai.Limits{}))
+	r.Patch.Reset(&r.Client)
+	dialect.Prefill(&r.Client, &r.Patch, &r.Sides)
 	c.legs = wiretest.Marshal(tb, requestBody(r.Patch.Edits().Apply(nil, body), true))
 	settle(c.s, c.main.ticket())
 	return c

@@ -84,11 +84,11 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 	x.stream.requestID = string(requestID)
 	t, err := x.s.passes.Keys().Open(string(ticket), x.stream.requestID, x.s.passes.Now())
 	if err != nil {
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of a leg: %w", err)
 	}
 	if t.Stage != kvtransfer.PairLegs {
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return nil, fmt.Errorf("one of two legs came with a ticket of stage %v", t.Stage)
 	}
 	return t, nil
@@ -124,7 +124,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			}
 			return x.planAgain(t, kvtransfer.CausePrefill, failureOf(p))
 		case <-timer.C:
-			x.meter.PrefillLate(t)
+			x.meter.Observer.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
 			return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
 		case <-x.s.draining:
@@ -165,7 +165,7 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 			return x.answerFor(p.Verdict)
 		}
 	case <-timer.C:
-		x.meter.PrefillLate(t)
+		x.meter.Observer.PrefillLate(t)
 		x.s.pairs.GiveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
@@ -252,7 +252,7 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failu
 	x.meter.SpanCause(cause)
 	switch cause {
 	case kvtransfer.CauseDecode:
-		x.meter.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.passes.Since(t), x.meter.Exemplar)
+		x.meter.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.passes.Since(t), x.meter.Exemplar)
 		x.s.faults.Decode(&next, x.stream.requestID, f)
 	case kvtransfer.CausePoolGone:
 		next.Loads = false

@@ -85,7 +85,7 @@ func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 		err = fmt.Errorf("it is of stage %v", t.Stage)
 	}
 	if err != nil {
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return nil, fmt.Errorf("opening the ticket of an encode leg: %w", err)
 	}
 	return t, nil

@@ -148,7 +148,7 @@ func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
 	if err != nil {
 		return err
 	}
-	x.meter.TicketSealed(len(sealed))
+	x.meter.Observer.TicketSealed(len(sealed))
 	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_redirect"}
 	i.Headers.Set("location", to)
 	i.Headers.Set(envoywire.HeaderTicket, sealed)

@@ -178,7 +178,7 @@ func (x endpointPicker) answerBegins(p *picked) {
 	if code >= 500 && p.Sidecar != nil && p.Sidecar.Prefill != "" && x.s.Check != nil {
 		x.s.Check(p.Report.Prefill) // the sidecar may have failed for want of it
 	}
-	x.meter.AnswerBegan(x.stream.requestID, p.Ticket.Started, served, code)
+	x.meter.Observer.AnswerBegan(x.stream.requestID, p.Ticket.Started, served, code)
 }
 
 // answerHeaders returns the changes to the answer's headers.

@@ -37,11 +37,11 @@ func (x prefillLeg) serve() error {
 	x.stream.requestID = string(a.RequestID)
 	t, err := x.s.passes.Keys().Open(string(a.Ticket), x.stream.requestID, x.s.passes.Now())
 	if t == nil {
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return fmt.Errorf("opening the ticket of a prefill leg: %w", err)
 	}
 	if t.Stage != kvtransfer.PrefillLeg {
-		x.meter.TicketRefused()
+		x.meter.Observer.TicketRefused()
 		return fmt.Errorf("a prefill leg came with a ticket of stage %v", t.Stage)
 	}
 	x.startSpan(telemetry.SpanPrefillAnswer, false)
@@ -114,7 +114,7 @@ func (x prefillLeg) endedByEnvoy() bool {
 // it keeps.
 func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 	if policy, _ := x.s.passes.Policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
-		x.meter.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
+		x.meter.Observer.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
 	}
 }
 

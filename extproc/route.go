@@ -183,7 +183,7 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	if t != nil && (t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg) {
 		return t, err
 	}
-	x.meter.RequestLost(x.stream.requestID)
+	x.meter.Observer.RequestLost(x.stream.requestID)
 	x.s.passes.ReleaseAll(x.pass.ReservedAs) // an engine may have forged it
 	x.s.Log.Warn("ticket refused", "request_id", x.stream.requestID, "err", err)
 	return nil, openai.Unavailable(envoywire.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)

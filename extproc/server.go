@@ -246,7 +246,7 @@ func (m *scratch) serve(role string) error {
 	case envoywire.RoleAnswerLeg:
 		return answerLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleEncodeLeg:
-		return encodeLeg{shared, &m.pass.Req.Request}.serve()
+		return encodeLeg{shared, &m.pass.Req.Client}.serve()
 	case envoywire.RoleSwitched:
 		return shared.switched()
 	case envoywire.RolePicker:

@@ -57,7 +57,7 @@ func TestChoose(t *testing.T) {
 				defer leave()
 
 				r := &plan.Request{Pool: pool, Tokens: 1000, Began: time.Now()}
-				require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+				require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
 				var waiter Waiter
 				var v kvstate.View
 				state.View(pool, nil, &v)
@@ -102,7 +102,7 @@ func TestChooseAgain(t *testing.T) {
 	}, "chat")
 	q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Split: true, Place: picker.Policy{Late: true}}, Limits{})
 	r := &plan.Request{Pool: pool, Tokens: 1000, Began: time.Now()}
-	require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+	require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
 	var waiter Waiter
 	var v kvstate.View
 	state.View(pool, nil, &v)
@@ -141,7 +141,7 @@ func TestARefusedRequestRests(t *testing.T) {
 					Limits{MaxTime: 10 * time.Second})
 				r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
 				r.Attempt = plan.Attempt{Redirects: tt.redirects, Started: time.Now()}
-				require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+				require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
 				var waiter Waiter
 				var v kvstate.View
 				state.View(r.Pool, nil, &v)

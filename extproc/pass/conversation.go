@@ -74,9 +74,9 @@ func (k conversation) lastTurn(
 	if d := pool.Endpoint(turn.Decode); d == nil || d.Failed() || d == prefill || !sameEngines(d, prefill) {
 		return k.unused(TurnEndpoint, nil)
 	}
-	inBody := r.PromptIDs() != nil
+	inBody := r.Client.PromptIDs() != nil
 	if inBody {
-		r.IDs, ok = openai.TokenIDs(r.IDs[:0], r.PromptIDs())
+		r.IDs, ok = openai.TokenIDs(r.IDs[:0], r.Client.PromptIDs())
 	} else {
 		ok = k.renderIDs(ctx)
 	}
@@ -93,7 +93,7 @@ func (k conversation) lastTurn(
 		}
 		return k.unused(TurnOtherPrompt, nil)
 	}
-	x.Meter.Turn(pool.Spec.Name, TurnUsed)
+	x.Meter.Observer.Turn(pool.Spec.Name, TurnUsed)
 	if inBody {
 		return turn, nil
 	}
@@ -103,7 +103,7 @@ func (k conversation) lastTurn(
 // unused counts a stored turn that is not used.
 func (k conversation) unused(why string, err error) (*kvtransfer.Turn, []byte) {
 	x := k.pass
-	x.Meter.Turn(x.Req.Pool.Spec.Name, why)
+	x.Meter.Observer.Turn(x.Req.Pool.Spec.Name, why)
 	if err != nil {
 		x.log(slog.LevelWarn, "what was kept of a conversation's last turn is of no use", "err", err)
 	}

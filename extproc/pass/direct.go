@@ -126,8 +126,8 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 		RequestID: r.ID, Attempt: plan.NewID(), Prefill: plan.SideOf(e), Decode: plan.SideOf(d.Endpoint),
 	}
 	r.SetSource(&x.View, p, c.Prefill)
-	r.Patch.Reset(&r.Request)
-	p.Dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
+	r.Patch.Reset(&r.Client)
+	p.Dialect.Prefill(&r.Client, &r.Patch, &r.Sides)
 	if d.Gateway != nil && d.Gateway.Model != "" {
 		r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, d.Gateway.Model))
 	}
@@ -135,9 +135,9 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	limited, cancel := context.WithTimeout(ctx, p.PrefillTimeout+pool.PrefillTime(r.Tokens+before, p.PerToken))
 	defer cancel()
 	began := time.Now()
-	status, after, body, err := k.post(limited, e, edits.Apply(nil, r.Body()))
+	status, after, body, err := k.post(limited, e, edits.Apply(nil, r.Client.Body()))
 	took := time.Since(began)
-	x.Meter.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
+	x.Meter.Observer.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
@@ -160,9 +160,9 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	}
 	s.State.Complete(booked)
 	s.State.MarkGood(e)
-	x.Meter.Prompt(pool.Spec.Name, got)
+	x.Meter.Observer.Prompt(pool.Spec.Name, got)
 	if got.PromptTokens > 0 {
-		pool.ObservePrompt(int64(edits.Len(len(r.Body()))), got.PromptTokens)
+		pool.ObservePrompt(int64(edits.Len(len(r.Client.Body()))), got.PromptTokens)
 		pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
 	}
 	if got.Params == nil {
@@ -170,7 +170,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	}
 	member := append(p.Dialect.DecodeMember(nil, got.Params), ',')
 	// P answered 200, so its body is not an empty object and the comma is valid
-	at := bytes.IndexByte(r.Body(), '{') + 1
+	at := bytes.IndexByte(r.Client.Body(), '{') + 1
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
 }
 

@@ -8,7 +8,6 @@ import (
 	"math/rand/v2"
 	"strings"
 
-	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
@@ -120,7 +119,7 @@ func (x *Pass) report(ctx context.Context, d *plan.Decision) {
 		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.View.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Prefilled, ExpectedFirst: r.FirstToken,
 			PromptBlocks: len(r.Hashes), Margin: telemetry.MarginOf(r.Price, r.Other, how.Prefill != nil)},
-		Queued: x.queued(), Streamed: r.True(openai.FieldStream), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
+		Queued: x.queued(), Streamed: r.Streams(), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
 	}
 	if how.Prefill != nil {
 		p.Prefill, p.Always = how.Prefill.Addr, x.Picker.Split == picker.SplitAlways

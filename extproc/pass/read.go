@@ -79,9 +79,9 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 	}
 	x.Meter.EndPhase(telemetry.PhaseScan)
 	r := &x.Req
-	pool := x.shared.State.PoolFor(r.Model())
+	pool := x.shared.State.PoolFor(r.Client.Model())
 	if pool == nil {
-		return openai.ModelNotFound(r.Model())
+		return openai.ModelNotFound(r.Client.Model())
 	}
 	if a.Redirects == 0 { // an admitted request is served to the end
 		if err := closed(pool); err != nil {
@@ -94,10 +94,10 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 	p := x.policy
 	if p.Dialect.Concurrent != nil {
 		x.want.way = atOnce
-		if err := p.MayPair(&r.Attempt, &r.Request, x.size(), r.Limits); err != nil {
+		if err := p.MayPair(&r.Attempt, &r.Client, x.size(), r.Limits); err != nil {
 			return err
 		}
-	} else if err := p.MaySplit(&r.Attempt, &r.Request, x.size(), r.Limits); err != nil {
+	} else if err := p.MaySplit(&r.Attempt, &r.Client, x.size(), r.Limits); err != nil {
 		return err
 	}
 	if x.want.way == atOnce && r.Alone {
@@ -115,7 +115,7 @@ func (x *Pass) readRest(ctx context.Context) error {
 	r, p := &x.Req, x.policy
 	if c := p.Dialect.Concurrent; c == nil || c.DecodesAlone {
 		if holder, stored := r.Holder(r.Pool); stored {
-			x.want.way, x.want.bound, x.want.model = storing, holder, r.Model()
+			x.want.way, x.want.bound, x.want.model = storing, holder, r.Client.Model()
 			return nil
 		}
 	}
@@ -144,7 +144,7 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 		a.Alone, a.Why = true, passThrough
 		model, err = x.scanOther()
 	} else if err = x.scan(api); err == nil {
-		model = r.Model()
+		model = r.Client.Model()
 	}
 	if err != nil {
 		return err
@@ -161,7 +161,7 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 	x.begin(pool, a)
 	x.want.way = gateway
 	if !whole {
-		if err := x.policy.MaySplit(&r.Attempt, &r.Request, x.size(), r.Limits); err != nil {
+		if err := x.policy.MaySplit(&r.Attempt, &r.Client, x.size(), r.Limits); err != nil {
 			return err
 		}
 		x.hash()
@@ -218,15 +218,15 @@ func (x *Pass) size() int { return len(x.Body.Bytes()) }
 
 // scan reads the body. In the rare case that it has members which a client must not send, it cuts them.
 func (x *Pass) scan(api openai.API) error {
-	if err := x.Req.Scan(api, x.Body.Bytes(), openai.Limits{}); err != nil {
+	if err := x.Req.Client.Scan(api, x.Body.Bytes(), openai.Limits{}); err != nil {
 		return err
 	}
-	if !x.Req.HasControl() {
+	if !x.Req.Client.HasControl() {
 		return nil
 	}
-	x.Meter.ControlFieldsCut()
-	x.Body.Rewrite(x.size(), x.Req.Clean)
-	return x.Req.Scan(api, x.Body.Bytes(), openai.Limits{})
+	x.Meter.Observer.ControlFieldsCut()
+	x.Body.Rewrite(x.size(), x.Req.Client.Clean)
+	return x.Req.Client.Scan(api, x.Body.Bytes(), openai.Limits{})
 }
 
 // scanOther reads a form for its model, and a JSON body of another API for that and for members that a client must
@@ -249,5 +249,5 @@ func (x *Pass) scanOther() (model string, err error) {
 	if e := (*openai.Error)(nil); errors.As(err, &e) && e.Code == "invalid_body" {
 		return "", nil
 	}
-	return x.Req.Model(), err
+	return x.Req.Client.Model(), err
 }

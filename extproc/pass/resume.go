@@ -117,7 +117,7 @@ func (x *Pass) decode(
 	}
 	if h.Restored = h.Restores(p, r.Limits); h.Restored {
 		x.restoreBody(t)
-		h.Invalid = r.Scan(h.API, x.Body.Bytes(), openai.Limits{})
+		h.Invalid = r.Client.Scan(h.API, x.Body.Bytes(), openai.Limits{})
 	}
 	h.Body = x.Body.Bytes()
 	d, err := plan.Resume(r, &h, p)

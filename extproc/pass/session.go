@@ -45,7 +45,7 @@ func (k SessionKey) of(h *Head, r *plan.Request) uint64 {
 	if v := cookie(h.extra("cookie"), k.Cookie); k.Cookie != "" && len(v) > 0 {
 		return sessionHash('c', v)
 	}
-	if v := r.Text(k.Body); k.Body != "" && len(v) > 0 {
+	if v := r.Client.Text(k.Body); k.Body != "" && len(v) > 0 {
 		return sessionHash('b', v)
 	}
 	return 0

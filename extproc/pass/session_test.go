@@ -17,7 +17,7 @@ func TestSessionOf(t *testing.T) {
 	names := func(k SessionKey, header, cookies, body string) uint64 {
 		h := headers{"x-session": header, "cookie": cookies}
 		var r plan.Request
-		require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
+		require.NoError(t, r.Client.Scan(openai.Chat, []byte(body), openai.Limits{}))
 		return k.of(&Head{More: h}, &r)
 	}
 	const body = `{"model":"m","user":"anna","n":1}`

@@ -87,7 +87,7 @@ func (x *Prefilled) dateHandOver(ctx context.Context, next *kvtransfer.Ticket, t
 	var err error
 	if next.Params, err = policy.Dialect.Expiry.Write(ctx, next.Params, took); err != nil {
 		next.Params = nil
-		x.meter.Outdated(next.Pool, next.Prefill, "unknown")
+		x.meter.Observer.Outdated(next.Pool, next.Prefill, "unknown")
 		x.log(slog.LevelWarn, "decode gets no KV parameters and computes the prompt",
 			"prefill", next.Prefill, "err", err)
 	}
@@ -104,7 +104,7 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 	if d := &policy.Dialect; a.Code == 200 && (!ok || d.Prefill == nil || a.Inline && !d.Inline) {
 		next.ID, next.Stage, next.Cause = plan.NewID(), kvtransfer.Failed, kvtransfer.CausePoolGone
 		next.Prefills-- // P has done its part
-		x.meter.Orphaned(t.Pool, t.Prefill, next.Cause)
+		x.meter.Observer.Orphaned(t.Pool, t.Prefill, next.Cause)
 		return &next, nil
 	}
 	if a.Code != 200 || a.Over {
@@ -163,7 +163,7 @@ func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtrans
 	}
 	if ids, ok := openai.TokenIDs(x.ids[:0], got.PromptIDs); ok {
 		x.ids = ids
-		x.meter.Learned(pool.Spec.Name, "prefill", len(ids))
+		x.meter.Observer.Learned(pool.Spec.Name, "prefill", len(ids))
 		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: t.Learn.Bytes}
 		prompt := prefixindex.TokenPrompt{IDs: ids, LoRA: t.Learn.LoRA, Salt: t.Learn.Salt}
 		x.shared.State.LearnTokens(pool, learned, &prompt)

@@ -51,7 +51,7 @@ func (x *Pass) tokenize(ctx context.Context) {
 	if body == nil {
 		return
 	}
-	text, size, prompt := slices.Clone(x.Req.Hashes), x.Req.PromptBytes(), x.Req.TokenPrompt(pool)
+	text, size, prompt := slices.Clone(x.Req.Hashes), x.Req.Client.PromptBytes(), x.Req.TokenPrompt(pool)
 	done := s.Tokenizer.Tokenize(guard.With(ctx, s.Guard), pool, text[len(text)-1], path, body, func(ids []uint32) {
 		prompt.IDs = ids
 		s.Observer.Learned(pool.Spec.Name, "tokenizer", len(ids))
@@ -82,10 +82,10 @@ func await(ctx context.Context, done <-chan struct{}, patience time.Duration) bo
 // tokenizeBody returns the request to send. /tokenize of vLLM and SGLang takes the members that make the prompt,
 // render the client's body unchanged.
 func tokenizeBody(r *plan.Request, source TokenSource) (path string, body []byte) {
-	api := r.API()
+	api := r.Client.API()
 	if source == RenderTokens {
 		if path = renderPath(api); path != "" {
-			body = slices.Clone(r.Body())
+			body = slices.Clone(r.Client.Body())
 		}
 		return path, body
 	}
@@ -106,7 +106,7 @@ func tokenizeBody(r *plan.Request, source TokenSource) (path string, body []byte
 	}
 	body = append(body, '{')
 	for _, f := range fields {
-		if raw := r.Raw(f.f); raw != nil {
+		if raw := r.Client.Raw(f.f); raw != nil {
 			if len(body) > 1 {
 				body = append(body, ',')
 			}

@@ -14,11 +14,11 @@ import (
 func Conversation(r *Request, p *Policy) (name [16]byte, ownIDs bool) {
 	turns := p.Dialect.Turns
 	if turns == nil || r.Session == 0 || p.Handoff != HandoffEnvoy ||
-		!turns.Takes(r.API(), r.PromptIDs() != nil) || !r.PromptIsAll() {
+		!turns.Takes(r.Client.API(), r.Client.PromptIDs() != nil) || !r.Client.PromptIsAll() {
 		return name, false
 	}
-	ownIDs = r.True(openai.FieldReturnTokenIDs)
-	if r.Has(openai.FieldReturnTokenIDs) && !ownIDs { // a duplicate would be an error
+	ownIDs = r.Client.True(openai.FieldReturnTokenIDs)
+	if r.Client.Has(openai.FieldReturnTokenIDs) && !ownIDs { // a duplicate would be an error
 		return name, false
 	}
 	h := sha256.New()
@@ -29,7 +29,7 @@ func Conversation(r *Request, p *Policy) (name [16]byte, ownIDs bool) {
 	text([]byte("turn"))
 	text([]byte(r.Pool.Spec.Name))
 	text(binary.LittleEndian.AppendUint64(nil, r.Session))
-	text([]byte(r.Model()))
-	text(r.Raw(openai.FieldCacheSalt))
+	text([]byte(r.Client.Model()))
+	text(r.Client.Raw(openai.FieldCacheSalt))
 	return [16]byte(h.Sum(nil)), ownIDs
 }

@@ -79,11 +79,11 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 		Turn: r.LastTurn, TurnIDs: r.TurnIDs,
 	}
 	r.SetSource(v, p, c.Prefill)
-	r.Patch.Reset(&r.Request)
-	p.Dialect.Prefill(&r.Request, &r.Patch, &r.Sides)
+	r.Patch.Reset(&r.Client)
+	p.Dialect.Prefill(&r.Client, &r.Patch, &r.Sides)
 	r.insertEncoded()
 	learn := r.learns(p)
-	if learn && !slices.Contains(p.Dialect.TokenIDs, r.API()) {
+	if learn && !slices.Contains(p.Dialect.TokenIDs, r.Client.API()) {
 		r.Patch.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
 	}
 	edits, undo, ok := r.Edits(p)
@@ -99,16 +99,16 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 		Computes: prefill, // not D: pass 2 may choose another
 		Affinity: Affinity{Session: r.Session, Prefill: prefill},
 		Report:   Report{Route: "split", Prefill: prefill, Decode: decode},
-		Ticket:   r.ticket(kvtransfer.PrefillLeg, edits.Len(len(r.Body()))),
+		Ticket:   r.ticket(kvtransfer.PrefillLeg, edits.Len(len(r.Client.Body()))),
 	})
 	t := &d.Ticket
 	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = r.Sides.Attempt, prefill.Addr, decode.Addr, true, r.Prefills+1
-	t.Undo, t.Stream, t.StreamUsage, t.Session = undo, r.Streams(), r.WantsUsage(), r.Session
+	t.Undo, t.Stream, t.StreamUsage, t.Session = undo, r.Streams(), r.Client.WantsUsage(), r.Session
 	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
 	t.AnswerTokens, t.Prompt, t.Turn = c.AnswerTokens, r.LastBlock(), r.Turn
 	t.Excluded = r.avoided(prefill.Addr)
 	if c.Named { // pass 2 must ask for the model again
-		t.Model = r.Model()
+		t.Model = r.Client.Model()
 	}
 	if learn {
 		t.Learn = r.toLearn()
@@ -150,14 +150,14 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	} else {
 		d.Edits, d.Ticket.Undo = r.aloneEdits(v, p, d.Ticket.ID, at)
 	}
-	d.Ticket.Decode, d.Ticket.BodyBytes, d.Ticket.Stream = e.Addr, d.Edits.Len(len(r.Body())), r.Streams()
-	d.Ticket.LeastBytes = p.LeastBytes(r.API(), r.ID, r.Streams())
+	d.Ticket.Decode, d.Ticket.BodyBytes, d.Ticket.Stream = e.Addr, d.Edits.Len(len(r.Client.Body())), r.Streams()
+	d.Ticket.LeastBytes = p.LeastBytes(r.Client.API(), r.ID, r.Streams())
 	return d, nil
 }
 
 // lastHop reports whether Envoy could not follow one more redirect, or could not replay the body.
 func (r *Request) lastHop() bool {
-	return r.Redirects+1 >= r.MaxRedirects || len(r.Body()) > r.SplitBodyBytes
+	return r.Redirects+1 >= r.MaxRedirects || len(r.Client.Body()) > r.SplitBodyBytes
 }
 
 // aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
@@ -171,7 +171,7 @@ func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (e
 	if !pulls && p.Priorities == NoEnginePriority && r.Encoded == nil {
 		return nil, nil
 	}
-	r.Patch.Reset(&r.Request)
+	r.Patch.Reset(&r.Client)
 	if pulls {
 		p.Dialect.Pull(&r.Patch, &r.Sides)
 	}
@@ -193,7 +193,7 @@ func OneHop(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision,
 		Decode: Reservation{Endpoint: e, Booking: c.DecodeBooking(v)}, Computes: e,
 		Affinity: Affinity{Session: r.Session, Decode: e},
 		Report:   Report{Route: "decode_alone", Reason: r.Why, Decode: e},
-		Ticket:   r.ticket(kvtransfer.DecodeLeg, len(r.Body())),
+		Ticket:   r.ticket(kvtransfer.DecodeLeg, len(r.Client.Body())),
 	})
 	var asked *kvstate.Endpoint // by the sidecar
 	if c.Prefill >= 0 {
@@ -220,7 +220,7 @@ func Sidecar(r *Request, v *kvstate.View, c picker.Choice, p *Policy, prefill *k
 	if prefill != nil {
 		h.Prefill = prefill.Addr
 	}
-	if p.EncodeTimeout > 0 && r.HasMedia() {
+	if p.EncodeTimeout > 0 && r.Client.HasMedia() {
 		var encoders []string
 		for i := range v.Endpoints {
 			if c := &v.Endpoints[i]; encodes(c) {
@@ -246,7 +246,7 @@ const minEncodeRedirects = 4
 // EncodesFirst reports whether a request has an encode leg before all others, if an endpoint can take it.
 func EncodesFirst(r *Request, p *Policy) bool {
 	return p.EncodeTimeout > 0 && p.Handoff == HandoffEnvoy && r.Redirects == 0 &&
-		r.MaxRedirects >= minEncodeRedirects && len(r.Body()) <= r.SplitBodyBytes && r.HasMedia()
+		r.MaxRedirects >= minEncodeRedirects && len(r.Client.Body()) <= r.SplitBodyBytes && r.Client.HasMedia()
 }
 
 // PickEncoder returns the position of the usable encode endpoint with the fewest requests, any of several equal ones;
@@ -270,11 +270,11 @@ func PickEncoder(v *kvstate.View) int {
 
 // Encode decides for an encode leg.
 func Encode(r *Request, e *kvstate.Endpoint, p *Policy) *Decision {
-	r.Tokens = r.Pool.PromptTokens(len(r.Body()))
+	r.Tokens = r.Pool.PromptTokens(len(r.Client.Body()))
 	d := r.Decided(&Decision{
 		Leg: LegEncode, Pool: r.Pool, Endpoint: e, PerTry: p.EncodeTimeout,
 		Decode: Reservation{Endpoint: e, Booking: kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: r.Tokens}},
-		Ticket: r.ticket(kvtransfer.EncodeLeg, len(r.Body())),
+		Ticket: r.ticket(kvtransfer.EncodeLeg, len(r.Client.Body())),
 	})
 	d.Ticket.Decode = e.Addr
 	return d

@@ -35,7 +35,7 @@ func asked(t *testing.T, a Attempt, body string) (*Request, *kvstate.View) {
 	if r.Started.IsZero() {
 		r.Started = time.Now()
 	}
-	require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
+	require.NoError(t, r.Client.Scan(openai.Chat, []byte(body), openai.Limits{}))
 	r.Hash()
 	v := &kvstate.View{}
 	state.View(pool, r.Hashes, v)
@@ -98,7 +98,7 @@ func TestFirst(t *testing.T) {
 			require.Equal(t, d.Endpoint, d.Computes)
 			require.Equal(t, max(tt.prefills, tt.a.Prefills), d.Ticket.Prefills)
 			require.Equal(t, tt.a.Redirects, d.Ticket.Redirects)
-			leg := d.Edits.Apply(nil, r.Body())
+			leg := d.Edits.Apply(nil, r.Client.Body())
 			require.Len(t, leg, d.Ticket.BodyBytes)
 			require.Equal(t, hello, string(d.Ticket.Undo.Apply(nil, leg)), "the ticket restores the client's body")
 		})
@@ -224,14 +224,14 @@ func TestStoredResponses(t *testing.T) {
 	_, pool := fleet()
 	d1 := pool.Endpoint("d1:1")
 	r := &Request{Pool: pool, Limits: limits}
-	require.NoError(t, r.Scan(openai.Responses, []byte(`{"model":"m","input":"a","store":true}`), openai.Limits{}))
+	require.NoError(t, r.Client.Scan(openai.Responses, []byte(`{"model":"m","input":"a","store":true}`), openai.Limits{}))
 	e, stored := r.Holder(pool)
 	require.Nil(t, e)
 	require.True(t, stored)
 	d := ToHolder(r, d1)
 	require.Equal(t, LegPass, d.Leg)
 	var again openai.Request
-	require.NoError(t, again.Scan(openai.Responses, d.Edits.Apply(nil, r.Body()), openai.Limits{}))
+	require.NoError(t, again.Scan(openai.Responses, d.Edits.Apply(nil, r.Client.Body()), openai.Limits{}))
 	id, _ := again.String(openai.FieldRequestID)
 	require.Equal(t, d1, HolderOf(pool, id))
 	require.Nil(t, HolderOf(pool, "resp_1"))
@@ -271,7 +271,7 @@ func TestResume(t *testing.T) {
 			r, v := asked(t, Attempt{}, hello)
 			first, why := Split(r, v, picker.Choice{Prefill: 0, Decode: 2}, &p)
 			require.Empty(t, why)
-			body, ticket := first.Edits.Apply(nil, r.Body()), first.Ticket
+			body, ticket := first.Edits.Apply(nil, r.Client.Body()), first.Ticket
 			ticket.StreamUsage = true
 			if tt.ticket != nil {
 				tt.ticket(&ticket)
@@ -323,7 +323,7 @@ func TestResumeContinues(t *testing.T) {
 	r, v := asked(t, Attempt{}, hello)
 	h := HandOver{
 		Ticket: &kvtransfer.Ticket{Pool: "chat", Prefill: "p1:1"}, Params: []byte("[1]"), API: openai.Chat,
-		Decode: v.Endpoints[2].Endpoint, Paired: true, Restored: true, Body: r.Body(),
+		Decode: v.Endpoints[2].Endpoint, Paired: true, Restored: true, Body: r.Client.Body(),
 	}
 	require.True(t, h.Restores(&p, r.Limits))
 	d, err := Resume(r, &h, &p)
@@ -358,7 +358,7 @@ func TestResumeWithTokenIDs(t *testing.T) {
 			p := splitting("trtllm")
 			body := `{"model":"m","prompt":"` + strings.Repeat("x", tt.bytes) + `","max_tokens":9}`
 			r, v := asked(t, Attempt{}, hello)
-			require.NoError(t, r.Scan(openai.Completions, []byte(body), openai.Limits{}))
+			require.NoError(t, r.Client.Scan(openai.Completions, []byte(body), openai.Limits{}))
 			h := HandOver{
 				Ticket: &kvtransfer.Ticket{Pool: "chat", Prefill: "p1:1"}, Params: []byte(params), API: openai.Completions,
 				Decode: v.Endpoints[2].Endpoint, Paired: true, Restored: true, Body: []byte(body), Invalid: tt.invalid,

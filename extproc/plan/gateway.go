@@ -89,7 +89,7 @@ func Fallbacks(k *picker.Picker, r *picker.Request, v *kvstate.View, c picker.Ch
 
 // Rewrite replaces the request's model according to the cluster's rewrites, and returns the edits.
 func (g *Gateway) Rewrite(r *Request, state *kvstate.State) openai.Edits {
-	if g.Asked = r.Model(); g.Asked == "" || len(r.Body()) == 0 {
+	if g.Asked = r.Client.Model(); g.Asked == "" || len(r.Client.Body()) == 0 {
 		return nil
 	}
 	to := state.Rewritten(r.Pool.Spec.Name, g.Asked, rand.Uint64())
@@ -97,7 +97,7 @@ func (g *Gateway) Rewrite(r *Request, state *kvstate.State) openai.Edits {
 		return nil
 	}
 	g.Model = to
-	r.Patch.Reset(&r.Request)
+	r.Patch.Reset(&r.Client)
 	r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, to))
 	edits := slices.Clone(r.Patch.Edits())
 	for i := range edits {

@@ -19,11 +19,11 @@ func TestRewriteOutlivesThePatch(t *testing.T) {
 		{Model: "gold", Targets: []inferencepolicy.Target{{Model: "tiny", Weight: 1}}},
 	}})
 	body := []byte(`{"model":"gold","messages":[]}`)
-	require.NoError(t, r.Scan(openai.Chat, body, openai.Limits{}))
+	require.NoError(t, r.Client.Scan(openai.Chat, body, openai.Limits{}))
 	g := &Gateway{}
 	edits := g.Rewrite(r, state)
 	require.Equal(t, Gateway{Model: "tiny", Asked: "gold"}, *g)
-	r.Patch.Reset(&r.Request)
+	r.Patch.Reset(&r.Client)
 	r.Patch.Set("stream", openai.FieldStream, []byte("true"))
 	_ = r.Patch.Edits()
 	require.Equal(t, `{"model":"tiny","messages":[]}`, string(edits.Apply(nil, body)))

@@ -35,8 +35,8 @@ func BothLegs(r *Request, v *kvstate.View, legs *kvtransfer.Legs, c picker.Choic
 // bothLegs returns nil if the undo of P's leg does not fit a ticket. The error is the dialect's.
 func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*Decision, error) {
 	dialect, prefill, decode := p.Dialect.Concurrent, legs.Prefill, legs.Decode
-	r.Patch.Reset(&r.Request)
-	how, err := dialect.Plan(&r.Request, &r.Patch, legs)
+	r.Patch.Reset(&r.Client)
+	how, err := dialect.Plan(&r.Client, &r.Patch, legs)
 	if err != nil {
 		return nil, err
 	}
@@ -54,11 +54,11 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
 		Decode:   Reservation{Endpoint: decode, Booking: bookingAfter(prefill, c.PromptTokens, c.AnswerTokens)},
 		Computes: prefill, Report: Report{Route: "pair", Prefill: prefill, Decode: decode},
-		Ticket: r.ticket(kvtransfer.PairLegs, edits.Len(len(r.Body()))),
+		Ticket: r.ticket(kvtransfer.PairLegs, edits.Len(len(r.Client.Body()))),
 	})
 	t := &d.Ticket
 	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = legs.ID, prefill.Addr, decode.Addr, true, r.Prefills+1
 	t.Undo, t.Params, t.Prompt, t.Loads = undo, how.Decode, r.LastBlock(), true
-	t.LeastBytes = p.LeastBytes(r.API(), r.ID, r.Streams() && !how.Joined)
+	t.LeastBytes = p.LeastBytes(r.Client.API(), r.ID, r.Streams() && !how.Joined)
 	return d, nil
 }

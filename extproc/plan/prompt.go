@@ -23,7 +23,7 @@ type Prompt struct {
 }
 
 // Hash computes the hashes of the prompt's text blocks.
-func (r *Request) Hash() { r.Hashes = r.PromptHash(r.Hashes[:0], BlockBytes, MaxBlocks) }
+func (r *Request) Hash() { r.Hashes = r.Client.PromptHash(r.Hashes[:0], BlockBytes, MaxBlocks) }
 
 // LastBlock returns what a ticket stores of the prompt for the replica that continues the request: only the last of
 // its block hashes, because all of them would not fit. The index has the others ([kvstate.Pool.TextOf]), since the
@@ -42,7 +42,7 @@ func (r *Request) RecallTokens() (ask bool) {
 	if len(r.Pool.TokenBlockSizes()) == 0 || len(r.Hashes) == 0 {
 		return false
 	}
-	if ids := r.PromptIDs(); ids != nil {
+	if ids := r.Client.PromptIDs(); ids != nil {
 		var ok bool
 		if r.IDs, ok = openai.TokenIDs(r.IDs[:0], ids); ok && len(r.IDs) > 0 {
 			r.Known.TextBlocks = len(r.Hashes) // there is nothing to learn
@@ -58,10 +58,10 @@ func (r *Request) CountTokens(estimate int64) {
 	switch {
 	case r.Known.TextBlocks == 0:
 		r.Tokens = estimate
-	case r.PromptIDs() != nil:
+	case r.Client.PromptIDs() != nil:
 		r.Tokens = int64(len(r.IDs))
 	default:
-		rest := max(r.PromptBytes()-r.Known.TextBlocks*BlockBytes, 0)
+		rest := max(r.Client.PromptBytes()-r.Known.TextBlocks*BlockBytes, 0)
 		r.Tokens = int64(r.Known.Tokens) + r.Pool.PromptTokens(rest)
 	}
 }
@@ -73,7 +73,7 @@ func (r *Request) MatchTokens(pool *kvstate.Pool, v *kvstate.View) {
 	if len(sizes) == 0 || r.Known.TextBlocks == 0 {
 		return
 	}
-	if r.PromptIDs() == nil {
+	if r.Client.PromptIDs() == nil {
 		matchKnown(pool, v, r.Hashes, &r.Known, r.Tokens)
 		return
 	}
@@ -105,15 +105,15 @@ func (r *Request) MatchReported(v *kvstate.View, tokens int64) {
 
 // TokenPrompt returns what identifies the blocks of the prompt's tokens, without the tokens.
 func (r *Request) TokenPrompt(pool *kvstate.Pool) prefixindex.TokenPrompt {
-	salt, _ := r.String(openai.FieldCacheSalt)
-	return prefixindex.TokenPrompt{LoRA: pool.LoRA(r.Model()), Salt: prefixindex.SaltKey(salt)}
+	salt, _ := r.Client.String(openai.FieldCacheSalt)
+	return prefixindex.TokenPrompt{LoRA: pool.LoRA(r.Client.Model()), Salt: prefixindex.SaltKey(salt)}
 }
 
 // learns reports whether to ask prefill for the prompt's token ids: if there are KV events and some of the tokens
 // are unknown. vLLM returns them since 0.10.2 for chat and completions; earlier releases and other engines ignore
 // the member.
 func (r *Request) learns(p *Policy) bool {
-	api := r.API()
+	api := r.Client.API()
 	return p.LearnTokens && r.Known.TextBlocks < len(r.Hashes) && (api == openai.Chat || api == openai.Completions)
 }
 
@@ -121,5 +121,5 @@ func (r *Request) learns(p *Policy) bool {
 // from P's answer.
 func (r *Request) toLearn() kvtransfer.Learn {
 	prompt := r.TokenPrompt(r.Pool)
-	return kvtransfer.Learn{Bytes: r.PromptBytes(), LoRA: prompt.LoRA, Salt: prompt.Salt}
+	return kvtransfer.Learn{Bytes: r.Client.PromptBytes(), LoRA: prompt.LoRA, Salt: prompt.Salt}
 }

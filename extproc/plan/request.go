@@ -16,7 +16,7 @@ import (
 // Request is a request while one of its passes is planned: its body, what was read from the state for it, and the
 // memory of the decision. Later requests reuse the memory.
 type Request struct {
-	openai.Request // the client's body, scanned
+	Client openai.Request // the client's body, scanned
 	Attempt
 	Limits
 	Prompt
@@ -64,7 +64,7 @@ const maxKeptParams = 64 << 10
 
 // Reset clears the request; the memory stays.
 func (r *Request) Reset() {
-	r.Request.Reset()
+	r.Client.Reset()
 	clear(r.memory.undo) // refers to the body
 	r.Sides, r.memory.source = kvtransfer.Pair{}, kvtransfer.Side{}
 	if cap(r.memory.params) > maxKeptParams {
@@ -87,7 +87,7 @@ func (r *Request) Decided(d *Decision) *Decision {
 // every pass.
 func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 	q := picker.Request{
-		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Model(), Labels: r.Labels, Split: split,
+		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Client.Model(), Labels: r.Labels, Split: split,
 		Targets: r.Targets, Rand: rand.Uint64(),
 		Faults: picker.Faults{
 			Excluded: r.Excluded, FailedPair: r.PairFailed, Trial: !r.Streams(), MustPair: split && p.MustSplit(),
@@ -96,12 +96,12 @@ func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 	if q.MustPair {
 		q.Final = r.Retries()
 	}
-	q.MinAnswer, q.MaxAnswer = r.AnswerTokens()
+	q.MinAnswer, q.MaxAnswer = r.Client.AnswerTokens()
 	return q
 }
 
 // Streams reports whether the client wants its answer as a stream.
-func (r *Request) Streams() bool { return r.True(openai.FieldStream) }
+func (r *Request) Streams() bool { return r.Client.True(openai.FieldStream) }
 
 // ticket returns the beginning of a leg's ticket; bytes is the length of the leg's body.
 func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
@@ -127,7 +127,7 @@ func SideOf(e *kvstate.Endpoint) kvtransfer.Side {
 func (r *Request) Edits(p *Policy) (edits, undo openai.Edits, ok bool) {
 	r.setPriority(p)
 	edits = r.Patch.Edits()
-	r.memory.undo = edits.Inverse(r.memory.undo[:0], r.Body())
+	r.memory.undo = edits.Inverse(r.memory.undo[:0], r.Client.Body())
 	return edits, r.memory.undo, r.memory.undo.Size() <= kvtransfer.MaxUndoBytes
 }
 

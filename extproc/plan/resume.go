@@ -148,8 +148,8 @@ func (r *Request) continueAfter(d *Decision, h *HandOver, p *Policy) (answer []b
 	d.Edits = nil // the body is the client's already
 	err := h.Invalid
 	if err == nil {
-		r.Patch.Reset(&r.Request)
-		answer, err = p.Dialect.Continue(&r.Request, &r.Patch, h.Params)
+		r.Patch.Reset(&r.Client)
+		answer, err = p.Dialect.Continue(&r.Client, &r.Patch, h.Params)
 	}
 	if err != nil {
 		d.Lost = err
@@ -174,7 +174,7 @@ func (r *Request) completeWith(d *Decision, h *HandOver, p *Policy) openai.Edits
 	d.Edits = nil // the body is the client's already
 	err := h.Invalid
 	if err == nil {
-		r.Patch.Reset(&r.Request)
+		r.Patch.Reset(&r.Client)
 		err = p.Dialect.Completion(&r.Patch, h.Params)
 	}
 	if err != nil {

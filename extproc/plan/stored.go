@@ -20,22 +20,22 @@ import (
 
 // Holder finds the endpoint that a request to the Responses API is bound to. stored is false if it is not bound.
 func (r *Request) Holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool) {
-	if r.API() != openai.Responses {
+	if r.Client.API() != openai.Responses {
 		return nil, false
 	}
-	if id, ok := r.String(openai.FieldPreviousResponseID); ok {
+	if id, ok := r.Client.String(openai.FieldPreviousResponseID); ok {
 		if e := HolderOf(pool, id); e != nil {
 			return e, true
 		}
 	}
-	return nil, r.True(openai.FieldStore) || r.True(openai.FieldBackground)
+	return nil, r.Client.True(openai.FieldStore) || r.Client.True(openai.FieldBackground)
 }
 
 // ToHolder decides for the one hop to the endpoint that holds, or will hold, a request's response.
 func ToHolder(r *Request, e *kvstate.Endpoint) *Decision {
-	d := Pass(r, e, len(r.Body()), "stored_response")
-	if !r.Has(openai.FieldRequestID) {
-		r.Patch.Reset(&r.Request)
+	d := Pass(r, e, len(r.Client.Body()), "stored_response")
+	if !r.Client.Has(openai.FieldRequestID) {
+		r.Patch.Reset(&r.Client)
 		r.Patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))
 		d.Edits = r.Patch.Edits()
 	}

@@ -41,7 +41,7 @@ func workOf(h *prometheus.HistogramVec) (out [len(workRoles)][works]prometheus.O
 
 // Meter measures one stream: its phases, and its span if it is traced.
 type Meter struct {
-	*Observer
+	Observer *Observer
 	tracer   trace.Tracer // nil: no traces
 	role     int          // position in workRoles
 	Began    time.Time    // when the stream began
@@ -71,7 +71,7 @@ func (x *Meter) LeaveOut(d time.Duration) { x.since = x.since.Add(d) }
 
 // Processed counts the stream.
 func (x *Meter) Processed(role string) {
-	x.Metrics.Processed(role, x.since.Sub(x.Began), x.Busy, x.Exemplar)
+	x.Observer.Metrics.Processed(role, x.since.Sub(x.Began), x.Busy, x.Exemplar)
 }
 
 // EndPhase ends a phase of the stream and starts the next one.
@@ -79,7 +79,7 @@ func (x *Meter) EndPhase(w work) {
 	now := time.Now()
 	took := now.Sub(x.since)
 	x.since = now
-	observe(x.Metrics.work[x.role][w], took, x.Exemplar)
+	observe(x.Observer.Metrics.work[x.role][w], took, x.Exemplar)
 	if w != PhaseReceive {
 		x.Busy += took
 	}

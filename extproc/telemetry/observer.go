@@ -103,15 +103,15 @@ func (o *Observer) AnswerBegan(requestID string, started time.Time, e *kvstate.E
 }
 
 // WantsWeighed reports whether the plan should name the prices of all endpoints.
-func (x *Meter) WantsWeighed() bool { return x.Recording() || x.wantsWeighed(time.Now()) }
+func (x *Meter) WantsWeighed() bool { return x.Recording() || x.Observer.wantsWeighed(time.Now()) }
 
 // Planned reports the plan of a pass.
 func (x *Meter) Planned(ctx context.Context, p *Planned) {
-	x.decided(p.Pool, p.Route, p.Reason)
-	x.record(p)
+	x.Observer.decided(p.Pool, p.Route, p.Reason)
+	x.Observer.record(p)
 	x.spanPlanned(p)
-	if x.log.Enabled(ctx, slog.LevelDebug) {
-		x.log.DebugContext(ctx, "planned", "request_id", p.RequestID, "pool", p.Pool, "route", p.Route,
+	if x.Observer.log.Enabled(ctx, slog.LevelDebug) {
+		x.Observer.log.DebugContext(ctx, "planned", "request_id", p.RequestID, "pool", p.Pool, "route", p.Route,
 			"reason", p.Reason, "prefill", p.Prefill, "decode", p.Decode, "prompt_tokens", p.PromptTokens,
 			"body_bytes", p.BodyBytes, "waited", p.Waited)
 	}
@@ -119,7 +119,7 @@ func (x *Meter) Planned(ctx context.Context, p *Planned) {
 
 // Replanned reports that a hop of a request failed: t is the ticket that came back. Another plan follows, or an error.
 func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
-	x.Metrics.Replanned(t)
+	x.Observer.Metrics.Replanned(t)
 	failed := FailedHop{Hop: t.Cause}
 	switch t.Cause {
 	case kvtransfer.CausePrefill, kvtransfer.CauseTurn:
@@ -127,18 +127,18 @@ func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
 	case kvtransfer.CauseDecode, kvtransfer.CauseEncode: // the endpoint that encodes stands in the ticket as decode
 		failed.Endpoint = t.Decode
 	}
-	x.leg(requestID, t, func(trace *Trace) { trace.Failed = append(trace.Failed, failed) })
+	x.Observer.leg(requestID, t, func(trace *Trace) { trace.Failed = append(trace.Failed, failed) })
 }
 
 // HandedOver reports where pass 2 sends the request of a ticket, and whether the KV parameters go with it.
 func (x *Meter) HandedOver(requestID string, t *kvtransfer.Ticket, d *kvstate.Endpoint, withParams bool) {
-	x.leg(requestID, t, func(trace *Trace) { trace.Decode = d.Addr })
+	x.Observer.leg(requestID, t, func(trace *Trace) { trace.Decode = d.Addr })
 	x.spanHandOver(d, withParams)
 }
 
 // PrefillRefused reports that P refused the request itself.
 func (x *Meter) PrefillRefused(t *kvtransfer.Ticket, code int, took time.Duration) {
-	x.prefillEnded(t, code, "refused", took, x.Exemplar)
+	x.Observer.prefillEnded(t, code, "refused", took, x.Exemplar)
 }
 
 // PrefillEnded reports how a prefill leg ended. next is the redirect's ticket; nil: P's answer is the client's.
@@ -149,8 +149,8 @@ func (x *Meter) PrefillEnded(
 	if next != nil && next.Stage == kvtransfer.Failed && next.Cause != kvtransfer.CausePoolGone {
 		result = "failed"
 	}
-	x.prefillEnded(t, code, result, took, x.Exemplar)
-	x.leg(requestID, t, func(trace *Trace) {
+	x.Observer.prefillEnded(t, code, result, took, x.Exemplar)
+	x.Observer.leg(requestID, t, func(trace *Trace) {
 		trace.PrefillTime = took
 		if next == nil {
 			trace.Decode, trace.Final = "", true
@@ -165,20 +165,20 @@ func (x *Meter) PrefillEnded(
 
 // MirrorEnded reports how the prefill leg of concurrent legs ended (ok, refused, failed).
 func (x *Meter) MirrorEnded(requestID string, t *kvtransfer.Ticket, code int, result string, took time.Duration) {
-	x.prefillEnded(t, code, result, took, x.Exemplar)
+	x.Observer.prefillEnded(t, code, result, took, x.Exemplar)
 	x.SpanLegEnded(result, code)
-	x.leg(requestID, t, func(trace *Trace) { trace.PrefillTime = took })
+	x.Observer.leg(requestID, t, func(trace *Trace) { trace.PrefillTime = took })
 }
 
 // PromptRead reports the prompt's counts in P's answer.
 func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfer.Answer, took time.Duration) {
-	x.Prompt(t.Pool, got)
+	x.Observer.Prompt(t.Pool, got)
 	if t.Stage == kvtransfer.PairLegs {
 		x.spanAnswered(got)
 	} else {
-		x.compare(t, got, took)
+		x.Observer.compare(t, got, took)
 	}
-	x.leg(requestID, t, func(trace *Trace) {
+	x.Observer.leg(requestID, t, func(trace *Trace) {
 		trace.CachedTokens = got.CachedTokens
 		if got.PromptTokens > 0 {
 			trace.PromptTokens = got.PromptTokens
@@ -188,6 +188,6 @@ func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfe
 
 // LegEnded reports how a hop ended (ok, refused, failed, client_gone). status is the engine's; 0: none came.
 func (x *Meter) LegEnded(pool, hop, endpoint, result string, status int, took time.Duration) {
-	x.HopEnded(pool, hop, endpoint, result, took, x.Exemplar)
+	x.Observer.HopEnded(pool, hop, endpoint, result, took, x.Exemplar)
 	x.SpanLegEnded(result, status)
 }
