@@ -5,7 +5,7 @@
 //     place for every way and role.
 //   - Decide (decide.go, and package plan): what happens next, as a value.
 //   - Commit (commit.go): the only step that changes the state because of the decision. It includes the call to
-//     prefill where no second hop of Envoy's does that (direct.go). [Held] says what a pass has reserved (held.go).
+//     prefill where no second hop of Envoy's does that (direct.go). [Held] says what a pass has reserved.
 //
 // [Pass.First] and [Pass.Other] begin with a body, [Pass.Gateway] with one of a gateway that makes one hop, and
 // [Pass.Resume] with the ticket of a leg that has ended (resume.go); [Prefilled] makes the ticket of a prefill leg's
@@ -65,33 +65,6 @@ func New(o Options) *Shared {
 		s.Now = o.State.Clock.Now
 	}
 	return s
-}
-
-// Head is what a transport has received of a request before its body. The values live as long as its stream.
-type Head struct {
-	Method, Path, Authority      []byte // Path as the client sent it: a gateway's prefix is cut
-	ContentType, ContentEncoding []byte
-	Authorization                []byte
-	Objective, Fairness          []byte // inference objectives
-	TTFT, TPOT                   Target
-	Explain                      []byte                                 // an operator's token; nil: nobody asks
-	Prefilled                    []byte                                 // P's inline answer, base64
-	Load                         []byte                                 // that P reports with it (ORCA)
-	More                         interface{ Extra(name string) []byte } // headers that settings name
-}
-
-// extra returns a header that settings name; nil: it is absent.
-func (h *Head) extra(name string) []byte {
-	if h.More == nil {
-		return nil
-	}
-	return h.More.Extra(name)
-}
-
-// Target is a header with a time, and its name for errors.
-type Target struct {
-	Name  string
-	Value []byte
 }
 
 // Body is the body of a transport's request.
