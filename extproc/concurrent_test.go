@@ -354,6 +354,18 @@ func TestPairAlternatives(t *testing.T) {
 	})
 }
 
+// A pool without endpoints, or with those of one role, is the client's 503.
+func TestPairWithoutEndpoints(t *testing.T) {
+	for _, dialect := range []string{"sglang", "mooncake", "p2p-nccl"} {
+		for _, endpoints := range [][]string{nil, {"p1"}} {
+			s := pairStand(t, dialect, endpoints...)
+			v := s.newRequest("/v1/chat/completions", "r1", chatBody).pass()
+			require.Equal(t, 503, v.status(), "%s %v", dialect, endpoints)
+			require.Zero(t, s.state.Reservations())
+		}
+	}
+}
+
 // A ticket of another kind opens neither leg.
 func TestPairForeignTickets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -31,9 +31,16 @@ func (x *Pass) readChosen(ctx context.Context) {
 // once and cannot: then one endpoint is chosen.
 func (x *Pass) decide() (*plan.Decision, error) {
 	r, v, c, p, w := &x.Req, &x.View, x.choice, &x.policy.Policy, &x.want
+	if w.way == atOnce {
+		d, err := plan.BothLegs(r, v, &w.legs, c, p)
+		if d == nil && err == nil {
+			w.way = alone
+		}
+		return d, err
+	}
 	e := w.bound
 	if e == nil {
-		e = v.Endpoints[max(c.Decode, 0)].Endpoint
+		e = v.Endpoints[c.Decode].Endpoint
 	}
 	switch w.way {
 	case storedAt:
@@ -44,12 +51,6 @@ func (x *Pass) decide() (*plan.Decision, error) {
 		return plan.ToHolder(r, e), nil
 	case encoding:
 		return plan.Encode(r, e, p), nil
-	case atOnce:
-		d, err := plan.BothLegs(r, v, &w.legs, c, p)
-		if d == nil && err == nil {
-			w.way = alone
-		}
-		return d, err
 	case alone:
 		if err := r.Exhausted(p, e.Addr); err != nil {
 			return nil, err
