@@ -27,7 +27,6 @@ var reaching = map[string]reach{
 	"extproc/latebinding.Queue":           {27, 29},
 	"extproc/latebinding.Waiter":          {4, 28},
 	"extproc/openai.Request":              {47, 9},
-	"extproc/plan.Request":                {32, 43},
 	"extproc/telemetry.Metrics":           {29, 34},
 	"extproc/telemetry.Observer":          {41, 43},
 	"extproc/telemetry.Planned":           {0, 27},

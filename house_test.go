@@ -67,9 +67,9 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    69,
+	"cmd/tandem":    68,
 	"envoy-configs": 32,
-	"extproc":       40,
+	"extproc":       36,
 	"status":        3,
 }
 

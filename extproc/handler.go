@@ -124,7 +124,7 @@ func (x handler) decision(of *pass.Pass) []byte {
 		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
 		envoywire.MetadataField{Name: "decode", Text: p.Decode},
 		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
-		envoywire.MetadataField{Name: "price", Number: of.Req.Price},
+		envoywire.MetadataField{Name: "price", Number: of.Req.Foreseen.Price},
 		envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
 }
 

@@ -182,7 +182,7 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
-	rested := q.rest(ctx, of.Redirects)
+	rested := q.rest(ctx, of.Attempt.Redirects)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),

@@ -76,7 +76,7 @@ func (x *Pass) narrow() error {
 		if err := plan.Shed(w.priority, v, x.shared.Gateway); err != nil {
 			return err
 		}
-		if r.Why != passThrough {
+		if r.Attempt.Why != passThrough {
 			return plan.GatewayHolder(r, v)
 		}
 	}
@@ -94,7 +94,7 @@ func (x *Pass) ask() picker.Request {
 		ask.Model, ask.MinAnswer, ask.MaxAnswer = w.model, 0, 0
 		return ask
 	}
-	ask := r.Ask(&x.policy.Policy, r.Tokens, !r.Alone)
+	ask := r.Ask(&x.policy.Policy, r.Tokens, !r.Attempt.Alone)
 	ask.Priority, ask.Targets, ask.OnMiss, ask.Flow = w.priority, w.targets, w.onMiss, w.flow
 	return ask
 }
@@ -107,7 +107,7 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 	x.Picker.Policy = policy.Placement()
 	waits := policy.queue != nil && x.want.way.waits() &&
 		len(x.View.Endpoints) == len(x.Req.Pool.Endpoints())
-	if !waits || x.Req.Redirects > 0 {
+	if !waits || x.Req.Attempt.Redirects > 0 {
 		miss := r.OnMiss
 		if miss == picker.MissWait {
 			r.OnMiss = picker.MissGoOn

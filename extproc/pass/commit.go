@@ -27,7 +27,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 	r.Decision = d
 	var why string
 	if r.Held, why = x.reserve(ctx, d); why != "" {
-		x.Req.Why = why
+		x.Req.Attempt.Why = why
 		if d, err = plan.Alone(&x.Req, &x.View, x.choice, &x.policy.Policy); err != nil {
 			return Routed{}, err
 		}

@@ -48,7 +48,7 @@ func (k conversation) read(ctx context.Context) {
 	x := k.pass
 	r, c, p := &x.Req, x.choice, &x.policy.Policy
 	r.Turn.Conversation, r.Turn.OwnIDs = plan.Conversation(r, p)
-	if r.Turn.Conversation == ([16]byte{}) || r.Prefills > 0 || r.ConversationFailed {
+	if r.Turn.Conversation == ([16]byte{}) || r.Attempt.Prefills > 0 || r.Attempt.ConversationFailed {
 		return
 	}
 	limit := plan.PrefillLimit(r, &x.View, c, p)

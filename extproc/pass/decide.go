@@ -52,7 +52,7 @@ func (x *Pass) decide() (*plan.Decision, error) {
 	case encoding:
 		return plan.Encode(r, e, p), nil
 	case alone:
-		if err := r.Exhausted(p, e.Addr); err != nil {
+		if err := r.Attempt.Exhausted(p, e.Addr); err != nil {
 			return nil, err
 		}
 		return plan.Alone(r, v, c, p)
@@ -69,7 +69,7 @@ func (x *Pass) decide() (*plan.Decision, error) {
 func (x *Pass) decideForGateway() (*plan.Decision, error) {
 	r, v, c, p := &x.Req, &x.View, x.choice, &x.policy.Policy
 	if c.Prefill < 0 {
-		if err := p.RefuseAlone(r.Pool, cmp.Or(r.Why, p.Unpaired(v, c.Uncached))); err != nil {
+		if err := p.RefuseAlone(r.Pool, cmp.Or(r.Attempt.Why, p.Unpaired(v, c.Uncached))); err != nil {
 			return nil, err
 		}
 	}

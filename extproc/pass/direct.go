@@ -50,7 +50,7 @@ func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (
 	if err != nil {
 		return held, err
 	}
-	d.Report.Reason = x.Req.Why
+	d.Report.Reason = x.Req.Attempt.Why
 	d.Edits = plan.Merge(edits, d.Edits)
 	d.Ticket.BodyBytes, d.Ticket.Undo = d.Edits.Len(x.size()), d.Edits.Inverse(nil, x.Body.Bytes())
 	if edits != nil {
@@ -73,13 +73,13 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 	case x.shared.direct.places <- struct{}{}:
 		defer func() { <-x.shared.direct.places }()
 	default:
-		r.Why = "direct_calls_spent"
+		r.Attempt.Why = "direct_calls_spent"
 		return nil, nil
 	}
 	for {
 		e := v.Endpoints[c.Prefill].Endpoint
 		edits, err := k.once(ctx, c)
-		r.Prefills++
+		r.Attempt.Prefills++
 		if err == nil {
 			return edits, nil
 		}
@@ -88,12 +88,12 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 			return nil, err
 		}
 		x.shared.Log.Warn("prefill failed", "request_id", r.ID, "endpoint", e.Addr, "err", err)
-		r.Excluded = append(r.Excluded, e.Addr)
+		r.Attempt.Excluded = append(r.Attempt.Excluded, e.Addr)
 		if p.OnFailure == plan.Fail {
 			return nil, openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
 		}
-		r.Why = "prefill_failed"
-		if p.OnFailure == plan.DecodeAlone || r.Prefills >= p.PrefillAttempts || r.Late(p) {
+		r.Attempt.Why = "prefill_failed"
+		if p.OnFailure == plan.DecodeAlone || r.Attempt.Prefills >= p.PrefillAttempts || r.Attempt.Late(p) {
 			return nil, nil
 		}
 		want := r.Ask(p, r.Tokens, true)

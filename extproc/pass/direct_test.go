@@ -17,5 +17,5 @@ func TestDirectCallsAreBounded(t *testing.T) {
 	edits, err := prefillCall{&x, &plan.Decision{}}.prefill(t.Context())
 	require.NoError(t, err)
 	require.Nil(t, edits)
-	require.Equal(t, "direct_calls_spent", x.Req.Why)
+	require.Equal(t, "direct_calls_spent", x.Req.Attempt.Why)
 }

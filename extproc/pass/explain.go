@@ -117,8 +117,9 @@ func (x *Pass) report(ctx context.Context, d *plan.Decision) {
 	*p = telemetry.Planned{
 		RequestID: x.ID, Started: t.Started, Pass: t.Redirects, Pool: d.Pool.Spec.Name,
 		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.View.Endpoints),
-		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Prefilled, ExpectedFirst: r.FirstToken,
-			PromptBlocks: len(r.Hashes), Margin: telemetry.MarginOf(r.Price, r.Other, how.Prefill != nil)},
+		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Foreseen.Prefilled, ExpectedFirst: r.Foreseen.FirstToken,
+			PromptBlocks: len(r.Hashes),
+			Margin:       telemetry.MarginOf(r.Foreseen.Price, r.Foreseen.Other, how.Prefill != nil)},
 		Queued: x.queued(), Streamed: r.Streams(), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
 	}
 	if how.Prefill != nil {

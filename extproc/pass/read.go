@@ -64,7 +64,7 @@ func (s *Shared) API(h *Head) openai.API {
 // begin begins to plan a request to a pool.
 func (x *Pass) begin(pool *kvstate.Pool, a plan.Attempt) (ok bool) {
 	r := &x.Req
-	r.Pool, r.Attempt, r.Limits, r.Clock = pool, a, x.shared.Limits, x.shared.Now
+	r.Pool, r.Attempt, r.Limits, r.Attempt.Clock = pool, a, x.shared.Limits, x.shared.Now
 	r.ID, r.Began, r.Traced = x.ID, x.Meter.Began, x.Meter.Recording()
 	r.Hashes = r.Hashes[:0]
 	x.policy, ok = x.shared.Policy(pool.Spec.Name)
@@ -100,7 +100,7 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 	} else if err := p.MaySplit(&r.Attempt, &r.Client, x.size(), r.Limits); err != nil {
 		return err
 	}
-	if x.want.way == atOnce && r.Alone {
+	if x.want.way == atOnce && r.Attempt.Alone {
 		x.want.way = alone
 	}
 	if x.want.way == oneByOne && plan.EncodesFirst(r, &p.Policy) {
@@ -132,7 +132,7 @@ func (x *Pass) readRest(ctx context.Context) error {
 // hash hashes the prompt, which is counted once.
 func (x *Pass) hash() {
 	x.Req.Hash()
-	if x.Req.Redirects == 0 {
+	if x.Req.Attempt.Redirects == 0 {
 		x.shared.State.CountPrompt(x.Req.Pool, x.Req.Hashes)
 	}
 }

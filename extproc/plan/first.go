@@ -16,28 +16,28 @@ import (
 // First decides for a request from its body: in pass 1 and, after a failed hop, in another attempt. c is the picker's
 // choice among the endpoints of v. An error is the client's answer.
 func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
-	if err := r.Exhausted(p, v.Endpoints[c.Decode].Endpoint.Addr); err != nil {
+	if err := r.Attempt.Exhausted(p, v.Endpoints[c.Decode].Endpoint.Addr); err != nil {
 		return nil, err
 	}
 	if c.Prefill < 0 {
-		if r.Why == "" {
-			r.Why = p.Unpaired(v, c.Uncached)
+		if r.Attempt.Why == "" {
+			r.Attempt.Why = p.Unpaired(v, c.Uncached)
 		}
-		if c.Full && r.Why == "cheaper" && v.Endpoints[c.Decode].Endpoint.Role&kvstate.RolePrefill != 0 {
-			r.Why = NoRoom
+		if c.Full && r.Attempt.Why == "cheaper" && v.Endpoints[c.Decode].Endpoint.Role&kvstate.RolePrefill != 0 {
+			r.Attempt.Why = NoRoom
 		}
 		return Alone(r, v, c, p)
 	}
 	if lacks := lacking(r, v, c.Decode); p.Dialect.Push != nil && p.Dialect.Push.LeavesAll(r.Tokens, r.Tokens-lacks) &&
 		p.RefuseAlone(r.Pool, "cheaper") == nil {
-		r.Why, c.Uncached = "held_by_decode", lacks
+		r.Attempt.Why, c.Uncached = "held_by_decode", lacks
 		return Alone(r, v, c, p)
 	}
 	d, why := Split(r, v, c, p)
 	if why == "" {
 		return d, nil
 	}
-	r.Why = why
+	r.Attempt.Why = why
 	return Alone(r, v, c, p)
 }
 
@@ -103,11 +103,12 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 		Ticket:   r.ticket(kvtransfer.PrefillLeg, edits.Len(len(r.Client.Body()))),
 	})
 	t := &d.Ticket
-	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = r.Sides.Attempt, prefill.Addr, decode.Addr, true, r.Prefills+1
-	t.Undo, t.Stream, t.StreamUsage, t.Session = undo, r.Streams(), r.Client.WantsUsage(), r.Session
+	t.ID, t.Prefill, t.Decode, t.Split = r.Sides.Attempt, prefill.Addr, decode.Addr, true
+	t.Prefills, t.Undo = r.Attempt.Prefills+1, undo
+	t.Stream, t.StreamUsage, t.Session = r.Streams(), r.Client.WantsUsage(), r.Session
 	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
 	t.AnswerTokens, t.Prompt, t.Turn = c.AnswerTokens, r.LastBlock(), r.Turn
-	t.Excluded = r.avoided(prefill.Addr)
+	t.Excluded = r.Attempt.avoided(prefill.Addr)
 	if c.Named { // pass 2 must ask for the model again
 		t.Model = r.Client.Model()
 	}
@@ -127,12 +128,12 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 
 // Alone decides for the one hop that answers the whole request.
 func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
-	if err := p.RefuseAlone(r.Pool, r.Why); err != nil {
+	if err := p.RefuseAlone(r.Pool, r.Attempt.Why); err != nil {
 		return nil, err
 	}
-	reason := r.Why
+	reason := r.Attempt.Why
 	chosen := reason == "cheaper" || reason == "min_prefill_tokens" || reason == NoRoom
-	if chosen && r.Prefills > 0 && !r.DecodeFailed {
+	if chosen && r.Attempt.Prefills > 0 && !r.Attempt.DecodeFailed {
 		reason = "prefill_failed" // else it would not be planned again
 	}
 	at := c.Decode
@@ -158,7 +159,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 
 // lastHop reports whether Envoy could not follow one more redirect, or could not replay the body.
 func (r *Request) lastHop() bool {
-	return r.Redirects+1 >= r.MaxRedirects || len(r.Client.Body()) > r.SplitBodyBytes
+	return r.Attempt.Redirects+1 >= r.Limits.MaxRedirects || len(r.Client.Body()) > r.Limits.SplitBodyBytes
 }
 
 // aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
@@ -169,7 +170,7 @@ func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (e
 		r.SetSource(v, p, at)
 		pulls = r.Sides.Source != nil
 	}
-	if !pulls && p.Priorities == NoEnginePriority && r.Encoded == nil {
+	if !pulls && p.Priorities == NoEnginePriority && r.Attempt.Encoded == nil {
 		return nil, nil
 	}
 	r.Patch.Reset(&r.Client)
@@ -185,7 +186,7 @@ func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (e
 // hop, this server has the prompt computed (Decision.Direct).
 func OneHop(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
 	e := v.Endpoints[c.Decode].Endpoint
-	if err := r.Exhausted(p, e.Addr); err != nil {
+	if err := r.Attempt.Exhausted(p, e.Addr); err != nil {
 		return nil, err
 	}
 	d := r.Decided(&Decision{
@@ -193,7 +194,7 @@ func OneHop(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision,
 		PerTry: p.AnswerStart(r.Streams(), p.PrefillTimeout+r.Pool.PrefillTime(r.Tokens, p.PerToken)),
 		Decode: Reservation{Endpoint: e, Booking: c.DecodeBooking(v)}, Computes: e,
 		Affinity: Affinity{Session: r.Session, Decode: e},
-		Report:   Report{Route: "decode_alone", Reason: r.Why, Decode: e},
+		Report:   Report{Route: "decode_alone", Reason: r.Attempt.Why, Decode: e},
 		Ticket:   r.ticket(kvtransfer.DecodeLeg, len(r.Client.Body())),
 	})
 	var asked *kvstate.Endpoint // by the sidecar
@@ -246,8 +247,9 @@ const minEncodeRedirects = 4
 
 // EncodesFirst reports whether a request has an encode leg before all others, if an endpoint can take it.
 func EncodesFirst(r *Request, p *Policy) bool {
-	return p.EncodeTimeout > 0 && p.Handoff == HandoffEnvoy && r.Redirects == 0 &&
-		r.MaxRedirects >= minEncodeRedirects && len(r.Client.Body()) <= r.SplitBodyBytes && r.Client.HasMedia()
+	return p.EncodeTimeout > 0 && p.Handoff == HandoffEnvoy && r.Attempt.Redirects == 0 &&
+		r.Limits.MaxRedirects >= minEncodeRedirects && len(r.Client.Body()) <= r.Limits.SplitBodyBytes &&
+		r.Client.HasMedia()
 }
 
 // PickEncoder returns the position of the usable encode endpoint with the fewest requests, any of several equal ones;
@@ -293,7 +295,8 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
 		Leg: LegPass, Pool: r.Pool, Endpoint: e, Decode: Reservation{Endpoint: e, Booking: Decoding(tokens)},
 		Report: Report{Route: route, Decode: e},
 		Ticket: kvtransfer.Ticket{
-			ID: NewID(), Stage: kvtransfer.DecodeLeg, Expires: r.now().Add(r.TicketTTL), Started: r.now(),
+			ID: NewID(), Stage: kvtransfer.DecodeLeg,
+			Expires: r.Attempt.now().Add(r.Limits.TicketTTL), Started: r.Attempt.now(),
 			Pool: r.Pool.Spec.Name, Decode: e.Addr, BodyBytes: bytes, PromptTokens: tokens,
 		},
 	})
@@ -303,8 +306,8 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
 // reason. If nobody knows yet which engine P is, its legs run one after the other: P's answer shows it.
 func BothLegs(r *Request, v *kvstate.View, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*Decision, error) {
 	if c.Prefill < 0 {
-		if r.Why = p.Unpaired(v, c.Uncached); len(r.Excluded) > 0 {
-			r.Why = "prefill_failed"
+		if r.Attempt.Why = p.Unpaired(v, c.Uncached); len(r.Attempt.Excluded) > 0 {
+			r.Attempt.Why = "prefill_failed"
 		}
 		return nil, nil
 	}
@@ -312,13 +315,13 @@ func BothLegs(r *Request, v *kvstate.View, legs *kvtransfer.Legs, c picker.Choic
 	if !errors.Is(err, kvtransfer.ErrUnknownPeer) {
 		return d, err
 	}
-	r.Why = "unknown_peer"
-	if p.Dialect.Prefill == nil || r.Redirects+2 >= r.MaxRedirects {
+	r.Attempt.Why = "unknown_peer"
+	if p.Dialect.Prefill == nil || r.Attempt.Redirects+2 >= r.Limits.MaxRedirects {
 		return nil, nil
 	}
 	d, why := Split(r, v, c, p)
 	if why != "" {
-		r.Why = why
+		r.Attempt.Why = why
 	}
 	return d, nil
 }
@@ -336,7 +339,7 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 	}
 	edits, undo, ok := r.Edits(p)
 	if !ok {
-		r.Why = "undo_too_large"
+		r.Attempt.Why = "undo_too_large"
 		return nil, nil
 	}
 	d := r.Decided(&Decision{
@@ -348,7 +351,7 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 		Ticket: r.ticket(kvtransfer.PairLegs, edits.Len(len(r.Client.Body()))),
 	})
 	t := &d.Ticket
-	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = legs.ID, prefill.Addr, decode.Addr, true, r.Prefills+1
+	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = legs.ID, prefill.Addr, decode.Addr, true, r.Attempt.Prefills+1
 	t.Undo, t.Params, t.Prompt, t.Loads = undo, how.Decode, r.LastBlock(), true
 	t.LeastBytes = p.LeastBytes(r.Client.API(), r.ID, r.Streams() && !how.Joined)
 	return d, nil

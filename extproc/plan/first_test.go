@@ -32,8 +32,8 @@ func asked(t *testing.T, a Attempt, body string) (*Request, *kvstate.View) {
 	t.Helper()
 	state, pool := fleet()
 	r := &Request{ID: "r1", Pool: pool, Attempt: a, Limits: Limits{SplitBodyBytes: 1000, MaxRedirects: 8, TicketTTL: time.Minute}, Tokens: 9}
-	if r.Started.IsZero() {
-		r.Started = time.Now()
+	if r.Attempt.Started.IsZero() {
+		r.Attempt.Started = time.Now()
 	}
 	require.NoError(t, r.Client.Scan(openai.Chat, []byte(body), openai.Limits{}))
 	r.Hash()
@@ -120,7 +120,7 @@ func TestFirstReservesABuffer(t *testing.T) {
 	d, err = First(r, v, c, &p)
 	require.NoError(t, err)
 	require.EqualValues(t, 100, d.Decode.Buffer)
-	r.Why = "buffer_full"
+	r.Attempt.Why = "buffer_full"
 	d, err = Alone(r, v, c, &p)
 	require.NoError(t, err)
 	require.Equal(t, LegDecode, d.Leg)

@@ -46,7 +46,7 @@ func named(subset []string, addr string) bool {
 // by the gateway's own session affinity.
 func GatewayHolder(r *Request, v *kvstate.View) error {
 	holder, stored := r.Holder(r.Pool)
-	r.Alone = r.Alone || stored
+	r.Attempt.Alone = r.Attempt.Alone || stored
 	if holder == nil {
 		return nil
 	}

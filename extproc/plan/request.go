@@ -16,11 +16,11 @@ import (
 // Request is a request while one of its passes is planned: its body, what was read from the state for it, and the
 // memory of the decision. Later requests reuse the memory.
 type Request struct {
-	Client openai.Request // the client's body, scanned
-	Attempt
-	Limits
+	Client  openai.Request // the client's body, scanned
+	Attempt Attempt
+	Limits  Limits
 	Prompt
-	Foreseen
+	Foreseen Foreseen
 
 	ID       string // both hops, all logs and the engines have it
 	Pool     *kvstate.Pool
@@ -90,11 +90,12 @@ func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Client.Model(), Labels: r.Labels, Split: split,
 		Targets: r.Targets, Rand: rand.Uint64(),
 		Faults: picker.Faults{
-			Excluded: r.Excluded, FailedPair: r.PairFailed, Trial: !r.Streams(), MustPair: split && p.MustSplit(),
+			Excluded: r.Attempt.Excluded, FailedPair: r.Attempt.PairFailed,
+			Trial: !r.Streams(), MustPair: split && p.MustSplit(),
 		},
 	}
 	if q.MustPair {
-		q.Final = r.Retries()
+		q.Final = r.Attempt.Retries()
 	}
 	q.MinAnswer, q.MaxAnswer = r.Client.AnswerTokens()
 	return q
@@ -105,9 +106,11 @@ func (r *Request) Streams() bool { return r.Client.True(openai.FieldStream) }
 
 // ticket returns the beginning of a leg's ticket; bytes is the length of the leg's body.
 func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
+	a := &r.Attempt
 	return kvtransfer.Ticket{
-		ID: NewID(), Stage: stage, Expires: r.now().Add(r.TicketTTL), Started: r.Started, Pool: r.Pool.Spec.Name,
-		Redirects: r.Redirects, Prefills: r.Prefills, Excluded: r.Excluded, BodyBytes: bytes, PromptTokens: r.Tokens,
+		ID: NewID(), Stage: stage, Pool: r.Pool.Spec.Name, BodyBytes: bytes, PromptTokens: r.Tokens,
+		Expires: a.now().Add(r.Limits.TicketTTL), Started: a.Started,
+		Redirects: a.Redirects, Prefills: a.Prefills, Excluded: a.Excluded,
 	}
 }
 
@@ -133,8 +136,8 @@ func (r *Request) Edits(p *Policy) (edits, undo openai.Edits, ok bool) {
 
 // insertEncoded adds the location of the prompt's encoded media for the engine that computes the prompt.
 func (r *Request) insertEncoded() {
-	if r.Encoded != nil {
-		r.Patch.Insert(kvtransfer.EncodedMember, r.Encoded) // a client's own was cut
+	if r.Attempt.Encoded != nil {
+		r.Patch.Insert(kvtransfer.EncodedMember, r.Attempt.Encoded) // a client's own was cut
 	}
 }
 
@@ -190,7 +193,7 @@ func (r *Request) setPriority(p *Policy) {
 	case NoEnginePriority:
 		return
 	case VLLMPriority:
-		place := r.Began.UnixMilli()/5 + r.Work.Milliseconds()
+		place := r.Began.UnixMilli()/5 + r.Foreseen.Work.Milliseconds()
 		value = place - min(max(value, -maxClass), maxClass)*classStep
 	case SGLangPriority:
 	}

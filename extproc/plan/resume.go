@@ -50,7 +50,7 @@ func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 // the request may wait for them.
 func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Policy) error {
 	t := h.Ticket
-	r.Excluded = t.Excluded
+	r.Attempt.Excluded = t.Excluded
 	want := r.Ask(p, t.PromptTokens, true)
 	want.Model, want.MinAnswer, want.MaxAnswer, want.Trial = t.Model, t.AnswerTokens, t.AnswerTokens, !t.Stream
 	prefill := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
@@ -110,7 +110,7 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 		d.Computes = e
 	}
 	leg := kvtransfer.Ticket{
-		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: r.now().Add(r.TicketTTL), Started: t.Started,
+		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: r.Attempt.now().Add(r.Limits.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: e.Addr, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
 		PromptTokens: t.PromptTokens, Stream: t.Stream, Loads: params != nil,
@@ -129,7 +129,7 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 			return nil, err
 		}
 	}
-	if t.Redirects+1 >= r.MaxRedirects {
+	if t.Redirects+1 >= r.Limits.MaxRedirects {
 		d.Leg = LegPass
 	}
 	leg.Cached, leg.Written = cachedTokens(d, h, p)
