@@ -102,7 +102,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
 			e := c.Endpoint
-			hangs := e.Role == RolePrefill && e.how.Load().hangs()
+			hangs := e.Role == RolePrefill && Hung(e)
 			if e.Role&^usable != 0 && !e.Paused() && !e.Draining && !hangs && !c.Full {
 				c.Usable = true
 			}
