@@ -305,6 +305,7 @@ type Pool struct {
 	endpoints []*Endpoint
 	index     *prefixindex.Index
 	ratio     *fadingRatio
+	density   *kvroom.Density
 	pace      *fadingRatio
 	tokens    *prefixindex.TokenMemory
 	uses      *prefixindex.Uses // of prompts that were sent to prefill endpoints
@@ -347,6 +348,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
+		next.density = pools[i].density
 		next.uses = pools[i].uses
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
@@ -358,6 +360,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.uses = prefixindex.NewUses(s.o.Now())
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
+		next.density = &kvroom.Density{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads = kvloads.New()

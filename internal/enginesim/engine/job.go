@@ -330,17 +330,6 @@ func (j *Job) abandon(err error) error {
 // Aborted reports whether err means that the client has gone.
 func Aborted(err error) bool { return errors.Is(err, context.Canceled) || errors.Is(err, ErrAborted) }
 
-// Aside counts a running request as waiting for another engine, until back is called.
-func (e *Engine) Aside() (back func()) {
-	e.Metrics.Running.Add(-1)
-	e.Metrics.WaitingDeferred.Add(1)
-	return func() {
-		e.Core.Step()
-		e.Metrics.WaitingDeferred.Add(-1)
-		e.Metrics.Running.Add(1)
-	}
-}
-
 // Wait counts a request as waiting for KV that never comes, until ctx ends.
 func (e *Engine) Wait(ctx context.Context) {
 	e.Core.Step()
