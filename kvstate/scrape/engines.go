@@ -213,8 +213,8 @@ func (r *reading) vllmOffloading(s sample) {
 
 // sglang reads srt/observability/metrics_collector.py of SGLang 0.4.9 to 0.5.23. Every rank of a tensor- or
 // pipeline-parallel group exports the same, data-parallel ranks each their own. Requests that wait for a hand-over
-// count as waiting. None of this shows that its scheduler stands still: the gauges are those of the last batch, for up to
-// 30 s after it (scheduler_runtime_checker_mixin.py), and its counters rise when answers end.
+// count as waiting. None of this shows that its scheduler stands still: the gauges are those of the last batch, for up
+// to 30 s after it (scheduler_runtime_checker_mixin.py), and its counters rise when answers end.
 func (r *reading) sglang(s sample) {
 	var sum *float64
 	switch string(s.name) {
