@@ -48,8 +48,7 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 }
 
 // keeps reports whether an endpoint of both roles may compute the prompt for another. If its capacity is not known, it
-// does so only while it answers nobody. A prompt that an estimate may be far below the length of is computed by one that
-// does nothing else.
+// does so only while it answers nobody. One that does nothing else computes a prompt whose estimate alone fits.
 func (t *terms) keeps(c *kvstate.Candidate) bool {
 	if c.KVTokens == 0 {
 		return c.Room.Need == 0
