@@ -167,12 +167,10 @@ func (s *Server) release(t *kvtransfer.Ticket) (mine bool) {
 	return mine
 }
 
-// releaseAnywhere releases one reservation of a ticket, if any, here or at the replica that served the pass before.
+// releaseAnywhere releases one reservation of a ticket, here or at the replica that served the pass before.
 func (s *Server) releaseAnywhere(t *kvtransfer.Ticket, i int) {
-	if t == nil {
-		return
-	}
-	if id, pool := kvstate.ReservationID(t.Reservations[i]), s.State.Pool(t.Pool); pool != nil {
+	id := kvstate.ReservationID(t.Reservations[i])
+	if pool := s.State.Pool(t.Pool); pool != nil {
 		s.State.ReleaseAnywhere(pool, id)
 	} else {
 		s.State.Release(id)

@@ -105,7 +105,7 @@ func (x nextPass) decode(pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]b
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: x.handedOver(t), API: x.clientAPI()}
 	// if the reservation is not ours, the prefill leg released it
 	x.s.State.Release(kvstate.ReservationID(t.Reservations[0]))
-	x.earlier = t // its D's ends when this pass has its own: until then P's memory counts as held
+	defer x.s.releaseAnywhere(t, 1) // D's: until then P's memory counts as held
 	x.describe(pool, plan.Attempt{})
 	x.recallPrompt(pool, t)
 	if !h.Bound(pool, &policy.Policy) {

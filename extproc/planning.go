@@ -24,16 +24,15 @@ type planning struct {
 	newID      bool   // the client's request id was missing or invalid
 	stripped   bool   // the path is not as Envoy has it: a gateway's prefix was removed, or a ticket has the client's
 
-	earlier     *kvtransfer.Ticket // D's reservation there ends with this pass; nil: none
-	explanation []byte             // for a header; nil: no operator asked for it
-	decision    []byte             // dynamic metadata; nil: none
+	explanation []byte // for a header; nil: no operator asked for it
+	decision    []byte // dynamic metadata; nil: none
 }
 
 // reset clears the request; the memory stays.
 func (x *planning) reset() {
 	x.waiter.Reset()
 	x.req.Reset()
-	x.reservedAs, x.newID, x.stripped, x.earlier = "", false, false, nil
+	x.reservedAs, x.newID, x.stripped = "", false, false
 	x.explanation, x.decision = nil, nil
 }
 

@@ -34,7 +34,6 @@ func (x mainRole) serve() error {
 	}
 	x.identify()
 	x.startSpan(telemetry.SpanDecide, true)
-	defer func() { x.s.releaseAnywhere(x.earlier, 1) }()
 	d, err := x.decide()
 	if err != nil {
 		return err
