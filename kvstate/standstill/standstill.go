@@ -9,8 +9,8 @@
 // Two questions have two answers:
 //
 //   - Does it stand? Only what a core that works cannot show says so: requests run and nothing is computed, or requests
-//     have come that it does not see. An engine that merely has waiting requests may wait for memory, or for its partner
-//     in a hand-over, and is well.
+//     have come that it does not see. An engine that merely has waiting requests may wait for memory, or for its
+//     partner in a hand-over, and is well.
 //   - For how long has nothing proven that it works ([Tracker.Longest])? There a waiting engine counts, because what it
 //     reads late may be foreign.
 //
@@ -174,8 +174,8 @@ func (t *Tracker) bound(s *Sample) time.Duration {
 }
 
 // Configure sets how long prefill engines keep the KV that the engine has to fetch, 0: [DefaultLease]; and whether
-// requests are reserved there while another engine works for them, and show there only when that lets them: then what is
-// reserved says nothing of this engine.
+// requests are reserved there while another engine works for them, and show there only when that lets them: then what
+// is reserved says nothing of this engine.
 func (t *Tracker) Configure(lease time.Duration, partners bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
