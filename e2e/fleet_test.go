@@ -557,9 +557,25 @@ func getJSON(url string, into any) error {
 	return json.NewDecoder(resp.Body).Decode(into)
 }
 
-// metric sums the samples of a metric whose labels contain all of the given text.
+// metricNames are those in docs/metrics.md, which has all of them.
+var metricNames = sync.OnceValues(func() (map[string]bool, error) {
+	text, err := os.ReadFile("../docs/metrics.md")
+	names := map[string]bool{}
+	for _, name := range regexp.MustCompile(`tandem_[a-z0-9_]+`).FindAllString(string(text), -1) {
+		names[name] = true
+	}
+	return names, err
+})
+
+// metric sums the samples of a metric of this name whose labels contain all of the given text.
 func metric(t testing.TB, url, name string, labels ...string) float64 {
 	t.Helper()
+	if strings.HasPrefix(name, "tandem_") { // an unknown one would be 0
+		known, err := metricNames()
+		require.NoError(t, err)
+		base := strings.TrimSuffix(strings.TrimSuffix(strings.TrimSuffix(name, "_count"), "_sum"), "_bucket")
+		require.True(t, known[base] || known[name], "%s is no metric of docs/metrics.md", name)
+	}
 	resp, err := client.Get(url + "/metrics")
 	require.NoError(t, err)
 	defer resp.Body.Close()

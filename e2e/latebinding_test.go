@@ -25,8 +25,8 @@ func TestTwoReplicasBindLate(t *testing.T) {
 		pool: "  binding: late\n  queue: {maxWait: 600s}\n  objectives: {fromHeaders: true, named: [{name: p0, priority: 0}, {name: p1, priority: 1}, {name: p2, priority: 2}]}\n",
 	})
 	f.allReplicas(2)
-	queued := func(replica int, elsewhere string) float64 {
-		return metric(t, f.admins[replica], "tandem_queue_requests"+elsewhere)
+	queued := func(replica int, where string) float64 {
+		return metric(t, f.admins[replica], "tandem_queue_requests"+where)
 	}
 	answers := make(chan answer, 100)
 	send := func(id, objective string, tokens int) {
@@ -58,7 +58,7 @@ func TestTwoReplicasBindLate(t *testing.T) {
 			return true
 		}, patience, 5*time.Millisecond)
 	}
-	require.Eventually(t, func() bool { return queued(0, "_elsewhere") == before[1] && queued(1, "_elsewhere") == before[0] }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return queued(0, "_remote") == before[1] && queued(1, "_remote") == before[0] }, patience, 5*time.Millisecond)
 	require.NoError(t, f.prefills[0].cmd.Process.Signal(syscall.SIGCONT))
 	for range sent + 1 {
 		a := <-answers
@@ -85,7 +85,7 @@ func TestTwoReplicasBindLate(t *testing.T) {
 	bound := 0.0
 	for replica, admin := range f.admins {
 		bound += metric(t, admin, "tandem_queue_wait_seconds_count", `end="bound"`)
-		require.Eventually(t, func() bool { return queued(replica, "") == 0 && queued(replica, "_elsewhere") == 0 }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return queued(replica, "") == 0 && queued(replica, "_remote") == 0 }, patience, 10*time.Millisecond)
 	}
 	require.InDelta(t, sent, bound, 0, "all in their turn")
 	for replica := range f.admins {

@@ -35,12 +35,13 @@ func TestStalledUploads(t *testing.T) {
 		stalled = append(stalled, conn)
 	}
 	var sending sync.WaitGroup
+	text := strings.Repeat("w ", piece/2)
 	for _, conn := range stalled {
 		sending.Go(func() {
-			_ = conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
+			_ = conn.SetWriteDeadline(time.Now().Add(patience))
 			_, _ = io.WriteString(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
 			for i := range 20 {
-				text := strings.Repeat("w ", piece/2)
+				text := text
 				if i == 0 {
 					text = `{"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"` + text
 				}
@@ -50,9 +51,12 @@ func TestStalledUploads(t *testing.T) {
 			}
 		})
 	}
-	sending.Wait()
-	held := metric(t, f.admins[0], "tandem_held_bytes")
-	require.Greater(t, held, 128.0*(1<<20), "more than half of the memory is held")
+	var held float64
+	soon(t, "three quarters of the memory are held", func() bool {
+		held = metric(t, f.admins[0], "tandem_held_bytes")
+		return held > 192*(1<<20)
+	})
+	body := question("stalled", 1_000_000)
 	began, refused := time.Now(), 0
 	for passed := 0; passed < 3; {
 		require.Less(t, time.Since(began), patience, "bodies of 4 MiB do not pass")
@@ -60,7 +64,7 @@ func TestStalledUploads(t *testing.T) {
 		var round sync.WaitGroup
 		for range 6 {
 			round.Go(func() {
-				got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", question("stalled", 1_000_000))
+				got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", body)
 				if err != nil || got.status != 200 {
 					busy.Add(1)
 				}
@@ -74,6 +78,10 @@ func TestStalledUploads(t *testing.T) {
 		time.Sleep(100 * time.Millisecond) // the clients come again
 	}
 	took := time.Since(began)
+	for _, conn := range stalled {
+		_ = conn.SetWriteDeadline(time.Now())
+	}
+	sending.Wait()
 	ended := 0
 	for _, conn := range stalled {
 		_ = conn.SetReadDeadline(time.Now().Add(50 * time.Millisecond))

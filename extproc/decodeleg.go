@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"strconv"
 	"time"
 
@@ -189,7 +190,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 	if (code >= 500 || code < 200 || kvstate.Refuses(code)) && len(x.stream.msg.Headers.Final) == 0 {
 		return false, x.decodeFailed(t, p, code)
 	}
-	if code >= 300 {
+	if code != http.StatusOK && code != http.StatusPartialContent { // D does no work for this request
 		x.s.pairs.GiveUp(t.ID)
 		x.meter.SpanLegEnded("refused", code)
 		// a script of this listener removes Tandem's additions from its body

@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"cmp"
 	"math"
 	"sync"
 	"sync/atomic"
@@ -22,8 +23,9 @@ type Booking struct {
 	// Tentative bookings are held but not counted: the request may go to another endpoint, and comes only after its
 	// prompt has been computed.
 	Tentative bool
-	Need      int64     // of an answer: tokens of KV, of prompt and answer, that the endpoint must have room for
+	Need      int64     // of an answer: most tokens of KV, of prompt and answer, that the endpoint must have room for
 	From      *Endpoint // of an answer: whose memory the prompt's KV is fetched from; nil: none
+	Kept      int64     // most tokens that From keeps; 0: PromptTokens
 }
 
 // claim claims the room that an answer needs, and what it holds elsewhere until then.
@@ -39,7 +41,7 @@ func (b *Booking) claim(e *Endpoint, now time.Time) (slot int32, claimed bool) {
 	if b.Tentative {
 		sent = 0
 	}
-	return e.memory.room.Claim(max(b.Need, b.PromptTokens), from, b.PromptTokens, sent), true
+	return e.memory.room.Claim(max(b.Need, b.PromptTokens), from, cmp.Or(b.Kept, b.PromptTokens), sent), true
 }
 
 // counts returns the number of requests and tokens that the booking adds to the endpoint's load.

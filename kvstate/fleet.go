@@ -291,7 +291,8 @@ type PoolSpec struct {
 	StepTokens int64
 	// KVLease is how long prefill engines keep KV that nobody has fetched (vLLM: kv_lease_duration); 0:
 	// [standstill.DefaultLease].
-	KVLease time.Duration
+	KVLease  time.Duration
+	Partners bool // requests are reserved at engines that wait for others' work on them first
 }
 
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
@@ -304,6 +305,7 @@ type Pool struct {
 	endpoints []*Endpoint
 	index     *prefixindex.Index
 	ratio     *fadingRatio
+	density   *kvroom.Density
 	pace      *fadingRatio
 	tokens    *prefixindex.TokenMemory
 	uses      *prefixindex.Uses // of prompts that were sent to prefill endpoints
@@ -346,6 +348,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
+		next.density = pools[i].density
 		next.uses = pools[i].uses
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
@@ -357,6 +360,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.uses = prefixindex.NewUses(s.o.Now())
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
+		next.density = &kvroom.Density{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads = kvloads.New()
@@ -369,7 +373,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
-			e.progress.SetLease(spec.KVLease)
+			e.progress.Configure(spec.KVLease, spec.Partners)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)

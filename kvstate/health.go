@@ -32,6 +32,9 @@ type failure struct {
 
 func (f *failure) hangs() bool { return f != nil && f.hung }
 
+// Hung reports whether an endpoint is marked because it did not answer in time.
+func Hung(e *Endpoint) bool { return e.Failed() && e.how.Load().hangs() }
+
 // FailedBy returns the cause for which an endpoint is marked as failed; "" if it is not.
 func (s *Health) FailedBy(e *Endpoint) HealthCause {
 	if how := e.how.Load(); how != nil && e.Failed() {
@@ -122,15 +125,16 @@ func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 	return marked
 }
 
-// ApplyFailed applies [State.MarkFailed] or [State.MarkGood] of another replica.
-func (s *Health) ApplyFailed(e *Endpoint, failed bool) {
+// ApplyFailed applies [State.MarkFailed], [State.MarkHung] or [State.MarkGood] of another replica.
+func (s *Health) ApplyFailed(e *Endpoint, failed, hung bool) {
 	if !failed && e.progress.Standing(s.now()) {
 		return
 	}
-	if s.setFailed(e, failed) {
-		if failed {
-			e.how.Store(&failure{hung: e.how.Load().hangs(), cause: CauseReplica})
-		}
+	changed := s.setFailed(e, failed)
+	if failed && (changed || hung && !Hung(e)) {
+		e.how.Store(&failure{hung: hung, cause: CauseReplica})
+	}
+	if changed {
 		s.healthChanged(e, !failed, CauseReplica)
 	}
 }

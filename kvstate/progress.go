@@ -20,10 +20,8 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 	remote, now := e.RemoteLoad(), s.o.Now().UnixNano()
 	switch e.progress.Observe(standstill.Sample{
 		At: after.ScrapedAt, Reserved: e.requests.Load() + remote.Requests,
-		Counts: standstill.Counts{
-			Work: after.Work + after.Answers.Written(), Running: after.Running, Waiting: after.Waiting,
-			Usage: after.KVUsage,
-		},
+		Counts: standstill.Counts{Work: after.Work, Running: after.Running, Waiting: after.Waiting,
+			Usage: after.KVUsage, Done: after.Answers.Answers},
 		Patience: max(time.Duration(e.queue.lead.Load()), remote.Lead) +
 			max(time.Duration(e.local.until.Load()-now), remote.Local, 0),
 	}) {

@@ -31,7 +31,7 @@ func TestStandingEngineIsOut(t *testing.T) {
 		require.Equal(t, CauseStill, s.FailedBy(e))
 		require.False(t, s.MarkHealthy(e), "/health says nothing of the core")
 		require.False(t, s.MarkGood(e), "nor does the 200 of a stream")
-		s.ApplyFailed(e, false)
+		s.ApplyFailed(e, false, false)
 		require.True(t, e.Failed())
 		scrape(8)
 		require.False(t, e.Failed())

@@ -40,6 +40,7 @@ func (d *fadingRatio) bytesPerToken() float64 {
 func (p *Pool) ObservePrompt(bytes, tokens int64) {
 	if bytes > 0 && tokens > 0 && tokens <= bytes*4 {
 		p.ratio.add(bytes, tokens, ratioCap)
+		p.density.Observe(bytes, tokens)
 	}
 }
 

@@ -98,11 +98,12 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 		prefills, decodes, both = v.dropWords() // those of one word have failed: the others serve both
 	}
 	v.Load = p.load.utilisation(prefills, decodes, both, now)
+	v.Load.Densest = p.density.Most(p.ratio.bytesPerToken())
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
 			e := c.Endpoint
-			hangs := e.Role == RolePrefill && e.how.Load().hangs()
+			hangs := e.Role == RolePrefill && Hung(e)
 			if e.Role&^usable != 0 && !e.Paused() && !e.Draining && !hangs && !c.Full {
 				c.Usable = true
 			}

@@ -10,6 +10,7 @@ import (
 // Request is the part of a request that a decision needs.
 type Request struct {
 	PromptTokens int64    // estimated
+	Exact        bool     // counted by an engine, not estimated
 	Blocks       int      // of the prompt, the unit of a candidate's Hit; 0: unknown
 	MinAnswer    int64    // least number of tokens of the answer
 	MaxAnswer    int64    // largest number; 0: unknown
@@ -32,6 +33,7 @@ type Choice struct {
 	Decode  int
 
 	PromptTokens int64
+	MostTokens   int64   // of the prompt, if the estimate is too low
 	AnswerTokens int64   // expected
 	Uncached     int64   // tokens that the endpoint must compute
 	Work         float64 // the time for those, and to load others into GPU memory, as modelled, s
@@ -63,10 +65,10 @@ func (c *Choice) PrefillBooking() kvstate.Booking {
 
 // DecodeBooking returns the booking of the decode endpoint. v is the view of the choice.
 func (c *Choice) DecodeBooking(v *kvstate.View) kvstate.Booking {
-	need := c.PromptTokens + c.AnswerTokens
+	need := c.MostTokens + c.AnswerTokens
 	if c.Prefill >= 0 {
 		return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: c.PromptTokens, Need: need,
-			From: v.Endpoints[c.Prefill].Endpoint}
+			From: v.Endpoints[c.Prefill].Endpoint, Kept: c.MostTokens}
 	}
 	return kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: c.PromptTokens, Uncached: c.Uncached,
 		Work: kvstate.Seconds(c.Work), Need: need}
@@ -347,8 +349,8 @@ func (k *Picker) choice(t *terms, v *kvstate.View, prefill, decode int, price fl
 	uncached, cached := t.split(&v.Endpoints[at])
 	work := k.Model.prefill(uncached, cached) + t.load(&v.Endpoints[at])
 	return Choice{
-		Prefill: prefill, Decode: decode, PromptTokens: int64(t.tokens), AnswerTokens: int64(t.out),
-		Uncached: int64(math.Ceil(uncached)), Work: work, Price: price,
+		Prefill: prefill, Decode: decode, PromptTokens: int64(t.tokens), MostTokens: int64(math.Ceil(t.most)),
+		AnswerTokens: int64(t.out), Uncached: int64(math.Ceil(uncached)), Work: work, Price: price,
 	}
 }
 

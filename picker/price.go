@@ -31,6 +31,7 @@ const (
 type terms struct {
 	m           *Model
 	tokens      float64       // of the prompt
+	most        float64       // likewise, if the estimate is too low
 	perBlock    float64       // tokens of one block of a hit
 	out         float64       // expected tokens of the answer
 	mean        float64       // and of running answers
@@ -63,6 +64,9 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 		promise: promise{tpot: k.Promise.TPOT, promised: k.Promise.TTFT}, fullStep: k.Model.FullStep()}
 	if t.fleet <= 0 {
 		t.fleet = 1
+	}
+	if t.most = t.tokens; !r.Exact {
+		t.most *= max(v.Load.Densest, 1)
 	}
 	if r.Blocks > 0 {
 		t.perBlock = t.tokens / float64(r.Blocks)

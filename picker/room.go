@@ -30,7 +30,7 @@ func isBoth(c *kvstate.Candidate) bool { return c.Endpoint.Role&kvstate.RoleBoth
 func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 	inf := math.Inf(1)
 	if !isBoth(c) {
-		if mayFill || c.Room.Held == 0 || c.KVTokens == 0 || float64(c.Room.Held)+t.tokens <= float64(c.KVTokens) {
+		if mayFill || c.Room.Held == 0 || c.KVTokens == 0 || float64(c.Room.Held)+t.most <= float64(c.KVTokens) {
 			return false
 		}
 		p.prefill = inf
@@ -48,19 +48,22 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 }
 
 // keeps reports whether an endpoint of both roles may compute the prompt for another. If its capacity is not known, it
-// does so only while it answers nobody.
+// does so only while it answers nobody. One that does nothing else computes a prompt whose estimate alone fits.
 func (t *terms) keeps(c *kvstate.Candidate) bool {
 	if c.KVTokens == 0 {
 		return c.Room.Need == 0
 	}
-	held, all := float64(c.Room.Held)+t.tokens, float64(c.KVTokens)
+	if c.Room == (kvstate.Room{}) {
+		return t.tokens <= float64(c.KVTokens)
+	}
+	held, all := float64(c.Room.Held)+t.most, float64(c.KVTokens)
 	return (held <= all/2 || c.Room.Held == 0) && held+float64(c.Room.Need) <= all
 }
 
 // takes reports whether an endpoint of both roles may answer the request. If its capacity is not known, it does so only
 // while it holds nothing for others.
 func (t *terms) takes(c *kvstate.Candidate) bool {
-	return c.Room.Held == 0 || float64(c.Room.Held)+t.tokens+t.out <= float64(c.KVTokens)
+	return c.Room.Held == 0 || float64(c.Room.Held)+t.most+t.out <= float64(c.KVTokens)
 }
 
 // later reports whether some endpoint of both roles may compute the prompt for another when it has room again.

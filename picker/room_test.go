@@ -31,6 +31,7 @@ func TestRoom(t *testing.T) {
 		room     [2]kvstate.Room
 		capacity int64
 		never    bool // decode alone is not allowed
+		densest  float64
 		want     string
 	}{
 		"nothing there":                        {capacity: 4000, want: "pair"},
@@ -44,6 +45,9 @@ func TestRoom(t *testing.T) {
 		"neither has room":                     {room: [2]kvstate.Room{{Held: 3000}, {Held: 3100}}, capacity: 4000, want: "0 full wait"},
 		"neither, and one has too much":        {room: [2]kvstate.Room{{Held: 3000}, {Held: 3100, Need: 1000}}, capacity: 4000, want: "1 full wait"},
 		"one holds nothing, so it can answer":  {room: [2]kvstate.Room{{Held: 3500}, {Need: 3000}}, capacity: 4000, want: "1 full"},
+		"it may be longer, and none does else": {capacity: 1900, densest: 2, want: "pair"},
+		"it may be longer, and one answers":    {room: [2]kvstate.Room{{Need: 1100}, {}}, capacity: 3000, densest: 2, want: "1>0"},
+		"it may be longer, and one holds":      {room: [2]kvstate.Room{{Held: 900}, {}}, capacity: 4000, densest: 2, want: "1>0"},
 		"unknown memory":                       {want: "pair"},
 		"unknown memory, one holds":            {room: [2]kvstate.Room{{Held: 64}, {}}, want: "0>1"},
 		"unknown memory, one answers":          {room: [2]kvstate.Room{{}, {Need: 64}}, want: "0>1"},
@@ -53,7 +57,7 @@ func TestRoom(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			v, k := bothView(2, test.capacity), always()
-			k.PairsOnly = test.never
+			k.PairsOnly, v.Load.Densest = test.never, test.densest
 			for i := range test.room {
 				v.Endpoints[i].Room = test.room[i]
 			}

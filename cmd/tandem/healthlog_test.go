@@ -28,12 +28,12 @@ func TestHealthChangesAreToldOnce(t *testing.T) {
 	for range 3 {
 		s.MarkFailed(e)
 		s.MarkHung(e)
-		s.ApplyFailed(e, true)
+		s.ApplyFailed(e, true, false)
 	}
 	s.MarkGood(e)
 	s.MarkGood(e)
 	s.MarkHung(e)
-	s.ApplyFailed(e, false)
+	s.ApplyFailed(e, false, false)
 	s.MarkUnhealthy(e)
 	require.Equal(t, []string{
 		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=request`,

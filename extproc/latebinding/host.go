@@ -66,11 +66,11 @@ func (q *Queue) fill(v *kvstate.View) {
 			if l.prefill != nil && c.Endpoint.Addr == l.prefill.Addr {
 				c.Requests, c.PromptTokens = c.Requests+1, c.PromptTokens+l.choice.Uncached
 				c.Jobs, c.Queue = c.Jobs+1, c.Queue+l.work
-				c.Room.Held += l.choice.PromptTokens
+				c.Room.Held += l.choice.MostTokens
 			}
 			if c.Endpoint.Addr == l.decode.Addr {
 				c.Requests, c.PromptTokens = c.Requests+1, c.PromptTokens+l.choice.PromptTokens
-				c.Room.Need = max(c.Room.Need, l.choice.PromptTokens+l.choice.AnswerTokens)
+				c.Room.Need = max(c.Room.Need, l.choice.MostTokens+l.choice.AnswerTokens)
 				if l.prefill == nil {
 					c.Local += l.work
 				}

@@ -182,7 +182,13 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
-	rested := q.rest(ctx, of.Attempt.Redirects)
+	q.mu.Lock()
+	left := q.maxTime
+	q.mu.Unlock()
+	if of.Attempt.Redirects > 0 {
+		left -= of.Attempt.Age()
+	}
+	rested := q.rest(ctx, of.Attempt.Redirects, left)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
@@ -190,7 +196,7 @@ func (q *Queue) Choose(
 	}
 	r.save(v, of.Pool, r.came)
 	if blocked, waits := q.enter(r); waits {
-		q.wait(ctx, r)
+		q.wait(ctx, r, left-rested)
 		waited = time.Since(r.came)
 		r.Took, r.BlockedOn = waited, blocked
 		q.Observer.WaitEnded(q.name, r.end, waited)
@@ -206,13 +212,14 @@ const (
 	longestRest = 2 * time.Second
 )
 
-// rest waits so that the few redirects that Envoy follows suffice for an endpoint that is full for seconds.
-func (q *Queue) rest(ctx context.Context, redirects int) time.Duration {
+// rest waits so that the few redirects that Envoy follows suffice for an endpoint that is full for seconds. left
+// is how long it may still wait.
+func (q *Queue) rest(ctx context.Context, redirects int, left time.Duration) time.Duration {
 	if redirects == 0 {
 		return 0
 	}
 	began := time.Now()
-	timer := time.NewTimer(min(firstRest<<min(redirects-1, 8), longestRest))
+	timer := time.NewTimer(min(firstRest<<min(redirects-1, 8), longestRest, left))
 	defer timer.Stop()
 	select {
 	case <-timer.C:
@@ -329,11 +336,8 @@ func (q *Queue) restoreView(r *Waiter) {
 	}
 }
 
-// wait waits until a request is settled.
-func (q *Queue) wait(ctx context.Context, r *Waiter) {
-	q.mu.Lock()
-	limit := q.maxTime
-	q.mu.Unlock()
+// wait waits until a request is settled, or has waited for as long as it may.
+func (q *Queue) wait(ctx context.Context, r *Waiter, limit time.Duration) {
 	timer := time.NewTimer(limit - time.Since(r.came))
 	defer timer.Stop()
 	select {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"log/slog"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,7 +23,9 @@ import (
 type ends map[string]int
 
 func (ends) QueueChanged(string, float64)               {}
-func (e ends) WaitEnded(_, end string, _ time.Duration) { e[end]++ }
+func (e ends) WaitEnded(_, end string, _ time.Duration) { counting.Lock(); e[end]++; counting.Unlock() }
+
+var counting sync.Mutex
 
 // A request waits while the only prefill endpoint is busy, without a stream; every way to end the wait is seen.
 func TestChoose(t *testing.T) {
@@ -150,6 +153,116 @@ func TestARefusedRequestRests(t *testing.T) {
 				require.Equal(t, tt.want, waited)
 				waiter.Committed()
 			})
+		})
+	}
+}
+
+// Whatever happens to the endpoints for which a request waits, it goes where it can be served, or gets its error.
+func TestNobodyWaitsForEndpointsThatAreOut(t *testing.T) {
+	const p, d, both = kvstate.RolePrefill, kvstate.RoleDecode, kvstate.RoleBoth
+	all := func(mark func(*kvstate.State, *kvstate.Endpoint)) func(*kvstate.State, *kvstate.Pool) {
+		return func(s *kvstate.State, pool *kvstate.Pool) {
+			for _, e := range pool.Endpoints() {
+				if e.Role != d {
+					mark(s, e)
+				}
+			}
+		}
+	}
+	for name, out := range map[string]func(*kvstate.State, *kvstate.Pool){
+		"failed": all(func(s *kvstate.State, e *kvstate.Endpoint) { s.MarkFailed(e) }),
+		"hung":   all(func(s *kvstate.State, e *kvstate.Endpoint) { s.MarkHung(e) }),
+		"hung, as another replica says": all(func(s *kvstate.State, e *kvstate.Endpoint) {
+			s.ApplyFailed(e, true, false)
+			s.ApplyFailed(e, true, true)
+		}),
+		"gone": func(s *kvstate.State, pool *kvstate.Pool) {
+			s.SetPool(pool.Spec, []kvstate.EndpointSpec{{Name: "new", Addr: "new:1", Role: d}})
+		},
+	} {
+		for fleet, roles := range map[string][]kvstate.Role{"1+1": {p, d}, "1+2": {p, d, d}, "3 both": {both, both, both}} {
+			t.Run(name+" "+fleet, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					state := kvstate.New(kvstate.Options{})
+					var specs []kvstate.EndpointSpec
+					for i, role := range roles {
+						name := string(rune('a' + i))
+						specs = append(specs, kvstate.EndpointSpec{Name: name, Addr: name + ":1", Role: role})
+					}
+					state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, specs)
+					pool, counted := state.Pool("chat"), ends{}
+					q := New(&Options{
+						State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: counted,
+						Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
+					}, "chat")
+					late := picker.Policy{Late: true}
+					q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Split: true, Place: late}, Limits{})
+					for _, e := range pool.Endpoints() {
+						if e.Role != d {
+							state.Reserve(e, kvstate.Booking{For: p, PromptTokens: 9000, Uncached: 9000, Work: time.Hour})
+						}
+					}
+					waits := func() (*Waiter, chan error) {
+						r := &plan.Request{Pool: pool, Tokens: 1000, Began: time.Now()}
+						require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+						waiter, v, done := new(Waiter), new(kvstate.View), make(chan error, 1)
+						state.View(pool, nil, v)
+						go func() {
+							_, _, err := q.Choose(t.Context(), waiter, r, v, &picker.Request{PromptTokens: 1000, Split: true})
+							done <- err
+						}()
+						synctest.Wait()
+						return waiter, done
+					}
+					one, first := waits()
+					other, second := waits()
+					require.Equal(t, 2, q.Status().Waiting)
+					out(state, pool)
+					began := time.Now()
+					require.NoError(t, <-first)
+					require.NoError(t, <-second)
+					require.LessOrEqual(t, time.Since(began), 2*Tick)
+					require.Equal(t, ends{bound: 2}, counted)
+					one.Committed()
+					other.Committed()
+					time.Sleep(2 * Tick)
+					synctest.Wait()
+					require.Equal(t, Status{}, q.Status())
+				})
+			})
+		}
+	}
+}
+
+// A request that endpoints refuse again and again waits no longer than others, its rests included.
+func TestARefusedRequestWaitsNoLonger(t *testing.T) {
+	for spent, want := range map[time.Duration]time.Duration{
+		0: 10 * time.Second, 7 * time.Second: 3 * time.Second, 9500 * time.Millisecond: 500 * time.Millisecond, time.Minute: 0,
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			state := kvstate.New(kvstate.Options{})
+			state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+				{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode},
+			})
+			q := New(&Options{
+				State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
+				Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
+			}, "chat")
+			q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}},
+				Limits{MaxTime: 10 * time.Second})
+			r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
+			r.Attempt = plan.Attempt{Redirects: 4, Started: time.Now().Add(-spent)}
+			require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+			state.MarkFull(r.Pool.Endpoint("d1:1"), 503, 30*time.Second)
+			var waiter Waiter
+			var v kvstate.View
+			state.View(r.Pool, nil, &v)
+			_, waited, err := q.Choose(t.Context(), &waiter, r, &v, &picker.Request{PromptTokens: 10})
+			require.ErrorIs(t, err, picker.ErrFull)
+			require.Equal(t, want, waited)
+			waiter.Committed()
+			time.Sleep(2 * Tick)
+			synctest.Wait()
 		})
 	}
 }

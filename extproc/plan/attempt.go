@@ -73,7 +73,10 @@ func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
 
 // Late reports whether the time for further attempts is over. The first decode after a failed prefill is not
 // another attempt, so it is always allowed.
-func (a *Attempt) Late(p *Policy) bool { return a.now().Sub(a.Started) > p.AttemptsTime }
+func (a *Attempt) Late(p *Policy) bool { return a.Age() > p.AttemptsTime }
+
+// Age returns the time since the request arrived.
+func (a *Attempt) Age() time.Duration { return a.now().Sub(a.Started) }
 
 func (a *Attempt) now() time.Time {
 	if a.Clock == nil {

@@ -57,13 +57,15 @@ type PoolSpec struct {
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
 	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && p.Spec.KVLease == o.Spec.KVLease &&
+		p.Spec.Partners == o.Spec.Partners &&
 		slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
 }
 
 // Spec returns a pool without its endpoints.
 func Spec(p *configv1.Pool) kvstate.PoolSpec {
-	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(),
-		KVLease: DialectOf(p).Lease}
+	d := DialectOf(p)
+	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), KVLease: d.Lease,
+		Partners: d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.

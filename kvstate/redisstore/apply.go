@@ -213,9 +213,9 @@ func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
 func (p *poolReplica) applyHealth(all []*statev1.Health, at positions) {
 	for _, h := range all {
 		if e := at.of(h.GetAddress()); e != nil {
-			p.s.state.ApplyFailed(e, h.GetFailed())
+			p.s.state.ApplyFailed(e, h.GetFailed(), h.GetHung())
 			t := p.published[e.Addr]
-			t.failed = h.GetFailed()
+			t.failed, t.hung = h.GetFailed(), h.GetHung()
 			p.published[e.Addr] = t
 		}
 	}

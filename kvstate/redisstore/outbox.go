@@ -216,6 +216,7 @@ func (s *Store) Reachable() bool { return s.link.IsUp(0) }
 type published struct {
 	load    kvstate.Booked
 	failed  bool
+	hung    bool
 	signals time.Time // of any report
 	scraped time.Time
 }
@@ -284,9 +285,9 @@ func (p *poolReplica) publishEndpoint(b *statev1.Batch, t *addressTable, e *kvst
 		b.Loads = append(b.Loads, loadOf(t.position(e.Addr), &l, now))
 		next.load = l
 	}
-	if failed := e.Failed(); failed != known.failed {
-		b.Health = append(b.Health, &statev1.Health{Address: t.position(e.Addr), Failed: failed})
-		next.failed = failed
+	if failed, hung := e.Failed(), kvstate.Hung(e); failed != known.failed || hung != known.hung {
+		b.Health = append(b.Health, &statev1.Health{Address: t.position(e.Addr), Failed: failed, Hung: hung})
+		next.failed, next.hung = failed, hung
 	}
 	if g := e.Signals(); g != nil && (g.At.After(known.signals) || g.ScrapedAt.After(known.scraped)) {
 		b.Signals = append(b.Signals, signalsOf(t.position(e.Addr), g, known.scraped, now))

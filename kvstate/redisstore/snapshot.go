@@ -132,7 +132,8 @@ func (s *snapshots) write(ctx context.Context, wish snapshotWish) error {
 	w.begin()
 	for _, e := range pool.Endpoints() {
 		if e.Failed() {
-			w.chunk.Health = append(w.chunk.Health, &statev1.Health{Address: w.table.position(e.Addr), Failed: true})
+			w.chunk.Health = append(w.chunk.Health,
+				&statev1.Health{Address: w.table.position(e.Addr), Failed: true, Hung: kvstate.Hung(e)})
 		}
 		pool.EachBlock(e, func(parent uint64, hashes []uint64) { w.blocks(e.Addr, parent, hashes) })
 	}

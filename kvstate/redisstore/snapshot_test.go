@@ -29,7 +29,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	a.state.ApplyAffinity(a.pool, 71, a.e(0), a.e(2))
 	a.state.ApplyAffinity(a.pool, 72, nil, a.e(1))
 	a.state.ApplyAffinity(a.pool, 73, a.e(1), nil)
-	a.state.ApplyFailed(a.e(1), true)
+	a.state.MarkHung(a.e(1))
 	ctx := context.Background()
 	require.ErrorIs(t, a.p.snapshots.write(ctx, snapshotWish{}), errNotJoined, "it knows less than what is there")
 	eventually(t, "it joins", func() bool { return a.p.joinOnce(ctx) == nil })
@@ -49,7 +49,8 @@ func TestWhatIsInASnapshot(t *testing.T) {
 		require.Equal(t, want, []kvstate.Role{v.Endpoints[0].Session, v.Endpoints[1].Session, v.Endpoints[2].Session}, session)
 	}
 	require.Equal(t, []bool{false, true, false}, []bool{b.e(0).Failed(), b.e(1).Failed(), b.e(2).Failed()})
-	require.True(t, b.p.published[addr(1)].failed, "it need not be told again")
+	require.True(t, kvstate.Hung(b.e(1)))
+	require.True(t, b.p.published[addr(1)].failed && b.p.published[addr(1)].hung, "it need not be told again")
 
 	// The parts of the one before the last are kept for those who are still reading them, those of the one before that are not.
 	c := r.client()

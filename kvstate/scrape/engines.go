@@ -54,6 +54,7 @@ type reading struct {
 	transfers           transferCounts
 	answers             answerCounts
 	work, expired       float64 // see [kvstate.Signals]
+	steps               bool    // the figures are those of the engine's last step
 	host                hostCounts
 }
 
@@ -91,7 +92,9 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	}
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage,
 		KVTokens: count(r.tokens), Expired: count(r.expired)}
-	s.Work = count(r.work + r.answers.generated + r.answers.answers + r.transfers.transfers + r.transfers.failed)
+	if r.steps {
+		s.Work = count(r.work + r.answers.generated + r.answers.answers + r.transfers.transfers + r.transfers.failed)
+	}
 	s.Transfers = kvstate.TransferCounters{
 		Transfers: count(r.transfers.transfers), Bytes: count(r.transfers.bytes),
 		Time: time.Duration(count(r.transfers.seconds * float64(time.Second))), Tokens: count(r.transfers.tokens),
@@ -121,6 +124,7 @@ func count(v float64) int64 { return int64(math.Round(min(v, maxCount))) }
 func (r *reading) vllm(s sample) {
 	switch string(s.name) {
 	case "vllm:num_requests_running":
+		r.steps = true
 		add(&r.running, s.value())
 	case "vllm:num_requests_waiting":
 		add(&r.waiting, s.value())
@@ -209,7 +213,8 @@ func (r *reading) vllmOffloading(s sample) {
 
 // sglang reads srt/observability/metrics_collector.py of SGLang 0.4.9 to 0.5.23. Every rank of a tensor- or
 // pipeline-parallel group exports the same, data-parallel ranks each their own. Requests that wait for a hand-over
-// count as waiting.
+// count as waiting. None of this shows that its scheduler stands still: the gauges are those of the last batch, for up
+// to 30 s after it (scheduler_runtime_checker_mixin.py), and its counters rise when answers end.
 func (r *reading) sglang(s sample) {
 	var sum *float64
 	switch string(s.name) {
@@ -239,8 +244,6 @@ func (r *reading) sglang(s sample) {
 		add(&r.answers.gaps, s.value())
 	case "sglang:inter_token_latency_seconds_sum":
 		add(&r.answers.seconds, s.value())
-	case "sglang:prompt_tokens_total":
-		add(&r.work, s.value())
 	case "sglang:generation_tokens_total":
 		add(&r.answers.generated, s.value())
 	case "sglang:generation_tokens_histogram_count":

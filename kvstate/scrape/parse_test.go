@@ -117,7 +117,7 @@ sglang:generation_tokens_total{engine_type="unified",is_streaming="false",model_
 sglang:generation_tokens_total{engine_type="unified",is_streaming="true",model_name="m"} 204.0
 sglang:generation_tokens_histogram_count{engine_type="unified",model_name="m"} 42.0
 sglang:generation_tokens_histogram_sum{engine_type="unified",model_name="m"} 467.0
-`, "sglang", kvstate.Signals{Work: 520, Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond, Generated: 478}}},
+`, "sglang", kvstate.Signals{Running: 9, Waiting: 2, KVUsage: .9, KVTokens: 200000, Answers: kvstate.AnswerCounters{Answers: 42, Tokens: 467, Gaps: 183, GapTime: 3500 * time.Millisecond, Generated: 478}}},
 		"SGLang prefill": {`sglang:num_running_reqs{engine_type="prefill",tp_rank="0"} 1.0
 sglang:num_queue_reqs{engine_type="prefill",tp_rank="0"} 2.0
 sglang:num_prefill_bootstrap_queue_reqs{engine_type="prefill",tp_rank="0"} 4.0

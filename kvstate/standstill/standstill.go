@@ -6,6 +6,14 @@
 // from a prefill engine may be another prompt's by the time it goes on, because it sends no heartbeats meanwhile. So
 // the bound of a [Tracker] is well below the time for which prefill engines keep KV (the lease).
 //
+// Two questions have two answers:
+//
+//   - Does it stand? Only what a core that works cannot show says so: requests run and nothing is computed, or requests
+//     have come that it does not see. An engine that merely has waiting requests may wait for memory, or for its
+//     partner in a hand-over, and is well.
+//   - For how long has nothing proven that it works ([Tracker.Longest])? There a waiting engine counts, because what it
+//     reads late may be foreign.
+//
 // The package knows no clock and starts nothing: times come with the samples.
 package standstill
 
@@ -21,7 +29,7 @@ const (
 	base = 8 * time.Second
 	// samples is the least number of scrapes without progress before an engine counts as standing.
 	samples = 3
-	// doubt is how long only reservations may say that an engine has requests. Beyond it they count as lost.
+	// doubt is how long only reservations may say that nothing proves an engine's work. Beyond it they count as lost.
 	doubt = time.Minute
 	// stale is the age of the last scrape from which on nothing is known any more.
 	stale = 20 * time.Second
@@ -33,11 +41,13 @@ const (
 // DefaultLease is vLLM's kv_lease_duration (0.32.0, nixl/base_scheduler.py:82), for pools that configure no other.
 const DefaultLease = 30 * time.Second
 
-// Counts are what an engine reports of its work. Any change is progress.
+// Counts are what an engine reports of its work. Any change is progress, a fall too: it was started again.
 type Counts struct {
-	// Work is the sum of counters that only rise: tokens computed, tokens generated, steps, transfers. 0: not reported.
+	// Work is the sum of counters that rise while it computes: tokens computed, tokens generated, steps, transfers. 0:
+	// not reported.
 	Work             int64
 	Running, Waiting int64 // requests; -1: not reported
+	Done             int64 // answers that it has finished
 	Usage            float64
 }
 
@@ -55,11 +65,14 @@ type Sample struct {
 type Tracker struct {
 	mu       sync.Mutex
 	lease    time.Duration // 0: DefaultLease
+	partners bool          // its requests may be reserved before another engine lets it have them
 	last     Sample
 	moved    time.Time // when it last showed progress
-	same     int       // scrapes since
 	only     time.Time // since when only reservations say that it has requests; zero: they do not
 	lost     int64     // reservations that count as lost
+	shown    int64     // of the reservations, those that it may have answered: it has worked since they were made
+	stuck    time.Time // since when it must work, and does not; zero: it need not
+	stuckFor int       // scrapes since
 	standing bool
 	expired  time.Time // when a scrape last showed that it had freed KV that nobody had fetched
 	past     []period  // standstills that are over, oldest first
@@ -87,14 +100,27 @@ func (t *Tracker) Observe(s Sample) Change {
 	before := t.last
 	t.last = s
 	if before.At.IsZero() || s.Counts != before.Counts || !t.busy(s) {
-		return t.progress(s.At)
+		return t.progress(&before, &s)
 	}
-	t.same++
-	if t.standing || t.same < samples || s.At.Sub(t.moved) < t.bound(&s) {
+	if t.shown = min(t.shown, s.Reserved); !t.mustWork(&s) {
+		t.stuck, t.stuckFor = time.Time{}, 0
+		return Same
+	}
+	if t.stuck.IsZero() {
+		t.stuck = before.At
+	}
+	if t.stuckFor++; t.standing || t.stuckFor < samples || s.At.Sub(t.stuck) < t.bound(&s) {
 		return Same
 	}
 	t.standing = true
 	return Stood
+}
+
+// mustWork reports whether an engine that is well would show work: requests run, or more have come than it reports to
+// wait and may have answered. The client of an answered one has not read it to its end.
+func (t *Tracker) mustWork(s *Sample) bool {
+	c := s.Counts
+	return c.Running > 0 || !t.partners && s.Reserved > max(t.shown, c.Waiting)
 }
 
 // busy reports whether the engine has requests, and counters that could show progress. One that reports gauges alone
@@ -120,16 +146,18 @@ func (t *Tracker) busy(s Sample) bool {
 	return true
 }
 
-// progress records that the engine is idle or has worked.
-func (t *Tracker) progress(at time.Time) Change {
-	if !t.moved.IsZero() && at.Sub(t.moved) >= noticed {
+// progress records that the engine is idle or has worked. Of the requests that have come since the last scrape, it may
+// have answered as many as it counts as finished.
+func (t *Tracker) progress(before, s *Sample) Change {
+	if !t.moved.IsZero() && s.At.Sub(t.moved) >= noticed {
 		if len(t.past) == kept {
 			t.past = t.past[1:]
 		}
-		t.past = append(t.past, period{t.moved, at})
+		t.past = append(t.past, period{t.moved, s.At})
 	}
 	stood := t.standing
-	t.moved, t.same, t.standing = at, 0, false
+	t.shown = min(before.Reserved+max(s.Counts.Done-before.Counts.Done, 0), s.Reserved)
+	t.moved, t.standing, t.stuck, t.stuckFor = s.At, false, time.Time{}, 0
 	if t.lost == 0 {
 		t.only = time.Time{}
 	}
@@ -140,20 +168,18 @@ func (t *Tracker) progress(at time.Time) Change {
 }
 
 // bound returns how long the engine may show no progress: longer while it computes prompts, and at most three fifths
-// of the lease. That long it may be where nothing runs and requests wait: they may wait for memory, or for KV.
+// of the lease.
 func (t *Tracker) bound(s *Sample) time.Duration {
-	most := cmp.Or(t.lease, DefaultLease) * 3 / 5
-	if s.Counts.Running == 0 && s.Counts.Waiting > 0 {
-		return most
-	}
-	return min(base+max(s.Patience, 0), most)
+	return min(base+max(s.Patience, 0), cmp.Or(t.lease, DefaultLease)*3/5)
 }
 
-// SetLease sets how long prefill engines keep the KV that the engine has to fetch; 0: [DefaultLease].
-func (t *Tracker) SetLease(lease time.Duration) {
+// Configure sets how long prefill engines keep the KV that the engine has to fetch, 0: [DefaultLease]; and whether
+// requests are reserved there while another engine works for them, and show there only when that lets them: then what
+// is reserved says nothing of this engine.
+func (t *Tracker) Configure(lease time.Duration, partners bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.lease = max(lease, 0)
+	t.lease, t.partners = max(lease, 0), partners
 }
 
 // Standing reports whether the engine stands still. A mark without a recent scrape has no force.

@@ -7,65 +7,110 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Each row is an engine that is scraped every 2 s. A letter is a scrape: w shows work, s the same counts as before, i
-// no requests, q requests that wait, f a scrape that failed. stands is how many scrapes pass until the engine counts as standing; 0: never.
+// Each row is an engine that is scraped every 2 s. A letter is a scrape:
+//
+//	w  it has worked since the last one: counters have risen, and requests run
+//	d  it has worked, finished one answer, and reports no requests
+//	k  only its use of memory has changed: a step of a long prompt
+//	r  it was started again: counters fall
+//	s  requests run, and nothing has changed
+//	q  requests wait, none runs, and nothing has changed
+//	i  it reports no requests, and nothing has changed
+//	f  the scrape failed
+//
+// A digit before a letter: from here on so many requests are reserved there. stands is how many scrapes pass until the
+// engine counts as standing; 0: never.
 func TestStandstill(t *testing.T) {
-	const busy = 3
 	for name, tt := range map[string]struct {
 		scrapes  string
-		reserved int64         // with i: requests that only reservations know of
 		patience time.Duration // of prompts
 		lease    time.Duration
+		partners bool // it waits for others' work
 		silent   bool // the engine reports nothing but its running requests
 		stands   int
 	}{
-		"works":                        {scrapes: "wwwwwwwwwwww"},
-		"stands":                       {scrapes: "wssssss", stands: 4},
-		"the least of scrapes":         {scrapes: "wfffffs"},
-		"and a failed one":             {scrapes: "wsfsss", stands: 4},
-		"a long prompt":                {scrapes: "wsssssssss", patience: 8 * time.Second, stands: 8},
-		"never longer than the lease":  {scrapes: "wsssssssssss", patience: time.Hour, stands: 9},
-		"a short lease":                {scrapes: "wsssss", lease: 6 * time.Second, stands: 3},
+		"works":                        {scrapes: "3wwwwwwwwwwww"},
+		"stands":                       {scrapes: "3wssssss", stands: 4},
+		"the least of scrapes":         {scrapes: "3wfffffs"},
+		"and a failed one":             {scrapes: "3wsfsss", stands: 4},
+		"never longer than the lease":  {scrapes: "3wsssssssssss", patience: time.Hour, stands: 9},
+		"a short lease":                {scrapes: "3wsssss", lease: 6 * time.Second, stands: 3},
 		"idle":                         {scrapes: "wiiiiiiiiiiii"},
-		"a request in its API server":  {scrapes: "wiiiiii", reserved: 1, stands: 5},
-		"nothing but waiting":          {scrapes: "wqqqqqqqqqqq", stands: 10},
-		"a restart":                    {scrapes: "wssswsss"},
-		"reports nothing, and no work": {scrapes: "iiiiiiiiiiii", reserved: 1, silent: true},
+		"reports nothing, and no work": {scrapes: "1iiiiiiiiiiii", silent: true},
+
+		"a long prompt in one step":           {scrapes: "1wssssssss", patience: 8 * time.Second, stands: 8},
+		"a long prompt in many":               {scrapes: "1wkkkkkkkkkkkk"},
+		"a full queue behind it":              {scrapes: "9wkkkkkkkkkkkk"},
+		"started again":                       {scrapes: "1wsssrsss"},
+		"started again, with no requests":     {scrapes: "1wssr0iiiiiiii"},
+		"waits for memory, or for a partner":  {scrapes: "2wqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq"},
+		"others come there, and it sees them": {scrapes: "2wqqqqqq3wqqqqqq4wqqqqqqqqqqq"},
+		"others come there, and it does not":  {scrapes: "2wqqqqqq4qqqqqq", stands: 10},
+
+		"requests in its API server":               {scrapes: "wi1iiiiii", stands: 5},
+		"some came before it had worked last":      {scrapes: "wi1w2iiiiii", stands: 7},
+		"it had finished one of two":               {scrapes: "i2diiiiii", stands: 5},
+		"a client does not read its answer":        {scrapes: "i1diiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiii"},
+		"nor that of a long one":                   {scrapes: "i1wwsswdiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiiii"},
+		"it does not, and another one does":        {scrapes: "i1diiii2d1iiiii"},
+		"prefill computes, or pushes, for decode":  {scrapes: "wi3iiiiiiiiiiiiiii", partners: true},
+		"the legs meet, and decode stands running": {scrapes: "3wsssss", partners: true, stands: 4},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var k Tracker
-			k.SetLease(tt.lease)
-			at, work, stood := time.Unix(1e9, 0), int64(100), 0
-			for i, c := range tt.scrapes {
-				at = at.Add(2 * time.Second)
-				s := Sample{At: at, Reserved: tt.reserved, Patience: tt.patience}
-				s.Counts = Counts{Work: work, Running: busy}
+			k.Configure(tt.lease, tt.partners)
+			at, s, stood, scrape := time.Unix(1e9, 0), Sample{Patience: tt.patience}, 0, -1
+			s.Counts.Work = 100
+			for _, c := range tt.scrapes {
+				if c >= '0' && c <= '9' {
+					s.Reserved = int64(c - '0')
+					continue
+				}
+				at, scrape = at.Add(2*time.Second), scrape+1
+				s.At, s.Counts.Running, s.Counts.Waiting = at, 0, 0
 				switch c {
 				case 'f':
 					continue
 				case 'w':
-					work++
-					s.Counts.Work = work
+					s.Counts.Work, s.Counts.Running = s.Counts.Work+1, s.Reserved
+				case 'd':
+					s.Counts.Work, s.Counts.Done = s.Counts.Work+1, s.Counts.Done+1
+				case 'k':
+					s.Counts.Usage, s.Counts.Running = s.Counts.Usage+0.01, 1
+				case 'r':
+					s.Counts.Work, s.Counts.Done = 1, 0
+				case 's':
+					s.Counts.Running = s.Reserved
 				case 'q':
-					s.Counts.Running, s.Counts.Waiting = 0, 1
-				case 'i':
-					s.Counts.Running = 0
-				}
-				if c == 'i' && i > 0 && tt.scrapes[i-1] == 'w' {
-					k.Observe(Sample{At: at.Add(-time.Second), Counts: s.Counts})
+					s.Counts.Waiting = 2
 				}
 				if tt.silent {
 					s.Counts = Counts{Running: -1, Waiting: -1}
 				}
 				if k.Observe(s) == Stood {
 					require.Zero(t, stood, "reported once")
-					stood = i
+					stood = scrape
 				}
-				require.Equal(t, stood > 0 && i >= stood, k.Standing(at), i)
+				require.Equal(t, stood > 0 && scrape >= stood, k.Standing(at), scrape)
 			}
 			require.Equal(t, tt.stands, stood)
 		})
 	}
+}
+
+// What an engine that waits reads later may be foreign by then, although it is not taken for one that stands.
+func TestWaitingProvesNothing(t *testing.T) {
+	var k Tracker
+	at := time.Unix(1e9, 0)
+	for i := range 10 {
+		k.Observe(Sample{At: at.Add(time.Duration(2*i) * time.Second), Reserved: 1, Counts: Counts{Work: 1, Waiting: 1}})
+	}
+	now := at.Add(19 * time.Second)
+	require.False(t, k.Standing(now))
+	stood, known := k.Longest(at, now)
+	require.True(t, known)
+	require.Equal(t, 19*time.Second, stood)
+	require.Equal(t, StoodStill, Outdated(nil, &k, at, now))
 }
 
 // An engine that goes on counts again, and what it stood is remembered.

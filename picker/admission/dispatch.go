@@ -211,10 +211,7 @@ func (q *Queue) dropSent() {
 
 // pass counts a request that waits as if it were at work at its endpoint.
 func (q *Queue) pass(v *kvstate.View, c *picker.Choice) {
-	at := c.Prefill
-	if at < 0 {
-		at = c.Decode
-	}
+	at := firstLeg(c)
 	p := &v.Endpoints[at]
 	work := c.Work
 	if p.Speed > 0 {
@@ -224,13 +221,21 @@ func (q *Queue) pass(v *kvstate.View, c *picker.Choice) {
 	q.ahead[at] += work
 }
 
+// firstLeg returns the position of the endpoint that computes the prompt.
+func firstLeg(c *picker.Choice) int {
+	if c.Prefill >= 0 {
+		return c.Prefill
+	}
+	return c.Decode
+}
+
 // mayGo reports whether a request may go to its choice now. One that cannot be served need not wait either, unless
-// its endpoints are only full.
+// its endpoints are only full. Nor does one whose endpoint has failed and gets a trial: its work there does not end.
 func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough float64) bool {
 	switch {
 	case c.Wait:
 		return false
-	case err != nil:
+	case err != nil, v.Endpoints[firstLeg(&c)].Endpoint.Failed():
 		return true
 	case c.NoRoom && k.Late:
 		return false

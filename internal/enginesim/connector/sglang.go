@@ -121,6 +121,7 @@ func (l *Leg) shareRoom(ctx context.Context) error {
 	}
 	held := l.hold()
 	defer l.Node.Rooms.Held.Add(-held)
+	defer aside(l.Job.E)()
 	timeout := time.NewTimer(l.Node.cfg.TransferTimeout)
 	defer timeout.Stop()
 	select {
@@ -135,6 +136,7 @@ func (l *Leg) shareRoom(ctx context.Context) error {
 func (l *Leg) receiveRooms(ctx context.Context) error {
 	held := l.hold()
 	defer l.Node.Rooms.Held.Add(-held)
+	defer aside(l.Job.E)() // the queues of preallocation and transfer
 	group, ctx := errgroup.WithContext(ctx)
 	var booking sync.Mutex
 	for _, q := range l.Job.Seqs {
@@ -232,12 +234,8 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 		defer s.Rooms.close(l.rooms[q.Index].key())
 		rooms[i] = r
 	}
-	for _, r := range rooms {
-		select {
-		case <-r.join:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
+	if err := l.metRooms(ctx, rooms); err != nil {
+		return err
 	}
 	if err := l.Job.Prefill(ctx); err != nil {
 		return err
@@ -249,6 +247,30 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 			return context.Cause(ctx)
 		default:
 			r.answer <- s.send(l.Job.Seqs[i].P, &r.want)
+		}
+	}
+	return nil
+}
+
+// aside counts a running request as waiting for another engine, until back is called.
+func aside(e *engine.Engine) (back func()) {
+	e.Metrics.Running.Add(-1)
+	e.Metrics.WaitingDeferred.Add(1)
+	return func() {
+		e.Core.Step()
+		e.Metrics.WaitingDeferred.Add(-1)
+		e.Metrics.Running.Add(1)
+	}
+}
+
+// metRooms waits in P's bootstrap queue until D is there in every room.
+func (l *Leg) metRooms(ctx context.Context, rooms []*room) error {
+	defer aside(l.Job.E)()
+	for _, r := range rooms {
+		select {
+		case <-r.join:
+		case <-ctx.Done():
+			return context.Cause(ctx)
 		}
 	}
 	return nil

@@ -1229,9 +1229,11 @@ func (x *Load) GetNeed() int64 {
 
 // Whether the endpoint is excluded: the sender has just seen it fail or recover.
 type Health struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Address       uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
-	Failed        bool                   `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Address uint32                 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
+	Failed  bool                   `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
+	// It left a request or a health check unanswered: trying it costs a timeout.
+	Hung          bool `protobuf:"varint,3,opt,name=hung,proto3" json:"hung,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1276,6 +1278,13 @@ func (x *Health) GetAddress() uint32 {
 func (x *Health) GetFailed() bool {
 	if x != nil {
 		return x.Failed
+	}
+	return false
+}
+
+func (x *Health) GetHung() bool {
+	if x != nil {
+		return x.Hung
 	}
 	return false
 }
@@ -1933,10 +1942,11 @@ const file_state_v1_state_proto_rawDesc = "" +
 	"\blocal_us\x18\b \x01(\x03R\alocalUs\x12\x12\n" +
 	"\x04held\x18\t \x01(\x03R\x04held\x12\x12\n" +
 	"\x04need\x18\n" +
-	" \x01(\x03R\x04need\":\n" +
+	" \x01(\x03R\x04need\"N\n" +
 	"\x06Health\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x16\n" +
-	"\x06failed\x18\x02 \x01(\bR\x06failed\"\x8e\x05\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\x12\x12\n" +
+	"\x04hung\x18\x03 \x01(\bR\x04hung\"\x8e\x05\n" +
 	"\aSignals\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\rR\aaddress\x12\x18\n" +
 	"\arunning\x18\x02 \x01(\x12R\arunning\x12\x18\n" +

@@ -1,0 +1,38 @@
+package kvroom
+
+import (
+	"math"
+	"sync/atomic"
+)
+
+// Density is how many tokens a byte of a pool's prompts may have. An estimate of a prompt's length that is right on the
+// average is too low for half of them, and may be for all until the first ones have been counted; engines whose memory
+// was given away by such estimates wait for each other. The zero value has seen no prompt. It is safe for concurrent
+// use.
+type Density struct{ most atomic.Uint64 } // tokens in a byte, the bits of a float64; 0: none seen
+
+const (
+	leastSample = 64 // tokens: the template is most of a shorter prompt
+	fading      = 1. / 64
+	margin      = 1.25 // over the densest prompt of late
+)
+
+// Observe records the number of tokens that an engine counted in a body of some bytes.
+func (d *Density) Observe(bytes, tokens int64) {
+	if bytes <= 0 || tokens < leastSample {
+		return
+	}
+	seen := float64(tokens) / float64(bytes)
+	most := math.Float64frombits(d.most.Load())
+	d.most.Store(math.Float64bits(max(seen, most+(seen-most)*fading)))
+}
+
+// Most returns how many times its estimated tokens a prompt may have, where estimates assume so many bytes in a token:
+// until prompts have been counted, a token has one byte at least.
+func (d *Density) Most(bytesPerToken float64) float64 {
+	most := 1.
+	if seen := math.Float64frombits(d.most.Load()); seen > 0 {
+		most = margin * seen
+	}
+	return max(most*bytesPerToken, 1)
+}
