@@ -18,7 +18,7 @@ func (x *Pass) choose(ctx context.Context) error {
 	}
 	x.look()
 	if w.way == encoding {
-		at := plan.PickEncoder(&x.View)
+		at := plan.PickEncoder(&x.view)
 		if x.choice = (picker.Choice{Prefill: -1, Decode: at}); at >= 0 {
 			return nil
 		}
@@ -51,16 +51,16 @@ func (x *Pass) choose(ctx context.Context) error {
 // look reads the endpoints as they are now, and what each holds of the prompt.
 func (x *Pass) look() {
 	r := &x.Req
-	x.shared.State.View(r.Pool, r.Hashes, &x.View)
+	x.shared.State.View(r.Pool, r.Hashes, &x.view)
 	if r.Session != 0 {
-		x.shared.State.MarkSession(r.Pool, r.Session, &x.View)
+		x.shared.State.MarkSession(r.Pool, r.Session, &x.view)
 	}
-	r.MatchTokens(r.Pool, &x.View)
+	r.MatchTokens(r.Pool, &x.view)
 }
 
 // narrow takes endpoints that must not answer the request out of the view.
 func (x *Pass) narrow() error {
-	r, v, w := &x.Req, &x.View, &x.want
+	r, v, w := &x.Req, &x.view, &x.want
 	switch {
 	case w.way == alone && x.policy.Dialect.PairsOnly(): // then only an engine with both roles can
 		v.Endpoints = slices.DeleteFunc(v.Endpoints, func(c kvstate.Candidate) bool {
@@ -104,25 +104,25 @@ func (x *Pass) ask() picker.Request {
 // later passes, unless the endpoints for them are full.
 func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
 	policy := x.policy
-	x.Picker.Policy = policy.Placement()
+	x.picker.Policy = policy.Placement()
 	waits := policy.queue != nil && x.want.way.waits() &&
-		len(x.View.Endpoints) == len(x.Req.Pool.Endpoints())
+		len(x.view.Endpoints) == len(x.Req.Pool.Endpoints())
 	if !waits || x.Req.Attempt.Redirects > 0 {
 		miss := r.OnMiss
 		if miss == picker.MissWait {
 			r.OnMiss = picker.MissGoOn
 		}
 		if x.want.way == atOnce && policy.Dialect.PairsOnly() {
-			for i := range x.View.Endpoints {
-				x.View.Endpoints[i].LeaveOut(kvstate.RoleBoth)
+			for i := range x.view.Endpoints {
+				x.view.Endpoints[i].LeaveOut(kvstate.RoleBoth)
 			}
 		}
-		if c, err = x.Picker.Pick(r, &x.View); !waits || !errors.Is(err, picker.ErrFull) {
+		if c, err = x.picker.Pick(r, &x.view); !waits || !errors.Is(err, picker.ErrFull) {
 			return c, err
 		}
 		r.OnMiss = miss
 	}
-	c, waited, err := policy.queue.Choose(ctx, &x.waiter, &x.Req, &x.View, r)
+	c, waited, err := policy.queue.Choose(ctx, &x.waiter, &x.Req, &x.view, r)
 	x.Meter.LeaveOut(waited) // waiting is no part of deciding
 	return c, err
 }
@@ -137,8 +137,8 @@ func (x *Pass) chooseDecode(ctx context.Context, h *plan.HandOver) error {
 	r.Session = t.Session
 	waited, err := p.queue.UntilFree(ctx, t.Expires, func() error {
 		x.look()
-		r.MatchReported(&x.View, t.PromptTokens)
-		return h.Choose(r, &x.View, &x.Picker, &p.Policy)
+		r.MatchReported(&x.view, t.PromptTokens)
+		return h.Choose(r, &x.view, &x.picker, &p.Policy)
 	})
 	x.Meter.LeaveOut(waited)
 	if err != nil {

@@ -28,7 +28,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 	var why string
 	if r.Held, why = x.reserve(ctx, d); why != "" {
 		x.Req.Attempt.Why = why
-		if d, err = plan.Alone(&x.Req, &x.View, x.choice, &x.policy.Policy); err != nil {
+		if d, err = plan.Alone(&x.Req, &x.view, x.choice, &x.policy.Policy); err != nil {
 			return Routed{}, err
 		}
 		return x.Commit(ctx, d)

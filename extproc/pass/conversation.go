@@ -51,8 +51,8 @@ func (k conversation) read(ctx context.Context) {
 	if r.Turn.Conversation == ([16]byte{}) || r.Attempt.Prefills > 0 || r.Attempt.ConversationFailed {
 		return
 	}
-	limit := plan.PrefillLimit(r, &x.View, c, p)
-	r.LastTurn, r.TurnIDs = k.lastTurn(ctx, r.Turn.Conversation, x.View.Endpoints[c.Prefill].Endpoint, limit)
+	limit := plan.PrefillLimit(r, &x.view, c, p)
+	r.LastTurn, r.TurnIDs = k.lastTurn(ctx, r.Turn.Conversation, x.view.Endpoints[c.Prefill].Endpoint, limit)
 	r.Turn.Named = r.LastTurn != nil
 }
 

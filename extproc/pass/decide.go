@@ -18,7 +18,7 @@ func (x *Pass) readChosen(ctx context.Context) {
 	case w.way == oneByOne && x.policy.Handoff == plan.HandoffEnvoy:
 		conversation{x}.read(ctx)
 	case w.way == atOnce:
-		p, d := x.View.Endpoints[x.choice.Prefill].Endpoint, x.View.Endpoints[x.choice.Decode].Endpoint
+		p, d := x.view.Endpoints[x.choice.Prefill].Endpoint, x.view.Endpoints[x.choice.Decode].Endpoint
 		w.legs = kvtransfer.Legs{ID: plan.NewID(), RequestID: x.ID, Prefill: p, Decode: d}
 		if peers := x.policy.Peers; peers != nil {
 			w.legs.Peer, _ = peers.Lookup(guard.With(ctx, x.shared.Guard), p)
@@ -30,7 +30,7 @@ func (x *Pass) readChosen(ctx context.Context) {
 // decide decides what the pass does next, from what was read and chosen. It returns nil if both legs were to run at
 // once and cannot: then one endpoint is chosen.
 func (x *Pass) decide() (*plan.Decision, error) {
-	r, v, c, p, w := &x.Req, &x.View, x.choice, &x.policy.Policy, &x.want
+	r, v, c, p, w := &x.Req, &x.view, x.choice, &x.policy.Policy, &x.want
 	if w.way == atOnce {
 		d, err := plan.BothLegs(r, v, &w.legs, c, p)
 		if d == nil && err == nil {
@@ -67,7 +67,7 @@ func (x *Pass) decide() (*plan.Decision, error) {
 
 // decideForGateway decides for the one hop of a gateway's request, and which endpoints it may take instead.
 func (x *Pass) decideForGateway() (*plan.Decision, error) {
-	r, v, c, p := &x.Req, &x.View, x.choice, &x.policy.Policy
+	r, v, c, p := &x.Req, &x.view, x.choice, &x.policy.Policy
 	if c.Prefill < 0 {
 		if err := p.RefuseAlone(r.Pool, cmp.Or(r.Attempt.Why, p.Unpaired(v, c.Uncached))); err != nil {
 			return nil, err
@@ -77,7 +77,7 @@ func (x *Pass) decideForGateway() (*plan.Decision, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.Gateway = &plan.Gateway{List: plan.Fallbacks(&x.Picker, &x.asked, v, c, x.shared.Gateway)}
+	d.Gateway = &plan.Gateway{List: plan.Fallbacks(&x.picker, &x.asked, v, c, x.shared.Gateway)}
 	d.Edits = d.Gateway.Rewrite(r, x.shared.State)
 	return d, nil
 }

@@ -58,7 +58,7 @@ func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (
 	}
 	alone := x.choice
 	alone.Prefill = -1
-	d.Report.Route, d.Decode.Booking = "decode_alone", alone.DecodeBooking(&x.View)
+	d.Report.Route, d.Decode.Booking = "decode_alone", alone.DecodeBooking(&x.view)
 	x.shared.State.Release(held)
 	return x.shared.State.ReserveAs(held, d.Decode.Endpoint, d.Decode.Booking, x.Source), nil
 }
@@ -68,7 +68,7 @@ func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (
 // so a client that leaves ends its prefill.
 func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 	x := k.pass
-	r, p, v, c := &x.Req, &x.policy.Policy, &x.View, x.choice
+	r, p, v, c := &x.Req, &x.policy.Policy, &x.view, x.choice
 	select {
 	case x.shared.direct.places <- struct{}{}:
 		defer func() { <-x.shared.direct.places }()
@@ -102,7 +102,7 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 			full, _ := c.Endpoint.FullFor(time.Now())
 			c.Usable = c.Usable && full == 0
 		}
-		again, err := x.Picker.Pick(&want, v)
+		again, err := x.picker.Pick(&want, v)
 		group := v.Endpoints[c.Decode].Endpoint.Group
 		if err != nil || again.Prefill < 0 || v.Endpoints[again.Prefill].Endpoint.Group != group {
 			return nil, nil
@@ -117,7 +117,7 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, error) {
 	x, d := k.pass, k.decision
 	s, r, p, pool := x.shared, &x.Req, &x.policy.Policy, x.Req.Pool
-	e, before := x.View.Endpoints[c.Prefill].Endpoint, x.View.Endpoints[c.Prefill].PromptTokens
+	e, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
 	booked := s.State.ReserveAs(0, e, c.PrefillBooking(), x.Source)
 	defer s.State.Release(booked)
 	x.waiter.Committed()
@@ -125,7 +125,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	r.Sides = kvtransfer.Pair{
 		RequestID: r.ID, Attempt: plan.NewID(), Prefill: plan.SideOf(e), Decode: plan.SideOf(d.Endpoint),
 	}
-	r.SetSource(&x.View, p, c.Prefill)
+	r.SetSource(&x.view, p, c.Prefill)
 	r.Patch.Reset(&r.Client)
 	p.Dialect.Prefill(&r.Client, &r.Patch, &r.Sides)
 	if d.Gateway != nil && d.Gateway.Model != "" {

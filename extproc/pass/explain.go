@@ -97,7 +97,7 @@ func (x *Pass) explain(r *picker.Request) {
 	if !asked && !debug {
 		return
 	}
-	e := x.Picker.Explain(r, &x.View)
+	e := x.picker.Explain(r, &x.view)
 	if debug {
 		parts := strings.Builder{}
 		e.Print(&parts)
@@ -116,21 +116,21 @@ func (x *Pass) report(ctx context.Context, d *plan.Decision) {
 	p := &x.Planned
 	*p = telemetry.Planned{
 		RequestID: x.ID, Started: t.Started, Pass: t.Redirects, Pool: d.Pool.Spec.Name,
-		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.View.Endpoints),
+		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Foreseen.Prefilled, ExpectedFirst: r.Foreseen.FirstToken,
 			PromptBlocks: len(r.Hashes),
 			Margin:       telemetry.MarginOf(r.Foreseen.Price, r.Foreseen.Other, how.Prefill != nil)},
 		Queued: x.queued(), Streamed: r.Streams(), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
 	}
 	if how.Prefill != nil {
-		p.Prefill, p.Always = how.Prefill.Addr, x.Picker.Split == picker.SplitAlways
+		p.Prefill, p.Always = how.Prefill.Addr, x.picker.Split == picker.SplitAlways
 	}
 	// then both ways were weighed
 	two := how.Prefill != nil || how.Reason == "cheaper" || how.Reason == "min_prefill_tokens"
 	if (two || how.Route == "decode_alone") && x.Meter.WantsWeighed() {
 		policy, _ := x.shared.Policy(d.Pool.Spec.Name)
 		asked := r.Ask(&policy.Policy, t.PromptTokens, two)
-		e := x.Picker.Explain(&asked, &x.View)
+		e := x.picker.Explain(&asked, &x.view)
 		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}
 	x.Meter.Planned(ctx, p)

@@ -24,8 +24,8 @@ func TestDecisionsAreLogged(t *testing.T) {
 	x := Pass{ID: "r1", shared: &Shared{Options: Options{
 		State: state, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}}}
-	x.Req.Pool, x.Picker.Policy = state.Pool("chat"), picker.DefaultPolicy()
-	state.View(x.Req.Pool, nil, &x.View)
+	x.Req.Pool, x.picker.Policy = state.Pool("chat"), picker.DefaultPolicy()
+	state.View(x.Req.Pool, nil, &x.view)
 	x.explain(&picker.Request{PromptTokens: 4000, Split: true})
 	require.Contains(t, log.String(), "p1: prefill 265 = queue 0.0 + work 265")
 	require.Contains(t, log.String(), "p2: out, failed")

@@ -85,8 +85,8 @@ type Pass struct {
 	ReservedAs string          // name of its reservations
 
 	Req    plan.Request
-	View   kvstate.View
-	Picker picker.Picker
+	view   kvstate.View
+	picker picker.Picker
 	waiter latebinding.Waiter
 
 	policy    *Policy
