@@ -61,6 +61,7 @@ func TestHandOverTTL(t *testing.T) {
 		{"nixl", 6 * time.Second, 2 * time.Second},
 		{"nixl", 120 * time.Second, limit},
 		{"moriio-read", 0, 10 * time.Second},
+		{"orchestrated", 0, 10 * time.Second},
 		{"lmcache", 0, limit},
 		{"trtllm", 0, limit},
 	} {
