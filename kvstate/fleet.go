@@ -292,6 +292,7 @@ type PoolSpec struct {
 	// KVLease is how long prefill engines keep KV that nobody has fetched (vLLM: kv_lease_duration); 0:
 	// [standstill.DefaultLease].
 	KVLease time.Duration
+	KVFinal bool // nothing renews it
 }
 
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
@@ -369,7 +370,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
-			e.progress.SetLease(spec.KVLease)
+			e.progress.SetLease(spec.KVLease, spec.KVFinal)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)

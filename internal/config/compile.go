@@ -62,8 +62,9 @@ func (p PoolSpec) Equal(o PoolSpec) bool {
 
 // Spec returns a pool without its endpoints.
 func Spec(p *configv1.Pool) kvstate.PoolSpec {
+	d := DialectOf(p)
 	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(),
-		KVLease: DialectOf(p).Lease}
+		KVLease: d.Lease, KVFinal: d.Final}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.
