@@ -65,7 +65,7 @@ bench-go: ## Go benchmarks of all packages
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
 e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (25 minutes)
-	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover' -v ./e2e
+	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover|TestRolesFollowTraffic' -v ./e2e
 	@mkdir -p .cache # 120 stacks that mostly wait:
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
@@ -138,7 +138,7 @@ e2e-kube: tools ## discovery from a real kube-apiserver and etcd, and every mani
 	scripts/kube-tools.sh kustomize helm etcd kube-apiserver
 	TANDEM_KUBE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestKube' -v ./e2e
 
-e2e-cluster: tools build ## the five commands of docs/kubernetes.md in a cluster of one node on this machine, with kubelet and containerd (30 minutes of builds, once); needs root
+e2e-cluster: tools build ## the five commands of docs/kubernetes.md, and the chart with engines, in a cluster of one node on this machine, with kubelet and containerd (30 minutes of builds, once); needs root
 	scripts/kube-tools.sh cluster
 	e2e/cluster/run.sh
 

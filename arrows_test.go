@@ -126,6 +126,7 @@ var arrows = map[string][]string{
 		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
 		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
 		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign", "internal/config/diff", "internal/hostcheck",
+		"picker/roles",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -159,8 +160,9 @@ var arrows = map[string][]string{
 	"e2e/sglang":                  {"e2e/realengines (test)"},
 	"e2e/cluster":                 {},
 	"e2e/foreign":                 {"e2e/loopback (test)", "e2e/realengines (test)"},
-	"status":                      {"status/words", "extproc/telemetry", "extproc/pass", "kvstate", "kvstate/operator", "picker", "kvstate/fleetclock"},
+	"status":                      {"status/words", "extproc/telemetry", "extproc/pass", "kvstate", "kvstate/operator", "picker", "picker/roles", "kvstate/fleetclock", "status/written"},
 	"status/words":                {},
+	"status/written":              {"kvstate"},
 	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},
 	"docs":                        {"internal/config (test)", "protos/config/v1 (test)"},
@@ -179,7 +181,7 @@ var arrows = map[string][]string{
 	"internal/certificates": {"protos/config/v1"},
 	"internal/fleetmetrics": {
 		"kvstate", "kvstate/kvevents", "kvstate/notices", "kvstate/redisstore", "kvstate/redisstore/lag",
-		"kvstate/scrape", "kvstate/prefixindex (test)", "internal/assign",
+		"kvstate/scrape", "kvstate/prefixindex (test)", "picker/roles",
 	},
 	// Envoy's configuration, served.
 	"internal/gatewayextension": {

@@ -22,7 +22,7 @@ import (
 	"tandem/internal/config"
 )
 
-var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml and override-host.yaml")
+var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml, override-host.yaml and testdata")
 
 // mistakes of a manifest, each document read strictly as what it says it is.
 func mistakes(t *testing.T, known schemas, manifest string) (found []string) {
@@ -77,7 +77,8 @@ func TestManifests(t *testing.T) {
 func TestBrokenManifests(t *testing.T) {
 	known := loadSchemas(t)
 	resources, pool := read(t, "envoy-gateway/resources.yaml"), read(t, "inference-extension/inferencepool.yaml")
-	deployment := read(t, "kustomize/base/deployment.yaml")
+	deployment, hpa := read(t, "kustomize/base/deployment.yaml"), read(t, "examples/autoscaling.yaml")
+	keda := read(t, "examples/autoscaling-keda.yaml")
 	for _, c := range []struct{ manifest, old, broken, want string }{
 		{resources, "sectionName: http", "sectionNam: http", "sectionNam: unknown field"},
 		{resources, "requestID: PreserveOrGenerate", "requestID: Keep", "is not one of"},
@@ -87,6 +88,9 @@ func TestBrokenManifests(t *testing.T) {
 		{pool, "targetPorts: [{number: 8000}]", "targetPorts: []", "at least 1"},
 		{pool, "  selector: {matchLabels: {app: llm}}\n", "", ".spec.selector: is required"},
 		{deployment, "containerPort: 9002", "containerport: 9002", `unknown field "spec.template.spec.containers[0].ports[0].containerport"`},
+		{hpa, "scaleDown: {tolerance", "scaleDown: {tolerances", `unknown field "spec.behavior.scaleDown.tolerances"`},
+		{keda, "minReplicaCount: 1", "minReplicas: 1", "minReplicas: unknown field"},
+		{keda, `threshold: "1"`, "threshold: 1", "not string"},
 		{deployment, "replicas: 2", "replicas: two", "Deployment"},
 		{deployment, "kind: Deployment", "kind: Deploymint", `no kind "Deploymint"`},
 	} {
@@ -174,21 +178,26 @@ func TestHelm(t *testing.T) {
 	picker := append(every, "--set", "config.extProc.protocol=endpointPicker,inferencePool.enabled=true",
 		"--set-json", `config.pools=[{"name":"llm","kvTransfer":"nixl","handoff":"sidecar","discovery":{"inferencePool":{"name":"router"}}}]`)
 	template := []string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}
-	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker, "with Envoy": {"--set", "envoy.enabled=true,networkPolicy.enabled=true"}} {
+	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker, "with Envoy": {"--set", "envoy.enabled=true,networkPolicy.enabled=true"},
+		"with all": {"--set", "engines.enabled=true,engines.autoscaling.enabled=true,redis.enabled=true,envoy.enabled=true,networkPolicy.enabled=true,serviceMonitor.enabled=true"}} {
 		rendered := output(t, helm, append(template, args...)...)
 		require.Empty(t, mistakes(t, known, rendered), name)
 		checkConfigMap(t, rendered)
 	}
 	for wrong, why := range map[string]string{
-		"replicas=none":                                             "replicas", // the schema of the values
-		"redis.url=redis://:secret@redis:6379":                      "redis",    // it would stand in a ConfigMap
-		"envoy.enabled=true,config.extProc.protocol=endpointPicker": "its own Envoy",
-		"resources.limits.memory=2GB":                               "no quantity",
-		"replica=3":                                                 "replica",
-		"inferencePool.targetPorts={80000}":                         "targetPorts",
-		"inferencePool.enabled=true":                                "needs config.extProc.protocol",
-		"networkPolicy.from=all":                                    "from",
-		"podDisruptionBudget.maxUnavailble=1":                       "maxUnavailble",
+		"replicas=none":                                               "replicas", // the schema of the values
+		"redis.url=redis://:secret@redis:6379":                        "redis",    // it would stand in a ConfigMap
+		"envoy.enabled=true,config.extProc.protocol=endpointPicker":   "its own Envoy",
+		"resources.limits.memory=2GB":                                 "no quantity",
+		"engines.enabled=true,engines.prefill=1":                      "set both, or neither",
+		"engines.enabled=true,engines.replicas=1":                     "engines/replicas",
+		"engines.enabled=true,config.extProc.protocol=endpointPicker": "deploy engines by themselves",
+		"redis.enabled=true,redis.url=redis://other:6379":             "another Redis",
+		"replica=3":                           "replica",
+		"inferencePool.targetPorts={80000}":   "targetPorts",
+		"inferencePool.enabled=true":          "needs config.extProc.protocol",
+		"networkPolicy.from=all":              "from",
+		"podDisruptionBudget.maxUnavailble=1": "maxUnavailble",
 	} {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		text, err := exec.CommandContext(ctx, helm, append(template, "--set", wrong)...).CombinedOutput()
@@ -251,6 +260,28 @@ func TestHelmValues(t *testing.T) {
 		"serviceAccount.name=other":                                    "serviceAccountName: other",
 	} {
 		require.Contains(t, template("--set", set), want, set)
+	}
+}
+
+// The engines that the chart deploys, and the pool that Tandem finds them by: equal ones that KEDA scales, and some of each
+// role that HorizontalPodAutoscalers do.
+func TestHelmEngines(t *testing.T) {
+	helm, known := tool(t, "helm"), loadSchemas(t)
+	for file, set := range map[string]string{
+		"testdata/engines.yaml": "engines.enabled=true,engines.replicas=3,engines.autoscaling.enabled=true," +
+			"engines.autoscaling.prometheus=http://prometheus.monitoring:9090,engines.args={--max-model-len=32768}",
+		"testdata/engines-of-roles.yaml": "engines.enabled=true,engines.prefill=2,engines.decode=3,engines.model=org/model," +
+			"engines.argsInstead={--role,$(ROLE)},engines.lease=60,networkPolicy.enabled=true",
+		"testdata/engines-scaled.yaml": "engines.enabled=true,engines.prefill=2,engines.decode=3,engines.autoscaling.enabled=true",
+	} {
+		rendered := output(t, helm, "template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36",
+			"--show-only", "templates/engines.yaml", "--show-only", "templates/config.yaml", "--set", set)
+		require.Empty(t, mistakes(t, known, rendered), file)
+		checkConfigMap(t, rendered)
+		if *update {
+			require.NoError(t, os.WriteFile(file, []byte(rendered), 0o644))
+		}
+		require.Equal(t, rendered, read(t, file), "run go test ./deploy -update")
 	}
 }
 

@@ -160,6 +160,11 @@ func chaosRequest(f *fleet, i int, reference string) (kind string, took time.Dur
 	stream := i%2 == 0
 	body := fmt.Sprintf(`{"model":"tiny","stream":%t,"ignore_eos":true,"max_tokens":%d,"messages":[{"role":"user","content":%q}]}`,
 		stream, 5+i%60, fmt.Sprintf("%d ", i)+strings.Repeat("all is well. ", 10+i%200))
+	return f.compared(fmt.Sprintf("chaos-%d", i), body, stream, reference)
+}
+
+// compared sends a request, and returns how its answer differs from that of a reference.
+func (f *fleet) compared(id, body string, stream bool, reference string) (kind string, took time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	want, known := whole(ctx, reference, body)
@@ -167,7 +172,7 @@ func chaosRequest(f *fleet, i int, reference string) (kind string, took time.Dur
 		return "the reference does not answer", 0
 	}
 	began := time.Now()
-	r := send(ctx, f.url, fmt.Sprintf("chaos-%d", i), body)
+	r := send(ctx, f.url, id, body)
 	<-r.done
 	took = time.Since(began)
 	kind = r.kind(want)

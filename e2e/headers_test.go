@@ -14,7 +14,7 @@ func TestHeadersAtEngines(t *testing.T) {
 	t.Parallel()
 	known := map[string]bool{
 		"X-Tandem-Ticket": true, "X-Tandem-Reservation": true, "X-Tandem-Request-Id": true, "X-Tandem-Mirror": true,
-		"X-Tandem-Prefill-Endpoint": true, "X-Tandem-Rule": true,
+		"X-Tandem-Prefill-Endpoint": true,
 	}
 	for dialect, mode := range map[string]string{
 		"nixl": "auto", "none": "auto", "trtllm": "auto", "sglang": "auto", "mooncake": "duplex", "nixl-push": "buffered",

@@ -69,6 +69,35 @@ func TestKeys(t *testing.T) {
 	require.NotContains(t, string(log), "s3cret")
 }
 
+// TensorRT-LLM's context servers want the key for what D must know of them, too. Without it the legs go one after the
+// other.
+func TestKeysOfTRTLLM(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "key")
+	require.NoError(t, os.WriteFile(file, []byte("s3cret\n"), 0o600))
+	for name, tt := range map[string]struct {
+		kv, pool string
+		pairs    int // requests whose legs ran at once, and the one without a key
+	}{
+		"context first":             {"trtllm", "", 0},
+		"generation first":          {"trtllm-generation-first", "  apiKeyFile: " + file + "\n", 2},
+		"generation first, no file": {"trtllm-generation-first", "", 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := startKind(t, kind{engine: "trtllm", kv: tt.kv, pool: tt.pool, more: []string{
+				"--transfer-timeout", "8s", "--api-key", "s3cret"}}, 1, 1)
+			a := ask("tiny", 0)
+			require.Equal(t, 401, f.post(a.path, a.body).status, "a client without a key")
+			got := f.post(a.path, a.body, "x-request-id", "keyed", "authorization", "Bearer s3cret")
+			require.Equal(t, 200, got.status, got.body)
+			_, d := f.hops("keyed")
+			require.Positive(t, d.ExternalTokens)
+			require.InDelta(t, tt.pairs, metric(t, f.admins[0], "tandem_decisions_total", `route="pair"`), 0)
+		})
+	}
+}
+
 // upload writes a form, the file before the model.
 func upload(t *testing.T, model string, size int) (contentType, body string) {
 	t.Helper()

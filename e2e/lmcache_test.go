@@ -34,6 +34,27 @@ func TestLMCacheWithoutNotices(t *testing.T) {
 	require.Positive(t, d.ExternalTokens)
 }
 
+// A notification that comes before its prefill answers is kept for notices.keep, and no longer.
+func TestLMCacheEarlyNoticesAreKept(t *testing.T) {
+	t.Parallel()
+	for keep, result := range map[string]string{"1m": "there", "1s": "missed"} {
+		t.Run(keep, func(t *testing.T) {
+			t.Parallel() // mostly waits
+			notices := ports(t, 1)[0]
+			k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--kv-delay", "-4s"}, pool: "  lmcache: {noticeTimeout: 300ms}\n"}
+			o := k.setUp(options{prefills: 1, decodes: 1}, notices, "tiny")
+			o.top = fmt.Sprintf("notices: {listen: %q, keep: %s}\n", notices, keep)
+			f := start(t, o)
+			a := ask("tiny", 0)
+			got := f.post(a.path, a.body, "x-request-id", a.id)
+			require.Equal(t, 200, got.status, got.body)
+			require.Equal(t, f.want(a, f.decodes[0]), got.text(t))
+			require.Equal(t, 1, int(metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="`+result+`"`)))
+			require.Equal(t, 1, int(sum(t, f, "tandem_kv_notice_waits_total")))
+		})
+	}
+}
+
 // Engines send their notifications to one replica, and the legs wait at both: a notification at one wakes those at the
 // other, through Redis.
 func TestLMCacheNoticesReachEveryReplica(t *testing.T) {

@@ -20,6 +20,7 @@ func (c *cluster) installAll() {
 		{"github.com/envoyproxy/gateway@v1.9.1", "charts/gateway-helm/charts/crds/crds/generated/*.yaml"},
 		{"istio.io/api@v1.29.0", "kubernetes/customresourcedefinitions.gen.yaml"},
 		{"github.com/prometheus-operator/prometheus-operator@v0.85.0", "example/prometheus-operator-crd/*servicemonitors.yaml"},
+		{"github.com/kedacore/keda/v2@v2.21.0", "config/crd/bases/keda.sh_scaledobjects.yaml"},
 	} {
 		c.install(crds(c.t, release.module, release.pattern)...)
 	}
@@ -40,7 +41,8 @@ func rendered(t *testing.T) map[string]string {
 		out["kustomize build deploy/kustomize/"+dir] = printed(t, kubeTool(t, "kustomize"), "build", "../deploy/kustomize/"+dir)
 	}
 	everything := "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,config.extProc.protocol=endpointPicker,inferencePool.enabled=true"
-	for _, set := range []string{"", everything, "envoy.enabled=true,networkPolicy.enabled=true,redis.url=redis://redis:6379"} {
+	engines := "engines.enabled=true,engines.autoscaling.enabled=true,redis.enabled=true,envoy.enabled=true,networkPolicy.enabled=true"
+	for _, set := range []string{"", everything, engines, engines + ",engines.autoscaling.prometheus=http://prometheus:9090", "envoy.enabled=true,networkPolicy.enabled=true,redis.url=redis://redis:6379"} {
 		out["helm template deploy/helm/tandem --set "+set] = printed(t, kubeTool(t, "helm"), "template", "router", "../deploy/helm/tandem", "--namespace", namespace, "--kube-version", "1.36", "--set", set)
 	}
 	return out

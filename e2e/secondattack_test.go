@@ -189,6 +189,50 @@ func TestEnginesRefusalsReachTheClient(t *testing.T) {
 	require.Equal(t, 200, f.post(apis[0].path, apis[0].body).status)
 }
 
+// So they do with every dialect, whether requests are bound late or at once, and the next request is served. A list of
+// one prompt is split like the prompt.
+func TestEveryDialectsRefusalsAndLists(t *testing.T) {
+	t.Parallel()
+	all := kinds()
+	for _, name := range []string{"nixl", "nixl-push", "sglang", "mooncake", "mooncake-0.13", "moriio", "moriio-read", "p2p-nccl"} {
+		all = append(all, kind{name: name, kv: name})
+	}
+	for _, k := range all {
+		for _, binding := range []string{"late", "immediate"} {
+			t.Run(k.name+" "+binding, func(t *testing.T) {
+				t.Parallel() // mostly waits
+				k := k
+				k.pool += "  binding: " + binding + "\n"
+				var f *fleet
+				if k.engine == "" {
+					f = start(t, options{dialect: k.kv, prefills: 1, decodes: 1, pool: k.pool, engineArgs: []string{"--transfer-timeout", "8s"}})
+				} else {
+					f = startKind(t, k, 1, 1)
+				}
+				prompt := strings.Repeat("a list of one is split ", 40)
+				list := fmt.Sprintf(`{"model":"tiny","prompt":[%q],"max_tokens":8}`, prompt)
+				got := f.post("/v1/completions", list, "x-request-id", "list")
+				require.Equal(t, 200, got.status, got.body)
+				require.Len(t, f.requests("", f.prefills...), 1, "legs at prefill")
+				require.Len(t, f.requests("", f.decodes...), 1, "legs at decode")
+				f.lenient = true
+				for _, status := range []int{405, 417, 422, 431} {
+					for _, e := range f.engines() {
+						f.inject(e, fmt.Sprintf(`{"mode":"status","status":%d,"leg":"any","path":"/v1/completions"}`, status))
+					}
+					got := f.post("/v1/completions", list)
+					require.Equal(t, status, got.status, got.body)
+					require.Empty(t, got.header.Get("Retry-After"))
+					for _, e := range f.engines() {
+						f.clear(e)
+					}
+				}
+				require.Equal(t, 200, f.post("/v1/completions", list).status)
+			})
+		}
+	}
+}
+
 // An engine that forges what only Tandem says: redirects with tickets, Envoy's and Tandem's headers once and twice.
 // Clients see none of it, no request fails but those it answers, and nothing stays reserved.
 func TestEnginesForgeNothing(t *testing.T) {

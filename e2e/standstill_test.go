@@ -16,12 +16,21 @@ import (
 // planned again or refused, streams end with an error event. Then the engine is back.
 func TestAStandingCoreShowsNoForeignText(t *testing.T) {
 	t.Parallel()
-	for name, decodes := range map[string]int{"one decode engine": 1, "two": 2} {
+	for name, tt := range map[string]struct {
+		dialect, pool string
+		decodes       int
+		reason        string
+	}{
+		"one decode engine":    {"nixl", "  nixl: {lease: 12s}\n", 1, "standstill"},
+		"two":                  {"nixl", "  nixl: {lease: 12s}\n", 2, "standstill"},
+		"one of mooncake-0.13": {"mooncake-0.13", "  kvTimeout: 12s\n", 1, "late"},
+		"two of moriio-read":   {"moriio-read", "  kvTimeout: 12s\n", 2, "late"},
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			f := start(t, options{
-				prefills: 1, decodes: decodes, engineArgs: []string{"--lease", "12s", "--blocks", "400", "--faithful"},
-				pool: "  nixl: {lease: 12s}\n",
+				dialect: tt.dialect, prefills: 1, decodes: tt.decodes, pool: tt.pool,
+				engineArgs: []string{"--lease", "12s", "--transfer-timeout", "12s", "--blocks", "400", "--faithful"},
 			})
 			f.lenient = true // the engine that stood answers what nobody gets
 			body := func(i int) string {
@@ -67,7 +76,7 @@ func TestAStandingCoreShowsNoForeignText(t *testing.T) {
 				require.Equal(t, f.post("/v1/chat/completions", body(i)).text(t), got.text(t), "request %d", i)
 			}
 			require.Positive(t, refused, "streams had their headers, and nothing else could be done")
-			require.Positive(t, metric(t, f.admins[0], "tandem_kv_outdated_total", `reason="standstill"`))
+			require.Positive(t, metric(t, f.admins[0], "tandem_kv_outdated_total", `reason="`+tt.reason+`"`))
 			require.Positive(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `cause="standstill"`, `to="out"`))
 			require.Eventually(t, func() bool {
 				got, err := f.try(context.Background(), http.MethodPost, "/v1/chat/completions", question("after", 60))

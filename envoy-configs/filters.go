@@ -45,16 +45,19 @@ func (m filters) main() []*hcmv3.HttpFilter {
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
 	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"))
 	if m.Leases {
-		fs = append(fs, m.ruled("edit", lua.Edit, "cut|[0-9]+", "Cuts KV parameters, and all of a refused stream."),
+		rule := &metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{{Header: "x-tandem-rule", Remove: true,
+			OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem.answer", Key: "rule"}}}}
+		fs = append(fs, m.filter("envoy.filters.http.header_to_metadata", noted(m, rule, notes{
+			"": "Kept for the answer, and not for engines to see."})),
+			m.ruled("edit", lua.Edit, "cut|[0-9]+", "Cuts KV parameters, and all of a refused stream."),
 			m.ruled("late", lua.Late, "[0-9]+", "An answer that begins late may be made from KV that was another "+
 				"prompt's by then: the server is asked, and what it refuses ends as an error."))
 	}
 	return append(fs,
 		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
 			UpstreamLog: accessLogs(m).failedTries()}, notes{
-			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then; and " +
-				"if it got no connection, the decode endpoint was never sent the KV parameters, and the blocks can " +
-				"be freed.",
+			"upstream_log": "Tries that failed: a request that waits for one at tandem-replan goes on then. KV " +
+				"parameters of a try without a connection were never sent: their blocks can be freed.",
 		})))
 }
 
@@ -280,8 +283,7 @@ func (m filters) mainExtProc() *hcmv3.HttpFilter {
 	}
 	return noted(m, m.filterUnless(extProcFilter, extProcFilter, ask, m.statusIs("200")), notes{
 		"": "Once there is an answer the matcher keeps its pieces from the filter, which does nothing with them: " +
-			"Envoy (1.40) would look " +
-			"up a runtime flag there for each token, and touch memory that has grown cold since the last.",
+			"Envoy (1.40) would look up a runtime flag for each token, and touch memory that has grown cold.",
 	})
 }
 

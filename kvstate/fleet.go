@@ -292,6 +292,7 @@ type PoolSpec struct {
 	// KVLease is how long prefill engines keep KV that nobody has fetched (vLLM: kv_lease_duration); 0:
 	// [standstill.DefaultLease].
 	KVLease  time.Duration
+	KVFinal  bool // nothing renews it
 	Partners bool // requests are reserved at engines that wait for others' work on them first
 }
 
@@ -373,7 +374,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
-			e.progress.Configure(spec.KVLease, spec.Partners)
+			e.progress.Configure(spec.KVLease, spec.KVFinal, spec.Partners)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)

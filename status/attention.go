@@ -131,6 +131,9 @@ func (s *Status) poolAttention(
 		}
 	}
 	withoutDecode(p, add)
+	if p.Short {
+		add(false, "howto/autoscale.md", "%s: %s.", p.Name, p.Wanted)
+	}
 	if why := saturated(p, recent, s.Now); why != "" {
 		add(false, "howto/autoscale.md", "%s: prefill is saturated: in the last minute %s.", p.Name, why)
 	} else if n, reason := idlePrefill(p, recent, s.Now); n > 0 {

@@ -2,22 +2,86 @@ package status
 
 import (
 	"cmp"
+	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
+	"time"
 
 	"tandem/extproc/pass"
 	"tandem/kvstate"
 	"tandem/picker"
+	"tandem/picker/roles"
 	"tandem/status/words"
 )
 
+// Explained is a decision with the words that endpoints of the pool have.
+type Explained struct {
+	pass.Explanation
+	Roles map[string]roles.Word `json:"roles,omitempty"` // by address
+}
+
+// explain answers with where a prompt of so many tokens would go now.
+func (f *Feed) explain(w http.ResponseWriter, r *http.Request) {
+	tokens, err := strconv.ParseInt(cmp.Or(r.URL.Query().Get("tokens"), "1000"), 10, 64)
+	if err != nil || tokens < 1 {
+		http.Error(w, "tokens is the length of the prompt: 1 or more", http.StatusBadRequest)
+		return
+	}
+	pool := r.URL.Query().Get("pool")
+	if p := f.source.State.PoolFor(""); p != nil && pool == "" {
+		pool = p.Spec.Name
+	}
+	e, err := f.source.Explain(pool, tokens)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusNotFound)
+		return
+	}
+	w.Header().Set("content-type", "application/json")
+	enc := json.NewEncoder(words.Escaped(w))
+	enc.SetIndent("", "  ")
+	_ = enc.Encode(Explained{e, f.source.roles(pool).Words})
+}
+
+// printRoles writes since when endpoints have their words, and why. Words are those of now: those that changed after a
+// request was decided about are marked.
+func printRoles(
+	w io.Writer, all map[string]roles.Word, name func(address string) string, now, decided time.Time,
+) {
+	if len(all) == 0 {
+		return
+	}
+	fmt.Fprintln(w)
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "  endpoint\trole now\tfor\twhy")
+	for _, addr := range slices.Sorted(maps.Keys(all)) {
+		word, later := all[addr], ""
+		if word.Since.After(decided) {
+			later = " (it changed after this request was planned)"
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s%s\n", words.Plain(name(addr)), words.Plain(word.Word),
+			words.Since(now, word.Since), words.Plain(word.Why), later)
+	}
+	_ = t.Flush()
+}
+
 // PrintExplanation writes a decision for a terminal: one sentence, then the price of each endpoint.
-func PrintExplanation(w io.Writer, e *pass.Explanation) {
+func PrintExplanation(w io.Writer, of *Explained) {
+	e := &of.Explanation
+	name := func(addr string) string {
+		for i := range e.Candidates {
+			if c := &e.Candidates[i]; c.Endpoint == addr {
+				return cmp.Or(c.Name, addr)
+			}
+		}
+		return addr
+	}
 	if e.Paused {
 		fmt.Fprintln(w, "The pool is paused: its requests get an error (503 pool_paused). Otherwise:")
 	}
@@ -57,10 +121,11 @@ func PrintExplanation(w io.Writer, e *pass.Explanation) {
 			note = words.Join("no decode endpoint of its group can answer", note)
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n",
-			words.Plain(cmp.Or(c.Name, c.Endpoint)), c.Role, held(c.Out != "", c.Hit),
+			words.Plain(cmp.Or(c.Name, c.Endpoint)), words.Role(c.Role, c.Word), held(c.Out != "", c.Hit),
 			price(c.Prefill != nil, prefill), price(c.Decode != nil, decode), price(c.Alone != nil, alone), note)
 	}
 	_ = t.Flush()
+	printRoles(w, of.Roles, name, time.Now(), time.Now())
 }
 
 // held prints the blocks of the prompt that an endpoint holds.

@@ -18,7 +18,7 @@ func TestPrintExplanation(t *testing.T) {
 	e := pass.Explanation{Waiting: 2, Longest: 1.5, Explanation: picker.Explanation{
 		Prefill: p1.Endpoint, Decode: d1.Endpoint, Price: 1.12, Load: .4, FirstToken: .7, TokenTime: .02, Answer: 256, Candidates: []picker.Weighed{p1, p2, d1}}}
 	var text strings.Builder
-	PrintExplanation(&text, &e)
+	PrintExplanation(&text, &Explained{Explanation: e})
 	require.Equal(t, `Split: p1 computes the prompt, d1 answers: 880 ms cheaper than decode alone.
 2 requests wait, the longest for 1.5 s.
 The first token is expected after 700 ms, then one each 20 ms; 256 in the answer.
@@ -37,7 +37,7 @@ Prefill endpoints are 40 % busy.
 	e.NoFallback = true
 	require.Contains(t, Sentence(&e), "If none is, the request gets an error (503): the pool does not let decode compute")
 	text.Reset()
-	PrintExplanation(&text, &e)
+	PrintExplanation(&text, &Explained{Explanation: e})
 	require.Contains(t, text.String(), "\nIf the chosen one is back, the first token is expected after 700 ms")
 	e.Candidates[0].State = ""
 	e.Candidates[2].State = "failed"
@@ -53,7 +53,7 @@ Prefill endpoints are 40 % busy.
 	e.Candidates[2].TooLong = false
 	e.Paused = true
 	text.Reset()
-	PrintExplanation(&text, &e)
+	PrintExplanation(&text, &Explained{Explanation: e})
 	require.True(t, strings.HasPrefix(text.String(),
 		"The pool is paused: its requests get an error (503 pool_paused). Otherwise:\nSplit: p1"), text.String())
 	e.Candidates[2].Busy, e.Always, e.Paused = false, true, false
@@ -61,13 +61,13 @@ Prefill endpoints are 40 % busy.
 	e.Always = false
 	e.Defaults = []string{"speed of decode", "length of answers"}
 	text.Reset()
-	PrintExplanation(&text, &e)
+	PrintExplanation(&text, &Explained{Explanation: e})
 	require.Contains(t, text.String(), "40 % busy.\n"+
 		"Not learned yet, so the model's defaults count: speed of decode, length of answers (from 20 answers on).\n\n  endpoint")
 
 	e.Prompt, e.Candidates[2].KVTokens = 2000, 1000
 	text.Reset()
-	PrintExplanation(&text, &e)
+	PrintExplanation(&text, &Explained{Explanation: e})
 	require.Contains(t, text.String(), "No decode endpoint can hold the prompt: its KV cache has room for 1000 tokens at most.\n")
 	e.Prefill, e.Price = "", 2
 	require.Equal(t, "Decode alone on d1, though splitting it would be 880 ms cheaper: "+
@@ -82,7 +82,7 @@ Prefill endpoints are 40 % busy.
 	require.Equal(t, "Decode alone on d1: the pool has no prefill endpoint.", Sentence(&e))
 	e.Candidates = []picker.Weighed{p1, d1}
 	text.Reset()
-	PrintExplanation(&text, &e)
+	PrintExplanation(&text, &Explained{Explanation: e})
 	require.Contains(t, text.String(), " no decode endpoint of its group can answer\n")
 	for why, want := range map[string]string{
 		"no_prefill":     "no prefill endpoint shares its group with a decode endpoint that can answer",

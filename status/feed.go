@@ -9,10 +9,13 @@ import (
 
 	"golang.org/x/sync/singleflight"
 
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
 	"tandem/picker"
+	"tandem/picker/roles"
+	"tandem/status/written"
 )
 
 // Status is the state of all replicas that answered the asked one. Times of points are milliseconds.
@@ -81,14 +84,17 @@ type Envoy struct {
 
 // Pool is one pool.
 type Pool struct {
-	Name        string   `json:"name"`
-	Models      []string `json:"models"`
-	IndexBlocks int      `json:"index_blocks"`
-	TokenBytes  float64  `json:"kv_bytes_per_token,omitempty"` // learned
-	Paused      bool     `json:"paused"`
-	Output               // of the last minute
+	Name           string   `json:"name"`
+	Models         []string `json:"models"`
+	IndexBlocks    int      `json:"index_blocks"`
+	TokenBytes     float64  `json:"kv_bytes_per_token,omitempty"` // learned
+	Paused         bool     `json:"paused"`
+	written.Output          // of the last minute
 	PrefillLoad
-	Endpoints []Endpoint `json:"endpoints"`
+	Advice    roles.Advice `json:"advice,omitzero"`       // without words of endpoints, which have theirs
+	Wanted    string       `json:"wanted,omitempty"`      // of that, for people: how many engines would serve the load
+	Short     bool         `json:"wanted_more,omitempty"` // there are fewer
+	Endpoints []Endpoint   `json:"endpoints"`
 }
 
 // Endpoint is one endpoint: its reservations, and its part in the latest requests.
@@ -107,12 +113,12 @@ type Endpoint struct {
 	Tokens   int64 `json:"prompt_tokens"`
 	Hops     int   `json:"hops"` // of the latest requests
 	// cached of prompt tokens in those, 0 to 1; -1: unknown
-	HitShare float64 `json:"hit_share"`
-	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
-	Running  int64   `json:"running"`                             // in the engine's batch, as it says; -1: not known
-	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known
-	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
-	Output           // of the last minute
+	HitShare       float64 `json:"hit_share"`
+	Transfer       float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
+	Running        int64   `json:"running"`                             // in the engine's batch; -1: not known
+	Waiting        int64   `json:"waiting"`                             // in the engine's queue; -1: not known
+	KVUsage        float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
+	written.Output         // of the last minute
 
 	// Failed KV loads: as prefill it is excluded from pairs with these decode endpoints, or from all pairs if NoPairs
 	// says so.
@@ -122,12 +128,12 @@ type Endpoint struct {
 
 // Excluded is why an endpoint is not used, or not for all that it may serve.
 type Excluded struct {
-	Full     string  `json:"full,omitempty"`           // what it answered, and when it gets requests again
-	Word     string  `json:"word,omitempty"`           // with roles auto: the leg that an endpoint of role both has now
-	Drained  bool    `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
-	FailedBy string  `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
-	FailedS  float64 `json:"failed_seconds,omitempty"` // how long it has been out
-	Unpaired bool    `json:"unpaired,omitempty"`       // for prefill only, and no endpoint that decodes may pair with it
+	Full     string      `json:"full,omitempty"`           // what it answered, and when it gets requests again
+	Now      *roles.Word `json:"now,omitempty"`            // with roles auto: the leg that it has now
+	Drained  bool        `json:"drained,omitempty"`        // paused by the configuration: its weight is 0
+	FailedBy string      `json:"failed_by,omitempty"`      // if it is out: a [kvstate.HealthCause]
+	FailedS  float64     `json:"failed_seconds,omitempty"` // how long it has been out
+	Unpaired bool        `json:"unpaired,omitempty"`       // prefill, and no endpoint that decodes may pair with it
 }
 
 // Flow is the number of the latest requests that went from one endpoint to another. Prefill is "" if decode worked
@@ -170,6 +176,8 @@ type Source struct {
 	Totals  func() telemetry.Totals
 	Recent  func(n int) []telemetry.Trace
 	Ready   func() bool
+	Roles   func() map[string]roles.Advice // what is wanted of pools, by name; nil: not known
+	Explain func(pool string, tokens int64) (pass.Explanation, error)
 	Config  func() File // nil: not known
 	Sharing func() Sharing
 	Envoys  func() []Envoy // nil: none
@@ -196,18 +204,18 @@ type Feed struct {
 	ends   ends               // of requests, that were found out
 
 	mu     sync.Mutex
-	points []Point                 // oldest first, at most keptPoints
-	totals []telemetry.Totals      // oldest first, at most keptTotals
-	n      int64                   // of the last point
-	output map[outputKey][]written // oldest first, at most keptTotals of each endpoint
-	loads  map[string]PrefillLoad  // of pools
-	view   kvstate.View            // scratch
+	points []Point            // oldest first, at most keptPoints
+	totals []telemetry.Totals // oldest first, at most keptTotals
+	n      int64              // of the last point
+	output written.Meter
+	loads  map[string]PrefillLoad // of pools
+	view   kvstate.View           // scratch
 }
 
 // NewFeed returns a feed that starts from now, and answers the questions of other replicas. It starts nothing.
 func NewFeed(s Source) *Feed {
 	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
-	f.output, f.loads = map[outputKey][]written{}, map[string]PrefillLoad{}
+	f.loads = map[string]PrefillLoad{}
 	if s.Replicas != nil {
 		s.Replicas.Answer(aboutStatus, f.answer)
 	}
@@ -240,7 +248,7 @@ func (f *Feed) sample() {
 	p.percentiles(&lately)
 	f.points = append(dropOver(f.points, keptPoints-1), p)
 	f.totals = append(dropOver(f.totals, keptTotals-1), now)
-	f.sampleOutput(time.Now())
+	f.output.Sample(f.source.State, time.Now())
 	f.samplePrefill(time.Now())
 }
 
@@ -277,11 +285,14 @@ func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 
 func (f *Feed) pool(p *kvstate.Pool) Pool {
 	out := Pool{
 		Name: p.Spec.Name, Models: f.source.State.ModelNames(p), IndexBlocks: p.IndexStats().Blocks,
-		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: Output{Rate: -1}, Endpoints: []Endpoint{},
+		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: written.Output{Rate: -1}, Endpoints: []Endpoint{},
 	}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
 	}
+	said := f.source.roles(out.Name)
+	out.Advice = said
+	out.Advice.Words = nil
 	for _, e := range p.Endpoints() {
 		requests, tokens := e.Load()
 		shown := Endpoint{
@@ -289,7 +300,9 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			Up: !e.Failed(), State: stateOf(f.source.State, e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
-		shown.Word = map[kvstate.Role]string{kvstate.RolePrefill: "prefill", kvstate.RoleDecode: "decode"}[e.Word()]
+		if w := e.Word(); w == kvstate.RolePrefill || w == kvstate.RoleDecode {
+			shown.Now = &roles.Word{Word: w.String(), Since: said.Words[e.Addr].Since, Why: said.Words[e.Addr].Why}
+		}
 		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
 		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
@@ -302,9 +315,9 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			shown.Running, shown.Waiting, shown.KVUsage = g.Running, g.Waiting, g.KVUsage
 		}
 		f.mu.Lock()
-		shown.Output = f.outputOf(p.Spec.Name, e.Addr, time.Now())
+		shown.Output = f.output.Of(p.Spec.Name, e.Addr, time.Now())
 		f.mu.Unlock()
-		out.add(&shown.Output)
+		out.Add(&shown.Output)
 		out.Endpoints = append(out.Endpoints, shown)
 	}
 	f.mu.Lock()
@@ -381,6 +394,14 @@ func flow(recent []telemetry.Trace, since time.Time) []Flow {
 		return strings.Compare(a.Pool+" "+a.Prefill+" "+a.Decode, b.Pool+" "+b.Prefill+" "+b.Decode)
 	})
 	return out
+}
+
+// roles returns what is wanted of a pool.
+func (s *Source) roles(pool string) roles.Advice {
+	if s.Roles == nil {
+		return roles.Advice{}
+	}
+	return s.Roles()[pool]
 }
 
 // envoys returns the Envoys with configuration from the replica.

@@ -286,6 +286,7 @@ func merge(got answers, now time.Time) Status {
 	s.Minute.N = last
 	s.Points = points(reports, last)
 	for i := range s.Pools {
+		s.Pools[i].Wanted, s.Pools[i].Short = s.Pools[i].Advice.Sentence()
 		for j := range s.Pools[i].Endpoints {
 			s.Pools[i].Endpoints[j].seenIn(recent)
 		}
@@ -381,10 +382,13 @@ func (s *Status) addPool(of *Pool) {
 	}
 	p := &s.Pools[i]
 	p.IndexBlocks, p.TokenBytes = max(p.IndexBlocks, of.IndexBlocks), cmp.Or(p.TokenBytes, of.TokenBytes)
-	if p.knownBetter(&of.Output) {
+	if p.KnownBetter(&of.Output) {
 		p.Output = of.Output
 	}
 	p.Busy = max(p.Busy, of.Busy) // each counts the work of all
+	if a, b := &p.Advice, &of.Advice; b.WantedPrefill+b.WantedDecode > a.WantedPrefill+a.WantedDecode {
+		p.Advice = *b // one that has just started knows less
+	}
 	if of.Full.After(p.Full) {
 		p.Full = of.Full
 	}
@@ -412,10 +416,13 @@ func (e *Endpoint) add(o *Endpoint) {
 	if e.Running < 0 && e.Waiting < 0 && e.KVUsage < 0 {
 		e.Running, e.Waiting, e.KVUsage = o.Running, o.Waiting, o.KVUsage
 	}
-	if e.knownBetter(&o.Output) {
+	if e.KnownBetter(&o.Output) {
 		e.Output = o.Output
 	}
 	e.NoPairs = cmp.Or(e.NoPairs, o.NoPairs)
+	if o.Now != nil && (e.Now == nil || o.Now.Since.After(e.Now.Since)) {
+		e.Now = o.Now
+	}
 	for _, d := range o.UnloadableBy {
 		if !slices.Contains(e.UnloadableBy, d) {
 			e.UnloadableBy = append(slices.Clone(e.UnloadableBy), d)

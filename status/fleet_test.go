@@ -12,15 +12,16 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/operator"
+	"tandem/status/written"
 )
 
 // What three replicas report, one of which does not answer, is one status: testdata/fleet.txt.
 func TestPrintFleet(t *testing.T) {
 	now := time.Date(2026, 11, 23, 12, 0, 0, 0, time.UTC)
 	of := func(name string, requests int64, state string, last int64, traces ...telemetry.Trace) report {
-		e := Endpoint{Name: "d1", Address: "10.0.2.1:8000", Role: "decode", Up: state == "up", State: state, Requests: requests, Tokens: 10 * requests, HitShare: -1, Running: -1, Waiting: -1, KVUsage: -1, Output: Output{Rate: -1}}
+		e := Endpoint{Name: "d1", Address: "10.0.2.1:8000", Role: "decode", Up: state == "up", State: state, Requests: requests, Tokens: 10 * requests, HitShare: -1, Running: -1, Waiting: -1, KVUsage: -1, Output: written.Output{Rate: -1}}
 		if name == "tandem-1:9090" { // all know what engines report; this one has just started
-			e.Output = Output{Rate: 812.4, PerToken: 14.25}
+			e.Output = written.Output{Rate: 812.4, PerToken: 14.25}
 		}
 		r := report{
 			Name: name, Version: "v1", Started: now.Add(-time.Hour), Ready: true, Sharing: Sharing{Redis: true, Up: true, Replicas: 3}, Reservations: int(requests),

@@ -14,7 +14,8 @@ import (
 var page embed.FS
 
 // Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
-// /debug/requests?n=20 (failed=true: those that failed), or those with an id at /debug/requests?id=ID. With
+// /debug/requests?n=20 (failed=true: those that failed), or those with an id at /debug/requests?id=ID, and where a
+// prompt would go now at /debug/explain?pool=NAME&tokens=1000. With
 // scope=replica the last two are about this replica only; [ScopeHeader] says so.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
@@ -28,6 +29,7 @@ func Handler(f *Feed) http.Handler {
 		w.Header().Set("cache-control", "no-store")
 		_ = json.NewEncoder(words.Escaped(w)).Encode(f.Status(r.Context(), since, alone(r)))
 	})
+	mux.HandleFunc("GET /debug/explain", f.explain)
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("content-type", "application/json")
 		enc := json.NewEncoder(words.Escaped(w))

@@ -11,6 +11,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/status/words"
+	"tandem/status/written"
 )
 
 // Print writes a status for a terminal: most of what the page shows, in lines.
@@ -42,7 +43,7 @@ func Print(w io.Writer, s *Status) {
 	}
 	fmt.Fprintf(w, "at prefill   %s prompt tokens/s, %s cached\n", words.Number(m.Cached+m.Computed), cached)
 	for i := range s.Pools {
-		printPool(w, &s.Pools[i])
+		printPool(w, &s.Pools[i], s.Now)
 	}
 	printReplicas(w, s)
 	printEnvoys(w, s.Envoys, s.Now)
@@ -141,11 +142,11 @@ func printEnvoys(w io.Writer, envoys []Envoy, now time.Time) {
 	_ = t.Flush()
 }
 
-func printPool(w io.Writer, p *Pool) {
-	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks%s\n",
-		words.Plain(p.Name), words.Plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output))
+func printPool(w io.Writer, p *Pool, now time.Time) {
+	fmt.Fprintf(w, "\npool %s (%s), prefix index %d blocks%s%s\n", words.Plain(p.Name),
+		words.Plain(strings.Join(p.Models, ", ")), p.IndexBlocks, written1m(&p.Output), words.After(", ", p.Wanted))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	notes := slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Unpaired })
+	notes := slices.ContainsFunc(p.Endpoints, func(e Endpoint) bool { return e.Unpaired || e.Now != nil })
 	end := "\n"
 	if notes {
 		end = "\tnote\n"
@@ -153,7 +154,10 @@ func printPool(w io.Writer, p *Pool) {
 	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tof latest\tcache hits\tKV comes at\twrites\t"+
 		"each token in"+end)
 	for _, e := range p.Endpoints {
-		hits, group, transfer := "-", "", "-"
+		hits, group, transfer, word := "-", "", "-", ""
+		if e.Now != nil {
+			word = e.Now.Word
+		}
 		if e.Transfer > 0 {
 			transfer = words.PerSecond(e.Transfer)
 		}
@@ -168,10 +172,12 @@ func printPool(w io.Writer, p *Pool) {
 			output = words.Number(e.Rate) + " tokens/s"
 		}
 		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", words.Plain(e.Name), words.Plain(group),
-			words.Role(e.Role, e.Word), words.State(e.State, e.Paused), e.Requests, e.Tokens, e.Hops, hits, transfer,
+			words.Role(e.Role, word), words.State(e.State, e.Paused), e.Requests, e.Tokens, e.Hops, hits, transfer,
 			output, words.Millis(e.PerToken))
 		if e.Unpaired {
 			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
+		} else if e.Now != nil {
+			fmt.Fprintf(t, "\t%s for %s: %s", words.Plain(word), words.Since(now, e.Now.Since), words.Plain(e.Now.Why))
 		}
 		fmt.Fprintln(t)
 	}
@@ -179,7 +185,7 @@ func printPool(w io.Writer, p *Pool) {
 }
 
 // written1m says what a pool wrote in the last minute.
-func written1m(o *Output) string {
+func written1m(o *written.Output) string {
 	switch {
 	case o.Rate < 0:
 		return ""

@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
+	"tandem/picker/roles"
 	"tandem/status/words"
 )
 
@@ -72,13 +73,16 @@ func withID(all []telemetry.Trace, id string) []telemetry.Trace {
 	return slices.DeleteFunc(all, func(t telemetry.Trace) bool { return t.RequestID != id })
 }
 
-// PrintDecided writes the decisions about requests for a terminal, as they were recorded.
-func PrintDecided(w io.Writer, requests []telemetry.Trace) {
+// PrintDecided writes the decisions about requests for a terminal, as they were recorded, and the roles that endpoints
+// of their pools have now.
+func PrintDecided(w io.Writer, requests []telemetry.Trace, now map[string]roles.Advice) {
 	for i := range requests {
 		if i > 0 {
 			fmt.Fprintln(w)
 		}
-		printDecided(w, &requests[i], time.Now())
+		t := &requests[i]
+		printDecided(w, t, time.Now())
+		printRoles(w, now[t.Pool].Words, func(addr string) string { return addr }, time.Now(), t.Started)
 	}
 }
 
@@ -332,8 +336,8 @@ func printPrices(w io.Writer, t *telemetry.Trace) {
 		if t.Prefill == "" && alone == nil { // it could not be split: the price of its only hop is that of both
 			decode, alone = nil, p.Decode
 		}
-		fmt.Fprintf(table, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", words.Plain(p.Endpoint), p.Role, held(p.Out, p.Hit),
-			price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),
+		fmt.Fprintf(table, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", words.Plain(p.Endpoint),
+			words.Role(p.Role, p.Word), held(p.Out, p.Hit), price(p.Prefill != nil, sum(p.Prefill)), price(decode != nil, sum(decode)),
 			price(alone != nil, sum(alone)), noteOf(t, p))
 	}
 	_ = table.Flush()

@@ -149,7 +149,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 		one.Prefill, one.Route = "", "decode_alone"
 		change(&one)
 		text.Reset()
-		PrintDecided(&text, []telemetry.Trace{one, one})
+		PrintDecided(&text, []telemetry.Trace{one, one}, nil)
 		require.Equal(t, 2, strings.Count(text.String(), want), text.String())
 	}
 }

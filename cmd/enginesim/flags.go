@@ -45,7 +45,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&c.Notices, "notices", "once",
 		"lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
 	f.DurationVar(&c.KvDelay, "kv-delay", 0,
-		"lmcache: push so long after the prompt is computed; below 0: before the answer")
+		"lmcache: push so long after the prompt is computed; below 0: so long before the answer")
 	f.IntVar(&c.PdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
 	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second,
 		"lmcache: how long an allocation waits for room")
@@ -104,7 +104,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 
 // frontFlags are the flags of what stands before an engine's routes.
 func frontFlags(f *flag.FlagSet, c *api.Config) {
-	f.StringVar(&c.Front.Key, "api-key", "", "paths below /v1 want this `key`, as a bearer token")
+	f.StringVar(&c.Front.Key, "api-key", "", "paths below /v1, and /server_info, want this `key`, as a bearer token")
 	f.BoolVar(&c.Front.Origins, "cors", false, "answer CORS preflights, and allow any origin")
 	f.BoolVar(&c.Front.Forms, "forms", false,
 		"as behind a proxy that compresses, cuts and answers conditional requests where headers ask for it")

@@ -1,12 +1,10 @@
 package main
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/http/pprof"
-	"strconv"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -21,7 +19,7 @@ import (
 
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
 // It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *extproc.Server, fleet *fleet,
+func newAdmin(registry *prometheus.Registry, health *extproc.Health, fleet *fleet,
 	operator *orders.Orders, page, words http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
@@ -33,19 +31,7 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, server *ext
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, status.State(fleet.state)) })
 	mux.Handle("GET /debug/requests", page)
 	mux.Handle("GET /debug/roles", words)
-	mux.HandleFunc("GET /debug/explain", func(w http.ResponseWriter, r *http.Request) {
-		tokens, err := strconv.ParseInt(cmp.Or(r.URL.Query().Get("tokens"), "1000"), 10, 64)
-		if err != nil || tokens < 1 {
-			http.Error(w, "tokens is the length of the prompt: 1 or more", http.StatusBadRequest)
-			return
-		}
-		e, err := server.Explain(r.URL.Query().Get("pool"), tokens)
-		if err != nil {
-			http.Error(w, err.Error(), http.StatusNotFound)
-			return
-		}
-		writeJSON(w, e)
-	})
+	mux.Handle("GET /debug/explain", page)
 	operator.Register(mux)
 	mux.Handle("GET /docs/", status.Secured(docs.Handler()))
 	mux.Handle("GET /status.json", page)

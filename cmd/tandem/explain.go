@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -9,9 +10,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
+	"tandem/picker/roles"
 	"tandem/status"
+	"tandem/status/words"
 )
 
 // newExplain is `tandem explain`.
@@ -41,9 +43,9 @@ func newExplain() *cobra.Command {
 			if len(args) == 1 {
 				var found []telemetry.Trace
 				return a.query(c, "/debug/requests?"+url.Values{"id": args}.Encode(), &found,
-					func(w io.Writer) { status.PrintDecided(w, found) })
+					func(w io.Writer) { status.PrintDecided(w, found, a.roles(c)) })
 			}
-			var e pass.Explanation
+			var e status.Explained
 			asked := url.Values{"pool": {pool}, "tokens": {strconv.FormatInt(tokens, 10)}}
 			return a.query(c, "/debug/explain?"+asked.Encode(), &e, func(w io.Writer) { status.PrintExplanation(w, &e) })
 		},
@@ -52,4 +54,16 @@ func newExplain() *cobra.Command {
 	c.Flags().StringVar(&pool, "pool", "", "`NAME` of the pool (default: the one that takes any model)")
 	c.Flags().Int64Var(&tokens, "tokens", 1000, "`TOKENS` of the prompt")
 	return c
+}
+
+// roles returns the roles that endpoints have now, by pool; nil if the replica does not say.
+func (a *adminClient) roles(c *cobra.Command) (out map[string]roles.Advice) {
+	answer, err := a.get(c.Context(), "/debug/roles")
+	if err == nil {
+		answer, err = words.PlainJSON(answer)
+	}
+	if err != nil || json.Unmarshal(answer, &out) != nil {
+		return nil
+	}
+	return out
 }

@@ -11,8 +11,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
+	"tandem/picker/roles"
 	"tandem/status"
 )
 
@@ -60,7 +60,8 @@ func TestAnswersAreShownPlain(t *testing.T) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/status.json", filled(status.Status{}))
 	mux.HandleFunc("/debug/requests", filled([]telemetry.Trace{}))
-	mux.HandleFunc("/debug/explain", filled(pass.Explanation{}))
+	mux.HandleFunc("/debug/roles", filled(map[string]roles.Advice{}))
+	mux.HandleFunc("/debug/explain", filled(status.Explained{}))
 	s := httptest.NewServer(mux)
 	defer s.Close()
 	for _, command := range [][]string{{"status"}, {"requests"}, {"explain", "ID"}, {"explain", "--tokens", "1000"}, {"weights"}} {

@@ -114,14 +114,15 @@ func newReplica(
 	if r.envoys, err = newXDS(cfg, registry, log); err != nil {
 		return nil, err
 	}
+	r.words = assign.New(assign.Options{
+		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
+	})
 	r.feed = status.NewFeed(status.Source{
 		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing,
 		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
+		Roles: r.words.Advice, Explain: server.Explain,
 		Logs: func() (int, time.Time) { return r.grpc.Streams(extproc.AccessLogMethod) },
-	})
-	r.words = assign.New(assign.Options{
-		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
 	})
 	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
 	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
@@ -140,7 +141,7 @@ func newReplica(
 		Handler: r.guard.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second,
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
-	admin := newAdmin(registry, health, server, fleet, operator, status.Handler(r.feed), r.words)
+	admin := newAdmin(registry, health, fleet, operator, status.Handler(r.feed), r.words)
 	admin = hostcheck.New(cfg, set.advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil

@@ -34,6 +34,7 @@ import (
 
 	"tandem/extproc/openai"
 	"tandem/kvstate"
+	"tandem/kvstate/standstill"
 )
 
 // Dialect is one engine's way to hand a prompt's KV cache from P to D. All that Tandem knows of it is here: a nil part
@@ -90,6 +91,8 @@ type Hold struct {
 	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold.
 	// 0: a D that comes late finds nothing, or is known not to come.
 	Lease time.Duration
+	// Final: nothing renews the lease, so a D that is busy for long comes late too.
+	Final bool
 	// Expiry writes into the parameters for D when their lease ends, and D declines what has expired; nil: it cannot.
 	Expiry *Expiry
 }
@@ -188,6 +191,9 @@ func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent
 func (d *Dialect) LateAfter() time.Duration {
 	if d.Expiry != nil {
 		return 0
+	}
+	if d.Final {
+		return standstill.LatestFetch(d.Lease)
 	}
 	return d.Lease / 10
 }
@@ -296,7 +302,7 @@ type Options struct {
 	ReuseTokenIDs bool          // of nixl: D receives P's token ids (vLLM 0.32 and newer)
 	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
 	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
-	Lease         time.Duration // of nixl; 0: standstill.DefaultLease
+	Lease         time.Duration // of nixl, mooncake-0.13 and moriio-read; 0: the engine's default
 	Clocks        Clocks        // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer); nil: it does not
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications

@@ -60,7 +60,10 @@ func TestHandOverTTL(t *testing.T) {
 		{"nixl", 0, 10 * time.Second},
 		{"nixl", 6 * time.Second, 2 * time.Second},
 		{"nixl", 120 * time.Second, limit},
-		{"moriio-read", 0, 10 * time.Second},
+		{"moriio-read", 0, limit},
+		{"moriio-read", 12 * time.Second, 4 * time.Second},
+		{"mooncake-0.13", 0, limit},
+		{"orchestrated", 0, 10 * time.Second},
 		{"lmcache", 0, limit},
 		{"trtllm", 0, limit},
 	} {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"tandem/extproc/openai"
+	"tandem/kvstate/standstill"
 )
 
 // orchestrated is the scheme of vLLM on Neuron and of production-stack's proposal: the router passes P's answer to D
@@ -42,6 +43,7 @@ func orchestratedDialect(o *Options) (Dialect, error) {
 	return Dialect{
 		// the APIs of those engines
 		Name: "orchestrated", Engine: EngineAny, APIs: []openai.API{openai.Chat, openai.Completions},
+		Hold:    Hold{Lease: standstill.DefaultLease}, // nothing is known of the engine: it may be vLLM with NIXL
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}, nil
 }

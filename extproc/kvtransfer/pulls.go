@@ -1,14 +1,22 @@
 package kvtransfer
 
 import (
+	"cmp"
 	"fmt"
+	"time"
 
 	"tandem/extproc/openai"
-	"tandem/kvstate/standstill"
 )
 
 // Two more dialects in which D pulls from P, one leg after the other, with parameters from P's answer. They differ
 // from nixl in the members: those of P's request, and those that D requires.
+
+// How long P keeps blocks by default. Nothing renews that while D waits for its turn: MoRIIO's heartbeat is for
+// registration alone.
+const (
+	mooncakeAbort = 480 * time.Second // VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (0.13.0, envs.py)
+	moriioDefer   = 60 * time.Second  // defer_timeout (0.33.0, moriio/moriio_connector.py:1499)
+)
 
 // mooncakePull is vLLM's MooncakeConnector of 0.13 and 0.14: P answers with its address, and finds the blocks by the
 // request id, so both legs need one x-request-id and one path, which they have. 0.14 adds a random tail to request ids
@@ -18,14 +26,14 @@ import (
 type mooncakePull struct{ nixl nixl }
 
 // mooncakePullDialect leaves out responses: the engine's id of a response is not derived from x-request-id.
-func mooncakePullDialect(*Options) (Dialect, error) {
+func mooncakePullDialect(o *Options) (Dialect, error) {
 	d := mooncakePull{newNIXL(false)}
 	return Dialect{
 		Name: "mooncake-0.13", Engine: EngineVLLM, VLLM: true,
 		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
 		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
 		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
-		Hold:     Hold{Inline: true},
+		Hold:     Hold{Inline: true, Lease: cmp.Or(o.Lease, mooncakeAbort), Final: true},
 		Prefill:  d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }
@@ -50,7 +58,7 @@ func moriioReadDialect(o *Options) (Dialect, error) {
 		Name: "moriio-read", Engine: EngineVLLM, VLLM: true,
 		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
-		Hold:    Hold{Inline: true, Lease: standstill.DefaultLease},
+		Hold:    Hold{Inline: true, Lease: cmp.Or(o.Lease, moriioDefer), Final: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
 	}, nil
 }

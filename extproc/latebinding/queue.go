@@ -16,6 +16,7 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -188,7 +189,7 @@ func (q *Queue) Choose(
 	if of.Attempt.Redirects > 0 {
 		left -= of.Attempt.Age()
 	}
-	rested := q.rest(ctx, of.Attempt.Redirects, left)
+	rested := q.rest(ctx, of, left)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
@@ -205,21 +206,20 @@ func (q *Queue) Choose(
 	return r.choice, rested + waited, r.err
 }
 
-// How long a request that an endpoint refused rests before it is placed again: firstRest, twice as long for each
-// redirect that it has spent, at most longestRest. Others try the endpoint sooner.
-const (
-	firstRest   = 250 * time.Millisecond
-	longestRest = 2 * time.Second
-)
+// rests are how long a request rests before it is placed again after an endpoint was full, by the redirects that it has
+// spent: a refused prefill leg takes one of the few that Envoy follows, a refused decode leg two. Others try the endpoint
+// sooner.
+var rests = [...]time.Duration{1: 250 * time.Millisecond, 2: time.Second, 3: time.Second, 4: 8 * time.Second}
 
-// rest waits so that the few redirects that Envoy follows suffice for an endpoint that is full for seconds. left
-// is how long it may still wait.
-func (q *Queue) rest(ctx context.Context, redirects int, left time.Duration) time.Duration {
-	if redirects == 0 {
+// rest waits so that these redirects suffice for an endpoint that is full for seconds, for as long as is left. After any
+// other failure a request goes elsewhere at once.
+func (q *Queue) rest(ctx context.Context, of *plan.Request, left time.Duration) time.Duration {
+	began := time.Now()
+	full := func(e *kvstate.Endpoint) bool { return e.JustFull(began) != 0 }
+	if of.Attempt.Redirects == 0 || !slices.ContainsFunc(of.Pool.Endpoints(), full) {
 		return 0
 	}
-	began := time.Now()
-	timer := time.NewTimer(min(firstRest<<min(redirects-1, 8), longestRest, left))
+	timer := time.NewTimer(min(rests[min(of.Attempt.Redirects, len(rests)-1)], left))
 	defer timer.Stop()
 	select {
 	case <-timer.C:

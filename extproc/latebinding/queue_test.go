@@ -119,16 +119,19 @@ func TestChooseAgain(t *testing.T) {
 	require.Zero(t, q.Status().Committed)
 }
 
-// A request that an endpoint refused is placed again after a rest that grows; a new one at once.
+// A request that a full endpoint refused is placed again after a rest that grows; a new one at once, and one that failed
+// otherwise.
 func TestARefusedRequestRests(t *testing.T) {
 	for name, tt := range map[string]struct {
 		redirects int
+		full      bool
 		want      time.Duration
 	}{
-		"new":     {0, 0},
-		"refused": {1, 250 * time.Millisecond},
-		"again":   {3, time.Second},
-		"often":   {7, 2 * time.Second},
+		"new":     {0, true, 0},
+		"failed":  {2, false, 0},
+		"refused": {1, true, 250 * time.Millisecond},
+		"again":   {3, true, time.Second},
+		"often":   {7, true, 8 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -148,6 +151,10 @@ func TestARefusedRequestRests(t *testing.T) {
 				var waiter Waiter
 				var v kvstate.View
 				state.View(r.Pool, nil, &v)
+				if tt.full {
+					state.MarkFull(r.Pool.Endpoint("d1:1"), 503, 0)
+					time.Sleep(time.Second)
+				}
 				_, waited, err := q.Choose(t.Context(), &waiter, r, &v, &picker.Request{PromptTokens: 10})
 				require.NoError(t, err)
 				require.Equal(t, tt.want, waited)

@@ -18,9 +18,10 @@ const PriceUnit = "s"
 type Weighed struct {
 	Endpoint string `json:"endpoint"`
 	Role     string `json:"role"`
-	Out      bool   `json:"out,omitempty"` // excluded
-	Why      string `json:"why,omitempty"` // it is excluded
-	Hit      int    `json:"hit_blocks"`    // leading blocks of the prompt that it holds
+	Word     string `json:"word,omitempty"` // with roles auto: the leg that an endpoint of role both had
+	Out      bool   `json:"out,omitempty"`  // excluded
+	Why      string `json:"why,omitempty"`  // it is excluded
+	Hit      int    `json:"hit_blocks"`     // leading blocks of the prompt that it holds
 	Prefill  []Part `json:"prefill,omitempty"`
 	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
 	Alone    []Part `json:"alone,omitempty"`  // of decode alone, if the request may be split

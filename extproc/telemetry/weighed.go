@@ -10,7 +10,7 @@ import (
 func Weigh(all []picker.Weighed, split bool) []Weighed {
 	out := make([]Weighed, 0, min(len(all), maxWeighed))
 	for _, c := range all[:cap(out)] {
-		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Out: c.Out != "", Why: c.Out, Hit: c.Hit}
+		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Word: c.Word, Out: c.Out != "", Why: c.Out, Hit: c.Hit}
 		if p := c.Prefill; p != nil && split {
 			w.Prefill = parts([]Part{
 				{Name: "queue", Value: p.Queue}, {Name: "work", Value: p.Work}, {Name: "load", Value: p.Load},

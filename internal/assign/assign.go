@@ -15,7 +15,6 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"math"
 	"net/http"
 	"slices"
 	"sync"
@@ -32,6 +31,7 @@ import (
 type Pool struct {
 	Name   string
 	Auto   bool // its endpoints of role both get words; else it only gets advice
+	Whole  bool // it splits no request
 	Policy picker.Policy
 }
 
@@ -44,36 +44,20 @@ type Options struct {
 	Log   *slog.Logger
 }
 
-// Word is an endpoint's word, and how it got it.
-type Word struct {
-	Word  string    `json:"word"` // prefill or decode
-	Since time.Time `json:"since"`
-	Why   string    `json:"why"`
-}
-
-// Advice is what the rule wants of a pool now.
-type Advice struct {
-	TTFT float64 `json:"ttft"` // the pool's promise: s to the first token
-	TPOT float64 `json:"tpot"` // and between two tokens
-
-	Prefill int     `json:"prefill"` // engines that should prefill, as the load is now
-	Decode  int     `json:"decode"`
-	Prompts float64 `json:"prompts"` // engines that prompts need to keep up
-	Answers float64 `json:"answers"` // engines that answers need to keep the promise
-	Why     string  `json:"why"`
-	// Engines that would serve the load, whole ones: more than there are if there are too few.
-	WantedPrefill int             `json:"wanted_prefill"`
-	WantedDecode  int             `json:"wanted_decode"`
-	Words         map[string]Word `json:"words,omitempty"` // by address
-}
-
 // Assigner is the words of all pools.
 type Assigner struct {
 	o     Options
 	redis redisstore.Access
 
 	mu    sync.Mutex
-	pools map[string]*Advice
+	pools map[string]*advised
+}
+
+// advised is a pool's advice, and its words.
+type advised struct {
+	roles.Advisor
+	now   roles.Advice // without words
+	words map[string]roles.Word
 }
 
 const (
@@ -90,7 +74,7 @@ func New(o Options) *Assigner {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	a := &Assigner{o: o, pools: map[string]*Advice{}}
+	a := &Assigner{o: o, pools: map[string]*advised{}}
 	if o.Store != nil {
 		a.redis = o.Store.Access()
 	}
@@ -151,7 +135,7 @@ func (a *Assigner) follow(ctx context.Context) error {
 		return fmt.Errorf("reading words: %w", err)
 	}
 	for name, text := range texts {
-		var words map[string]Word
+		var words map[string]roles.Word
 		if len(text) > maxText || json.Unmarshal([]byte(text), &words) != nil || len(words) > maxWords {
 			continue
 		}
@@ -167,7 +151,7 @@ func (a *Assigner) auto(name string) bool {
 }
 
 // apply sets words, and keeps their reasons.
-func (a *Assigner) apply(p *kvstate.Pool, words map[string]Word) {
+func (a *Assigner) apply(p *kvstate.Pool, words map[string]roles.Word) {
 	for addr, w := range words {
 		role, err := kvstate.ParseRole(w.Word)
 		if e := p.Endpoint(addr); e != nil && err == nil {
@@ -176,22 +160,22 @@ func (a *Assigner) apply(p *kvstate.Pool, words map[string]Word) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.advice(p.Spec.Name).Words = words
+	a.pool(p.Spec.Name).words = words
 }
 
-// advice returns a pool's entry. The caller holds a.mu.
-func (a *Assigner) advice(pool string) *Advice {
-	if a.pools[pool] == nil {
-		a.pools[pool] = &Advice{}
+// pool returns a pool's entry. The caller holds a.mu.
+func (a *Assigner) pool(name string) *advised {
+	if a.pools[name] == nil {
+		a.pools[name] = &advised{}
 	}
-	return a.pools[pool]
+	return a.pools[name]
 }
 
 // decide computes what every pool wants, and changes words if this replica leads.
 func (a *Assigner) decide(ctx context.Context, now time.Time) error {
 	all := a.o.Pools()
 	a.mu.Lock()
-	maps.DeleteFunc(a.pools, func(name string, _ *Advice) bool {
+	maps.DeleteFunc(a.pools, func(name string, _ *advised) bool {
 		return !slices.ContainsFunc(all, func(p Pool) bool { return p.Name == name })
 	})
 	a.mu.Unlock()
@@ -203,7 +187,10 @@ func (a *Assigner) decide(ctx context.Context, now time.Time) error {
 		}
 		a.o.State.View(pool, nil, &view)
 		f := roles.Of(&view, &all[i].Policy, pool.Backlog().Seconds())
-		a.note(&all[i], f.Want())
+		a.mu.Lock()
+		at := a.pool(all[i].Name)
+		at.now = at.Next(now, &f, all[i].Whole)
+		a.mu.Unlock()
 		if !all[i].Auto || !a.leads() {
 			continue
 		}
@@ -214,45 +201,23 @@ func (a *Assigner) decide(ctx context.Context, now time.Time) error {
 	return nil
 }
 
-// note records what a pool wants. Whole engines have some hysteresis: a number falls only when it is clearly too high.
-func (a *Assigner) note(pool *Pool, w roles.Want) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	at := a.advice(pool.Name)
-	at.TTFT, at.TPOT = pool.Policy.Promise.TTFT, pool.Policy.Promise.TPOT
-	at.Prefill, at.Decode, at.Prompts, at.Answers, at.Why = w.Prefills, w.Decodes, w.Prompts, w.Answers, w.Why.String()
-	at.WantedPrefill, at.WantedDecode = whole(w.Prompts, at.WantedPrefill), whole(w.Answers, at.WantedDecode)
-}
-
-// whole rounds a number of engines up, but keeps the one before while it is too high by a third of an engine at most.
-func whole(need float64, before int) int {
-	n := max(int(math.Ceil(need)), 1)
-	if n == before-1 && need > float64(before)-1.33 {
-		return before
-	}
-	return n
-}
-
 // change gives endpoints new words, here and in Redis.
 func (a *Assigner) change(
 	ctx context.Context, pool *kvstate.Pool, v *kvstate.View, changes []roles.Change, now time.Time,
 ) error {
 	a.mu.Lock()
-	words := map[string]Word{}
+	words := map[string]roles.Word{}
 	for i := range v.Endpoints { // those that left the pool are forgotten
 		addr := v.Endpoints[i].Endpoint.Addr
-		if w, known := a.advice(pool.Spec.Name).Words[addr]; known {
+		if w, known := a.pool(pool.Spec.Name).words[addr]; known {
 			words[addr] = w
 		}
 	}
 	a.mu.Unlock()
 	for _, c := range changes {
 		e := v.Endpoints[c.At].Endpoint
-		why := fmt.Sprintf("%v: prompts need %.1f engines, answers %.1f", c.Want.Why, c.Want.Prompts, c.Want.Answers)
-		if c.Want == (roles.Want{}) {
-			why = "first word"
-		}
-		words[e.Addr] = Word{Word: c.Word.String(), Since: now, Why: why}
+		why := c.Reason()
+		words[e.Addr] = roles.Word{Word: c.Word.String(), Since: now, Why: why}
 		a.o.Log.Info("endpoint has another role", "pool", pool.Spec.Name, "endpoint", e.DisplayName(),
 			"role", c.Word.String(), "why", why)
 	}
@@ -275,12 +240,14 @@ func (a *Assigner) change(
 }
 
 // Advice returns what every pool wants, by name.
-func (a *Assigner) Advice() map[string]Advice {
+func (a *Assigner) Advice() map[string]roles.Advice {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	out := make(map[string]Advice, len(a.pools))
+	out := make(map[string]roles.Advice, len(a.pools))
 	for name, at := range a.pools {
-		out[name] = *at
+		advice := at.now
+		advice.Words = at.words // replaced as a whole
+		out[name] = advice
 	}
 	return out
 }

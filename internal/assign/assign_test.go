@@ -17,6 +17,7 @@ import (
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
 	"tandem/picker"
+	"tandem/picker/roles"
 )
 
 // soon is how long tests wait for an event, on a machine that may stand still for seconds.
@@ -80,19 +81,28 @@ func TestAlone(t *testing.T) {
 		}
 		require.Equal(t, 1, prefills)
 		got := a.Advice()["chat"]
-		require.Equal(t, 4, got.WantedDecode, "%+v", got)
+		require.Zero(t, got.WantedDecode, "not known yet")
 		changed := 0
 		for _, w := range got.Words {
-			if w.Why != "first word" {
+			if w.Why != "it was new" {
 				changed++
 				require.Contains(t, w.Why, "answers 3.")
 			}
 		}
 		require.Equal(t, 1, changed)
 
+		time.Sleep(time.Minute)
+		got = advice.Advice()["chat"]
+		require.Equal(t, []int{1, 1}, []int{got.WantedPrefill, got.WantedDecode}, "an idle fleet: %+v", got)
+		got = a.Advice()["chat"]
+		require.Equal(t, []int{1, 4}, []int{got.WantedPrefill, got.WantedDecode}, "%+v", got)
+		sentence, short := got.Sentence()
+		require.Equal(t, "the pool is short by 1: 1 + 4 would serve this", sentence)
+		require.True(t, short)
+
 		rec := httptest.NewRecorder()
 		a.ServeHTTP(rec, httptest.NewRequestWithContext(t.Context(), "GET", "/debug/roles", nil))
-		var shown map[string]Advice
+		var shown map[string]roles.Advice
 		require.NoError(t, json.Unmarshal(rec.Body.Bytes(), &shown))
 		require.Len(t, shown["chat"].Words, 4)
 	})
@@ -154,14 +164,5 @@ func TestStrangeWords(t *testing.T) {
 		require.NoError(t, store.Access().Client.HSet(ctx, a.key(), "chat", text, "other", text).Err())
 		require.NoError(t, a.follow(ctx))
 		require.Equal(t, make([]kvstate.Role, 4), wordsOf(s), text)
-	}
-}
-
-func TestWhole(t *testing.T) {
-	for _, c := range []struct {
-		need         float64
-		before, want int
-	}{{0, 0, 1}, {2.1, 0, 3}, {1.9, 3, 3}, {1.6, 3, 2}, {3.2, 3, 4}, {.4, 5, 1}} {
-		require.Equal(t, c.want, whole(c.need, c.before), "%v after %d", c.need, c.before)
 	}
 }

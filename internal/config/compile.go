@@ -64,8 +64,8 @@ func (p PoolSpec) Equal(o PoolSpec) bool {
 // Spec returns a pool without its endpoints.
 func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	d := DialectOf(p)
-	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), KVLease: d.Lease,
-		Partners: d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"}
+	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(),
+		KVLease: d.Lease, KVFinal: d.Final, Partners: d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/engineclock"
@@ -21,7 +22,7 @@ func DialectOptions(p *configv1.Pool) kvtransfer.Options {
 	o := kvtransfer.Options{
 		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
 		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: Duration(p.GetNixl().GetTurnTtl()),
-		Lease: Duration(p.GetNixl().GetLease()),
+		Lease: cmp.Or(Duration(p.GetNixl().GetLease()), Duration(p.GetKvTimeout())),
 		Key:   p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
 		NoticeTimeout: Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),
 	}

@@ -92,6 +92,11 @@ func checkLease(v *validator, path string, p *configv1.Pool) {
 	if n.GetLease() != "" {
 		checkDuration(v, at, n.Lease, shortestLease)
 	}
+	if p.KvTimeout != "" && !DialectOf(p).Final {
+		v.m.add(path+".kvTimeout", "has no effect with kvTransfer %s: remove it", p.KvTransfer)
+	} else if p.KvTimeout != "" {
+		checkDuration(v, path+".kvTimeout", p.KvTimeout, shortestLease)
+	}
 	if n.GetDeclineExpired() && n.GetBidirectional() {
 		v.m.add(path+".nixl.declineExpired",
 			"cannot be beside nixl.bidirectional: what engines say of answers that they keep is needed there")

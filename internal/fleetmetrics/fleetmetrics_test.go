@@ -12,7 +12,6 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/assign"
 	"tandem/kvstate"
 	"tandem/kvstate/kvevents"
 	"tandem/kvstate/notices"
@@ -20,6 +19,7 @@ import (
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/redisstore/lag"
 	"tandem/kvstate/scrape"
+	"tandem/picker/roles"
 )
 
 // values are the series that a collector shows: name and label values, in the order of the labels' names.
@@ -205,9 +205,9 @@ func positive(of map[string]float64) map[string]float64 {
 // What pools want and the words of their endpoints are gauges.
 func TestWords(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(Words(func() map[string]assign.Advice {
-		return map[string]assign.Advice{"chat": {
-			WantedPrefill: 3, WantedDecode: 2, Words: map[string]assign.Word{"10.0.0.1:80": {Word: "decode"}},
+	registry.MustRegister(Words(func() map[string]roles.Advice {
+		return map[string]roles.Advice{"chat": {
+			WantedPrefill: 3, WantedDecode: 2, Words: map[string]roles.Word{"10.0.0.1:80": {Word: "decode"}},
 		}}
 	}))
 	families, err := registry.Gather()

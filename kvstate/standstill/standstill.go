@@ -19,6 +19,7 @@ package standstill
 
 import (
 	"cmp"
+	"slices"
 	"sync"
 	"time"
 )
@@ -35,7 +36,10 @@ const (
 	stale = 20 * time.Second
 	// noticed is the length from which on a standstill is remembered: shorter ones are between two scrapes.
 	noticed = 4 * time.Second
-	kept    = 16 // past standstills that are remembered
+	kept    = 16 // past standstills that are remembered, and times without waiting requests
+	// between is the longest time between two scrapes that belong together, and within which an engine has taken a
+	// request into its queue.
+	between = 5 * time.Second
 )
 
 // DefaultLease is vLLM's kv_lease_duration (0.32.0, nixl/base_scheduler.py:82), for pools that configure no other.
@@ -66,6 +70,8 @@ type Tracker struct {
 	mu       sync.Mutex
 	lease    time.Duration // 0: DefaultLease
 	partners bool          // its requests may be reserved before another engine lets it have them
+	final    bool          // nothing renews the lease
+	fetched  []period      // in whose scrapes no request waited, so each had its KV; oldest first
 	last     Sample
 	moved    time.Time // when it last showed progress
 	only     time.Time // since when only reservations say that it has requests; zero: they do not
@@ -99,6 +105,12 @@ func (t *Tracker) Observe(s Sample) Change {
 	}
 	before := t.last
 	t.last = s
+	if final := t.final && s.Counts.Waiting == 0; final && before.Counts.Waiting == 0 && len(t.fetched) > 0 &&
+		s.At.Sub(before.At) <= between {
+		t.fetched[len(t.fetched)-1].to = s.At
+	} else if final {
+		t.fetched = append(t.fetched[max(0, len(t.fetched)-kept+1):], period{s.At, s.At})
+	}
 	if before.At.IsZero() || s.Counts != before.Counts || !t.busy(s) {
 		return t.progress(&before, &s)
 	}
@@ -170,16 +182,33 @@ func (t *Tracker) progress(before, s *Sample) Change {
 // bound returns how long the engine may show no progress: longer while it computes prompts, and at most three fifths
 // of the lease.
 func (t *Tracker) bound(s *Sample) time.Duration {
-	return min(base+max(s.Patience, 0), cmp.Or(t.lease, DefaultLease)*3/5)
+	most := DefaultLease * 3 / 5
+	if !t.final {
+		most = cmp.Or(t.lease, DefaultLease) * 3 / 5
+	}
+	return min(base+max(s.Patience, 0), most)
 }
 
-// Configure sets how long prefill engines keep the KV that the engine has to fetch, 0: [DefaultLease]; and whether
-// requests are reserved there while another engine works for them, and show there only when that lets them: then what
-// is reserved says nothing of this engine.
-func (t *Tracker) Configure(lease time.Duration, partners bool) {
+// Configure sets how long prefill engines keep the KV that the engine has to fetch, 0: [DefaultLease]; whether that is
+// final, so that nothing renews it, however long a request waits for its turn; and whether requests are reserved there
+// while another engine works for them, and show there only when that lets them: then what is reserved says nothing of
+// this engine.
+func (t *Tracker) Configure(lease time.Duration, final, partners bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.lease, t.partners = max(lease, 0), partners
+	t.lease, t.final, t.partners = max(lease, 0), final && lease > 0, partners
+}
+
+// LatestFetch returns the part of a final lease in which decode must have fetched its KV, counted from when it was
+// asked: prefill has kept the KV for a while by then.
+func LatestFetch(lease time.Duration) time.Duration { return lease - min(30*time.Second, lease/2) }
+
+// anyFetched reports whether a scrape between two moments showed no waiting request. The lock is held.
+func (t *Tracker) anyFetched(from, to time.Time) bool {
+	return slices.ContainsFunc(t.fetched, func(p period) bool {
+		within := func(at time.Time) bool { return !at.Before(from) && !at.After(to) }
+		return within(p.from) || within(p.to) || p.from.Before(from) && p.to.After(to) && to.Sub(from) >= between
+	})
 }
 
 // Standing reports whether the engine stands still. A mark without a recent scrape has no force.
@@ -230,6 +259,7 @@ type Reason string
 const (
 	StoodStill Reason = "standstill" // the decode engine stood still for so long that no heartbeat renewed the lease
 	Expired    Reason = "expired"    // it stood still, and the prefill engine reports that leases have ended
+	Late       Reason = "late"       // nothing renews the lease, and nothing shows that it had fetched the KV in time
 )
 
 // heartbeats is the part of the lease within which a decode engine that works renews it: vLLM sends a heartbeat each
@@ -246,8 +276,15 @@ const suspect = 5 * time.Second
 func Outdated(prefill, decode *Tracker, since, now time.Time) Reason {
 	stood, known := decode.Longest(since, now)
 	decode.mu.Lock()
-	lease := cmp.Or(decode.lease, DefaultLease)
+	lease, final := cmp.Or(decode.lease, DefaultLease), decode.final
+	by := since.Add(LatestFetch(lease))
+	inTime := now.Before(by.Add(-time.Second)) || decode.anyFetched(since.Add(between), by)
 	decode.mu.Unlock()
+	if final && inTime {
+		return ""
+	} else if final {
+		return Late
+	}
 	switch stood = min(stood, now.Sub(since)); {
 	case !known || stood < suspect:
 		return ""

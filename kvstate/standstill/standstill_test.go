@@ -1,6 +1,7 @@
 package standstill
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -58,7 +59,7 @@ func TestStandstill(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var k Tracker
-			k.Configure(tt.lease, tt.partners)
+			k.Configure(tt.lease, false, tt.partners)
 			at, s, stood, scrape := time.Unix(1e9, 0), Sample{Patience: tt.patience}, 0, -1
 			s.Counts.Work = 100
 			for _, c := range tt.scrapes {
@@ -170,4 +171,45 @@ func TestLostReservations(t *testing.T) {
 		observe(2)
 	}
 	require.Positive(t, stood, "one more is new")
+}
+
+// Where nothing renews a lease, an answer that begins after it is outdated, unless a scrape showed that no request waited
+// while the lease ran. A letter is a scrape, every 2 s from the request on: q shows requests that wait, r only such that
+// run, f failed.
+func TestFinalLease(t *testing.T) {
+	const lease = 40 * time.Second // the last moment is after 20 s
+	for name, tt := range map[string]struct {
+		scrapes string
+		want    Reason
+	}{
+		"early":                        {"qqqqqqqqq", ""},
+		"at the last moment":           {"qqqqqqqqqq", Late},
+		"waits for long":               {"qqqqqqqqqqqqqqqq", Late},
+		"its turn came":                {"qqqqqrrrrrrrrrrr", ""},
+		"and others wait since":        {"qqqqrqqqqqqqqqqq", ""},
+		"its turn came too late":       {"qqqqqqqqqqrrrrrr", Late},
+		"the queue did not know it":    {"rrqqqqqqqqqqqqqq", Late},
+		"nothing is known":             {"rffffffffffffffr", Late},
+		"works all the time":           {"rrrrrrrrrrrrrrrr", ""},
+		"many changes, and it is long": {"r" + strings.Repeat("qr", 40), Late},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var d Tracker
+			d.Configure(lease, true, false)
+			since := time.Unix(1e9, 0)
+			at := since
+			for i, c := range tt.scrapes {
+				at = at.Add(2 * time.Second)
+				s := Sample{At: at, Counts: Counts{Work: int64(i), Running: 1}}
+				if c == 'q' {
+					s.Counts.Waiting = 3
+				}
+				if c != 'f' {
+					d.Observe(s)
+				}
+			}
+			require.Equal(t, tt.want, Outdated(nil, &d, since, at))
+			require.Empty(t, Outdated(&d, &d, at, at), "a later request")
+		})
+	}
 }

@@ -1,6 +1,7 @@
 package roles
 
 import (
+	"fmt"
 	"math"
 
 	"tandem/kvstate"
@@ -82,7 +83,7 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 		}
 		switch role {
 		case kvstate.RoleBoth:
-			e.Word, e.Fixed = c.Word, false
+			e.Word, e.Fixed = c.Endpoint.Word(), false // c has none while all of the other word are out
 		case kvstate.RolePrefill:
 			e.Answers = 0
 		}
@@ -244,6 +245,14 @@ type Change struct {
 	At   int // position in the view
 	Word kvstate.Role
 	Want Want
+}
+
+// Reason says why the word changes, for people.
+func (c *Change) Reason() string {
+	if c.Want == (Want{}) {
+		return "it was new"
+	}
+	return fmt.Sprintf("%v: prompts need %.1f engines, answers %.1f", c.Want.Why, c.Want.Prompts, c.Want.Answers)
 }
 
 // Changes returns the words that change now: of engines without a word all, of others one in eight of the usable

@@ -191,4 +191,14 @@ func TestOf(t *testing.T) {
 	f = Of(&v, &policy, 7)
 	require.InDelta(t, before, f.Arriving, 1e-9, "work is the same, with words and without")
 	require.Equal(t, kvstate.RolePrefill, f.Engines[0].Word)
+
+	// The only engines that prefill are out: others do both legs until they are back or others have the word. Only one
+	// word changes.
+	s.MarkUnhealthy(p.Endpoint("a"))
+	s.MarkUnhealthy(p.Endpoint("p"))
+	s.SetWord(p.Endpoint("a"), kvstate.RolePrefill)
+	s.View(p, nil, &v)
+	f = Of(&v, &policy, 0)
+	require.Equal(t, []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode, kvstate.RolePrefill},
+		[]kvstate.Role{f.Engines[0].Word, f.Engines[1].Word, f.Engines[2].Word})
 }

@@ -160,15 +160,15 @@ function bar(share, text, css) {
 function pools(all) {
   return all.map(p => {
     const rows = p.endpoints.map(e => {
-      const css = e.role === 'prefill' ? 'c-prefill' : 'c-decode';
-      return { cells: [el('span', {}, e.name + (e.group ? ' (' + e.group + ')' : ''), e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : ''), el('span', { class: css }, e.role),
+      const css = (e.now?.word || e.role) === 'prefill' ? 'c-prefill' : 'c-decode';
+      return { cells: [el('span', {}, e.name + (e.group ? ' (' + e.group + ')' : ''), e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : ''), el('span', {}, el('span', { class: css }, e.role + (e.now ? ', now ' + e.now.word : '')), e.now?.why ? el('small', {}, ` since ${new Date(e.now.since).toLocaleTimeString()}: ${e.now.why}`) : ''),
         el('span', { class: 'pill ' + ({ up: 'good', out: e.paused ? 'warn' : 'bad' }[e.state] || 'warn') }, e.state + (e.state === 'out' && e.paused ? ', paused' : '')),
         count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
         e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share),
         e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', ms(e.time_per_output_token_ms)] };
     });
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
-      + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '')
+      + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '') + (p.wanted ? ' · ' + p.wanted : '')
       + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
         + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
       table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest 256'], ['cache hits, latest 256'], ['writes, last minute'], ['each token in, last minute']], rows));

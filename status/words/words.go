@@ -87,6 +87,17 @@ func Ago(now, then time.Time) string {
 	return max(now.Sub(then), 0).Round(time.Second).String() + " ago"
 }
 
+// Since returns for how long something is so.
+func Since(now, from time.Time) string { return max(now.Sub(from), 0).Round(time.Second).String() }
+
+// After returns a text after another one, "" if there is none.
+func After(first, text string) string {
+	if text == "" {
+		return ""
+	}
+	return first + text
+}
+
 // MinutesAgo is coarse, for a text that should not change every second: screen readers read changes out.
 func MinutesAgo(d time.Duration) string {
 	if d < time.Minute {

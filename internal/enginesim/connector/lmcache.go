@@ -167,6 +167,7 @@ func (l *Leg) pushKV() {
 	}
 	if s.cfg.KvDelay < 0 {
 		push()
+		time.Sleep(-s.cfg.KvDelay)
 		return
 	}
 	go func() {

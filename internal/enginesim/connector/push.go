@@ -70,6 +70,9 @@ func (l *Leg) key(q *engine.Sequence) string {
 	return l.Kv.transfer
 }
 
+// pulls reports whether D fetches from blocks that P keeps for a time which nothing renews.
+func pulls(n Name) bool { return n == Mooncake013 || n == MoRIIORead }
+
 // await waits for the KV of D's sequence. If the client leaves, the wait continues, and the blocks stay allocated.
 func (l *Leg) await(ctx context.Context) error {
 	for _, q := range l.Job.Seqs {

@@ -92,6 +92,14 @@ func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	return r, err
 }
 
+// expired reports whether P has closed a meeting to which D never came.
+func (v *rendezvous) expired(key string) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	joined, used := v.past[key]
+	return used && !joined
+}
+
 // close ends a meeting: its key must not be used again.
 func (v *rendezvous) close(key string) {
 	v.mu.Lock()
@@ -148,6 +156,11 @@ func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer)
 // answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection cannot be used any
 // more.
 func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) (handover.PullAnswer, bool) {
+	if pulls(s.cfg.Connector) && s.Rooms.expired(key) { // D goes on with what the blocks hold by now
+		garbage := slices.Repeat([]uint64{1}, len(want.want))
+		return handover.PullAnswer{Actual: garbage, Violation: engine.Violation{Kind: "expired",
+			Message: "the prefill engine has freed the blocks of " + key}}, true
+	}
 	r, err := s.Rooms.meet(key, want)
 	if v, ok := errors.AsType[*engine.Violation](err); ok {
 		return handover.PullAnswer{Violation: *v}, true

@@ -62,7 +62,8 @@ func (c *Config) Wrap(routes http.Handler) http.Handler {
 				return
 			}
 		}
-		if c.Key != "" && strings.HasPrefix(r.URL.Path, "/v1") && !c.knows(r.Header.Get("Authorization")) {
+		private := strings.HasPrefix(r.URL.Path, "/v1") || r.URL.Path == "/server_info"
+		if c.Key != "" && private && !c.knows(r.Header.Get("Authorization")) {
 			w.Header().Set("Content-Type", "application/json")
 			w.WriteHeader(http.StatusUnauthorized)
 			_, _ = w.Write([]byte(`{"error":"Unauthorized"}`))

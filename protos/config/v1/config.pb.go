@@ -1333,6 +1333,10 @@ type Pool struct {
 	// anyway, and its requests go to others. Range: 1ms to 24h. Default none, so the limit is envoy.decodeIdleTimeout,
 	// after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
+	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer mooncake-0.13 (the engines'
+	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused, unless
+	// it is known that decode had fetched before. Range: 6s to 24h. Default 480s with mooncake-0.13, 60s with moriio-read.
+	KvTimeout string `protobuf:"bytes,79,opt,name=kv_timeout,json=kvTimeout,proto3" json:"kv_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
 	// 0.21). Envoy's access log shows when no decode endpoint can have received a request's KV parameters: the client
@@ -1550,6 +1554,13 @@ func (x *Pool) GetStreamStartTimeout() string {
 func (x *Pool) GetAnswerTimeout() string {
 	if x != nil {
 		return x.AnswerTimeout
+	}
+	return ""
+}
+
+func (x *Pool) GetKvTimeout() string {
+	if x != nil {
+		return x.KvTimeout
 	}
 	return ""
 }
@@ -3572,7 +3583,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\x9b\f\n" +
+	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xba\f\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3592,7 +3603,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rattempts_time\x18\n" +
 	" \x01(\tR\fattemptsTime\x120\n" +
 	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12%\n" +
-	"\x0eanswer_timeout\x187 \x01(\tR\ranswerTimeout\x12'\n" +
+	"\x0eanswer_timeout\x187 \x01(\tR\ranswerTimeout\x12\x1d\n" +
+	"\n" +
+	"kv_timeout\x18O \x01(\tR\tkvTimeout\x12'\n" +
 	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
 	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
 	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +

@@ -8,6 +8,57 @@ app.kubernetes.io/name: tandem-envoy
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- define "tandem.redisLabels" -}}
+app.kubernetes.io/name: tandem-redis
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* The URL of Redis; empty if there is none. */}}
+{{- define "tandem.redis" -}}
+{{- if .Values.redis.enabled }}redis://{{ .Release.Name }}-redis.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:6379
+{{- else }}{{ .Values.redis.url }}{{ end }}
+{{- end }}
+
+{{/* How many engines of each role there are. */}}
+{{- define "tandem.engineRoles" -}}
+{{- with .Values.engines }}
+{{- if and .prefill .decode }}{{ dict "prefill" .prefill "decode" .decode | toJson }}
+{{- else if or .prefill .decode }}{{ fail "engines.prefill and engines.decode: set both, or neither for equal engines" }}
+{{- else }}{{ dict "both" .replicas | toJson }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.engineLabels" -}}
+app.kubernetes.io/name: tandem-engine
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* What the pool of the engines is: members of config.pools[0]. */}}
+{{- define "tandem.enginePool" -}}
+kvTransfer: nixl
+roles: {{ ternary "auto" "fixed" (hasKey (include "tandem.engineRoles" . | fromJson) "both") }}
+nixl: {lease: {{ .Values.engines.lease }}s, declineExpired: true}
+discovery:
+  kubernetes: {selector: "app.kubernetes.io/name=tandem-engine,app.kubernetes.io/instance={{ .Release.Name }}", ports: [8000]}
+{{- end }}
+
+{{/*
+vLLM's --kv-transfer-config of a role: an engine that prefills keeps KV for the lease, and one that decodes declines KV
+whose lease has ended and computes the prompt (docs/security.md, Wrong text).
+*/}}
+{{- define "tandem.kvTransfer" -}}
+{{- $config := dict "kv_connector" "NixlConnector" "kv_role" (get (dict "prefill" "kv_producer" "decode" "kv_consumer" "both" "kv_both") .role) }}
+{{- $extra := dict }}
+{{- if ne .role "decode" }}{{ $_ := set $extra "kv_lease_duration" .lease }}{{ end }}
+{{- if ne .role "prefill" }}
+{{- $_ := set $config "kv_load_failure_policy" "recompute" }}
+{{- $_ := set $extra "bidirectional_kv_xfer" true }}
+{{- $_ := set $extra "decoder_kv_blocks_ttl" 1 }}
+{{- end }}
+{{- set $config "kv_connector_extra_config" $extra | toJson }}
+{{- end }}
+
 {{- define "tandem.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default .Release.Name }}
 {{- end }}
@@ -19,7 +70,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{/* The Secret with the ticket key; empty if none is needed: replicas share a key through Redis, and one makes its own. */}}
 {{- define "tandem.ticketSecret" -}}
 {{- if .Values.tickets.existingSecret }}{{ .Values.tickets.existingSecret }}
-{{- else if and (ne (include "tandem.picker" .) "true") (not .Values.redis.url) }}{{ .Release.Name }}-ticket
+{{- else if and (ne (include "tandem.picker" .) "true") (not (include "tandem.redis" .)) }}{{ .Release.Name }}-ticket
 {{- end }}
 {{- end }}
 
@@ -65,7 +116,7 @@ tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
 {{- if ne (include "tandem.picker" .) "true" }}
 {{- $_ := set $config "envoy" (dict "listen" "0.0.0.0:8080" "extProcs" (list (printf "%s:9002" $name)) "replans" (list (printf "%s:9003" $name))) }}
 {{- if .Values.envoy.enabled }}{{ $_ := set $config.envoy "stats" "0.0.0.0:9902" }}{{ end }}
-{{- if .Values.redis.url }}{{ $_ := set $config.envoy "replicas" "redis" }}{{ end }}
+{{- if include "tandem.redis" . }}{{ $_ := set $config.envoy "replicas" "redis" }}{{ end }}
 {{- end }}
 {{- if include "tandem.ticketSecret" . }}
 {{- $_ := set $config "tickets" (dict "keyFile" "/etc/tandem-ticket/ticket.key") }}
@@ -73,12 +124,10 @@ tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
 {{- if contains "tcp-notices" (include "tandem.enginePorts" .) }}
 {{- $_ := set $config "notices" (dict "listen" "0.0.0.0:7500") }}
 {{- end }}
-{{- with .Values.redis }}
-{{- if .url }}
-{{- $redis := dict "url" .url }}
-{{- if .existingSecret }}{{ $_ := set $redis "passwordFile" "/etc/tandem-redis/password" }}{{ end }}
+{{- with include "tandem.redis" . }}
+{{- $redis := dict "url" . }}
+{{- if $.Values.redis.existingSecret }}{{ $_ := set $redis "passwordFile" "/etc/tandem-redis/password" }}{{ end }}
 {{- $_ := set $config "state" (dict "redis" $redis) }}
-{{- end }}
 {{- end }}
 {{- if .Values.admin.existingSecret }}
 {{- $_ := set $config "admin" (dict "listen" "0.0.0.0:9090" "tokenFile" "/etc/tandem-admin/token") }}
@@ -86,7 +135,9 @@ tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
 {{- if .Values.envoyGateway.enabled }}
 {{- $_ := set $config "envoyGateway" (dict "listen" "0.0.0.0:9004") }}
 {{- end }}
-{{- toYaml (mergeOverwrite $config (deepCopy .Values.config)) }}
+{{- $config = mergeOverwrite $config (deepCopy .Values.config) }}
+{{- if .Values.engines.enabled }}{{ $_ := mergeOverwrite (first $config.pools) (include "tandem.enginePool" . | fromYaml) }}{{ end }}
+{{- toYaml $config }}
 {{- end }}
 
 {{/* What a platform adds to a pod: .Values of Tandem, or .Values.envoy. */}}

@@ -1,0 +1,78 @@
+//go:build cluster
+
+package cluster
+
+import (
+	"encoding/json"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// One install of the chart leads from an empty namespace to requests over two engines, which are three equal ones, and
+// simulated. Words and their reasons are there, and an upgrade to engines of fixed roles serves, too.
+func TestChartAlone(t *testing.T) {
+	c := &cluster{t: t, dir: t.TempDir(), client: &http.Client{Timeout: time.Minute}}
+	c.env = append(os.Environ(), "PATH="+os.Getenv("TANDEM_KUBE_BIN")+":"+os.Getenv("PATH"), "HOME="+c.dir)
+	values := filepath.Join(c.dir, "values.yaml")
+	require.NoError(t, os.WriteFile(values, []byte(`
+image: {repository: registry.test/tandem, tag: v1}
+resources: {requests: {cpu: 50m, memory: 64Mi}}
+redis: {enabled: true, image: "tandem.test/redis:1"}
+envoy: {enabled: true, replicas: 1, image: "tandem.test/envoy:1.40.0", resources: {requests: {cpu: 50m, memory: 64Mi}}}
+config: {pools: [{name: chat, kvTransfer: nixl, split: always}]}
+engines:
+  enabled: true
+  replicas: 3
+  image: tandem.test/enginesim:1
+  argsInstead: [--listen, "0.0.0.0:8000", --side-channel, "$(POD_IP):5600", --role, $(ROLE), --model, tiny, --bidirectional, --lease, 120s]
+  resources: {limits: {nvidia.com/gpu: null}}
+  drainSeconds: 5
+`), 0o600))
+	chart, err := filepath.Abs("../../deploy/helm/tandem")
+	require.NoError(t, err)
+	c.show("helm install router " + chart + " --namespace llm --create-namespace -f " + values + " --wait --timeout 4m")
+	c.gate = strings.TrimSpace(c.must("kubectl get service -n llm router-envoy -o jsonpath='{.spec.clusterIP}'"))
+	c.splits("both")
+	roles := c.must("kubectl get --raw /api/v1/namespaces/llm/services/router:9090/proxy/debug/roles")
+	require.Equal(t, 3, strings.Count(roles, `"since"`), roles)
+
+	c.show("helm upgrade router " + chart + " --namespace llm -f " + values +
+		" --set engines.prefill=1,engines.decode=2 --wait --timeout 4m")
+	c.await("engines of both roles are gone", func() bool {
+		return c.must("kubectl get pods -n llm -o name -l llm-d.ai/role=both") == ""
+	})
+	c.splits("prefill")
+}
+
+// splits sends requests until engines of a role have computed a prompt for another one.
+func (c *cluster) splits(role string) {
+	c.t.Helper()
+	c.await("a request is split", func() bool {
+		if status, _ := c.chat("llm.test", "user"); status != "200" {
+			return false
+		}
+		pods := "kubectl get pods -n llm -l llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
+		for ip := range strings.FieldsSeq(c.must(pods)) {
+			resp, err := c.client.Get("http://" + ip + ":8000/sim/requests")
+			if err != nil { // it starts or ends
+				continue
+			}
+			var list []seen
+			err = json.NewDecoder(resp.Body).Decode(&list)
+			resp.Body.Close()
+			require.NoError(c.t, err)
+			for _, s := range list {
+				if s.Leg == "prefill" {
+					return true
+				}
+			}
+		}
+		return false
+	})
+}
