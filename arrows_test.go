@@ -110,6 +110,7 @@ var arrows = map[string][]string{
 	},
 	"protos/config/v1": {},
 	"internal/config": {
+		"kvstate/standstill",
 		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/pass", "extproc/paths", "extproc/kvtransfer",
 		"extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker",
 		"protos/config/v1", "picker/admission (test)", "kvstate/engineclock",

@@ -121,11 +121,13 @@ func TestLMCacheBufferIsShared(t *testing.T) {
 // waits.
 func TestLMCacheRepeatsLeaveTheBufferFree(t *testing.T) {
 	t.Parallel()
-	for size, words := range map[int]int{128: 50, 1024: 400} { // about two tokens a word
-		t.Run(fmt.Sprint(size), func(t *testing.T) {
+	for _, tt := range []struct{ size, words, chunk int }{{128, 50, 256}, {1024, 400, 256}, {1024, 400, 64}} {
+		size, words := tt.size, tt.words // about two tokens a word
+		t.Run(fmt.Sprint(size, " of ", tt.chunk), func(t *testing.T) {
 			t.Parallel()
 			notices := ports(t, 1)[0]
-			k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--pd-buffer", fmt.Sprint(size), "--pd-allocation-timeout", "1s"}}
+			k := kind{engine: "lmcache", kv: "lmcache", more: []string{"--pd-buffer", fmt.Sprint(size), "--pd-allocation-timeout", "1s",
+				"--lmcache-chunk", fmt.Sprint(tt.chunk)}, pool: fmt.Sprintf("  lmcache: {chunkSize: %d}\n", tt.chunk)}
 			o := k.setUp(options{prefills: 1, decodes: 1, top: fmt.Sprintf("notices: {listen: %q}\n", notices)}, notices, "tiny")
 			plain := o.engine
 			o.engine = func(role string, i int, free func() string) ([]string, string) {
@@ -151,6 +153,11 @@ func TestLMCacheRepeatsLeaveTheBufferFree(t *testing.T) {
 			}
 			require.Equal(t, map[int]int{128: 0, 1024: 4 * 12}[size], reasons("held_by_decode"))
 			require.Zero(t, reasons("buffer_full"))
+			if size == 1024 { // a turn of half a chunk, or of two
+				f.lenient = tt.chunk == 64 // what D holds of a turn stays in its buffer
+				complete("longer", "0000 "+strings.Repeat("abcdefg ", words+60))
+				require.Equal(t, tt.chunk == 64, len(f.requests("longer", f.prefills...)) == 1)
+			}
 			require.Zero(t, metric(t, f.admins[0], "tandem_kv_notice_waits_total", `result="missed"`))
 		})
 	}

@@ -286,14 +286,9 @@ type PoolSpec struct {
 	Name    string
 	Models  []string // "*": any
 	KeyFile string   // of its endpoints that have none
-	// StepTokens is the number of prompt tokens that an engine computes in one step (vLLM: max_num_batched_tokens); 0:
-	// 8192.
+	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
 	StepTokens int64
-	// KVLease is how long prefill engines keep KV that nobody has fetched (vLLM: kv_lease_duration); 0:
-	// [standstill.DefaultLease].
-	KVLease  time.Duration
-	KVFinal  bool // nothing renews it
-	Partners bool // requests are reserved at engines that wait for others' work on them first
+	HandOver   standstill.HandOver
 }
 
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
@@ -374,7 +369,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr])
-			e.progress.Configure(spec.KVLease, spec.KVFinal, spec.Partners)
+			e.progress.Configure(spec.HandOver)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)

@@ -61,7 +61,7 @@ func TestOutdated(t *testing.T) {
 				s := New(Options{})
 				var told int64
 				s.OnExpired(func(_ *Endpoint, n int64) { told += n })
-				s.SetPool(PoolSpec{Name: "p", Models: []string{"*"}, KVLease: tt.lease}, []EndpointSpec{
+				s.SetPool(PoolSpec{Name: "p", Models: []string{"*"}, HandOver: standstill.HandOver{Lease: tt.lease}}, []EndpointSpec{
 					{Addr: "10.0.0.1:1", Role: RolePrefill}, {Addr: "10.0.0.2:1", Role: RoleDecode}})
 				p, d := s.Pool("p").Endpoints()[0], s.Pool("p").Endpoints()[1]
 				scrape := func(work, expired int64) {

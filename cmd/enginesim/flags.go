@@ -46,7 +46,8 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
 	f.DurationVar(&c.KvDelay, "kv-delay", 0,
 		"lmcache: push so long after the prompt is computed; below 0: so long before the answer")
-	f.IntVar(&c.PdBuffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
+	f.IntVar(&c.Pd.Chunk, "lmcache-chunk", 256, "lmcache: `tokens` of a chunk (chunk_size)")
+	f.IntVar(&c.Pd.Buffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
 	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second,
 		"lmcache: how long an allocation waits for room")
 	f.BoolVar(&c.Bidirectional, "bidirectional", false,

@@ -307,6 +307,7 @@ type Options struct {
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications
 	NoticeTimeout time.Duration // of lmcache; 0: DefaultNoticeTimeout
+	ChunkTokens   int64         // of lmcache; 0: 256
 	RetFirstToken bool          // of lmcache: the client gets P's first token, and D continues after it
 
 	Key    string // of orchestrated; "": DefaultOrchestratedKey

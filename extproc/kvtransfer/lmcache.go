@@ -1,6 +1,7 @@
 package kvtransfer
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"fmt"
@@ -67,7 +68,7 @@ func lmcacheDialect(o *Options) (Dialect, error) {
 		Ports: []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort),
 			decodes("queryPort", 0)},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
-		Push: &Push{Await: d.Await, Patience: d.Patience(), ChunkTokens: lmcacheChunk},
+		Push: &Push{Await: d.Await, Patience: d.Patience(), ChunkTokens: cmp.Or(o.ChunkTokens, lmcacheChunk)},
 	}
 	if o.RetFirstToken {
 		first := lmcacheFirst{d}

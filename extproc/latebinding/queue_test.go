@@ -119,8 +119,8 @@ func TestChooseAgain(t *testing.T) {
 	require.Zero(t, q.Status().Committed)
 }
 
-// A request that a full endpoint refused is placed again after a rest that grows; a new one at once, and one that failed
-// otherwise.
+// A request that a full endpoint refused is placed again after a rest that grows; a new one, and one that failed
+// otherwise, at once.
 func TestARefusedRequestRests(t *testing.T) {
 	for name, tt := range map[string]struct {
 		redirects int

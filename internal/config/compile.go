@@ -12,6 +12,7 @@ import (
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
 	"tandem/kvstate/redisstore"
+	"tandem/kvstate/standstill"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -56,16 +57,16 @@ type PoolSpec struct {
 
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
-	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && p.Spec.KVLease == o.Spec.KVLease &&
-		p.Spec.Partners == o.Spec.Partners &&
+	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && p.Spec.HandOver == o.Spec.HandOver &&
 		slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
 }
 
 // Spec returns a pool without its endpoints.
 func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	d := DialectOf(p)
+	partners := d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"
 	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(),
-		KVLease: d.Lease, KVFinal: d.Final, Partners: d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"}
+		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners}}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.

@@ -211,6 +211,7 @@ func setDialectDefaults(p *configv1.Pool) {
 	case "lmcache":
 		sub(&p.Lmcache)
 		or(&p.Lmcache.NoticeTimeout, "10s")
+		or(&p.Lmcache.ChunkSize, 256)
 	case "orchestrated":
 		sub(&p.Orchestrated)
 		or(&p.Orchestrated.Key, "disagg_prefill_resp")

@@ -25,6 +25,7 @@ func DialectOptions(p *configv1.Pool) kvtransfer.Options {
 		Lease: cmp.Or(Duration(p.GetNixl().GetLease()), Duration(p.GetKvTimeout())),
 		Key:   p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
 		NoticeTimeout: Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),
+		ChunkTokens: p.GetLmcache().GetChunkSize(),
 	}
 	if p.GetNixl().GetDeclineExpired() {
 		o.Clocks = engineclock.New()

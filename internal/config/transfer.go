@@ -70,6 +70,9 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 			v.m.add(path+".lmcache.noticeTimeout",
 				"%s is more than %s: Envoy gives up on the external processor after 30s", d, longestNotice)
 		}
+		if n := p.Lmcache.ChunkSize; n < 1 || n > 65536 {
+			v.m.add(path+".lmcache.chunkSize", "%d is not from 1 to 65536", n)
+		}
 		if p.Lmcache.RetFirstToken && p.Handoff != "envoy" {
 			v.m.add(path+".lmcache.retFirstToken",
 				"needs handoff envoy, not %s: prefill's token is put in front of decode's answer there", p.Handoff)

@@ -65,13 +65,20 @@ type Sample struct {
 	Patience time.Duration
 }
 
+// HandOver is what a pool's dialect says of the KV that its engines hand over.
+type HandOver struct {
+	Lease time.Duration // how long prefill keeps KV that nobody has fetched (vLLM: kv_lease_duration); 0: DefaultLease
+	Final bool          // nothing renews the lease, however long a request waits for its turn
+	// Partners: requests are reserved at an engine while another one works for them, and show there only when that lets
+	// them. Then what is reserved says nothing of this engine.
+	Partners bool
+}
+
 // Tracker follows one engine. The zero value is ready. It is safe for concurrent use.
 type Tracker struct {
 	mu       sync.Mutex
-	lease    time.Duration // 0: DefaultLease
-	partners bool          // its requests may be reserved before another engine lets it have them
-	final    bool          // nothing renews the lease
-	fetched  []period      // in whose scrapes no request waited, so each had its KV; oldest first
+	handOver HandOver
+	fetched  []period // in whose scrapes no request waited, so each had its KV; oldest first
 	last     Sample
 	moved    time.Time // when it last showed progress
 	only     time.Time // since when only reservations say that it has requests; zero: they do not
@@ -105,7 +112,7 @@ func (t *Tracker) Observe(s Sample) Change {
 	}
 	before := t.last
 	t.last = s
-	if final := t.final && s.Counts.Waiting == 0; final && before.Counts.Waiting == 0 && len(t.fetched) > 0 &&
+	if final := t.handOver.Final && s.Counts.Waiting == 0; final && before.Counts.Waiting == 0 && len(t.fetched) > 0 &&
 		s.At.Sub(before.At) <= between {
 		t.fetched[len(t.fetched)-1].to = s.At
 	} else if final {
@@ -132,7 +139,7 @@ func (t *Tracker) Observe(s Sample) Change {
 // wait and may have answered. The client of an answered one has not read it to its end.
 func (t *Tracker) mustWork(s *Sample) bool {
 	c := s.Counts
-	return c.Running > 0 || !t.partners && s.Reserved > max(t.shown, c.Waiting)
+	return c.Running > 0 || !t.handOver.Partners && s.Reserved > max(t.shown, c.Waiting)
 }
 
 // busy reports whether the engine has requests, and counters that could show progress. One that reports gauges alone
@@ -183,20 +190,18 @@ func (t *Tracker) progress(before, s *Sample) Change {
 // of the lease.
 func (t *Tracker) bound(s *Sample) time.Duration {
 	most := DefaultLease * 3 / 5
-	if !t.final {
-		most = cmp.Or(t.lease, DefaultLease) * 3 / 5
+	if !t.handOver.Final {
+		most = cmp.Or(t.handOver.Lease, DefaultLease) * 3 / 5
 	}
 	return min(base+max(s.Patience, 0), most)
 }
 
-// Configure sets how long prefill engines keep the KV that the engine has to fetch, 0: [DefaultLease]; whether that is
-// final, so that nothing renews it, however long a request waits for its turn; and whether requests are reserved there
-// while another engine works for them, and show there only when that lets them: then what is reserved says nothing of
-// this engine.
-func (t *Tracker) Configure(lease time.Duration, final, partners bool) {
+// Configure sets what the engine hands over and fetches.
+func (t *Tracker) Configure(h HandOver) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.lease, t.final, t.partners = max(lease, 0), final && lease > 0, partners
+	h.Lease, h.Final = max(h.Lease, 0), h.Final && h.Lease > 0
+	t.handOver = h
 }
 
 // LatestFetch returns the part of a final lease in which decode must have fetched its KV, counted from when it was
@@ -276,7 +281,7 @@ const suspect = 5 * time.Second
 func Outdated(prefill, decode *Tracker, since, now time.Time) Reason {
 	stood, known := decode.Longest(since, now)
 	decode.mu.Lock()
-	lease, final := cmp.Or(decode.lease, DefaultLease), decode.final
+	lease, final := cmp.Or(decode.handOver.Lease, DefaultLease), decode.handOver.Final
 	by := since.Add(LatestFetch(lease))
 	inTime := now.Before(by.Add(-time.Second)) || decode.anyFetched(since.Add(between), by)
 	decode.mu.Unlock()

@@ -59,7 +59,7 @@ func TestStandstill(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var k Tracker
-			k.Configure(tt.lease, false, tt.partners)
+			k.Configure(HandOver{Lease: tt.lease, Partners: tt.partners})
 			at, s, stood, scrape := time.Unix(1e9, 0), Sample{Patience: tt.patience}, 0, -1
 			s.Counts.Work = 100
 			for _, c := range tt.scrapes {
@@ -195,7 +195,7 @@ func TestFinalLease(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var d Tracker
-			d.Configure(lease, true, false)
+			d.Configure(HandOver{Lease: lease, Final: true})
 			since := time.Unix(1e9, 0)
 			at := since
 			for i, c := range tt.scrapes {

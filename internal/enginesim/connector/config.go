@@ -36,6 +36,6 @@ type lmcacheConfig struct {
 	AllocPort int
 	Notices   string
 	KvDelay   time.Duration
-	PdBuffer  int // tokens
+	Pd        struct{ Buffer, Chunk int } // tokens: of the receive buffer, and of a chunk (chunk_size)
 	PdTimeout time.Duration
 }

@@ -74,8 +74,9 @@ func integers(raw []byte) (out []int64) {
 
 // listenLMCache opens the receiver's ports: one to initialise and one to allocate for each rank.
 func (s *Node) listenLMCache() error {
-	s.buffer = pdbuffer.New(pdbuffer.Options{Ranks: s.cfg.Tp, Tokens: s.cfg.PdBuffer, BlockSize: s.cfg.BlockSize,
-		Timeout: s.cfg.PdTimeout, Lease: s.cfg.Lease, Faithful: s.cfg.Faithful, Violate: s.Violate})
+	s.buffer = pdbuffer.New(pdbuffer.Options{Ranks: s.cfg.Tp, Tokens: s.cfg.Pd.Buffer, BlockSize: s.cfg.BlockSize,
+		Chunk: s.cfg.Pd.Chunk, Timeout: s.cfg.PdTimeout, Lease: s.cfg.Lease,
+		Faithful: s.cfg.Faithful, Violate: s.Violate})
 	host, _, _ := net.SplitHostPort(s.cfg.Listen)
 	for rank := range s.cfg.Tp {
 		for _, first := range []int{s.cfg.InitPort, s.cfg.AllocPort} {
@@ -194,7 +195,7 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 		return err
 	}
 	var err error
-	pdbuffer.Chunks(blocks, s.cfg.BlockSize, p.N, func(key uint64, n int) bool {
+	pdbuffer.Chunks(blocks, s.cfg.BlockSize, s.cfg.Pd.Chunk, p.N, func(key uint64, n int) bool {
 		err = ask(at(spec.alloc), handover.OpAlloc, func(w *handover.WireWriter) {
 			w.Words([]uint64{key})
 			w.Uint(uint64(n))

@@ -18,7 +18,8 @@ import (
 	"tandem/internal/enginesim/engine"
 )
 
-const chunkTokens = 256 // LMCache's chunk_size
+// DefaultChunk is LMCache's chunk_size.
+const DefaultChunk = 256
 
 // Options are a buffer's.
 type Options struct {
@@ -26,6 +27,7 @@ type Options struct {
 	Tokens    int // capacity; 0: endless
 	BlockSize int
 	Timeout   time.Duration // the maximum wait of an allocation
+	Chunk     int           // tokens of a chunk
 	Lease     time.Duration
 	Faithful  bool // other prompts are no violation, as in a real engine
 	Violate   func(v *engine.Violation, xid string)
@@ -67,9 +69,9 @@ type Pushed struct {
 	Has   bool // there is such a token
 }
 
-// Chunks calls f with the key and number of blocks of each chunk of a prompt of n tokens, until it returns false. The
-// last one may have fewer tokens than others, and is found by prompts of the same length only.
-func Chunks(blocks []uint64, blockSize, n int, f func(key uint64, blocks int) bool) {
+// Chunks calls f with the key and number of blocks of each chunk, of chunkTokens, of a prompt of n tokens, until it
+// returns false. The last one may have fewer tokens than others, and is found by prompts of the same length only.
+func Chunks(blocks []uint64, blockSize, chunkTokens, n int, f func(key uint64, blocks int) bool) {
 	size := max(chunkTokens/blockSize, 1)
 	for from := 0; from < len(blocks); from += size {
 		end := min(from+size, len(blocks))
@@ -215,12 +217,12 @@ func (b *Buffer) Take(xid string, p *engine.Prompt, local int) (int, error) {
 	}
 	size, found := b.BlockSize, 0
 	var lacks []uint64
-	Chunks(want, size, n, func(key uint64, blocks int) bool {
+	Chunks(want, size, b.Chunk, n, func(key uint64, blocks int) bool {
 		c := b.chunks[key]
 		if c == nil || !c.ready {
 			return false
 		}
-		if found += blocks; found*size > local*size/chunkTokens*chunkTokens {
+		if found += blocks; found*size > local*size/b.Chunk*b.Chunk {
 			lacks = append(lacks, key)
 		}
 		return true

@@ -13,13 +13,13 @@ import (
 
 // testBuffer counts violations in bad.
 func testBuffer(bad *int) *Buffer {
-	return New(Options{Ranks: 1, Tokens: 1024, BlockSize: 16, Timeout: 50 * time.Millisecond, Lease: time.Minute,
+	return New(Options{Ranks: 1, Chunk: DefaultChunk, Tokens: 1024, BlockSize: 16, Timeout: 50 * time.Millisecond, Lease: time.Minute,
 		Violate: func(*engine.Violation, string) { *bad++ }})
 }
 
 // pushPrompt pushes a prompt, as P does.
 func (b *Buffer) pushPrompt(id string, p *engine.Prompt) (err error) {
-	Chunks(p.Full, 16, p.N, func(key uint64, n int) bool {
+	Chunks(p.Full, 16, DefaultChunk, p.N, func(key uint64, n int) bool {
 		err = b.Alloc(id, id, key, n)
 		return err == nil
 	})

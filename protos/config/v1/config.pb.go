@@ -2237,6 +2237,9 @@ type LMCache struct {
 	// answer (tools, grammars, stop strings, log probabilities, penalties, seeds, media) go the other way. Such an answer
 	// passes through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
+	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer. Range: 1 to 65536.
+	// Default 256.
+	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2290,6 +2293,13 @@ func (x *LMCache) GetRetFirstToken() bool {
 		return x.RetFirstToken
 	}
 	return false
+}
+
+func (x *LMCache) GetChunkSize() int64 {
+	if x != nil {
+		return x.ChunkSize
+	}
+	return 0
 }
 
 type Orchestrated struct {
@@ -3661,11 +3671,13 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12\x19\n" +
 	"\bturn_ttl\x18\x03 \x01(\tR\aturnTtl\x12\x14\n" +
 	"\x05lease\x18\x04 \x01(\tR\x05lease\x12'\n" +
-	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"{\n" +
+	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\x9a\x01\n" +
 	"\aLMCache\x12%\n" +
 	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +
-	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\"=\n" +
+	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x12\x1d\n" +
+	"\n" +
+	"chunk_size\x18\x04 \x01(\x03R\tchunkSize\"=\n" +
 	"\fOrchestrated\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
 	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\x86\x02\n" +
