@@ -11,14 +11,11 @@ import (
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/proto"
 
-	envoyconfigs "tandem/envoy-configs"
-	"tandem/extproc"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/pass"
 	"tandem/internal/config"
 	"tandem/internal/config/diff"
 	"tandem/internal/guard"
-	"tandem/internal/orders"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
@@ -26,7 +23,6 @@ import (
 	"tandem/kvstate/operator"
 	"tandem/kvstate/redisstore"
 	"tandem/kvstate/scrape"
-	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
@@ -186,19 +182,6 @@ func (f *fleet) note(change func(*status.File)) {
 	next := *f.config.Load()
 	change(&next)
 	f.config.Store(&next)
-}
-
-// serverOptions are those of the configuration, and what runs.
-func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
-	live, err := f.liveSettings(cfg, log)
-	if err != nil {
-		return extproc.Options{}, err
-	}
-	f.peers.set(cfg, live.Pools)
-	o := config.ServerOptions(cfg)
-	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
-	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
-	return o, nil
 }
 
 // arrivals has the notifications that pools wait for; nil without a board.

@@ -22,8 +22,10 @@ import (
 	"tandem/internal/config"
 	"tandem/internal/config/diff"
 	"tandem/internal/gatewayextension"
+	"tandem/internal/orders"
 	"tandem/internal/xds"
 	"tandem/kvstate/membership"
+	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status"
 )
@@ -284,4 +286,17 @@ const maxLogged = 100
 func newParts(before, next *configv1.Config) []string {
 	known := envoyconfigs.Parts(before.GetPools())
 	return slices.DeleteFunc(envoyconfigs.Parts(next.GetPools()), func(part string) bool { return slices.Contains(known, part) })
+}
+
+// serverOptions are those of the configuration, and what runs.
+func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
+	live, err := f.liveSettings(cfg, log)
+	if err != nil {
+		return extproc.Options{}, err
+	}
+	f.peers.set(cfg, live.Pools)
+	o := config.ServerOptions(cfg)
+	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
+	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
+	return o, nil
 }
