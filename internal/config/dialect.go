@@ -2,6 +2,7 @@ package config
 
 import (
 	"cmp"
+
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 	"tandem/kvstate/engineclock"
