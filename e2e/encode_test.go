@@ -82,6 +82,7 @@ func (f *fleet) encodesOtherwise(t *testing.T) {
 	} {
 		for _, e := range f.encodes {
 			require.Eventually(t, func() bool { return metric(t, f.admins[0], "tandem_endpoint_up", e.addr) == 1 }, patience, 20*time.Millisecond)
+			require.Eventually(t, func() bool { return !f.full(e.addr) }, patience, 20*time.Millisecond)
 			f.inject(e, rule+`,"leg":"any","count":1}`)
 		}
 		a := show(100+i, 2, 20, "")
@@ -99,4 +100,21 @@ func (f *fleet) encodesOtherwise(t *testing.T) {
 			_ = resp.Body.Close()
 		}
 	}
+}
+
+// full reports whether an endpoint gets no requests for a while because it has refused one.
+func (f *fleet) full(addr string) bool {
+	var status struct {
+		Pools []struct {
+			Endpoints []struct{ Address, Full string }
+		}
+	}
+	require.NoError(f.t, getJSON(f.admins[0]+"/status.json", &status))
+	for _, e := range status.Pools[0].Endpoints {
+		if e.Address == addr {
+			return e.Full != ""
+		}
+	}
+	require.Fail(f.t, "no endpoint "+addr)
+	return false
 }
