@@ -207,9 +207,11 @@ func (q *Queue) Choose(
 }
 
 // rests are how long a request rests before it is placed again after an endpoint was full, by the redirects that it
-// has spent: a refused prefill leg takes one of the few that Envoy follows, a refused decode leg two. Others try the
-// endpoint sooner.
-var rests = [...]time.Duration{1: 250 * time.Millisecond, 2: time.Second, 3: time.Second, 4: 8 * time.Second}
+// has spent: a refused prefill leg takes one of the few that Envoy follows, a refused decode leg two. One rest is long,
+// for an endpoint that is full for seconds. Others try the endpoint sooner.
+var rests = [...]time.Duration{
+	1: 250 * time.Millisecond, 2: time.Second, 3: time.Second, 4: 8 * time.Second, 5: time.Second,
+}
 
 // rest waits so that these redirects suffice for an endpoint that is full for seconds, for as long as is left. After
 // any other failure a request goes elsewhere at once.

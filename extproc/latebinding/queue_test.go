@@ -131,7 +131,8 @@ func TestARefusedRequestRests(t *testing.T) {
 		"failed":  {2, false, 0},
 		"refused": {1, true, 250 * time.Millisecond},
 		"again":   {3, true, time.Second},
-		"often":   {7, true, 8 * time.Second},
+		"often":   {4, true, 8 * time.Second},
+		"lastly":  {7, true, time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
