@@ -183,13 +183,7 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
-	q.mu.Lock()
-	left := q.maxTime
-	q.mu.Unlock()
-	if of.Attempt.Redirects > 0 {
-		left -= of.Attempt.Age()
-	}
-	rested := q.rest(ctx, of, left)
+	left, rested := q.Rest(ctx, of)
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
@@ -197,7 +191,7 @@ func (q *Queue) Choose(
 	}
 	r.save(v, of.Pool, r.came)
 	if blocked, waits := q.enter(r); waits {
-		q.wait(ctx, r, left-rested)
+		q.wait(ctx, r, left)
 		waited = time.Since(r.came)
 		r.Took, r.BlockedOn = waited, blocked
 		q.Observer.WaitEnded(q.name, r.end, waited)
@@ -213,13 +207,23 @@ var rests = [...]time.Duration{
 	1: 250 * time.Millisecond, 2: time.Second, 3: time.Second, 4: 8 * time.Second, 5: time.Second,
 }
 
-// rest waits so that these redirects suffice for an endpoint that is full for seconds, for as long as is left. After
-// any other failure a request goes elsewhere at once.
-func (q *Queue) rest(ctx context.Context, of *plan.Request, left time.Duration) time.Duration {
+// Rest waits so that these redirects suffice for an endpoint that is full for seconds. After any other failure a
+// request goes elsewhere at once. left is how long the request may wait after it. A nil queue lets nobody wait.
+func (q *Queue) Rest(ctx context.Context, of *plan.Request) (left, rested time.Duration) {
+	if q == nil {
+		return 0, 0
+	}
+	q.mu.Lock()
+	left = q.maxTime
+	q.mu.Unlock()
+	if of.Attempt.Redirects == 0 {
+		return left, 0
+	}
 	began := time.Now()
+	left -= of.Attempt.Age()
 	full := func(e *kvstate.Endpoint) bool { return e.JustFull(began) != 0 }
-	if of.Attempt.Redirects == 0 || !slices.ContainsFunc(of.Pool.Endpoints(), full) {
-		return 0
+	if !slices.ContainsFunc(of.Pool.Endpoints(), full) {
+		return left, 0
 	}
 	timer := time.NewTimer(min(rests[min(of.Attempt.Redirects, len(rests)-1)], left))
 	defer timer.Stop()
@@ -228,7 +232,8 @@ func (q *Queue) rest(ctx context.Context, of *plan.Request, left time.Duration) 
 	case <-ctx.Done():
 	case <-q.Draining:
 	}
-	return time.Since(began)
+	rested = time.Since(began)
+	return left - rested, rested
 }
 
 // UntilFree chooses again and again while the endpoints for a request are full ([picker.ErrFull]), for as long as

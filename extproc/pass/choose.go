@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -117,13 +118,36 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 				x.view.Endpoints[i].LeaveOut(kvstate.RoleBoth)
 			}
 		}
-		if c, err = x.picker.Pick(r, &x.view); !waits || !errors.Is(err, picker.ErrFull) {
+		c, err = x.picker.Pick(r, &x.view)
+		switch {
+		case !errors.Is(err, picker.ErrFull):
+			return c, err
+		case x.want.way == alone:
+			return x.pickLater(ctx, r)
+		case !waits:
 			return c, err
 		}
 		r.OnMiss = miss
 	}
 	c, waited, err := policy.queue.Choose(ctx, &x.waiter, &x.Req, &x.view, r)
 	x.Meter.LeaveOut(waited) // waiting is no part of deciding
+	return c, err
+}
+
+// pickLater waits until one of the endpoints that may answer alone is no longer full, if the pool makes requests wait.
+func (x *Pass) pickLater(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
+	q := x.policy.queue
+	left, rested := q.Rest(ctx, &x.Req)
+	waited, err := q.UntilFree(ctx, time.Now().Add(left), func() error {
+		x.look()
+		if err := x.narrow(); err != nil {
+			return err
+		}
+		var err error
+		c, err = x.picker.Pick(r, &x.view)
+		return err
+	})
+	x.Meter.LeaveOut(rested + waited)
 	return c, err
 }
 
