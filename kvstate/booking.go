@@ -12,20 +12,19 @@ import (
 
 // Booking is the cost of a request to the endpoint that it is reserved on.
 type Booking struct {
-	// For is the leg. A RolePrefill booking stays in the endpoint's prefill queue until it is released. RoleDecode
-	// is an answer being generated, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media
-	// to encode.
+	// For is the leg. A RolePrefill booking stays in the endpoint's prefill queue until it is released. RoleDecode is
+	// an answer, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media to encode.
 	For          Role
-	PromptTokens int64 // tokens whose KV the endpoint will hold
-	Uncached     int64 // of those, the tokens that the endpoint has to compute
-	// time to compute them according to the cost model, before the endpoint's learned speed is applied
-	Work time.Duration
+	PromptTokens int64         // tokens whose KV the endpoint will hold
+	Uncached     int64         // of those, the tokens that the endpoint has to compute
+	Work         time.Duration // to compute them by the cost model, without the endpoint's learned speed
 	// Tentative bookings are held but not counted: the request may go to another endpoint, and comes only after its
 	// prompt has been computed.
 	Tentative bool
-	Need      int64     // of an answer: most tokens of KV, of prompt and answer, that the endpoint must have room for
-	From      *Endpoint // of an answer: whose memory the prompt's KV is fetched from; nil: none
-	Kept      int64     // most tokens that From keeps; 0: PromptTokens
+	Need      int64         // of an answer: most tokens of KV, of prompt and answer, that the endpoint must have room for
+	From      *Endpoint     // of an answer: whose memory the prompt's KV is fetched from; nil: none
+	Kept      int64         // most tokens that From keeps; 0: PromptTokens
+	Lasts     time.Duration // after which the booking ends by itself; 0: the reservations' usual time
 }
 
 // claim claims the room that an answer needs, and what it holds elsewhere until then.
