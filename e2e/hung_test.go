@@ -65,7 +65,7 @@ func TestRequestsThatWaitInAHungReplicaGoOn(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
 			f := start(t, options{
-				replicas: 2, prefills: 1, decodes: 1, engineArgs: []string{"--prefill-speed", "4000"}, envoyFields: ", bodyMode: " + mode,
+				replicas: 2, prefills: 1, decodes: 1, engineArgs: []string{"--prefill-speed", "2000"}, envoyFields: ", bodyMode: " + mode,
 				pool: "  binding: late\n",
 			})
 			waiting := func(i int) float64 { return metric(t, f.admins[i], "tandem_queue_requests") }

@@ -211,7 +211,11 @@ func TestEveryDialectsRefusalsAndLists(t *testing.T) {
 				}
 				prompt := strings.Repeat("a list of one is split ", 40)
 				list := fmt.Sprintf(`{"model":"tiny","prompt":[%q],"max_tokens":8}`, prompt)
-				got := f.post("/v1/completions", list, "x-request-id", "list")
+				var got answer
+				soon(t, "engines that register themselves have done so", func() bool {
+					got = f.post("/v1/completions", list, "x-request-id", "list")
+					return got.status != 503
+				})
 				require.Equal(t, 200, got.status, got.body)
 				require.Len(t, f.requests("", f.prefills...), 1, "legs at prefill")
 				require.Len(t, f.requests("", f.decodes...), 1, "legs at decode")
