@@ -41,7 +41,7 @@ func TestBothRoles(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			lease := "120s"
 			if c.replicas > 1 {
-				lease = "30s" // together they may give an engine too much before they know of each other's requests
+				lease = "5s" // together they may give an engine too much before they know of each other's requests
 			}
 			o := options{
 				prefills: c.engines, replicas: c.replicas,

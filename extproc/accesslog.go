@@ -92,7 +92,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 		s.Log.DebugContext(ctx, "pass ended", "request_id", string(e.RequestID), "stage", t.Stage.String(), "status", e.Status, "details", string(e.Details),
 			"duration", e.Duration, "first_byte", e.FirstByte, "client_gone", e.ClientGone, "tries", e.Tries, "asked", e.Asked())
 	}
-	mine := end.release(s.passes) || end.here
+	mine := s.passes.Release(pass.HeldBy(t)) || end.here
 	pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed
 	if pair && (end.redirected || e.ClientGone) {
 		s.pairs.GiveUp(t.ID) // with concurrent legs: nobody waits for P's leg any more
@@ -100,26 +100,6 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 	if !end.redirected {
 		s.requestEnded(&end, mine)
 	}
-}
-
-// release releases what a pass that ended holds, and whatever is left of those before it. Of one that ended in a
-// hand-over the next pass releases what is reserved for decode: until it has reserved, P's memory is held, and the
-// entry may come before that.
-func (end *passEnd) release(passes *pass.Shared) (mine bool) {
-	t, before := end.ticket, end.ticket.Redirects
-	held := pass.HeldBy(t)
-	if t.Stage.Redirects() {
-		before--
-	}
-	if end.redirected && (t.Stage == kvtransfer.HandOver || t.Stage == kvtransfer.PrefillLeg) {
-		held.Decode = 0
-	}
-	if len(end.entry.Reservation) > 0 { // else other requests may have the name, too
-		for n := range min(before, passes.Limits.MaxRedirects) {
-			passes.Release(passes.Held(end.name, n))
-		}
-	}
-	return passes.Release(held)
 }
 
 // requestEnded does what follows from the end of a request. mine: this replica counts it.
@@ -150,7 +130,7 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	s.observer.RequestEnded(t, e, took, first, mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
-			s.reclaim.Keep(t, reclaim.ClientGone)
+			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
 	}
 }

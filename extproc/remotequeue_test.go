@@ -2,7 +2,6 @@ package extproc
 
 import (
 	"strings"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -10,7 +9,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -184,40 +182,4 @@ func waitRemotely(t *testing.T, state *kvstate.State) int {
 	}
 	t.Fatal("not shown")
 	return 0
-}
-
-// watched calls a function after each change of the state.
-type watched struct {
-	silentReplicas
-	changed func()
-}
-
-func (w watched) Changed() { w.changed() }
-
-// P's memory counts as held from pass 1 on until D has fetched, at each moment in between: a queue that sees it free
-// would give it to another prompt.
-func TestHeldBetweenPasses(t *testing.T) {
-	s := newStand(t, Options{})
-	s.pool("chat", splitting(), "b1", "b2")
-	held := func() (all int64) {
-		for _, e := range s.state.Pool("chat").Endpoints() {
-			all += e.Booked(time.Now()).Room.Held
-		}
-		return all
-	}
-	q := s.newRequest("/v1/chat/completions", "r-1", conversation(""))
-	require.Equal(t, plan.LegPrefill, q.pass().set[envoywire.HeaderLeg])
-	require.Positive(t, held())
-	var changes, free atomic.Int32
-	s.state.Connect(watched{changed: func() {
-		if changes.Add(1); held() == 0 {
-			free.Add(1)
-		}
-	}})
-	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
-	q.follow()
-	require.Equal(t, plan.LegDecode, q.pass().set[envoywire.HeaderLeg])
-	require.Positive(t, changes.Load())
-	require.Zero(t, free.Load())
-	require.Positive(t, held())
 }

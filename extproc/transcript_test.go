@@ -122,10 +122,6 @@ func (p *player) settle() {
 	}
 	require.True(p.t, p.ended, "request %d has no `done`", p.n)
 	synctest.Wait()
-	if p.s.state.Reservations() != len(p.loads) { // KV that nobody fetched holds memory of an engine until its lease ends
-		time.Sleep(31 * time.Second)
-		synctest.Wait()
-	}
 	if p.s.state.Reservations() != len(p.loads) {
 		p.t.Log(p.out.String())
 	}

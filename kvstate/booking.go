@@ -12,18 +12,20 @@ import (
 
 // Booking is the cost of a request to the endpoint that it is reserved on.
 type Booking struct {
-	// For is the leg. A RolePrefill booking stays in the endpoint's prefill queue until it is released. RoleDecode is
-	// an answer, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media to encode.
+	// For is the leg. A RolePrefill booking stays in the endpoint's prefill queue until it is released. RoleDecode
+	// is an answer being generated, RoleBoth an answer whose prompt the endpoint computes itself, RoleEncode media
+	// to encode.
 	For          Role
-	PromptTokens int64         // tokens whose KV the endpoint will hold
-	Uncached     int64         // of those, the tokens that the endpoint has to compute
-	Work         time.Duration // to compute them by the cost model, without the endpoint's learned speed
-	// Tentative bookings are held but not counted: the request comes only when its prompt was computed, or elsewhere.
+	PromptTokens int64 // tokens whose KV the endpoint will hold
+	Uncached     int64 // of those, the tokens that the endpoint has to compute
+	// time to compute them according to the cost model, before the endpoint's learned speed is applied
+	Work time.Duration
+	// Tentative bookings are held but not counted: the request may go to another endpoint, and comes only after its
+	// prompt has been computed.
 	Tentative bool
-	Need      int64         // of an answer: most tokens, of prompt and answer, that the endpoint must have room for
-	From      *Endpoint     // of an answer: whose memory the prompt's KV is fetched from; nil: none
-	Kept      int64         // most tokens that From keeps; 0: PromptTokens
-	Lasts     time.Duration // after which it ends by itself; 0: the usual time
+	Need      int64     // of an answer: most tokens of KV, of prompt and answer, that the endpoint must have room for
+	From      *Endpoint // of an answer: whose memory the prompt's KV is fetched from; nil: none
+	Kept      int64     // most tokens that From keeps; 0: PromptTokens
 }
 
 // claim claims the room that an answer needs, and what it holds elsewhere until then.
@@ -42,7 +44,7 @@ func (b *Booking) claim(e *Endpoint, now time.Time) (slot int32, claimed bool) {
 	return e.memory.room.Claim(max(b.Need, b.PromptTokens), from, cmp.Or(b.Kept, b.PromptTokens), sent), true
 }
 
-// counts returns the requests and tokens that the booking adds to the endpoint's load.
+// counts returns the number of requests and tokens that the booking adds to the endpoint's load.
 func (b *Booking) counts() (requests, tokens int64) {
 	if b.Tentative {
 		return 0, 0

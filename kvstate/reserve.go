@@ -1,7 +1,6 @@
 package kvstate
 
 import (
-	"cmp"
 	"encoding/binary"
 	"math/rand/v2"
 	"sync"
@@ -111,8 +110,7 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 	now := s.now()
 	work := time.Duration(float64(b.Work) * e.speedAt(now.UnixNano()))
 	r := reservation{
-		on: e.endpointState, leg: b.For, work: work, bufferTokens: space, from: from,
-		expires: now.Add(cmp.Or(b.Lasts, s.ttl)),
+		on: e.endpointState, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.ttl),
 	}
 	r.counted, r.tokens = b.counts()
 	e.requests.Add(r.counted)

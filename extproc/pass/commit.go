@@ -39,9 +39,6 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 			r = Routed{}
 		}
 	}()
-	if d.Replaces != nil {
-		s.releaseDecode(d.Replaces) // not before: the queue would give the memory that P holds to another prompt
-	}
 	if d.Direct {
 		if r.Held.Decode, err = (prefillCall{x, d}).complete(ctx, r.Held.Decode); err != nil {
 			return r, err

@@ -98,26 +98,21 @@ func (x *Pass) restoreBody(t *kvtransfer.Ticket) {
 }
 
 // decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
-// changed since pass 1, and pull dialects allow it. Until the decision is committed, pass 1's reservation for decode
-// stays: it says that P's memory is held.
+// changed since pass 1, and pull dialects allow it.
 func (x *Pass) decode(
 	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte,
-) (d *plan.Decision, err error) {
+) (*plan.Decision, error) {
 	s, r := x.shared, &x.Req
-	defer func() {
-		if d == nil {
-			s.releaseDecode(t)
-		}
-	}()
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}
 	s.State.Release(HeldBy(t).Prefill) // if it is not ours, the prefill leg released it
+	defer s.releaseDecode(t)           // until then P's memory counts as held
 	x.begin(pool, plan.Attempt{})
 	p := &x.policy.Policy
 	// the prompt's text blocks: none, if this replica does not receive updates from the one that routed it
 	if text := pool.TextOf(r.Hashes, t.Prompt, plan.MaxBlocks); text != nil {
 		r.Hashes = text
 	}
-	if err = x.chooseDecode(ctx, &h); err != nil {
+	if err := x.chooseDecode(ctx, &h); err != nil {
 		return nil, err
 	}
 	if h.Restored = h.Restores(p, r.Limits); h.Restored {
@@ -125,10 +120,10 @@ func (x *Pass) decode(
 		h.Invalid = r.Client.Scan(h.API, x.Body.Bytes(), openai.Limits{})
 	}
 	h.Body = x.Body.Bytes()
-	if d, err = plan.Resume(r, &h, p); err != nil {
+	d, err := plan.Resume(r, &h, p)
+	if err != nil {
 		return nil, err
 	}
-	d.Replaces = t
 	if d.Lost != nil {
 		x.log(slog.LevelWarn, "decode cannot use prefill's answer: it computes the prompt", "err", d.Lost)
 	}

@@ -35,7 +35,6 @@ type Decision struct {
 	Prefill, Decode Reservation
 	Computes        *kvstate.Endpoint // the endpoint whose cache will hold the prompt; nil: unknown
 	Affinity        Affinity
-	Replaces        *kvtransfer.Ticket // the hand-over whose reservation for decode ends with this decision; nil: none
 	Report          Report
 	Direct          bool     // the prefill call is to be made before the hop: its answer completes Edits
 	Gateway         *Gateway // of a gateway's request, which has no ticket; nil: it has one

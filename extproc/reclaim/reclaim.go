@@ -139,42 +139,22 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	if !r.State.Consume(t.ID) {
 		return
 	}
-	held := r.Keep(t, why)
+	r.Observer.Orphaned(t.Pool, t.Prefill, why)
 	if h := r.records.take(t.ID); h != nil {
-		h.held = held
 		r.enqueue(t.ID, requestID, h)
 	}
 }
 
 // Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself. Nobody gets the parameters.
 func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte) {
-	held := r.Keep(t, NoRoom)
 	if !r.Enabled(t.Pool) {
+		r.Observer.Orphaned(t.Pool, t.Prefill, NoRoom)
 		return
 	}
 	r.Record(t, requestID, params, t.Prefill, true)
 	if h := r.records.take(t.ID); h != nil {
-		h.held = held
-		r.enqueue(t.ID, requestID, h)
+		r.orphaned(t.ID, requestID, h, NoRoom)
 	}
-}
-
-// Keep counts an orphaned hand-over. If P has both roles, its KV holds memory there until the lease ends: a prompt for
-// another engine, or an answer, must not be given the same (docs/adr/0052). The reservation for that ends by itself, or
-// when the hand-over has been reclaimed.
-func (r *Reclaimer) Keep(t *kvtransfer.Ticket, why string) kvstate.ReservationID {
-	r.Observer.Orphaned(t.Pool, t.Prefill, why)
-	pool, policy := r.State.Pool(t.Pool), r.Policy(t.Pool)
-	if pool == nil || policy.Dialect.Lease <= 0 {
-		return 0
-	}
-	prefill := pool.Endpoint(t.Prefill)
-	if prefill == nil || prefill.Role&kvstate.RoleBoth != kvstate.RoleBoth {
-		return 0
-	}
-	return r.State.Reserve(prefill, kvstate.Booking{
-		For: kvstate.RoleDecode, Tentative: true, From: prefill, Kept: t.PromptTokens, Lasts: policy.Dialect.Lease,
-	})
 }
 
 // NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's
@@ -335,9 +315,6 @@ func (r *Reclaimer) fetch(ctx context.Context, client *enginehttp.Client, c clea
 		}
 	}
 	r.Observer.Reclaimed(h.pool, result)
-	if result == "ok" {
-		r.State.Release(h.held)
-	}
 	r.Log.Info("cleanup decode for an orphaned hand-over", "request_id", c.requestID, "prefill", h.prefill, "decode",
 		decode, "result", result, "err", err)
 }

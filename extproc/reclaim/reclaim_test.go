@@ -3,7 +3,6 @@ package reclaim
 import (
 	"log/slog"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -90,54 +89,4 @@ func TestQueueIsBounded(t *testing.T) {
 
 	r.enqueue([16]byte{1}, "r1", &record{pool: "chat"})
 	require.Equal(t, "no_room", o.reclaimed[2])
-}
-
-// What an engine of both roles keeps of an orphaned hand-over counts as held until its lease ends, or until it was
-// reclaimed. Engines that only prefill are left alone: what they hold costs time, and locks nobody.
-func TestOrphanedKVIsHeld(t *testing.T) {
-	for name, c := range map[string]struct {
-		role    kvstate.Role
-		cleanup bool
-		orphan  func(*Reclaimer, *kvtransfer.Ticket)
-		held    int64
-	}{
-		"P answers": {kvstate.RoleBoth, false, func(r *Reclaimer, t *kvtransfer.Ticket) {
-			r.Unfetched(t, "r1", []byte("{}"))
-		}, 4032},
-		"P answers, and it is to be reclaimed": {kvstate.RoleBoth, true, func(r *Reclaimer, t *kvtransfer.Ticket) {
-			r.Unfetched(t, "r1", []byte("{}"))
-		}, 4032},
-		"the client left": {kvstate.RoleBoth, false, func(r *Reclaimer, t *kvtransfer.Ticket) {
-			r.Orphaned(t, "r1", ClientGone)
-			r.Orphaned(t, "r1", ClientGone)
-		}, 4032},
-		"P only prefills": {kvstate.RolePrefill, false, func(r *Reclaimer, t *kvtransfer.Ticket) {
-			r.Unfetched(t, "r1", []byte("{}"))
-		}, 0},
-	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				r, o := newReclaimer(t)
-				dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl", Lease: 40 * time.Second})
-				require.NoError(t, err)
-				r.Policy = func(string) Policy { return Policy{Cleanup: c.cleanup, Dialect: dialect} }
-				go r.State.Run(t.Context())
-				r.State.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "p1", Role: c.role}})
-				e := r.State.Pool("chat").Endpoint("p1")
-				now := ticket(kvtransfer.HandOver)
-				now.PromptTokens = 4000
-				c.orphan(r, now)
-				require.Len(t, o.orphaned, 1)
-				require.Equal(t, kvstate.Room{Held: c.held}, e.Booked(time.Now()).Room)
-				require.Zero(t, e.Booked(time.Now()).Requests, "it is no request")
-				time.Sleep(39 * time.Second)
-				require.Equal(t, kvstate.Room{Held: c.held}, e.Booked(time.Now()).Room)
-				time.Sleep(time.Minute)
-				require.Zero(t, e.Booked(time.Now()).Room, "the lease has ended")
-				if c.cleanup {
-					require.NotZero(t, (<-r.queue).record.held)
-				}
-			})
-		})
-	}
 }

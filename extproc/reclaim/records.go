@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
-	"tandem/kvstate"
 )
 
 // record is one hand-over of a pool that cleans up (strandedBlocks: cleanupDecode). It is kept by its id from P's
@@ -17,8 +16,7 @@ type record struct {
 	prefill, decode string // addresses; decode is the last choice
 	params          []byte // nil: they exceeded the limit
 	expires         time.Time
-	unreached       bool                  // decode was tried without a connection
-	held            kvstate.ReservationID // of P's memory; 0: none
+	unreached       bool // decode was tried without a connection
 
 	// The reason why no pass followed, if the prefill leg's pass ended before P's answer was recorded, or before it
 	// was certain that no other replica has read it (sure). "": it has not ended.
