@@ -45,7 +45,7 @@ type Utilisation struct {
 
 	Step       float64 // of decode steps: observed over modelled time; 0: unknown
 	TokenBytes float64 // KV bytes of one token, as observed; 0: unknown
-	Densest    float64 // how many times its estimated tokens a prompt may have; 0: as many
+	Densest    float64 // tokens that a byte of a prompt may have; 0: estimates are right
 	Answer     float64 // mean tokens of an answer, as observed; 0: unknown
 
 	LoadBandwidth float64 // of loads of KV from CPU memory, as observed, bytes/s; 0: unknown

@@ -65,9 +65,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
-	if t.most = t.tokens; !r.Exact {
-		t.most *= max(v.Load.Densest, 1)
-	}
+	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest)
 	if r.Blocks > 0 {
 		t.perBlock = t.tokens / float64(r.Blocks)
 	}

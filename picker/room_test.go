@@ -45,9 +45,9 @@ func TestRoom(t *testing.T) {
 		"neither has room":                     {room: [2]kvstate.Room{{Held: 3000}, {Held: 3100}}, capacity: 4000, want: "0 full wait"},
 		"neither, and one has too much":        {room: [2]kvstate.Room{{Held: 3000}, {Held: 3100, Need: 1000}}, capacity: 4000, want: "1 full wait"},
 		"one holds nothing, so it can answer":  {room: [2]kvstate.Room{{Held: 3500}, {Need: 3000}}, capacity: 4000, want: "1 full"},
-		"it may be longer, and none does else": {capacity: 1900, densest: 2, want: "pair"},
-		"it may be longer, and one answers":    {room: [2]kvstate.Room{{Need: 1100}, {}}, capacity: 3000, densest: 2, want: "1>0"},
-		"it may be longer, and one holds":      {room: [2]kvstate.Room{{Held: 900}, {}}, capacity: 4000, densest: 2, want: "1>0"},
+		"it may be longer, and none does else": {capacity: 1900, densest: .5, want: "pair"},
+		"it may be longer, and one answers":    {room: [2]kvstate.Room{{Need: 1100}, {}}, capacity: 3000, densest: .5, want: "1>0"},
+		"it may be longer, and one holds":      {room: [2]kvstate.Room{{Held: 900}, {}}, capacity: 4000, densest: .5, want: "1>0"},
 		"unknown memory":                       {want: "pair"},
 		"unknown memory, one holds":            {room: [2]kvstate.Room{{Held: 64}, {}}, want: "0>1"},
 		"unknown memory, one answers":          {room: [2]kvstate.Room{{}, {Need: 64}}, want: "0>1"},
@@ -61,7 +61,7 @@ func TestRoom(t *testing.T) {
 			for i := range test.room {
 				v.Endpoints[i].Room = test.room[i]
 			}
-			r := &Request{PromptTokens: prompt, MinAnswer: answer, MaxAnswer: answer, Split: true}
+			r := &Request{PromptTokens: prompt, Bytes: 4 * prompt, MinAnswer: answer, MaxAnswer: answer, Split: true}
 			seen := map[string]bool{}
 			for range 50 {
 				r.Rand = rand.Uint64()
@@ -329,4 +329,22 @@ func TestNoDeadlockInSmallFleets(t *testing.T) {
 	try(3, 3, 4, nil)
 	require.Positive(t, deadlocks, "without the rule the model finds deadlocks")
 	t.Logf("%d fleets have deadlocks without the rule", deadlocks)
+}
+
+// A request that waits keeps its estimate, while what a byte may have is learned: room is made for the bytes.
+func TestRoomForOldEstimates(t *testing.T) {
+	v, k := bothView(2, 8000), always()
+	v.Load.Densest = .8
+	r := &Request{PromptTokens: 1500, Bytes: 6000, MinAnswer: 100, MaxAnswer: 100, Split: true}
+	c, err := k.Pick(r, v)
+	require.NoError(t, err)
+	require.EqualValues(t, 4800, c.MostTokens)
+	v.Endpoints[0].Room.Held, v.Endpoints[1].Room.Held = 1500, 1500 // half is 4000
+	c, err = k.Pick(r, v)
+	require.NoError(t, err)
+	require.Equal(t, []any{-1, true}, []any{c.Prefill, c.Full})
+	r.Bytes = 0 // counted
+	c, err = k.Pick(r, v)
+	require.NoError(t, err)
+	require.Equal(t, []any{true, false}, []any{c.Prefill >= 0, c.Full})
 }

@@ -88,7 +88,7 @@ func (r *Request) Decided(d *Decision) *Decision {
 func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 	q := picker.Request{
 		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Client.Model(), Labels: r.Labels, Split: split,
-		Targets: r.Targets, Rand: rand.Uint64(),
+		Targets: r.Targets, Rand: rand.Uint64(), Bytes: int64(len(r.Client.Body())),
 		Faults: picker.Faults{
 			Excluded: r.Attempt.Excluded, FailedPair: r.Attempt.PairFailed,
 			Trial: !r.Streams(), MustPair: split && p.MustSplit(),

@@ -52,7 +52,7 @@ func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Poli
 	t := h.Ticket
 	r.Attempt.Excluded = t.Excluded
 	want := r.Ask(p, t.PromptTokens, true)
-	want.Exact = true
+	want.Bytes = 0
 	want.Model, want.MinAnswer, want.MaxAnswer, want.Trial = t.Model, t.AnswerTokens, t.AnswerTokens, !t.Stream
 	prefill := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == t.Prefill })
 	k.Policy = p.Placement()

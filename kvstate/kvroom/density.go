@@ -27,12 +27,10 @@ func (d *Density) Observe(bytes, tokens int64) {
 	d.most.Store(math.Float64bits(max(seen, most+(seen-most)*fading)))
 }
 
-// Most returns how many times its estimated tokens a prompt may have, where estimates assume so many bytes in a token:
-// until prompts have been counted, a token has one byte at least.
-func (d *Density) Most(bytesPerToken float64) float64 {
-	most := 1.
+// Most returns how many tokens a byte may have. Until prompts have been counted, a token has one byte at least.
+func (d *Density) Most() float64 {
 	if seen := math.Float64frombits(d.most.Load()); seen > 0 {
-		most = margin * seen
+		return margin * seen
 	}
-	return max(most*bytesPerToken, 1)
+	return 1
 }
