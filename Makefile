@@ -70,7 +70,7 @@ e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, 
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
 attack: tools ## attacks on the gRPC port, 6 s each, large bodies from many clients, and the second round: the table of docs/figures/attacks.csv (5 minutes)
-	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals' -v ./e2e
+	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals|TestEveryDialects' -v ./e2e
 	$(GO) test -count 1 -run '^$$' -bench 'Renamed|Detached' ./kvstate/prefixindex
 	$(GO) test -count 1 -v -run 'TestStreamsOfAMethod|TestOneConnectionLeaves' ./internal/grpcserver
 
