@@ -24,7 +24,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":           {"kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
+	"kvstate":           {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
 	"envoy-configs/lua": {},
 	"extproc/faults":    {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/replan": {
@@ -51,12 +51,12 @@ var arrows = map[string][]string{
 	"kvstate/prefixindex":      {},
 	"kvstate/receivebuffer":    {},
 	"kvstate/enginehttp":       {"kvstate"},
-	"kvstate/discovery":        {"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/inferencepolicy"},
+	"kvstate/discovery":        {"internal/guard", "internal/periodic", "kvstate", "kvstate/enginehttp", "kvstate/inferencepolicy"},
 	"kvstate/kvevents": {
 		"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore (test)",
 		"e2e/loopback (test)", "e2e/redisserver (test)",
 	},
-	"kvstate/registrations": {"internal/zmtp", "e2e/loopback (test)"},
+	"kvstate/registrations": {"internal/periodic", "internal/zmtp", "e2e/loopback (test)"},
 	"kvstate/redisstore": {
 		"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag",
 		"kvstate/redisstore/redisclient", "kvstate/redisstore/roster", "protos/state/v1", "e2e/loopback (test)",
@@ -68,7 +68,7 @@ var arrows = map[string][]string{
 	"kvstate/scrape":                 {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"internal/logwriter":             {},
 	"internal/zmtp":                  {"internal/guard"},
-	"kvstate/notices":                {"internal/zmtp"},
+	"kvstate/notices":                {"internal/periodic", "internal/zmtp"},
 	"kvstate/tokenize":               {"internal/guard", "kvstate", "kvstate/enginehttp"},
 	"kvstate/redisstore/roster":      {"protos/state/v1"},
 	"kvstate/operator": {
@@ -174,7 +174,8 @@ var arrows = map[string][]string{
 		"e2e/loopback (test)",
 	},
 	"internal/orders":       {"status/words", "kvstate", "kvstate/operator", "internal/config/diff"},
-	"internal/memory":       {},
+	"internal/memory":       {"internal/periodic"},
+	"internal/periodic":     {},
 	"internal/version":      {},
 	"internal/guard":        {},
 	"internal/budget":       {},                            // for the tests of all

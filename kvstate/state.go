@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/internal/periodic"
 	"tandem/kvstate/fleetclock"
 	"tandem/kvstate/inferencepolicy"
 	"tandem/kvstate/paramstore"
@@ -111,16 +112,7 @@ func New(o Options) *State {
 
 // Run removes expired entries until ctx ends.
 func (s *State) Run(ctx context.Context) {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case now := <-tick.C:
-			s.sweep(now)
-		}
-	}
+	periodic.Run(ctx, time.Second, s.sweep)
 }
 
 func (s *State) sweep(now time.Time) {

@@ -119,6 +119,23 @@ func TestChooseAgain(t *testing.T) {
 	require.Zero(t, q.Status().Committed)
 }
 
+// oneDecode returns a pool of one decode endpoint whose requests wait for 10 s at most, and a request there.
+func oneDecode(t *testing.T, a plan.Attempt) (*kvstate.State, *Queue, *plan.Request) {
+	state := kvstate.New(kvstate.Options{})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode},
+	})
+	q := New(&Options{
+		State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
+		Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
+	}, "chat")
+	q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}}, Limits{MaxTime: 10 * time.Second})
+	r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
+	r.Attempt = a
+	require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+	return state, q, r
+}
+
 // A request that a full endpoint refused is placed again after a rest that grows; a new one, and one that failed
 // otherwise, at once.
 func TestARefusedRequestRests(t *testing.T) {
@@ -136,19 +153,7 @@ func TestARefusedRequestRests(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				state := kvstate.New(kvstate.Options{})
-				state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
-					{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode},
-				})
-				q := New(&Options{
-					State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
-					Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
-				}, "chat")
-				q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}},
-					Limits{MaxTime: 10 * time.Second})
-				r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
-				r.Attempt = plan.Attempt{Redirects: tt.redirects, Started: time.Now()}
-				require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+				state, q, r := oneDecode(t, plan.Attempt{Redirects: tt.redirects, Started: time.Now()})
 				var waiter Waiter
 				var v kvstate.View
 				state.View(r.Pool, nil, &v)
@@ -248,19 +253,7 @@ func TestARefusedRequestWaitsNoLonger(t *testing.T) {
 		0: 10 * time.Second, 7 * time.Second: 3 * time.Second, 9500 * time.Millisecond: 500 * time.Millisecond, time.Minute: 0,
 	} {
 		synctest.Test(t, func(t *testing.T) {
-			state := kvstate.New(kvstate.Options{})
-			state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
-				{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode},
-			})
-			q := New(&Options{
-				State: state, Guard: guard.New(slog.New(slog.DiscardHandler), func(string) {}), Observer: ends{},
-				Started: time.Now(), Draining: make(chan struct{}), ShortOfMemory: func() bool { return false },
-			}, "chat")
-			q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Place: picker.Policy{Late: true}},
-				Limits{MaxTime: 10 * time.Second})
-			r := &plan.Request{Pool: state.Pool("chat"), Tokens: 10, Began: time.Now()}
-			r.Attempt = plan.Attempt{Redirects: 4, Started: time.Now().Add(-spent)}
-			require.NoError(t, r.Client.Scan(openai.Chat, []byte(`{"model":"m","messages":[]}`), openai.Limits{}))
+			state, q, r := oneDecode(t, plan.Attempt{Redirects: 4, Started: time.Now().Add(-spent)})
 			state.MarkFull(r.Pool.Endpoint("d1:1"), 503, 30*time.Second)
 			var waiter Waiter
 			var v kvstate.View

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tandem/internal/periodic"
 )
 
 // SlowBody is the time that a body may take to arrive while half of the budget is in use.
@@ -53,16 +55,7 @@ func (bs *Bodies) Done(b *Body) {
 
 // Run ends slow bodies until ctx ends.
 func (bs *Bodies) Run(ctx context.Context) {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case now := <-tick.C:
-			bs.endSlow(now)
-		}
-	}
+	periodic.Run(ctx, time.Second, bs.endSlow)
 }
 
 // endSlow ends as many of the slowest bodies as hold what is used above half of the budget.

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"tandem/internal/periodic"
 	"tandem/kvstate"
 )
 
@@ -47,16 +48,7 @@ func NewDNS(state *kvstate.State, spec kvstate.PoolSpec, names []Name, log *slog
 
 // Run resolves names until ctx ends.
 func (d *DNS) Run(ctx context.Context) {
-	tick := time.NewTicker(resolveEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			d.Resolve(ctx)
-		}
-	}
+	periodic.Run(ctx, resolveEvery, func(time.Time) { d.Resolve(ctx) })
 }
 
 // Resolve resolves every name once and writes the pool if anything changed.

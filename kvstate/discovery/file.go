@@ -14,6 +14,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
+	"tandem/internal/periodic"
 	"tandem/kvstate"
 )
 
@@ -56,20 +57,13 @@ func (f *File) Resolve(ctx context.Context) {
 
 // Run watches the file, and its names, until ctx ends.
 func (f *File) Run(ctx context.Context) {
-	tick := time.NewTicker(fileCheckEvery)
-	defer tick.Stop()
 	resolved := time.Now()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			if f.read() || f.hasNames() && time.Since(resolved) >= resolveEvery {
-				f.Static.Resolve(ctx)
-				resolved = time.Now()
-			}
+	periodic.Run(ctx, fileCheckEvery, func(time.Time) {
+		if f.read() || f.hasNames() && time.Since(resolved) >= resolveEvery {
+			f.Static.Resolve(ctx)
+			resolved = time.Now()
 		}
-	}
+	})
 }
 
 // read reads the file and reports whether it changed. An error is logged once.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/internal/guard"
+	"tandem/internal/periodic"
 	"tandem/kvstate"
 )
 
@@ -45,16 +46,7 @@ func (s *Static) Run(ctx context.Context) {
 		<-ctx.Done()
 		return
 	}
-	tick := time.NewTicker(resolveEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			s.Resolve(ctx)
-		}
-	}
+	periodic.Run(ctx, resolveEvery, func(time.Time) { s.Resolve(ctx) })
 }
 
 func (s *Static) hasNames() bool {

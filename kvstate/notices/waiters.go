@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	"tandem/internal/periodic"
 )
 
 // Waiters matches notifications with the requests that wait for them. Either may come first. It is safe for
@@ -147,16 +149,7 @@ func (b *Waiters) dropOldest() {
 
 // Run removes old ids until ctx ends.
 func (b *Waiters) Run(ctx context.Context) {
-	tick := time.NewTicker(max(b.ttl/4, time.Millisecond))
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case now := <-tick.C:
-			b.sweep(now)
-		}
-	}
+	periodic.Run(ctx, max(b.ttl/4, time.Millisecond), b.sweep)
 }
 
 func (b *Waiters) sweep(now time.Time) {

@@ -23,6 +23,7 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 
+	"tandem/internal/periodic"
 	"tandem/internal/zmtp"
 )
 
@@ -132,19 +133,12 @@ func read(frame []byte) (Registration, error) {
 }
 
 func (l *Listener) sweepUntil(ctx context.Context) {
-	tick := time.NewTicker(sweepEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case now := <-tick.C:
-			for _, http := range l.expire(now) {
-				l.log.Warn("engine has stopped registering", "http", http)
-				l.expired(http)
-			}
+	periodic.Run(ctx, sweepEvery, func(now time.Time) {
+		for _, http := range l.expire(now) {
+			l.log.Warn("engine has stopped registering", "http", http)
+			l.expired(http)
 		}
-	}
+	})
 }
 
 // expire removes and returns the engines without recent messages.
