@@ -79,8 +79,8 @@ func (c *Clocks) Now(ctx context.Context, engine, host string, port int) (second
 	return last.now(engine)
 }
 
-// channel returns a side channel. It begins a question if the reading is another engine's or not fresh. The caller holds
-// the lock.
+// channel returns a side channel. It begins a question if the reading is another engine's or not fresh. The caller
+// holds the lock.
 func (c *Clocks) channel(at, engine string) *sideChannel {
 	s := c.known[at]
 	if s == nil {
