@@ -1,6 +1,9 @@
 package openai
 
-import "strings"
+import (
+	"iter"
+	"strings"
+)
 
 // completionLimit is the default of max_tokens of a completion (vLLM: CompletionRequest.max_tokens).
 const completionLimit = 16
@@ -42,35 +45,42 @@ func (r *Request) AnswerTokens() (least, most int64) {
 }
 
 // Uncontinuable returns the reason why one engine has to write the answer from its first token on, or "" if a second
-// engine may continue it over /v1/completions with the first token at the end of its prompt ([Continuation]). The
-// reasons are label values.
-//
-// /v1/completions does not parse tool calls as a chat endpoint does. A grammar, a stop string or penalties apply to
-// the whole answer, and would miss its beginning. Media cannot be written as token ids of a prompt.
+// engine may continue it over /v1/completions with the first token at the end of its prompt ([Continuation]).
 func (r *Request) Uncontinuable() (reason string) {
-	if r.api != Chat && r.api != Completions {
-		return "api"
-	}
-	if n, ok := r.TokenLimit(); !ok || n == 1 {
-		return "limit"
-	}
-	if raw := r.Raw(FieldMinTokens); present(raw) {
-		if _, ok := Count(raw); !ok {
-			return "limit"
-		}
-	}
-	for i := range r.members[scopeTop] {
-		m := &r.members[scopeTop][i]
-		if value := r.text(m); present(value) {
-			if reason := uncontinuable(string(r.key(m)), value); reason != "" {
-				return reason
-			}
-		}
-	}
-	if r.api == Chat && hasMedia(r.Raw(FieldMessages)) {
-		return "media"
+	for reason := range r.Obstacles() {
+		return reason
 	}
 	return ""
+}
+
+// Obstacles yields all reasons for which a second engine cannot continue the answer from its tokens, as label values:
+// /v1/completions does not parse tool calls as a chat endpoint does; a grammar, a stop string, penalties and other
+// state of the sampler apply to the whole answer, and would miss its beginning; media cannot be written as token ids.
+func (r *Request) Obstacles() iter.Seq[string] {
+	return func(yield func(string) bool) {
+		if r.api != Chat && r.api != Completions {
+			yield("api")
+			return
+		}
+		n, ok := r.TokenLimit()
+		if least := r.Raw(FieldMinTokens); ok && present(least) {
+			_, ok = Count(least)
+		}
+		if (!ok || n == 1) && !yield("limit") {
+			return
+		}
+		for i := range r.members[scopeTop] {
+			m := &r.members[scopeTop][i]
+			if value := r.text(m); present(value) {
+				if reason := uncontinuable(string(r.key(m)), value); reason != "" && !yield(reason) {
+					return
+				}
+			}
+		}
+		if r.api == Chat && hasMedia(r.Raw(FieldMessages)) {
+			yield("media")
+		}
+	}
 }
 
 func uncontinuable(name string, value []byte) string {
@@ -97,6 +107,16 @@ func uncontinuable(name string, value []byte) string {
 	case "frequency_penalty", "presence_penalty":
 		if strings.Trim(string(value), "-0.") != "" {
 			return "penalty"
+		}
+	case "bad_words":
+		if string(value) != "[]" {
+			return "penalty"
+		}
+	case "logits_processors", "vllm_xargs", "thinking_token_budget", "repetition_detection":
+		return "processor"
+	case "spaces_between_special_tokens":
+		if !wanted(value) {
+			return "spaces"
 		}
 	case "seed":
 		return "seed"

@@ -1,0 +1,87 @@
+package migration
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/openai"
+)
+
+// requests are the bodies that the property tests cut, without the API's prompt.
+var requests = map[string]string{
+	"plain":         `"max_tokens":40`,
+	"no limit":      `"min_tokens":9`,
+	"usage":         `"max_tokens":40,"stream_options":{"include_usage":true}`,
+	"running usage": `"max_tokens":40,"stream_options":{"include_usage":true,"continuous_usage_stats":true}`,
+	"own ids":       `"max_tokens":40,"return_token_ids":true`,
+	"stop":          `"max_tokens":60,"stop":["op z","stop"]`,
+	"stop included": `"max_tokens":60,"stop":["op z","stop"],"include_stop_str_in_output":true,"return_token_ids":true`,
+	"least and end": `"max_tokens":60,"min_tokens":30,"stop":["st"],"stream_options":{"include_usage":true}`,
+}
+
+func prompts(api openai.API, seed int) string {
+	if api == openai.Chat {
+		return fmt.Sprintf(`"messages":[{"role":"user","content":"number %d"}]`, seed)
+	}
+	return fmt.Sprintf(`"prompt":"number %d"`, seed)
+}
+
+// cuts returns the places to cut a stream: before, behind and inside each event, or all of them.
+func cuts(raw []byte, all bool) (at []int) {
+	for i := range raw {
+		if all || bytes.HasSuffix(raw[:i], []byte("\n\n")) || bytes.HasSuffix(raw[:i], []byte("content")) {
+			at = append(at, i)
+		}
+	}
+	return at
+}
+
+// TestContinuedAnywhere cuts answers behind every event, and some at every byte, continues them on another engine, and requires the client to get
+// what the first engine would have answered.
+func TestContinuedAnywhere(t *testing.T) {
+	for name, members := range requests {
+		for _, api := range []openai.API{openai.Chat, openai.Completions} {
+			for _, per := range []int{1, 0} {
+				t.Run(fmt.Sprintf("%s %s, %d a time", name, api, per), func(t *testing.T) {
+					t.Parallel()
+					for seed := range 2 {
+						text := fmt.Sprintf(`{"temperature":0,"stream":true,%s,%s}`, members, prompts(api, seed))
+						r := scan(t, api, text)
+						require.Empty(t, Refusal(r, Policy{}))
+						one, two := engine{id: "one", created: 1, perEvent: per}, engine{id: "two", created: 2, perEvent: per}
+						plain := one.stream(t, []byte(text))
+						want := read(t, plain)
+						s := NewStream(r, Policy{})
+						raw := one.stream(t, asked(r, &s))
+						if whole := s.End(s.Feed(nil, raw)); !s.of.showIDs {
+							require.Equal(t, string(plain), string(whole))
+						}
+						for _, cut := range cuts(raw, name == "plain" && seed == 0) {
+							s := NewStream(r, Policy{})
+							got := s.Feed(nil, raw[:cut])
+							for attempt := 0; !s.Done(); attempt++ {
+								next, err := continued(r, &s)
+								if err != nil {
+									require.Equal(t, Complete, err, "cut at %d", cut)
+									got = s.Finish(got)
+									break
+								}
+								rest := two.stream(t, next)
+								if attempt < 2 && cut%3 == 0 { // it dies, too
+									got = s.Feed(got, rest[:len(rest)*(cut%7)/7])
+									continue
+								}
+								got = s.End(s.Feed(got, rest))
+								require.Empty(t, s.Broken(), "cut at %d\n%s", cut, next)
+							}
+							requireSame(t, want, read(t, got), "cut at %d\n%s\n%s", cut, raw[:cut], got)
+						}
+					}
+				})
+			}
+		}
+	}
+}
