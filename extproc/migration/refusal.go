@@ -54,7 +54,7 @@ func Refusal(r *openai.Request, policy Policy) (reason string) {
 	if reason := r.Unsplittable(); reason != "" {
 		return reason
 	}
-	for reason := range r.Obstacles() {
+	for reason := range openai.Obstacles(r) {
 		switch reason {
 		case "token_ids":
 			continue
@@ -82,7 +82,7 @@ func Refusal(r *openai.Request, policy Policy) (reason string) {
 
 // greedy reports whether the engine takes the likeliest token each time (vLLM: a temperature below 1e-5).
 func greedy(r *openai.Request) bool {
-	t, err := strconv.ParseFloat(string(r.Value("temperature")), 64)
+	t, err := strconv.ParseFloat(string(openai.Value(r, "temperature")), 64)
 	return err == nil && math.Abs(t) < 1e-5
 }
 

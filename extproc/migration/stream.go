@@ -275,6 +275,15 @@ func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
 	if s.needless(p, e, count, drop, again) {
 		return dst
 	}
+	s.cut(&out, p, e, drop, again)
+	s.seen.role = s.seen.role || e.role
+	s.seen.finish = s.seen.finish || !p.isNull(e.finish)
+	s.seen.usage = s.seen.usage || !p.isNull(e.usage) && e.choices == 0
+	return out.apply(dst, raw)
+}
+
+// cut plans what is taken out of an event: characters and ids that the client has, and ids that it did not ask for.
+func (s *Stream) cut(out *edits, p *parser, e *event, drop, again int) {
 	if drop > 0 {
 		at := e.text.from + afterCharacters(p.text(e.text), drop)
 		out.add(edit{span: span{e.text.from + 1, at}})
@@ -283,12 +292,8 @@ func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
 	case !s.of.showIDs:
 		out.null(p, e.ids)
 	case again > 0:
-		out.add(edit{span: span{e.ids.from + 1, elementsEnd(p.text(e.ids), again) + e.ids.from}})
+		out.add(edit{span: span{e.ids.from + 1, e.ids.from + elementsEnd(p.text(e.ids), again)}})
 	}
-	s.seen.role = s.seen.role || e.role
-	s.seen.finish = s.seen.finish || !p.isNull(e.finish)
-	s.seen.usage = s.seen.usage || !p.isNull(e.usage) && e.choices == 0
-	return out.apply(dst, raw)
 }
 
 // remember keeps the members of the first event: the prompt, and what all events repeat.

@@ -47,7 +47,7 @@ func (r *Request) AnswerTokens() (least, most int64) {
 // Uncontinuable returns the reason why one engine has to write the answer from its first token on, or "" if a second
 // engine may continue it over /v1/completions with the first token at the end of its prompt ([Continuation]).
 func (r *Request) Uncontinuable() (reason string) {
-	for reason := range r.Obstacles() {
+	for reason := range Obstacles(r) {
 		return reason
 	}
 	return ""
@@ -56,7 +56,7 @@ func (r *Request) Uncontinuable() (reason string) {
 // Obstacles yields all reasons for which a second engine cannot continue the answer from its tokens, as label values:
 // /v1/completions does not parse tool calls as a chat endpoint does; a grammar, a stop string, penalties and other
 // state of the sampler apply to the whole answer, and would miss its beginning; media cannot be written as token ids.
-func (r *Request) Obstacles() iter.Seq[string] {
+func Obstacles(r *Request) iter.Seq[string] {
 	return func(yield func(string) bool) {
 		if r.api != Chat && r.api != Completions {
 			yield("api")

@@ -92,7 +92,7 @@ func (completionsAPI) begin(_ *answer, dst []byte) []byte { return dst }
 
 func (completionsAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []byte {
 	index := q.Index*int(c.req.N) + q.Choice
-	text := q.Out.Token(i)
+	text := q.Out.Delta(i)
 	if i == 0 {
 		text = c.echoed(q) + text
 	}
