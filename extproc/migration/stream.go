@@ -192,11 +192,11 @@ func (s *Stream) bytes() int {
 func (s *Stream) pass(dst, raw []byte) []byte {
 	data, ok := dataLine(raw)
 	switch {
-	case ok && data.none(): // a comment
-		return append(dst, raw...)
 	case s.broken != "":
 		s.breakOff(s.broken, raw)
 		return dst
+	case ok && data.none(): // a comment
+		return append(dst, raw...)
 	case ok && string(raw[data.from:data.to]) == "[DONE]":
 		if s.following() && !s.seen.finish {
 			s.breakOff(Failed, raw)
