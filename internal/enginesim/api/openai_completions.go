@@ -108,10 +108,12 @@ func (completionsAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []
 		dst = jsontext.AppendStr(dst, "finish_reason", q.Out.Finish)
 		dst = jsontext.AppendRaw(dst, "stop_reason", []byte(q.Out.StopReason))
 	}
-	dst = c.appendTokenIDs(dst, q, i, i+1)
-	if i == 0 && c.req.ReturnIDs {
-		dst = jsontext.AppendIDs(jsontext.AppendKey(dst, "prompt_token_ids"), q.P.Ids)
+	if dst = jsontext.AppendKey(dst, "prompt_token_ids"); i == 0 && c.req.ReturnIDs {
+		dst = jsontext.AppendIDs(dst, q.P.Ids)
+	} else {
+		dst = append(dst, "null"...)
 	}
+	dst = c.appendTokenIDs(dst, q, i, i+1)
 	dst = append(dst, "}]"...)
 	if i == q.Out.N-1 && !c.req.IncludeUsage {
 		dst = append(dst, `,"system_fingerprint":"`+fingerprint+`"`...)
