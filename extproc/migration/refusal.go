@@ -9,9 +9,9 @@ import (
 
 // Policy is what an operator decides about streams that shall outlive their engine.
 type Policy struct {
-	// Inexact also admits requests whose continued answer is valid but may differ from the uninterrupted one: seeds with
-	// a temperature, frequency_penalty, presence_penalty and bad_words, which count only what the engine itself has
-	// generated.
+	// Inexact also admits requests whose continued answer is valid but may differ from the uninterrupted one: those
+	// with a seed and a temperature, and those with frequency_penalty, presence_penalty or bad_words, which count only
+	// what the engine itself has generated.
 	Inexact bool
 	// MaxBytes bounds the memory of a stream: token ids, and an event that has not arrived whole. Beyond it the answer
 	// passes on, but cannot be continued. Default 4 MiB: 500,000 tokens and the event with their ids.

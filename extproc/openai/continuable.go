@@ -83,18 +83,22 @@ func Obstacles(r *Request) iter.Seq[string] {
 	}
 }
 
+// obstacles are the members that are one with any value.
+var obstacles = map[string]string{
+	"tools": "tools", "functions": "tools", "structured_outputs": "grammar", "seed": "seed", "bad_words": "penalty",
+	"suffix": "prompt", "truncate_prompt_tokens": "prompt", "modalities": "media", "audio": "media",
+	"logits_processors": "processor", "vllm_xargs": "processor", "thinking_token_budget": "processor",
+	"repetition_detection": "processor",
+}
+
 func uncontinuable(name string, value []byte) string {
 	switch name {
-	case "tools", "functions":
-		return "tools"
 	case "response_format":
 		for key, kind := range pairs(value) {
 			if string(key) == "type" && string(kind) == `"text"` {
 				return ""
 			}
 		}
-		return "grammar"
-	case "structured_outputs":
 		return "grammar"
 	case "stop":
 		if string(value) != "[]" {
@@ -108,31 +112,19 @@ func uncontinuable(name string, value []byte) string {
 		if strings.Trim(string(value), "-0.") != "" {
 			return "penalty"
 		}
-	case "bad_words":
-		if string(value) != "[]" {
-			return "penalty"
-		}
-	case "logits_processors", "vllm_xargs", "thinking_token_budget", "repetition_detection":
-		return "processor"
-	case "spaces_between_special_tokens":
-		if !wanted(value) {
-			return "spaces"
-		}
-	case "seed":
-		return "seed"
-	case "suffix", "truncate_prompt_tokens":
-		return "prompt"
 	case "return_token_ids":
 		if wanted(value) {
 			return "token_ids"
 		}
-	case "modalities", "audio":
-		return "media"
+	case "spaces_between_special_tokens":
+		if !wanted(value) {
+			return "spaces"
+		}
 	}
 	if strings.HasPrefix(name, "guided_") {
 		return "grammar"
 	}
-	return ""
+	return obstacles[name]
 }
 
 // hasMedia reports whether messages have parts that are not text.
