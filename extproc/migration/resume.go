@@ -22,7 +22,7 @@ func (s *Stream) Continue(p *openai.Patch) error {
 	case s.prompt == nil && s.seen.role:
 		return NoIDs
 	}
-	m, chars := s.place()
+	usable, m, chars := s.place()
 	switch {
 	case chars < s.sent && !s.of.greedy:
 		return Sampled
@@ -30,7 +30,8 @@ func (s *Stream) Continue(p *openai.Patch) error {
 		return NoTokens
 	}
 	s.base, s.tokens, s.chars = m.tokens, m.tokens, chars
-	s.in, s.broken, s.rest, s.marks.open = splitter{}, "", nil, mark{}
+	s.marks.all, s.marks.open = s.marks.all[:usable], mark{} // the next engine's come behind
+	s.in, s.broken, s.rest = splitter{}, "", nil
 	s.Ask(p)
 	if s.prompt == nil {
 		return nil
@@ -46,18 +47,18 @@ func (s *Stream) Continue(p *openai.Patch) error {
 	return nil
 }
 
-// place returns the last mark from which the next engine sees all that a stop string may begin with, and the number of
-// characters before it. The marks behind it are forgotten.
-func (s *Stream) place() (m mark, chars int) {
+// place returns the last mark from which the next engine sees all that a stop string may begin with, the number of
+// marks up to there, and that of characters before it.
+func (s *Stream) place() (usable int, m mark, chars int) {
 	all := s.marks.all
 	for len(all) > 0 && all[len(all)-1].chars+s.of.hold+s.of.back > s.sent {
 		all = all[:len(all)-1]
 	}
-	if s.marks.all = all; len(all) == 0 {
-		return mark{}, 0
+	if len(all) == 0 {
+		return 0, mark{}, 0
 	}
 	m = all[len(all)-1]
-	return m, m.chars + s.of.hold
+	return len(all), m, m.chars + s.of.hold
 }
 
 // limit lowers the limits of the answer by the tokens that it has.
