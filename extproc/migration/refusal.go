@@ -14,7 +14,7 @@ type Policy struct {
 	// what the engine itself has generated.
 	Inexact bool
 	// MaxBytes bounds the memory of a stream: token ids, and an event that has not arrived whole. Beyond it the answer
-	// passes on, but cannot be continued. Default 4 MiB: 500,000 tokens and the event with their ids.
+	// passes on, but cannot be continued. Default 4 MiB: 300,000 tokens of a prompt and the event with their ids.
 	MaxBytes int
 }
 

@@ -111,3 +111,27 @@ func TestContinuedAnywhere(t *testing.T) {
 		}
 	}
 }
+
+// TestMemoryIsBounded: a prompt of 300,000 tokens fits. A longer one passes, and nothing of it is kept.
+func TestMemoryIsBounded(t *testing.T) {
+	r := scan(t, openai.Chat, `{"messages":[{"role":"user","content":"a"}],"stream":true}`)
+	for tokens, reason := range map[int]Reason{300_000: "", 600_000: TooLong} {
+		ids := strings.Repeat("654321,", tokens-1) + "654321"
+		stream := []byte(strings.Replace(firstEvent, "1,2,3,4,5,6,7,8,9,10", ids, 1) + nextEvent)
+		s := NewStream(r, Policy{})
+		var got []byte
+		for len(stream) > 0 {
+			n := min(16<<10, len(stream))
+			got, stream = s.Feed(got, stream[:n]), stream[n:]
+		}
+		require.Equal(t, reason, s.Reason())
+		require.Len(t, s.prompt, map[Reason]int{"": tokens}[reason])
+		require.LessOrEqual(t, s.bytes(), defaultMaxBytes)
+		if reason == "" {
+			require.NotContains(t, string(got), "654321", "ids that the client did not ask for")
+		} else {
+			require.Zero(t, s.bytes())
+		}
+		require.True(t, bytes.HasSuffix(got, []byte(strings.Replace(nextEvent, "[31337]", "null", 1))))
+	}
+}
