@@ -33,10 +33,10 @@ func prompts(api openai.API, seed int) string {
 	return fmt.Sprintf(`"prompt":"number %d"`, seed)
 }
 
-// cuts returns the places to cut a stream: before, behind and inside each event, or all of them.
-func cuts(raw []byte, all bool) (at []int) {
+// cuts returns the places to cut a stream: behind and inside each event, and more of them if asked for.
+func cuts(raw []byte, more bool) (at []int) {
 	for i := range raw {
-		if all || bytes.HasSuffix(raw[:i], []byte("\n\n")) || bytes.HasSuffix(raw[:i], []byte("content")) {
+		if more && i%5 == 0 || bytes.HasSuffix(raw[:i], []byte("\n\n")) || bytes.HasSuffix(raw[:i], []byte("content")) {
 			at = append(at, i)
 		}
 	}
@@ -52,7 +52,7 @@ func stopOf(t *testing.T, stream []byte) string {
 	return string(quoted)
 }
 
-// TestContinuedAnywhere cuts answers behind every event, and some at every byte, continues them on another engine, and requires the client to get
+// TestContinuedAnywhere cuts answers behind and inside every event, continues them on another engine, and requires the client to get
 // what the first engine would have answered.
 func TestContinuedAnywhere(t *testing.T) {
 	for name, members := range requests {
@@ -78,7 +78,7 @@ func TestContinuedAnywhere(t *testing.T) {
 						if whole := s.End(s.Feed(nil, raw)); !s.of.showIDs {
 							require.Equal(t, string(plain), string(whole))
 						}
-						for _, cut := range cuts(raw, name == "plain" && seed == 0) {
+						for _, cut := range cuts(raw, name == "plain" && seed == 0 && per == 1) {
 							s := NewStream(r, Policy{})
 							got := s.Feed(nil, raw[:cut])
 							for attempt := 0; !s.Done(); attempt++ {
