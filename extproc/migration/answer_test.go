@@ -126,9 +126,9 @@ func asked(r *openai.Request, s *Stream) []byte {
 }
 
 // continued returns the body for the next engine.
-func continued(r *openai.Request, s *Stream) ([]byte, error) {
+func continued(r *openai.Request, s *Stream) ([]byte, Reason) {
 	var p openai.Patch
 	p.Reset(r)
-	err := s.Continue(&p)
-	return p.Edits().Apply(nil, r.Body()), err
+	reason := s.Continue(&p)
+	return p.Edits().Apply(nil, r.Body()), reason
 }

@@ -22,8 +22,8 @@ func flowing(t testing.TB, joined bool) *Stream {
 	s := NewStream(r, Policy{MaxBytes: 1 << 30})
 	s.Feed(s.Feed(nil, []byte(firstEvent)), []byte(nextEvent))
 	if joined {
-		if _, err := continued(r, &s); err != nil {
-			t.Fatal(err)
+		if _, reason := continued(r, &s); reason != "" {
+			t.Fatal(reason)
 		}
 		s.head.id = []byte(`"chatcmpl-ffff456789abcdef"`)
 		s.Feed(s.Feed(nil, []byte(firstEvent)), []byte(nextEvent))

@@ -10,7 +10,7 @@
 //	}
 //	// the engine has died, or s.Broken() says that its answer ends before its time
 //	p.Reset(&r)
-//	err := s.Continue(&p)                          // the request to the next engine; a Reason if it cannot be right
+//	reason := s.Continue(&p)                       // the request to the next engine; or why there is none
 //	out = s.Feed(out[:0], chunk)                   // of the next engine's answer: what the client lacks
 //
 // A request goes on at the prompt's ids followed by those of the answer's first k tokens: a chat in

@@ -23,11 +23,8 @@ const defaultMaxBytes = 4 << 20
 // maxStop bounds the length of stop strings, in characters: as many places to continue from are remembered.
 const maxStop = 256
 
-// Reason says why an answer cannot be continued: a label value, and an error.
+// Reason says why an answer cannot be continued, as a label value; "": it can.
 type Reason string
-
-// Error implements error.
-func (r Reason) Error() string { return "the answer cannot be continued: " + string(r) }
 
 // Reasons that arise while an answer passes. [Refusal] has others.
 const (
@@ -43,8 +40,8 @@ const (
 	secondRole Reason = "role_again" // the role came with other things
 )
 
-// Refusal returns the reason why an answer could not be continued, "" if it may be. The reasons are label values.
-func Refusal(r *openai.Request, policy Policy) (reason string) {
+// Refusal returns the reason why the answer to a request could not be continued, "" if it may be.
+func Refusal(r *openai.Request, policy Policy) Reason {
 	if api := r.API(); api != openai.Chat && api != openai.Completions {
 		return "api" // /v1/responses and /v1/messages answer no token ids
 	}
@@ -52,7 +49,7 @@ func Refusal(r *openai.Request, policy Policy) (reason string) {
 		return "not_streamed"
 	}
 	if reason := r.Unsplittable(); reason != "" {
-		return reason
+		return Reason(reason)
 	}
 	for reason := range openai.Obstacles(r) {
 		switch reason {
@@ -75,7 +72,7 @@ func Refusal(r *openai.Request, policy Policy) (reason string) {
 				continue
 			}
 		}
-		return reason
+		return Reason(reason)
 	}
 	return ""
 }

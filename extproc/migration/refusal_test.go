@@ -16,7 +16,7 @@ func TestRefusal(t *testing.T) {
 		api         openai.API
 		members     string
 		inexact     bool
-		wantRefusal string
+		wantRefusal Reason
 	}{
 		{chat, ``, false, ""},
 		{chat, `"max_tokens":9,"temperature":0.7,"top_p":0.9`, false, ""},

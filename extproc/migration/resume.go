@@ -8,12 +8,12 @@ import (
 )
 
 // Continue adds to a patch of the client's request what makes it the request to the next engine, whose answer is fed
-// from now on. If nothing was answered yet, it is the same as [Stream.Ask]. An error is a [Reason]: the answer cannot
+// from now on. If nothing was answered yet, it is the same as [Stream.Ask]. If it returns a reason, the answer cannot
 // be continued, and nothing has changed.
 //
 // A chat gets kv_transfer_params with the ids. A dialect that sets this member itself adds those of
 // [Stream.AppendPrompt].
-func (s *Stream) Continue(p *openai.Patch) error {
+func (s *Stream) Continue(p *openai.Patch) Reason {
 	switch {
 	case s.seen.finish:
 		return Complete
@@ -34,7 +34,7 @@ func (s *Stream) Continue(p *openai.Patch) error {
 	s.in, s.broken, s.rest = splitter{}, "", nil
 	s.Ask(p)
 	if s.prompt == nil {
-		return nil
+		return ""
 	}
 	s.joined = true
 	s.limit(p)
@@ -44,7 +44,7 @@ func (s *Stream) Continue(p *openai.Patch) error {
 	} else {
 		p.Set("prompt", openai.FieldPrompt, ids)
 	}
-	return nil
+	return ""
 }
 
 // place returns the last mark from which the next engine sees all that a stop string may begin with, the number of

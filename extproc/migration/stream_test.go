@@ -3,7 +3,6 @@ package migration
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -82,13 +81,13 @@ func TestContinuedAnywhere(t *testing.T) {
 							s := NewStream(r, Policy{})
 							got := s.Feed(nil, raw[:cut])
 							for attempt := 0; !s.Done(); attempt++ {
-								next, err := continued(r, &s)
-								if name == "sampled" && per == 0 && errors.Is(err, Sampled) {
+								next, reason := continued(r, &s)
+								if name == "sampled" && per == 0 && reason == Sampled {
 									got = nil
 									break
 								}
-								if err != nil {
-									require.Equal(t, Complete, err, "cut at %d", cut)
+								if reason != "" {
+									require.Equal(t, Complete, reason, "cut at %d", cut)
 									got = s.Finish(got)
 									break
 								}
@@ -133,5 +132,18 @@ func TestMemoryIsBounded(t *testing.T) {
 			require.Zero(t, s.bytes())
 		}
 		require.True(t, bytes.HasSuffix(got, []byte(strings.Replace(nextEvent, "[31337]", "null", 1))))
+	}
+}
+
+// TestCachedTokens: the joined answer counts what the first prefill found in its cache, if that is known. The next
+// engine found the answer's tokens, too.
+func TestCachedTokens(t *testing.T) {
+	const end = `data: {"id":"b","object":"chat.completion.chunk","created":2,"model":"m","choices":[],"usage":` +
+		`{"prompt_tokens":11,"total_tokens":12,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":11}}}` + "\n\n"
+	for cached, want := range map[int64]string{-1: "10", 0: "0", 7: "7"} {
+		s := flowing(t, true)
+		s.Cached = cached
+		require.Contains(t, string(s.Feed(nil, []byte(end))),
+			`"usage":{"prompt_tokens":10,"total_tokens":12,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":`+want+`}}`)
 	}
 }

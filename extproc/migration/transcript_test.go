@@ -78,16 +78,15 @@ func transcript(t *testing.T, a *txtar.Archive) *txtar.Archive {
 			s = NewStream(r, Policy{MaxBytes: number(arg)})
 			add("request", asked(r, &s))
 		case "engine":
-			data := strings.ReplaceAll(string(f.Data), "\n", "\n\n")
-			add("client gets"+state(), s.Feed(nil, []byte(data)))
-			out.Files[len(out.Files)-1].Name = "client gets" + state()
+			data := s.Feed(nil, []byte(strings.ReplaceAll(string(f.Data), "\n", "\n\n")))
+			add("client gets"+state(), data)
 		case "end":
 			data := s.End(nil)
 			add("client gets"+state(), data)
 		case "continue":
-			next, err := continued(r, &s)
-			if err != nil {
-				add("request none: "+err.Error(), nil)
+			next, reason := continued(r, &s)
+			if reason != "" {
+				add("request none: "+string(reason), nil)
 			} else {
 				add("request", next)
 			}
