@@ -93,6 +93,7 @@ var arrows = map[string][]string{
 		"extproc/openai (test)",
 	},
 	"extproc/answer":         {"extproc/kvtransfer", "extproc/openai"},
+	"extproc/migration":      {"extproc/openai"},
 	"extproc/concurrent":     {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
 	"extproc/endpointpicker": {"extproc/envoywire", "extproc/openai", "extproc/plan"},
 	"extproc/paths":          {},
