@@ -159,6 +159,7 @@ type fleet struct {
 	config       string // file
 	serveArgs    []string
 	registration string // registration address of dialects whose engines register
+	memory       string // GOMEMLIMIT of Tandem; "": none
 	lenient      bool   // the test breaks engines on purpose: skip the account
 }
 
@@ -185,6 +186,7 @@ type options struct {
 	adminFields       string                                                                      // more fields of admin:, likewise
 	separateKeys      bool                                                                        // each replica has a ticket key file of its own, ticket-N.key, with the same key
 	serveArgs         []string
+	memory            string // GOMEMLIMIT of Tandem; "": none
 
 	launch        func(f *fleet)        // starts the engines, in place of prefills and decodes
 	bootstrap     func(f *fleet) string // of a foreign gateway, in place of the output of `tandem envoy`
@@ -262,7 +264,7 @@ func start(t testing.TB, o options) *fleet {
 	}
 	key := filepath.Join(f.dir, "ticket.key")
 	require.NoError(t, os.WriteFile(key, []byte(strings.Repeat("0123456789abcdef", 4)+"\n"), 0o600))
-	f.serveArgs = o.serveArgs
+	f.serveArgs, f.memory = o.serveArgs, o.memory
 	for i := range replicas {
 		if o.separateKeys {
 			key = filepath.Join(f.dir, fmt.Sprintf("ticket-%d.key", i))
@@ -358,7 +360,8 @@ func (f *fleet) startTandem(i int, file, admin string) {
 // launchTandem starts replica i without waiting until it is ready.
 func (f *fleet) launchTandem(i int, file, admin string) {
 	bin, _ := binaries()
-	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), filepath.Join(bin, "tandem"), append([]string{"serve", "-f", file}, f.serveArgs...)...)
+	args := append([]string{"GOMEMLIMIT=" + cmp.Or(f.memory, "off"), filepath.Join(bin, "tandem"), "serve", "-f", file}, f.serveArgs...)
+	p := startProcess(f.t, f.dir, "tandem-"+strconv.Itoa(i), "/usr/bin/env", args...)
 	if i < len(f.tandems) {
 		f.tandems[i] = p
 	} else {
