@@ -15,6 +15,7 @@ import (
 // A replica that hangs (SIGSTOP) costs no answer while another one is up: requests that wait for it are sent to the
 // other, and after that it gets none until it continues.
 func TestAHungReplicaCostsNoAnswer(t *testing.T) {
+	t.Parallel()
 	for name, fields := range map[string]string{"default": "", "buffered": ", bodyMode: buffered"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
