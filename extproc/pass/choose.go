@@ -136,19 +136,26 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 
 // pickLater waits until one of the endpoints that may answer alone is no longer full, if the pool makes requests wait.
 func (x *Pass) pickLater(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
-	q := x.policy.queue
-	left, rested := q.Rest(ctx, &x.Req)
-	waited, err := q.UntilFree(ctx, time.Now().Add(left), func() error {
-		x.look()
-		if err := x.narrow(); err != nil {
-			return err
+	left, rested := x.policy.queue.Rest(ctx, &x.Req)
+	x.Meter.LeaveOut(rested)
+	err = x.chooseOnceFree(ctx, time.Now().Add(left), func() (err error) {
+		if err = x.narrow(); err == nil {
+			c, err = x.picker.Pick(r, &x.view)
 		}
-		var err error
-		c, err = x.picker.Pick(r, &x.view)
 		return err
 	})
-	x.Meter.LeaveOut(rested + waited)
 	return c, err
+}
+
+// chooseOnceFree chooses from the endpoints as they are now and, while those that may have the request are full, again,
+// until a time at most.
+func (x *Pass) chooseOnceFree(ctx context.Context, until time.Time, choose func() error) error {
+	waited, err := x.policy.queue.UntilFree(ctx, until, func() error {
+		x.look()
+		return choose()
+	})
+	x.Meter.LeaveOut(waited) // waiting is no part of deciding
+	return err
 }
 
 // chooseDecode chooses D for a prompt that P has computed, if it is not the D of pass 1. While those that may have it
@@ -159,12 +166,10 @@ func (x *Pass) chooseDecode(ctx context.Context, h *plan.HandOver) error {
 		return nil
 	}
 	r.Session = t.Session
-	waited, err := p.queue.UntilFree(ctx, t.Expires, func() error {
-		x.look()
+	err := x.chooseOnceFree(ctx, t.Expires, func() error {
 		r.MatchReported(&x.view, t.PromptTokens)
 		return h.Choose(r, &x.view, &x.picker, &p.Policy)
 	})
-	x.Meter.LeaveOut(waited)
 	if err != nil {
 		return p.NoEndpoint(r.Pool, err)
 	}
