@@ -404,7 +404,7 @@ func TestWorkedExamples(t *testing.T) {
 	}{
 		{
 			"../extproc/kvtransfer/worked.go", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\n", map[string]string{dialect: listed},
-			[]string{"test", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../internal/config"},
+			[]string{"test", "-vet=off", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../internal/config"},
 		},
 		{"../picker/worked.go", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n", nil, []string{"build", "../picker"}},
 	} {

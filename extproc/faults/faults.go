@@ -1,8 +1,8 @@
 // Package faults records what a failed hop says of its endpoint, and what it means for the request (docs/adr/0047):
 //
 //   - 429 and 503 of an engine are load: the endpoint is full and gets nothing for as long as it asks, whoever asks.
-//   - Any other status is about the request: another endpoint is tried. If another request meets the same at the same pair,
-//     the pair is avoided; if several meet it at one endpoint, that has failed. A success between clears both.
+//   - Any other status is about the request: another endpoint is tried. If another request meets the same at the same
+//     pair, the pair is avoided; if several meet it at one endpoint, that has failed. A success between clears both.
 //   - A connection that broke is a broken connection: the request is planned again, and the endpoint checked.
 //   - An endpoint that cannot be reached, or exceeded its time, has failed.
 //
