@@ -102,7 +102,8 @@ func (x *Pass) ask() picker.Request {
 
 // pick has endpoints of the view chosen. It does so at once or, if its pool makes requests wait, when it is its turn. A
 // view that lacks some of the pool's endpoints cannot be filled again, so its requests do not wait. Nor do requests of
-// later passes, unless the endpoints for them are full.
+// later passes, unless the endpoints for them are full. A request for one endpoint waits until one that may have it is
+// no longer full.
 func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
 	policy := x.policy
 	x.picker.Policy = policy.Placement()
@@ -123,7 +124,15 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 		case !errors.Is(err, picker.ErrFull):
 			return c, err
 		case x.want.way == alone:
-			return x.pickLater(ctx, r)
+			left, rested := policy.queue.Rest(ctx, &x.Req)
+			x.Meter.LeaveOut(rested)
+			err = x.chooseOnceFree(ctx, time.Now().Add(left), func() (err error) {
+				if err = x.narrow(); err == nil {
+					c, err = x.picker.Pick(r, &x.view)
+				}
+				return err
+			})
+			return c, err
 		case !waits:
 			return c, err
 		}
@@ -131,19 +140,6 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 	}
 	c, waited, err := policy.queue.Choose(ctx, &x.waiter, &x.Req, &x.view, r)
 	x.Meter.LeaveOut(waited) // waiting is no part of deciding
-	return c, err
-}
-
-// pickLater waits until one of the endpoints that may answer alone is no longer full, if the pool makes requests wait.
-func (x *Pass) pickLater(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
-	left, rested := x.policy.queue.Rest(ctx, &x.Req)
-	x.Meter.LeaveOut(rested)
-	err = x.chooseOnceFree(ctx, time.Now().Add(left), func() (err error) {
-		if err = x.narrow(); err == nil {
-			c, err = x.picker.Pick(r, &x.view)
-		}
-		return err
-	})
 	return c, err
 }
 
