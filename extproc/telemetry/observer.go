@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"log/slog"
-	"math"
 	"net/http"
 	"slices"
 	"strconv"
@@ -195,88 +194,6 @@ func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfe
 func (x *Meter) LegEnded(pool, hop, endpoint, result string, status int, took time.Duration) {
 	x.Observer.HopEnded(pool, hop, endpoint, result, took, x.Exemplar)
 	x.SpanLegEnded(result, status)
-}
-
-// Part is one summand of a price, in PriceUnit.
-type Part struct {
-	Name  string  `json:"name"`
-	Value float64 `json:"value"`
-}
-
-// PriceUnit is the unit of prices and their parts.
-const PriceUnit = "s"
-
-// Weighed is one endpoint in a decision, with the parts of its price (PriceUnit).
-type Weighed struct {
-	Endpoint string `json:"endpoint"`
-	Role     string `json:"role"`
-	Word     string `json:"word,omitempty"` // with roles auto: the leg that an endpoint of role both had
-	Out      bool   `json:"out,omitempty"`  // excluded
-	Why      string `json:"why,omitempty"`  // it is excluded
-	Hit      int    `json:"hit_blocks"`     // leading blocks of the prompt that it holds
-	Prefill  []Part `json:"prefill,omitempty"`
-	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
-	Alone    []Part `json:"alone,omitempty"`  // of decode alone, if the request may be split
-	// why decode alone was not offered here, whatever it costs: NotAloneBusy or NotAloneTooLong
-	NotAlone string `json:"not_alone,omitempty"`
-}
-
-// Values of Weighed.NotAlone: answers would suffer, for what runs there, or for this prompt alone.
-const (
-	NotAloneBusy    = "busy"
-	NotAloneTooLong = "too_long"
-)
-
-// Foreseen is what was expected of a request when its last pass was planned. Durations count from then on; 0: not
-// estimated.
-type Foreseen struct {
-	ExpectedPrefill time.Duration `json:"expected_prefill_ns,omitempty"`     // until the prefill endpoint has answered
-	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
-	// share of the last minute or so that prefill endpoints were busy, 0 to 1; only with Weighed
-	PrefillBusy float64 `json:"prefill_busy,omitempty"`
-	// blocks of the prompt, of which endpoints hold Weighed.Hit
-	PromptBlocks int `json:"prompt_blocks,omitempty"`
-	Margin
-}
-
-// Margin is how the chosen way compares with the other one: decode alone for a split request, two hops otherwise.
-type Margin struct {
-	// price of the other way less that of the chosen, s; 0: not compared
-	Cheaper float64 `json:"cheaper_by_s,omitempty"`
-	// split, since no decode endpoint could do both: answers would suffer
-	NotAlone bool `json:"not_alone,omitempty"`
-}
-
-// MarginOf returns the margin of a price over that of the other way, which is infinite if none was offered, and 0 if
-// they cannot be compared.
-func MarginOf(price, other float64, split bool) Margin {
-	switch {
-	case other == 0:
-		return Margin{}
-	case math.IsInf(other, 1):
-		return Margin{NotAlone: split}
-	}
-	return Margin{Cheaper: other - price}
-}
-
-// Planned is the plan of one pass of a request.
-type Planned struct {
-	RequestID, Pool, Route string
-	Started                time.Time // when the request came in
-	Pass                   int       // redirects that Envoy has followed before
-	Reason                 string    // "" where no other route was possible
-	Prefill, Decode        string    // addresses; prefill is "" if one endpoint does both
-
-	PromptTokens          int64
-	BodyBytes, Candidates int
-
-	Foreseen
-
-	Queued   // for its endpoints
-	Streamed bool
-	Always   bool // the pool splits every prompt
-
-	Weighed []Weighed // nil: not wanted
 }
 
 // Weigh returns endpoints with the parts of their prices, at most maxWeighed. split: the request goes over two.
