@@ -41,7 +41,7 @@ func speed(t testing.TB, holds bool, claim string, args ...any) {
 // soon waits until is returns true.
 func soon(t testing.TB, what string, is func() bool) {
 	t.Helper()
-	require.Eventually(t, is, patience, 10*time.Millisecond, what)
+	require.Eventually(t, is, patience, 20*time.Millisecond, what)
 }
 
 // binaries are built once for all tests.
