@@ -40,7 +40,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	GO=$(GO) ./scripts/test.sh $(SEQUENTIAL) -- $(TESTFLAGS)
 	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(SEQUENTIAL:./%=tandem/%))') -- $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@# budgets of allocations are not held under the race detector (package internal/budget)
-	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) ./extproc/... ./internal/... ./kvstate/...)
+	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) $$(grep -rlE '^func Test\w*Alloc' --include='*_test.go' extproc internal kvstate | xargs -n 1 dirname | sort -u | sed 's,^,./,'))
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 

@@ -61,7 +61,7 @@ func reference(t *testing.T) string {
 		config.SetDefaults(c)
 	}
 	c.Pools[0].KvTransfer, c.Pools[0].Endpoints[0].Role = "", ""
-	w := writer{t: t, comments: comments(read(t, "../protos/config/v1/config.proto"))}
+	w := writer{t: t, comments: comments(read(t, "../protos/config/v1/config.proto")), sections: map[string]string{}}
 	w.children("", c.ProtoReflect())
 	require.NotContains(t, w.out.String(), "` |  |", "a field without a default")
 	require.NotContains(t, w.out.String(), "| `0` |", "a field without a default: say Default 0, or what Absent means")
@@ -109,7 +109,8 @@ type writer struct {
 	t        *testing.T
 	comments map[string]string
 	out      strings.Builder
-	at       string // path of the section
+	at       string            // path of the section
+	sections map[string]string // path of the first one with these rows and notes
 }
 
 func (w *writer) comment(f protoreflect.FieldDescriptor) string {
@@ -162,6 +163,12 @@ func (w *writer) section(path, about string, m protoreflect.Message) {
 		about += " " + more
 	}
 	fmt.Fprintf(&w.out, "### `%s`\n\n%s\n", path, wrap(about, ""))
+	table := rows.String() + notes.String()
+	if first := w.sections[table]; first != "" && notes.Len() > 0 {
+		fmt.Fprintf(&w.out, "The fields are those of [`%s`](#%s).\n\n", first, anchors("# " + first)[0])
+		return
+	}
+	w.sections[table] = path
 	if rows.Len() > 0 {
 		fmt.Fprintf(&w.out, "| field | default | meaning |\n|---|---|---|\n%s\n", rows.String())
 	}
@@ -269,7 +276,7 @@ func TestOperationsKnowsAll(t *testing.T) {
 	for file, pattern := range map[string]string{
 		"../extproc/*.go":             `(?:BadRequest|Unavailable)\("([a-z_]+)"|a\.why = (?:true, )?"([a-z_]+)"|Cause = "([a-z_]+)"`,
 		"../extproc/openai/*.go":      `BadRequest\("([a-z_]+)"|Code: "([a-z_]+)"`,
-		"../extproc/openai/split.go":  `return "([a-z_]+)"`,
+		"../extproc/openai/prompt.go":  `return "([a-z_]+)"`,
 		"../envoy-configs/replies.go": `(?:ourFault|clientsFault), "([a-z_]+)"|Code: "([a-z_]+)"`,
 		"../envoy-configs/lua/*.lua":  `"code":"([a-z_]+)"`,
 	} {
@@ -397,7 +404,7 @@ func TestWorkedExamples(t *testing.T) {
 	}{
 		{
 			"../extproc/kvtransfer/worked.go", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\n", map[string]string{dialect: listed},
-			[]string{"test", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../internal/config"},
+			[]string{"test", "-vet=off", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../internal/config"},
 		},
 		{"../picker/worked.go", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n", nil, []string{"build", "../picker"}},
 	} {

@@ -13,6 +13,7 @@ import (
 // each engine would hold prompts for the others until none could fetch (docs/adr/0052). All are answered from the right
 // KV, and no engine holds anything in the end. No lease ends meanwhile that could free what engines hold for each other.
 func TestBothRoles(t *testing.T) {
+	t.Parallel()
 	for _, c := range []struct {
 		name     string
 		engines  int
@@ -39,6 +40,7 @@ func TestBothRoles(t *testing.T) {
 		{"longer than expected, auto", 3, 1, "  split: auto\n", 1900, 24, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel() // mostly waits
 			lease := "120s"
 			if c.replicas > 1 {
 				lease = "5s" // together they may give an engine too much before they know of each other's requests

@@ -379,6 +379,7 @@ func TestLeaversLeaveNothing(t *testing.T) {
 // A pool is renamed, or its dialect changes, while P works on a request. It is planned again, and nobody is blamed: the
 // request gets its answer from the only pair there is.
 func TestThePoolChangesBetweenTheHops(t *testing.T) {
+	t.Parallel()
 	for _, dialect := range []string{"nixl", "trtllm", "sglang", "mooncake", "nixl-push"} { // inline, by the leg's filter, both legs at once
 		for name, change := range map[string][2]string{
 			"renamed":         {"name: chat\n", "name: talk\n"},
@@ -388,6 +389,7 @@ func TestThePoolChangesBetweenTheHops(t *testing.T) {
 				continue // a decode engine of theirs answers no request alone
 			}
 			t.Run(dialect+", "+name, func(t *testing.T) {
+				t.Parallel()
 				f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, engineArgs: []string{"--prefill-speed", "2000", "--lease", "5s"}}) // of what P hands over for nothing
 				done := make(chan answer, 1)
 				go func() {

@@ -186,6 +186,7 @@ func TestSessionAffinityYields(t *testing.T) {
 
 // However uneven the load of the groups, a request's legs stay within one.
 func TestGroupsAreNeverMixed(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{prefills: 3, decodes: 3, engineArgs: []string{"--prefill-speed", "20000"}, pools: `pools:
 - name: chat
   kvTransfer: nixl
@@ -221,6 +222,7 @@ func TestGroupsAreNeverMixed(t *testing.T) {
 
 // Requests for an adapter go to the engines that hold it, on both legs, however busy these are.
 func TestAdaptersAreFound(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{engine: func(_ string, i int, _ func() string) ([]string, string) {
 		if i%2 == 1 {
 			return []string{"--model", "tiny", "--model", "sql"}, ", loras: [sql]"

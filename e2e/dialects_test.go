@@ -291,6 +291,7 @@ func TestOffloadPullsPrefixes(t *testing.T) {
 
 // TensorRT-LLM: if the first token ends the text, P's answer is the client's, and D is not involved.
 func TestTRTLLMEarlyFinish(t *testing.T) {
+	t.Parallel()
 	f := startKind(t, kind{engine: "trtllm", kv: "trtllm"}, 1, 1)
 	for i := range 4 {
 		a := ask("tiny", i)
@@ -313,6 +314,7 @@ func TestTRTLLMEarlyFinish(t *testing.T) {
 // requests, streamed and not: all are answered, with KV from the other engine, and the fleet's account finds every
 // ledger and reservation at zero.
 func TestMixedPools(t *testing.T) {
+	t.Parallel()
 	notices := ports(t, 1)[0]
 	all := []kind{
 		{name: "nixl", engine: "nixl", kv: "nixl"}, {name: "lmcache", engine: "lmcache", kv: "lmcache"},
@@ -374,6 +376,7 @@ func TestMixedPools(t *testing.T) {
 
 // cachedTokens: prefill reports prefill's cached tokens in usage. Decode's own count includes the KV from prefill.
 func TestCachedTokensOfPrefill(t *testing.T) {
+	t.Parallel()
 	f := startKind(t, kind{engine: "shared", kv: "shared", pool: "  cachedTokens: prefill\n"}, 1, 1)
 	cached := func(text string) int {
 		var d struct {

@@ -25,6 +25,7 @@ type openAIError struct {
 
 // Requests that cannot be served are refused in OpenAI's shape, before any engine sees them.
 func TestRefusals(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{pools: `pools:
 - name: chat
   models: [tiny]
@@ -127,6 +128,7 @@ func raw(t *testing.T, f *fleet, request string) string {
 
 // The client's own request id names the request on both hops, if it is valid; otherwise another one replaces it.
 func TestRequestIDs(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	body := apis[0].body
 	got := f.post(apis[0].path, body, "x-request-id", "My.id_1-2")
@@ -149,6 +151,7 @@ func TestRequestIDs(t *testing.T) {
 
 // Nothing in a client's request steers: not control members, not headers, not tickets.
 func TestClientsDoNotSteer(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	victim := f.engines()[0].addr
 	deadly := []string{

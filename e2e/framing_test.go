@@ -22,6 +22,7 @@ const inner = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-request-id: smuggle
 
 // A request with ambiguous framing reaches no engine, or as one unambiguous request; and there is one answer.
 func TestFraming(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	const body = `{"model":"tiny","prompt":"a","max_tokens":1}`
 	const chunked = "Transfer-Encoding: chunked\r\n"
@@ -118,6 +119,7 @@ func exchange(t *testing.T, f *fleet, request string) string {
 // The same with HTTP/2, whose frames define the end of a message, so that contradicting headers are lies. Such a
 // request is reset (PROTOCOL_ERROR), without the others.
 func TestFramingHTTP2(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	const body = `{"model":"tiny","prompt":"a","max_tokens":1}`
 	for name, tt := range map[string]struct {
@@ -162,6 +164,7 @@ func TestFramingHTTP2(t *testing.T) {
 // Tandem on a route with retries or redirects. It is refused before an engine works, in every mode and for every number
 // of hops. A body that does not come to Tandem goes on, once.
 func TestTrailers(t *testing.T) {
+	t.Parallel()
 	for mode, fields := range map[string]string{"default": "", "auto": ", bodyMode: auto", "duplex": ", bodyMode: duplex", "buffered": ", bodyMode: buffered"} {
 		for dialect, pool := range map[string]string{"nixl": "", "sglang": "", "none": ""} {
 			t.Run(mode+" "+dialect, func(t *testing.T) {

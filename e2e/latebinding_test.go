@@ -17,6 +17,7 @@ import (
 // The order between the two replicas is not asserted: a replica that is late by more than 150 ms is not waited for,
 // and a busy machine is. The number of such cases is logged.
 func TestTwoReplicasBindLate(t *testing.T) {
+	t.Parallel()
 	const n = 6 // and more, if chance sends all of these to one replica
 	priority := func(i int) int { return min(i*3/n, 2) }
 	r := startRedis(t)

@@ -105,8 +105,8 @@ func TestLargeBodiesUnderLoad(t *testing.T) {
 
 // A request that exceeds a connection's share of the memory budget is refused with 503, and only such.
 func TestABodyWithoutMemoryIsRefused(t *testing.T) {
-	t.Setenv("GOMEMLIMIT", "80MiB") // a budget of 40 MiB, 10 for each connection
-	f := start(t, options{prefills: 1, decodes: 1})
+	t.Parallel()
+	f := start(t, options{prefills: 1, decodes: 1, memory: "80MiB"}) // a budget of 40 MiB, 10 for each connection
 	require.InDelta(t, 40<<20, metric(t, f.admins[0], "tandem_held_bytes_limit"), 0)
 	for range 3 {
 		got := f.post("/v1/chat/completions", chat(strings.Repeat("0123456789", 1_300_000)))
@@ -248,6 +248,7 @@ func TestDemoInterrupted(t *testing.T) {
 // Prefill's short answer comes to Tandem with pass 2, without its own stream; a long or invalid one comes over the
 // leg's stream.
 func TestShortAnswersAreInline(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	legs := func() float64 {
 		return metric(t, f.admins[0], "tandem_ext_proc_duration_seconds_count", `role="prefill-leg"`)

@@ -95,6 +95,7 @@ func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 // (docs/operations.md, TandemHandoversOrphaned): P's answer never reached Tandem completely, because Envoy had cut the
 // leg; or D had the request, and gave it up before its scheduler saw it.
 func TestNoBlocksStayOrphaned(t *testing.T) {
+	t.Parallel()
 	for _, replicas := range []int{1, 2} { // two that share nothing: one of them acts
 		t.Run(fmt.Sprintf("replicas %d", replicas), func(t *testing.T) {
 			t.Parallel()

@@ -66,6 +66,7 @@ func TestCostOfPairs(t *testing.T) {
 // One Tandem before four pools of different dialects: a thousand requests, streamed and not, mixed. All are answered,
 // and the fleet's account finds every ledger at zero.
 func TestMixedDialects(t *testing.T) {
+	t.Parallel()
 	dialects := []string{"sglang", "mooncake", "nixl-push", "moriio", "nixl"}
 	f := start(t, options{mix: dialects, prefills: 2 * len(dialects), decodes: 2 * len(dialects), replicas: 2, engineArgs: []string{"--record=false", "--lease", "10s"}})
 	var all sync.WaitGroup

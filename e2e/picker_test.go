@@ -118,6 +118,7 @@ func promptOf(n int) string {
 // Tandem as the endpoint picker of a gateway that makes one hop, calling prefill itself: every request is split
 // between P and D, whatever its size, and the engines' ledgers balance.
 func TestEndpointPicker(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{
 		prefills: 2, decodes: 2, extProcFields: ", protocol: endpointPicker", pool: "  handoff: direct\n", bootstrap: gatewayTo(),
 	})
@@ -254,6 +255,7 @@ func forward(w http.ResponseWriter, r *http.Request, addr string, body []byte) {
 
 // handoff: sidecar, behind such a gateway: Tandem in place of llm-d's endpoint picker.
 func TestSidecarHandoff(t *testing.T) {
+	t.Parallel()
 	bin, err := binaries()
 	require.NoError(t, err)
 	p := ports(t, 2)

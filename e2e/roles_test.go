@@ -19,6 +19,7 @@ import (
 // Three engines that serve either leg need no roles: Tandem gives them words, and other ones when the only engine that
 // prefills is paused, while requests run. No client notices.
 func TestRolesAuto(t *testing.T) {
+	t.Parallel()
 	f := start(t, withOrders(t, options{
 		prefills: 2, decodes: 1,
 		engine: func(string, int, func() string) ([]string, string) {

@@ -23,10 +23,11 @@ import (
 // Clients that send most of a large body and then nothing hold the memory that all share: while it is short, the slowest
 // end, and others' bodies of 4 MiB pass although the stalled clients stay.
 func TestStalledUploads(t *testing.T) {
-	t.Setenv("GOMEMLIMIT", "512MiB") // a quarter of the usual memory: 256 MiB for all, 64 MiB for a connection of Envoy
-	f := start(t, options{concurrency: 8, engineArgs: []string{"--record=false"}})
+	t.Parallel()
+	// an eighth of the usual memory: 128 MiB for all, 32 MiB for a connection of Envoy
+	f := start(t, options{concurrency: 8, memory: "256MiB", engineArgs: []string{"--record=false"}})
 	address := strings.TrimPrefix(f.url, "http://")
-	const clients, piece = 48, 512 << 10
+	const clients, piece = 24, 512 << 10
 	var stalled []net.Conn
 	for range clients {
 		conn, err := net.Dial("tcp", address)
@@ -54,7 +55,7 @@ func TestStalledUploads(t *testing.T) {
 	var held float64
 	soon(t, "three quarters of the memory are held", func() bool {
 		held = metric(t, f.admins[0], "tandem_held_bytes")
-		return held > 192*(1<<20)
+		return held > 96*(1<<20)
 	})
 	body := question("stalled", 1_000_000)
 	began, refused := time.Now(), 0
@@ -62,7 +63,7 @@ func TestStalledUploads(t *testing.T) {
 		require.Less(t, time.Since(began), patience, "bodies of 4 MiB do not pass")
 		var busy atomic.Int64
 		var round sync.WaitGroup
-		for range 6 {
+		for range 3 {
 			round.Go(func() {
 				got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", body)
 				if err != nil || got.status != 200 {
@@ -92,7 +93,7 @@ func TestStalledUploads(t *testing.T) {
 		}
 		_ = conn.Close()
 	}
-	t.Logf("%d stalled clients held %.0f MiB; 3 times 6 bodies of 4 MiB had passed %.1f s later, %d before were refused; %d of the stalled were ended",
+	t.Logf("%d stalled clients held %.0f MiB; 3 times 3 bodies of 4 MiB had passed %.1f s later, %d before were refused; %d of the stalled were ended",
 		clients, held/(1<<20), took.Seconds(), refused, ended)
 	require.Positive(t, ended)
 	require.Less(t, ended, clients, "no more end than there is too much")
@@ -101,6 +102,7 @@ func TestStalledUploads(t *testing.T) {
 // The replan port gives a stranger no ticket, nor an engine one for a path of its choice: without a ticket, with an
 // invented one, with one that an engine has kept, and with one of a hop that still runs, which counts once.
 func TestReplanPortGivesStrangersNothing(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	config, err := os.ReadFile(f.config)
 	require.NoError(t, err)
@@ -171,6 +173,7 @@ func TestReplanPortGivesStrangersNothing(t *testing.T) {
 // What an engine refuses for good (405, 417, 431) is the client's answer, not a 503 to try again; what another engine
 // may do better is tried there.
 func TestEnginesRefusalsReachTheClient(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	f.lenient = true
 	for status, want := range map[int]int{405: 405, 417: 417, 431: 431, 422: 422} {
@@ -243,6 +246,7 @@ func TestEveryDialectsRefusalsAndLists(t *testing.T) {
 // An engine that forges what only Tandem says: redirects with tickets, Envoy's and Tandem's headers once and twice.
 // Clients see none of it, no request fails but those it answers, and nothing stays reserved.
 func TestEnginesForgeNothing(t *testing.T) {
+	t.Parallel()
 	for _, role := range []string{"decode", "both"} {
 		var redirect, hits atomic.Int64
 		engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

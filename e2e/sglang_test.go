@@ -364,6 +364,7 @@ func (f *fleet) heal(e *engine) {
 
 // Without a working pair the answer is an error, in OpenAI's shape.
 func TestSGLangWithoutPrefill(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{dialect: "sglang", pool: "  prefillTimeout: {base: 30s}\n"})
 	for _, p := range f.prefills {
 		f.inject(p, `{"mode":"status","status":500}`)
@@ -376,6 +377,7 @@ func TestSGLangWithoutPrefill(t *testing.T) {
 // An engine's refusal of a request is the client's answer, whichever engine refuses first. The quoted request is the
 // client's own.
 func TestSGLangRefusals(t *testing.T) {
+	t.Parallel()
 	for name, slow := range map[string]string{"either": "", "decode first": "prefill", "prefill first": "decode"} {
 		t.Run(name, func(t *testing.T) {
 			f := start(t, options{dialect: "sglang"})
@@ -404,6 +406,7 @@ func TestSGLangRefusals(t *testing.T) {
 // On real engines several choices of one prompt have one room, so that decode waits in vain: only an engine that does
 // both answers them.
 func TestSGLangChoices(t *testing.T) {
+	t.Parallel()
 	requests := map[string]string{
 		`{"model":"tiny","messages":[{"role":"user","content":"x y z"}],"max_tokens":5,"n":3}`: "/v1/chat/completions",
 		`{"model":"tiny","prompt":["one prompt","and another"],"max_tokens":5,"n":2}`:          "/v1/completions",
@@ -523,6 +526,7 @@ func TestSGLangReplicaDies(t *testing.T) {
 
 // Many requests at once, streamed and not; some clients leave: all others are answered, and nothing is left anywhere.
 func TestSGLangCrowd(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{dialect: "sglang", prefills: 3, decodes: 2, replicas: 2})
 	var all sync.WaitGroup
 	errs := make(chan error, 400)

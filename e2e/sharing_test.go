@@ -18,12 +18,14 @@ import (
 
 // Four replicas that share their knowledge find as many prefixes as one does (97 % of them, if the machine has time
 // for their messages), and far more than four that do not: in generated conversations, and in those of the public
-// trace (replay/traces). TANDEM_TRACE sets the number of requests of the trace (all: 12031), and also runs four
-// replicas that do not share.
+// trace (replay/traces). `make speed` has twice as many conversations. TANDEM_TRACE sets the number of requests
+// of the trace (all: 12031), and also runs four replicas that do not share.
 func TestFourReplicasHitLikeOne(t *testing.T) {
 	t.Parallel()
-	few, many := converse(60, 6, 3), converse(80, 6, 8)
-	requests, long := 200, false
+	conversations, requests, long := 40, 200, false
+	if os.Getenv("TANDEM_SPEED") != "" {
+		conversations = 80
+	}
 	if n, err := strconv.Atoi(os.Getenv("TANDEM_TRACE")); err == nil {
 		requests, long = n, true
 	}
@@ -34,11 +36,11 @@ func TestFourReplicasHitLikeOne(t *testing.T) {
 		work  func(*fleet)
 		apart bool
 	}{
-		{"60 conversations, 3 clients", "20000", few, long},
-		{"80 conversations, 8 clients", "20000", many, false},
+		{"conversations, 8 clients", "20000", converse(conversations, 6, 8), long},
 		{"public trace, 8 clients", "100000", trace, long},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
 			r := startRedis(t)
 			one := hitShare(t, 1, "", c.speed, c.work)
 			four := hitShare(t, 4, r.yaml(), c.speed, c.work)
@@ -165,6 +167,7 @@ func (f *fleet) logLag() {
 // A prompt that one of four replicas routes is known to the three others under load; within 100 ms if the machine is
 // otherwise idle. Eight processes on two cores are too many for that, so one in a hundred may take longer.
 func TestRoutedIsKnownUnderLoad(t *testing.T) {
+	t.Parallel()
 	r := startRedis(t)
 	f := start(t, options{replicas: 4, top: r.yaml(), madeKeys: true, engineArgs: []string{"--record=false"}})
 	f.allReplicas(4)

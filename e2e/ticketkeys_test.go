@@ -27,6 +27,7 @@ func (f *fleet) command(replica int, args ...string) string {
 // Replicas with different ticket keys refuse each other's tickets. What they show names the keys, and no engine: with a
 // key file each, and where one replica has its key from Redis and the other does not use Redis yet.
 func TestTicketsOfOtherKeys(t *testing.T) {
+	t.Parallel()
 	t.Run("key files", func(t *testing.T) {
 		t.Parallel()
 		f := start(t, options{replicas: 2, separateKeys: true})

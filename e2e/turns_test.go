@@ -222,7 +222,7 @@ func TestTurnsOfOtherPrompts(t *testing.T) {
 // A turn older than the pool allows is not used, though decode still keeps it.
 func TestTurnsExpire(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
-	f := startKind(t, turnsKind("40s", "12s"), 1, 1)
+	f := startKind(t, turnsKind("26s", "12s"), 1, 1)
 	c := &talk{f: f, session: "slow"}
 	c.say(t)
 	time.Sleep(12200 * time.Millisecond)

@@ -27,6 +27,7 @@ var apis = []struct{ name, path, body string }{
 // Every API uses two hops, with the client's own request id on both, a single engine's text, and nothing computed
 // twice.
 func TestEveryAPIGoesOverTwoHops(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	for _, api := range apis {
 		t.Run(api.name, func(t *testing.T) {
@@ -92,6 +93,7 @@ func text(t *testing.T, body string) string {
 
 // Streams reach the client as the decode engine wrote them.
 func TestStreams(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	for _, api := range apis[:4] {
 		t.Run(api.name, func(t *testing.T) {
@@ -109,6 +111,7 @@ func TestStreams(t *testing.T) {
 
 // The client's body arrives byte for byte at the decode engine, with only the KV parameters added.
 func TestBodiesAreExact(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	body := "{ \"zeta\": [1e3, 1E+2, -0, 9223372036854775807, 18446744073709551615, 0.1000],\n\t\"model\" : \"tiny\",\"messages\":" +
 		`[{"content":"\u00e9\/\ud83d\ude00 <&>","role":"user","weird":{"b":1,"a":2}}],"stream_options":null , "max_tokens": 7,"seed":9007199254740993,` +
@@ -140,6 +143,7 @@ func cutMember(t *testing.T, body string) (kv, rest string) {
 // Bodies of 100 bytes to 8 MB, over HTTP/1.1 with and without a length, and over HTTP/2, in both of Envoy's body
 // modes.
 func TestSizesAndProtocols(t *testing.T) {
+	t.Parallel()
 	for _, mode := range []string{"duplex", "auto", "buffered"} {
 		t.Run(mode, func(t *testing.T) { sizesAndProtocols(t, mode) })
 	}
@@ -178,6 +182,7 @@ func sizesAndProtocols(t *testing.T, mode string) {
 
 // Requests that one engine has to answer, and bodies too long to be replayed, go to decode alone, unchanged.
 func TestDecodeAlone(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{envoyFields: ", maxBodyBytes: 100000"})
 	for name, tt := range map[string]struct{ path, body string }{
 		"several choices": {"/v1/chat/completions", `{"model":"tiny","n":2,"messages":[{"role":"user","content":"x"}],"max_tokens":3}`},
@@ -202,6 +207,7 @@ func TestDecodeAlone(t *testing.T) {
 
 // Other paths than the five APIs go to one engine unchanged, whatever the size.
 func TestOtherPathsPassThrough(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{envoyFields: ", maxBodyBytes: 100000"})
 	got := f.post("/tokenize", `{"model":"tiny","prompt":"a b c", "kv_transfer_params": 1}`, "x-request-id", "tokenize")
 	require.Equal(t, 200, got.status, got.body)
@@ -234,6 +240,7 @@ func TestOtherPathsPassThrough(t *testing.T) {
 
 // A stored response belongs to the engine that made it: requests that continue or ask for it go there.
 func TestStoredResponsesStayWhereTheyAre(t *testing.T) {
+	t.Parallel()
 	f := start(t, options{})
 	for i := range 6 {
 		id := fmt.Sprintf("store-%d", i)

@@ -28,6 +28,7 @@ func TestWarmStartAfterKills(t *testing.T) {
 		"both":                       {2, 2, true},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r := startRedis(t)
 			f := start(t, options{prefills: 4, decodes: 2, replicas: c.replicas, top: r.yaml(), madeKeys: true,
 				engineArgs: []string{"--record=false", "--prefill-speed", "200000"}})

@@ -28,7 +28,7 @@ type Booking struct {
 	Kept      int64     // most tokens that From keeps; 0: PromptTokens
 }
 
-// claim claims the room that an answer needs, and what it holds elsewhere until then.
+// claim claims the room that an answer needs, and what it holds at another endpoint until then.
 func (b *Booking) claim(e *Endpoint, now time.Time) (slot int32, claimed bool) {
 	if b.For&RoleDecode == 0 || b.From == nil && e.Role&RoleBoth != RoleBoth {
 		return 0, false
@@ -157,7 +157,7 @@ func (l *localWork) add(work time.Duration, now time.Time) (until int64) {
 	return until
 }
 
-// count adds work that is queued elsewhere to the share only.
+// count adds work that is queued at other replicas to the share only.
 func (l *localWork) count(work time.Duration, now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -225,7 +225,7 @@ type memory struct {
 	buffer receivebuffer.Buffer
 }
 
-// instructions are what the router is told about an endpoint, by an operator or a rule.
+// instructions are what an operator or a rule sets for an endpoint.
 type instructions struct {
 	paused atomic.Bool
 	weight atomic.Int32  // 0: the spec's weight

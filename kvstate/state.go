@@ -85,7 +85,7 @@ type State struct {
 	mu        sync.Mutex // held while the set of pools or the overrides change
 	pools     atomic.Pointer[[]*Pool]
 	overrides map[overrideKey]versioned
-	expired   func(e *Endpoint, n int64) // nil: nobody is told
+	expired   func(e *Endpoint, n int64) // nil: not reported
 }
 
 // New returns an empty state. It starts no goroutines.

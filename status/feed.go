@@ -1,7 +1,10 @@
 package status
 
 import (
+	"cmp"
 	"context"
+	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -15,6 +18,7 @@ import (
 	"tandem/kvstate/operator"
 	"tandem/picker"
 	"tandem/picker/roles"
+	"tandem/status/words"
 	"tandem/status/written"
 )
 
@@ -410,4 +414,108 @@ func (s *Source) envoys() []Envoy {
 		return nil
 	}
 	return s.Envoys()
+}
+
+// failedHop names a hop that failed, and its endpoint.
+func failedHop(h *telemetry.FailedHop) string {
+	hop := map[string]string{
+		"prefill": "prefill", "decode": "decode", "encode": "encode",
+		"turn":              "prefill, which was to fetch the conversation's last turn",
+		"router":            "the replica of Tandem that decided",
+		"hand_over_expired": "the hand-over from prefill to decode was too old",
+		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",
+		"pool_gone":         "the pool was removed or changed between the hops",
+	}[h.Hop]
+	if hop = cmp.Or(hop, words.Plain(h.Hop)); h.Endpoint != "" {
+		hop += " at " + words.Plain(h.Endpoint)
+	}
+	return hop
+}
+
+// refusal begins the name of what ended a request that Tandem itself refused between its hops; its code follows.
+const refusal = "Tandem's own error "
+
+// failedHops counts the hops that failed since then, those that ended a request and those after which it was planned
+// again, and names the latest request that failed. recent has the newest first.
+func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
+	ended, again := map[string]int{}, map[string]int{}
+	for i := range recent {
+		t := &recent[i]
+		if !t.Started.Add(t.Took).After(since) {
+			continue
+		}
+		hops := t.Failed
+		if t.Ended == telemetry.EndedTicketRefused {
+			f.TicketID = cmp.Or(f.TicketID, t.RequestID)
+		} else if t.HasFailed() {
+			f.FailedID = cmp.Or(f.FailedID, t.RequestID)
+			last := telemetry.FailedHop{Hop: "decode", Endpoint: t.AnsweredBy()}
+			if t.Final {
+				last.Hop = "prefill"
+			}
+			n := len(hops)
+			switch {
+			case n > 0 && n >= t.Plans && t.Ended != telemetry.EndedCut: // none answered the last plan
+				hops, last = hops[:n-1], hops[n-1]
+			case t.Refused != "": // Tandem did not ask the last plan's endpoint
+				last = telemetry.FailedHop{Hop: refusal + t.Refused}
+			}
+			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal)
+			ended[failedHop(&last)]++
+		}
+		for _, hop := range hops {
+			again[failedHop(&hop)]++
+		}
+	}
+	f.FailedHops, f.AgainHops = counted(ended), counted(again)
+}
+
+// counted lists names, the most frequent first: "prefill at p1:1 (2), decode at d1:1".
+func counted(counts map[string]int) string {
+	names := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		return cmp.Or(counts[b]-counts[a], strings.Compare(a, b))
+	})
+	for i, name := range names {
+		if counts[name] > 1 {
+			names[i] = fmt.Sprintf("%s (%d)", name, counts[name])
+		}
+	}
+	return words.List(names)
+}
+
+// failuresPage returns the page of the documentation about what failed.
+func (f *Failed) failuresPage() string {
+	if f.FailedHops != "" && !f.EngineFailed {
+		return "operations.md#errors-that-tandem-answers"
+	}
+	return "operations.md#when-an-engine-fails"
+}
+
+// whereFailed ends the sentence that says how many requests failed: where, and how to find them.
+func (f *Failed) whereFailed() string {
+	s := "."
+	if f.FailedHops != "" {
+		s = ": " + f.FailedHops + "."
+	}
+	if f.FailedID != "" {
+		s += fmt.Sprintf(" The latest is %.40s: tandem requests --failed lists them.", f.FailedID)
+	}
+	if f.AgainHops != "" {
+		s += " Hops of requests that were planned again: " + f.AgainHops + "."
+	}
+	return s
+}
+
+// ticketsRefused says how many tickets were refused, why, and how to find the requests.
+func (f *Failed) ticketsRefused() string {
+	were := "tickets were"
+	if f.TicketsRefused == 1 {
+		were = "ticket was"
+	}
+	s := fmt.Sprintf("%d %s refused in the last minute, and the requests failed: replicas have different ticket keys, "+
+		"or releases. No engine is at fault.", f.TicketsRefused, were)
+	if f.TicketID != "" {
+		s += fmt.Sprintf(" The latest is %.40s: tandem requests --failed lists them.", f.TicketID)
+	}
+	return s
 }

@@ -5,15 +5,14 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"maps"
 	"math"
 	"slices"
 	"strings"
+	"sync"
 	"text/tabwriter"
 	"time"
 
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 	"tandem/picker/roles"
 	"tandem/status/words"
 )
@@ -213,110 +212,6 @@ func endOf(t *telemetry.Trace, now time.Time) string {
 	return "still running, or its end is not reported yet"
 }
 
-// failedHop names a hop that failed, and its endpoint.
-func failedHop(h *telemetry.FailedHop) string {
-	hop := map[string]string{
-		"prefill": "prefill", "decode": "decode", "encode": "encode",
-		"turn":              "prefill, which was to fetch the conversation's last turn",
-		"router":            "the replica of Tandem that decided",
-		"hand_over_expired": "the hand-over from prefill to decode was too old",
-		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",
-		"pool_gone":         "the pool was removed or changed between the hops",
-	}[h.Hop]
-	if hop = cmp.Or(hop, words.Plain(h.Hop)); h.Endpoint != "" {
-		hop += " at " + words.Plain(h.Endpoint)
-	}
-	return hop
-}
-
-// refusal begins the name of what ended a request that Tandem itself refused between its hops; its code follows.
-const refusal = "Tandem's own error "
-
-// failedHops counts the hops that failed since then, those that ended a request and those after which it was planned
-// again, and names the latest request that failed. recent has the newest first.
-func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
-	ended, again := map[string]int{}, map[string]int{}
-	for i := range recent {
-		t := &recent[i]
-		if !t.Started.Add(t.Took).After(since) {
-			continue
-		}
-		hops := t.Failed
-		if t.Ended == telemetry.EndedTicketRefused {
-			f.TicketID = cmp.Or(f.TicketID, t.RequestID)
-		} else if t.HasFailed() {
-			f.FailedID = cmp.Or(f.FailedID, t.RequestID)
-			last := telemetry.FailedHop{Hop: "decode", Endpoint: t.AnsweredBy()}
-			if t.Final {
-				last.Hop = "prefill"
-			}
-			n := len(hops)
-			switch {
-			case n > 0 && n >= t.Plans && t.Ended != telemetry.EndedCut: // none answered the last plan
-				hops, last = hops[:n-1], hops[n-1]
-			case t.Refused != "": // Tandem did not ask the last plan's endpoint
-				last = telemetry.FailedHop{Hop: refusal + t.Refused}
-			}
-			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal)
-			ended[failedHop(&last)]++
-		}
-		for _, hop := range hops {
-			again[failedHop(&hop)]++
-		}
-	}
-	f.FailedHops, f.AgainHops = counted(ended), counted(again)
-}
-
-// counted lists names, the most frequent first: "prefill at p1:1 (2), decode at d1:1".
-func counted(counts map[string]int) string {
-	names := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
-		return cmp.Or(counts[b]-counts[a], strings.Compare(a, b))
-	})
-	for i, name := range names {
-		if counts[name] > 1 {
-			names[i] = fmt.Sprintf("%s (%d)", name, counts[name])
-		}
-	}
-	return words.List(names)
-}
-
-// failuresPage returns the page of the documentation about what failed.
-func (f *Failed) failuresPage() string {
-	if f.FailedHops != "" && !f.EngineFailed {
-		return "operations.md#errors-that-tandem-answers"
-	}
-	return "operations.md#when-an-engine-fails"
-}
-
-// whereFailed ends the sentence that says how many requests failed: where, and how to find them.
-func (f *Failed) whereFailed() string {
-	s := "."
-	if f.FailedHops != "" {
-		s = ": " + f.FailedHops + "."
-	}
-	if f.FailedID != "" {
-		s += fmt.Sprintf(" The latest is %.40s: tandem requests --failed lists them.", f.FailedID)
-	}
-	if f.AgainHops != "" {
-		s += " Hops of requests that were planned again: " + f.AgainHops + "."
-	}
-	return s
-}
-
-// ticketsRefused says how many tickets were refused, why, and how to find the requests.
-func (f *Failed) ticketsRefused() string {
-	were := "tickets were"
-	if f.TicketsRefused == 1 {
-		were = "ticket was"
-	}
-	s := fmt.Sprintf("%d %s refused in the last minute, and the requests failed: replicas have different ticket keys, "+
-		"or releases. No engine is at fault.", f.TicketsRefused, were)
-	if f.TicketID != "" {
-		s += fmt.Sprintf(" The latest is %.40s: tandem requests --failed lists them.", f.TicketID)
-	}
-	return s
-}
-
 // printPrices writes the recorded price of each endpoint.
 func printPrices(w io.Writer, t *telemetry.Trace) {
 	if len(t.Weighed) == 0 {
@@ -409,153 +304,84 @@ func sum(parts []telemetry.Part) float64 {
 	return all
 }
 
-// decided describes a recorded decision in a sentence.
-func decided(t *telemetry.Trace) string {
-	switch {
-	case t.Prefill == "" && t.Route != "decode_alone":
-		route := routeOf(&telemetry.Trace{Route: t.Route, Reason: t.Reason})
-		return "It went to " + words.Plain(t.Decode) + " as it came (" + route + ")."
-	case t.Prefill == "" && t.Reason == "no_prefill" && otherGroups(t):
-		return "Decode alone on " + words.Plain(t.Decode) + ": " + otherGroup + " (no_prefill)."
-	case t.Prefill == "" && t.Reason != "" && t.Reason != "cheaper":
-		return "Decode alone on " + words.Plain(t.Decode) + ": " + cmp.Or(words.Because(t.Reason), words.Plain(t.Reason)) +
-			" (" + words.Plain(t.Reason) + ")."
-	}
-	switch {
-	case t.Prefill == "":
-		return holding(t, decidedAlone(t), t.Decode)
-	case t.Decode == "":
-		return decidedSplit(t)
-	}
-	return holding(t, decidedSplit(t), t.Prefill, t.Decode)
+// ends keeps what was found out about ends of requests that this replica does not know itself: what another replica
+// reported, or that it was lost with one. The other may be gone later, or Redis, and with it the list of those gone.
+type ends struct {
+	mu    sync.Mutex
+	found map[endKey]telemetry.Trace // without prices
 }
 
-// holding adds to a sentence what the chosen endpoints held of the prompt, as far as it is worth saying.
-func holding(t *telemetry.Trace, sentence string, chosen ...string) string {
-	held := ""
-	for _, address := range chosen {
-		w := weighed(t, address)
-		if w == nil || t.PromptBlocks == 0 || 10*w.Hit < t.PromptBlocks {
-			continue
-		}
-		percent := min(100*w.Hit/t.PromptBlocks, 100)
-		if held == "" {
-			held = fmt.Sprintf("; by the prefix index %s holds %d %% of the prompt", words.Plain(address), percent)
-		} else {
-			held += fmt.Sprintf(", %s %d %%", words.Plain(address), percent)
-		}
-	}
-	return strings.TrimSuffix(sentence, ".") + held + "."
+// endKey identifies a request.
+type endKey struct {
+	id      string
+	started int64 // Unix microseconds
 }
 
-// decidedSplit describes a decision for two endpoints.
-func decidedSplit(t *telemetry.Trace) string {
-	if t.Decode == "" && t.Final {
-		return "Split: " + words.Plain(t.Prefill) + " computed the prompt, and its answer was the client's."
-	}
-	if t.Decode == "" {
-		return "Split: " + words.Plain(t.Prefill) +
-			" was to compute the prompt, and failed. No decode endpoint was asked."
-	}
-	answers := "answers"
-	if t.Refused != "" {
-		answers = "was to answer"
-	}
-	s := fmt.Sprintf("Split: %s computes the prompt, %s %s", words.Plain(t.Prefill), words.Plain(t.Decode), answers)
-	if t.Always {
-		return s + splitAlways
-	}
-	paid := at(t, t.Prefill, prefillOf) + at(t, t.Decode, decodeOf)
-	why, all := kept(t)
-	more := least(t, func(w *telemetry.Weighed) []telemetry.Part {
-		if w.NotAlone != "" {
-			return nil
-		}
-		return w.Alone
-	}) - paid
-	switch {
-	case len(t.Weighed) == 0 && t.NotAlone:
-		return s + ": decode endpoints were too busy to compute it, too, or it is too long for that."
-	case len(t.Weighed) == 0 && t.Cheaper != 0:
-		return s + compared(t.Cheaper, "decode alone")
-	case all:
-		return s + notOffered(why == telemetry.NotAloneTooLong, least(t, aloneOf)-paid)
-	case finite(more):
-		return s + compared(more, "decode alone")
-	}
-	return s + "."
+func keyOf(t *telemetry.Trace) endKey { return endKey{t.RequestID, t.Started.UnixMicro()} }
+
+func ended(t *telemetry.Trace) bool { return t.Status > 0 || t.Ended != "" }
+
+// known reports whether something is known about the end of a request.
+func known(t *telemetry.Trace) bool { return ended(t) || len(t.GoneWith) > 0 }
+
+// take replaces a trace by one that was kept, which has no prices.
+func take(t *telemetry.Trace, kept telemetry.Trace) {
+	kept.Weighed = t.Weighed
+	*t = kept
 }
 
-// decidedAlone describes a decision for decode alone that prices made.
-func decidedAlone(t *telemetry.Trace) string {
-	s := "Decode alone on " + words.Plain(t.Decode)
-	more := least(t, prefillOf) + least(t, decodeOf) - at(t, t.Decode, aloneOf)
-	switch {
-	case len(t.Weighed) == 0 && t.Cheaper != 0:
-		return s + compared(t.Cheaper, "splitting it")
-	case finite(more) && more < 0 && len(t.Failed) > 0:
-		return s + ": pairs that failed it, or failed lately, were left out."
-	case finite(more):
-		return s + compared(more, "splitting it")
-	case t.Reason == "cheaper":
-		return s + ": " + words.Because(t.Reason) + "."
-	}
-	return s + "."
-}
-
-func prefillOf(w *telemetry.Weighed) []telemetry.Part { return w.Prefill }
-func decodeOf(w *telemetry.Weighed) []telemetry.Part  { return w.Decode }
-func aloneOf(w *telemetry.Weighed) []telemetry.Part   { return w.Alone }
-
-// otherGroups reports whether a prefill endpoint could take the request, but no decode endpoint of its group.
-func otherGroups(t *telemetry.Trace) bool {
-	return slices.ContainsFunc(t.Weighed, func(w telemetry.Weighed) bool {
-		return !w.Out && w.Role == kvstate.RolePrefill.String()
-	})
-}
-
-// kept reports whether answers that would suffer kept every decode endpoint from doing both, and why: for this prompt
-// alone, if that is so at one of them.
-func kept(t *telemetry.Trace) (why string, all bool) {
-	for i := range t.Weighed {
-		w := &t.Weighed[i]
-		switch {
-		case w.Out || w.Alone == nil:
-		case w.NotAlone == "":
-			return "", false
-		case why != telemetry.NotAloneTooLong:
-			why = w.NotAlone
-		}
-	}
-	return why, why != ""
-}
-
-// least returns the lowest price of one kind; infinite if no endpoint has one.
-func least(t *telemetry.Trace, of func(*telemetry.Weighed) []telemetry.Part) float64 {
-	out := math.Inf(1)
-	for i := range t.Weighed {
-		if !t.Weighed[i].Out {
-			out = min(out, sum(of(&t.Weighed[i])))
+// of returns the ends that are kept of requests whose own traces lack them, for the other replicas.
+func (e *ends) of(own []telemetry.Trace) (out []telemetry.Trace) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for i := range own {
+		if kept, found := e.found[keyOf(&own[i])]; found && ended(&kept) && !ended(&own[i]) {
+			out = append(out, kept)
 		}
 	}
 	return out
 }
 
-// at returns an endpoint's price of one kind; infinite if it has none.
-func at(t *telemetry.Trace, address string, of func(*telemetry.Weighed) []telemetry.Part) float64 {
-	if w := weighed(t, address); w != nil {
-		return sum(of(w))
+// fill adds the ends that are known from before to all requests, and keeps those ends that this replica's own traces
+// lack.
+func (e *ends) fill(all, own []telemetry.Trace) {
+	lacks := map[endKey]bool{}
+	for i := range own {
+		if !known(&own[i]) {
+			lacks[keyOf(&own[i])] = true
+		}
 	}
-	return math.Inf(1)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for i := range all {
+		t := &all[i]
+		key := keyOf(t)
+		before, found := e.found[key]
+		switch {
+		case known(t) && lacks[key] && (!found || ended(t)):
+			kept := *t
+			kept.Weighed = nil
+			e.keep(key, kept)
+		case found && !ended(t):
+			take(t, before)
+		}
+	}
 }
 
-// weighed returns an endpoint as it was weighed; nil if it was not.
-func weighed(t *telemetry.Trace, address string) *telemetry.Weighed {
-	i := slices.IndexFunc(t.Weighed, func(w telemetry.Weighed) bool { return w.Endpoint == address })
-	if i < 0 {
-		return nil
+// keep keeps an end, in the place of the oldest if there are as many as a replica has traces.
+func (e *ends) keep(key endKey, t telemetry.Trace) {
+	if e.found == nil {
+		e.found = map[endKey]telemetry.Trace{}
 	}
-	return &t.Weighed[i]
+	e.found[key] = t
+	if len(e.found) <= allRecent {
+		return
+	}
+	oldest := key
+	for k := range e.found {
+		if k.started < oldest.started {
+			oldest = k
+		}
+	}
+	delete(e.found, oldest)
 }
-
-func finite(v float64) bool { return !math.IsInf(v, 0) && !math.IsNaN(v) }

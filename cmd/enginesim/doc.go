@@ -25,7 +25,7 @@
 // # How the parts work together
 //
 // This package reads the flags. The rest is in internal/enginesim, and imports go one way: api, request, connector,
-// handover, engine, jsontext; fault stands beside.
+// handover, engine, jsontext; fault, which injects failures, is used by api and connector.
 //
 //  1. request reads a body with jsontext: the members that all five APIs share, the errors that vLLM finds at once,
 //     and the prompt: the content of each KV block it fills, as a hash of everything up to there (engine/tokens.go).

@@ -39,6 +39,31 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&connectorName, "connector", string(connector.NIXL),
 		"KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, moriio, "+
 			"moriio-read, p2p-nccl, none, or sglang for an SGLang server")
+	connectorFlags(f, &c)
+	engineFlags(f, &c)
+	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
+	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
+	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
+	f.BoolVar(&c.ToolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
+	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
+	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")
+	f.IntVar(&c.RecordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
+	f.DurationVar(&c.KeepAlive, "keep-alive", 5*time.Second,
+		"idle HTTP connections are closed after this (uvicorn: 5 s)")
+	f.Int64Var(&c.MaxBody, "max-body", 256<<20, "largest request body, `bytes`")
+	eventFlags(f, &c)
+	f.DurationVar(&c.Warmup, "warmup", 0, "how long the open HTTP port answers 503 to everything, /health too")
+	frontFlags(f, &c)
+	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
+	if err := parseAll(f, args); err != nil {
+		return nil, err
+	}
+	c.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1" // as vLLM
+	return &c, settle(&c, roleName, connectorName, policy, fail)
+}
+
+// connectorFlags are those of single connectors.
+func connectorFlags(f *flag.FlagSet, c *api.Config) {
 	f.IntVar(&c.Tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
 	f.IntVar(&c.InitPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
 	f.IntVar(&c.AllocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
@@ -63,6 +88,10 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&c.Proxy, "proxy", "",
 		"`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
 	f.DurationVar(&c.Heartbeat, "heartbeat", connector.DefaultHeartbeat, "how often it registers")
+}
+
+// engineFlags are those of memory and speed.
+func engineFlags(f *flag.FlagSet, c *api.Config) {
 	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel `ranks` behind the HTTP port; their other ports are the next ones")
 	f.IntVar(&c.BlockSize, "block-size", 16, "tokens in a KV block")
 	f.IntVar(&c.Blocks, "blocks", 1<<19, "KV blocks of the engine")
@@ -76,16 +105,10 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
 	f.DurationVar(&c.DecodeStep, "decode-step", 0,
 		"time of a decode step, in which every running answer gets one token; 0: instantaneous")
-	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
-	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
-	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
-	f.BoolVar(&c.ToolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
-	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
-	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")
-	f.IntVar(&c.RecordBody, "record-body", 64<<10, "how many `bytes` of each body to keep")
-	f.DurationVar(&c.KeepAlive, "keep-alive", 5*time.Second,
-		"idle HTTP connections are closed after this (uvicorn: 5 s)")
-	f.Int64Var(&c.MaxBody, "max-body", 256<<20, "largest request body, `bytes`")
+}
+
+// eventFlags are those of KV events.
+func eventFlags(f *flag.FlagSet, c *api.Config) {
 	f.StringVar(&c.Events, "kv-events", "",
 		"publish KV events at `endpoint`: tcp://*:port binds, tcp://host:port connects, as vLLM does")
 	f.StringVar(&c.EventsReplay, "kv-events-replay", "", "give out old KV events at `endpoint`, tcp://*:port")
@@ -93,14 +116,6 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.BoolVar(&c.EventArrays, "kv-events-arrays", false,
 		"KV events as vLLM up to 0.23 sends them: arrays, and replays without a topic")
 	f.IntVar(&c.EventSteps, "kv-events-buffer", 10_000, "how many batches of KV events to keep for replay")
-	f.DurationVar(&c.Warmup, "warmup", 0, "how long the open HTTP port answers 503 to everything, /health too")
-	frontFlags(f, &c)
-	f.StringVar(&fail, "fail", "", "failure rule as for POST /sim/fail, or a JSON list of them")
-	if err := parseAll(f, args); err != nil {
-		return nil, err
-	}
-	c.DevMode = os.Getenv("VLLM_SERVER_DEV_MODE") == "1" // as vLLM
-	return &c, settle(&c, roleName, connectorName, policy, fail)
 }
 
 // frontFlags are the flags of what stands before an engine's routes.

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/http"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -190,7 +189,7 @@ func cpuMillis(processes ...*process.Process) (float64, error) {
 
 // envoyCounts reads Envoy's own counts of its connections to replicas.
 func (s *stack) envoyCounts(ctx context.Context, u *spent) error {
-	text, err := read(ctx, "http://"+s.envoyAdmin+"/stats?filter=tandem-(extproc|accesslog)|grpc_access_log")
+	text, err := process.Get(ctx, "http://"+s.envoyAdmin+"/stats?filter=tandem-(extproc|accesslog)|grpc_access_log")
 	if err != nil {
 		return err
 	}
@@ -252,19 +251,6 @@ func calls(stat string) float64 {
 	first, _, _ := strings.Cut(strings.TrimPrefix(stat, "calls="), ",")
 	v, _ := strconv.ParseFloat(first, 64)
 	return v
-}
-
-func read(ctx context.Context, url string) ([]byte, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	return io.ReadAll(resp.Body)
 }
 
 // column is one of the fleet's table.

@@ -1,15 +1,12 @@
 package main
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"math"
-	"os"
-	"path/filepath"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 // key names a measurement. A new one replaces the last one with the same key.
@@ -93,34 +90,15 @@ func round3(v float64) float64 { return math.Round(v*1e3) / 1e3 }
 // publish prints this run's ratios beside those that a file has of earlier runs, and puts this run's lines in the place
 // of those with the same key. What this run did not measure stays.
 func publish(w io.Writer, file string, from origin, now []figures) error {
-	var all []figures
-	text, err := os.ReadFile(file)
-	if err == nil {
-		err = json.Unmarshal(text, &all)
-	}
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	all, err := process.Figures[figures](file)
+	if err != nil {
 		return fmt.Errorf("reading the last run's figures: %w", err)
 	}
 	writeChanges(w, all, now)
-	at := map[key]int{}
-	for i := range all {
-		at[all[i].key] = i
+	for i := range now {
+		now[i].origin = from
 	}
-	for _, f := range now {
-		f.origin = from
-		if i, ok := at[f.key]; ok {
-			all[i] = f
-			continue
-		}
-		all = append(all, f)
-	}
-	if text, err = json.MarshalIndent(all, "", "  "); err != nil {
-		return err
-	}
-	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
-		return err
-	}
-	return os.WriteFile(file, append(text, '\n'), 0o644)
+	return process.WriteFigures(file, all, now, func(f *figures) key { return f.key })
 }
 
 func writeChanges(w io.Writer, last, now []figures) {

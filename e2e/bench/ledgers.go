@@ -4,10 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net/http"
 	"slices"
 	"strings"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 // engine is a running engine: the name of its pair, and the model by which shapes ask for it.
@@ -81,17 +82,12 @@ func (l *lab) settled(ctx context.Context, at int) (p, d *books, err error) {
 }
 
 func readBooks(ctx context.Context, addr string) (*books, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/sim/state", nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
+	text, err := process.Get(ctx, "http://"+addr+"/sim/state")
 	b := &books{}
-	if err := json.NewDecoder(resp.Body).Decode(b); err != nil {
+	if err == nil {
+		err = json.Unmarshal(text, b)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("the books of %s: %w", addr, err)
 	}
 	return b, nil

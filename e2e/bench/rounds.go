@@ -4,14 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 // round is the result of one round of one stack.
@@ -251,25 +251,9 @@ func (l *lab) profile(ctx context.Context, dir string, sh shape, b *body, client
 
 // fetch writes the answer of url to a file.
 func fetch(ctx context.Context, url, file string) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	text, err := process.Get(ctx, url)
 	if err != nil {
-		return err
+		return fmt.Errorf("%s: %w", url, err)
 	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s", url, resp.Status)
-	}
-	out, err := os.Create(file)
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(out, resp.Body)
-	if closing := out.Close(); err == nil {
-		err = closing
-	}
-	return err
+	return os.WriteFile(file, text, 0o644)
 }

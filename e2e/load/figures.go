@@ -1,13 +1,10 @@
 package main
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 // figureKey names a line of docs/benchmarks.md.
@@ -34,37 +31,19 @@ const shownClients, shownEndpoints = 16, 4
 
 // publish puts the closed loops of this run in the place of those in a file. What this run did not measure stays.
 func (r *report) publish(file string) error {
-	var all []figures
-	text, err := os.ReadFile(file)
-	if err == nil {
-		err = json.Unmarshal(text, &all)
-	}
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	all, err := process.Figures[figures](file)
+	if err != nil {
 		return fmt.Errorf("reading the figures: %w", err)
 	}
-	at := map[figureKey]int{}
-	for i := range all {
-		at[all[i].figureKey] = i
-	}
+	var now []figures
 	for i := range r.Results {
 		c := &r.Results[i].Case
 		if c.Share > 0 || c.Clients != shownClients || c.Endpoints != shownEndpoints || r.Results[i].Error != "" {
 			continue
 		}
-		f := r.figures(&r.Results[i])
-		if i, ok := at[f.figureKey]; ok {
-			all[i] = f
-			continue
-		}
-		all = append(all, f)
+		now = append(now, r.figures(&r.Results[i]))
 	}
-	if text, err = json.MarshalIndent(all, "", "  "); err != nil {
-		return err
-	}
-	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
-		return err
-	}
-	return os.WriteFile(file, append(text, '\n'), 0o644)
+	return process.WriteFigures(file, all, now, func(f *figures) figureKey { return f.figureKey })
 }
 
 func (r *report) figures(of *result) figures {

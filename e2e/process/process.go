@@ -96,7 +96,7 @@ func (p *Process) Wait(ctx context.Context, url string) error {
 	ctx, cancel := context.WithTimeout(ctx, startTime)
 	defer cancel()
 	for {
-		err := get(ctx, url)
+		_, err := Get(ctx, url)
 		if err == nil {
 			return nil
 		}
@@ -115,20 +115,22 @@ func (p *Process) output() []byte {
 	return text
 }
 
-func get(ctx context.Context, url string) error {
+// Get returns what url answers with 200; anything else is an error.
+func Get(ctx context.Context, url string) ([]byte, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer resp.Body.Close()
-	if _, _ = io.Copy(io.Discard, resp.Body); resp.StatusCode != http.StatusOK {
-		return errors.New(resp.Status)
+	body, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = errors.New(resp.Status)
 	}
-	return nil
+	return body, err
 }
 
 // CPU returns the CPU time that the process has used, user and system, all threads, ended ones included: its CPU-time

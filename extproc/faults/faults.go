@@ -1,8 +1,8 @@
 // Package faults records what a failed hop says of its endpoint, and what it means for the request (docs/adr/0047):
 //
 //   - 429 and 503 of an engine are load: the endpoint is full and gets nothing for as long as it asks, whoever asks.
-//   - Any other status is about the request: it is tried elsewhere. If another request meets the same at the same pair,
-//     the pair is avoided; if several meet it at one endpoint, that has failed. A success between clears both.
+//   - Any other status is about the request: another endpoint is tried. If another request meets the same at the same
+//     pair, the pair is avoided; if several meet it at one endpoint, that has failed. A success between clears both.
 //   - A connection that broke is a broken connection: the request is planned again, and the endpoint checked.
 //   - An endpoint that cannot be reached, or exceeded its time, has failed.
 //
@@ -15,6 +15,7 @@ import (
 	"log/slog"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -213,4 +214,54 @@ func (s *Faults) CheckEndpoint(pool *kvstate.Pool, addr string) {
 func (s *Faults) Prefill(next *kvtransfer.Ticket, requestID string, f *Failure) {
 	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CausePrefill
 	s.Endpoint(next, requestID, next.Prefill, f)
+}
+
+// repeated counts the errors of endpoints in a row, each of another request. The zero value is ready to use.
+type repeated struct {
+	mu     sync.Mutex
+	counts map[string]*count // by address
+}
+
+type count struct {
+	requests int
+	last     string // id of the last request
+	at       time.Time
+}
+
+const (
+	inARow     = 3                // an endpoint that answers so many requests in a row with an error has failed
+	rowTime    = 10 * time.Second // after which an error is forgotten
+	maxCounted = 4096             // endpoints
+)
+
+// again counts an error. It reports whether the endpoint has failed.
+func (r *repeated) again(addr, requestID string) bool {
+	now := time.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	c := r.counts[addr]
+	if c == nil || now.Sub(c.at) > rowTime {
+		if r.counts == nil || len(r.counts) >= maxCounted {
+			r.counts = map[string]*count{}
+		}
+		c = &count{}
+		r.counts[addr] = c
+	}
+	if c.last != requestID {
+		c.requests++
+	}
+	if c.last, c.at = requestID, now; c.requests < inARow {
+		return false
+	}
+	delete(r.counts, addr)
+	return true
+}
+
+// clear forgets the errors of endpoints that have served a request.
+func (r *repeated) clear(addrs ...string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, addr := range addrs {
+		delete(r.counts, addr)
+	}
 }

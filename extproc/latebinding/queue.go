@@ -208,7 +208,8 @@ var rests = [...]time.Duration{
 }
 
 // Rest waits so that these redirects suffice for an endpoint that is full for seconds. After any other failure a
-// request goes elsewhere at once. left is how long the request may wait after it. A nil queue lets nobody wait.
+// request goes to another endpoint at once. left is how long the request may wait after it. A nil queue lets nobody
+// wait.
 func (q *Queue) Rest(ctx context.Context, of *plan.Request) (left, rested time.Duration) {
 	if q == nil {
 		return 0, 0

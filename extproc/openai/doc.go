@@ -20,10 +20,10 @@
 //
 // All memory is reused: a warm Request and Patch allocate nothing.
 //
-// The files: api.go (which requests are read), fields.go (which members), lex.go (JSON below the members), scan.go
-// (the members), request.go (the values of a scanned body), control.go (members that a client must not send), split.go
-// (requests that one engine must serve), prompt.go (prefix hashes), edits.go and patch.go (changes), answer.go
-// (engines' answers), encode.go (requests to encode endpoints), errors.go and headers.go (answers of Tandem's own).
+// The files: api.go (which requests are read), request.go (the scan, its members' values, and those that a client must
+// not send), fields.go (which members), lex.go (JSON below the members), prompt.go (prefix hashes, and requests that
+// one engine must serve), patch.go (changes), answer.go (engines' answers), encode.go (requests to encode endpoints),
+// errors.go (answers of Tandem's own).
 // The package knows neither Envoy nor endpoints nor dialects of KV transfer.
 //
 // It is stricter than engines: Python's json accepts NaN and Infinity, UTF-16 and UTF-32, a repeated key (the last

@@ -102,7 +102,8 @@ func (x *Pass) ask() picker.Request {
 
 // pick has endpoints of the view chosen. It does so at once or, if its pool makes requests wait, when it is its turn. A
 // view that lacks some of the pool's endpoints cannot be filled again, so its requests do not wait. Nor do requests of
-// later passes, unless the endpoints for them are full.
+// later passes, unless the endpoints for them are full. A request for one endpoint waits until one that may have it is
+// no longer full.
 func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
 	policy := x.policy
 	x.picker.Policy = policy.Placement()
@@ -123,7 +124,15 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 		case !errors.Is(err, picker.ErrFull):
 			return c, err
 		case x.want.way == alone:
-			return x.pickLater(ctx, r)
+			left, rested := policy.queue.Rest(ctx, &x.Req)
+			x.Meter.LeaveOut(rested)
+			err = x.chooseOnceFree(ctx, time.Now().Add(left), func() (err error) {
+				if err = x.narrow(); err == nil {
+					c, err = x.picker.Pick(r, &x.view)
+				}
+				return err
+			})
+			return c, err
 		case !waits:
 			return c, err
 		}
@@ -134,21 +143,15 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 	return c, err
 }
 
-// pickLater waits until one of the endpoints that may answer alone is no longer full, if the pool makes requests wait.
-func (x *Pass) pickLater(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
-	q := x.policy.queue
-	left, rested := q.Rest(ctx, &x.Req)
-	waited, err := q.UntilFree(ctx, time.Now().Add(left), func() error {
+// chooseOnceFree chooses from the endpoints as they are now and, while those that may have the request are full, again,
+// until a time at most.
+func (x *Pass) chooseOnceFree(ctx context.Context, until time.Time, choose func() error) error {
+	waited, err := x.policy.queue.UntilFree(ctx, until, func() error {
 		x.look()
-		if err := x.narrow(); err != nil {
-			return err
-		}
-		var err error
-		c, err = x.picker.Pick(r, &x.view)
-		return err
+		return choose()
 	})
-	x.Meter.LeaveOut(rested + waited)
-	return c, err
+	x.Meter.LeaveOut(waited) // waiting is no part of deciding
+	return err
 }
 
 // chooseDecode chooses D for a prompt that P has computed, if it is not the D of pass 1. While those that may have it
@@ -159,12 +162,10 @@ func (x *Pass) chooseDecode(ctx context.Context, h *plan.HandOver) error {
 		return nil
 	}
 	r.Session = t.Session
-	waited, err := p.queue.UntilFree(ctx, t.Expires, func() error {
-		x.look()
+	err := x.chooseOnceFree(ctx, t.Expires, func() error {
 		r.MatchReported(&x.view, t.PromptTokens)
 		return h.Choose(r, &x.view, &x.picker, &p.Policy)
 	})
-	x.Meter.LeaveOut(waited)
 	if err != nil {
 		return p.NoEndpoint(r.Pool, err)
 	}

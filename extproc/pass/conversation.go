@@ -21,7 +21,7 @@ import (
 // begins with the tokens of these blocks. If anything is missing or unclear, only the reuse is lost.
 
 // Label values of tandem_turns_total. At the end of a turn: kept, unusable, no_room. At the next turn's first
-// prefill leg: used (P was told of the blocks), failed (and its leg failed); or the reason why P was not told:
+// prefill leg: used (P got the ids of the blocks), failed (and its leg failed); or the reason why P did not get them:
 // endpoint (it is gone, or cannot pair with this P), no_ids (the prompt's tokens were not known in time),
 // other_prompt (the prompt does not continue the turn, which stays stored).
 const (

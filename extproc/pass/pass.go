@@ -1,6 +1,6 @@
 // Package pass takes one pass of a request from its body to a committed decision, in four steps:
 //
-//   - Read (read.go, tokens.go): the body is scanned, the request identified, its prompt hashed and counted in tokens.
+//   - Read (read.go): the body is scanned, the request identified, its prompt hashed and counted in tokens.
 //   - Choose (choose.go): the endpoints, at once or, in a pool that binds late, when it is the request's turn. One
 //     place for every way and role.
 //   - Decide (decide.go, and package plan): what happens next, as a value.

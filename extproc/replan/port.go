@@ -248,7 +248,7 @@ func takes(t *kvtransfer.Ticket) bool {
 	}
 }
 
-// takesPass reports whether a pass may have begun with a ticket; inline: with P's answer beside it.
+// takesPass reports whether a pass may have begun with a ticket; inline: together with P's answer.
 func takesPass(t *kvtransfer.Ticket, inline bool) bool {
 	return t.Stage == kvtransfer.Undecided || t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg
 }

@@ -1,14 +1,21 @@
 package telemetry
 
 import (
+	"context"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/attribute"
+	otelcodes "go.opentelemetry.io/otel/codes"
+	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
+	"google.golang.org/grpc/metadata"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
 )
 
 // work is a phase of an ext_proc stream.
@@ -102,5 +109,228 @@ func (m *Metrics) compare(t *kvtransfer.Ticket, got kvtransfer.Answer, took time
 		m.expected.time.WithLabelValues(t.Pool, "expected").Add(t.ExpectedPrefill.Seconds())
 		m.expected.time.WithLabelValues(t.Pool, "measured").Add(took.Seconds())
 		m.expected.ratio.WithLabelValues(t.Pool).Observe(took.Seconds() / t.ExpectedPrefill.Seconds())
+	}
+}
+
+// Each stream has one span (decide, prefill answer, hand over, replan; for pairs: decide, prefill answer, decode leg).
+// Its parent is named in the stream's metadata if Envoy traces, else by the client's traceparent, if any. The request
+// continues with the span's own context in its traceparent, so that later spans (Envoy's of the prefill leg, engines',
+// pass 2's) join the trace; Envoy leaves that header alone (envoy-configs: no_context_propagation). Without a Tracer
+// none of this is called.
+//
+// Envoy (1.40) loses the sampling decision at an internal redirect: in pass 2 its own spans are not sampled, and its
+// metadata says so. The header, which pass 1 wrote, is right.
+//
+// Attributes are counts, names and addresses; never text of a prompt.
+
+// Names of the spans.
+const (
+	SpanDecide        = "tandem decide"
+	SpanPrefillAnswer = "tandem prefill answer"
+	SpanHandOver      = "tandem hand over"
+	SpanDecodeLeg     = "tandem decode leg"
+	SpanReplan        = "tandem replan"
+	SpanEncodeLeg     = "tandem encode leg"
+)
+
+// carrier is a W3C trace context, received or sent (propagation.TextMapCarrier).
+type carrier struct{ Traceparent, tracestate string }
+
+func (c *carrier) Get(key string) string {
+	switch key {
+	case envoywire.HeaderTraceparent:
+		return c.Traceparent
+	case envoywire.HeaderTracestate:
+		return c.tracestate
+	}
+	return ""
+}
+
+func (c *carrier) Set(key, value string) {
+	switch key {
+	case envoywire.HeaderTraceparent:
+		c.Traceparent = value
+	case envoywire.HeaderTracestate:
+		c.tracestate = value
+	}
+}
+
+// Keys implements propagation.TextMapCarrier.
+func (c *carrier) Keys() []string {
+	return []string{envoywire.HeaderTraceparent, envoywire.HeaderTracestate}
+}
+
+// StartSpan starts the span of this stream. orphan says whether it may have no parent, if Envoy does not trace.
+func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envoywire.Headers, requestID string) {
+	if x.tracer == nil {
+		return
+	}
+	in := carrier{first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTraceparent)),
+		first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTracestate))}
+	byEnvoy := in.Traceparent != ""
+	if pass2 := x.role == 0 && len(h.Ticket) > 0; pass2 || !byEnvoy {
+		in = carrier{string(h.Traceparent), string(h.Tracestate)}
+	}
+	parent := propagation.TraceContext{}.Extract(ctx, &in)
+	if (!orphan || byEnvoy) && !trace.SpanContextFromContext(parent).IsValid() {
+		return
+	}
+	ctx, span := x.tracer.Start(parent, name, trace.WithTimestamp(x.Began), trace.WithSpanKind(trace.SpanKindServer),
+		trace.WithAttributes(attribute.String("tandem.request_id", requestID)))
+	if span.IsRecording() {
+		x.span, x.Exemplar = span, exemplarOf(span)
+	}
+	if orphan { // in the main role, which can still change the request
+		propagation.TraceContext{}.Inject(ctx, &x.Next)
+	}
+}
+
+// SetTrace writes the trace context for the next hop.
+func (x *Meter) SetTrace(h *envoywire.HeaderEdits) {
+	if x.Next.Traceparent == "" {
+		return
+	}
+	h.Set(envoywire.HeaderTraceparent, []byte(x.Next.Traceparent))
+	if x.Next.tracestate != "" {
+		h.Set(envoywire.HeaderTracestate, []byte(x.Next.tracestate))
+	}
+}
+
+func first(values []string) string {
+	if len(values) == 0 {
+		return ""
+	}
+	return values[0]
+}
+
+// EndSpan ends the span; code is the code of the client's error, "" if there is none.
+func (x *Meter) EndSpan(code string) {
+	if x.span == nil {
+		return
+	}
+	if code != "" {
+		x.span.SetAttributes(attribute.String("error.type", code))
+		x.span.SetStatus(otelcodes.Error, code)
+	}
+	x.span.End()
+	x.span = nil
+}
+
+// spanPlanned records the decision, and the parts of the prices of the chosen endpoints.
+func (x *Meter) spanPlanned(p *Planned) {
+	if x.span == nil {
+		return
+	}
+	x.span.SetAttributes(
+		attribute.String("tandem.pool", p.Pool), attribute.String("tandem.route", p.Route),
+		attribute.String("tandem.decode.endpoint", p.Decode),
+		attribute.Int64("gen_ai.usage.input_tokens", p.PromptTokens),
+		attribute.Int("tandem.body_bytes", p.BodyBytes), attribute.Int("tandem.prompt_blocks", p.PromptBlocks),
+		attribute.Int("tandem.candidates", p.Candidates), attribute.String("tandem.price_unit", PriceUnit),
+	)
+	if p.Reason != "" {
+		x.span.SetAttributes(attribute.String("tandem.reason", p.Reason))
+	}
+	if p.Waited > 0 {
+		x.span.SetAttributes(attribute.Float64("tandem.waited_seconds", p.Waited.Seconds()))
+	}
+	if p.Prefill != "" {
+		x.span.SetAttributes(attribute.String("tandem.prefill.endpoint", p.Prefill))
+	}
+	for _, w := range p.Weighed {
+		if p.Prefill != "" && w.Endpoint == p.Prefill {
+			x.span.SetAttributes(attribute.Int("tandem.prefill.hit_blocks", w.Hit))
+			x.spanParts("tandem.prefill.cost.", w.Prefill)
+		}
+		if w.Endpoint == p.Decode {
+			x.spanParts("tandem.decode.cost.", w.Decode)
+		}
+	}
+}
+
+func (x *Meter) spanParts(prefix string, parts []Part) {
+	for _, p := range parts {
+		x.span.SetAttributes(attribute.Float64(prefix+strings.ReplaceAll(p.Name, " ", "_"), p.Value))
+	}
+}
+
+// SpanTicket records the ticket's information about the request, in pass 2 and on the prefill leg.
+func (x *Meter) SpanTicket(t *kvtransfer.Ticket) {
+	if x.span == nil {
+		return
+	}
+	x.span.SetAttributes(attribute.String("tandem.pool", t.Pool),
+		attribute.String("tandem.prefill.endpoint", t.Prefill), attribute.Int("tandem.redirects", t.Redirects))
+	if t.Stage == kvtransfer.Failed {
+		x.span.SetName(SpanReplan)
+		x.SpanCause(t.Cause)
+	}
+}
+
+// SpanCause records why the request is planned again.
+func (x *Meter) SpanCause(cause string) {
+	if x.span != nil {
+		x.span.SetAttributes(attribute.String("tandem.cause", cause))
+	}
+}
+
+// spanPrefilled records how the prefill hop ended. next is the redirect's ticket.
+func (x *Meter) spanPrefilled(status int, next *kvtransfer.Ticket) {
+	if x.span == nil {
+		return
+	}
+	x.span.SetAttributes(attribute.Int("http.response.status_code", status),
+		attribute.Int64("gen_ai.usage.input_tokens", next.PromptTokens),
+		attribute.Int64("tandem.expected_cached_tokens", next.ExpectedCached),
+		attribute.Int("tandem.kv_params_bytes", len(next.Params)))
+	if next.Stage == kvtransfer.Failed {
+		x.span.SetStatus(otelcodes.Error, "prefill failed")
+	}
+}
+
+// spanHandOver records where the request continues, and whether the KV parameters go with it.
+func (x *Meter) spanHandOver(d *kvstate.Endpoint, withParams bool) {
+	if x.span == nil {
+		return
+	}
+	x.span.SetName(SpanHandOver)
+	x.span.SetAttributes(attribute.String("tandem.decode.endpoint", d.Addr),
+		attribute.Bool("tandem.kv_params", withParams))
+}
+
+// SpanPair records the pair of one of two concurrent legs.
+func (x *Meter) SpanPair(t *kvtransfer.Ticket) {
+	if x.span != nil {
+		x.span.SetAttributes(
+			attribute.String("tandem.decode.endpoint", t.Decode),
+			attribute.Int64("gen_ai.usage.input_tokens", t.PromptTokens))
+	}
+}
+
+// SpanLegEnded records how such a leg ended, as in the metric tandem_hop_duration_seconds: for the decode leg, how
+// P's part of it ended. status is the engine's, 0 if none came.
+func (x *Meter) SpanLegEnded(result string, status int) {
+	if x.span == nil {
+		return
+	}
+	x.span.SetAttributes(attribute.String("tandem.result", result))
+	if status != 0 {
+		x.span.SetAttributes(attribute.Int("http.response.status_code", status))
+	}
+	if result == "failed" {
+		x.span.SetStatus(otelcodes.Error, "leg failed")
+	}
+}
+
+// spanAnswered records what P's answer reports of the prompt.
+func (x *Meter) spanAnswered(got kvtransfer.Answer) {
+	if x.span == nil {
+		return
+	}
+	if got.PromptTokens > 0 {
+		x.span.SetAttributes(attribute.Int64("gen_ai.usage.input_tokens", got.PromptTokens))
+	}
+	if got.CachedTokens >= 0 {
+		x.span.SetAttributes(attribute.Int64("tandem.cached_tokens", got.CachedTokens))
 	}
 }

@@ -3,8 +3,11 @@ package telemetry
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"log/slog"
 	"net/http"
+	"slices"
+	"strconv"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -12,6 +15,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // Observer is what a server reports to: behind it stand the metrics, the latest requests and the log. A handler
@@ -190,4 +194,83 @@ func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfe
 func (x *Meter) LegEnded(pool, hop, endpoint, result string, status int, took time.Duration) {
 	x.Observer.HopEnded(pool, hop, endpoint, result, took, x.Exemplar)
 	x.SpanLegEnded(result, status)
+}
+
+// Weigh returns endpoints with the parts of their prices, at most maxWeighed. split: the request goes over two.
+func Weigh(all []picker.Weighed, split bool) []Weighed {
+	out := make([]Weighed, 0, min(len(all), maxWeighed))
+	for _, c := range all[:cap(out)] {
+		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Word: c.Word, Out: c.Out != "", Why: c.Out, Hit: c.Hit}
+		if p := c.Prefill; p != nil && split {
+			w.Prefill = parts([]Part{
+				{Name: "queue", Value: p.Queue}, {Name: "work", Value: p.Work}, {Name: "load", Value: p.Load},
+				{Name: "others", Value: p.Others}, {Name: "jobs", Value: p.Jobs}, {Name: "session", Value: p.Session},
+			})
+		}
+		if d := c.Decode; d != nil && split {
+			w.Decode = parts([]Part{
+				{Name: "transfer", Value: c.Transfer}, {Name: "step", Value: d.Step}, {Name: "answer", Value: d.Answer},
+				{Name: "overflow", Value: d.Overflow}, {Name: "session", Value: d.Session},
+			})
+		}
+		if a := c.Alone; a != nil {
+			alone := parts([]Part{
+				{Name: "queue", Value: a.Queue}, {Name: "work", Value: a.Work}, {Name: "load", Value: a.Load},
+				{Name: "others", Value: a.Others}, {Name: "answers", Value: a.Answers},
+				{Name: "decode", Value: a.Decode}, {Name: "overflow", Value: a.Overflow},
+				{Name: "session", Value: a.Session},
+			})
+			if w.Alone = alone; !split {
+				w.Alone, w.Decode = nil, alone
+			}
+			switch {
+			case c.TooLong:
+				w.NotAlone = NotAloneTooLong
+			case c.Busy:
+				w.NotAlone = NotAloneBusy
+			}
+		}
+		out = append(out, w)
+	}
+	return out
+}
+
+// parts removes the parts that are zero.
+func parts(all []Part) []Part {
+	return slices.DeleteFunc(all, func(p Part) bool { return p.Value == 0 })
+}
+
+// maxWeighed bounds what is reported of a large fleet.
+const maxWeighed = 64
+
+// maxExplanation bounds the explanation in a header, in bytes; Envoy accepts some 58 KiB of headers in all.
+const maxExplanation = 8 << 10
+
+// Explanation renders a decision for a header: JSON, with as many endpoints as fit, the chosen ones first. It reorders
+// and shortens the candidates.
+func Explanation(pool string, q Queued, e *picker.Explanation) []byte {
+	chosen := func(w picker.Weighed) int {
+		if w.Endpoint == e.Prefill || w.Endpoint == e.Decode {
+			return 0
+		}
+		return 1
+	}
+	slices.SortStableFunc(e.Candidates, func(a, b picker.Weighed) int { return chosen(a) - chosen(b) })
+	for {
+		text, err := json.Marshal(struct {
+			Pool         string  `json:"pool"`
+			Waited       float64 `json:"waited"` // s
+			WaitedFor    string  `json:"waited_for,omitempty"`
+			Behind       int     `json:"behind,omitempty"`
+			BehindRemote int     `json:"behind_remote,omitempty"`
+			*picker.Explanation
+		}{pool, q.Waited.Seconds(), q.WaitedFor, q.Behind, q.BehindRemote, e})
+		switch {
+		case err != nil: // a price that is not a number: there is no endpoint
+			return []byte(`{"pool":` + strconv.Quote(pool) + `,"refused":` + strconv.Quote(e.Refused) + `}`)
+		case len(text) <= maxExplanation || len(e.Candidates) == 0:
+			return text
+		}
+		e.Candidates = e.Candidates[:len(e.Candidates)/2]
+	}
 }

@@ -168,7 +168,8 @@ func (r *Recent) wantsWeighed(now time.Time) bool {
 	return due <= now.UnixNano() && r.weighed.CompareAndSwap(last, due)
 }
 
-// leg edits the trace of a request, of which this replica serves a leg or the next pass. It may be planned elsewhere.
+// leg edits the trace of a request, of which this replica serves a leg or the next pass. Another replica may have
+// planned it.
 func (r *Recent) leg(id string, ticket *kvtransfer.Ticket, edit func(*Trace)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -43,5 +43,5 @@ func (c *Clock) Ahead() time.Duration {
 	return time.Now().Round(0).Sub(c.Now().Round(0)) // the wall clocks
 }
 
-// MaxAhead is the difference of a host's clock, either way, from which an operator is told.
+// MaxAhead is the difference of a host's clock, either way, from which an operator is warned.
 const MaxAhead = 2 * time.Second

@@ -83,7 +83,7 @@ func (r *Room) Release(slot int32) {
 	}
 }
 
-// fetched ends what the claim holds elsewhere.
+// fetched ends what the claim holds at another endpoint.
 func (c *claim) fetched() bool {
 	if c.from == nil {
 		return false

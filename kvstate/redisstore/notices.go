@@ -74,7 +74,7 @@ func (s *Store) publishNotices(ctx context.Context) {
 		}
 		if _, err := s.sendNotices(ctx, ids); err != nil {
 			s.counters.noticesDropped.Add(int64(len(ids)))
-			s.log.Debug("notices are not told to other replicas", "notices", len(ids), "err", err)
+			s.log.Debug("notices are not published to other replicas", "notices", len(ids), "err", err)
 		}
 	}
 }

@@ -50,7 +50,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	}
 	require.Equal(t, []bool{false, true, false}, []bool{b.e(0).Failed(), b.e(1).Failed(), b.e(2).Failed()})
 	require.True(t, kvstate.Hung(b.e(1)))
-	require.True(t, b.p.published[addr(1)].failed && b.p.published[addr(1)].hung, "it need not be told again")
+	require.True(t, b.p.published[addr(1)].failed && b.p.published[addr(1)].hung, "it need not be published again")
 
 	// The parts of the one before the last are kept for those who are still reading them, those of the one before that are not.
 	c := r.client()

@@ -39,10 +39,10 @@ func (id streamID) compare(other streamID) int {
 
 // clock estimates Redis's clock from our own entries: their ids are the server's time.
 type clock struct {
-	ahead atomic.Int64 // microseconds that it is ahead of ours
-	fleet *fleetclock.Clock
-	log   *slog.Logger
-	told  atomic.Bool // that the host's clock is wrong
+	ahead  atomic.Int64 // microseconds that it is ahead of ours
+	fleet  *fleetclock.Clock
+	log    *slog.Logger
+	warned atomic.Bool // that the host's clock is wrong
 }
 
 // set records the id of an entry of ours: it was added between sent and replied. The id has whole milliseconds, so
@@ -55,7 +55,7 @@ func (c *clock) set(id streamID, sent, replied time.Time) {
 	half := replied.Sub(sent) / 2
 	c.fleet.Set(sent.Add(half), time.UnixMicro(int64(id.ms)*1000+500), half)
 	ahead := c.fleet.Ahead()
-	if wrong := ahead.Abs() > fleetclock.MaxAhead; wrong != c.told.Swap(wrong) && wrong {
+	if wrong := ahead.Abs() > fleetclock.MaxAhead; wrong != c.warned.Swap(wrong) && wrong {
 		c.log.Warn("this host's clock is not Redis's, whose time tickets have: set it", "ahead", ahead)
 	}
 }

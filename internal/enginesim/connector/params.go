@@ -42,7 +42,7 @@ type remote struct {
 	requestID string
 	host      string
 	port      int
-	expires   time.Duration // remote_blocks_expiry_time, by the clock of the engine that keeps them; 0: not told
+	expires   time.Duration // remote_blocks_expiry_time, by the clock of the engine that keeps them; 0: unknown
 	transfer  string        // transfer_id (Mooncake)
 	bootstrap string        // remote_bootstrap_addr (Mooncake)
 }

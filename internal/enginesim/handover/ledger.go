@@ -100,7 +100,7 @@ func (l *Ledger) end(h *handOver, how string) {
 	l.Held.Add(-int64(len(h.blocks)))
 }
 
-// free frees blocks of which another engine has told, in the core's next step.
+// free frees blocks that another engine has reported as fetched, in the core's next step.
 func (l *Ledger) free(blocks []int32) {
 	if !l.core.Stands() {
 		l.pool.Free(blocks)
