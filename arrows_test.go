@@ -26,8 +26,8 @@ const module = "tandem"
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
 	"kvstate":           {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
-	"envoy-configs/lua": {},
-	"extproc/faults":    {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"envoy-configs/lua": {}, "envoy-configs/predicate": {},
+	"extproc/faults": {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/replan": {
 		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/pass",
 		"extproc/plan", "extproc/reclaim", "kvstate", "kvstate/standstill",
@@ -94,6 +94,7 @@ var arrows = map[string][]string{
 		"extproc/openai (test)",
 	},
 	"extproc/answer":         {"extproc/kvtransfer", "extproc/openai"},
+	"extproc/migration":      {"extproc/openai"},
 	"extproc/concurrent":     {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/plan"},
 	"extproc/endpointpicker": {"extproc/envoywire", "extproc/openai", "extproc/plan"},
 	"extproc/paths":          {},
@@ -119,7 +120,8 @@ var arrows = map[string][]string{
 	"protos/state/v1":        {},
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
-	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors"},
+	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors",
+		"envoy-configs/predicate"},
 	"cmd/tandem": {
 		"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
 		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/pass", "extproc/telemetry",

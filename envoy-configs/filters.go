@@ -26,6 +26,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/envoy-configs/lua"
+	"tandem/envoy-configs/predicate"
 )
 
 // Names of filters, by which routes configure them too.
@@ -45,13 +46,11 @@ func (m filters) main() []*hcmv3.HttpFilter {
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
 	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"))
 	if m.Leases {
-		rule := &metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{{Header: "x-tandem-rule", Remove: true,
+		keep := &metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{{Header: "x-tandem-rule", Remove: true,
 			OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem.answer", Key: "rule"}}}}
-		fs = append(fs, m.filter("envoy.filters.http.header_to_metadata", noted(m, rule, notes{
-			"": "Kept for the answer, and not for engines to see."})),
-			m.ruled("edit", lua.Edit, "cut|[0-9]+", "Cuts KV parameters, and all of a refused stream."),
-			m.ruled("late", lua.Late, "[0-9]+", "An answer that begins late may be made from KV that was another "+
-				"prompt's by then: the server is asked, and what it refuses ends as an error."))
+		fs = append(fs, m.filter("envoy.filters.http.header_to_metadata", noted(m, keep, notes{
+			"": "Kept for the answer, and not for engines to see."})))
+		fs = append(fs, m.lateScripts()...)
 	}
 	return append(fs,
 		m.filter("envoy.filters.http.router", noted(m, &routerv3.Router{SuppressEnvoyHeaders: true,
@@ -146,7 +145,7 @@ func (m filters) filter(name string, config proto.Message) *hcmv3.HttpFilter {
 }
 
 // filterUnless is a filter that Envoy leaves out for answers that the predicate holds for.
-func (m filters) filterUnless(name, kind string, config proto.Message, p *predicate) *hcmv3.HttpFilter {
+func (m filters) filterUnless(name, kind string, config proto.Message, p *predicate.P) *hcmv3.HttpFilter {
 	skip := &matcherv3.Matcher_OnMatch{OnMatch: &matcherv3.Matcher_OnMatch_Action{
 		Action: &xdscorev3.TypedExtensionConfig{Name: "skip", TypedConfig: m.pack(&actionv3.SkipFilter{})},
 	}}
@@ -158,12 +157,9 @@ func (m filters) filterUnless(name, kind string, config proto.Message, p *predic
 	})
 }
 
-// predicate is a condition on an answer.
-type predicate = matcherv3.Matcher_MatcherList_Predicate
-
 // input is a condition on one thing that Envoy knows of an answer.
-func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate {
-	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
+func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate.P {
+	return &predicate.P{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
 		SinglePredicate: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate{
 			Input:   &xdscorev3.TypedExtensionConfig{Name: name, TypedConfig: m.pack(config)},
 			Matcher: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_ValueMatch{ValueMatch: value},
@@ -171,36 +167,12 @@ func (m filters) input(name string, config proto.Message, value *matcherv3.Strin
 	}}
 }
 
-func (m filters) statusIs(status string) *predicate {
-	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, textIs(status))
+func (m filters) statusIs(status string) *predicate.P {
+	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, predicate.Is(status))
 }
 
-func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *predicate {
+func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *predicate.P {
 	return m.input("header", &envoymatcherv3.HttpResponseHeaderMatchInput{HeaderName: name}, value)
-}
-
-func textIs(text string) *matcherv3.StringMatcher {
-	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Exact{Exact: text}}
-}
-
-func textBegins(prefix string) *matcherv3.StringMatcher {
-	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: prefix}}
-}
-
-func textMatches(regex string) *matcherv3.StringMatcher {
-	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_SafeRegex{SafeRegex: &matcherv3.RegexMatcher{
-		EngineType: &matcherv3.RegexMatcher_GoogleRe2{GoogleRe2: &matcherv3.RegexMatcher_GoogleRE2{}}, Regex: regex,
-	}}}
-}
-
-func not(p *predicate) *predicate {
-	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_NotMatcher{NotMatcher: p}}
-}
-
-func all(ps ...*predicate) *predicate {
-	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_AndMatcher{
-		AndMatcher: &matcherv3.Matcher_MatcherList_Predicate_PredicateList{Predicate: ps},
-	}}
 }
 
 // buffer has Envoy wait for the whole body.
@@ -259,7 +231,8 @@ func (m filters) switched() *hcmv3.HttpFilter {
 	ask := m.extProc("switched", processing(nothing, headers))
 	ask.MessageTimeout = durationpb.New(5 * time.Second)
 	ask.StatusOnError = &typev3.HttpStatus{Code: typev3.StatusCode_BadGateway}
-	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, not(m.statusIs("101"))), notes{
+	unless := predicate.Not(m.statusIs("101"))
+	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, unless), notes{
 		"": "An engine's 101, which no client has asked for: the server makes it 502, or the client would wait " +
 			"for what follows.",
 	})
@@ -290,7 +263,7 @@ func (m filters) mainExtProc() *hcmv3.HttpFilter {
 // unfollowed ends redirects that Envoy could not follow, on routes that enable it.
 func (m filters) unfollowed() *hcmv3.HttpFilter {
 	script := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(lua.Unfollowed)}}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, script, not(m.statusIs("307"))), notes{
+	return noted(m, m.filterUnless(luaFilter, luaFilter, script, predicate.Not(m.statusIs("307"))), notes{
 		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an " +
 			"error, and the access log says so, from which the server works out why. The matcher keeps all other " +
 			"answers from the script, which would cost each a coroutine.",
@@ -298,18 +271,38 @@ func (m filters) unfollowed() *hcmv3.HttpFilter {
 }
 
 // ruled is a script for answers to requests with a rule (docs/adr/0050). The matcher keeps all others from it.
-func (m filters) ruled(name, script, rule, why string) *hcmv3.HttpFilter {
-	of := all(m.statusIs("200"), m.answerHeader("x-tandem-rule", textMatches("[0-9]+ ("+rule+") [^ ]+ [^ ]+")))
+func (m filters) ruled(name, script string, of *predicate.P, why string) *hcmv3.HttpFilter {
 	lua := &luav3.Lua{DefaultSourceCode: inline(script)}
-	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, not(of)), notes{"": why})
+	skip := predicate.Not(predicate.All(m.statusIs("200"), of))
+	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, skip), notes{"": why})
+}
+
+// rule is true of answers to which the rule applies (legRoute writes it).
+func (m filters) rule(of string) *predicate.P {
+	return m.answerHeader("x-tandem-rule", predicate.Matches("[0-9-]+ [0-9]+ "+of+" [^ ]+ [^ ]+"))
+}
+
+// lateScripts ask about answers that begin late, and edit those that are refused (docs/adr/0050).
+func (m filters) lateScripts() []*hcmv3.HttpFilter {
+	stream := m.answerHeader("content-type", predicate.Matches("(?i).*event-stream.*"))
+	// An engine that says how long an answer is has computed it.
+	whole := predicate.All(m.answerHeader("content-length", predicate.Matches("[0-9]+")),
+		m.answerHeader("x-tandem-rule", predicate.Matches("[0-9]{1,3} [0-9]+ [0-9]{4,} .*"))) // in less than a second
+	return []*hcmv3.HttpFilter{
+		m.ruled("edit", lua.Edit, predicate.Either(m.rule("cut"), predicate.All(m.rule("[0-9]+"), stream)),
+			"Cuts KV parameters, and all of a refused stream."),
+		m.ruled("late", lua.Late, predicate.All(m.rule("[0-9]+"), predicate.Not(whole)),
+			"An answer that begins late may be made from KV that was another prompt's by then: the server is asked, "+
+				"and what it refuses ends as an error. Answers that are whole in time do not pass the script."),
+	}
 }
 
 // inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
 func (m filters) inlineAnswer() *hcmv3.HttpFilter {
-	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")),
-		m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
-	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(lua.Inline)},
-		not(short)), notes{
+	short := predicate.All(m.statusIs("200"), m.answerHeader("x-tandem-carry", predicate.Begins("http")),
+		m.answerHeader("content-length", predicate.Matches("[1-9][0-9]{0,3}")))
+	inlined := &luav3.Lua{DefaultSourceCode: inline(lua.Inline)}
+	return noted(m, m.filterUnless(luaFilter, luaFilter, inlined, predicate.Not(short)), notes{
 		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
 			"redirect, if pass 1 said so. The matcher keeps all others from the script.",
 	})
@@ -317,9 +310,9 @@ func (m filters) inlineAnswer() *hcmv3.HttpFilter {
 
 // cleanRefusal cuts KV parameters out of an engine's refusal.
 func (m filters) cleanRefusal() *hcmv3.HttpFilter {
-	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
-	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(lua.Refusal)},
-		not(refused)), notes{
+	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, predicate.Is("4xx"))
+	refusal := &luav3.Lua{DefaultSourceCode: inline(lua.Refusal)}
+	return noted(m, m.filterUnless(luaFilter, luaFilter, refusal, predicate.Not(refused)), notes{
 		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that " +
 			"name internal hosts and rooms are cut. The matcher keeps all other answers from the script.",
 	})

@@ -101,8 +101,9 @@ func (m routes) legRoute(name, leg, cluster string, idle time.Duration, retry *r
 		}},
 	}
 	if idle > 0 && m.Leases { // it answers the client
-		r.ResponseHeadersToAdd = []*corev3.HeaderValueOption{setHeader("x-tandem-rule", "%START_TIME(%s%3f)% "+
-			"%DYNAMIC_METADATA(tandem.answer:rule)% %REQ(x-tandem-ticket)% %REQ(x-request-id)%", overwriteOrAdd)}
+		r.ResponseHeadersToAdd = []*corev3.HeaderValueOption{setHeader("x-tandem-rule",
+			"%RESPONSE_DURATION% %START_TIME(%s%3f)% %DYNAMIC_METADATA(tandem.answer:rule)% %REQ(x-tandem-ticket)% "+
+				"%REQ(x-request-id)%", overwriteOrAdd)}
 	}
 	if m.several() {
 		r.RequestHeadersToRemove = []string{"x-tandem-restart"}

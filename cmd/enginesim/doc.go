@@ -17,7 +17,9 @@
 // h2c.
 //
 // A token is four bytes of text. The answer is a function of *every* token of the prompt, by way of the KV blocks that
-// hold them: one wrong block changes the text. Its length is max_tokens, or 16 to 48 tokens if that is absent. Forced
+// hold them: one wrong block changes the text. A prompt of token ids that ends with the beginning of an answer goes on
+// with that answer, if the request has return_token_ids (or comes with LMCache's first token). Streams hold text back
+// for stop strings as vLLM's do. Its length is max_tokens, or 16 to 48 tokens if that is absent. Forced
 // tool calls (tool_choice required or named) are answered with arguments that fit the schema.
 //
 // # How the parts work together

@@ -51,7 +51,7 @@ local function cutter()
 end
 function envoy_on_response(handle)
   local headers = handle:headers()
-  local cuts = headers:get("x-tandem-rule"):find("^%d+ cut ") ~= nil
+  local cuts = headers:get("x-tandem-rule"):find("^%S+ %d+ cut ") ~= nil
   local stream = (headers:get("content-type") or ""):find("event-stream", 1, true) ~= nil
   if not stream then
     if cuts then

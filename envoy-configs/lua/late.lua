@@ -1,6 +1,6 @@
--- The rule is the time at which the pass began, the milliseconds after which its answer is late, its ticket and its id.
+-- The rule is how long the first byte took, the time at which the pass began, the milliseconds after which its answer is late, its ticket and its id.
 local function refused(handle, rule)
-  local began, limit, ticket, id = rule:match("^(%d+) (%d+) (%S+) (%S+)$")
+  local began, limit, ticket, id = rule:match("^%S+ (%d+) (%d+) (%S+) (%S+)$")
   if not began or handle:timestamp(EnvoyTimestampResolution.MILLISECOND) - tonumber(began) <= tonumber(limit) then
     return false
   end

@@ -1,6 +1,9 @@
 package openai
 
-import "strings"
+import (
+	"iter"
+	"strings"
+)
 
 // completionLimit is the default of max_tokens of a completion (vLLM: CompletionRequest.max_tokens).
 const completionLimit = 16
@@ -42,49 +45,60 @@ func (r *Request) AnswerTokens() (least, most int64) {
 }
 
 // Uncontinuable returns the reason why one engine has to write the answer from its first token on, or "" if a second
-// engine may continue it over /v1/completions with the first token at the end of its prompt ([Continuation]). The
-// reasons are label values.
-//
-// /v1/completions does not parse tool calls as a chat endpoint does. A grammar, a stop string or penalties apply to
-// the whole answer, and would miss its beginning. Media cannot be written as token ids of a prompt.
+// engine may continue it over /v1/completions with the first token at the end of its prompt ([Continuation]).
 func (r *Request) Uncontinuable() (reason string) {
-	if r.api != Chat && r.api != Completions {
-		return "api"
-	}
-	if n, ok := r.TokenLimit(); !ok || n == 1 {
-		return "limit"
-	}
-	if raw := r.Raw(FieldMinTokens); present(raw) {
-		if _, ok := Count(raw); !ok {
-			return "limit"
-		}
-	}
-	for i := range r.members[scopeTop] {
-		m := &r.members[scopeTop][i]
-		if value := r.text(m); present(value) {
-			if reason := uncontinuable(string(r.key(m)), value); reason != "" {
-				return reason
-			}
-		}
-	}
-	if r.api == Chat && hasMedia(r.Raw(FieldMessages)) {
-		return "media"
+	for reason := range Obstacles(r) {
+		return reason
 	}
 	return ""
 }
 
+// Obstacles yields all reasons for which a second engine cannot continue the answer from its tokens, as label values:
+// /v1/completions does not parse tool calls as a chat endpoint does; a grammar, a stop string, penalties and other
+// state of the sampler apply to the whole answer, and would miss its beginning; media cannot be written as token ids.
+func Obstacles(r *Request) iter.Seq[string] {
+	return func(yield func(string) bool) {
+		if r.api != Chat && r.api != Completions {
+			yield("api")
+			return
+		}
+		n, ok := r.TokenLimit()
+		if least := r.Raw(FieldMinTokens); ok && present(least) {
+			_, ok = Count(least)
+		}
+		if (!ok || n == 1) && !yield("limit") {
+			return
+		}
+		for i := range r.members[scopeTop] {
+			m := &r.members[scopeTop][i]
+			if value := r.text(m); present(value) {
+				if reason := uncontinuable(string(r.key(m)), value); reason != "" && !yield(reason) {
+					return
+				}
+			}
+		}
+		if r.api == Chat && hasMedia(r.Raw(FieldMessages)) {
+			yield("media")
+		}
+	}
+}
+
+// obstacles are the members that are one with any value.
+var obstacles = map[string]string{
+	"tools": "tools", "functions": "tools", "structured_outputs": "grammar", "seed": "seed", "bad_words": "penalty",
+	"suffix": "prompt", "truncate_prompt_tokens": "prompt", "modalities": "media", "audio": "media",
+	"logits_processors": "processor", "vllm_xargs": "processor", "thinking_token_budget": "processor",
+	"repetition_detection": "processor",
+}
+
 func uncontinuable(name string, value []byte) string {
 	switch name {
-	case "tools", "functions":
-		return "tools"
 	case "response_format":
 		for key, kind := range pairs(value) {
 			if string(key) == "type" && string(kind) == `"text"` {
 				return ""
 			}
 		}
-		return "grammar"
-	case "structured_outputs":
 		return "grammar"
 	case "stop":
 		if string(value) != "[]" {
@@ -98,21 +112,19 @@ func uncontinuable(name string, value []byte) string {
 		if strings.Trim(string(value), "-0.") != "" {
 			return "penalty"
 		}
-	case "seed":
-		return "seed"
-	case "suffix", "truncate_prompt_tokens":
-		return "prompt"
 	case "return_token_ids":
 		if wanted(value) {
 			return "token_ids"
 		}
-	case "modalities", "audio":
-		return "media"
+	case "spaces_between_special_tokens":
+		if !wanted(value) {
+			return "spaces"
+		}
 	}
 	if strings.HasPrefix(name, "guided_") {
 		return "grammar"
 	}
-	return ""
+	return obstacles[name]
 }
 
 // hasMedia reports whether messages have parts that are not text.

@@ -111,6 +111,12 @@ func skipValue(b []byte, i, room int) (end int, f fault) {
 	}
 }
 
+// Skip returns the index behind the JSON value at i, which it validates, and behind white space that follows.
+func Skip(b []byte, i int) (end int, ok bool) {
+	end, f := skipValue(b, i, maxNesting)
+	return skipSpace(b, end), f == noFault
+}
+
 // closeLevels moves on from the end of a value: over the levels that end there, to the start of the next value. If no
 // open level is left, there is no next value.
 func closeLevels(b []byte, i, open int, stack *levels) (end, stillOpen int, f fault) {

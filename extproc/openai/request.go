@@ -421,6 +421,9 @@ func (r *Request) Text(name string) []byte {
 	return nil
 }
 
+// Value is [Request.Raw] for a member that has no field. A name that is written with escapes is not found.
+func Value(r *Request, name string) []byte { return r.topValue(name) }
+
 // Int returns the number that engines read from the member; see [Count].
 func (r *Request) Int(f Field) (int64, bool) { return Count(r.Raw(f)) }
 

@@ -2,6 +2,7 @@ package plan
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	"tandem/extproc/kvtransfer"
@@ -93,7 +94,7 @@ func (a *Attempt) Exhausted(p *Policy, decode string) error {
 	case a.DecodeFailed && a.Late(p):
 		why = "no endpoint answered this request in the time there is for it"
 	case a.failures(decode) > 0 && slices.ContainsFunc(a.Excluded, failedTwice):
-		why = "every endpoint that could answer this request has failed it"
+		why = "every endpoint that could answer this request has failed it" + a.failed()
 	default:
 		return nil
 	}
@@ -112,6 +113,24 @@ func (a *Attempt) failures(addr string) (times int) {
 		}
 	}
 	return times
+}
+
+// failed names the endpoints that failed the request, for its client: ": 10.0.2.1:8000 (twice)".
+func (a *Attempt) failed() string {
+	var said []string
+	for i, addr := range a.Excluded {
+		if slices.Contains(a.Excluded[:i], addr) {
+			continue
+		}
+		if a.failures(addr) >= maxTries {
+			addr += " (twice)"
+		}
+		said = append(said, addr)
+	}
+	if len(said) == 0 {
+		return ""
+	}
+	return ": " + strings.Join(said, ", ")
 }
 
 // Retries returns the endpoints that stay excluded even if no other is left: those that failed the request maxTries

@@ -187,7 +187,7 @@ func (p *Policy) RefusePair(pool *kvstate.Pool, a *Attempt, l Limits) error {
 		if err := justFull(pool); err != nil {
 			return err
 		}
-		const message = "every pair of endpoints that was tried has failed this request"
+		message := "every pair of endpoints that was tried has failed this request" + a.failed()
 		return openai.Unavailable("endpoint_failed", message, time.Second)
 	case "unknown_peer", "policy": // nothing is wrong with the request
 	default:

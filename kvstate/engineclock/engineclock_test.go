@@ -6,6 +6,7 @@ import (
 	"math"
 	"net"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -29,8 +30,8 @@ func float(v float64) []byte {
 	return binary.BigEndian.AppendUint64([]byte{0xcb}, math.Float64bits(v))
 }
 
-// sideChannel is a ROUTER that answers as engine, with a clock that stands at clock.
-func sideChannel(t *testing.T, engine *atomic.Value, clock float64) (port int, asked *atomic.Int64) {
+// listen starts a side channel, a ROUTER that answers as engine, with a clock that stands at clock.
+func listen(t *testing.T, engine *atomic.Value, clock float64) (port int, asked *atomic.Int64) {
 	ctx, stop := context.WithCancel(context.Background())
 	router := zmq4.NewRouter(ctx)
 	require.NoError(t, router.Listen("tcp://127.0.0.1:0"))
@@ -57,7 +58,7 @@ func sideChannel(t *testing.T, engine *atomic.Value, clock float64) (port int, a
 func TestClock(t *testing.T) {
 	var engine atomic.Value
 	engine.Store("a")
-	port, asked := sideChannel(t, &engine, 4093.5)
+	port, asked := listen(t, &engine, 4093.5)
 	c := New()
 	now := func(engine string) (float64, bool) {
 		var seconds float64
@@ -79,6 +80,8 @@ func TestClock(t *testing.T) {
 
 	_, ok = c.Now(t.Context(), "b", "127.0.0.1", port)
 	require.False(t, ok, "another engine is there")
+	_, ok = c.Now(t.Context(), "a", "127.0.0.1", port)
+	require.True(t, ok, "as it was asked by its address")
 	engine.Store("b")
 	_, ok = now("b")
 	require.True(t, ok, "it was started again")
@@ -99,6 +102,38 @@ func TestNobodyAnswers(t *testing.T) {
 		require.False(t, ok)
 	}
 	require.Less(t, time.Since(began), time.Minute, "not each request waits for it")
+}
+
+// An engine that is too busy to answer keeps the clock that it had, for a minute, and no request waits.
+func TestBusyEngine(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close() // it accepts, and says nothing
+	for age, known := range map[time.Duration]bool{fresh + time.Second: true, trusted + time.Second: false} {
+		c := New()
+		c.known[l.Addr().String()] = &sideChannel{last: reading{engine: "a", clock: 100, at: time.Now().Add(-age)}}
+		ctx, stop := context.WithCancel(t.Context())
+		stop()
+		seconds, ok := c.Now(ctx, "a", "127.0.0.1", l.Addr().(*net.TCPAddr).Port)
+		require.Equal(t, known, ok, age)
+		if known {
+			require.InDelta(t, 100+age.Seconds(), seconds, 60)
+		}
+	}
+}
+
+// Requests that come together ask once.
+func TestOneQuestion(t *testing.T) {
+	var engine atomic.Value
+	engine.Store("a")
+	port, asked := listen(t, &engine, 4093.5)
+	c := New()
+	var all sync.WaitGroup
+	for range 100 {
+		all.Go(func() { _, _ = c.Now(t.Context(), "a", "127.0.0.1", port) })
+	}
+	all.Wait()
+	require.LessOrEqual(t, asked.Load(), int64(2), "a machine that stands still may ask again after a second")
 }
 
 func TestParse(t *testing.T) {

@@ -19,8 +19,8 @@ func (c *answer) prepare(prompts []*engine.Prompt) {
 		for choice := range int(c.req.N) {
 			room := c.cfg.MaxModelLen - p.N
 			q := &engine.Sequence{P: p, Index: i, Choice: choice, Out: c.req.Answer(p.Digest, choice, room, 0)}
-			if digest, ok := c.continues(p); ok {
-				q.Out = c.req.Answer(digest, choice, room, 1)
+			if digest, given := c.continues(p); given > 0 {
+				q.Out = c.req.Answer(digest, choice, room, given)
 			}
 			if c.req.Kv.Context {
 				connector.StopAfterContext(q)
@@ -47,12 +47,14 @@ func (c *answer) internalID(q *engine.Sequence) string {
 	return id
 }
 
-// continues returns the digest of the prompt that a completion of token ids continues, if it does.
-func (c *answer) continues(p *engine.Prompt) (digest uint64, ok bool) {
-	if c.req.API != request.Completions {
-		return 0, false
+// continues returns the digest of the prompt whose answer a prompt of token ids continues, and how many tokens of it
+// were given already; 0: none. It is searched for only where a router may ask for it.
+func (c *answer) continues(p *engine.Prompt) (digest uint64, given int) {
+	ids := c.req.ReturnIDs && c.req.N == 1 && c.req.ByIDs()
+	if ids || c.req.API == request.Completions && c.leg.Node.TakesFirstTokens() {
+		return engine.Continued(p.Ids, c.cfg.BlockSize)
 	}
-	return c.leg.Node.Continues(p)
+	return 0, 0
 }
 
 // usage is the token counts of an answer.

@@ -185,7 +185,7 @@ func (chatAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []byte {
 		dst = c.appendToolDelta(dst, q, i)
 	} else {
 		dst = append(dst, `,"delta":{"content":"`...)
-		dst = append(jsontext.AppendEscaped(dst, q.Out.Token(i)), `"}`...)
+		dst = append(jsontext.AppendEscaped(dst, q.Out.Delta(i)), `"}`...)
 	}
 	dst = append(dst, `,"logprobs":`...)
 	dst = c.appendChatLogprobs(dst, q, i, i+1)

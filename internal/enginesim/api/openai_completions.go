@@ -92,7 +92,7 @@ func (completionsAPI) begin(_ *answer, dst []byte) []byte { return dst }
 
 func (completionsAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []byte {
 	index := q.Index*int(c.req.N) + q.Choice
-	text := q.Out.Token(i)
+	text := q.Out.Delta(i)
 	if i == 0 {
 		text = c.echoed(q) + text
 	}
@@ -108,10 +108,12 @@ func (completionsAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []
 		dst = jsontext.AppendStr(dst, "finish_reason", q.Out.Finish)
 		dst = jsontext.AppendRaw(dst, "stop_reason", []byte(q.Out.StopReason))
 	}
-	dst = c.appendTokenIDs(dst, q, i, i+1)
-	if i == 0 && c.req.ReturnIDs {
-		dst = jsontext.AppendIDs(jsontext.AppendKey(dst, "prompt_token_ids"), q.P.Ids)
+	if dst = jsontext.AppendKey(dst, "prompt_token_ids"); i == 0 && c.req.ReturnIDs {
+		dst = jsontext.AppendIDs(dst, q.P.Ids)
+	} else {
+		dst = append(dst, "null"...)
 	}
+	dst = c.appendTokenIDs(dst, q, i, i+1)
 	dst = append(dst, "}]"...)
 	if i == q.Out.N-1 && !c.req.IncludeUsage {
 		dst = append(dst, `,"system_fingerprint":"`+fingerprint+`"`...)

@@ -217,17 +217,11 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 	})
 }
 
-// Continues returns the digest of the prompt whose answer a completion of token ids continues, if its last token is
-// the first one of that answer, which P has already given. The text that follows is the one that P's prompt alone
-// would have produced, so a token that is lost or doubled between the engines is visible.
-func (s *Node) Continues(p *engine.Prompt) (digest uint64, ok bool) {
-	if s.cfg.Connector != LMCache || s.cfg.Role == engine.RolePrefill || len(p.Ids) < 2 {
-		return 0, false
-	}
-	t := engine.NewTokenizer(s.cfg.BlockSize, false)
-	t.Tokens(p.Ids[:len(p.Ids)-1])
-	before := engine.Output{Digest: t.Finish("").Digest}
-	return before.Digest, engine.TokenID([]byte(before.Token(0))) == p.Ids[len(p.Ids)-1]
+// TakesFirstTokens reports whether a completion of token ids may end with the first token of an answer, which P has
+// already given. The text that follows is the one that P's prompt alone would have produced, so a token that is lost or
+// doubled between the engines is visible.
+func (s *Node) TakesFirstTokens() bool {
+	return s.cfg.Connector == LMCache && s.cfg.Role != engine.RolePrefill
 }
 
 // ReceiverPort returns port i of the receiver: to initialise and to allocate of rank 0, and so on.

@@ -3,6 +3,7 @@ package engine
 import (
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"tandem/internal/enginesim/jsontext"
 )
@@ -30,6 +31,8 @@ type Output struct {
 	Text       string // set if it is not simply the generated tokens: cut at a stop, or a tool call's arguments
 	Literal    bool   // text is used
 	Tool       string // name of the called function
+	hold       int    // characters that a stream holds back, because a stop string may begin there
+	stopped    bool   // text ends where a stop begins
 }
 
 const (
@@ -65,7 +68,63 @@ func (s *Sampling) Answer(digest uint64, choice, room, given int) Output {
 		return o
 	}
 	o.applyStops(s)
+	for _, stop := range s.Stop {
+		if !s.IncludeStop {
+			o.hold = max(o.hold, utf8.RuneCountInString(stop)-1)
+		}
+	}
 	return o
+}
+
+// generated returns the output with all of the text that was generated, that of a stop string too.
+func (o *Output) generated() *Output {
+	if !o.stopped {
+		return o
+	}
+	whole := *o
+	whole.Literal = false
+	return &whole
+}
+
+// Delta returns the text of a stream's event of token i: what the tokens up to there have added, except for as many
+// characters at the end as a stop string may still begin with (vLLM 0.32.0, v1/engine/detokenizer.py:85).
+func (o *Output) Delta(i int) string {
+	if o.hold == 0 {
+		return o.Token(i)
+	}
+	text := []rune(o.Whole())
+	upTo := func(i int) (n int) {
+		if i == o.N-1 {
+			return len(text)
+		}
+		for j := range i + 1 {
+			n += utf8.RuneCountInString(o.generated().Token(j))
+		}
+		return min(max(n-o.hold, 0), len(text))
+	}
+	return string(text[upTo(i-1):upTo(i)])
+}
+
+// Continued looks for the longest end of a prompt that is the beginning of the answer to what precedes it: a request
+// that continues the answer of another engine. It returns the digest of that prompt, and the number of tokens that were
+// given already, or 0.
+func Continued(ids []uint32, blockSize int) (digest uint64, given int) {
+	t := NewTokenizer(blockSize, false)
+	for n := 1; n < len(ids); n++ {
+		t.Tokens(ids[n-1 : n])
+		before := Output{Digest: t.digest()}
+		same := 0
+		for i, id := range ids[n:] {
+			if TokenID([]byte(before.Token(i))) != id {
+				break
+			}
+			same++
+		}
+		if same == len(ids)-n {
+			return before.Digest, same
+		}
+	}
+	return 0, 0
 }
 
 // Tokens are syllables of four bytes; a few contain characters that must be escaped or are not ASCII.
@@ -131,7 +190,7 @@ func (o *Output) applyStops(q *Sampling) {
 }
 
 func (o *Output) cut(text string, tokens int, reason string) {
-	o.Literal, o.Text, o.N = true, text, tokens
+	o.Literal, o.stopped, o.Text, o.N = true, true, text, tokens
 	o.Finish, o.StopReason = "stop", reason
 }
 
@@ -228,7 +287,7 @@ func (o *Output) callTool(name, args string, maxTokens int64) {
 func (o *Output) TokenIDs(from, to int) []uint32 {
 	ids := make([]uint32, 0, to-from)
 	for i := from; i < to; i++ {
-		ids = append(ids, TokenID([]byte(o.Token(i))))
+		ids = append(ids, TokenID([]byte(o.generated().Token(i))))
 	}
 	return ids
 }

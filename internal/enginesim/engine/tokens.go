@@ -145,15 +145,20 @@ func (t *Tokenizer) push(block []byte) {
 
 // Finish closes the sequence; salt enters the cache keys (cache_salt of the request).
 func (t *Tokenizer) Finish(salt string) *Prompt {
-	if len(t.open) > 0 {
-		t.p.tail = hashBlock(t.chain, t.open)
-	}
+	t.p.Digest = t.digest()
 	if salt != "" {
 		t.p.salt, t.p.saltText = hashString(salt), salt
 	}
 	t.p.open = t.open
-	t.p.Digest = Mix(t.chain^k2, t.p.tail^uint64(t.p.N)^K1)
 	return &t.p
+}
+
+// digest returns the digest of the sequence so far.
+func (t *Tokenizer) digest() uint64 {
+	if t.p.tail = 0; len(t.open) > 0 {
+		t.p.tail = hashBlock(t.chain, t.open)
+	}
+	return Mix(t.chain^k2, t.p.tail^uint64(t.p.N)^K1)
 }
 
 // K0, K1 and K2 are odd constants of wyhash, for Mix.

@@ -76,6 +76,17 @@ func (q *Request) Raw(name string) (val []byte) {
 	return nil
 }
 
+// ByIDs reports whether the prompt is given as token ids.
+func (q *Request) ByIDs() bool {
+	switch q.API {
+	case Chat:
+		return q.Kv.PromptIDs != nil
+	case Completions:
+		return jsontext.IsArray(q.Raw("prompt"))
+	}
+	return q.API == Generate
+}
+
 // Flag reports whether a member is read as true.
 func (q *Request) Flag(name string) bool {
 	v, _ := jsontext.LaxBool(q.Raw(name))

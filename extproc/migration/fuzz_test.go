@@ -1,0 +1,67 @@
+package migration
+
+import (
+	"bytes"
+	"encoding/json"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/openai"
+)
+
+// FuzzFeed feeds any bytes as an engine's answer: in one piece, and in pieces. The client gets the same, and without
+// members that Tandem asked for it gets every byte.
+func FuzzFeed(f *testing.F) {
+	const chat = `{"messages":[{"role":"user","content":"a"}],"temperature":0,"stream":true%s}`
+	body := []byte(`{"messages":[{"role":"user","content":"a"}],"temperature":0,"max_tokens":5,"return_token_ids":true}`)
+	f.Add(engine{id: "a"}.stream(f, body), uint16(7), uint16(3))
+	f.Add([]byte(": ping\r\n\r\ndata: {\"id\":1}\n\ndata: a\ndata: b\n\n"), uint16(1), uint16(20))
+	f.Add([]byte("data: {\"error\":{}}\n\ndata: [DONE]\n\n\n"), uint16(2), uint16(2))
+	f.Add([]byte("data: {\"id\":\"a\",\"created\":1,\"choices\":[{\"index\":0,\"delta\":{},\"token_ids\":[1]}]}\n\n"), uint16(0), uint16(0))
+	f.Fuzz(func(t *testing.T, stream []byte, a, b uint16) {
+		for _, limit := range []int{0, 64} {
+			r := scan(t, openai.Chat, string(bytes.ReplaceAll([]byte(chat), []byte("%s"), nil)))
+			whole := NewStream(r, Policy{MaxBytes: limit})
+			want := whole.Release(whole.End(whole.Feed(nil, stream)))
+			if limit == 0 && !bytes.Contains(stream, []byte("token_ids")) {
+				require.Equal(t, string(want), string(stream))
+			}
+			pieces := NewStream(r, Policy{MaxBytes: limit})
+			var got []byte
+			for rest := stream; len(rest) > 0; a, b = b, a {
+				n := min(int(a)%97+1, len(rest))
+				got, rest = pieces.Feed(got, rest[:n]), rest[n:]
+			}
+			got = pieces.Release(pieces.End(got))
+			if limit == 0 { // else it depends on the pieces when an event is too long
+				require.Equal(t, string(want), string(got))
+				require.Equal(t, whole.Reason(), pieces.Reason())
+			}
+			var p openai.Patch
+			p.Reset(r)
+			if pieces.Continue(&p) == "" {
+				require.True(t, json.Valid(p.Edits().Apply(nil, r.Body())))
+				pieces.Release(pieces.End(pieces.Feed(nil, stream))) // of another engine, which may write anything
+			}
+		}
+	})
+}
+
+// FuzzEvent requires that what is taken for an event is JSON.
+func FuzzEvent(f *testing.F) {
+	f.Add([]byte(`{"id":"a","choices":[{"index":0,"delta":{"role":null,"content":"\ud83d\ude00"},"token_ids":[1]}],"usage":{}}`))
+	f.Add([]byte(`{"choices": [ ] , "error": {}}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		p := parser{b: data}
+		e, ok := p.event()
+		if !ok {
+			return
+		}
+		require.True(t, json.Valid(data))
+		if p.isString(e.text) {
+			n := characters(p.text(e.text))
+			require.Equal(t, e.text.to-1, e.text.from+afterCharacters(p.text(e.text), n))
+		}
+	})
+}

@@ -1,0 +1,103 @@
+package migration
+
+import (
+	"math"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
+
+// Policy is what an operator decides about streams that shall outlive their engine.
+type Policy struct {
+	// Inexact also admits requests whose continued answer is valid but may differ from the uninterrupted one: those
+	// with a seed and a temperature, and those with frequency_penalty, presence_penalty or bad_words, which count only
+	// what the engine itself has generated.
+	Inexact bool
+	// MaxBytes bounds the memory of a stream: token ids, and an event that has not arrived whole. Beyond it the answer
+	// passes on, but cannot be continued. Default 4 MiB: 300,000 tokens of a prompt and the event with their ids.
+	MaxBytes int
+}
+
+const defaultMaxBytes = 4 << 20
+
+// maxStop bounds the length of stop strings, in characters: as many places to continue from are remembered.
+const maxStop = 256
+
+// Reason says why an answer cannot be continued, as a label value; "": it can.
+type Reason string
+
+// Reasons that arise while an answer passes. [Refusal] has others.
+const (
+	NoIDs      Reason = "no_ids"     // the engine does not answer token ids
+	NotContent Reason = "not_text"   // reasoning or a tool call, whose parsers begin anew on another engine
+	TooLong    Reason = "too_long"   // Policy.MaxBytes
+	Format     Reason = "format"     // not a stream of one choice in the form of vLLM
+	Sampled    Reason = "sampled"    // text that the client has would have to be generated again, and would differ
+	Complete   Reason = "complete"   // the client has the finish reason: Finish ends the stream
+	Failed     Reason = "failed"     // the engine reported an error, or ended the answer without a finish reason
+	Different  Reason = "different"  // the next engine generated other tokens in place of those that the client has
+	NoTokens   Reason = "limit"      // no token is left of max_tokens
+	secondRole Reason = "role_again" // the role came with other things
+)
+
+// Refusal returns the reason why the answer to a request could not be continued, "" if it may be.
+func Refusal(r *openai.Request, policy Policy) Reason {
+	if api := r.API(); api != openai.Chat && api != openai.Completions {
+		return "api" // /v1/responses and /v1/messages answer no token ids
+	}
+	if !r.True(openai.FieldStream) {
+		return "not_streamed"
+	}
+	if reason := r.Unsplittable(); reason != "" {
+		return Reason(reason)
+	}
+	for reason := range openai.Obstacles(r) {
+		switch reason {
+		case "token_ids":
+			continue
+		case "logprobs": // those of completions have offsets into the text
+			if r.API() == openai.Chat {
+				continue
+			}
+		case "stop": // text that an engine holds back is generated again
+			if n, ok := longestStop(r.Raw(openai.FieldStop)); ok && n <= maxStop && greedy(r) {
+				continue
+			}
+		case "seed": // the next engine's generator begins anew
+			if policy.Inexact || greedy(r) {
+				continue
+			}
+		case "penalty":
+			if policy.Inexact {
+				continue
+			}
+		}
+		return Reason(reason)
+	}
+	return ""
+}
+
+// greedy reports whether the engine takes the likeliest token each time (vLLM: a temperature below 1e-5).
+func greedy(r *openai.Request) bool {
+	t, err := strconv.ParseFloat(string(openai.Value(r, "temperature")), 64)
+	return err == nil && math.Abs(t) < 1e-5
+}
+
+// longestStop returns the length of the longest stop string, in characters. stop is a valid JSON value.
+func longestStop(stop []byte) (n int, ok bool) {
+	if len(stop) == 0 || string(stop) == "null" {
+		return 0, true
+	}
+	if stop[0] == '"' {
+		return characters(stop), true
+	}
+	p := parser{b: stop}
+	for more := p.open('['); more; more = p.more(']') {
+		one := p.value()
+		if !p.isString(one) {
+			return 0, false
+		}
+		n = max(n, characters(p.text(one)))
+	}
+	return n, !p.bad
+}

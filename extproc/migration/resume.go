@@ -1,0 +1,218 @@
+package migration
+
+import (
+	"bytes"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
+
+// Continue adds to a patch of the client's request what makes it the request to the next engine, whose answer is fed
+// from now on. If nothing was answered yet, it is the same as [Stream.Ask]. If it returns a reason, the answer cannot
+// be continued, and nothing has changed.
+//
+// A chat gets kv_transfer_params with the ids. A dialect that sets this member itself adds those of
+// [Stream.AppendPrompt].
+func (s *Stream) Continue(p *openai.Patch) Reason {
+	switch {
+	case s.seen.finish:
+		return Complete
+	case s.reason != "":
+		return s.reason
+	case s.prompt == nil && s.seen.role:
+		return NoIDs
+	}
+	usable, m, chars := s.place()
+	switch {
+	case chars < s.sent && !s.of.greedy:
+		return Sampled
+	case s.of.most > 0 && s.of.most <= int64(m.tokens):
+		return NoTokens
+	}
+	s.base, s.tokens, s.chars = m.tokens, m.tokens, chars
+	s.marks.all, s.marks.open = s.marks.all[:usable], mark{} // the next engine's come behind
+	s.in, s.broken, s.rest = splitter{}, "", nil
+	s.Ask(p)
+	if s.prompt == nil {
+		return ""
+	}
+	s.joined = true
+	s.limit(p)
+	if ids := s.AppendPrompt(nil); s.of.chat {
+		params := append(append([]byte(`{"prompt_token_ids":`), ids...), '}')
+		p.Set("kv_transfer_params", openai.FieldKVTransferParams, params)
+	} else {
+		p.Set("prompt", openai.FieldPrompt, ids)
+	}
+	return ""
+}
+
+// place returns the last mark from which the next engine sees all that a stop string may begin with, the number of
+// marks up to there, and that of characters before it.
+func (s *Stream) place() (usable int, m mark, chars int) {
+	all := s.marks.all
+	for len(all) > 0 && all[len(all)-1].chars+s.of.hold+s.of.back > s.sent {
+		all = all[:len(all)-1]
+	}
+	if len(all) == 0 {
+		return 0, mark{}, 0
+	}
+	m = all[len(all)-1]
+	return len(all), m, m.chars + s.of.hold
+}
+
+// limit lowers the limits of the answer by the tokens that it has.
+func (s *Stream) limit(p *openai.Patch) {
+	key, field := "max_tokens", openai.FieldMaxTokens
+	if s.of.own {
+		key, field = "max_completion_tokens", openai.FieldMaxCompletionTokens
+	}
+	if s.of.most > 0 {
+		p.Set(key, field, strconv.AppendInt(nil, s.of.most-int64(s.base), 10))
+	}
+	if s.of.least > 0 {
+		p.Set("min_tokens", openai.FieldMinTokens, strconv.AppendInt(nil, max(s.of.least-int64(s.base), 0), 10))
+	}
+}
+
+// AppendPrompt appends the token ids that the continuing engine gets, as a JSON array: those of the prompt, and of the
+// answer up to the place where [Stream.Continue] goes on.
+func (s *Stream) AppendPrompt(dst []byte) []byte {
+	dst = append(dst, '[')
+	for _, ids := range [][]uint32{s.prompt, s.ids[:s.base]} {
+		for _, id := range ids {
+			dst = append(strconv.AppendUint(dst, uint64(id), 10), ',')
+		}
+	}
+	return append(dst[:len(dst)-1], ']')
+}
+
+// Finish appends the end of an answer whose finish reason the client has ([Complete]): usage if it wants that and has
+// not got it, and [DONE].
+func (s *Stream) Finish(dst []byte) []byte {
+	if s.seen.done || !s.seen.finish {
+		return dst
+	}
+	if s.of.usage && !s.seen.usage && s.prompt != nil {
+		dst = append(append(dst, `data: {"id":`...), s.head.id...)
+		dst = append(append(dst, `,"object":`...), s.head.object...)
+		dst = append(append(dst, `,"created":`...), s.head.created...)
+		dst = append(append(dst, `,"model":`...), s.head.model...)
+		dst = append(dst, `,"choices":[],"usage":{"prompt_tokens":`...)
+		dst = strconv.AppendInt(dst, int64(len(s.prompt)), 10)
+		dst = strconv.AppendInt(append(dst, `,"total_tokens":`...), int64(len(s.prompt)+s.tokens), 10)
+		dst = strconv.AppendInt(append(dst, `,"completion_tokens":`...), int64(s.tokens), 10)
+		if s.Cached >= 0 {
+			dst = strconv.AppendInt(append(dst, `,"prompt_tokens_details":{"cached_tokens":`...), s.Cached, 10)
+			dst = append(dst, '}')
+		}
+		dst = append(dst, "}}\n\n"...)
+	}
+	s.seen.done = true
+	return append(dst, "data: [DONE]\n\n"...)
+}
+
+// unify plans the changes that make an event of a continuing engine one of the first engine's.
+func (s *Stream) unify(out *edits, p *parser, e *event) {
+	out.set(p, e.id, s.head.id)
+	out.set(p, e.created, s.head.created)
+	out.set(p, e.model, s.head.model)
+	if !p.isNull(e.usage) && p.b[e.usage.from] == '{' {
+		q := parser{b: p.b[:e.usage.to], i: e.usage.from}
+		s.countUsage(out, &q)
+	}
+}
+
+// countUsage counts the tokens that an engine got with its prompt as tokens of the answer.
+func (s *Stream) countUsage(out *edits, p *parser) {
+	for more := p.open('{'); more; more = p.more('}') {
+		key := string(p.key())
+		v := p.value()
+		n, err := strconv.ParseInt(string(p.text(v)), 10, 64)
+		switch {
+		case key == "prompt_tokens_details" && !p.bad && p.b[v.from] == '{':
+			q := parser{b: p.b[:v.to], i: v.from}
+			s.countUsage(out, &q)
+		case err != nil:
+		case key == "prompt_tokens":
+			out.number(v, n-int64(s.base))
+		case key == "completion_tokens":
+			out.number(v, n+int64(s.base))
+		case key == "cached_tokens" && s.Cached >= 0:
+			out.number(v, s.Cached)
+		case key == "cached_tokens":
+			out.number(v, min(n, int64(len(s.prompt))))
+		}
+	}
+}
+
+// edit replaces a part of an event by a text, or by a number.
+type edit struct {
+	span
+	text   []byte
+	number int64
+}
+
+// edits are those of one event.
+type edits struct {
+	all [12]edit
+	n   int
+}
+
+var null = []byte("null")
+
+func (x *edits) add(e edit) {
+	if x.n == len(x.all) {
+		return // not with the members that are changed
+	}
+	i := x.n
+	for ; i > 0 && x.all[i-1].from > e.from; i-- {
+		x.all[i] = x.all[i-1]
+	}
+	x.all[i] = e
+	x.n++
+}
+
+func (x *edits) null(p *parser, s span) {
+	if !p.isNull(s) {
+		x.add(edit{span: s, text: null})
+	}
+}
+
+func (x *edits) set(p *parser, s span, text []byte) {
+	if !s.none() && len(text) > 0 && !bytes.Equal(p.text(s), text) {
+		x.add(edit{span: s, text: text})
+	}
+}
+
+// number replaces by a number of at least 0.
+func (x *edits) number(s span, n int64) { x.add(edit{span: s, number: max(n, 0) + 1}) }
+
+// apply appends the event with its changes.
+func (x *edits) apply(dst, raw []byte) []byte {
+	from := 0
+	for i := range x.n {
+		e := &x.all[i]
+		dst = append(append(dst, raw[from:e.from]...), e.text...)
+		if e.number > 0 {
+			dst = strconv.AppendInt(dst, e.number-1, 10)
+		}
+		from = e.to
+	}
+	return append(dst, raw[from:]...)
+}
+
+// elementsEnd returns the index behind the first n numbers of an array, and behind the comma that follows.
+func elementsEnd(array []byte, n int) int {
+	for i, c := range array {
+		if c == ']' {
+			return i
+		}
+		if c == ',' {
+			if n--; n == 0 {
+				return i + 1
+			}
+		}
+	}
+	return len(array)
+}

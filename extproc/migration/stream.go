@@ -1,0 +1,482 @@
+package migration
+
+import (
+	"bytes"
+	"slices"
+
+	"tandem/extproc/openai"
+)
+
+// Stream is one answer on its way from an engine to the client, and what is needed to continue it on another engine.
+// It is for one answer, and for one goroutine.
+type Stream struct {
+	// Cached is the number of the prompt's tokens that the first prefill found in its cache, for the joined answer's
+	// usage; -1: unknown, then the continuing engine's own count stays.
+	Cached int64
+
+	of     terms
+	in     splitter
+	head   head
+	seen   seen
+	prompt []uint32
+	ids    []uint32 // of the answer. Those from tokens on are of an attempt before, and should be generated again
+	base   int      // tokens of the answer that the present attempt got with its prompt
+	tokens int      // tokens of the answer up to the present event
+	chars  int      // characters that the present attempt has written, with those of its base
+	sent   int      // characters that the client has
+	shown  int      // tokens of the answer whose events the client has
+	marks  marks
+	joined bool   // the client has a part of the answer from an attempt before
+	reason Reason // why it cannot be continued
+	broken Reason // why the present attempt is not followed any more
+	rest   []byte // what a broken attempt wrote from there on
+}
+
+// terms are what the request says of its answer.
+type terms struct {
+	chat, showIDs, usage, greedy bool
+	own                          bool  // the limit is max_completion_tokens
+	most, least                  int64 // max_tokens (0: none) and min_tokens
+	hold                         int   // characters that the engine holds back, because a stop string may begin there
+	back                         int   // characters that it does not hold back, though a stop string may begin there
+	maxBytes                     int
+}
+
+// head has the members of the first event that all events repeat, as JSON text.
+type head struct{ id, object, created, model []byte }
+
+type seen struct{ role, finish, usage, done bool }
+
+// NewStream returns the stream of the answer to a request for which [Refusal] had no reason. It does not keep r.
+func NewStream(r *openai.Request, policy Policy) Stream {
+	s := Stream{Cached: -1, of: terms{
+		chat: r.API() == openai.Chat, showIDs: r.True(openai.FieldReturnTokenIDs), usage: r.WantsUsage(),
+		greedy: greedy(r), maxBytes: policy.MaxBytes,
+	}}
+	if s.of.maxBytes <= 0 {
+		s.of.maxBytes = defaultMaxBytes
+	}
+	s.of.most, _ = r.TokenLimit()
+	s.of.least, _ = r.Int(openai.FieldMinTokens)
+	own := r.Raw(openai.FieldMaxCompletionTokens)
+	s.of.own = s.of.chat && own != nil && string(own) != "null"
+	if n, _ := longestStop(r.Raw(openai.FieldStop)); n > 1 && r.True(openai.FieldIncludeStop) {
+		s.of.back = n - 1
+	} else if n > 1 {
+		s.of.hold = n - 1 // vLLM 0.32.0, v1/engine/detokenizer.py:88
+	}
+	s.marks.keep = s.of.hold + s.of.back + 1
+	return s
+}
+
+// Ask adds to a patch of the request what makes the engine answer token ids.
+func (s *Stream) Ask(p *openai.Patch) {
+	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
+}
+
+// Reason returns why the answer cannot be continued if its engine dies now, "" if it can.
+func (s *Stream) Reason() Reason { return s.reason }
+
+// Broken returns why the engine's answer is not passed on any further, "" if it is: the engine reported an error, or
+// ended the answer too soon. [Stream.Continue] or [Stream.Release] come next.
+func (s *Stream) Broken() Reason { return s.broken }
+
+// Done reports whether the client has the end of the answer.
+func (s *Stream) Done() bool { return s.seen.done }
+
+// Feed appends to dst what the client gets of the next bytes of the engine's answer. Whole events pass, unchanged but
+// for token ids that the client did not ask for; the beginning of an event waits for its end.
+func (s *Stream) Feed(dst, chunk []byte) []byte {
+	for len(chunk) > 0 {
+		end, whole := s.in.next(chunk)
+		piece := chunk[:end]
+		chunk = chunk[end:]
+		switch {
+		case s.in.over:
+			if dst = s.overlong(dst, piece); whole {
+				s.in.over = false
+			}
+		case whole && len(s.in.held) == 0:
+			dst = s.pass(dst, piece)
+		case whole:
+			s.in.held = append(s.in.held, piece...)
+			dst = s.pass(dst, s.in.held)
+			s.in.drop()
+		default:
+			s.in.held = append(s.in.held, piece...)
+			if s.bytes() > s.of.maxBytes {
+				dst = s.overlong(dst, s.in.held)
+				s.in.drop()
+				s.in.over = true
+			}
+		}
+	}
+	return dst
+}
+
+// overlong passes bytes of an event that is too long to be read.
+func (s *Stream) overlong(dst, piece []byte) []byte {
+	if s.joined {
+		s.breakOff(TooLong, nil)
+		return dst
+	}
+	s.give(TooLong)
+	return append(dst, piece...)
+}
+
+// End appends what the client gets when the engine's answer has ended in the regular way. An answer without its end is
+// broken.
+func (s *Stream) End(dst []byte) []byte {
+	if held := s.in.held; len(held) > 0 {
+		if readable(held) {
+			dst = s.pass(dst, held)
+		} else if s.following() {
+			s.breakOff(Failed, held)
+		} else {
+			dst = append(dst, held...)
+		}
+		s.in = splitter{}
+	}
+	if s.following() && s.broken == "" && !s.seen.done {
+		s.breakOff(Failed, nil)
+	}
+	return dst
+}
+
+// readable reports whether the bytes of an event without its empty line are whole.
+func readable(held []byte) bool {
+	data, ok := dataLine(held)
+	p := parser{b: held[:data.to], i: data.from}
+	if ok && string(p.text(data)) != "[DONE]" && !data.none() {
+		_, ok = p.event()
+	}
+	return ok
+}
+
+// Release appends what the engine wrote after its answer was broken, for a client whose answer is not continued.
+func (s *Stream) Release(dst []byte) []byte {
+	dst = append(append(dst, s.rest...), s.in.held...)
+	s.rest, s.in = nil, splitter{}
+	return dst
+}
+
+// following reports whether the answer can still be continued, or has been.
+func (s *Stream) following() bool { return s.reason == "" || s.joined }
+
+// give gives up the possibility to continue the answer, and frees its memory. It passes on.
+func (s *Stream) give(reason Reason) {
+	if s.reason == "" {
+		s.reason = reason
+	}
+	if !s.joined { // what was sent already is still compared
+		s.prompt, s.ids, s.marks = nil, nil, marks{}
+	}
+}
+
+// breakOff stops following the present attempt.
+func (s *Stream) breakOff(reason Reason, event []byte) {
+	if s.broken == "" {
+		s.broken = reason
+	}
+	if s.bytes()+len(event) <= s.of.maxBytes {
+		s.rest = append(s.rest, event...)
+	}
+}
+
+// bytes returns the memory that the stream holds.
+func (s *Stream) bytes() int {
+	return 4*(cap(s.prompt)+cap(s.ids)) + len(s.in.held) + len(s.rest)
+}
+
+// pass appends the client's version of one event, which ends with its empty line.
+func (s *Stream) pass(dst, raw []byte) []byte {
+	data, ok := dataLine(raw)
+	switch {
+	case s.broken != "":
+		s.breakOff(s.broken, raw)
+		return dst
+	case ok && data.none(): // a comment
+		return append(dst, raw...)
+	case ok && string(raw[data.from:data.to]) == "[DONE]":
+		if s.following() && !s.seen.finish {
+			s.breakOff(Failed, raw)
+			return dst
+		}
+		s.seen.done = true
+		return append(dst, raw...)
+	}
+	p := parser{b: raw[:max(data.to, data.from)], i: data.from}
+	e, valid := event{}, false
+	if ok {
+		e, valid = p.event()
+	}
+	if reason := s.check(&p, &e, valid); reason != "" {
+		switch {
+		case s.joined, reason == Failed && s.reason == "":
+			s.breakOff(reason, raw)
+			return dst
+		case !valid:
+			s.give(reason)
+			return append(dst, raw...)
+		case reason != Failed:
+			s.give(reason)
+		}
+	}
+	return s.write(dst, raw, &p, &e)
+}
+
+// check returns the reason why an event's answer cannot be continued, or must not be joined.
+func (s *Stream) check(p *parser, e *event, valid bool) Reason {
+	switch {
+	case !valid:
+		return Format
+	case e.failed, !p.isNull(e.finish) && string(p.text(e.finish)) == `"abort"`:
+		return Failed
+	case e.other:
+		return NotContent
+	case e.choices > 1, e.choices == 1 && !e.choice:
+		return Format
+	case !p.isNull(e.text) && !p.isString(e.text), p.isNull(e.id), p.isNull(e.created):
+		return Format
+	case s.joined && s.seen.role && e.role && (p.hasText(e.text) || !p.isNull(e.finish)):
+		return secondRole
+	}
+	return ""
+}
+
+// hasText reports whether a value is a string that is not empty.
+func (p *parser) hasText(s span) bool { return p.isString(s) && s.to-s.from > 2 }
+
+// write appends an event that was understood.
+func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
+	var out edits
+	if s.joined {
+		s.unify(&out, p, e)
+	}
+	if s.reason == "" && s.prompt == nil && !p.isNull(e.prompt) {
+		s.remember(p, e)
+	}
+	if !s.of.showIDs || s.joined {
+		out.null(p, e.prompt)
+	}
+	count, reason := s.take(p, e)
+	again := min(max(s.shown-s.tokens, 0), count) // of them, the client has these
+	if s.joined && again > 0 && again < count && !p.isNull(e.logprobs) {
+		reason = Different // no log probabilities for half an event
+	}
+	if reason != "" {
+		if s.joined {
+			s.breakOff(reason, raw)
+			return dst
+		}
+		s.give(reason)
+	}
+	drop := s.advance(p, e, count)
+	if s.needless(p, e, count, drop, again) {
+		return dst
+	}
+	s.cut(&out, p, e, drop, again)
+	s.seen.role = s.seen.role || e.role
+	s.seen.finish = s.seen.finish || !p.isNull(e.finish)
+	s.seen.usage = s.seen.usage || !p.isNull(e.usage) && e.choices == 0
+	return out.apply(dst, raw)
+}
+
+// cut plans what is taken out of an event: characters and ids that the client has, and ids that it did not ask for.
+func (s *Stream) cut(out *edits, p *parser, e *event, drop, again int) {
+	if drop > 0 {
+		at := e.text.from + afterCharacters(p.text(e.text), drop)
+		out.add(edit{span: span{e.text.from + 1, at}})
+	}
+	switch {
+	case !s.of.showIDs:
+		out.null(p, e.ids)
+	case again > 0:
+		out.add(edit{span: span{e.ids.from + 1, e.ids.from + elementsEnd(p.text(e.ids), again)}})
+	}
+}
+
+// remember keeps the members of the first event: the prompt, and what all events repeat.
+func (s *Stream) remember(p *parser, e *event) {
+	ids, ok := openai.TokenIDs(make([]uint32, 0, (e.prompt.to-e.prompt.from)/5), p.text(e.prompt))
+	if !ok || len(ids) == 0 {
+		s.give(NoIDs)
+		return
+	}
+	all := slices.Concat(p.text(e.id), p.text(e.object), p.text(e.created), p.text(e.model))
+	cut := func(m span) (text []byte) {
+		n := m.to - m.from
+		text, all = all[:n:n], all[n:]
+		return text
+	}
+	s.head = head{id: cut(e.id), object: cut(e.object), created: cut(e.created), model: cut(e.model)}
+	if s.prompt = ids; s.bytes() > s.of.maxBytes {
+		s.give(TooLong)
+	}
+}
+
+// take adds an event's token ids to the answer's, or compares them with those that an attempt before has generated. It
+// returns a reason if there should be ids and are none, or if the client has what others of them stand for.
+func (s *Stream) take(p *parser, e *event) (count int, reason Reason) {
+	if s.reason != "" && !s.joined {
+		return 0, ""
+	}
+	if p.isNull(e.ids) {
+		if p.hasText(e.text) {
+			return 0, NoIDs
+		}
+		return 0, ""
+	}
+	if s.prompt == nil {
+		return 0, NoIDs
+	}
+	old := len(s.ids)
+	all, ok := openai.TokenIDs(s.ids, p.text(e.ids))
+	if count = len(all) - old; !ok {
+		return 0, NoIDs
+	}
+	from := s.tokens
+	again := min(count, old-from)
+	if slices.Equal(all[from:from+again], all[old:old+again]) {
+		s.ids = append(all[:old], all[old+again:]...)
+	} else {
+		if s.chars < s.sent || s.of.showIDs && from < s.shown {
+			return 0, Different
+		}
+		s.ids = append(all[:from], all[old:]...)
+		s.shown = from
+	}
+	if s.reason != "" {
+		s.ids = s.ids[:max(old, from)] // no more is kept
+	} else if s.bytes() > s.of.maxBytes {
+		s.give(TooLong)
+	}
+	return count, ""
+}
+
+// advance counts an event, marks the place behind it, and returns how many characters of it the client has.
+func (s *Stream) advance(p *parser, e *event, count int) (drop int) {
+	n := 0
+	if p.isString(e.text) {
+		n = characters(p.text(e.text))
+	}
+	drop = min(max(s.sent-s.chars, 0), n)
+	s.chars, s.tokens = s.chars+n, s.tokens+count
+	s.sent, s.shown = max(s.sent, s.chars), max(s.shown, s.tokens)
+	if s.reason == "" && n > 0 {
+		s.marks.add(mark{s.tokens, s.chars}, count, p.text(e.text), s.of.hold == 0)
+	}
+	return drop
+}
+
+// needless reports whether a client needs nothing of an event: it exists only because Tandem asked for ids, or a client
+// has all of it.
+func (s *Stream) needless(p *parser, e *event, count, drop, again int) bool {
+	if !p.isNull(e.finish) || e.choices == 0 {
+		return false
+	}
+	switch {
+	case s.joined && s.seen.role && e.role:
+		return true
+	case s.joined && (drop > 0 || again > 0):
+		return again == count && !p.hasMore(e.text, drop)
+	}
+	return e.empty && !p.isNull(e.ids) && !s.of.showIDs && p.isNull(e.logprobs)
+}
+
+// hasMore reports whether a string has more than n characters.
+func (p *parser) hasMore(s span, n int) bool { return p.isString(s) && characters(p.text(s)) > n }
+
+// mark is a place from which an answer can be continued: no character is cut in two there.
+type mark struct{ tokens, chars int }
+
+// marks are the last of them, the oldest first.
+type marks struct {
+	keep int
+	all  []mark
+	open mark // a place that the next text will confirm
+}
+
+// add adds the place behind an event with text. An engine writes text only when its last character is complete; if
+// that came with the event's only token, the place is good. Behind several tokens the last one may have begun a
+// character whose text is held back. The next text tells: such a character is never ASCII. atOnce: the engine
+// holds no other text back.
+func (m *marks) add(at mark, count int, text []byte, atOnce bool) {
+	if m.open.tokens > 0 && atOnce && text[1] < 0x80 && (text[1] != '\\' || text[2] != 'u') {
+		m.push(m.open)
+	}
+	m.open = mark{}
+	if count == 1 && !bytes.HasSuffix(text, []byte("\uFFFD\"")) {
+		m.push(at)
+	} else if count > 1 {
+		m.open = at
+	}
+}
+
+func (m *marks) push(at mark) {
+	if len(m.all) == m.keep {
+		copy(m.all, m.all[1:])
+		m.all = m.all[:m.keep-1]
+	}
+	m.all = append(m.all, at)
+}
+
+// splitter cuts a stream into events: each ends with an empty line. Lines end in LF or CR LF.
+type splitter struct {
+	held []byte // an incomplete event
+	line int    // bytes of the incomplete line, 2 if more
+	cr   bool   // it is a single CR
+	over bool   // the event is too long: its bytes pass
+}
+
+// next returns the index behind the first event's end in chunk, or the length of chunk.
+func (s *splitter) next(chunk []byte) (end int, whole bool) {
+	for end < len(chunk) {
+		i := bytes.IndexByte(chunk[end:], '\n')
+		if i < 0 {
+			rest := chunk[end:]
+			s.cr = s.line == 0 && len(rest) == 1 && rest[0] == '\r'
+			s.line = min(s.line+len(rest), 2)
+			return len(chunk), false
+		}
+		empty := s.line == 0 && (i == 0 || i == 1 && chunk[end] == '\r') || s.cr && i == 0
+		s.line, s.cr = 0, false
+		if end += i + 1; empty {
+			return end, true
+		}
+	}
+	return end, false
+}
+
+// keepHeld is the largest buffer, in bytes, that is kept when its event is complete.
+const keepHeld = 64 << 10
+
+func (s *splitter) drop() {
+	if s.held = s.held[:0]; cap(s.held) > keepHeld {
+		s.held = nil
+	}
+}
+
+// dataLine returns the place of an event's data; none: it has no data. ok is false if it has more than one line of it.
+func dataLine(raw []byte) (data span, ok bool) {
+	for from := 0; from < len(raw); {
+		end := from + bytes.IndexByte(raw[from:], '\n')
+		if end < from {
+			end = len(raw)
+		}
+		if line := raw[from:end]; bytes.HasPrefix(line, []byte("data:")) {
+			if !data.none() {
+				return data, false
+			}
+			data = span{from + len("data:"), end}
+			if data.from < data.to && raw[data.from] == ' ' {
+				data.from++
+			}
+			if data.to > data.from && raw[data.to-1] == '\r' {
+				data.to--
+			}
+		}
+		from = end + 1
+	}
+	return data, true
+}
