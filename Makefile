@@ -14,8 +14,8 @@ TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
 PARALLEL ?= 8
-# Packages without goroutines are tested without the race detector, which would make their simulations ten times slower.
-SEQUENTIAL := ./extproc/openai ./picker ./picker/admission ./replay
+# Packages without goroutines are tested without the race detector, which makes what only computes ten times slower.
+SEQUENTIAL := . ./docs ./extproc/openai ./picker ./picker/admission ./replay
 SUITE ?= full shared engines
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 
@@ -38,7 +38,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
 	GO=$(GO) ./scripts/test.sh $(SEQUENTIAL) -- $(TESTFLAGS)
-	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(SEQUENTIAL:./%=tandem/%))') -- $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))') -- $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@# budgets of allocations are not held under the race detector (package internal/budget)
 	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) $$(grep -rlE '^func Test\w*Alloc' --include='*_test.go' extproc internal kvstate | xargs -n 1 dirname | sort -u | sed 's,^,./,'))
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -261,8 +262,15 @@ func (s source) imports() []string {
 // sources are all Go files below the root, whatever their build tags.
 func sources(t *testing.T) []source {
 	t.Helper()
-	var out []source
-	require.NoError(t, filepath.WalkDir(".", func(p string, d fs.DirEntry, err error) error {
+	out, err := parsed()
+	require.NoError(t, err)
+	require.NotEmpty(t, out)
+	return out
+}
+
+// parsed parses all files, once for all tests.
+var parsed = sync.OnceValues(func() (out []source, err error) {
+	err = filepath.WalkDir(".", func(p string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return err
 		}
@@ -286,10 +294,9 @@ func sources(t *testing.T) []source {
 			test: strings.HasSuffix(name, "_test.go"), generated: ast.IsGenerated(f), ast: f,
 		})
 		return nil
-	}))
-	require.NotEmpty(t, out)
-	return out
-}
+	})
+	return out, err
+})
 
 func TestArrowsGoOneWay(t *testing.T) {
 	used := map[string]bool{}

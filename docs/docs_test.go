@@ -276,7 +276,7 @@ func TestOperationsKnowsAll(t *testing.T) {
 	for file, pattern := range map[string]string{
 		"../extproc/*.go":             `(?:BadRequest|Unavailable)\("([a-z_]+)"|a\.why = (?:true, )?"([a-z_]+)"|Cause = "([a-z_]+)"`,
 		"../extproc/openai/*.go":      `BadRequest\("([a-z_]+)"|Code: "([a-z_]+)"`,
-		"../extproc/openai/prompt.go":  `return "([a-z_]+)"`,
+		"../extproc/openai/prompt.go": `return "([a-z_]+)"`,
 		"../envoy-configs/replies.go": `(?:ourFault|clientsFault), "([a-z_]+)"|Code: "([a-z_]+)"`,
 		"../envoy-configs/lua/*.lua":  `"code":"([a-z_]+)"`,
 	} {

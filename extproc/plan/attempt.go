@@ -1,0 +1,143 @@
+package plan
+
+import (
+	"slices"
+	"strings"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// Attempt is what is known about a request before one of its passes is planned.
+type Attempt struct {
+	Redirects int // that Envoy has followed so far
+	Prefills  int // prefill legs tried so far
+	Started   time.Time
+	Clock     func() time.Time // of the fleet; nil: time.Now
+	Excluded  []string         // addresses that failed it
+	Encoded   []byte           // members with the encoded media for prefill; nil: none
+	Alone     bool             // do not split, whatever the policy
+	Why       string           // the reason for Alone
+
+	PairFailed         [2]string // addresses of the pair that failed last, if it is unknown which of the two did
+	DecodeFailed       bool      // the last failed hop was to decode
+	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
+}
+
+// Next returns the attempt of a request from the ticket that came back, whichever hop of it failed.
+func Next(t *kvtransfer.Ticket) Attempt {
+	a := Attempt{
+		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
+		DecodeFailed: t.Cause == kvtransfer.CauseDecode, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
+	}
+	if a.DecodeFailed && t.Loads {
+		a.PairFailed = [2]string{t.Prefill, t.Decode}
+	}
+	return a
+}
+
+// Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
+// client's answer.
+func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
+	switch t.Cause {
+	case kvtransfer.CauseDecode, kvtransfer.CauseTurn, kvtransfer.CausePoolGone:
+		return nil
+	}
+	if !t.Split {
+		return nil
+	}
+	switch p.OnFailure {
+	case DecodeAlone:
+		a.decodeAlone("prefill_failed")
+	case Fail:
+		if err := full(pool, kvstate.RolePrefill); err != nil {
+			return err
+		}
+		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+	case OtherPrefill:
+	}
+	return nil
+}
+
+// avoided returns the addresses that pass 2 must not choose as D when prefill computes the prompt: those that
+// failed the request, and the P of a pair that failed it, which may be dead, if this pass chose another.
+func (a *Attempt) avoided(prefill string) []string {
+	if p := a.PairFailed[0]; p != "" && p != prefill && !slices.Contains(a.Excluded, p) {
+		return append(slices.Clone(a.Excluded), p)
+	}
+	return a.Excluded
+}
+
+func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
+
+// Late reports whether the time for further attempts is over. The first decode after a failed prefill is not
+// another attempt, so it is always allowed.
+func (a *Attempt) Late(p *Policy) bool { return a.Age() > p.AttemptsTime }
+
+// Age returns the time since the request arrived.
+func (a *Attempt) Age() time.Duration { return a.now().Sub(a.Started) }
+
+func (a *Attempt) now() time.Time {
+	if a.Clock == nil {
+		return time.Now()
+	}
+	return a.Clock()
+}
+
+// Exhausted returns why a request must not go to one more decode endpoint; nil if it may.
+func (a *Attempt) Exhausted(p *Policy, decode string) error {
+	failedTwice := func(e string) bool { return a.failures(e) >= maxTries }
+	why := ""
+	switch {
+	case a.DecodeFailed && a.Late(p):
+		why = "no endpoint answered this request in the time there is for it"
+	case a.failures(decode) > 0 && slices.ContainsFunc(a.Excluded, failedTwice):
+		why = "every endpoint that could answer this request has failed it" + a.failed()
+	default:
+		return nil
+	}
+	return openai.Unavailable("endpoint_failed", why, time.Second)
+}
+
+// maxTries is how often one endpoint may fail a request. If every endpoint has failed it, one of them is tried a
+// second time, since it may have recovered; the others would only fail it again.
+const maxTries = 2
+
+// failures returns how often an endpoint has failed the request.
+func (a *Attempt) failures(addr string) (times int) {
+	for _, e := range a.Excluded {
+		if e == addr {
+			times++
+		}
+	}
+	return times
+}
+
+// failed names the endpoints that failed the request, for its client: ": 10.0.2.1:8000 (twice)".
+func (a *Attempt) failed() string {
+	var said []string
+	for i, addr := range a.Excluded {
+		if slices.Contains(a.Excluded[:i], addr) {
+			continue
+		}
+		if a.failures(addr) >= maxTries {
+			addr += " (twice)"
+		}
+		said = append(said, addr)
+	}
+	if len(said) == 0 {
+		return ""
+	}
+	return ": " + strings.Join(said, ", ")
+}
+
+// Retries returns the endpoints that stay excluded even if no other is left: those that failed the request maxTries
+// times.
+func (a *Attempt) Retries() []string {
+	if len(a.Excluded) == 0 {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(a.Excluded), func(addr string) bool { return a.failures(addr) < maxTries })
+}
