@@ -80,11 +80,11 @@ speed: tools ## what is claimed of how soon replicas know something, and the lik
 replay: ## all routing tables of docs/benchmarks.md, from traces (a quarter of an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
-bench-peers: tools build ## vllm-router and sglang-router (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (3 minutes, and builds)
+bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (3 minutes, and builds)
 	./scripts/tools.sh peers
 	e2e/bench/llm-d.sh .tools/llm-d || echo 'left out, for it cannot be built here: llm-d (LLM_D_ROUTER=FOLDER gives a clone)' >&2
 	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 -variant 'redis: redis=yes' -json docs/figures/peers.json \
-	  -vllm-router .tools/peers/bin/vllm-router -sglang-router .tools/peers/bin/sglang-router $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+	  -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 	$(PAGE)
 
 load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=replicas for 1, 4 and 8 replicas, five; LOAD=full for all shapes, fifteen)

@@ -19,7 +19,7 @@
 //	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'buffered: body=buffered' \
 //	    -variant 'patched: bin=/tmp/tandem'
 //
-// So can other routers in their P/D modes (-vllm-router, -sglang-router, -llm-d; `make bench-peers` installs them),
+// So can other routers in their P/D modes (-vllm-router, -smg, -llm-d; `make bench-peers` installs them),
 // with and without an Envoy in front.
 //
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.

@@ -17,8 +17,9 @@ import (
 // A peer is another router over the same simulated engines:
 //
 //   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as Tandem.
-//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak
-//     SGLang: both get one room, D looks P up at P's bootstrap port, and P answers with one token.
+//   - smg (PyPI), the SGLang gateway, which was sglang-router until its 0.3.2: `--pd-disaggregation`, which sends both
+//     hops at the same time, to engines that speak SGLang: both get one room, D looks P up at P's bootstrap port, and
+//     P answers with one token.
 //   - llm-d (built by e2e/bench/llm-d.sh): its endpoint picker behind Envoy's ext_proc, with the Envoy and the scorers
 //     of its own documentation, and its routing sidecar before the decode engine, which makes both hops.
 //
@@ -34,16 +35,16 @@ type peer struct {
 
 // peerFlags adds the flags with the peers' binaries, and returns a function for those that were given.
 func peerFlags(f *flag.FlagSet) func() []peer {
-	var vllm, sglang, llmd string
+	var vllm, smg, llmd string
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
-	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
+	f.StringVar(&smg, "smg", "", "smg `binary` (PyPI), likewise")
 	f.StringVar(&llmd, "llm-d", "", "`directory` with llm-d's epp and pd-sidecar (e2e/bench/llm-d.sh), likewise; they "+
 		"listen on all addresses")
-	return func() []peer { return peersOf(vllm, sglang, llmd) }
+	return func() []peer { return peersOf(vllm, smg, llmd) }
 }
 
 // peersOf returns the peers whose binaries were given; llmd is the directory of llm-d's.
-func peersOf(vllm, sglang, llmd string) (out []peer) {
+func peersOf(vllm, smg, llmd string) (out []peer) {
 	add := func(p peer) {
 		out = append(out, p)
 		p.name, p.front = "envoy+"+p.name, true
@@ -53,8 +54,8 @@ func peersOf(vllm, sglang, llmd string) (out []peer) {
 		add(peer{"vllm-router", vllm, false, "nixl",
 			[]string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
 	}
-	if sglang != "" {
-		add(peer{"sglang-router", sglang, false, "sglang",
+	if smg != "" {
+		add(peer{"smg", smg, false, "sglang",
 			[]string{"launch", "--pd-disaggregation", "--log-level", "error"}})
 	}
 	if llmd != "" {
