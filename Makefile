@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -86,6 +86,10 @@ bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front a
 	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 -variant 'redis: redis=yes' -json docs/figures/peers.json \
 	  -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 	$(PAGE)
+
+bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, beside vllm-router, smg and llm-d if they are installed (bench-peers); 12 GB of memory, on an idle machine (10 minutes)
+	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -clients 64 -rate $${RATE:-20} -requests $${REQUESTS:-200} -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -idle 10s -peer-policy cache_aware \
+	  $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 
 load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=replicas for 1, 4 and 8 replicas, five; LOAD=full for all shapes, fifteen)
 	./scripts/tools.sh load

@@ -239,10 +239,14 @@ func tailsTable(t *testing.T) string {
 
 func peersTable(t *testing.T) string {
 	all := figuresOf(t, "peers")
+	if slices.ContainsFunc(all, func(m measured) bool { return m.Stack == "smg" }) { // which followed sglang-router
+		all = pick(all, func(m *measured) bool { return !strings.HasSuffix(m.Stack, "sglang-router") })
+	}
 	peers := []struct{ stack, head string }{
 		{"tandem", "Envoy + Tandem"}, {"redis", "Envoy + Tandem with Redis"},
-		{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"},
+		{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"}, {"smg", "smg"},
 		{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
+		{"envoy+smg", "Envoy + smg"},
 		{"llm-d", "Envoy + llm-d"},
 	}
 	peers = slices.DeleteFunc(peers, func(p struct{ stack, head string }) bool {
