@@ -80,11 +80,12 @@ speed: tools ## what is claimed of how soon replicas know something, and the lik
 replay: ## all routing tables of docs/benchmarks.md, from traces (a quarter of an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
-bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (3 minutes, and builds)
+PEERS = -variant 'redis: redis=yes' -json docs/figures/peers.json -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (4 minutes, and builds)
 	./scripts/tools.sh peers
 	e2e/bench/llm-d.sh .tools/llm-d || echo 'left out, for it cannot be built here: llm-d (LLM_D_ROUTER=FOLDER gives a clone)' >&2
-	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 -variant 'redis: redis=yes' -json docs/figures/peers.json \
-	  -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 $(PEERS)
+	$(BENCH) -shapes sse256 -clients 1 $(PEERS)
 	$(PAGE)
 
 bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, beside vllm-router, smg and llm-d if they are installed (bench-peers); 12 GB of memory, on an idle machine (10 minutes)
