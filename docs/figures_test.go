@@ -260,7 +260,7 @@ func peersTable(t *testing.T) string {
 	for _, l := range pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.FirstByteMs > 0 }) {
 		line := []string{"first byte of a stream (p50)"}
 		if l.Clients == 1 {
-			line[0] = "the same, one client"
+			line[0] = "first byte, one client (p50)"
 		}
 		for _, p := range peers {
 			line = append(line, timeText(l.of(all, p.stack).FirstByteMs))
