@@ -88,7 +88,7 @@ bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front a
 	$(BENCH) -shapes sse256 -clients 1 $(PEERS)
 	$(PAGE)
 
-bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, beside vllm-router, smg and llm-d if they are installed (bench-peers); 12 GB of memory, on an idle machine (10 minutes)
+bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, beside vllm-router, smg and llm-d if they are installed (bench-peers); some GB of memory, on an idle machine (10 minutes)
 	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -clients 64 -rate $${RATE:-20} -requests $${REQUESTS:-200} -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -idle 10s -peer-policy cache_aware \
 	  $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 
