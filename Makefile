@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -80,12 +80,17 @@ speed: tools ## what is claimed of how soon replicas know something, and the lik
 replay: ## all routing tables of docs/benchmarks.md, from traces (a quarter of an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
-bench-peers: tools build ## vllm-router and sglang-router (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (3 minutes, and builds)
+PEERS = -variant 'redis: redis=yes' -json docs/figures/peers.json -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (4 minutes, and builds)
 	./scripts/tools.sh peers
 	e2e/bench/llm-d.sh .tools/llm-d || echo 'left out, for it cannot be built here: llm-d (LLM_D_ROUTER=FOLDER gives a clone)' >&2
-	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 -variant 'redis: redis=yes' -json docs/figures/peers.json \
-	  -vllm-router .tools/peers/bin/vllm-router -sglang-router .tools/peers/bin/sglang-router $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 $(PEERS)
+	$(BENCH) -shapes sse256 -clients 1 $(PEERS)
 	$(PAGE)
+
+bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, beside vllm-router, smg and llm-d if they are installed (bench-peers); some GB of memory, on an idle machine (10 minutes)
+	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -clients 64 -rate $${RATE:-20} -requests $${REQUESTS:-200} -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -idle 10s -peer-policy cache_aware \
+	  $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 
 load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=replicas for 1, 4 and 8 replicas, five; LOAD=full for all shapes, fifteen)
 	./scripts/tools.sh load

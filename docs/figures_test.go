@@ -239,10 +239,14 @@ func tailsTable(t *testing.T) string {
 
 func peersTable(t *testing.T) string {
 	all := figuresOf(t, "peers")
+	if slices.ContainsFunc(all, func(m measured) bool { return m.Stack == "smg" }) { // which followed sglang-router
+		all = pick(all, func(m *measured) bool { return !strings.HasSuffix(m.Stack, "sglang-router") })
+	}
 	peers := []struct{ stack, head string }{
 		{"tandem", "Envoy + Tandem"}, {"redis", "Envoy + Tandem with Redis"},
-		{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"},
+		{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"}, {"smg", "smg"},
 		{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
+		{"envoy+smg", "Envoy + smg"},
 		{"llm-d", "Envoy + llm-d"},
 	}
 	peers = slices.DeleteFunc(peers, func(p struct{ stack, head string }) bool {
@@ -252,8 +256,17 @@ func peersTable(t *testing.T) string {
 	for _, p := range peers {
 		head += " " + p.head + " |"
 	}
-	var out [][]string
-	first := []string{"first byte of a stream (p50)"}
+	var out, first [][]string
+	for _, l := range pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.FirstByteMs > 0 }) {
+		line := []string{"first byte of a stream (p50)"}
+		if l.Clients == 1 {
+			line[0] = "first byte, one client (p50)"
+		}
+		for _, p := range peers {
+			line = append(line, timeText(l.of(all, p.stack).FirstByteMs))
+		}
+		first = append(first, line)
+	}
 	lines := pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.Clients == 16 })
 	for _, l := range lines {
 		line := []string{shapeName(l.Shape)}
@@ -264,9 +277,6 @@ func peersTable(t *testing.T) string {
 				cell = cpuText(m.EnvoyMs) + " + " + cell
 			}
 			line = append(line, cell)
-			if l.FirstByteMs > 0 {
-				first = append(first, timeText(m.FirstByteMs))
-			}
 		}
 		out = append(out, line)
 	}
@@ -274,7 +284,7 @@ func peersTable(t *testing.T) string {
 		return (m.EnvoyMs + m.RouterMs) / m.of(all, "vllm-router").RouterMs
 	})
 	return rows(fmt.Sprintf("With 16 clients, Envoy and Tandem take %s times the CPU of vllm-router alone", cpu), all,
-		head, append(out, first))
+		head, append(out, first...))
 }
 
 func loadTable(t *testing.T) string {

@@ -97,6 +97,7 @@ var plots = []plot{
 			{"Envoy and Tandem", "Envoy + Tandem", "vllm-router"},
 			{"vllm-router", "vllm-router", "vllm-router"},
 			{"sglang-router", "sglang-router", "vllm-router"},
+			{"smg", "smg", "vllm-router"},
 			{"Envoy and vllm-router", "Envoy + vllm-router", "vllm-router"},
 			{"Envoy and llm-d", "Envoy + llm-d", "vllm-router"},
 		},

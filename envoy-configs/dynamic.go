@@ -89,7 +89,7 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 		b.LayeredRuntime = noted(m, layeredRuntime(), notes{"": "Which replicas are sent the access log."})
 	}
 	m.note(b, notes{"node": "Give each Envoy an id of its own (envoy --service-node NAME): logs and `tandem status` name it."})
-	const overview = `Envoy for Tandem, which gets all else from Tandem (xDS). Written by ` + "`tandem envoy --xds`" + `; needs Envoy 1.37 or newer.`
+	const overview = `Envoy for Tandem, which gets all else from Tandem (xDS). Written by ` + "`tandem envoy --xds`" + `; needs Envoy 1.37.5, 1.38.3, 1.39 or newer.`
 	return m.print(overview, b)
 }
 

@@ -50,7 +50,7 @@ func newModel(c *configv1.Config, dynamic bool, living ...Replica) (model, error
 
 // overview stands above every printed bootstrap; pairsOverview too where a pool has both legs run at once.
 const (
-	overview = `Envoy for Tandem: one request, two hops, all inside Envoy. Written by ` + "`tandem envoy`" + `; needs Envoy 1.37 or newer.
+	overview = `Envoy for Tandem: one request, two hops, all inside Envoy. Written by ` + "`tandem envoy`" + `; needs Envoy 1.37.5, 1.38.3, 1.39 or newer.
 
   pass 1   ext_proc reads the client's request, picks prefill and decode, writes the prefill body    -> x-tandem-leg: prefill
   hop 1    through the internal listener prefill-leg: its ext_proc turns the answer into 307 + ticket -> internal redirect

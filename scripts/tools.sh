@@ -6,7 +6,7 @@
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
 # missing; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
-# axe-core, for `make page`; "tools.sh peers" vllm-router and sglang-router, for `make bench-peers`. Repeated calls do nothing.
+# axe-core, for `make page`; "tools.sh peers" vllm-router and smg, for `make bench-peers`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -81,10 +81,11 @@ page)
   fi
   ;;
 peers)
-  if [ ! -e .tools/.stamp-peers ]; then
+  stamp=.tools/.stamp-peers-smg-1.13.0
+  if [ ! -e "$stamp" ]; then
     python3 -m venv .tools/peers
-    .tools/peers/bin/pip install -q --disable-pip-version-check vllm-router==0.1.17 sglang-router==0.3.2
-    touch .tools/.stamp-peers
+    .tools/peers/bin/pip install -q --disable-pip-version-check vllm-router==0.1.17 smg==1.13.0
+    touch "$stamp"
   fi
   ;;
 esac

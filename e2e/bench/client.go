@@ -148,8 +148,9 @@ func (c *client) ask(s *stack, sh shape, b *body, id uint64) (firstByte time.Tim
 	return firstByte, err
 }
 
-// askTwice makes the two requests of the floor's client.
-func (c *client) askTwice(p pair, b *body, id uint64) (firstByte time.Time, err error) {
+// askTwice makes the two requests of the floor's client, to the pairs in turn.
+func (c *client) askTwice(pairs []pair, b *body, id uint64) (firstByte time.Time, err error) {
+	p := pairs[id%uint64(len(pairs))]
 	if _, err := c.post(id, p.prefill, b.prefill); err != nil {
 		return firstByte, fmt.Errorf("prefill: %w", err)
 	}

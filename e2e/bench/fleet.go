@@ -111,7 +111,7 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (r
 		return row, err
 	}
 	s, sh := g.stacks[0], o.shapes[0]
-	b := newBody(sh, o.fresh)
+	b := newBody(sh, o.documents)
 	if _, err := g.load(ctx, s, sh, b, fleetClients, 20*n+200); err != nil { // warm
 		return row, err
 	}

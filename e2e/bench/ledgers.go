@@ -11,8 +11,8 @@ import (
 	"tandem/e2e/process"
 )
 
-// engine is a running engine: the name of its pair, and the model by which shapes ask for it.
-type engine struct{ pair, model, addr string }
+// engine is a running engine. Hand-overs are between engines of a group.
+type engine struct{ group, addr string }
 
 // books are an engine's counts of the KV that it handed over or fetched (enginesim's /sim/state). Engines whose legs
 // meet in a room count no hand-overs: there D's tokens show that KV was moved.
@@ -32,51 +32,59 @@ func (b *books) balance() bool { return b.Held == 0 && b.Given == b.Fetched }
 // of -cpuprofile do, leaves blocks behind for the engines' lease, and these are never fetched.
 const ledgerTime = 5 * time.Second
 
-// ledgers checks that the measured requests did their work: every hand-over was fetched once, D got its prompts from
-// P, and no rule was broken. It returns a line to print.
+// ledgers checks that the measured requests did their work: every hand-over was fetched once, decode engines got their
+// prompts from prefill, and no rule was broken. It returns a line to print.
 func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 	var lines []string
-	for i := 0; i < len(l.engines); i += 2 {
-		if !slices.ContainsFunc(o.shapes, func(s shape) bool { return s.model == l.engines[i].model }) {
-			continue
+	for rest := l.engines; len(rest) > 0; {
+		n := slices.IndexFunc(rest, func(e engine) bool { return e.group != rest[0].group })
+		if n < 0 {
+			n = len(rest)
 		}
-		p, d, err := l.settled(ctx, i)
+		group := rest[:n]
+		rest = rest[n:]
+		all, err := settled(ctx, group)
 		if err != nil {
 			return "", err
 		}
-		for _, b := range []*books{p, d} {
+		var given, moved int64
+		for _, b := range all {
 			switch {
 			case len(b.Rules) > 0, b.Failed > 0:
-				return "", fmt.Errorf("engines of %s: violations %v, failed transfers %d", l.engines[i].pair, b.Rules,
+				return "", fmt.Errorf("engines of %s: violations %v, failed transfers %d", group[0].group, b.Rules,
 					b.Failed)
 			case o.profiles == "" && !b.balance():
-				return "", fmt.Errorf("engines of %s: %d hand-overs given, %d fetched, %d blocks held",
-					l.engines[i].pair, b.Given, b.Fetched, b.Held)
+				return "", fmt.Errorf("engines of %s: %d hand-overs given, %d fetched, %d blocks held", group[0].group,
+					b.Given, b.Fetched, b.Held)
 			}
+			given, moved = given+b.Given, moved+b.External
 		}
-		if d.External == 0 {
-			return "", fmt.Errorf("the decode engine of %s got no token from prefill", l.engines[i].pair)
+		if moved == 0 {
+			return "", fmt.Errorf("no decode engine of %s got a token from prefill", group[0].group)
 		}
-		text := fmt.Sprintf("%s %d tokens moved", l.engines[i].pair, d.External)
-		if p.Given > 0 {
-			text += fmt.Sprintf(" in %d hand-overs", p.Given)
+		text := fmt.Sprintf("%s %d tokens moved", group[0].group, moved)
+		if given > 0 {
+			text += fmt.Sprintf(" in %d hand-overs", given)
 		}
 		lines = append(lines, text)
 	}
 	return "Engines' ledgers balance, no violation: " + strings.Join(lines, "; ") + ".", nil
 }
 
-// settled returns the books of a pair when no hand-over is pending, or after ledgerTime.
-func (l *lab) settled(ctx context.Context, at int) (p, d *books, err error) {
+// settled returns the books of engines when no hand-over is pending, or after ledgerTime.
+func settled(ctx context.Context, engines []engine) (out []*books, err error) {
 	for until := time.Now().Add(ledgerTime); ; time.Sleep(20 * time.Millisecond) {
-		if p, err = readBooks(ctx, l.engines[at].addr); err != nil {
-			return nil, nil, err
+		out = out[:0]
+		for _, e := range engines {
+			b, err := readBooks(ctx, e.addr)
+			if err != nil {
+				return nil, err
+			}
+			out = append(out, b)
 		}
-		if d, err = readBooks(ctx, l.engines[at+1].addr); err != nil {
-			return nil, nil, err
-		}
-		if p.balance() && d.balance() || time.Now().After(until) {
-			return p, d, nil
+		pending := slices.ContainsFunc(out, func(b *books) bool { return !b.balance() })
+		if !pending || time.Now().After(until) {
+			return out, nil
 		}
 	}
 }

@@ -19,7 +19,7 @@
 //	go run ./e2e/bench -variant 'gogc: GOGC=400' -variant 'buffered: body=buffered' \
 //	    -variant 'patched: bin=/tmp/tandem'
 //
-// So can other routers in their P/D modes (-vllm-router, -sglang-router, -llm-d; `make bench-peers` installs them),
+// So can other routers in their P/D modes (-vllm-router, -smg, -llm-d; `make bench-peers` installs them),
 // with and without an Envoy in front.
 //
 // The output is Markdown. The program imports nothing of Tandem: it knows the binaries and the configuration file.
@@ -32,12 +32,17 @@
 //
 //	go run ./e2e/bench -shapes json1k -clients 1,16,64,256 -rate 200 -requests 2000 -rounds 3 -beside json1m
 //
+// Long prompts over many engines that publish KV events, all stacks at one rate (`make bench-long`):
+//
+//	go run ./e2e/bench -shapes json400k -clients 64 -rate 20 -requests 200 -rounds 3 -endpoints 100 -kv-events \
+//	    -documents 200 -idle 10s
+//
 // With -json FILE the figures are compared with those of the last run, and kept for the next one and for
 // docs/benchmarks.md (last.go).
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
-// several replicas, fleetprofile.go what their CPU time goes to.
+// several replicas, endpoints.go many endpoints, fleetprofile.go what their CPU time goes to.
 package main
 
 import (
@@ -76,7 +81,10 @@ type options struct {
 	rate       float64
 	tokenTime  time.Duration
 	workers    int
-	fresh      bool
+	documents  int           // that prompts begin with; 0: every prompt is new
+	endpoints  int           // of each model
+	events     bool          // they publish KV events, and Tandem reads them
+	idle       time.Duration // for which all stacks are measured without requests
 	envoy, bin string
 	profiles   string
 	variants   []variant // the first is called tandem
@@ -91,6 +99,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	o := options{}
 	base := variant{name: "tandem"}
 	var shapes, clients, env, fleet, beside string
+	var fresh bool
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
@@ -104,8 +113,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
 	f.Float64Var(&o.rate, "rate", 0, "requests a second of all clients together; 0: each sends when it has its answer")
 	f.IntVar(&o.workers, "workers", 2, "Envoy's --concurrency, for every stack")
-	f.BoolVar(&o.fresh, "fresh", false,
+	f.BoolVar(&fresh, "fresh", false,
 		"every prompt is new from its first word on; else only its end is, as in a conversation")
+	f.IntVar(&o.documents, "documents", 1, "prompts begin with one of so many documents, in turn")
+	f.IntVar(&o.endpoints, "endpoints", 2, "engines of each model, half of them for prefill")
+	f.BoolVar(&o.events, "kv-events", false, "engines publish KV events (on all addresses), which Tandem reads")
+	f.DurationVar(&o.idle, "idle", 0, "first measure all stacks without requests for so long")
 	f.StringVar(&base.bodyMode, "body-mode", "duplex",
 		"envoy.bodyMode of Tandem's configuration: auto, buffered or duplex")
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
@@ -134,6 +147,9 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		return o, err
 	}
 	base.env, o.peers = strings.Fields(env), peers()
+	if fresh {
+		o.documents = 0
+	}
 	o.variants = append([]variant{base}, o.variants...)
 	for i := range o.variants {
 		v := &o.variants[i]
@@ -159,13 +175,24 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	if o.fleet, err = numbers(fleet); err != nil {
 		return o, fmt.Errorf("-fleet: %w", err)
 	}
+	return o, o.check()
+}
+
+// check checks the numbers.
+func (o *options) check() error {
 	if len(o.fleet) > 0 && o.rate <= 0 {
-		return o, errors.New("-fleet needs a -rate")
+		return errors.New("-fleet needs a -rate")
+	}
+	if o.endpoints < 2 || o.endpoints%2 != 0 || o.documents < 0 {
+		return errors.New("-endpoints is an even number above 0, -documents a number above 0")
+	}
+	if o.last != "" && (o.endpoints > 2 || o.events) {
+		return errors.New("-json keeps figures of a pair of engines only: their names do not say how many there were")
 	}
 	if len(o.clients) == 0 || o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.rate < 0 || o.tokenTime <= 0 {
-		return o, errors.New("-clients, -rounds, -workers, -requests and -rate are numbers, -token-time a time")
+		return errors.New("-clients, -rounds, -workers, -requests and -rate are numbers, -token-time a time")
 	}
-	return o, nil
+	return nil
 }
 
 // numbers reads a list such as 1,16.
@@ -221,7 +248,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(),
 		runtime.NumCPU(), runtime.Version(), l.versions(ctx)+l.peerVersions(ctx, o.peers))
 	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds,
-		prompts(o.fresh))
+		prompts(o.documents))
+	if o.endpoints > 2 || o.events {
+		fmt.Fprintf(stdout, "Endpoints: %d. KV events: %t.\n\n", o.endpoints, o.events)
+	}
 	if len(o.fleet) > 0 {
 		return l.fleet(ctx, o, stdout)
 	}
@@ -229,6 +259,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		fmt.Fprintf(stdout, "Beside: %s, %d a second. CPU contains theirs.\n\n", o.beside.title, besideRate)
 	}
 	r := newReport(l.stacks)
+	if o.idle > 0 {
+		if err := l.idle(ctx, o.idle, stdout); err != nil {
+			return err
+		}
+	}
 	for _, s := range o.shapes {
 		for _, clients := range o.clients {
 			results, err := l.measure(ctx, o, s, clients)
@@ -243,6 +278,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	if o.events {
+		if err := l.checkEvents(ctx, stdout); err != nil {
+			return err
+		}
+	}
 	r.write(stdout)
 	fmt.Fprintf(stdout, "\n%s\n", ledgers)
 	if o.last == "" {
@@ -256,11 +296,14 @@ func (l *lab) origin(ctx context.Context, o options) origin {
 		strings.TrimPrefix(l.peerVersions(ctx, o.peers), ", ")}
 }
 
-func prompts(fresh bool) string {
-	if fresh {
+func prompts(documents int) string {
+	switch documents {
+	case 0:
 		return "every one new from its first word on"
+	case 1:
+		return "the same but for their last words"
 	}
-	return "the same but for their last words"
+	return fmt.Sprintf("%d, but for their last words", documents)
 }
 
 // processor returns the processor's name.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"text/template"
 
@@ -17,8 +18,9 @@ import (
 // A peer is another router over the same simulated engines:
 //
 //   - vllm-router (PyPI): `--vllm-pd-disaggregation --kv-connector nixl`, one hop after the other, as Tandem.
-//   - sglang-router (PyPI): `--pd-disaggregation`, which sends both hops at the same time, to engines that speak
-//     SGLang: both get one room, D looks P up at P's bootstrap port, and P answers with one token.
+//   - smg (PyPI), the SGLang gateway, which was sglang-router until its 0.3.2: `--pd-disaggregation`, which sends both
+//     hops at the same time, to engines that speak SGLang: both get one room, D looks P up at P's bootstrap port, and
+//     P answers with one token.
 //   - llm-d (built by e2e/bench/llm-d.sh): its endpoint picker behind Envoy's ext_proc, with the Envoy and the scorers
 //     of its own documentation, and its routing sidecar before the decode engine, which makes both hops.
 //
@@ -29,36 +31,38 @@ type peer struct {
 	name, binary string
 	front        bool // behind an Envoy
 	connector    string
+	policy       string
 	args         []string
 }
 
 // peerFlags adds the flags with the peers' binaries, and returns a function for those that were given.
 func peerFlags(f *flag.FlagSet) func() []peer {
-	var vllm, sglang, llmd string
+	var vllm, smg, llmd, policy string
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
-	f.StringVar(&sglang, "sglang-router", "", "sglang-router `binary` (PyPI), likewise")
+	f.StringVar(&smg, "smg", "", "smg `binary` (PyPI), likewise")
 	f.StringVar(&llmd, "llm-d", "", "`directory` with llm-d's epp and pd-sidecar (e2e/bench/llm-d.sh), likewise; they "+
 		"listen on all addresses")
-	return func() []peer { return peersOf(vllm, sglang, llmd) }
+	f.StringVar(&policy, "peer-policy", "round_robin", "`policy` of vllm-router and smg, such as cache_aware")
+	return func() []peer { return peersOf(vllm, smg, llmd, policy) }
 }
 
 // peersOf returns the peers whose binaries were given; llmd is the directory of llm-d's.
-func peersOf(vllm, sglang, llmd string) (out []peer) {
+func peersOf(vllm, smg, llmd, policy string) (out []peer) {
 	add := func(p peer) {
 		out = append(out, p)
 		p.name, p.front = "envoy+"+p.name, true
 		out = append(out, p)
 	}
 	if vllm != "" {
-		add(peer{"vllm-router", vllm, false, "nixl",
+		add(peer{"vllm-router", vllm, false, "nixl", policy,
 			[]string{"--vllm-pd-disaggregation", "--kv-connector", "nixl", "--log-level", "error"}})
 	}
-	if sglang != "" {
-		add(peer{"sglang-router", sglang, false, "sglang",
+	if smg != "" {
+		add(peer{"smg", smg, false, "sglang", policy,
 			[]string{"launch", "--pd-disaggregation", "--log-level", "error"}})
 	}
 	if llmd != "" {
-		out = append(out, peer{llmdName, llmd, true, "nixl", nil})
+		out = append(out, peer{llmdName, llmd, true, "nixl", "", nil})
 	}
 	return out
 }
@@ -69,14 +73,14 @@ const llmdName = "llm-d"
 type frontListener struct{ Model, Port, Router, Picker string }
 
 // startPeer starts the peer for both kinds of engines.
-func (l *lab) startPeer(ctx context.Context, o options, bin string, p peer) error {
+func (l *lab) startPeer(ctx context.Context, o options, p peer) error {
 	s := &stack{name: p.name, addrs: map[string]string{}}
 	var fronts []frontListener
-	for _, model := range []string{instant, paced} {
+	for _, model := range o.models() {
 		engines := l.pairs[model]
 		if p.connector != "nixl" {
 			var err error
-			if engines, err = l.startPair(ctx, bin, model, p.name+"-"+model, p.connector); err != nil {
+			if engines, err = l.startPairs(ctx, o, model, p.name+"-"+model, p.connector); err != nil {
 				return err
 			}
 		}
@@ -103,18 +107,21 @@ func (l *lab) startPeer(ctx context.Context, o options, bin string, p peer) erro
 }
 
 // startRouter starts a router of PyPI and returns its address.
-func (l *lab) startRouter(ctx context.Context, s *stack, p peer, model string, engines pair) (string, error) {
+func (l *lab) startRouter(ctx context.Context, s *stack, p peer, model string, engines []pair) (string, error) {
 	ports, err := process.FreePorts(2)
 	if err != nil {
 		return "", err
 	}
-	prefill := []string{"--prefill", "http://" + engines.prefill}
-	if p.connector != "nixl" {
-		prefill = append(prefill, port(engines.bootstrap))
+	args := slices.Clone(p.args)
+	for _, e := range engines {
+		args = append(args, "--prefill", "http://"+e.prefill)
+		if p.connector != "nixl" {
+			args = append(args, port(e.bootstrap))
+		}
+		args = append(args, "--decode", "http://"+e.decode)
 	}
-	args := append(append([]string{}, p.args...), prefill...)
-	args = append(args, "--decode", "http://"+engines.decode, "--host", "127.0.0.1", "--port", port(ports[0]),
-		"--policy", "round_robin", "--prometheus-port", port(ports[1]))
+	args = append(args, "--host", "127.0.0.1", "--port", port(ports[0]), "--policy", p.policy,
+		"--prometheus-port", port(ports[1]))
 	router, err := l.Start(p.name+"-"+model, nil, p.binary, args...)
 	if err != nil {
 		return "", err
@@ -146,29 +153,41 @@ schedulingProfiles:
 dataLayer: {discovery: {pluginRef: file-discovery}}
 `
 
-// startLLMD starts llm-d's endpoint picker and sidecar, and returns the picker's address. Both listen on all addresses.
-func (l *lab) startLLMD(ctx context.Context, s *stack, p peer, model string, engines pair) (string, error) {
-	ports, err := process.FreePorts(4)
+// startSidecar starts llm-d's sidecar of a decode engine and returns its address.
+func (l *lab) startSidecar(ctx context.Context, s *stack, p peer, model string, e pair) (string, error) {
+	ports, err := process.FreePorts(1)
 	if err != nil {
 		return "", err
 	}
-	sidecar, picker, health, metrics := ports[0], ports[1], ports[2], ports[3]
 	proxy, err := l.Start(p.name+"-sidecar-"+model, nil, filepath.Join(p.binary, "pd-sidecar"), "--secure-proxy=false",
-		"--port", port(sidecar), "--model-server-port", port(engines.decode), "--zap-log-level", "error",
+		"--port", port(ports[0]), "--model-server-port", port(e.decode), "--zap-log-level", "error",
 		"--zap-devel=false")
 	if err != nil {
 		return "", err
 	}
 	s.routers = append(s.routers, proxy)
-	if err := proxy.Wait(ctx, "http://"+sidecar+"/health"); err != nil {
+	return ports[0], proxy.Wait(ctx, "http://"+ports[0]+"/health")
+}
+
+// startLLMD starts llm-d's endpoint picker and sidecars, and returns the picker's address. All listen on all addresses.
+func (l *lab) startLLMD(ctx context.Context, s *stack, p peer, model string, engines []pair) (string, error) {
+	ports, err := process.FreePorts(3)
+	if err != nil {
 		return "", err
+	}
+	picker, health, metrics := ports[0], ports[1], ports[2]
+	text := "endpoints:\n"
+	for i, e := range engines {
+		sidecar, err := l.startSidecar(ctx, s, p, model, e)
+		if err != nil {
+			return "", err
+		}
+		text += fmt.Sprintf("- {name: prefill%d, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: prefill}}\n"+
+			"- {name: decode%d, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: decode}}\n",
+			i, port(e.prefill), i, port(sidecar))
 	}
 	config := filepath.Join(l.Dir, p.name+"-"+model+".yaml")
 	endpoints := strings.TrimSuffix(config, ".yaml") + "-endpoints.yaml"
-	text := fmt.Sprintf("endpoints:\n"+
-		"- {name: prefill, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: prefill}}\n"+
-		"- {name: decode, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: decode}}\n",
-		port(engines.prefill), port(sidecar))
 	if err := os.WriteFile(endpoints, []byte(text), 0o600); err != nil {
 		return "", err
 	}

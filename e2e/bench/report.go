@@ -19,7 +19,7 @@ type report struct {
 }
 
 // row is one line of the table.
-type row [14]string
+type row [15]string
 
 // target is a limit for Tandem's figures.
 type target struct {
@@ -100,6 +100,7 @@ func (r *report) add(sh shape, k key, results [][]round) {
 			millis(median(each(rounds, p50))), "",
 			millis(tail(rounds, .99)), "", millis(tail(rounds, .999)),
 			fmt.Sprintf("%.0f", median(each(rounds, func(r *round) float64 { return r.rate }))),
+			fmt.Sprintf("%.2f", median(each(rounds, func(r *round) float64 { return r.cpu().Seconds() * r.rate }))),
 		}
 		if sh.stream {
 			line[8] += " (" + millis(median(each(rounds, first))) + ")"
@@ -139,7 +140,11 @@ func (r *report) hold(sh shape, clients int, ours, floor []round) {
 func (r *report) memory(stacks []*stack) {
 	for _, s := range stacks {
 		if s.tandem == nil && len(s.routers) > 0 {
-			r.peaks = append(r.peaks, fmt.Sprintf("%s: %d (one of its two)", s.name, s.routers[0].Peak()>>20))
+			peak := int64(0)
+			for _, router := range s.routers {
+				peak += router.Peak()
+			}
+			r.peaks = append(r.peaks, fmt.Sprintf("%s: %d (processes: %d)", s.name, peak>>20, len(s.routers)))
 			continue
 		}
 		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.Peak()>>20)
@@ -155,7 +160,7 @@ func (r *report) write(w io.Writer) {
 	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a "+
 		"stream until its end (until its first byte).\n\n")
 	head := row{"shape", "clients", "stack", "Envoy CPU", "router CPU", "sum", "x floor", "x tandem", "p50", "x floor",
-		"p99", "x floor", "p99.9", "req/s"}
+		"p99", "x floor", "p99.9", "req/s", "cores"}
 	table(w, append([]row{head}, r.rows...))
 	fmt.Fprintf(w, "\nMost memory, MiB: %s.\n\n", strings.Join(r.peaks, "; "))
 	fmt.Fprint(w, "| target, as a multiple of the floor | at most | measured | |\n|---|---|---|---|\n")

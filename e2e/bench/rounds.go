@@ -50,7 +50,7 @@ func (l *lab) with(ctx context.Context, s *stack, o options, do func() error) er
 	go func() {
 		slow := *l
 		slow.rate = besideRate
-		_, err := slow.load(loaded, s, o.beside, newBody(o.beside, o.fresh), besideClients, 1<<40)
+		_, err := slow.load(loaded, s, o.beside, newBody(o.beside, o.documents), besideClients, 1<<40)
 		ended <- err
 	}()
 	err := do()
@@ -70,7 +70,7 @@ func (l *lab) measure(ctx context.Context, o options, sh shape, clients int) ([]
 	if sh.model == paced && o.requests == 0 {
 		n = 2 * clients // each takes more than a second
 	}
-	b := newBody(sh, o.fresh)
+	b := newBody(sh, o.documents)
 	for _, s := range l.stacks { // warm: connections, pools, caches
 		if _, err := l.load(ctx, s, sh, b, clients, max(n/5, clients)); err != nil {
 			return nil, fmt.Errorf("%s: %w", s.name, err)
@@ -139,11 +139,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 		return r, err
 	}
 	time.Sleep(settleTime)
-	envoy, err := s.envoy.CPU()
-	if err != nil {
-		return r, err
-	}
-	tandem, err := cpuOf(append(s.routers, s.tandem)...)
+	before, err := s.used()
 	if err != nil {
 		return r, err
 	}
@@ -151,12 +147,8 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 		return r, err
 	}
 	time.Sleep(settleTime)
-	envoyNow, err := s.envoy.CPU()
-	if err != nil {
-		return r, err
-	}
-	tandemNow, err := cpuOf(append(s.routers, s.tandem)...)
-	r.envoy, r.tandem = (envoyNow-envoy)/time.Duration(n), (tandemNow-tandem)/time.Duration(n)
+	now, err := s.used()
+	r.envoy, r.tandem = (now.envoy-before.envoy)/time.Duration(n), (now.tandem-before.tandem)/time.Duration(n)
 	return r, err
 }
 

@@ -23,6 +23,7 @@ func allShapes() []shape {
 	return []shape{
 		{"json1k", "1 KB JSON", instant, 1 << 10, 16, false, 500},
 		{"json220k", "220 KB JSON", instant, 220 << 10, 16, false, 100},
+		{"json400k", "400 KB JSON", instant, 400 << 10, 16, false, 60}, // 100k tokens
 		{"json1m", "1 MB JSON", instant, 1 << 20, 16, false, 40},
 		{"sse256", "256-token SSE", paced, 1 << 10, 256, true, 32},
 		{"sse1024", "1,024-token SSE", paced, 1 << 10, 1024, true, 32},
@@ -43,29 +44,30 @@ func findShape(name string) (shape, error) {
 
 // body is a client's chat completion and the floor's two bodies for it.
 type body struct {
-	client  []byte    // for Tandem
-	prefill []byte    // for P
-	nonces  [2][]byte // the part of each that differs between requests
+	client    []byte    // for Tandem
+	prefill   []byte    // for P
+	documents uint64    // that prompts begin with, in turn; 0: a new one for each
+	first     [2][]byte // of client and prefill: the document's number, in the first message
+	last      [2][]byte // the request's number, in the last message
 }
 
-const nonceLen = 16
+// The places of the two numbers in a new body.
+const (
+	firstMark = "0000000000000000"
+	lastMark  = "1111111111111111"
+)
 
 // kvPrefill asks a vLLM prefill engine with the NIXL connector to keep its blocks for a decode engine.
 const kvPrefill = `{"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,` +
 	`"remote_block_ids":null,"remote_host":null,"remote_port":null},`
 
-// newBody returns a chat completion of exactly the shape's size: a long first message and a short last one. The nonce
-// is in the first if every prompt is to be new, else in the last.
-func newBody(s shape, fresh bool) *body {
-	const mark = "0000000000000000"
-	first, last := "", mark
-	if fresh {
-		first, last = mark, ""
-	}
+// newBody returns a chat completion of exactly the shape's size: a long first message and a short last one. Prompts are
+// of so many documents, or all new.
+func newBody(s shape, documents int) *body {
 	text := func(stream bool, tokens, padding int) []byte {
 		b := fmt.Appendf(nil, `{"model":%q,"messages":[{"role":"system","content":"%s You answer in few words. %s"},`+
 			`{"role":"user","content":"And now? %s"}],"temperature":0,"max_tokens":`,
-			s.model, first, filler(padding), last)
+			s.model, firstMark, filler(padding), lastMark)
 		b = strconv.AppendInt(b, int64(tokens), 10)
 		if stream {
 			b = append(b, `,"stream":true`...)
@@ -73,24 +75,41 @@ func newBody(s shape, fresh bool) *body {
 		return append(b, `,"ignore_eos":true}`...)
 	}
 	padding := s.size - len(text(s.stream, s.tokens, 0))
-	b := &body{client: text(s.stream, s.tokens, padding)}
+	b := &body{client: text(s.stream, s.tokens, padding), documents: uint64(documents)}
 	b.prefill = append([]byte(kvPrefill), text(false, 1, padding)[1:]...)
-	for i, sent := range [2][]byte{b.client, b.prefill} {
-		at := bytes.Index(sent, []byte(mark))
-		b.nonces[i] = sent[at : at+nonceLen]
-	}
+	b.mark()
 	return b
 }
 
-// number sets the nonces for request n.
+// mark finds the places of the numbers in a body that has none yet.
+func (b *body) mark() {
+	for i, sent := range [2][]byte{b.client, b.prefill} {
+		place := func(mark string) []byte {
+			at := bytes.Index(sent, []byte(mark))
+			return sent[at : at+len(mark)]
+		}
+		b.first[i], b.last[i] = place(firstMark), place(lastMark)
+	}
+}
+
+// number sets the numbers for request n.
 func (b *body) number(n uint64) {
-	var text [nonceLen]byte
-	for i := range text {
-		text[i] = '0' + byte(n%10)
+	document := n
+	if b.documents > 0 {
+		document %= b.documents
+	}
+	for i := range b.first {
+		digits(b.first[i], document)
+		digits(b.last[i], n)
+	}
+}
+
+// digits writes a number, the lowest digit first.
+func digits(to []byte, n uint64) {
+	for i := range to {
+		to[i] = '0' + byte(n%10)
 		n /= 10
 	}
-	copy(b.nonces[0], text[:])
-	copy(b.nonces[1], text[:])
 }
 
 // filler returns n bytes of JSON string content: English with the line breaks and quotes of a real prompt.
@@ -125,12 +144,9 @@ func cutParams(answer []byte) ([]byte, bool) {
 	return nil, false
 }
 
-// clone returns a copy with its own nonces, for one client.
+// clone returns a copy of a body that has no number yet, for one client.
 func (b *body) clone() *body {
-	c := &body{client: bytes.Clone(b.client), prefill: bytes.Clone(b.prefill)}
-	for i, text := range [2]struct{ from, to []byte }{{b.client, c.client}, {b.prefill, c.prefill}} {
-		at := cap(text.from) - cap(b.nonces[i])
-		c.nonces[i] = text.to[at : at+nonceLen]
-	}
+	c := &body{client: bytes.Clone(b.client), prefill: bytes.Clone(b.prefill), documents: b.documents}
+	c.mark()
 	return c
 }

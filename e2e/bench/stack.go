@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -24,8 +25,9 @@ const (
 	floorName = "floor"
 )
 
-// pair is a prefill and a decode engine. bootstrap is the prefill engine's bootstrap server, for SGLang.
-type pair struct{ prefill, decode, bootstrap string }
+// pair is a prefill and a decode engine. bootstrap is the prefill engine's bootstrap server, for SGLang. The last two
+// are the ports of their KV events, if they publish them.
+type pair struct{ prefill, decode, bootstrap, prefillEvents, decodeEvents string }
 
 // variant is a configuration of Tandem to measure.
 type variant struct {
@@ -49,7 +51,7 @@ type stack struct {
 	envoyAdmin    string
 	envoy, tandem *process.Process   // the first replica
 	tandems       []*process.Process // all replicas
-	pairs         map[string]pair
+	pairs         map[string][]pair
 }
 
 // lab is all running processes.
@@ -58,12 +60,12 @@ type lab struct {
 	process.Group
 	envoyPath string
 	bin       string
-	tokenTime time.Duration // of paced engines
-	rate      float64       // requests per second of all clients; 0: as fast as possible
-	pin       bool          // every process has one processor
-	pairs     map[string]pair
-	engines   []engine // of all pairs, alternating prefill and decode
-	stacks    []*stack // the floor first
+	tokenTime time.Duration     // of paced engines
+	rate      float64           // requests per second of all clients; 0: as fast as possible
+	pin       bool              // every process has one processor
+	pairs     map[string][]pair // of the models that the shapes ask for
+	engines   []engine          // those of a group together
+	stacks    []*stack          // the floor first
 }
 
 // start builds the binaries and starts engines, floor and variants.
@@ -78,10 +80,10 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	l.pairs = map[string]pair{}
+	l.pairs = map[string][]pair{}
 	l.bin = bin
-	for _, name := range []string{instant, paced} {
-		if l.pairs[name], err = l.startPair(ctx, bin, name, "nixl-"+name, "nixl"); err != nil {
+	for _, name := range o.models() {
+		if l.pairs[name], err = l.startPairs(ctx, o, name, "nixl-"+name, "nixl"); err != nil {
 			return err
 		}
 	}
@@ -100,7 +102,7 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 		}
 	}
 	for _, p := range o.peers {
-		if err := l.startPeer(ctx, o, bin, p); err != nil {
+		if err := l.startPeer(ctx, o, p); err != nil {
 			return fmt.Errorf("starting %s: %w", p.name, err)
 		}
 	}
@@ -133,27 +135,54 @@ func (l *lab) build(ctx context.Context, bin string) (string, error) {
 	return bin, nil
 }
 
+// models are the models that the shapes ask for.
+func (o *options) models() (out []string) {
+	for _, model := range []string{instant, paced} {
+		if slices.ContainsFunc(append(o.shapes, o.beside), func(s shape) bool { return s.model == model }) {
+			out = append(out, model)
+		}
+	}
+	return out
+}
+
+// startPairs starts half as many pairs of engines of a model as there shall be endpoints.
+func (l *lab) startPairs(ctx context.Context, o options, model, name, connector string) (out []pair, err error) {
+	for range o.endpoints / 2 {
+		p, err := l.startPair(ctx, o.events, model, name, connector)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, p)
+	}
+	return out, nil
+}
+
 // startPair starts a prefill and a decode engine of a model.
-func (l *lab) startPair(ctx context.Context, bin, model, name, connector string) (p pair, err error) {
-	ports, err := process.FreePorts(5)
+func (l *lab) startPair(ctx context.Context, events bool, model, name, connector string) (p pair, err error) {
+	ports, err := process.FreePorts(7)
 	if err != nil {
 		return p, err
 	}
-	p = pair{ports[0], ports[1], ports[4]}
+	p = pair{ports[0], ports[1], ports[4], port(ports[5]), port(ports[6])}
 	for i, role := range []string{"prefill", "decode"} {
 		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model,
 			"--connector", connector, "--bootstrap", p.bootstrap, "--record=false", "--keep-alive", "1m"}
 		if model == paced && role == "decode" {
 			args = append(args, "--decode-step", l.tokenTime.String())
 		}
-		e, err := l.Start(name+"-"+role, nil, filepath.Join(bin, "enginesim"), args...)
+		if events {
+			// a cache of a million tokens, as one of large GPUs: prompts drive each other out, which events say too
+			args = append(args, "--kv-events", "tcp://*:"+port(ports[i+5]), "--kv-events-buffer", "16",
+				"--blocks", strconv.Itoa(1<<16))
+		}
+		e, err := l.Start(name+"-"+role, nil, filepath.Join(l.bin, "enginesim"), args...)
 		if err != nil {
 			return p, err
 		}
 		if err := e.Wait(ctx, "http://"+ports[i]+"/health"); err != nil {
 			return p, err
 		}
-		l.engines = append(l.engines, engine{name, model, ports[i]})
+		l.engines = append(l.engines, engine{name, ports[i]})
 	}
 	return p, nil
 }
@@ -207,10 +236,24 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	}
 	var config strings.Builder
 	config.WriteString("pools:\n")
-	for name, p := range l.pairs {
-		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  binding: %s\n"+
-			"  endpoints: [{address: %q, role: prefill}, {address: %q, role: decode}]\n",
-			name, name, cmp.Or(v.binding, "late"), p.prefill, p.decode)
+	for _, model := range o.models() {
+		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  binding: %s\n",
+			model, model, cmp.Or(v.binding, "late"))
+		if o.events {
+			config.WriteString("  kvEvents: {}\n")
+		}
+		config.WriteString("  endpoints:\n")
+		for _, p := range l.pairs[model] {
+			for _, e := range []struct{ role, addr, events string }{
+				{"prefill", p.prefill, p.prefillEvents}, {"decode", p.decode, p.decodeEvents},
+			} {
+				fmt.Fprintf(&config, "  - {address: %q, role: %s", e.addr, e.role)
+				if o.events {
+					config.WriteString(", kvEventsPort: " + e.events)
+				}
+				config.WriteString("}\n")
+			}
+		}
 	}
 	s := &stack{name: v.name, addr: ports[0], envoyAdmin: ports[1], pairs: l.pairs}
 	if v.redis {

@@ -134,6 +134,7 @@ func isControl(key string) bool {
 	switch key {
 	case "ec_transfer_params",
 		"routed_dp_rank", "data_parallel_rank",
+		"do_local_prefill", // D computes the prompt itself: sglang#34773, a draft, which Dynamo sends already
 		// with messages it takes their place: the engine would compute another prompt than Tandem routed
 		"prompt_token_ids",
 		"nvext":

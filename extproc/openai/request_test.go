@@ -127,7 +127,8 @@ func TestClean(t *testing.T) {
 		{`{"a":1,"kv_transfer_params":null,"b":2}`, `{"a":1,"b":2}`},
 		{`{"kv\u005ftransfer_params":1,"a":1}`, `{"a":1}`},
 		{`{"ec_transfer_params":1,"disaggregated_params":1,"disagg_prefill_resp":1,"a":1,"bootstrap_host":1,"bootstrap_port":1,` +
-			`"bootstrap_room":1,"bootstrap_new":1,"routed_dp_rank":1,"disagg_prefill_dp_rank":1,"data_parallel_rank":1,"nvext":{}}`, `{"a":1}`},
+			`"bootstrap_room":1,"bootstrap_new":1,"routed_dp_rank":1,"disagg_prefill_dp_rank":1,"data_parallel_rank":1,"nvext":{},` +
+			`"do_local_prefill":true}`, `{"a":1}`},
 		{`{"sampling_params":{"n":1,"extra_args":{"x":1,"kv_transfer_params":{"do_remote_prefill":true}}},"a":1}`,
 			`{"sampling_params":{"n":1,"extra_args":{"x":1}},"a":1}`},
 		{`{"nvext":1,"vllm_xargs":{"kv_transfer_params":"x","y":2},"data_parallel_rank":0}`, `{"vllm_xargs":{"y":2}}`},
