@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 // Many endpoints with KV events (-endpoints 100 -kv-events -idle 10s) show what a fleet costs that a pair does not:
@@ -57,7 +59,7 @@ func (l *lab) checkEvents(ctx context.Context, stdout io.Writer) error {
 		if s.tandem == nil {
 			continue
 		}
-		text, err := read(ctx, s.admin+"/metrics")
+		text, err := process.Get(ctx, s.admin+"/metrics")
 		if err != nil {
 			return err
 		}
