@@ -29,6 +29,7 @@ import (
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
 	"tandem/kvstate"
@@ -51,6 +52,8 @@ type Options struct {
 	TicketTTL      time.Duration  // lifetime of a leg's ticket; default 10 m
 	HandOverTTL    time.Duration  // lifetime of KV parameters after P's answer, a third of their lease at most; default 20 s
 	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 8
+
+	Usage *usage.Recorder // records what requests used; nil: nobody does
 
 	DecisionMetadata bool                    // also write decisions into dynamic metadata
 	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
@@ -99,6 +102,9 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
+	if o.Usage != nil {
+		m.OnDeparture(o.Usage.Forget)
+	}
 	s.streams = streamOptions{
 		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
 		refused: s.observer.Refused,
@@ -127,7 +133,8 @@ func New(o Options, m *telemetry.Metrics) *Server {
 			ShortOfMemory: s.shortOfMemory,
 		},
 		Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
-		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL},
+		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL,
+			Models: o.Usage != nil},
 	}
 	if o.Picker != nil {
 		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}

@@ -11,6 +11,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/usage"
 	"tandem/kvstate"
 )
 
@@ -31,8 +32,8 @@ func NewObserver(m *Metrics, log *slog.Logger) *Observer {
 	return &Observer{Metrics: m, Recent: NewRecent(), log: log, cuts: rate.NewLimiter(cutsLogged, cutsLogged)}
 }
 
-// answeredBy returns the endpoint that answered the pass of a ticket.
-func answeredBy(t *kvtransfer.Ticket) string {
+// AnsweredBy returns the endpoint that answered the pass of a ticket.
+func AnsweredBy(t *kvtransfer.Ticket) string {
 	if t.Stage == kvtransfer.PrefillLeg {
 		return t.Prefill
 	}
@@ -58,7 +59,7 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 		}
 		if ended == EndedCut && o.cuts.Allow() {
 			o.log.Warn("an answer broke off", "request_id", string(e.RequestID), "pool", t.Pool,
-				"endpoint", answeredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
+				"endpoint", AnsweredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
 		}
 	}
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
@@ -71,6 +72,11 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
 	})
+}
+
+// Used reports what a request used that has ended.
+func (o *Observer) Used(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
+	o.change(string(e.RequestID), t.Started, func(trace *Trace) { trace.Used = u })
 }
 
 // RequestLost reports that this replica cannot read the ticket of a request, which therefore fails.
