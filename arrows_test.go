@@ -24,9 +24,13 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":           {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
-	"envoy-configs/lua": {},
-	"extproc/faults":    {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
+	"envoy-configs/lua":     {},
+	"envoy-configs/logwhen": {},
+	"envoy-configs/usage":   {},
+	"extproc/usage":         {"extproc/envoywire", "extproc/kvtransfer", "internal/ledger"},
+	"internal/ledger":       {},
+	"extproc/faults":        {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/replan": {
 		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/pass",
 		"extproc/plan", "extproc/reclaim", "kvstate", "kvstate/standstill",
@@ -82,7 +86,7 @@ var arrows = map[string][]string{
 	"picker/admission":           {"kvstate", "picker"},
 	"replay":                     {"kvstate", "picker", "picker/admission", "replay/engine", "picker/roles"},
 	"extproc/openai":             {},
-	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
+	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/usage", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
 	"extproc/envoywire/wiretest": {},
 	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "protos/ticket/v1 (test)", "kvstate/standstill"},
@@ -106,7 +110,7 @@ var arrows = map[string][]string{
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/pass", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "picker (test)", "internal/memory",
-		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
+		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/usage", "extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
 	},
 	"protos/config/v1": {},
 	"internal/config": {
@@ -118,9 +122,11 @@ var arrows = map[string][]string{
 	"protos/state/v1":        {},
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
-	"envoy-configs":          {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors"},
+	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
+		"envoy-configs/usage",
+	},
 	"cmd/tandem": {
-		"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
+		"status/words", "extproc/usage", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
 		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/pass", "extproc/telemetry",
 		"extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents",
 		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
@@ -196,7 +202,7 @@ var arrows = map[string][]string{
 var guarded = map[string][]string{
 	"github.com/envoyproxy/": {
 		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/envoywire (test)",
-		"extproc/envoywire/wiretest", "envoy-configs",
+		"extproc/envoywire/wiretest", "envoy-configs", "envoy-configs/usage", "envoy-configs/logwhen",
 	},
 	"k8s.io/": {
 		"kvstate/discovery", "deploy (test)",
@@ -211,7 +217,7 @@ var guarded = map[string][]string{
 	"github.com/prometheus/": {
 		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem",
 		"internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector",
-		"internal/enginesim/engine", "deploy/observability/promql (test)",
+		"internal/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage",
 	},
 	"github.com/redis/": {
 		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)",
@@ -229,7 +235,7 @@ var guarded = map[string][]string{
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "docs (test)",
 	},
 }
 

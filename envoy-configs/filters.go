@@ -26,6 +26,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/envoy-configs/lua"
+	"tandem/envoy-configs/usage"
 )
 
 // Names of filters, by which routes configure them too.
@@ -43,7 +44,7 @@ const destination = "x-gateway-destination-endpoint"
 func (m filters) main() []*hcmv3.HttpFilter {
 	fs := slices.Concat(m.cors(), []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
-	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"))
+	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"), m.usage())
 	if m.Leases {
 		rule := &metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{{Header: "x-tandem-rule", Remove: true,
 			OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem.answer", Key: "rule"}}}}
@@ -313,6 +314,21 @@ func (m filters) inlineAnswer() *hcmv3.HttpFilter {
 		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
 			"redirect, if pass 1 said so. The matcher keeps all others from the script.",
 	})
+}
+
+// usage reads the tokens of what clients get, if they are counted.
+func (m filters) usage() []*hcmv3.HttpFilter {
+	if m.Usage == nil {
+		return nil
+	}
+	plain := all(m.statusIs("200"), m.answerHeader("content-type", textBegins("application/json")),
+		m.answerHeader("content-length", textMatches(usage.PlainLength)))
+	return []*hcmv3.HttpFilter{
+		noted(m, m.filter(usage.StreamFilter, usage.Stream(m.pack)), notes{
+			"": "Reads the tokens of streams as they pass, for the access log. Nothing waits for it."}),
+		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), not(plain)), notes{
+			"": "And of others, which Envoy keeps for it until they are complete. The matcher keeps long ones away."}),
+	}
 }
 
 // cleanRefusal cuts KV parameters out of an engine's refusal.

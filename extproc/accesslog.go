@@ -17,10 +17,7 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
-	"tandem/extproc/telemetry"
-	"tandem/extproc/usage"
 	"tandem/internal/guard"
-	"tandem/kvstate"
 )
 
 // Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
@@ -48,9 +45,7 @@ func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 
 func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 	var batch envoywire.LogBatch
-	if s.Usage != nil {
-		batch.Tenant = s.Usage.TenantHeader
-	}
+	batch.Tenant = s.observer.Usage.Header()
 	for {
 		err := stream.RecvMsg(&batch)
 		if errors.Is(err, io.EOF) {
@@ -134,27 +129,10 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 		}
 	}
 	s.observer.RequestEnded(t, e, took, first, mine)
-	s.used(t, e, mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
 			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
-	}
-}
-
-// used records what a request used.
-func (s *Server) used(t *kvtransfer.Ticket, e *envoywire.LogEntry, mine bool) {
-	if s.Usage == nil {
-		return
-	}
-	policy, _ := s.passes.Policy(t.Pool)
-	promised := policy.Placement().Promise
-	u := usage.Of(t, e, telemetry.EndedAs(t, e), usage.Promise{
-		FirstToken: kvstate.Seconds(promised.TTFT), PerToken: kvstate.Seconds(promised.TPOT),
-	})
-	s.observer.Used(t, e, u)
-	if mine {
-		s.Usage.Ended(t, e, u, telemetry.EndedAs(t, e), telemetry.AnsweredBy(t))
 	}
 }
 

@@ -53,8 +53,6 @@ type Options struct {
 	HandOverTTL    time.Duration  // lifetime of KV parameters after P's answer, a third of their lease at most; default 20 s
 	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 8
 
-	Usage *usage.Recorder // records what requests used; nil: nobody does
-
 	DecisionMetadata bool                    // also write decisions into dynamic metadata
 	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
 
@@ -102,8 +100,12 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
-	if o.Usage != nil {
-		m.OnDeparture(o.Usage.Forget)
+	if m != nil && m.Usage != nil {
+		m.Usage.Promised = func(pool string) usage.Promise {
+			policy, _ := s.passes.Policy(pool)
+			promise := policy.Placement().Promise
+			return usage.Promise{FirstToken: kvstate.Seconds(promise.TTFT), PerToken: kvstate.Seconds(promise.TPOT)}
+		}
 	}
 	s.streams = streamOptions{
 		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
@@ -134,7 +136,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		},
 		Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
 		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL,
-			Models: o.Usage != nil},
+			Models: m != nil && m.Usage != nil},
 	}
 	if o.Picker != nil {
 		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}

@@ -151,7 +151,7 @@ func (b *LogBatch) readTag(c *cursor, end int, e *LogEntry) {
 		return nil
 	})
 	if firstBody != nil {
-		e.FirstBody = micros(firstBody)
+		e.Usage.FirstBody = micros(firstBody)
 	}
 }
 
@@ -204,7 +204,7 @@ func (e *LogEntry) time(number int) *time.Duration {
 	case 9:
 		return &e.FirstByte
 	case 10:
-		return &e.LastByte
+		return &e.Usage.LastByte
 	case 23:
 		return &e.Duration
 	}
@@ -231,7 +231,7 @@ func (b *LogBatch) readRequest(c *cursor, end int, e *LogEntry) {
 					return &e.Traceparent
 				}
 				if b.Tenant != "" && string(name) == b.Tenant {
-					return &e.Tenant
+					return &e.Usage.Tenant
 				}
 				return nil
 			})

@@ -34,8 +34,11 @@ type Count struct {
 type Answered struct {
 	FirstByte time.Duration // from start to the first byte of the endpoint's answer; 0: none came
 	Body      uint64        // bytes of the answer's body that went to the client
+	Usage     Usage
+}
 
-	// With the configuration's usage:
+// Usage is what Envoy reports in addition, with the configuration's usage.
+type Usage struct {
 	FirstBody time.Duration // from start to the first byte of the answer's body; 0: none came
 	LastByte  time.Duration // from start to the last byte of the endpoint's answer; 0: unknown
 	Tenant    []byte        // the request's header; its name is LogBatch's
@@ -85,7 +88,7 @@ func (b *LogBatch) readUsage(c *cursor, end int, e *LogEntry) {
 			switch {
 			case number == 1 && wire == wireBytes:
 				mark := len(b.arena)
-				to = e.count(c.text(&b.arena, of))
+				to = e.Usage.count(c.text(&b.arena, of))
 				b.arena = b.arena[:mark]
 			case number == 2 && wire == wireBytes && to != nil:
 				*to = readCount(c, c.length(of))
@@ -97,7 +100,7 @@ func (b *LogBatch) readUsage(c *cursor, end int, e *LogEntry) {
 }
 
 // count returns the field for a key of the usage; nil: there is none.
-func (a *Answered) count(key []byte) *Count {
+func (a *Usage) count(key []byte) *Count {
 	switch string(key) {
 	case UsageIn:
 		return &a.In

@@ -66,11 +66,7 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 type departed struct {
 	mu   sync.Mutex
 	seen map[string]time.Time // by address: when it was last in a pool
-	also func(addr string)    // drops other series of an endpoint; may be nil
 }
-
-// OnDeparture has the series of others dropped, too, when an endpoint has left. Call it before PruneSeries.
-func (m *Metrics) OnDeparture(drop func(addr string)) { m.endpoints.also = drop }
 
 // Series of an endpoint stay for keepSeries after it left, so that the last values are scraped: the time after which
 // Prometheus itself takes a series for gone. A longer answer that ends later begins its series anew.
@@ -105,9 +101,7 @@ func (m *Metrics) prune(state *kvstate.State, now time.Time) {
 		m.orphaned.DeletePartialMatch(of)
 		m.loadFailures.DeletePartialMatch(of)
 		m.full.DeletePartialMatch(of)
-		if d.also != nil {
-			d.also(addr)
-		}
+		m.Usage.Forget(addr)
 	}
 }
 

@@ -11,7 +11,6 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/usage"
 	"tandem/kvstate"
 )
 
@@ -32,8 +31,8 @@ func NewObserver(m *Metrics, log *slog.Logger) *Observer {
 	return &Observer{Metrics: m, Recent: NewRecent(), log: log, cuts: rate.NewLimiter(cutsLogged, cutsLogged)}
 }
 
-// AnsweredBy returns the endpoint that answered the pass of a ticket.
-func AnsweredBy(t *kvtransfer.Ticket) string {
+// answeredBy returns the endpoint that answered the pass of a ticket.
+func answeredBy(t *kvtransfer.Ticket) string {
 	if t.Stage == kvtransfer.PrefillLeg {
 		return t.Prefill
 	}
@@ -59,10 +58,12 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 		}
 		if ended == EndedCut && o.cuts.Allow() {
 			o.log.Warn("an answer broke off", "request_id", string(e.RequestID), "pool", t.Pool,
-				"endpoint", AnsweredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
+				"endpoint", answeredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
 		}
 	}
+	used := o.Usage.Ended(t, e, EndedAs(t, e), answeredBy(t), mine)
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
+		trace.Used = used
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
 		trace.Refused = refused
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew
@@ -72,11 +73,6 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
 	})
-}
-
-// Used reports what a request used that has ended.
-func (o *Observer) Used(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
-	o.change(string(e.RequestID), t.Started, func(trace *Trace) { trace.Used = u })
 }
 
 // RequestLost reports that this replica cannot read the ticket of a request, which therefore fails.

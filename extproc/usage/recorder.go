@@ -1,6 +1,8 @@
 package usage
 
 import (
+	"context"
+	"log/slog"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -15,12 +17,15 @@ import (
 type Options struct {
 	TenantHeader string // in lower case; "": requests have no tenant
 	Tenants      int    // that metrics name
-	Ledger       *ledger.Ledger
+	Ledger       string // file; "": none
 }
 
-// Recorder counts what requests used. It is safe for concurrent use.
+// Recorder counts what requests used. It is safe for concurrent use. A nil one counts nothing.
 type Recorder struct {
 	Options
+	Promised func(pool string) Promise // what a pool promises; set before requests come
+
+	ledger          *ledger.Ledger // nil: none
 	tenants, models *names
 
 	tokens    *prometheus.CounterVec   // pool, model, tenant, kind
@@ -39,7 +44,7 @@ const (
 )
 
 // New returns a recorder with its metrics. All of its labels have bounded values, except endpoints: see Forget.
-func New(o Options, r prometheus.Registerer) *Recorder {
+func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, err error) {
 	to := promauto.With(r)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return to.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
@@ -51,8 +56,9 @@ func New(o Options, r prometheus.Registerer) *Recorder {
 		}, []string{"pool", "endpoint"})
 	}
 	const kinds = " by kind (prompt, cached of the prompt's, generation), as answers say it."
-	return &Recorder{
-		Options: o, tenants: newNames(o.Tenants, group), models: newNames(maxModels, otherModel),
+	out = &Recorder{
+		Options: o, Promised: func(string) Promise { return Promise{} },
+		tenants: newNames(o.Tenants, group), models: newNames(maxModels, otherModel),
 		tokens: counter("tandem_tokens_total", "Tokens of requests"+kinds, "pool", "model", "tenant", "kind"),
 		endpoints: counter("tandem_endpoint_tokens_total", "Tokens of requests that an endpoint answered,"+kinds,
 			"pool", "endpoint", "kind"),
@@ -69,10 +75,43 @@ func New(o Options, r prometheus.Registerer) *Recorder {
 			"Requests by what became of the pool's targets (kept, late, slow, failed, unknown).",
 			"pool", "tenant", "result"),
 	}
+	if o.Ledger == "" {
+		return out, nil
+	}
+	lines := counter("tandem_ledger_lines_total",
+		"Lines of the ledger by result (written, dropped: too many waited, failed: the file cannot be written).", "result")
+	for _, result := range []string{ledger.Written, ledger.Dropped, ledger.Failed} {
+		lines.WithLabelValues(result)
+	}
+	out.ledger, err = ledger.Open(o.Ledger, log, func(result string) { lines.WithLabelValues(result).Inc() })
+	return out, err
 }
 
-// Ended counts the end of a request; endpoint answered it.
-func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *Used, ended, endpoint string) {
+// Header is the name of the request header with the tenant; "": there is none.
+func (r *Recorder) Header() string {
+	if r == nil {
+		return ""
+	}
+	return r.TenantHeader
+}
+
+// Ended returns what a request used that has ended, and counts it if it is mine: of all replicas one counts. endpoint
+// answered it.
+func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended, endpoint string, mine bool) *Used {
+	if r == nil {
+		return nil
+	}
+	u := Of(t, e, ended, r.Promised(t.Pool))
+	if mine {
+		r.count(t, u, ended, endpoint)
+		if r.ledger != nil {
+			r.ledger.Add(lineOf(t, e, u, ended))
+		}
+	}
+	return u
+}
+
+func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) {
 	tenant, model := r.tenants.label(u.Tenant), r.models.label(u.Model)
 	for kind, n := range map[string]*int64{kindPrompt: u.Prompt, kindCached: u.Cached, kindAnswer: u.Answer} {
 		if n != nil {
@@ -96,13 +135,20 @@ func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *Used, e
 	if u.Promise != "" {
 		r.promises.WithLabelValues(t.Pool, tenant, u.Promise).Inc()
 	}
-	if r.Ledger != nil {
-		r.Ledger.Add(lineOf(t, e, u, ended))
+}
+
+// Run writes the ledger, if there is one, until ctx ends.
+func (r *Recorder) Run(ctx context.Context) {
+	if r != nil && r.ledger != nil {
+		r.ledger.Run(ctx)
 	}
 }
 
 // Forget drops the series of an endpoint that has left.
 func (r *Recorder) Forget(endpoint string) {
+	if r == nil {
+		return
+	}
 	of := prometheus.Labels{"endpoint": endpoint}
 	r.endpoints.DeletePartialMatch(of)
 	r.first.DeletePartialMatch(of)

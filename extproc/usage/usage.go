@@ -47,13 +47,13 @@ const maxName = 128
 
 // Of returns what a request used whose last pass ended with an entry. ended is as telemetry.EndedAs has it.
 func Of(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended string, promise Promise) *Used {
-	u := &Used{Model: bounded(t.Model), Tenant: bounded(string(e.Tenant)), Streamed: t.Stream}
-	u.count(&e.Answered)
+	u := &Used{Model: bounded(t.Model), Tenant: bounded(string(e.Usage.Tenant)), Streamed: t.Stream}
+	u.count(&e.Usage)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
-	if t.Stream && e.FirstBody > 0 {
-		u.FirstToken = max(e.Start.Add(e.FirstBody).Sub(t.Started), 0)
-		if last := max(e.LastByte, e.FirstBody); u.Answer != nil && *u.Answer > 1 {
-			u.PerToken = (last - e.FirstBody) / time.Duration(*u.Answer-1)
+	if t.Stream && e.Usage.FirstBody > 0 {
+		u.FirstToken = max(e.Start.Add(e.Usage.FirstBody).Sub(t.Started), 0)
+		if last := max(e.Usage.LastByte, e.Usage.FirstBody); u.Answer != nil && *u.Answer > 1 {
+			u.PerToken = (last - e.Usage.FirstBody) / time.Duration(*u.Answer-1)
 		}
 	}
 	u.Promise = u.became(ended, whole, promise)
@@ -61,7 +61,7 @@ func Of(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended string, promise Promi
 }
 
 // count takes the counts of an answer. What cannot be is left out, and what follows from it.
-func (u *Used) count(a *envoywire.Answered) {
+func (u *Used) count(a *envoywire.Usage) {
 	for _, c := range []*envoywire.Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten} {
 		u.Absurd = u.Absurd || c.Absurd
 	}

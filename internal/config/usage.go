@@ -23,12 +23,14 @@ func checkUsage(v *validator, c *configv1.Config) {
 		return
 	}
 	if c.ExtProc.Protocol == ProtocolEndpointPicker {
-		v.m.add("usage", "does not go with extProc.protocol endpointPicker: the gateway's Envoy is not configured by Tandem")
+		v.m.add("usage",
+			"does not go with extProc.protocol endpointPicker: the gateway's Envoy is not configured by Tandem")
 	}
 	h := u.TenantHeader
 	switch {
 	case h == "":
-	case !headerName.MatchString(h) || h == "*" || strings.HasPrefix(h, "x-tandem-") || strings.HasPrefix(h, "x-envoy-"):
+	case !headerName.MatchString(h) || h == "*" || len(h) > 100,
+		strings.HasPrefix(h, "x-tandem-"), strings.HasPrefix(h, "x-envoy-"):
 		v.m.add("usage.tenantHeader", "%.100q is not the name of a header that a gateway may set", h)
 	case slices.Contains(secretHeaders, h):
 		v.m.add("usage.tenantHeader", "%s is a secret: have what checks it set another header, such as x-tenant", h)

@@ -9,9 +9,6 @@ import (
 	"log/slog"
 	"os"
 	"time"
-
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 // Stdout is the path of the standard output.
@@ -29,23 +26,23 @@ type Ledger struct {
 	path  string
 	log   *slog.Logger
 	lines chan any
-	ended *prometheus.CounterVec // result
-	file  *os.File               // nil: the standard output
+	ended func(result string)
+	file  *os.File // nil: the standard output
 	to    io.Writer
 	loud  bool // the last write went well: a failure is worth a line of the log
 	torn  bool // a part of the last line was written
 }
 
-// Open opens a ledger, whose file is made if it is not there.
-func Open(path string, r prometheus.Registerer, log *slog.Logger) (*Ledger, error) {
-	l := &Ledger{path: path, log: log, lines: make(chan any, maxLines), to: os.Stdout, loud: true}
-	l.ended = promauto.With(r).NewCounterVec(prometheus.CounterOpts{
-		Name: "tandem_ledger_lines_total",
-		Help: "Lines of the ledger by result (written, dropped: too many waited, failed: the file cannot be written).",
-	}, []string{"result"})
-	for _, result := range []string{"written", "dropped", "failed"} {
-		l.ended.WithLabelValues(result)
-	}
+// What becomes of a line.
+const (
+	Written = "written"
+	Dropped = "dropped" // too many waited
+	Failed  = "failed"  // the file cannot be written
+)
+
+// Open opens a ledger, whose file is made if it is not there. ended is told what becomes of each line.
+func Open(path string, log *slog.Logger, ended func(result string)) (*Ledger, error) {
+	l := &Ledger{path: path, log: log, lines: make(chan any, maxLines), to: os.Stdout, loud: true, ended: ended}
 	if path == Stdout {
 		return l, nil
 	}
@@ -69,7 +66,7 @@ func (l *Ledger) Add(line any) {
 	select {
 	case l.lines <- line:
 	default:
-		l.ended.WithLabelValues("dropped").Inc()
+		l.ended(Dropped)
 	}
 }
 
@@ -134,12 +131,12 @@ func (l *Ledger) write(line any) {
 		l.torn = err != nil && (l.torn || n > 0)
 	}
 	if err != nil {
-		l.ended.WithLabelValues("failed").Inc()
+		l.ended(Failed)
 		l.failed(err)
 		return
 	}
 	l.loud = true
-	l.ended.WithLabelValues("written").Inc()
+	l.ended(Written)
 }
 
 // failed logs the first failure after a success.
