@@ -156,7 +156,8 @@ func (b *LogBatch) readTag(c *cursor, end int, e *LogEntry) {
 }
 
 // readCommon reads AccessLogCommon{5: start_time, 7: time_to_first_upstream_tx_byte, 9: time_to_first_upstream_rx_byte,
-// 10: time_to_last_upstream_rx_byte, 15: upstream_cluster, 16: response_flags, 17: metadata, 22: map<string, string> custom_tags, 23: duration, 24:
+// 10: time_to_last_upstream_rx_byte, 15: upstream_cluster, 16: response_flags, 17: metadata, 22: map<string, string>
+// custom_tags, 23: duration, 24:
 // upstream_request_attempt_count, 31: upstream_wire_bytes_sent}.
 func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
