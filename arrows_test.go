@@ -168,7 +168,7 @@ var arrows = map[string][]string{
 	"e2e/cluster":                 {},
 	"e2e/foreign":                 {"e2e/loopback (test)", "e2e/realengines (test)"},
 	"status":                      {"status/words", "extproc/telemetry", "extproc/pass", "kvstate", "kvstate/operator", "picker", "picker/roles", "kvstate/fleetclock", "status/written"},
-	"status/words":                {},
+	"status/words":                {"extproc/usage"},
 	"status/written":              {"kvstate"},
 	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},

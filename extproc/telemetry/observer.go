@@ -50,9 +50,11 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	if refused == envoywire.CodeTicketRefused {
 		ended = EndedTicketRefused
 	}
+	used := o.Usage.Ended(t, e, EndedAs(t, e), answeredBy(t), mine)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
+		o.liveTotals.usage.ended(used)
 		if ended == EndedTicketRefused {
 			o.liveTotals.ticketFailures.Add(1)
 		}
@@ -61,7 +63,6 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 				"endpoint", answeredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
 		}
 	}
-	used := o.Usage.Ended(t, e, EndedAs(t, e), answeredBy(t), mine)
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
 		trace.Used = used
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole

@@ -44,8 +44,8 @@ type Foreseen struct {
 	PrefillBusy float64 `json:"prefill_busy,omitempty"`
 	// blocks of the prompt, of which endpoints hold Weighed.Hit
 	PromptBlocks int `json:"prompt_blocks,omitempty"`
-	// How the chosen way compares with the other one, which is decode alone for a split request, two hops otherwise: the
-	// price of the other way less that of the chosen, s; 0: not compared
+	// How the chosen way compares with the other one, which is decode alone for a split request, two hops
+	// otherwise: the price of the other way less that of the chosen, s; 0: not compared
 	Cheaper float64 `json:"cheaper_by_s,omitempty"`
 	// split, since no decode endpoint could do both: answers would suffer
 	NotAlone bool `json:"not_alone,omitempty"`
