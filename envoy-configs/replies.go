@@ -60,6 +60,9 @@ func (m replies) config() *hcmv3.LocalReplyConfig {
 			OmitEmptyValues: true,
 		},
 	}, notes{"": "Tandem's answers pass here too and must not change: the first entry."})}
+	if m.Usage != nil { // docs/howto/limit-tokens.md has a filter of the operator's here
+		mappers = append(mappers, m.mapper(tooManyTokens()))
+	}
 	for _, reply := range envoysReplies() {
 		mappers = append(mappers, m.mapper(reply))
 	}
