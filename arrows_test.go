@@ -27,6 +27,7 @@ var arrows = map[string][]string{
 	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
 	"envoy-configs/lua":     {},
 	"envoy-configs/logwhen": {},
+	"envoy-configs/match":   {},
 	"envoy-configs/usage":   {},
 	"extproc/usage":         {"extproc/envoywire", "extproc/kvtransfer", "internal/ledger"},
 	"internal/ledger":       {},
@@ -123,7 +124,7 @@ var arrows = map[string][]string{
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
 	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
-		"envoy-configs/usage",
+		"envoy-configs/match", "envoy-configs/usage",
 	},
 	"cmd/tandem": {
 		"status/words", "extproc/usage", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",

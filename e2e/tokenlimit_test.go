@@ -31,7 +31,7 @@ func TestTokenLimits(t *testing.T) {
 	page, err := os.ReadFile("../docs/howto/limit-tokens.md")
 	require.NoError(t, err)
 	var blocks []string
-	for _, m := range regexp.MustCompile("(?s)```yaml\n(.*?)```").FindAllSubmatch(page, -1) {
+	for _, m := range regexp.MustCompile("(?s)```yml\n(.*?)```").FindAllSubmatch(page, -1) {
 		blocks = append(blocks, string(m[1]))
 	}
 	require.Len(t, blocks, 3, "the service's configuration, the cluster, the filter")

@@ -257,3 +257,25 @@ func TestTokensAgree(t *testing.T) {
 	require.Positive(t, sum("tandem_time_to_first_token_seconds_count"))
 	require.Positive(t, sum("tandem_promises_total", `result="kept"`))
 }
+
+// Over xDS Envoy gets what counts tokens, too, and both legs at once are counted as one request.
+func TestTokensOverXDS(t *testing.T) {
+	t.Parallel()
+	for _, dialect := range []string{"nixl", "sglang"} {
+		t.Run(dialect, func(t *testing.T) {
+			t.Parallel()
+			f := start(t, options{dialect: dialect, xds: true, prefills: 1, decodes: 1, top: "usage: {}\n"})
+			got := f.post("/v1/chat/completions", `{"model":"tiny","stream":true,"stream_options":{"include_usage":true},`+
+				`"max_tokens":12,"messages":[{"role":"user","content":"Two hops, please."}]}`)
+			require.Equal(t, 200, got.status, got.body)
+			want := usageOf(got)
+			require.Equal(t, 12, want.Answer)
+			soon(t, "its tokens are counted", func() bool {
+				return metric(t, f.admins[0], "tandem_tokens_total", `kind="generation"`) > 0
+			})
+			require.InDelta(t, want.Answer, metric(t, f.admins[0], "tandem_tokens_total", `kind="generation"`), 0)
+			require.InDelta(t, want.Prompt, metric(t, f.admins[0], "tandem_tokens_total", `kind="prompt"`, `model="tiny"`), 0)
+			require.InDelta(t, 1, metric(t, f.admins[0], "tandem_time_to_first_token_seconds_count"), 0)
+		})
+	}
+}

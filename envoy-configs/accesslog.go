@@ -164,8 +164,10 @@ func (m accessLogs) notRedirected() *accesslogv3.AccessLogFilter {
 func (b *notebook) cel(expression string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ExtensionFilter{
 		ExtensionFilter: &accesslogv3.ExtensionFilter{
-			Name:       "envoy.access_loggers.extension_filters.cel",
-			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{TypedConfig: b.pack(&celv3.ExpressionFilter{Expression: expression})},
+			Name: "envoy.access_loggers.extension_filters.cel",
+			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{
+				TypedConfig: b.pack(&celv3.ExpressionFilter{Expression: expression}),
+			},
 		},
 	}}
 }

@@ -26,6 +26,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/envoy-configs/lua"
+	"tandem/envoy-configs/match"
 	"tandem/envoy-configs/usage"
 )
 
@@ -146,8 +147,8 @@ func (m filters) filter(name string, config proto.Message) *hcmv3.HttpFilter {
 	return &hcmv3.HttpFilter{Name: name, ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: m.pack(config)}}
 }
 
-// filterUnless is a filter that Envoy leaves out for answers that the predicate holds for.
-func (m filters) filterUnless(name, kind string, config proto.Message, p *predicate) *hcmv3.HttpFilter {
+// filterUnless is a filter that Envoy leaves out for requests or answers that the predicate holds for.
+func (m filters) filterUnless(name, kind string, config proto.Message, p *match.Predicate) *hcmv3.HttpFilter {
 	skip := &matcherv3.Matcher_OnMatch{OnMatch: &matcherv3.Matcher_OnMatch_Action{
 		Action: &xdscorev3.TypedExtensionConfig{Name: "skip", TypedConfig: m.pack(&actionv3.SkipFilter{})},
 	}}
@@ -159,12 +160,9 @@ func (m filters) filterUnless(name, kind string, config proto.Message, p *predic
 	})
 }
 
-// predicate is a condition on an answer.
-type predicate = matcherv3.Matcher_MatcherList_Predicate
-
 // input is a condition on one thing that Envoy knows of an answer.
-func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate {
-	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
+func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *match.Predicate {
+	return &match.Predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
 		SinglePredicate: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate{
 			Input:   &xdscorev3.TypedExtensionConfig{Name: name, TypedConfig: m.pack(config)},
 			Matcher: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_ValueMatch{ValueMatch: value},
@@ -172,36 +170,12 @@ func (m filters) input(name string, config proto.Message, value *matcherv3.Strin
 	}}
 }
 
-func (m filters) statusIs(status string) *predicate {
-	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, textIs(status))
+func (m filters) statusIs(status string) *match.Predicate {
+	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, match.Text(status))
 }
 
-func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *predicate {
+func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *match.Predicate {
 	return m.input("header", &envoymatcherv3.HttpResponseHeaderMatchInput{HeaderName: name}, value)
-}
-
-func textIs(text string) *matcherv3.StringMatcher {
-	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Exact{Exact: text}}
-}
-
-func textBegins(prefix string) *matcherv3.StringMatcher {
-	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: prefix}}
-}
-
-func textMatches(regex string) *matcherv3.StringMatcher {
-	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_SafeRegex{SafeRegex: &matcherv3.RegexMatcher{
-		EngineType: &matcherv3.RegexMatcher_GoogleRe2{GoogleRe2: &matcherv3.RegexMatcher_GoogleRE2{}}, Regex: regex,
-	}}}
-}
-
-func not(p *predicate) *predicate {
-	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_NotMatcher{NotMatcher: p}}
-}
-
-func all(ps ...*predicate) *predicate {
-	return &predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_AndMatcher{
-		AndMatcher: &matcherv3.Matcher_MatcherList_Predicate_PredicateList{Predicate: ps},
-	}}
 }
 
 // buffer has Envoy wait for the whole body.
@@ -260,7 +234,7 @@ func (m filters) switched() *hcmv3.HttpFilter {
 	ask := m.extProc("switched", processing(nothing, headers))
 	ask.MessageTimeout = durationpb.New(5 * time.Second)
 	ask.StatusOnError = &typev3.HttpStatus{Code: typev3.StatusCode_BadGateway}
-	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, not(m.statusIs("101"))), notes{
+	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, match.Not(m.statusIs("101"))), notes{
 		"": "An engine's 101, which no client has asked for: the server makes it 502, or the client would wait " +
 			"for what follows.",
 	})
@@ -291,7 +265,7 @@ func (m filters) mainExtProc() *hcmv3.HttpFilter {
 // unfollowed ends redirects that Envoy could not follow, on routes that enable it.
 func (m filters) unfollowed() *hcmv3.HttpFilter {
 	script := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(lua.Unfollowed)}}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, script, not(m.statusIs("307"))), notes{
+	return noted(m, m.filterUnless(luaFilter, luaFilter, script, match.Not(m.statusIs("307"))), notes{
 		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an " +
 			"error, and the access log says so, from which the server works out why. The matcher keeps all other " +
 			"answers from the script, which would cost each a coroutine.",
@@ -300,17 +274,17 @@ func (m filters) unfollowed() *hcmv3.HttpFilter {
 
 // ruled is a script for answers to requests with a rule (docs/adr/0050). The matcher keeps all others from it.
 func (m filters) ruled(name, script, rule, why string) *hcmv3.HttpFilter {
-	of := all(m.statusIs("200"), m.answerHeader("x-tandem-rule", textMatches("[0-9]+ ("+rule+") [^ ]+ [^ ]+")))
+	of := match.All(m.statusIs("200"), m.answerHeader("x-tandem-rule", match.Regex("[0-9]+ ("+rule+") [^ ]+ [^ ]+")))
 	lua := &luav3.Lua{DefaultSourceCode: inline(script)}
-	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, not(of)), notes{"": why})
+	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, match.Not(of)), notes{"": why})
 }
 
 // inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
 func (m filters) inlineAnswer() *hcmv3.HttpFilter {
-	short := all(m.statusIs("200"), m.answerHeader("x-tandem-carry", textBegins("http")),
-		m.answerHeader("content-length", textMatches("[1-9][0-9]{0,3}")))
+	short := match.All(m.statusIs("200"), m.answerHeader("x-tandem-carry", match.Prefix("http")),
+		m.answerHeader("content-length", match.Regex("[1-9][0-9]{0,3}")))
 	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(lua.Inline)},
-		not(short)), notes{
+		match.Not(short)), notes{
 		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
 			"redirect, if pass 1 said so. The matcher keeps all others from the script.",
 	})
@@ -321,21 +295,25 @@ func (m filters) usage() []*hcmv3.HttpFilter {
 	if m.Usage == nil {
 		return nil
 	}
-	plain := all(m.statusIs("200"), m.answerHeader("content-type", textBegins("application/json")),
-		m.answerHeader("content-length", textMatches(usage.PlainLength)))
+	chat := match.Not(m.input("path", &envoymatcherv3.HttpRequestHeaderMatchInput{HeaderName: ":path"},
+		match.Regex(usage.OtherPaths)))
+	plain := match.All(m.statusIs("200"), m.answerHeader("content-type", match.Prefix("application/json")),
+		m.answerHeader("content-length", match.Regex(usage.PlainLength)))
 	return []*hcmv3.HttpFilter{
-		noted(m, m.filter(usage.StreamFilter, usage.Stream(m.pack)), notes{
+		noted(m, m.filterUnless(usage.StreamFilter, usage.StreamFilter, usage.Stream(m.pack), match.Not(chat)), notes{
 			"": "Reads the tokens of streams as they pass, for the access log. Nothing waits for it."}),
-		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), not(plain)), notes{
+		noted(m, m.filterUnless(usage.StreamFilter+"/other", usage.StreamFilter, usage.OtherStream(m.pack), chat),
+			notes{"": "Other APIs have other names for them. Each rule costs every event, so few look for these."}),
+		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), match.Not(plain)), notes{
 			"": "And of others, which Envoy keeps for it until they are complete. The matcher keeps long ones away."}),
 	}
 }
 
 // cleanRefusal cuts KV parameters out of an engine's refusal.
 func (m filters) cleanRefusal() *hcmv3.HttpFilter {
-	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, textIs("4xx"))
+	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, match.Text("4xx"))
 	return noted(m, m.filterUnless(luaFilter, luaFilter, &luav3.Lua{DefaultSourceCode: inline(lua.Refusal)},
-		not(refused)), notes{
+		match.Not(refused)), notes{
 		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that " +
 			"name internal hosts and rooms are cut. The matcher keeps all other answers from the script.",
 	})

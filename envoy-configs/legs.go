@@ -13,6 +13,8 @@ import (
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/match"
 )
 
 // all are listeners without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
@@ -157,7 +159,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 					"rest of a long body, would make a redirect of a request that has not gone out in full, and " +
 					"Envoy follows none of those.",
 			}),
-			f.filterUnless(extProcFilter, extProcFilter, ask, f.answerHeader("x-tandem-carry", textIs("carried"))),
+			f.filterUnless(extProcFilter, extProcFilter, ask, f.answerHeader("x-tandem-carry", match.Text("carried"))),
 			f.inlineAnswer(),
 		},
 	})

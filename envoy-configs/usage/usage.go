@@ -3,6 +3,8 @@
 package usage
 
 import (
+	"slices"
+
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	parserv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/content_parsers/json/v3"
 	jsonv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/json_to_metadata/v3"
@@ -33,31 +35,33 @@ type member struct {
 	path []string
 }
 
-// members are those of the APIs, in the order in which Envoy looks for them. The last one that is there counts, of a
+// chat are the members of chat, completions and embeddings.
+func chat() []member {
+	return []member{
+		{"in", []string{"usage", "prompt_tokens"}}, {"out", []string{"usage", "completion_tokens"}},
+		{"cached", []string{"usage", "prompt_tokens_details", "cached_tokens"}},
+	}
+}
+
+// OtherPaths matches the paths of APIs with other members than chat's.
+const OtherPaths = `.*/(messages|responses|generate)(\?.*)?`
+
+// members are those of all APIs, in the order in which Envoy looks for them. The last one that is there counts, of a
 // stream the one of the last event.
-func members() (out []member) {
-	usage := func(outer ...string) {
-		at := func(key string, path ...string) {
-			out = append(out, member{key, append(append([]string{}, outer...), path...)})
-		}
+func members() []member {
+	out := chat()
+	// Messages and responses that are not streamed, and message_delta; message_start; response.completed.
+	for _, outer := range [][]string{nil, {"message"}, {"response"}} {
+		at := func(key string, path ...string) { out = append(out, member{key, slices.Concat(outer, path)}) }
 		at("in", "usage", "input_tokens")
-		at("cache_read", "usage", "cache_read_input_tokens")
-		at("cache_write", "usage", "cache_creation_input_tokens")
 		at("out", "usage", "output_tokens")
 		at("cached", "usage", "input_tokens_details", "cached_tokens")
+		at("cache_read", "usage", "cache_read_input_tokens")
+		at("cache_write", "usage", "cache_creation_input_tokens")
 	}
-	out = append(out, // chat, completions, embeddings, vLLM's generate
-		member{"in", []string{"usage", "prompt_tokens"}}, member{"out", []string{"usage", "completion_tokens"}},
-		member{"cached", []string{"usage", "prompt_tokens_details", "cached_tokens"}})
-	// Messages and responses that are not streamed, and message_delta; message_start; response.completed.
-	usage()
-	usage("message")
-	usage("response")
-	for _, native := range []string{"in", "out", "cached"} { // SGLang's generate
-		name := map[string]string{"in": "prompt_tokens", "out": "completion_tokens", "cached": "cached_tokens"}[native]
-		out = append(out, member{native, []string{"meta_info", name}})
-	}
-	return out
+	return append(out, // SGLang's generate
+		member{"in", []string{"meta_info", "prompt_tokens"}}, member{"out", []string{"meta_info", "completion_tokens"}},
+		member{"cached", []string{"meta_info", "cached_tokens"}})
 }
 
 // namespace is that of the dynamic metadata.
@@ -75,10 +79,17 @@ func rule(m member) *jsonv3.JsonToMetadata_Rule {
 	return r
 }
 
-// Stream reads events of streams.
-func Stream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
+// Stream reads events of chat and completions.
+func Stream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata { return stream(chat(), pack) }
+
+// OtherStream reads events of all APIs.
+func OtherStream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
+	return stream(members(), pack)
+}
+
+func stream(members []member, pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
 	parser := &parserv3.JsonContentParser{}
-	for _, m := range members() {
+	for _, m := range members {
 		parser.Rules = append(parser.Rules, &parserv3.JsonContentParser_RuleConfig{Rule: rule(m)})
 	}
 	return &ssev3.SseToMetadata{ResponseRules: &ssev3.SseToMetadata_ProcessingRules{

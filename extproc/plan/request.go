@@ -111,6 +111,7 @@ func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
 		ID: NewID(), Stage: stage, Pool: r.Pool.Spec.Name, BodyBytes: bytes, PromptTokens: r.Tokens,
 		Expires: a.now().Add(r.Limits.TicketTTL), Started: a.Started,
 		Redirects: a.Redirects, Prefills: a.Prefills, Excluded: a.Excluded, Model: r.modelIn(r.Client.Model()),
+		Stream: r.Limits.Models && r.Streams(), // else only where a later pass needs it
 	}
 }
 

@@ -79,7 +79,8 @@ func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, e
 		return out, nil
 	}
 	lines := counter("tandem_ledger_lines_total",
-		"Lines of the ledger by result (written, dropped: too many waited, failed: the file cannot be written).", "result")
+		"Lines of the ledger by result (written, dropped: too many waited, failed: the file cannot be written).",
+		"result")
 	for _, result := range []string{ledger.Written, ledger.Dropped, ledger.Failed} {
 		lines.WithLabelValues(result)
 	}

@@ -218,15 +218,15 @@ func (x *Tracing) GetSampleRatio() float64 {
 // needs Envoy 1.40: earlier ones refuse the configuration.
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The request header that names the tenant of a request, for rows, metrics and the ledger. Only what stands in front
-	// of Envoy, or a filter of it, should set the header: a client could name any tenant. Headers with secrets
+	// The request header that names the tenant. Only what stands in front of Envoy, or a filter of it, should set it: a
+	// client could name any tenant. Headers with secrets
 	// (authorization, cookie, x-api-key and so on) are refused. Default: requests have no tenant.
 	TenantHeader string `protobuf:"bytes,1,opt,name=tenant_header,json=tenantHeader,proto3" json:"tenant_header,omitempty"`
 	// How many tenants metrics name. Each further one is counted in one of 16 groups by its hash (hash-0 to hash-f). Range:
 	// 1 to 10000. Default 100.
 	Tenants int32 `protobuf:"varint,2,opt,name=tenants,proto3" json:"tenants,omitempty"`
-	// A file to which a line of JSON is appended for every request that ends, or - for the standard output. It holds
-	// nothing of prompts and answers. Default: none.
+	// A file that gets a line of JSON for every request that ends; - is the standard output. It holds nothing of prompts
+	// and answers. Default: none.
 	Ledger        string `protobuf:"bytes,3,opt,name=ledger,proto3" json:"ledger,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
