@@ -114,10 +114,13 @@ func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended, end
 
 func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) {
 	tenant, model := r.tenants.label(u.Tenant), r.models.label(u.Model)
-	for kind, n := range map[string]*int64{kindPrompt: u.Prompt, kindCached: u.Cached, kindAnswer: u.Answer} {
-		if n != nil {
-			r.tokens.WithLabelValues(t.Pool, model, tenant, kind).Add(float64(*n))
-			r.endpoints.WithLabelValues(t.Pool, endpoint, kind).Add(float64(*n))
+	for _, of := range []struct {
+		kind string
+		n    *int64
+	}{{kindPrompt, u.Prompt}, {kindCached, u.Cached}, {kindAnswer, u.Answer}} {
+		if of.n != nil {
+			r.tokens.WithLabelValues(t.Pool, model, tenant, of.kind).Add(float64(*of.n))
+			r.endpoints.WithLabelValues(t.Pool, endpoint, of.kind).Add(float64(*of.n))
 		}
 	}
 	switch {
