@@ -295,15 +295,11 @@ func (m filters) usage() []*hcmv3.HttpFilter {
 	if m.Usage == nil {
 		return nil
 	}
-	chat := match.Not(m.input("path", &envoymatcherv3.HttpRequestHeaderMatchInput{HeaderName: ":path"},
-		match.Regex(usage.OtherPaths)))
 	plain := match.All(m.statusIs("200"), m.answerHeader("content-type", match.Prefix("application/json")),
 		m.answerHeader("content-length", match.Regex(usage.PlainLength)))
 	return []*hcmv3.HttpFilter{
-		noted(m, m.filterUnless(usage.StreamFilter, usage.StreamFilter, usage.Stream(m.pack), match.Not(chat)), notes{
+		noted(m, m.filter(usage.StreamFilter, usage.Stream(m.pack)), notes{
 			"": "Reads the tokens of streams as they pass, for the access log. Nothing waits for it."}),
-		noted(m, m.filterUnless(usage.StreamFilter+"/other", usage.StreamFilter, usage.OtherStream(m.pack), chat),
-			notes{"": "Other APIs have other names for them. Each rule costs every event, so few look for these."}),
 		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), match.Not(plain)), notes{
 			"": "And of others, which Envoy keeps for it until they are complete. The matcher keeps long ones away."}),
 	}

@@ -35,21 +35,13 @@ type member struct {
 	path []string
 }
 
-// chat are the members of chat, completions and embeddings.
-func chat() []member {
-	return []member{
-		{"in", []string{"usage", "prompt_tokens"}}, {"out", []string{"usage", "completion_tokens"}},
-		{"cached", []string{"usage", "prompt_tokens_details", "cached_tokens"}},
-	}
-}
-
-// OtherPaths matches the paths of APIs with other members than chat's.
-const OtherPaths = `.*/(messages|responses|generate)(\?.*)?`
-
 // members are those of all APIs, in the order in which Envoy looks for them. The last one that is there counts, of a
 // stream the one of the last event.
 func members() []member {
-	out := chat()
+	out := []member{ // chat, completions, embeddings, vLLM's generate
+		{"in", []string{"usage", "prompt_tokens"}}, {"out", []string{"usage", "completion_tokens"}},
+		{"cached", []string{"usage", "prompt_tokens_details", "cached_tokens"}},
+	}
 	// Messages and responses that are not streamed, and message_delta; message_start; response.completed.
 	for _, outer := range [][]string{nil, {"message"}, {"response"}} {
 		at := func(key string, path ...string) { out = append(out, member{key, slices.Concat(outer, path)}) }
@@ -79,17 +71,10 @@ func rule(m member) *jsonv3.JsonToMetadata_Rule {
 	return r
 }
 
-// Stream reads events of chat and completions.
-func Stream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata { return stream(chat(), pack) }
-
-// OtherStream reads events of all APIs.
-func OtherStream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
-	return stream(members(), pack)
-}
-
-func stream(members []member, pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
+// Stream reads events of streams.
+func Stream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
 	parser := &parserv3.JsonContentParser{}
-	for _, m := range members {
+	for _, m := range members() {
 		parser.Rules = append(parser.Rules, &parserv3.JsonContentParser_RuleConfig{Rule: rule(m)})
 	}
 	return &ssev3.SseToMetadata{ResponseRules: &ssev3.SseToMetadata_ProcessingRules{
