@@ -3,8 +3,6 @@
 package usage
 
 import (
-	"slices"
-
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	parserv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/content_parsers/json/v3"
 	jsonv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/json_to_metadata/v3"
@@ -35,25 +33,29 @@ type member struct {
 	path []string
 }
 
-// members are those of all APIs, in the order in which Envoy looks for them. The last one that is there counts, of a
-// stream the one of the last event.
+// members are those of all APIs. The last one that is there counts, of a stream the one of the last event. Each of them
+// costs every event.
 func members() []member {
-	out := []member{ // chat, completions, embeddings, vLLM's generate
-		{"in", []string{"usage", "prompt_tokens"}}, {"out", []string{"usage", "completion_tokens"}},
-		{"cached", []string{"usage", "prompt_tokens_details", "cached_tokens"}},
+	at := func(key string, path ...string) member { return member{key, path} }
+	return []member{
+		// chat, completions, embeddings, vLLM's generate
+		at("in", "usage", "prompt_tokens"), at("out", "usage", "completion_tokens"),
+		at("cached", "usage", "prompt_tokens_details", "cached_tokens"),
+		// messages and responses that are not streamed, and message_delta
+		at("in", "usage", "input_tokens"), at("out", "usage", "output_tokens"),
+		at("cached", "usage", "input_tokens_details", "cached_tokens"),
+		at("cache_read", "usage", "cache_read_input_tokens"),
+		at("cache_write", "usage", "cache_creation_input_tokens"),
+		// message_start
+		at("in", "message", "usage", "input_tokens"), at("cache_read", "message", "usage", "cache_read_input_tokens"),
+		at("cache_write", "message", "usage", "cache_creation_input_tokens"),
+		// response.completed
+		at("in", "response", "usage", "input_tokens"), at("out", "response", "usage", "output_tokens"),
+		at("cached", "response", "usage", "input_tokens_details", "cached_tokens"),
+		// SGLang's generate
+		at("in", "meta_info", "prompt_tokens"), at("out", "meta_info", "completion_tokens"),
+		at("cached", "meta_info", "cached_tokens"),
 	}
-	// Messages and responses that are not streamed, and message_delta; message_start; response.completed.
-	for _, outer := range [][]string{nil, {"message"}, {"response"}} {
-		at := func(key string, path ...string) { out = append(out, member{key, slices.Concat(outer, path)}) }
-		at("in", "usage", "input_tokens")
-		at("out", "usage", "output_tokens")
-		at("cached", "usage", "input_tokens_details", "cached_tokens")
-		at("cache_read", "usage", "cache_read_input_tokens")
-		at("cache_write", "usage", "cache_creation_input_tokens")
-	}
-	return append(out, // SGLang's generate
-		member{"in", []string{"meta_info", "prompt_tokens"}}, member{"out", []string{"meta_info", "completion_tokens"}},
-		member{"cached", []string{"meta_info", "cached_tokens"}})
 }
 
 // namespace is that of the dynamic metadata.
