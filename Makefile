@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -79,6 +79,10 @@ speed: tools ## what is claimed of how soon replicas know something, and the lik
 
 replay: ## all routing tables of docs/benchmarks.md, from traces (a quarter of an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
+
+ratelimit: ## envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes)
+	cd .tools && GOBIN=$$PWD/bin $(GO) install github.com/envoyproxy/ratelimit/src/service_cmd@v1.4.1-0.20260122083618-3fb702589d36
+	mv .tools/bin/service_cmd .tools/bin/ratelimit
 
 PEERS = -variant 'redis: redis=yes' -json docs/figures/peers.json -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (4 minutes, and builds)

@@ -25,9 +25,14 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":           {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
-	"envoy-configs/lua": {}, "envoy-configs/predicate": {},
-	"extproc/faults": {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
+	"envoy-configs/lua":     {},
+	"envoy-configs/logwhen": {},
+	"envoy-configs/match":   {},
+	"envoy-configs/usage":   {},
+	"extproc/usage":         {"extproc/envoywire", "extproc/kvtransfer", "internal/ledger"},
+	"internal/ledger":       {},
+	"extproc/faults":        {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/replan": {
 		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/pass",
 		"extproc/plan", "extproc/reclaim", "kvstate", "kvstate/standstill",
@@ -83,7 +88,7 @@ var arrows = map[string][]string{
 	"picker/admission":           {"kvstate", "picker"},
 	"replay":                     {"kvstate", "picker", "picker/admission", "replay/engine", "picker/roles"},
 	"extproc/openai":             {},
-	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
+	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/usage", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
 	"extproc/envoywire/wiretest": {},
 	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "protos/ticket/v1 (test)", "kvstate/standstill"},
@@ -108,7 +113,7 @@ var arrows = map[string][]string{
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/pass", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "picker (test)", "internal/memory",
-		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
+		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/usage", "extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
 	},
 	"protos/config/v1": {},
 	"internal/config": {
@@ -120,10 +125,11 @@ var arrows = map[string][]string{
 	"protos/state/v1":        {},
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
-	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors",
-		"envoy-configs/predicate"},
+	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
+		"envoy-configs/match", "envoy-configs/usage",
+	},
 	"cmd/tandem": {
-		"status/words", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
+		"status/words", "extproc/usage", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
 		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/pass", "extproc/telemetry",
 		"extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents",
 		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
@@ -165,7 +171,7 @@ var arrows = map[string][]string{
 	"e2e/cluster":                 {},
 	"e2e/foreign":                 {"e2e/loopback (test)", "e2e/realengines (test)"},
 	"status":                      {"status/words", "extproc/telemetry", "extproc/pass", "kvstate", "kvstate/operator", "picker", "picker/roles", "kvstate/fleetclock", "status/written"},
-	"status/words":                {},
+	"status/words":                {"extproc/usage"},
 	"status/written":              {"kvstate"},
 	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
 	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},
@@ -199,7 +205,7 @@ var arrows = map[string][]string{
 var guarded = map[string][]string{
 	"github.com/envoyproxy/": {
 		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/envoywire (test)",
-		"extproc/envoywire/wiretest", "envoy-configs",
+		"extproc/envoywire/wiretest", "envoy-configs", "envoy-configs/usage", "envoy-configs/logwhen",
 	},
 	"k8s.io/": {
 		"kvstate/discovery", "deploy (test)",
@@ -214,7 +220,7 @@ var guarded = map[string][]string{
 	"github.com/prometheus/": {
 		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem",
 		"internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector",
-		"internal/enginesim/engine", "deploy/observability/promql (test)",
+		"internal/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage",
 	},
 	"github.com/redis/": {
 		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)",
@@ -232,7 +238,7 @@ var guarded = map[string][]string{
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "docs (test)",
 	},
 }
 

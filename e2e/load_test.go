@@ -121,9 +121,19 @@ func TestABodyWithoutMemoryIsRefused(t *testing.T) {
 }
 
 // A server that is killed during a streamed answer does not harm it: the answer has no stream through the server.
+// That holds where Envoy counts its tokens, too.
 func TestKilledServerCutsNoAnswer(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{engineArgs: []string{"--decode-step", "10ms"}})
+	for _, top := range []string{"", "usage: {}\n"} {
+		t.Run(top, func(t *testing.T) {
+			t.Parallel()
+			killedServerCutsNoAnswer(t, top)
+		})
+	}
+}
+
+func killedServerCutsNoAnswer(t *testing.T, top string) {
+	f := start(t, options{engineArgs: []string{"--decode-step", "10ms"}, top: top})
 	const tokens = 150
 	body := fmt.Sprintf(`{"model":"tiny","stream":true,"ignore_eos":true,"min_tokens":%d,"max_tokens":%d,"messages":[{"role":"user","content":"count"}]}`, tokens, tokens)
 	req, err := http.NewRequest(http.MethodPost, f.url+"/v1/chat/completions", strings.NewReader(body))

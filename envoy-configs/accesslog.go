@@ -8,13 +8,15 @@ import (
 
 	accesslogv3 "github.com/envoyproxy/go-control-plane/envoy/config/accesslog/v3"
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
-	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
 	celv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/access_loggers/filters/cel/v3"
 	grpclogv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/access_loggers/grpc/v3"
 	metadatav3 "github.com/envoyproxy/go-control-plane/envoy/type/metadata/v3"
 	tracingv3 "github.com/envoyproxy/go-control-plane/envoy/type/tracing/v3"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/logwhen"
+	"tandem/envoy-configs/usage"
 )
 
 // logged is one of the logs that Tandem gets of requests.
@@ -48,8 +50,9 @@ func (s *settings) fleet() string {
 // notOfOne holds for passes that are logged to every replica: those that bear no number, and those that did not end
 // well, since another replica may have decided last.
 func notOfOne() *accesslogv3.AccessLogFilter {
-	return logOr(logHeader(absent("x-tandem-replica")), flagged(), statusFrom(400, "tandem.log.refused"),
-		statusIs(accesslogv3.ComparisonFilter_LE, 199, "tandem.log.unanswered"))
+	return logwhen.Or(logwhen.Header(absent("x-tandem-replica")), logwhen.Flagged(),
+		logwhen.StatusFrom(400, "tandem.log.refused"),
+		logwhen.Status(accesslogv3.ComparisonFilter_LE, 199, "tandem.log.unanswered"))
 }
 
 // toEveryReplica sends a log to each of them, or to the one whose number the request bears: what a request has booked
@@ -60,10 +63,10 @@ func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 		if l.one && m.numbered() {
 			number := strconv.Itoa(i)
 			to.InitialMetadata = []*corev3.HeaderValue{{Key: "x-tandem-replica", Value: m.fleet() + "/" + number}}
-			when = logAnd(when, logOr(logHeader(exact("x-tandem-replica", number)), notOfOne()))
+			when = logwhen.And(when, logwhen.Or(logwhen.Header(exact("x-tandem-replica", number)), notOfOne()))
 		}
 		if m.Servers.Slots {
-			when = logAnd(inUse(i), when)
+			when = logwhen.And(inUse(i), when)
 		}
 		config := &grpclogv3.HttpGrpcAccessLogConfig{
 			CommonConfig: &grpclogv3.CommonGrpcAccessLogConfig{
@@ -94,13 +97,19 @@ func (m accessLogs) endOfPass() []*accesslogv3.AccessLog {
 			"none or did not end well."},
 	}
 	if !m.several() {
-		l.when = func() *accesslogv3.AccessLogFilter { return logAnd(booked(), m.notRedirected()) }
+		l.when = func() *accesslogv3.AccessLogFilter { return logwhen.And(booked(), m.notRedirected()) }
 		l.notes = notes{"filter": "What may have something booked: passes with a ticket, and clients that left " +
 			"before theirs was set. Not a pass that ended in a redirect: the one replica there is learns from the " +
 			"next pass that it is over."}
 	}
 	if m.Tracing != nil {
 		l.headers = append(l.headers, "traceparent")
+	}
+	if m.Usage != nil {
+		l.tags = append(l.tags, usage.FirstBody())
+		if header := m.Usage.GetTenantHeader(); header != "" {
+			l.headers = append(l.headers, header)
+		}
 	}
 	return m.toEveryReplica(l)
 }
@@ -111,8 +120,9 @@ func (m accessLogs) failedTries() []*accesslogv3.AccessLog {
 		name: "tandem-failed", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
 		when: func() *accesslogv3.AccessLogFilter {
-			return logAnd(logOr(flagged("UF", "UC", "UR", "UPE"), statusFrom(400, "tandem.log.failed")),
-				logHeader(present("x-tandem-ticket")))
+			return logwhen.And(
+				logwhen.Or(logwhen.Flagged("UF", "UC", "UR", "UPE"), logwhen.StatusFrom(400, "tandem.log.failed")),
+				logwhen.Header(present("x-tandem-ticket")))
 		},
 	})
 }
@@ -122,7 +132,7 @@ func (m accessLogs) endOfMirror() []*accesslogv3.AccessLog {
 	return m.toEveryReplica(logged{
 		name: "tandem-prefill-mirror", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
 		headers: []string{"x-tandem-ticket", "x-tandem-request-id"},
-		when:    func() *accesslogv3.AccessLogFilter { return logHeader(present("x-tandem-ticket")) },
+		when:    func() *accesslogv3.AccessLogFilter { return logwhen.Header(present("x-tandem-ticket")) },
 		notes: notes{"": "At once: where the decode leg is watched by another replica, this is how that learns " +
 			"of the prefill."},
 	})
@@ -141,59 +151,23 @@ func unfollowedTag() *tracingv3.CustomTag {
 
 // booked holds for passes that may have something booked.
 func booked() *accesslogv3.AccessLogFilter {
-	return logOr(logHeader(present("x-tandem-ticket")), flagged("DC"))
+	return logwhen.Or(logwhen.Header(present("x-tandem-ticket")), logwhen.Flagged("DC"))
 }
 
 // notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also
 // be an engine's own answer.
 func (m accessLogs) notRedirected() *accesslogv3.AccessLogFilter {
-	return logOr(statusIs(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
-		statusFrom(308, "tandem.log.above"), m.cel("response.code_details != 'internal_redirect'"))
+	return logwhen.Or(logwhen.Status(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
+		logwhen.StatusFrom(308, "tandem.log.above"), m.cel("response.code_details != 'internal_redirect'"))
 }
 
 func (b *notebook) cel(expression string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ExtensionFilter{
 		ExtensionFilter: &accesslogv3.ExtensionFilter{
-			Name:       "envoy.access_loggers.extension_filters.cel",
-			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{TypedConfig: b.pack(&celv3.ExpressionFilter{Expression: expression})},
+			Name: "envoy.access_loggers.extension_filters.cel",
+			ConfigType: &accesslogv3.ExtensionFilter_TypedConfig{
+				TypedConfig: b.pack(&celv3.ExpressionFilter{Expression: expression}),
+			},
 		},
-	}}
-}
-
-func logAnd(filters ...*accesslogv3.AccessLogFilter) *accesslogv3.AccessLogFilter {
-	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_AndFilter{
-		AndFilter: &accesslogv3.AndFilter{Filters: filters},
-	}}
-}
-
-func logOr(filters ...*accesslogv3.AccessLogFilter) *accesslogv3.AccessLogFilter {
-	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_OrFilter{
-		OrFilter: &accesslogv3.OrFilter{Filters: filters},
-	}}
-}
-
-// flagged holds where Envoy set one of these response flags; without any, where it set one at all.
-func flagged(flags ...string) *accesslogv3.AccessLogFilter {
-	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ResponseFlagFilter{
-		ResponseFlagFilter: &accesslogv3.ResponseFlagFilter{Flags: flags},
-	}}
-}
-
-func logHeader(header *routev3.HeaderMatcher) *accesslogv3.AccessLogFilter {
-	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_HeaderFilter{
-		HeaderFilter: &accesslogv3.HeaderFilter{Header: header},
-	}}
-}
-
-func statusFrom(status uint32, key string) *accesslogv3.AccessLogFilter {
-	return statusIs(accesslogv3.ComparisonFilter_GE, status, key)
-}
-
-// statusIs compares the answer's status; Envoy demands a runtime key to change the value by, which nobody sets.
-func statusIs(op accesslogv3.ComparisonFilter_Op, status uint32, key string) *accesslogv3.AccessLogFilter {
-	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_StatusCodeFilter{
-		StatusCodeFilter: &accesslogv3.StatusCodeFilter{Comparison: &accesslogv3.ComparisonFilter{
-			Op: op, Value: &corev3.RuntimeUInt32{DefaultValue: status, RuntimeKey: key},
-		}},
 	}}
 }

@@ -68,6 +68,12 @@ func behindListener(m model) *listenerv3.Listener {
 	return l
 }
 
+// tooManyTokens is the answer of the global rate limit, which has no words of its own.
+func tooManyTokens() localReply {
+	return localReply{"response.code == 429 && " + details("request_rate_limited"), 0, "requests", "rate_limit_exceeded",
+		"the rate limit of this gateway is exceeded", 0}
+}
+
 // refusals are answers to requests that never reach Tandem, because a filter in front of it refuses them. The reason
 // is the filter's own.
 func refusals() []localReply {
@@ -75,9 +81,7 @@ func refusals() []localReply {
 	return []localReply{
 		{"response.code == 401", 0, clientsFault, "invalid_api_key", why, 0},
 		{"response.code == 403", 0, clientsFault, "permission_denied", why, 0},
-		// The global rate limit has no words of its own.
-		{"response.code == 429 && " + details("request_rate_limited"), 0, "requests", "rate_limit_exceeded",
-			"the rate limit of this gateway is exceeded", 0},
+		tooManyTokens(),
 		{"response.code == 429", 0, "requests", "rate_limit_exceeded", why, 0},
 	}
 }

@@ -1,6 +1,7 @@
 package envoyconfigs
 
 import (
+	"bytes"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -74,6 +75,8 @@ func cases(t *testing.T) map[string]string {
 		"by name and number":      `{envoy: {extProcs: ["10.0.0.1:9002", "b.svc:9002"]}, tickets: {keyFile: k}` + flow(),
 		"three replicas":          `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.2:9002", "10.0.0.3:9002"], replans: ["10.0.0.9:1"]}, tickets: {keyFile: k}` + flow(),
 		"one replan of two":       `{envoy: {extProcs: ["10.0.0.1:9002", "10.0.0.1:9012"]}, tickets: {keyFile: k}` + flow(),
+		"usage":                   "{usage: {}" + flow(),
+		"usage by tenant, traced": `{usage: {tenantHeader: x-tenant, ledger: "-"}, tracing: {endpoint: "127.0.0.1:4317"}` + flow(),
 		"duplex":                  "envoy: {bodyMode: duplex}" + pool,
 		"buffered":                "envoy: {bodyMode: buffered, maxBodyBytes: 1048576, decodeIdleTimeout: 90s}" + pool,
 		"https and h2c":           strings.Replace(strings.Replace(pool, "role: prefill", "role: prefill, scheme: https", 1), "role: decode", "role: decode, scheme: h2c", 1),
@@ -171,7 +174,9 @@ func validate(t *testing.T, bootstrap []byte) {
 	defer cancel()
 	out, err := exec.CommandContext(ctx, envoy, "--mode", "validate", "-c", file, "-l", "warning", "--disable-hot-restart").CombinedOutput()
 	require.NoError(t, err, string(out))
-	require.Equal(t, "configuration '"+file+"' OK\n", string(out))
+	// usage needs a filter that Envoy marks so (docs/adr/0067), and says it for each message
+	unfinished := regexp.MustCompile(`(?m)^.*(sse_to_metadata|json_content_parser)\.proto' marked as work-in-progress.*\n`)
+	require.Equal(t, "configuration '"+file+"' OK\n", string(bytes.TrimLeft(unfinished.ReplaceAll(out, nil), " ")))
 }
 
 // findEnvoy is the path of a real Envoy. Without one the test is skipped, or fails where tools are required.

@@ -26,7 +26,8 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/envoy-configs/lua"
-	"tandem/envoy-configs/predicate"
+	"tandem/envoy-configs/match"
+	"tandem/envoy-configs/usage"
 )
 
 // Names of filters, by which routes configure them too.
@@ -44,7 +45,7 @@ const destination = "x-gateway-destination-endpoint"
 func (m filters) main() []*hcmv3.HttpFilter {
 	fs := slices.Concat(m.cors(), []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
-	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"))
+	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"), m.usage())
 	if m.Leases {
 		keep := &metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{{Header: "x-tandem-rule", Remove: true,
 			OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem.answer", Key: "rule"}}}}
@@ -144,8 +145,8 @@ func (m filters) filter(name string, config proto.Message) *hcmv3.HttpFilter {
 	return &hcmv3.HttpFilter{Name: name, ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: m.pack(config)}}
 }
 
-// filterUnless is a filter that Envoy leaves out for answers that the predicate holds for.
-func (m filters) filterUnless(name, kind string, config proto.Message, p *predicate.P) *hcmv3.HttpFilter {
+// filterUnless is a filter that Envoy leaves out for requests or answers that the predicate holds for.
+func (m filters) filterUnless(name, kind string, config proto.Message, p *match.Predicate) *hcmv3.HttpFilter {
 	skip := &matcherv3.Matcher_OnMatch{OnMatch: &matcherv3.Matcher_OnMatch_Action{
 		Action: &xdscorev3.TypedExtensionConfig{Name: "skip", TypedConfig: m.pack(&actionv3.SkipFilter{})},
 	}}
@@ -158,8 +159,8 @@ func (m filters) filterUnless(name, kind string, config proto.Message, p *predic
 }
 
 // input is a condition on one thing that Envoy knows of an answer.
-func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *predicate.P {
-	return &predicate.P{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
+func (m filters) input(name string, config proto.Message, value *matcherv3.StringMatcher) *match.Predicate {
+	return &match.Predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_{
 		SinglePredicate: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate{
 			Input:   &xdscorev3.TypedExtensionConfig{Name: name, TypedConfig: m.pack(config)},
 			Matcher: &matcherv3.Matcher_MatcherList_Predicate_SinglePredicate_ValueMatch{ValueMatch: value},
@@ -167,11 +168,11 @@ func (m filters) input(name string, config proto.Message, value *matcherv3.Strin
 	}}
 }
 
-func (m filters) statusIs(status string) *predicate.P {
-	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, predicate.Is(status))
+func (m filters) statusIs(status string) *match.Predicate {
+	return m.input("status", &envoymatcherv3.HttpResponseStatusCodeMatchInput{}, match.Text(status))
 }
 
-func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *predicate.P {
+func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *match.Predicate {
 	return m.input("header", &envoymatcherv3.HttpResponseHeaderMatchInput{HeaderName: name}, value)
 }
 
@@ -231,7 +232,7 @@ func (m filters) switched() *hcmv3.HttpFilter {
 	ask := m.extProc("switched", processing(nothing, headers))
 	ask.MessageTimeout = durationpb.New(5 * time.Second)
 	ask.StatusOnError = &typev3.HttpStatus{Code: typev3.StatusCode_BadGateway}
-	unless := predicate.Not(m.statusIs("101"))
+	unless := match.Not(m.statusIs("101"))
 	return noted(m, m.filterUnless(extProcFilter+"/switched", extProcFilter, ask, unless), notes{
 		"": "An engine's 101, which no client has asked for: the server makes it 502, or the client would wait " +
 			"for what follows.",
@@ -263,7 +264,7 @@ func (m filters) mainExtProc() *hcmv3.HttpFilter {
 // unfollowed ends redirects that Envoy could not follow, on routes that enable it.
 func (m filters) unfollowed() *hcmv3.HttpFilter {
 	script := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(lua.Unfollowed)}}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, script, predicate.Not(m.statusIs("307"))), notes{
+	return noted(m, m.filterUnless(luaFilter, luaFilter, script, match.Not(m.statusIs("307"))), notes{
 		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an " +
 			"error, and the access log says so, from which the server works out why. The matcher keeps all other " +
 			"answers from the script, which would cost each a coroutine.",
@@ -271,27 +272,27 @@ func (m filters) unfollowed() *hcmv3.HttpFilter {
 }
 
 // ruled is a script for answers to requests with a rule (docs/adr/0050). The matcher keeps all others from it.
-func (m filters) ruled(name, script string, of *predicate.P, why string) *hcmv3.HttpFilter {
+func (m filters) ruled(name, script string, of *match.Predicate, why string) *hcmv3.HttpFilter {
 	lua := &luav3.Lua{DefaultSourceCode: inline(script)}
-	skip := predicate.Not(predicate.All(m.statusIs("200"), of))
+	skip := match.Not(match.All(m.statusIs("200"), of))
 	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, skip), notes{"": why})
 }
 
 // rule is true of answers to which the rule applies (legRoute writes it).
-func (m filters) rule(of string) *predicate.P {
-	return m.answerHeader("x-tandem-rule", predicate.Matches("[0-9-]+ [0-9]+ "+of+" [^ ]+ [^ ]+"))
+func (m filters) rule(of string) *match.Predicate {
+	return m.answerHeader("x-tandem-rule", match.Regex("[0-9-]+ [0-9]+ "+of+" [^ ]+ [^ ]+"))
 }
 
 // lateScripts ask about answers that begin late, and edit those that are refused (docs/adr/0050).
 func (m filters) lateScripts() []*hcmv3.HttpFilter {
-	stream := m.answerHeader("content-type", predicate.Matches("(?i).*event-stream.*"))
+	stream := m.answerHeader("content-type", match.Regex("(?i).*event-stream.*"))
 	// An engine that says how long an answer is has computed it.
-	whole := predicate.All(m.answerHeader("content-length", predicate.Matches("[0-9]+")),
-		m.answerHeader("x-tandem-rule", predicate.Matches("[0-9]{1,3} [0-9]+ [0-9]{4,} .*"))) // in less than a second
+	whole := match.All(m.answerHeader("content-length", match.Regex("[0-9]+")),
+		m.answerHeader("x-tandem-rule", match.Regex("[0-9]{1,3} [0-9]+ [0-9]{4,} .*"))) // in less than a second
 	return []*hcmv3.HttpFilter{
-		m.ruled("edit", lua.Edit, predicate.Either(m.rule("cut"), predicate.All(m.rule("[0-9]+"), stream)),
+		m.ruled("edit", lua.Edit, match.Any(m.rule("cut"), match.All(m.rule("[0-9]+"), stream)),
 			"Cuts KV parameters, and all of a refused stream."),
-		m.ruled("late", lua.Late, predicate.All(m.rule("[0-9]+"), predicate.Not(whole)),
+		m.ruled("late", lua.Late, match.All(m.rule("[0-9]+"), match.Not(whole)),
 			"An answer that begins late may be made from KV that was another prompt's by then: the server is asked, "+
 				"and what it refuses ends as an error. Answers that are whole in time do not pass the script."),
 	}
@@ -299,20 +300,35 @@ func (m filters) lateScripts() []*hcmv3.HttpFilter {
 
 // inlineAnswer makes the redirect of a short prefill answer inside Envoy (docs/adr/0017).
 func (m filters) inlineAnswer() *hcmv3.HttpFilter {
-	short := predicate.All(m.statusIs("200"), m.answerHeader("x-tandem-carry", predicate.Begins("http")),
-		m.answerHeader("content-length", predicate.Matches("[1-9][0-9]{0,3}")))
+	short := match.All(m.statusIs("200"), m.answerHeader("x-tandem-carry", match.Prefix("http")),
+		m.answerHeader("content-length", match.Regex("[1-9][0-9]{0,3}")))
 	inlined := &luav3.Lua{DefaultSourceCode: inline(lua.Inline)}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, inlined, predicate.Not(short)), notes{
+	return noted(m, m.filterUnless(luaFilter, luaFilter, inlined, match.Not(short)), notes{
 		"": "A short answer needs no stream of its own to Tandem: it goes to pass 2 as it is, in a header of the " +
 			"redirect, if pass 1 said so. The matcher keeps all others from the script.",
 	})
 }
 
+// usage reads the tokens of what clients get, if they are counted.
+func (m filters) usage() []*hcmv3.HttpFilter {
+	if m.Usage == nil {
+		return nil
+	}
+	plain := match.All(m.statusIs("200"), m.answerHeader("content-type", match.Prefix("application/json")),
+		m.answerHeader("content-length", match.Regex(usage.PlainLength)))
+	return []*hcmv3.HttpFilter{
+		noted(m, m.filter(usage.StreamFilter, usage.Stream(m.pack)), notes{
+			"": "Reads the tokens of streams as they pass, for the access log. Nothing waits for it."}),
+		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), match.Not(plain)), notes{
+			"": "And of others, which Envoy keeps for it until they are complete. The matcher keeps long ones away."}),
+	}
+}
+
 // cleanRefusal cuts KV parameters out of an engine's refusal.
 func (m filters) cleanRefusal() *hcmv3.HttpFilter {
-	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, predicate.Is("4xx"))
+	refused := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, match.Text("4xx"))
 	refusal := &luav3.Lua{DefaultSourceCode: inline(lua.Refusal)}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, refusal, predicate.Not(refused)), notes{
+	return noted(m, m.filterUnless(luaFilter, luaFilter, refusal, match.Not(refused)), notes{
 		"": "An engine that refuses a request may show what it was sent. The client's own members stay, those that " +
 			"name internal hosts and rooms are cut. The matcher keeps all other answers from the script.",
 	})

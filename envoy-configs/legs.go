@@ -14,7 +14,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"tandem/envoy-configs/predicate"
+	"tandem/envoy-configs/match"
 )
 
 // all are listeners without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
@@ -160,7 +160,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 					"Envoy follows none of those.",
 			}),
 			f.filterUnless(extProcFilter, extProcFilter, ask,
-				f.answerHeader("x-tandem-carry", predicate.Is("carried"))),
+				f.answerHeader("x-tandem-carry", match.Text("carried"))),
 			f.inlineAnswer(),
 		},
 	})

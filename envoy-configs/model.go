@@ -14,6 +14,8 @@
 package envoyconfigs
 
 import (
+	"strings"
+
 	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
@@ -70,10 +72,14 @@ ext_proc never sits in a cluster's http_filters: Envoy 1.37 to 1.40 dies of SIGS
 )
 
 func (s *settings) overview() string {
-	if s.Pairs {
-		return overview + pairsOverview + crashOverview
+	text := overview
+	if s.Usage != nil {
+		text = strings.Replace(text, "1.37 or newer", "1.40 or newer (usage)", 1)
 	}
-	return overview + crashOverview
+	if s.Pairs {
+		text += pairsOverview
+	}
+	return text + crashOverview
 }
 
 // bootstrap is all of Envoy's configuration in one message.

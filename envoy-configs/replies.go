@@ -7,6 +7,8 @@ import (
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	"google.golang.org/protobuf/types/known/structpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/logwhen"
 )
 
 // localReply is one of Envoy's own answers.
@@ -58,6 +60,9 @@ func (m replies) config() *hcmv3.LocalReplyConfig {
 			OmitEmptyValues: true,
 		},
 	}, notes{"": "Tandem's answers pass here too and must not change: the first entry."})}
+	if m.Usage != nil { // docs/howto/limit-tokens.md has a filter of the operator's here
+		mappers = append(mappers, m.mapper(tooManyTokens()))
+	}
 	for _, reply := range envoysReplies() {
 		mappers = append(mappers, m.mapper(reply))
 	}
@@ -69,7 +74,7 @@ func (m replies) config() *hcmv3.LocalReplyConfig {
 // ownReplies marks Envoy's own answers on a leg's listener: to the main listener they look like an engine's.
 func ownReplies() *hcmv3.LocalReplyConfig {
 	cause := []*corev3.HeaderValueOption{setHeader("x-tandem-details", "%RESPONSE_CODE_DETAILS%", overwriteOrAdd)}
-	mark := &hcmv3.ResponseMapper{Filter: statusFrom(400, "tandem.reply.own"), HeadersToAdd: cause}
+	mark := &hcmv3.ResponseMapper{Filter: logwhen.StatusFrom(400, "tandem.reply.own"), HeadersToAdd: cause}
 	return &hcmv3.LocalReplyConfig{Mappers: []*hcmv3.ResponseMapper{mark}}
 }
 

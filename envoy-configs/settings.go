@@ -45,6 +45,8 @@ type settings struct {
 	Explains      bool           // decisions, to operators
 	Metadata      bool           // decisions are written into dynamic metadata
 	Tracing       *tracing       // nil: no spans
+
+	Usage *configv1.Usage // nil: tokens are not counted
 }
 
 // servers are Tandem's replicas.
@@ -121,6 +123,7 @@ func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, err
 		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
 		IdleTimeout: config.Duration(e.GetDecodeIdleTimeout()), TicketTTL: config.Duration(c.GetTickets().GetTtl()),
 		CORS: e.GetCors(), Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
+		Usage: c.GetUsage(),
 	}
 	s.serve(c.GetPools())
 	if dynamic {

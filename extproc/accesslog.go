@@ -45,6 +45,7 @@ func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 
 func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 	var batch envoywire.LogBatch
+	batch.Tenant = s.observer.Usage.Header()
 	for {
 		err := stream.RecvMsg(&batch)
 		if errors.Is(err, io.EOF) {

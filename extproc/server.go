@@ -31,6 +31,7 @@ import (
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
 	"tandem/kvstate"
@@ -101,6 +102,13 @@ func New(o Options, m *telemetry.Metrics) *Server {
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
+	if m != nil && m.Usage != nil {
+		m.Usage.Promised = func(pool string) usage.Promise {
+			policy, _ := s.passes.Policy(pool)
+			promise := policy.Placement().Promise
+			return usage.Promise{FirstToken: kvstate.Seconds(promise.TTFT), PerToken: kvstate.Seconds(promise.TPOT)}
+		}
+	}
 	s.streams = streamOptions{
 		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
 		refused: s.observer.Refused,
@@ -129,7 +137,8 @@ func New(o Options, m *telemetry.Metrics) *Server {
 			ShortOfMemory: s.shortOfMemory,
 		},
 		Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
-		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL},
+		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL,
+			Models: m != nil && m.Usage != nil},
 	}
 	if o.Picker != nil {
 		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}

@@ -170,6 +170,17 @@ type Point struct {
 	Prefill99   float64 `json:"prefill_99"`
 	Decide50    float64 `json:"decide_50"`
 	Decide99    float64 `json:"decide_99"`
+	UsagePoint
+}
+
+// UsagePoint is the part of a point that needs the configuration's usage.
+type UsagePoint struct {
+	Tokens       float64 `json:"answer_tokens,omitempty"` // of answers
+	Judged       float64 `json:"judged,omitempty"`        // requests that count for the pool's promise
+	Kept         float64 `json:"kept,omitempty"`          // of those, for which it was kept
+	FirstToken50 float64 `json:"first_token_50,omitempty"`
+	FirstToken99 float64 `json:"first_token_99,omitempty"`
+	PerToken50   float64 `json:"per_token_50,omitempty"`
 }
 
 // Source is the input of a feed.
@@ -271,7 +282,8 @@ func rates(t *telemetry.Totals, seconds float64) Point {
 		Split: rate(t.Split), Alone: rate(t.Alone), Pass: rate(t.Pass),
 		OK: rate(t.OK), Rejected: rate(t.Rejected), Failed: rate(t.Failed), Gone: rate(t.Gone),
 		Refused: rate(t.Refused), Replans: rate(t.Replans), Cached: rate(t.CachedTokens),
-		Computed: rate(t.ComputedTokens),
+		Computed:   rate(t.ComputedTokens),
+		UsagePoint: UsagePoint{Tokens: rate(t.Usage.Answer), Judged: rate(t.Usage.Judged), Kept: rate(t.Usage.Kept)},
 	}
 }
 
@@ -282,6 +294,8 @@ func (p *Point) percentiles(t *telemetry.Totals) {
 	set(&p.FirstByte50, &p.FirstByte99, &t.FirstByte)
 	set(&p.Prefill50, &p.Prefill99, &t.Prefill)
 	set(&p.Decide50, &p.Decide99, &t.Decisions)
+	set(&p.FirstToken50, &p.FirstToken99, &t.Usage.FirstToken)
+	p.PerToken50 = milliseconds(t.Usage.PerToken.Quantile(.5))
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

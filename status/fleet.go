@@ -275,6 +275,8 @@ func merge(got answers, now time.Time) Status {
 		minute.FirstByte.Add(&r.Minute.FirstByte)
 		minute.Prefill.Add(&r.Minute.Prefill)
 		minute.Decisions.Add(&r.Minute.Decisions)
+		minute.Usage.FirstToken.Add(&r.Minute.Usage.FirstToken)
+		minute.Usage.PerToken.Add(&r.Minute.Usage.PerToken)
 		last = min(last, max(r.Last, asked.Last-behind))
 	}
 	s.TicketsRefused = max(s.TicketsRefused, lost) // one replica refuses, and another may know whose request it was
@@ -362,6 +364,9 @@ func (p *Point) add(o *Point) {
 	mean(&p.Decide50, &o.Decide50, p.Split+p.Alone+p.Pass, o.Split+o.Alone+o.Pass)
 	p.FirstByte99, p.Prefill99 = max(p.FirstByte99, o.FirstByte99), max(p.Prefill99, o.Prefill99)
 	p.Decide99 = max(p.Decide99, o.Decide99)
+	mean(&p.FirstToken50, &o.FirstToken50, p.Tokens, o.Tokens)
+	mean(&p.PerToken50, &o.PerToken50, p.Tokens, o.Tokens)
+	p.FirstToken99 = max(p.FirstToken99, o.FirstToken99)
 	p.addRates(o)
 }
 
@@ -370,6 +375,7 @@ func (p *Point) addRates(o *Point) {
 	p.OK, p.Rejected, p.Failed, p.Gone = p.OK+o.OK, p.Rejected+o.Rejected, p.Failed+o.Failed, p.Gone+o.Gone
 	p.Refused, p.Replans = p.Refused+o.Refused, p.Replans+o.Replans
 	p.Cached, p.Computed = p.Cached+o.Cached, p.Computed+o.Computed
+	p.Tokens, p.Judged, p.Kept = p.Tokens+o.Tokens, p.Judged+o.Judged, p.Kept+o.Kept
 }
 
 // addPool adds a replica's part of a pool.

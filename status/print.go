@@ -42,6 +42,11 @@ func Print(w io.Writer, s *Status) {
 		cached = fmt.Sprintf("%.0f %%", 100*m.Cached/all)
 	}
 	fmt.Fprintf(w, "at prefill   %s prompt tokens/s, %s cached\n", words.Number(m.Cached+m.Computed), cached)
+	if m.Judged > 0 || m.Tokens > 0 {
+		fmt.Fprintf(w, "answers      %s tokens/s   first token p50 %s  p99 %s   per token p50 %s   targets kept %s\n",
+			words.Number(m.Tokens), words.About(m.FirstToken50), words.About(m.FirstToken99),
+			words.About(m.PerToken50), words.Share(m.Kept, m.Judged))
+	}
 	for i := range s.Pools {
 		printPool(w, &s.Pools[i], s.Now)
 	}

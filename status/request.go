@@ -143,6 +143,7 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	}
 	fmt.Fprint(w, prompt, " Took: ")
 	printTimes(w, t)
+	fmt.Fprint(w, words.Used(t.Used))
 }
 
 // behindOf says behind how many requests one waited, and where these were if not all here.
@@ -181,7 +182,7 @@ func printTimes(w io.Writer, t *telemetry.Trace) {
 			took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
 	case t.Streamed:
 		fmt.Fprintf(w, "headers of the answer after %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
-		if t.ExpectedFirst > 0 { // vLLM, for one, sends headers at once
+		if t.ExpectedFirst > 0 && (t.Used == nil || t.Used.FirstToken == 0) { // vLLM, for one, sends headers at once
 			fmt.Fprintf(w, "The first token was expected after %s. "+
 				"When it came is not known: headers may come before it.\n", took(t.ExpectedFirst))
 		}

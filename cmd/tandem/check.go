@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"tandem/extproc/kvtransfer"
@@ -29,6 +30,10 @@ func checkFiles(cfg *configv1.Config) (m config.ValidationErrors) {
 	if file := cfg.GetAdmin().GetTokenFile(); file != "" {
 		_, err := orders.ReadToken(file)
 		add("admin.tokenFile", err)
+	}
+	if file := cfg.GetUsage().GetLedger(); file != "" {
+		_, err := os.Stat(filepath.Dir(file))
+		add("usage.ledger", err)
 	}
 	for i, p := range cfg.GetPools() {
 		checkKey(add, fmt.Sprintf("pools[%d].apiKeyFile", i), p.GetApiKeyFile())

@@ -78,3 +78,11 @@ func TestCheckFilesOfCertificates(t *testing.T) {
 		})
 	}
 }
+
+// The folder of the ledger must be there.
+func TestCheckLedger(t *testing.T) {
+	errors := func(file string) int { return len(checkFiles(&configv1.Config{Usage: &configv1.Usage{Ledger: file}})) }
+	require.Zero(t, errors("-"))
+	require.Zero(t, errors(filepath.Join(t.TempDir(), "ledger")))
+	require.Equal(t, 1, errors(filepath.Join(t.TempDir(), "no", "ledger")))
+}

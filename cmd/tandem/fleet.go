@@ -15,6 +15,7 @@ import (
 	"tandem/extproc/pass"
 	"tandem/internal/config"
 	"tandem/internal/config/diff"
+	"tandem/internal/fleetmetrics"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
@@ -43,7 +44,7 @@ type fleet struct {
 	store      *redisstore.Store  // nil: there is no Redis
 	operator   *operator.Operator // of orders and questions that are for all replicas; nil: there is no Redis
 	keys       *kvtransfer.Keys
-	health     *healthLog
+	health     *fleetmetrics.HealthLog
 	noSlot     atomic.Bool           // envoy.replicas: redis names other replicas to Envoys, and not this one
 	configured int                   // replicas that the configuration names; 0: it does not tell
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
@@ -55,8 +56,8 @@ type fleet struct {
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(ctx context.Context, cfg *configv1.Config, log *slog.Logger) (*fleet, error) {
-	health := newHealthLog(log)
-	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.changed}), health: health,
+	health := fleetmetrics.NewHealthLog(log)
+	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.Changed}), health: health,
 		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
 	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
 	for _, p := range cfg.GetPools() {

@@ -1,13 +1,16 @@
 package main
 
 import (
+	"log/slog"
 	"runtime"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
+	"tandem/extproc/usage"
 	"tandem/internal/fleetmetrics"
 	"tandem/internal/memory"
+	configv1 "tandem/protos/config/v1"
 )
 
 // newRegistry returns the registry of all metrics. extproc registers its own, internal/fleetmetrics those of kvstate.
@@ -33,9 +36,19 @@ func registerMemory(r prometheus.Registerer, b *memory.Budget) {
 	gauge("tandem_held_bytes_limit", "Bytes beyond which requests are refused.", b.Limit)
 }
 
+// newUsage returns what records what requests use; nil: the configuration has no usage.
+func newUsage(u *configv1.Usage, r prometheus.Registerer, log *slog.Logger) (*usage.Recorder, error) {
+	if u == nil {
+		return nil, nil
+	}
+	return usage.New(usage.Options{
+		TenantHeader: u.GetTenantHeader(), Tenants: int(u.GetTenants()), Ledger: u.GetLedger(),
+	}, r, log)
+}
+
 // register adds what the fleet knows of engines, replicas and Redis.
 func (f *fleet) register(r prometheus.Registerer) {
-	r.MustRegister(fleetmetrics.Signals(f.state, f.scraper), fleetmetrics.Index(f.state, f.events), f.health.changes)
+	r.MustRegister(fleetmetrics.Signals(f.state, f.scraper), fleetmetrics.Index(f.state, f.events), f.health)
 	if f.store != nil {
 		fleetmetrics.RegisterRedis(r, f.store, f.state, &f.noSlot)
 	}

@@ -26,6 +26,7 @@ import (
 const everyMetric = `
 envoyGateway: {listen: "127.0.0.1:2", services: ["tandem.default:9002"]}
 notices: {listen: "127.0.0.1:1"}
+usage: {ledger: "-"}
 state: {redis: {url: "redis://127.0.0.1:1"}}
 pools:
 - name: chat
@@ -51,6 +52,8 @@ func metricsRegistered(t *testing.T) map[string]string {
 	require.NoError(t, err)
 	options.Memory = newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
+	metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log)
+	require.NoError(t, err)
 	envoys, err := newXDS(cfg, registry, log)
 	require.NoError(t, err)
 	gateway, err := gatewayextension.New(cfg, guard.New(log, metrics.Panicked), registry, log)

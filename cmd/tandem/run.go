@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
 	"tandem/internal/assign"
 	"tandem/internal/fleetmetrics"
 	"tandem/internal/gatewayextension"
@@ -42,6 +43,7 @@ type replica struct {
 	feed   *status.Feed
 	reload *reloader
 	words  *assign.Assigner
+	usage  *usage.Recorder // may be nil
 
 	grpc, extension *grpcserver.Server // for Envoy, for Envoy Gateway
 	replan, admin   *http.Server
@@ -106,10 +108,13 @@ func newReplica(
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
+	if metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log); err != nil {
+		return nil, err
+	}
 	server, health := extproc.New(options, metrics), extproc.NewHealth()
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
-		fleet: fleet, server: server, health: health,
+		fleet: fleet, server: server, health: health, usage: metrics.Usage,
 	}
 	if r.envoys, err = newXDS(cfg, registry, log); err != nil {
 		return nil, err
@@ -199,6 +204,7 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 		func() { r.server.Run(ctx) },
 		func() { r.feed.Run(ctx) },
 		func() { r.words.Run(ctx) },
+		func() { r.usage.Run(ctx) },
 		func() { r.reload.follow(ctx) },
 		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.advertise, r.reload) },
 	} {

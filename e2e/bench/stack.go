@@ -35,6 +35,7 @@ type variant struct {
 	binary         string // "": the one built
 	binding        string // of its pools; "": late
 	redis          bool   // Tandem shares its state through a Redis
+	usage          bool   // Envoy counts the tokens of answers
 	replicas       int    // 0: one
 	env            []string
 }
@@ -263,6 +264,9 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		}
 		s.routers, s.redis = append(s.routers, redis), addr
 		fmt.Fprintf(&config, "state: {redis: {url: %q}}\n", "redis://"+addr)
+	}
+	if v.usage {
+		config.WriteString("usage: {}\n")
 	}
 	var extProcs, replans []string
 	for _, r := range replicas {

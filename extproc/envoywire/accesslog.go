@@ -19,6 +19,7 @@ const (
 type LogBatch struct {
 	Name    string // log_name of the stream, from its first message
 	Entries []LogEntry
+	Tenant  string // name of the request header with the tenant, in lower case; "": none
 	arena   []byte
 }
 
@@ -48,16 +49,15 @@ type LogEntry struct {
 	Status            int    // 0: no answer was sent
 	Start             time.Time
 	Duration          time.Duration // from start, the beginning of the request's first pass
-	FirstByte         time.Duration // from start to the first byte of the endpoint's answer; 0: none came
 	ClientGone        bool          // response flag DC or DR
 	Unfollowed        []byte        // the answer was a redirect that Envoy did not follow: the tag that its script set
 	Sent, SentHeaders uint64        // bytes to the endpoint, by the last try
-	Body              uint64        // bytes of the answer's body that went to the client
 	Tries             uint64
 	Began             bool // the last try had a connection, and sent something
 	Pod               bool // the last try went to an endpoint, not to the replan port or an internal listener
 	Replan            bool // the last try went to the replan port
 	Mirror            bool // the try is a mirrored leg's: Envoy (1.40) logs it as one of the request that it mirrors
+	Answered
 }
 
 // Asked reports whether an endpoint may have received anything of the pass. A try that waits for a connection has sent
@@ -138,8 +138,26 @@ func (b *LogBatch) readEntry(c *cursor, end int, e *LogEntry) {
 	}
 }
 
+// readTag reads one of the custom tags.
+func (b *LogBatch) readTag(c *cursor, end int, e *LogEntry) {
+	var firstBody []byte
+	b.readPair(c, end, func(name []byte) *[]byte {
+		switch string(name) {
+		case TagUnfollowed:
+			return &e.Unfollowed
+		case TagFirstBody:
+			return &firstBody
+		}
+		return nil
+	})
+	if firstBody != nil {
+		e.Usage.FirstBody = micros(firstBody)
+	}
+}
+
 // readCommon reads AccessLogCommon{5: start_time, 7: time_to_first_upstream_tx_byte, 9: time_to_first_upstream_rx_byte,
-// 15: upstream_cluster, 16: response_flags, 22: map<string, string> custom_tags, 23: duration, 24:
+// 10: time_to_last_upstream_rx_byte, 15: upstream_cluster, 16: response_flags, 17: metadata, 22: map<string, string>
+// custom_tags, 23: duration, 24:
 // upstream_request_attempt_count, 31: upstream_wire_bytes_sent}.
 func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
@@ -149,8 +167,8 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 		case number == 7 && wire == wireBytes:
 			e.Began = true
 			c.skip(wire, end)
-		case number == 9 && wire == wireBytes:
-			e.FirstByte = readDuration(c, c.length(end))
+		case number == 17 && wire == wireBytes:
+			b.readFilterMetadata(c, c.length(end), e)
 		case number == 15 && wire == wireBytes:
 			mark := len(b.arena)
 			cluster := string(c.text(&b.arena, end))
@@ -159,15 +177,10 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 			b.arena = b.arena[:mark] // the name is not needed again
 		case number == 24 && wire == wireVarint:
 			e.Tries = c.varint()
-		case number == 23 && wire == wireBytes:
-			e.Duration = readDuration(c, c.length(end))
+		case wire == wireBytes && e.time(number) != nil:
+			*e.time(number) = readDuration(c, c.length(end))
 		case number == 22 && wire == wireBytes:
-			b.readPair(c, c.length(end), func(name []byte) *[]byte {
-				if string(name) == TagUnfollowed {
-					return &e.Unfollowed
-				}
-				return nil
-			})
+			b.readTag(c, c.length(end), e)
 		case number == 31 && wire == wireVarint:
 			e.Sent = c.varint()
 		case number == 16 && wire == wireBytes:
@@ -184,6 +197,19 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 			c.skip(wire, end)
 		}
 	}
+}
+
+// time returns the field for a duration of AccessLogCommon; nil: it is none of those that are read.
+func (e *LogEntry) time(number int) *time.Duration {
+	switch number {
+	case 9:
+		return &e.FirstByte
+	case 10:
+		return &e.Usage.LastByte
+	case 23:
+		return &e.Duration
+	}
+	return nil
 }
 
 // readRequest reads HTTPRequestProperties{9: request_id, 13: map<string, string> request_headers, 14:
@@ -204,6 +230,9 @@ func (b *LogBatch) readRequest(c *cursor, end int, e *LogEntry) {
 					return &e.ClientID
 				case HeaderTraceparent:
 					return &e.Traceparent
+				}
+				if b.Tenant != "" && string(name) == b.Tenant {
+					return &e.Usage.Tenant
 				}
 				return nil
 			})

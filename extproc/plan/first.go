@@ -298,6 +298,7 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
 			ID: NewID(), Stage: kvtransfer.DecodeLeg,
 			Expires: r.Attempt.now().Add(r.Limits.TicketTTL), Started: r.Attempt.now(),
 			Pool: r.Pool.Spec.Name, Decode: e.Addr, BodyBytes: bytes, PromptTokens: tokens,
+			Model: r.modelIn(r.Client.Model()),
 		},
 	})
 }

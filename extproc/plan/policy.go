@@ -117,6 +117,7 @@ type Limits struct {
 	SplitBodyBytes int           // larger bodies are never split: Envoy could not replay them
 	MaxRedirects   int           // that Envoy follows for one request
 	TicketTTL      time.Duration // lifetime of a leg's ticket
+	Models         bool          // tickets say what is recorded of the request: its model, and whether it is streamed
 }
 
 // MaySplit sets a.Why if the request, with a body of so many bytes, must not be split into two hops. An error is

@@ -110,8 +110,20 @@ func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
 	return kvtransfer.Ticket{
 		ID: NewID(), Stage: stage, Pool: r.Pool.Spec.Name, BodyBytes: bytes, PromptTokens: r.Tokens,
 		Expires: a.now().Add(r.Limits.TicketTTL), Started: a.Started,
-		Redirects: a.Redirects, Prefills: a.Prefills, Excluded: a.Excluded,
+		Redirects: a.Redirects, Prefills: a.Prefills, Excluded: a.Excluded, Model: r.modelIn(r.Client.Model()),
+		Stream: r.Limits.Models && r.Streams(), // else only where a later pass needs it
 	}
+}
+
+// maxModelName is the longest model, in bytes, that a ticket names for what is recorded of the request.
+const maxModelName = 256
+
+// modelIn returns the model that a ticket names for what is recorded of the request.
+func (r *Request) modelIn(model string) string {
+	if !r.Limits.Models || len(model) > maxModelName {
+		return ""
+	}
+	return model
 }
 
 // NewID returns the random id of an attempt and its ticket.

@@ -114,7 +114,7 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 		ID: t.ID, Stage: kvtransfer.DecodeLeg, Expires: r.Attempt.now().Add(r.Limits.TicketTTL), Started: t.Started,
 		Pool: t.Pool, Prefill: t.Prefill, Decode: e.Addr, Split: true,
 		Redirects: t.Redirects, Prefills: t.Prefills, Excluded: t.Excluded,
-		PromptTokens: t.PromptTokens, Stream: t.Stream, Loads: params != nil,
+		PromptTokens: t.PromptTokens, Stream: t.Stream, Loads: params != nil, Model: r.modelIn(t.Model),
 	}
 	if params != nil && p.Dialect.Continue != nil {
 		if h.Restored {

@@ -101,6 +101,7 @@ func (m *Metrics) prune(state *kvstate.State, now time.Time) {
 		m.orphaned.DeletePartialMatch(of)
 		m.loadFailures.DeletePartialMatch(of)
 		m.full.DeletePartialMatch(of)
+		m.Usage.Forget(addr)
 	}
 }
 

@@ -61,6 +61,7 @@ func (t *Trace) add(p *Trace) {
 	t.DecodeTime = cmp.Or(p.DecodeTime, t.DecodeTime)
 	t.FirstByte = cmp.Or(p.FirstByte, t.FirstByte)
 	t.Took, t.Ended = max(t.Took, p.Took), cmp.Or(p.Ended, t.Ended)
+	t.Used = cmp.Or(p.Used, t.Used)
 	t.Refused = cmp.Or(p.Refused, t.Refused)
 	t.Status = max(t.Status, p.Status)
 	t.Plans += p.Plans

@@ -159,10 +159,10 @@ func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took
 		route = "split"
 	}
 	result := EndedAs(t, e)
-	observe(m.whole.WithLabelValues(t.Pool, route, result), e.Duration, of)
+	observe(m.whole.time.WithLabelValues(t.Pool, route, result), e.Duration, of)
 	m.liveTotals.ended(result)
 	if e.FirstByte > 0 && result == "ok" {
-		observe(m.wholeFirst.WithLabelValues(t.Pool, route), e.FirstByte, of)
+		observe(m.whole.firstByte.WithLabelValues(t.Pool, route), e.FirstByte, of)
 		m.liveTotals.firstByte.observe(e.FirstByte)
 	}
 }

@@ -54,9 +54,11 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	if refused == envoywire.CodeTicketRefused {
 		ended = EndedTicketRefused
 	}
+	used := o.Usage.Ended(t, e, EndedAs(t, e), answeredBy(t), mine)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
+		o.liveTotals.usage.ended(used)
 		if ended == EndedTicketRefused {
 			o.liveTotals.ticketFailures.Add(1)
 		}
@@ -66,6 +68,7 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 		}
 	}
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
+		trace.Used = used
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
 		trace.Refused = refused
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew

@@ -44,27 +44,23 @@ type Foreseen struct {
 	PrefillBusy float64 `json:"prefill_busy,omitempty"`
 	// blocks of the prompt, of which endpoints hold Weighed.Hit
 	PromptBlocks int `json:"prompt_blocks,omitempty"`
-	Margin
-}
-
-// Margin is how the chosen way compares with the other one: decode alone for a split request, two hops otherwise.
-type Margin struct {
-	// price of the other way less that of the chosen, s; 0: not compared
+	// How the chosen way compares with the other one, which is decode alone for a split request, two hops
+	// otherwise: the price of the other way less that of the chosen, s; 0: not compared
 	Cheaper float64 `json:"cheaper_by_s,omitempty"`
 	// split, since no decode endpoint could do both: answers would suffer
 	NotAlone bool `json:"not_alone,omitempty"`
 }
 
-// MarginOf returns the margin of a price over that of the other way, which is infinite if none was offered, and 0 if
-// they cannot be compared.
-func MarginOf(price, other float64, split bool) Margin {
+// MarginOf returns Cheaper and NotAlone for a price and that of the other way, which is infinite if none was offered,
+// and 0 if they cannot be compared.
+func MarginOf(price, other float64, split bool) (cheaper float64, notAlone bool) {
 	switch {
 	case other == 0:
-		return Margin{}
+		return 0, false
 	case math.IsInf(other, 1):
-		return Margin{NotAlone: split}
+		return 0, split
 	}
-	return Margin{Cheaper: other - price}
+	return other - price, false
 }
 
 // Planned is the plan of one pass of a request.

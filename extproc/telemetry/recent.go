@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/usage"
 )
 
 // Trace is the history of one request, collected over its passes. Each replica has the part that it served: the one
@@ -43,6 +44,8 @@ type Answered struct {
 	Took      time.Duration `json:"took_ns,omitempty"`  // to its end
 	Ended     string        `json:"ended,omitempty"`    // as [EndedAs] has it, or EndedCut; "": not known
 	Refused   string        `json:"refused,omitempty"`  // code of the error with which Tandem itself ended it
+	// what it used; nil: not known, or the configuration has no usage
+	Used *usage.Used `json:"usage,omitempty"`
 	// replicas that are gone and to which Envoy may have reported the end, if none of the others knows it
 	GoneWith []string `json:"end_gone_with,omitempty"`
 }

@@ -209,9 +209,17 @@ func TestTicketRefused(t *testing.T) {
 
 // The margin says by how much the chosen way was cheaper, if both were offered.
 func TestMarginOf(t *testing.T) {
-	require.Equal(t, Margin{Cheaper: .5}, MarginOf(1, 1.5, true))
-	require.Equal(t, Margin{Cheaper: -.5}, MarginOf(1, .5, false), "the settings ask for it")
-	require.Equal(t, Margin{NotAlone: true}, MarginOf(1, math.Inf(1), true))
-	require.Zero(t, MarginOf(1, math.Inf(1), false), "it could not be split")
-	require.Zero(t, MarginOf(1, 0, true), "the pool splits every prompt")
+	type margin struct {
+		cheaper  float64
+		notAlone bool
+	}
+	of := func(price, other float64, split bool) (m margin) {
+		m.cheaper, m.notAlone = MarginOf(price, other, split)
+		return m
+	}
+	require.Equal(t, margin{cheaper: .5}, of(1, 1.5, true))
+	require.Equal(t, margin{cheaper: -.5}, of(1, .5, false), "the settings ask for it")
+	require.Equal(t, margin{notAlone: true}, of(1, math.Inf(1), true))
+	require.Zero(t, of(1, math.Inf(1), false), "it could not be split")
+	require.Zero(t, of(1, 0, true), "the pool splits every prompt")
 }

@@ -6,6 +6,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 
+	"tandem/extproc/usage"
 	"tandem/kvstate"
 )
 
@@ -17,6 +18,7 @@ type Metrics struct {
 	hopMetrics
 	handOverMetrics
 	streamMetrics
+	Usage *usage.Recorder // nil: nobody records what requests use. Set it before requests come
 
 	liveTotals liveTotals
 	endpoints  departed
@@ -120,9 +122,14 @@ func (r registry) prompts() promptMetrics {
 type hopMetrics struct {
 	hops          *prometheus.HistogramVec // pool, hop, endpoint, result; seconds
 	firstByte     *prometheus.HistogramVec // pool, hop, endpoint; seconds
-	whole         *prometheus.HistogramVec // pool, route, result; seconds
-	wholeFirst    *prometheus.HistogramVec // pool, route; seconds
-	prefillErrors *prometheus.CounterVec   // pool, endpoint, status
+	whole         wholeMetrics
+	prefillErrors *prometheus.CounterVec // pool, endpoint, status
+}
+
+// wholeMetrics are about whole requests.
+type wholeMetrics struct {
+	time      *prometheus.HistogramVec // pool, route, result; seconds
+	firstByte *prometheus.HistogramVec // pool, route; seconds
 }
 
 func (r registry) hops() hopMetrics {
@@ -133,12 +140,12 @@ func (r registry) hops() hopMetrics {
 		firstByte: r.histogram("tandem_hop_first_byte_seconds",
 			"Time to the first byte of a hop's answer, which is its headers, from Envoy's access log.", hopBuckets(),
 			"pool", "hop", "endpoint"),
-		whole: r.histogram("tandem_request_duration_seconds",
+		whole: wholeMetrics{r.histogram("tandem_request_duration_seconds",
 			"Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).",
 			hopBuckets(), "pool", "route", "result"),
-		wholeFirst: r.histogram("tandem_request_first_byte_seconds",
-			"Time from a request's arrival to the first byte of its answer, which is its headers, all passes.",
-			hopBuckets(), "pool", "route"),
+			r.histogram("tandem_request_first_byte_seconds",
+				"Time from a request's arrival to the first byte of its answer, which is its headers, all passes.",
+				hopBuckets(), "pool", "route")},
 		prefillErrors: r.counter("tandem_prefill_errors_total",
 			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint "+
 				"that was not reached or too slow.",

@@ -5,6 +5,8 @@ import (
 	"math/bits"
 	"sync/atomic"
 	"time"
+
+	"tandem/extproc/usage"
 )
 
 // Totals are counts since the server started, small enough to be read every second. The page and `tandem status`
@@ -18,6 +20,22 @@ type Totals struct {
 	TicketsRefused, TicketFailures uint64
 	CachedTokens, ComputedTokens   uint64 // of prompts of split requests
 	FirstByte, Prefill, Decisions  Durations
+	Usage                          UsageTotals
+}
+
+// UsageTotals are counts of what requests used; 0 without the configuration's usage.
+type UsageTotals struct {
+	Answer               uint64 // tokens of answers
+	Judged, Kept         uint64 // requests that count for the pool's promise, and for which it was kept
+	FirstToken, PerToken Durations
+}
+
+// Since returns the difference to an earlier count.
+func (t *UsageTotals) Since(earlier *UsageTotals) UsageTotals {
+	return UsageTotals{
+		Answer: t.Answer - earlier.Answer, Judged: t.Judged - earlier.Judged, Kept: t.Kept - earlier.Kept,
+		FirstToken: t.FirstToken.Since(&earlier.FirstToken), PerToken: t.PerToken.Since(&earlier.PerToken),
+	}
 }
 
 // Since returns the difference to an earlier count.
@@ -32,7 +50,7 @@ func (t *Totals) Since(earlier *Totals) Totals {
 		CachedTokens:   t.CachedTokens - earlier.CachedTokens,
 		ComputedTokens: t.ComputedTokens - earlier.ComputedTokens,
 		FirstByte:      t.FirstByte.Since(&earlier.FirstByte), Prefill: t.Prefill.Since(&earlier.Prefill),
-		Decisions: t.Decisions.Since(&earlier.Decisions),
+		Decisions: t.Decisions.Since(&earlier.Decisions), Usage: t.Usage.Since(&earlier.Usage),
 	}
 }
 
@@ -104,6 +122,40 @@ type liveTotals struct {
 	ticketsRefused, ticketFailures atomic.Uint64
 	cachedTokens, computedTokens   atomic.Uint64
 	firstByte, prefill, decisions  liveDurations
+	usage                          liveUsage
+}
+
+type liveUsage struct {
+	answer, judged, kept atomic.Uint64
+	firstToken, perToken liveDurations
+}
+
+func (l *liveUsage) ended(u *usage.Used) {
+	if u == nil {
+		return
+	}
+	if u.Answer != nil {
+		l.answer.Add(uint64(*u.Answer))
+	}
+	if u.Promise != "" && u.Promise != usage.Unknown {
+		l.judged.Add(1)
+	}
+	if u.Promise == usage.Kept {
+		l.kept.Add(1)
+	}
+	if u.FirstToken > 0 {
+		l.firstToken.observe(u.FirstToken)
+	}
+	if u.PerToken > 0 {
+		l.perToken.observe(u.PerToken)
+	}
+}
+
+func (l *liveUsage) load() UsageTotals {
+	return UsageTotals{
+		Answer: l.answer.Load(), Judged: l.judged.Load(), Kept: l.kept.Load(), FirstToken: l.firstToken.load(),
+		PerToken: l.perToken.load(),
+	}
 }
 
 type liveDurations [durationBuckets]atomic.Uint64
@@ -151,5 +203,6 @@ func (m *Metrics) Totals() Totals {
 		TicketsRefused: l.ticketsRefused.Load(), TicketFailures: l.ticketFailures.Load(),
 		CachedTokens: l.cachedTokens.Load(), ComputedTokens: l.computedTokens.Load(),
 		FirstByte: l.firstByte.load(), Prefill: l.prefill.load(), Decisions: l.decisions.load(),
+		Usage: l.usage.load(),
 	}
 }

@@ -123,9 +123,9 @@ func TestValidationErrors(t *testing.T) {
 		"role missing":        {edited(", role: decode", ""), []string{"pools[0].endpoints: none of them decodes: at least one needs the role decode or both", "pools[0].endpoints[1].role: is missing: one of prefill, decode, both, encode"}},
 		"unknown field":       {"extproc: {}\n" + least, []string{"extproc: unknown field; did you mean extProc?"}},
 		"unknown deep field":  {edited("role: prefill", "role: prefill, adress: x"), []string{"pools[0].endpoints[0].adress: unknown field; did you mean address?"}},
-		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, envoyGateway, tracing"}},
+		"far from all fields": {"zzzzzzzzzzzz: 1\n" + least, []string{"zzzzzzzzzzzz: unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, envoyGateway, tracing, usage"}},
 		"proto's spelling":    {"ext_proc: {}\n" + least, []string{"ext_proc: unknown field; did you mean extProc?"}},
-		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, envoyGateway, tracing`}},
+		"a name of two lines": {"\"a\\nb\": 1\n" + least, []string{`"a\nb": unknown field; known here: extProc, replan, admin, envoy, state, tickets, pools, notices, envoyGateway, tracing, usage`}},
 		"discovery":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {dns: x}"), []string{`pools[0].discovery.dns: must be a list, is the text "x"`, "pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"both":                {edited("kvTransfer: nixl", "kvTransfer: nixl\n  discovery: {file: {path: x}}"), []string{"pools[0].endpoints: stand beside discovery: list endpoints or have them found"}},
 		"pushes, direct":      {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  handoff: direct"), []string{"pools[0].handoff: is direct, but lmcache's prefill endpoint sends the KV to a decode endpoint that waits for it: envoy"}},
@@ -477,4 +477,29 @@ func TestIdleRoles(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, warnings, 1)
 	require.Contains(t, warnings[0], "pools[0].endpoints[0].role: is prefill, and nothing is sent there")
+}
+
+// The header of tenants must be one that may be kept, and is found by its name in lower case.
+func TestUsage(t *testing.T) {
+	parse := func(usage string) (*configv1.Config, error) {
+		c, _, err := Parse([]byte(usage + "\npools: [{name: a, kvTransfer: none, endpoints: [{address: 10.0.0.1:80}]}]\n"))
+		return c, err
+	}
+	c, err := parse("usage: {tenantHeader: X-Tenant}")
+	require.NoError(t, err)
+	require.Equal(t, "x-tenant", c.GetUsage().GetTenantHeader())
+	require.EqualValues(t, 100, c.GetUsage().GetTenants())
+	c, err = parse("")
+	require.NoError(t, err)
+	require.Nil(t, c.GetUsage())
+	for text, want := range map[string]string{
+		"usage: true": "must be a mapping", "usage: {tenants: -1}": "not between 1 and 10000",
+		"usage: {tenantHeader: Authorization}":           "is a secret",
+		"usage: {tenantHeader: x-tandem-ticket}":         "not the name of a header that a gateway may set",
+		"usage: {tenantHeader: a b}":                     "not the name of a header that a gateway may set",
+		"usage: {}\nextProc: {protocol: endpointPicker}": "does not go with",
+	} {
+		_, err := parse(text)
+		require.ErrorContains(t, err, want, text)
+	}
 }

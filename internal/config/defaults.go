@@ -27,6 +27,7 @@ func SetDefaults(c *configv1.Config) {
 		all := 1.
 		c.Tracing.SampleRatio = &all
 	}
+	setUsageDefaults(c.Usage)
 	setEnvoyDefaults(c)
 	setPickerDefaults(c.ExtProc)
 	or(&c.ExtProc.MaxMessageBytes, messageBytes(c.Envoy.MaxBodyBytes))

@@ -21,6 +21,7 @@ func validate(m *ValidationErrors, c *configv1.Config) (warnings []warning) {
 	checkState(v, c)
 	checkTickets(v, c)
 	checkTracing(v, c.Tracing)
+	checkUsage(v, c)
 	if len(c.Pools) == 0 {
 		m.add("pools", "is missing: at least one pool is needed")
 	}

@@ -38,7 +38,11 @@ function tiles(m, status) {
     ['requests / s', count(m.ok + m.rejected + m.failed + m.gone)],
     ['failed / s', count(m.failed), m.failed > 0 ? 'c-bad' : ''],
     ['refused / s', count(m.refused)],
-    ['answer headers p50', about(m.first_byte_50)], ['answer headers p99', about(m.first_byte_99)],
+    ...m.first_token_50 > 0 ? [['first token p50', about(m.first_token_50)], ['first token p99', about(m.first_token_99)],
+      ['per token p50', about(m.per_token_50 || 0)]]
+      : [['answer headers p50', about(m.first_byte_50)], ['answer headers p99', about(m.first_byte_99)]],
+    ...m.answer_tokens > 0 ? [['answer tokens / s', count(m.answer_tokens)]] : [],
+    ...m.judged > 0 ? [['targets kept', percent((m.kept || 0) / m.judged)]] : [],
     ['over two hops', m.split + m.alone > 0 ? percent(m.split / (m.split + m.alone)) : '–'],
     ['prompt cached', prompt > 0 ? percent(m.cached / prompt) : '–'],
     ['to decide p99', about(m.decide_99)],

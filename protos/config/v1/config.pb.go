@@ -45,7 +45,9 @@ type Config struct {
 	// Tandem as an extension of Envoy Gateway. Absent: it is none.
 	EnvoyGateway *EnvoyGateway `protobuf:"bytes,41,opt,name=envoy_gateway,json=envoyGateway,proto3" json:"envoy_gateway,omitempty"`
 	// Traces of requests (OpenTelemetry). Absent: there are none, and they cost nothing.
-	Tracing       *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
+	Tracing *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
+	// Has tokens and times of every request counted, as answers pass Envoy. usage: {} is enough. Absent: they are not.
+	Usage         *Usage `protobuf:"bytes,42,opt,name=usage,proto3" json:"usage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -150,6 +152,13 @@ func (x *Config) GetTracing() *Tracing {
 	return nil
 }
 
+func (x *Config) GetUsage() *Usage {
+	if x != nil {
+		return x.Usage
+	}
+	return nil
+}
+
 type Tracing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. This is how one talks to a collector on the same
@@ -205,6 +214,75 @@ func (x *Tracing) GetSampleRatio() float64 {
 	return 0
 }
 
+// Tokens and times of every request, as its answer and Envoy's access log report them (docs/howto/count-tokens.md). It
+// needs Envoy 1.40: earlier ones refuse the configuration.
+type Usage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request header that names the tenant. Only what stands in front of Envoy, or a filter of it, should set it: a
+	// client could name any tenant. Headers with secrets
+	// (authorization, cookie, x-api-key and so on) are refused. Default: requests have no tenant.
+	TenantHeader string `protobuf:"bytes,1,opt,name=tenant_header,json=tenantHeader,proto3" json:"tenant_header,omitempty"`
+	// How many tenants metrics name. Each further one is counted in one of 16 groups by its hash (hash-0 to hash-f). Range:
+	// 1 to 10000. Default 100.
+	Tenants int32 `protobuf:"varint,2,opt,name=tenants,proto3" json:"tenants,omitempty"`
+	// A file that gets a line of JSON for every request that ends; - is the standard output. It holds nothing of prompts
+	// and answers. Default: none.
+	Ledger        string `protobuf:"bytes,3,opt,name=ledger,proto3" json:"ledger,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Usage) Reset() {
+	*x = Usage{}
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Usage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Usage) ProtoMessage() {}
+
+func (x *Usage) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Usage.ProtoReflect.Descriptor instead.
+func (*Usage) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Usage) GetTenantHeader() string {
+	if x != nil {
+		return x.TenantHeader
+	}
+	return ""
+}
+
+func (x *Usage) GetTenants() int32 {
+	if x != nil {
+		return x.Tenants
+	}
+	return 0
+}
+
+func (x *Usage) GetLedger() string {
+	if x != nil {
+		return x.Ledger
+	}
+	return ""
+}
+
 // Tandem as Envoy Gateway's extensionManager (docs/kubernetes.md).
 type EnvoyGateway struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -220,7 +298,7 @@ type EnvoyGateway struct {
 
 func (x *EnvoyGateway) Reset() {
 	*x = EnvoyGateway{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -232,7 +310,7 @@ func (x *EnvoyGateway) String() string {
 func (*EnvoyGateway) ProtoMessage() {}
 
 func (x *EnvoyGateway) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -245,7 +323,7 @@ func (x *EnvoyGateway) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvoyGateway.ProtoReflect.Descriptor instead.
 func (*EnvoyGateway) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *EnvoyGateway) GetListen() string {
@@ -275,7 +353,7 @@ type Notices struct {
 
 func (x *Notices) Reset() {
 	*x = Notices{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -287,7 +365,7 @@ func (x *Notices) String() string {
 func (*Notices) ProtoMessage() {}
 
 func (x *Notices) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -300,7 +378,7 @@ func (x *Notices) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Notices.ProtoReflect.Descriptor instead.
 func (*Notices) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Notices) GetKeep() string {
@@ -341,7 +419,7 @@ type ExtProc struct {
 
 func (x *ExtProc) Reset() {
 	*x = ExtProc{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -353,7 +431,7 @@ func (x *ExtProc) String() string {
 func (*ExtProc) ProtoMessage() {}
 
 func (x *ExtProc) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -366,7 +444,7 @@ func (x *ExtProc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtProc.ProtoReflect.Descriptor instead.
 func (*ExtProc) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ExtProc) GetListen() string {
@@ -430,7 +508,7 @@ type EndpointPicker struct {
 
 func (x *EndpointPicker) Reset() {
 	*x = EndpointPicker{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -442,7 +520,7 @@ func (x *EndpointPicker) String() string {
 func (*EndpointPicker) ProtoMessage() {}
 
 func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -455,7 +533,7 @@ func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointPicker.ProtoReflect.Descriptor instead.
 func (*EndpointPicker) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *EndpointPicker) GetFallbacks() int32 {
@@ -497,7 +575,7 @@ type Tls struct {
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -509,7 +587,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -522,7 +600,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -563,7 +641,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -575,7 +653,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -588,7 +666,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Listener) GetListen() string {
@@ -619,7 +697,7 @@ type Admin struct {
 
 func (x *Admin) Reset() {
 	*x = Admin{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -631,7 +709,7 @@ func (x *Admin) String() string {
 func (*Admin) ProtoMessage() {}
 
 func (x *Admin) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -644,7 +722,7 @@ func (x *Admin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admin.ProtoReflect.Descriptor instead.
 func (*Admin) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Admin) GetListen() string {
@@ -716,7 +794,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -728,7 +806,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -741,7 +819,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Envoy) GetListen() string {
@@ -855,7 +933,7 @@ type Cors struct {
 
 func (x *Cors) Reset() {
 	*x = Cors{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -867,7 +945,7 @@ func (x *Cors) String() string {
 func (*Cors) ProtoMessage() {}
 
 func (x *Cors) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -880,7 +958,7 @@ func (x *Cors) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cors.ProtoReflect.Descriptor instead.
 func (*Cors) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Cors) GetAllowOrigins() []string {
@@ -935,7 +1013,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -947,7 +1025,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -960,7 +1038,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -1002,7 +1080,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1014,7 +1092,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1027,7 +1105,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -1063,7 +1141,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1075,7 +1153,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1088,7 +1166,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Redis) GetUrl() string {
@@ -1163,7 +1241,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1175,7 +1253,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1188,7 +1266,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -1234,7 +1312,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1246,7 +1324,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1259,7 +1337,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -1418,7 +1496,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1430,7 +1508,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1443,7 +1521,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Pool) GetName() string {
@@ -1723,7 +1801,7 @@ type Encode struct {
 
 func (x *Encode) Reset() {
 	*x = Encode{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1735,7 +1813,7 @@ func (x *Encode) String() string {
 func (*Encode) ProtoMessage() {}
 
 func (x *Encode) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1748,7 +1826,7 @@ func (x *Encode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encode.ProtoReflect.Descriptor instead.
 func (*Encode) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Encode) GetTimeout() string {
@@ -1773,7 +1851,7 @@ type Queue struct {
 
 func (x *Queue) Reset() {
 	*x = Queue{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1785,7 +1863,7 @@ func (x *Queue) String() string {
 func (*Queue) ProtoMessage() {}
 
 func (x *Queue) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1798,7 +1876,7 @@ func (x *Queue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Queue.ProtoReflect.Descriptor instead.
 func (*Queue) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Queue) GetMaxWait() string {
@@ -1827,7 +1905,7 @@ type Targets struct {
 
 func (x *Targets) Reset() {
 	*x = Targets{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1839,7 +1917,7 @@ func (x *Targets) String() string {
 func (*Targets) ProtoMessage() {}
 
 func (x *Targets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1852,7 +1930,7 @@ func (x *Targets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Targets.ProtoReflect.Descriptor instead.
 func (*Targets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Targets) GetTtft() string {
@@ -1891,7 +1969,7 @@ type Objectives struct {
 
 func (x *Objectives) Reset() {
 	*x = Objectives{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1903,7 +1981,7 @@ func (x *Objectives) String() string {
 func (*Objectives) ProtoMessage() {}
 
 func (x *Objectives) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1916,7 +1994,7 @@ func (x *Objectives) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
 func (*Objectives) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Objectives) GetFromHeaders() bool {
@@ -1963,7 +2041,7 @@ type Objective struct {
 
 func (x *Objective) Reset() {
 	*x = Objective{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1975,7 +2053,7 @@ func (x *Objective) String() string {
 func (*Objective) ProtoMessage() {}
 
 func (x *Objective) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1988,7 +2066,7 @@ func (x *Objective) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objective.ProtoReflect.Descriptor instead.
 func (*Objective) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Objective) GetName() string {
@@ -2030,7 +2108,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2042,7 +2120,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2055,7 +2133,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Registration) GetListen() string {
@@ -2080,7 +2158,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2092,7 +2170,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2105,7 +2183,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -2161,7 +2239,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2173,7 +2251,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2186,7 +2264,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -2246,7 +2324,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2258,7 +2336,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2271,7 +2349,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -2316,7 +2394,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2328,7 +2406,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2341,7 +2419,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2389,7 +2467,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2401,7 +2479,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2414,7 +2492,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2488,7 +2566,7 @@ type LoadBandwidth struct {
 
 func (x *LoadBandwidth) Reset() {
 	*x = LoadBandwidth{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2500,7 +2578,7 @@ func (x *LoadBandwidth) String() string {
 func (*LoadBandwidth) ProtoMessage() {}
 
 func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2513,7 +2591,7 @@ func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
 func (*LoadBandwidth) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadBandwidth) GetCpuBytes() int64 {
@@ -2554,7 +2632,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2566,7 +2644,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2579,7 +2657,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2623,7 +2701,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2635,7 +2713,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2648,7 +2726,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2685,7 +2763,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2697,7 +2775,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2710,7 +2788,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2773,7 +2851,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2785,7 +2863,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2798,7 +2876,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2854,7 +2932,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2866,7 +2944,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2879,7 +2957,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -2945,7 +3023,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2957,7 +3035,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2970,7 +3048,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -3064,7 +3142,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3076,7 +3154,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3089,7 +3167,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -3159,7 +3237,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3171,7 +3249,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3184,7 +3262,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -3335,7 +3413,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3347,7 +3425,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3360,7 +3438,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3438,7 +3516,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3450,7 +3528,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3463,7 +3541,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3498,7 +3576,7 @@ var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\x91\x04\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xc0\x04\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
@@ -3509,11 +3587,16 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05pools\x18\a \x03(\v2\x16.tandem.config.v1.PoolR\x05pools\x123\n" +
 	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x12C\n" +
 	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
-	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\"^\n" +
+	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\x12-\n" +
+	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"^\n" +
 	"\aTracing\x12\x1a\n" +
 	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12&\n" +
 	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
-	"\r_sample_ratio\"B\n" +
+	"\r_sample_ratio\"^\n" +
+	"\x05Usage\x12#\n" +
+	"\rtenant_header\x18\x01 \x01(\tR\ftenantHeader\x12\x18\n" +
+	"\atenants\x18\x02 \x01(\x05R\atenants\x12\x16\n" +
+	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"B\n" +
 	"\fEnvoyGateway\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1a\n" +
 	"\bservices\x18\x02 \x03(\tR\bservices\"5\n" +
@@ -3798,95 +3881,97 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                 // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
-	(*EnvoyGateway)(nil),           // 2: tandem.config.v1.EnvoyGateway
-	(*Notices)(nil),                // 3: tandem.config.v1.Notices
-	(*ExtProc)(nil),                // 4: tandem.config.v1.ExtProc
-	(*EndpointPicker)(nil),         // 5: tandem.config.v1.EndpointPicker
-	(*Tls)(nil),                    // 6: tandem.config.v1.Tls
-	(*Listener)(nil),               // 7: tandem.config.v1.Listener
-	(*Admin)(nil),                  // 8: tandem.config.v1.Admin
-	(*Envoy)(nil),                  // 9: tandem.config.v1.Envoy
-	(*Cors)(nil),                   // 10: tandem.config.v1.Cors
-	(*ClientTls)(nil),              // 11: tandem.config.v1.ClientTls
-	(*State)(nil),                  // 12: tandem.config.v1.State
-	(*Redis)(nil),                  // 13: tandem.config.v1.Redis
-	(*RedisTls)(nil),               // 14: tandem.config.v1.RedisTls
-	(*Tickets)(nil),                // 15: tandem.config.v1.Tickets
-	(*Pool)(nil),                   // 16: tandem.config.v1.Pool
-	(*Encode)(nil),                 // 17: tandem.config.v1.Encode
-	(*Queue)(nil),                  // 18: tandem.config.v1.Queue
-	(*Targets)(nil),                // 19: tandem.config.v1.Targets
-	(*Objectives)(nil),             // 20: tandem.config.v1.Objectives
-	(*Objective)(nil),              // 21: tandem.config.v1.Objective
-	(*Registration)(nil),           // 22: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 23: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 24: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 25: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 26: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 27: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),          // 28: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),              // 29: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 30: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 31: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 32: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 33: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 34: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 35: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 36: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 37: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 38: tandem.config.v1.LMCacheReceiver
+	(*Usage)(nil),                  // 2: tandem.config.v1.Usage
+	(*EnvoyGateway)(nil),           // 3: tandem.config.v1.EnvoyGateway
+	(*Notices)(nil),                // 4: tandem.config.v1.Notices
+	(*ExtProc)(nil),                // 5: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),         // 6: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                    // 7: tandem.config.v1.Tls
+	(*Listener)(nil),               // 8: tandem.config.v1.Listener
+	(*Admin)(nil),                  // 9: tandem.config.v1.Admin
+	(*Envoy)(nil),                  // 10: tandem.config.v1.Envoy
+	(*Cors)(nil),                   // 11: tandem.config.v1.Cors
+	(*ClientTls)(nil),              // 12: tandem.config.v1.ClientTls
+	(*State)(nil),                  // 13: tandem.config.v1.State
+	(*Redis)(nil),                  // 14: tandem.config.v1.Redis
+	(*RedisTls)(nil),               // 15: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                // 16: tandem.config.v1.Tickets
+	(*Pool)(nil),                   // 17: tandem.config.v1.Pool
+	(*Encode)(nil),                 // 18: tandem.config.v1.Encode
+	(*Queue)(nil),                  // 19: tandem.config.v1.Queue
+	(*Targets)(nil),                // 20: tandem.config.v1.Targets
+	(*Objectives)(nil),             // 21: tandem.config.v1.Objectives
+	(*Objective)(nil),              // 22: tandem.config.v1.Objective
+	(*Registration)(nil),           // 23: tandem.config.v1.Registration
+	(*SessionKey)(nil),             // 24: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                   // 25: tandem.config.v1.NIXL
+	(*LMCache)(nil),                // 26: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),           // 27: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),               // 28: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),          // 29: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),              // 30: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),          // 31: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),          // 32: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),    // 33: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil), // 34: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),              // 35: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),         // 36: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),               // 37: tandem.config.v1.Endpoint
+	(*Transfer)(nil),               // 38: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),        // 39: tandem.config.v1.LMCacheReceiver
 }
 var file_config_v1_config_proto_depIdxs = []int32{
-	4,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	7,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	8,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
-	9,  // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	12, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	15, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	16, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	3,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
-	2,  // 8: tandem.config.v1.Config.envoy_gateway:type_name -> tandem.config.v1.EnvoyGateway
+	5,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
+	8,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	9,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
+	10, // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	13, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	16, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	17, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	4,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
+	3,  // 8: tandem.config.v1.Config.envoy_gateway:type_name -> tandem.config.v1.EnvoyGateway
 	1,  // 9: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
-	6,  // 10: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	5,  // 11: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
-	11, // 12: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	11, // 13: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	10, // 14: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
-	13, // 15: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	14, // 16: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	35, // 17: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	36, // 18: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	23, // 19: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	22, // 20: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	25, // 21: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	26, // 22: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	24, // 23: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	27, // 24: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	19, // 25: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
-	29, // 26: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	18, // 27: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	20, // 28: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	17, // 29: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	21, // 30: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	21, // 31: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	28, // 32: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
-	30, // 33: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	31, // 34: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	32, // 35: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	33, // 36: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	34, // 37: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	34, // 38: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	37, // 39: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	38, // 40: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	41, // [41:41] is the sub-list for method output_type
-	41, // [41:41] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	2,  // 10: tandem.config.v1.Config.usage:type_name -> tandem.config.v1.Usage
+	7,  // 11: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	6,  // 12: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
+	12, // 13: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	12, // 14: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	11, // 15: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
+	14, // 16: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	15, // 17: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	36, // 18: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	37, // 19: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	24, // 20: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	23, // 21: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	26, // 22: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	27, // 23: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	25, // 24: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	28, // 25: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	20, // 26: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
+	30, // 27: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	19, // 28: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	21, // 29: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	18, // 30: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	22, // 31: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	22, // 32: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	29, // 33: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	31, // 34: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	32, // 35: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	33, // 36: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	34, // 37: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	35, // 38: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	35, // 39: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	38, // 40: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	42, // [42:42] is the sub-list for method output_type
+	42, // [42:42] is the sub-list for method input_type
+	42, // [42:42] is the sub-list for extension type_name
+	42, // [42:42] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -3895,14 +3980,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[36].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[37].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   39,
+			NumMessages:   40,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

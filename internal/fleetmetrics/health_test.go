@@ -1,4 +1,4 @@
-package main
+package fleetmetrics
 
 import (
 	"bytes"
@@ -16,13 +16,13 @@ import (
 // Each change is logged and counted once, with its cause.
 func TestHealthChangesAreToldOnce(t *testing.T) {
 	var text bytes.Buffer
-	h := newHealthLog(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
+	h := NewHealthLog(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
 		if a.Key == slog.TimeKey {
 			return slog.Attr{}
 		}
 		return a
 	}})))
-	s := kvstate.New(kvstate.Options{HealthChanged: h.changed})
+	s := kvstate.New(kvstate.Options{HealthChanged: h.Changed})
 	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:80", Role: kvstate.RolePrefill}})
 	e := s.Pool("chat").Endpoint("10.0.0.1:80")
 	for range 3 {
@@ -43,5 +43,5 @@ func TestHealthChangesAreToldOnce(t *testing.T) {
 		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=check`,
 	}, strings.Split(strings.TrimSpace(text.String()), "\n"))
 	out := prometheus.Labels{"endpoint": "10.0.0.1:80", "to": "out", "cause": "time_limit"}
-	require.InDelta(t, 1, testutil.ToFloat64(h.changes.With(out)), 0)
+	require.InDelta(t, 1, testutil.ToFloat64(h.With(out)), 0)
 }
