@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"context"
@@ -28,10 +28,10 @@ import (
 	"tandem/status"
 )
 
-// replica is what one process of `tandem serve` runs.
+// replica is what one process runs.
 type replica struct {
 	cfg   *configv1.Config
-	set   settings
+	set   Settings
 	guard *guard.Guard
 	log   *slog.Logger
 
@@ -47,9 +47,32 @@ type replica struct {
 	replan, admin   *http.Server
 }
 
-// runServer runs a replica until ctx ends or one of its parts fails.
-func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
-	spans, err := newSpans(cfg.GetTracing(), log)
+// Settings are those that the configuration file does not have.
+type Settings struct {
+	Release     string        // of this program, for operators and other replicas
+	Linger      time.Duration // how long to take requests after ctx has ended, while not ready
+	Drain       time.Duration // 0: drainTime
+	Conformance bool          // honour the test headers of the Inference Extension's conformance suite
+	Advertise   string        // where Envoys reach this replica; "": where it listens
+}
+
+// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
+// those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
+// its stream.
+func (s Settings) drainTime(watchesAnswers bool) time.Duration {
+	switch {
+	case s.Drain > 0:
+		return s.Drain
+	case watchesAnswers:
+		return 10 * time.Minute
+	default:
+		return 20 * time.Second
+	}
+}
+
+// Serve runs a replica of the configuration that was loaded from file, until ctx ends or one of its parts fails.
+func Serve(ctx context.Context, file string, cfg *configv1.Config, set Settings, log *slog.Logger) error {
+	spans, err := newSpans(cfg.GetTracing(), set.Release, log)
 	if err != nil {
 		return err
 	}
@@ -67,7 +90,7 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	defer stop()
 	r.serve(background, group, l)
 	r.work(background, group)
-	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
+	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
@@ -89,10 +112,10 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 
 // newReplica wires the parts together. Only the fleet's have begun to work when it returns.
 func newReplica(
-	ctx context.Context, file string, cfg *configv1.Config, set settings, tracer trace.Tracer, log *slog.Logger,
+	ctx context.Context, file string, cfg *configv1.Config, set Settings, tracer trace.Tracer, log *slog.Logger,
 ) (*replica, error) {
-	registry := newRegistry()
-	fleet, err := newFleet(ctx, cfg, log)
+	registry := newRegistry(set.Release)
+	fleet, err := newFleet(ctx, cfg, set.Release, log)
 	if err != nil {
 		return nil, err
 	}
@@ -102,7 +125,7 @@ func newReplica(
 		return nil, err
 	}
 	if options.Picker != nil {
-		options.Picker.Conformance = set.conformance
+		options.Picker.Conformance = set.Conformance
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
@@ -118,7 +141,7 @@ func newReplica(
 		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
 	})
 	r.feed = status.NewFeed(status.Source{
-		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
+		Version: set.Release, Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing,
 		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
 		Roles: r.words.Advice, Explain: server.Explain,
@@ -142,7 +165,7 @@ func newReplica(
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
 	admin := newAdmin(registry, health, fleet, operator, status.Handler(r.feed), r.words)
-	admin = hostcheck.New(cfg, set.advertise).Around(admin)
+	admin = hostcheck.New(cfg, set.Advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }
@@ -200,7 +223,7 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 		func() { r.feed.Run(ctx) },
 		func() { r.words.Run(ctx) },
 		func() { r.reload.follow(ctx) },
-		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.advertise, r.reload) },
+		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.Advertise, r.reload) },
 	} {
 		group.Go(func() error { run(); return nil })
 	}
@@ -211,8 +234,8 @@ func (r *replica) drain() {
 	r.health.SetReady(false)
 	picker := r.server.Picker
 	deadline := r.set.drainTime(picker != nil && picker.WatchBody)
-	r.log.Info("draining", "linger", r.set.linger, "deadline", deadline)
-	time.Sleep(r.set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
+	r.log.Info("draining", "linger", r.set.Linger, "deadline", deadline)
+	time.Sleep(r.set.Linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	r.server.Drain()
 	r.envoys.Close()
 	stopGRPC(r.grpc, deadline)
