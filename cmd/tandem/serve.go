@@ -100,6 +100,9 @@ func serve(
 		fmt.Fprintf(stdout, "%s: valid\n", file)
 		return nil
 	}
+	if config.Inside(cfg) {
+		return fmt.Errorf("%s: envoy.run is inside: Envoy loads Tandem itself, with what `tandem envoy` prints", file)
+	}
 	return replica.Serve(ctx, file, cfg, set, log)
 }
 

@@ -13,8 +13,10 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/internal/assign"
+	"tandem/internal/config"
 	"tandem/internal/fleetmetrics"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
@@ -37,6 +39,7 @@ type replica struct {
 
 	fleet  *fleet
 	server *extproc.Server
+	passes *pass.Shared // nil: Envoy asks the server
 	health *extproc.Health
 	envoys *xds.Server
 	feed   *status.Feed
@@ -85,12 +88,18 @@ func Serve(ctx context.Context, file string, cfg *configv1.Config, set Settings,
 	if err != nil {
 		return err
 	}
+	return r.run(ctx, l)
+}
+
+// run serves the ports and does the work of a replica until ctx ends or one of its parts fails.
+func (r *replica) run(ctx context.Context, l listeners) error {
+	cfg, log := r.cfg, r.log
 	group, running := errgroup.WithContext(ctx)
 	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), r.guard))
 	defer stop()
 	r.serve(background, group, l)
 	r.work(background, group)
-	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", set.Release)
+	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", r.set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
@@ -129,10 +138,17 @@ func newReplica(
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
-	server, health := extproc.New(options, metrics), extproc.NewHealth()
+	var server *extproc.Server
+	var passes *pass.Shared
+	if config.Inside(cfg) {
+		server, passes = extproc.NewInside(options, metrics)
+	} else {
+		server = extproc.New(options, metrics)
+	}
+	health := extproc.NewHealth()
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
-		fleet: fleet, server: server, health: health,
+		fleet: fleet, server: server, passes: passes, health: health,
 	}
 	if r.envoys, err = newXDS(cfg, registry, log); err != nil {
 		return nil, err
@@ -183,6 +199,9 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 		{&l.extProc, r.cfg.GetExtProc().GetListen()}, {&l.replan, r.cfg.GetReplan().GetListen()},
 		{&l.admin, r.cfg.GetAdmin().GetListen()},
 	}
+	if config.Inside(r.cfg) {
+		ports = ports[2:] // Envoy needs no port to ask at
+	}
 	if r.fleet.board != nil {
 		ports = append(ports, port{&l.notices, r.cfg.GetNotices().GetListen()})
 	}
@@ -202,8 +221,10 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 
 // serve serves all ports. Those of Envoy, operators and replans end with drain, the others with ctx.
 func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
-	group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
-	group.Go(func() error { return serveHTTP(r.replan, l.replan) })
+	if l.extProc != nil {
+		group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
+		group.Go(func() error { return serveHTTP(r.replan, l.replan) })
+	}
 	group.Go(func() error { return serveHTTP(r.admin, l.admin) })
 	if l.notices != nil {
 		group.Go(func() error { return r.fleet.takeNotices(ctx, l.notices, r.log) })
