@@ -56,7 +56,8 @@ func (s *stream) EachHeader(do func(name, value []byte)) { each(s.headers(), do)
 func (s *stream) SetHeader(name, value string) {
 	var pin runtime.Pinner
 	defer pin.Unpin()
-	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), pinned(&pin, value))
+	to := pinned(&pin, value)
+	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), to)
 }
 
 // RemoveHeader implements [filter.Envoy].
@@ -182,7 +183,8 @@ func (s *stream) ResponseHeader(name string) []byte {
 	var pin runtime.Pinner
 	defer pin.Unpin()
 	var value C.bytes
-	if !C.envoy_dynamic_module_callback_http_get_header(s.envoy, C.RESPONSE_HEADERS, pinned(&pin, name), &value, 0, nil) {
+	key := pinned(&pin, name)
+	if !C.envoy_dynamic_module_callback_http_get_header(s.envoy, C.RESPONSE_HEADERS, key, &value, 0, nil) {
 		return nil
 	}
 	return view(value)

@@ -20,8 +20,8 @@ import (
 // builtAs is set by the linker, as that of cmd/tandem.
 var builtAs string
 
-// replicas are those that run, by their configuration files. Envoy makes a configuration of the filter for each listener
-// that has it, and again when a listener changes; they share the replica.
+// replicas are those that run, by their configuration files. Envoy makes a configuration of the filter for each
+// listener that has it, and again when a listener changes; they share the replica.
 var replicas = struct {
 	sync.Mutex
 	running map[string]*running
@@ -41,7 +41,7 @@ type configured struct {
 	requests *filter.Shared
 }
 
-// settings are what the bootstrap says of the filter: the file of the configuration, and the lowest level that is logged.
+// settings are what the bootstrap says of the filter: the configuration's file, and the lowest level that is logged.
 type settings struct{ File, Log string }
 
 // open returns a configuration of the filter. The first of a file starts its replica.

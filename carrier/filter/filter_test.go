@@ -230,12 +230,14 @@ func TestPathsAndModels(t *testing.T) {
 		status                   int
 		reply                    string
 	}{
-		"models":          {"GET", "/v1/models", "", "", 200, "object"},
-		"not served":      {"POST", "/metrics", "", "", 404, ""},
-		"tokenize":        {"POST", "/tokenize", "application/json", `{"prompt":"x"}`, 200, "answer"},
-		"empty":           {"POST", "/v1/completions", "application/json", "", 400, "empty_body"},
-		"not JSON":        {"POST", "/v1/completions", "text/plain", "x", 415, ""},
-		"an upload":       {"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x", "--x--", 200, "answer"},
+		"models":     {"GET", "/v1/models", "", "", 200, "object"},
+		"not served": {"POST", "/metrics", "", "", 404, ""},
+		"tokenize":   {"POST", "/tokenize", "application/json", `{"prompt":"x"}`, 200, "answer"},
+		"empty":      {"POST", "/v1/completions", "application/json", "", 400, "empty_body"},
+		"not JSON":   {"POST", "/v1/completions", "text/plain", "x", 415, ""},
+		"an upload":  {"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x", "--x--", 200, "answer"},
+		"a large upload": {"POST", "/v1/audio/transcriptions", "multipart/form-data; boundary=x",
+			strings.Repeat("x", 3<<20), 200, "answer"},
 		"JSON by stealth": {"POST", "/v1/audio/transcriptions", "text/plain", "{}", 415, ""},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -100,9 +100,8 @@ func (f *Filter) admit() (reads bool, err error) {
 	if f.head.Extra("upgrade") != nil {
 		return false, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
 	}
-	if length, err := strconv.Atoi(f.head.get("content-length")); err == nil && length > f.limit() {
-		return false, openai.TooLarge(f.limit())
-	}
+	length, _ := strconv.Atoi(f.head.get("content-length"))
+	large := length > f.limit()
 	switch passes.API(h) {
 	case openai.Models:
 		return false, nil
@@ -113,7 +112,9 @@ func (f *Filter) admit() (reads bool, err error) {
 		if f.bare {
 			return false, nil
 		}
-		reads = readsOther(string(h.ContentType), len(passes.State.Pools()))
+		if reads = readsOther(string(h.ContentType), len(passes.State.Pools())); reads && large {
+			return false, openai.TooLarge(f.limit())
+		}
 		return reads, openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), reads)
 	}
 	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
@@ -125,6 +126,9 @@ func (f *Filter) admit() (reads bool, err error) {
 	}
 	if f.bare || f.head.get("content-length") == "0" {
 		return false, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+	}
+	if large {
+		return false, openai.TooLarge(f.limit())
 	}
 	return true, nil
 }

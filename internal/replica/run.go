@@ -259,7 +259,9 @@ func (r *replica) drain() {
 	time.Sleep(r.set.Linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	r.server.Drain()
 	r.envoys.Close()
-	stopGRPC(r.grpc, deadline)
+	if !config.Inside(r.cfg) { // else nobody has a stream, and it would wait for one
+		stopGRPC(r.grpc, deadline)
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	for _, s := range []*http.Server{r.replan, r.admin} {
