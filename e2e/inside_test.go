@@ -15,8 +15,6 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-
-	"tandem/e2e/redisserver"
 )
 
 // library builds libtandem.so once, unless TANDEM_LIBRARY names a folder that has it (bin/, after `make carrier`). All
@@ -52,9 +50,9 @@ func TestInside(t *testing.T) {
 	if os.Getenv("TANDEM_RUN") != "inside" {
 		t.Skip("make e2e-inside: the library takes minutes to compile")
 	}
-	server := redisserver.New(t)
+	server := startRedis(t)
 	f := start(t, options{
-		inside: true, prefills: 1, decodes: 1, top: fmt.Sprintf("state: {redis: {url: %q}}\n", "redis://"+server.Addr),
+		inside: true, prefills: 1, decodes: 1, top: server.yaml(),
 	})
 	chat := apis[0]
 	long := strings.Replace(chat.body, "Two hops", strings.Repeat("word ", 80_000)+"Two hops", 1) // 400 KB

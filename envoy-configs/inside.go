@@ -50,8 +50,8 @@ func (m model) insideListener(file string) *listenerv3.Listener {
 		"request_timeout":        "Of the request's body, until it is here.",
 		"stream_idle_timeout":    "Until a route says otherwise: a prefill takes no longer.",
 		"max_request_headers_kb": "",
-		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the request " +
-			"comes in, and not when the filter has it begin again.",
+		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the " +
+			"request comes in, and not when the filter has it begin again.",
 	})
 	l := listeners(m).listener("openai", h)
 	l.Address = socketAddress(m.Listen)

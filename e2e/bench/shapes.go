@@ -23,6 +23,7 @@ func allShapes() []shape {
 	return []shape{
 		{"json1k", "1 KB JSON", instant, 1 << 10, 16, false, 500},
 		{"json220k", "220 KB JSON", instant, 220 << 10, 16, false, 100},
+		{"json400k", "400 KB JSON", instant, 400 << 10, 16, false, 60},
 		{"json1m", "1 MB JSON", instant, 1 << 20, 16, false, 40},
 		{"sse256", "256-token SSE", paced, 1 << 10, 256, true, 32},
 		{"sse1024", "1,024-token SSE", paced, 1 << 10, 1024, true, 32},

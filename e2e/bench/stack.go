@@ -34,6 +34,7 @@ type variant struct {
 	binding        string // of its pools; "": late
 	redis          bool   // Tandem shares its state through a Redis
 	replicas       int    // 0: one
+	inside         string // the folder of libtandem.so, which Envoy loads; "": Envoy asks a server
 	env            []string
 }
 
@@ -225,8 +226,12 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	for _, r := range replicas {
 		extProcs, replans = append(extProcs, strconv.Quote(r.extProc)), append(replans, strconv.Quote(r.replan))
 	}
-	fmt.Fprintf(&config, "envoy: {listen: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", ports[0],
-		ports[1], v.bodyMode, strings.Join(extProcs, ", "), strings.Join(replans, ", "))
+	run := "beside"
+	if v.inside != "" {
+		run = "inside"
+	}
+	fmt.Fprintf(&config, "envoy: {run: %s, listen: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", run,
+		ports[0], ports[1], v.bodyMode, strings.Join(extProcs, ", "), strings.Join(replans, ", "))
 	file := ""
 	for i, r := range replicas {
 		name := v.name
@@ -239,21 +244,28 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		if err := os.WriteFile(file, []byte(own), 0o600); err != nil {
 			return err
 		}
+		s.admins = append(s.admins, "http://"+r.admin)
+		if v.inside != "" {
+			continue
+		}
 		t, err := l.startOn(1, name+"-tandem", v.env, v.binary, "serve", "-f", file)
 		if err != nil {
 			return err
 		}
-		s.tandems, s.admins = append(s.tandems, t), append(s.admins, "http://"+r.admin)
+		s.tandems = append(s.tandems, t)
 		if err := t.Wait(ctx, "http://"+r.admin+"/readyz"); err != nil {
 			return err
 		}
 	}
-	s.tandem, s.admin = s.tandems[0], s.admins[0]
+	s.admin = s.admins[0]
+	if len(s.tandems) > 0 {
+		s.tandem = s.tandems[0]
+	}
 	bootstrap, err := exec.CommandContext(ctx, v.binary, "envoy", "-f", file).Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
-	if s.envoy, err = l.startEnvoy(ctx, o, v.name, bootstrap, ports[1]); err != nil {
+	if s.envoy, err = l.startEnvoy(ctx, o, v.name, bootstrap, ports[1], "ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+v.inside); err != nil {
 		return err
 	}
 	l.stacks = append(l.stacks, s)
@@ -261,12 +273,12 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 }
 
 func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte,
-	admin string) (*process.Process, error) {
+	admin string, env ...string) (*process.Process, error) {
 	file := filepath.Join(l.Dir, name+"-envoy.yaml")
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return nil, err
 	}
-	p, err := l.startOn(0, name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
+	p, err := l.startOn(0, name+"-envoy", env, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
 		"--concurrency", strconv.Itoa(o.workers))
 	if err != nil {
 		return nil, err
