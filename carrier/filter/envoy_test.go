@@ -251,6 +251,7 @@ func (c *client) finishCall(call *Call) {
 	}
 	require.Equal(c.tb, "r-1", all["x-request-id"])
 	require.Equal(c.tb, "POST", all[":method"])
+	require.Equal(c.tb, "application/json", all["accept"], "Tandem reads the answer")
 	require.Equal(c.tb, strconv.Itoa(len(call.Body)), all["content-length"])
 	at := all["x-gateway-destination-endpoint"]
 	a := c.engines(at, call.Body)

@@ -198,7 +198,6 @@ func TestLostAnswersArePlannedAgain(t *testing.T) {
 	f := newFleet(t, always)
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	go f.Run(ctx)
 	first := true
 	c := newClient(t, f, func(at string, body []byte) engineAnswer {
 		if !prefills(at) && first {
@@ -214,6 +213,7 @@ func TestLostAnswersArePlannedAgain(t *testing.T) {
 	c.filter.hop.ticket.Expires = c.filter.hop.ticket.Expires.Add(-time.Minute) // it was sent a minute ago
 	e := f.state.Pool("chat").Endpoint(c.sent[0])
 	f.state.MarkHung(e)
+	go f.Run(ctx)
 	c.answer = engineAnswer{}
 	for c.status == 0 {
 		c.step()

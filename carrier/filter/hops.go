@@ -36,7 +36,7 @@ func (f *Filter) callPrefill(r *pass.Routed) {
 		Set: []Header{
 			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
 			{"content-length", strconv.Itoa(len(x.Body.Bytes()))}, {"accept-encoding", "identity"},
-			{envoywire.HeaderRequestID, x.ID},
+			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, x.ID},
 		},
 	}
 	if rank := e.RankName(); rank != "" {

@@ -265,7 +265,8 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
-	if s.envoy, err = l.startEnvoy(ctx, o, v.name, bootstrap, ports[1], "ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+v.inside); err != nil {
+	if s.envoy, err = l.startEnvoy(ctx, o, v.name, bootstrap, ports[1],
+		"ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+v.inside); err != nil {
 		return err
 	}
 	l.stacks = append(l.stacks, s)

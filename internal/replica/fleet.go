@@ -54,7 +54,9 @@ type fleet struct {
 }
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
-func newFleet(ctx context.Context, cfg *configv1.Config, release string, log *slog.Logger) (*fleet, error) {
+func newFleet(
+	ctx context.Context, cfg *configv1.Config, release string, log *slog.Logger,
+) (*fleet, error) {
 	health := newHealthLog(log)
 	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.changed}), health: health,
 		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}

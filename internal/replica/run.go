@@ -99,7 +99,11 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 	defer stop()
 	r.serve(background, group, l)
 	r.work(background, group)
-	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", r.set.Release)
+	where := cfg.GetExtProc().GetListen()
+	if config.Inside(cfg) {
+		where = "inside Envoy"
+	}
+	log.Info("serving", "ext_proc", where, "pools", len(cfg.GetPools()), "version", r.set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
