@@ -129,6 +129,16 @@ func TestInsideOtherFleets(t *testing.T) {
 		require.Equal(t, 200, got.status, got.body)
 		require.Equal(t, chat.body, f.requests("alone", f.decodes...)[0].Body, "the client's bytes")
 	})
+	t.Run("D hangs", func(t *testing.T) {
+		f := start(t, options{inside: true, prefills: 1, decodes: 2})
+		f.lenient = true
+		require.NoError(t, f.decodes[0].cmd.Process.Signal(syscall.SIGSTOP))
+		defer func() { _ = f.decodes[0].cmd.Process.Signal(syscall.SIGCONT) }()
+		for i := range 4 { // some of them go there
+			got := f.post(chat.path, chat.body, "x-request-id", fmt.Sprint("hung-", i))
+			require.Equal(t, 200, got.status, got.body)
+		}
+	})
 	t.Run("the other D", func(t *testing.T) {
 		f := start(t, options{inside: true, prefills: 1, decodes: 2})
 		f.lenient = true

@@ -59,7 +59,7 @@ func (f *Filter) ResponseBody(bool) Status {
 	})
 }
 
-// checkLate checks an answer that begins, which may be made from KV that is another prompt's by now: then the request is
+// checkLate checks an answer that begins: if it may be made from KV that is another prompt's by now, the request is
 // planned again. The headers of a stream come before its engine has done anything, so they wait for its first piece.
 func (f *Filter) checkLate(begun bool) Status {
 	t := &f.hop.ticket

@@ -26,7 +26,7 @@ type Envoy interface {
 	Respond(status int, headers []Header, body []byte, details string)
 	// Answer is Respond for an endpoint's own answer, which nothing changes. headers include :status.
 	Answer(headers []Header, body []byte)
-	// Restart begins the request again, with its headers as they are now and the body that was sent on, in a new filter.
+	// Restart begins the request again in a new filter, with its headers as they are now and the body that was sent on.
 	// false: it cannot; the request goes on as if nothing had been asked.
 	Restart() bool
 	// HoldAnswer says whether the pieces of the answer are shown to [Filter.ResponseBody].
