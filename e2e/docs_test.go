@@ -95,7 +95,9 @@ var documentedOnly = map[string]string{
 	"enginesim --listen 127.0.0.1:8102 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "likewise",
 	"enginesim --listen 127.0.0.1:8201 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
 	"enginesim --listen 127.0.0.1:8202 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
-	"envoy --mode validate -c your-envoy.yaml":                                                 "the reader's own file",
+	"envoy --mode validate -c your-envoy.yaml":  "the reader's own file",
+	"go run ./e2e/bench -shapes json1k,json400k,sse256 -clients 1,16 -variant 'inside: inside=/path/to/bin'": "minutes",
+	"go test ./internal/replica -run TestMetricsPage -update":                                                "writes to the tree",
 	"tandem serve -f tandem2.yaml":                                                             "TestReplicas",
 	"tandem serve -f tandem.yaml --check --live":                                               "TestCheckLive",
 	"helm install router deploy/helm/tandem --namespace llm --create-namespace -f values.yaml": "a cluster",
@@ -120,7 +122,7 @@ var documentedOnly = map[string]string{
 // makeTargets are targets that pages name, with the reason why they are not run here: they run these tests, or take
 // long.
 var makeTargets = map[string]string{
-	"build": "the tests build the same", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
+	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
 	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "replay": "minutes", "load": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
 	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "observability": "a module of its own; in CI",
 	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-vllm-stores": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-releases": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-cluster": "root, and 10 GB of builds", "e2e-failures": "minutes",
