@@ -69,9 +69,9 @@ func (f *Filter) CallDone(answer *Answer) {
 		a.Body = f.m.answer
 		switch {
 		case !answer.OK:
-			a.Code, a.Details = 502, []byte("upstream_reset")
+			a.Code, a.Details, a.Cut = 502, []byte("upstream_reset"), true
 		case !engine:
-			a.Details = details(a.Code, a.Body)
+			a.Details, a.Overdue = details(a.Code, a.Body), a.Code == 504
 		}
 		f.beside("prefill answer", func(ctx context.Context) func() { return f.settle(ctx, a) })
 		return Continue

@@ -24,6 +24,7 @@ type Answer struct {
 	Over                bool // Body is not all
 	Details, RetryAfter []byte
 	Inline              bool // it came with pass 2
+	Cut, Overdue        bool // inside Envoy: it broke off, or did not come in time
 }
 
 // Prefilled settles prefill legs by P's answers, for one stream.
@@ -175,6 +176,7 @@ func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtrans
 // prefillFailed makes next the ticket of a request whose prefill was lost.
 func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
+	f.Unreached, f.Overdue = f.Unreached || a.Cut, a.Overdue
 	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
 		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.shared.TurnFailed(next, x.ID, a.Code)
