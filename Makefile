@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: carrier e2e-inside site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -28,6 +28,9 @@ help: ## show the targets
 build: ## bin/tandem and bin/enginesim
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X main.builtAs=$$(scripts/version.sh)" -o bin/ ./cmd/tandem ./cmd/enginesim
 
+carrier: ## bin/libtandem.so, which Envoy loads (docs/howto/inside-envoy.md); needs gcc, and minutes the first time
+	$(GO) build -buildmode=c-shared -ldflags "-s -w -X main.builtAs=$$(scripts/version.sh)" -o bin/libtandem.so ./carrier
+
 tools: ## Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh
 
@@ -42,7 +45,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@# budgets of allocations are not held under the race detector (package internal/budget)
 	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) $$(grep -rlE '^func Test\w*Alloc' --include='*_test.go' extproc internal kvstate | xargs -n 1 dirname | sort -u | sed 's,^,./,'))
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
-	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
+	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-inside, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
 # What bench, bench-peers and load measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
 # On a busy machine: git checkout docs README.md afterwards.
@@ -68,6 +71,9 @@ e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, 
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover|TestRolesFollowTraffic' -v ./e2e
 	@mkdir -p .cache # 120 stacks that mostly wait:
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
+
+e2e-inside: tools carrier ## Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams and clients
+	TANDEM_RUN=inside TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 10m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings' -v ./e2e
 
 attack: tools ## attacks on the gRPC port, 6 s each, large bodies from many clients, and the second round: the table of docs/figures/attacks.csv (5 minutes)
 	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals|TestEveryDialects' -v ./e2e

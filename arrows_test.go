@@ -34,8 +34,8 @@ var arrows = map[string][]string{
 	"internal/ledger":       {},
 	"extproc/faults":        {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/replan": {
-		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai", "extproc/pass",
-		"extproc/plan", "extproc/reclaim", "kvstate", "kvstate/standstill",
+		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai",
+		"extproc/pass", "extproc/plan", "extproc/reclaim",
 	},
 	"internal/enginesim/web":   {},
 	"kvstate/engineclock":      {"internal/zmtp"},
@@ -106,8 +106,8 @@ var arrows = map[string][]string{
 	// One pass of a request: it knows neither gRPC nor Envoy's messages.
 	"extproc/pass": {
 		"extproc/answer", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/models",
-		"extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard",
-		"kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "picker",
+		"extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
+		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "kvstate/standstill", "picker",
 	},
 	"extproc": {
 		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
@@ -129,14 +129,27 @@ var arrows = map[string][]string{
 		"envoy-configs/match", "envoy-configs/usage",
 	},
 	"cmd/tandem": {
-		"status/words", "extproc/usage", "internal/guard", "internal/logwriter", "internal/fleetmetrics", "internal/livecheck",
-		"internal/orders", "kvstate/membership", "kvstate/operator", "extproc", "extproc/pass", "extproc/telemetry",
-		"extproc/kvtransfer", "kvstate", "kvstate/discovery", "kvstate/registrations", "kvstate/kvevents",
-		"kvstate/notices", "kvstate/redisstore", "kvstate/scrape", "kvstate/tokenize", "picker", "picker/admission",
-		"replay", "status", "docs", "envoy-configs", "internal/config", "protos/config/v1", "internal/grpcserver",
-		"internal/memory", "internal/version", "internal/xds", "internal/certificates", "internal/gatewayextension",
-		"e2e/loopback (test)", "kvstate/enginehttp", "internal/assign", "internal/config/diff", "internal/hostcheck",
-		"picker/roles",
+		"envoy-configs", "extproc/kvtransfer", "extproc/telemetry", "internal/config", "internal/livecheck",
+		"internal/logwriter", "internal/orders", "internal/replica", "internal/version", "kvstate/enginehttp",
+		"picker", "picker/admission", "picker/roles", "protos/config/v1", "replay", "status", "status/words",
+		"e2e/loopback (test)",
+	},
+	// One running replica: all parts, wired.
+	"internal/replica": {
+		"docs", "envoy-configs", "extproc", "extproc/kvtransfer", "extproc/pass", "extproc/telemetry",
+		"internal/assign", "internal/certificates", "internal/config", "internal/config/diff",
+		"internal/fleetmetrics", "internal/gatewayextension", "internal/grpcserver", "internal/guard",
+		"internal/hostcheck", "internal/livecheck", "internal/memory", "internal/orders", "internal/xds",
+		"kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/membership", "kvstate/notices",
+		"kvstate/operator", "kvstate/redisstore", "kvstate/registrations", "kvstate/scrape", "kvstate/tokenize",
+		"extproc/usage", "protos/config/v1", "status", "status/words",
+	},
+	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
+	"carrier": {"carrier/filter", "internal/replica", "internal/version"},
+	"carrier/filter": {
+		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/models", "extproc/openai",
+		"extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard",
+		"internal/memory", "internal/periodic", "kvstate", "extproc (test)",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -211,16 +224,16 @@ var guarded = map[string][]string{
 		"kvstate/discovery", "deploy (test)",
 	},
 	"go.opentelemetry.io/": {
-		"extproc", "extproc/telemetry", "cmd/tandem", "e2e (test)",
+		"extproc", "extproc/telemetry", "internal/replica", "e2e (test)",
 	},
 	"google.golang.org/grpc": {
 		"internal/xds", "internal/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire",
 		"internal/grpcserver", "e2e (test)", "envoy-configs (test)",
 	},
 	"github.com/prometheus/": {
-		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "cmd/tandem",
+		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/telemetry", "internal/replica",
 		"internal/fleetmetrics", "internal/enginesim/api", "internal/enginesim/connector",
-		"internal/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage",
+		"internal/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage", "carrier/filter (test)",
 	},
 	"github.com/redis/": {
 		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)",
@@ -235,10 +248,10 @@ var guarded = map[string][]string{
 		"deploy (test)", "docs (test)",
 	},
 	"google.golang.org/protobuf": {
-		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "cmd/tandem",
+		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "internal/replica",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "envoy-configs/layout", "docs (test)",
 	},
 }
 

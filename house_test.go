@@ -29,8 +29,6 @@ var larger = map[string]struct {
 	size   int
 	reason string
 }{
-	"cmd/tandem: files":                  {27, "one file for each subcommand and each thing that is wired"},
-	"cmd/tandem: lines":                  {3350, "one file for each subcommand and each thing that is wired"},
 	"e2e/load.result: fields":            {21, "one field for each figure of the report"},
 	"envoy-configs: lines":               {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
 	"extproc/envoywire.Headers: fields":  {30, "one field for each header that is read"},
@@ -66,10 +64,11 @@ var branching = map[string]struct {
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
 var longLines = map[string]int{
-	"cmd/tandem":    68,
-	"envoy-configs": 32,
-	"extproc":       36,
-	"status":        3,
+	"cmd/tandem":       43,
+	"envoy-configs":    32,
+	"extproc":          36,
+	"internal/replica": 24,
+	"status":           3,
 }
 
 // TestTypesAndPackagesStaySmall holds the limits, and the exceptions to some room above what they were made for.

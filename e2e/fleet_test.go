@@ -192,11 +192,16 @@ type options struct {
 	bootstrap     func(f *fleet) string // of a foreign gateway, in place of the output of `tandem envoy`
 	untracedEnvoy bool                  // its bootstrap is written without tracing
 	xds           bool                  // Envoy gets its configuration from Tandem
+	inside        bool                  // Envoy has Tandem loaded; TANDEM_RUN=inside: in every test
 }
 
 func start(t testing.TB, o options) *fleet {
 	t.Helper()
 	envoyPath := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
+	if o.inside = o.inside || os.Getenv("TANDEM_RUN") == "inside"; o.inside {
+		loadLibrary(t)
+		o.envoyFields += ", run: inside"
+	}
 	bin, err := binaries()
 	require.NoError(t, err)
 	if o.prefills == 0 && o.decodes == 0 && o.launch == nil {
@@ -273,9 +278,16 @@ func start(t testing.TB, o options) *fleet {
 		file := filepath.Join(f.dir, fmt.Sprintf("tandem-%d.yaml", i))
 		require.NoError(t, os.WriteFile(file, []byte(f.yaml(o, listen, envoyAdmin, extProcs, replans, listens[i], i, key)), 0o600))
 		f.config = file
+		if o.inside {
+			f.admins = append(f.admins, "http://"+listens[i])
+			continue
+		}
 		f.startTandem(i, file, "http://"+listens[i])
 	}
 	f.startEnvoy(bin, envoyPath, o)
+	if o.inside {
+		f.tandems = []*process{f.envoy}
+	}
 	t.Cleanup(f.account)
 	return f
 }

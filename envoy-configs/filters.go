@@ -278,21 +278,16 @@ func (m filters) ruled(name, script string, of *match.Predicate, why string) *hc
 	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, skip), notes{"": why})
 }
 
-// rule is true of answers to which the rule applies (legRoute writes it).
-func (m filters) rule(of string) *match.Predicate {
-	return m.answerHeader("x-tandem-rule", match.Regex("[0-9-]+ [0-9]+ "+of+" [^ ]+ [^ ]+"))
-}
-
 // lateScripts ask about answers that begin late, and edit those that are refused (docs/adr/0050).
 func (m filters) lateScripts() []*hcmv3.HttpFilter {
+	rule := func(form string) *match.Predicate { return m.answerHeader("x-tandem-rule", match.Regex(form)) }
 	stream := m.answerHeader("content-type", match.Regex("(?i).*event-stream.*"))
-	// An engine that says how long an answer is has computed it.
-	whole := match.All(m.answerHeader("content-length", match.Regex("[0-9]+")),
-		m.answerHeader("x-tandem-rule", match.Regex("[0-9]{1,3} [0-9]+ [0-9]{4,} .*"))) // in less than a second
+	// An engine that says how long an answer is has computed it; this one came within a second.
+	whole := match.All(m.answerHeader("content-length", match.Regex("[0-9]+")), rule("[0-9]{1,3} [0-9]+ [0-9]{4,} .*"))
+	limit, cut := rule("[0-9-]+ [0-9]+ [0-9]+ .*"), rule("[0-9-]+ [0-9]+ cut .*") // legRoute writes them
 	return []*hcmv3.HttpFilter{
-		m.ruled("edit", lua.Edit, match.Any(m.rule("cut"), match.All(m.rule("[0-9]+"), stream)),
-			"Cuts KV parameters, and all of a refused stream."),
-		m.ruled("late", lua.Late, match.All(m.rule("[0-9]+"), match.Not(whole)),
+		m.ruled("edit", lua.Edit, match.Any(cut, match.All(limit, stream)), "Cuts KV parameters, or a refused stream."),
+		m.ruled("late", lua.Late, match.All(limit, match.Not(whole)),
 			"An answer that begins late may be made from KV that was another prompt's by then: the server is asked, "+
 				"and what it refuses ends as an error. Answers that are whole in time do not pass the script."),
 	}

@@ -9,8 +9,9 @@
 // Where to look: listener.go has the main listener, legs.go the internal listeners of the legs, routes.go,
 // clusters.go and filters.go what their names say, accesslog.go how Tandem learns the end of a request, replies.go
 // what Envoy answers by itself. Each has a type whose methods build these resources. settings.go gathers what all of
-// them are built from, hosts.go and tls.go how servers are reached, print.go writes YAML. Why something is set is a
-// note of the model next to it, so that the printed configuration has it, too.
+// them are built from, hosts.go and tls.go how servers are reached, inside.go
+// an Envoy that has Tandem loaded. Why something is set is a note of the model next to it, so that the printed
+// configuration has it, too.
 package envoyconfigs
 
 import (

@@ -1,12 +1,21 @@
 package envoyconfigs
 
 import (
+	"bytes"
+	"cmp"
 	"fmt"
+	"iter"
 	"maps"
+	"slices"
+	"strings"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	"go.yaml.in/yaml/v3"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/types/known/anypb"
+
+	"tandem/envoy-configs/layout"
 )
 
 // notebook remembers why a model sets what it sets, for whoever prints it.
@@ -18,7 +27,7 @@ type notebook struct {
 
 // notes say why a message, or one of its fields, is as it is: by the field's name in Envoy's API, "" for the message
 // itself.
-type notes map[string]string
+type notes = map[string]string
 
 func newNotebook() *notebook {
 	return &notebook{notes: map[proto.Message]notes{}, packed: map[*anypb.Any]proto.Message{}}
@@ -53,4 +62,46 @@ func (b *notebook) pack(message proto.Message) *anypb.Any {
 // extension is one of Envoy's extension points, filled.
 func (b *notebook) extension(name string, config proto.Message) *corev3.TypedExtensionConfig {
 	return &corev3.TypedExtensionConfig{Name: name, TypedConfig: b.pack(config)}
+}
+
+// print writes a message of the model as YAML, with the model's notes as comments and an overview above all.
+func (b *notebook) print(overview string, message proto.Message) ([]byte, error) {
+	var out bytes.Buffer
+	for line := range strings.SplitSeq(overview, "\n") {
+		out.WriteString(strings.TrimRight("# "+line, " ") + "\n")
+	}
+	text, err := b.printNode(b.node(message.ProtoReflect()))
+	out.Write(text)
+	return out.Bytes(), err
+}
+
+func (b *notebook) printNode(root *yaml.Node) ([]byte, error) {
+	if b.err != nil {
+		return nil, b.err
+	}
+	return layout.Encode(root) //nolint:wrapcheck // it says what failed
+}
+
+// fields are those of a message, in the order of their names.
+func (b *notebook) fields(message proto.Message) iter.Seq2[string, *yaml.Node] {
+	content := b.node(message.ProtoReflect()).Content
+	values := map[string]*yaml.Node{}
+	for i := 0; i < len(content); i += 2 {
+		values[content[i].Value] = content[i+1]
+	}
+	return func(yield func(string, *yaml.Node) bool) {
+		for _, name := range slices.Sorted(maps.Keys(values)) {
+			if !yield(name, values[name]) {
+				return
+			}
+		}
+	}
+}
+
+// node is a message as YAML: fields by their names in Envoy's API, as its documentation has them.
+func (b *notebook) node(message protoreflect.Message) *yaml.Node {
+	m := layout.Messages{Notes: b.notes, Packed: b.packed}
+	out := m.Node(message)
+	b.err = cmp.Or(b.err, m.Err)
+	return out
 }

@@ -84,7 +84,15 @@ type Server struct {
 }
 
 // New returns a server over the options' state. It starts no goroutines.
-func New(o Options, m *telemetry.Metrics) *Server {
+func New(o Options, m *telemetry.Metrics) *Server { return newServer(o, m, false) }
+
+// NewInside is New for an Envoy that has Tandem loaded, and asks by no gRPC: package carrier makes the passes.
+func NewInside(o Options, m *telemetry.Metrics) (*Server, *pass.Shared) {
+	s := newServer(o, m, true)
+	return s, s.passes
+}
+
+func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 	orDefault(&o.SplitBodyBytes, 16<<20)
 	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
 	orDefault(&o.HeldBytes, 1<<30)
@@ -137,6 +145,7 @@ func New(o Options, m *telemetry.Metrics) *Server {
 			ShortOfMemory: s.shortOfMemory,
 		},
 		Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
+		Inside: inside,
 		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL,
 			Models: m != nil && m.Usage != nil},
 	}

@@ -290,7 +290,7 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 	if err != nil {
 		return "", err
 	}
-	req.Header.Set("Content-Type", contentJSON)
+	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("X-Request-Id", id)
 	resp, err := d.http.Do(req)
 	if err != nil {

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	"github.com/spf13/cobra"
 
@@ -64,7 +66,15 @@ func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions
 	if err != nil {
 		return nil, err
 	}
-	switch {
+	switch inside := config.Inside(cfg); {
+	case inside && (xds || whose != "envoy"):
+		return nil, errors.New("envoy.run is inside, for which there is one bootstrap: without --xds, --for envoy")
+	case inside:
+		path, err := filepath.Abs(file)
+		if err != nil {
+			return nil, err
+		}
+		return envoyconfigs.Inside(cfg, path)
 	case whose == "envoy" && xds:
 		return envoyconfigs.DynamicBootstrap(cfg)
 	case whose == "envoy":

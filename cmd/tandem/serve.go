@@ -8,13 +8,13 @@ import (
 	"log/slog"
 	"os"
 	"runtime/debug"
-	"time"
 
 	"github.com/spf13/cobra"
 
 	"tandem/internal/config"
 	"tandem/internal/livecheck"
 	"tandem/internal/logwriter"
+	"tandem/internal/replica"
 	configv1 "tandem/protos/config/v1"
 	"tandem/status/words"
 )
@@ -23,7 +23,7 @@ import (
 func newServe() *cobra.Command {
 	var file, level, format string
 	var check, live bool
-	var set settings
+	set := replica.Settings{Release: version()}
 	c := &cobra.Command{
 		Use: "serve -f FILE", Short: "Run the server, or check its configuration", Args: cobra.NoArgs,
 		Long: "Run the server until SIGTERM, then let streams finish. Changes of the file take effect while it runs.\n" +
@@ -50,12 +50,12 @@ func newServe() *cobra.Command {
 	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
 	f.BoolVar(&check, "check", false, "validate the configuration and exit")
 	f.BoolVar(&live, "live", false, "with --check: also ask the engines whether they are what the configuration says")
-	f.DurationVar(&set.drain, "drain", 0, "after SIGTERM, wait at most this `TIME` for streams to end "+
+	f.DurationVar(&set.Drain, "drain", 0, "after SIGTERM, wait at most this `TIME` for streams to end "+
 		"(default 20s; 10m for an endpoint picker that watches answers)")
-	f.DurationVar(&set.linger, "linger", 0, "after SIGTERM, take requests for this `TIME` while not ready, so that health checks notice")
-	f.StringVar(&set.advertise, "advertise", "",
+	f.DurationVar(&set.Linger, "linger", 0, "after SIGTERM, take requests for this `TIME` while not ready, so that health checks notice")
+	f.StringVar(&set.Advertise, "advertise", "",
 		"the `ADDRESS` at which Envoys reach this replica, for envoy.replicas: redis; a host name is looked up once")
-	f.BoolVar(&set.conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
+	f.BoolVar(&set.Conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
 	f.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json, one object a line")
 	required(c, "file")
@@ -72,7 +72,9 @@ func required(c *cobra.Command, names ...string) {
 }
 
 // serve checks the configuration, or runs the server until ctx ends and lets streams finish.
-func serve(ctx context.Context, file string, check, live bool, set settings, stdout io.Writer, log *slog.Logger) error {
+func serve(
+	ctx context.Context, file string, check, live bool, set replica.Settings, stdout io.Writer, log *slog.Logger,
+) error {
 	var also []func(*configv1.Config) config.ValidationErrors
 	if check {
 		also = append(also, checkFiles)
@@ -98,7 +100,10 @@ func serve(ctx context.Context, file string, check, live bool, set settings, std
 		fmt.Fprintf(stdout, "%s: valid\n", file)
 		return nil
 	}
-	return runServer(ctx, file, cfg, set, log)
+	if config.Inside(cfg) {
+		return fmt.Errorf("%s: envoy.run is inside: Envoy loads Tandem itself, with what `tandem envoy` prints", file)
+	}
+	return replica.Serve(ctx, file, cfg, set, log)
 }
 
 func logger(w io.Writer, level, format string) (*slog.Logger, error) {
@@ -114,26 +119,4 @@ func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 		return slog.New(slog.NewJSONHandler(words.Escaped(w), o)), nil
 	}
 	return nil, fmt.Errorf("--log-format: %q is not one of text, json", format)
-}
-
-// settings are those of the command line.
-type settings struct {
-	linger      time.Duration
-	drain       time.Duration // 0: drainTime
-	conformance bool
-	advertise   string // "": where it listens
-}
-
-// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
-// those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
-// its stream.
-func (s settings) drainTime(watchesAnswers bool) time.Duration {
-	switch {
-	case s.drain > 0:
-		return s.drain
-	case watchesAnswers:
-		return 10 * time.Minute
-	default:
-		return 20 * time.Second
-	}
 }

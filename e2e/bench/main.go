@@ -124,7 +124,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
-		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), usage=yes, binding=immediate, or environment",
+		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), usage=yes, binding=immediate, "+
+		"inside=FOLDER (of libtandem.so, which Envoy loads), or environment",
 		func(v string) error {
 			added, err := parseVariant(v)
 			o.variants = append(o.variants, added)
@@ -227,6 +228,8 @@ func parseVariant(text string) (variant, error) {
 			v.redis = true
 		case s == "usage=yes":
 			v.usage = true
+		case key == "inside":
+			v.inside = value
 		case key == "binding":
 			v.binding = value
 		default:

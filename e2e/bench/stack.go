@@ -37,6 +37,7 @@ type variant struct {
 	redis          bool   // Tandem shares its state through a Redis
 	usage          bool   // Envoy counts the tokens of answers
 	replicas       int    // 0: one
+	inside         string // the folder of libtandem.so, which Envoy loads; "": Envoy asks a server
 	env            []string
 }
 
@@ -226,19 +227,12 @@ func (l *lab) startFloor(ctx context.Context, o options) error {
 	return err
 }
 
-func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
-	ports, err := process.FreePorts(2)
-	if err != nil {
-		return err
-	}
-	replicas, err := replicaPorts(max(v.replicas, 1))
-	if err != nil {
-		return err
-	}
-	var config strings.Builder
+// poolsOf writes the pools of a stack, a pool for each model.
+func (l *lab) poolsOf(o options, v variant) *strings.Builder {
+	config := &strings.Builder{}
 	config.WriteString("pools:\n")
 	for _, model := range o.models() {
-		fmt.Fprintf(&config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  binding: %s\n",
+		fmt.Fprintf(config, "- name: %s\n  models: [%s]\n  kvTransfer: nixl\n  split: always\n  binding: %s\n",
 			model, model, cmp.Or(v.binding, "late"))
 		if o.events {
 			config.WriteString("  kvEvents: {}\n")
@@ -248,7 +242,7 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 			for _, e := range []struct{ role, addr, events string }{
 				{"prefill", p.prefill, p.prefillEvents}, {"decode", p.decode, p.decodeEvents},
 			} {
-				fmt.Fprintf(&config, "  - {address: %q, role: %s", e.addr, e.role)
+				fmt.Fprintf(config, "  - {address: %q, role: %s", e.addr, e.role)
 				if o.events {
 					config.WriteString(", kvEventsPort: " + e.events)
 				}
@@ -256,6 +250,19 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 			}
 		}
 	}
+	return config
+}
+
+func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
+	ports, err := process.FreePorts(2)
+	if err != nil {
+		return err
+	}
+	replicas, err := replicaPorts(max(v.replicas, 1))
+	if err != nil {
+		return err
+	}
+	config := l.poolsOf(o, v)
 	s := &stack{name: v.name, addr: ports[0], envoyAdmin: ports[1], pairs: l.pairs}
 	if v.redis {
 		redis, addr, err := l.StartRedis(ctx, v.name)
@@ -263,7 +270,7 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 			return err
 		}
 		s.routers, s.redis = append(s.routers, redis), addr
-		fmt.Fprintf(&config, "state: {redis: {url: %q}}\n", "redis://"+addr)
+		fmt.Fprintf(config, "state: {redis: {url: %q}}\n", "redis://"+addr)
 	}
 	if v.usage {
 		config.WriteString("usage: {}\n")
@@ -272,8 +279,12 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	for _, r := range replicas {
 		extProcs, replans = append(extProcs, strconv.Quote(r.extProc)), append(replans, strconv.Quote(r.replan))
 	}
-	fmt.Fprintf(&config, "envoy: {listen: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", ports[0],
-		ports[1], v.bodyMode, strings.Join(extProcs, ", "), strings.Join(replans, ", "))
+	run := "beside"
+	if v.inside != "" {
+		run = "inside"
+	}
+	fmt.Fprintf(config, "envoy: {run: %s, listen: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", run,
+		ports[0], ports[1], v.bodyMode, strings.Join(extProcs, ", "), strings.Join(replans, ", "))
 	file := ""
 	for i, r := range replicas {
 		name := v.name
@@ -286,21 +297,29 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 		if err := os.WriteFile(file, []byte(own), 0o600); err != nil {
 			return err
 		}
+		s.admins = append(s.admins, "http://"+r.admin)
+		if v.inside != "" {
+			continue
+		}
 		t, err := l.startOn(1, name+"-tandem", v.env, v.binary, "serve", "-f", file)
 		if err != nil {
 			return err
 		}
-		s.tandems, s.admins = append(s.tandems, t), append(s.admins, "http://"+r.admin)
+		s.tandems = append(s.tandems, t)
 		if err := t.Wait(ctx, "http://"+r.admin+"/readyz"); err != nil {
 			return err
 		}
 	}
-	s.tandem, s.admin = s.tandems[0], s.admins[0]
+	s.admin = s.admins[0]
+	if len(s.tandems) > 0 {
+		s.tandem = s.tandems[0]
+	}
 	bootstrap, err := exec.CommandContext(ctx, v.binary, "envoy", "-f", file).Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
-	if s.envoy, err = l.startEnvoy(ctx, o, v.name, bootstrap, ports[1]); err != nil {
+	if s.envoy, err = l.startEnvoy(ctx, o, v.name, bootstrap, ports[1],
+		"ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+v.inside); err != nil {
 		return err
 	}
 	l.stacks = append(l.stacks, s)
@@ -308,12 +327,12 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 }
 
 func (l *lab) startEnvoy(ctx context.Context, o options, name string, bootstrap []byte,
-	admin string) (*process.Process, error) {
+	admin string, env ...string) (*process.Process, error) {
 	file := filepath.Join(l.Dir, name+"-envoy.yaml")
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return nil, err
 	}
-	p, err := l.startOn(0, name+"-envoy", nil, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
+	p, err := l.startOn(0, name+"-envoy", env, l.envoyPath, "-c", file, "-l", "warning", "--use-dynamic-base-id",
 		"--concurrency", strconv.Itoa(o.workers))
 	if err != nil {
 		return nil, err

@@ -16,7 +16,7 @@ import (
 type Routed struct {
 	*plan.Decision
 	Held   Held
-	Sealed []byte // its ticket; nil: a gateway's request has none
+	Sealed []byte // its ticket; nil: a gateway's request has none, and inside Envoy none leaves the process
 }
 
 // Commit carries a decision out: it reserves, calls prefill if no hop of Envoy's does that, records, reports, and
@@ -65,6 +65,9 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 	}
 	t.Reservations = [2]uint64{uint64(r.Held.Prefill), uint64(r.Held.Decode)}
 	t.Authority, t.Path = string(x.Head.Authority), string(x.Head.Path)
+	if s.Inside {
+		return r, nil
+	}
 	if r.Sealed, err = s.Keys().Seal(make([]byte, 0, 512), t, x.ID); err != nil {
 		return r, fmt.Errorf("sealing the ticket of a %s leg: %w", d.Leg, err)
 	}
@@ -176,6 +179,10 @@ func (s *Shared) ReleaseAll(name string) {
 		s.Release(s.Held(name, pass))
 	}
 }
+
+// consume consumes a ticket, and reports whether this was the first time. One that no other replica can have needs no
+// record.
+func (s *Shared) consume(id [16]byte) bool { return s.Inside || s.State.Consume(id) }
 
 // releaseDecode releases what a ticket's pass has reserved for decode, here or at the replica that served it.
 func (s *Shared) releaseDecode(t *kvtransfer.Ticket) {

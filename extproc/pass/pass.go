@@ -47,6 +47,9 @@ type Options struct {
 	Limits      plan.Limits
 	HandOverTTL time.Duration        // lifetime of KV parameters after P's answer, a third of their lease at most
 	Gateway     *plan.GatewayOptions // not nil: gateways ask, which set the headers of objectives
+	// Inside: the transport keeps a request's tickets in memory between its passes. They are not sealed, and nobody
+	// else can have them, so none is consumed.
+	Inside bool
 }
 
 // Shared is what the passes of a server share. It is safe for concurrent use.

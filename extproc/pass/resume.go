@@ -33,13 +33,13 @@ func (x *Pass) Resume(ctx context.Context, t *kvtransfer.Ticket, ticketErr error
 	if t.Expires.Sub(s.Now()) > s.HandOverTTL+time.Second && t.Stage != kvtransfer.Failed {
 		ticketErr = kvtransfer.ErrTicketExpired // it is from the future: the fleet's clock was set back
 	}
-	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && s.State.Consume(t.ID) {
+	if t.Stage == kvtransfer.HandOver && ticketErr == nil && pool != nil && s.consume(t.ID) {
 		return x.decode(ctx, pool, t, attempt)
 	}
 	s.Release(HeldBy(t))
 	a := plan.Next(t)
 	if t.Stage == kvtransfer.Encoded {
-		if ticketErr == nil && s.State.Consume(t.ID) {
+		if ticketErr == nil && s.consume(t.ID) {
 			a.Encoded = s.Params(t)
 		}
 		return x.again(ctx, t, a)

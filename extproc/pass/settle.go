@@ -9,10 +9,12 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 	"tandem/kvstate/prefixindex"
+	"tandem/kvstate/standstill"
 )
 
 // Answer is a prefill endpoint's answer, or Envoy's in its place.
@@ -22,6 +24,7 @@ type Answer struct {
 	Over                bool // Body is not all
 	Details, RetryAfter []byte
 	Inline              bool // it came with pass 2
+	Cut, Overdue        bool // inside Envoy: it broke off, or did not come in time
 }
 
 // Prefilled settles prefill legs by P's answers, for one stream.
@@ -173,12 +176,71 @@ func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtrans
 // prefillFailed makes next the ticket of a request whose prefill was lost.
 func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
+	f.Unreached, f.Overdue = f.Unreached || a.Cut, a.Overdue
 	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
 		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.shared.TurnFailed(next, x.ID, a.Code)
 		return
 	}
 	x.shared.Faults.Prefill(next, x.ID, &f)
+}
+
+// DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the
+// failure is, the KV parameters of the leg count as consumed.
+func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
+	next := *t
+	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseDecode
+	next.Redirects++
+	s.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", s.Since(t), nil)
+	if t.Split {
+		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+	}
+	if f.Overdue {
+		next.Loads = false
+		s.Faults.Endpoint(&next, requestID, t.Decode, f)
+	} else {
+		s.Faults.Decode(&next, requestID, f)
+	}
+	return next
+}
+
+// Outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
+// "" if nothing says so.
+func (s *Shared) Outdated(t *kvtransfer.Ticket) standstill.Reason {
+	policy, _ := s.Policy(t.Pool)
+	d := plan.EndpointOf(s.State, t.Pool, t.Decode)
+	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {
+		return ""
+	}
+	prefill := plan.EndpointOf(s.State, t.Pool, t.Prefill)
+	return s.State.Outdated(prefill, d, time.Now().Add(-s.Since(t)))
+}
+
+// Lost reports whether a decode leg without an answer so far will get none: its endpoint has failed for a while, its
+// KV may be another prompt's, or its time is over.
+func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
+	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
+	limit := s.answerLimit(t, e)
+	return e != nil && s.State.FailedFor(e) >= lostAfter || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
+}
+
+// lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
+// stalled engine marks it for less.
+const lostAfter = 3 * time.Second
+
+// answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
+func (s *Shared) answerLimit(t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Duration {
+	pool := s.State.Pool(t.Pool)
+	if t.Stage != kvtransfer.DecodeLeg || pool == nil {
+		return 0
+	}
+	tokens := t.PromptTokens
+	if e != nil && !t.Split { // it computes its prompts one after the other
+		_, booked := e.Load()
+		tokens = max(tokens, booked)
+	}
+	policy, _ := s.Policy(t.Pool)
+	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
 }
 
 // awaitKV waits until P's KV has arrived at D, if P pushes it. After a timeout D continues without it and computes

@@ -22,8 +22,6 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
-	"tandem/kvstate"
-	"tandem/kvstate/standstill"
 )
 
 // Port handles the second try of a hop that failed outright (composite clusters send it here). It answers 307 with a
@@ -63,7 +61,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	case hedged(t, s.Since(t)):
 		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
-		isLost := func() bool { return p.lost(t) }
+		isLost := func() bool { return s.Lost(t) }
 		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.Consume(idOf(t)) {
 			panic(http.ErrAbortHandler) // Envoy awaits the other try
 		}
@@ -79,7 +77,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // the KV that it is made from may have been another prompt's.
 func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
 	s := p.passes
-	why := p.outdated(t)
+	why := s.Outdated(t)
 	if why == "" {
 		w.WriteHeader(http.StatusNoContent)
 		return
@@ -99,6 +97,13 @@ var errTicketConsumed = errors.New("the ticket was consumed here before")
 func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) kvtransfer.Ticket {
 	s := p.passes
 	took, prefill := s.Since(t), false
+	if t.Stage == kvtransfer.DecodeLeg {
+		f := faults.Failure{Overdue: overdue(took, p.limit(t))}
+		if !f.Overdue {
+			f = s.Faults.Failed(ctx, t)
+		}
+		return s.DecodeFailed(t, id, &f)
+	}
 	if t.Stage == kvtransfer.PairLegs {
 		pair := p.pairs.Enter(t.ID)
 		e := plan.EndpointOf(s.State, t.Pool, t.Decode)
@@ -194,48 +199,10 @@ func (p *Port) giveUp(w http.ResponseWriter, e *openai.Error) {
 	refuse(w, e)
 }
 
-// lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
-// stalled engine marks it for less.
-const lostAfter = 3 * time.Second
-
 // hedged reports whether a try at the replan port is a hedge: the try before it may still get its answer. Envoy
 // sends the retry of a failed try sooner.
 func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 	return took >= HedgeAfter-early && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
-}
-
-// lost reports whether the try of a hop at the decode endpoint is lost.
-func (p *Port) lost(t *kvtransfer.Ticket) bool {
-	e := plan.EndpointOf(p.passes.State, t.Pool, t.Decode)
-	return e != nil && p.passes.State.FailedFor(e) >= lostAfter || p.outdated(t) != "" ||
-		overdue(p.passes.Since(t), p.answerLimit(t, e))
-}
-
-// outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
-// "" if nothing says so.
-func (p *Port) outdated(t *kvtransfer.Ticket) standstill.Reason {
-	policy, _ := p.passes.Policy(t.Pool)
-	d := plan.EndpointOf(p.passes.State, t.Pool, t.Decode)
-	if !t.Loads || d == nil || policy.Dialect.Lease == 0 {
-		return ""
-	}
-	prefill := plan.EndpointOf(p.passes.State, t.Pool, t.Prefill)
-	return p.passes.State.Outdated(prefill, d, time.Now().Add(-p.passes.Since(t)))
-}
-
-// answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
-func (p *Port) answerLimit(t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Duration {
-	pool := p.passes.State.Pool(t.Pool)
-	if t.Stage != kvtransfer.DecodeLeg || pool == nil {
-		return 0
-	}
-	tokens := t.PromptTokens
-	if e != nil && !t.Split { // it computes its prompts one after the other
-		_, booked := e.Load()
-		tokens = max(tokens, booked)
-	}
-	policy, _ := p.passes.Policy(t.Pool)
-	return policy.AnswerStart(t.Stream, pool.PrefillTime(tokens, policy.PerToken))
 }
 
 // takes reports whether a ticket is one of a hop that may have failed.

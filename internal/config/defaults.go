@@ -87,6 +87,7 @@ func setEnvoyDefaults(c *configv1.Config) {
 	or(&e.Admin, "127.0.0.1:9901")
 	or(&e.MaxBodyBytes, 16<<20)
 	or(&e.Replicas, "configured")
+	or(&e.Run, "beside")
 	or(&e.BodyMode, bodyMode(c))
 	or(&e.DecodeIdleTimeout, "30m")
 	if c := e.Cors; c != nil {

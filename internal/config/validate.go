@@ -165,6 +165,7 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
 	checkDuration(v, "envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
 	checkClientTLS(v, "envoy.endpointTls", e.EndpointTls)
+	checkInside(v, c)
 	checkCORS(v, e.Cors)
 }
 

@@ -58,7 +58,7 @@ func ofEnvoy(path string, moves bool) bool {
 	name, found := strings.CutPrefix(path, "envoy.")
 	name, _, _ = strings.Cut(name, ".")
 	switch name {
-	case "admin", "stats", "maxBodyBytes", "pathPrefixes":
+	case "admin", "stats", "maxBodyBytes", "pathPrefixes", "run":
 		return false
 	case "extProcs", "replans", "extProcTls":
 		return found && !moves

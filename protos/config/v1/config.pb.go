@@ -787,7 +787,10 @@ type Envoy struct {
 	Cors *Cors `protobuf:"bytes,13,opt,name=cors,proto3" json:"cors,omitempty"`
 	// Where Envoy shows its statistics and readiness. /stats/prometheus and /ready are all that it shows there of its
 	// admin port. Default: nowhere.
-	Stats         string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
+	Stats string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
+	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy loads
+	// libtandem.so, which reads this file; experimental (docs/howto/inside-envoy.md). Default beside.
+	Run           string `protobuf:"bytes,14,opt,name=run,proto3" json:"run,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -909,6 +912,13 @@ func (x *Envoy) GetCors() *Cors {
 func (x *Envoy) GetStats() string {
 	if x != nil {
 		return x.Stats
+	}
+	return ""
+}
+
+func (x *Envoy) GetRun() string {
+	if x != nil {
+		return x.Run
 	}
 	return ""
 }
@@ -3627,7 +3637,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
 	"token_file\x18\x02 \x01(\tR\ttokenFile\x12\x14\n" +
-	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xe1\x03\n" +
+	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xf3\x03\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
 	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
@@ -3643,7 +3653,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	" \x03(\tR\fpathPrefixes\x12\x1a\n" +
 	"\breplicas\x18\v \x01(\tR\breplicas\x12*\n" +
 	"\x04cors\x18\r \x01(\v2\x16.tandem.config.v1.CorsR\x04cors\x12\x14\n" +
-	"\x05stats\x18\f \x01(\tR\x05stats\"\xbd\x01\n" +
+	"\x05stats\x18\f \x01(\tR\x05stats\x12\x10\n" +
+	"\x03run\x18\x0e \x01(\tR\x03run\"\xbd\x01\n" +
 	"\x04Cors\x12#\n" +
 	"\rallow_origins\x18\x01 \x03(\tR\fallowOrigins\x12#\n" +
 	"\rallow_headers\x18\x02 \x03(\tR\fallowHeaders\x12%\n" +

@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"context"
@@ -84,7 +84,7 @@ func (r *reloader) resources(cfg *configv1.Config) (*envoyconfigs.Resources, err
 
 // followReplicas publishes where Envoys reach this replica, and follows which replicas live, until ctx ends.
 func (f *fleet) followReplicas(ctx context.Context, cfg *configv1.Config, host string, reload *reloader) {
-	if f.store == nil {
+	if f.store == nil || config.Inside(cfg) {
 		return
 	}
 	select {

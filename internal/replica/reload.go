@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"cmp"
@@ -115,8 +115,12 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 	}
 }
 
-// follow reloads when the files change, or on SIGHUP, until ctx ends.
+// follow reloads when the files change, or on SIGHUP, until ctx ends. Inside Envoy that signal is Envoy's.
 func (r *reloader) follow(ctx context.Context) {
+	if config.Inside(r.config) {
+		r.run(ctx, nil)
+		return
+	}
 	hangup := make(chan os.Signal, 1)
 	signal.Notify(hangup, syscall.SIGHUP)
 	defer signal.Stop(hangup)

@@ -1,6 +1,7 @@
-package main
+package replica
 
 import (
+	"flag"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -21,6 +22,8 @@ import (
 	"tandem/internal/gatewayextension"
 	"tandem/internal/guard"
 )
+
+var update = flag.Bool("update", false, "rewrite docs/metrics.md")
 
 // everyMetric is a configuration with which all metrics are registered.
 const everyMetric = `
@@ -43,8 +46,8 @@ func metricsRegistered(t *testing.T) map[string]string {
 	cfg, _, err := config.Parse([]byte(everyMetric))
 	require.NoError(t, err)
 	log := slog.New(slog.DiscardHandler)
-	registry := newRegistry()
-	fleet, err := newFleet(t.Context(), cfg, log)
+	registry := newRegistry("")
+	fleet, err := newFleet(t.Context(), cfg, "", log)
 	require.NoError(t, err)
 	fleet.register(registry)
 	registry.MustRegister(fleetmetrics.Words(nil)) // described only
@@ -91,7 +94,7 @@ func TestMetricsPage(t *testing.T) {
 	all := metricsRegistered(t)
 	require.Greater(t, len(all), 80)
 	var page strings.Builder
-	page.WriteString("# Metrics\n\nEvery metric of `/metrics` with its labels and its help text, written by `go test ./cmd/tandem -update`.\n" +
+	page.WriteString("# Metrics\n\nEvery metric of `/metrics` with its labels and its help text, written by `go test ./internal/replica -update`.\n" +
 		"[Operations](operations.md#metrics) has what the values of labels mean and what to look at.\n\n")
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		page.WriteString(wrapped(fmt.Sprintf("- `%s`%s", name, all[name])))
@@ -102,7 +105,7 @@ func TestMetricsPage(t *testing.T) {
 	}
 	text, err := os.ReadFile(file)
 	require.NoError(t, err)
-	require.Equal(t, page.String(), string(text), "go test ./cmd/tandem -run TestMetricsPage -update")
+	require.Equal(t, page.String(), string(text), "go test ./internal/replica -run TestMetricsPage -update")
 }
 
 // wrapped breaks an item of a list at 120 columns.

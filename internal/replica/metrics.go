@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"log/slog"
@@ -15,12 +15,12 @@ import (
 
 // newRegistry returns the registry of all metrics. extproc registers its own, internal/fleetmetrics those of kvstate.
 // Names are tandem_<part>_<what>_<unit>[_total], labels bounded; docs/metrics.md is written from their help texts.
-func newRegistry() *prometheus.Registry {
+func newRegistry(release string) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	build := prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "tandem_build_info", Help: "Always 1; the labels say what runs.",
-		ConstLabels: prometheus.Labels{"version": version(), "goversion": runtime.Version()},
+		ConstLabels: prometheus.Labels{"version": release, "goversion": runtime.Version()},
 	})
 	build.Set(1)
 	r.MustRegister(build)

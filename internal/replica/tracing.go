@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"context"
@@ -32,7 +32,7 @@ const (
 
 // newSpans begins to send, if the configuration says where. A collector that does not answer is no reason not to start.
 // What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of the resource goes before what is said here.
-func newSpans(t *configv1.Tracing, log *slog.Logger) (*spans, error) {
+func newSpans(t *configv1.Tracing, release string, log *slog.Logger) (*spans, error) {
 	if t == nil {
 		return nil, nil
 	}
@@ -43,7 +43,7 @@ func newSpans(t *configv1.Tracing, log *slog.Logger) (*spans, error) {
 	}
 	host, _ := os.Hostname()
 	r, err := resource.New(context.Background(), resource.WithAttributes(attribute.String("service.name", "tandem"),
-		attribute.String("service.version", version()), attribute.String("service.instance.id", host)), resource.WithFromEnv())
+		attribute.String("service.version", release), attribute.String("service.instance.id", host)), resource.WithFromEnv())
 	if err != nil {
 		return nil, fmt.Errorf("tracing: %w", err)
 	}

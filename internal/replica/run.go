@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"context"
@@ -13,9 +13,11 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/extproc/usage"
 	"tandem/internal/assign"
+	"tandem/internal/config"
 	"tandem/internal/fleetmetrics"
 	"tandem/internal/gatewayextension"
 	"tandem/internal/grpcserver"
@@ -29,15 +31,16 @@ import (
 	"tandem/status"
 )
 
-// replica is what one process of `tandem serve` runs.
+// replica is what one process runs.
 type replica struct {
 	cfg   *configv1.Config
-	set   settings
+	set   Settings
 	guard *guard.Guard
 	log   *slog.Logger
 
 	fleet  *fleet
 	server *extproc.Server
+	passes *pass.Shared // nil: Envoy asks the server
 	health *extproc.Health
 	envoys *xds.Server
 	feed   *status.Feed
@@ -49,9 +52,32 @@ type replica struct {
 	replan, admin   *http.Server
 }
 
-// runServer runs a replica until ctx ends or one of its parts fails.
-func runServer(ctx context.Context, file string, cfg *configv1.Config, set settings, log *slog.Logger) error {
-	spans, err := newSpans(cfg.GetTracing(), log)
+// Settings are those that the configuration file does not have.
+type Settings struct {
+	Release     string        // of this program, for operators and other replicas
+	Linger      time.Duration // how long to take requests after ctx has ended, while not ready
+	Drain       time.Duration // 0: drainTime
+	Conformance bool          // honour the test headers of the Inference Extension's conformance suite
+	Advertise   string        // where Envoys reach this replica; "": where it listens
+}
+
+// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
+// those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
+// its stream.
+func (s Settings) drainTime(watchesAnswers bool) time.Duration {
+	switch {
+	case s.Drain > 0:
+		return s.Drain
+	case watchesAnswers:
+		return 10 * time.Minute
+	default:
+		return 20 * time.Second
+	}
+}
+
+// Serve runs a replica of the configuration that was loaded from file, until ctx ends or one of its parts fails.
+func Serve(ctx context.Context, file string, cfg *configv1.Config, set Settings, log *slog.Logger) error {
+	spans, err := newSpans(cfg.GetTracing(), set.Release, log)
 	if err != nil {
 		return err
 	}
@@ -64,12 +90,22 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 	if err != nil {
 		return err
 	}
+	return r.run(ctx, l)
+}
+
+// run serves the ports and does the work of a replica until ctx ends or one of its parts fails.
+func (r *replica) run(ctx context.Context, l listeners) error {
+	cfg, log := r.cfg, r.log
 	group, running := errgroup.WithContext(ctx)
 	background, stop := context.WithCancel(guard.With(context.WithoutCancel(ctx), r.guard))
 	defer stop()
 	r.serve(background, group, l)
 	r.work(background, group)
-	log.Info("serving", "ext_proc", cfg.GetExtProc().GetListen(), "pools", len(cfg.GetPools()), "version", version())
+	where := cfg.GetExtProc().GetListen()
+	if config.Inside(cfg) {
+		where = "inside Envoy"
+	}
+	log.Info("serving", "ext_proc", where, "pools", len(cfg.GetPools()), "version", r.set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
@@ -91,10 +127,10 @@ func runServer(ctx context.Context, file string, cfg *configv1.Config, set setti
 
 // newReplica wires the parts together. Only the fleet's have begun to work when it returns.
 func newReplica(
-	ctx context.Context, file string, cfg *configv1.Config, set settings, tracer trace.Tracer, log *slog.Logger,
+	ctx context.Context, file string, cfg *configv1.Config, set Settings, tracer trace.Tracer, log *slog.Logger,
 ) (*replica, error) {
-	registry := newRegistry()
-	fleet, err := newFleet(ctx, cfg, log)
+	registry := newRegistry(set.Release)
+	fleet, err := newFleet(ctx, cfg, set.Release, log)
 	if err != nil {
 		return nil, err
 	}
@@ -104,17 +140,24 @@ func newReplica(
 		return nil, err
 	}
 	if options.Picker != nil {
-		options.Picker.Conformance = set.conformance
+		options.Picker.Conformance = set.Conformance
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	if metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log); err != nil {
 		return nil, err
 	}
-	server, health := extproc.New(options, metrics), extproc.NewHealth()
+	var server *extproc.Server
+	var passes *pass.Shared
+	if config.Inside(cfg) {
+		server, passes = extproc.NewInside(options, metrics)
+	} else {
+		server = extproc.New(options, metrics)
+	}
+	health := extproc.NewHealth()
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
-		fleet: fleet, server: server, health: health, usage: metrics.Usage,
+		fleet: fleet, server: server, passes: passes, health: health, usage: metrics.Usage,
 	}
 	if r.envoys, err = newXDS(cfg, registry, log); err != nil {
 		return nil, err
@@ -123,7 +166,7 @@ func newReplica(
 		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
 	})
 	r.feed = status.NewFeed(status.Source{
-		Version: version(), Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
+		Version: set.Release, Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing,
 		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
 		Roles: r.words.Advice, Explain: server.Explain,
@@ -147,7 +190,7 @@ func newReplica(
 		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
 	}
 	admin := newAdmin(registry, health, fleet, operator, status.Handler(r.feed), r.words)
-	admin = hostcheck.New(cfg, set.advertise).Around(admin)
+	admin = hostcheck.New(cfg, set.Advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }
@@ -164,6 +207,9 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 	ports := []port{
 		{&l.extProc, r.cfg.GetExtProc().GetListen()}, {&l.replan, r.cfg.GetReplan().GetListen()},
 		{&l.admin, r.cfg.GetAdmin().GetListen()},
+	}
+	if config.Inside(r.cfg) {
+		ports = ports[2:] // Envoy needs no port to ask at
 	}
 	if r.fleet.board != nil {
 		ports = append(ports, port{&l.notices, r.cfg.GetNotices().GetListen()})
@@ -184,8 +230,10 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 
 // serve serves all ports. Those of Envoy, operators and replans end with drain, the others with ctx.
 func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
-	group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
-	group.Go(func() error { return serveHTTP(r.replan, l.replan) })
+	if l.extProc != nil {
+		group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
+		group.Go(func() error { return serveHTTP(r.replan, l.replan) })
+	}
 	group.Go(func() error { return serveHTTP(r.admin, l.admin) })
 	if l.notices != nil {
 		group.Go(func() error { return r.fleet.takeNotices(ctx, l.notices, r.log) })
@@ -206,7 +254,7 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 		func() { r.words.Run(ctx) },
 		func() { r.usage.Run(ctx) },
 		func() { r.reload.follow(ctx) },
-		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.advertise, r.reload) },
+		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.Advertise, r.reload) },
 	} {
 		group.Go(func() error { run(); return nil })
 	}
@@ -217,11 +265,13 @@ func (r *replica) drain() {
 	r.health.SetReady(false)
 	picker := r.server.Picker
 	deadline := r.set.drainTime(picker != nil && picker.WatchBody)
-	r.log.Info("draining", "linger", r.set.linger, "deadline", deadline)
-	time.Sleep(r.set.linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
+	r.log.Info("draining", "linger", r.set.Linger, "deadline", deadline)
+	time.Sleep(r.set.Linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
 	r.server.Drain()
 	r.envoys.Close()
-	stopGRPC(r.grpc, deadline)
+	if !config.Inside(r.cfg) { // else nobody has a stream, and it would wait for one
+		stopGRPC(r.grpc, deadline)
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	for _, s := range []*http.Server{r.replan, r.admin} {

@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"bytes"
@@ -42,7 +42,7 @@ func startReloading(t *testing.T) *reloading {
 	log := slog.New(slog.NewTextHandler(&r.said, nil))
 	cfg, _, err := config.Load(r.config)
 	require.NoError(t, err)
-	r.fleet, err = newFleet(t.Context(), cfg, log)
+	r.fleet, err = newFleet(t.Context(), cfg, "", log)
 	require.NoError(t, err)
 	options, err := serverOptions(cfg, r.fleet, log)
 	require.NoError(t, err)

@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"fmt"
@@ -14,9 +14,9 @@ import (
 
 // What runs, and since when the configuration in force is.
 func TestTheConfigurationInForceIsShown(t *testing.T) {
-	require.NoError(t, testutil.GatherAndCompare(newRegistry(), strings.NewReader(fmt.Sprintf(
+	require.NoError(t, testutil.GatherAndCompare(newRegistry("1.2.3"), strings.NewReader(fmt.Sprintf(
 		"# HELP tandem_build_info Always 1; the labels say what runs.\n# TYPE tandem_build_info gauge\n"+
-			"tandem_build_info{goversion=%q,version=%q} 1\n", runtime.Version(), version())), "tandem_build_info"))
+			"tandem_build_info{goversion=%q,version=%q} 1\n", runtime.Version(), "1.2.3")), "tandem_build_info"))
 
 	r := startReloading(t)
 	at := func() float64 { return testutil.ToFloat64(r.last) }

@@ -1,4 +1,4 @@
-package main
+package replica
 
 import (
 	"context"
@@ -32,13 +32,15 @@ const connectTime = 500 * time.Millisecond
 const feedTime = 10 * time.Second
 
 // newStore connects the state with other replicas, if the configuration names a Redis; else it is nil.
-func newStore(cfg *configv1.Config, state *kvstate.State, log *slog.Logger) (*redisstore.Store, error) {
+func newStore(
+	cfg *configv1.Config, state *kvstate.State, release string, log *slog.Logger,
+) (*redisstore.Store, error) {
 	r := cfg.GetState().GetRedis()
 	if r == nil {
 		return nil, nil
 	}
 	o := config.RedisOptions(r, log)
-	o.Name, o.Release = replicaName(cfg), version()
+	o.Name, o.Release = replicaName(cfg), release
 	if r.GetTls() != nil {
 		var err error
 		if o.TLS, err = redisTLS(r.GetTls()); err != nil {
@@ -196,7 +198,9 @@ func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
 
 // ticketKeys are the keys of tickets: from a file, or made here. What keeps them in step with those of other replicas
 // is run, which is nil where nothing does.
-func ticketKeys(ctx context.Context, cfg *configv1.Config, store *redisstore.Store, log *slog.Logger) (keys *kvtransfer.Keys, run func(context.Context), err error) {
+func ticketKeys(
+	ctx context.Context, cfg *configv1.Config, store *redisstore.Store, log *slog.Logger,
+) (keys *kvtransfer.Keys, run func(context.Context), err error) {
 	if file := cfg.GetTickets().GetKeyFile(); file != "" {
 		keys, warnings, err := kvtransfer.ReadKeyFile(file)
 		for _, w := range warnings {

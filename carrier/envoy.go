@@ -1,0 +1,220 @@
+package main
+
+// #include "abi.h"
+import "C"
+
+import (
+	"runtime"
+	"slices"
+	"unsafe"
+
+	"tandem/carrier/filter"
+)
+
+// stream is a filter of Envoy's: it implements [filter.Envoy].
+type stream struct {
+	envoy unsafe.Pointer
+	ours  *C.request
+}
+
+// view returns Envoy's memory.
+func view(b C.bytes) []byte { return unsafe.Slice((*byte)(unsafe.Pointer(b.at)), int(b.length)) }
+
+// text is the memory of a string, for a call that reads it.
+func text(s string) C.bytes {
+	return C.bytes{(*C.char)(unsafe.Pointer(unsafe.StringData(s))), C.size_t(len(s))}
+}
+
+// piece is the memory of a slice, for a call that reads it.
+func piece(b []byte) C.bytes {
+	return C.bytes{(*C.char)(unsafe.Pointer(unsafe.SliceData(b))), C.size_t(len(b))}
+}
+
+func each(headers []C.header, do func(name, value []byte)) {
+	for _, h := range headers {
+		do(view(C.bytes{h.name, h.name_length}), view(C.bytes{h.value, h.value_length}))
+	}
+}
+
+// headers returns the request's headers.
+func (s *stream) headers() []C.header {
+	n := C.envoy_dynamic_module_callback_http_get_headers_size(s.envoy, C.REQUEST_HEADERS)
+	if n == 0 {
+		return nil
+	}
+	out := make([]C.header, n)
+	if !C.envoy_dynamic_module_callback_http_get_headers(s.envoy, C.REQUEST_HEADERS, &out[0]) {
+		return nil
+	}
+	return out
+}
+
+// EachHeader implements [filter.Envoy].
+func (s *stream) EachHeader(do func(name, value []byte)) { each(s.headers(), do) }
+
+// SetHeader implements [filter.Envoy].
+func (s *stream) SetHeader(name, value string) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	to := pinned(&pin, value)
+	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), to)
+}
+
+// RemoveHeader implements [filter.Envoy].
+func (s *stream) RemoveHeader(name string) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), C.bytes{})
+}
+
+// pinned is text that stays where it is for a call.
+func pinned(pin *runtime.Pinner, s string) C.bytes {
+	if s != "" {
+		pin.Pin(unsafe.StringData(s))
+	}
+	return text(s)
+}
+
+func pinnedBytes(pin *runtime.Pinner, b []byte) C.bytes {
+	if len(b) > 0 {
+		pin.Pin(unsafe.SliceData(b))
+	}
+	return piece(b)
+}
+
+// BodySize implements [filter.Envoy].
+func (s *stream) BodySize() int {
+	return int(C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, C.BUFFERED) +
+		C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, C.RECEIVED))
+}
+
+// AppendBody implements [filter.Envoy].
+func (s *stream) AppendBody(dst []byte) []byte {
+	for _, kind := range [...]C.int{C.BUFFERED, C.RECEIVED} {
+		n := C.envoy_dynamic_module_callback_http_get_body_chunks_size(s.envoy, kind)
+		if n == 0 {
+			continue
+		}
+		pieces := make([]C.bytes, n)
+		if !C.envoy_dynamic_module_callback_http_get_body_chunks(s.envoy, kind, &pieces[0]) {
+			continue
+		}
+		for _, p := range pieces {
+			dst = append(dst, view(p)...)
+		}
+	}
+	return dst
+}
+
+// ReplaceBody implements [filter.Envoy].
+func (s *stream) ReplaceBody(parts ...[]byte) {
+	n := C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, C.BUFFERED)
+	C.envoy_dynamic_module_callback_http_drain_body(s.envoy, C.BUFFERED, n)
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	for _, p := range parts {
+		if len(p) > 0 {
+			C.envoy_dynamic_module_callback_http_append_body(s.envoy, C.BUFFERED, pinnedBytes(&pin, p))
+		}
+	}
+}
+
+// Call implements [filter.Envoy].
+func (s *stream) Call(c *filter.Call) bool {
+	headers := slices.DeleteFunc(s.headers(), func(h C.header) bool {
+		return c.Drops(view(C.bytes{h.name, h.name_length}))
+	})
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	headers = appendHeaders(&pin, headers, c.Set)
+	var id C.uint64_t
+	pin.Pin(&headers[0])
+	return C.envoy_dynamic_module_callback_http_filter_http_callout(s.envoy, &id, pinned(&pin, c.Cluster),
+		&headers[0], C.size_t(len(headers)), pinnedBytes(&pin, c.Body), C.uint64_t(c.Timeout.Milliseconds())) == 0
+}
+
+// appendHeaders appends headers whose memory stays where it is until pin is unpinned.
+func appendHeaders(pin *runtime.Pinner, to []C.header, headers []filter.Header) []C.header {
+	for _, h := range headers {
+		name, value := pinned(pin, h.Name), pinned(pin, h.Value)
+		to = append(to, C.header{name.at, name.length, value.at, value.length})
+	}
+	return to
+}
+
+// Continue implements [filter.Envoy].
+func (s *stream) Continue() {
+	C.envoy_dynamic_module_callback_http_clear_route_cache(s.envoy)
+	C.envoy_dynamic_module_callback_http_filter_continue_decoding(s.envoy)
+}
+
+// Respond implements [filter.Envoy].
+func (s *stream) Respond(status int, headers []filter.Header, body []byte, details string) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	out := appendHeaders(&pin, nil, headers)
+	pin.Pin(&out[0])
+	C.envoy_dynamic_module_callback_http_send_response(s.envoy, C.uint32_t(status), &out[0], C.size_t(len(out)),
+		pinnedBytes(&pin, body), pinned(&pin, details))
+}
+
+// Answer implements [filter.Envoy].
+func (s *stream) Answer(headers []filter.Header, body []byte) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	out := appendHeaders(&pin, nil, headers)
+	pin.Pin(&out[0])
+	C.envoy_dynamic_module_callback_http_send_response_headers(s.envoy, &out[0], C.size_t(len(out)), len(body) == 0)
+	if len(body) > 0 {
+		C.envoy_dynamic_module_callback_http_send_response_data(s.envoy, pinnedBytes(&pin, body), true)
+	}
+}
+
+// Restart implements [filter.Envoy].
+func (s *stream) Restart() bool {
+	return bool(C.envoy_dynamic_module_callback_http_filter_recreate_stream(s.envoy, nil, 0))
+}
+
+// HoldAnswer implements [filter.Envoy].
+func (s *stream) HoldAnswer(hold bool) { s.ours.hold = C.bool(hold) }
+
+// ResponseHeader implements [filter.Envoy].
+func (s *stream) ResponseHeader(name string) []byte {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	var value C.bytes
+	key := pinned(&pin, name)
+	if !C.envoy_dynamic_module_callback_http_get_header(s.envoy, C.RESPONSE_HEADERS, key, &value, 0, nil) {
+		return nil
+	}
+	return view(value)
+}
+
+// Outcome implements [filter.Envoy].
+func (s *stream) Outcome() (o filter.Outcome) {
+	number := func(id C.int) uint64 {
+		var n C.uint64_t
+		C.envoy_dynamic_module_callback_http_filter_get_attribute_int(s.envoy, id, &n)
+		return uint64(n)
+	}
+	o.Status, o.Flags, o.Bytes = int(number(C.RESPONSE_CODE)), number(C.RESPONSE_FLAGS), number(C.RESPONSE_SIZE)
+	var details C.bytes
+	if C.envoy_dynamic_module_callback_http_filter_get_attribute_string(s.envoy, C.RESPONSE_CODE_DETAILS, &details) {
+		o.Details = string(view(details))
+	}
+	return o
+}
+
+// Waker implements [filter.Envoy].
+func (s *stream) Waker() filter.Waker {
+	return waker{C.envoy_dynamic_module_callback_http_filter_scheduler_new(s.envoy)}
+}
+
+// waker is a scheduler of Envoy's.
+type waker struct{ scheduler unsafe.Pointer }
+
+// Wake implements [filter.Waker].
+func (w waker) Wake() { C.envoy_dynamic_module_callback_http_filter_scheduler_commit(w.scheduler, 0) }
+
+// Close implements [filter.Waker].
+func (w waker) Close() { C.envoy_dynamic_module_callback_http_filter_scheduler_delete(w.scheduler) }

@@ -1,0 +1,100 @@
+package filter
+
+import (
+	"slices"
+	"time"
+)
+
+// Envoy is what Envoy does for one request. Its methods may be called in a hook of the filter only, on its worker.
+type Envoy interface {
+	// EachHeader calls do with every header of the request. The slices are Envoy's, until the hook ends or a header is
+	// set.
+	EachHeader(do func(name, value []byte))
+	SetHeader(name, value string)
+	RemoveHeader(name string)
+	// BodySize returns how much of the request's body has been received, in bytes.
+	BodySize() int
+	// AppendBody appends that body to dst.
+	AppendBody(dst []byte) []byte
+	// ReplaceBody makes another body of the parts. It may be called once the whole body has been received.
+	ReplaceBody(parts ...[]byte)
+	// Call sends a request of its own, whose end [Filter.CallDone] is told. false: it cannot be sent.
+	Call(c *Call) bool
+	// Continue lets the request go on to the next filter, on the route that its headers choose now.
+	Continue()
+	// Respond answers the request in place of an endpoint. Envoy's local_reply_config may change how it looks.
+	Respond(status int, headers []Header, body []byte, details string)
+	// Answer is Respond for an endpoint's own answer, which nothing changes. headers include :status.
+	Answer(headers []Header, body []byte)
+	// Restart begins the request again in a new filter, with its headers as they are now and the body that was sent on.
+	// false: it cannot; the request goes on as if nothing had been asked.
+	Restart() bool
+	// HoldAnswer says whether the pieces of the answer are shown to [Filter.ResponseBody].
+	HoldAnswer(hold bool)
+	// ResponseHeader returns a header of the answer; nil: it has none.
+	ResponseHeader(name string) []byte
+	// Outcome returns what Envoy knows of the answer.
+	Outcome() Outcome
+	// Waker returns what wakes the filter from any goroutine.
+	Waker() Waker
+}
+
+// Waker wakes a filter: Envoy calls [Filter.Woken] on its worker soon. Wake must not be called after Close.
+type Waker interface {
+	Wake()
+	Close()
+}
+
+// Header is one header.
+type Header struct{ Name, Value string }
+
+// Call is a request of the filter's own. It has the headers of the client's request but those that it [Call.Drops].
+type Call struct {
+	Cluster string
+	Set     []Header // in addition
+	Body    []byte
+	Timeout time.Duration
+}
+
+// Drops reports whether a header of the client's does not go with the call.
+func (c *Call) Drops(name []byte) bool {
+	return dropped(name) || slices.ContainsFunc(c.Set, func(h Header) bool { return h.Name == string(name) })
+}
+
+// Answer is what came of a call. Headers and Body are Envoy's, until the hook ends.
+type Answer struct {
+	OK      bool // false: it was cut off, or is larger than what Envoy keeps
+	Headers func(do func(name, value []byte))
+	Body    [][]byte
+}
+
+// Outcome is how Envoy's answer to a request stands.
+type Outcome struct {
+	Status  int    // of the answer; 0: there is none
+	Details string // Envoy's response code details
+	Flags   uint64 // Envoy's response flags
+	Bytes   uint64 // of the answer's body that were sent
+}
+
+// Response flags of Envoy (1.40, envoy/stream_info/stream_info.h).
+const (
+	flagConnectionFailure = 0x20
+	flagClientGone        = 0x4000
+	flagClientReset       = 0x10000000
+)
+
+// ClientGone reports whether the client left before the end.
+func (o *Outcome) ClientGone() bool { return o.Flags&(flagClientGone|flagClientReset) != 0 }
+
+// Status is what a hook has Envoy do next. Its numbers are those of Envoy's enums (FilterHeadersStatus and
+// FilterDataStatus in envoy/http/filter.h, 1.40).
+type Status int
+
+// The statuses that the filter uses.
+const (
+	Continue Status = 0
+	// Stop stops here: the next filter sees nothing, and the body is kept.
+	Stop Status = 1
+	// Pause also has the client wait with its body: this filter sees nothing of it. Of request headers only.
+	Pause Status = 4
+)

@@ -1,0 +1,231 @@
+package filter
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/internal/guard"
+)
+
+// Filter is one request. Envoy calls its hooks on one worker, one after the other; Woken too.
+type Filter struct {
+	s     *Shared
+	envoy Envoy
+	waker Waker // nil: nothing had to wait yet
+	head  head
+	began time.Time // when the client's request came
+	id    string    // of the request
+
+	reservedAs string // name of its reservations
+
+	bare  bool // it has no body
+	whole bool // its body is read, and has come
+
+	m       *scratch // nil: the request is on its way to D, or has been answered
+	resumed *attempt // what a request that begins again was before; nil: this is its first pass
+	hop     hop      // in progress, or the last
+	first   time.Duration
+	ended   bool // its end has been recorded
+
+	mu      sync.Mutex
+	cancel  context.CancelFunc // of what runs; nil: nothing does
+	then    func()             // what the worker does next; nil: nothing
+	gone    bool               // Envoy has ended the request
+	outcome Outcome            // of a request that is gone
+}
+
+// hop is the one that a request is on.
+type hop struct {
+	ticket   kvtransfer.Ticket // of the last pass that was committed; zero: none was
+	held     pass.Held
+	sent     bool // to D: the answer is awaited, or has begun
+	replan   bool // a failure may still be planned again
+	holding  bool // the answer's headers wait for its first byte
+	answered bool // by Tandem, or from P's answer
+	handed   bool // to another filter, which goes on with it
+}
+
+// NewFilter returns the filter of a request.
+func (s *Shared) NewFilter(e Envoy) *Filter { return &Filter{s: s, envoy: e, began: time.Now()} }
+
+// guarded runs a hook. A panic costs the request.
+func (f *Filter) guarded(hook string, do func() Status) (status Status) {
+	defer func() {
+		if v := recover(); v != nil {
+			_ = f.s.Passes.Guard.Caught("envoy filter "+hook, v)
+			if f.m != nil {
+				f.m.spoiled = true
+			}
+			status = Stop
+			f.fail(openai.Internal())
+		}
+	}()
+	return do()
+}
+
+// fail answers after a panic. If that panics too, the client waits until its own time is up.
+func (f *Filter) fail(e *openai.Error) {
+	defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter answer")
+	f.refuse(e)
+}
+
+// RequestHeaders is called once, first. end: there is no body.
+func (f *Filter) RequestHeaders(end bool) Status {
+	return f.guarded("request headers", func() Status {
+		f.bare = end
+		f.head.read(f.envoy)
+		f.m = f.s.scratch.Get().(*scratch)
+		f.m.meter.Begin("", nil)
+		if key := f.head.get(headerAttempt); key != "" {
+			f.envoy.RemoveHeader(headerAttempt)
+			if f.resumed = f.s.takeRestart(key); f.resumed != nil {
+				f.began = f.resumed.began
+			}
+		}
+		f.identify()
+		reads, err := f.admit()
+		switch {
+		case err != nil:
+			f.refusal(err)()
+		case reads:
+			return Stop
+		default:
+			f.beside("decide", f.decide)
+			if !end {
+				return Pause
+			}
+		}
+		return Stop
+	})
+}
+
+// RequestBody is called for each piece of the body of a request that is read. end: it is the last.
+func (f *Filter) RequestBody(end bool) Status {
+	if f.hop.sent {
+		return Continue
+	}
+	return f.guarded("request body", func() Status {
+		switch {
+		case f.hop.answered || f.whole:
+		case f.envoy.BodySize() > f.limit():
+			f.refuse(openai.TooLarge(f.limit()))
+		case end:
+			f.take()
+		}
+		return Stop
+	})
+}
+
+// RequestTrailers is called if the body has trailers.
+func (f *Filter) RequestTrailers() Status {
+	if f.hop.sent {
+		return Continue
+	}
+	return f.guarded("request trailers", func() Status {
+		if !f.hop.answered {
+			f.refuse(openai.Trailers())
+		}
+		return Stop
+	})
+}
+
+// take takes the whole body, and decides.
+func (f *Filter) take() {
+	f.whole = true
+	n := f.envoy.BodySize()
+	if !f.s.hold(f.m, n) {
+		f.refuse(openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second))
+		return
+	}
+	b := &f.m.body
+	if cap(b.data) < n {
+		b.data = make([]byte, 0, n+n/8)
+	}
+	b.data, b.changed = f.envoy.AppendBody(b.data[:0]), false
+	f.beside("decide", f.decide)
+}
+
+// Woken is called after the filter was woken.
+func (f *Filter) Woken() {
+	f.guarded("woken", func() Status {
+		f.mu.Lock()
+		then := f.then
+		f.then = nil
+		gone := f.gone
+		f.mu.Unlock()
+		if then != nil && !gone {
+			then()
+		}
+		return Continue
+	})
+}
+
+// beside runs work in a goroutine, and what it returns on the worker, unless the request has ended by then.
+func (f *Filter) beside(what string, work func(ctx context.Context) func()) {
+	if f.waker == nil {
+		f.waker = f.envoy.Waker()
+	}
+	ctx, cancel := context.WithCancel(guard.With(context.Background(), f.s.Passes.Guard))
+	f.mu.Lock()
+	f.cancel = cancel
+	f.mu.Unlock()
+	go func() {
+		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
+		if err != nil {
+			f.m.spoiled = true
+			then = func() { f.refuse(openai.Internal()) }
+		}
+		cancel()
+		f.mu.Lock()
+		f.cancel = nil
+		gone := f.gone
+		if !gone {
+			f.then = then
+			f.waker.Wake()
+		}
+		f.mu.Unlock()
+		if gone {
+			f.finish()
+		}
+	}()
+}
+
+// Complete is called when the request has ended, before Envoy's access log and [Filter.Destroy].
+func (f *Filter) Complete() {
+	f.guarded("complete", func() Status {
+		f.leave(f.envoy.Outcome())
+		return Continue
+	})
+}
+
+// Destroy is called last.
+func (f *Filter) Destroy() {
+	f.guarded("destroy", func() Status {
+		f.leave(Outcome{})
+		return Continue
+	})
+	if f.waker != nil {
+		f.waker.Close()
+	}
+}
+
+// leave ends the request here. What still runs for it records its end, if anything does.
+func (f *Filter) leave(o Outcome) {
+	f.mu.Lock()
+	if f.gone {
+		f.mu.Unlock()
+		return
+	}
+	f.gone, f.outcome = true, o
+	cancel := f.cancel
+	f.mu.Unlock()
+	if cancel != nil {
+		cancel()
+		return
+	}
+	f.finish()
+}

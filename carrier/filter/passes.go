@@ -1,0 +1,152 @@
+package filter
+
+import (
+	"context"
+	"errors"
+	"strconv"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/models"
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/plan"
+	"tandem/extproc/reclaim"
+	"tandem/extproc/telemetry"
+)
+
+// maxLegMore is what a leg's body may have more than the client's, in bytes.
+const maxLegMore = kvtransfer.MaxUndoBytes + plan.MaxDecodeMember
+
+// maxAnswer bounds the part of P's answer that is read, in bytes: one token, and the KV parameters.
+const maxAnswer = 16 << 20
+
+// decide decides about a request whose body, if it is read, is there: in its first pass, or after a failed hop to D.
+func (f *Filter) decide(ctx context.Context) func() {
+	x := &f.m.pass
+	f.m.meter.EndPhase(telemetry.PhaseReceive)
+	if f.resumed != nil {
+		t := f.resumed.ticket
+		d, err := x.Resume(ctx, &t, nil)
+		return f.commit(ctx, d, err)
+	}
+	var d *plan.Decision
+	var err error
+	switch api := f.s.Passes.API(&x.Head); api {
+	case openai.Models:
+		if list := models.Answer(f.s.Passes.State, string(x.Head.Path), f.s.Started); list != nil {
+			return func() { f.answerList(list) }
+		}
+		if !f.s.Passes.Serves(string(x.Head.Method), string(x.Head.Path)) {
+			return func() { f.refuse(openai.NotServed()) }
+		}
+		d, err = x.Other(ctx)
+	case openai.PassThrough:
+		d, err = x.Other(ctx)
+	default:
+		d, err = x.First(ctx, api, plan.Attempt{Started: f.s.Passes.Now()})
+	}
+	return f.commit(ctx, d, err)
+}
+
+// commit carries a decision out, and returns how the request goes on. err is why there is none.
+func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func() {
+	x := &f.m.pass
+	var r pass.Routed
+	if err == nil {
+		r, err = x.Commit(ctx, d)
+	}
+	if err != nil {
+		return f.refusal(err)
+	}
+	f.hop.held, f.hop.ticket = r.Held, clone(&r.Ticket)
+	f.m.meter.EndPhase(telemetry.PhaseDecide)
+	switch r.Leg {
+	case plan.LegPrefill:
+		if len(r.Edits) > 0 {
+			client := x.Body.Bytes()
+			x.Body.Rewrite(r.Edits.Len(len(client)), func(to []byte) []byte { return r.Edits.Apply(to, client) })
+		}
+		return func() { f.callPrefill(&r) }
+	case plan.LegDecode, plan.LegPass:
+		return func() { f.sendOn(&r) }
+	}
+	return f.refusal(errors.New("the leg " + r.Leg + " is not made inside Envoy")) // the configuration allows none
+}
+
+// refusal returns what answers a request with an error.
+func (f *Filter) refusal(err error) func() {
+	e, ok := errors.AsType[*openai.Error](err)
+	if !ok {
+		if !errors.Is(err, context.Canceled) {
+			f.s.Passes.Log.Error("request failed", "role", "inside", "request_id", f.m.pass.ID, "err", err)
+		}
+		e = openai.Internal()
+	}
+	return func() { f.refuse(e) }
+}
+
+// prefilled is what P answered, in the filter's memory.
+type prefilled struct {
+	pass.Answer
+	headers []Header // that the client gets of a refusal
+	load    []byte
+}
+
+// settle settles P's leg by its answer, and goes on with the second pass.
+func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
+	x, t, passes := &f.m.pass, &f.hop.ticket, f.s.Passes
+	x.Prefilled.ObserveLoad(t, a.load)
+	if plan.ClientsFault(a.Code) {
+		f.m.meter.PrefillRefused(t, a.Code, passes.Since(t))
+		passes.Release(f.hop.held)
+		return func() { f.answerRefused(a) }
+	}
+	next, final := x.Prefilled.Settle(ctx, t, &a.Answer)
+	if final != nil {
+		passes.Release(f.hop.held)
+		stream := t.Stream
+		return func() { f.answerFinal(a, final, stream) }
+	}
+	if next.Stage == kvtransfer.HandOver && passes.Reclaim.Enabled(next.Pool) {
+		passes.Reclaim.Record(next, x.ID, next.Params, next.Decode, false)
+	}
+	if next.Stage == kvtransfer.HandOver && ctx.Err() != nil { // nobody is there to fetch it for
+		passes.Reclaim.Orphaned(next, x.ID, reclaim.ClientGone)
+		f.hop.ticket = clone(next)
+		return nil
+	}
+	kept := clone(next)
+	f.again()
+	d, err := x.Resume(ctx, &kept, nil)
+	return f.commit(ctx, d, err)
+}
+
+// again makes the pass of a request ready for the next one.
+func (f *Filter) again() {
+	x := &f.m.pass
+	head, id, reserved := x.Head, x.ID, x.ReservedAs
+	x.Reset()
+	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID = head, id, reserved, id
+	f.m.meter.Begin("", nil)
+}
+
+// read reads the headers of an answer to a call, and reports whether an endpoint gave it: Envoy answers calls itself,
+// too, and marks the others with the time that they took.
+func (a *prefilled) read(headers func(do func(name, value []byte))) (status int, engine bool) {
+	headers(func(name, value []byte) {
+		switch string(name) {
+		case ":status":
+			status, _ = strconv.Atoi(string(value))
+		case "x-envoy-upstream-service-time":
+			engine = true
+		case "retry-after":
+			a.RetryAfter = append([]byte(nil), value...)
+		case "endpoint-load-metrics":
+			a.load = append([]byte(nil), value...)
+		}
+		if !hopByHop(name) {
+			a.headers = append(a.headers, Header{string(name), string(value)})
+		}
+	})
+	return status, engine
+}

@@ -1,0 +1,167 @@
+package filter
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/paths"
+)
+
+// headerAttempt names the attempt of a request that begins again. Only a filter sets it, and takes it away.
+const headerAttempt = "x-tandem-attempt"
+
+// head has the headers of a request.
+type head struct {
+	memory []byte
+	list   []headerAt
+}
+
+// headerAt is where a header lies in head.memory.
+type headerAt struct{ name, value, end int }
+
+// read copies the headers of a request: a goroutine reads them, while Envoy's may change.
+func (h *head) read(e Envoy) {
+	h.memory, h.list = make([]byte, 0, 1024), make([]headerAt, 0, 24)
+	e.EachHeader(func(name, value []byte) {
+		at := headerAt{name: len(h.memory)}
+		h.memory = append(h.memory, name...)
+		at.value = len(h.memory)
+		h.memory = append(h.memory, value...)
+		at.end = len(h.memory)
+		h.list = append(h.list, at)
+	})
+}
+
+// Extra returns a header; nil: the request has none.
+func (h *head) Extra(name string) []byte {
+	for _, at := range h.list {
+		if string(h.memory[at.name:at.value]) == name {
+			return h.memory[at.value:at.end:at.end]
+		}
+	}
+	return nil
+}
+
+// either returns a header that has two names.
+func (h *head) either(name, other string) []byte {
+	if v := h.Extra(name); v != nil {
+		return v
+	}
+	return h.Extra(other)
+}
+
+func (h *head) get(name string) string { return string(h.Extra(name)) }
+
+// pass returns the headers that a pass reads. path is without a gateway's prefix.
+func (h *head) pass(path []byte) pass.Head {
+	return pass.Head{
+		Method: h.Extra(":method"), Path: path, Authority: h.Extra(":authority"),
+		ContentType: h.Extra("content-type"), ContentEncoding: h.Extra("content-encoding"),
+		Authorization: h.Extra("authorization"),
+		Objective:     h.either("x-llm-d-inference-objective", "x-gateway-inference-objective"),
+		Fairness:      h.either("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"),
+		TTFT:          pass.Target{Name: envoywire.HeaderTTFT, Value: h.Extra(envoywire.HeaderTTFT)},
+		TPOT:          pass.Target{Name: envoywire.HeaderTPOT, Value: h.Extra(envoywire.HeaderTPOT)},
+		Explain:       h.Extra(envoywire.HeaderExplain), More: h,
+	}
+}
+
+// identify names the request: by the client's own id if it is valid, else by a new one.
+func (f *Filter) identify() {
+	p := &f.m.pass
+	p.ID = f.head.get(envoywire.HeaderRequestID)
+	if !openai.RequestID(p.ID) {
+		p.ID = openai.NewRequestID(rand.Uint64(), rand.Uint64())
+		f.envoy.SetHeader(envoywire.HeaderRequestID, p.ID)
+	}
+	f.id, p.Prefilled.ID = p.ID, p.ID
+	if f.resumed != nil {
+		p.ReservedAs = f.resumed.reservedAs
+	} else { // clients may send an id many times
+		p.ReservedAs = strconv.FormatUint(rand.Uint64(), 36) + strconv.FormatUint(rand.Uint64(), 36)
+	}
+	f.reservedAs = p.ReservedAs
+	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
+	p.Head = f.head.pass(path)
+}
+
+// admit refuses what needs no body to be refused, and reports whether the body has to be read.
+func (f *Filter) admit() (reads bool, err error) {
+	h, passes := &f.m.pass.Head, f.s.Passes
+	if f.resumed != nil {
+		return true, nil
+	}
+	if f.head.Extra("upgrade") != nil {
+		return false, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+	}
+	length, _ := strconv.Atoi(f.head.get("content-length"))
+	large := length > f.limit()
+	switch passes.API(h) {
+	case openai.Models:
+		return false, nil
+	case openai.PassThrough:
+		if !passes.Serves(string(h.Method), string(h.Path)) {
+			return false, openai.NotServed()
+		}
+		if f.bare {
+			return false, nil
+		}
+		if reads = readsOther(string(h.ContentType), len(passes.State.Pools())); reads && large {
+			return false, openai.TooLarge(f.limit())
+		}
+		return reads, openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), reads)
+	}
+	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
+		return false, err
+	}
+	if len(h.Path) > maxPath {
+		return false, openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
+			"the path and query of the request are too long")
+	}
+	if f.bare || f.head.get("content-length") == "0" {
+		return false, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+	}
+	if large {
+		return false, openai.TooLarge(f.limit())
+	}
+	return true, nil
+}
+
+// maxPath bounds the path and query of a request, in bytes.
+const maxPath = 8 << 10
+
+// readsOther reports whether the body of a request that is never split is read: JSON, for members that a client must
+// not send, and forms where their model decides about the pool.
+func readsOther(contentType string, pools int) bool {
+	kind := strings.ToLower(contentType)
+	return strings.Contains(kind, "json") ||
+		strings.Contains(kind, "multipart/form-data") && pools > 1
+}
+
+// limit returns the largest body that is read, in bytes.
+func (f *Filter) limit() int {
+	if f.resumed != nil { // the leg's
+		return f.s.MaxBodyBytes + maxLegMore
+	}
+	return f.s.MaxBodyBytes
+}
+
+// dropped reports whether a header of the client's does not go with P's leg: what is of the connection, what steers
+// the request in Envoy, and what changes the form of an answer, which Tandem reads (RFC 9110, 3229, 7240, 9530).
+func dropped(name []byte) bool {
+	switch string(name) {
+	case "connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade", "content-length", "host",
+		":authority", ":path", "accept-encoding", envoywire.HeaderEndpoint, envoywire.HeaderRank,
+		"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match", "if-range",
+		"if-unmodified-since", "prefer", "range", "te", "want-content-digest", "want-digest", "want-repr-digest",
+		envoywire.HeaderExplain:
+		return true
+	}
+	return bytes.HasPrefix(name, []byte("x-tandem-")) || bytes.HasPrefix(name, []byte("x-envoy-"))
+}

@@ -1,0 +1,136 @@
+package filter
+
+import (
+	"crypto/rand"
+	"sync"
+	"time"
+
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
+	"tandem/extproc/telemetry"
+	"tandem/internal/memory"
+)
+
+// Options are the options of a [Shared].
+type Options struct {
+	Passes       *pass.Shared // made with Options.Inside
+	Memory       *memory.Budget
+	MaxBodyBytes int // larger bodies are refused with 413
+	PathPrefixes []string
+	Started      time.Time // of the replica
+}
+
+// Shared is what all requests of a replica share. It is safe for concurrent use.
+type Shared struct {
+	Options
+	scratch sync.Pool // of *scratch
+
+	mu       sync.Mutex
+	restarts map[string]*attempt // by their keys: requests that begin again at this moment
+	waiting  map[*Filter]struct{}
+}
+
+// New returns what requests share.
+func New(o Options) *Shared {
+	s := &Shared{Options: o, restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{}}
+	s.scratch.New = func() any {
+		m := &scratch{}
+		m.meter.Observer = o.Passes.Observer
+		o.Passes.Begin(&m.pass, &m.body, &m.meter)
+		return m
+	}
+	return s
+}
+
+// scratch is the memory of a request until it is on its way to D. Later requests use it again.
+type scratch struct {
+	pass    pass.Pass
+	meter   telemetry.Meter
+	body    body
+	answer  []byte // P's
+	spoiled bool   // a panic may have left it in any state
+}
+
+// release returns the memory of a request.
+func (s *Shared) release(m *scratch) {
+	m.pass.Reset()
+	m.meter.Reset()
+	s.hold(m, 0)
+	if !m.spoiled && cap(m.body.data)+cap(m.body.spare)+cap(m.answer) <= maxKept {
+		m.body.data, m.body.spare, m.answer = m.body.data[:0], m.body.spare[:0], m.answer[:0]
+		s.scratch.Put(m)
+	}
+}
+
+// maxKept bounds the memory of a request that later ones use again, in bytes.
+const maxKept = 8 << 20
+
+// hold counts n bytes of a request against the budget of all, and reports whether there is room for them.
+func (s *Shared) hold(m *scratch, n int) bool {
+	total, limit := s.Memory.Add(int64(n)-m.body.held), s.Memory.Limit()
+	m.body.held = int64(n)
+	return total <= limit || int64(n) <= limit/smallShare && total <= 2*limit
+}
+
+// smallShare is the fraction of the budget that a request may always have, although others have used it up.
+const smallShare = 1024
+
+// attempt is a request that begins again after its hop to D failed: what goes sealed through Envoy beside it.
+type attempt struct {
+	ticket     kvtransfer.Ticket
+	reservedAs string
+	began      time.Time // when the client's request came
+}
+
+// putRestart keeps an attempt for the filter that comes with its key.
+func (s *Shared) putRestart(a *attempt) (key string) {
+	key = rand.Text()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.restarts[key] = a
+	return key
+}
+
+// takeRestart returns the attempt of a key, once; nil: there is none.
+func (s *Shared) takeRestart(key string) *attempt {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.restarts[key]
+	delete(s.restarts, key)
+	return a
+}
+
+// body implements [pass.Body].
+type body struct {
+	data, spare []byte
+	held        int64 // of the budget of all requests, bytes
+	changed     bool  // it is no longer what Envoy has
+}
+
+// Bytes implements [pass.Body].
+func (b *body) Bytes() []byte { return b.data }
+
+// Rewrite implements [pass.Body].
+func (b *body) Rewrite(size int, write func(to []byte) []byte) {
+	if cap(b.spare) < size {
+		b.spare = make([]byte, 0, size+size/8)
+	}
+	b.spare = write(b.spare[:0])
+	b.data, b.spare = b.spare, b.data[:0]
+	b.changed = true
+}
+
+// clone returns a ticket that does not refer to the memory of a pass.
+func clone(t *kvtransfer.Ticket) kvtransfer.Ticket {
+	out := *t
+	out.Params = append([]byte(nil), t.Params...)
+	if len(t.Params) == 0 {
+		out.Params = nil
+	}
+	out.Undo = append(out.Undo[:0:0], t.Undo...)
+	for i := range out.Undo {
+		out.Undo[i].New = append([]byte(nil), out.Undo[i].New...)
+	}
+	out.Excluded = append([]string(nil), t.Excluded...)
+	return out
+}

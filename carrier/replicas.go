@@ -1,0 +1,105 @@
+//go:build cgo
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"os"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"tandem/carrier/filter"
+	"tandem/internal/replica"
+	"tandem/internal/version"
+)
+
+// builtAs is set by the linker, as that of cmd/tandem.
+var builtAs string
+
+// replicas are those that run, by their configuration files. Envoy makes a configuration of the filter for each
+// listener that has it, and again when a listener changes; they share the replica.
+var replicas = struct {
+	sync.Mutex
+	running map[string]*running
+}{running: map[string]*running{}}
+
+// running is a replica, with as many users as there are configurations of the filter.
+type running struct {
+	replica  *replica.Inside
+	requests *filter.Shared
+	stop     context.CancelFunc
+	users    int
+}
+
+// configured is one configuration of the filter.
+type configured struct {
+	file     string
+	requests *filter.Shared
+}
+
+// settings are what the bootstrap says of the filter: the configuration's file, and the lowest level that is logged.
+type settings struct{ File, Log string }
+
+// open returns a configuration of the filter. The first of a file starts its replica.
+func open(text []byte) (*configured, error) {
+	var set settings
+	if err := json.Unmarshal(text, &set); err != nil || set.File == "" {
+		return nil, fmt.Errorf("filter_config %q is not {file: /path/to/tandem.yaml}", text)
+	}
+	replicas.Lock()
+	defer replicas.Unlock()
+	r := replicas.running[set.File]
+	if r == nil {
+		var err error
+		if r, err = start(&set); err != nil {
+			return nil, err
+		}
+		replicas.running[set.File] = r
+	}
+	r.users++
+	return &configured{set.File, r.requests}, nil
+}
+
+func start(set *settings) (*running, error) {
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(400) // as in cmd/tandem
+	}
+	level := slog.LevelInfo
+	if set.Log != "" {
+		if err := level.UnmarshalText([]byte(set.Log)); err != nil {
+			return nil, fmt.Errorf("log: %w", err)
+		}
+	}
+	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
+	inside, err := replica.StartInside(set.File, replica.Settings{Release: version.Text(builtAs)}, log)
+	if err != nil {
+		return nil, err
+	}
+	s := inside.Server
+	requests := filter.New(filter.Options{
+		Passes: inside.Passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, PathPrefixes: s.PathPrefixes,
+		Started: time.Now(),
+	})
+	ctx, stop := context.WithCancel(context.Background())
+	go requests.Run(ctx)
+	return &running{inside, requests, stop, 0}, nil
+}
+
+// close ends the use of a replica, which stops with its last one.
+func (c *configured) close() {
+	replicas.Lock()
+	defer replicas.Unlock()
+	r := replicas.running[c.file]
+	if r.users--; r.users == 0 {
+		delete(replicas.running, c.file)
+		r.stop()
+		r.replica.Stop()
+	}
+}
+
+// complain says on stderr why a configuration is refused: Envoy says only that it is.
+func complain(err error) { fmt.Fprintln(os.Stderr, "tandem:", err) }
