@@ -279,11 +279,11 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	for _, r := range replicas {
 		extProcs, replans = append(extProcs, strconv.Quote(r.extProc)), append(replans, strconv.Quote(r.replan))
 	}
-	run := "beside"
+	run := "" // older builds, which are compared, do not know the field
 	if v.inside != "" {
-		run = "inside"
+		run = "run: inside, "
 	}
-	fmt.Fprintf(config, "envoy: {run: %s, listen: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", run,
+	fmt.Fprintf(config, "envoy: {%slisten: %q, admin: %q, bodyMode: %s, extProcs: [%s], replans: [%s]}\n", run,
 		ports[0], ports[1], v.bodyMode, strings.Join(extProcs, ", "), strings.Join(replans, ", "))
 	file := ""
 	for i, r := range replicas {
