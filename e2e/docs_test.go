@@ -52,7 +52,6 @@ var documentedRun = []string{
 	"tandem explain -f tandem.yaml -o json",
 	"tandem explain REQUEST_ID -f tandem.yaml",
 	"curl http://127.0.0.1:8080/v1/audio/transcriptions -F model=MODEL -F file=@speech.wav",
-	"tandem weights -f tandem.yaml",
 	"tandem weights chat 10.0.0.1:8000 50 -f tandem.yaml",
 	`curl -X POST -H "Authorization: Bearer $(cat admin.token)" 'http://127.0.0.1:9090/api/pools/chat/endpoints/10.0.0.1:8000/drain?timeout=5m'`,
 	"tandem drain chat 10.0.0.1:8000 -f tandem.yaml --timeout 5m",
