@@ -169,7 +169,7 @@ var arrows = map[string][]string{
 	"status/words":                {},
 	"status/written":              {"kvstate"},
 	"deploy/observability/promql": {}, // a module of its own: Prometheus' parsers
-	"deploy":                      {"envoy-configs (test)", "extproc/kvtransfer (test)", "internal/config (test)", "e2e/loopback (test)"},
+	"deploy":                      {"envoy-configs (test)", "internal/config (test)", "e2e/loopback (test)"},
 	"docs":                        {"internal/config (test)", "protos/config/v1 (test)"},
 	"internal/grpcserver":         {"internal/memory"}, // knows gRPC, not Envoy
 	"internal/livecheck": {

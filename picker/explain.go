@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"reflect"
+	"slices"
 	"strings"
 
 	"tandem/kvstate"
@@ -227,28 +227,31 @@ type Part struct {
 	Value float64 `json:"value"`
 }
 
-// Parts returns the summands of the endpoint's prices that exist; they add up to Totals. Each field of a price is a
-// part with its name in JSON, and left out if it is left out there.
+// Parts returns the summands of the endpoint's prices that exist, in seconds; they add up to Totals. Parts that most
+// prices lack are left out where they are 0.
 func (w *Weighed) Parts() (prefill, decode, alone []Part) {
-	if w.Prefill != nil {
-		prefill = parts(w.Prefill)
+	if p := w.Prefill; p != nil {
+		prefill = listed([]Part{
+			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"jobs", p.Jobs},
+			{"answers", p.Answers}, {"late", p.Late}, {"session", p.Session},
+		}, "load", "answers", "late", "session")
 	}
-	if w.Decode != nil {
-		decode = append([]Part{{"transfer", w.Transfer}}, parts(w.Decode)...)
+	if p := w.Decode; p != nil {
+		decode = listed([]Part{
+			{"transfer", w.Transfer}, {"step", p.Step}, {"answer", p.Answer}, {"overflow", p.Overflow},
+			{"session", p.Session},
+		}, "session")
 	}
-	if w.Alone != nil {
-		alone = parts(w.Alone)
+	if p := w.Alone; p != nil {
+		alone = listed([]Part{
+			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"answers", p.Answers},
+			{"decode", p.Decode}, {"overflow", p.Overflow}, {"late", p.Late}, {"session", p.Session},
+		}, "load", "late", "session")
 	}
 	return prefill, decode, alone
 }
 
-func parts[P PrefillPrice | DecodePrice | AlonePrice](price *P) (out []Part) {
-	fields := reflect.ValueOf(price).Elem()
-	for i := range fields.NumField() {
-		name, option, _ := strings.Cut(fields.Type().Field(i).Tag.Get("json"), ",")
-		if value := fields.Field(i).Float(); value != 0 || option != "omitempty" {
-			out = append(out, Part{name, value})
-		}
-	}
-	return out
+// listed removes those of the rare parts that are 0.
+func listed(parts []Part, rare ...string) []Part {
+	return slices.DeleteFunc(parts, func(p Part) bool { return p.Value == 0 && slices.Contains(rare, p.Name) })
 }

@@ -3,6 +3,7 @@ package picker
 import (
 	"bytes"
 	"reflect"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,11 +12,13 @@ import (
 // Every field of a price counts in its sum, is one of its parts, and is printed.
 func TestPartsAddUp(t *testing.T) {
 	w := Weighed{Name: "e", Transfer: 0.5, Prefill: &PrefillPrice{}, Decode: &DecodePrice{}, Alone: &AlonePrice{}}
-	want := map[string]float64{}
+	want, names := map[string]float64{}, map[string][]string{"decode": {"transfer"}}
 	for name, price := range map[string]any{"prefill": w.Prefill, "decode": w.Decode, "alone": w.Alone} {
 		fields := reflect.ValueOf(price).Elem()
 		for i := range fields.NumField() {
 			fields.Field(i).SetFloat(float64(int(1) << i))
+			tag, _, _ := strings.Cut(fields.Type().Field(i).Tag.Get("json"), ",")
+			names[name] = append(names[name], tag)
 		}
 		want[name] = float64(int(1)<<fields.NumField() - 1)
 	}
@@ -30,8 +33,8 @@ func TestPartsAddUp(t *testing.T) {
 	e.Print(&printed)
 	for name, of := range parts {
 		sum := 0.
-		for _, part := range of {
-			require.NotEmpty(t, part.Name)
+		for i, part := range of {
+			require.Equal(t, names[name][i], part.Name, "%s: the order and the names of its fields", name)
 			sum += part.Value
 			require.Contains(t, printed.String(), part.Name+" "+ms(part.Value))
 		}

@@ -28,8 +28,8 @@ func newTRTLLM() trtllm { return trtllm{[]byte("false")} }
 func trtllmDialect(*Options) (Dialect, error) {
 	d := newTRTLLM()
 	return Dialect{
-		// which take disaggregated_params
-		Name: "trtllm", Engine: EngineTRTLLM, APIs: []openai.API{openai.Chat, openai.Completions},
+		Name: "trtllm", Engine: EngineTRTLLM, Engines: Engines{Experimental: true},
+		APIs:    []openai.API{openai.Chat, openai.Completions},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Completion: d.Completion,
 	}, nil
 }

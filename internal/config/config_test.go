@@ -186,7 +186,7 @@ func TestValidationErrors(t *testing.T) {
 			`pools[0].targets.tpot: "2d" is not a duration such as 300s, 5m or 250ms`, "pools[0].targets.ttft: 0s is not between 1ms and 24h0m0s"}},
 		"roles":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: dynamic"), []string{`pools[0].roles: "dynamic" is not one of fixed, auto`}},
 		"roles need two":  {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: auto"), []string{"pools[0].roles: is auto, but 0 endpoints have the role both: at least two are needed"}},
-		"roles of others": {edited("kvTransfer: nixl", "kvTransfer: sglang\n  roles: auto"), []string{"pools[0].roles: is auto, but engines with kvTransfer sglang serve one leg only: with nixl, shared, offload they serve either"}},
+		"roles of others": {edited("kvTransfer: nixl", "kvTransfer: sglang\n  roles: auto"), []string{"pools[0].roles: is auto, but engines with kvTransfer sglang serve one leg only: with nixl, offload, shared they serve either"}},
 		"address twice":   {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
 		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
 			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},
@@ -292,7 +292,8 @@ func TestWarnings(t *testing.T) {
 		"encode, alone": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  encode: {}"), []string{"pools[0].encode: has no effect: no endpoint has the role encode"}},
 		"encode, unasked": {least + "  - {address: e.svc:8000, role: encode}\n", []string{
 			"pools[0].endpoints[2].role: is encode, which has no effect without the pool's encode: set that too, {} is enough"}},
-		"encode": {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", nil},
+		"encode": {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", []string{
+			"pools[0].kvTransfer: lmcache is experimental: no real engine has run with it yet, only simulators (docs/protocols.md)"}},
 		"replicas alone": {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"], replans: [\"a:2\"]}\n" + least, []string{
 			"state.redis: is missing: each of the 2 replicas (envoy.extProcs) knows only what it did itself: load, prefixes, failures, " +
 				"and orders such as drain (docs/howto/redis.md)",
