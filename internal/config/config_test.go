@@ -1,9 +1,11 @@
 package config
 
 import (
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -105,10 +107,11 @@ func edited(old, replacement string) string {
 	return strings.Replace(least, old, replacement, 1)
 }
 
+// A configuration that is refused, and every error. Warnings are in TestWarnings.
 func TestValidationErrors(t *testing.T) {
 	for name, tt := range map[string]struct {
-		yaml string
-		want []string
+		yaml   string
+		errors []string
 	}{
 		"empty":                {"", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds empty"}},
 		"a list":               {"- a", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds a list"}},
@@ -236,7 +239,7 @@ func TestValidationErrors(t *testing.T) {
 			_, _, err := Parse([]byte(tt.yaml))
 			var m ValidationErrors
 			require.ErrorAs(t, err, &m)
-			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
+			require.Equal(t, strings.Join(tt.errors, "\n"), m.Error())
 		})
 	}
 }
@@ -277,10 +280,11 @@ func TestDiscoveryAndPicker(t *testing.T) {
 	}
 }
 
+// A configuration that is accepted, and what it is warned of. Errors are in TestValidationErrors.
 func TestWarnings(t *testing.T) {
 	for name, tt := range map[string]struct {
-		yaml string
-		want []string
+		yaml     string
+		warnings []string
 	}{
 		"https":              {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
 		"always, one engine": {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, so nothing is split, though split is always: add one that prefills or decodes"}},
@@ -318,7 +322,7 @@ func TestWarnings(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))
 			require.NoError(t, err)
-			require.Equal(t, tt.want, warnings)
+			require.Equal(t, tt.warnings, warnings)
 		})
 	}
 }
@@ -404,6 +408,24 @@ func TestKindsOfFields(t *testing.T) {
 		}
 	}
 	walk((&configv1.Config{}).ProtoReflect().Descriptor())
+}
+
+// A number where a duration belongs gets a hint that says so: durations lists every field that is checked to be one.
+func TestDurationsAreKnown(t *testing.T) {
+	files, err := filepath.Glob("*.go")
+	require.NoError(t, err)
+	checked := regexp.MustCompile(`checkDuration\(v, .*\.(\w)(\w*), [^,]+\)`)
+	found := map[string]bool{}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		for _, name := range checked.FindAllStringSubmatch(string(text), -1) {
+			found[strings.ToLower(name[1])+name[2]] = true
+		}
+	}
+	require.ElementsMatch(t, slices.Sorted(maps.Keys(found)), durations())
+	_, _, err = Parse([]byte("notices: {keep: 5}\n" + least))
+	require.EqualError(t, err, "notices.keep: must have a unit, is 5: 5s for seconds, 5ms for milliseconds")
 }
 
 // FuzzParse: any text yields a configuration that reads back as itself, or mistakes of one line each.
