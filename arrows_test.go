@@ -87,7 +87,8 @@ var arrows = map[string][]string{
 	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
 	"extproc/envoywire/wiretest": {},
-	"extproc/kvtransfer":         {"extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "protos/ticket/v1 (test)", "kvstate/standstill"},
+	"extproc/kvtransfer/packed":  {},
+	"extproc/kvtransfer":         {"extproc/kvtransfer/packed", "extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "protos/ticket/v1 (test)", "kvstate/standstill"},
 	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/inferencepolicy (test)", "kvstate/prefixindex", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/latebinding": {

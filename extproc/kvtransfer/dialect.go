@@ -13,8 +13,8 @@
 // A [Turn] describes an answer whose blocks D keeps, for the P of the conversation's next request (turn.go).
 //
 // A [Ticket] is the state of one request between its passes through Envoy. It travels with the request, in a header,
-// sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. pack.go
-// makes the long lists of block ids in it small enough for a header.
+// sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. Package
+// packed makes the long lists of block ids in it small enough for a header.
 //
 // A mistake here may not only fail a request but answer it with another client's text: an engine reads KV blocks by
 // number and never checks whose they are. So all outside input is checked completely before it is passed on,
