@@ -18,7 +18,6 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
-	"tandem/extproc/kvtransfer"
 	"tandem/internal/config"
 )
 
@@ -205,27 +204,6 @@ func TestHelm(t *testing.T) {
 		require.Error(t, err, wrong)
 		require.Contains(t, string(text), why)
 	}
-}
-
-// The chart's schema knows the dialects.
-func TestHelmKnowsDialects(t *testing.T) {
-	var schema struct {
-		Properties struct {
-			Config struct {
-				Properties struct {
-					Pools struct {
-						Items struct {
-							Properties struct {
-								KvTransfer struct{ Enum []string }
-							}
-						}
-					}
-				}
-			}
-		}
-	}
-	require.NoError(t, yaml.Unmarshal([]byte(read(t, "helm/tandem/values.schema.json")), &schema))
-	require.ElementsMatch(t, append(kvtransfer.Names(), "none"), schema.Properties.Config.Properties.Pools.Items.Properties.KvTransfer.Enum)
 }
 
 // What a chart computes from its values.

@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -351,6 +352,28 @@ func TestLinksLeadSomewhere(t *testing.T) {
 			if m[2] != "" {
 				require.Contains(t, anchors(read(t, target)), m[2], "%s links to a heading that %s has not", page, target)
 			}
+		}
+	}
+}
+
+// Files that the guide names exist, but for those of its examples.
+func TestTheGuideNamesFilesThatExist(t *testing.T) {
+	examples := []string{"extproc/kvtransfer/handle.go", "testdata/handle/chat.txtar", "testdata/full.txt"}
+	var files []string
+	require.NoError(t, filepath.WalkDir("..", func(p string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() && p != ".." && strings.HasPrefix(d.Name(), ".") && d.Name() != ".github" {
+			return filepath.SkipDir
+		}
+		files = append(files, "/"+filepath.ToSlash(p))
+		return err
+	}))
+	text := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(read(t, "../CONTRIBUTING.md"), "")
+	names := regexp.MustCompile("`([A-Za-z0-9_][A-Za-z0-9_./-]*\\.(?:go|md|proto|txtar|txt|json|yaml|yml))`").FindAllStringSubmatch(text, -1)
+	require.NotEmpty(t, names)
+	for _, name := range names {
+		there := func(file string) bool { return strings.HasSuffix(file, "/"+name[1]) }
+		if !slices.Contains(examples, name[1]) && !slices.ContainsFunc(files, there) {
+			t.Errorf("CONTRIBUTING.md: %s is not there", name[1])
 		}
 	}
 }

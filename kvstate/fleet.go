@@ -63,17 +63,15 @@ type EndpointSpec struct {
 	Scheme string // http, https or h2c; "" is http
 	Group  string // endpoints with a group only pair within it
 	Zone   string // where it runs; "": unknown. Transfers within a zone are assumed to be faster than between two
-	// the machine it runs on; "": that of its IP address. Transfers within a node are assumed to be faster still
-	Node   string
+	Node   string // the machine it runs on; "": that of its IP address. Transfers within it are faster still
 	Engine string // engine release and model revision; if both endpoints of a pair report it, they must be equal
 	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 	Labels string // name=value, comma-separated: labels that requests may ask for
 
 	Access // what its server wants
 
-	EventsPort int // port of its KV events; 0: the pool's
-	ReplayPort int // port of the replay socket of these events, if EventsPort is not 0; 0: none
-	Transfer   Transfer
+	Events   EventPorts
+	Transfer Transfer
 
 	// Ranks is the number of data-parallel ranks behind the address, each a separate endpoint; 0: one without a
 	// number. Rank is this one's number, and part of Addr (#rank), which identifies an endpoint.
@@ -84,8 +82,7 @@ type EndpointSpec struct {
 	LoRAs   string // adapters configured for it, comma-separated; those that the engine reports count as well
 	Role    Role
 	Drained bool // no new work
-	// Draining endpoints finish their requests, serve the KV blocks that they hold for others, and get no new
-	// requests.
+	// Draining: it finishes its requests, serves the KV blocks that it holds for others, and gets no new requests.
 	Draining bool
 	Weight   int // assumed speed, in per cent of the others'; 0 is 100
 }
@@ -106,6 +103,9 @@ func (e *EndpointSpec) DisplayName() string {
 	}
 	return e.Name + "#" + strconv.Itoa(e.Rank)
 }
+
+// EventPorts are an endpoint's ports of KV events and of their replay. Port 0: the pool's two; Replay 0: none.
+type EventPorts struct{ Port, Replay int }
 
 // Access is what an engine's server wants of requests.
 type Access struct {

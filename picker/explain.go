@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
+	"strings"
 
 	"tandem/kvstate"
 )
@@ -166,33 +168,34 @@ func (e *Explanation) Print(w io.Writer) {
 			fmt.Fprintf(w, "%s: out, %s\n", name, c.Out)
 			continue
 		}
-		if p := c.Prefill; p != nil {
-			fmt.Fprintf(w, "%s: prefill %s = queue %s + work %s%s + others %s + jobs %s%s\n", name, ms(p.sum()),
-				ms(p.Queue), ms(p.Work), optional("load", p.Load), ms(p.Others), ms(p.Jobs),
-				optional("answers", p.Answers)+optional("late", p.Late))
+		prefill, decode, alone := c.Parts()
+		totalPrefill, totalDecode, totalAlone := c.Totals()
+		if c.Prefill != nil {
+			fmt.Fprintf(w, "%s: prefill %s = %s\n", name, ms(totalPrefill), summands(prefill))
 		}
-		if d := c.Decode; d != nil {
-			fmt.Fprintf(w, "%s: decode %s = transfer %s + step %s + answer %s + overflow %s\n", name,
-				ms(c.Transfer+d.sum()), ms(c.Transfer), ms(d.Step), ms(d.Answer), ms(d.Overflow))
+		if c.Decode != nil {
+			fmt.Fprintf(w, "%s: decode %s = %s\n", name, ms(totalDecode), summands(decode))
 		}
-		if a := c.Alone; a != nil {
+		if c.Alone != nil {
 			busy := ""
 			if c.Busy {
 				busy = ", but its answers would suffer"
 			}
-			fmt.Fprintf(w, "%s: alone %s = queue %s + work %s%s + others %s + answers %s + decode %s + overflow %s%s\n",
-				name, ms(a.sum()), ms(a.Queue), ms(a.Work), optional("load", a.Load), ms(a.Others), ms(a.Answers),
-				ms(a.Decode), ms(a.Overflow), optional("late", a.Late)+busy)
+			fmt.Fprintf(w, "%s: alone %s = %s%s\n", name, ms(totalAlone), summands(alone), busy)
 		}
 	}
 }
 
-// optional formats a term that most prices lack, "" without it.
-func optional(name string, seconds float64) string {
-	if seconds == 0 {
-		return ""
+// summands formats the parts of a price.
+func summands(parts []Part) string {
+	var b strings.Builder
+	for i, p := range parts {
+		if i > 0 {
+			b.WriteString(" + ")
+		}
+		b.WriteString(p.Name + " " + ms(p.Value))
 	}
-	return " + " + name + " " + ms(seconds)
+	return b.String()
 }
 
 // ms formats a time in milliseconds, without decimals below the precision of the estimate.
@@ -216,4 +219,39 @@ func (w *Weighed) Totals() (prefill, decode, alone float64) {
 		alone = w.Alone.sum()
 	}
 	return prefill, decode, alone
+}
+
+// Part is one summand of a price, in seconds.
+type Part struct {
+	Name  string  `json:"name"`
+	Value float64 `json:"value"`
+}
+
+// Parts returns the summands of the endpoint's prices that exist, in seconds; they add up to Totals. Parts that most
+// prices lack are left out where they are 0.
+func (w *Weighed) Parts() (prefill, decode, alone []Part) {
+	if p := w.Prefill; p != nil {
+		prefill = listed([]Part{
+			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"jobs", p.Jobs},
+			{"answers", p.Answers}, {"late", p.Late}, {"session", p.Session},
+		}, "load", "answers", "late", "session")
+	}
+	if p := w.Decode; p != nil {
+		decode = listed([]Part{
+			{"transfer", w.Transfer}, {"step", p.Step}, {"answer", p.Answer}, {"overflow", p.Overflow},
+			{"session", p.Session},
+		}, "session")
+	}
+	if p := w.Alone; p != nil {
+		alone = listed([]Part{
+			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"answers", p.Answers},
+			{"decode", p.Decode}, {"overflow", p.Overflow}, {"late", p.Late}, {"session", p.Session},
+		}, "load", "late", "session")
+	}
+	return prefill, decode, alone
+}
+
+// listed removes those of the rare parts that are 0.
+func listed(parts []Part, rare ...string) []Part {
+	return slices.DeleteFunc(parts, func(p Part) bool { return p.Value == 0 && slices.Contains(rare, p.Name) })
 }

@@ -37,8 +37,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 			return nil
 		})
 	f.StringVar(&connectorName, "connector", string(connector.NIXL),
-		"KV connector: nixl, nixl-push, neuron, offload, trtllm, lmcache, shared, mooncake, mooncake-0.13, moriio, "+
-			"moriio-read, p2p-nccl, none, or sglang for an SGLang server")
+		fmt.Sprintf("KV connector, one of %v; with sglang it is an SGLang server", connector.Names()))
 	connectorFlags(f, &c)
 	engineFlags(f, &c)
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")

@@ -22,7 +22,8 @@ func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"tandem": mai
 // The scripts run the program as its users do: testdata/cli/*.txtar.
 func TestCommandLine(t *testing.T) {
 	testscript.Run(t, testscript.Params{
-		Dir: "testdata/cli",
+		Dir:           "testdata/cli",
+		UpdateScripts: *update,
 		Setup: func(e *testscript.Env) error {
 			addrs, letGo, err := loopback.Take(3)
 			if err != nil {
@@ -98,7 +99,7 @@ func TestSystemdUnits(t *testing.T) {
 	}
 }
 
-var update = flag.Bool("update", false, "rewrite docs/cli.md")
+var update = flag.Bool("update", false, "rewrite docs/cli.md, docs/metrics.md and what the scripts compare")
 
 // docs/cli.md has the help of every command.
 func TestCommandReference(t *testing.T) {

@@ -49,6 +49,13 @@ func (c *cursor) next(first bool, end byte) (bool, error) {
 	return true, nil
 }
 
+// members visits the members of P's answer, or of another object with nothing but space around it.
+func members(object []byte, visit func(key, value []byte, at int) error) error {
+	c := cursor{b: object}
+	c.space()
+	return c.object(visit)
+}
+
 // object visits the members of the object at the cursor: the unescaped key, the value's text, and its offset.
 func (c *cursor) object(visit func(key, value []byte, at int) error) error {
 	if !c.take('{') {

@@ -13,8 +13,8 @@
 // A [Turn] describes an answer whose blocks D keeps, for the P of the conversation's next request (turn.go).
 //
 // A [Ticket] is the state of one request between its passes through Envoy. It travels with the request, in a header,
-// sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. pack.go
-// makes the long lists of block ids in it small enough for a header.
+// sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. Package
+// packed makes the long lists of block ids in it small enough for a header.
 //
 // A mistake here may not only fail a request but answer it with another client's text: an engine reads KV blocks by
 // number and never checks whose they are. So all outside input is checked completely before it is passed on,
@@ -43,8 +43,8 @@ import (
 type Dialect struct {
 	Name string // in the configuration (kvTransfer)
 	// the engine whose paths clients may use, unless the configuration overrides it: one of the Engine constants
-	Engine string
-	VLLM   bool // its engines are vLLM, so the shapes of their answers are known
+	Engine  string
+	Engines Engines
 
 	// Two hops, one after the other. APIs lists the APIs whose requests can be split; nil: all.
 	APIs []openai.API
@@ -76,12 +76,23 @@ type Dialect struct {
 	Concurrent *Concurrent // both legs run at once; Prefill, if not nil, is for a P that is not known yet
 
 	// For the configuration.
-	Ports     []Port   // ports that an endpoint configures for the dialect
-	RankRule  RankRule // which tensor-parallel sizes of P and D fit each other
-	DataRanks bool     // a request can select a data-parallel rank, of several behind one port
-	Reports   Reports
+	Ports    []Port   // ports that an endpoint configures for the dialect
+	RankRule RankRule // which tensor-parallel sizes of P and D fit each other
+	Reports  Reports
 	// Validate returns the faults of a pool, beyond the rules for every pool.
 	Validate func(f *Fleet) []Problem
+}
+
+// Engines is what holds of all engines of a dialect.
+type Engines struct {
+	VLLM      bool // they are vLLM, so the shapes of their answers are known
+	DataRanks bool // a request can select a data-parallel rank, of several behind one port
+	// They serve either leg of any request, so that an endpoint's role is only the router's word: vLLM's NIXL connector
+	// with kv_role kv_both (0.32.0: one engine computes prompts for others beside its own answers, and fetches from
+	// those that fetch from it), and the stores that every engine both reads and writes.
+	EitherLeg bool
+	// None has run with it here: their source was read, and the simulator is made from that (docs/protocols.md).
+	Experimental bool
 }
 
 // Hold is how P's blocks get from its answer to D.
@@ -197,14 +208,6 @@ func (d *Dialect) LateAfter() time.Duration {
 	}
 	return d.Lease / 10
 }
-
-// EitherLegNames returns the dialects whose engines serve either leg of any request, so that an endpoint's role is only
-// the router's word: vLLM's NIXL connector with kv_role kv_both (0.32.0: one engine computes prompts for others beside
-// its own answers, and fetches from those that fetch from it), and the stores that every engine both reads and writes.
-func EitherLegNames() []string { return []string{"nixl", "shared", "offload"} }
-
-// EitherLeg reports whether the dialect is one of [EitherLegNames].
-func (d *Dialect) EitherLeg() bool { return slices.Contains(EitherLegNames(), d.Name) }
 
 // HandOverTTL returns for how long after P's answer its parameters may go to D: ttl, and a third of the lease at most.
 // So a D that gets them last still has half of the lease, for which it may stand still unnoticed (docs/adr/0050).
@@ -341,6 +344,16 @@ func All() []Dialect {
 func Names() (names []string) {
 	for _, d := range All() {
 		names = append(names, d.Name)
+	}
+	return names
+}
+
+// EitherLegNames returns the names of the dialects with EitherLeg, in order.
+func EitherLegNames() (names []string) {
+	for _, d := range All() {
+		if d.Engines.EitherLeg {
+			names = append(names, d.Name)
+		}
 	}
 	return names
 }

@@ -5,12 +5,14 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/rogpeppe/go-internal/txtar"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
@@ -133,4 +135,34 @@ func TestTokenIDs(t *testing.T) {
 	} {
 		require.Equal(t, want, tokenIDs([]byte(list)), list)
 	}
+}
+
+// What a dialect adds to D's body steers the engine, so a client must not send it: isControl (openai/fields.go) cuts it.
+func TestClientsCannotSendWhatDGets(t *testing.T) {
+	// A client may send these: members of the API, and what the engine does not read. Where Tandem sets one, it takes
+	// the place of the client's.
+	harmless := []string{"prompt", "prompt_of_client", "max_tokens", "return_token_ids", "request_id"}
+	files, err := filepath.Glob("testdata/*/*.txtar")
+	require.NoError(t, err)
+	var checked []string
+	for _, file := range files {
+		a, err := txtar.ParseFile(file)
+		require.NoError(t, err)
+		var client, decode map[string]json.RawMessage
+		if body := section(a, "decode request"); body == nil || json.Unmarshal(body, &decode) != nil {
+			continue
+		}
+		require.NoError(t, json.Unmarshal(section(a, "request"), &client), file)
+		for name := range decode {
+			if _, ok := client[name]; ok || slices.Contains(harmless, name) {
+				continue
+			}
+			checked = append(checked, name)
+			var r openai.Request
+			require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","`+name+`":1}`), openai.Limits{}))
+			assert.True(t, r.HasControl(), "%s: D is sent %q, which a client may send too: add it to isControl (openai/fields.go)",
+				file, name)
+		}
+	}
+	require.Subset(t, checked, []string{"kv_transfer_params", "bootstrap_room", "disaggregated_params"})
 }

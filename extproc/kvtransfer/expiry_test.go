@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -47,6 +48,34 @@ func TestExpiry(t *testing.T) {
 				require.NoError(t, err)
 			}
 		})
+	}
+}
+
+// TestLateReads: what may a D read that comes after P has freed the blocks? If P's parameters name blocks by number, what
+// they hold then, which is another client's text: Lease is how long P keeps them, and D's answer is checked against it.
+// Only a D that finds nothing, or the same KV, needs none. Each dialect says here which it is, and where that was read
+// in docs/security.md.
+func TestLateReads(t *testing.T) {
+	harmless := map[string]string{
+		"nixl-push":               "P writes, and nothing after its lease",
+		"mooncake":                "P sends only what it still keeps",
+		"sglang":                  "P writes into the room that D allocated",
+		"lmcache":                 "chunks are found by hash, and counted",
+		"shared":                  "chunks are found by hash, and counted",
+		"offload":                 "blocks are found by a name, which goes with them",
+		"moriio":                  "P writes into D's memory",
+		"p2p-nccl":                "P sends a copy, which D finds by request id and layer",
+		"trtllm":                  "the request id goes with the blocks",
+		"trtllm-generation-first": "P writes, and says when it has",
+	}
+	for _, name := range Names() {
+		d := every(t, name)
+		why, ok := harmless[name]
+		assert.NotEqual(t, d.Lease > 0, ok && why != "",
+			"%s: Hold.Lease (%s) says how long P keeps blocks that D reads by number; 0 needs a reason here", name, d.Lease)
+	}
+	for name := range harmless {
+		assert.Contains(t, Names(), name)
 	}
 }
 

@@ -102,8 +102,7 @@ func (f *firstAnswer) read(body []byte) error {
 	f.body = body
 	var choices []byte
 	var choicesAt int
-	c := cursor{b: body, i: skipSpace(body)}
-	err := c.object(func(key, value []byte, at int) error {
+	err := members(body, func(key, value []byte, at int) error {
 		switch string(key) {
 		case "id":
 			f.id = value

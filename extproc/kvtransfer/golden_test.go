@@ -7,12 +7,14 @@ import (
 	"flag"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/txtar"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
@@ -154,7 +156,7 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	read, err := dialect.ReadAnswer(answer, pair)
 	switch {
 	case err != nil:
-		require.ErrorIs(t, err, ErrParams)
+		require.ErrorIs(t, err, ErrParams, "a golden's answer must be JSON that ScanAnswer takes")
 		add("error", []byte(err.Error()))
 	case read.Final != nil:
 		add("answer", read.Final)
@@ -329,6 +331,69 @@ func TestNew(t *testing.T) {
 		_, err := New(Options{Name: "multi", Members: members})
 		require.ErrorContains(t, err, want)
 	}
+}
+
+// TestListsOfDialects: whatever lists the dialects has all of them, and no other.
+func TestListsOfDialects(t *testing.T) {
+	read := func(file, from, to string) string {
+		text, err := os.ReadFile("../../" + file)
+		require.NoError(t, err)
+		_, rest, found := strings.Cut(string(text), from)
+		require.True(t, found, "%s: %q", file, from)
+		rest, _, found = strings.Cut(rest, to)
+		require.True(t, found, "%s: %q", file, to)
+		return rest
+	}
+	quoted := regexp.MustCompile("`([^`]+)`")
+	cells := func(table string, column int) (names []string) { // the quoted names of a column
+		for _, row := range strings.Split(table, "\n") {
+			if of := strings.Split(row, "|"); len(of) > column+1 {
+				for _, name := range quoted.FindAllStringSubmatch(of[column+1], -1) {
+					names = append(names, name[1])
+				}
+			}
+		}
+		return names
+	}
+	var experimental []string
+	for _, d := range All() {
+		if d.Engines.Experimental {
+			experimental = append(experimental, d.Name)
+		}
+	}
+	var ran []string // with a real engine
+	stands := read("docs/protocols.md", "| ran with a real engine |\n|---|---|---|---|\n", "\n\n")
+	for _, row := range strings.Split(stands, "\n") {
+		if !strings.HasSuffix(row, "| no |") {
+			ran = append(ran, cells(row, 0)...)
+		}
+	}
+	without := func(names, out []string) []string {
+		return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return slices.Contains(out, name) })
+	}
+	assert.ElementsMatch(t, Names(), cells(stands, 0), "docs/protocols.md, what stands behind each dialect")
+	assert.ElementsMatch(t, without(Names(), experimental), ran,
+		"docs/protocols.md, what stands behind each dialect: those that ran with a real engine are not Experimental")
+	chosen := read("docs/howto/choose-a-dialect.md", "| `kvTransfer` |\n", "\n\n")
+	assert.ElementsMatch(t, append(Names(), "none"), without(cells(chosen, 2), []string{"members"}),
+		"docs/howto/choose-a-dialect.md")
+	var said []string
+	for _, name := range quoted.FindAllStringSubmatch(read("docs/howto/choose-a-dialect.md", "**Experimental**", "The check"), -1) {
+		said = append(said, name[1])
+	}
+	assert.ElementsMatch(t, experimental, said, "docs/howto/choose-a-dialect.md, experimental")
+	late := cells(read("docs/security.md", "\nCan a late D of the other dialects", "\n\n- "), 0)
+	slices.Sort(late)
+	assert.ElementsMatch(t, Names(), slices.Compact(late), "docs/security.md, can a late D read foreign KV")
+	var schema []string
+	list := "[" + read("deploy/helm/tandem/values.schema.json", `"kvTransfer": {"enum": [`, "]") + "]"
+	require.NoError(t, json.Unmarshal([]byte(list), &schema))
+	assert.ElementsMatch(t, append(Names(), "none"), schema, "deploy/helm/tandem/values.schema.json")
+	for file, from := range map[string]string{"README.md": "what is not](docs/supported.md): ", "docs/supported.md": "| [KV transfer](protocols.md) | "} {
+		assert.Equal(t, strconv.Itoa(len(Names())), read(file, from, " dialects of"), file)
+	}
+	assert.Equal(t, strconv.Itoa(len(experimental)), read("docs/supported.md", "(howto/choose-a-dialect.md)), ", " of them [experimental]"),
+		"docs/supported.md")
 }
 
 // every returns a dialect by name, with the options that it needs.

@@ -27,7 +27,7 @@ func newMooncake() mooncake { return mooncake{newNIXL(false)} }
 func mooncakeDialect(*Options) (Dialect, error) {
 	d := newMooncake()
 	return Dialect{
-		Name: "mooncake", Engine: EngineVLLM, VLLM: true, DataRanks: true, Ports: bootstrapPorts(),
+		Name: "mooncake", Engine: EngineVLLM, Engines: Engines{VLLM: true, DataRanks: true}, Ports: bootstrapPorts(),
 		RankRule: RankMultiples, // vLLM 0.32.0, mooncake_connector.py, _get_tp_ratio
 		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
 		Concurrent: &Concurrent{

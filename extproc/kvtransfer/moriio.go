@@ -31,7 +31,7 @@ const (
 func moriioDialect(*Options) (Dialect, error) {
 	d := newMoRIIO()
 	return Dialect{
-		Name: "moriio", Engine: EngineVLLM, VLLM: true,
+		Name: "moriio", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
 		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
 		Concurrent: &Concurrent{DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer},

@@ -39,6 +39,7 @@ func newNIXL(reuseIDs bool) nixl {
 func nixlDialect(o *Options) (Dialect, error) {
 	d := newNIXL(o.ReuseTokenIDs)
 	out := d.dialect()
+	out.Engines.EitherLeg = true
 	if o.ReuseTokenIDs {
 		out.TokenIDs = []openai.API{openai.Chat}
 	}
@@ -55,7 +56,7 @@ func nixlDialect(o *Options) (Dialect, error) {
 
 func (d nixl) dialect() Dialect {
 	return Dialect{
-		Name: "nixl", Engine: EngineVLLM, VLLM: true, DataRanks: true,
+		Name: "nixl", Engine: EngineVLLM, Engines: Engines{VLLM: true, DataRanks: true},
 		RankRule: RankMultiples, // vLLM 0.32.0, kv_connector/utils.py, tp_ratio
 		Reports: Reports{
 			Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike(), Release: true,

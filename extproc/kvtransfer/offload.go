@@ -31,7 +31,7 @@ func p2pPorts() []Port {
 func offloadDialect(*Options) (Dialect, error) {
 	d := newOffload()
 	return Dialect{
-		Name: "offload", Engine: EngineAny, VLLM: true,
+		Name: "offload", Engine: EngineAny, Engines: Engines{VLLM: true, Experimental: true, EitherLeg: true},
 		Reports: Reports{Connectors: []string{"OffloadingConnector"}, Release: true},
 		Ports:   p2pPorts(),
 		Hold:    Hold{Inline: true},

@@ -111,7 +111,8 @@ func outOfRange(raw []byte, f openai.Field) bool {
 	return !ok || n < least
 }
 
-// usage reads the token counts of P's answer, and its kv_transfer_params.
+// usage reads the token counts of P's answer, and its kv_transfer_params as they stand there: nil if there are none, or
+// null. It is an error if the answer is not a JSON object, or has a member twice.
 func usage(body []byte) (Answer, []byte, error) {
 	scanned, err := openai.ScanAnswer(body)
 	return counts(&scanned), scanned.Params, err

@@ -41,8 +41,8 @@ func newOrchestrated(key string, params bool) orchestrated {
 func orchestratedDialect(o *Options) (Dialect, error) {
 	d := newOrchestrated(o.Key, o.Params)
 	return Dialect{
-		// the APIs of those engines
-		Name: "orchestrated", Engine: EngineAny, APIs: []openai.API{openai.Chat, openai.Completions},
+		Name: "orchestrated", Engine: EngineAny, Engines: Engines{Experimental: true},
+		APIs:    []openai.API{openai.Chat, openai.Completions},
 		Hold:    Hold{Lease: standstill.DefaultLease}, // nothing is known of the engine: it may be vLLM with NIXL
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}, nil

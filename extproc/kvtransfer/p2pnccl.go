@@ -31,7 +31,7 @@ func newP2PNCCL() p2pNCCL { return p2pNCCL{newOneToken()} }
 func p2pNCCLDialect(*Options) (Dialect, error) {
 	d := newP2PNCCL()
 	return Dialect{
-		Name: "p2p-nccl", Engine: EngineVLLM, VLLM: true,
+		Name: "p2p-nccl", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
 		RankRule: RankToRank, // save_kv_layer sends to D's port + P's rank, and D's rank waits for its own part
 		Reports:  Reports{Connectors: []string{"P2pNcclConnector"}},
 		Ports:    []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,

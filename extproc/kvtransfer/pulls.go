@@ -29,7 +29,7 @@ type mooncakePull struct{ nixl nixl }
 func mooncakePullDialect(o *Options) (Dialect, error) {
 	d := mooncakePull{newNIXL(false)}
 	return Dialect{
-		Name: "mooncake-0.13", Engine: EngineVLLM, VLLM: true,
+		Name: "mooncake-0.13", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
 		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
 		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
 		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
@@ -55,7 +55,7 @@ type moriioRead struct {
 func moriioReadDialect(o *Options) (Dialect, error) {
 	d := moriioRead{newNIXL(false), max(o.DecodeTP, 1), max(o.DecodeDP, 1)}
 	return Dialect{
-		Name: "moriio-read", Engine: EngineVLLM, VLLM: true,
+		Name: "moriio-read", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
 		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
 		Hold:    Hold{Inline: true, Lease: cmp.Or(o.Lease, moriioDefer), Final: true},

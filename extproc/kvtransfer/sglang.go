@@ -32,7 +32,8 @@ const DefaultBootstrapPort = 8998
 func sglangDialect(*Options) (Dialect, error) {
 	d := newSGLang()
 	return Dialect{
-		Name: "sglang", Engine: EngineSGLang, DataRanks: true, Ports: bootstrapPorts(), Validate: d.Validate,
+		Name: "sglang", Engine: EngineSGLang, Engines: Engines{DataRanks: true},
+		Ports: bootstrapPorts(), Validate: d.Validate,
 		// disaggregation/common/conn.py of 0.5.23 refuses another page size or KV dtype.
 		Reports: Reports{Alike: []Fact{FactRevision, FactDtype, FactKVDtype, FactBlockSize, FactBackend}},
 		Concurrent: &Concurrent{

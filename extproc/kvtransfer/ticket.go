@@ -8,6 +8,7 @@ import (
 
 	"google.golang.org/protobuf/encoding/protowire"
 
+	"tandem/extproc/kvtransfer/packed"
 	"tandem/extproc/openai"
 )
 
@@ -255,7 +256,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	return appendText(b, fieldModel, t.Model)
 }
 
-// appendParams appends the last field; packed is the output of pack for Params.
+// appendParams appends the last field; packed is the output of [packed.Pack] for Params.
 func appendParams(b, packed []byte) []byte { return appendBytes(b, fieldPackedParams, packed) }
 
 func unix(t time.Time, in func(time.Time) int64) int64 {
@@ -484,7 +485,7 @@ func (t *Ticket) setText(f protowire.Number, v []byte) error {
 	case fieldConversation:
 		return set16(&t.Turn.Conversation, v)
 	case fieldPackedParams:
-		params, err := unpack([]byte{}, v, MaxParamsBytes) // keep empty Params apart from nil
+		params, err := packed.Unpack([]byte{}, v, MaxParamsBytes) // keep empty Params apart from nil
 		t.Params = params
 		return err
 	}
@@ -570,7 +571,7 @@ func (k *Keys) Seal(dst []byte, t *Ticket, requestID string) ([]byte, error) {
 	defer k.release(s)
 	s.message = appendTicket(s.message[:0], t)
 	if t.Params != nil {
-		s.packed = pack(s.packed[:0], t.Params)
+		s.packed = packed.Pack(s.packed[:0], t.Params)
 		s.message = appendParams(s.message, s.packed)
 	}
 	return k.sealMessage(dst, s, requestID), nil

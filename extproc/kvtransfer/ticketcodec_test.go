@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
+	"tandem/extproc/kvtransfer/packed"
 	"tandem/extproc/openai"
 	ticketv1 "tandem/protos/ticket/v1"
 )
@@ -42,7 +43,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 		m.ParamsRef = t.ParamsRef[:]
 	}
 	if t.Params != nil {
-		m.PackedParams = pack(nil, t.Params)
+		m.PackedParams = packed.Pack(nil, t.Params)
 	}
 	return m
 }
@@ -92,7 +93,7 @@ func TestTicketCodecAgainstGenerated(t *testing.T) {
 		}
 		message := appendTicket(nil, want)
 		if want.Params != nil {
-			message = appendParams(message, pack(nil, want.Params))
+			message = appendParams(message, packed.Pack(nil, want.Params))
 		}
 		var read ticketv1.Ticket
 		require.NoError(t, proto.Unmarshal(message, &read))
@@ -110,7 +111,7 @@ func TestTicketCodecAgainstGenerated(t *testing.T) {
 // FuzzTicketMessage: any authentic ticket is read without panic, within bounds, and as by the generated code.
 func FuzzTicketMessage(f *testing.F) {
 	f.Add(appendTicket(nil, smallTicket()))
-	f.Add(appendParams(appendTicket(nil, fullTicket()), pack(nil, fullTicket().Params)))
+	f.Add(appendParams(appendTicket(nil, fullTicket()), packed.Pack(nil, fullTicket().Params)))
 	f.Fuzz(func(t *testing.T, message []byte) {
 		var got Ticket
 		if parseTicket(&got, message) != nil {
@@ -202,7 +203,7 @@ func BenchmarkPackAgainstFlate(b *testing.B) {
 	b.Run("pack", func(b *testing.B) {
 		var dst []byte
 		for b.Loop() {
-			dst = pack(dst[:0], text)
+			dst = packed.Pack(dst[:0], text)
 		}
 		b.ReportMetric(float64(len(dst)), "B")
 	})

@@ -28,8 +28,8 @@ func newTRTLLM() trtllm { return trtllm{[]byte("false")} }
 func trtllmDialect(*Options) (Dialect, error) {
 	d := newTRTLLM()
 	return Dialect{
-		// which take disaggregated_params
-		Name: "trtllm", Engine: EngineTRTLLM, APIs: []openai.API{openai.Chat, openai.Completions},
+		Name: "trtllm", Engine: EngineTRTLLM, Engines: Engines{Experimental: true},
+		APIs:    []openai.API{openai.Chat, openai.Completions},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Completion: d.Completion,
 	}, nil
 }
@@ -74,8 +74,7 @@ func (trtllm) DecodeMember(dst, params []byte) []byte { return append(dst, param
 // Completion sets P's parameters, and P's token ids as the prompt, so that D need not tokenise. A completion has no
 // member prompt_token_ids.
 func (trtllm) Completion(p *openai.Patch, params []byte) error {
-	members := cursor{b: append(append([]byte{'{'}, params...), '}')}
-	return members.object(func(key, value []byte, _ int) error {
+	return members(append(append([]byte{'{'}, params...), '}'), func(key, value []byte, _ int) error {
 		switch string(key) {
 		case "disaggregated_params":
 			p.Set("disaggregated_params", openai.FieldDisaggregatedParams, value)
@@ -100,9 +99,7 @@ func (c *contextAnswer) read(body []byte) error {
 	c.body = body
 	var choices []byte
 	var choicesAt int
-	at := skipSpace(body)
-	top := cursor{b: body, i: at}
-	err := top.object(func(key, value []byte, at int) error {
+	err := members(body, func(key, value []byte, at int) error {
 		switch string(key) {
 		case "choices":
 			choices, choicesAt = value, at
@@ -274,8 +271,7 @@ func (c *contextAnswer) final() []byte {
 func without(object []byte, names ...string) []byte {
 	out := make([]byte, 0, len(object))
 	out = append(out, '{')
-	c := cursor{b: object, i: skipSpace(object)}
-	_ = c.object(func(key, value []byte, _ int) error { // it was read before
+	_ = members(object, func(key, value []byte, _ int) error { // it was read before
 		if slices.Contains(names, string(key)) {
 			return nil
 		}

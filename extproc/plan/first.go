@@ -335,7 +335,7 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 	if err != nil {
 		return nil, err
 	}
-	if p.Dialect.VLLM && how.DecodeRank == "" {
+	if p.Dialect.Engines.VLLM && how.DecodeRank == "" {
 		how.DecodeRank = decode.RankName()
 	}
 	edits, undo, ok := r.Edits(p)

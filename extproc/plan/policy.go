@@ -273,7 +273,7 @@ func (p *Policy) LeastBytes(api openai.API, requestID string, stream bool) int {
 	if !stream {
 		return 0
 	}
-	return openai.LeastStream(api, requestID, p.Dialect.VLLM)
+	return openai.LeastStream(api, requestID, p.Dialect.Engines.VLLM)
 }
 
 // NotSplit returns why no request with so many uncached tokens is split, whatever it costs; "" if it may be.

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/picker"
@@ -60,4 +61,27 @@ func TestExplanationIsDocumented(t *testing.T) {
 	slices.Sort(documented)
 	slices.Sort(fields)
 	require.Equal(t, slices.Compact(fields), slices.Compact(documented))
+}
+
+// The parts of prices stand in docs, those of each price in its row.
+func TestPartsAreDocumented(t *testing.T) {
+	operations, err := os.ReadFile("../../docs/operations.md")
+	require.NoError(t, err)
+	why, err := os.ReadFile("../../docs/howto/why-there.md")
+	require.NoError(t, err)
+	for row, price := range map[string]any{
+		"prefill": picker.PrefillPrice{}, "decode_leg": picker.DecodePrice{}, "alone": picker.AlonePrice{},
+	} {
+		var parts []string
+		for field := range reflect.TypeOf(price).Fields() {
+			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
+			parts = append(parts, "`"+name+"`")
+			assert.Contains(t, string(why), "\n| `"+name+"` | ", "docs/howto/why-there.md")
+		}
+		_, line, found := strings.Cut(string(operations), "\n| `"+row+"` | price of ")
+		require.True(t, found, row)
+		line, _, _ = strings.Cut(line, "\n")
+		_, line, _ = strings.Cut(line, ": ")
+		assert.Equal(t, strings.Join(parts, ", ")+" |", line, "docs/operations.md, row %s", row)
+	}
 }

@@ -204,28 +204,13 @@ func Weigh(all []picker.Weighed, split bool) []Weighed {
 	out := make([]Weighed, 0, min(len(all), maxWeighed))
 	for _, c := range all[:cap(out)] {
 		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Word: c.Word, Out: c.Out != "", Why: c.Out, Hit: c.Hit}
-		if p := c.Prefill; p != nil && split {
-			w.Prefill = parts([]Part{
-				{Name: "queue", Value: p.Queue}, {Name: "work", Value: p.Work}, {Name: "load", Value: p.Load},
-				{Name: "others", Value: p.Others}, {Name: "jobs", Value: p.Jobs}, {Name: "session", Value: p.Session},
-			})
+		prefill, decode, alone := c.Parts()
+		if split {
+			w.Prefill, w.Decode, w.Alone = without0(prefill), without0(decode), without0(alone)
+		} else {
+			w.Decode = without0(alone)
 		}
-		if d := c.Decode; d != nil && split {
-			w.Decode = parts([]Part{
-				{Name: "transfer", Value: c.Transfer}, {Name: "step", Value: d.Step}, {Name: "answer", Value: d.Answer},
-				{Name: "overflow", Value: d.Overflow}, {Name: "session", Value: d.Session},
-			})
-		}
-		if a := c.Alone; a != nil {
-			alone := parts([]Part{
-				{Name: "queue", Value: a.Queue}, {Name: "work", Value: a.Work}, {Name: "load", Value: a.Load},
-				{Name: "others", Value: a.Others}, {Name: "answers", Value: a.Answers},
-				{Name: "decode", Value: a.Decode}, {Name: "overflow", Value: a.Overflow},
-				{Name: "session", Value: a.Session},
-			})
-			if w.Alone = alone; !split {
-				w.Alone, w.Decode = nil, alone
-			}
+		if c.Alone != nil {
 			switch {
 			case c.TooLong:
 				w.NotAlone = NotAloneTooLong
@@ -238,8 +223,8 @@ func Weigh(all []picker.Weighed, split bool) []Weighed {
 	return out
 }
 
-// parts removes the parts that are zero.
-func parts(all []Part) []Part {
+// without0 removes the parts that are zero.
+func without0(all []Part) []Part {
 	return slices.DeleteFunc(all, func(p Part) bool { return p.Value == 0 })
 }
 

@@ -3,13 +3,12 @@ package telemetry
 import (
 	"math"
 	"time"
+
+	"tandem/picker"
 )
 
 // Part is one summand of a price, in PriceUnit.
-type Part struct {
-	Name  string  `json:"name"`
-	Value float64 `json:"value"`
-}
+type Part = picker.Part
 
 // PriceUnit is the unit of prices and their parts.
 const PriceUnit = "s"

@@ -83,8 +83,8 @@ func PoolSpecs(cfg *configv1.Config) (out []PoolSpec, err error) {
 			}
 			next.Endpoints = append(next.Endpoints, kvstate.EndpointSpec{
 				Name: e.GetAddress(), Scheme: e.GetScheme(), Role: role, Group: PairsAs(p, e), Transfer: TransferOf(e),
-				Ranks:      int(e.GetDataParallelRanks()),
-				EventsPort: int(e.GetKvEventsPort()), ReplayPort: int(e.GetKvReplayPort()),
+				Ranks:  int(e.GetDataParallelRanks()),
+				Events: kvstate.EventPorts{Port: int(e.GetKvEventsPort()), Replay: int(e.GetKvReplayPort())},
 				Weight: int(e.GetWeight()), Drained: e.GetWeight() == 0, Zone: e.GetZone(), Node: e.GetNode(),
 				Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: e.GetApiKeyFile()},
 				LoRAs:  commas(e.GetLoras()), Labels: commas(e.GetLabels()),

@@ -1,9 +1,11 @@
 package config
 
 import (
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -105,10 +107,11 @@ func edited(old, replacement string) string {
 	return strings.Replace(least, old, replacement, 1)
 }
 
+// A configuration that is refused, and every error. Warnings are in TestWarnings.
 func TestValidationErrors(t *testing.T) {
 	for name, tt := range map[string]struct {
-		yaml string
-		want []string
+		yaml   string
+		errors []string
 	}{
 		"empty":                {"", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds empty"}},
 		"a list":               {"- a", []string{"the file must hold a mapping, with extProc, envoy, pools and so on; it holds a list"}},
@@ -186,7 +189,7 @@ func TestValidationErrors(t *testing.T) {
 			`pools[0].targets.tpot: "2d" is not a duration such as 300s, 5m or 250ms`, "pools[0].targets.ttft: 0s is not between 1ms and 24h0m0s"}},
 		"roles":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: dynamic"), []string{`pools[0].roles: "dynamic" is not one of fixed, auto`}},
 		"roles need two":  {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: auto"), []string{"pools[0].roles: is auto, but 0 endpoints have the role both: at least two are needed"}},
-		"roles of others": {edited("kvTransfer: nixl", "kvTransfer: sglang\n  roles: auto"), []string{"pools[0].roles: is auto, but engines with kvTransfer sglang serve one leg only: with nixl, shared, offload they serve either"}},
+		"roles of others": {edited("kvTransfer: nixl", "kvTransfer: sglang\n  roles: auto"), []string{"pools[0].roles: is auto, but engines with kvTransfer sglang serve one leg only: with nixl, offload, shared they serve either"}},
 		"address twice":   {edited("engine.svc:8000", "127.0.0.1:08101"), []string{"pools[0].endpoints[1].address: 127.0.0.1:08101 is already pools[0].endpoints[0].address"}},
 		"address without port": {edited("engine.svc:8000", "engine.svc"), []string{
 			`pools[0].endpoints[1].address: "engine.svc" is not an address: ip:port, [ip]:port or name:port`}},
@@ -236,7 +239,7 @@ func TestValidationErrors(t *testing.T) {
 			_, _, err := Parse([]byte(tt.yaml))
 			var m ValidationErrors
 			require.ErrorAs(t, err, &m)
-			require.Equal(t, strings.Join(tt.want, "\n"), m.Error())
+			require.Equal(t, strings.Join(tt.errors, "\n"), m.Error())
 		})
 	}
 }
@@ -277,10 +280,11 @@ func TestDiscoveryAndPicker(t *testing.T) {
 	}
 }
 
+// A configuration that is accepted, and what it is warned of. Errors are in TestValidationErrors.
 func TestWarnings(t *testing.T) {
 	for name, tt := range map[string]struct {
-		yaml string
-		want []string
+		yaml     string
+		warnings []string
 	}{
 		"https":              {edited("role: decode", "role: decode, scheme: https"), []string{"envoy.endpointTls.caFile: is missing: Envoy will take any certificate of https endpoints"}},
 		"always, one engine": {"pools: [{name: a, kvTransfer: nixl, split: always, endpoints: [{address: \"127.0.0.1:8101\", role: both}]}]", []string{"pools[0].endpoints: no two of them can share a request, so nothing is split, though split is always: add one that prefills or decodes"}},
@@ -292,7 +296,8 @@ func TestWarnings(t *testing.T) {
 		"encode, alone": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  encode: {}"), []string{"pools[0].encode: has no effect: no endpoint has the role encode"}},
 		"encode, unasked": {least + "  - {address: e.svc:8000, role: encode}\n", []string{
 			"pools[0].endpoints[2].role: is encode, which has no effect without the pool's encode: set that too, {} is enough"}},
-		"encode": {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", nil},
+		"encode": {edited("kvTransfer: nixl", "kvTransfer: lmcache\n  encode: {timeout: 3s}") + "  - {address: e.svc:8000, role: encode}\n", []string{
+			"pools[0].kvTransfer: lmcache is experimental: no real engine has run with it yet, only simulators (docs/protocols.md)"}},
 		"replicas alone": {"tickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"], replans: [\"a:2\"]}\n" + least, []string{
 			"state.redis: is missing: each of the 2 replicas (envoy.extProcs) knows only what it did itself: load, prefixes, failures, " +
 				"and orders such as drain (docs/howto/redis.md)",
@@ -317,7 +322,7 @@ func TestWarnings(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))
 			require.NoError(t, err)
-			require.Equal(t, tt.want, warnings)
+			require.Equal(t, tt.warnings, warnings)
 		})
 	}
 }
@@ -403,6 +408,24 @@ func TestKindsOfFields(t *testing.T) {
 		}
 	}
 	walk((&configv1.Config{}).ProtoReflect().Descriptor())
+}
+
+// A number where a duration belongs gets a hint that says so: durations lists every field that is checked to be one.
+func TestDurationsAreKnown(t *testing.T) {
+	files, err := filepath.Glob("*.go")
+	require.NoError(t, err)
+	checked := regexp.MustCompile(`checkDuration\(v, .*\.(\w)(\w*), [^,]+\)`)
+	found := map[string]bool{}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		for _, name := range checked.FindAllStringSubmatch(string(text), -1) {
+			found[strings.ToLower(name[1])+name[2]] = true
+		}
+	}
+	require.ElementsMatch(t, slices.Sorted(maps.Keys(found)), durations())
+	_, _, err = Parse([]byte("notices: {keep: 5}\n" + least))
+	require.EqualError(t, err, "notices.keep: must have a unit, is 5: 5s for seconds, 5ms for milliseconds")
 }
 
 // FuzzParse: any text yields a configuration that reads back as itself, or mistakes of one line each.

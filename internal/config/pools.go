@@ -297,7 +297,8 @@ func checkWeights(v *validator, path string, p *configv1.Pool) {
 // RankLimit returns how many data-parallel ranks an endpoint of a pool may have; 0 if requests of the pool cannot name
 // one, or if its KV events are not counted by rank.
 func RankLimit(p *configv1.Pool) int {
-	if p.KvTransfer != "none" && !DialectOf(p).DataRanks || p.Handoff != "envoy" || p.GetKvEvents().GetRanks() > 1 {
+	if p.KvTransfer != "none" && !DialectOf(p).Engines.DataRanks || p.Handoff != "envoy" ||
+		p.GetKvEvents().GetRanks() > 1 {
 		return 0
 	}
 	return discovery.MaxRanks
@@ -320,7 +321,7 @@ func checkRanks(v *validator, path string, p *configv1.Pool) {
 // checkRanksNamed checks that requests of a pool can name ranks, which at asks for.
 func checkRanksNamed(v *validator, at, path string, p *configv1.Pool) {
 	switch {
-	case p.KvTransfer != "none" && !DialectOf(p).DataRanks:
+	case p.KvTransfer != "none" && !DialectOf(p).Engines.DataRanks:
 		v.m.add(at, "kvTransfer %s has no word for ranks: give each rank a port and an endpoint of its own, "+
 			"or leave it to the engine", p.KvTransfer)
 	case p.Handoff != "envoy":
@@ -395,7 +396,7 @@ func checkRoles(v *validator, path string, p *configv1.Pool) {
 		}
 	}
 	switch {
-	case !dialect.EitherLeg():
+	case !dialect.Engines.EitherLeg:
 		v.m.add(path+".roles", "is auto, but engines with kvTransfer %s serve one leg only: with %s they serve either",
 			p.KvTransfer, strings.Join(kvtransfer.EitherLegNames(), ", "))
 	case p.Split == "never":

@@ -126,7 +126,8 @@ func sizeText(bytes int64) string {
 // durations returns the fields for which a number without a unit is a likely mistake.
 func durations() []string {
 	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout",
-		"answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot"}
+		"answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot", "timeout", "kvTimeout",
+		"turnTtl", "keep", "maxAge"}
 }
 
 // answeredYes returns the fields that take one of some words, and that people may answer with yes or no, which YAML

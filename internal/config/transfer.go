@@ -57,6 +57,10 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	default:
 		checkOneOf(v, at, p.KvTransfer, dialects()...)
 	}
+	if kvtransfer.Named(p.KvTransfer).Engines.Experimental {
+		v.warn(at, "%s is experimental: no real engine has run with it yet, only simulators (docs/protocols.md)",
+			p.KvTransfer)
+	}
 	checkOnlyWith(v, path+".lmcache", p.Lmcache != nil, p, "lmcache")
 	checkOnlyWith(v, path+".nixl", p.Nixl != nil, p, "nixl")
 	checkBidirectional(v, path, p)

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/kvtransfer"
 )
 
 // pool returns a configuration of one pool with two endpoints, and what more the pool and each of them has.
@@ -20,6 +22,11 @@ func pool(dialect, more, prefill, decode string) string {
   - {address: "10.0.0.5:8000", role: prefill%s}
   - {address: "10.0.0.6:8000", role: decode%s}
 `, dialect, more, prefill, decode)
+}
+
+// besidesExperimental returns the warnings but those of experimental dialects.
+func besidesExperimental(warnings []string) []string {
+	return slices.DeleteFunc(warnings, func(w string) bool { return strings.Contains(w, " is experimental: ") })
 }
 
 // Address and role suffice for every dialect but multi, which needs its members, and p2p-nccl, whose engines register.
@@ -39,6 +46,9 @@ func TestDialectDefaults(t *testing.T) {
 			require.Len(t, warnings, 1, "its prefill endpoint has nothing to do")
 			continue
 		}
+		said := len(warnings) > 0 && strings.HasPrefix(warnings[0], "pools[0].kvTransfer: "+dialect+" is experimental: ")
+		require.Equal(t, kvtransfer.Named(dialect).Engines.Experimental, said, "%s: %s", dialect, warnings)
+		warnings = besidesExperimental(warnings)
 		if dialect != "lmcache" {
 			require.Empty(t, warnings, dialect)
 			require.Nil(t, c.Notices)
@@ -60,7 +70,7 @@ func TestDialectDefaults(t *testing.T) {
 	require.Equal(t, []int32{5710, 0}, []int32{c.Pools[0].Endpoints[0].GetTransfer().GetP2PPort(), c.Pools[0].Endpoints[1].GetTransfer().GetP2PPort()})
 	c, warnings, err := Parse([]byte(pool("lmcache", "lmcache: {skipNotices: true}", "", "")))
 	require.NoError(t, err)
-	require.Empty(t, warnings)
+	require.Empty(t, besidesExperimental(warnings))
 	require.Nil(t, c.Notices)
 }
 
@@ -134,7 +144,7 @@ func TestIncompatibleEndpoints(t *testing.T) {
 			_, warnings, err := Parse([]byte(tt.yaml))
 			require.NoError(t, err)
 			alone := func(w string) bool { return strings.HasPrefix(w, "state.redis: is missing") }
-			require.Equal(t, []string{tt.want}, slices.DeleteFunc(warnings, alone))
+			require.Equal(t, []string{tt.want}, slices.DeleteFunc(besidesExperimental(warnings), alone))
 		})
 	}
 	_, _, err := Parse([]byte("notices: {listen: \"0.0.0.0:7500\"}\n" + pool("lmcache", "", ", transfer: {tensorParallelSize: 2}", "")))

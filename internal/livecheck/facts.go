@@ -185,7 +185,7 @@ func label(labels []byte, name string) string {
 func (a *engineAnswer) checkEngine(at string, p *configv1.Pool) (right bool) {
 	d, is := config.DialectOf(p), a.info.Engine
 	speaks := d.Engine
-	if d.VLLM {
+	if d.Engines.VLLM {
 		speaks = kvtransfer.EngineVLLM
 	}
 	switch {

@@ -15,7 +15,7 @@ import (
 // Source describes how the engines of a pool publish their KV events. vLLM: --kv-events-config, SGLang:
 // --kv-events-config.
 type Source struct {
-	// of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own EventsPort overrides it
+	// of the events, for data-parallel rank 0; rank r has Port+r. An endpoint's own Events override it
 	Port       int
 	ReplayPort int    // serves old batches, likewise; 0: none
 	Ranks      int    // data-parallel ranks of each endpoint; 0 is 1

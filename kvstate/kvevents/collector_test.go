@@ -129,7 +129,7 @@ func TestCollectorConnects(t *testing.T) {
 		require.NoError(t, p.pub.Listen("tcp://127.0.0.1:0"))
 		p.store(0, false) // before we connected
 		s := kvstate.New(kvstate.Options{})
-		endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: port(t, p.pub), ReplayPort: port(t, p.router)}
+		endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, Events: kvstate.EventPorts{Port: port(t, p.pub), Replay: port(t, p.router)}}
 		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{endpoint})
 		c := run(t, s, Source{Topic: "kv@"})
 		eventually(t, s, 0)
@@ -144,7 +144,7 @@ func TestCollectorConnects(t *testing.T) {
 		require.Equal(t, []uint64{1, 1, 0, 0, 1}, []uint64{stats.Gaps, stats.Recovered, stats.Lost, stats.Restarts, stats.Malformed})
 		require.Equal(t, 4, stats.Feed.Held)
 
-		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "other", Addr: "127.0.0.1:8101", Role: kvstate.RoleBoth, EventsPort: 1}})
+		s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Name: "other", Addr: "127.0.0.1:8101", Role: kvstate.RoleBoth, Events: kvstate.EventPorts{Port: 1}}})
 		eventually(t, s)
 		require.Eventually(t, func() bool { s := c.Stats(); return len(s) == 1 && s[0].Endpoint == "127.0.0.1:8101" }, 30*time.Second, 10*time.Millisecond)
 	}
@@ -156,7 +156,7 @@ func TestCollectorListens(t *testing.T) {
 	p := newPublisher(t, true)
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{
-		{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: 1, ReplayPort: port(t, p.router)},
+		{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, Events: kvstate.EventPorts{Port: 1, Replay: port(t, p.router)}},
 		{Name: "another", Addr: "127.0.0.1:8101", Role: kvstate.RoleBoth},
 	})
 	c := run(t, s, Source{Listen: addr, Port: 1})

@@ -168,7 +168,7 @@ func TestAnEngineThatConnectsIsKnownToAll(t *testing.T) {
 	redis := redisserver.New(t)
 	p := newPublisher(t, true)
 	p.e.blocks = 20_000
-	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, EventsPort: 1, ReplayPort: port(t, p.router)}
+	endpoint := kvstate.EndpointSpec{Name: "e", Addr: "127.0.0.1:8100", Role: kvstate.RoleBoth, Events: kvstate.EventPorts{Port: 1, Replay: port(t, p.router)}}
 	next := rand.New(rand.NewPCG(5, 6)).IntN
 	var replicas []*sharing
 	addrs := loopback.Addresses(t, 4)

@@ -60,8 +60,8 @@ func newSubscription(ctx context.Context, t target, p Publisher, log *slog.Logge
 	s.ctx, s.stop = context.WithCancel(ctx)
 	s.stream.sink = p
 	events, replayed := t.source.Port, t.source.ReplayPort
-	if t.endpoint.EventsPort != 0 {
-		events, replayed = t.endpoint.EventsPort, t.endpoint.ReplayPort
+	if own := t.endpoint.Events; own.Port != 0 {
+		events, replayed = own.Port, own.Replay
 	}
 	host, _, _ := net.SplitHostPort(t.endpoint.Addr)
 	s.eventsAddr = net.JoinHostPort(host, strconv.Itoa(events+t.rank))

@@ -1370,8 +1370,9 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Model names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect, or none. docs/protocols.md has the dialects. none: the engines prefill and decode
-	// by themselves. Required.
+	// The engines' KV transfer dialect, or none. docs/protocols.md has the dialects. Those that no real engine has run with
+	// yet are experimental there, and a start and --check warn of them. none: the engines prefill and decode by
+	// themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// A file with the engines' API key, on one line. It is for Tandem's own requests: probes, metrics, lists of models,
 	// tokenization, cleanup. It is read for each of them, so a new key counts at once. Clients' requests keep their own

@@ -1,4 +1,5 @@
-package kvtransfer
+// Package packed writes text with long lists of integers in a few bytes: a hand-over's block ids have to fit a header.
+package packed
 
 import (
 	"encoding/binary"
@@ -10,8 +11,8 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Packed text. A hand-over is a few hundred bytes and one long list of block ids, written in decimal: 8,192 of them
-// take 47 KB, and have to fit a header. pack finds runs of integers with the same separator between them, in any
+// A hand-over is a few hundred bytes and one long list of block ids, written in decimal: 8,192 of them
+// take 47 KB, and have to fit a header. Pack finds runs of integers with the same separator between them, in any
 // context, and writes their bits; everything else stays. It knows nothing of JSON, so nothing can get lost: white
 // space, numbers that only look like integers and strings that look like lists all come back byte for byte.
 //
@@ -41,8 +42,8 @@ const (
 
 var errPacked = errors.New("packed text is broken")
 
-// pack appends text, packed, to dst.
-func pack(dst, text []byte) []byte {
+// Pack appends text, packed, to dst.
+func Pack(dst, text []byte) []byte {
 	start := len(dst)
 	dst = append(dst, packedRuns)
 	dst = binary.AppendUvarint(dst, uint64(len(text)))
@@ -185,9 +186,9 @@ func appendChunk(dst []byte, chunk []uint32, last int64) []byte {
 	return dst
 }
 
-// unpack appends to dst the text that packed stands for, at most limit bytes. It never panics on malformed input, and
+// Unpack appends to dst the text that packed stands for, at most limit bytes. It never panics on malformed input, and
 // never returns another text: a checksum guards against releases that decode differently.
-func unpack(dst, packed []byte, limit int) ([]byte, error) {
+func Unpack(dst, packed []byte, limit int) ([]byte, error) {
 	if len(packed) == 0 {
 		return dst, errPacked
 	}

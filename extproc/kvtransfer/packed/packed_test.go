@@ -1,4 +1,4 @@
-package kvtransfer
+package packed
 
 import (
 	"bytes"
@@ -88,15 +88,15 @@ func TestPack(t *testing.T) {
 		{"bytes", string([]byte{0, 255, '1', ',', '2', 0, 128}), 8},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			packed := pack([]byte("head"), []byte(c.text))
+			packed := Pack([]byte("head"), []byte(c.text))
 			require.True(t, bytes.HasPrefix(packed, []byte("head")))
 			packed = packed[4:]
 			require.LessOrEqual(t, len(packed), c.most)
-			text, err := unpack([]byte("tail"), packed, len(c.text))
+			text, err := Unpack([]byte("tail"), packed, len(c.text))
 			require.NoError(t, err)
 			require.Equal(t, "tail"+c.text, string(text))
 			if len(c.text) > 0 {
-				_, err = unpack(nil, packed, len(c.text)-1)
+				_, err = Unpack(nil, packed, len(c.text)-1)
 				require.Error(t, err, "the limit holds")
 			}
 		})
@@ -107,23 +107,23 @@ func TestPack(t *testing.T) {
 // releases that pack differently.)
 func TestUnpackBroken(t *testing.T) {
 	text := "[[" + blockIDs(randomIDs(200, 65536), ",") + "],[" + blockIDs(countingIDs(200), ", ") + "]]"
-	packed := pack(nil, []byte(text))
+	packed := Pack(nil, []byte(text))
 	for n := range packed {
-		_, err := unpack(nil, packed[:n], 1<<20)
+		_, err := Unpack(nil, packed[:n], 1<<20)
 		require.Error(t, err, n)
 	}
 	for i := 1; i < len(packed); i++ {
 		for bit := range 8 {
 			broken := bytes.Clone(packed)
 			broken[i] ^= 1 << bit
-			if got, err := unpack(nil, broken, 1<<20); err == nil {
+			if got, err := Unpack(nil, broken, 1<<20); err == nil {
 				require.Equal(t, text, string(got), "byte %d bit %d", i, bit) // padding bits
 			}
 		}
 	}
-	_, err := unpack(nil, nil, 10)
+	_, err := Unpack(nil, nil, 10)
 	require.Error(t, err)
-	_, err = unpack(nil, []byte{9}, 10)
+	_, err = Unpack(nil, []byte{9}, 10)
 	require.Error(t, err)
 }
 
@@ -131,17 +131,17 @@ func FuzzPack(f *testing.F) {
 	f.Add([]byte(`{"remote_block_ids":[[` + blockIDs(randomIDs(40, 65536), ",") + `]]}`))
 	f.Add([]byte(blockIDs(countingIDs(300), ", ")))
 	f.Add([]byte("0,00,1, 2,  3,999999999,1000000000"))
-	f.Add(pack(nil, []byte(blockIDs(randomIDs(40, 1000), ","))))
+	f.Add(Pack(nil, []byte(blockIDs(randomIDs(40, 1000), ","))))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		packed := pack(nil, text)
+		packed := Pack(nil, text)
 		if len(packed) > len(text)+1 {
 			t.Fatalf("%d bytes became %d", len(text), len(packed))
 		}
-		got, err := unpack(nil, packed, len(text))
+		got, err := Unpack(nil, packed, len(text))
 		if err != nil || !bytes.Equal(got, text) {
 			t.Fatalf("%q became %q: %v", text, got, err)
 		}
-		if out, err := unpack(nil, text, 1<<16); err == nil && len(out) > 1<<16 {
+		if out, err := Unpack(nil, text, 1<<16); err == nil && len(out) > 1<<16 {
 			t.Fatal("the limit does not hold")
 		}
 	})
@@ -160,7 +160,7 @@ func TestPackNumbers(t *testing.T) {
 			}
 		}
 		text := fmt.Sprintf("%d%s%d", i, blockIDs(ids, ", "[:1+rng.IntN(2)]), i)
-		got, err := unpack(nil, pack(nil, []byte(text)), len(text))
+		got, err := Unpack(nil, Pack(nil, []byte(text)), len(text))
 		require.NoError(t, err)
 		require.Equal(t, text, string(got))
 	}
@@ -172,18 +172,18 @@ func BenchmarkPack(b *testing.B) {
 		ids  []int
 	}{{"random", randomIDs(8192, 65536)}, {"stretches", fragmentIDs(8192)}} {
 		text := []byte(blockIDs(c.ids, ","))
-		packed := pack(nil, text)
+		packed := Pack(nil, text)
 		b.Run("pack/"+c.name, func(b *testing.B) {
 			b.ReportAllocs()
 			b.ReportMetric(float64(len(packed)), "bytes")
 			for b.Loop() {
-				packed = pack(packed[:0], text)
+				packed = Pack(packed[:0], text)
 			}
 		})
 		b.Run("unpack/"+c.name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := unpack(nil, packed, len(text)); err != nil {
+				if _, err := Unpack(nil, packed, len(text)); err != nil {
 					b.Fatal(err)
 				}
 			}
