@@ -15,7 +15,6 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/kvtransfer"
@@ -323,14 +322,18 @@ func TestArrowsGoOneWay(t *testing.T) {
 	used := map[string]bool{}
 	for _, s := range sources(t) {
 		allowed, known := arrows[s.dir]
-		assert.True(t, known, "%s: the package has no row in arrows: say what it may import", s.dir)
+		if !known {
+			t.Errorf("%s: the package has no row in arrows: say what it may import", s.dir)
+		}
 		for _, p := range s.imports() {
 			ours, ok := strings.CutPrefix(p, module+"/")
 			if !ok || (s.test && (ours == s.dir || ours == "internal/budget")) {
 				continue
 			}
 			as, found := permission(allowed, ours, s.test)
-			assert.True(t, found, "%s imports %s", s.file, p)
+			if !found {
+				t.Errorf("%s imports %s", s.file, p)
+			}
 			if !s.test || as != ours {
 				used[s.dir+" -> "+as] = true
 			}
@@ -338,7 +341,9 @@ func TestArrowsGoOneWay(t *testing.T) {
 	}
 	for dir, allowed := range arrows {
 		for _, to := range allowed {
-			assert.True(t, used[dir+" -> "+to], "%s: nothing imports %q any more; if tests do, mark it (test)", dir, to)
+			if !used[dir+" -> "+to] {
+				t.Errorf("%s: nothing imports %q any more; if tests do, mark it (test)", dir, to)
+			}
 		}
 	}
 }
@@ -360,7 +365,9 @@ func TestGuardedModulesStayWhereTheyBelong(t *testing.T) {
 					continue
 				}
 				as, found := permission(dirs, s.dir, s.test)
-				assert.True(t, found, "%s imports %s, which only %v may", s.file, p, dirs)
+				if !found {
+					t.Errorf("%s imports %s, which only %v may", s.file, p, dirs)
+				}
 				if !s.test || as != s.dir {
 					used[prefix+" in "+as] = true
 				}
@@ -369,7 +376,9 @@ func TestGuardedModulesStayWhereTheyBelong(t *testing.T) {
 	}
 	for prefix, dirs := range guarded {
 		for _, dir := range dirs {
-			assert.True(t, used[prefix+" in "+dir], "%q: %q does not import it any more; if its tests do, mark it", prefix, dir)
+			if !used[prefix+" in "+dir] {
+				t.Errorf("%q: %q does not import it any more; if its tests do, mark it", prefix, dir)
+			}
 		}
 	}
 }
@@ -381,7 +390,7 @@ func TestTheDecisionIsPure(t *testing.T) {
 		}
 		for _, p := range s.imports() {
 			if p != module+"/kvstate" && p != module+"/picker" {
-				assert.Contains(t, pure, p, "%s imports %s", s.file, p)
+				require.Contains(t, pure, p, "%s imports %s", s.file, p)
 			}
 		}
 	}
@@ -423,13 +432,15 @@ func TestDialectsAreNamedInTheirRoom(t *testing.T) {
 			if slices.Contains(kvtransfer.Names(), text) {
 				place := s.file + " " + text
 				seen[place] = true
-				assert.Contains(t, otherWords, place, "ask kvtransfer.Dialect what it does, or say what else the word means")
+				require.Contains(t, otherWords, place, "ask kvtransfer.Dialect what it does, or say what else the word means")
 			}
 			return true
 		})
 	}
 	for place := range otherWords {
-		assert.True(t, seen[place], "%s: an exception for what is not there", place)
+		if !seen[place] {
+			t.Errorf("%s: an exception for what is not there", place)
+		}
 	}
 }
 
@@ -437,11 +448,13 @@ func TestPackagesSayWhatTheyAre(t *testing.T) {
 	documented := map[string]bool{}
 	for _, s := range sources(t) {
 		documented[s.dir] = documented[s.dir] || len(strings.TrimSpace(s.ast.Doc.Text())) > 0
-		assert.NotContains(t, vague, strings.TrimSuffix(s.ast.Name.Name, "_test"), "%s: a name that says nothing", s.file)
-		assert.NotContains(t, vague, path.Base(s.dir), "%s: a name that says nothing", s.dir)
+		require.NotContains(t, vague, strings.TrimSuffix(s.ast.Name.Name, "_test"), "%s: a name that says nothing", s.file)
+		require.NotContains(t, vague, path.Base(s.dir), "%s: a name that says nothing", s.dir)
 	}
 	for dir, ok := range documented {
-		assert.True(t, ok, "package %s has no comment that a newcomer can start from", dir)
+		if !ok {
+			t.Errorf("package %s has no comment that a newcomer can start from", dir)
+		}
 	}
 }
 
@@ -452,7 +465,7 @@ func TestNothingHappensOnImport(t *testing.T) {
 		}
 		for _, d := range s.ast.Decls {
 			if f, ok := d.(*ast.FuncDecl); ok && f.Recv == nil {
-				assert.NotEqual(t, "init", f.Name.Name, "%s has an init function", s.file)
+				require.NotEqual(t, "init", f.Name.Name, "%s has an init function", s.file)
 			}
 		}
 	}

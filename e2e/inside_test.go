@@ -42,7 +42,7 @@ func loadLibrary(t testing.TB) {
 	}
 	dir, err := library()
 	require.NoError(t, err)
-	require.NoError(t, os.Setenv("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", dir))
+	require.NoError(t, os.Setenv("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", dir)) //nolint:usetesting // for tests beside it, too
 }
 
 // Tandem inside Envoy: what every way of running it must do. `make e2e-inside` also runs other tests this way.

@@ -1,7 +1,6 @@
 package e2e
 
 import (
-	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -106,5 +105,5 @@ func withRateLimit(t *testing.T, bootstrap []byte, cluster, filter string) strin
 	manager["http_filters"] = append(filters[:last:last], parsed(filter), filters[last])
 	text, err := yaml.Marshal(config)
 	require.NoError(t, err)
-	return fmt.Sprintf("%s", text)
+	return string(text)
 }

@@ -6,7 +6,7 @@ import (
 )
 
 // Envoy is what Envoy does for one request. Its methods may be called in a hook of the filter only, on its worker.
-type Envoy interface {
+type Envoy interface { //nolint:interfacebloat // as many as the filter needs of its ABI
 	// EachHeader calls do with every header of the request. The slices are Envoy's, until the hook ends or a header is
 	// set.
 	EachHeader(do func(name, value []byte))

@@ -68,7 +68,7 @@ func TestAnswers(t *testing.T) {
 			policy: func(p *pass.Policy) { p.Split = false }, status: 200, reply: "answer", sent: 1, filters: 1,
 		},
 		"P refuses the request": {
-			engines: func(at string, _ int) engineAnswer {
+			engines: func(string, int) engineAnswer {
 				return engineAnswer{status: 400, body: `{"error":{"message":"bad","kv_transfer_params":{"do_remote_decode":true}}}`}
 			}, status: 400, reply: `"message":"bad"`, filters: 1,
 		},
@@ -105,7 +105,7 @@ func TestAnswers(t *testing.T) {
 			}, status: 200, reply: "answer", sent: 2, filters: 2,
 		},
 		"D never serves": {
-			engines: func(at string, tries int) engineAnswer {
+			engines: func(at string, _ int) engineAnswer {
 				if !prefills(at) {
 					return engineAnswer{status: 500, body: "no"}
 				}
@@ -113,7 +113,7 @@ func TestAnswers(t *testing.T) {
 			}, status: 503, reply: "endpoint_failed", sent: 3, filters: 4,
 		},
 		"D refuses the request": {
-			engines: func(at string, tries int) engineAnswer {
+			engines: func(at string, _ int) engineAnswer {
 				if !prefills(at) {
 					return engineAnswer{status: 422, body: "no such thing"}
 				}

@@ -96,8 +96,7 @@ type options struct {
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
-	o := options{}
-	base := variant{name: "tandem"}
+	o, base := options{}, variant{name: "tandem"}
 	var shapes, clients, env, fleet, beside string
 	var fresh bool
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)

@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/rogpeppe/go-internal/txtar"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
@@ -160,7 +159,7 @@ func TestClientsCannotSendWhatDGets(t *testing.T) {
 			checked = append(checked, name)
 			var r openai.Request
 			require.NoError(t, r.Scan(openai.Chat, []byte(`{"model":"m","`+name+`":1}`), openai.Limits{}))
-			assert.True(t, r.HasControl(), "%s: D is sent %q, which a client may send too: add it to isControl (openai/fields.go)",
+			require.True(t, r.HasControl(), "%s: D is sent %q, which a client may send too: add it to isControl (openai/fields.go)",
 				file, name)
 		}
 	}

@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -71,11 +70,11 @@ func TestLateReads(t *testing.T) {
 	for _, name := range Names() {
 		d := every(t, name)
 		why, ok := harmless[name]
-		assert.NotEqual(t, d.Lease > 0, ok && why != "",
+		require.NotEqual(t, d.Lease > 0, ok && why != "",
 			"%s: Hold.Lease (%s) says how long P keeps blocks that D reads by number; 0 needs a reason here", name, d.Lease)
 	}
 	for name := range harmless {
-		assert.Contains(t, Names(), name)
+		require.Contains(t, Names(), name)
 	}
 }
 

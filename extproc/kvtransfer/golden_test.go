@@ -14,7 +14,6 @@ import (
 	"testing"
 
 	"github.com/rogpeppe/go-internal/txtar"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/openai"
@@ -346,7 +345,7 @@ func TestListsOfDialects(t *testing.T) {
 	}
 	quoted := regexp.MustCompile("`([^`]+)`")
 	cells := func(table string, column int) (names []string) { // the quoted names of a column
-		for _, row := range strings.Split(table, "\n") {
+		for row := range strings.SplitSeq(table, "\n") {
 			if of := strings.Split(row, "|"); len(of) > column+1 {
 				for _, name := range quoted.FindAllStringSubmatch(of[column+1], -1) {
 					names = append(names, name[1])
@@ -363,7 +362,7 @@ func TestListsOfDialects(t *testing.T) {
 	}
 	var ran []string // with a real engine
 	stands := read("docs/protocols.md", "| ran with a real engine |\n|---|---|---|---|\n", "\n\n")
-	for _, row := range strings.Split(stands, "\n") {
+	for row := range strings.SplitSeq(stands, "\n") {
 		if !strings.HasSuffix(row, "| no |") {
 			ran = append(ran, cells(row, 0)...)
 		}
@@ -371,28 +370,28 @@ func TestListsOfDialects(t *testing.T) {
 	without := func(names, out []string) []string {
 		return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return slices.Contains(out, name) })
 	}
-	assert.ElementsMatch(t, Names(), cells(stands, 0), "docs/protocols.md, what stands behind each dialect")
-	assert.ElementsMatch(t, without(Names(), experimental), ran,
+	require.ElementsMatch(t, Names(), cells(stands, 0), "docs/protocols.md, what stands behind each dialect")
+	require.ElementsMatch(t, without(Names(), experimental), ran,
 		"docs/protocols.md, what stands behind each dialect: those that ran with a real engine are not Experimental")
 	chosen := read("docs/howto/choose-a-dialect.md", "| `kvTransfer` |\n", "\n\n")
-	assert.ElementsMatch(t, append(Names(), "none"), without(cells(chosen, 2), []string{"members"}),
+	require.ElementsMatch(t, append(Names(), "none"), without(cells(chosen, 2), []string{"members"}),
 		"docs/howto/choose-a-dialect.md")
 	var said []string
 	for _, name := range quoted.FindAllStringSubmatch(read("docs/howto/choose-a-dialect.md", "**Experimental**", "The check"), -1) {
 		said = append(said, name[1])
 	}
-	assert.ElementsMatch(t, experimental, said, "docs/howto/choose-a-dialect.md, experimental")
+	require.ElementsMatch(t, experimental, said, "docs/howto/choose-a-dialect.md, experimental")
 	late := cells(read("docs/security.md", "\nCan a late D of the other dialects", "\n\n- "), 0)
 	slices.Sort(late)
-	assert.ElementsMatch(t, Names(), slices.Compact(late), "docs/security.md, can a late D read foreign KV")
+	require.ElementsMatch(t, Names(), slices.Compact(late), "docs/security.md, can a late D read foreign KV")
 	var schema []string
 	list := "[" + read("deploy/helm/tandem/values.schema.json", `"kvTransfer": {"enum": [`, "]") + "]"
 	require.NoError(t, json.Unmarshal([]byte(list), &schema))
-	assert.ElementsMatch(t, append(Names(), "none"), schema, "deploy/helm/tandem/values.schema.json")
+	require.ElementsMatch(t, append(Names(), "none"), schema, "deploy/helm/tandem/values.schema.json")
 	for file, from := range map[string]string{"README.md": "what is not](docs/supported.md): ", "docs/supported.md": "| [KV transfer](protocols.md) | "} {
-		assert.Equal(t, strconv.Itoa(len(Names())), read(file, from, " dialects of"), file)
+		require.Equal(t, strconv.Itoa(len(Names())), read(file, from, " dialects of"), file)
 	}
-	assert.Equal(t, strconv.Itoa(len(experimental)), read("docs/supported.md", "(howto/choose-a-dialect.md)), ", " of them [experimental]"),
+	require.Equal(t, strconv.Itoa(len(experimental)), read("docs/supported.md", "(howto/choose-a-dialect.md)), ", " of them [experimental]"),
 		"docs/supported.md")
 }
 

@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tandem/picker"
@@ -76,12 +75,12 @@ func TestPartsAreDocumented(t *testing.T) {
 		for field := range reflect.TypeOf(price).Fields() {
 			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
 			parts = append(parts, "`"+name+"`")
-			assert.Contains(t, string(why), "\n| `"+name+"` | ", "docs/howto/why-there.md")
+			require.Contains(t, string(why), "\n| `"+name+"` | ", "docs/howto/why-there.md")
 		}
 		_, line, found := strings.Cut(string(operations), "\n| `"+row+"` | price of ")
 		require.True(t, found, row)
 		line, _, _ = strings.Cut(line, "\n")
 		_, line, _ = strings.Cut(line, ": ")
-		assert.Equal(t, strings.Join(parts, ", ")+" |", line, "docs/operations.md, row %s", row)
+		require.Equal(t, strings.Join(parts, ", ")+" |", line, "docs/operations.md, row %s", row)
 	}
 }

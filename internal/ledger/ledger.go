@@ -50,7 +50,7 @@ func Open(path string, log *slog.Logger, ended func(result string)) (*Ledger, er
 }
 
 func (l *Ledger) open() error {
-	file, err := os.OpenFile(l.path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o640)
+	file, err := os.OpenFile(l.path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o640) //nolint:gosec // the group may bill
 	if err != nil {
 		return fmt.Errorf("opening the ledger: %w", err)
 	}
