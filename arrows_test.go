@@ -127,7 +127,7 @@ var arrows = map[string][]string{
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
 	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
-		"envoy-configs/match", "envoy-configs/usage",
+		"envoy-configs/match", "envoy-configs/usage", "extproc/envoywire",
 	},
 	"cmd/tandem": {
 		"envoy-configs", "extproc/kvtransfer", "extproc/telemetry", "internal/config", "internal/livecheck",

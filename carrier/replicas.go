@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -65,9 +64,7 @@ func open(text []byte) (*configured, error) {
 }
 
 func start(set *settings) (*running, error) {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(400) // as in cmd/tandem
-	}
+	replica.TuneGC()
 	level := slog.LevelInfo
 	if set.Log != "" {
 		if err := level.UnmarshalText([]byte(set.Log)); err != nil {

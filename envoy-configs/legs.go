@@ -15,6 +15,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/envoy-configs/match"
+	"tandem/extproc/envoywire"
 )
 
 // all are listeners without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
@@ -48,17 +49,12 @@ type leg struct {
 	json       bool                     // and JSON: it is not the client's
 }
 
-// otherForms are request headers that change the form of an answer (RFC 9110, 3229, 7240, 9530).
-var otherForms = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
-	"if-range", "if-unmodified-since", "prefer", "range", "te",
-	"want-content-digest", "want-digest", "want-repr-digest"}
-
 func (m legs) listener(l leg) *listenerv3.Listener {
 	base := listeners(m)
 	l.host.Name, l.host.Domains = "all", []string{"*"}
 	var plain []*corev3.HeaderValueOption
 	if l.read {
-		l.remove = append(l.remove, otherForms...)
+		l.remove = append(l.remove, envoywire.FormHeaders...)
 		plain = append(plain, setHeader("accept-encoding", "identity", overwriteOrAdd))
 	}
 	if l.json {

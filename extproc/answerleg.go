@@ -93,7 +93,7 @@ func (x answerLeg) rewriteWhole(c openai.Rewriter) error {
 	}
 	switch {
 	case x.stream.noMemory:
-		return serverBusy()
+		return openai.ServerBusy()
 	case x.stream.msg.Over:
 		return openai.Unavailable("answer_too_large", fmt.Sprintf("an answer of more than %d bytes cannot be joined with prefill's", maxAnswer), 0)
 	}

@@ -77,7 +77,7 @@ func (x endpointPicker) serve() error {
 func (x endpointPicker) decide(ctx context.Context) (*plan.Decision, error) {
 	h := &x.stream.msg.Headers
 	if len(h.Upgrade) > 0 {
-		return nil, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+		return nil, openai.NoUpgrade()
 	}
 	h.Path, _ = paths.WithoutPrefix(x.s.PathPrefixes, h.Path) // for the decision only: the gateway rewrites paths itself
 	x.pass.Head = x.head()

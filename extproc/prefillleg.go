@@ -125,7 +125,7 @@ func (x prefillLeg) answerRefused() error {
 	}
 	switch {
 	case x.stream.noMemory:
-		return serverBusy()
+		return openai.ServerBusy()
 	case x.stream.msg.Over:
 		return openai.BadRequest("prefill_refused", "", "the prefill endpoint refused this request")
 	}

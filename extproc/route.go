@@ -62,7 +62,7 @@ func (x mainRole) serve() error {
 func (x mainRole) decide(ctx context.Context) (*plan.Decision, error) {
 	h := &x.stream.msg.Headers
 	if len(h.Upgrade) > 0 {
-		return nil, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+		return nil, openai.NoUpgrade()
 	}
 	if h.Ticket != nil { // an empty one is forged, too
 		return x.resume(ctx)
@@ -95,7 +95,7 @@ func (x mainRole) first(ctx context.Context, api openai.API) (*plan.Decision, er
 	}
 	// the latter may have trailers, which end no BUFFERED body
 	if x.stream.msg.EndOfStream || string(h.ContentLength) == "0" {
-		return nil, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+		return nil, openai.NoBody()
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return nil, err

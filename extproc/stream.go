@@ -210,11 +210,7 @@ func (x *stream) dropInline() {
 // sendError answers with an error in OpenAI's format and ends the stream. With final, Envoy must not try another
 // endpoint: the one that answered is not at fault.
 func (x *stream) sendError(e *openai.Error, final bool) error {
-	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
-	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
-	if e.RetryAfter > 0 {
-		i.Headers.SetInt(envoywire.HeaderRetryAfter, int((e.RetryAfter+time.Second-1)/time.Second))
-	}
+	i := errorAnswer(e)
 	if x.gateway {
 		endpointpicker.Dropped(i, e)
 	}
@@ -242,19 +238,13 @@ func (x *stream) Rewrite(size int, write func(to []byte) []byte) {
 // maxAnswer bounds the part of a prefill endpoint's answer that is read: one token, and the KV parameters.
 const maxAnswer = 16 << 20
 
-// smallShare is the fraction of the budget that is always allowed, although others have used it up.
-const smallShare = 1024
-
 // hold reserves memory for the body, and for other data of the stream, from the budget of all streams.
 func (x *stream) hold() error {
 	n := int64(x.body.Len()) + x.extraBytes
 	x.receiving.Received(n)
-	total, limit := x.memory.Add(n-x.heldBytes), x.memory.Limit()
-	if total > limit && (n > limit/smallShare || total > 2*limit) {
-		x.heldBytes = n
-		return serverBusy()
+	if !x.memory.Replace(&x.heldBytes, n) {
+		return openai.ServerBusy()
 	}
-	x.heldBytes = n
 	return nil
 }
 
@@ -271,9 +261,19 @@ func (x *stream) limitBodyTime() {
 	x.sending.Lock()
 	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout()) })
 	x.sending.Unlock()
-	busy := func() { x.endEarly(stream, requestID, serverBusy()) }
+	busy := func() { x.endEarly(stream, requestID, openai.ServerBusy()) }
 	memory.OnFull(stream.Context(), busy)
 	x.bodies.Begin(&x.receiving, busy)
+}
+
+// errorAnswer is the answer with an error in OpenAI's format.
+func errorAnswer(e *openai.Error) *envoywire.Immediate {
+	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
+	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
+	if e.RetryAfter > 0 {
+		i.Headers.SetInt(envoywire.HeaderRetryAfter, e.RetrySeconds())
+	}
+	return i
 }
 
 // endEarly answers a stream that waits for its body. Its handler is blocked in receive; the answer makes Envoy end
@@ -286,11 +286,7 @@ func (x *stream) endEarly(stream grpc.ServerStream, requestID string, e *openai.
 	}
 	x.answered = true
 	x.refused(e)
-	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
-	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
-	if e.RetryAfter > 0 {
-		i.Headers.SetInt(envoywire.HeaderRetryAfter, int((e.RetryAfter+time.Second-1)/time.Second))
-	}
+	i := errorAnswer(e)
 	i.Headers.Set(envoywire.HeaderRequestID, []byte(requestID))
 	_ = stream.SendMsg(&envoywire.Reply{Immediate: i})
 }
@@ -305,8 +301,4 @@ func (x *stream) stopBodyTime() {
 	x.sending.Lock()
 	x.timer = nil // a deadline that is firing now sees this and does nothing
 	x.sending.Unlock()
-}
-
-func serverBusy() *openai.Error {
-	return openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second)
 }

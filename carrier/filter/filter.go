@@ -138,7 +138,7 @@ func (f *Filter) take() {
 	f.whole = true
 	n := f.envoy.BodySize()
 	if !f.s.hold(f.m, n) {
-		f.refuse(openai.Unavailable("server_busy", "too many large requests are under way; try again", time.Second))
+		f.refuse(openai.ServerBusy())
 		return
 	}
 	b := &f.m.body

@@ -2,9 +2,9 @@ package filter
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"strconv"
-	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
@@ -23,14 +23,7 @@ func cluster(scheme string) string {
 // callPrefill sends P its leg, which the pass's body is by now.
 func (f *Filter) callPrefill(r *pass.Routed) {
 	e, x := r.Endpoint, &f.m.pass
-	host := e.ServerNameSent()
-	if host == "" {
-		host = string(x.Head.Authority)
-	}
-	path := r.Path
-	if path == "" {
-		path = string(x.Head.Path)
-	}
+	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(r.Path, string(x.Head.Path))
 	c := Call{
 		Cluster: cluster(e.Scheme), Body: x.Body.Bytes(), Timeout: r.PerTry,
 		Set: []Header{
@@ -106,11 +99,7 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	} else if f.head.Extra(envoywire.HeaderRank) != nil {
 		f.envoy.RemoveHeader(envoywire.HeaderRank)
 	}
-	path := r.Path
-	if path == "" {
-		path = string(x.Head.Path)
-	}
-	if path != f.head.get(":path") {
+	if path := cmp.Or(r.Path, string(x.Head.Path)); path != f.head.get(":path") {
 		set(":path", path)
 	}
 	if r.PerTry > 0 {
@@ -184,8 +173,7 @@ func (f *Filter) refuse(e *openai.Error) {
 	}
 	headers := []Header{{"content-type", envoywire.ContentTypeJSON}}
 	if e.RetryAfter > 0 {
-		seconds := int((e.RetryAfter + time.Second - 1) / time.Second)
-		headers = append(headers, Header{envoywire.HeaderRetryAfter, strconv.Itoa(seconds)})
+		headers = append(headers, Header{envoywire.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
 	f.envoy.Respond(e.Status, headers, e.JSON(), envoywire.DetailsPrefix+"_"+e.Code)
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -64,8 +65,8 @@ func (h *head) pass(path []byte) pass.Head {
 		Method: h.Extra(":method"), Path: path, Authority: h.Extra(":authority"),
 		ContentType: h.Extra("content-type"), ContentEncoding: h.Extra("content-encoding"),
 		Authorization: h.Extra("authorization"),
-		Objective:     h.either("x-llm-d-inference-objective", "x-gateway-inference-objective"),
-		Fairness:      h.either("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"),
+		Objective:     h.either(envoywire.HeaderObjective, envoywire.HeaderGatewayObjective),
+		Fairness:      h.either(envoywire.HeaderFairness, envoywire.HeaderGatewayFairness),
 		TTFT:          pass.Target{Name: envoywire.HeaderTTFT, Value: h.Extra(envoywire.HeaderTTFT)},
 		TPOT:          pass.Target{Name: envoywire.HeaderTPOT, Value: h.Extra(envoywire.HeaderTPOT)},
 		Explain:       h.Extra(envoywire.HeaderExplain), More: h,
@@ -98,7 +99,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		return true, nil
 	}
 	if f.head.Extra("upgrade") != nil {
-		return false, openai.BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+		return false, openai.NoUpgrade()
 	}
 	length, _ := strconv.Atoi(f.head.get("content-length"))
 	large := length > f.limit()
@@ -125,7 +126,7 @@ func (f *Filter) admit() (reads bool, err error) {
 			"the path and query of the request are too long")
 	}
 	if f.bare || f.head.get("content-length") == "0" {
-		return false, openai.BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+		return false, openai.NoBody()
 	}
 	if large {
 		return false, openai.TooLarge(f.limit())
@@ -153,15 +154,14 @@ func (f *Filter) limit() int {
 }
 
 // dropped reports whether a header of the client's does not go with P's leg: what is of the connection, what steers
-// the request in Envoy, and what changes the form of an answer, which Tandem reads (RFC 9110, 3229, 7240, 9530).
+// the request in Envoy, and what changes the form of an answer, which Tandem reads.
 func dropped(name []byte) bool {
 	switch string(name) {
 	case "connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade", "content-length", "host",
 		":authority", ":path", "accept-encoding", envoywire.HeaderEndpoint, envoywire.HeaderRank,
-		"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match", "if-range",
-		"if-unmodified-since", "prefer", "range", "te", "want-content-digest", "want-digest", "want-repr-digest",
 		envoywire.HeaderExplain:
 		return true
 	}
-	return bytes.HasPrefix(name, []byte("x-tandem-")) || bytes.HasPrefix(name, []byte("x-envoy-"))
+	return slices.Contains(envoywire.FormHeaders, string(name)) ||
+		bytes.HasPrefix(name, []byte("x-tandem-")) || bytes.HasPrefix(name, []byte("x-envoy-"))
 }

@@ -67,13 +67,8 @@ const maxKept = 8 << 20
 
 // hold counts n bytes of a request against the budget of all, and reports whether there is room for them.
 func (s *Shared) hold(m *scratch, n int) bool {
-	total, limit := s.Memory.Add(int64(n)-m.body.held), s.Memory.Limit()
-	m.body.held = int64(n)
-	return total <= limit || int64(n) <= limit/smallShare && total <= 2*limit
+	return s.Memory.Replace(&m.body.held, int64(n))
 }
-
-// smallShare is the fraction of the budget that a request may always have, although others have used it up.
-const smallShare = 1024
 
 // attempt is a request that begins again after its hop to D failed: what goes sealed through Envoy beside it.
 type attempt struct {

@@ -116,11 +116,11 @@ func (h *Headers) slot(name []byte) *[]byte {
 		return &h.Load
 	case "authorization":
 		return &h.Authorization
-	case "x-gateway-inference-objective", "x-llm-d-inference-objective":
+	case HeaderGatewayObjective, HeaderObjective:
 		return &h.Objective
 	case headerTestSelection:
 		return &h.Selection
-	case headerFairness, "x-gateway-inference-fairness-id":
+	case HeaderFairness, HeaderGatewayFairness:
 		return &h.Fairness
 	case HeaderTTFT:
 		return &h.TTFT

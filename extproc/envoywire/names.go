@@ -25,10 +25,14 @@ const (
 	HeaderRestart    = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
 	HeaderFinal      = "x-envoy-ratelimited" // of an answer: Envoy must not retry, whatever the status
 
-	// Inference objectives, named as in llm-d (llm-d-router, docs/metrics and headers). Used if the pool allows it.
-	headerFairness = "x-llm-d-inference-fairness-id" // the flow: flows share a pool's queue evenly
-	HeaderTTFT     = "x-llm-d-slo-ttft-ms"
-	HeaderTPOT     = "x-llm-d-slo-tpot-ms"
+	// HeaderObjective and the headers below it are a request's objectives, named as in llm-d (llm-d-router, docs/metrics
+	// and headers). Used if the pool allows it.
+	HeaderObjective        = "x-llm-d-inference-objective"
+	HeaderFairness         = "x-llm-d-inference-fairness-id" // the flow: flows share a pool's queue evenly
+	HeaderGatewayObjective = "x-gateway-inference-objective" // the Inference Extension's names of the two
+	HeaderGatewayFairness  = "x-gateway-inference-fairness-id"
+	HeaderTTFT             = "x-llm-d-slo-ttft-ms"
+	HeaderTPOT             = "x-llm-d-slo-tpot-ms"
 
 	// HeaderExplain is a request's: an operator's token that asks for an explanation of the decision.
 	HeaderExplain     = "tandem-explain"
@@ -90,3 +94,9 @@ const (
 
 // HeaderLoad is an engine's load report in an answer (ORCA).
 const HeaderLoad = "endpoint-load-metrics"
+
+// FormHeaders are request headers that change the form of an answer (RFC 9110, 3229, 7240, 9530). A leg whose answer
+// Tandem reads goes without them.
+var FormHeaders = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
+	"if-range", "if-unmodified-since", "prefer", "range", "te",
+	"want-content-digest", "want-digest", "want-repr-digest"}

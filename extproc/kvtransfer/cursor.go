@@ -148,9 +148,3 @@ func (c *cursor) value() bool {
 	}
 	return false
 }
-
-// appendJSON appends a text as a JSON string.
-func appendJSON(dst, text []byte) []byte {
-	quoted, _ := json.Marshal(string(text)) // cannot fail for a string
-	return append(dst, quoted...)
-}

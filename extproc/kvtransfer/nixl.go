@@ -421,7 +421,7 @@ func (p pull) repairHost(prefill *Side) []byte {
 		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM adds them (make_zmq_path)
 	}
 	repaired := make([]byte, 0, len(p.raw)+len(addr))
-	repaired = appendJSON(append(repaired, p.raw[:p.hostAt]...), []byte(addr))
+	repaired = openai.AppendQuoted(append(repaired, p.raw[:p.hostAt]...), []byte(addr))
 	return append(repaired, p.raw[p.hostAt+len(p.host):]...)
 }
 

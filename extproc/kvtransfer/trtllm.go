@@ -183,7 +183,7 @@ func (c *contextAnswer) forDecode(id uint64) ([]byte, error) {
 		case "disagg_request_id":
 			disaggID = value
 		}
-		out = append(appendJSON(append(out, ','), key), ':')
+		out = append(openai.AppendQuoted(append(out, ','), key), ':')
 		out = append(out, value...)
 		return nil
 	})
@@ -275,7 +275,7 @@ func without(object []byte, names ...string) []byte {
 		if slices.Contains(names, string(key)) {
 			return nil
 		}
-		out = append(appendJSON(comma(out), key), ':')
+		out = append(openai.AppendQuoted(comma(out), key), ':')
 		out = append(out, value...)
 		return nil
 	})

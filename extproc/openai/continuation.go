@@ -177,7 +177,7 @@ func appendChoice(dst, choice []byte, text func(dst, text []byte) []byte) []byte
 			dst = text(dst, value)
 			continue
 		}
-		dst = append(append(appendQuoted(dst, key), ':'), value...)
+		dst = append(append(AppendQuoted(dst, key), ':'), value...)
 	}
 	return append(dst, '}')
 }
@@ -216,7 +216,7 @@ func appendMembers(dst, object []byte, change func(key string, value []byte) []b
 			dst = append(dst, ',')
 		}
 		first = false
-		dst = append(append(appendQuoted(dst, key), ':'), change(string(key), value)...)
+		dst = append(append(AppendQuoted(dst, key), ':'), change(string(key), value)...)
 	}
 	return append(dst, '}')
 }

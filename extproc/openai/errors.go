@@ -39,6 +39,9 @@ func (e *Error) JSON() []byte {
 	return b
 }
 
+// RetrySeconds returns RetryAfter as the header has it, in whole seconds.
+func (e *Error) RetrySeconds() int { return int((e.RetryAfter + time.Second - 1) / time.Second) }
+
 // BadRequest returns a 400: the request itself is invalid.
 func BadRequest(code, param, message string) *Error {
 	return &Error{Status: 400, Type: "invalid_request_error", Code: code, Param: param, Message: message}
@@ -76,6 +79,16 @@ func Trailers() *Error {
 		"trailers after the request body are not supported here; send headers")
 }
 
+// NoUpgrade returns a 400 for a request that asks for another protocol.
+func NoUpgrade() *Error {
+	return BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+}
+
+// NoBody returns a 400 for a request whose headers are all of it.
+func NoBody() *Error {
+	return BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
+}
+
 // Timeout returns a 408 for a body that did not arrive in time.
 func Timeout() *Error {
 	return &Error{Status: 408, Type: "invalid_request_error", Code: "body_timeout",
@@ -85,6 +98,11 @@ func Timeout() *Error {
 // Unavailable returns a 503 with a Retry-After.
 func Unavailable(code, message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 503, Type: "api_error", Code: code, Message: message, RetryAfter: retryAfter}
+}
+
+// ServerBusy returns a 503 for a body that there is no memory for.
+func ServerBusy() *Error {
+	return Unavailable("server_busy", "too many large requests are under way; try again", time.Second)
 }
 
 // Overloaded returns a 429 for a request that was shed in favour of others.

@@ -428,8 +428,8 @@ func (d *document) topValue(name string) []byte {
 	return nil
 }
 
-// appendQuoted appends, as a JSON string, a key that pairs has unescaped.
-func appendQuoted(dst, key []byte) []byte {
-	quoted, _ := json.Marshal(string(key)) // cannot fail for a string
+// AppendQuoted appends a text without escapes as a JSON string.
+func AppendQuoted(dst, text []byte) []byte {
+	quoted, _ := json.Marshal(string(text)) // cannot fail for a string
 	return append(dst, quoted...)
 }

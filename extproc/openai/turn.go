@@ -155,7 +155,7 @@ func (a *TurnAnswer) appendTop(dst, object []byte, event bool) []byte {
 			dst = append(dst, ',')
 		}
 		first = false
-		dst = append(append(appendQuoted(dst, key), ':'), value...)
+		dst = append(append(AppendQuoted(dst, key), ':'), value...)
 	}
 	return append(dst, '}')
 }

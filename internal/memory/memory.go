@@ -20,6 +20,17 @@ func New(limit int64) *Budget { return &Budget{limit: limit} }
 // compares with Limit, and subtracts again if there is too much.
 func (b *Budget) Add(n int64) int64 { return b.held.Add(n) }
 
+// smallShare is the fraction of a budget that a holder may always have, although others have used it up.
+const smallShare = 1024
+
+// Replace counts n bytes of a holder in place of those in held, and reports whether there is room for them. A small
+// share has room up to twice the limit. What has none is counted too: the holder gives it back.
+func (b *Budget) Replace(held *int64, n int64) bool {
+	total := b.held.Add(n - *held)
+	*held = n
+	return total <= b.limit || n <= b.limit/smallShare && total <= 2*b.limit
+}
+
 // Load returns the number of bytes in use.
 func (b *Budget) Load() int64 { return b.held.Load() }
 
