@@ -25,8 +25,8 @@ const (
 	HeaderRestart    = "x-tandem-restart"    // on the way to the replan port: no replica decided this pass
 	HeaderFinal      = "x-envoy-ratelimited" // of an answer: Envoy must not retry, whatever the status
 
-	// HeaderObjective and the headers below it are a request's objectives, named as in llm-d (llm-d-router, docs/metrics
-	// and headers). Used if the pool allows it.
+	// HeaderObjective and the headers below it are a request's objectives, named as in llm-d (llm-d-router,
+	// docs/metrics and headers). Used if the pool allows it.
 	HeaderObjective        = "x-llm-d-inference-objective"
 	HeaderFairness         = "x-llm-d-inference-fairness-id" // the flow: flows share a pool's queue evenly
 	HeaderGatewayObjective = "x-gateway-inference-objective" // the Inference Extension's names of the two
