@@ -148,7 +148,7 @@ var arrows = map[string][]string{
 	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
 	"carrier": {"carrier/filter", "internal/replica", "internal/version"},
 	"carrier/filter": {
-		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/models", "extproc/openai",
+		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/models", "extproc/openai",
 		"extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard",
 		"internal/memory", "internal/periodic", "kvstate", "extproc (test)",
 	},

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/internal/guard"
@@ -94,7 +95,7 @@ func (f *Filter) RequestHeaders(end bool) Status {
 		case reads:
 			return Stop
 		default:
-			f.beside("decide", f.decide)
+			f.beside("decide", false, f.decide)
 			if !end {
 				return Pause
 			}
@@ -146,7 +147,7 @@ func (f *Filter) take() {
 		b.data = make([]byte, 0, n+n/8)
 	}
 	b.data, b.changed = f.envoy.AppendBody(b.data[:0]), false
-	f.beside("decide", f.decide)
+	f.beside("decide", false, f.decide)
 }
 
 // Woken is called after the filter was woken.
@@ -164,10 +165,25 @@ func (f *Filter) Woken() {
 	})
 }
 
-// beside runs work in a goroutine, and what it returns on the worker, unless the request has ended by then.
-func (f *Filter) beside(what string, work func(ctx context.Context) func()) {
+// maxOnWorker bounds the bodies of requests that are decided on Envoy's worker, in bytes: that takes a fraction of a
+// millisecond.
+const maxOnWorker = 128 << 10
+
+// beside runs work in a goroutine, and what it returns on the worker, unless the request has ended by then. Work that
+// is short and need not wait runs on the worker, too: handing it to another thread takes longer.
+func (f *Filter) beside(what string, waits bool, work func(ctx context.Context) func()) {
 	if f.waker == nil {
 		f.waker = f.envoy.Waker()
+	}
+	if !waits && f.resumed == nil && len(f.m.body.data) <= maxOnWorker && !f.s.Passes.Asks() {
+		ctx := latebinding.AtOnce(guard.With(context.Background(), f.s.Passes.Guard))
+		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
+		if err != nil {
+			f.m.spoiled = true
+			then = func() { f.refuse(openai.Internal()) }
+		}
+		f.wake(then) // Envoy's functions that go on with a request are not for its hooks
+		return
 	}
 	ctx, cancel := context.WithCancel(guard.With(context.Background(), f.s.Passes.Guard))
 	f.mu.Lock()

@@ -36,7 +36,7 @@ func (f *Filter) callPrefill(r *pass.Routed) {
 		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
 	}
 	if !f.envoy.Call(&c) {
-		f.beside("prefill answer", func(ctx context.Context) func() {
+		f.beside("prefill answer", false, func(ctx context.Context) func() {
 			return f.settle(ctx, &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}})
 		})
 	}
@@ -66,7 +66,7 @@ func (f *Filter) CallDone(answer *Answer) {
 		case !engine:
 			a.Details, a.Overdue = details(a.Code, a.Body), a.Code == 504
 		}
-		f.beside("prefill answer", func(ctx context.Context) func() { return f.settle(ctx, a) })
+		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, a) })
 		return Continue
 	})
 }

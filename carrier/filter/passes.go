@@ -6,6 +6,7 @@ import (
 	"strconv"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/models"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
@@ -51,6 +52,14 @@ func (f *Filter) decide(ctx context.Context) func() {
 // commit carries a decision out, and returns how the request goes on. err is why there is none.
 func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func() {
 	x := &f.m.pass
+	if errors.Is(err, latebinding.ErrWaits) {
+		return func() {
+			f.beside("decide", true, func(ctx context.Context) func() {
+				d, err := x.Rest(ctx)
+				return f.commit(ctx, d, err)
+			})
+		}
+	}
 	var r pass.Routed
 	if err == nil {
 		r, err = x.Commit(ctx, d)

@@ -176,6 +176,18 @@ func (q *Queue) Apply(p *plan.Policy, l Limits) {
 	}
 }
 
+// ErrWaits is the error of what would have to wait, for a caller that cannot ([AtOnce]).
+var ErrWaits = errors.New("the request has to wait")
+
+type atOnce struct{}
+
+// AtOnce returns a context for a caller that cannot wait: [Queue.Choose] and [Queue.UntilFree] return [ErrWaits]
+// instead. The caller tries again with another context.
+func AtOnce(ctx context.Context) context.Context { return context.WithValue(ctx, atOnce{}, true) }
+
+// IsAtOnce reports whether a context is one of [AtOnce].
+func IsAtOnce(ctx context.Context) bool { return ctx.Value(atOnce{}) != nil }
+
 // Choose chooses the endpoints of a request when it is its turn, which may be at once. v is a view of all endpoints
 // of the request's pool; after the wait it is the view of the choice. want is what is asked of the picker, updated.
 // waited is how long it took. [Waiter.Committed] must follow, or another Choose with the same waiter.
@@ -183,14 +195,18 @@ func (q *Queue) Choose(
 	ctx context.Context, r *Waiter, of *plan.Request, v *kvstate.View, want *picker.Request,
 ) (c picker.Choice, waited time.Duration, err error) {
 	r.Committed() // a choice that was not taken: another one is tried
-	left, rested := q.Rest(ctx, of)
+	noWait := IsAtOnce(ctx)
+	var left, rested time.Duration
+	if !noWait {
+		left, rested = q.Rest(ctx, of)
+	}
 	*r = Waiter{
 		Took: r.Took, BlockedOn: r.BlockedOn, // of an earlier choice
 		of: of, view: v, state: q.State, pool: of.Pool, request: *want, came: time.Now(),
 		cachedHits: cachedHits{hits: r.hits[:0]},
 	}
 	r.save(v, of.Pool, r.came)
-	if blocked, waits := q.enter(r); waits {
+	if blocked, waits := q.enter(r, noWait); waits {
 		q.wait(ctx, r, left)
 		waited = time.Since(r.came)
 		r.Took, r.BlockedOn = waited, blocked
@@ -244,6 +260,9 @@ func (q *Queue) UntilFree(ctx context.Context, until time.Time, choose func() er
 	if err = choose(); q == nil || !errors.Is(err, picker.ErrFull) {
 		return 0, err
 	}
+	if IsAtOnce(ctx) {
+		return 0, ErrWaits
+	}
 	q.mu.Lock()
 	limit := min(q.maxTime, time.Until(until))
 	q.mu.Unlock()
@@ -282,9 +301,14 @@ func (r *Waiter) Committed() {
 	}
 }
 
-// enter admits a request. waits is true if it must wait, for what blocks it.
-func (q *Queue) enter(r *Waiter) (blocked BlockedOn, waits bool) {
-	q.mu.Lock()
+// enter admits a request. waits is true if it must wait, for what blocks it. noWait: it cannot, not even for the lock.
+func (q *Queue) enter(r *Waiter, noWait bool) (blocked BlockedOn, waits bool) {
+	if !noWait {
+		q.mu.Lock()
+	} else if !q.mu.TryLock() {
+		r.err = ErrWaits
+		return blocked, false
+	}
 	defer q.mu.Unlock()
 	q.lastID++
 	r.id, q.pool = q.lastID, r.pool
@@ -297,6 +321,11 @@ func (q *Queue) enter(r *Waiter) (blocked BlockedOn, waits bool) {
 		return blocked, false
 	}
 	if r.settled {
+		return blocked, false
+	}
+	if noWait {
+		q.requests.Remove(r.id)
+		r.err = ErrWaits
 		return blocked, false
 	}
 	r.done = make(chan struct{})

@@ -64,9 +64,11 @@ func TestChoose(t *testing.T) {
 				var waiter Waiter
 				var v kvstate.View
 				state.View(pool, nil, &v)
+				_, _, err := q.Choose(AtOnce(ctx), &waiter, r, &v, &picker.Request{PromptTokens: 1000, Split: true})
+				require.ErrorIs(t, err, ErrWaits)
+				require.Equal(t, Status{}, q.Status(), "a caller that cannot wait leaves nothing behind")
 				done := make(chan struct{})
 				var c picker.Choice
-				var err error
 				go func() {
 					c, _, err = q.Choose(ctx, &waiter, r, &v, &picker.Request{PromptTokens: 1000, Split: true})
 					close(done)
@@ -81,6 +83,7 @@ func TestChoose(t *testing.T) {
 				require.GreaterOrEqual(t, waiter.Took, tt.after)
 				if tt.err == nil {
 					require.Equal(t, 0, c.Prefill)
+					require.NotEmpty(t, v.Endpoints)
 					require.Equal(t, 1, q.Status().Committed, "it counts before it is reserved")
 				}
 				waiter.Committed()

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -35,6 +36,9 @@ func (x *Pass) choose(ctx context.Context) error {
 	x.asked = x.ask()
 	c, err := x.pick(ctx, &x.asked)
 	x.choice = c
+	if errors.Is(err, latebinding.ErrWaits) {
+		return err
+	}
 	if w.way.waits() {
 		r.Priority, r.Targets, r.Foreseen = x.asked.Priority, x.asked.Targets, plan.Foresee(&c)
 		x.explain(&x.asked)
@@ -106,6 +110,9 @@ func (x *Pass) ask() picker.Request {
 // no longer full.
 func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
 	policy := x.policy
+	if x.Req.Attempt.Redirects > 0 && latebinding.IsAtOnce(ctx) { // it may rest first
+		return c, latebinding.ErrWaits
+	}
 	x.picker.Policy = policy.Placement()
 	waits := policy.queue != nil && x.want.way.waits() &&
 		len(x.view.Endpoints) == len(x.Req.Pool.Endpoints())
@@ -166,8 +173,8 @@ func (x *Pass) chooseDecode(ctx context.Context, h *plan.HandOver) error {
 		r.MatchReported(&x.view, t.PromptTokens)
 		return h.Choose(r, &x.view, &x.picker, &p.Policy)
 	})
-	if err != nil {
+	if err != nil && !errors.Is(err, latebinding.ErrWaits) {
 		return p.NoEndpoint(r.Pool, err)
 	}
-	return nil
+	return err
 }

@@ -16,6 +16,7 @@ package pass
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"math/rand/v2"
 	"sync/atomic"
@@ -98,6 +99,9 @@ type Pass struct {
 	choice    picker.Choice
 	Prefilled Prefilled // of a prefill leg whose answer came with this pass
 
+	// Rest continues a pass that ended with [latebinding.ErrWaits], for it could not wait.
+	Rest func(ctx context.Context) (*plan.Decision, error)
+
 	Explanation []byte            // for a header; nil: no operator asked for it
 	Planned     telemetry.Planned // what was decided last
 }
@@ -115,7 +119,7 @@ func (x *Pass) Reset() {
 	x.Req.Reset()
 	x.Head, x.Source, x.ID, x.ReservedAs = Head{}, nil, "", ""
 	x.policy, x.want, x.asked, x.choice = nil, want{}, picker.Request{}, picker.Choice{}
-	x.Prefilled.pair, x.Prefilled.ID = kvtransfer.Pair{}, ""
+	x.Prefilled.pair, x.Prefilled.ID, x.Rest = kvtransfer.Pair{}, "", nil
 	x.Explanation, x.Planned = nil, telemetry.Planned{}
 }
 
@@ -154,6 +158,9 @@ func (x *Pass) Gateway(
 func (x *Pass) plan(ctx context.Context) (*plan.Decision, error) {
 	for {
 		if err := x.choose(ctx); err != nil {
+			if errors.Is(err, latebinding.ErrWaits) {
+				x.Rest = x.plan
+			}
 			return nil, err
 		}
 		x.readChosen(ctx)

@@ -3,11 +3,13 @@ package pass
 import (
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"log/slog"
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -113,6 +115,9 @@ func (x *Pass) decode(
 		r.Hashes = text
 	}
 	if err := x.chooseDecode(ctx, &h); err != nil {
+		if errors.Is(err, latebinding.ErrWaits) {
+			x.Rest = func(ctx context.Context) (*plan.Decision, error) { return x.decode(ctx, pool, t, attempt) }
+		}
 		return nil, err
 	}
 	if h.Restored = h.Restores(p, r.Limits); h.Restored {

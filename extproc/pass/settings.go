@@ -64,20 +64,34 @@ type activeSettings struct {
 	current  Settings
 	policies map[string]*Policy // of Pools
 	names    []string           // headers with session names or labels
+	asks     bool               // a pass may ask an engine or Redis for something, and wait for it
 }
 
 // Apply replaces the settings, for requests in progress as well.
 func (s *Shared) Apply(l Settings) {
 	pools, policies := make(map[string]Policy, len(l.Pools)), make(map[string]*Policy, len(l.Pools))
+	asks := false
 	for name, p := range l.Pools {
 		p.Session = p.Session.lower()
 		p.LabelHeader = strings.ToLower(p.LabelHeader)
 		p.queue = s.queueFor(name, &p)
 		p = p.WithDefaults()
 		pools[name], policies[name] = p, &p
+		asks = asks || asksOthers(&p)
 	}
-	s.settings.Store(&activeSettings{Settings{Keys: l.Keys, Pools: pools}, policies, sessionHeaders(pools)})
+	s.settings.Store(&activeSettings{Settings{Keys: l.Keys, Pools: pools}, policies, sessionHeaders(pools), asks})
 }
+
+// asksOthers reports whether a pass of a pool may ask an engine or Redis for something, and wait for the answer.
+func asksOthers(p *Policy) bool {
+	d := &p.Dialect
+	return p.CleanupDecode || d.Concurrent != nil || d.Push != nil || d.Turns != nil || d.Expiry != nil ||
+		p.Handoff != plan.HandoffEnvoy || p.Tokens != LearnedTokens
+}
+
+// Asks reports whether a pass may have to wait for the answer of an engine or of Redis, in any pool. If not, it waits
+// at most for its turn, which [latebinding.AtOnce] avoids.
+func (s *Shared) Asks() bool { return s.settings.Load().asks }
 
 // queueFor returns the admission queue of a pool; nil: its requests do not wait. Waiting requests stay in it.
 func (s *Shared) queueFor(pool string, p *Policy) *latebinding.Queue {
