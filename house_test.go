@@ -69,8 +69,8 @@ var longLines = map[string]int{
 	"cmd/tandem":       43,
 	"envoy-configs":    32,
 	"extproc":          36,
-	"internal/replica": 24,
-	"status":           3,
+	"internal/replica": 23,
+	"status":           2,
 }
 
 // TestTypesAndPackagesStaySmall holds the limits, and the exceptions to some room above what they were made for.

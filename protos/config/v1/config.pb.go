@@ -161,8 +161,7 @@ func (x *Config) GetUsage() *Usage {
 
 type Tracing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. This is how one talks to a collector on the same
-	// machine or in the same network. The address is ip:port, [ip]:port or name:port. Required.
+	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. ip:port, [ip]:port or name:port. Required.
 	Endpoint string `protobuf:"bytes,1,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
 	// Share of requests that are traced, 0 to 1. If the client sends a traceparent, that decides instead. Default: 1.
 	SampleRatio   *float64 `protobuf:"fixed64,2,opt,name=sample_ratio,json=sampleRatio,proto3,oneof" json:"sample_ratio,omitempty"`
@@ -286,8 +285,8 @@ func (x *Usage) GetLedger() string {
 // Tandem as Envoy Gateway's extensionManager (docs/kubernetes.md).
 type EnvoyGateway struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has the TLS
-	// of extProc. Default 127.0.0.1:9004.
+	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has
+	// extProc's TLS. Default 127.0.0.1:9004.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Tandem's names in EnvoyExtensionPolicies: name.namespace:port, of backendRefs. Default: what envoy.extProcs says of
 	// Services (name.namespace.svc...), with the port of listen.
@@ -342,8 +341,7 @@ func (x *EnvoyGateway) GetServices() []string {
 
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a notification that comes before its prefill answers is kept. It must be longer than the slowest prefill
-	// answer takes after its KV was sent. Range: 1s to 24h. Default 1m.
+	// How long a notification that comes before its prefill answers is kept. Range: 1s to 24h. Default 1m.
 	Keep string `protobuf:"bytes,2,opt,name=keep,proto3" json:"keep,omitempty"`
 	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
@@ -401,8 +399,8 @@ type ExtProc struct {
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Absent: plaintext.
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
-	// Largest gRPC message in bytes. A whole body comes in one message, so this must be above envoy.maxBodyBytes. At most
-	// 1Gi. Default: four times envoy.maxBodyBytes and 16 MiB.
+	// Largest gRPC message in bytes. It must be above envoy.maxBodyBytes. At most 1Gi. Default: four times
+	// envoy.maxBodyBytes and 16 MiB.
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
 	// Who calls Tandem: tandem or endpointPicker. tandem: an Envoy that makes both hops, with the configuration that
 	// `tandem envoy` prints. endpointPicker: a gateway of the Gateway API Inference Extension, with Tandem as the
@@ -680,11 +678,10 @@ type Admin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// HTTP. Default 127.0.0.1:9090.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
-	// A file with the operators' token, on one line, at least 16 characters. It is read for every request, so a new token
-	// counts at once; another path takes a restart of the replica, and the log says so. The requests POST /api/... must
-	// have this token (docs/operations.md). A client that sends it in the header tandem-explain gets the decision for its
-	// request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to clients.
-	// A relative path is relative to the working directory of the server, and of the command that sends an order.
+	// A file with the operators' token, on one line, at least 16 characters. A new token counts at once. The requests
+	// POST /api/... must have it (docs/operations.md). A client that sends it in the header tandem-explain gets the
+	// decision for its request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to
+	// clients. A relative path is relative to the working directory of the server, or of the command that sends an order.
 	TokenFile string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	// More host names under which the port answers, or *.example.com. Others get 421, so that a page of a stranger cannot
 	// have a browser read the port (docs/security.md#ports).
@@ -760,15 +757,15 @@ type Envoy struct {
 	// Replan ports of the same replicas. Default: the hosts of extProcs with the port of replan.listen.
 	Replans []string `protobuf:"bytes,5,rep,name=replans,proto3" json:"replans,omitempty"`
 	// How bodies come to the external processor: duplex, buffered or auto. duplex is FULL_DUPLEX_STREAMED, buffered is
-	// BUFFERED. auto: buffered from 64 KiB on, with several replicas from 24 KiB on. They cost the same within noise
-	// (docs/benchmarks.md). A body of unknown length always comes duplex. If a replica hangs or dies, Envoy asks another
-	// one: about any buffered body, and about a duplex one up to 64 KiB. Decode engines get a content-length with
-	// buffered bodies, and chunked encoding with duplex ones. Prefill engines get a content-length, unless both legs run
-	// at once. Default: auto with several replicas, else duplex; duplex too if a queue.maxWait is above 20s.
+	// BUFFERED. auto: buffered from 64 KiB on, with several replicas from 24 KiB on. A body of unknown length always
+	// comes duplex. If a replica hangs or dies, Envoy asks another one: about any buffered body, and about a duplex one
+	// up to 64 KiB. Decode engines get a content-length with buffered bodies, and chunked encoding with duplex ones.
+	// Prefill engines get a content-length, unless both legs run at once. Default: auto with several replicas, else
+	// duplex; duplex too if a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete,
-	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Another
-	// endpoint gives the answers that have not begun, in about 10 s. Range: 1s to 24h. Default 30m.
+	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Range: 1s
+	// to 24h. Default 30m.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
@@ -1374,9 +1371,9 @@ type Pool struct {
 	// yet are experimental there, and a start and --check warn of them. none: the engines prefill and decode by
 	// themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
-	// A file with the engines' API key, on one line. It is for Tandem's own requests: probes, metrics, lists of models,
-	// tokenization, cleanup. It is read for each of them, so a new key counts at once. Clients' requests keep their own
-	// key. Absent: Tandem sends none. A relative path is relative to the working directory of the server.
+	// A file with the engines' API key, on one line. It is for Tandem's own requests (metrics, models, tokenization);
+	// clients' requests keep their own. A new key counts at once. Absent: Tandem sends none. A relative path is relative
+	// to the working directory of the server.
 	ApiKeyFile string `protobuf:"bytes,78,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// Kind of the engines: vllm, sglang, trtllm or any. It says which of their paths clients may use; any allows those of
 	// all. Default: sglang and trtllm with a kvTransfer of that engine; any with none, shared, offload, multi and
@@ -1386,8 +1383,7 @@ type Pool struct {
 	// application/json, which Tandem reads, or multipart/form-data. Default none.
 	Paths []string `protobuf:"bytes,71,rep,name=paths,proto3" json:"paths,omitempty"`
 	// Which requests are split: always, auto or never. always: every request that may be. never: none. auto: those that
-	// cost less over two hops than with decode alone, by the price in docs/decision.md, and those with which decode alone
-	// would slow down answers. Default auto.
+	// cost less over two hops, or would slow down answers with decode alone (docs/decision.md). Default auto.
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl the default
 	// is refuse, because their decode endpoints cannot decode alone. Default decodeAlone.
@@ -1398,9 +1394,9 @@ type Pool struct {
 	// When a request that can be split is decoded alone: never, fallback or byCost. never: it gets 503 if no prefill
 	// endpoint can take it. fallback: only in that case. byCost: also if it costs less (split auto). Requests that cannot
 	// be split are always decoded alone. With onPrefillFailure fail, no request is decoded alone because prefill failed
-	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over
-	// (docs/decision.md). Default: byCost with split auto; with split always never, or fallback with onPrefillFailure
-	// decodeAlone and if no two endpoints can share a request.
+	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over.
+	// Default: byCost with split auto; with split always never, or fallback with onPrefillFailure decodeAlone and if no
+	// two endpoints can share a request.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
 	// Most prefill legs for one request. Range: 1 to 5. Default 3.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
@@ -1417,10 +1413,9 @@ type Pool struct {
 	// to 24h. Default 1m.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
-	// to compute the prompt is added. Set this above the longest correct answer: an answer that is cut off is started
-	// again. It is needed for engines that hang but still answer GET /health. An engine that does not answer is excluded
-	// anyway, and its requests go to others. Range: 1ms to 24h. Default none, so the limit is envoy.decodeIdleTimeout,
-	// after which the client gets 504.
+	// to compute the prompt is added. Set this above the longest correct answer. It is needed for engines that hang but
+	// still answer GET /health. Range: 1ms to 24h. Default none, so the limit is envoy.decodeIdleTimeout, after which the
+	// client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer mooncake-0.13 (the engines'
 	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused, unless
@@ -1428,13 +1423,11 @@ type Pool struct {
 	KvTimeout string `protobuf:"bytes,79,opt,name=kv_timeout,json=kvTimeout,proto3" json:"kv_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
-	// 0.21). Envoy's access log shows when no decode endpoint can have received a request's KV parameters: the client
-	// left before, or decode refused the connection. Tandem then has a decode endpoint fetch the blocks, with a prompt of
-	// one token, and discards the answer. Two kinds of blocks stay until the engine's own timeout: those of an answer
-	// that was not complete, and those of a decode that was asked and gave up. Default lease.
+	// 0.21): a decode endpoint fetches what no other can have received, and discards the answer. Some blocks stay until
+	// the engine's own timeout (docs/operations.md). Default lease.
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
 	// How Tandem recognises requests of one session. They go to the endpoints that served the session last, unless those
-	// are busier or failed. Absent: not at all; a prompt's own prefix finds its endpoint anyway.
+	// are busier or failed. Absent: not at all.
 	Session *SessionKey `protobuf:"bytes,13,opt,name=session,proto3" json:"session,omitempty"`
 	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each
 	// endpoint.
@@ -1452,13 +1445,12 @@ type Pool struct {
 	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	// With split auto: shorter prompts are never split. Only tokens that decode would have to compute count. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
-	// What a second of an answer counts in the price, if one before the first token counts 1. With 1 requests end soonest.
-	// With less, decode computes more prompts itself: first tokens come sooner, and the answers that run there take longer
-	// (docs/decision.md). Between 0.1 and 1. Default 0.5.
+	// What a second of an answer counts in the price, if one before the first token counts 1. With 1 requests end
+	// soonest. With less, first tokens come sooner, and answers take longer (docs/decision.md). Between 0.1 and 1.
+	// Default 0.5.
 	AnswerWeight float64 `protobuf:"fixed64,42,opt,name=answer_weight,json=answerWeight,proto3" json:"answer_weight,omitempty"`
-	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself; a first
-	// token later than its time counts that time once more in the price, and in the queue requests that still can have it
-	// in time go first (docs/decision.md).
+	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself. In the
+	// queue, requests that still can have their first token in time go first (docs/decision.md).
 	Targets *Targets `protobuf:"bytes,43,opt,name=targets,proto3" json:"targets,omitempty"`
 	// Who decides which endpoints prefill: fixed or auto. fixed: their roles. auto: endpoints with the role both compute
 	// prompts or write answers as the traffic needs it; Tandem decides every few seconds, and all replicas agree through
@@ -1468,22 +1460,21 @@ type Pool struct {
 	// Whose count of cached tokens clients get in usage: decode or prefill. decode counts what came from prefill, so
 	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. The members are
 	// cached_tokens and created_cache_tokens; for responses cache_write_tokens; for messages input_tokens,
-	// cache_read_input_tokens and cache_creation_input_tokens. With NIXL vLLM from 0.31 reports prefill's cached_tokens
-	// by itself. With prefill, answers to split requests that have usage pass through the external processor. Not with a
-	// kvTransfer whose legs run at once. Only with handoff envoy. Default decode.
+	// cache_read_input_tokens and cache_creation_input_tokens. With prefill, answers to split requests that have usage
+	// pass through the external processor. Not with a kvTransfer whose legs run at once. Only with handoff envoy. Default
+	// decode.
 	CachedTokens string `protobuf:"bytes,41,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Where endpoints come from, in place of a list.
 	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
 	// Who makes the second hop: envoy, sidecar or direct. envoy: Envoy itself. sidecar: llm-d's routing sidecar beside
-	// each decode engine. It gets the prefill endpoint in x-prefiller-host-port; endpoints that decode are then the
-	// sidecars. direct: Tandem calls the prefill endpoint before it answers Envoy. sidecar and direct are for gateways
-	// that cannot make two hops. Neither works with a kvTransfer whose legs run at once, and direct does not work with
-	// lmcache. With extProc.protocol endpointPicker the default is sidecar. Default envoy.
+	// each decode engine. Endpoints that decode are then the sidecars. direct: Tandem calls the prefill endpoint before
+	// it answers Envoy. sidecar and direct are for gateways that cannot make two hops. Neither works with a kvTransfer
+	// whose legs run at once, and direct does not work with lmcache. With extProc.protocol endpointPicker the default is
+	// sidecar. Default envoy.
 	Handoff string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
 	// When requests get their endpoints: immediate or late. immediate: at once. late: they wait in Tandem until a prefill
 	// endpoint has less than about one step of work ahead (half a second). The shortest go first, and waiting raises a
-	// request's rank. Engines get nothing meanwhile. Default: late; immediate if nothing is split (kvTransfer none, or
-	// split never).
+	// request's rank. Default: late; immediate if nothing is split (kvTransfer none, or split never).
 	Binding string `protobuf:"bytes,50,opt,name=binding,proto3" json:"binding,omitempty"`
 	// With binding late, or objectives.onMiss queue.
 	Queue *Queue `protobuf:"bytes,51,opt,name=queue,proto3" json:"queue,omitempty"`
@@ -2220,29 +2211,24 @@ func (x *SessionKey) GetBody() string {
 
 type NIXL struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time, for
-	// example, cannot make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
+	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time cannot
+	// make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
 	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
 	// The engines run with bidirectional_kv_xfer. Needs vLLM 0.21 or newer on both sides. Decode keeps an answer's
-	// blocks, and prefill fetches them in the conversation's next turn. This needs a session, and a prompt whose token
-	// ids are known to continue that answer: completions with token ids, and with reuseTokenIds chats of text. An engine
-	// renders such chats first (--enable-scale-out). Answers to split requests pass through the external processor, which
-	// removes what clients must not see. Only with handoff envoy. Set it whenever the engines do this: otherwise clients
-	// get the description of the blocks. Default false.
+	// blocks, and prefill fetches them in the conversation's next turn (docs/protocols.md). This needs a session; chats
+	// also need reuseTokenIds and engines with --enable-scale-out. Answers to split requests pass through the external
+	// processor. Only with handoff envoy. Set it whenever the engines do this: otherwise clients get the description of
+	// the blocks. Default false.
 	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
-	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Engines before 0.26 do not tell prefill
-	// how long decode keeps it. With these the prefill leg's whole time limit has to fit in what is left. Range: 1s to
-	// 24h. Default 450s.
+	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Range: 1s to 24h. Default 450s.
 	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
 	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem cannot
 	// read from them. Range: 6s to 24h. Default 30s.
 	Lease string `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
-	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode must
-	// run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. The time is one of the clock of
-	// prefill's engine. Tandem asks the
-	// engine's NIXL side channel for that clock, so it must be able to connect to it; where it cannot, decode gets no KV.
-	// Needs vLLM 0.26 or newer on both sides, and kv_load_failure_policy recompute. What such engines add to their answers
-	// is cut by Envoy. Only with handoff envoy, and not beside bidirectional. Default false.
+	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode
+	// must run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. Tandem asks prefill's NIXL side
+	// channel for its clock; where it cannot connect, decode gets no KV. Needs vLLM 0.26 or newer on both sides, and
+	// kv_load_failure_policy recompute. Only with handoff envoy, and not beside bidirectional. Default false.
 	DeclineExpired bool `protobuf:"varint,5,opt,name=decline_expired,json=declineExpired,proto3" json:"decline_expired,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -2322,9 +2308,8 @@ type LMCache struct {
 	// Default false.
 	SkipNotices bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
 	// The client gets prefill's first token, and decode continues after it. LMCache's own proxy does this too
-	// (ret_first_tok). Decode saves a step, and gets token ids over /v1/completions. Requests that this path cannot
-	// answer (tools, grammars, stop strings, log probabilities, penalties, seeds, media) go the other way. Such an answer
-	// passes through the external processor. Only with handoff envoy. Default false.
+	// (ret_first_tok). Requests that cannot be continued so (docs/protocols.md) go the other way. Such an answer passes
+	// through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
 	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer. Range: 1 to 65536.
 	// Default 256.
@@ -3235,9 +3220,8 @@ type Endpoint struct {
 	// name=value, for pools[].labelHeader.
 	Labels []string `protobuf:"bytes,52,rep,name=labels,proto3" json:"labels,omitempty"`
 	// Data-parallel ranks of the engine behind this port, at most 64. Use it with vLLM's internal load balancing or
-	// SGLang's --dp-size. The decision treats each rank as an endpoint, called address#rank. Requests name their rank:
-	// for vLLM in the header x-data-parallel-rank, for SGLang by their room and data_parallel_rank. Rank n publishes its
-	// KV events n ports above kvEvents.port. Absent: one, or the engine chooses.
+	// SGLang's --dp-size. Each rank is an endpoint, called address#rank (docs/protocols.md). Rank n publishes its KV
+	// events n ports above kvEvents.port. Absent: one, or the engine chooses.
 	DataParallelRanks int32 `protobuf:"varint,54,opt,name=data_parallel_ranks,json=dataParallelRanks,proto3" json:"data_parallel_ranks,omitempty"`
 	// The machine it runs on, by any name. Tandem expects faster transfers within a machine than within a zone. Absent:
 	// endpoints with one IP address run on one machine.
