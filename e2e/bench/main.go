@@ -42,7 +42,7 @@
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
-// several replicas, endpoints.go many endpoints, fleetprofile.go what their CPU time goes to.
+// several replicas, endpoints.go many endpoints.
 package main
 
 import (
