@@ -21,6 +21,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"tandem/internal/config"
@@ -86,7 +87,7 @@ func fill(m protoreflect.Message) {
 
 // comments are those of fields, by message and field name, and of messages, by message name.
 func comments(proto string) map[string]string {
-	field := regexp.MustCompile(`^  (?:repeated |optional )?\w+ (\w+) = \d+;`)
+	field := regexp.MustCompile(`^  (?:repeated |optional )?\w+ (\w+) = \d+(?: \[.*\])?;`)
 	message := regexp.MustCompile(`^message (\w+) \{`)
 	out, in, comment := map[string]string{}, "", []string(nil)
 	for line := range strings.Lines(proto) {
@@ -238,6 +239,9 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 		default:
 			meaning = append(meaning, s)
 		}
+	}
+	if span, _ := proto.GetExtension(f.Options(), configv1.E_Range).(string); span != "" {
+		meaning = append(meaning, "Range: "+span+".")
 	}
 	switch {
 	case byDefault != "":

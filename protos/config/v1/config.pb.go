@@ -12,6 +12,7 @@ package configv1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	descriptorpb "google.golang.org/protobuf/types/descriptorpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -163,7 +164,7 @@ type Tracing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. ip:port, [ip]:port or name:port. Required.
 	Endpoint string `protobuf:"bytes,1,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
-	// Share of requests that are traced, 0 to 1. If the client sends a traceparent, that decides instead. Default: 1.
+	// Share of requests that are traced. If the client sends a traceparent, that decides instead. Default: 1.
 	SampleRatio   *float64 `protobuf:"fixed64,2,opt,name=sample_ratio,json=sampleRatio,proto3,oneof" json:"sample_ratio,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -341,7 +342,7 @@ func (x *EnvoyGateway) GetServices() []string {
 
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a notification that comes before its prefill answers is kept. Range: 1s to 24h. Default 1m.
+	// How long a notification that comes before its prefill answers is kept. Default 1m.
 	Keep string `protobuf:"bytes,2,opt,name=keep,proto3" json:"keep,omitempty"`
 	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
@@ -491,7 +492,7 @@ type EndpointPicker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How many endpoints follow the picked one, in the order to try them. Only for gateways that take a list
 	// (override_host). A gateway that connects to the header's address fails on a list (ORIGINAL_DST: Envoy AI Gateway).
-	// At most 7. Default 0.
+	// Default 0.
 	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
 	// How far Tandem follows an answer: body or headers. body: to its end, so that load is counted exactly; this costs a
 	// message for each piece. headers: to its beginning, with the endpoint that served it; Tandem does not see its end.
@@ -750,7 +751,7 @@ type Envoy struct {
 	// Envoy's own admin port. Default 127.0.0.1:9901.
 	Admin string `protobuf:"bytes,2,opt,name=admin,proto3" json:"admin,omitempty"`
 	// Largest body that is split over two endpoints, in bytes. Envoy keeps such a body for the second hop. Larger bodies
-	// follow the pool's longPrompts, up to four times this. Range: 1Ki to 128Mi. Default: 16Mi.
+	// follow the pool's longPrompts, up to four times this. Default: 16Mi.
 	MaxBodyBytes int64 `protobuf:"varint,3,opt,name=max_body_bytes,json=maxBodyBytes,proto3" json:"max_body_bytes,omitempty"`
 	// External processors, if several replicas serve one Envoy. Default: extProc.listen.
 	ExtProcs []string `protobuf:"bytes,4,rep,name=ext_procs,json=extProcs,proto3" json:"ext_procs,omitempty"`
@@ -764,8 +765,8 @@ type Envoy struct {
 	// duplex; duplex too if a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete,
-	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Range: 1s
-	// to 24h. Default 30m.
+	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Default
+	// 30m.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
@@ -932,7 +933,7 @@ type Cors struct {
 	ExposeHeaders []string `protobuf:"bytes,3,rep,name=expose_headers,json=exposeHeaders,proto3" json:"expose_headers,omitempty"`
 	// Whether they may send cookies and the like. Not with "*". Default false.
 	AllowCredentials bool `protobuf:"varint,4,opt,name=allow_credentials,json=allowCredentials,proto3" json:"allow_credentials,omitempty"`
-	// How long a browser keeps the answer to a preflight. Range: 0s to 24h. Default 10m.
+	// How long a browser keeps the answer to a preflight. Default 10m.
 	MaxAge        string `protobuf:"bytes,5,opt,name=max_age,json=maxAge,proto3" json:"max_age,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1138,7 +1139,7 @@ type Redis struct {
 	// How all keys begin. Installations that share a Redis need different prefixes. Default tandem.
 	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
 	// How long a replica's reservations count after its last message. After that another replica takes its endpoints
-	// over. Range: 500ms to 1m. Default 3s.
+	// over. Default 3s.
 	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
 	// For rediss://. Absent: the system's authorities.
 	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
@@ -1310,8 +1311,7 @@ type Tickets struct {
 	// need the same keys. Absent: a key is made at start. It is shared through state.redis, if configured; otherwise it
 	// works for one replica only.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
-	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill. Range: 1s to 24h.
-	// Default 10m.
+	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill. Default 10m.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1398,28 +1398,26 @@ type Pool struct {
 	// Default: byCost with split auto; with split always never, or fallback with onPrefillFailure decodeAlone and if no
 	// two endpoints can share a request.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
-	// Most prefill legs for one request. Range: 1 to 5. Default 3.
+	// Most prefill legs for one request. Default 3.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes, or none with discovery.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
 	// How long after a request's arrival other endpoints are tried for it. If a prefill fails later, decode alone
-	// follows. If a decode fails later, an error follows (503). Range: 1ms to 24h. Default 1m.
+	// follows. If a decode fails later, an error follows (503). Default 1m.
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin; then another endpoint is tried. An answer begins with its status,
 	// which engines send before the first token. If decode computes the prompt itself, prefillTimeout.perToken is added.
-	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete. Range: 1ms
-	// to 24h. Default 1m.
+	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete. Default 1m.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
 	// to compute the prompt is added. Set this above the longest correct answer. It is needed for engines that hang but
-	// still answer GET /health. Range: 1ms to 24h. Default none, so the limit is envoy.decodeIdleTimeout, after which the
-	// client gets 504.
+	// still answer GET /health. Default none, so the limit is envoy.decodeIdleTimeout, after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer mooncake-0.13 (the engines'
-	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused, unless
-	// it is known that decode had fetched before. Range: 6s to 24h. Default 480s with mooncake-0.13, 60s with moriio-read.
+	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused,
+	// unless it is known that decode had fetched before. Default 480s with mooncake-0.13, 60s with moriio-read.
 	KvTimeout string `protobuf:"bytes,79,opt,name=kv_timeout,json=kvTimeout,proto3" json:"kv_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
@@ -1446,8 +1444,7 @@ type Pool struct {
 	// With split auto: shorter prompts are never split. Only tokens that decode would have to compute count. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
 	// What a second of an answer counts in the price, if one before the first token counts 1. With 1 requests end
-	// soonest. With less, first tokens come sooner, and answers take longer (docs/decision.md). Between 0.1 and 1.
-	// Default 0.5.
+	// soonest. With less, first tokens come sooner, and answers take longer (docs/decision.md). Default 0.5.
 	AnswerWeight float64 `protobuf:"fixed64,42,opt,name=answer_weight,json=answerWeight,proto3" json:"answer_weight,omitempty"`
 	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself. In the
 	// queue, requests that still can have their first token in time go first (docs/decision.md).
@@ -1794,8 +1791,7 @@ func (x *Pool) GetLabelHeader() string {
 
 type Encode struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long an encode endpoint may take. After that the engine that computes the prompt encodes. Range: 1ms to 24h.
-	// Default: 30s.
+	// How long an encode endpoint may take. After that the engine that computes the prompt encodes. Default: 30s.
 	Timeout       string `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1840,12 +1836,12 @@ func (x *Encode) GetTimeout() string {
 
 type Queue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0.
-	// Range: 1ms to 24h, but at most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered
-	// body. Default: 60s with bodyMode duplex, else 20s.
+	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0. At
+	// most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered body. Default: 60s with
+	// bodyMode duplex, else 20s.
 	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
 	// How many requests may wait in each replica. If more come, the last of those with a priority below 0 is refused
-	// (429), or the first is dispatched before its turn. Range: 1 to 65536. Default 4096.
+	// (429), or the first is dispatched before its turn. Default 4096.
 	MaxWaiting    int32 `protobuf:"varint,2,opt,name=max_waiting,json=maxWaiting,proto3" json:"max_waiting,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1897,9 +1893,9 @@ func (x *Queue) GetMaxWaiting() int32 {
 
 type Targets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From a request's arrival to its first token. Range: 1ms to 24h. Default 5s.
+	// From a request's arrival to its first token. Default 5s.
 	Ttft string `protobuf:"bytes,1,opt,name=ttft,proto3" json:"ttft,omitempty"`
-	// Between two tokens. Range: 1ms to 24h. Default 50ms.
+	// Between two tokens. Default 50ms.
 	Tpot          string `protobuf:"bytes,2,opt,name=tpot,proto3" json:"tpot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2033,9 +2029,9 @@ type Objective struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Higher goes first. Below 0: refused under overload. Default 0.
 	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
-	// From the request's arrival to its first token. Range: 1ms to 24h. Absent: any time.
+	// From the request's arrival to its first token. Absent: any time.
 	Ttft string `protobuf:"bytes,3,opt,name=ttft,proto3" json:"ttft,omitempty"`
-	// Between two tokens. Range: 1ms to 24h. Absent: any time.
+	// Between two tokens. Absent: any time.
 	Tpot          string `protobuf:"bytes,4,opt,name=tpot,proto3" json:"tpot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2220,10 +2216,10 @@ type NIXL struct {
 	// processor. Only with handoff envoy. Set it whenever the engines do this: otherwise clients get the description of
 	// the blocks. Default false.
 	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
-	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Range: 1s to 24h. Default 450s.
+	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Default 450s.
 	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
-	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem cannot
-	// read from them. Range: 6s to 24h. Default 30s.
+	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem
+	// cannot read from them. Default 30s.
 	Lease string `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
 	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode
 	// must run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. Tandem asks prefill's NIXL side
@@ -2302,7 +2298,7 @@ func (x *NIXL) GetDeclineExpired() bool {
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long decode waits for prefill's notification after prefill's answer. Then decode computes what it lacks. A
-	// prompt waits as long for space in a receive buffer. Range: 1ms to 25s. Default 10s.
+	// prompt waits as long for space in a receive buffer. Default 10s.
 	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
 	// The engines send no notifications (pd_skip_proxy_notification). Decode then starts when prefill has answered.
 	// Default false.
@@ -2311,8 +2307,7 @@ type LMCache struct {
 	// (ret_first_tok). Requests that cannot be continued so (docs/protocols.md) go the other way. Such an answer passes
 	// through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
-	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer. Range: 1 to 65536.
-	// Default 256.
+	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer. Default 256.
 	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2440,7 +2435,7 @@ type KvEvents struct {
 	// Where rank 0 sends old events again (replay_endpoint). Rank r has the port + r. Absent: when events are lost,
 	// Tandem drops what it knows of the endpoint.
 	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
-	// Data-parallel ranks behind each endpoint. Range: 1 to 1024. Default: 1.
+	// Data-parallel ranks behind each endpoint. Default: 1.
 	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
 	// How topics begin. Absent: any.
 	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
@@ -2452,8 +2447,7 @@ type KvEvents struct {
 	// engines' POST /tokenize, if most of a prompt is new. render: from their POST /v1/.../render instead, which is exact
 	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too. Default: learned.
 	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Range: 0s to
-	// 24h. Default: 0s.
+	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Default: 0s.
 	TokenBudget string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
 	// How fast an engine loads KV that it keeps outside GPU memory, if its events report such blocks.
 	LoadBandwidth *LoadBandwidth `protobuf:"bytes,8,opt,name=load_bandwidth,json=loadBandwidth,proto3" json:"load_bandwidth,omitempty"`
@@ -3126,11 +3120,11 @@ func (x *PodLabels) GetRanksLabel() string {
 
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// For any prompt, however short. Range: 1ms to 24h. Default 10s.
+	// For any prompt, however short. Default 10s.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
 	// Added for every token to compute. Tokens of the prompt count, and those reserved on the endpoint before it. Once
 	// the pool's own speed is known, four times the mean time of a token is added instead, but at least a quarter and at
-	// most sixteen times this. Range: 0s to 24h. Default 2ms.
+	// most sixteen times this. Default 2ms.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3210,7 +3204,7 @@ type Endpoint struct {
 	// In place of the pool's apiKeyFile.
 	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// How fast Tandem takes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
-	// their work under load. 0: no new work; running requests end as usual. At most 10000. Default 100.
+	// their work under load. 0: no new work; running requests end as usual. Default 100.
 	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	// Where it runs. Tandem expects faster transfers within a zone than between two. Absent: not known, treated as near.
 	Zone string `protobuf:"bytes,50,opt,name=zone,proto3" json:"zone,omitempty"`
@@ -3219,9 +3213,9 @@ type Endpoint struct {
 	Loras []string `protobuf:"bytes,51,rep,name=loras,proto3" json:"loras,omitempty"`
 	// name=value, for pools[].labelHeader.
 	Labels []string `protobuf:"bytes,52,rep,name=labels,proto3" json:"labels,omitempty"`
-	// Data-parallel ranks of the engine behind this port, at most 64. Use it with vLLM's internal load balancing or
-	// SGLang's --dp-size. Each rank is an endpoint, called address#rank (docs/protocols.md). Rank n publishes its KV
-	// events n ports above kvEvents.port. Absent: one, or the engine chooses.
+	// Data-parallel ranks of the engine behind this port. Use it with vLLM's internal load balancing or SGLang's
+	// --dp-size. Each rank is an endpoint, called address#rank (docs/protocols.md). Rank n publishes its KV events n
+	// ports above kvEvents.port. Absent: one, or the engine chooses.
 	DataParallelRanks int32 `protobuf:"varint,54,opt,name=data_parallel_ranks,json=dataParallelRanks,proto3" json:"data_parallel_ranks,omitempty"`
 	// The machine it runs on, by any name. Tandem expects faster transfers within a machine than within a zone. Absent:
 	// endpoints with one IP address run on one machine.
@@ -3395,9 +3389,9 @@ type Transfer struct {
 	// MoRIIO: notify_port, of the first rank. Default 61005.
 	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
 	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache, mooncake-0.13 and p2p-nccl endpoints only pair
-	// with the same number. With moriio a wrong number gives wrong text. Range: 1 to 1024. Default 1.
+	// with the same number. With moriio a wrong number gives wrong text. Default 1.
 	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
-	// MoRIIO: data-parallel ranks of the engine behind this address. Range: 1 to 4096. Default 1.
+	// MoRIIO: data-parallel ranks of the engine behind this address. Default 1.
 	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
 	// With kvTransfer offload: the port of the P2P tier. Set it on endpoints that prefill. It is
 	// VLLM_P2P_SIDE_CHANNEL_PORT, plus the data-parallel rank. Default 5710.
@@ -3567,11 +3561,43 @@ func (x *LMCacheReceiver) GetBufferTokens() int64 {
 	return 0
 }
 
+var file_config_v1_config_proto_extTypes = []protoimpl.ExtensionInfo{
+	{
+		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50000,
+		Name:          "tandem.config.v1.words",
+		Tag:           "bytes,50000,opt,name=words",
+		Filename:      "config/v1/config.proto",
+	},
+	{
+		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50001,
+		Name:          "tandem.config.v1.range",
+		Tag:           "bytes,50001,opt,name=range",
+		Filename:      "config/v1/config.proto",
+	},
+}
+
+// Extension fields to descriptorpb.FieldOptions.
+var (
+	// The words that a text may be, with a space between.
+	//
+	// optional string words = 50000;
+	E_Words = &file_config_v1_config_proto_extTypes[0]
+	// The least and the most of a number, a size or a duration, as the file has them, and why: 1ms to 25s: Envoy waits no
+	// longer.
+	//
+	// optional string range = 50001;
+	E_Range = &file_config_v1_config_proto_extTypes[1]
+)
+
 var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xc0\x04\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\x1a google/protobuf/descriptor.proto\"\xc0\x04\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
@@ -3583,10 +3609,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x12C\n" +
 	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\x12-\n" +
-	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"^\n" +
+	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"j\n" +
 	"\aTracing\x12\x1a\n" +
-	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12&\n" +
-	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
+	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x122\n" +
+	"\fsample_ratio\x18\x02 \x01(\x01B\n" +
+	"\x8a\xb5\x18\x060 to 1H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
 	"\r_sample_ratio\"^\n" +
 	"\x05Usage\x12#\n" +
 	"\rtenant_header\x18\x01 \x01(\tR\ftenantHeader\x12\x18\n" +
@@ -3594,58 +3621,59 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"B\n" +
 	"\fEnvoyGateway\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1a\n" +
-	"\bservices\x18\x02 \x03(\tR\bservices\"5\n" +
-	"\aNotices\x12\x12\n" +
-	"\x04keep\x18\x02 \x01(\tR\x04keep\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\x8a\x02\n" +
+	"\bservices\x18\x02 \x03(\tR\bservices\"D\n" +
+	"\aNotices\x12!\n" +
+	"\x04keep\x18\x02 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\x04keep\x12\x16\n" +
+	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xa5\x02\n" +
 	"\aExtProc\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
-	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12\x1a\n" +
+	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x125\n" +
 	"\bprotocol\x18\n" +
-	" \x01(\tR\bprotocol\x12I\n" +
+	" \x01(\tB\x19\x82\xb5\x18\x15tandem endpointPickerR\bprotocol\x12I\n" +
 	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\x12+\n" +
-	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"q\n" +
-	"\x0eEndpointPicker\x12\x1c\n" +
-	"\tfallbacks\x18\x01 \x01(\x05R\tfallbacks\x12\x1c\n" +
-	"\tresponses\x18\x02 \x01(\tR\tresponses\x12#\n" +
-	"\rshed_requests\x18\x03 \x01(\x05R\fshedRequests\"w\n" +
+	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"\x8f\x01\n" +
+	"\x0eEndpointPicker\x12(\n" +
+	"\tfallbacks\x18\x01 \x01(\x05B\n" +
+	"\x8a\xb5\x18\x060 to 7R\tfallbacks\x12.\n" +
+	"\tresponses\x18\x02 \x01(\tB\x10\x82\xb5\x18\fbody headersR\tresponses\x12#\n" +
+	"\rshed_requests\x18\x03 \x01(\x05R\fshedRequests\"\x97\x01\n" +
 	"\x03Tls\x12\x1b\n" +
 	"\tcert_file\x18\x01 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
-	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x12\x12\n" +
+	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x122\n" +
 	"\x04mode\x18\n" +
-	" \x01(\tR\x04mode\"\"\n" +
+	" \x01(\tB\x1e\x82\xb5\x18\x1afiles selfSigned plaintextR\x04mode\"\"\n" +
 	"\bListener\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"T\n" +
 	"\x05Admin\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
 	"\n" +
 	"token_file\x18\x02 \x01(\tR\ttokenFile\x12\x14\n" +
-	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xf3\x03\n" +
+	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xc4\x04\n" +
 	"\x05Envoy\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
-	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
-	"\x0emax_body_bytes\x18\x03 \x01(\x03R\fmaxBodyBytes\x12\x1b\n" +
+	"\x05admin\x18\x02 \x01(\tR\x05admin\x126\n" +
+	"\x0emax_body_bytes\x18\x03 \x01(\x03B\x10\x8a\xb5\x18\f1Ki to 128MiR\fmaxBodyBytes\x12\x1b\n" +
 	"\text_procs\x18\x04 \x03(\tR\bextProcs\x12\x18\n" +
-	"\areplans\x18\x05 \x03(\tR\areplans\x12\x1b\n" +
-	"\tbody_mode\x18\x06 \x01(\tR\bbodyMode\x12.\n" +
-	"\x13decode_idle_timeout\x18\a \x01(\tR\x11decodeIdleTimeout\x12=\n" +
+	"\areplans\x18\x05 \x03(\tR\areplans\x125\n" +
+	"\tbody_mode\x18\x06 \x01(\tB\x18\x82\xb5\x18\x14auto duplex bufferedR\bbodyMode\x12=\n" +
+	"\x13decode_idle_timeout\x18\a \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\x11decodeIdleTimeout\x12=\n" +
 	"\fext_proc_tls\x18\b \x01(\v2\x1b.tandem.config.v1.ClientTlsR\n" +
 	"extProcTls\x12>\n" +
 	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
 	"\rpath_prefixes\x18\n" +
-	" \x03(\tR\fpathPrefixes\x12\x1a\n" +
-	"\breplicas\x18\v \x01(\tR\breplicas\x12*\n" +
+	" \x03(\tR\fpathPrefixes\x120\n" +
+	"\breplicas\x18\v \x01(\tB\x14\x82\xb5\x18\x10configured redisR\breplicas\x12*\n" +
 	"\x04cors\x18\r \x01(\v2\x16.tandem.config.v1.CorsR\x04cors\x12\x14\n" +
 	"\x05stats\x18\f \x01(\tR\x05stats\x12\x10\n" +
-	"\x03run\x18\x0e \x01(\tR\x03run\"\xbd\x01\n" +
+	"\x03run\x18\x0e \x01(\tR\x03run\"\xcc\x01\n" +
 	"\x04Cors\x12#\n" +
 	"\rallow_origins\x18\x01 \x03(\tR\fallowOrigins\x12#\n" +
 	"\rallow_headers\x18\x02 \x03(\tR\fallowHeaders\x12%\n" +
 	"\x0eexpose_headers\x18\x03 \x03(\tR\rexposeHeaders\x12+\n" +
-	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12\x17\n" +
-	"\amax_age\x18\x05 \x01(\tR\x06maxAge\"}\n" +
+	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12&\n" +
+	"\amax_age\x18\x05 \x01(\tB\r\x8a\xb5\x18\t0s to 24hR\x06maxAge\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
@@ -3653,49 +3681,53 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
-	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xf4\x01\n" +
+	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xcf\x02\n" +
 	"\x05Redis\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x14\n" +
-	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x12\x12\n" +
-	"\x04mode\x18\x03 \x01(\tR\x04mode\x12'\n" +
+	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x12/\n" +
+	"\x04mode\x18\x03 \x01(\tB\x1b\x82\xb5\x18\x17single cluster sentinelR\x04mode\x12'\n" +
 	"\x0fsentinel_master\x18\x04 \x01(\tR\x0esentinelMaster\x12#\n" +
 	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12\x1d\n" +
 	"\n" +
-	"key_prefix\x18\x06 \x01(\tR\tkeyPrefix\x12\x14\n" +
-	"\x05lease\x18\a \x01(\tR\x05lease\x12,\n" +
+	"key_prefix\x18\x06 \x01(\tR\tkeyPrefix\x12R\n" +
+	"\x05lease\x18\a \x01(\tB<\x8a\xb5\x188500ms to 1m: so long a dead replica's reservations countR\x05lease\x12,\n" +
 	"\x03tls\x18\b \x01(\v2\x1a.tandem.config.v1.RedisTlsR\x03tls\"|\n" +
 	"\bRedisTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
 	"serverName\x12\x1b\n" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
-	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
+	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"E\n" +
 	"\aTickets\x12\x19\n" +
-	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xba\f\n" +
+	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x1f\n" +
+	"\x03ttl\x18\x02 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\x03ttl\"\x9d\x0f\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
 	"\vkv_transfer\x18\x03 \x01(\tR\n" +
 	"kvTransfer\x12 \n" +
 	"\fapi_key_file\x18N \x01(\tR\n" +
-	"apiKeyFile\x12\x16\n" +
-	"\x06engine\x18F \x01(\tR\x06engine\x12\x14\n" +
-	"\x05paths\x18G \x03(\tR\x05paths\x12\x14\n" +
-	"\x05split\x18\x04 \x01(\tR\x05split\x12!\n" +
-	"\flong_prompts\x18\x05 \x01(\tR\vlongPrompts\x12,\n" +
-	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12!\n" +
-	"\fdecode_alone\x18H \x01(\tR\vdecodeAlone\x12)\n" +
-	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
+	"apiKeyFile\x122\n" +
+	"\x06engine\x18F \x01(\tB\x1a\x82\xb5\x18\x16any sglang trtllm vllmR\x06engine\x12\x14\n" +
+	"\x05paths\x18G \x03(\tR\x05paths\x12+\n" +
+	"\x05split\x18\x04 \x01(\tB\x15\x82\xb5\x18\x11always auto neverR\x05split\x129\n" +
+	"\flong_prompts\x18\x05 \x01(\tB\x16\x82\xb5\x18\x12decodeAlone refuseR\vlongPrompts\x12O\n" +
+	"\x12on_prefill_failure\x18\x06 \x01(\tB!\x82\xb5\x18\x1dotherPrefill decodeAlone failR\x10onPrefillFailure\x12<\n" +
+	"\fdecode_alone\x18H \x01(\tB\x19\x82\xb5\x18\x15never fallback byCostR\vdecodeAlone\x125\n" +
+	"\x10prefill_attempts\x18\a \x01(\x05B\n" +
+	"\x8a\xb5\x18\x061 to 5R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x123\n" +
 	"\rattempts_time\x18\n" +
-	" \x01(\tR\fattemptsTime\x120\n" +
-	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12%\n" +
-	"\x0eanswer_timeout\x187 \x01(\tR\ranswerTimeout\x12\x1d\n" +
+	" \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\fattemptsTime\x12@\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x12streamStartTimeout\x125\n" +
+	"\x0eanswer_timeout\x187 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\ranswerTimeout\x12,\n" +
 	"\n" +
-	"kv_timeout\x18O \x01(\tR\tkvTimeout\x12'\n" +
-	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
+	"kv_timeout\x18O \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\tkvTimeout\x12@\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tB\x17\x82\xb5\x18\x13lease cleanupDecodeR\x0estrandedBlocks\x126\n" +
 	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
 	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
 	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
@@ -3703,72 +3735,81 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
-	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x12#\n" +
-	"\ranswer_weight\x18* \x01(\x01R\fanswerWeight\x123\n" +
-	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12\x14\n" +
-	"\x05roles\x18, \x01(\tR\x05roles\x12#\n" +
-	"\rcached_tokens\x18) \x01(\tR\fcachedTokens\x129\n" +
-	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
-	"\ahandoff\x18\x1f \x01(\tR\ahandoff\x12\x18\n" +
-	"\abinding\x182 \x01(\tR\abinding\x12-\n" +
+	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x121\n" +
+	"\ranswer_weight\x18* \x01(\x01B\f\x8a\xb5\x18\b0.1 to 1R\fanswerWeight\x123\n" +
+	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12$\n" +
+	"\x05roles\x18, \x01(\tB\x0e\x82\xb5\x18\n" +
+	"fixed autoR\x05roles\x127\n" +
+	"\rcached_tokens\x18) \x01(\tB\x12\x82\xb5\x18\x0edecode prefillR\fcachedTokens\x129\n" +
+	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x122\n" +
+	"\ahandoff\x18\x1f \x01(\tB\x18\x82\xb5\x18\x14envoy sidecar directR\ahandoff\x12,\n" +
+	"\abinding\x182 \x01(\tB\x12\x82\xb5\x18\x0eimmediate lateR\abinding\x12-\n" +
 	"\x05queue\x183 \x01(\v2\x17.tandem.config.v1.QueueR\x05queue\x12<\n" +
 	"\n" +
 	"objectives\x184 \x01(\v2\x1c.tandem.config.v1.ObjectivesR\n" +
-	"objectives\x12'\n" +
-	"\x0fengine_priority\x185 \x01(\tR\x0eenginePriority\x120\n" +
+	"objectives\x12=\n" +
+	"\x0fengine_priority\x185 \x01(\tB\x14\x82\xb5\x18\x10none vllm sglangR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
-	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"\"\n" +
-	"\x06Encode\x12\x18\n" +
-	"\atimeout\x18\x01 \x01(\tR\atimeout\"C\n" +
-	"\x05Queue\x12\x19\n" +
-	"\bmax_wait\x18\x01 \x01(\tR\amaxWait\x12\x1f\n" +
-	"\vmax_waiting\x18\x02 \x01(\x05R\n" +
-	"maxWaiting\"1\n" +
-	"\aTargets\x12\x12\n" +
-	"\x04ttft\x18\x01 \x01(\tR\x04ttft\x12\x12\n" +
-	"\x04tpot\x18\x02 \x01(\tR\x04tpot\"\xb2\x01\n" +
+	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"2\n" +
+	"\x06Encode\x12(\n" +
+	"\atimeout\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\atimeout\"c\n" +
+	"\x05Queue\x12)\n" +
+	"\bmax_wait\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\amaxWait\x12/\n" +
+	"\vmax_waiting\x18\x02 \x01(\x05B\x0e\x8a\xb5\x18\n" +
+	"1 to 65536R\n" +
+	"maxWaiting\"Q\n" +
+	"\aTargets\x12\"\n" +
+	"\x04ttft\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04ttft\x12\"\n" +
+	"\x04tpot\x18\x02 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04tpot\"\xc7\x01\n" +
 	"\n" +
 	"Objectives\x12!\n" +
 	"\ffrom_headers\x18\x01 \x01(\bR\vfromHeaders\x125\n" +
 	"\adefault\x18\x02 \x01(\v2\x1b.tandem.config.v1.ObjectiveR\adefault\x121\n" +
-	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x12\x17\n" +
-	"\aon_miss\x18\x04 \x01(\tR\x06onMiss\"c\n" +
+	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x12,\n" +
+	"\aon_miss\x18\x04 \x01(\tB\x13\x82\xb5\x18\x0fgoOn queue shedR\x06onMiss\"\x83\x01\n" +
 	"\tObjective\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
-	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12\x12\n" +
-	"\x04ttft\x18\x03 \x01(\tR\x04ttft\x12\x12\n" +
-	"\x04tpot\x18\x04 \x01(\tR\x04tpot\"&\n" +
+	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12\"\n" +
+	"\x04ttft\x18\x03 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04ttft\x12\"\n" +
+	"\x04tpot\x18\x04 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04tpot\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
 	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
-	"\x04body\x18\x03 \x01(\tR\x04body\"\xae\x01\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\"\xcc\x01\n" +
 	"\x04NIXL\x12&\n" +
 	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\x12$\n" +
-	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12\x19\n" +
-	"\bturn_ttl\x18\x03 \x01(\tR\aturnTtl\x12\x14\n" +
-	"\x05lease\x18\x04 \x01(\tR\x05lease\x12'\n" +
-	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\x9a\x01\n" +
-	"\aLMCache\x12%\n" +
-	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
+	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12(\n" +
+	"\bturn_ttl\x18\x03 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\aturnTtl\x12#\n" +
+	"\x05lease\x18\x04 \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\x05lease\x12'\n" +
+	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\xee\x01\n" +
+	"\aLMCache\x12i\n" +
+	"\x0enotice_timeout\x18\x01 \x01(\tBB\x8a\xb5\x18>1ms to 25s: Envoy gives up on the external processor after 30sR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +
-	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x12\x1d\n" +
+	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x12-\n" +
 	"\n" +
-	"chunk_size\x18\x04 \x01(\x03R\tchunkSize\"=\n" +
+	"chunk_size\x18\x04 \x01(\x03B\x0e\x8a\xb5\x18\n" +
+	"1 to 65536R\tchunkSize\"P\n" +
 	"\fOrchestrated\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
-	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\x86\x02\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12.\n" +
+	"\thand_over\x18\x02 \x01(\tB\x11\x82\xb5\x18\ranswer paramsR\bhandOver\"\xc1\x02\n" +
 	"\bKvEvents\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
 	"\vreplay_port\x18\x02 \x01(\x05R\n" +
-	"replayPort\x12\x14\n" +
-	"\x05ranks\x18\x03 \x01(\x05R\x05ranks\x12\x14\n" +
+	"replayPort\x12#\n" +
+	"\x05ranks\x18\x03 \x01(\x05B\r\x8a\xb5\x18\t1 to 1024R\x05ranks\x12\x14\n" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
-	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
-	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
-	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\x12F\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\x123\n" +
+	"\x06tokens\x18\x06 \x01(\tB\x1b\x82\xb5\x18\x17learned tokenize renderR\x06tokens\x120\n" +
+	"\ftoken_budget\x18\a \x01(\tB\r\x8a\xb5\x18\t0s to 24hR\vtokenBudget\x12F\n" +
 	"\x0eload_bandwidth\x18\b \x01(\v2\x1f.tandem.config.v1.LoadBandwidthR\rloadBandwidth\"n\n" +
 	"\rLoadBandwidth\x12\x1b\n" +
 	"\tcpu_bytes\x18\x01 \x01(\x03R\bcpuBytes\x12\x1d\n" +
@@ -3781,31 +3822,33 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
 	"kubernetes\x18\x03 \x01(\v2%.tandem.config.v1.KubernetesDiscoveryR\n" +
 	"kubernetes\x12O\n" +
-	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\";\n" +
+	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\"O\n" +
 	"\rFileDiscovery\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
-	"\x06scheme\x18\x02 \x01(\tR\x06scheme\"\x8d\x01\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12*\n" +
+	"\x06scheme\x18\x02 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\"\xca\x01\n" +
 	"\rNameDiscovery\x12\x12\n" +
-	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
-	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x12\n" +
-	"\x04role\x18\x03 \x01(\tR\x04role\x12\x16\n" +
-	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x12\x14\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\"\n" +
+	"\x04port\x18\x02 \x01(\x05B\x0e\x8a\xb5\x18\n" +
+	"1 to 65535R\x04port\x12+\n" +
+	"\x04role\x18\x03 \x01(\tB\x17\x82\xb5\x18\x13prefill decode bothR\x04role\x12*\n" +
+	"\x06scheme\x18\x04 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x05 \x01(\tR\x05group\x12\x12\n" +
-	"\x04zone\x182 \x01(\tR\x04zone\"\xb2\x01\n" +
+	"\x04zone\x182 \x01(\tR\x04zone\"\xc6\x01\n" +
 	"\x13KubernetesDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
 	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
-	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12\x16\n" +
-	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x123\n" +
-	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\x99\x01\n" +
+	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12*\n" +
+	"\x06scheme\x18\x04 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\x123\n" +
+	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\xa9\x01\n" +
 	"\x16InferencePoolDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
-	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12\x18\n" +
-	"\aintents\x18\x04 \x01(\tR\aintents\"\xc7\x02\n" +
-	"\tPodLabels\x12\x1e\n" +
+	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12(\n" +
+	"\aintents\x18\x04 \x01(\tB\x0e\x82\xb5\x18\n" +
+	"none watchR\aintents\"\x8f\x03\n" +
+	"\tPodLabels\x12H\n" +
 	"\n" +
-	"convention\x18\x01 \x01(\tR\n" +
+	"convention\x18\x01 \x01(\tB(\x82\xb5\x18$llm-d aibrix production-stack kthenaR\n" +
 	"convention\x12\x1d\n" +
 	"\n" +
 	"role_label\x18\x02 \x01(\tR\troleLabel\x12\x18\n" +
@@ -3815,20 +3858,21 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\vgroup_label\x18\x06 \x01(\tR\n" +
 	"groupLabel\x12\x1d\n" +
 	"\n" +
-	"port_label\x18\a \x01(\tR\tportLabel\x12!\n" +
-	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\x12\x1d\n" +
+	"port_label\x18\a \x01(\tR\tportLabel\x12?\n" +
+	"\fdefault_role\x18\b \x01(\tB\x1c\x82\xb5\x18\x18prefill decode both noneR\vdefaultRole\x12\x1d\n" +
 	"\n" +
 	"zone_label\x182 \x01(\tR\tzoneLabel\x12\x12\n" +
 	"\x04keep\x183 \x03(\tR\x04keep\x12\x1f\n" +
 	"\vranks_label\x184 \x01(\tR\n" +
-	"ranksLabel\"A\n" +
-	"\x0ePrefillTimeout\x12\x12\n" +
-	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xb2\x04\n" +
+	"ranksLabel\"`\n" +
+	"\x0ePrefillTimeout\x12\"\n" +
+	"\x04base\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04base\x12*\n" +
+	"\tper_token\x18\x02 \x01(\tB\r\x8a\xb5\x18\t0s to 24hR\bperToken\"\xe3\x04\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
-	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
-	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
+	"\x04role\x18\x02 \x01(\tR\x04role\x12*\n" +
+	"\x06scheme\x18\x03 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
 	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\x12\x18\n" +
 	"\arelease\x18\n" +
@@ -3839,23 +3883,24 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\vserver_name\x18\x16 \x01(\tR\n" +
 	"serverName\x12 \n" +
 	"\fapi_key_file\x18\x17 \x01(\tR\n" +
-	"apiKeyFile\x12\x1b\n" +
-	"\x06weight\x18\x15 \x01(\x05H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
+	"apiKeyFile\x12+\n" +
+	"\x06weight\x18\x15 \x01(\x05B\x0e\x8a\xb5\x18\n" +
+	"0 to 10000H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
 	"\x04zone\x182 \x01(\tR\x04zone\x12\x14\n" +
 	"\x05loras\x183 \x03(\tR\x05loras\x12\x16\n" +
-	"\x06labels\x184 \x03(\tR\x06labels\x12.\n" +
-	"\x13data_parallel_ranks\x186 \x01(\x05R\x11dataParallelRanks\x12\x12\n" +
+	"\x06labels\x184 \x03(\tR\x06labels\x12;\n" +
+	"\x13data_parallel_ranks\x186 \x01(\x05B\v\x8a\xb5\x18\a1 to 64R\x11dataParallelRanks\x12\x12\n" +
 	"\x04node\x185 \x01(\tR\x04nodeB\t\n" +
-	"\a_weight\"\xa1\x02\n" +
+	"\a_weight\"\xbf\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
 	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
 	"\akv_port\x18\x03 \x01(\x05R\x06kvPort\x12%\n" +
 	"\x0ehandshake_port\x18\x04 \x01(\x05R\rhandshakePort\x12\x1f\n" +
 	"\vnotify_port\x18\x05 \x01(\x05R\n" +
-	"notifyPort\x120\n" +
-	"\x14tensor_parallel_size\x18\x06 \x01(\x05R\x12tensorParallelSize\x12,\n" +
-	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSize\x12\x19\n" +
+	"notifyPort\x12?\n" +
+	"\x14tensor_parallel_size\x18\x06 \x01(\x05B\r\x8a\xb5\x18\t1 to 1024R\x12tensorParallelSize\x12;\n" +
+	"\x12data_parallel_size\x18\a \x01(\x05B\r\x8a\xb5\x18\t1 to 4096R\x10dataParallelSize\x12\x19\n" +
 	"\bp2p_port\x18\b \x01(\x05R\ap2pPort\"\x91\x01\n" +
 	"\x0fLMCacheReceiver\x12\x1b\n" +
 	"\tinit_port\x18\x01 \x01(\x05R\binitPort\x12\x1d\n" +
@@ -3863,7 +3908,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"alloc_port\x18\x02 \x01(\x05R\tallocPort\x12\x1d\n" +
 	"\n" +
 	"query_port\x18\x03 \x01(\x05R\tqueryPort\x12#\n" +
-	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokensB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokens:5\n" +
+	"\x05words\x12\x1d.google.protobuf.FieldOptions\x18І\x03 \x01(\tR\x05words:5\n" +
+	"\x05range\x12\x1d.google.protobuf.FieldOptions\x18ц\x03 \x01(\tR\x05rangeB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -3879,46 +3926,47 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 
 var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),                 // 0: tandem.config.v1.Config
-	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
-	(*Usage)(nil),                  // 2: tandem.config.v1.Usage
-	(*EnvoyGateway)(nil),           // 3: tandem.config.v1.EnvoyGateway
-	(*Notices)(nil),                // 4: tandem.config.v1.Notices
-	(*ExtProc)(nil),                // 5: tandem.config.v1.ExtProc
-	(*EndpointPicker)(nil),         // 6: tandem.config.v1.EndpointPicker
-	(*Tls)(nil),                    // 7: tandem.config.v1.Tls
-	(*Listener)(nil),               // 8: tandem.config.v1.Listener
-	(*Admin)(nil),                  // 9: tandem.config.v1.Admin
-	(*Envoy)(nil),                  // 10: tandem.config.v1.Envoy
-	(*Cors)(nil),                   // 11: tandem.config.v1.Cors
-	(*ClientTls)(nil),              // 12: tandem.config.v1.ClientTls
-	(*State)(nil),                  // 13: tandem.config.v1.State
-	(*Redis)(nil),                  // 14: tandem.config.v1.Redis
-	(*RedisTls)(nil),               // 15: tandem.config.v1.RedisTls
-	(*Tickets)(nil),                // 16: tandem.config.v1.Tickets
-	(*Pool)(nil),                   // 17: tandem.config.v1.Pool
-	(*Encode)(nil),                 // 18: tandem.config.v1.Encode
-	(*Queue)(nil),                  // 19: tandem.config.v1.Queue
-	(*Targets)(nil),                // 20: tandem.config.v1.Targets
-	(*Objectives)(nil),             // 21: tandem.config.v1.Objectives
-	(*Objective)(nil),              // 22: tandem.config.v1.Objective
-	(*Registration)(nil),           // 23: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 24: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 25: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 26: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 27: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 28: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),          // 29: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),              // 30: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 31: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 32: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 33: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 34: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 35: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 36: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 37: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 38: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 39: tandem.config.v1.LMCacheReceiver
+	(*Config)(nil),                    // 0: tandem.config.v1.Config
+	(*Tracing)(nil),                   // 1: tandem.config.v1.Tracing
+	(*Usage)(nil),                     // 2: tandem.config.v1.Usage
+	(*EnvoyGateway)(nil),              // 3: tandem.config.v1.EnvoyGateway
+	(*Notices)(nil),                   // 4: tandem.config.v1.Notices
+	(*ExtProc)(nil),                   // 5: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),            // 6: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                       // 7: tandem.config.v1.Tls
+	(*Listener)(nil),                  // 8: tandem.config.v1.Listener
+	(*Admin)(nil),                     // 9: tandem.config.v1.Admin
+	(*Envoy)(nil),                     // 10: tandem.config.v1.Envoy
+	(*Cors)(nil),                      // 11: tandem.config.v1.Cors
+	(*ClientTls)(nil),                 // 12: tandem.config.v1.ClientTls
+	(*State)(nil),                     // 13: tandem.config.v1.State
+	(*Redis)(nil),                     // 14: tandem.config.v1.Redis
+	(*RedisTls)(nil),                  // 15: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                   // 16: tandem.config.v1.Tickets
+	(*Pool)(nil),                      // 17: tandem.config.v1.Pool
+	(*Encode)(nil),                    // 18: tandem.config.v1.Encode
+	(*Queue)(nil),                     // 19: tandem.config.v1.Queue
+	(*Targets)(nil),                   // 20: tandem.config.v1.Targets
+	(*Objectives)(nil),                // 21: tandem.config.v1.Objectives
+	(*Objective)(nil),                 // 22: tandem.config.v1.Objective
+	(*Registration)(nil),              // 23: tandem.config.v1.Registration
+	(*SessionKey)(nil),                // 24: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                      // 25: tandem.config.v1.NIXL
+	(*LMCache)(nil),                   // 26: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),              // 27: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),                  // 28: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),             // 29: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),                 // 30: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),             // 31: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),             // 32: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),       // 33: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil),    // 34: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),                 // 35: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),            // 36: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),                  // 37: tandem.config.v1.Endpoint
+	(*Transfer)(nil),                  // 38: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),           // 39: tandem.config.v1.LMCacheReceiver
+	(*descriptorpb.FieldOptions)(nil), // 40: google.protobuf.FieldOptions
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -3963,10 +4011,12 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	35, // 39: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
 	38, // 40: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
 	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	42, // [42:42] is the sub-list for method output_type
-	42, // [42:42] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
+	40, // 42: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
+	40, // 43: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
+	44, // [44:44] is the sub-list for method output_type
+	44, // [44:44] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	42, // [42:44] is the sub-list for extension extendee
 	0,  // [0:42] is the sub-list for field type_name
 }
 
@@ -3984,12 +4034,13 @@ func file_config_v1_config_proto_init() {
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
 			NumMessages:   40,
-			NumExtensions: 0,
+			NumExtensions: 2,
 			NumServices:   0,
 		},
 		GoTypes:           file_config_v1_config_proto_goTypes,
 		DependencyIndexes: file_config_v1_config_proto_depIdxs,
 		MessageInfos:      file_config_v1_config_proto_msgTypes,
+		ExtensionInfos:    file_config_v1_config_proto_extTypes,
 	}.Build()
 	File_config_v1_config_proto = out.File
 	file_config_v1_config_proto_goTypes = nil
