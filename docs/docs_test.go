@@ -243,6 +243,9 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 	if span, _ := proto.GetExtension(f.Options(), configv1.E_Range).(string); span != "" {
 		meaning = append(meaning, "Range: "+span+".")
 	}
+	if absent, _ := proto.GetExtension(f.Options(), configv1.E_Absent).(string); absent != "" {
+		byDefault = "`" + absent + "`"
+	}
 	switch {
 	case byDefault != "":
 	case stated != "" && !m.Has(f):

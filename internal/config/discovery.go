@@ -10,31 +10,12 @@ import (
 // maxPorts is the maximum number of targetPorts of an InferencePool (inference.networking.k8s.io/v1).
 const maxPorts = 8
 
-// zoneLabel is Kubernetes' well-known label.
-const zoneLabel = "topology.kubernetes.io/zone"
-
 func setDiscoveryDefaults(d *configv1.Discovery) {
-	if d == nil {
-		return
-	}
-	if d.File != nil {
-		or(&d.File.Scheme, "http")
-	}
-	for _, n := range d.Dns {
-		or(&n.Scheme, "http")
-		or(&n.Role, "both")
-	}
-	if k := d.Kubernetes; k != nil {
-		or(&k.Scheme, "http")
+	if k := d.GetKubernetes(); k != nil {
 		sub(&k.Labels)
-		or(&k.Labels.Convention, "llm-d")
-		or(&k.Labels.ZoneLabel, zoneLabel)
 	}
-	if i := d.InferencePool; i != nil {
+	if i := d.GetInferencePool(); i != nil {
 		sub(&i.Labels)
-		or(&i.Labels.Convention, "llm-d")
-		or(&i.Labels.ZoneLabel, zoneLabel)
-		or(&i.Intents, "none")
 	}
 }
 

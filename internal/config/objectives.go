@@ -19,15 +19,8 @@ func Waits(p *configv1.Pool) bool {
 
 func setObjectiveDefaults(p *configv1.Pool) {
 	or(&p.Binding, binding(p))
-	or(&p.EnginePriority, "none")
-	if p.Objectives != nil {
-		or(&p.Objectives.OnMiss, "goOn")
-	}
 	if Waits(p) {
 		sub(&p.Queue)
-	}
-	if p.Queue != nil {
-		or(&p.Queue.MaxWaiting, 4096)
 	}
 }
 

@@ -13,17 +13,11 @@ const (
 )
 
 func setPickerDefaults(e *configv1.ExtProc) {
-	or(&e.Protocol, ProtocolTandem)
 	if e.Protocol == ProtocolEndpointPicker {
 		sub(&e.EndpointPicker)
-		or(&e.EndpointPicker.Responses, "body")
-		or(&e.EndpointPicker.ShedRequests, 128)
 		if e.Tls == nil {
 			e.Tls = &configv1.Tls{Mode: "selfSigned"}
 		}
-	}
-	if e.Tls != nil {
-		or(&e.Tls.Mode, "files")
 	}
 }
 

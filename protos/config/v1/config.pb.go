@@ -164,7 +164,7 @@ type Tracing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. ip:port, [ip]:port or name:port. Required.
 	Endpoint string `protobuf:"bytes,1,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
-	// Share of requests that are traced. If the client sends a traceparent, that decides instead. Default: 1.
+	// Share of requests that are traced. If the client sends a traceparent, that decides instead.
 	SampleRatio   *float64 `protobuf:"fixed64,2,opt,name=sample_ratio,json=sampleRatio,proto3,oneof" json:"sample_ratio,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -287,7 +287,7 @@ func (x *Usage) GetLedger() string {
 type EnvoyGateway struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has
-	// extProc's TLS. Default 127.0.0.1:9004.
+	// extProc's TLS.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Tandem's names in EnvoyExtensionPolicies: name.namespace:port, of backendRefs. Default: what envoy.extProcs says of
 	// Services (name.namespace.svc...), with the port of listen.
@@ -342,9 +342,9 @@ func (x *EnvoyGateway) GetServices() []string {
 
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a notification that comes before its prefill answers is kept. Default 1m.
+	// How long a notification that comes before its prefill answers is kept.
 	Keep string `protobuf:"bytes,2,opt,name=keep,proto3" json:"keep,omitempty"`
-	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
+	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache).
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -396,7 +396,7 @@ func (x *Notices) GetListen() string {
 
 type ExtProc struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// gRPC: external processor, access log, health. Default 127.0.0.1:9002.
+	// gRPC: external processor, access log, health.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Absent: plaintext.
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
@@ -405,7 +405,7 @@ type ExtProc struct {
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
 	// Who calls Tandem: tandem or endpointPicker. tandem: an Envoy that makes both hops, with the configuration that
 	// `tandem envoy` prints. endpointPicker: a gateway of the Gateway API Inference Extension, with Tandem as the
-	// endpoint picker of its InferencePools. Default tandem.
+	// endpoint picker of its InferencePools.
 	Protocol string `protobuf:"bytes,10,opt,name=protocol,proto3" json:"protocol,omitempty"`
 	// With protocol endpointPicker.
 	EndpointPicker *EndpointPicker `protobuf:"bytes,11,opt,name=endpoint_picker,json=endpointPicker,proto3" json:"endpoint_picker,omitempty"`
@@ -496,10 +496,9 @@ type EndpointPicker struct {
 	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
 	// How far Tandem follows an answer: body or headers. body: to its end, so that load is counted exactly; this costs a
 	// message for each piece. headers: to its beginning, with the endpoint that served it; Tandem does not see its end.
-	// Default body.
 	Responses string `protobuf:"bytes,2,opt,name=responses,proto3" json:"responses,omitempty"`
 	// How many requests every decode endpoint must have before Tandem sheds. It then refuses requests of negative
-	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. At least 1. Default 128.
+	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. At least 1.
 	ShedRequests  int32 `protobuf:"varint,3,opt,name=shed_requests,json=shedRequests,proto3" json:"shed_requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -566,7 +565,7 @@ type Tls struct {
 	ClientCaFile string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
 	// Where the certificate comes from: files, selfSigned or plaintext. files: the files above. selfSigned: a certificate
 	// made at start, for clients that do not verify it. plaintext: no TLS. With extProc.protocol endpointPicker and no
-	// tls the mode is selfSigned, which gateways expect. Default files.
+	// tls the mode is selfSigned, which gateways expect.
 	Mode          string `protobuf:"bytes,10,opt,name=mode,proto3" json:"mode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -632,7 +631,7 @@ func (x *Tls) GetMode() string {
 
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HTTP. Default 127.0.0.1:9003.
+	// HTTP.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -677,7 +676,7 @@ func (x *Listener) GetListen() string {
 
 type Admin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HTTP. Default 127.0.0.1:9090.
+	// HTTP.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// A file with the operators' token, on one line, at least 16 characters. A new token counts at once. The requests
 	// POST /api/... must have it (docs/operations.md). A client that sends it in the header tandem-explain gets the
@@ -746,12 +745,12 @@ func (x *Admin) GetHosts() []string {
 
 type Envoy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where clients connect. Default 127.0.0.1:8080.
+	// Where clients connect.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
-	// Envoy's own admin port. Default 127.0.0.1:9901.
+	// Envoy's own admin port.
 	Admin string `protobuf:"bytes,2,opt,name=admin,proto3" json:"admin,omitempty"`
 	// Largest body that is split over two endpoints, in bytes. Envoy keeps such a body for the second hop. Larger bodies
-	// follow the pool's longPrompts, up to four times this. Default: 16Mi.
+	// follow the pool's longPrompts, up to four times this.
 	MaxBodyBytes int64 `protobuf:"varint,3,opt,name=max_body_bytes,json=maxBodyBytes,proto3" json:"max_body_bytes,omitempty"`
 	// External processors, if several replicas serve one Envoy. Default: extProc.listen.
 	ExtProcs []string `protobuf:"bytes,4,rep,name=ext_procs,json=extProcs,proto3" json:"ext_procs,omitempty"`
@@ -765,8 +764,7 @@ type Envoy struct {
 	// duplex; duplex too if a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete,
-	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Default
-	// 30m.
+	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
@@ -778,7 +776,7 @@ type Envoy struct {
 	// From where Envoys with xDS know the replicas: configured or redis. configured: extProcs and replans. redis: the
 	// replicas that live, as they come and go; needs state.redis. Each is reached at the host of its extProc.listen, or,
 	// if that is 0.0.0.0 or ::, at the address that it has towards Redis; or where `tandem serve --advertise` says. The
-	// bootstrap still names extProcs. Default configured.
+	// bootstrap still names extProcs.
 	Replicas string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine, and what Tandem or
 	// Envoy answers in place of one has no CORS headers.
@@ -786,8 +784,8 @@ type Envoy struct {
 	// Where Envoy shows its statistics and readiness. /stats/prometheus and /ready are all that it shows there of its
 	// admin port. Default: nowhere.
 	Stats string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
-	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy loads
-	// libtandem.so, which reads this file; experimental (docs/howto/inside-envoy.md). Default beside.
+	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy
+	// loads libtandem.so, which reads this file; experimental (docs/howto/inside-envoy.md).
 	Run           string `protobuf:"bytes,14,opt,name=run,proto3" json:"run,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -933,7 +931,7 @@ type Cors struct {
 	ExposeHeaders []string `protobuf:"bytes,3,rep,name=expose_headers,json=exposeHeaders,proto3" json:"expose_headers,omitempty"`
 	// Whether they may send cookies and the like. Not with "*". Default false.
 	AllowCredentials bool `protobuf:"varint,4,opt,name=allow_credentials,json=allowCredentials,proto3" json:"allow_credentials,omitempty"`
-	// How long a browser keeps the answer to a preflight. Default 10m.
+	// How long a browser keeps the answer to a preflight.
 	MaxAge        string `protobuf:"bytes,5,opt,name=max_age,json=maxAge,proto3" json:"max_age,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1130,16 +1128,16 @@ type Redis struct {
 	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
 	// More nodes, host:port, in case that one is down.
 	Nodes []string `protobuf:"bytes,2,rep,name=nodes,proto3" json:"nodes,omitempty"`
-	// What the nodes are: single, cluster or sentinel. Default single.
+	// What the nodes are: single, cluster or sentinel.
 	Mode string `protobuf:"bytes,3,opt,name=mode,proto3" json:"mode,omitempty"`
 	// The Sentinels' name for the master. With mode sentinel only, and required there.
 	SentinelMaster string `protobuf:"bytes,4,opt,name=sentinel_master,json=sentinelMaster,proto3" json:"sentinel_master,omitempty"`
 	// A file with the password, in place of the URL's. It is read for every new connection.
 	PasswordFile string `protobuf:"bytes,5,opt,name=password_file,json=passwordFile,proto3" json:"password_file,omitempty"`
-	// How all keys begin. Installations that share a Redis need different prefixes. Default tandem.
+	// How all keys begin. Installations that share a Redis need different prefixes.
 	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
 	// How long a replica's reservations count after its last message. After that another replica takes its endpoints
-	// over. Default 3s.
+	// over.
 	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
 	// For rediss://. Absent: the system's authorities.
 	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
@@ -1311,7 +1309,7 @@ type Tickets struct {
 	// need the same keys. Absent: a key is made at start. It is shared through state.redis, if configured; otherwise it
 	// works for one replica only.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
-	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill. Default 10m.
+	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1383,13 +1381,13 @@ type Pool struct {
 	// application/json, which Tandem reads, or multipart/form-data. Default none.
 	Paths []string `protobuf:"bytes,71,rep,name=paths,proto3" json:"paths,omitempty"`
 	// Which requests are split: always, auto or never. always: every request that may be. never: none. auto: those that
-	// cost less over two hops, or would slow down answers with decode alone (docs/decision.md). Default auto.
+	// cost less over two hops, or would slow down answers with decode alone (docs/decision.md).
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl the default
 	// is refuse, because their decode endpoints cannot decode alone. Default decodeAlone.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill, decodeAlone or fail. otherPrefill: another prefill endpoint while
-	// there is one, then decode alone. fail: 503. Default otherPrefill.
+	// there is one, then decode alone. fail: 503.
 	OnPrefillFailure string `protobuf:"bytes,6,opt,name=on_prefill_failure,json=onPrefillFailure,proto3" json:"on_prefill_failure,omitempty"`
 	// When a request that can be split is decoded alone: never, fallback or byCost. never: it gets 503 if no prefill
 	// endpoint can take it. fallback: only in that case. byCost: also if it costs less (split auto). Requests that cannot
@@ -1398,18 +1396,18 @@ type Pool struct {
 	// Default: byCost with split auto; with split always never, or fallback with onPrefillFailure decodeAlone and if no
 	// two endpoints can share a request.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
-	// Most prefill legs for one request. Default 3.
+	// Most prefill legs for one request.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes, or none with discovery.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
 	// How long after a request's arrival other endpoints are tried for it. If a prefill fails later, decode alone
-	// follows. If a decode fails later, an error follows (503). Default 1m.
+	// follows. If a decode fails later, an error follows (503).
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin; then another endpoint is tried. An answer begins with its status,
 	// which engines send before the first token. If decode computes the prompt itself, prefillTimeout.perToken is added.
-	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete. Default 1m.
+	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
 	// to compute the prompt is added. Set this above the longest correct answer. It is needed for engines that hang but
@@ -1422,7 +1420,7 @@ type Pool struct {
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
 	// 0.21): a decode endpoint fetches what no other can have received, and discards the answer. Some blocks stay until
-	// the engine's own timeout (docs/operations.md). Default lease.
+	// the engine's own timeout (docs/operations.md).
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
 	// How Tandem recognises requests of one session. They go to the endpoints that served the session last, unless those
 	// are busier or failed. Absent: not at all.
@@ -1451,8 +1449,8 @@ type Pool struct {
 	Targets *Targets `protobuf:"bytes,43,opt,name=targets,proto3" json:"targets,omitempty"`
 	// Who decides which endpoints prefill: fixed or auto. fixed: their roles. auto: endpoints with the role both compute
 	// prompts or write answers as the traffic needs it; Tandem decides every few seconds, and all replicas agree through
-	// state.redis. At least two endpoints have to have the role both, and the engines have to serve either leg: kvTransfer
-	// nixl (kv_role kv_both), shared or offload. Default fixed.
+	// state.redis. At least two endpoints have to have the role both, and the engines have to serve either leg:
+	// kvTransfer nixl (kv_role kv_both), shared or offload.
 	Roles string `protobuf:"bytes,44,opt,name=roles,proto3" json:"roles,omitempty"`
 	// Whose count of cached tokens clients get in usage: decode or prefill. decode counts what came from prefill, so
 	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. The members are
@@ -1478,7 +1476,7 @@ type Pool struct {
 	// What requests want, and how Tandem applies it. Absent: all want the same.
 	Objectives *Objectives `protobuf:"bytes,52,opt,name=objectives,proto3" json:"objectives,omitempty"`
 	// Which engines get a request's priority: vllm, sglang or none. It is sent in the body's member priority. vllm:
-	// engines started with --scheduling-policy priority. sglang: with --enable-priority-scheduling. Default none.
+	// engines started with --scheduling-policy priority. sglang: with --enable-priority-scheduling.
 	EnginePriority string `protobuf:"bytes,53,opt,name=engine_priority,json=enginePriority,proto3" json:"engine_priority,omitempty"`
 	// Chats with images, audio or video go first to an endpoint with the role encode, which makes embeddings of them
 	// (EPD). Absent: the engine that computes the prompt does that. Not with a kvTransfer whose legs run at once, nor
@@ -1791,7 +1789,7 @@ func (x *Pool) GetLabelHeader() string {
 
 type Encode struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long an encode endpoint may take. After that the engine that computes the prompt encodes. Default: 30s.
+	// How long an encode endpoint may take. After that the engine that computes the prompt encodes.
 	Timeout       string `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1841,7 +1839,7 @@ type Queue struct {
 	// bodyMode duplex, else 20s.
 	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
 	// How many requests may wait in each replica. If more come, the last of those with a priority below 0 is refused
-	// (429), or the first is dispatched before its turn. Default 4096.
+	// (429), or the first is dispatched before its turn.
 	MaxWaiting    int32 `protobuf:"varint,2,opt,name=max_waiting,json=maxWaiting,proto3" json:"max_waiting,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1893,9 +1891,9 @@ func (x *Queue) GetMaxWaiting() int32 {
 
 type Targets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From a request's arrival to its first token. Default 5s.
+	// From a request's arrival to its first token.
 	Ttft string `protobuf:"bytes,1,opt,name=ttft,proto3" json:"ttft,omitempty"`
-	// Between two tokens. Default 50ms.
+	// Between two tokens.
 	Tpot          string `protobuf:"bytes,2,opt,name=tpot,proto3" json:"tpot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1959,7 +1957,7 @@ type Objectives struct {
 	Named []*Objective `protobuf:"bytes,3,rep,name=named,proto3" json:"named,omitempty"`
 	// What happens if no endpoint can meet a request's targets now: goOn, queue or shed. goOn: it goes where its first
 	// token comes soonest. queue: it waits until an endpoint can, if waiting helps at all. shed: it is refused (429, with
-	// Retry-After). Default goOn.
+	// Retry-After).
 	OnMiss        string `protobuf:"bytes,4,opt,name=on_miss,json=onMiss,proto3" json:"on_miss,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2298,7 +2296,7 @@ func (x *NIXL) GetDeclineExpired() bool {
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long decode waits for prefill's notification after prefill's answer. Then decode computes what it lacks. A
-	// prompt waits as long for space in a receive buffer. Default 10s.
+	// prompt waits as long for space in a receive buffer.
 	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
 	// The engines send no notifications (pd_skip_proxy_notification). Decode then starts when prefill has answered.
 	// Default false.
@@ -2307,7 +2305,7 @@ type LMCache struct {
 	// (ret_first_tok). Requests that cannot be continued so (docs/protocols.md) go the other way. Such an answer passes
 	// through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
-	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer. Default 256.
+	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer.
 	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2374,10 +2372,10 @@ func (x *LMCache) GetChunkSize() int64 {
 type Orchestrated struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The member in which decode gets prefill's answer. It begins with disagg_; Tandem removes such members from clients'
-	// bodies. Default disagg_prefill_resp.
+	// bodies.
 	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	// What decode gets: answer or params. answer: prefill's whole answer under key. params: its kv_transfer_params under
-	// that name. Default answer.
+	// that name.
 	HandOver      string `protobuf:"bytes,2,opt,name=hand_over,json=handOver,proto3" json:"hand_over,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2430,12 +2428,12 @@ func (x *Orchestrated) GetHandOver() string {
 // KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). Tandem reads them for every endpoint.
 type KvEvents struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where the engine's data-parallel rank 0 publishes. Rank r has the port + r. Default: 5557.
+	// Where the engine's data-parallel rank 0 publishes. Rank r has the port + r.
 	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
 	// Where rank 0 sends old events again (replay_endpoint). Rank r has the port + r. Absent: when events are lost,
 	// Tandem drops what it knows of the endpoint.
 	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
-	// Data-parallel ranks behind each endpoint. Default: 1.
+	// Data-parallel ranks behind each endpoint.
 	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
 	// How topics begin. Absent: any.
 	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
@@ -2445,9 +2443,9 @@ type KvEvents struct {
 	// Where prompts' token ids come from: learned, tokenize or render. Events are matched with these ids. learned: only
 	// from prefill endpoints, with the prompt, so that the next turn of a conversation is known. tokenize: also from the
 	// engines' POST /tokenize, if most of a prompt is new. render: from their POST /v1/.../render instead, which is exact
-	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too. Default: learned.
+	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too.
 	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Default: 0s.
+	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request.
 	TokenBudget string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
 	// How fast an engine loads KV that it keeps outside GPU memory, if its events report such blocks.
 	LoadBandwidth *LoadBandwidth `protobuf:"bytes,8,opt,name=load_bandwidth,json=loadBandwidth,proto3" json:"load_bandwidth,omitempty"`
@@ -2683,7 +2681,7 @@ type FileDiscovery struct {
 	// YAML or JSON; Tandem looks at it every second. It has a list `endpoints` of {address, role, group, zone, node,
 	// loras, labels, dataParallelRanks, apiKeyFile}. Required.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// http, https or h2c, for all its endpoints. Default http.
+	// http, https or h2c, for all its endpoints.
 	Scheme        string `protobuf:"bytes,2,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2739,9 +2737,9 @@ type NameDiscovery struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Port of the engines. Absent: the SRV record has it.
 	Port int32 `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
-	// prefill, decode or both. Default both.
+	// prefill, decode or both.
 	Role string `protobuf:"bytes,3,opt,name=role,proto3" json:"role,omitempty"`
-	// http, https or h2c. Default http.
+	// http, https or h2c.
 	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
 	Group string `protobuf:"bytes,5,opt,name=group,proto3" json:"group,omitempty"`
@@ -2831,7 +2829,7 @@ type KubernetesDiscovery struct {
 	Selector string `protobuf:"bytes,2,opt,name=selector,proto3" json:"selector,omitempty"`
 	// Ports of the engines, at most 8. Each is an endpoint of its own. Required, unless labels.portLabel is set.
 	Ports []int32 `protobuf:"varint,3,rep,packed,name=ports,proto3" json:"ports,omitempty"`
-	// http, https or h2c. Default http.
+	// http, https or h2c.
 	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// How labels name roles. Default: the convention llm-d.
 	Labels        *PodLabels `protobuf:"bytes,5,opt,name=labels,proto3" json:"labels,omitempty"`
@@ -2913,8 +2911,8 @@ type InferencePoolDiscovery struct {
 	// How labels name roles. Default: the convention llm-d.
 	Labels *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
 	// Whether to follow the pool's InferenceObjectives and model rewrites: watch or none. watch: InferenceObjective
-	// (priorities) and InferenceModelRewrite (other models), which have to be installed
-	// (llm-d.ai/v1alpha2, or the older inference.networking.x-k8s.io/v1alpha2). Default none.
+	// (priorities) and InferenceModelRewrite (other models), which have to be installed (llm-d.ai/v1alpha2, or the older
+	// inference.networking.x-k8s.io/v1alpha2).
 	Intents       string `protobuf:"bytes,4,opt,name=intents,proto3" json:"intents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2982,7 +2980,7 @@ type PodLabels struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whose labels: llm-d, aibrix, production-stack or kthena. llm-d uses llm-d.ai/role. aibrix uses role-name and
 	// roleset-name. production-stack uses model. kthena uses modelserving.volcano.sh/role and group-name. The fields
-	// below override it. Default llm-d.
+	// below override it.
 	Convention string `protobuf:"bytes,1,opt,name=convention,proto3" json:"convention,omitempty"`
 	// The label that has the role.
 	RoleLabel string `protobuf:"bytes,2,opt,name=role_label,json=roleLabel,proto3" json:"role_label,omitempty"`
@@ -2999,8 +2997,7 @@ type PodLabels struct {
 	// Role of pods without the label, or with another value. The role is prefill, decode, both, or none, which excludes
 	// them. A pod without the label has the role that its engine reports, if it does (SGLang).
 	DefaultRole string `protobuf:"bytes,8,opt,name=default_role,json=defaultRole,proto3" json:"default_role,omitempty"`
-	// The label whose value is the zone. Kubernetes (1.35) copies the default label from the node. Default
-	// topology.kubernetes.io/zone.
+	// The label whose value is the zone. Kubernetes (1.35) copies the default label from the node.
 	ZoneLabel string `protobuf:"bytes,50,opt,name=zone_label,json=zoneLabel,proto3" json:"zone_label,omitempty"`
 	// Labels of pods that become labels of their endpoints (pools[].labelHeader).
 	Keep []string `protobuf:"bytes,51,rep,name=keep,proto3" json:"keep,omitempty"`
@@ -3120,11 +3117,11 @@ func (x *PodLabels) GetRanksLabel() string {
 
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// For any prompt, however short. Default 10s.
+	// For any prompt, however short.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
 	// Added for every token to compute. Tokens of the prompt count, and those reserved on the endpoint before it. Once
 	// the pool's own speed is known, four times the mean time of a token is added instead, but at least a quarter and at
-	// most sixteen times this. Default 2ms.
+	// most sixteen times this.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3181,7 +3178,7 @@ type Endpoint struct {
 	// prefill, decode, both or encode. encode is for engines that only make embeddings of media (pools[].encode).
 	// Required; in a pool without KV transfer the default is both.
 	Role string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
-	// http, https or h2c. Default http.
+	// http, https or h2c.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
 	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
@@ -3204,7 +3201,7 @@ type Endpoint struct {
 	// In place of the pool's apiKeyFile.
 	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// How fast Tandem takes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
-	// their work under load. 0: no new work; running requests end as usual. Default 100.
+	// their work under load. 0: no new work; running requests end as usual.
 	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	// Where it runs. Tandem expects faster transfers within a zone than between two. Absent: not known, treated as near.
 	Zone string `protobuf:"bytes,50,opt,name=zone,proto3" json:"zone,omitempty"`
@@ -3578,6 +3575,14 @@ var file_config_v1_config_proto_extTypes = []protoimpl.ExtensionInfo{
 		Tag:           "bytes,50001,opt,name=range",
 		Filename:      "config/v1/config.proto",
 	},
+	{
+		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50002,
+		Name:          "tandem.config.v1.absent",
+		Tag:           "bytes,50002,opt,name=absent",
+		Filename:      "config/v1/config.proto",
+	},
 }
 
 // Extension fields to descriptorpb.FieldOptions.
@@ -3591,6 +3596,10 @@ var (
 	//
 	// optional string range = 50001;
 	E_Range = &file_config_v1_config_proto_extTypes[1]
+	// What holds where the file has nothing, as it would be there.
+	//
+	// optional string absent = 50002;
+	E_Absent = &file_config_v1_config_proto_extTypes[2]
 )
 
 var File_config_v1_config_proto protoreflect.FileDescriptor
@@ -3609,71 +3618,72 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x12C\n" +
 	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\x12-\n" +
-	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"j\n" +
+	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"o\n" +
 	"\aTracing\x12\x1a\n" +
-	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x122\n" +
-	"\fsample_ratio\x18\x02 \x01(\x01B\n" +
-	"\x8a\xb5\x18\x060 to 1H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
+	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x127\n" +
+	"\fsample_ratio\x18\x02 \x01(\x01B\x0f\x8a\xb5\x18\x060 to 1\x92\xb5\x18\x011H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
 	"\r_sample_ratio\"^\n" +
 	"\x05Usage\x12#\n" +
 	"\rtenant_header\x18\x01 \x01(\tR\ftenantHeader\x12\x18\n" +
 	"\atenants\x18\x02 \x01(\x05R\atenants\x12\x16\n" +
-	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"B\n" +
-	"\fEnvoyGateway\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1a\n" +
-	"\bservices\x18\x02 \x03(\tR\bservices\"D\n" +
-	"\aNotices\x12!\n" +
-	"\x04keep\x18\x02 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\x04keep\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\xa5\x02\n" +
-	"\aExtProc\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
+	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"V\n" +
+	"\fEnvoyGateway\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9004R\x06listen\x12\x1a\n" +
+	"\bservices\x18\x02 \x03(\tR\bservices\"^\n" +
+	"\aNotices\x12'\n" +
+	"\x04keep\x18\x02 \x01(\tB\x13\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x021mR\x04keep\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:7500R\x06listen\"\xc3\x02\n" +
+	"\aExtProc\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9002R\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
-	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x125\n" +
+	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12?\n" +
 	"\bprotocol\x18\n" +
-	" \x01(\tB\x19\x82\xb5\x18\x15tandem endpointPickerR\bprotocol\x12I\n" +
+	" \x01(\tB#\x82\xb5\x18\x15tandem endpointPicker\x92\xb5\x18\x06tandemR\bprotocol\x12I\n" +
 	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\x12+\n" +
-	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"\x8f\x01\n" +
+	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"\xa0\x01\n" +
 	"\x0eEndpointPicker\x12(\n" +
 	"\tfallbacks\x18\x01 \x01(\x05B\n" +
-	"\x8a\xb5\x18\x060 to 7R\tfallbacks\x12.\n" +
-	"\tresponses\x18\x02 \x01(\tB\x10\x82\xb5\x18\fbody headersR\tresponses\x12#\n" +
-	"\rshed_requests\x18\x03 \x01(\x05R\fshedRequests\"\x97\x01\n" +
+	"\x8a\xb5\x18\x060 to 7R\tfallbacks\x126\n" +
+	"\tresponses\x18\x02 \x01(\tB\x18\x82\xb5\x18\fbody headers\x92\xb5\x18\x04bodyR\tresponses\x12,\n" +
+	"\rshed_requests\x18\x03 \x01(\x05B\a\x92\xb5\x18\x03128R\fshedRequests\"\xa0\x01\n" +
 	"\x03Tls\x12\x1b\n" +
 	"\tcert_file\x18\x01 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
-	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x122\n" +
+	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x12;\n" +
 	"\x04mode\x18\n" +
-	" \x01(\tB\x1e\x82\xb5\x18\x1afiles selfSigned plaintextR\x04mode\"\"\n" +
-	"\bListener\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"T\n" +
-	"\x05Admin\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
+	" \x01(\tB'\x82\xb5\x18\x1afiles selfSigned plaintext\x92\xb5\x18\x05filesR\x04mode\"6\n" +
+	"\bListener\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9003R\x06listen\"h\n" +
+	"\x05Admin\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9090R\x06listen\x12\x1d\n" +
 	"\n" +
 	"token_file\x18\x02 \x01(\tR\ttokenFile\x12\x14\n" +
-	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xc4\x04\n" +
-	"\x05Envoy\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
-	"\x05admin\x18\x02 \x01(\tR\x05admin\x126\n" +
-	"\x0emax_body_bytes\x18\x03 \x01(\x03B\x10\x8a\xb5\x18\f1Ki to 128MiR\fmaxBodyBytes\x12\x1b\n" +
+	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\x95\x05\n" +
+	"\x05Envoy\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:8080R\x06listen\x12(\n" +
+	"\x05admin\x18\x02 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9901R\x05admin\x12>\n" +
+	"\x0emax_body_bytes\x18\x03 \x01(\x03B\x18\x8a\xb5\x18\f1Ki to 128Mi\x92\xb5\x18\x0416MiR\fmaxBodyBytes\x12\x1b\n" +
 	"\text_procs\x18\x04 \x03(\tR\bextProcs\x12\x18\n" +
 	"\areplans\x18\x05 \x03(\tR\areplans\x125\n" +
-	"\tbody_mode\x18\x06 \x01(\tB\x18\x82\xb5\x18\x14auto duplex bufferedR\bbodyMode\x12=\n" +
-	"\x13decode_idle_timeout\x18\a \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\x11decodeIdleTimeout\x12=\n" +
+	"\tbody_mode\x18\x06 \x01(\tB\x18\x82\xb5\x18\x14auto duplex bufferedR\bbodyMode\x12D\n" +
+	"\x13decode_idle_timeout\x18\a \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0330mR\x11decodeIdleTimeout\x12=\n" +
 	"\fext_proc_tls\x18\b \x01(\v2\x1b.tandem.config.v1.ClientTlsR\n" +
 	"extProcTls\x12>\n" +
 	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
 	"\rpath_prefixes\x18\n" +
-	" \x03(\tR\fpathPrefixes\x120\n" +
-	"\breplicas\x18\v \x01(\tB\x14\x82\xb5\x18\x10configured redisR\breplicas\x12*\n" +
+	" \x03(\tR\fpathPrefixes\x12>\n" +
+	"\breplicas\x18\v \x01(\tB\"\x82\xb5\x18\x10configured redis\x92\xb5\x18\n" +
+	"configuredR\breplicas\x12*\n" +
 	"\x04cors\x18\r \x01(\v2\x16.tandem.config.v1.CorsR\x04cors\x12\x14\n" +
-	"\x05stats\x18\f \x01(\tR\x05stats\x12\x10\n" +
-	"\x03run\x18\x0e \x01(\tR\x03run\"\xcc\x01\n" +
+	"\x05stats\x18\f \x01(\tR\x05stats\x12\x1c\n" +
+	"\x03run\x18\x0e \x01(\tB\n" +
+	"\x92\xb5\x18\x06besideR\x03run\"\xd3\x01\n" +
 	"\x04Cors\x12#\n" +
 	"\rallow_origins\x18\x01 \x03(\tR\fallowOrigins\x12#\n" +
 	"\rallow_headers\x18\x02 \x03(\tR\fallowHeaders\x12%\n" +
 	"\x0eexpose_headers\x18\x03 \x03(\tR\rexposeHeaders\x12+\n" +
-	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12&\n" +
-	"\amax_age\x18\x05 \x01(\tB\r\x8a\xb5\x18\t0s to 24hR\x06maxAge\"}\n" +
+	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12-\n" +
+	"\amax_age\x18\x05 \x01(\tB\x14\x8a\xb5\x18\t0s to 24h\x92\xb5\x18\x0310mR\x06maxAge\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
@@ -3681,26 +3691,27 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
-	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xcf\x02\n" +
+	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xeb\x02\n" +
 	"\x05Redis\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x14\n" +
-	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x12/\n" +
-	"\x04mode\x18\x03 \x01(\tB\x1b\x82\xb5\x18\x17single cluster sentinelR\x04mode\x12'\n" +
+	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x129\n" +
+	"\x04mode\x18\x03 \x01(\tB%\x82\xb5\x18\x17single cluster sentinel\x92\xb5\x18\x06singleR\x04mode\x12'\n" +
 	"\x0fsentinel_master\x18\x04 \x01(\tR\x0esentinelMaster\x12#\n" +
-	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12\x1d\n" +
+	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12)\n" +
 	"\n" +
-	"key_prefix\x18\x06 \x01(\tR\tkeyPrefix\x12R\n" +
-	"\x05lease\x18\a \x01(\tB<\x8a\xb5\x188500ms to 1m: so long a dead replica's reservations countR\x05lease\x12,\n" +
+	"key_prefix\x18\x06 \x01(\tB\n" +
+	"\x92\xb5\x18\x06tandemR\tkeyPrefix\x12X\n" +
+	"\x05lease\x18\a \x01(\tBB\x8a\xb5\x188500ms to 1m: so long a dead replica's reservations count\x92\xb5\x18\x023sR\x05lease\x12,\n" +
 	"\x03tls\x18\b \x01(\v2\x1a.tandem.config.v1.RedisTlsR\x03tls\"|\n" +
 	"\bRedisTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
 	"serverName\x12\x1b\n" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
-	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"E\n" +
+	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"L\n" +
 	"\aTickets\x12\x19\n" +
-	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x1f\n" +
-	"\x03ttl\x18\x02 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\x03ttl\"\x9d\x0f\n" +
+	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12&\n" +
+	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xe0\x0f\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3709,25 +3720,24 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\fapi_key_file\x18N \x01(\tR\n" +
 	"apiKeyFile\x122\n" +
 	"\x06engine\x18F \x01(\tB\x1a\x82\xb5\x18\x16any sglang trtllm vllmR\x06engine\x12\x14\n" +
-	"\x05paths\x18G \x03(\tR\x05paths\x12+\n" +
-	"\x05split\x18\x04 \x01(\tB\x15\x82\xb5\x18\x11always auto neverR\x05split\x129\n" +
-	"\flong_prompts\x18\x05 \x01(\tB\x16\x82\xb5\x18\x12decodeAlone refuseR\vlongPrompts\x12O\n" +
-	"\x12on_prefill_failure\x18\x06 \x01(\tB!\x82\xb5\x18\x1dotherPrefill decodeAlone failR\x10onPrefillFailure\x12<\n" +
-	"\fdecode_alone\x18H \x01(\tB\x19\x82\xb5\x18\x15never fallback byCostR\vdecodeAlone\x125\n" +
-	"\x10prefill_attempts\x18\a \x01(\x05B\n" +
-	"\x8a\xb5\x18\x061 to 5R\x0fprefillAttempts\x12I\n" +
+	"\x05paths\x18G \x03(\tR\x05paths\x123\n" +
+	"\x05split\x18\x04 \x01(\tB\x1d\x82\xb5\x18\x11always auto never\x92\xb5\x18\x04autoR\x05split\x129\n" +
+	"\flong_prompts\x18\x05 \x01(\tB\x16\x82\xb5\x18\x12decodeAlone refuseR\vlongPrompts\x12_\n" +
+	"\x12on_prefill_failure\x18\x06 \x01(\tB1\x82\xb5\x18\x1dotherPrefill decodeAlone fail\x92\xb5\x18\fotherPrefillR\x10onPrefillFailure\x12<\n" +
+	"\fdecode_alone\x18H \x01(\tB\x19\x82\xb5\x18\x15never fallback byCostR\vdecodeAlone\x12:\n" +
+	"\x10prefill_attempts\x18\a \x01(\x05B\x0f\x8a\xb5\x18\x061 to 5\x92\xb5\x18\x013R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x123\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x129\n" +
 	"\rattempts_time\x18\n" +
-	" \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\fattemptsTime\x12@\n" +
-	"\x14stream_start_timeout\x18\v \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\x12streamStartTimeout\x125\n" +
+	" \x01(\tB\x14\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x021mR\fattemptsTime\x12F\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tB\x14\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x021mR\x12streamStartTimeout\x125\n" +
 	"\x0eanswer_timeout\x187 \x01(\tB\x0e\x8a\xb5\x18\n" +
 	"1ms to 24hR\ranswerTimeout\x12,\n" +
 	"\n" +
-	"kv_timeout\x18O \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\tkvTimeout\x12@\n" +
-	"\x0fstranded_blocks\x18\f \x01(\tB\x17\x82\xb5\x18\x13lease cleanupDecodeR\x0estrandedBlocks\x126\n" +
+	"kv_timeout\x18O \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\tkvTimeout\x12I\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tB \x82\xb5\x18\x13lease cleanupDecode\x92\xb5\x18\x05leaseR\x0estrandedBlocks\x126\n" +
 	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
 	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
 	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
@@ -3737,9 +3747,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
 	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x121\n" +
 	"\ranswer_weight\x18* \x01(\x01B\f\x8a\xb5\x18\b0.1 to 1R\fanswerWeight\x123\n" +
-	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12$\n" +
-	"\x05roles\x18, \x01(\tB\x0e\x82\xb5\x18\n" +
-	"fixed autoR\x05roles\x127\n" +
+	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12-\n" +
+	"\x05roles\x18, \x01(\tB\x17\x82\xb5\x18\n" +
+	"fixed auto\x92\xb5\x18\x05fixedR\x05roles\x127\n" +
 	"\rcached_tokens\x18) \x01(\tB\x12\x82\xb5\x18\x0edecode prefillR\fcachedTokens\x129\n" +
 	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x122\n" +
 	"\ahandoff\x18\x1f \x01(\tB\x18\x82\xb5\x18\x14envoy sidecar directR\ahandoff\x12,\n" +
@@ -3747,30 +3757,30 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x05queue\x183 \x01(\v2\x17.tandem.config.v1.QueueR\x05queue\x12<\n" +
 	"\n" +
 	"objectives\x184 \x01(\v2\x1c.tandem.config.v1.ObjectivesR\n" +
-	"objectives\x12=\n" +
-	"\x0fengine_priority\x185 \x01(\tB\x14\x82\xb5\x18\x10none vllm sglangR\x0eenginePriority\x120\n" +
+	"objectives\x12E\n" +
+	"\x0fengine_priority\x185 \x01(\tB\x1c\x82\xb5\x18\x10none vllm sglang\x92\xb5\x18\x04noneR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
-	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"2\n" +
-	"\x06Encode\x12(\n" +
-	"\atimeout\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\atimeout\"c\n" +
+	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"9\n" +
+	"\x06Encode\x12/\n" +
+	"\atimeout\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x0330sR\atimeout\"k\n" +
 	"\x05Queue\x12)\n" +
 	"\bmax_wait\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\amaxWait\x12/\n" +
-	"\vmax_waiting\x18\x02 \x01(\x05B\x0e\x8a\xb5\x18\n" +
-	"1 to 65536R\n" +
-	"maxWaiting\"Q\n" +
-	"\aTargets\x12\"\n" +
-	"\x04ttft\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\x04ttft\x12\"\n" +
-	"\x04tpot\x18\x02 \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\x04tpot\"\xc7\x01\n" +
+	"1ms to 24hR\amaxWait\x127\n" +
+	"\vmax_waiting\x18\x02 \x01(\x05B\x16\x8a\xb5\x18\n" +
+	"1 to 65536\x92\xb5\x18\x044096R\n" +
+	"maxWaiting\"_\n" +
+	"\aTargets\x12(\n" +
+	"\x04ttft\x18\x01 \x01(\tB\x14\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x025sR\x04ttft\x12*\n" +
+	"\x04tpot\x18\x02 \x01(\tB\x16\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x0450msR\x04tpot\"\xcf\x01\n" +
 	"\n" +
 	"Objectives\x12!\n" +
 	"\ffrom_headers\x18\x01 \x01(\bR\vfromHeaders\x125\n" +
 	"\adefault\x18\x02 \x01(\v2\x1b.tandem.config.v1.ObjectiveR\adefault\x121\n" +
-	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x12,\n" +
-	"\aon_miss\x18\x04 \x01(\tB\x13\x82\xb5\x18\x0fgoOn queue shedR\x06onMiss\"\x83\x01\n" +
+	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x124\n" +
+	"\aon_miss\x18\x04 \x01(\tB\x1b\x82\xb5\x18\x0fgoOn queue shed\x92\xb5\x18\x04goOnR\x06onMiss\"\x83\x01\n" +
 	"\tObjective\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12\"\n" +
@@ -3790,26 +3800,26 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12(\n" +
 	"\bturn_ttl\x18\x03 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\aturnTtl\x12#\n" +
 	"\x05lease\x18\x04 \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\x05lease\x12'\n" +
-	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\xee\x01\n" +
-	"\aLMCache\x12i\n" +
-	"\x0enotice_timeout\x18\x01 \x01(\tBB\x8a\xb5\x18>1ms to 25s: Envoy gives up on the external processor after 30sR\rnoticeTimeout\x12!\n" +
+	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\xf3\x01\n" +
+	"\aLMCache\x12g\n" +
+	"\x0enotice_timeout\x18\x01 \x01(\tB@\x8a\xb5\x1851ms to 25s: Envoy gives up on the processor after 30s\x92\xb5\x18\x0310sR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +
-	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x12-\n" +
+	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x124\n" +
 	"\n" +
-	"chunk_size\x18\x04 \x01(\x03B\x0e\x8a\xb5\x18\n" +
-	"1 to 65536R\tchunkSize\"P\n" +
-	"\fOrchestrated\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12.\n" +
-	"\thand_over\x18\x02 \x01(\tB\x11\x82\xb5\x18\ranswer paramsR\bhandOver\"\xc1\x02\n" +
-	"\bKvEvents\x12\x12\n" +
-	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
+	"chunk_size\x18\x04 \x01(\x03B\x15\x8a\xb5\x18\n" +
+	"1 to 65536\x92\xb5\x18\x03256R\tchunkSize\"s\n" +
+	"\fOrchestrated\x12)\n" +
+	"\x03key\x18\x01 \x01(\tB\x17\x92\xb5\x18\x13disagg_prefill_respR\x03key\x128\n" +
+	"\thand_over\x18\x02 \x01(\tB\x1b\x82\xb5\x18\ranswer params\x92\xb5\x18\x06answerR\bhandOver\"\xe1\x02\n" +
+	"\bKvEvents\x12\x1c\n" +
+	"\x04port\x18\x01 \x01(\x05B\b\x92\xb5\x18\x045557R\x04port\x12\x1f\n" +
 	"\vreplay_port\x18\x02 \x01(\x05R\n" +
-	"replayPort\x12#\n" +
-	"\x05ranks\x18\x03 \x01(\x05B\r\x8a\xb5\x18\t1 to 1024R\x05ranks\x12\x14\n" +
+	"replayPort\x12(\n" +
+	"\x05ranks\x18\x03 \x01(\x05B\x12\x8a\xb5\x18\t1 to 1024\x92\xb5\x18\x011R\x05ranks\x12\x14\n" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
-	"\x06listen\x18\x05 \x01(\tR\x06listen\x123\n" +
-	"\x06tokens\x18\x06 \x01(\tB\x1b\x82\xb5\x18\x17learned tokenize renderR\x06tokens\x120\n" +
-	"\ftoken_budget\x18\a \x01(\tB\r\x8a\xb5\x18\t0s to 24hR\vtokenBudget\x12F\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\x12>\n" +
+	"\x06tokens\x18\x06 \x01(\tB&\x82\xb5\x18\x17learned tokenize render\x92\xb5\x18\alearnedR\x06tokens\x126\n" +
+	"\ftoken_budget\x18\a \x01(\tB\x13\x8a\xb5\x18\t0s to 24h\x92\xb5\x18\x020sR\vtokenBudget\x12F\n" +
 	"\x0eload_bandwidth\x18\b \x01(\v2\x1f.tandem.config.v1.LoadBandwidthR\rloadBandwidth\"n\n" +
 	"\rLoadBandwidth\x12\x1b\n" +
 	"\tcpu_bytes\x18\x01 \x01(\x03R\bcpuBytes\x12\x1d\n" +
@@ -3822,33 +3832,33 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
 	"kubernetes\x18\x03 \x01(\v2%.tandem.config.v1.KubernetesDiscoveryR\n" +
 	"kubernetes\x12O\n" +
-	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\"O\n" +
+	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\"W\n" +
 	"\rFileDiscovery\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\x12*\n" +
-	"\x06scheme\x18\x02 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\"\xca\x01\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x122\n" +
+	"\x06scheme\x18\x02 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\"\xda\x01\n" +
 	"\rNameDiscovery\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\"\n" +
 	"\x04port\x18\x02 \x01(\x05B\x0e\x8a\xb5\x18\n" +
-	"1 to 65535R\x04port\x12+\n" +
-	"\x04role\x18\x03 \x01(\tB\x17\x82\xb5\x18\x13prefill decode bothR\x04role\x12*\n" +
-	"\x06scheme\x18\x04 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\x12\x14\n" +
+	"1 to 65535R\x04port\x123\n" +
+	"\x04role\x18\x03 \x01(\tB\x1f\x82\xb5\x18\x13prefill decode both\x92\xb5\x18\x04bothR\x04role\x122\n" +
+	"\x06scheme\x18\x04 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x05 \x01(\tR\x05group\x12\x12\n" +
-	"\x04zone\x182 \x01(\tR\x04zone\"\xc6\x01\n" +
+	"\x04zone\x182 \x01(\tR\x04zone\"\xce\x01\n" +
 	"\x13KubernetesDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
 	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
-	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12*\n" +
-	"\x06scheme\x18\x04 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\x123\n" +
-	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\xa9\x01\n" +
+	"\x05ports\x18\x03 \x03(\x05R\x05ports\x122\n" +
+	"\x06scheme\x18\x04 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\x123\n" +
+	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\xb1\x01\n" +
 	"\x16InferencePoolDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
-	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12(\n" +
-	"\aintents\x18\x04 \x01(\tB\x0e\x82\xb5\x18\n" +
-	"none watchR\aintents\"\x8f\x03\n" +
-	"\tPodLabels\x12H\n" +
+	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x120\n" +
+	"\aintents\x18\x04 \x01(\tB\x16\x82\xb5\x18\n" +
+	"none watch\x92\xb5\x18\x04noneR\aintents\"\xb9\x03\n" +
+	"\tPodLabels\x12Q\n" +
 	"\n" +
-	"convention\x18\x01 \x01(\tB(\x82\xb5\x18$llm-d aibrix production-stack kthenaR\n" +
+	"convention\x18\x01 \x01(\tB1\x82\xb5\x18$llm-d aibrix production-stack kthena\x92\xb5\x18\x05llm-dR\n" +
 	"convention\x12\x1d\n" +
 	"\n" +
 	"role_label\x18\x02 \x01(\tR\troleLabel\x12\x18\n" +
@@ -3859,20 +3869,20 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"groupLabel\x12\x1d\n" +
 	"\n" +
 	"port_label\x18\a \x01(\tR\tportLabel\x12?\n" +
-	"\fdefault_role\x18\b \x01(\tB\x1c\x82\xb5\x18\x18prefill decode both noneR\vdefaultRole\x12\x1d\n" +
+	"\fdefault_role\x18\b \x01(\tB\x1c\x82\xb5\x18\x18prefill decode both noneR\vdefaultRole\x12>\n" +
 	"\n" +
-	"zone_label\x182 \x01(\tR\tzoneLabel\x12\x12\n" +
+	"zone_label\x182 \x01(\tB\x1f\x92\xb5\x18\x1btopology.kubernetes.io/zoneR\tzoneLabel\x12\x12\n" +
 	"\x04keep\x183 \x03(\tR\x04keep\x12\x1f\n" +
 	"\vranks_label\x184 \x01(\tR\n" +
-	"ranksLabel\"`\n" +
-	"\x0ePrefillTimeout\x12\"\n" +
-	"\x04base\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\x04base\x12*\n" +
-	"\tper_token\x18\x02 \x01(\tB\r\x8a\xb5\x18\t0s to 24hR\bperToken\"\xe3\x04\n" +
+	"ranksLabel\"n\n" +
+	"\x0ePrefillTimeout\x12)\n" +
+	"\x04base\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x0310sR\x04base\x121\n" +
+	"\tper_token\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t0s to 24h\x92\xb5\x18\x032msR\bperToken\"\xf2\x04\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
-	"\x04role\x18\x02 \x01(\tR\x04role\x12*\n" +
-	"\x06scheme\x18\x03 \x01(\tB\x12\x82\xb5\x18\x0ehttp https h2cR\x06scheme\x12\x14\n" +
+	"\x04role\x18\x02 \x01(\tR\x04role\x122\n" +
+	"\x06scheme\x18\x03 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
 	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\x12\x18\n" +
 	"\arelease\x18\n" +
@@ -3883,9 +3893,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\vserver_name\x18\x16 \x01(\tR\n" +
 	"serverName\x12 \n" +
 	"\fapi_key_file\x18\x17 \x01(\tR\n" +
-	"apiKeyFile\x12+\n" +
-	"\x06weight\x18\x15 \x01(\x05B\x0e\x8a\xb5\x18\n" +
-	"0 to 10000H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
+	"apiKeyFile\x122\n" +
+	"\x06weight\x18\x15 \x01(\x05B\x15\x8a\xb5\x18\n" +
+	"0 to 10000\x92\xb5\x18\x03100H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
 	"\x04zone\x182 \x01(\tR\x04zone\x12\x14\n" +
 	"\x05loras\x183 \x03(\tR\x05loras\x12\x16\n" +
 	"\x06labels\x184 \x03(\tR\x06labels\x12;\n" +
@@ -3910,7 +3920,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"query_port\x18\x03 \x01(\x05R\tqueryPort\x12#\n" +
 	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokens:5\n" +
 	"\x05words\x12\x1d.google.protobuf.FieldOptions\x18І\x03 \x01(\tR\x05words:5\n" +
-	"\x05range\x12\x1d.google.protobuf.FieldOptions\x18ц\x03 \x01(\tR\x05rangeB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\x05range\x12\x1d.google.protobuf.FieldOptions\x18ц\x03 \x01(\tR\x05range:7\n" +
+	"\x06absent\x12\x1d.google.protobuf.FieldOptions\x18҆\x03 \x01(\tR\x06absentB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -4013,10 +4024,11 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
 	40, // 42: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
 	40, // 43: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
-	44, // [44:44] is the sub-list for method output_type
-	44, // [44:44] is the sub-list for method input_type
-	44, // [44:44] is the sub-list for extension type_name
-	42, // [42:44] is the sub-list for extension extendee
+	40, // 44: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
+	45, // [45:45] is the sub-list for method output_type
+	45, // [45:45] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	42, // [42:45] is the sub-list for extension extendee
 	0,  // [0:42] is the sub-list for field type_name
 }
 
@@ -4034,7 +4046,7 @@ func file_config_v1_config_proto_init() {
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
 			NumMessages:   40,
-			NumExtensions: 2,
+			NumExtensions: 3,
 			NumServices:   0,
 		},
 		GoTypes:           file_config_v1_config_proto_goTypes,
