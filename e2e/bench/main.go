@@ -251,8 +251,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := l.start(ctx, o); err != nil {
 		return err
 	}
-	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), process.Processor(),
-		runtime.NumCPU(), runtime.Version(), process.EnvoyVersion(ctx, l.envoyPath)+l.peerVersions(ctx, o.peers))
+	fmt.Fprintf(stdout, "%s, %s, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), process.Machine(),
+		runtime.Version(), process.EnvoyVersion(ctx, l.envoyPath)+l.peerVersions(ctx, o.peers))
 	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds,
 		prompts(o.documents))
 	if o.endpoints > 2 || o.events {
@@ -298,7 +298,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 }
 
 func (l *lab) origin(ctx context.Context, o options) origin {
-	return origin{time.Now().UTC().Format(time.DateOnly), fmt.Sprintf("%s, %d cores", process.Processor(), runtime.NumCPU()),
+	return origin{time.Now().UTC().Format(time.DateOnly), process.Machine(),
 		strings.TrimPrefix(l.peerVersions(ctx, o.peers), ", ")}
 }
 

@@ -83,8 +83,7 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 	if o.envoy == "" {
 		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	}
-	r := &report{Began: time.Now().UTC(), Versions: o.versions(ctx),
-		Machine: fmt.Sprintf("%s, %d cores", process.Processor(), runtime.NumCPU())}
+	r := &report{Began: time.Now().UTC(), Machine: process.Machine(), Versions: o.versions(ctx)}
 	if o.h2load == "" {
 		r.Missing = append(r.Missing, "h2load is not installed (Debian: apt-get install nghttp2-client): no plain HTTP")
 	}

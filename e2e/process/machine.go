@@ -2,6 +2,7 @@ package process
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -9,15 +10,16 @@ import (
 	"strings"
 )
 
-// Processor returns the processor's name.
-func Processor() string {
+// Machine returns the processor's name and the number of cores.
+func Machine() string {
+	name := runtime.GOARCH
 	text, _ := os.ReadFile("/proc/cpuinfo")
 	for line := range strings.Lines(string(text)) {
 		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
-			return strings.TrimSpace(value)
+			name = strings.TrimSpace(value)
 		}
 	}
-	return runtime.GOARCH
+	return fmt.Sprintf("%s, %d cores", name, runtime.NumCPU())
 }
 
 // Program returns the path of the first program that is there; "" if none is.
