@@ -182,7 +182,8 @@ func (w *writer) section(path, about string, m protoreflect.Message) {
 // longDefault is the length from which on a default stands below the table.
 const longDefault = 40
 
-// field writes the row of one field, with the first sentence of its comment, and the other sentences as a note.
+// field writes the row of one field, with the first sentence of its comment, and the other sentences as a note. The
+// range is in the row if it fits.
 func (w *writer) field(f protoreflect.FieldDescriptor, m protoreflect.Message, rows, notes *strings.Builder) {
 	meaning, byDefault := w.describe(f, m)
 	if len(byDefault) > longDefault {
@@ -190,7 +191,17 @@ func (w *writer) field(f protoreflect.FieldDescriptor, m protoreflect.Message, r
 		byDefault = "below"
 	}
 	escape := strings.NewReplacer("|", `\|`)
-	row := fmt.Sprintf("| `%s` | %s | %s |\n", f.JSONName(), escape.Replace(byDefault), escape.Replace(meaning[0]))
+	format := func(byDefault string) string {
+		return fmt.Sprintf("| `%s` | %s | %s |\n", f.JSONName(), escape.Replace(byDefault), escape.Replace(meaning[0]))
+	}
+	row := format(byDefault)
+	if span, _ := proto.GetExtension(f.Options(), configv1.E_Range).(string); span != "" {
+		if with := format(byDefault + "; " + span); utf8.RuneCountInString(with) <= lineWidth {
+			row = with
+		} else {
+			meaning = append(meaning, "Range: "+span+".")
+		}
+	}
 	require.LessOrEqual(w.t, utf8.RuneCountInString(row), lineWidth+1, "the first sentence of a comment is too long: %s", row)
 	rows.WriteString(row)
 	if len(meaning) > 1 {
@@ -239,9 +250,6 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 		default:
 			meaning = append(meaning, s)
 		}
-	}
-	if span, _ := proto.GetExtension(f.Options(), configv1.E_Range).(string); span != "" {
-		meaning = append(meaning, "Range: "+span+".")
 	}
 	if absent, _ := proto.GetExtension(f.Options(), configv1.E_Absent).(string); absent != "" {
 		byDefault = "`" + absent + "`"
