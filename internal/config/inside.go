@@ -16,7 +16,7 @@ const notInside = "is not available inside Envoy (envoy.run: inside): take it ou
 
 // checkInside refuses what the filter inside Envoy does not do yet: served wrong would be worse.
 func checkInside(v *validator, c *configv1.Config) {
-	checkOneOf(v.m, "envoy.run", c.Envoy.Run, "beside", "inside")
+	checkOneOf(v, "envoy.run", c.Envoy.Run, "beside", "inside")
 	if !Inside(c) {
 		return
 	}

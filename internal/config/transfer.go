@@ -55,7 +55,7 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 			strings.Join(dialects(), ", "))
 		return
 	default:
-		checkOneOf(v.m, at, p.KvTransfer, dialects()...)
+		checkOneOf(v, at, p.KvTransfer, dialects()...)
 	}
 	if kvtransfer.Named(p.KvTransfer).Engines.Experimental {
 		v.warn(at, "%s is experimental: no real engine has run with it yet, only simulators (docs/protocols.md)",
@@ -150,7 +150,7 @@ func checkMembers(v *validator, path string, p *configv1.Pool) {
 	}
 	for i, m := range p.Members {
 		at := fmt.Sprintf("%s[%d]", path, i)
-		if checkOneOf(v.m, at, m, "nixl", "offload", "shared"); slices.Contains(p.Members[:i], m) {
+		if checkOneOf(v, at, m, "nixl", "offload", "shared"); slices.Contains(p.Members[:i], m) {
 			v.m.add(at, "%s is there twice", m)
 		}
 	}

@@ -12,7 +12,7 @@ import (
 // validate checks the values of a configuration that has passed checkShape and has its defaults.
 func validate(m *ValidationErrors, c *configv1.Config) (warnings []warning) {
 	v := &validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
-	checkFields(m, "", c.ProtoReflect())
+	checkFields(v, "", c.ProtoReflect())
 	checkListeners(v, c)
 	checkExtProc(v, c)
 	checkEnvoy(v, c)

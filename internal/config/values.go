@@ -16,21 +16,21 @@ import (
 )
 
 // checkFields checks the values of a message, and of those within it, by the options of their fields in config.proto.
-func checkFields(m *ValidationErrors, path string, message protoreflect.Message) {
+func checkFields(v *validator, path string, message protoreflect.Message) {
 	message.Range(func(f protoreflect.FieldDescriptor, value protoreflect.Value) bool {
 		at := Join(path, f.JSONName())
 		switch {
 		case f.IsList() && f.Kind() == protoreflect.MessageKind:
 			for i := range value.List().Len() {
-				checkFields(m, fmt.Sprintf("%s[%d]", at, i), value.List().Get(i).Message())
+				checkFields(v, fmt.Sprintf("%s[%d]", at, i), value.List().Get(i).Message())
 			}
 		case f.Kind() == protoreflect.MessageKind:
-			checkFields(m, at, value.Message())
+			checkFields(v, at, value.Message())
 		default:
 			if words := wordsOf(f); len(words) > 0 {
-				checkOneOf(m, at, value.String(), words...)
+				checkOneOf(v, at, value.String(), words...)
 			}
-			checkRange(m, at, f, value)
+			checkRange(v, at, f, value)
 		}
 		return true
 	})
@@ -53,7 +53,7 @@ func rangeOf(f protoreflect.FieldDescriptor) (least, most, why string) {
 }
 
 // checkRange checks a number, a size or a duration.
-func checkRange(m *ValidationErrors, path string, f protoreflect.FieldDescriptor, value protoreflect.Value) {
+func checkRange(v *validator, path string, f protoreflect.FieldDescriptor, value protoreflect.Value) {
 	least, most, why := rangeOf(f)
 	if most == "" {
 		return
@@ -62,9 +62,9 @@ func checkRange(m *ValidationErrors, path string, f protoreflect.FieldDescriptor
 	case string:
 		d, err := time.ParseDuration(n)
 		if err != nil {
-			m.add(path, "%.40q is not a duration such as 300s, 5m or 250ms", n)
+			v.m.add(path, "%.40q is not a duration such as 300s, 5m or 250ms", n)
 		} else if d < Duration(least) || d > Duration(most) {
-			m.add(path, "%.40s is not between %s and %s%s", n, least, most, why)
+			v.m.add(path, "%.40s is not between %s and %s%s", n, least, most, why)
 		}
 	case int64:
 		low, _ := bytesOf(least)
@@ -76,18 +76,18 @@ func checkRange(m *ValidationErrors, path string, f protoreflect.FieldDescriptor
 		if strings.HasSuffix(f.JSONName(), "Bytes") {
 			text = sizeText(n)
 		}
-		m.add(path, "%s is not between %s and %s%s", text, least, most, why)
+		v.m.add(path, "%s is not between %s and %s%s", text, least, most, why)
 	default:
 		number, err := strconv.ParseFloat(fmt.Sprint(n), 64)
 		low, _ := strconv.ParseFloat(least, 64)
 		high, _ := strconv.ParseFloat(most, 64)
 		if err != nil || math.IsNaN(number) || number < low || number > high {
-			m.add(path, "%v is not between %s and %s%s", n, least, most, why)
+			v.m.add(path, "%v is not between %s and %s%s", n, least, most, why)
 		}
 	}
 }
 
-func checkOneOf(m *ValidationErrors, path, value string, allowed ...string) {
+func checkOneOf(v *validator, path, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
 		return
 	}
@@ -95,7 +95,7 @@ func checkOneOf(m *ValidationErrors, path, value string, allowed ...string) {
 	if value == "true" || value == "false" { // the file may have another word, which YAML reads so
 		is = "is " + value + " (YAML reads yes and on as true, no and off as false), which is"
 	}
-	m.add(path, "%s not one of %s%s", is, strings.Join(allowed, ", "), meant(value, allowed))
+	v.m.add(path, "%s not one of %s%s", is, strings.Join(allowed, ", "), meant(value, allowed))
 }
 
 // meant is "; did you mean WORD?" with the allowed word that was probably meant, "" if none is near.
