@@ -38,7 +38,7 @@ var reaching = map[string]reach{
 	"internal/enginesim/connector.Params": {10, 32},
 	"internal/enginesim/engine.metrics":   {2, 34},
 	"kvstate.Endpoint":                    {35, 50},
-	"kvstate.State":                       {97, 28},
+	"kvstate.State":                       {96, 28},
 	"kvstate/redisstore.poolReplica":      {40, 27},
 	"replay.replica":                      {27, 29},
 	"status.Decided":                      {5, 44},

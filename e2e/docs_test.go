@@ -89,6 +89,7 @@ var documentedOnly = map[string]string{
 	`curl http://GATEWAY/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}]}"`: "make e2e-cluster",
 	"kubectl get envoypatchpolicy": "a cluster",
 	"docker buildx build -f deploy/Dockerfile --platform linux/amd64,linux/arm64 --build-arg VERSION=$(scripts/version.sh) -t REGISTRY/tandem:VERSION --push .": "a container engine",
+	"docker buildx build -f deploy/Dockerfile --target inside --build-arg VERSION=$(scripts/version.sh) -t REGISTRY/tandem-envoy:VERSION --push .":              "a container engine",
 	"docker load": "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
 	`curl -si http://127.0.0.1:8080/v1/chat/completions -H "tandem-explain: $(cat admin.token)" -H 'content-type: application/json' -d @request.json | grep -i x-tandem-explain`: "TestSheddingAndExplaining",
 	"enginesim --listen 127.0.0.1:8101 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "runDocumented starts the same at free ports",

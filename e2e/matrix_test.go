@@ -598,6 +598,9 @@ func (a got) fault(relieved bool, fa fault) string {
 		_ = json.Unmarshal([]byte(a.body.String()), &e)
 		kind += fmt.Sprintf(" (%.90s)", e.Error.Message)
 	}
+	if _, event, found := strings.Cut(a.body.String(), `data: {"error"`); found && a.status == http.StatusOK {
+		kind += fmt.Sprintf(" (%.160s)", event)
+	}
 	broken := a.status == http.StatusOK && (strings.HasPrefix(kind, "200 and") || kind == "200 but not an answer")
 	switch {
 	case kind == "200 whole":

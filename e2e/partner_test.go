@@ -2,6 +2,8 @@ package e2e
 
 import (
 	"context"
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -49,4 +51,47 @@ func TestALongPromptBeforeAFullQueue(t *testing.T) {
 		require.Equal(t, 200, a.status, a.body)
 	}
 	require.Zero(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `to="out"`))
+}
+
+// An engine that was restarted is another one when it is back: it has another name. A replica knows that, too, if the
+// requests that failed there were another replica's.
+func TestEnginesComeBackAsOthers(t *testing.T) {
+	t.Parallel()
+	for _, dialect := range []string{"nixl", "nixl-push", "mooncake"} {
+		t.Run(dialect, func(t *testing.T) {
+			t.Parallel()
+			f := start(t, options{prefills: 1, decodes: 1, dialect: dialect, replicas: 2, top: startRedis(t).yaml()})
+			f.lenient = true // a restarted engine loses its counts
+			alone := startAlone(t)
+			body := func(text string) string {
+				return strings.Replace(question(text, 100), "{", `{"stream":true,`, 1)
+			}
+			ask := func(text string) {
+				want, _ := whole(t.Context(), alone, body(text))
+				for i := range 6 { // of both replicas
+					r := send(t.Context(), f.url, fmt.Sprintf("%s %d", text, i), body(text))
+					<-r.done
+					require.Equal(t, "200 whole", r.kind(want), "%s, %d: %s", text, i, r.body.String())
+				}
+			}
+			ask("warm")
+			e := f.prefills[0]
+			for i := range 3 {
+				changed := func(to string) (n float64) {
+					for _, admin := range f.admins {
+						n += metric(t, admin, "tandem_endpoint_health_changes_total", `to="`+to+`"`, `endpoint="`+e.addr+`"`)
+					}
+					return n
+				}
+				out, in := changed("out"), changed("up")
+				f.inject(e, `{"mode":"restart","delay":"1s","warmup":"2s"}`)
+				soon(t, "both replicas know that it is out", func() bool {
+					<-send(t.Context(), f.url, "during", body("during")).done
+					return changed("out") >= out+2
+				})
+				soon(t, "both replicas know that it is back", func() bool { return changed("up") >= in+2 })
+				ask(fmt.Sprintf("after restart %d", i))
+			}
+		})
+	}
 }

@@ -79,13 +79,12 @@ func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 	return true
 }
 
-// BackFor returns how long ago an endpoint came back that had failed; false if it never had, or has failed again.
-func (s *Health) BackFor(e *Endpoint) (time.Duration, bool) {
-	how := e.how.Load()
-	if how == nil || how.over.IsZero() {
-		return 0, false
+// Back returns when an endpoint that had failed came back; zero if it never failed, or has failed again.
+func Back(e *Endpoint) time.Time {
+	if how := e.how.Load(); how != nil {
+		return how.over
 	}
-	return s.now().Sub(how.over), true
+	return time.Time{}
 }
 
 func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {

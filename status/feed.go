@@ -315,7 +315,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.DisplayName(), Address: e.Addr, Role: e.Role.String(), Group: e.Group,
-			Up: !e.Failed(), State: stateOf(f.source.State, e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
+			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
 		}
 		if w := e.Word(); w == kvstate.RolePrefill || w == kvstate.RoleDecode {
@@ -354,13 +354,11 @@ func unpaired(e *kvstate.Endpoint, all []*kvstate.Endpoint) bool {
 // staleAfter is the age from which an engine's report counts less in decisions.
 const staleAfter = 5 * time.Second
 
-// StatesIn returns a function that returns an endpoint's state now, as [Endpoint] has it.
-func StatesIn(s *kvstate.State) func(*kvstate.Endpoint) string {
-	return func(e *kvstate.Endpoint) string { return stateOf(s, e, time.Now()) }
-}
+// StateOf returns an endpoint's state now, as [Endpoint] has it.
+func StateOf(e *kvstate.Endpoint) string { return stateOf(e, time.Now()) }
 
 // stateOf returns an endpoint's state. One that is just back has old signals until they are read again.
-func stateOf(s *kvstate.State, e *kvstate.Endpoint, now time.Time) string {
+func stateOf(e *kvstate.Endpoint, now time.Time) string {
 	g := e.Signals()
 	switch {
 	case e.Failed():
@@ -370,7 +368,7 @@ func stateOf(s *kvstate.State, e *kvstate.Endpoint, now time.Time) string {
 	case e.Paused():
 		return "paused"
 	case g != nil && g.Age(now) > staleAfter:
-		if back, ok := s.BackFor(e); !ok || back > staleAfter {
+		if now.Sub(kvstate.Back(e)) > staleAfter {
 			return "stale"
 		}
 	}

@@ -205,16 +205,16 @@ func TestStates(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
 	e := s.Pool("chat").Endpoint("10.0.0.1:1")
-	source, now := Source{State: s}, time.Now()
-	require.Equal(t, "up", stateOf(source.State, e, now), "it never said anything")
+	now := time.Now()
+	require.Equal(t, "up", stateOf(e, now), "it never said anything")
 	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: now})
-	require.Equal(t, "up", stateOf(source.State, e, now.Add(staleAfter)))
-	require.Equal(t, "stale", stateOf(source.State, e, now.Add(staleAfter+time.Second)))
+	require.Equal(t, "up", stateOf(e, now.Add(staleAfter)))
+	require.Equal(t, "stale", stateOf(e, now.Add(staleAfter+time.Second)))
 	_, err := s.SetOverride("chat", e.Addr, func(o *kvstate.Override) { o.Paused = true })
 	require.NoError(t, err)
-	require.Equal(t, "paused", stateOf(source.State, e, now))
+	require.Equal(t, "paused", stateOf(e, now))
 	s.MarkFailed(e)
-	require.Equal(t, "out", stateOf(source.State, e, now))
+	require.Equal(t, "out", stateOf(e, now))
 }
 
 // An endpoint that is back is up, though its engine's last report is from before it failed.
@@ -222,18 +222,18 @@ func TestStateAfterFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})
 		s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
-		e, source := s.Pool("chat").Endpoint("10.0.0.1:1"), Source{State: s}
+		e := s.Pool("chat").Endpoint("10.0.0.1:1")
 		s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: time.Now()})
 		s.MarkFailed(e)
 		time.Sleep(time.Minute)
-		require.Equal(t, "out", stateOf(source.State, e, time.Now()))
+		require.Equal(t, "out", stateOf(e, time.Now()))
 		s.MarkHealthy(e)
 		time.Sleep(staleAfter)
-		require.Equal(t, "up", stateOf(source.State, e, time.Now()))
+		require.Equal(t, "up", stateOf(e, time.Now()))
 		time.Sleep(time.Millisecond)
-		require.Equal(t, "stale", stateOf(source.State, e, time.Now()), "it came back without a word")
+		require.Equal(t, "stale", stateOf(e, time.Now()), "it came back without a word")
 		s.MarkFailed(e)
-		require.Equal(t, "out", stateOf(source.State, e, time.Now()))
+		require.Equal(t, "out", stateOf(e, time.Now()))
 	})
 }
 

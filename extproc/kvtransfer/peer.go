@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -44,8 +45,15 @@ type Peers struct {
 	log *slog.Logger
 
 	mu    sync.Mutex
-	known map[string]Peer
+	known map[string]learned
 	asked map[string]*question
+}
+
+// learned is what is known about an endpoint. at is when each rank was learned, or the query for it began: an endpoint
+// that was away since may be another engine.
+type learned struct {
+	Peer
+	at []time.Time
 }
 
 // question is a running query; all requests that need its answer wait for the same one.
@@ -72,13 +80,13 @@ func (s *PeerSource) NewPeers(log *slog.Logger) *Peers {
 	if s == nil {
 		return nil
 	}
-	return &Peers{PeerSource: *s, log: log, known: map[string]Peer{}, asked: map[string]*question{}}
+	return &Peers{PeerSource: *s, log: log, known: map[string]learned{}, asked: map[string]*question{}}
 }
 
 // Lookup returns what is known about an endpoint. If it was never asked, Lookup asks it now and waits, but not long.
 func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	p.mu.Lock()
-	peer, ok := p.known[e.Addr]
+	peer, ok := p.current(e)
 	if ok || p.Ask == nil {
 		p.mu.Unlock()
 		return peer, ok
@@ -94,15 +102,33 @@ func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	peer, ok = p.known[e.Addr]
-	return peer, ok
+	return p.current(e)
 }
 
 // Known returns what is known about an endpoint, without asking it.
-func (p *Peers) Known(addr string) Peer {
+func (p *Peers) Known(e *kvstate.Endpoint) Peer {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.known[addr]
+	peer, _ := p.current(e)
+	return peer
+}
+
+// current returns the ranks of an endpoint that were learned after it was last away; the others are zero. false: there
+// is none. The lock is held.
+func (p *Peers) current(e *kvstate.Endpoint) (Peer, bool) {
+	l, ok := p.known[e.Addr]
+	back := kvstate.Back(e)
+	if !ok || p.Registers || back.IsZero() { // what engines register they take back themselves
+		return l.Peer, ok
+	}
+	fresh := Peer{make([]Rank, len(l.Ranks))}
+	ok = len(l.Ranks) == 0
+	for i, r := range l.Ranks {
+		if l.at[i].After(back) {
+			fresh.Ranks[i], ok = r, true
+		}
+	}
+	return fresh, ok
 }
 
 // start asks an endpoint, unless a query is running. The lock is held. The query outlives the request that starts it,
@@ -111,7 +137,7 @@ func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 	if q := p.asked[e.Addr]; q != nil {
 		return q
 	}
-	q := &question{done: make(chan struct{})}
+	q, began := &question{done: make(chan struct{})}, time.Now()
 	p.asked[e.Addr] = q
 	go func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTimeout)
@@ -126,7 +152,7 @@ func (p *Peers) start(ctx context.Context, e *kvstate.Endpoint) *question {
 			p.log.Warn("a prefill engine does not say who it is", "endpoint", e.Addr, "err", err)
 			return
 		}
-		p.known[e.Addr] = peer
+		p.known[e.Addr] = learned{peer, slices.Repeat([]time.Time{began}, len(peer.Ranks))}
 	}()
 	return q
 }
@@ -136,9 +162,16 @@ func (p *Peers) Learn(addr string, found Peer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, r := range found.Ranks {
-		if known := p.known[addr]; r != (Rank{}) && (i >= len(known.Ranks) || known.Ranks[i] != r) {
-			p.known[addr] = known.with(i, r)
+		if r == (Rank{}) {
+			continue
 		}
+		known := p.known[addr]
+		if i >= len(known.Ranks) || known.Ranks[i] != r {
+			known.Peer = known.with(i, r)
+			known.at = append(known.at, make([]time.Time, len(known.Ranks)-len(known.at))...)
+			p.known[addr] = known
+		}
+		known.at[i] = time.Now()
 	}
 }
 

@@ -193,7 +193,7 @@ func newReplica(
 	r.reload = newReloader(file, cfg, fleet, server, r.envoys, gateway, registry, log)
 	operator := &orders.Orders{
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
-		Replicas: fleet.operator, Log: log, StateOf: status.StatesIn(fleet.state),
+		Replicas: fleet.operator, Log: log, StateOf: status.StateOf,
 	}
 	r.replan = &http.Server{
 		Handler: r.guard.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second,

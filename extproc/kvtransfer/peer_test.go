@@ -1,0 +1,85 @@
+package kvtransfer
+
+import (
+	"context"
+	"log/slog"
+	"strconv"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate"
+)
+
+// An endpoint that was away may be another engine when it is back, although no request failed there.
+func TestPeersThatWereAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state, e := oneEndpoint()
+		starts := 1
+		source := PeerSource{Ask: func(context.Context, *kvstate.Endpoint) (Peer, error) {
+			return Peer{[]Rank{{EngineID: "start " + strconv.Itoa(starts)}}}, nil
+		}}
+		peers := source.NewPeers(slog.New(slog.DiscardHandler))
+		who := func() string {
+			peer, ok := peers.Lookup(t.Context(), e)
+			require.True(t, ok)
+			return peer.Ranks[0].EngineID
+		}
+		require.Equal(t, "start 1", who())
+		time.Sleep(time.Second)
+		starts = 2
+		require.Equal(t, "start 1", who(), "it is not asked each time")
+		state.MarkUnhealthy(e)
+		time.Sleep(time.Second)
+		state.MarkHealthy(e)
+		require.Empty(t, peers.Known(e).Ranks[0])
+		time.Sleep(time.Second)
+		require.Equal(t, "start 2", who())
+	})
+}
+
+// What answers reveal about ranks is forgotten in the same way, rank by rank.
+func TestLearnedRanksThatWereAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state, e := oneEndpoint()
+		peers := (&PeerSource{}).NewPeers(slog.New(slog.DiscardHandler))
+		learn := func(ranks ...Rank) {
+			peers.Learn(e.Addr, Peer{ranks})
+			time.Sleep(time.Second)
+		}
+		a, b, c := Rank{EngineID: "a"}, Rank{EngineID: "b"}, Rank{EngineID: "c"}
+		learn(Rank{}, b)
+		learn(a)
+		require.Equal(t, []Rank{a, b}, peers.Known(e).Ranks)
+		state.MarkUnhealthy(e)
+		state.MarkHealthy(e)
+		_, ok := peers.Lookup(t.Context(), e)
+		require.False(t, ok)
+		time.Sleep(time.Second)
+		learn(Rank{}, c)
+		require.Equal(t, []Rank{{}, c}, peers.Known(e).Ranks, "rank 0 may be another engine, too")
+		learn(a)
+		require.Equal(t, []Rank{a, c}, peers.Known(e).Ranks, "it was not restarted")
+	})
+}
+
+// Engines that register tell themselves when they go: what they said when they started may be older than their health.
+func TestRegisteredPeersThatWereAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state, e := oneEndpoint()
+		peers := (&PeerSource{Registers: true}).NewPeers(slog.New(slog.DiscardHandler))
+		peers.Learn(e.Addr, Peer{[]Rank{{Port: 7}}})
+		state.MarkUnhealthy(e)
+		time.Sleep(time.Second)
+		state.MarkHealthy(e)
+		require.Equal(t, 7, peers.Known(e).Ranks[0].Port)
+	})
+}
+
+func oneEndpoint() (*kvstate.State, *kvstate.Endpoint) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RolePrefill}})
+	return s, s.Pool("chat").Endpoint("10.0.0.1:1")
+}
