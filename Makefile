@@ -61,7 +61,7 @@ bench: tools build ## Tandem beside plain Envoy, compared with the last run: the
 	$(TAILS)
 	$(TAILS) -beside json1m
 	$(FLEET)
-	$(FLEET) -pin -workers 1 -cpuprofile .cache/bench
+	$(FLEET) -pin -workers 1
 	$(PAGE)
 
 bench-go: ## Go benchmarks of all packages

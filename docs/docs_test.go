@@ -21,6 +21,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"tandem/internal/config"
@@ -86,7 +87,7 @@ func fill(m protoreflect.Message) {
 
 // comments are those of fields, by message and field name, and of messages, by message name.
 func comments(proto string) map[string]string {
-	field := regexp.MustCompile(`^  (?:repeated |optional )?\w+ (\w+) = \d+;`)
+	field := regexp.MustCompile(`^  (?:repeated |optional )?\w+ (\w+) = \d+(?: \[.*\])?;`)
 	message := regexp.MustCompile(`^message (\w+) \{`)
 	out, in, comment := map[string]string{}, "", []string(nil)
 	for line := range strings.Lines(proto) {
@@ -181,7 +182,8 @@ func (w *writer) section(path, about string, m protoreflect.Message) {
 // longDefault is the length from which on a default stands below the table.
 const longDefault = 40
 
-// field writes the row of one field, with the first sentence of its comment, and the other sentences as a note.
+// field writes the row of one field, with the first sentence of its comment, and the other sentences as a note. The
+// range is in the row if it fits.
 func (w *writer) field(f protoreflect.FieldDescriptor, m protoreflect.Message, rows, notes *strings.Builder) {
 	meaning, byDefault := w.describe(f, m)
 	if len(byDefault) > longDefault {
@@ -189,7 +191,17 @@ func (w *writer) field(f protoreflect.FieldDescriptor, m protoreflect.Message, r
 		byDefault = "below"
 	}
 	escape := strings.NewReplacer("|", `\|`)
-	row := fmt.Sprintf("| `%s` | %s | %s |\n", f.JSONName(), escape.Replace(byDefault), escape.Replace(meaning[0]))
+	format := func(byDefault string) string {
+		return fmt.Sprintf("| `%s` | %s | %s |\n", f.JSONName(), escape.Replace(byDefault), escape.Replace(meaning[0]))
+	}
+	row := format(byDefault)
+	if span, _ := proto.GetExtension(f.Options(), configv1.E_Range).(string); span != "" {
+		if with := format(byDefault + "; " + span); utf8.RuneCountInString(with) <= lineWidth {
+			row = with
+		} else {
+			meaning = append(meaning, "Range: "+span+".")
+		}
+	}
 	require.LessOrEqual(w.t, utf8.RuneCountInString(row), lineWidth+1, "the first sentence of a comment is too long: %s", row)
 	rows.WriteString(row)
 	if len(meaning) > 1 {
@@ -238,6 +250,9 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 		default:
 			meaning = append(meaning, s)
 		}
+	}
+	if absent, _ := proto.GetExtension(f.Options(), configv1.E_Absent).(string); absent != "" {
+		byDefault = "`" + absent + "`"
 	}
 	switch {
 	case byDefault != "":

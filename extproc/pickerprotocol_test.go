@@ -151,6 +151,20 @@ func TestPickerRefuses(t *testing.T) {
 	require.EqualValues(t, 404, s.ask("", nil, ":method", "GET", ":path", "/metrics").refused.GetStatus().GetCode())
 }
 
+// Row: a paused pool takes no new requests.
+func TestPickerRefusesForAPausedPool(t *testing.T) {
+	s := pickerStand(t, endpointpicker.Options{}, "d1")
+	require.NoError(t, s.state.PausePool("chat", true))
+	refused := s.ask(hello, nil).refused
+	require.EqualValues(t, 503, refused.GetStatus().GetCode())
+	require.Contains(t, string(refused.GetBody()), "pool_paused")
+	require.Equal(t, "5", header(refused, "retry-after"))
+	stored := s.ask("", nil, ":method", "GET", ":path", "/v1/responses/resp_1")
+	require.Equal(t, addressOf("d1"), stored.destination(), "what is stored may be read")
+	require.NoError(t, s.state.PausePool("chat", false))
+	require.Equal(t, addressOf("d1"), s.ask(hello, nil).destination())
+}
+
 // Row: the fallback list, and the endpoint that served, which moves the booking and tells of the one that failed.
 func TestPickerFallbacks(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{Fallbacks: 2, WatchBody: true}, "d1", "d2", "d3", "d4")

@@ -55,7 +55,7 @@ func (t *terms) decodeBeside(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 }
 
 // tokenTime returns the time from one token to the next with such steps. Prompts take their share of the endpoint's
-// time, but no more than the promise leaves: from there on they go elsewhere.
+// time, but no more than the promise leaves: from there on prompts go to another endpoint.
 func (t *terms) tokenTime(c *kvstate.Candidate, step float64) float64 {
 	with := step / max(1-c.Share, minLeft)
 	if t.tpot > 0 {

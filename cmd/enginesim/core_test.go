@@ -65,12 +65,15 @@ func TestCoreStands(t *testing.T) {
 	go func() { _, err := client.Do(leaving); gone <- err }()
 	require.Eventually(t, func() bool { return len(e.Records.Last(0, "left")) > 0 }, patience, time.Millisecond)
 
-	time.Sleep(300 * time.Millisecond) // a step that had begun is over: 250 ms at most
 	before := e.counters(t)
+	require.Eventually(t, func() bool { // a step that had begun takes 250 ms at most
+		last := before
+		before = e.counters(t)
+		return before == last
+	}, patience, 300*time.Millisecond)
 	leave()
 	require.Error(t, <-gone)
-	time.Sleep(50 * time.Millisecond)
-	require.Equal(t, before, e.counters(t), "frozen, with requests")
+	require.Never(t, func() bool { return e.counters(t) != before }, 50*time.Millisecond, 10*time.Millisecond, "frozen, with requests")
 	require.Contains(t, before, `vllm:num_requests_running{engine="0",model_name="tiny"} 1`)
 	select {
 	case <-whole:
@@ -214,11 +217,9 @@ func TestBothDeadlock(t *testing.T) {
 	for _, e := range []*simulator{a, b} {
 		require.Eventually(t, func() bool { return e.State().Waiting == 1 }, patience, time.Millisecond)
 	}
-	time.Sleep(time.Second) // five leases
-	for _, e := range []*simulator{a, b} {
-		require.EqualValues(t, 1, e.State().Waiting)
-		require.Zero(t, e.State().Running)
-	}
+	require.Never(t, func() bool { // for five leases
+		return a.State().Waiting != 1 || b.State().Waiting != 1 || a.State().Running+b.State().Running > 0
+	}, time.Second, 50*time.Millisecond)
 	leave()
 	wg.Wait()
 	a.quiet(t)

@@ -104,9 +104,14 @@ var update = flag.Bool("update", false, "rewrite docs/cli.md, docs/metrics.md an
 // docs/cli.md has the help of every command.
 func TestCommandReference(t *testing.T) {
 	want := "# Commands\n\nWritten by `go test ./cmd/tandem -run TestCommandReference -update` from what `tandem COMMAND --help` prints.\n" +
-		"[Columns and notes](operations.md#columns-and-notes) explains what status, requests and explain show.\n"
+		"[Columns and notes](operations.md#columns-and-notes) explains what status, requests and explain show.\n\n" +
+		"Commands that ask a replica have these flags, which are left out below:\n\n```text\n"
+	asking := regexp.MustCompile(`(?m)^ +(?:-\w, )?--(?:admin ADDRESS|file FILE +configuration FILE \(YAML\), for|output FORMAT +FORMAT: table|token-file) .*\n`)
+	want += strings.Join(asking.FindAllString(printed(t, "explain", "--help"), -1), "") + "```\n"
+	help := regexp.MustCompile(`(?m)^  -h, --help +help for .*\n`)
 	for _, name := range []string{"serve", "envoy", "status", "requests", "explain", "drain", "pause", "resume", "weights", "demo", "replay", "version", "completion"} {
-		want += "\n## tandem " + name + "\n\n```text\n" + printed(t, name, "--help") + "```\n"
+		text := help.ReplaceAllString(asking.ReplaceAllString(printed(t, name, "--help"), ""), "")
+		want += "\n## tandem " + name + "\n\n```text\n" + strings.TrimSuffix(text, "\nFlags:\n") + "```\n"
 	}
 	if *update {
 		require.NoError(t, os.WriteFile("../../docs/cli.md", []byte(want), 0o600))

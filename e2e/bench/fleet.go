@@ -50,21 +50,15 @@ func (s *spent) figures() []*float64 {
 
 func (s *spent) cpu() float64 { return s.envoy + s.tandem + s.redis }
 
-// fleetRow is one round of one size: what a request cost, and a second without requests. parts are the replicas' CPU
-// time by purpose, of a round that was profiled.
-type fleetRow struct {
-	request, idle spent
-	parts         fleetParts
-}
-
-type fleetParts struct{ request, idle spentOn }
+// fleetRow is one round of one size: what a request cost, and a second without requests.
+type fleetRow struct{ request, idle spent }
 
 // fleet measures each number of replicas in o.fleet, o.rounds times, and prints the table.
 func (l *lab) fleet(ctx context.Context, o options, stdout io.Writer) error {
 	rows := map[int][]fleetRow{}
 	for round := range o.rounds {
 		for _, n := range o.fleet {
-			row, err := l.fleetRound(ctx, o, n, o.profiles != "" && round == o.rounds-1)
+			row, err := l.fleetRound(ctx, o, n)
 			if err != nil {
 				return fmt.Errorf("%d replicas: %w", n, err)
 			}
@@ -92,15 +86,14 @@ func fleetFigures(o options, rows map[int][]fleetRow) (out []figures) {
 			Fleet: &fleetCost{
 				Envoy: round3(u.envoy), Tandem: round3(u.tandem), Redis: round3(u.redis), One: round3(u.cpu() / one),
 				Logs: round3(u.logs), Commands: round3(u.commands), Wakeups: round3(u.wakeups),
-				Idle: round3(idle.cpu()), Parts: rows[n][len(rows[n])-1].parts.request.rounded(),
-				IdleParts: rows[n][len(rows[n])-1].parts.idle.rounded(),
+				Idle: round3(idle.cpu()),
 			},
 		})
 	}
 	return out
 }
 
-func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (row fleetRow, err error) {
+func (l *lab) fleetRound(ctx context.Context, o options, n int) (row fleetRow, err error) {
 	v := o.variants[0]
 	v.binary = cmp.Or(v.binary, filepath.Join(l.bin, "tandem"))
 	v.name, v.replicas, v.redis = fmt.Sprintf("fleet%d", n), n, true
@@ -129,9 +122,6 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int, profile bool) (r
 		time.Sleep(2 * settleTime) // for the access log
 		return err
 	})
-	if err == nil && profile {
-		row.parts, err = g.fleetProfile(ctx, o, s, b)
-	}
 	return row, err
 }
 

@@ -57,9 +57,6 @@ type fleetCost struct {
 	Commands float64 `json:"redisCommands"`
 	Wakeups  float64 `json:"wakeups"`
 	Idle     float64 `json:"idleMs"`
-	// CPU of the replicas by purpose, with -cpuprofile: of a request, and of a second without requests
-	Parts     spentOn `json:"parts,omitempty"`
-	IdleParts spentOn `json:"idleParts,omitempty"`
 }
 
 // figuresOf returns the figures of a stack; tandem are the rounds of the first Tandem, nil for itself and the floor.

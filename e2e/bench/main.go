@@ -42,7 +42,7 @@
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
-// several replicas, endpoints.go many endpoints, fleetprofile.go what their CPU time goes to.
+// several replicas, endpoints.go many endpoints.
 package main
 
 import (
@@ -59,6 +59,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 func main() {
@@ -249,8 +251,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := l.start(ctx, o); err != nil {
 		return err
 	}
-	fmt.Fprintf(stdout, "%s, %s, %d cores, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), processor(),
-		runtime.NumCPU(), runtime.Version(), l.versions(ctx)+l.peerVersions(ctx, o.peers))
+	fmt.Fprintf(stdout, "%s, %s, %s, %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), process.Machine(),
+		runtime.Version(), process.EnvoyVersion(ctx, l.envoyPath)+l.peerVersions(ctx, o.peers))
 	fmt.Fprintf(stdout, "Envoy workers: %d. Rounds: %d, interleaved. Prompts: %s.\n\n", o.workers, o.rounds,
 		prompts(o.documents))
 	if o.endpoints > 2 || o.events {
@@ -296,7 +298,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 }
 
 func (l *lab) origin(ctx context.Context, o options) origin {
-	return origin{time.Now().UTC().Format(time.DateOnly), fmt.Sprintf("%s, %d cores", processor(), runtime.NumCPU()),
+	return origin{time.Now().UTC().Format(time.DateOnly), process.Machine(),
 		strings.TrimPrefix(l.peerVersions(ctx, o.peers), ", ")}
 }
 
@@ -308,18 +310,4 @@ func prompts(documents int) string {
 		return "the same but for their last words"
 	}
 	return fmt.Sprintf("%d, but for their last words", documents)
-}
-
-// processor returns the processor's name.
-func processor() string {
-	text, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return runtime.GOARCH
-	}
-	for line := range strings.Lines(string(text)) {
-		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
-			return strings.TrimSpace(value)
-		}
-	}
-	return runtime.GOARCH
 }

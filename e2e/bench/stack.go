@@ -75,8 +75,8 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 	if l.Dir, err = os.MkdirTemp("", "tandem-bench-"); err != nil {
 		return err
 	}
-	if l.envoyPath, err = findEnvoy(o.envoy); err != nil {
-		return err
+	if l.envoyPath = process.Program(o.envoy, os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy"); l.envoyPath == "" {
+		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	}
 	bin, err := l.build(ctx, o.bin)
 	if err != nil {
@@ -109,18 +109,6 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 		}
 	}
 	return nil
-}
-
-func findEnvoy(given string) (string, error) {
-	for _, c := range []string{given, os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy"} {
-		if c == "" {
-			continue
-		}
-		if path, err := exec.LookPath(c); err == nil {
-			return filepath.Abs(path)
-		}
-	}
-	return "", errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 }
 
 // build builds tandem and enginesim, without race detector, unless a directory has them.
@@ -355,16 +343,6 @@ func (l *lab) stop() {
 	if l.Dir != "" {
 		_ = os.RemoveAll(l.Dir)
 	}
-}
-
-// versions returns Envoy's version: `envoy --version` ends in "version: COMMIT/1.40.0/Clean/RELEASE/BoringSSL".
-func (l *lab) versions(ctx context.Context) string {
-	out, _ := exec.CommandContext(ctx, l.envoyPath, "--version").Output()
-	_, version, _ := strings.Cut(string(out), "version: ")
-	if parts := strings.Split(version, "/"); len(parts) > 1 {
-		return "Envoy " + parts[1]
-	}
-	return "Envoy of unknown version"
 }
 
 func port(addr string) string { return addr[strings.LastIndexByte(addr, ':')+1:] }

@@ -34,6 +34,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 func main() {
@@ -75,13 +77,13 @@ func run(ctx context.Context, args []string, log io.Writer) error {
 		return err
 	}
 	o.tandem, o.enginesim = filepath.Join(*bin, "tandem"), filepath.Join(*bin, "enginesim")
-	o.envoy = firstProgram(os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy")
-	o.h2load = firstProgram(os.Getenv("H2LOAD"), "h2load")
-	o.python = firstProgram(o.python)
+	o.envoy = process.Program(os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy")
+	o.h2load = process.Program(os.Getenv("H2LOAD"), "h2load")
+	o.python = process.Program(o.python)
 	if o.envoy == "" {
 		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	}
-	r := &report{Began: time.Now().UTC(), Machine: machine(), Versions: o.versions(ctx)}
+	r := &report{Began: time.Now().UTC(), Machine: process.Machine(), Versions: o.versions(ctx)}
 	if o.h2load == "" {
 		r.Missing = append(r.Missing, "h2load is not installed (Debian: apt-get install nghttp2-client): no plain HTTP")
 	}
@@ -181,30 +183,6 @@ func bar(w io.Writer, done, all int, what string) {
 		what)
 }
 
-func firstProgram(candidates ...string) string {
-	for _, c := range candidates {
-		if c == "" {
-			continue
-		}
-		if path, err := exec.LookPath(c); err == nil {
-			if abs, err := filepath.Abs(path); err == nil {
-				return abs
-			}
-		}
-	}
-	return ""
-}
-
-func machine() string {
-	text, _ := os.ReadFile("/proc/cpuinfo")
-	for line := range strings.Lines(string(text)) {
-		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
-			return fmt.Sprintf("%s, %d cores", strings.TrimSpace(value), runtime.NumCPU())
-		}
-	}
-	return fmt.Sprintf("%s, %d cores", runtime.GOARCH, runtime.NumCPU())
-}
-
 // versions returns the versions of the programs that take part.
 func (o *options) versions(ctx context.Context) string {
 	first := func(path string, args ...string) string {
@@ -215,11 +193,7 @@ func (o *options) versions(ctx context.Context) string {
 		line, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
 		return line
 	}
-	envoy := first(o.envoy, "--version")
-	if parts := strings.Split(envoy, "/"); len(parts) > 2 {
-		envoy = "Envoy " + parts[len(parts)-4]
-	}
-	out := []string{first(o.tandem, "version"), envoy, first(o.h2load, "--version")}
+	out := []string{first(o.tandem, "version"), process.EnvoyVersion(ctx, o.envoy), first(o.h2load, "--version")}
 	if o.python != "" {
 		out = append(out, "aiperf "+first(filepath.Join(filepath.Dir(o.python), "python"), "-c",
 			"import importlib.metadata as m; print(m.version('aiperf'))"))

@@ -1,4 +1,4 @@
-// Package logwhen says which requests a log of Envoy's is told of.
+// Package logwhen says which requests a log of Envoy contains.
 package logwhen
 
 import (

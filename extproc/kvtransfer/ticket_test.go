@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"strconv"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -441,14 +440,7 @@ func BenchmarkTicket(b *testing.B) {
 
 // blockIDs writes ids as a list.
 func blockIDs(ids []int, sep string) string {
-	var b strings.Builder
-	for i, id := range ids {
-		if i > 0 {
-			b.WriteString(sep)
-		}
-		b.WriteString(strconv.Itoa(id))
-	}
-	return b.String()
+	return strings.Trim(strings.ReplaceAll(fmt.Sprint(ids), " ", sep), "[]")
 }
 
 // randomIDs returns n ids below limit, from a fixed seed.

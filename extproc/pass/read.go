@@ -161,6 +161,11 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 			return openai.Unavailable("no_pool", "no pool is configured", time.Second)
 		}
 	}
+	if _, stored := plan.StoredResponse(string(x.Head.Path)); !stored {
+		if err := closed(pool); err != nil {
+			return err
+		}
+	}
 	x.begin(pool, a)
 	x.want.way = gateway
 	if !whole {

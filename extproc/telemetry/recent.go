@@ -209,7 +209,7 @@ func (r *Recent) ticketRefused(id string, status int) bool {
 	return false
 }
 
-// Latest returns the traces of the latest requests, newest first, at most n, those planned elsewhere included.
+// Latest returns the traces of the latest requests, newest first, at most n, those planned at other replicas included.
 func (r *Recent) Latest(n int) []Trace {
 	r.mu.Lock()
 	defer r.mu.Unlock()

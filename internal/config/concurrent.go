@@ -69,13 +69,6 @@ func checkTransfer(v *validator, path string, p *configv1.Pool, d *kvtransfer.Di
 	if ip, err := netip.ParseAddr(t.Host); err == nil && ip.IsUnspecified() {
 		v.m.add(path+".host", "%s is where an engine listens; this is where others reach it", t.Host)
 	}
-	checkCount(v, path+".dataParallelSize", t.DataParallelSize)
-}
-
-func checkCount(v *validator, path string, n int32) {
-	if n < 0 || n > 4096 {
-		v.m.add(path, "%d is not between 1 and 4096", n)
-	}
 }
 
 // checkNeverAlone requires an endpoint with both roles if decode needs a prefill for every request.

@@ -1,11 +1,10 @@
 package config
 
 import (
-	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
-	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -183,10 +182,10 @@ func TestValidationErrors(t *testing.T) {
 		"no time, no unit":  {"envoy: {decodeIdleTimeout: 0}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 0: leave it out for the default, or write 1s for a second"}},
 		"time without unit": {"envoy: {decodeIdleTimeout: 300}\n" + least, []string{"envoy.decodeIdleTimeout: must have a unit, is 300: 300s for seconds, 300ms for milliseconds"}},
 		"time as text":      {"tickets: {ttl: \"300\"}\n" + least, []string{`tickets.ttl: "300" is not a duration such as 300s, 5m or 250ms`}},
-		"time too long":     {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h0m0s`}},
+		"time too long":     {"tickets: {ttl: 25h}\n" + least, []string{`tickets.ttl: 25h is not between 1s and 24h`}},
 		"answerWeight":      {edited("kvTransfer: nixl", "kvTransfer: nixl\n  answerWeight: 2"), []string{"pools[0].answerWeight: 2 is not between 0.1 and 1"}},
 		"targets": {edited("kvTransfer: nixl", "kvTransfer: nixl\n  targets: {ttft: 0s, tpot: 2d}"), []string{
-			`pools[0].targets.tpot: "2d" is not a duration such as 300s, 5m or 250ms`, "pools[0].targets.ttft: 0s is not between 1ms and 24h0m0s"}},
+			`pools[0].targets.tpot: "2d" is not a duration such as 300s, 5m or 250ms`, "pools[0].targets.ttft: 0s is not between 1ms and 24h"}},
 		"roles":           {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: dynamic"), []string{`pools[0].roles: "dynamic" is not one of fixed, auto`}},
 		"roles need two":  {edited("kvTransfer: nixl", "kvTransfer: nixl\n  roles: auto"), []string{"pools[0].roles: is auto, but 0 endpoints have the role both: at least two are needed"}},
 		"roles of others": {edited("kvTransfer: nixl", "kvTransfer: sglang\n  roles: auto"), []string{"pools[0].roles: is auto, but engines with kvTransfer sglang serve one leg only: with nixl, offload, shared they serve either"}},
@@ -226,7 +225,7 @@ func TestValidationErrors(t *testing.T) {
 			"envoy.maxBodyBytes: 1000 is not between 1Ki and 128Mi",
 			"extProc.maxMessageBytes: 4097Mi is not above envoy.maxBodyBytes (1000) and at most 1Gi: a whole body comes in one message"}},
 		"redis, all wrong": {"state: {redis: {url: \"redis://:p@x/1\", nodes: [x], mode: cluster, sentinelMaster: m, passwordFile: f, keyPrefix: \"{a}\", lease: 5m, tls: {certFile: c}}}\n" + least, []string{
-			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is more than 1m: for so long a dead replica's bookings would count",
+			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is not between 500ms and 1m: so long a dead replica's reservations count",
 			`state.redis.nodes[0]: "x" is not an address: ip:port, [ip]:port or name:port`, "state.redis.passwordFile: the url has a password too: take one out",
 			"state.redis.sentinelMaster: has no effect unless mode is sentinel", "state.redis.tls: has no effect with redis://: write rediss://",
 			"state.redis.tls.keyFile: certFile and keyFile belong together: set both or none"}},
@@ -410,21 +409,45 @@ func TestKindsOfFields(t *testing.T) {
 	walk((&configv1.Config{}).ProtoReflect().Descriptor())
 }
 
-// A number where a duration belongs gets a hint that says so: durations lists every field that is checked to be one.
-func TestDurationsAreKnown(t *testing.T) {
-	files, err := filepath.Glob("*.go")
-	require.NoError(t, err)
-	checked := regexp.MustCompile(`checkDuration\(v, .*\.(\w)(\w*), [^,]+\)`)
-	found := map[string]bool{}
-	for _, file := range files {
-		text, err := os.ReadFile(file)
-		require.NoError(t, err)
-		for _, name := range checked.FindAllStringSubmatch(string(text), -1) {
-			found[strings.ToLower(name[1])+name[2]] = true
+// The options of fields are well-formed: words are those of a text, and a range is of numbers, sizes or durations.
+func TestOptionsOfFields(t *testing.T) {
+	words, ranges := 0, 0
+	var walk func(d protoreflect.MessageDescriptor)
+	walk = func(d protoreflect.MessageDescriptor) {
+		for i := range d.Fields().Len() {
+			f := d.Fields().Get(i)
+			if f.Kind() == protoreflect.MessageKind {
+				walk(f.Message())
+			}
+			if n := len(wordsOf(f)); n > 0 {
+				words++
+				require.Equal(t, protoreflect.StringKind, f.Kind(), f.FullName())
+				require.Greater(t, n, 1, f.FullName())
+			}
+			low, high, _ := rangeOf(f)
+			if high == "" {
+				continue
+			}
+			ranges++
+			for _, text := range []string{low, high} {
+				var err error
+				switch f.Kind() {
+				case protoreflect.StringKind:
+					_, err = time.ParseDuration(text)
+				case protoreflect.Int64Kind:
+					_, ok := bytesOf(text)
+					require.True(t, ok, f.FullName())
+				default:
+					_, err = strconv.ParseFloat(text, 64)
+				}
+				require.NoError(t, err, f.FullName())
+			}
 		}
 	}
-	require.ElementsMatch(t, slices.Sorted(maps.Keys(found)), durations())
-	_, _, err = Parse([]byte("notices: {keep: 5}\n" + least))
+	walk((&configv1.Config{}).ProtoReflect().Descriptor())
+	require.Greater(t, words, 20)
+	require.Greater(t, ranges, 20)
+	_, _, err := Parse([]byte("notices: {keep: 5}\n" + least))
 	require.EqualError(t, err, "notices.keep: must have a unit, is 5: 5s for seconds, 5ms for milliseconds")
 }
 

@@ -5,37 +5,29 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/picker"
 	configv1 "tandem/protos/config/v1"
 )
 
-// SetDefaults fills in missing settings, as [Load] does. The values are those of config.proto's comments.
+// SetDefaults fills in missing settings, as [Load] does. What does not depend on other settings is in config.proto.
 func SetDefaults(c *configv1.Config) {
 	sub(&c.ExtProc)
 	sub(&c.Replan)
 	sub(&c.Admin)
 	sub(&c.Envoy)
 	sub(&c.Tickets)
-	or(&c.ExtProc.Listen, "127.0.0.1:9002")
-	or(&c.Replan.Listen, "127.0.0.1:9003")
-	or(&c.Admin.Listen, "127.0.0.1:9090")
-	or(&c.Tickets.Ttl, "10m")
-	if c.Tracing != nil && c.Tracing.SampleRatio == nil {
-		all := 1.
-		c.Tracing.SampleRatio = &all
-	}
+	setAbsent(c.ProtoReflect())
 	setUsageDefaults(c.Usage)
 	setEnvoyDefaults(c)
 	setPickerDefaults(c.ExtProc)
 	or(&c.ExtProc.MaxMessageBytes, messageBytes(c.Envoy.MaxBodyBytes))
-	if r := c.State.GetRedis(); r != nil {
-		or(&r.Mode, "single")
-		or(&r.KeyPrefix, "tandem")
-		or(&r.Lease, "3s")
-	}
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
 		setWaitDefault(p, c.Envoy.BodyMode)
@@ -46,10 +38,7 @@ func SetDefaults(c *configv1.Config) {
 		}
 	}
 	setGatewayDefaults(c)
-	if c.Notices != nil {
-		or(&c.Notices.Listen, "127.0.0.1:7500")
-		or(&c.Notices.Keep, "1m")
-	}
+	setAbsent(c.ProtoReflect()) // of the messages that were made here
 }
 
 // messageBytes returns the default of extProc.maxMessageBytes.
@@ -60,7 +49,6 @@ func setGatewayDefaults(c *configv1.Config) {
 	if g == nil {
 		return
 	}
-	or(&g.Listen, "127.0.0.1:9004")
 	if len(g.Services) > 0 {
 		return
 	}
@@ -83,15 +71,8 @@ func TakesNotices(p *configv1.Pool) bool {
 
 func setEnvoyDefaults(c *configv1.Config) {
 	e := c.Envoy
-	or(&e.Listen, "127.0.0.1:8080")
-	or(&e.Admin, "127.0.0.1:9901")
-	or(&e.MaxBodyBytes, 16<<20)
-	or(&e.Replicas, "configured")
-	or(&e.Run, "beside")
 	or(&e.BodyMode, bodyMode(c))
-	or(&e.DecodeIdleTimeout, "30m")
 	if c := e.Cors; c != nil {
-		or(&c.MaxAge, "10m")
 		orList(&c.AllowHeaders, "authorization", "content-type")
 		orList(&c.ExposeHeaders, "x-request-id")
 	}
@@ -160,47 +141,25 @@ func setPoolDefaults(p *configv1.Pool) {
 	if len(p.Models) == 0 {
 		p.Models = []string{"*"}
 	}
-	or(&p.Split, "auto")
 	d := DialectOf(p)
 	or(&p.Engine, cmp.Or(d.Engine, kvtransfer.EngineAny))
 	if d.PairsOnly() {
 		or(&p.LongPrompts, "refuse")
 	}
 	or(&p.LongPrompts, "decodeAlone")
-	or(&p.OnPrefillFailure, "otherPrefill")
 	or(&p.DecodeAlone, decodeAlone(p))
 	or(&p.AnswerWeight, picker.DefaultAnswerWeight)
 	sub(&p.Targets)
-	or(&p.Targets.Ttft, "5s")
-	or(&p.Targets.Tpot, "50ms")
-	or(&p.Roles, "fixed")
-	or(&p.PrefillAttempts, 3)
-	or(&p.StrandedBlocks, "lease")
-	or(&p.AttemptsTime, "1m")
-	or(&p.StreamStartTimeout, "1m")
 	sub(&p.PrefillTimeout)
-	or(&p.PrefillTimeout.Base, "10s")
-	or(&p.PrefillTimeout.PerToken, "2ms")
 	if p.KvEvents != nil {
-		or(&p.KvEvents.Port, 5557)
-		or(&p.KvEvents.Ranks, 1)
-		or(&p.KvEvents.Tokens, "learned")
-		or(&p.KvEvents.TokenBudget, "0s")
 		sub(&p.KvEvents.LoadBandwidth)
 		rates := picker.DefaultModel().LoadBandwidth
 		for tier, rate := range loadBandwidth(p) {
 			or(rate, int64(rates[tier]))
 		}
 	}
-	if p.Encode != nil {
-		or(&p.Encode.Timeout, "30s")
-	}
-	for _, e := range p.Endpoints {
-		or(&e.Scheme, "http")
-		if e.Weight == nil {
-			e.Weight = new(int32(100))
-		}
-		if p.KvTransfer == "none" {
+	if p.KvTransfer == "none" {
+		for _, e := range p.Endpoints {
 			or(&e.Role, "both")
 		}
 	}
@@ -212,12 +171,8 @@ func setDialectDefaults(p *configv1.Pool) {
 	switch p.KvTransfer {
 	case "lmcache":
 		sub(&p.Lmcache)
-		or(&p.Lmcache.NoticeTimeout, "10s")
-		or(&p.Lmcache.ChunkSize, 256)
 	case "orchestrated":
 		sub(&p.Orchestrated)
-		or(&p.Orchestrated.Key, "disagg_prefill_resp")
-		or(&p.Orchestrated.HandOver, "answer")
 	}
 	for _, e := range p.Endpoints {
 		if p.KvTransfer == "lmcache" && decodes(e) {
@@ -230,6 +185,38 @@ func setDialectDefaults(p *configv1.Pool) {
 			or(&e.Transfer.P2PPort, 5710)
 		}
 	}
+}
+
+// setAbsent sets what a message lacks, and those within it, to what config.proto has for it.
+func setAbsent(m protoreflect.Message) {
+	for i := range m.Descriptor().Fields().Len() {
+		f := m.Descriptor().Fields().Get(i)
+		switch text, _ := proto.GetExtension(f.Options(), configv1.E_Absent).(string); {
+		case f.IsList() && f.Kind() == protoreflect.MessageKind:
+			for i := range m.Get(f).List().Len() {
+				setAbsent(m.Get(f).List().Get(i).Message())
+			}
+		case f.Kind() == protoreflect.MessageKind && m.Has(f):
+			setAbsent(m.Get(f).Message())
+		case text != "" && !m.Has(f):
+			m.Set(f, valueOf(f.Kind(), text))
+		}
+	}
+}
+
+// valueOf returns the value of a text.
+func valueOf(kind protoreflect.Kind, text string) protoreflect.Value {
+	n, _ := bytesOf(text)
+	switch kind {
+	case protoreflect.Int32Kind:
+		return protoreflect.ValueOfInt32(int32(n))
+	case protoreflect.Int64Kind:
+		return protoreflect.ValueOfInt64(n)
+	case protoreflect.DoubleKind:
+		number, _ := strconv.ParseFloat(text, 64)
+		return protoreflect.ValueOfFloat64(number)
+	}
+	return protoreflect.ValueOfString(text)
 }
 
 func or[T comparable](v *T, d T) {

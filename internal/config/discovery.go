@@ -10,31 +10,12 @@ import (
 // maxPorts is the maximum number of targetPorts of an InferencePool (inference.networking.k8s.io/v1).
 const maxPorts = 8
 
-// zoneLabel is Kubernetes' well-known label.
-const zoneLabel = "topology.kubernetes.io/zone"
-
 func setDiscoveryDefaults(d *configv1.Discovery) {
-	if d == nil {
-		return
-	}
-	if d.File != nil {
-		or(&d.File.Scheme, "http")
-	}
-	for _, n := range d.Dns {
-		or(&n.Scheme, "http")
-		or(&n.Role, "both")
-	}
-	if k := d.Kubernetes; k != nil {
-		or(&k.Scheme, "http")
+	if k := d.GetKubernetes(); k != nil {
 		sub(&k.Labels)
-		or(&k.Labels.Convention, "llm-d")
-		or(&k.Labels.ZoneLabel, zoneLabel)
 	}
-	if i := d.InferencePool; i != nil {
+	if i := d.GetInferencePool(); i != nil {
 		sub(&i.Labels)
-		or(&i.Labels.Convention, "llm-d")
-		or(&i.Labels.ZoneLabel, zoneLabel)
-		or(&i.Intents, "none")
 	}
 }
 
@@ -75,7 +56,6 @@ func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	}
 	if f := d.File; f != nil {
 		checkNeeded(v, path+".file.path", f.Path, "a file that lists endpoints")
-		checkOneOf(v, path+".file.scheme", f.Scheme, "http", "https", "h2c")
 	}
 	for i, n := range d.Dns {
 		checkNameDiscovery(v, fmt.Sprintf("%s.dns[%d]", path, i), n)
@@ -88,11 +68,9 @@ func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	}
 	if i := d.InferencePool; i != nil {
 		checkNeeded(v, path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
-		checkPodLabels(v, path+".inferencePool.labels", i.Labels)
 		if i.Labels.RanksLabel != "" {
 			checkRanksNamed(v, path+".inferencePool.labels.ranksLabel", pool, p)
 		}
-		checkOneOf(v, path+".inferencePool.intents", i.Intents, "none", "watch")
 	}
 }
 
@@ -107,17 +85,10 @@ func checkNameDiscovery(v *validator, path string, n *configv1.NameDiscovery) {
 	if n.Name != "" && !isName(n.Name) {
 		v.m.add(path+".name", "%.100q is not a DNS name", n.Name)
 	}
-	if n.Port < 0 || n.Port > 65535 {
-		v.m.add(path+".port", "%d is not between 1 and 65535", n.Port)
-	}
-	checkOneOf(v, path+".role", n.Role, "prefill", "decode", "both")
-	checkOneOf(v, path+".scheme", n.Scheme, "http", "https", "h2c")
 }
 
 func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery) {
 	checkNeeded(v, path+".selector", k.Selector, "labels of the engines' pods, as kubectl -l takes them")
-	checkOneOf(v, path+".scheme", k.Scheme, "http", "https", "h2c")
-	checkPodLabels(v, path+".labels", k.Labels)
 	if len(k.Ports) == 0 && k.Labels.PortLabel == "" && k.Labels.Convention != "aibrix" {
 		v.m.add(path+".ports", "is missing: the ports of the engines, or labels.portLabel")
 	}
@@ -128,12 +99,5 @@ func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery)
 		if port < 1 || port > 65535 || slices.Contains(k.Ports[:i], port) {
 			v.m.add(fmt.Sprintf("%s.ports[%d]", path, i), "%d is not between 1 and 65535, or is there twice", port)
 		}
-	}
-}
-
-func checkPodLabels(v *validator, path string, l *configv1.PodLabels) {
-	checkOneOf(v, path+".convention", l.Convention, "llm-d", "aibrix", "production-stack", "kthena")
-	if l.DefaultRole != "" {
-		checkOneOf(v, path+".defaultRole", l.DefaultRole, "prefill", "decode", "both", "none")
 	}
 }

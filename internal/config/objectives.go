@@ -19,15 +19,8 @@ func Waits(p *configv1.Pool) bool {
 
 func setObjectiveDefaults(p *configv1.Pool) {
 	or(&p.Binding, binding(p))
-	or(&p.EnginePriority, "none")
-	if p.Objectives != nil {
-		or(&p.Objectives.OnMiss, "goOn")
-	}
 	if Waits(p) {
 		sub(&p.Queue)
-	}
-	if p.Queue != nil {
-		or(&p.Queue.MaxWaiting, 4096)
 	}
 }
 
@@ -55,8 +48,6 @@ func setWaitDefault(p *configv1.Pool, bodyMode string) {
 
 // checkObjectives checks the settings of queueing and of requests' objectives.
 func checkObjectives(v *validator, path string, p *configv1.Pool) {
-	checkOneOf(v, path+".binding", p.Binding, "immediate", "late")
-	checkOneOf(v, path+".enginePriority", p.EnginePriority, "none", "vllm", "sglang")
 	if p.Binding == "late" && neverSplits(p) {
 		v.warnGiven([]string{path + ".kvTransfer", path + ".split", path + ".endpoints"}, path+".binding",
 			"has no effect: requests wait for prefill endpoints, and nothing is split here")
@@ -66,23 +57,17 @@ func checkObjectives(v *validator, path string, p *configv1.Pool) {
 			v.warnGiven([]string{path + ".binding", path + ".objectives"}, path+".queue",
 				"has no effect: requests wait with binding late, or with objectives.onMiss queue")
 		}
-		checkDuration(v, path+".queue.maxWait", q.MaxWait, time.Millisecond)
 		if v.bodyMode != "duplex" && Duration(q.MaxWait) > maxBufferedWait {
 			v.m.add(path+".queue.maxWait",
 				"is above %s, and envoy.bodyMode %s: Envoy waits no longer for what becomes of a buffered body",
 				maxBufferedWait, v.bodyMode)
-		}
-		if q.MaxWaiting < 1 || q.MaxWaiting > 1<<16 {
-			v.m.add(path+".queue.maxWaiting", "%d is not between 1 and %d", q.MaxWaiting, 1<<16)
 		}
 	}
 	o := p.Objectives
 	if o == nil {
 		return
 	}
-	checkOneOf(v, path+".objectives.onMiss", o.OnMiss, "goOn", "queue", "shed")
 	if o.Default != nil {
-		checkObjective(v, path+".objectives.default", o.Default)
 		if o.Default.Name != "" {
 			v.m.add(path+".objectives.default.name", "%.100q: requests that get the default name none", o.Default.Name)
 		}
@@ -95,16 +80,6 @@ func checkObjectives(v *validator, path string, p *configv1.Pool) {
 			v.m.add(at+".name", "%.100q is there twice", n.Name)
 		}
 		names = append(names, n.Name)
-		checkObjective(v, at, n)
-	}
-}
-
-func checkObjective(v *validator, path string, o *configv1.Objective) {
-	if o.Ttft != "" {
-		checkDuration(v, path+".ttft", o.Ttft, time.Millisecond)
-	}
-	if o.Tpot != "" {
-		checkDuration(v, path+".tpot", o.Tpot, time.Millisecond)
 	}
 }
 

@@ -40,7 +40,7 @@ func TestObjectives(t *testing.T) {
 		"objectives: {default: {name: x}},":            `pools[0].objectives.default.name: "x": requests that get the default name none`,
 		"objectives: {named: [{priority: 1}]},":        "pools[0].objectives.named[0].name: is missing: what requests call it",
 		"objectives: {named: [{name: x}, {name: x}]},": `pools[0].objectives.named[1].name: "x" is there twice`,
-		"objectives: {default: {ttft: 0s}},":           "pools[0].objectives.default.ttft: 0s is not between 1ms and 24h0m0s",
+		"objectives: {default: {ttft: 0s}},":           "pools[0].objectives.default.ttft: 0s is not between 1ms and 24h",
 	} {
 		_, _, err := Parse([]byte(with("", pool)))
 		require.EqualError(t, err, want, pool)

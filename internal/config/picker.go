@@ -13,17 +13,11 @@ const (
 )
 
 func setPickerDefaults(e *configv1.ExtProc) {
-	or(&e.Protocol, ProtocolTandem)
 	if e.Protocol == ProtocolEndpointPicker {
 		sub(&e.EndpointPicker)
-		or(&e.EndpointPicker.Responses, "body")
-		or(&e.EndpointPicker.ShedRequests, 128)
 		if e.Tls == nil {
 			e.Tls = &configv1.Tls{Mode: "selfSigned"}
 		}
-	}
-	if e.Tls != nil {
-		or(&e.Tls.Mode, "files")
 	}
 }
 
@@ -41,7 +35,6 @@ func Encrypted(x *configv1.ExtProc) bool {
 
 func checkPicker(v *validator, c *configv1.Config) {
 	e := c.ExtProc
-	checkOneOf(v, "extProc.protocol", e.Protocol, ProtocolTandem, ProtocolEndpointPicker)
 	if e.Protocol != ProtocolEndpointPicker {
 		if e.EndpointPicker != nil {
 			v.warnGiven([]string{"extProc.protocol"}, "extProc.endpointPicker",
@@ -50,13 +43,9 @@ func checkPicker(v *validator, c *configv1.Config) {
 		return
 	}
 	p := e.EndpointPicker
-	if p.Fallbacks < 0 || p.Fallbacks > 7 {
-		v.m.add("extProc.endpointPicker.fallbacks", "%d is not between 0 and 7", p.Fallbacks)
-	}
 	if p.ShedRequests < 1 {
 		v.m.add("extProc.endpointPicker.shedRequests", "%d is not above 0", p.ShedRequests)
 	}
-	checkOneOf(v, "extProc.endpointPicker.responses", p.Responses, "body", "headers")
 	for i, pool := range c.Pools {
 		if pool.Handoff == "envoy" && pool.KvTransfer != "none" {
 			v.m.add(fmt.Sprintf("pools[%d].handoff", i),

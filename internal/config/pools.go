@@ -8,7 +8,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate/discovery"
@@ -25,16 +24,12 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 	v.names = append(v.names, p.Name)
 	checkModelsOf(v, path, p)
 	checkDialect(v, path, p)
-	checkOneOf(v, path+".engine", p.Engine, "any", "sglang", "trtllm", "vllm")
 	for i, allowed := range p.Paths {
 		if !clientPath.MatchString(allowed) {
 			v.m.add(fmt.Sprintf("%s.paths[%d]", path, i),
 				"%.100q is not a method and a path, such as \"POST /v1/things/*\"", allowed)
 		}
 	}
-	checkOneOf(v, path+".split", p.Split, "always", "auto", "never")
-	checkOneOf(v, path+".longPrompts", p.LongPrompts, "decodeAlone", "refuse")
-	checkOneOf(v, path+".decodeAlone", p.DecodeAlone, "never", "fallback", "byCost")
 	switch {
 	case p.DecodeAlone == "never" && p.OnPrefillFailure == "decodeAlone":
 		v.m.add(path+".decodeAlone", "is never, and onPrefillFailure decodeAlone: one of them has to be another")
@@ -43,31 +38,14 @@ func checkPool(v *validator, path string, p *configv1.Pool) {
 	case p.DecodeAlone == "byCost" && p.Split == "always":
 		v.m.add(path+".decodeAlone", "is byCost, and split always: costs are compared with split auto")
 	}
-	checkOneOf(v, path+".onPrefillFailure", p.OnPrefillFailure, "otherPrefill", "decodeAlone", "fail")
 	checkCachedTokens(v, path+".cachedTokens", p)
-	checkOneOf(v, path+".strandedBlocks", p.StrandedBlocks, "lease", "cleanupDecode")
-	if p.PrefillAttempts < 1 || p.PrefillAttempts > 5 {
-		v.m.add(path+".prefillAttempts", "%d is not between 1 and 5", p.PrefillAttempts)
-	}
-	checkDuration(v, path+".attemptsTime", p.AttemptsTime, time.Millisecond)
-	checkDuration(v, path+".streamStartTimeout", p.StreamStartTimeout, time.Millisecond)
-	if p.AnswerTimeout != "" {
-		checkDuration(v, path+".answerTimeout", p.AnswerTimeout, time.Millisecond)
-	}
 	switch {
 	case p.MinPrefillTokens < 0:
 		v.m.add(path+".minPrefillTokens", "%d is negative", p.MinPrefillTokens)
 	case p.MinPrefillTokens > 0 && p.Split != "auto":
 		v.warnGiven([]string{path + ".split"}, path+".minPrefillTokens", "has no effect: split is %s", p.Split)
 	}
-	if w := p.AnswerWeight; !(w >= 0.1 && w <= 1) {
-		v.m.add(path+".answerWeight", "%v is not between 0.1 and 1", w)
-	}
-	checkDuration(v, path+".targets.ttft", p.Targets.Ttft, time.Millisecond)
-	checkDuration(v, path+".targets.tpot", p.Targets.Tpot, time.Millisecond)
 	checkRoles(v, path, p)
-	checkDuration(v, path+".prefillTimeout.base", p.PrefillTimeout.Base, time.Millisecond)
-	checkDuration(v, path+".prefillTimeout.perToken", p.PrefillTimeout.PerToken, 0)
 	checkSession(v, path+".session", p.Session)
 	checkHandoff(v, path, p)
 	checkObjectives(v, path, p)
@@ -102,9 +80,6 @@ func checkEncode(v *validator, path string, p *configv1.Pool) {
 	case i < 0 && p.Discovery == nil:
 		v.warnGiven([]string{path + ".endpoints"}, path+".encode", "has no effect: no endpoint has the role encode")
 	}
-	if p.Encode != nil {
-		checkDuration(v, path+".encode.timeout", p.Encode.Timeout, time.Millisecond)
-	}
 }
 
 func prefills(e *configv1.Endpoint) bool { return e.GetRole() == "prefill" || e.GetRole() == "both" }
@@ -112,9 +87,7 @@ func decodes(e *configv1.Endpoint) bool  { return e.GetRole() == "decode" || e.G
 
 func checkCachedTokens(v *validator, path string, p *configv1.Pool) {
 	switch {
-	case p.CachedTokens == "":
 	case p.CachedTokens != "prefill":
-		checkOneOf(v, path, p.CachedTokens, "decode", "prefill")
 	case Concurrent(p) || p.KvTransfer == "none":
 		v.m.add(path, "is prefill, which takes legs that follow each other, not kvTransfer %s: decode", p.KvTransfer)
 	case p.Handoff != "envoy":
@@ -126,7 +99,6 @@ func checkCachedTokens(v *validator, path string, p *configv1.Pool) {
 // checkHandoff refuses a configuration that leaves the second hop to a gateway or engine that cannot make it.
 func checkHandoff(v *validator, path string, p *configv1.Pool) {
 	path += ".handoff"
-	checkOneOf(v, path, p.Handoff, "envoy", "sidecar", "direct")
 	switch {
 	case p.Handoff == "envoy":
 	case Concurrent(p):
@@ -154,13 +126,8 @@ func checkKvEvents(v *validator, path string, p *configv1.Pool) {
 	if k == nil {
 		return
 	}
-	if k.Ranks < 1 || k.Ranks > 1024 {
-		v.m.add(path+".kvEvents.ranks", "%d is not between 1 and 1024", k.Ranks)
-	}
 	checkPort(v, path+".kvEvents.port", k.Port, k.Ranks)
 	checkPort(v, path+".kvEvents.replayPort", k.ReplayPort, k.Ranks)
-	checkOneOf(v, path+".kvEvents.tokens", k.Tokens, "learned", "tokenize", "render")
-	checkDuration(v, path+".kvEvents.tokenBudget", k.TokenBudget, 0)
 	for tier, rate := range loadBandwidth(p) {
 		if *rate < 0 {
 			name := [...]string{"cpuBytes", "diskBytes", "remoteBytes"}[tier]
@@ -308,11 +275,7 @@ func RankLimit(p *configv1.Pool) int {
 func checkRanks(v *validator, path string, p *configv1.Pool) {
 	for i, e := range p.Endpoints {
 		at := fmt.Sprintf("%s.endpoints[%d].dataParallelRanks", path, i)
-		switch n := e.DataParallelRanks; {
-		case n == 0:
-		case n < 1 || n > discovery.MaxRanks:
-			v.m.add(at, "%d is not between 1 and %d", n, discovery.MaxRanks)
-		default:
+		if n := e.DataParallelRanks; n > 0 && n <= discovery.MaxRanks {
 			checkRanksNamed(v, at, path, p)
 		}
 	}
@@ -345,7 +308,6 @@ func checkEndpoint(v *validator, path string, e *configv1.Endpoint) {
 		near := meant(r, []string{"prefill", "decode", "both", "encode"})
 		v.m.add(path+".role", "%.40q is not a role: one of prefill, decode, both, encode%s", r, near)
 	}
-	checkOneOf(v, path+".scheme", e.Scheme, "http", "https", "h2c")
 	switch {
 	case e.ServerName != "" && !isName(e.ServerName):
 		v.m.add(path+".serverName", "%.100q is not a name", e.ServerName)
@@ -354,9 +316,6 @@ func checkEndpoint(v *validator, path string, e *configv1.Endpoint) {
 	}
 	checkCommaFree(v, path+".loras", e.Loras)
 	checkLabels(v, path+".labels", e.Labels)
-	if w := e.GetWeight(); w < 0 || w > 10_000 {
-		v.m.add(path+".weight", "%d is not between 0 and 10000", w)
-	}
 }
 
 // checkNotOurs checks that an endpoint is not one of Tandem's or Envoy's own listeners.
@@ -384,7 +343,6 @@ func checkIdleRoles(v *validator, path string, p *configv1.Pool) {
 
 // checkRoles checks who decides which endpoints prefill.
 func checkRoles(v *validator, path string, p *configv1.Pool) {
-	checkOneOf(v, path+".roles", p.Roles, "fixed", "auto")
 	if p.Roles != "auto" {
 		return
 	}

@@ -71,10 +71,10 @@ func checkValue(m *ValidationErrors, path string, value any, field protoreflect.
 		}
 		return value, ok
 	case protoreflect.StringKind:
-		if b, ok := value.(bool); ok && slices.Contains(answeredYes(), field.JSONName()) {
+		if b, ok := value.(bool); ok && len(wordsOf(field)) > 0 { // yes or no, which YAML reads as true and false
 			return fmt.Sprint(b), true // the check of its words names those that are allowed
 		}
-		return value, checkText(m, path, value, field.JSONName())
+		return value, checkText(m, path, value, field)
 	case protoreflect.DoubleKind:
 		_, ok := value.(json.Number)
 		if !ok {
@@ -99,16 +99,24 @@ func checkValue(m *ValidationErrors, path string, value any, field protoreflect.
 
 // checkSize reads a size with a unit as Kubernetes writes it: 16Mi, 512Ki, 1G.
 func checkSize(m *ValidationErrors, path, text string) (any, bool) {
+	n, ok := bytesOf(text)
+	if !ok {
+		m.add(path, "%.40q is not a size such as 16Mi, 512Ki or 16777216", text)
+		return nil, false
+	}
+	return json.Number(strconv.FormatInt(n, 10)), true
+}
+
+func bytesOf(text string) (n int64, ok bool) {
 	digits := strings.TrimRight(text, "kKMGiB")
 	factor, ok := map[string]int64{
 		"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30,
 	}[strings.TrimSuffix(text[len(digits):], "B")]
 	n, err := strconv.ParseInt(digits, 10, 64)
 	if !ok || err != nil || n < 0 || n > math.MaxInt64/factor {
-		m.add(path, "%.40q is not a size such as 16Mi, 512Ki or 16777216", text)
-		return nil, false
+		return 0, false
 	}
-	return json.Number(strconv.FormatInt(n*factor, 10)), true
+	return n * factor, true
 }
 
 // sizeText returns a size with the largest unit that divides it: 16Mi, 512Ki, 1000.
@@ -123,19 +131,6 @@ func sizeText(bytes int64) string {
 	return strconv.FormatInt(bytes, 10) + unit
 }
 
-// durations returns the fields for which a number without a unit is a likely mistake.
-func durations() []string {
-	return []string{"ttl", "base", "perToken", "decodeIdleTimeout", "attemptsTime", "streamStartTimeout",
-		"answerTimeout", "lease", "noticeTimeout", "tokenBudget", "maxWait", "ttft", "tpot", "timeout", "kvTimeout",
-		"turnTtl", "keep", "maxAge"}
-}
-
-// answeredYes returns the fields that take one of some words, and that people may answer with yes or no, which YAML
-// reads as true and false.
-func answeredYes() []string {
-	return []string{"split", "decodeAlone", "enginePriority", "intents"}
-}
-
 // variable matches text that a shell or a template would replace.
 var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
 
@@ -143,19 +138,21 @@ var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
 const notReplaced = "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the " +
 	"setting that names a file where it is a secret"
 
-func checkText(m *ValidationErrors, path string, value any, field string) bool {
+func checkText(m *ValidationErrors, path string, value any, field protoreflect.FieldDescriptor) bool {
 	text, ok := value.(string)
 	number, isNumber := value.(json.Number)
+	_, limit, _ := rangeOf(field)
+	isDuration := limit != ""
 	switch {
 	case ok && variable.MatchString(text):
 		m.add(path, notReplaced, variable.FindString(text))
 		return false
 	case ok:
-	case isNumber && number == "0" && slices.Contains(durations(), field):
+	case isNumber && number == "0" && isDuration:
 		m.add(path, "must have a unit, is 0: leave it out for the default, or write 1s for a second")
-	case isNumber && slices.Contains(durations(), field):
+	case isNumber && isDuration:
 		m.add(path, "must have a unit, is %s: %ss for seconds, %sms for milliseconds", number, number, number)
-	case isNumber && slices.Contains([]string{"listen", "address", "admin"}, field):
+	case isNumber && slices.Contains([]string{"listen", "address", "admin"}, field.JSONName()):
 		m.add(path, "must be host:port, is the number %s: 127.0.0.1:%s for this machine alone", number, number)
 	case value == nil:
 		m.add(path, "is empty")

@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	configv1 "tandem/protos/config/v1"
 )
@@ -21,7 +20,6 @@ func checkState(v *validator, c *configv1.Config) {
 	if u == nil {
 		return
 	}
-	checkOneOf(v, path+".mode", r.Mode, "single", "cluster", "sentinel")
 	for i, node := range r.Nodes {
 		checkAddress(v, fmt.Sprintf("%s.nodes[%d]", path, i), node)
 	}
@@ -40,10 +38,6 @@ func checkState(v *validator, c *configv1.Config) {
 	}
 	if r.KeyPrefix == "" || len(r.KeyPrefix) > 100 || strings.ContainsFunc(r.KeyPrefix, notInPrefix) {
 		v.m.add(path+".keyPrefix", "%.100q is not made of letters, digits and - _ . :", r.KeyPrefix)
-	}
-	checkDuration(v, path+".lease", r.Lease, 500*time.Millisecond)
-	if d := Duration(r.Lease); d > time.Minute {
-		v.m.add(path+".lease", "%s is more than 1m: for so long a dead replica's bookings would count", r.Lease)
 	}
 	checkRedisTLS(v, path+".tls", u.Scheme, r.Tls)
 }

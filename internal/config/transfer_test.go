@@ -88,7 +88,7 @@ func TestTransferErrors(t *testing.T) {
 			"pools[0].members: has no effect with kvTransfer nixl: remove it, or set kvTransfer to multi",
 			"pools[0].orchestrated: has no effect with kvTransfer nixl: remove it, or set kvTransfer to orchestrated"}},
 		"a receiver that prefills":        {pool("lmcache", "", ", lmcache: {initPort: 7300}", ""), []string{at + "[0].lmcache: has no effect here: it belongs to endpoints that decode, with kvTransfer lmcache"}},
-		"notices are waited for too long": {pool("lmcache", "lmcache: {noticeTimeout: 30s}", "", ""), []string{"pools[0].lmcache.noticeTimeout: 30s is more than 25s: Envoy gives up on the external processor after 30s"}},
+		"notices are waited for too long": {pool("lmcache", "lmcache: {noticeTimeout: 30s}", "", ""), []string{"pools[0].lmcache.noticeTimeout: 30s is not between 1ms and 25s: Envoy gives up on the processor after 30s"}},
 		"a first token, elsewhere":        {pool("lmcache", "lmcache: {retFirstToken: true}\n  handoff: sidecar", "", ""), []string{"pools[0].lmcache.retFirstToken: needs handoff envoy, not sidecar: prefill's token is put in front of decode's answer there"}},
 		"cached tokens of pairs":          {pool("mooncake", "cachedTokens: prefill", "", ""), []string{"pools[0].cachedTokens: is prefill, which takes legs that follow each other, not kvTransfer mooncake: decode"}},
 		"cached tokens, elsewhere":        {pool("nixl", "cachedTokens: prefill\n  handoff: direct", "", ""), []string{"pools[0].cachedTokens: is prefill, which takes handoff envoy, not direct: answers come through the external processor there"}},

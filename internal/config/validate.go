@@ -2,10 +2,7 @@ package config
 
 import (
 	"fmt"
-	"maps"
-	"math"
 	"regexp"
-	"slices"
 	"strings"
 	"time"
 
@@ -15,6 +12,7 @@ import (
 // validate checks the values of a configuration that has passed checkShape and has its defaults.
 func validate(m *ValidationErrors, c *configv1.Config) (warnings []warning) {
 	v := &validator{m: m, models: map[string]string{}, bodyMode: c.Envoy.BodyMode}
+	checkFields(v, "", c.ProtoReflect())
 	checkListeners(v, c)
 	checkExtProc(v, c)
 	checkEnvoy(v, c)
@@ -67,7 +65,6 @@ func checkListeners(v *validator, c *configv1.Config) {
 	}
 	if c.Notices != nil {
 		checkListen(v, "notices.listen", c.Notices.Listen)
-		checkDuration(v, "notices.keep", c.Notices.Keep, time.Second)
 	}
 	checkGateway(v, c)
 }
@@ -108,9 +105,6 @@ func checkGateway(v *validator, c *configv1.Config) {
 func checkExtProc(v *validator, c *configv1.Config) {
 	t, client := c.ExtProc.Tls, c.Envoy.ExtProcTls
 	checkPicker(v, c)
-	if t != nil {
-		checkOneOf(v, "extProc.tls.mode", t.Mode, "files", "selfSigned", "plaintext")
-	}
 	if t.GetMode() == "files" {
 		if t.CertFile == "" {
 			v.m.add("extProc.tls.certFile", "is missing: a PEM file")
@@ -149,21 +143,15 @@ func checkEnvoy(v *validator, c *configv1.Config) {
 	checkReachable(v, "envoy.extProcs", e.ExtProcs)
 	checkReachable(v, "envoy.replans", e.Replans)
 	checkReplicas(v, c)
-	if e.MaxBodyBytes < 1<<10 || e.MaxBodyBytes > 128<<20 {
-		v.m.add("envoy.maxBodyBytes", "%s is not between 1Ki and 128Mi", sizeText(e.MaxBodyBytes))
-	}
 	for i, prefix := range e.PathPrefixes {
 		if !pathPrefix.MatchString(prefix) {
 			v.m.add(fmt.Sprintf("envoy.pathPrefixes[%d]", i),
 				"%.100q is not a path without a slash at its end, such as /llm", prefix)
 		}
 	}
-	checkOneOf(v, "envoy.replicas", e.Replicas, "configured", "redis")
 	if e.Replicas == "redis" && c.State.GetRedis() == nil {
 		v.m.add("envoy.replicas", "redis needs state.redis, through which replicas know each other")
 	}
-	checkOneOf(v, "envoy.bodyMode", e.BodyMode, "auto", "duplex", "buffered")
-	checkDuration(v, "envoy.decodeIdleTimeout", e.DecodeIdleTimeout, time.Second)
 	checkClientTLS(v, "envoy.endpointTls", e.EndpointTls)
 	checkInside(v, c)
 	checkCORS(v, e.Cors)
@@ -193,7 +181,6 @@ func checkCORS(v *validator, c *configv1.Cors) {
 			}
 		}
 	}
-	checkDuration(v, "envoy.cors.maxAge", c.MaxAge, 0)
 }
 
 // What a browser sends as Origin, and the names of headers; "*" is any of those.
@@ -229,7 +216,6 @@ func checkTickets(v *validator, c *configv1.Config) {
 			"is missing: several replicas (envoy.extProcs) need the same keys to read each other's tickets; or set "+
 				"state.redis, and they share them")
 	}
-	checkDuration(v, "tickets.ttl", c.Tickets.Ttl, time.Second)
 }
 
 func checkTracing(v *validator, t *configv1.Tracing) {
@@ -237,60 +223,6 @@ func checkTracing(v *validator, t *configv1.Tracing) {
 		return
 	}
 	addAddress(v, nil, "tracing.endpoint", t.Endpoint)
-	if r := t.GetSampleRatio(); r < 0 || r > 1 || math.IsNaN(r) {
-		v.m.add("tracing.sampleRatio", "%v is not between 0 and 1", r)
-	}
-}
-
-func checkOneOf(v *validator, path, value string, allowed ...string) {
-	if slices.Contains(allowed, value) {
-		return
-	}
-	is := fmt.Sprintf("%.40q is", value)
-	if value == "true" || value == "false" { // the file may have another word: see answeredYes
-		is = "is " + value + " (YAML reads yes and on as true, no and off as false), which is"
-	}
-	v.m.add(path, "%s not one of %s%s", is, strings.Join(allowed, ", "), meant(value, allowed))
-}
-
-// meant is "; did you mean WORD?" with the allowed word that was probably meant, "" if none is near.
-func meant(value string, allowed []string) string {
-	near := engineWords[strings.ToLower(value)]
-	if !slices.Contains(allowed, near) {
-		near = nearest(value, allowed)
-	}
-	if near == "" { // an engine's own word, misspelt
-		near = engineWords[nearest(value, slices.Sorted(maps.Keys(engineWords)))]
-	}
-	if !slices.Contains(allowed, near) {
-		return ""
-	}
-	return "; did you mean " + near + "?"
-}
-
-// engineWords translate the engines' own names of connectors and roles, as in their flags, in lower case.
-var engineWords = map[string]string{
-	"nixlconnector": "nixl", "nixlpullconnector": "nixl", "nixlpushconnector": "nixl-push",
-	"mooncakeconnector": "mooncake", "moriioconnector": "moriio", "p2pncclconnector": "p2p-nccl",
-	"lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache", "lmcachempconnector": "lmcache",
-	"multiconnector": "multi", "offloadingconnector": "offload",
-	"mooncakestoreconnector": "shared", "mooncake-store": "shared", "sharedstorageconnector": "shared",
-	"exampleconnector": "shared", "hf3fskvconnector": "shared", "flexkvconnectorv1": "shared",
-	"tensorrt-llm": "trtllm", "vllm": "nixl", "sgl": "sglang",
-	"kv_producer": "prefill", "ec_producer": "encode", "kv_consumer": "decode", "kv_both": "both",
-	"prefiller": "prefill", "decoder": "decode", "prefill-decode": "both", "context": "prefill", "generation": "decode",
-}
-
-// longest is the maximum of a duration setting.
-const longest = 24 * time.Hour
-
-func checkDuration(v *validator, path, value string, least time.Duration) {
-	d, err := time.ParseDuration(value)
-	if err != nil {
-		v.m.add(path, "%.40q is not a duration such as 300s, 5m or 250ms", value)
-	} else if d < least || d > longest {
-		v.m.add(path, "%.40s is not between %s and %s", value, least, longest)
-	}
 }
 
 // Duration parses a duration of a configuration that [Load] accepted.

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -13,14 +12,7 @@ import (
 
 // blockIDs writes ids as a list.
 func blockIDs(ids []int, sep string) string {
-	var b strings.Builder
-	for i, id := range ids {
-		if i > 0 {
-			b.WriteString(sep)
-		}
-		b.WriteString(strconv.Itoa(id))
-	}
-	return b.String()
+	return strings.Trim(strings.ReplaceAll(fmt.Sprint(ids), " ", sep), "[]")
 }
 
 // randomIDs returns n ids below limit, from a fixed seed.

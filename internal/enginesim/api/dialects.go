@@ -9,15 +9,6 @@ import (
 	"tandem/internal/enginesim/request"
 )
 
-// serveLoads is GET /v1/loads, which replaced /get_load (srt/entrypoints/v1_loads.py, 0.5.23).
-func (s *Server) serveLoads(w http.ResponseWriter, _ *http.Request, _ []byte) {
-	m := s.Metrics
-	writeJSONValue(w, map[string]any{"version": "0.5.23", "loads": []any{map[string]any{
-		"dp_rank": 0, "num_running_reqs": m.Running.Load(), "num_waiting_reqs": m.Waiting(),
-		"token_usage": s.Pool.Usage(), "disaggregation": map[string]any{"mode": s.DisaggregationMode()},
-	}}})
-}
-
 // serveContextInfo is GET /server_info.
 func (s *Server) serveContextInfo(w http.ResponseWriter) {
 	writeJSONValue(w, map[string]any{"disaggregated_params": map[string]any{

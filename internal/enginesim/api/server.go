@@ -139,7 +139,6 @@ func (s *Server) routes() *http.ServeMux {
 			s.serveCall(w, r, request.SGLang)
 		})
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveInfo(w) })
-		mux.HandleFunc("GET /v1/loads", s.recorded(s.serveLoads))
 	case connector.TRTLLM:
 		mux.HandleFunc("GET /server_info", func(w http.ResponseWriter, _ *http.Request) { s.serveContextInfo(w) })
 	default: // vLLM has one in development mode only

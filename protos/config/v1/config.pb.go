@@ -12,6 +12,7 @@ package configv1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	descriptorpb "google.golang.org/protobuf/types/descriptorpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -161,10 +162,9 @@ func (x *Config) GetUsage() *Usage {
 
 type Tracing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. This is how one talks to a collector on the same
-	// machine or in the same network. The address is ip:port, [ip]:port or name:port. Required.
+	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. ip:port, [ip]:port or name:port. Required.
 	Endpoint string `protobuf:"bytes,1,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
-	// Share of requests that are traced, 0 to 1. If the client sends a traceparent, that decides instead. Default: 1.
+	// Share of requests that are traced. If the client sends a traceparent, that decides instead.
 	SampleRatio   *float64 `protobuf:"fixed64,2,opt,name=sample_ratio,json=sampleRatio,proto3,oneof" json:"sample_ratio,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -286,8 +286,8 @@ func (x *Usage) GetLedger() string {
 // Tandem as Envoy Gateway's extensionManager (docs/kubernetes.md).
 type EnvoyGateway struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has the TLS
-	// of extProc. Default 127.0.0.1:9004.
+	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has
+	// extProc's TLS.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Tandem's names in EnvoyExtensionPolicies: name.namespace:port, of backendRefs. Default: what envoy.extProcs says of
 	// Services (name.namespace.svc...), with the port of listen.
@@ -342,10 +342,9 @@ func (x *EnvoyGateway) GetServices() []string {
 
 type Notices struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a notification that comes before its prefill answers is kept. It must be longer than the slowest prefill
-	// answer takes after its KV was sent. Range: 1s to 24h. Default 1m.
+	// How long a notification that comes before its prefill answers is kept.
 	Keep string `protobuf:"bytes,2,opt,name=keep,proto3" json:"keep,omitempty"`
-	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache). Default 127.0.0.1:7500.
+	// ZeroMQ PULL: the engines' pd_proxy_host and pd_proxy_port (LMCache).
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -397,16 +396,16 @@ func (x *Notices) GetListen() string {
 
 type ExtProc struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// gRPC: external processor, access log, health. Default 127.0.0.1:9002.
+	// gRPC: external processor, access log, health.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	// Absent: plaintext.
 	Tls *Tls `protobuf:"bytes,2,opt,name=tls,proto3" json:"tls,omitempty"`
-	// Largest gRPC message in bytes. A whole body comes in one message, so this must be above envoy.maxBodyBytes. At most
-	// 1Gi. Default: four times envoy.maxBodyBytes and 16 MiB.
+	// Largest gRPC message in bytes. It must be above envoy.maxBodyBytes. At most 1Gi. Default: four times
+	// envoy.maxBodyBytes and 16 MiB.
 	MaxMessageBytes int64 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
 	// Who calls Tandem: tandem or endpointPicker. tandem: an Envoy that makes both hops, with the configuration that
 	// `tandem envoy` prints. endpointPicker: a gateway of the Gateway API Inference Extension, with Tandem as the
-	// endpoint picker of its InferencePools. Default tandem.
+	// endpoint picker of its InferencePools.
 	Protocol string `protobuf:"bytes,10,opt,name=protocol,proto3" json:"protocol,omitempty"`
 	// With protocol endpointPicker.
 	EndpointPicker *EndpointPicker `protobuf:"bytes,11,opt,name=endpoint_picker,json=endpointPicker,proto3" json:"endpoint_picker,omitempty"`
@@ -493,14 +492,13 @@ type EndpointPicker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How many endpoints follow the picked one, in the order to try them. Only for gateways that take a list
 	// (override_host). A gateway that connects to the header's address fails on a list (ORIGINAL_DST: Envoy AI Gateway).
-	// At most 7. Default 0.
+	// Default 0.
 	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
 	// How far Tandem follows an answer: body or headers. body: to its end, so that load is counted exactly; this costs a
 	// message for each piece. headers: to its beginning, with the endpoint that served it; Tandem does not see its end.
-	// Default body.
 	Responses string `protobuf:"bytes,2,opt,name=responses,proto3" json:"responses,omitempty"`
 	// How many requests every decode endpoint must have before Tandem sheds. It then refuses requests of negative
-	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. At least 1. Default 128.
+	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. At least 1.
 	ShedRequests  int32 `protobuf:"varint,3,opt,name=shed_requests,json=shedRequests,proto3" json:"shed_requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -567,7 +565,7 @@ type Tls struct {
 	ClientCaFile string `protobuf:"bytes,3,opt,name=client_ca_file,json=clientCaFile,proto3" json:"client_ca_file,omitempty"`
 	// Where the certificate comes from: files, selfSigned or plaintext. files: the files above. selfSigned: a certificate
 	// made at start, for clients that do not verify it. plaintext: no TLS. With extProc.protocol endpointPicker and no
-	// tls the mode is selfSigned, which gateways expect. Default files.
+	// tls the mode is selfSigned, which gateways expect.
 	Mode          string `protobuf:"bytes,10,opt,name=mode,proto3" json:"mode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -633,7 +631,7 @@ func (x *Tls) GetMode() string {
 
 type Listener struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HTTP. Default 127.0.0.1:9003.
+	// HTTP.
 	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -678,13 +676,12 @@ func (x *Listener) GetListen() string {
 
 type Admin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HTTP. Default 127.0.0.1:9090.
+	// HTTP.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
-	// A file with the operators' token, on one line, at least 16 characters. It is read for every request, so a new token
-	// counts at once; another path takes a restart of the replica, and the log says so. The requests POST /api/... must
-	// have this token (docs/operations.md). A client that sends it in the header tandem-explain gets the decision for its
-	// request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to clients.
-	// A relative path is relative to the working directory of the server, and of the command that sends an order.
+	// A file with the operators' token, on one line, at least 16 characters. A new token counts at once. The requests
+	// POST /api/... must have it (docs/operations.md). A client that sends it in the header tandem-explain gets the
+	// decision for its request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to
+	// clients. A relative path is relative to the working directory of the server, or of the command that sends an order.
 	TokenFile string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	// More host names under which the port answers, or *.example.com. Others get 421, so that a page of a stranger cannot
 	// have a browser read the port (docs/security.md#ports).
@@ -748,27 +745,26 @@ func (x *Admin) GetHosts() []string {
 
 type Envoy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where clients connect. Default 127.0.0.1:8080.
+	// Where clients connect.
 	Listen string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
-	// Envoy's own admin port. Default 127.0.0.1:9901.
+	// Envoy's own admin port.
 	Admin string `protobuf:"bytes,2,opt,name=admin,proto3" json:"admin,omitempty"`
 	// Largest body that is split over two endpoints, in bytes. Envoy keeps such a body for the second hop. Larger bodies
-	// follow the pool's longPrompts, up to four times this. Range: 1Ki to 128Mi. Default: 16Mi.
+	// follow the pool's longPrompts, up to four times this.
 	MaxBodyBytes int64 `protobuf:"varint,3,opt,name=max_body_bytes,json=maxBodyBytes,proto3" json:"max_body_bytes,omitempty"`
 	// External processors, if several replicas serve one Envoy. Default: extProc.listen.
 	ExtProcs []string `protobuf:"bytes,4,rep,name=ext_procs,json=extProcs,proto3" json:"ext_procs,omitempty"`
 	// Replan ports of the same replicas. Default: the hosts of extProcs with the port of replan.listen.
 	Replans []string `protobuf:"bytes,5,rep,name=replans,proto3" json:"replans,omitempty"`
 	// How bodies come to the external processor: duplex, buffered or auto. duplex is FULL_DUPLEX_STREAMED, buffered is
-	// BUFFERED. auto: buffered from 64 KiB on, with several replicas from 24 KiB on. They cost the same within noise
-	// (docs/benchmarks.md). A body of unknown length always comes duplex. If a replica hangs or dies, Envoy asks another
-	// one: about any buffered body, and about a duplex one up to 64 KiB. Decode engines get a content-length with
-	// buffered bodies, and chunked encoding with duplex ones. Prefill engines get a content-length, unless both legs run
-	// at once. Default: auto with several replicas, else duplex; duplex too if a queue.maxWait is above 20s.
+	// BUFFERED. auto: buffered from 64 KiB on, with several replicas from 24 KiB on. A body of unknown length always
+	// comes duplex. If a replica hangs or dies, Envoy asks another one: about any buffered body, and about a duplex one
+	// up to 64 KiB. Decode engines get a content-length with buffered bodies, and chunked encoding with duplex ones.
+	// Prefill engines get a content-length, unless both legs run at once. Default: auto with several replicas, else
+	// duplex; duplex too if a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete,
-	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time. Another
-	// endpoint gives the answers that have not begun, in about 10 s. Range: 1s to 24h. Default 30m.
+	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time.
 	DecodeIdleTimeout string `protobuf:"bytes,7,opt,name=decode_idle_timeout,json=decodeIdleTimeout,proto3" json:"decode_idle_timeout,omitempty"`
 	// How Envoy reaches an external processor that has extProc.tls. Absent: encrypted, the certificate not verified.
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
@@ -780,7 +776,7 @@ type Envoy struct {
 	// From where Envoys with xDS know the replicas: configured or redis. configured: extProcs and replans. redis: the
 	// replicas that live, as they come and go; needs state.redis. Each is reached at the host of its extProc.listen, or,
 	// if that is 0.0.0.0 or ::, at the address that it has towards Redis; or where `tandem serve --advertise` says. The
-	// bootstrap still names extProcs. Default configured.
+	// bootstrap still names extProcs.
 	Replicas string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine, and what Tandem or
 	// Envoy answers in place of one has no CORS headers.
@@ -788,8 +784,8 @@ type Envoy struct {
 	// Where Envoy shows its statistics and readiness. /stats/prometheus and /ready are all that it shows there of its
 	// admin port. Default: nowhere.
 	Stats string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
-	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy loads
-	// libtandem.so, which reads this file; experimental (docs/howto/inside-envoy.md). Default beside.
+	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy
+	// loads libtandem.so, which reads this file; experimental (docs/howto/inside-envoy.md).
 	Run           string `protobuf:"bytes,14,opt,name=run,proto3" json:"run,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -935,7 +931,7 @@ type Cors struct {
 	ExposeHeaders []string `protobuf:"bytes,3,rep,name=expose_headers,json=exposeHeaders,proto3" json:"expose_headers,omitempty"`
 	// Whether they may send cookies and the like. Not with "*". Default false.
 	AllowCredentials bool `protobuf:"varint,4,opt,name=allow_credentials,json=allowCredentials,proto3" json:"allow_credentials,omitempty"`
-	// How long a browser keeps the answer to a preflight. Range: 0s to 24h. Default 10m.
+	// How long a browser keeps the answer to a preflight.
 	MaxAge        string `protobuf:"bytes,5,opt,name=max_age,json=maxAge,proto3" json:"max_age,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1132,16 +1128,16 @@ type Redis struct {
 	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
 	// More nodes, host:port, in case that one is down.
 	Nodes []string `protobuf:"bytes,2,rep,name=nodes,proto3" json:"nodes,omitempty"`
-	// What the nodes are: single, cluster or sentinel. Default single.
+	// What the nodes are: single, cluster or sentinel.
 	Mode string `protobuf:"bytes,3,opt,name=mode,proto3" json:"mode,omitempty"`
 	// The Sentinels' name for the master. With mode sentinel only, and required there.
 	SentinelMaster string `protobuf:"bytes,4,opt,name=sentinel_master,json=sentinelMaster,proto3" json:"sentinel_master,omitempty"`
 	// A file with the password, in place of the URL's. It is read for every new connection.
 	PasswordFile string `protobuf:"bytes,5,opt,name=password_file,json=passwordFile,proto3" json:"password_file,omitempty"`
-	// How all keys begin. Installations that share a Redis need different prefixes. Default tandem.
+	// How all keys begin. Installations that share a Redis need different prefixes.
 	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
 	// How long a replica's reservations count after its last message. After that another replica takes its endpoints
-	// over. Range: 500ms to 1m. Default 3s.
+	// over.
 	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
 	// For rediss://. Absent: the system's authorities.
 	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
@@ -1313,8 +1309,7 @@ type Tickets struct {
 	// need the same keys. Absent: a key is made at start. It is shared through state.redis, if configured; otherwise it
 	// works for one replica only.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
-	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill. Range: 1s to 24h.
-	// Default 10m.
+	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1374,9 +1369,9 @@ type Pool struct {
 	// yet are experimental there, and a start and --check warn of them. none: the engines prefill and decode by
 	// themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
-	// A file with the engines' API key, on one line. It is for Tandem's own requests: probes, metrics, lists of models,
-	// tokenization, cleanup. It is read for each of them, so a new key counts at once. Clients' requests keep their own
-	// key. Absent: Tandem sends none. A relative path is relative to the working directory of the server.
+	// A file with the engines' API key, on one line. It is for Tandem's own requests (metrics, models, tokenization);
+	// clients' requests keep their own. A new key counts at once. Absent: Tandem sends none. A relative path is relative
+	// to the working directory of the server.
 	ApiKeyFile string `protobuf:"bytes,78,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// Kind of the engines: vllm, sglang, trtllm or any. It says which of their paths clients may use; any allows those of
 	// all. Default: sglang and trtllm with a kvTransfer of that engine; any with none, shared, offload, multi and
@@ -1386,55 +1381,49 @@ type Pool struct {
 	// application/json, which Tandem reads, or multipart/form-data. Default none.
 	Paths []string `protobuf:"bytes,71,rep,name=paths,proto3" json:"paths,omitempty"`
 	// Which requests are split: always, auto or never. always: every request that may be. never: none. auto: those that
-	// cost less over two hops than with decode alone, by the price in docs/decision.md, and those with which decode alone
-	// would slow down answers. Default auto.
+	// cost less over two hops, or would slow down answers with decode alone (docs/decision.md).
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
 	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl the default
 	// is refuse, because their decode endpoints cannot decode alone. Default decodeAlone.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill, decodeAlone or fail. otherPrefill: another prefill endpoint while
-	// there is one, then decode alone. fail: 503. Default otherPrefill.
+	// there is one, then decode alone. fail: 503.
 	OnPrefillFailure string `protobuf:"bytes,6,opt,name=on_prefill_failure,json=onPrefillFailure,proto3" json:"on_prefill_failure,omitempty"`
 	// When a request that can be split is decoded alone: never, fallback or byCost. never: it gets 503 if no prefill
 	// endpoint can take it. fallback: only in that case. byCost: also if it costs less (split auto). Requests that cannot
 	// be split are always decoded alone. With onPrefillFailure fail, no request is decoded alone because prefill failed
-	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over
-	// (docs/decision.md). Default: byCost with split auto; with split always never, or fallback with onPrefillFailure
-	// decodeAlone and if no two endpoints can share a request.
+	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over.
+	// Default: byCost with split auto; with split always never, or fallback with onPrefillFailure decodeAlone and if no
+	// two endpoints can share a request.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
-	// Most prefill legs for one request. Range: 1 to 5. Default 3.
+	// Most prefill legs for one request.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
 	// How long a prefill may take.
 	PrefillTimeout *PrefillTimeout `protobuf:"bytes,8,opt,name=prefill_timeout,json=prefillTimeout,proto3" json:"prefill_timeout,omitempty"`
 	// At least one that decodes, or none with discovery.
 	Endpoints []*Endpoint `protobuf:"bytes,9,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
 	// How long after a request's arrival other endpoints are tried for it. If a prefill fails later, decode alone
-	// follows. If a decode fails later, an error follows (503). Range: 1ms to 24h. Default 1m.
+	// follows. If a decode fails later, an error follows (503).
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin; then another endpoint is tried. An answer begins with its status,
 	// which engines send before the first token. If decode computes the prompt itself, prefillTimeout.perToken is added.
-	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete. Range: 1ms
-	// to 24h. Default 1m.
+	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
-	// to compute the prompt is added. Set this above the longest correct answer: an answer that is cut off is started
-	// again. It is needed for engines that hang but still answer GET /health. An engine that does not answer is excluded
-	// anyway, and its requests go to others. Range: 1ms to 24h. Default none, so the limit is envoy.decodeIdleTimeout,
-	// after which the client gets 504.
+	// to compute the prompt is added. Set this above the longest correct answer. It is needed for engines that hang but
+	// still answer GET /health. Default none, so the limit is envoy.decodeIdleTimeout, after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer mooncake-0.13 (the engines'
-	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused, unless
-	// it is known that decode had fetched before. Range: 6s to 24h. Default 480s with mooncake-0.13, 60s with moriio-read.
+	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused,
+	// unless it is known that decode had fetched before. Default 480s with mooncake-0.13, 60s with moriio-read.
 	KvTimeout string `protobuf:"bytes,79,opt,name=kv_timeout,json=kvTimeout,proto3" json:"kv_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
-	// 0.21). Envoy's access log shows when no decode endpoint can have received a request's KV parameters: the client
-	// left before, or decode refused the connection. Tandem then has a decode endpoint fetch the blocks, with a prompt of
-	// one token, and discards the answer. Two kinds of blocks stay until the engine's own timeout: those of an answer
-	// that was not complete, and those of a decode that was asked and gave up. Default lease.
+	// 0.21): a decode endpoint fetches what no other can have received, and discards the answer. Some blocks stay until
+	// the engine's own timeout (docs/operations.md).
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
 	// How Tandem recognises requests of one session. They go to the endpoints that served the session last, unless those
-	// are busier or failed. Absent: not at all; a prompt's own prefix finds its endpoint anyway.
+	// are busier or failed. Absent: not at all.
 	Session *SessionKey `protobuf:"bytes,13,opt,name=session,proto3" json:"session,omitempty"`
 	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each
 	// endpoint.
@@ -1452,45 +1441,42 @@ type Pool struct {
 	KvEvents *KvEvents `protobuf:"bytes,25,opt,name=kv_events,json=kvEvents,proto3" json:"kv_events,omitempty"`
 	// With split auto: shorter prompts are never split. Only tokens that decode would have to compute count. Default 0.
 	MinPrefillTokens int64 `protobuf:"varint,40,opt,name=min_prefill_tokens,json=minPrefillTokens,proto3" json:"min_prefill_tokens,omitempty"`
-	// What a second of an answer counts in the price, if one before the first token counts 1. With 1 requests end soonest.
-	// With less, decode computes more prompts itself: first tokens come sooner, and the answers that run there take longer
-	// (docs/decision.md). Between 0.1 and 1. Default 0.5.
+	// What a second of an answer counts in the price, if one before the first token counts 1. With 1 requests end
+	// soonest. With less, first tokens come sooner, and answers take longer (docs/decision.md). Default 0.5.
 	AnswerWeight float64 `protobuf:"fixed64,42,opt,name=answer_weight,json=answerWeight,proto3" json:"answer_weight,omitempty"`
-	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself; a first
-	// token later than its time counts that time once more in the price, and in the queue requests that still can have it
-	// in time go first (docs/decision.md).
+	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself. In the
+	// queue, requests that still can have their first token in time go first (docs/decision.md).
 	Targets *Targets `protobuf:"bytes,43,opt,name=targets,proto3" json:"targets,omitempty"`
 	// Who decides which endpoints prefill: fixed or auto. fixed: their roles. auto: endpoints with the role both compute
 	// prompts or write answers as the traffic needs it; Tandem decides every few seconds, and all replicas agree through
-	// state.redis. At least two endpoints have to have the role both, and the engines have to serve either leg: kvTransfer
-	// nixl (kv_role kv_both), shared or offload. Default fixed.
+	// state.redis. At least two endpoints have to have the role both, and the engines have to serve either leg:
+	// kvTransfer nixl (kv_role kv_both), shared or offload.
 	Roles string `protobuf:"bytes,44,opt,name=roles,proto3" json:"roles,omitempty"`
 	// Whose count of cached tokens clients get in usage: decode or prefill. decode counts what came from prefill, so
 	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. The members are
 	// cached_tokens and created_cache_tokens; for responses cache_write_tokens; for messages input_tokens,
-	// cache_read_input_tokens and cache_creation_input_tokens. With NIXL vLLM from 0.31 reports prefill's cached_tokens
-	// by itself. With prefill, answers to split requests that have usage pass through the external processor. Not with a
-	// kvTransfer whose legs run at once. Only with handoff envoy. Default decode.
+	// cache_read_input_tokens and cache_creation_input_tokens. With prefill, answers to split requests that have usage
+	// pass through the external processor. Not with a kvTransfer whose legs run at once. Only with handoff envoy. Default
+	// decode.
 	CachedTokens string `protobuf:"bytes,41,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Where endpoints come from, in place of a list.
 	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
 	// Who makes the second hop: envoy, sidecar or direct. envoy: Envoy itself. sidecar: llm-d's routing sidecar beside
-	// each decode engine. It gets the prefill endpoint in x-prefiller-host-port; endpoints that decode are then the
-	// sidecars. direct: Tandem calls the prefill endpoint before it answers Envoy. sidecar and direct are for gateways
-	// that cannot make two hops. Neither works with a kvTransfer whose legs run at once, and direct does not work with
-	// lmcache. With extProc.protocol endpointPicker the default is sidecar. Default envoy.
+	// each decode engine. Endpoints that decode are then the sidecars. direct: Tandem calls the prefill endpoint before
+	// it answers Envoy. sidecar and direct are for gateways that cannot make two hops. Neither works with a kvTransfer
+	// whose legs run at once, and direct does not work with lmcache. With extProc.protocol endpointPicker the default is
+	// sidecar. Default envoy.
 	Handoff string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
 	// When requests get their endpoints: immediate or late. immediate: at once. late: they wait in Tandem until a prefill
 	// endpoint has less than about one step of work ahead (half a second). The shortest go first, and waiting raises a
-	// request's rank. Engines get nothing meanwhile. Default: late; immediate if nothing is split (kvTransfer none, or
-	// split never).
+	// request's rank. Default: late; immediate if nothing is split (kvTransfer none, or split never).
 	Binding string `protobuf:"bytes,50,opt,name=binding,proto3" json:"binding,omitempty"`
 	// With binding late, or objectives.onMiss queue.
 	Queue *Queue `protobuf:"bytes,51,opt,name=queue,proto3" json:"queue,omitempty"`
 	// What requests want, and how Tandem applies it. Absent: all want the same.
 	Objectives *Objectives `protobuf:"bytes,52,opt,name=objectives,proto3" json:"objectives,omitempty"`
 	// Which engines get a request's priority: vllm, sglang or none. It is sent in the body's member priority. vllm:
-	// engines started with --scheduling-policy priority. sglang: with --enable-priority-scheduling. Default none.
+	// engines started with --scheduling-policy priority. sglang: with --enable-priority-scheduling.
 	EnginePriority string `protobuf:"bytes,53,opt,name=engine_priority,json=enginePriority,proto3" json:"engine_priority,omitempty"`
 	// Chats with images, audio or video go first to an endpoint with the role encode, which makes embeddings of them
 	// (EPD). Absent: the engine that computes the prompt does that. Not with a kvTransfer whose legs run at once, nor
@@ -1803,8 +1789,7 @@ func (x *Pool) GetLabelHeader() string {
 
 type Encode struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long an encode endpoint may take. After that the engine that computes the prompt encodes. Range: 1ms to 24h.
-	// Default: 30s.
+	// How long an encode endpoint may take. After that the engine that computes the prompt encodes.
 	Timeout       string `protobuf:"bytes,1,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1849,12 +1834,12 @@ func (x *Encode) GetTimeout() string {
 
 type Queue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0.
-	// Range: 1ms to 24h, but at most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered
-	// body. Default: 60s with bodyMode duplex, else 20s.
+	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0. At
+	// most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered body. Default: 60s with
+	// bodyMode duplex, else 20s.
 	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
 	// How many requests may wait in each replica. If more come, the last of those with a priority below 0 is refused
-	// (429), or the first is dispatched before its turn. Range: 1 to 65536. Default 4096.
+	// (429), or the first is dispatched before its turn.
 	MaxWaiting    int32 `protobuf:"varint,2,opt,name=max_waiting,json=maxWaiting,proto3" json:"max_waiting,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1906,9 +1891,9 @@ func (x *Queue) GetMaxWaiting() int32 {
 
 type Targets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From a request's arrival to its first token. Range: 1ms to 24h. Default 5s.
+	// From a request's arrival to its first token.
 	Ttft string `protobuf:"bytes,1,opt,name=ttft,proto3" json:"ttft,omitempty"`
-	// Between two tokens. Range: 1ms to 24h. Default 50ms.
+	// Between two tokens.
 	Tpot          string `protobuf:"bytes,2,opt,name=tpot,proto3" json:"tpot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1972,7 +1957,7 @@ type Objectives struct {
 	Named []*Objective `protobuf:"bytes,3,rep,name=named,proto3" json:"named,omitempty"`
 	// What happens if no endpoint can meet a request's targets now: goOn, queue or shed. goOn: it goes where its first
 	// token comes soonest. queue: it waits until an endpoint can, if waiting helps at all. shed: it is refused (429, with
-	// Retry-After). Default goOn.
+	// Retry-After).
 	OnMiss        string `protobuf:"bytes,4,opt,name=on_miss,json=onMiss,proto3" json:"on_miss,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2042,9 +2027,9 @@ type Objective struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Higher goes first. Below 0: refused under overload. Default 0.
 	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
-	// From the request's arrival to its first token. Range: 1ms to 24h. Absent: any time.
+	// From the request's arrival to its first token. Absent: any time.
 	Ttft string `protobuf:"bytes,3,opt,name=ttft,proto3" json:"ttft,omitempty"`
-	// Between two tokens. Range: 1ms to 24h. Absent: any time.
+	// Between two tokens. Absent: any time.
 	Tpot          string `protobuf:"bytes,4,opt,name=tpot,proto3" json:"tpot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2220,29 +2205,24 @@ func (x *SessionKey) GetBody() string {
 
 type NIXL struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time, for
-	// example, cannot make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
+	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time cannot
+	// make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
 	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
 	// The engines run with bidirectional_kv_xfer. Needs vLLM 0.21 or newer on both sides. Decode keeps an answer's
-	// blocks, and prefill fetches them in the conversation's next turn. This needs a session, and a prompt whose token
-	// ids are known to continue that answer: completions with token ids, and with reuseTokenIds chats of text. An engine
-	// renders such chats first (--enable-scale-out). Answers to split requests pass through the external processor, which
-	// removes what clients must not see. Only with handoff envoy. Set it whenever the engines do this: otherwise clients
-	// get the description of the blocks. Default false.
+	// blocks, and prefill fetches them in the conversation's next turn (docs/protocols.md). This needs a session; chats
+	// also need reuseTokenIds and engines with --enable-scale-out. Answers to split requests pass through the external
+	// processor. Only with handoff envoy. Set it whenever the engines do this: otherwise clients get the description of
+	// the blocks. Default false.
 	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
-	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Engines before 0.26 do not tell prefill
-	// how long decode keeps it. With these the prefill leg's whole time limit has to fit in what is left. Range: 1s to
-	// 24h. Default 450s.
+	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Default 450s.
 	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
-	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem cannot
-	// read from them. Range: 6s to 24h. Default 30s.
+	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem
+	// cannot read from them. Default 30s.
 	Lease string `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
-	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode must
-	// run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. The time is one of the clock of
-	// prefill's engine. Tandem asks the
-	// engine's NIXL side channel for that clock, so it must be able to connect to it; where it cannot, decode gets no KV.
-	// Needs vLLM 0.26 or newer on both sides, and kv_load_failure_policy recompute. What such engines add to their answers
-	// is cut by Envoy. Only with handoff envoy, and not beside bidirectional. Default false.
+	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode
+	// must run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. Tandem asks prefill's NIXL side
+	// channel for its clock; where it cannot connect, decode gets no KV. Needs vLLM 0.26 or newer on both sides, and
+	// kv_load_failure_policy recompute. Only with handoff envoy, and not beside bidirectional. Default false.
 	DeclineExpired bool `protobuf:"varint,5,opt,name=decline_expired,json=declineExpired,proto3" json:"decline_expired,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -2316,18 +2296,16 @@ func (x *NIXL) GetDeclineExpired() bool {
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long decode waits for prefill's notification after prefill's answer. Then decode computes what it lacks. A
-	// prompt waits as long for space in a receive buffer. Range: 1ms to 25s. Default 10s.
+	// prompt waits as long for space in a receive buffer.
 	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
 	// The engines send no notifications (pd_skip_proxy_notification). Decode then starts when prefill has answered.
 	// Default false.
 	SkipNotices bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
 	// The client gets prefill's first token, and decode continues after it. LMCache's own proxy does this too
-	// (ret_first_tok). Decode saves a step, and gets token ids over /v1/completions. Requests that this path cannot
-	// answer (tools, grammars, stop strings, log probabilities, penalties, seeds, media) go the other way. Such an answer
-	// passes through the external processor. Only with handoff envoy. Default false.
+	// (ret_first_tok). Requests that cannot be continued so (docs/protocols.md) go the other way. Such an answer passes
+	// through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
-	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer. Range: 1 to 65536.
-	// Default 256.
+	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer.
 	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2394,10 +2372,10 @@ func (x *LMCache) GetChunkSize() int64 {
 type Orchestrated struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The member in which decode gets prefill's answer. It begins with disagg_; Tandem removes such members from clients'
-	// bodies. Default disagg_prefill_resp.
+	// bodies.
 	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	// What decode gets: answer or params. answer: prefill's whole answer under key. params: its kv_transfer_params under
-	// that name. Default answer.
+	// that name.
 	HandOver      string `protobuf:"bytes,2,opt,name=hand_over,json=handOver,proto3" json:"hand_over,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2450,12 +2428,12 @@ func (x *Orchestrated) GetHandOver() string {
 // KV events come over ZeroMQ, from vLLM and SGLang (--kv-events-config there). Tandem reads them for every endpoint.
 type KvEvents struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where the engine's data-parallel rank 0 publishes. Rank r has the port + r. Default: 5557.
+	// Where the engine's data-parallel rank 0 publishes. Rank r has the port + r.
 	Port int32 `protobuf:"varint,1,opt,name=port,proto3" json:"port,omitempty"`
 	// Where rank 0 sends old events again (replay_endpoint). Rank r has the port + r. Absent: when events are lost,
 	// Tandem drops what it knows of the endpoint.
 	ReplayPort int32 `protobuf:"varint,2,opt,name=replay_port,json=replayPort,proto3" json:"replay_port,omitempty"`
-	// Data-parallel ranks behind each endpoint. Range: 1 to 1024. Default: 1.
+	// Data-parallel ranks behind each endpoint.
 	Ranks int32 `protobuf:"varint,3,opt,name=ranks,proto3" json:"ranks,omitempty"`
 	// How topics begin. Absent: any.
 	Topic string `protobuf:"bytes,4,opt,name=topic,proto3" json:"topic,omitempty"`
@@ -2465,10 +2443,9 @@ type KvEvents struct {
 	// Where prompts' token ids come from: learned, tokenize or render. Events are matched with these ids. learned: only
 	// from prefill endpoints, with the prompt, so that the next turn of a conversation is known. tokenize: also from the
 	// engines' POST /tokenize, if most of a prompt is new. render: from their POST /v1/.../render instead, which is exact
-	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too. Default: learned.
+	// with tools and media, and for messages (vLLM 0.29) and responses (0.30) too.
 	Tokens string `protobuf:"bytes,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request. Range: 0s to
-	// 24h. Default: 0s.
+	// How long a request waits for tokenize or render. 0s: not at all; the result helps the next request.
 	TokenBudget string `protobuf:"bytes,7,opt,name=token_budget,json=tokenBudget,proto3" json:"token_budget,omitempty"`
 	// How fast an engine loads KV that it keeps outside GPU memory, if its events report such blocks.
 	LoadBandwidth *LoadBandwidth `protobuf:"bytes,8,opt,name=load_bandwidth,json=loadBandwidth,proto3" json:"load_bandwidth,omitempty"`
@@ -2704,7 +2681,7 @@ type FileDiscovery struct {
 	// YAML or JSON; Tandem looks at it every second. It has a list `endpoints` of {address, role, group, zone, node,
 	// loras, labels, dataParallelRanks, apiKeyFile}. Required.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// http, https or h2c, for all its endpoints. Default http.
+	// http, https or h2c, for all its endpoints.
 	Scheme        string `protobuf:"bytes,2,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2760,9 +2737,9 @@ type NameDiscovery struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Port of the engines. Absent: the SRV record has it.
 	Port int32 `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
-	// prefill, decode or both. Default both.
+	// prefill, decode or both.
 	Role string `protobuf:"bytes,3,opt,name=role,proto3" json:"role,omitempty"`
-	// http, https or h2c. Default http.
+	// http, https or h2c.
 	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
 	Group string `protobuf:"bytes,5,opt,name=group,proto3" json:"group,omitempty"`
@@ -2852,7 +2829,7 @@ type KubernetesDiscovery struct {
 	Selector string `protobuf:"bytes,2,opt,name=selector,proto3" json:"selector,omitempty"`
 	// Ports of the engines, at most 8. Each is an endpoint of its own. Required, unless labels.portLabel is set.
 	Ports []int32 `protobuf:"varint,3,rep,packed,name=ports,proto3" json:"ports,omitempty"`
-	// http, https or h2c. Default http.
+	// http, https or h2c.
 	Scheme string `protobuf:"bytes,4,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// How labels name roles. Default: the convention llm-d.
 	Labels        *PodLabels `protobuf:"bytes,5,opt,name=labels,proto3" json:"labels,omitempty"`
@@ -2934,8 +2911,8 @@ type InferencePoolDiscovery struct {
 	// How labels name roles. Default: the convention llm-d.
 	Labels *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
 	// Whether to follow the pool's InferenceObjectives and model rewrites: watch or none. watch: InferenceObjective
-	// (priorities) and InferenceModelRewrite (other models), which have to be installed
-	// (llm-d.ai/v1alpha2, or the older inference.networking.x-k8s.io/v1alpha2). Default none.
+	// (priorities) and InferenceModelRewrite (other models), which have to be installed (llm-d.ai/v1alpha2, or the older
+	// inference.networking.x-k8s.io/v1alpha2).
 	Intents       string `protobuf:"bytes,4,opt,name=intents,proto3" json:"intents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3003,7 +2980,7 @@ type PodLabels struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whose labels: llm-d, aibrix, production-stack or kthena. llm-d uses llm-d.ai/role. aibrix uses role-name and
 	// roleset-name. production-stack uses model. kthena uses modelserving.volcano.sh/role and group-name. The fields
-	// below override it. Default llm-d.
+	// below override it.
 	Convention string `protobuf:"bytes,1,opt,name=convention,proto3" json:"convention,omitempty"`
 	// The label that has the role.
 	RoleLabel string `protobuf:"bytes,2,opt,name=role_label,json=roleLabel,proto3" json:"role_label,omitempty"`
@@ -3020,8 +2997,7 @@ type PodLabels struct {
 	// Role of pods without the label, or with another value. The role is prefill, decode, both, or none, which excludes
 	// them. A pod without the label has the role that its engine reports, if it does (SGLang).
 	DefaultRole string `protobuf:"bytes,8,opt,name=default_role,json=defaultRole,proto3" json:"default_role,omitempty"`
-	// The label whose value is the zone. Kubernetes (1.35) copies the default label from the node. Default
-	// topology.kubernetes.io/zone.
+	// The label whose value is the zone. Kubernetes (1.35) copies the default label from the node.
 	ZoneLabel string `protobuf:"bytes,50,opt,name=zone_label,json=zoneLabel,proto3" json:"zone_label,omitempty"`
 	// Labels of pods that become labels of their endpoints (pools[].labelHeader).
 	Keep []string `protobuf:"bytes,51,rep,name=keep,proto3" json:"keep,omitempty"`
@@ -3141,11 +3117,11 @@ func (x *PodLabels) GetRanksLabel() string {
 
 type PrefillTimeout struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// For any prompt, however short. Range: 1ms to 24h. Default 10s.
+	// For any prompt, however short.
 	Base string `protobuf:"bytes,1,opt,name=base,proto3" json:"base,omitempty"`
 	// Added for every token to compute. Tokens of the prompt count, and those reserved on the endpoint before it. Once
 	// the pool's own speed is known, four times the mean time of a token is added instead, but at least a quarter and at
-	// most sixteen times this. Range: 0s to 24h. Default 2ms.
+	// most sixteen times this.
 	PerToken      string `protobuf:"bytes,2,opt,name=per_token,json=perToken,proto3" json:"per_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3202,7 +3178,7 @@ type Endpoint struct {
 	// prefill, decode, both or encode. encode is for engines that only make embeddings of media (pools[].encode).
 	// Required; in a pool without KV transfer the default is both.
 	Role string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
-	// http, https or h2c. Default http.
+	// http, https or h2c.
 	Scheme string `protobuf:"bytes,3,opt,name=scheme,proto3" json:"scheme,omitempty"`
 	// Endpoints with a group only pair within it.
 	Group string `protobuf:"bytes,4,opt,name=group,proto3" json:"group,omitempty"`
@@ -3225,7 +3201,7 @@ type Endpoint struct {
 	// In place of the pool's apiKeyFile.
 	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// How fast Tandem takes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
-	// their work under load. 0: no new work; running requests end as usual. At most 10000. Default 100.
+	// their work under load. 0: no new work; running requests end as usual.
 	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	// Where it runs. Tandem expects faster transfers within a zone than between two. Absent: not known, treated as near.
 	Zone string `protobuf:"bytes,50,opt,name=zone,proto3" json:"zone,omitempty"`
@@ -3234,10 +3210,9 @@ type Endpoint struct {
 	Loras []string `protobuf:"bytes,51,rep,name=loras,proto3" json:"loras,omitempty"`
 	// name=value, for pools[].labelHeader.
 	Labels []string `protobuf:"bytes,52,rep,name=labels,proto3" json:"labels,omitempty"`
-	// Data-parallel ranks of the engine behind this port, at most 64. Use it with vLLM's internal load balancing or
-	// SGLang's --dp-size. The decision treats each rank as an endpoint, called address#rank. Requests name their rank:
-	// for vLLM in the header x-data-parallel-rank, for SGLang by their room and data_parallel_rank. Rank n publishes its
-	// KV events n ports above kvEvents.port. Absent: one, or the engine chooses.
+	// Data-parallel ranks of the engine behind this port. Use it with vLLM's internal load balancing or SGLang's
+	// --dp-size. Each rank is an endpoint, called address#rank (docs/protocols.md). Rank n publishes its KV events n
+	// ports above kvEvents.port. Absent: one, or the engine chooses.
 	DataParallelRanks int32 `protobuf:"varint,54,opt,name=data_parallel_ranks,json=dataParallelRanks,proto3" json:"data_parallel_ranks,omitempty"`
 	// The machine it runs on, by any name. Tandem expects faster transfers within a machine than within a zone. Absent:
 	// endpoints with one IP address run on one machine.
@@ -3411,9 +3386,9 @@ type Transfer struct {
 	// MoRIIO: notify_port, of the first rank. Default 61005.
 	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
 	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache, mooncake-0.13 and p2p-nccl endpoints only pair
-	// with the same number. With moriio a wrong number gives wrong text. Range: 1 to 1024. Default 1.
+	// with the same number. With moriio a wrong number gives wrong text. Default 1.
 	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
-	// MoRIIO: data-parallel ranks of the engine behind this address. Range: 1 to 4096. Default 1.
+	// MoRIIO: data-parallel ranks of the engine behind this address. Default 1.
 	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
 	// With kvTransfer offload: the port of the P2P tier. Set it on endpoints that prefill. It is
 	// VLLM_P2P_SIDE_CHANNEL_PORT, plus the data-parallel rank. Default 5710.
@@ -3583,11 +3558,55 @@ func (x *LMCacheReceiver) GetBufferTokens() int64 {
 	return 0
 }
 
+var file_config_v1_config_proto_extTypes = []protoimpl.ExtensionInfo{
+	{
+		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50000,
+		Name:          "tandem.config.v1.words",
+		Tag:           "bytes,50000,opt,name=words",
+		Filename:      "config/v1/config.proto",
+	},
+	{
+		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50001,
+		Name:          "tandem.config.v1.range",
+		Tag:           "bytes,50001,opt,name=range",
+		Filename:      "config/v1/config.proto",
+	},
+	{
+		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50002,
+		Name:          "tandem.config.v1.absent",
+		Tag:           "bytes,50002,opt,name=absent",
+		Filename:      "config/v1/config.proto",
+	},
+}
+
+// Extension fields to descriptorpb.FieldOptions.
+var (
+	// The words that a text may be, with a space between.
+	//
+	// optional string words = 50000;
+	E_Words = &file_config_v1_config_proto_extTypes[0]
+	// The least and the most of a number, a size or a duration, as the file has them, and why: 1ms to 25s: Envoy waits no
+	// longer.
+	//
+	// optional string range = 50001;
+	E_Range = &file_config_v1_config_proto_extTypes[1]
+	// What holds where the file has nothing, as it would be there.
+	//
+	// optional string absent = 50002;
+	E_Absent = &file_config_v1_config_proto_extTypes[2]
+)
+
 var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\"\xc0\x04\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\x1a google/protobuf/descriptor.proto\"\xc0\x04\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
@@ -3599,69 +3618,72 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x12C\n" +
 	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\x12-\n" +
-	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"^\n" +
+	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"o\n" +
 	"\aTracing\x12\x1a\n" +
-	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12&\n" +
-	"\fsample_ratio\x18\x02 \x01(\x01H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
+	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x127\n" +
+	"\fsample_ratio\x18\x02 \x01(\x01B\x0f\x8a\xb5\x18\x060 to 1\x92\xb5\x18\x011H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
 	"\r_sample_ratio\"^\n" +
 	"\x05Usage\x12#\n" +
 	"\rtenant_header\x18\x01 \x01(\tR\ftenantHeader\x12\x18\n" +
 	"\atenants\x18\x02 \x01(\x05R\atenants\x12\x16\n" +
-	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"B\n" +
-	"\fEnvoyGateway\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1a\n" +
-	"\bservices\x18\x02 \x03(\tR\bservices\"5\n" +
-	"\aNotices\x12\x12\n" +
-	"\x04keep\x18\x02 \x01(\tR\x04keep\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"\x8a\x02\n" +
-	"\aExtProc\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12'\n" +
+	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"V\n" +
+	"\fEnvoyGateway\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9004R\x06listen\x12\x1a\n" +
+	"\bservices\x18\x02 \x03(\tR\bservices\"^\n" +
+	"\aNotices\x12'\n" +
+	"\x04keep\x18\x02 \x01(\tB\x13\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x021mR\x04keep\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:7500R\x06listen\"\xc3\x02\n" +
+	"\aExtProc\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9002R\x06listen\x12'\n" +
 	"\x03tls\x18\x02 \x01(\v2\x15.tandem.config.v1.TlsR\x03tls\x12*\n" +
-	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12\x1a\n" +
+	"\x11max_message_bytes\x18\x03 \x01(\x03R\x0fmaxMessageBytes\x12?\n" +
 	"\bprotocol\x18\n" +
-	" \x01(\tR\bprotocol\x12I\n" +
+	" \x01(\tB#\x82\xb5\x18\x15tandem endpointPicker\x92\xb5\x18\x06tandemR\bprotocol\x12I\n" +
 	"\x0fendpoint_picker\x18\v \x01(\v2 .tandem.config.v1.EndpointPickerR\x0eendpointPicker\x12+\n" +
-	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"q\n" +
-	"\x0eEndpointPicker\x12\x1c\n" +
-	"\tfallbacks\x18\x01 \x01(\x05R\tfallbacks\x12\x1c\n" +
-	"\tresponses\x18\x02 \x01(\tR\tresponses\x12#\n" +
-	"\rshed_requests\x18\x03 \x01(\x05R\fshedRequests\"w\n" +
+	"\x11decision_metadata\x182 \x01(\bR\x10decisionMetadata\"\xa0\x01\n" +
+	"\x0eEndpointPicker\x12(\n" +
+	"\tfallbacks\x18\x01 \x01(\x05B\n" +
+	"\x8a\xb5\x18\x060 to 7R\tfallbacks\x126\n" +
+	"\tresponses\x18\x02 \x01(\tB\x18\x82\xb5\x18\fbody headers\x92\xb5\x18\x04bodyR\tresponses\x12,\n" +
+	"\rshed_requests\x18\x03 \x01(\x05B\a\x92\xb5\x18\x03128R\fshedRequests\"\xa0\x01\n" +
 	"\x03Tls\x12\x1b\n" +
 	"\tcert_file\x18\x01 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x02 \x01(\tR\akeyFile\x12$\n" +
-	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x12\x12\n" +
+	"\x0eclient_ca_file\x18\x03 \x01(\tR\fclientCaFile\x12;\n" +
 	"\x04mode\x18\n" +
-	" \x01(\tR\x04mode\"\"\n" +
-	"\bListener\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"T\n" +
-	"\x05Admin\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x1d\n" +
+	" \x01(\tB'\x82\xb5\x18\x1afiles selfSigned plaintext\x92\xb5\x18\x05filesR\x04mode\"6\n" +
+	"\bListener\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9003R\x06listen\"h\n" +
+	"\x05Admin\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9090R\x06listen\x12\x1d\n" +
 	"\n" +
 	"token_file\x18\x02 \x01(\tR\ttokenFile\x12\x14\n" +
-	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xf3\x03\n" +
-	"\x05Envoy\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\x12\x14\n" +
-	"\x05admin\x18\x02 \x01(\tR\x05admin\x12$\n" +
-	"\x0emax_body_bytes\x18\x03 \x01(\x03R\fmaxBodyBytes\x12\x1b\n" +
+	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\x95\x05\n" +
+	"\x05Envoy\x12*\n" +
+	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:8080R\x06listen\x12(\n" +
+	"\x05admin\x18\x02 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9901R\x05admin\x12>\n" +
+	"\x0emax_body_bytes\x18\x03 \x01(\x03B\x18\x8a\xb5\x18\f1Ki to 128Mi\x92\xb5\x18\x0416MiR\fmaxBodyBytes\x12\x1b\n" +
 	"\text_procs\x18\x04 \x03(\tR\bextProcs\x12\x18\n" +
-	"\areplans\x18\x05 \x03(\tR\areplans\x12\x1b\n" +
-	"\tbody_mode\x18\x06 \x01(\tR\bbodyMode\x12.\n" +
-	"\x13decode_idle_timeout\x18\a \x01(\tR\x11decodeIdleTimeout\x12=\n" +
+	"\areplans\x18\x05 \x03(\tR\areplans\x125\n" +
+	"\tbody_mode\x18\x06 \x01(\tB\x18\x82\xb5\x18\x14auto duplex bufferedR\bbodyMode\x12D\n" +
+	"\x13decode_idle_timeout\x18\a \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0330mR\x11decodeIdleTimeout\x12=\n" +
 	"\fext_proc_tls\x18\b \x01(\v2\x1b.tandem.config.v1.ClientTlsR\n" +
 	"extProcTls\x12>\n" +
 	"\fendpoint_tls\x18\t \x01(\v2\x1b.tandem.config.v1.ClientTlsR\vendpointTls\x12#\n" +
 	"\rpath_prefixes\x18\n" +
-	" \x03(\tR\fpathPrefixes\x12\x1a\n" +
-	"\breplicas\x18\v \x01(\tR\breplicas\x12*\n" +
+	" \x03(\tR\fpathPrefixes\x12>\n" +
+	"\breplicas\x18\v \x01(\tB\"\x82\xb5\x18\x10configured redis\x92\xb5\x18\n" +
+	"configuredR\breplicas\x12*\n" +
 	"\x04cors\x18\r \x01(\v2\x16.tandem.config.v1.CorsR\x04cors\x12\x14\n" +
-	"\x05stats\x18\f \x01(\tR\x05stats\x12\x10\n" +
-	"\x03run\x18\x0e \x01(\tR\x03run\"\xbd\x01\n" +
+	"\x05stats\x18\f \x01(\tR\x05stats\x12\x1c\n" +
+	"\x03run\x18\x0e \x01(\tB\n" +
+	"\x92\xb5\x18\x06besideR\x03run\"\xd3\x01\n" +
 	"\x04Cors\x12#\n" +
 	"\rallow_origins\x18\x01 \x03(\tR\fallowOrigins\x12#\n" +
 	"\rallow_headers\x18\x02 \x03(\tR\fallowHeaders\x12%\n" +
 	"\x0eexpose_headers\x18\x03 \x03(\tR\rexposeHeaders\x12+\n" +
-	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12\x17\n" +
-	"\amax_age\x18\x05 \x01(\tR\x06maxAge\"}\n" +
+	"\x11allow_credentials\x18\x04 \x01(\bR\x10allowCredentials\x12-\n" +
+	"\amax_age\x18\x05 \x01(\tB\x14\x8a\xb5\x18\t0s to 24h\x92\xb5\x18\x0310mR\x06maxAge\"}\n" +
 	"\tClientTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
@@ -3669,49 +3691,53 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
-	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xf4\x01\n" +
+	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xeb\x02\n" +
 	"\x05Redis\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x14\n" +
-	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x12\x12\n" +
-	"\x04mode\x18\x03 \x01(\tR\x04mode\x12'\n" +
+	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x129\n" +
+	"\x04mode\x18\x03 \x01(\tB%\x82\xb5\x18\x17single cluster sentinel\x92\xb5\x18\x06singleR\x04mode\x12'\n" +
 	"\x0fsentinel_master\x18\x04 \x01(\tR\x0esentinelMaster\x12#\n" +
-	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12\x1d\n" +
+	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12)\n" +
 	"\n" +
-	"key_prefix\x18\x06 \x01(\tR\tkeyPrefix\x12\x14\n" +
-	"\x05lease\x18\a \x01(\tR\x05lease\x12,\n" +
+	"key_prefix\x18\x06 \x01(\tB\n" +
+	"\x92\xb5\x18\x06tandemR\tkeyPrefix\x12X\n" +
+	"\x05lease\x18\a \x01(\tBB\x8a\xb5\x188500ms to 1m: so long a dead replica's reservations count\x92\xb5\x18\x023sR\x05lease\x12,\n" +
 	"\x03tls\x18\b \x01(\v2\x1a.tandem.config.v1.RedisTlsR\x03tls\"|\n" +
 	"\bRedisTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
 	"\vserver_name\x18\x02 \x01(\tR\n" +
 	"serverName\x12\x1b\n" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
-	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
+	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"L\n" +
 	"\aTickets\x12\x19\n" +
-	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12\x10\n" +
-	"\x03ttl\x18\x02 \x01(\tR\x03ttl\"\xba\f\n" +
+	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12&\n" +
+	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xe0\x0f\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
 	"\vkv_transfer\x18\x03 \x01(\tR\n" +
 	"kvTransfer\x12 \n" +
 	"\fapi_key_file\x18N \x01(\tR\n" +
-	"apiKeyFile\x12\x16\n" +
-	"\x06engine\x18F \x01(\tR\x06engine\x12\x14\n" +
-	"\x05paths\x18G \x03(\tR\x05paths\x12\x14\n" +
-	"\x05split\x18\x04 \x01(\tR\x05split\x12!\n" +
-	"\flong_prompts\x18\x05 \x01(\tR\vlongPrompts\x12,\n" +
-	"\x12on_prefill_failure\x18\x06 \x01(\tR\x10onPrefillFailure\x12!\n" +
-	"\fdecode_alone\x18H \x01(\tR\vdecodeAlone\x12)\n" +
-	"\x10prefill_attempts\x18\a \x01(\x05R\x0fprefillAttempts\x12I\n" +
+	"apiKeyFile\x122\n" +
+	"\x06engine\x18F \x01(\tB\x1a\x82\xb5\x18\x16any sglang trtllm vllmR\x06engine\x12\x14\n" +
+	"\x05paths\x18G \x03(\tR\x05paths\x123\n" +
+	"\x05split\x18\x04 \x01(\tB\x1d\x82\xb5\x18\x11always auto never\x92\xb5\x18\x04autoR\x05split\x129\n" +
+	"\flong_prompts\x18\x05 \x01(\tB\x16\x82\xb5\x18\x12decodeAlone refuseR\vlongPrompts\x12_\n" +
+	"\x12on_prefill_failure\x18\x06 \x01(\tB1\x82\xb5\x18\x1dotherPrefill decodeAlone fail\x92\xb5\x18\fotherPrefillR\x10onPrefillFailure\x12<\n" +
+	"\fdecode_alone\x18H \x01(\tB\x19\x82\xb5\x18\x15never fallback byCostR\vdecodeAlone\x12:\n" +
+	"\x10prefill_attempts\x18\a \x01(\x05B\x0f\x8a\xb5\x18\x061 to 5\x92\xb5\x18\x013R\x0fprefillAttempts\x12I\n" +
 	"\x0fprefill_timeout\x18\b \x01(\v2 .tandem.config.v1.PrefillTimeoutR\x0eprefillTimeout\x128\n" +
-	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x12#\n" +
+	"\tendpoints\x18\t \x03(\v2\x1a.tandem.config.v1.EndpointR\tendpoints\x129\n" +
 	"\rattempts_time\x18\n" +
-	" \x01(\tR\fattemptsTime\x120\n" +
-	"\x14stream_start_timeout\x18\v \x01(\tR\x12streamStartTimeout\x12%\n" +
-	"\x0eanswer_timeout\x187 \x01(\tR\ranswerTimeout\x12\x1d\n" +
+	" \x01(\tB\x14\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x021mR\fattemptsTime\x12F\n" +
+	"\x14stream_start_timeout\x18\v \x01(\tB\x14\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x021mR\x12streamStartTimeout\x125\n" +
+	"\x0eanswer_timeout\x187 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\ranswerTimeout\x12,\n" +
 	"\n" +
-	"kv_timeout\x18O \x01(\tR\tkvTimeout\x12'\n" +
-	"\x0fstranded_blocks\x18\f \x01(\tR\x0estrandedBlocks\x126\n" +
+	"kv_timeout\x18O \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\tkvTimeout\x12I\n" +
+	"\x0fstranded_blocks\x18\f \x01(\tB \x82\xb5\x18\x13lease cleanupDecode\x92\xb5\x18\x05leaseR\x0estrandedBlocks\x126\n" +
 	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
 	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
 	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
@@ -3719,72 +3745,81 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
 	"\x04nixl\x18\x17 \x01(\v2\x16.tandem.config.v1.NIXLR\x04nixl\x127\n" +
 	"\tkv_events\x18\x19 \x01(\v2\x1a.tandem.config.v1.KvEventsR\bkvEvents\x12,\n" +
-	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x12#\n" +
-	"\ranswer_weight\x18* \x01(\x01R\fanswerWeight\x123\n" +
-	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12\x14\n" +
-	"\x05roles\x18, \x01(\tR\x05roles\x12#\n" +
-	"\rcached_tokens\x18) \x01(\tR\fcachedTokens\x129\n" +
-	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x12\x18\n" +
-	"\ahandoff\x18\x1f \x01(\tR\ahandoff\x12\x18\n" +
-	"\abinding\x182 \x01(\tR\abinding\x12-\n" +
+	"\x12min_prefill_tokens\x18( \x01(\x03R\x10minPrefillTokens\x121\n" +
+	"\ranswer_weight\x18* \x01(\x01B\f\x8a\xb5\x18\b0.1 to 1R\fanswerWeight\x123\n" +
+	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12-\n" +
+	"\x05roles\x18, \x01(\tB\x17\x82\xb5\x18\n" +
+	"fixed auto\x92\xb5\x18\x05fixedR\x05roles\x127\n" +
+	"\rcached_tokens\x18) \x01(\tB\x12\x82\xb5\x18\x0edecode prefillR\fcachedTokens\x129\n" +
+	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x122\n" +
+	"\ahandoff\x18\x1f \x01(\tB\x18\x82\xb5\x18\x14envoy sidecar directR\ahandoff\x12,\n" +
+	"\abinding\x182 \x01(\tB\x12\x82\xb5\x18\x0eimmediate lateR\abinding\x12-\n" +
 	"\x05queue\x183 \x01(\v2\x17.tandem.config.v1.QueueR\x05queue\x12<\n" +
 	"\n" +
 	"objectives\x184 \x01(\v2\x1c.tandem.config.v1.ObjectivesR\n" +
-	"objectives\x12'\n" +
-	"\x0fengine_priority\x185 \x01(\tR\x0eenginePriority\x120\n" +
+	"objectives\x12E\n" +
+	"\x0fengine_priority\x185 \x01(\tB\x1c\x82\xb5\x18\x10none vllm sglang\x92\xb5\x18\x04noneR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
-	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"\"\n" +
-	"\x06Encode\x12\x18\n" +
-	"\atimeout\x18\x01 \x01(\tR\atimeout\"C\n" +
-	"\x05Queue\x12\x19\n" +
-	"\bmax_wait\x18\x01 \x01(\tR\amaxWait\x12\x1f\n" +
-	"\vmax_waiting\x18\x02 \x01(\x05R\n" +
-	"maxWaiting\"1\n" +
-	"\aTargets\x12\x12\n" +
-	"\x04ttft\x18\x01 \x01(\tR\x04ttft\x12\x12\n" +
-	"\x04tpot\x18\x02 \x01(\tR\x04tpot\"\xb2\x01\n" +
+	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"9\n" +
+	"\x06Encode\x12/\n" +
+	"\atimeout\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x0330sR\atimeout\"k\n" +
+	"\x05Queue\x12)\n" +
+	"\bmax_wait\x18\x01 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\amaxWait\x127\n" +
+	"\vmax_waiting\x18\x02 \x01(\x05B\x16\x8a\xb5\x18\n" +
+	"1 to 65536\x92\xb5\x18\x044096R\n" +
+	"maxWaiting\"_\n" +
+	"\aTargets\x12(\n" +
+	"\x04ttft\x18\x01 \x01(\tB\x14\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x025sR\x04ttft\x12*\n" +
+	"\x04tpot\x18\x02 \x01(\tB\x16\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x0450msR\x04tpot\"\xcf\x01\n" +
 	"\n" +
 	"Objectives\x12!\n" +
 	"\ffrom_headers\x18\x01 \x01(\bR\vfromHeaders\x125\n" +
 	"\adefault\x18\x02 \x01(\v2\x1b.tandem.config.v1.ObjectiveR\adefault\x121\n" +
-	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x12\x17\n" +
-	"\aon_miss\x18\x04 \x01(\tR\x06onMiss\"c\n" +
+	"\x05named\x18\x03 \x03(\v2\x1b.tandem.config.v1.ObjectiveR\x05named\x124\n" +
+	"\aon_miss\x18\x04 \x01(\tB\x1b\x82\xb5\x18\x0fgoOn queue shed\x92\xb5\x18\x04goOnR\x06onMiss\"\x83\x01\n" +
 	"\tObjective\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
-	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12\x12\n" +
-	"\x04ttft\x18\x03 \x01(\tR\x04ttft\x12\x12\n" +
-	"\x04tpot\x18\x04 \x01(\tR\x04tpot\"&\n" +
+	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12\"\n" +
+	"\x04ttft\x18\x03 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04ttft\x12\"\n" +
+	"\x04tpot\x18\x04 \x01(\tB\x0e\x8a\xb5\x18\n" +
+	"1ms to 24hR\x04tpot\"&\n" +
 	"\fRegistration\x12\x16\n" +
 	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
 	"\n" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
 	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
-	"\x04body\x18\x03 \x01(\tR\x04body\"\xae\x01\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\"\xcc\x01\n" +
 	"\x04NIXL\x12&\n" +
 	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\x12$\n" +
-	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12\x19\n" +
-	"\bturn_ttl\x18\x03 \x01(\tR\aturnTtl\x12\x14\n" +
-	"\x05lease\x18\x04 \x01(\tR\x05lease\x12'\n" +
-	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\x9a\x01\n" +
-	"\aLMCache\x12%\n" +
-	"\x0enotice_timeout\x18\x01 \x01(\tR\rnoticeTimeout\x12!\n" +
+	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12(\n" +
+	"\bturn_ttl\x18\x03 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\aturnTtl\x12#\n" +
+	"\x05lease\x18\x04 \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\x05lease\x12'\n" +
+	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\xf3\x01\n" +
+	"\aLMCache\x12g\n" +
+	"\x0enotice_timeout\x18\x01 \x01(\tB@\x8a\xb5\x1851ms to 25s: Envoy gives up on the processor after 30s\x92\xb5\x18\x0310sR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +
-	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x12\x1d\n" +
+	"\x0fret_first_token\x18\x03 \x01(\bR\rretFirstToken\x124\n" +
 	"\n" +
-	"chunk_size\x18\x04 \x01(\x03R\tchunkSize\"=\n" +
-	"\fOrchestrated\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
-	"\thand_over\x18\x02 \x01(\tR\bhandOver\"\x86\x02\n" +
-	"\bKvEvents\x12\x12\n" +
-	"\x04port\x18\x01 \x01(\x05R\x04port\x12\x1f\n" +
+	"chunk_size\x18\x04 \x01(\x03B\x15\x8a\xb5\x18\n" +
+	"1 to 65536\x92\xb5\x18\x03256R\tchunkSize\"s\n" +
+	"\fOrchestrated\x12)\n" +
+	"\x03key\x18\x01 \x01(\tB\x17\x92\xb5\x18\x13disagg_prefill_respR\x03key\x128\n" +
+	"\thand_over\x18\x02 \x01(\tB\x1b\x82\xb5\x18\ranswer params\x92\xb5\x18\x06answerR\bhandOver\"\xe1\x02\n" +
+	"\bKvEvents\x12\x1c\n" +
+	"\x04port\x18\x01 \x01(\x05B\b\x92\xb5\x18\x045557R\x04port\x12\x1f\n" +
 	"\vreplay_port\x18\x02 \x01(\x05R\n" +
-	"replayPort\x12\x14\n" +
-	"\x05ranks\x18\x03 \x01(\x05R\x05ranks\x12\x14\n" +
+	"replayPort\x12(\n" +
+	"\x05ranks\x18\x03 \x01(\x05B\x12\x8a\xb5\x18\t1 to 1024\x92\xb5\x18\x011R\x05ranks\x12\x14\n" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x16\n" +
-	"\x06listen\x18\x05 \x01(\tR\x06listen\x12\x16\n" +
-	"\x06tokens\x18\x06 \x01(\tR\x06tokens\x12!\n" +
-	"\ftoken_budget\x18\a \x01(\tR\vtokenBudget\x12F\n" +
+	"\x06listen\x18\x05 \x01(\tR\x06listen\x12>\n" +
+	"\x06tokens\x18\x06 \x01(\tB&\x82\xb5\x18\x17learned tokenize render\x92\xb5\x18\alearnedR\x06tokens\x126\n" +
+	"\ftoken_budget\x18\a \x01(\tB\x13\x8a\xb5\x18\t0s to 24h\x92\xb5\x18\x020sR\vtokenBudget\x12F\n" +
 	"\x0eload_bandwidth\x18\b \x01(\v2\x1f.tandem.config.v1.LoadBandwidthR\rloadBandwidth\"n\n" +
 	"\rLoadBandwidth\x12\x1b\n" +
 	"\tcpu_bytes\x18\x01 \x01(\x03R\bcpuBytes\x12\x1d\n" +
@@ -3797,31 +3832,33 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
 	"kubernetes\x18\x03 \x01(\v2%.tandem.config.v1.KubernetesDiscoveryR\n" +
 	"kubernetes\x12O\n" +
-	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\";\n" +
+	"\x0einference_pool\x18\x04 \x01(\v2(.tandem.config.v1.InferencePoolDiscoveryR\rinferencePool\"W\n" +
 	"\rFileDiscovery\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
-	"\x06scheme\x18\x02 \x01(\tR\x06scheme\"\x8d\x01\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x122\n" +
+	"\x06scheme\x18\x02 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\"\xda\x01\n" +
 	"\rNameDiscovery\x12\x12\n" +
-	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
-	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x12\n" +
-	"\x04role\x18\x03 \x01(\tR\x04role\x12\x16\n" +
-	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x12\x14\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\"\n" +
+	"\x04port\x18\x02 \x01(\x05B\x0e\x8a\xb5\x18\n" +
+	"1 to 65535R\x04port\x123\n" +
+	"\x04role\x18\x03 \x01(\tB\x1f\x82\xb5\x18\x13prefill decode both\x92\xb5\x18\x04bothR\x04role\x122\n" +
+	"\x06scheme\x18\x04 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x05 \x01(\tR\x05group\x12\x12\n" +
-	"\x04zone\x182 \x01(\tR\x04zone\"\xb2\x01\n" +
+	"\x04zone\x182 \x01(\tR\x04zone\"\xce\x01\n" +
 	"\x13KubernetesDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x1a\n" +
 	"\bselector\x18\x02 \x01(\tR\bselector\x12\x14\n" +
-	"\x05ports\x18\x03 \x03(\x05R\x05ports\x12\x16\n" +
-	"\x06scheme\x18\x04 \x01(\tR\x06scheme\x123\n" +
-	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\x99\x01\n" +
+	"\x05ports\x18\x03 \x03(\x05R\x05ports\x122\n" +
+	"\x06scheme\x18\x04 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\x123\n" +
+	"\x06labels\x18\x05 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\"\xb1\x01\n" +
 	"\x16InferencePoolDiscovery\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x123\n" +
-	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x12\x18\n" +
-	"\aintents\x18\x04 \x01(\tR\aintents\"\xc7\x02\n" +
-	"\tPodLabels\x12\x1e\n" +
+	"\x06labels\x18\x03 \x01(\v2\x1b.tandem.config.v1.PodLabelsR\x06labels\x120\n" +
+	"\aintents\x18\x04 \x01(\tB\x16\x82\xb5\x18\n" +
+	"none watch\x92\xb5\x18\x04noneR\aintents\"\xb9\x03\n" +
+	"\tPodLabels\x12Q\n" +
 	"\n" +
-	"convention\x18\x01 \x01(\tR\n" +
+	"convention\x18\x01 \x01(\tB1\x82\xb5\x18$llm-d aibrix production-stack kthena\x92\xb5\x18\x05llm-dR\n" +
 	"convention\x12\x1d\n" +
 	"\n" +
 	"role_label\x18\x02 \x01(\tR\troleLabel\x12\x18\n" +
@@ -3831,20 +3868,21 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\vgroup_label\x18\x06 \x01(\tR\n" +
 	"groupLabel\x12\x1d\n" +
 	"\n" +
-	"port_label\x18\a \x01(\tR\tportLabel\x12!\n" +
-	"\fdefault_role\x18\b \x01(\tR\vdefaultRole\x12\x1d\n" +
+	"port_label\x18\a \x01(\tR\tportLabel\x12?\n" +
+	"\fdefault_role\x18\b \x01(\tB\x1c\x82\xb5\x18\x18prefill decode both noneR\vdefaultRole\x12>\n" +
 	"\n" +
-	"zone_label\x182 \x01(\tR\tzoneLabel\x12\x12\n" +
+	"zone_label\x182 \x01(\tB\x1f\x92\xb5\x18\x1btopology.kubernetes.io/zoneR\tzoneLabel\x12\x12\n" +
 	"\x04keep\x183 \x03(\tR\x04keep\x12\x1f\n" +
 	"\vranks_label\x184 \x01(\tR\n" +
-	"ranksLabel\"A\n" +
-	"\x0ePrefillTimeout\x12\x12\n" +
-	"\x04base\x18\x01 \x01(\tR\x04base\x12\x1b\n" +
-	"\tper_token\x18\x02 \x01(\tR\bperToken\"\xb2\x04\n" +
+	"ranksLabel\"n\n" +
+	"\x0ePrefillTimeout\x12)\n" +
+	"\x04base\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
+	"1ms to 24h\x92\xb5\x18\x0310sR\x04base\x121\n" +
+	"\tper_token\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t0s to 24h\x92\xb5\x18\x032msR\bperToken\"\xf2\x04\n" +
 	"\bEndpoint\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x12\n" +
-	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
-	"\x06scheme\x18\x03 \x01(\tR\x06scheme\x12\x14\n" +
+	"\x04role\x18\x02 \x01(\tR\x04role\x122\n" +
+	"\x06scheme\x18\x03 \x01(\tB\x1a\x82\xb5\x18\x0ehttp https h2c\x92\xb5\x18\x04httpR\x06scheme\x12\x14\n" +
 	"\x05group\x18\x04 \x01(\tR\x05group\x126\n" +
 	"\btransfer\x18\x14 \x01(\v2\x1a.tandem.config.v1.TransferR\btransfer\x12\x18\n" +
 	"\arelease\x18\n" +
@@ -3855,23 +3893,24 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\vserver_name\x18\x16 \x01(\tR\n" +
 	"serverName\x12 \n" +
 	"\fapi_key_file\x18\x17 \x01(\tR\n" +
-	"apiKeyFile\x12\x1b\n" +
-	"\x06weight\x18\x15 \x01(\x05H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
+	"apiKeyFile\x122\n" +
+	"\x06weight\x18\x15 \x01(\x05B\x15\x8a\xb5\x18\n" +
+	"0 to 10000\x92\xb5\x18\x03100H\x00R\x06weight\x88\x01\x01\x12\x12\n" +
 	"\x04zone\x182 \x01(\tR\x04zone\x12\x14\n" +
 	"\x05loras\x183 \x03(\tR\x05loras\x12\x16\n" +
-	"\x06labels\x184 \x03(\tR\x06labels\x12.\n" +
-	"\x13data_parallel_ranks\x186 \x01(\x05R\x11dataParallelRanks\x12\x12\n" +
+	"\x06labels\x184 \x03(\tR\x06labels\x12;\n" +
+	"\x13data_parallel_ranks\x186 \x01(\x05B\v\x8a\xb5\x18\a1 to 64R\x11dataParallelRanks\x12\x12\n" +
 	"\x04node\x185 \x01(\tR\x04nodeB\t\n" +
-	"\a_weight\"\xa1\x02\n" +
+	"\a_weight\"\xbf\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
 	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
 	"\akv_port\x18\x03 \x01(\x05R\x06kvPort\x12%\n" +
 	"\x0ehandshake_port\x18\x04 \x01(\x05R\rhandshakePort\x12\x1f\n" +
 	"\vnotify_port\x18\x05 \x01(\x05R\n" +
-	"notifyPort\x120\n" +
-	"\x14tensor_parallel_size\x18\x06 \x01(\x05R\x12tensorParallelSize\x12,\n" +
-	"\x12data_parallel_size\x18\a \x01(\x05R\x10dataParallelSize\x12\x19\n" +
+	"notifyPort\x12?\n" +
+	"\x14tensor_parallel_size\x18\x06 \x01(\x05B\r\x8a\xb5\x18\t1 to 1024R\x12tensorParallelSize\x12;\n" +
+	"\x12data_parallel_size\x18\a \x01(\x05B\r\x8a\xb5\x18\t1 to 4096R\x10dataParallelSize\x12\x19\n" +
 	"\bp2p_port\x18\b \x01(\x05R\ap2pPort\"\x91\x01\n" +
 	"\x0fLMCacheReceiver\x12\x1b\n" +
 	"\tinit_port\x18\x01 \x01(\x05R\binitPort\x12\x1d\n" +
@@ -3879,7 +3918,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"alloc_port\x18\x02 \x01(\x05R\tallocPort\x12\x1d\n" +
 	"\n" +
 	"query_port\x18\x03 \x01(\x05R\tqueryPort\x12#\n" +
-	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokensB\"Z tandem/protos/config/v1;configv1b\x06proto3"
+	"\rbuffer_tokens\x18\x04 \x01(\x03R\fbufferTokens:5\n" +
+	"\x05words\x12\x1d.google.protobuf.FieldOptions\x18І\x03 \x01(\tR\x05words:5\n" +
+	"\x05range\x12\x1d.google.protobuf.FieldOptions\x18ц\x03 \x01(\tR\x05range:7\n" +
+	"\x06absent\x12\x1d.google.protobuf.FieldOptions\x18҆\x03 \x01(\tR\x06absentB\"Z tandem/protos/config/v1;configv1b\x06proto3"
 
 var (
 	file_config_v1_config_proto_rawDescOnce sync.Once
@@ -3895,46 +3937,47 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 
 var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_config_v1_config_proto_goTypes = []any{
-	(*Config)(nil),                 // 0: tandem.config.v1.Config
-	(*Tracing)(nil),                // 1: tandem.config.v1.Tracing
-	(*Usage)(nil),                  // 2: tandem.config.v1.Usage
-	(*EnvoyGateway)(nil),           // 3: tandem.config.v1.EnvoyGateway
-	(*Notices)(nil),                // 4: tandem.config.v1.Notices
-	(*ExtProc)(nil),                // 5: tandem.config.v1.ExtProc
-	(*EndpointPicker)(nil),         // 6: tandem.config.v1.EndpointPicker
-	(*Tls)(nil),                    // 7: tandem.config.v1.Tls
-	(*Listener)(nil),               // 8: tandem.config.v1.Listener
-	(*Admin)(nil),                  // 9: tandem.config.v1.Admin
-	(*Envoy)(nil),                  // 10: tandem.config.v1.Envoy
-	(*Cors)(nil),                   // 11: tandem.config.v1.Cors
-	(*ClientTls)(nil),              // 12: tandem.config.v1.ClientTls
-	(*State)(nil),                  // 13: tandem.config.v1.State
-	(*Redis)(nil),                  // 14: tandem.config.v1.Redis
-	(*RedisTls)(nil),               // 15: tandem.config.v1.RedisTls
-	(*Tickets)(nil),                // 16: tandem.config.v1.Tickets
-	(*Pool)(nil),                   // 17: tandem.config.v1.Pool
-	(*Encode)(nil),                 // 18: tandem.config.v1.Encode
-	(*Queue)(nil),                  // 19: tandem.config.v1.Queue
-	(*Targets)(nil),                // 20: tandem.config.v1.Targets
-	(*Objectives)(nil),             // 21: tandem.config.v1.Objectives
-	(*Objective)(nil),              // 22: tandem.config.v1.Objective
-	(*Registration)(nil),           // 23: tandem.config.v1.Registration
-	(*SessionKey)(nil),             // 24: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                   // 25: tandem.config.v1.NIXL
-	(*LMCache)(nil),                // 26: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),           // 27: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),               // 28: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),          // 29: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),              // 30: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),          // 31: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),          // 32: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),    // 33: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil), // 34: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),              // 35: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),         // 36: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),               // 37: tandem.config.v1.Endpoint
-	(*Transfer)(nil),               // 38: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),        // 39: tandem.config.v1.LMCacheReceiver
+	(*Config)(nil),                    // 0: tandem.config.v1.Config
+	(*Tracing)(nil),                   // 1: tandem.config.v1.Tracing
+	(*Usage)(nil),                     // 2: tandem.config.v1.Usage
+	(*EnvoyGateway)(nil),              // 3: tandem.config.v1.EnvoyGateway
+	(*Notices)(nil),                   // 4: tandem.config.v1.Notices
+	(*ExtProc)(nil),                   // 5: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),            // 6: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                       // 7: tandem.config.v1.Tls
+	(*Listener)(nil),                  // 8: tandem.config.v1.Listener
+	(*Admin)(nil),                     // 9: tandem.config.v1.Admin
+	(*Envoy)(nil),                     // 10: tandem.config.v1.Envoy
+	(*Cors)(nil),                      // 11: tandem.config.v1.Cors
+	(*ClientTls)(nil),                 // 12: tandem.config.v1.ClientTls
+	(*State)(nil),                     // 13: tandem.config.v1.State
+	(*Redis)(nil),                     // 14: tandem.config.v1.Redis
+	(*RedisTls)(nil),                  // 15: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                   // 16: tandem.config.v1.Tickets
+	(*Pool)(nil),                      // 17: tandem.config.v1.Pool
+	(*Encode)(nil),                    // 18: tandem.config.v1.Encode
+	(*Queue)(nil),                     // 19: tandem.config.v1.Queue
+	(*Targets)(nil),                   // 20: tandem.config.v1.Targets
+	(*Objectives)(nil),                // 21: tandem.config.v1.Objectives
+	(*Objective)(nil),                 // 22: tandem.config.v1.Objective
+	(*Registration)(nil),              // 23: tandem.config.v1.Registration
+	(*SessionKey)(nil),                // 24: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                      // 25: tandem.config.v1.NIXL
+	(*LMCache)(nil),                   // 26: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),              // 27: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),                  // 28: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),             // 29: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),                 // 30: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),             // 31: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),             // 32: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),       // 33: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil),    // 34: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),                 // 35: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),            // 36: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),                  // 37: tandem.config.v1.Endpoint
+	(*Transfer)(nil),                  // 38: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),           // 39: tandem.config.v1.LMCacheReceiver
+	(*descriptorpb.FieldOptions)(nil), // 40: google.protobuf.FieldOptions
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -3979,10 +4022,13 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	35, // 39: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
 	38, // 40: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
 	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	42, // [42:42] is the sub-list for method output_type
-	42, // [42:42] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
+	40, // 42: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
+	40, // 43: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
+	40, // 44: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
+	45, // [45:45] is the sub-list for method output_type
+	45, // [45:45] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	42, // [42:45] is the sub-list for extension extendee
 	0,  // [0:42] is the sub-list for field type_name
 }
 
@@ -4000,12 +4046,13 @@ func file_config_v1_config_proto_init() {
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
 			NumMessages:   40,
-			NumExtensions: 0,
+			NumExtensions: 3,
 			NumServices:   0,
 		},
 		GoTypes:           file_config_v1_config_proto_goTypes,
 		DependencyIndexes: file_config_v1_config_proto_depIdxs,
 		MessageInfos:      file_config_v1_config_proto_msgTypes,
+		ExtensionInfos:    file_config_v1_config_proto_extTypes,
 	}.Build()
 	File_config_v1_config_proto = out.File
 	file_config_v1_config_proto_goTypes = nil
