@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"strconv"
+	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
@@ -20,21 +21,28 @@ func cluster(scheme string) string {
 	return "tandem-pod-" + scheme
 }
 
-// callPrefill sends P its leg, which the pass's body is by now.
-func (f *Filter) callPrefill(r *pass.Routed) {
+// legCall returns a leg that the filter makes by itself.
+func legCall(f *Filter, r *pass.Routed, body []byte) Call {
 	e, x := r.Endpoint, &f.m.pass
 	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(r.Path, string(x.Head.Path))
 	c := Call{
-		Cluster: cluster(e.Scheme), Body: x.Body.Bytes(), Timeout: r.PerTry,
+		Cluster: cluster(e.Scheme), Body: body, Timeout: r.PerTry,
 		Set: []Header{
 			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
-			{"content-length", strconv.Itoa(len(x.Body.Bytes()))}, {"accept-encoding", "identity"},
-			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, x.ID},
+			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
+			{envoywire.HeaderRequestID, x.ID},
 		},
 	}
 	if rank := e.RankName(); rank != "" {
 		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
 	}
+	return c
+}
+
+// callPrefill sends P its leg.
+func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
+	c := legCall(f, r, body)
+	c.Set = append(c.Set, Header{"accept", envoywire.ContentTypeJSON})
 	if !f.envoy.Call(&c) {
 		f.beside("prefill answer", func(ctx context.Context) func() {
 			return f.settle(ctx, &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}})
@@ -162,6 +170,10 @@ func (f *Filter) drop() {
 
 // refuse answers with an error in OpenAI's format.
 func (f *Filter) refuse(e *openai.Error) {
+	if in := InsuredOf(f); in.continues() {
+		in.giveUp(e)
+		return
+	}
 	if f.hop.answered || f.hop.sent {
 		return
 	}
@@ -207,6 +219,10 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {
+	if in := InsuredOf(f); in.continues() {
+		in.giveUp(openai.Unavailable("prefill_failed", "prefill answered the rest of a stream", time.Second))
+		return
+	}
 	f.hop.answered = true
 	headers = append(headers, Header{"content-length", strconv.Itoa(len(body))})
 	f.envoy.Answer(headers, body)

@@ -6,6 +6,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/migration"
 	"tandem/extproc/openai"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
@@ -25,7 +26,8 @@ type Policy struct {
 	Objectives  Objectives
 	// what clients may use in addition to the APIs; default: the client paths of all engines
 	Paths       *paths.Paths
-	LabelHeader string // the request header with the labels that its endpoints must have; "": none
+	Streams     migration.Policy // which streamed answers outlive their engine, inside Envoy
+	LabelHeader string           // the request header with the labels that its endpoints must have; "": none
 
 	queue *latebinding.Queue // nil: requests do not wait
 }

@@ -18,6 +18,7 @@ type Metrics struct {
 	hopMetrics
 	handOverMetrics
 	streamMetrics
+	continuedMetrics
 	Usage *usage.Recorder // nil: nobody records what requests use. Set it before requests come
 
 	liveTotals liveTotals
@@ -32,7 +33,7 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	to := registry{promauto.With(r)}
 	return &Metrics{
 		passMetrics: to.passes(), promptMetrics: to.prompts(), hopMetrics: to.hops(), handOverMetrics: to.handOvers(),
-		streamMetrics: to.streams(),
+		streamMetrics: to.streams(), continuedMetrics: to.continuing(),
 	}
 }
 

@@ -17,6 +17,13 @@ const notInside = "is not available inside Envoy (envoy.run: inside): take it ou
 // checkInside refuses what the filter inside Envoy does not do yet: served wrong would be worse.
 func checkInside(v *validator, c *configv1.Config) {
 	checkOneOf(v, "envoy.run", c.Envoy.Run, "beside", "inside")
+	for i, p := range c.Pools {
+		if s := p.ContinueStreams; s != nil && (!Inside(c) || p.Engine != "vllm" || p.Handoff != "envoy") {
+			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "needs envoy.run inside, engine vllm and handoff envoy")
+		} else if s.GetMostTimes() < 0 || s.GetMostTimes() > 100 || s.GetMinAnswerTokens() < 0 {
+			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "has a number out of its range")
+		}
+	}
 	if !Inside(c) {
 		return
 	}

@@ -7,6 +7,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/migration"
 	"tandem/extproc/pass"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
@@ -49,6 +50,10 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 	policy.Session = pass.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(),
 		Body: p.GetSession().GetBody()}
 	setObjectives(&policy, p)
+	if s := p.GetContinueStreams(); s != nil {
+		policy.Streams = migration.Policy{On: true, Header: strings.ToLower(s.GetHeader()), Inexact: s.GetInexact(),
+			MinAnswer: s.GetMinAnswerTokens(), Most: int(s.GetMostTimes())}
+	}
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":
 		policy.OnFailure = plan.DecodeAlone
