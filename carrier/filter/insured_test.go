@@ -2,6 +2,7 @@ package filter
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"hash/fnv"
@@ -23,7 +24,7 @@ type streams struct {
 	play    func(leg *upstream)
 	legs    []*upstream
 	answers bool // an answer has begun
-	got     bytes.Buffer
+	gets    bytes.Buffer
 	slow    int // bytes that the client still takes; 0: all
 	done    bool
 	broken  bool
@@ -82,8 +83,8 @@ func (c *client) SendHeaders(headers []Header) {
 
 func (c *client) Send(data []byte, end bool) {
 	require.True(c.tb, c.answers && !c.done && !c.broken)
-	c.got.Write(data)
-	if c.slow > 0 && c.got.Len() >= c.slow {
+	c.gets.Write(data)
+	if c.slow > 0 && c.gets.Len() >= c.slow {
 		c.filter.insured.Load().AboveWatermark()
 	}
 	if c.done = end; end { // Envoy ends the filter at once
@@ -188,6 +189,7 @@ func writes(tb testing.TB, who int, body []byte) (events []string) {
 	}
 	text, _ := json.Marshal(ids)
 	event(`{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}`, `,"prompt_token_ids":`+string(text))
+	r.Max = cmp.Or(r.Max, 9)
 	for i := range r.Max {
 		id := next(ids)
 		ids = append(ids, id)
@@ -268,10 +270,10 @@ func TestAStreamOutlivesItsEngines(t *testing.T) {
 					}
 				}
 				c.stream()
-				require.Equal(t, want, unified(c.got.String()))
+				require.Equal(t, want, unified(c.gets.String()))
 				require.True(t, c.done)
-				for i, u := range c.legs[1:] {
-					require.NotEqual(t, c.legs[i].at, u.at, "another endpoint")
+				if len(c.legs) > 1 {
+					require.NotEqual(t, c.legs[0].at, c.legs[1].at, "another endpoint")
 				}
 				c.nothingStays()
 			})
@@ -344,7 +346,7 @@ func TestInsuredStreams(t *testing.T) {
 			} else {
 				u.status, u.kind, u.pieces = 400, "application/json", []string{`{"error":"bad"}`}
 			}
-		}, legs: 4, broken: true},
+		}, legs: 3, broken: true},
 		"the next D writes something else": {play: func(n int, u *upstream) {
 			if n == 1 {
 				u.pieces, u.cut = append(u.pieces[:4], u.pieces[4][:20]), true
@@ -367,14 +369,14 @@ func TestInsuredStreams(t *testing.T) {
 			}
 			c.stream()
 			require.Equal(t, tt.broken, c.broken)
-			require.Len(t, c.legs, tt.legs, c.got.String())
+			require.Len(t, c.legs, tt.legs, c.gets.String())
 			if tt.whole {
-				require.Equal(t, uninterrupted(t), unified(c.got.String()))
+				require.Equal(t, uninterrupted(t), unified(c.gets.String()))
 			}
 			if tt.status > 0 {
 				require.Equal(t, tt.status, c.status)
 			}
-			require.Contains(t, c.got.String(), tt.reply)
+			require.Contains(t, c.gets.String(), tt.reply)
 			c.nothingStays()
 		})
 	}
@@ -418,7 +420,7 @@ func TestStreamsAreMoved(t *testing.T) {
 			if tt.cut {
 				require.True(t, c.broken)
 			} else {
-				require.Equal(t, uninterrupted(t), unified(c.got.String()))
+				require.Equal(t, uninterrupted(t), unified(c.gets.String()))
 				require.True(t, c.done)
 			}
 			c.nothingStays()
@@ -440,11 +442,11 @@ func TestSlowClients(t *testing.T) {
 		}
 		for c.deliver() {
 		}
-		require.Less(t, c.got.Len(), len(want))
+		require.Less(t, c.gets.Len(), len(want))
 		require.Positive(t, f.Memory.Load(), "what waits is counted")
 		c.slow = 0
 		c.filter.insured.Load().BelowWatermark()
-		require.Equal(t, want, c.got.String())
+		require.Equal(t, want, c.gets.String())
 		require.True(t, c.done)
 		c.nothingStays()
 	})
@@ -460,7 +462,7 @@ func TestSlowClients(t *testing.T) {
 		}
 		c.stream()
 		require.True(t, c.broken)
-		require.Less(t, c.got.Len(), 1<<20)
+		require.Less(t, c.gets.Len(), 1<<20)
 		c.nothingStays()
 	})
 }
@@ -471,8 +473,8 @@ func TestInsuredClientsLeave(t *testing.T) {
 		f := insuredFleet(t, nil)
 		c := newClient(t, f, well, insuredChat)
 		c.play = func(u *upstream) {
-			u.pieces = writes(t, len(c.legs), u.body)[:5]
-			u.cut = true
+			u.pieces = writes(t, len(c.legs), u.body)
+			u.pieces, u.cut = u.pieces[:min(5, len(u.pieces))], true
 		}
 		c.begin()
 		for range steps {
