@@ -28,14 +28,14 @@ func (in *Insured) brokeOff(cause string) {
 		return
 	case reason == migration.Complete:
 		in.stop()
-		passes.Observer.Continued(t.Pool, cause, resultFinished)
+		passes.Observer.Streams.Continued(t.Pool, cause, resultFinished)
 		in.give(in.stream.Finish(nil), true)
 		return
 	case reason == "" && in.again.times >= in.policy.Limit():
 		reason = resultTimes
 	}
 	if reason != "" {
-		passes.Observer.Continued(t.Pool, cause, string(reason))
+		passes.Observer.Streams.Continued(t.Pool, cause, string(reason))
 		in.dropSpare()
 		if cause == causeEnded { // the client gets what D says
 			in.d.plain = true
@@ -140,7 +140,7 @@ func (in *Insured) giveUp(e *openai.Error) {
 		return
 	}
 	f.s.Passes.Observer.GivenUp(e)
-	f.s.Passes.Observer.Continued(f.hop.ticket.Pool, cmp.Or(in.again.cause, causeReset), resultRefused)
+	f.s.Passes.Observer.Streams.Continued(f.hop.ticket.Pool, cmp.Or(in.again.cause, causeReset), resultRefused)
 	f.hop.sent = true
 	if in.again.cause == causeEnded && len(in.again.said) > 0 {
 		in.stop()
@@ -197,7 +197,7 @@ func (in *Insured) goBack() bool {
 	}
 	in.again.spare = nil
 	in.again.rest = time.Now().Add(5 * time.Second)
-	f.s.Passes.Observer.Continued(s.hop.ticket.Pool, in.again.cause, resultStayed)
+	f.s.Passes.Observer.Streams.Continued(s.hop.ticket.Pool, in.again.cause, resultStayed)
 	f.s.Passes.Release(f.hop.held)
 	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK, spoke: true}, "", s.hop
 	in.placed.Store(s.placed)

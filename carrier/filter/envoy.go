@@ -35,8 +35,8 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	ResponseHeader(name string) []byte
 	// Outcome returns what Envoy knows of the answer.
 	Outcome() Outcome
-	// StartStream starts a request of its own whose answer comes piece by piece: [Insured] is told of it, perhaps before
-	// StartStream returns. false: it cannot be sent.
+	// StartStream starts a request of its own whose answer comes piece by piece: [Insured] is told of it, perhaps
+	// before StartStream returns. false: it cannot be sent.
 	StartStream(c *Call) (id uint64, ok bool)
 	// ResetStream ends such a request.
 	ResetStream(id uint64)

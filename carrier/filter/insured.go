@@ -124,10 +124,10 @@ func insure(f *Filter, d *plan.Decision) {
 		return
 	}
 	if reason := migration.Refusal(r, p); reason != "" {
-		f.s.Passes.Observer.Insured(d.Pool.Spec.Name, string(reason))
+		f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, string(reason))
 		return
 	}
-	f.s.Passes.Observer.Insured(d.Pool.Spec.Name, "insured")
+	f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, "insured")
 	f.insured.Store(&Insured{f: f, api: r.API(), policy: p, stream: migration.NewStream(r, p)})
 }
 
@@ -374,8 +374,8 @@ func (in *Insured) speaks() {
 	in.dropSpare()
 	if in.again.cause != "" {
 		t := &in.f.hop.ticket
-		in.f.s.Passes.Observer.Continued(t.Pool, in.again.cause, resultAgain)
-		in.f.s.Passes.Observer.Paused(t.Pool, in.again.cause, time.Since(in.again.last))
+		in.f.s.Passes.Observer.Streams.Continued(t.Pool, in.again.cause, resultAgain)
+		in.f.s.Passes.Observer.Streams.Paused(t.Pool, in.again.cause, time.Since(in.again.last))
 		in.again.cause = ""
 	}
 }
@@ -453,7 +453,7 @@ func (in *Insured) give(data []byte, end bool) {
 
 // tooSlow ends the answer to a client that takes it too slowly: Envoy cannot have D wait.
 func (in *Insured) tooSlow() {
-	in.f.s.Passes.Observer.Continued(in.f.hop.ticket.Pool, resultSlow, resultSlow)
+	in.f.s.Passes.Observer.Streams.Continued(in.f.hop.ticket.Pool, resultSlow, resultSlow)
 	in.stop()
 	in.dropSpare()
 	in.breakOff(resultSlow)

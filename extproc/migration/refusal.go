@@ -62,10 +62,7 @@ func Refusal(r *openai.Request, policy Policy) Reason {
 	if !r.True(openai.FieldStream) {
 		return "not_streamed"
 	}
-	if n, ok := r.TokenLimit(); ok && n > 0 && n < policy.MinAnswer {
-		return "short"
-	}
-	if reason := r.Unsplittable(); reason != "" {
+	if reason := cmp.Or(policy.short(r), r.Unsplittable()); reason != "" {
 		return Reason(reason)
 	}
 	for reason := range openai.Obstacles(r) {
@@ -90,6 +87,14 @@ func Refusal(r *openai.Request, policy Policy) Reason {
 			}
 		}
 		return Reason(reason)
+	}
+	return ""
+}
+
+// short returns why an answer is not worth it; "": it is.
+func (p *Policy) short(r *openai.Request) string {
+	if n, ok := r.TokenLimit(); ok && n > 0 && n < p.MinAnswer {
+		return "short"
 	}
 	return ""
 }

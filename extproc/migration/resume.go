@@ -7,8 +7,8 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Continue makes the stream ready for the answer of another engine, which is asked for with [Stream.Ask] and fed from now
-// on. If it returns a reason, the answer cannot be continued, and nothing has changed.
+// Continue makes the stream ready for the answer of another engine, which is asked for with [Stream.Ask] and fed from
+// now on. If it returns a reason, the answer cannot be continued, and nothing has changed.
 func (s *Stream) Continue() Reason {
 	switch {
 	case s.seen.finish:

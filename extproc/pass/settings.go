@@ -18,12 +18,11 @@ import (
 type Policy struct {
 	plan.Policy
 
-	Peers       *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
-	Session     SessionKey
-	Tokens      TokenSource        // where to ask for the prompt's token ids, in addition to prefill
-	TokenBudget time.Duration      // how long a request waits for that; 0: not at all
-	Waiting     latebinding.Limits // with Place.Late, or if objectives make requests wait
-	Objectives  Objectives
+	Peers      *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
+	Session    SessionKey
+	Tokens     TokenSources       // where to ask for the prompt's token ids, in addition to prefill
+	Waiting    latebinding.Limits // with Place.Late, or if objectives make requests wait
+	Objectives Objectives
 	// what clients may use in addition to the APIs; default: the client paths of all engines
 	Paths       *paths.Paths
 	Streams     migration.Policy // which streamed answers outlive their engine, inside Envoy

@@ -18,8 +18,8 @@ type Metrics struct {
 	hopMetrics
 	handOverMetrics
 	streamMetrics
-	continuedMetrics
-	Usage *usage.Recorder // nil: nobody records what requests use. Set it before requests come
+	Streams Streams         // that outlive their engine
+	Usage   *usage.Recorder // nil: nobody records what requests use. Set it before requests come
 
 	liveTotals liveTotals
 	endpoints  departed
@@ -33,7 +33,7 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	to := registry{promauto.With(r)}
 	return &Metrics{
 		passMetrics: to.passes(), promptMetrics: to.prompts(), hopMetrics: to.hops(), handOverMetrics: to.handOvers(),
-		streamMetrics: to.streams(), continuedMetrics: to.continuing(),
+		streamMetrics: to.streams(), Streams: to.continuing(),
 	}
 }
 
@@ -192,23 +192,28 @@ func (r registry) handOvers() handOverMetrics {
 type streamMetrics struct {
 	process       *prometheus.HistogramVec // role; seconds
 	work          [len(workRoles)][works]prometheus.Observer
-	ticketBytes   prometheus.Histogram
-	forgedTickets prometheus.Counter
+	tickets       ticketMetrics
 	controlFields prometheus.Counter
 	panics        *prometheus.CounterVec
+}
+
+// ticketMetrics are about tickets.
+type ticketMetrics struct {
+	bytes  prometheus.Histogram
+	forged prometheus.Counter
 }
 
 func (r registry) streams() streamMetrics {
 	m := streamMetrics{
 		process: r.histogram("tandem_ext_proc_duration_seconds",
 			"Time of one ext_proc stream, waiting for the body included.", workBuckets(), "role"),
-		ticketBytes: r.NewHistogram(histogramOpts("tandem_ticket_bytes",
+		tickets: ticketMetrics{r.NewHistogram(histogramOpts("tandem_ticket_bytes",
 			"Size of the tickets that carry KV parameters, as header values.",
 			prometheus.ExponentialBuckets(256, 2, 9))),
-		forgedTickets: r.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_tickets_refused_total",
-			Help: "Tickets that are forged, of another request, or of another stage.",
-		}),
+			r.NewCounter(prometheus.CounterOpts{
+				Name: "tandem_tickets_refused_total",
+				Help: "Tickets that are forged, of another request, or of another stage.",
+			})},
 		controlFields: r.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_control_fields_cut_total",
 			Help: "Requests with members that a client must not send, which were cut.",

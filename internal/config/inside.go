@@ -18,19 +18,20 @@ const notInside = "is not available inside Envoy (envoy.run: inside): take it ou
 func checkInside(v *validator, c *configv1.Config) {
 	checkOneOf(v, "envoy.run", c.Envoy.Run, "beside", "inside")
 	for i, p := range c.Pools {
-		if s := p.ContinueStreams; s != nil && (!Inside(c) || p.Engine != "vllm" || p.Handoff != "envoy") {
-			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "needs envoy.run inside, engine vllm and handoff envoy")
-		} else if s.GetMostTimes() < 0 || s.GetMostTimes() > 100 || s.GetMinAnswerTokens() < 0 {
-			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "has a number out of its range")
+		s := p.ContinueStreams
+		fits := Inside(c) && p.Engine == "vllm" && s.GetMostTimes() >= 0 && s.GetMostTimes() <= 100
+		if s != nil && (!fits || s.MinAnswerTokens < 0) {
+			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "needs envoy.run inside, engine vllm, mostTimes of "+
+				"1 to 100, and minAnswerTokens of 0 or more")
 		}
-	}
-	if !Inside(c) {
-		return
 	}
 	refuse := func(path string, is bool) {
 		if is {
 			v.m.add(path, notInside)
 		}
+	}
+	if !Inside(c) {
+		return
 	}
 	refuse("tracing", c.Tracing != nil)
 	refuse("extProc.protocol", c.ExtProc.Protocol == "endpointPicker")

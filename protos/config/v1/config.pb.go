@@ -1817,8 +1817,8 @@ type ContinueStreams struct {
 	Header string `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
 	// Only those that may have so many tokens: by the request's limit, or because it has none. Default 0.
 	MinAnswerTokens int64 `protobuf:"varint,2,opt,name=min_answer_tokens,json=minAnswerTokens,proto3" json:"min_answer_tokens,omitempty"`
-	// Also those whose continued answer is valid, but perhaps not the uninterrupted one: of requests with a seed and a
-	// temperature, or with frequency_penalty, presence_penalty or bad_words. Default false.
+	// Also those whose continued answer is valid, but perhaps not the uninterrupted one. These are of requests with a seed
+	// and a temperature, or with frequency_penalty, presence_penalty or bad_words. Default false.
 	Inexact bool `protobuf:"varint,3,opt,name=inexact,proto3" json:"inexact,omitempty"`
 	// Most times that one answer is continued. Range: 1 to 100. Default 8.
 	MostTimes     int32 `protobuf:"varint,4,opt,name=most_times,json=mostTimes,proto3" json:"most_times,omitempty"`
