@@ -205,10 +205,15 @@ func TestInsideHundredStreamsOutliveD(t *testing.T) {
 	soon(t, "all are under way", func() bool { return underWay.Load() == streams })
 	f.decodes[0].stop(syscall.SIGKILL)
 	wg.Wait()
+	for i := range streams {
+		wg.Go(func() {
+			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint("stream-", i), tokens)
+			want[i] = stream(t.Context(), "http://"+f.decodes[1].addr, path, fmt.Sprint("reference-", i), body, nil)
+		})
+	}
+	wg.Wait()
 	var silences []time.Duration
 	for i := range streams {
-		path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint("stream-", i), tokens)
-		want[i] = stream(t.Context(), "http://"+f.decodes[1].addr, path, fmt.Sprint("reference-", i), body, nil)
 		require.NoError(t, want[i].err)
 		require.Equal(t, want[i].same(), got[i].same(), "stream %d", i)
 		silences = append(silences, got[i].silence)
@@ -286,18 +291,31 @@ func TestInsideDrainMovesStreams(t *testing.T) {
 			}
 			soon(t, "all are under way", func() bool { return underWay.Load() == streams })
 			d := f.decodes[0]
+			busy := metric(t, "http://"+d.addr, "vllm:num_requests_running")
+			began := time.Now()
 			f.order(http.MethodPost, "/api/pools/chat/endpoints/"+d.addr+"/drain", "")
 			if decodes > 1 {
-				began := time.Now()
 				soon(t, "it has nothing to do", func() bool { return metric(t, "http://"+d.addr, "vllm:num_requests_running") == 0 })
-				t.Logf("drained in %v", time.Since(began))
+				t.Logf("%v answers left it within %v", busy, time.Since(began))
 			}
 			wg.Wait()
 			f.order(http.MethodPost, "/api/pools/chat/endpoints/"+d.addr+"/resume", "")
+			if moved := metric(t, f.admins[0], "tandem_streams_continued_total", `cause="moved"`, `result="continued"`); decodes > 1 {
+				require.InDelta(t, busy, moved, 0, "as many were moved as it had")
+			} else {
+				require.Zero(t, moved)
+			}
+			want := make([]read, streams)
 			for i := range streams {
-				path, body := asks("chat", fmt.Sprint("drained-", i), 300)
-				want := stream(t.Context(), "http://"+d.addr, path, fmt.Sprint("reference-", i), body, nil)
-				require.Equal(t, want.same(), got[i].same(), "stream %d", i)
+				wg.Go(func() {
+					path, body := asks("chat", fmt.Sprint("drained-", i), 300)
+					want[i] = stream(t.Context(), "http://"+d.addr, path, fmt.Sprint("reference-", i), body, nil)
+				})
+			}
+			wg.Wait()
+			for i := range streams {
+				require.NoError(t, want[i].err)
+				require.Equal(t, want[i].same(), got[i].same(), "stream %d", i)
 			}
 		})
 	}
@@ -321,7 +339,7 @@ func TestInsideNobodyElse(t *testing.T) {
 // A client that leaves ends everything at once; one that reads slowly gets all; one that reads nothing costs its own
 // answer only.
 func TestInsideInsuredClients(t *testing.T) {
-	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "200us", "--max-model-len", "1000000", "--blocks", "100000"}})
+	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "200us"}})
 	path, body := asks("chat", "patience", 2000)
 	want := stream(t.Context(), "http://"+f.decodes[0].addr, path, "reference", body, nil)
 	t.Run("it leaves", func(t *testing.T) {
@@ -347,8 +365,12 @@ func TestInsideInsuredClients(t *testing.T) {
 		})
 		require.Equal(t, want.same(), got.same())
 	})
-	t.Run("it takes nothing", func(t *testing.T) {
-		path, body := asks("chat", "nothing", 60_000) // 14 MB
+	t.Run("it takes nothing", func(t *testing.T) { // Envoy keeps 8 MiB, and what the network takes comes before that
+		f := insuredFleet(t, options{
+			prefills: 1, decodes: 2, envoyFields: ", maxBodyBytes: 2048",
+			engineArgs: []string{"--decode-step", "10us", "--max-model-len", "1000000", "--blocks", "100000"},
+		})
+		path, body := asks("chat", "nothing", 150_000) // 36 MB
 		c, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
 		require.NoError(t, err)
 		defer c.Close()
