@@ -241,6 +241,16 @@ func TestInsideStreamsLeaveAFrozenD(t *testing.T) {
 	t.Logf("silence: %v", got.silence)
 }
 
+// The run of [TestChaos] with insurance: no stream ends before its time, whatever dies.
+func TestInsideChaos(t *testing.T) {
+	if os.Getenv("TANDEM_RUN") != "inside" {
+		t.Skip("make e2e-inside: the library takes minutes to compile")
+	}
+	for _, policy := range []string{"recompute", "fail"} {
+		t.Run(policy, func(t *testing.T) { chaos(t, policy, insurance) })
+	}
+}
+
 // servingOf returns the decode engine that answers a request now.
 func (f *fleet) servingOf(id string) *engine {
 	f.t.Helper()

@@ -136,7 +136,7 @@ type wholeMetrics struct {
 func (r registry) hops() hopMetrics {
 	return hopMetrics{
 		hops: r.histogram("tandem_hop_duration_seconds",
-			"Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", hopBuckets(),
+			"Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone, moved).", hopBuckets(),
 			"pool", "hop", "endpoint", "result"),
 		firstByte: r.histogram("tandem_hop_first_byte_seconds",
 			"Time to the first byte of a hop's answer, which is its headers, from Envoy's access log.", hopBuckets(),
