@@ -86,7 +86,7 @@ func chaos(t *testing.T, policy, pool string) {
 	for _, kind := range slices.Sorted(maps.Keys(seen)) {
 		fmt.Fprintf(&b, "  %6d  %s\n", seen[kind], kind)
 	}
-	for _, cause := range []string{"prefill", "decode", "hand_over_spent", "hand_over_expired"} {
+	for _, cause := range []string{"prefill", "decode", "stream", "moved", "hand_over_spent", "hand_over_expired"} {
 		fmt.Fprintf(&b, "  %6v  replanned: %s\n", metric(t, f.admins[0], "tandem_replans_total", `cause="`+cause+`"`), cause)
 	}
 	t.Log(b.String())
