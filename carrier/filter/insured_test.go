@@ -38,6 +38,7 @@ type upstream struct {
 	status int
 	local  bool // Envoy answers in place of the endpoint
 	inline bool // it fails before StartStream returns
+	never  bool // Envoy cannot start it
 	kind   string
 	pieces []string // of the answer
 	cut    bool     // its connection breaks behind them
@@ -58,6 +59,10 @@ func (c *client) StartStream(call *Call) (uint64, bool) {
 	if u.inline {
 		u.over = true
 		c.filter.insured.Load().StreamReset(u.id)
+	}
+	if u.never {
+		u.over = true
+		return 0, false
 	}
 	return u.id, true
 }
@@ -325,7 +330,8 @@ func TestInsuredStreams(t *testing.T) {
 				u.status, u.local, u.kind, u.pieces = 503, true, "text/plain", []string{"reset reason: connection failure"}
 			}
 		}, legs: 2, whole: true},
-		"D cannot be sent to": {play: func(n int, u *upstream) { u.inline = n == 1 }, legs: 2, whole: true},
+		"Envoy has no connection for D": {play: func(n int, u *upstream) { u.never = n == 1 }, legs: 2, whole: true},
+		"D cannot be sent to":           {play: func(n int, u *upstream) { u.inline = n == 1 }, legs: 2, whole: true},
 		"D is full": {play: func(n int, u *upstream) {
 			if n == 1 {
 				u.status, u.kind, u.pieces = 503, "application/json", []string{"{}"}
