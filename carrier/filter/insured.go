@@ -123,7 +123,11 @@ func insure(f *Filter, d *plan.Decision) {
 	if !p.On || f.resumed != nil || p.Header != "" && f.head.Extra(p.Header) == nil {
 		return
 	}
-	if reason := migration.Refusal(r, p); reason != "" {
+	reason := migration.Refusal(r, p)
+	if policy.Dialect.Concurrent != nil { // its passes may want both legs at once
+		reason = "legs_at_once"
+	}
+	if reason != "" {
 		f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, string(reason))
 		return
 	}
