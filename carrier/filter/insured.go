@@ -124,8 +124,11 @@ func insure(f *Filter, d *plan.Decision) {
 		return
 	}
 	reason := migration.Refusal(r, p)
-	if policy.Dialect.Concurrent != nil { // its passes may want both legs at once
+	switch dialect := &policy.Dialect; { // D's leg may be another than the one that is made here
+	case dialect.Concurrent != nil:
 		reason = "legs_at_once"
+	case dialect.Continue != nil, dialect.Turns != nil, policy.PrefillCached:
+		reason = "rewritten"
 	}
 	if reason != "" {
 		f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, string(reason))
