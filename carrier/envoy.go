@@ -173,8 +173,8 @@ func (s *stream) Send(data []byte, end bool) {
 	C.envoy_dynamic_module_callback_http_send_response_data(s.envoy, pinnedBytes(&pin, data), C.bool(end))
 }
 
-// Break implements [filter.Envoy].
-func (s *stream) Break() {
+// Reset implements [filter.Envoy].
+func (s *stream) Reset() {
 	C.envoy_dynamic_module_callback_http_filter_reset_stream(s.envoy, 0, C.bytes{})
 }
 

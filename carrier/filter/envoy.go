@@ -40,11 +40,11 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	StartStream(c *Call) (id uint64, ok bool)
 	// ResetStream ends such a request.
 	ResetStream(id uint64)
-	// SendHeaders begins an answer to the client, Send goes on with it, and Break breaks it off. headers include
+	// SendHeaders begins an answer to the client, Send goes on with it, and Reset breaks it off. headers include
 	// :status. With the end of an answer Envoy may end the filter before they return.
 	SendHeaders(headers []Header)
 	Send(data []byte, end bool)
-	Break()
+	Reset()
 	// Waker returns what wakes the filter from any goroutine.
 	Waker() Waker
 }

@@ -11,6 +11,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
+	"tandem/kvstate"
 )
 
 // cluster returns the cluster that connects to an endpoint (envoy-configs, inside.go).
@@ -21,19 +22,20 @@ func cluster(scheme string) string {
 	return "tandem-pod-" + scheme
 }
 
-// legCall returns a leg that the filter makes by itself.
-func legCall(f *Filter, r *pass.Routed, body []byte) Call {
-	e, x := r.Endpoint, &f.m.pass
-	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(r.Path, string(x.Head.Path))
-	c := Call{
-		Cluster: cluster(e.Scheme), Body: body, Timeout: r.PerTry,
+// legCall returns the call of a leg to an endpoint, which gets the body. rank is the data-parallel rank; "": none.
+func legCall(
+	x *pass.Pass, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
+) *Call {
+	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(path, string(x.Head.Path))
+	c := &Call{
+		Cluster: cluster(e.Scheme), Body: body, Timeout: limit,
 		Set: []Header{
 			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
 			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
-			{envoywire.HeaderRequestID, x.ID},
+			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, id},
 		},
 	}
-	if rank := e.RankName(); rank != "" {
+	if rank != "" {
 		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
 	}
 	return c
@@ -41,9 +43,8 @@ func legCall(f *Filter, r *pass.Routed, body []byte) Call {
 
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
-	c := legCall(f, r, body)
-	c.Set = append(c.Set, Header{"accept", envoywire.ContentTypeJSON})
-	if !f.envoy.Call(&c) {
+	x := &f.m.pass
+	if !f.envoy.Call(legCall(x, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), x.ID)) {
 		f.beside("prefill answer", func(ctx context.Context) func() {
 			return f.settle(ctx, &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}})
 		})

@@ -176,9 +176,12 @@ func (in *Insured) toDecode(r *pass.Routed) func() {
 // start starts D's leg.
 func (in *Insured) start(r *pass.Routed, body []byte) {
 	f := in.f
-	c := legCall(f, r, body)
-	c.Timeout = 0
-	c.Set = append(c.Set, Header{"accept", cmp.Or(f.head.get("accept"), eventStream)})
+	c := legCall(&f.m.pass, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
+	for i := range c.Set {
+		if c.Set[i].Name == "accept" {
+			c.Set[i].Value = cmp.Or(f.head.get("accept"), eventStream)
+		}
+	}
 	in.to.explanation = string(f.m.pass.Explanation)
 	f.m.meter.Processed(envoywire.RoleMain)
 	f.drop()
@@ -188,7 +191,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	in.placed.Store(&place{ticket: clone(&f.hop.ticket)})
 	f.s.watchInsured(in, true)
 	in.d.starts = true
-	id, ok := f.envoy.StartStream(&c)
+	id, ok := f.envoy.StartStream(c)
 	if started := in.d.starts; started && ok {
 		in.d.id = id
 	} else if started {
@@ -439,7 +442,7 @@ func (in *Insured) reset() {
 
 func (in *Insured) breakOff(why string) {
 	in.to.ended, in.to.gone = true, why
-	in.f.envoy.Break()
+	in.f.envoy.Reset()
 }
 
 // give sends the client a part of its answer. What it does not take waits.

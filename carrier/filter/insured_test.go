@@ -97,7 +97,7 @@ func (c *client) Send(data []byte, end bool) {
 	}
 }
 
-func (c *client) Break() {
+func (c *client) Reset() {
 	require.True(c.tb, c.answers && !c.done && !c.broken)
 	c.broken = true
 	c.end()
