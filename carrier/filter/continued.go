@@ -41,7 +41,7 @@ func (in *Insured) brokeOff(cause string) {
 			in.d.plain = true
 			in.give(rest, in.d.id == 0)
 		} else {
-			in.cut(cause)
+			in.cut(cause + ": " + string(reason))
 		}
 		return
 	}
@@ -116,9 +116,6 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	f.m.meter.Replanned(f.id, t)
 	f.beside("continue", func(ctx context.Context) func() {
 		d, err := x.First(ctx, in.api, a)
-		if err == nil { // what P would say of the prompt is of the answer, too
-			d.Ticket.Learn = kvtransfer.Learn{}
-		}
 		return f.commit(ctx, d, err)
 	})
 }
@@ -147,7 +144,7 @@ func (in *Insured) giveUp(e *openai.Error) {
 		in.give(in.again.said, true)
 		return
 	}
-	in.cut(causeReset)
+	in.cut(cmp.Or(in.again.cause, causeReset) + ": " + e.Code + ": " + e.Message)
 }
 
 // cut ends the client's answer where it is.

@@ -141,6 +141,13 @@ func insure(f *Filter, d *plan.Decision) {
 // continues reports whether the client has a part of the answer: what fails from now on is not its error.
 func (in *Insured) continues() bool { return in != nil && (in.to.begun || in.again.spare != nil) }
 
+// unlearn keeps a pass from learning the ids of a prompt that has a part of the answer in it.
+func (in *Insured) unlearn(d *plan.Decision) {
+	if in != nil && in.stream.Continues() {
+		d.Ticket.Learn = kvtransfer.Learn{}
+	}
+}
+
 // toPrefill returns the body of P's leg with the ids of the answer that is continued, if one is.
 func (in *Insured) toPrefill(body []byte) []byte {
 	if in == nil || !in.stream.Continues() {

@@ -55,6 +55,7 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	x := &f.m.pass
 	var r pass.Routed
 	if err == nil {
+		InsuredOf(f).unlearn(d)
 		r, err = x.Commit(ctx, d)
 	}
 	if err != nil {
