@@ -106,8 +106,8 @@ var arrows = map[string][]string{
 	"extproc/paths":          {},
 	// One pass of a request: it knows neither gRPC nor Envoy's messages.
 	"extproc/pass": {
-		"extproc/answer", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/models",
-		"extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
+		"extproc/answer", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/migration",
+		"extproc/models", "extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
 		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "kvstate/standstill", "picker",
 	},
 	"extproc": {
@@ -119,7 +119,8 @@ var arrows = map[string][]string{
 	"protos/config/v1": {},
 	"internal/config": {
 		"kvstate/standstill",
-		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/pass", "extproc/paths", "extproc/kvtransfer",
+		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/migration", "extproc/pass", "extproc/paths",
+		"extproc/kvtransfer",
 		"extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker",
 		"protos/config/v1", "picker/admission (test)", "kvstate/engineclock",
 	},
@@ -148,9 +149,9 @@ var arrows = map[string][]string{
 	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
 	"carrier": {"carrier/filter", "internal/replica", "internal/version"},
 	"carrier/filter": {
-		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/models", "extproc/openai",
-		"extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard",
-		"internal/memory", "internal/periodic", "kvstate", "extproc (test)",
+		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/migration",
+		"extproc/models", "extproc/openai", "extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
+		"internal/guard", "internal/memory", "internal/periodic", "kvstate", "extproc (test)",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
