@@ -309,10 +309,12 @@ func (m filters) usage() []*hcmv3.HttpFilter {
 	if m.Usage == nil {
 		return nil
 	}
-	plain := match.All(m.statusIs("200"), m.answerHeader("content-type", match.Prefix("application/json")),
+	of := func(kind string) *match.Predicate { return m.answerHeader("content-type", match.Prefix(kind)) }
+	plain := match.All(m.statusIs("200"), of("application/json"),
 		m.answerHeader("content-length", match.Regex(usage.PlainLength)))
+	script := &luav3.Lua{DefaultSourceCode: inline(lua.Usage)}
 	return []*hcmv3.HttpFilter{
-		noted(m, m.filter(usage.StreamFilter, usage.Stream(m.pack)), notes{
+		noted(m, m.filterUnless(luaFilter+"/usage", luaFilter, script, match.Not(of("text/event-stream"))), notes{
 			"": "Reads the tokens of streams as they pass, for the access log. Nothing waits for it."}),
 		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), match.Not(plain)), notes{
 			"": "And of others, which Envoy keeps for it until they are complete. The matcher keeps long ones away."}),

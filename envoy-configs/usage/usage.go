@@ -3,24 +3,12 @@
 package usage
 
 import (
-	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
-	parserv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/content_parsers/json/v3"
 	jsonv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/json_to_metadata/v3"
-	ssev3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/sse_to_metadata/v3"
 	tracingv3 "github.com/envoyproxy/go-control-plane/envoy/type/tracing/v3"
-	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/types/known/anypb"
-	"google.golang.org/protobuf/types/known/wrapperspb"
 )
 
-// Names of the filters, which an Envoy has to have.
-const (
-	StreamFilter = "envoy.filters.http.sse_to_metadata"
-	PlainFilter  = "envoy.filters.http.json_to_metadata"
-)
-
-// maxEvent is the longest event that is read, in bytes; longer ones pass unread.
-const maxEvent = 1 << 20
+// PlainFilter reads answers that are not streamed. Streams are read by a script (envoy-configs/lua).
+const PlainFilter = "envoy.filters.http.json_to_metadata"
 
 // PlainLength matches the content-length of answers that are read whole. Envoy keeps such an answer until it is
 // complete, and answers 500 where it exceeds the listener's buffer, which is never below 8 MiB: so what is longer, or
@@ -33,25 +21,18 @@ type member struct {
 	path []string
 }
 
-// members are those of all APIs. The last one that is there counts, of a stream the one of the last event. Each of them
-// costs every event.
+// members are those of all APIs. The last one that is there counts. lua/usage.lua has the same of streams.
 func members() []member {
 	at := func(key string, path ...string) member { return member{key, path} }
 	return []member{
 		// chat, completions, embeddings, vLLM's generate
 		at("in", "usage", "prompt_tokens"), at("out", "usage", "completion_tokens"),
 		at("cached", "usage", "prompt_tokens_details", "cached_tokens"),
-		// messages and responses that are not streamed, and message_delta
+		// messages and responses
 		at("in", "usage", "input_tokens"), at("out", "usage", "output_tokens"),
 		at("cached", "usage", "input_tokens_details", "cached_tokens"),
 		at("cache_read", "usage", "cache_read_input_tokens"),
 		at("cache_write", "usage", "cache_creation_input_tokens"),
-		// message_start
-		at("in", "message", "usage", "input_tokens"), at("cache_read", "message", "usage", "cache_read_input_tokens"),
-		at("cache_write", "message", "usage", "cache_creation_input_tokens"),
-		// response.completed
-		at("in", "response", "usage", "input_tokens"), at("out", "response", "usage", "output_tokens"),
-		at("cached", "response", "usage", "input_tokens_details", "cached_tokens"),
 		// SGLang's generate
 		at("in", "meta_info", "prompt_tokens"), at("out", "meta_info", "completion_tokens"),
 		at("cached", "meta_info", "cached_tokens"),
@@ -71,20 +52,6 @@ func rule(m member) *jsonv3.JsonToMetadata_Rule {
 		})
 	}
 	return r
-}
-
-// Stream reads events of streams.
-func Stream(pack func(proto.Message) *anypb.Any) *ssev3.SseToMetadata {
-	parser := &parserv3.JsonContentParser{}
-	for _, m := range members() {
-		parser.Rules = append(parser.Rules, &parserv3.JsonContentParser_RuleConfig{Rule: rule(m)})
-	}
-	return &ssev3.SseToMetadata{ResponseRules: &ssev3.SseToMetadata_ProcessingRules{
-		MaxEventSize: wrapperspb.UInt32(maxEvent),
-		ContentParser: &corev3.TypedExtensionConfig{
-			Name: "envoy.content_parsers.json", TypedConfig: pack(parser),
-		},
-	}}
 }
 
 // Plain reads answers that are not streamed.

@@ -1,0 +1,71 @@
+-- Tokens in the events of a stream, for the access log (docs/adr/0069). Most events say none: they cost a look for a word.
+local namespace, longest = "tandem.usage", 1048576 -- longest: bytes of a line that is kept; more pass unread
+-- Members with numbers, and the keys that these get.
+local usage = {prompt_tokens = "in", completion_tokens = "out", input_tokens = "in", output_tokens = "out",
+  cache_read_input_tokens = "cache_read", cache_creation_input_tokens = "cache_write"}
+local start = {input_tokens = "in", cache_read_input_tokens = "cache_read", cache_creation_input_tokens = "cache_write"}
+local details = {cached_tokens = "cached"}
+local meta = {prompt_tokens = "in", completion_tokens = "out", cached_tokens = "cached"} -- of SGLang's generate
+-- skeleton puts null for all texts of JSON but names of members: what is left of quotes and brackets is JSON's own.
+local function skeleton(text)
+  return (text:gsub("\\.", ""):gsub('"[^"]*"(%s*:?)', function(after)
+    if after:byte(-1) ~= 58 then return "null" .. after end
+  end))
+end
+-- members returns those of a skeleton's object that are objects, by their names, and the text of the others.
+local function members(object)
+  local found = {}
+  local flat = object:sub(2, -2):gsub("%b[]", "null"):gsub('"([^"]*)"%s*:%s*(%b{})', function(name, value)
+    found[name] = value
+    return ""
+  end)
+  return found, flat
+end
+local function take(data, object, keys)
+  if not object then return end
+  local inner, flat = members(object)
+  for name, value in flat:gmatch('"([^"]*)"%s*:%s*([^%s,]+)') do
+    local n = keys[name] and tonumber(value)
+    if n then data:set(namespace, keys[name], (n >= 0 and n < 9007199254740992) and n or -1) end
+  end
+  if keys == usage then
+    take(data, inner.prompt_tokens_details or inner.input_tokens_details, details)
+  end
+end
+local function read(data, event)
+  local top = skeleton(event):match("^%s*(%b{})")
+  if not top then return end
+  local found = members(top)
+  if found.message then take(data, members(found.message).usage, start) end
+  if found.response then take(data, members(found.response).usage, usage) end
+  take(data, found.usage, usage)
+  take(data, found.meta_info, meta)
+end
+-- lines reads whole lines.
+local function lines(handle, text)
+  if not text:find('usage"', 1, true) and not text:find('"meta_info"', 1, true) then return end
+  for line in text:gmatch("[^\r\n]+") do
+    if line:find("^data:") and (line:find('"usage"%s*:%s*{') or line:find('"meta_info"%s*:%s*{')) then
+      read(handle:streamInfo():dynamicMetadata(), line:sub(6))
+    end
+  end
+end
+function envoy_on_response(handle)
+  local kept, size = {}, 0 -- the beginning of a line, in pieces
+  for chunk in handle:bodyChunks() do
+    local text = chunk:getBytes(0, chunk:length())
+    if size == 0 and text:byte(-1) == 10 then
+      lines(handle, text)
+    else
+      local last = text:match("^.*()\n") or 0
+      if last > 0 then
+        kept[#kept + 1] = text:sub(1, last)
+        lines(handle, table.concat(kept))
+        kept, size, text = {}, 0, text:sub(last + 1)
+      end
+      if text ~= "" then kept[#kept + 1], size = text, size + #text end
+      if size > longest then kept, size = {"-"}, 1 end -- so that its rest is no line of data
+    end
+  end
+  lines(handle, table.concat(kept))
+end
