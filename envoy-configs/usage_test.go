@@ -18,7 +18,7 @@ import (
 	"tandem/envoy-configs/lua"
 )
 
-// counted is a bootstrap with the script that reads the tokens of streams, and a log of what it found.
+// counted is a bootstrap with the script that reads the tokens of answers, and a log of what it found.
 const counted = `
 admin: {address: {socket_address: {address: 127.0.0.1, port_value: %[2]s}}}
 static_resources:
@@ -50,10 +50,10 @@ static_resources:
       address: 127.0.0.1, port_value: %[4]s}}}}]}]}
 `
 
-// The script that reads the tokens of streams, in a real Envoy: every API's form, however events are cut into pieces.
+// The script that reads the tokens of answers, in a real Envoy: every API's form, however they are cut into pieces.
 // What a client can have an engine repeat is not taken for the engine's own word, and what is no number is said to be
-// none. The client gets the stream as it was.
-func TestStreamsAreRead(t *testing.T) {
+// none. The client gets the answer as it was.
+func TestTokensAreRead(t *testing.T) {
 	data := func(events ...string) string { return "data: " + strings.Join(events, "\n\ndata: ") + "\n\n" }
 	const word = `{"id":"x","choices":[{"delta":{"content":"hi"}}],"usage":null}`
 	chat := data(word, word, `{"choices":[],"usage":{"prompt_tokens":10,"total_tokens":14,"completion_tokens":4,`+
@@ -62,7 +62,7 @@ func TestStreamsAreRead(t *testing.T) {
 	quoted, err := json.Marshal(forged + `}]" \" {[`)
 	require.NoError(t, err)
 	long := data(`{"x":"` + strings.Repeat("long ", 1<<20) + `","usage":{"prompt_tokens":1}}`)
-	cases := map[string]struct{ stream, want string }{
+	cases := map[string]struct{ answer, want string }{
 		"chat":                       {chat, `{"in":10,"out":4,"cached":8}`},
 		"nothing said":               {data(word, word, "[DONE]"), ``},
 		"lines end CRLF":             {strings.ReplaceAll(chat, "\n", "\r\n"), `{"in":10,"out":4,"cached":8}`},
@@ -80,18 +80,30 @@ func TestStreamsAreRead(t *testing.T) {
 		"SGLang's generate": {data(`{"text":"a\"","meta_info":{"id":"}{","prompt_tokens":3,"completion_tokens":1}}`,
 			`{"text":"ab","meta_info":{"id":"\\","prompt_tokens":3,"completion_tokens":2,"cached_tokens":1,`+
 				`"finish_reason":{"type":"stop","matched":"}"}}}`), `{"in":3,"out":2,"cached":1}`},
-		"a choice of it":   {data(`{"choices":[` + forged + `]}`), ``},
-		"in a text":        {data(`{"choices":[{"text":` + string(quoted) + `}]}`), ``},
-		"no number":        {data(`{"usage":{"prompt_tokens":"10","completion_tokens":null,"total_tokens":3}}`), ``},
-		"absurd":           {data(`{"usage":{"prompt_tokens":-5,"completion_tokens":1e999}}`), `{"in":-1,"out":-1}`},
-		"half a token":     {data(`{"usage":{"completion_tokens":1.5}}`), `{"out":1.5}`},
-		"no JSON":          {data(`{"usage":{"completion_tokens":`, `}{`, `["usage":{"completion_tokens":1}]`), ``},
-		"an overlong line": {long + chat, `{"in":10,"out":4,"cached":8}`},
+		"a choice of it": {data(`{"choices":[` + forged + `]}`), ``},
+		"in a text":      {data(`{"choices":[{"text":` + string(quoted) + `}]}`), ``},
+		"no number":      {data(`{"usage":{"prompt_tokens":"10","completion_tokens":null,"total_tokens":3}}`), ``},
+		"absurd":         {data(`{"usage":{"prompt_tokens":-5,"completion_tokens":1e999}}`), `{"in":-1,"out":-1}`},
+		"half a token":   {data(`{"usage":{"completion_tokens":1.5}}`), `{"out":1.5}`},
+		"no JSON":        {data(`{"usage":{"completion_tokens":`, `}{`, `["usage":{"completion_tokens":1}]`), ``},
+		"plain chat": {`{"choices":[{"message":{"content":` + string(quoted) + `}}],` +
+			`"usage":{"prompt_tokens":10,"completion_tokens":4}}`, `{"in":10,"out":4}`},
+		"plain messages": {"\n" + `{"content":[],"usage" : {"input_tokens": 5, "cache_read_input_tokens": 3,` +
+			` "output_tokens": 9}}`, `{"in":5,"cache_read":3,"out":9}`},
+		"plain embeddings": {`{"data":[{"embedding":[` + strings.Repeat("-0.123456789,", 50_000) +
+			`1]}],"usage":{"prompt_tokens":7}}`, `{"in":7}`},
+		"plain and too large": {`{"x":"` + strings.Repeat("long", 1<<20) + `","usage":{"prompt_tokens":1}}`, ``},
+		"plain and cut short": {`{"usage":{"prompt_tokens":1},"choices":[{"text":"`, ``},
+		"an overlong line":    {long + chat, `{"in":10,"out":4,"cached":8}`},
 	}
 	engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("content-type", "text/event-stream")
+		kind := "text/event-stream"
+		if strings.HasPrefix(r.URL.Path, "/plain") {
+			kind = "application/json"
+		}
+		w.Header().Set("content-type", kind)
 		name, pieces, _ := strings.Cut(r.URL.Path[1:], "/")
-		text := cases[strings.ReplaceAll(name, "-", " ")].stream
+		text := cases[strings.ReplaceAll(name, "-", " ")].answer
 		for size := map[string]int{"whole": 1 << 20, "cut": 50, "bytes": 1}[pieces]; text != ""; {
 			n := min(size, len(text))
 			_, _ = w.Write([]byte(text[:n]))
@@ -112,7 +124,7 @@ func TestStreamsAreRead(t *testing.T) {
 	want := map[string]string{}
 	for name, c := range cases {
 		for _, pieces := range []string{"whole", "cut", "bytes"} {
-			if pieces != "whole" && len(c.stream) > 1<<16 || pieces == "bytes" && len(c.stream) > 400 {
+			if pieces != "whole" && len(c.answer) > 1<<16 || pieces == "bytes" && len(c.answer) > 400 {
 				continue
 			}
 			path := "/" + strings.ReplaceAll(name, " ", "-") + "/" + pieces
@@ -121,7 +133,7 @@ func TestStreamsAreRead(t *testing.T) {
 			text, err := io.ReadAll(got.Body)
 			require.NoError(t, err)
 			require.NoError(t, got.Body.Close())
-			require.Equal(t, c.stream, string(text), name)
+			require.Equal(t, c.answer, string(text), name)
 			want[path] = c.want
 		}
 	}

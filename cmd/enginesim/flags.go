@@ -104,6 +104,8 @@ func engineFlags(f *flag.FlagSet, c *api.Config) {
 		"nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
 	f.DurationVar(&c.DecodeStep, "decode-step", 0,
 		"time of a decode step, in which every running answer gets one token; 0: instantaneous")
+	f.BoolVar(&c.Uncounted, "uncounted", false,
+		"metrics say no tokens of answers, and no times between them, as TensorRT-LLM's")
 }
 
 // eventFlags are those of KV events.

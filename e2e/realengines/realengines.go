@@ -21,9 +21,9 @@ import (
 )
 
 // Serve runs Tandem for one pool, and Envoy in front of it, until the test ends. pool is an entry of the
-// configuration's pools. front is Envoy's address for clients, admin Tandem's for operators. Tests run in a folder two
-// below the repository's root.
-func Serve(t *testing.T, pool string) (front, admin string) {
+// configuration's pools, more are further lines of its top. front is Envoy's address for clients, admin Tandem's for
+// operators. Tests run in a folder two below the repository's root.
+func Serve(t *testing.T, pool string, more ...string) (front, admin string) {
 	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
@@ -36,8 +36,9 @@ func Serve(t *testing.T, pool string) (front, admin string) {
 replan:  {listen: %q}
 admin:   {listen: %q}
 envoy:   {listen: %q, admin: %q}
+%s
 pools:
-%s`, addrs[0], addrs[1], admin, front, addrs[4], pool), 0o600))
+%s`, addrs[0], addrs[1], admin, front, addrs[4], strings.Join(more, "\n"), pool), 0o600))
 	Start(t, dir, "tandem", tandem, "serve", "-f", config)
 	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
 	require.NoError(t, err, "tandem envoy")

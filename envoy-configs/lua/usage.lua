@@ -1,16 +1,32 @@
--- Tokens in the events of a stream, for the access log (docs/adr/0069). Most events say none: they cost a look for a word.
-local namespace, longest = "tandem.usage", 1048576 -- longest: bytes of a line that is kept; more pass unread
+-- Tokens that answers say, for the access log (docs/adr/0069). Most events of a stream say none: they cost a look for a word.
+local namespace = "tandem.usage"
+local longest, largest = 1048576, 4194304 -- bytes of a stream's line, and of another answer; more pass unread
 -- Members with numbers, and the keys that these get.
 local usage = {prompt_tokens = "in", completion_tokens = "out", input_tokens = "in", output_tokens = "out",
   cache_read_input_tokens = "cache_read", cache_creation_input_tokens = "cache_write"}
 local start = {input_tokens = "in", cache_read_input_tokens = "cache_read", cache_creation_input_tokens = "cache_write"}
 local details = {cached_tokens = "cached"}
 local meta = {prompt_tokens = "in", completion_tokens = "out", cached_tokens = "cached"} -- of SGLang's generate
--- skeleton puts null for all texts of JSON but names of members: what is left of quotes and brackets is JSON's own.
+-- skeleton puts null for all texts of JSON but names of members: what is left of quotes and brackets is JSON's own. It
+-- looks for quotes alone, which is fast in long texts and long lists of numbers.
 local function skeleton(text)
-  return (text:gsub("\\.", ""):gsub('"[^"]*"(%s*:?)', function(after)
-    if after:byte(-1) ~= 58 then return "null" .. after end
-  end))
+  local out, at = {}, 1
+  while true do
+    local open = text:find('"', at, true)
+    if not open then break end
+    local close = open
+    repeat
+      close = text:find('"', close + 1, true)
+      if not close then return "" end
+      local slashes = close
+      while text:byte(slashes - 1) == 92 do slashes = slashes - 1 end
+    until (close - slashes) % 2 == 0
+    out[#out + 1] = text:sub(at, open - 1)
+    out[#out + 1] = text:find("^%s*:", close + 1) and text:sub(open, close) or "null"
+    at = close + 1
+  end
+  out[#out + 1] = text:sub(at)
+  return table.concat(out)
 end
 -- members returns those of a skeleton's object that are objects, by their names, and the text of the others.
 local function members(object)
@@ -32,10 +48,11 @@ local function take(data, object, keys)
     take(data, inner.prompt_tokens_details or inner.input_tokens_details, details)
   end
 end
-local function read(data, event)
-  local top = skeleton(event):match("^%s*(%b{})")
+local function read(handle, text)
+  if not text:find('"usage"%s*:%s*{') and not text:find('"meta_info"%s*:%s*{') then return end
+  local top = skeleton(text):match("^%s*(%b{})")
   if not top then return end
-  local found = members(top)
+  local found, data = members(top), handle:streamInfo():dynamicMetadata()
   if found.message then take(data, members(found.message).usage, start) end
   if found.response then take(data, members(found.response).usage, usage) end
   take(data, found.usage, usage)
@@ -45,12 +62,10 @@ end
 local function lines(handle, text)
   if not text:find('usage"', 1, true) and not text:find('"meta_info"', 1, true) then return end
   for line in text:gmatch("[^\r\n]+") do
-    if line:find("^data:") and (line:find('"usage"%s*:%s*{') or line:find('"meta_info"%s*:%s*{')) then
-      read(handle:streamInfo():dynamicMetadata(), line:sub(6))
-    end
+    if line:find("^data:") then read(handle, line:sub(6)) end
   end
 end
-function envoy_on_response(handle)
+local function stream(handle)
   local kept, size = {}, 0 -- the beginning of a line, in pieces
   for chunk in handle:bodyChunks() do
     local text = chunk:getBytes(0, chunk:length())
@@ -68,4 +83,21 @@ function envoy_on_response(handle)
     end
   end
   lines(handle, table.concat(kept))
+end
+local function whole(handle)
+  local kept, size = {}, 0
+  for chunk in handle:bodyChunks() do
+    local length = chunk:length()
+    size = size + length
+    if size > largest then return end
+    kept[#kept + 1] = chunk:getBytes(0, length)
+  end
+  read(handle, table.concat(kept))
+end
+function envoy_on_response(handle)
+  if (handle:headers():get("content-type") or ""):find("event-stream", 1, true) then
+    stream(handle)
+  else
+    whole(handle)
+  end
 end
