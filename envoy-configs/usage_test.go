@@ -88,6 +88,11 @@ func TestTokensAreRead(t *testing.T) {
 		"no JSON":        {data(`{"usage":{"completion_tokens":`, `}{`, `["usage":{"completion_tokens":1}]`), ``},
 		"plain chat": {`{"choices":[{"message":{"content":` + string(quoted) + `}}],` +
 			`"usage":{"prompt_tokens":10,"completion_tokens":4}}`, `{"in":10,"out":4}`},
+		"plain and nulls follow": {`{"x":` + string(quoted) + `,"usage":{"prompt_tokens":10},"kv_transfer_params":null, "y":"z"}`,
+			`{"in":10}`},
+		"plain and objects follow": {`{"usage":{"prompt_tokens":10},"kv_transfer_params":{"usage":{"prompt_tokens":1},"z":null}}`,
+			`{"in":10}`},
+		"plain and in an object": {`{"x":{"usage":{"prompt_tokens":10}}}`, ``},
 		"plain messages": {"\n" + `{"content":[],"usage" : {"input_tokens": 5, "cache_read_input_tokens": 3,` +
 			` "output_tokens": 9}}`, `{"in":5,"cache_read":3,"out":9}`},
 		"plain embeddings": {`{"data":[{"embedding":[` + strings.Repeat("-0.123456789,", 50_000) +

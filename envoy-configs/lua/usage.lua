@@ -50,9 +50,15 @@ local function take(data, object, keys)
 end
 local function read(handle, text)
   if not text:find('"usage"%s*:%s*{') and not text:find('"meta_info"%s*:%s*{') then return end
+  local data = handle:streamInfo():dynamicMetadata()
+  local last = text:find("^%s*{") and text:match('"usage"%s*:%s*(%b{})[^{}%[%]]*}%s*$')
+  if last then -- the last object of all: what is before it need not be read
+    take(data, skeleton(last), usage)
+    return
+  end
   local top = skeleton(text):match("^%s*(%b{})")
   if not top then return end
-  local found, data = members(top), handle:streamInfo():dynamicMetadata()
+  local found = members(top)
   if found.message then take(data, members(found.message).usage, start) end
   if found.response then take(data, members(found.response).usage, usage) end
   take(data, found.usage, usage)
