@@ -254,7 +254,7 @@ var guarded = map[string][]string{
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "internal/replica",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "envoy-configs/layout", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/layout", "docs (test)",
 	},
 }
 

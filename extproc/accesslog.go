@@ -20,6 +20,7 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/extproc/usage"
 	"tandem/internal/guard"
+	"tandem/kvstate"
 )
 
 // Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
@@ -132,7 +133,8 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	}
 	used := s.observer.RequestEnded(t, e, took, first, mine)
 	if mine && used != nil {
-		s.learn(t, e, used)
+		telemetry.TraceAnswer(s.Tracer, t, e, used)
+		learn(s.State, t, e, used)
 	}
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
@@ -146,8 +148,8 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 const mostKept = 4 << 20
 
 // learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
-func (s *Server) learn(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
-	pool := s.State.Pool(t.Pool)
+func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
+	pool := state.Pool(t.Pool)
 	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
 		return
 	}
@@ -160,7 +162,7 @@ func (s *Server) learn(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Use
 		prompt = *u.Prompt
 	}
 	if endpoint := pool.Endpoint(telemetry.AnsweredBy(t)); endpoint != nil {
-		s.State.Answered(endpoint, u.Model, prompt, *u.Answer, writing)
+		kvstate.Answered(endpoint, u.Model, prompt, *u.Answer, writing, time.Now())
 	}
 }
 

@@ -110,7 +110,6 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
-	s.observer.Tracer = o.Tracer
 	if m != nil && m.Usage != nil {
 		m.Usage.Promised = func(pool string) usage.Promise {
 			policy, _ := s.passes.Policy(pool)

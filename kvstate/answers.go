@@ -9,7 +9,7 @@ import (
 
 // No hop shows the length of an answer or the time of its tokens, because answers do not pass through Tandem. The
 // engines count both. The difference of two scrapes yields a pool's mean answer length, and how much slower than
-// modelled an endpoint decodes. Where Envoy counts tokens, it says both of each request: see [State.Answered].
+// modelled an endpoint decodes. Where Envoy counts tokens, it says both of each request: see [Answered].
 
 // Assumed decode speed until engines have reported theirs: a 70B-class model on eight H100s.
 const (
@@ -59,7 +59,7 @@ func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
 		return
 	}
 	// Each running answer is within a gap, so the gaps of one second add up to the number of answers.
-	e.learnSteps(d, d.GapTime.Seconds()/apart, e.kvBetween(before, after), after.ScrapedAt.UnixNano())
+	learnSteps(e, d, d.GapTime.Seconds()/apart, e.kvBetween(before, after), after.ScrapedAt.UnixNano())
 }
 
 // scrapeInterval is the usual time between two scrapes, mostScrapes how many of them an answer counts for at most.
@@ -71,12 +71,12 @@ const (
 // Answered records an answer that the endpoint gave, as whoever passed it counts: tokens of its prompt and its own, and
 // the time from the first to the last of them, 0 if that is not known. What the engine itself counts, it counts of all
 // answers, and better: then only the model's length is new.
-func (s *State) Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duration) {
+func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duration, now time.Time) {
 	if e.load == nil || e.Role&RoleDecode == 0 || tokens <= 0 {
 		return
 	}
 	e.load.byModel.Add(model, tokens)
-	now, g, booked := s.o.Now(), UnknownSignals(), e.RemoteLoad()
+	g, booked := UnknownSignals(), e.RemoteLoad()
 	if known := e.signals.Load(); known.Trust(now) > 0 {
 		g = *known
 	}
@@ -96,17 +96,17 @@ func (s *State) Answered(e *Endpoint, model string, prompt, tokens int64, took t
 		n := max(min(int64((took+scrapeInterval-1)/scrapeInterval)/batch, mostScrapes, tokens-1), 1)
 		for range n {
 			d := AnswerCounters{Gaps: (tokens - 1) / n, GapTime: took / time.Duration(n)}
-			e.learnSteps(d, float64(batch), kv, now.UnixNano())
+			learnSteps(e, d, float64(batch), kv, now.UnixNano())
 		}
 	}
 }
 
-// AnswerTokens returns the mean tokens of a model's answers; 0 if too few were counted.
-func (p *Pool) AnswerTokens(model string) float64 { return p.load.byModel.Mean(model) }
+// AnswerTokens returns the mean tokens of a model's answers in a pool; 0 if too few were counted.
+func AnswerTokens(p *Pool, model string) float64 { return p.load.byModel.Mean(model) }
 
 // learnSteps records the times between tokens of answers that ran in a batch of some, with so many tokens of KV. The
 // caller holds e.load.mu.
-func (e *Endpoint) learnSteps(d AnswerCounters, batch, kv float64, now int64) {
+func learnSteps(e *Endpoint, d AnswerCounters, batch, kv float64, now int64) {
 	if d.Gaps <= 0 || d.GapTime <= 0 {
 		return
 	}

@@ -129,11 +129,11 @@ func TestEnvoyTeachesWhatEnginesDoNotCount(t *testing.T) {
 							continue
 						}
 						for ; ends < int64(now.Sub(began))*running/int64(answer); ends++ {
-							s.Answered(d, "m", kv/running, tokens, Seconds((tokens-1)*step))
+							Answered(d, "m", kv/running, tokens, Seconds((tokens-1)*step), now)
 						}
 					}
-					require.Equal(t, !counts, p.AnswerTokens("m") > 0)
-					require.Zero(t, p.AnswerTokens("other"))
+					require.Equal(t, !counts, AnswerTokens(p, "m") > 0)
+					require.Zero(t, AnswerTokens(p, "other"))
 					return pace, length
 				}
 				countedPace, countedLength := learned(true)
@@ -169,15 +169,15 @@ func TestAnEnginesOwnCountsComeFirst(t *testing.T) {
 	before := look().Step
 	answered := func(n int) {
 		for range n {
-			s.Answered(p.Endpoint("d"), "m", 100, 500, time.Minute)
-			s.Answered(p.Endpoint("p"), "m", 100, 1, 0)
-			s.Answered(p.Endpoint("d"), "m", 100, 1<<40, time.Minute)
-			s.Answered(p.Endpoint("d"), "m", 100, 0, time.Minute)
+			Answered(p.Endpoint("d"), "m", 100, 500, time.Minute, now)
+			Answered(p.Endpoint("p"), "m", 100, 1, 0, now)
+			Answered(p.Endpoint("d"), "m", 100, 1<<40, time.Minute, now)
+			Answered(p.Endpoint("d"), "m", 100, 0, time.Minute, now)
 		}
 	}
 	answered(100)
 	require.InDelta(t, before, look().Step, 0)
-	require.InDelta(t, 500, p.AnswerTokens("m"), 0)
+	require.InDelta(t, 500, AnswerTokens(p, "m"), 0)
 	now = now.Add(signalsDead)
 	answered(100)
 	require.Greater(t, look().Step, 4*before, "a token in 120 ms")

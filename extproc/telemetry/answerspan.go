@@ -18,14 +18,19 @@ import (
 // answer has ended.
 const SpanAnswer = "tandem answer"
 
-// spanAnswer makes that span, below the last one of the request's trace, if that is recorded. The attributes are those of
-// OpenTelemetry's semantic conventions for GenAI (2026-06, in development).
-func (o *Observer) spanAnswer(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used, ended string) {
-	if o.Tracer == nil || u == nil || exemplarIn(e.Traceparent) == nil {
+// TraceAnswer makes that span, below the last one of the request's trace, if that is recorded. The attributes are those
+// of OpenTelemetry's semantic conventions for GenAI (2026-06, in development).
+func TraceAnswer(tracer trace.Tracer, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
+	if tracer == nil || len(e.Traceparent) == 0 {
 		return
 	}
-	parent := propagation.TraceContext{}.Extract(context.Background(), &carrier{Traceparent: string(e.Traceparent)})
-	_, span := o.Tracer.Start(parent, SpanAnswer, trace.WithTimestamp(e.Start), trace.WithAttributes(
+	parent := propagation.TraceContext{}.Extract(context.Background(),
+		propagation.MapCarrier{envoywire.HeaderTraceparent: string(e.Traceparent)})
+	if !trace.SpanContextFromContext(parent).IsSampled() {
+		return
+	}
+	ended := EndedAs(t, e)
+	_, span := tracer.Start(parent, SpanAnswer, trace.WithTimestamp(e.Start), trace.WithAttributes(
 		attribute.String("tandem.request_id", string(e.RequestID)), attribute.String("tandem.pool", t.Pool),
 		attribute.String("tandem.decode.endpoint", AnsweredBy(t)), attribute.String("tandem.ended", ended),
 		attribute.Int("http.response.status_code", e.Status), attribute.Bool("gen_ai.request.stream", u.Streamed),
@@ -57,7 +62,7 @@ func (o *Observer) spanAnswer(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *us
 	if u.FirstToken > 0 {
 		span.AddEvent("first token", trace.WithTimestamp(t.Started.Add(u.FirstToken)))
 	}
-	if ended == "failed" || ended == EndedCut {
+	if ended == "failed" {
 		span.SetStatus(otelcodes.Error, "answer failed")
 	}
 }

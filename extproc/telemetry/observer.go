@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"time"
 
-	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/time/rate"
 
 	"tandem/extproc/envoywire"
@@ -25,9 +24,8 @@ import (
 type Observer struct {
 	*Metrics
 	*Recent
-	Tracer trace.Tracer // nil: no traces. Set it before requests come
-	log    *slog.Logger
-	cuts   *rate.Limiter // of log lines about answers that broke off: the end of an engine cuts many at once
+	log  *slog.Logger
+	cuts *rate.Limiter // of log lines about answers that broke off: the end of an engine cuts many at once
 }
 
 // cutsLogged is the number of answers that broke off that the log names each second.
@@ -64,7 +62,6 @@ func (o *Observer) RequestEnded(
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
 		o.liveTotals.usage.ended(used)
-		o.spanAnswer(t, e, used, ended)
 		if ended == EndedTicketRefused {
 			o.liveTotals.ticketFailures.Add(1)
 		}

@@ -15,7 +15,6 @@ type Config struct {
 	MaxModelLen  int     // prompt and answer together, tokens
 	PrefillSpeed float64 // tokens/s; 0 is instantaneous
 	DecodeStep   time.Duration
-	Uncounted    bool   // metrics say no tokens of answers, and no times between them, as TensorRT-LLM's
 	Faithful     bool   // answer violations as vLLM does: 200 with wrong text
 	Events       string // endpoint of the KV events as vLLM names it; "": none
 	EventsReplay string

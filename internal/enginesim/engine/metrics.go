@@ -187,11 +187,7 @@ func (c *Collector) Counter(name, help string, v int64, labels ...string) {
 // Collect sends the engine's own series.
 func (e *Engine) Collect(c *Collector) {
 	m := e.Metrics
-	all := []prometheus.Histogram{m.firstToken, m.latency, m.promptTokens}
-	if !e.Cfg.Uncounted {
-		all = append(all, m.genTokens, m.gaps)
-	}
-	for _, h := range all {
+	for _, h := range []prometheus.Histogram{m.firstToken, m.latency, m.promptTokens, m.genTokens, m.gaps} {
 		c.Ch <- h
 	}
 	e.collectLoad(c)
@@ -219,9 +215,7 @@ func (e *Engine) collectLoad(c *Collector) {
 	}
 	c.Gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", e.Pool.Usage())
 	c.Counter("vllm:num_preemptions_total", "Cumulative number of preemption from the engine.", 0)
-	if !e.Cfg.Uncounted {
-		c.Counter("vllm:generation_tokens_total", "Number of generation tokens processed.", m.generated.Load())
-	}
+	c.Counter("vllm:generation_tokens_total", "Number of generation tokens processed.", m.generated.Load())
 	m.finished.Each(func(reason string, n int64) {
 		c.Counter("vllm:request_success_total", "Count of successfully processed requests.", n, "finished_reason",
 			reason)
