@@ -257,6 +257,7 @@ func TestTokensAgree(t *testing.T) {
 	require.Zero(t, sum("tandem_answers_without_usage_total", `reason="absurd"`))
 	require.Positive(t, sum("tandem_time_to_first_token_seconds_count"))
 	require.Positive(t, sum("tandem_promises_total", `result="kept"`))
+	require.Positive(t, sum("tandem_time_to_first_token_ratio_count"), "first tokens as expected, and as they came")
 }
 
 // Over xDS Envoy gets what counts tokens, too, and both legs at once are counted as one request.
