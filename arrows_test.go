@@ -25,7 +25,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
+	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
 	"envoy-configs/lua":     {},
 	"envoy-configs/logwhen": {},
 	"envoy-configs/match":   {},
@@ -41,6 +41,8 @@ var arrows = map[string][]string{
 	"kvstate/engineclock":      {"internal/zmtp"},
 	"kvstate/kvloads":          {},
 	"kvstate/kvroom":           {},
+	"kvstate/lengths":          {},
+	"kvstate/speed":            {},
 	"kvstate/standstill":       {},
 	"kvstate/fleetclock":       {},
 	"envoy-configs/cors":       {"protos/config/v1"},
@@ -253,7 +255,7 @@ var guarded = map[string][]string{
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "internal/replica",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "envoy-configs/layout", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/layout", "docs (test)",
 	},
 }
 

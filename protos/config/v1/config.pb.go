@@ -214,8 +214,7 @@ func (x *Tracing) GetSampleRatio() float64 {
 	return 0
 }
 
-// Tokens and times of every request, as its answer and Envoy's access log report them (docs/howto/count-tokens.md). It
-// needs Envoy 1.40: earlier ones refuse the configuration.
+// Tokens and times of every request, as its answer and Envoy's access log report them (docs/howto/count-tokens.md).
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request header that names the tenant. Only what stands in front of Envoy, or a filter of it, should set it: a
