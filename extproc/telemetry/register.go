@@ -191,29 +191,39 @@ func (r registry) handOvers() handOverMetrics {
 type streamMetrics struct {
 	process       *prometheus.HistogramVec // role; seconds
 	work          [len(workRoles)][works]prometheus.Observer
-	ticketBytes   prometheus.Histogram
-	forgedTickets prometheus.Counter
+	tickets       ticketMetrics
 	controlFields prometheus.Counter
 	panics        *prometheus.CounterVec
+	Hooks         *prometheus.HistogramVec // hook; seconds. Inside Envoy: for how long a hook held its worker
+}
+
+type ticketMetrics struct {
+	bytes  prometheus.Histogram
+	forged prometheus.Counter
 }
 
 func (r registry) streams() streamMetrics {
 	m := streamMetrics{
 		process: r.histogram("tandem_ext_proc_duration_seconds",
 			"Time of one ext_proc stream, waiting for the body included.", workBuckets(), "role"),
-		ticketBytes: r.NewHistogram(histogramOpts("tandem_ticket_bytes",
-			"Size of the tickets that carry KV parameters, as header values.",
-			prometheus.ExponentialBuckets(256, 2, 9))),
-		forgedTickets: r.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_tickets_refused_total",
-			Help: "Tickets that are forged, of another request, or of another stage.",
-		}),
+		tickets: ticketMetrics{
+			bytes: r.NewHistogram(histogramOpts("tandem_ticket_bytes",
+				"Size of the tickets that carry KV parameters, as header values.",
+				prometheus.ExponentialBuckets(256, 2, 9))),
+			forged: r.NewCounter(prometheus.CounterOpts{
+				Name: "tandem_tickets_refused_total",
+				Help: "Tickets that are forged, of another request, or of another stage.",
+			}),
+		},
 		controlFields: r.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_control_fields_cut_total",
 			Help: "Requests with members that a client must not send, which were cut.",
 		}),
 		panics: r.counter("tandem_panics_total",
 			"Panics of handlers, which cost the request or message that was handled.", "where"),
+		Hooks: r.histogram("tandem_hook_seconds",
+			"Time for which a hook of the filter inside Envoy held its worker.",
+			[]float64{.00005, .0002, .001, .005, .02, .1, 1}, "hook"),
 	}
 	m.work = workOf(r.histogram("tandem_ext_proc_phase_seconds",
 		"Time of one phase of an ext_proc stream: receive (waiting for Envoy and the client), scan, decide, answer.",
