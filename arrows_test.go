@@ -26,6 +26,7 @@ const module = "tandem"
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
 	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
+	"envoy-configs/inside":  {},
 	"envoy-configs/lua":     {},
 	"envoy-configs/logwhen": {},
 	"envoy-configs/match":   {},
@@ -108,7 +109,8 @@ var arrows = map[string][]string{
 	"extproc/paths":          {},
 	// One pass of a request: it knows neither gRPC nor Envoy's messages.
 	"extproc/pass": {
-		"extproc/answer", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/migration",
+		"extproc/answer", "extproc/concurrent", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding",
+		"extproc/migration",
 		"extproc/models", "extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
 		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "kvstate/standstill", "picker",
 	},
@@ -129,7 +131,7 @@ var arrows = map[string][]string{
 	"protos/state/v1":        {},
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
-	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
+	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/inside", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
 		"envoy-configs/match", "envoy-configs/usage", "extproc/envoywire",
 	},
 	"cmd/tandem": {
@@ -151,9 +153,10 @@ var arrows = map[string][]string{
 	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
 	"carrier": {"carrier/filter", "internal/replica", "internal/version"},
 	"carrier/filter": {
-		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/migration",
-		"extproc/models", "extproc/openai", "extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
-		"internal/guard", "internal/memory", "internal/periodic", "kvstate", "extproc (test)",
+		"extproc/answer", "extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer",
+		"extproc/latebinding", "extproc/migration", "extproc/models", "extproc/openai", "extproc/pass", "extproc/paths",
+		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "internal/memory", "internal/periodic",
+		"kvstate", "extproc (test)",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -222,7 +225,7 @@ var arrows = map[string][]string{
 var guarded = map[string][]string{
 	"github.com/envoyproxy/": {
 		"internal/xds", "internal/gatewayextension", "extproc (test)", "extproc/envoywire (test)",
-		"extproc/envoywire/wiretest", "envoy-configs", "envoy-configs/usage", "envoy-configs/logwhen",
+		"extproc/envoywire/wiretest", "envoy-configs", "envoy-configs/inside", "envoy-configs/usage", "envoy-configs/logwhen",
 	},
 	"k8s.io/": {
 		"kvstate/discovery", "deploy (test)",
@@ -255,7 +258,7 @@ var guarded = map[string][]string{
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "internal/replica",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/layout", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/inside", "envoy-configs/layout", "docs (test)",
 	},
 }
 

@@ -31,7 +31,7 @@ var reaching = map[string]reach{
 	"extproc/telemetry.Trace":             {5, 42},
 	"internal/enginesim/api.Config":       {6, 52},
 	"internal/enginesim/api.Record":       {5, 35},
-	"internal/enginesim/api.Server":       {87, 47},
+	"internal/enginesim/api.Server":       {86, 47},
 	"internal/enginesim/api.call":         {62, 20},
 	"internal/enginesim/connector.Config": {5, 42},
 	"internal/enginesim/connector.Node":   {49, 35},

@@ -68,7 +68,7 @@ var branching = map[string]struct {
 var longLines = map[string]int{
 	"cmd/tandem":       43,
 	"envoy-configs":    32,
-	"extproc":          36,
+	"extproc":          34,
 	"internal/replica": 23,
 	"status":           2,
 }

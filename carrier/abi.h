@@ -24,7 +24,12 @@ typedef struct {
 } header;
 
 enum { REQUEST_HEADERS = 0, RESPONSE_HEADERS = 2 };  // http_header_type
-enum { RECEIVED = 0, BUFFERED = 1 };                 // http_body_type, of requests
+enum {                                               // http_body_type
+  RECEIVED = 0,
+  BUFFERED = 1,
+  ANSWER_RECEIVED = 2,
+  ANSWER_BUFFERED = 3,
+};
 enum {                                               // attribute_id
   RESPONSE_CODE = 15,
   RESPONSE_CODE_DETAILS = 16,
@@ -32,10 +37,15 @@ enum {                                               // attribute_id
   RESPONSE_SIZE = 21,
 };
 
+// Not called: 1.38 has not got it, and its attributes lack the response's flags, details and size.
+void envoy_dynamic_module_callback_cluster_get_name(void);
+
 size_t envoy_dynamic_module_callback_http_get_headers_size(void*, int);
 bool envoy_dynamic_module_callback_http_get_headers(void*, int, header*);
 bool envoy_dynamic_module_callback_http_get_header(void*, int, bytes, bytes*, size_t, size_t*);
 bool envoy_dynamic_module_callback_http_set_header(void*, int, bytes, bytes);
+void envoy_dynamic_module_callback_http_set_dynamic_metadata_string(void*, bytes, bytes, bytes);
+void envoy_dynamic_module_callback_http_set_dynamic_metadata_number(void*, bytes, bytes, double);
 size_t envoy_dynamic_module_callback_http_get_body_size(void*, int);
 size_t envoy_dynamic_module_callback_http_get_body_chunks_size(void*, int);
 bool envoy_dynamic_module_callback_http_get_body_chunks(void*, int, bytes*);
@@ -50,6 +60,8 @@ void envoy_dynamic_module_callback_http_filter_reset_http_stream(void*, uint64_t
 void envoy_dynamic_module_callback_http_filter_reset_stream(void*, int, bytes);
 void envoy_dynamic_module_callback_http_clear_route_cache(void*);
 void envoy_dynamic_module_callback_http_filter_continue_decoding(void*);
+void envoy_dynamic_module_callback_http_filter_continue_encoding(void*);
+bool envoy_dynamic_module_callback_http_received_buffered_response_body(void*);
 bool envoy_dynamic_module_callback_http_filter_recreate_stream(void*, header*, size_t);
 int envoy_dynamic_module_callback_http_filter_http_callout(void*, uint64_t*, bytes, header*, size_t, bytes, uint64_t);
 bool envoy_dynamic_module_callback_http_filter_get_attribute_int(void*, int, uint64_t*);
@@ -57,12 +69,22 @@ bool envoy_dynamic_module_callback_http_filter_get_attribute_string(void*, int, 
 void* envoy_dynamic_module_callback_http_filter_scheduler_new(void*);
 void envoy_dynamic_module_callback_http_filter_scheduler_commit(void*, uint64_t);
 void envoy_dynamic_module_callback_http_filter_scheduler_delete(void*);
+int envoy_dynamic_module_callback_http_filter_config_http_callout(void*, uint64_t*, bytes, header*, size_t, bytes,
+                                                                  uint64_t);
+void* envoy_dynamic_module_callback_http_filter_config_scheduler_new(void*);
+void envoy_dynamic_module_callback_http_filter_config_scheduler_commit(void*, uint64_t);
+void envoy_dynamic_module_callback_http_filter_config_scheduler_delete(void*);
 
-// request is a filter of Envoy's as this library has it.
+// request is a filter of Envoy's as this library has it, or a configuration of one.
 typedef struct {
-  uintptr_t handle;  // of the Go value
+  uintptr_t handle;  // of the Go value; 0: it has none
   bool hold;         // pieces of the answer are shown to it
   bool streams;      // it makes D's leg by itself, and sends the answer
+  bool upstream;     // it stands behind the router, and holds the answers of pairs
+  void* envoy;       // likewise: Envoy's filter
+  char pair[32];     // likewise: the pair's key; "": none
 } request;
+
+uint64_t tandem_now(void);  // hooks.c
 
 #endif

@@ -13,8 +13,9 @@ import (
 
 // stream is a filter of Envoy's: it implements [filter.Envoy].
 type stream struct {
-	envoy unsafe.Pointer
-	ours  *C.request
+	envoy  unsafe.Pointer
+	ours   *C.request
+	config *configured
 }
 
 // view returns Envoy's memory.
@@ -67,6 +68,26 @@ func (s *stream) RemoveHeader(name string) {
 	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), C.bytes{})
 }
 
+// namespace of what is written into the dynamic metadata.
+const namespace = "tandem"
+
+// SetMetadata implements [filter.Envoy].
+func (s *stream) SetMetadata(name, value string) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	to := pinned(&pin, value)
+	C.envoy_dynamic_module_callback_http_set_dynamic_metadata_string(s.envoy, pinned(&pin, namespace),
+		pinned(&pin, name), to)
+}
+
+// SetMetadataNumber implements [filter.Envoy].
+func (s *stream) SetMetadataNumber(name string, value float64) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	C.envoy_dynamic_module_callback_http_set_dynamic_metadata_number(s.envoy, pinned(&pin, namespace),
+		pinned(&pin, name), C.double(value))
+}
+
 // pinned is text that stays where it is for a call.
 func pinned(pin *runtime.Pinner, s string) C.bytes {
 	if s != "" {
@@ -89,35 +110,39 @@ func (s *stream) BodySize() int {
 }
 
 // AppendBody implements [filter.Envoy].
-func (s *stream) AppendBody(dst []byte) []byte {
-	for _, kind := range [...]C.int{C.BUFFERED, C.RECEIVED} {
-		n := C.envoy_dynamic_module_callback_http_get_body_chunks_size(s.envoy, kind)
-		if n == 0 {
-			continue
-		}
-		pieces := make([]C.bytes, n)
-		if !C.envoy_dynamic_module_callback_http_get_body_chunks(s.envoy, kind, &pieces[0]) {
-			continue
-		}
-		for _, p := range pieces {
-			dst = append(dst, view(p)...)
-		}
+func (s *stream) AppendBody(dst []byte) []byte { return s.read(s.read(dst, C.BUFFERED), C.RECEIVED) }
+
+// read appends a body.
+func (s *stream) read(dst []byte, kind C.int) []byte {
+	n := C.envoy_dynamic_module_callback_http_get_body_chunks_size(s.envoy, kind)
+	if n == 0 {
+		return dst
+	}
+	pieces := make([]C.bytes, n)
+	if !C.envoy_dynamic_module_callback_http_get_body_chunks(s.envoy, kind, &pieces[0]) {
+		return dst
+	}
+	for _, p := range pieces {
+		dst = append(dst, view(p)...)
 	}
 	return dst
 }
 
-// ReplaceBody implements [filter.Envoy].
-func (s *stream) ReplaceBody(parts ...[]byte) {
-	n := C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, C.BUFFERED)
-	C.envoy_dynamic_module_callback_http_drain_body(s.envoy, C.BUFFERED, n)
+// replace replaces a body.
+func (s *stream) replace(kind C.int, parts ...[]byte) {
+	n := C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, kind)
+	C.envoy_dynamic_module_callback_http_drain_body(s.envoy, kind, n)
 	var pin runtime.Pinner
 	defer pin.Unpin()
 	for _, p := range parts {
 		if len(p) > 0 {
-			C.envoy_dynamic_module_callback_http_append_body(s.envoy, C.BUFFERED, pinnedBytes(&pin, p))
+			C.envoy_dynamic_module_callback_http_append_body(s.envoy, kind, pinnedBytes(&pin, p))
 		}
 	}
 }
+
+// ReplaceBody implements [filter.Envoy].
+func (s *stream) ReplaceBody(parts ...[]byte) { s.replace(C.BUFFERED, parts...) }
 
 // leg returns the headers of a call, which stay where they are until pin is unpinned.
 func (s *stream) leg(pin *runtime.Pinner, c *filter.Call) []C.header {
@@ -233,6 +258,49 @@ func (s *stream) ResponseHeader(name string) []byte {
 		return nil
 	}
 	return view(value)
+}
+
+// SetResponseHeader implements [filter.Envoy].
+func (s *stream) SetResponseHeader(name, value string) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	to := C.bytes{}
+	if value != "" {
+		to = pinned(&pin, value)
+	}
+	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.RESPONSE_HEADERS, pinned(&pin, name), to)
+}
+
+// AppendPiece implements [filter.Envoy].
+func (s *stream) AppendPiece(dst []byte) []byte { return s.read(dst, C.ANSWER_RECEIVED) }
+
+// ReplacePiece implements [filter.Envoy].
+func (s *stream) ReplacePiece(b []byte) { s.replace(C.ANSWER_RECEIVED, b) }
+
+// AnswerSize implements [filter.Envoy].
+func (s *stream) AnswerSize() int {
+	n := C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, C.ANSWER_BUFFERED)
+	if !C.envoy_dynamic_module_callback_http_received_buffered_response_body(s.envoy) { // they may be the same
+		n += C.envoy_dynamic_module_callback_http_get_body_size(s.envoy, C.ANSWER_RECEIVED)
+	}
+	return int(n)
+}
+
+// AppendAnswer implements [filter.Envoy].
+func (s *stream) AppendAnswer(dst []byte) []byte {
+	dst = s.read(dst, C.ANSWER_BUFFERED)
+	if !C.envoy_dynamic_module_callback_http_received_buffered_response_body(s.envoy) {
+		dst = s.read(dst, C.ANSWER_RECEIVED)
+	}
+	return dst
+}
+
+// ReplaceAnswer implements [filter.Envoy].
+func (s *stream) ReplaceAnswer(b []byte) { s.replace(C.ANSWER_BUFFERED, b) }
+
+// ContinueAnswer implements [filter.Envoy].
+func (s *stream) ContinueAnswer() {
+	C.envoy_dynamic_module_callback_http_filter_continue_encoding(s.envoy)
 }
 
 // Outcome implements [filter.Envoy].

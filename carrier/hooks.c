@@ -1,18 +1,148 @@
 //go:build cgo
 
-// Hooks that have nothing to do, or mostly: an answer's pieces pass here without a call of Go.
+// Hooks in C: those that have nothing to do, or mostly (an answer's pieces pass here without a call of Go), and when
+// the others were called.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
 #include "abi.h"
 
 #include "_cgo_export.h"
 
-const char* envoy_dynamic_module_on_program_init(void) { return "v0.2.0"; }
+// needed are the functions of Envoy that abi.h declares. Envoy 1.39 and 1.40 have them all, as they are declared there.
+static const char* const needed[] = {
+    "envoy_dynamic_module_callback_cluster_get_name",
+    "envoy_dynamic_module_callback_http_append_body",
+    "envoy_dynamic_module_callback_http_clear_route_cache",
+    "envoy_dynamic_module_callback_http_drain_body",
+    "envoy_dynamic_module_callback_http_filter_config_http_callout",
+    "envoy_dynamic_module_callback_http_filter_config_scheduler_commit",
+    "envoy_dynamic_module_callback_http_filter_config_scheduler_delete",
+    "envoy_dynamic_module_callback_http_filter_config_scheduler_new",
+    "envoy_dynamic_module_callback_http_filter_continue_decoding",
+    "envoy_dynamic_module_callback_http_filter_continue_encoding",
+    "envoy_dynamic_module_callback_http_filter_get_attribute_int",
+    "envoy_dynamic_module_callback_http_filter_get_attribute_string",
+    "envoy_dynamic_module_callback_http_filter_http_callout",
+    "envoy_dynamic_module_callback_http_filter_recreate_stream",
+    "envoy_dynamic_module_callback_http_filter_reset_http_stream",
+    "envoy_dynamic_module_callback_http_filter_reset_stream",
+    "envoy_dynamic_module_callback_http_filter_scheduler_commit",
+    "envoy_dynamic_module_callback_http_filter_scheduler_delete",
+    "envoy_dynamic_module_callback_http_filter_scheduler_new",
+    "envoy_dynamic_module_callback_http_filter_start_http_stream",
+    "envoy_dynamic_module_callback_http_get_body_chunks",
+    "envoy_dynamic_module_callback_http_get_body_chunks_size",
+    "envoy_dynamic_module_callback_http_get_body_size",
+    "envoy_dynamic_module_callback_http_get_header",
+    "envoy_dynamic_module_callback_http_get_headers",
+    "envoy_dynamic_module_callback_http_get_headers_size",
+    "envoy_dynamic_module_callback_http_received_buffered_response_body",
+    "envoy_dynamic_module_callback_http_send_response",
+    "envoy_dynamic_module_callback_http_send_response_data",
+    "envoy_dynamic_module_callback_http_send_response_headers",
+    "envoy_dynamic_module_callback_http_set_dynamic_metadata_number",
+    "envoy_dynamic_module_callback_http_set_dynamic_metadata_string",
+    "envoy_dynamic_module_callback_http_set_header",
+};
 
-int envoy_dynamic_module_on_http_filter_response_body(void* envoy, const void* filter, bool end) {
-  return ((const request*)filter)->hold ? responseBody((request*)filter, end) : 0;
+// An Envoy without one of them would end at its first call of it, so the library does not start there.
+const char* envoy_dynamic_module_on_program_init(void) {
+  for (size_t i = 0; i < sizeof(needed) / sizeof(needed[0]); i++) {
+    if (dlsym(RTLD_DEFAULT, needed[i]) == NULL) {
+      fprintf(stderr, "tandem: libtandem.so is for Envoy 1.39 and 1.40; this one has no %s\n", needed[i]);
+      return NULL;
+    }
+  }
+  return "v0.2.0";
 }
 
-int envoy_dynamic_module_on_http_filter_response_trailers(void* envoy, const void* filter) {
-  return ((const request*)filter)->hold && responseBody((request*)filter, true) != 0;
+// now is when a hook was called, in nanoseconds: a call of Go may have to wait for a processor of its own, and the worker
+// with it.
+static uint64_t now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+uint64_t tandem_now(void) { return now(); }
+
+// A filter behind the router sees every request of its cluster, and only those of pairs have a key for it.
+static const bytes key = {"x-tandem-pair", 13};
+
+static int upstreamRequest(request* r) {
+  bytes value;
+  if (envoy_dynamic_module_callback_http_get_header(r->envoy, REQUEST_HEADERS, key, &value, 0, NULL) &&
+      value.length < sizeof(r->pair)) {
+    memcpy(r->pair, value.at, value.length);
+    envoy_dynamic_module_callback_http_set_header(r->envoy, REQUEST_HEADERS, key, (bytes){NULL, 0});
+  }
+  return 0;
+}
+
+const void* envoy_dynamic_module_on_http_filter_new(const void* config, void* envoy) {
+  if (!((const request*)config)->upstream) return newFilter((void*)config, envoy);
+  request* r = calloc(1, sizeof(request));
+  r->upstream = true;
+  r->envoy = envoy;
+  return r;
+}
+
+void envoy_dynamic_module_on_http_filter_destroy(const void* f) {
+  request* r = (request*)f;
+  if (!r->upstream) {
+    destroyFilter(r);
+  } else if (r->pair[0] != 0) {
+    upstreamGone(r);
+  }
+  free(r);
+}
+
+int envoy_dynamic_module_on_http_filter_request_headers(void* e, const void* f, bool end) {
+  request* r = (request*)f;
+  return r->upstream ? upstreamRequest(r) : requestHeaders(r, end, now());
+}
+
+int envoy_dynamic_module_on_http_filter_request_body(void* e, const void* f, bool end) {
+  request* r = (request*)f;
+  return r->upstream ? 0 : requestBody(r, end, now());
+}
+
+int envoy_dynamic_module_on_http_filter_request_trailers(void* e, const void* f) {
+  request* r = (request*)f;
+  return r->upstream ? 0 : requestTrailers(r, now());
+}
+
+int envoy_dynamic_module_on_http_filter_response_headers(void* e, const void* f, bool end) {
+  request* r = (request*)f;
+  if (!r->upstream) return responseHeaders(r, end, now());
+  return r->pair[0] != 0 ? upstreamAnswer(r) : 0;
+}
+
+int envoy_dynamic_module_on_http_filter_response_body(void* e, const void* f, bool end) {
+  request* r = (request*)f;
+  return r->hold ? responseBody(r, end, now()) : 0;
+}
+
+int envoy_dynamic_module_on_http_filter_response_trailers(void* e, const void* f) {
+  request* r = (request*)f;
+  return r->hold && responseBody(r, true, now()) != 0;
+}
+
+void envoy_dynamic_module_on_http_filter_scheduled(void* e, const void* f, uint64_t event) {
+  scheduled((request*)f, now());
+}
+
+void envoy_dynamic_module_on_http_filter_stream_complete(void* e, const void* f) {
+  if (!((const request*)f)->upstream) complete((request*)f, now());
+}
+
+void envoy_dynamic_module_on_http_filter_http_callout_done(void* e, const void* f, uint64_t call, int result,
+                                                           header* headers, size_t n, bytes* body, size_t pieces) {
+  calloutDone((request*)f, result, headers, n, body, pieces, now());
 }
 
 int envoy_dynamic_module_on_http_filter_local_reply(void* e, const void* f, uint32_t code, bytes details, bool reset) {

@@ -7,6 +7,8 @@ import "C"
 
 import (
 	"runtime/cgo"
+	"strconv"
+	"time"
 	"unsafe"
 
 	"tandem/carrier/filter"
@@ -16,29 +18,40 @@ import (
 
 //export envoy_dynamic_module_on_http_filter_config_new
 func envoy_dynamic_module_on_http_filter_config_new(envoy unsafe.Pointer, name, config C.bytes) unsafe.Pointer {
+	if string(view(name)) == "hold" { // behind the router
+		p := (*C.request)(C.calloc(1, C.sizeof_request))
+		p.upstream = true
+		return unsafe.Pointer(p)
+	}
 	c, err := open(C.GoBytes(unsafe.Pointer(config.at), C.int(config.length)))
 	if err != nil {
 		complain(err)
 		return nil
 	}
 	p := (*C.request)(C.calloc(1, C.sizeof_request))
+	c.calls.envoy = envoy
 	p.handle = C.uintptr_t(cgo.NewHandle(c))
 	return unsafe.Pointer(p)
 }
 
 //export envoy_dynamic_module_on_http_filter_config_destroy
 func envoy_dynamic_module_on_http_filter_config_destroy(p unsafe.Pointer) {
+	defer C.free(p)
+	if (*C.request)(p).upstream {
+		return
+	}
 	h := cgo.Handle((*C.request)(p).handle)
-	C.free(p)
-	h.Value().(*configured).close()
+	c := h.Value().(*configured)
+	c.calls.close()
+	c.close()
 	h.Delete()
 }
 
-//export envoy_dynamic_module_on_http_filter_new
-func envoy_dynamic_module_on_http_filter_new(config, envoy unsafe.Pointer) unsafe.Pointer {
+//export newFilter
+func newFilter(config, envoy unsafe.Pointer) unsafe.Pointer {
 	c := cgo.Handle((*C.request)(config).handle).Value().(*configured)
 	p := (*C.request)(C.calloc(1, C.sizeof_request))
-	p.handle = C.uintptr_t(cgo.NewHandle(c.requests.NewFilter(&stream{envoy, p})))
+	p.handle = C.uintptr_t(cgo.NewHandle(c.requests.NewFilter(&stream{envoy, p, c})))
 	return unsafe.Pointer(p)
 }
 
@@ -47,51 +60,80 @@ func of(p unsafe.Pointer) *filter.Filter {
 	return cgo.Handle((*C.request)(p).handle).Value().(*filter.Filter)
 }
 
-//export envoy_dynamic_module_on_http_filter_destroy
-func envoy_dynamic_module_on_http_filter_destroy(p unsafe.Pointer) {
-	h := cgo.Handle((*C.request)(p).handle)
+//export destroyFilter
+func destroyFilter(p *C.request) {
+	h := cgo.Handle(p.handle)
 	h.Value().(*filter.Filter).Destroy()
 	h.Delete()
-	C.free(p)
 }
 
-//export envoy_dynamic_module_on_http_filter_request_headers
-func envoy_dynamic_module_on_http_filter_request_headers(envoy, p unsafe.Pointer, end C.bool) C.int {
-	return C.int(of(p).RequestHeaders(bool(end)))
+//export upstreamAnswer
+func upstreamAnswer(p *C.request) C.int {
+	status, _ := strconv.Atoi(string((&stream{envoy: p.envoy}).ResponseHeader(":status")))
+	return C.int(filter.Answers(C.GoString(&p.pair[0]), status, &stream{envoy: p.envoy}))
 }
 
-//export envoy_dynamic_module_on_http_filter_request_body
-func envoy_dynamic_module_on_http_filter_request_body(envoy, p unsafe.Pointer, end C.bool) C.int {
-	return C.int(of(p).RequestBody(bool(end)))
+//export upstreamGone
+func upstreamGone(p *C.request) { filter.AnswerGone(C.GoString(&p.pair[0])) }
+
+// began and beganAt are one moment of both clocks.
+var began, beganAt = time.Now(), uint64(C.tandem_now())
+
+// at returns the filter of a request, for a hook that was called at a time of C's clock.
+func at(p *C.request, when C.uint64_t) *filter.Filter {
+	f := of(unsafe.Pointer(p))
+	f.Called = began.Add(time.Duration(uint64(when) - beganAt))
+	return f
 }
 
-//export envoy_dynamic_module_on_http_filter_request_trailers
-func envoy_dynamic_module_on_http_filter_request_trailers(envoy, p unsafe.Pointer) C.int {
-	return C.int(of(p).RequestTrailers())
+// now is at for a hook that Envoy calls without C between.
+func now(p unsafe.Pointer) *filter.Filter {
+	f := of(p)
+	f.Called = time.Now()
+	return f
 }
 
-//export envoy_dynamic_module_on_http_filter_response_headers
-func envoy_dynamic_module_on_http_filter_response_headers(envoy, p unsafe.Pointer, end C.bool) C.int {
-	return C.int(of(p).ResponseHeaders(bool(end)))
+//export requestHeaders
+func requestHeaders(p *C.request, end C.bool, when C.uint64_t) C.int {
+	return C.int(at(p, when).RequestHeaders(bool(end)))
+}
+
+//export requestBody
+func requestBody(p *C.request, end C.bool, when C.uint64_t) C.int {
+	return C.int(at(p, when).RequestBody(bool(end)))
+}
+
+//export requestTrailers
+func requestTrailers(p *C.request, when C.uint64_t) C.int {
+	return C.int(at(p, when).RequestTrailers())
+}
+
+//export responseHeaders
+func responseHeaders(p *C.request, end C.bool, when C.uint64_t) C.int {
+	return C.int(at(p, when).ResponseHeaders(bool(end)))
 }
 
 //export responseBody
-func responseBody(p *C.request, end C.bool) C.int {
-	return C.int(of(unsafe.Pointer(p)).ResponseBody(bool(end)))
+func responseBody(p *C.request, end C.bool, when C.uint64_t) C.int {
+	return C.int(at(p, when).ResponseBody(bool(end)))
 }
 
-//export envoy_dynamic_module_on_http_filter_scheduled
-func envoy_dynamic_module_on_http_filter_scheduled(envoy, p unsafe.Pointer, event C.uint64_t) {
-	of(p).Woken()
-}
+//export scheduled
+func scheduled(p *C.request, when C.uint64_t) { at(p, when).Woken() }
 
-//export envoy_dynamic_module_on_http_filter_stream_complete
-func envoy_dynamic_module_on_http_filter_stream_complete(envoy, p unsafe.Pointer) { of(p).Complete() }
+//export complete
+func complete(p *C.request, when C.uint64_t) { at(p, when).Complete() }
+
+//export calloutDone
+func calloutDone(p *C.request, result C.int, headers *C.header, n C.size_t, body *C.bytes, pieces C.size_t,
+	when C.uint64_t) {
+	at(p, when).CallDone(answerOf(result, headers, n, body, pieces))
+}
 
 //export envoy_dynamic_module_on_http_filter_http_stream_headers
 func envoy_dynamic_module_on_http_filter_http_stream_headers(envoy, p unsafe.Pointer, id C.uint64_t, headers *C.header,
 	n C.size_t, end C.bool) {
-	filter.InsuredOf(of(p)).StreamHeaders(uint64(id), func(do func(name, value []byte)) {
+	filter.InsuredOf(now(p)).StreamHeaders(uint64(id), func(do func(name, value []byte)) {
 		each(unsafe.Slice(headers, int(n)), do)
 	}, bool(end))
 }
@@ -103,33 +145,32 @@ func envoy_dynamic_module_on_http_filter_http_stream_data(envoy, p unsafe.Pointe
 	for _, b := range unsafe.Slice(pieces, int(n)) {
 		data = append(data, view(b))
 	}
-	filter.InsuredOf(of(p)).StreamData(uint64(id), data, bool(end))
+	filter.InsuredOf(now(p)).StreamData(uint64(id), data, bool(end))
 }
 
 //export envoy_dynamic_module_on_http_filter_http_stream_trailers
 func envoy_dynamic_module_on_http_filter_http_stream_trailers(envoy, p unsafe.Pointer, id C.uint64_t, headers *C.header,
 	n C.size_t) {
-	filter.InsuredOf(of(p)).StreamTrailers(uint64(id))
+	filter.InsuredOf(now(p)).StreamTrailers(uint64(id))
 }
 
 //export envoy_dynamic_module_on_http_filter_http_stream_reset
 func envoy_dynamic_module_on_http_filter_http_stream_reset(envoy, p unsafe.Pointer, id C.uint64_t, reason C.int) {
-	filter.InsuredOf(of(p)).StreamReset(uint64(id))
+	filter.InsuredOf(now(p)).StreamReset(uint64(id))
 }
 
 //export watermark
 func watermark(p *C.request, above C.bool) {
-	if in := filter.InsuredOf(of(unsafe.Pointer(p))); above {
+	if in := filter.InsuredOf(now(unsafe.Pointer(p))); above {
 		in.AboveWatermark()
 	} else {
 		in.BelowWatermark()
 	}
 }
 
-//export envoy_dynamic_module_on_http_filter_http_callout_done
-func envoy_dynamic_module_on_http_filter_http_callout_done(envoy, p unsafe.Pointer, call C.uint64_t, result C.int,
-	headers *C.header, n C.size_t, body *C.bytes, pieces C.size_t) {
-	a := filter.Answer{OK: result == 0}
+// answerOf returns the answer to a call. Its memory is Envoy's.
+func answerOf(result C.int, headers *C.header, n C.size_t, body *C.bytes, pieces C.size_t) *filter.Answer {
+	a := &filter.Answer{OK: result == 0}
 	if headers != nil {
 		a.Headers = func(do func(name, value []byte)) { each(unsafe.Slice(headers, int(n)), do) }
 	}
@@ -138,5 +179,17 @@ func envoy_dynamic_module_on_http_filter_http_callout_done(envoy, p unsafe.Point
 			a.Body = append(a.Body, view(b))
 		}
 	}
-	of(p).CallDone(&a)
+	return a
+}
+
+//export envoy_dynamic_module_on_http_filter_config_scheduled
+func envoy_dynamic_module_on_http_filter_config_scheduled(envoy, p unsafe.Pointer, event C.uint64_t) {
+	cgo.Handle((*C.request)(p).handle).Value().(*configured).calls.send()
+}
+
+//export envoy_dynamic_module_on_http_filter_config_http_callout_done
+func envoy_dynamic_module_on_http_filter_config_http_callout_done(envoy, p unsafe.Pointer, call C.uint64_t,
+	result C.int, headers *C.header, n C.size_t, body *C.bytes, pieces C.size_t) {
+	c := cgo.Handle((*C.request)(p).handle).Value().(*configured)
+	c.calls.done(uint64(call), answerOf(result, headers, n, body, pieces))
 }

@@ -38,6 +38,7 @@ type running struct {
 type configured struct {
 	file     string
 	requests *filter.Shared
+	calls    *calls
 }
 
 // settings are what the bootstrap says of the filter: the configuration's file, and the lowest level that is logged.
@@ -60,7 +61,7 @@ func open(text []byte) (*configured, error) {
 		replicas.running[set.File] = r
 	}
 	r.users++
-	return &configured{set.File, r.requests}, nil
+	return &configured{set.File, r.requests, newCalls()}, nil
 }
 
 func start(set *settings) (*running, error) {
@@ -79,7 +80,7 @@ func start(set *settings) (*running, error) {
 	s := inside.Server
 	requests := filter.New(filter.Options{
 		Passes: inside.Passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, PathPrefixes: s.PathPrefixes,
-		Started: time.Now(),
+		Decisions: s.DecisionMetadata, Started: time.Now(), Tracer: s.Tracer,
 	})
 	ctx, stop := context.WithCancel(context.Background())
 	go requests.Run(ctx)

@@ -200,6 +200,9 @@ func start(t testing.TB, o options) *fleet {
 	envoyPath := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
 	if o.inside = o.inside || os.Getenv("TANDEM_RUN") == "inside"; o.inside {
 		loadLibrary(t)
+		if o.replicas > 1 {
+			t.Skip("one Envoy has one replica inside: TestInsideSeveral")
+		}
 		o.envoyFields += ", run: inside"
 	}
 	bin, err := binaries()
@@ -384,7 +387,7 @@ func (f *fleet) launchTandem(i int, file, admin string) {
 func (f *fleet) startEnvoy(bin, path string, o options) {
 	t := f.t
 	config := f.config
-	if o.untracedEnvoy {
+	if o.untracedEnvoy && !o.inside { // there it never traces
 		text, err := os.ReadFile(config)
 		require.NoError(t, err)
 		config += ".untraced"

@@ -159,6 +159,7 @@ func TestInsideStreamsOutliveD(t *testing.T) {
 		"late binding":             {prefills: 1, decodes: 2, split: "always\n  decodeAlone: fallback\n  binding: late"},
 		"decode alone":             {prefills: 1, decodes: 2, split: "never"},
 		"without KV transfer":      {decodes: 2, decodeRole: "both", dialect: "none", split: "never"},
+		"expired KV is declined":   {prefills: 1, decodes: 2, split: "always\n  nixl: {lease: 120s, declineExpired: true}", engineArgs: []string{"--decode-step", "2ms", "--lease", "120s", "--bidirectional"}},
 		"with prefill's token ids": {prefills: 1, decodes: 2, split: "always\n  nixl: {reuseTokenIds: true}"},
 	} {
 		t.Run(name, func(t *testing.T) {

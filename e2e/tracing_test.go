@@ -174,7 +174,11 @@ func TestATraceWithoutEnvoysPart(t *testing.T) {
 	p, d := f.hops("rooted-here")
 	trace := strings.Split(p.Headers["Traceparent"][0], "-")[1]
 	require.Equal(t, trace, strings.Split(d.Headers["Traceparent"][0], "-")[1], "both engines join one trace")
-	require.Eventually(t, func() bool { return len(c.of(trace)) == 2 }, patience, 50*time.Millisecond, "decide and hand over")
+	spans := 2 // decide and hand over
+	if os.Getenv("TANDEM_RUN") == "inside" {
+		spans = 3 // and prefill answer
+	}
+	require.Eventually(t, func() bool { return len(c.of(trace)) == spans }, patience, 50*time.Millisecond)
 }
 
 // Logs contain the request's id, and never a word of its prompt, whatever happens to it.

@@ -2,6 +2,7 @@ package envoyconfigs
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	clusterv3 "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
@@ -15,6 +16,8 @@ import (
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/envoy-configs/inside"
 )
 
 // all are the clusters that requests, questions to Tandem, logs and spans go to.
@@ -207,6 +210,13 @@ func (m clusters) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 			Http2ProtocolOptions: &corev3.Http2ProtocolOptions{},
 		}
 	}
+	if s.Name == "https-named" {
+		options.UpstreamHttpProtocolOptions = &corev3.UpstreamHttpProtocolOptions{AutoSni: true,
+			AutoSanValidation: m.Engines.TLS != nil && m.Engines.TLS.CAFile != ""}
+	}
+	if name == holding {
+		options.HttpFilters = inside.Hold(m.pack)
+	}
 	c := noted(m, &clusterv3.Cluster{
 		Name: name + s.Suffix, ConnectTimeout: durationpb.New(time.Second),
 		CleanupInterval:      durationpb.New(time.Minute),
@@ -226,7 +236,7 @@ func (m clusters) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 		"typed_extension_protocol_options": "Engines behind uvicorn close a connection 5 s after its last answer; " +
 			"a request must not meet that.",
 	})
-	if s.Name == "https" {
+	if strings.HasPrefix(s.Name, "https") {
 		c.TransportSocket = m.tls(m.Engines.TLS, endpointTLS)
 	}
 	return c

@@ -8,22 +8,12 @@ import (
 	clusterv3 "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
 	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
-	modulesv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/dynamic_modules/v3"
-	modulefilterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/dynamic_modules/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	"google.golang.org/protobuf/types/known/durationpb"
-	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"tandem/envoy-configs/inside"
 	configv1 "tandem/protos/config/v1"
 )
-
-// insideOverview stands above the bootstrap of an Envoy that has Tandem loaded.
-const insideOverview = `Envoy with Tandem inside: one filter makes both hops (experimental). Written by
-` + "`tandem envoy`" + `; needs Envoy 1.40.
-
-Start it with the folder of libtandem.so:
-  ENVOY_DYNAMIC_MODULES_SEARCH_PATH=/path/to/folder envoy -c THIS_FILE
-`
 
 // Inside prints the bootstrap of an Envoy that has Tandem loaded, with the configuration in file.
 func Inside(c *configv1.Config, file string) ([]byte, error) {
@@ -32,24 +22,27 @@ func Inside(c *configv1.Config, file string) ([]byte, error) {
 		return nil, err
 	}
 	m.Bodies.Buffer = 4*m.Bodies.Max + bufferMargin
+	if m.secure() { // an engine behind a name gets it as Host, of which Envoy makes SNI
+		m.Engines.Schemes = append(m.Engines.Schemes, scheme{Name: "https-named", Suffix: "-https-named"})
+	}
 	b := m.frame()
 	b.BootstrapExtensions = nil
 	b.StaticResources = &bootstrapv3.Bootstrap_StaticResources{
 		Listeners: []*listenerv3.Listener{m.insideListener(file)}, Clusters: clusters(m).pods(),
 	}
 	m.showStats(b.StaticResources)
-	return m.print(insideOverview, b)
+	return m.print(inside.Overview, b)
 }
 
 func (m model) insideListener(file string) *listenerv3.Listener {
 	h := listeners(m).mainManager()
-	h.AccessLog, h.HttpFilters = nil, filters(m).inside(file)
+	h.AccessLog, h.Tracing, h.HttpFilters = nil, nil, filters(m).inside(file)
 	h.RequestTimeout, h.StreamIdleTimeout = durationpb.New(5*time.Minute), durationpb.New(m.TicketTTL)
 	h.RouteSpecifier = &hcmv3.HttpConnectionManager_RouteConfig{RouteConfig: routes(m).inside()}
 	m.note(h, notes{
 		"request_timeout":        "Of the request's body, until it is here.",
 		"stream_idle_timeout":    "Until a route says otherwise: a prefill takes no longer.",
-		"max_request_headers_kb": "",
+		"max_request_headers_kb": "", "tracing": "",
 		"early_header_mutation_extensions": "What steers is not the client's to set. This runs once, when the " +
 			"request comes in, and not when the filter has it begin again.",
 	})
@@ -62,10 +55,7 @@ func (m model) insideListener(file string) *listenerv3.Listener {
 // inside are the filters of an Envoy that has Tandem loaded.
 func (m filters) inside(file string) []*hcmv3.HttpFilter {
 	config, _ := json.Marshal(map[string]string{"file": file}) // a string cannot fail
-	module := m.filter("tandem", noted(m, &modulefilterv3.DynamicModuleFilter{
-		DynamicModuleConfig: &modulesv3.DynamicModuleConfig{Name: "tandem", DoNotClose: true}, FilterName: "tandem",
-		FilterConfig: m.pack(wrapperspb.String(string(config))),
-	}, notes{
+	module := m.filter("tandem", noted(m, inside.Module("tandem", string(config), m.pack), notes{
 		"filter_config":         "Tandem's own configuration, where Envoy finds it.",
 		"dynamic_module_config": "libtandem.so; Go's runtime cannot be unloaded.",
 	}))
@@ -80,13 +70,11 @@ func (m routes) inside() *routev3.RouteConfiguration {
 	})
 	var out []*routev3.Route
 	for _, s := range m.legSchemes() {
-		of := absent("x-tandem-scheme")
-		if s.Suffix != "" {
-			of = exact("x-tandem-scheme", s.Name)
-		}
-		decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-pod"+s.Suffix, m.IdleTimeout, keep, of)
-		pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
-		for _, r := range []*routev3.Route{decode, pass} {
+		of := ofScheme("x-tandem-scheme", s)
+		decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-pod"+s.Suffix, m.IdleTimeout, keep, of...)
+		pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of...)
+		pair := m.legRoute("pair"+s.Suffix, "pair", "tandem-pair"+s.Suffix, m.IdleTimeout, keep, of...)
+		for _, r := range []*routev3.Route{decode, pair, pass} {
 			r.TypedPerFilterConfig, r.GetRoute().InternalRedirectPolicy, r.ResponseHeadersToAdd = nil, nil, nil
 			out = append(out, r)
 		}
@@ -99,10 +87,13 @@ func (m routes) inside() *routev3.RouteConfiguration {
 	}}}
 }
 
+// holding is the cluster of requests both of whose legs run at once: decode's answer waits in it for prefill.
+const holding = "tandem-pair"
+
 // pods are the clusters that the filter's legs go to.
 func (m clusters) pods() (out []*clusterv3.Cluster) {
 	for _, s := range m.Engines.Schemes {
-		out = append(out, m.endpoints("tandem-pod", destination, s))
+		out = append(out, m.endpoints("tandem-pod", destination, s), m.endpoints(holding, destination, s))
 	}
 	return out
 }

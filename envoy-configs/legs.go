@@ -219,10 +219,8 @@ func (m legs) decodeLeg() *listenerv3.Listener {
 			"or with the first byte of the answer.",
 		remove: []string{"x-tandem-prefill-endpoint", "x-tandem-prefill-scheme",
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-mirror", "x-tandem-leg-id"},
-		host: &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
-		filters: []*hcmv3.HttpFilter{
-			f.buffer(), f.cleanRefusal(), f.filter(extProcFilter, ask), f.measured(),
-		},
+		host:    &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("decode"), Routes: routes},
+		filters: []*hcmv3.HttpFilter{f.buffer(), f.cleanRefusal(), f.filter(extProcFilter, ask), f.measured()},
 	})
 }
 

@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -98,7 +97,7 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 // watch waits for P's verdict. If it returns nil, Envoy continues without this stream.
 func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	received := x.stream.receiveLater() // at most one message comes: D's headers
-	limit := x.prefillLimit(t)
+	limit := x.s.passes.PairLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	held := false
@@ -118,7 +117,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			switch {
 			case p.Verdict.OK:
 				x.meter.SpanLegEnded("ok", 0)
-				x.holds(t)
+				x.s.passes.PairHolds(t)
 				return x.release(held)
 			case plan.ClientsFault(p.Verdict.Status):
 				return x.answerFor(p.Verdict)
@@ -136,21 +135,9 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	}
 }
 
-// holds records that D has the prompt now: P has done its part, so its KV has arrived or is on its way.
-func (x decodeLeg) holds(t *kvtransfer.Ticket) {
-	pool := x.s.State.Pool(t.Pool)
-	if pool == nil {
-		return
-	}
-	d := pool.Endpoint(t.Decode)
-	if hashes := pool.TextOf(nil, t.Prompt, plan.MaxBlocks); d != nil && len(hashes) > 0 {
-		x.s.State.Routed(pool, d, hashes)
-	}
-}
-
 // afterPrefillOf sends D's request only after P has done its part, and then ends the stream.
 func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edits openai.Edits) error {
-	limit := x.prefillLimit(t)
+	limit := x.s.passes.PairLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	f := &faults.Failure{Unreached: true}
@@ -160,7 +147,7 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 		switch {
 		case p.Verdict.OK:
 			x.meter.SpanLegEnded("ok", 0)
-			x.holds(t)
+			x.s.passes.PairHolds(t)
 			return x.stream.answerBody(edits)
 		case plan.ClientsFault(p.Verdict.Status):
 			return x.answerFor(p.Verdict)
@@ -172,12 +159,6 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 		return io.EOF
 	}
 	return x.planAgain(t, kvtransfer.CausePrefill, f)
-}
-
-// prefillLimit returns the time limit of P's leg. The pool may have been removed since it began.
-func (x pairLeg) prefillLimit(t *kvtransfer.Ticket) time.Duration {
-	policy, _ := x.s.passes.Policy(t.Pool)
-	return cmp.Or(policy.PrefillTimeout, 30*time.Second) + time.Duration(t.PromptTokens)*policy.PerToken
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
@@ -238,32 +219,9 @@ func failureOf(p *concurrent.Pair) *faults.Failure {
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.
 func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failure) error {
-	policy, _ := x.s.passes.Policy(t.Pool)
-	if d := plan.EndpointOf(x.s.State, t.Pool, t.Decode); d != nil && d.Failed() {
-		if cause != kvtransfer.CauseDecode {
-			cause, f = kvtransfer.CauseDecode, &faults.Failure{Unreached: true} // P waits for D, so it fails with D
-		}
-	} else if policy.Dialect.Concurrent == nil && cause == kvtransfer.CausePrefill {
-		cause = kvtransfer.CausePoolGone // so nobody could judge P's answer
-	}
-	next := *t // its id stays: it names the leg that may still be running
-	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
-	next.Redirects++
+	next := x.s.passes.PairFailed(t, x.stream.requestID, cause, f)
 	x.meter.SpanLegEnded("failed", 0)
-	x.meter.SpanCause(cause)
-	switch cause {
-	case kvtransfer.CauseDecode:
-		x.meter.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", x.s.passes.Since(t), x.meter.Exemplar)
-		x.s.faults.Decode(&next, x.stream.requestID, f)
-	case kvtransfer.CausePoolGone:
-		next.Loads = false
-	default:
-		next.Loads = false
-		x.s.faults.Endpoint(&next, x.stream.requestID, t.Prefill, f)
-	}
-	if peers := policy.Peers; peers != nil {
-		peers.Failed(t.Prefill) // P may return as another engine, and D may have failed because it did
-	}
+	x.meter.SpanCause(next.Cause)
 	sealed, err := x.s.passes.Keys().Seal(nil, &next, x.stream.requestID)
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a failed pair: %w", err)

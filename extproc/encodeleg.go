@@ -3,15 +3,12 @@ package extproc
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"strconv"
 
 	"tandem/extproc/envoywire"
-	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
-	"tandem/extproc/plan"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
 )
@@ -26,7 +23,8 @@ import (
 // encodeLeg handles the filter of the encode leg.
 type encodeLeg struct {
 	handler
-	req *openai.Request
+	req    *openai.Request
+	answer *pass.Prefilled
 }
 
 // serve serves the encode leg's filter: it sends the engine's body, and turns its answer into a redirect.
@@ -63,9 +61,12 @@ func (x encodeLeg) serve() error {
 		return err
 	}
 	x.meter.EndPhase(telemetry.PhaseReceive)
-	x.s.State.Release(pass.HeldBy(t).Decode)
-	h := &x.stream.msg.Headers // still the request's headers, except for the status
-	err = x.redirect(x.afterEncode(t, code), replan.Location(h.Path))
+	h, a := &x.stream.msg.Headers, &x.stream.msg.Attributes // still the request's headers, except for the status
+	x.answer.ID = x.stream.requestID
+	next := x.answer.SettleEncode(t, &pass.Answer{
+		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,
+	})
+	err = x.redirect(next, replan.Location(h.Path))
 	x.meter.EndPhase(telemetry.PhaseAnswer)
 	return err
 }
@@ -89,37 +90,4 @@ func (x encodeLeg) openEncodeLeg() (*kvtransfer.Ticket, error) {
 		return nil, fmt.Errorf("opening the ticket of an encode leg: %w", err)
 	}
 	return t, nil
-}
-
-// afterEncode returns the redirect's ticket: with the parameters for prefill, or without, so that prefill encodes
-// by itself.
-func (x encodeLeg) afterEncode(t *kvtransfer.Ticket, code int) *kvtransfer.Ticket {
-	next := *t
-	next.ID = plan.NewID()
-	next.Redirects++
-	next.Stage, next.Cause = kvtransfer.Failed, kvtransfer.CauseEncode
-	took, result := x.s.passes.Since(t), "failed"
-	pool := x.s.State.Pool(t.Pool)
-	switch {
-	case plan.ClientsFault(code): // prefill will report it, in terms of the client's own body
-		result = "refused"
-	case code == 200 && !x.stream.msg.Over:
-		params, err := kvtransfer.ReadEncoded(x.stream.body.Bytes())
-		if err != nil {
-			x.log(slog.LevelWarn, "an encode endpoint's answer is of no use: prefill encodes", "endpoint", t.Decode, "err", err)
-			break
-		}
-		next.Stage, next.Cause, next.Params, result = kvtransfer.Encoded, "", params, "ok"
-		next.Expires = x.s.passes.Now().Add(x.s.HandOverTTL)
-		if pool != nil {
-			x.s.passes.MarkGood(pool, t.Decode)
-		}
-	default:
-		a := &x.stream.msg.Attributes
-		f := faults.Of(code, string(a.Details), string(a.RetryAfter))
-		x.s.faults.Endpoint(&next, x.stream.requestID, t.Decode, &f)
-		next.Excluded = t.Excluded // it decodes nothing
-	}
-	x.meter.LegEnded(t.Pool, "encode", t.Decode, result, code, took)
-	return &next
 }

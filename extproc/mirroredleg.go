@@ -7,17 +7,16 @@ import (
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
-	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/openai"
 	"tandem/extproc/pass"
-	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
 
 // mirroredLeg handles the filter of the mirrored prefill leg.
-type mirroredLeg struct{ pairLeg }
+type mirroredLeg struct {
+	pairLeg
+	answer *pass.Prefilled
+}
 
 // serve serves the filter of the mirrored prefill leg. Envoy ignores the leg's answer, so this handler observes P's
 // result, and cuts the leg when nobody waits for it, if the dialect wants that. In that case the stream begins with
@@ -49,8 +48,16 @@ func (x mirroredLeg) serve() error {
 	if err := x.stream.receiveAnswer(); err != nil {
 		return err
 	}
-	v := x.judge(t, code)
-	x.s.State.Release(pass.HeldBy(t).Prefill)
+	a := &x.stream.msg.Attributes
+	x.answer.ID = x.stream.requestID
+	v, joined := x.answer.SettlePair(t, &pass.Answer{
+		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,
+	})
+	if joined != nil {
+		if err := x.s.State.PutHandOverAs(t.ID, joined); err != nil {
+			x.log(slog.LevelWarn, "no room for prefill's log probabilities: the client gets decode's alone", "err", err)
+		}
+	}
 	x.s.pairs.Report(t.ID, v)
 	return x.dropAnswer(code, v)
 }
@@ -76,60 +83,11 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	}
 	x.s.State.Release(pass.HeldBy(t).Prefill)
 	took, result := x.s.passes.Since(t), "client_gone"
-	if took >= x.prefillLimit(t) { // P exceeded its time limit
+	if took >= x.s.passes.PairLimit(t) { // P exceeded its time limit
 		result = "failed"
 	}
 	x.meter.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)
 	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
-}
-
-// judge evaluates P's answer in x.stream.body, counts it, and learns from it.
-func (x mirroredLeg) judge(t *kvtransfer.Ticket, code int) concurrent.Outcome {
-	a := &x.stream.msg.Attributes
-	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
-	v := concurrent.Outcome{Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached}
-	took := x.s.passes.Since(t)
-	pool := x.s.State.Pool(t.Pool)
-	policy, _ := x.s.passes.Policy(t.Pool)
-	result := "failed"
-	switch {
-	case plan.ClientsFault(code):
-		result = "refused"
-		if x.stream.body.Len() <= maxRefusal {
-			v.Answer = openai.CutEcho(nil, x.stream.body.Bytes())
-		}
-	case code == 200 && !x.stream.msg.Over && policy.Dialect.Concurrent != nil:
-		got, peer, err := policy.Dialect.Concurrent.ReadAnswer(x.stream.body.Bytes(), t.Params)
-		policy.LearnEngine(t.Prefill, peer)
-		if err != nil {
-			x.log(slog.LevelWarn, "prefill answered, but not as one that has sent its KV", "endpoint", t.Prefill, "err", err)
-			break
-		}
-		v.OK, result = true, "ok"
-		x.prefilled(pool, t, got)
-	}
-	x.meter.MirrorEnded(x.stream.requestID, t, code, result, took)
-	return v
-}
-
-// maxRefusal bounds the stored text of P's refusal of a request.
-const maxRefusal = 64 << 10
-
-// prefilled records what a good answer reports.
-func (x mirroredLeg) prefilled(pool *kvstate.Pool, t *kvtransfer.Ticket, got kvtransfer.Answer) {
-	x.meter.PromptRead(x.stream.requestID, t, got, x.s.passes.Since(t))
-	if got.Joined != nil {
-		if err := x.s.State.PutHandOverAs(t.ID, got.Joined); err != nil {
-			x.log(slog.LevelWarn, "no room for prefill's log probabilities: the client gets decode's alone", "err", err)
-		}
-	}
-	if pool == nil {
-		return
-	}
-	x.s.passes.MarkGood(pool, t.Prefill)
-	if got.PromptTokens > 0 {
-		pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
-	}
 }
 
 // dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's

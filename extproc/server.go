@@ -262,11 +262,11 @@ func (m *scratch) serve(role string) error {
 	case envoywire.RoleDecodeLeg:
 		return decodeLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleMirror:
-		return mirroredLeg{pairLeg{shared}}.serve()
+		return mirroredLeg{pairLeg{shared}, &m.pass.Prefilled}.serve()
 	case envoywire.RoleAnswerLeg:
 		return answerLeg{pairLeg{shared}}.serve()
 	case envoywire.RoleEncodeLeg:
-		return encodeLeg{shared, &m.pass.Req.Client}.serve()
+		return encodeLeg{shared, &m.pass.Req.Client, &m.pass.Prefilled}.serve()
 	case envoywire.RoleSwitched:
 		return shared.switched()
 	case envoywire.RolePicker:

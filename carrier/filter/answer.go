@@ -36,38 +36,48 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 	}
 	return f.guarded("response headers", func() Status {
 		f.first = time.Since(f.began)
-		if !f.hop.replan {
-			return Continue
-		}
 		o := f.envoy.Outcome()
-		if failed(o.Status) && f.decodeFailed(&o) {
+		switch {
+		case !f.hop.replan:
+			return answers(f, &o, end)
+		case f.hop.pair != nil:
+			return f.hop.pair.answers(&o, end)
+		}
+		if failed(o.Status) && f.decodeFailed(failure(f.envoy, &o)) {
 			return Stop
 		}
-		return f.checkLate(end)
+		return f.checkLate(&o, end, end)
 	})
 }
 
-// ResponseBody is called for the first piece of an answer whose headers wait for it.
-func (f *Filter) ResponseBody(bool) Status {
-	if !f.hop.holding {
-		return Continue
-	}
+// ResponseBody is called for the pieces of an answer that is rewritten, and for the first one if the headers wait for
+// it. end: it is the last.
+func (f *Filter) ResponseBody(end bool) Status {
 	return f.guarded("response body", func() Status {
-		f.hop.holding = false
-		f.envoy.HoldAnswer(false)
-		return f.checkLate(true)
+		if f.hop.holding {
+			f.hop.holding = false
+			f.envoy.HoldAnswer(false)
+			o := f.envoy.Outcome()
+			if status := f.checkLate(&o, true, false); status != Continue {
+				return status
+			}
+		}
+		if r := f.hop.rewrite; r != nil {
+			return r.body(end)
+		}
+		return Continue
 	})
 }
 
 // checkLate checks an answer that begins: if it may be made from KV that is another prompt's by now, the request is
-// planned again. The headers of a stream come before its engine has done anything, so they wait for its first piece.
-func (f *Filter) checkLate(begun bool) Status {
+// planned again. The headers of a stream come before its engine has done anything, so they wait for its first piece:
+// then it has begun. bare: the answer has no body.
+func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 	t := &f.hop.ticket
 	policy, _ := f.s.Passes.Policy(t.Pool)
 	late := policy.Dialect.LateAfter()
 	if !t.Loads || late == 0 {
-		f.begun()
-		return Continue
+		return answers(f, o, bare)
 	}
 	if !begun && bytes.HasPrefix(f.envoy.ResponseHeader("content-type"), []byte("text/event-stream")) {
 		f.hop.holding = true
@@ -79,8 +89,7 @@ func (f *Filter) checkLate(begun bool) Status {
 			return f.refuseOutdated(string(why))
 		}
 	}
-	f.begun()
-	return Continue
+	return answers(f, o, bare)
 }
 
 // begun records that an answer is D's for good.
@@ -95,7 +104,7 @@ func (f *Filter) refuseOutdated(why string) Status {
 	passes.Observer.Outdated(t.Pool, t.Decode, why)
 	passes.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
 		"request_id", f.id, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
-	if !f.planAgain(&faults.Failure{}) {
+	if !f.decodeFailed(&faults.Failure{}) {
 		f.hop.sent, f.hop.replan = false, false
 		const message = "the endpoint stood still until the KV of this prompt may have been freed; try again"
 		f.refuse(openai.Unavailable("kv_outdated", message, time.Second))
@@ -109,21 +118,26 @@ func failed(status int) bool {
 		status == http.StatusTooEarly
 }
 
-// decodeFailed plans a request again whose endpoint failed before its answer began. false: it cannot be.
-func (f *Filter) decodeFailed(o *Outcome) bool {
-	failure := faults.Of(o.Status, o.Details, string(f.envoy.ResponseHeader(envoywire.HeaderRetryAfter)))
-	failure.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
-	return f.planAgain(&failure)
+// failure is how D failed, by Envoy's answer in its place or its own.
+func failure(e Envoy, o *Outcome) *faults.Failure {
+	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(envoywire.HeaderRetryAfter)))
+	f.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
+	return &f
 }
 
-// planAgain begins the request again, in another filter that continues the attempt. false: there is no way.
-func (f *Filter) planAgain(failure *faults.Failure) bool {
-	t, passes := &f.hop.ticket, f.s.Passes
+// decodeFailed plans a request again whose endpoint failed before its answer began. false: it cannot be.
+func (f *Filter) decodeFailed(how *faults.Failure) bool {
+	return f.planAgain(func() kvtransfer.Ticket { return f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, how) })
+}
+
+// planAgain begins the request again, in another filter that continues the attempt, with the ticket of the failed hop.
+// false: there is no way.
+func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	f.begun()
-	if t.Redirects+1 >= passes.Limits.MaxRedirects {
+	if f.hop.ticket.Redirects+1 >= f.s.Passes.Limits.MaxRedirects {
 		return false
 	}
-	key := f.s.putRestart(&attempt{passes.DecodeFailed(t, f.id, failure), f.reservedAs, f.began})
+	key := f.s.putRestart(&attempt{failed(), f.id, f.reservedAs, f.hop.trace, f.began})
 	f.envoy.SetHeader(headerAttempt, key)
 	f.hop.handed = true // Envoy may end this filter before Restart returns
 	ok := f.envoy.Restart()
@@ -135,7 +149,11 @@ func (f *Filter) planAgain(failure *faults.Failure) bool {
 
 // lost plans a request again whose answer does not come.
 func (f *Filter) lost() {
-	if f.hop.replan && !f.planAgain(&faults.Failure{}) {
+	switch {
+	case !f.hop.replan:
+	case f.hop.pair != nil:
+		f.hop.pair.planAgain(kvtransfer.CauseDecode, &faults.Failure{})
+	case !f.decodeFailed(&faults.Failure{}):
 		f.hop.sent = false
 		f.refuse(openai.Unavailable("endpoint_failed", "the endpoint did not answer; try again", time.Second))
 	}
@@ -168,14 +186,16 @@ func (s *Shared) silent() (out []*Filter) {
 	return out
 }
 
-// wake has the worker do something, unless the request has ended.
-func (f *Filter) wake(do func()) {
+// wake has the worker do something, unless the request has ended: then it returns false.
+func (f *Filter) wake(do func()) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if !f.gone && f.then == nil {
-		f.then = do
-		f.waker.Wake()
+	if f.gone {
+		return false
 	}
+	f.todo = append(f.todo, do)
+	f.waker.Wake()
+	return true
 }
 
 // finish records the end of the request, once, when nothing runs for it any more.
@@ -186,6 +206,12 @@ func (f *Filter) finish() {
 	f.ended = true
 	f.begun()
 	f.drop()
+	if p := f.hop.pair; p != nil {
+		p.close()
+	}
+	if r := f.hop.rewrite; r != nil {
+		r.close()
+	}
 	if f.hop.handed {
 		return
 	}
@@ -220,7 +246,7 @@ func (f *Filter) record() {
 	})
 	passes.Faults.DecodeEnded(t, e)
 	var took, first time.Duration
-	if t.Stage == kvtransfer.DecodeLeg {
+	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
 		sealed := passes.SealedAt(t)
 		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)
 		if e.FirstByte > 0 {

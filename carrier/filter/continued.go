@@ -166,7 +166,8 @@ func (in *Insured) move(cause string) {
 	if in.stream.Continue() != "" {
 		return
 	}
-	in.again.spare = &spare{leg: in.d.id, hop: f.hop, placed: in.placed.Load(), stream: before}
+	in.again.spare = &spare{leg: in.d.id, hop: f.hop, placed: in.placed.Load(), stream: before,
+		params: in.d.params}
 	in.d.id = 0
 	in.goOn(cause, kvtransfer.CauseMoved)
 }
@@ -196,7 +197,8 @@ func (in *Insured) goBack() bool {
 	in.again.rest = time.Now().Add(5 * time.Second)
 	f.s.Passes.Observer.Streams.Continued(s.hop.ticket.Pool, in.again.cause, resultStayed)
 	f.s.Passes.Release(f.hop.held)
-	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK, spoke: true}, "", s.hop
+	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK,
+		spoke: true, params: s.params}, "", s.hop
 	in.placed.Store(s.placed)
 	f.s.watchInsured(in, true)
 	if alive := s.leg != 0; alive || s.ended {

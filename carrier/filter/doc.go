@@ -6,6 +6,8 @@
 //   - request.go: what is read of the headers, and which requests are refused before their body is there.
 //   - passes.go: the passes, in goroutines: decide, and what P's answer leads to.
 //   - hops.go: P's leg is a call of Envoy's HTTP client, D's the request itself, which Envoy's router carries on.
+//   - pair.go: both legs at once, and what becomes of one when the other fails. encode.go: a leg before all others.
+//   - rewrite.go: D's answer, where the client gets another than D wrote.
 //   - answer.go: D's answer until its first byte, which is when it can still be planned again, and the request's end.
 //   - insured.go, continued.go: D's answer to a request whose stream shall outlive its engine.
 //   - shared.go: what the requests of a replica share.

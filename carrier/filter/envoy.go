@@ -12,6 +12,9 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	EachHeader(do func(name, value []byte))
 	SetHeader(name, value string)
 	RemoveHeader(name string)
+	// SetMetadata and SetMetadataNumber set a value of the dynamic metadata "tandem".
+	SetMetadata(name, value string)
+	SetMetadataNumber(name string, value float64)
 	// BodySize returns how much of the request's body has been received, in bytes.
 	BodySize() int
 	// AppendBody appends that body to dst.
@@ -20,6 +23,8 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	ReplaceBody(parts ...[]byte)
 	// Call sends a request of its own, whose end [Filter.CallDone] is told. false: it cannot be sent.
 	Call(c *Call) bool
+	// Detach prepares a call that does not end with the request. It has the request's headers as they are now.
+	Detach(c *Call) Detached
 	// Continue lets the request go on to the next filter, on the route that its headers choose now.
 	Continue()
 	// Respond answers the request in place of an endpoint. Envoy's local_reply_config may change how it looks.
@@ -33,6 +38,19 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	HoldAnswer(hold bool)
 	// ResponseHeader returns a header of the answer; nil: it has none.
 	ResponseHeader(name string) []byte
+	// SetResponseHeader sets a header of the answer, before it has gone on; "" removes it.
+	SetResponseHeader(name, value string)
+	// AppendPiece appends to dst the piece of the answer that a hook is called for, and ReplacePiece replaces it.
+	AppendPiece(dst []byte) []byte
+	ReplacePiece(b []byte)
+	// AnswerSize returns how much of the answer's body is kept, in bytes, with the piece that a hook is called for.
+	AnswerSize() int
+	// AppendAnswer appends that to dst.
+	AppendAnswer(dst []byte) []byte
+	// ReplaceAnswer replaces it, after the hook.
+	ReplaceAnswer(b []byte)
+	// ContinueAnswer lets an answer go on that a hook has stopped.
+	ContinueAnswer()
 	// Outcome returns what Envoy knows of the answer.
 	Outcome() Outcome
 	// StartStream starts a request of its own whose answer comes piece by piece: [Insured] is told of it, perhaps
@@ -53,6 +71,12 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 type Waker interface {
 	Wake()
 	Close()
+}
+
+// Detached is a call that goes on when the request that made it has ended. Its methods may be called in any goroutine.
+type Detached interface {
+	// Send sends it, once more if it was sent before. done is called once, on another thread, and must not wait.
+	Send(done func(*Answer))
 }
 
 // Header is one header.
@@ -105,6 +129,6 @@ const (
 	Continue Status = 0
 	// Stop stops here: the next filter sees nothing, and the body is kept.
 	Stop Status = 1
-	// Pause also has the client wait with its body: this filter sees nothing of it. Of request headers only.
+	// Pause also has the client, or the endpoint, wait with its body: this filter sees nothing of it. Of headers only.
 	Pause Status = 4
 )

@@ -2,8 +2,10 @@ package filter
 
 import (
 	"bytes"
+	"cmp"
 	"slices"
 	"strconv"
+	"sync"
 	"testing"
 	"time"
 
@@ -34,10 +36,7 @@ func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
 		change(&policy)
 	}
 	state := kvstate.New(kvstate.Options{})
-	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
-		{Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill}, {Addr: "10.0.1.2:8000", Role: kvstate.RolePrefill},
-		{Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode}, {Addr: "10.0.2.2:8000", Role: kvstate.RoleDecode},
-	})
+	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, fleetEndpoints())
 	s, passes := extproc.NewInside(extproc.Options{
 		State: state, SplitBodyBytes: 1 << 20, MaxBodyBytes: 2 << 20,
 		Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": policy}},
@@ -45,6 +44,19 @@ func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
 	return &fleet{New(Options{
 		Passes: passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, Started: time.Now(),
 	}), state}
+}
+
+func fleetEndpoints() []kvstate.EndpointSpec {
+	return []kvstate.EndpointSpec{
+		{Addr: "10.0.1.1:8000", Role: kvstate.RolePrefill}, {Addr: "10.0.1.2:8000", Role: kvstate.RolePrefill},
+		{Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode}, {Addr: "10.0.2.2:8000", Role: kvstate.RoleDecode},
+	}
+}
+
+// encoder adds an endpoint that encodes media.
+func (f *fleet) encoder() {
+	f.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, append(fleetEndpoints(),
+		kvstate.EndpointSpec{Addr: "10.0.3.1:8000", Role: kvstate.RoleEncode}))
 }
 
 // reserved returns how many requests are reserved on all endpoints.
@@ -62,6 +74,7 @@ type engineAnswer struct {
 	body   string
 	local  string // response code details
 	never  bool   // it does not
+	breaks bool   // it breaks off after its headers
 }
 
 // engines answers a request to an endpoint.
@@ -82,6 +95,17 @@ type client struct {
 	got     []byte   // the last body that one of them got
 	answer  engineAnswer
 	hold    bool
+	stopped bool   // the answer, before its body
+	piece   []byte // of the answer, in a hook
+	kept    []byte // of the answer
+	out     []byte // of the answer, that went on
+	reset   bool
+	patient bool      // it waits for an answer that does not come
+	told    []string  // names of metadata
+	pieces  int       // size of the answer's, bytes; default 40
+	kind    string    // content-type of the answer; "": JSON
+	outside []sending // calls that do not end with the request
+	mu      sync.Mutex
 	closed  int // wakers
 	wakers  int
 	started int // filters
@@ -142,16 +166,124 @@ func (c *client) Continue() {
 	if c.answer.never {
 		return
 	}
-	filter := c.filter
-	if filter.ResponseHeaders(false) != Continue {
-		if c.filter != filter || !c.hold { // it begins again, or was answered
-			return
-		}
-		if filter.ResponseBody(true) != Continue {
+	if key := c.header("x-tandem-pair"); key != "" { // as the filter behind the router
+		c.RemoveHeader("x-tandem-pair")
+		waits := Answers(key, c.answer.status, upstream{c}) == Pause
+		if c.answer.breaks {
+			AnswerGone(key)
+			c.answer = engineAnswer{status: 503, local: "upstream_reset_before_response_started{connection_termination}"}
+		} else if waits {
 			return
 		}
 	}
-	c.status, c.reply = c.answer.status, c.answer.body
+	c.answers()
+}
+
+// upstream is an answer that waits behind the router.
+type upstream struct{ c *client }
+
+func (u upstream) ContinueAnswer() { u.c.answers() }
+
+// answers begins the answer.
+func (c *client) answers() {
+	filter := c.filter
+	c.stopped, c.kept, c.out, c.hold = false, nil, nil, false
+	switch filter.ResponseHeaders(false) {
+	case Pause:
+		if c.stopped = c.filter == filter && c.status == 0; c.stopped {
+			return
+		}
+	case Stop:
+		if !c.hold { // it begins again, or was answered
+			return
+		}
+	}
+	if c.filter == filter && c.status == 0 {
+		c.answered()
+	}
+}
+
+// deliver gives the filter the body of the answer, in pieces.
+func (c *client) answered() {
+	filter, body := c.filter, []byte(c.answer.body)
+	for len(body) > 0 {
+		c.piece = slices.Clone(body[:min(len(body), cmp.Or(c.pieces, 40))])
+		body = body[len(c.piece):]
+		if !c.hold {
+			c.out, c.kept = append(append(c.out, c.kept...), c.piece...), nil
+			continue
+		}
+		if filter.ResponseBody(len(body) == 0) == Continue {
+			c.out, c.kept = append(append(c.out, c.kept...), c.piece...), nil
+		} else {
+			c.kept = append(c.kept, c.piece...)
+		}
+		if c.piece = nil; c.filter != filter || c.status != 0 || c.reset {
+			return // it begins again, or was answered
+		}
+	}
+	if len(c.kept) == 0 {
+		c.status, c.reply = c.answer.status, string(c.out)
+	}
+}
+
+func (c *client) SetMetadata(name, value string) {
+	require.NotEmpty(c.tb, value)
+	c.told = append(c.told, name)
+}
+
+func (c *client) SetMetadataNumber(name string, value float64) {
+	require.NotZero(c.tb, value)
+	c.told = append(c.told, name)
+}
+
+func (c *client) AppendPiece(dst []byte) []byte  { return append(dst, c.piece...) }
+func (c *client) ReplacePiece(b []byte)          { c.piece = slices.Clone(b) }
+func (c *client) AnswerSize() int                { return len(c.kept) + len(c.piece) }
+func (c *client) AppendAnswer(dst []byte) []byte { return append(append(dst, c.kept...), c.piece...) }
+func (c *client) ReplaceAnswer(b []byte)         { c.kept = slices.Clone(b) }
+
+func (c *client) Reset() {
+	if c.headSent {
+		c.breakOff()
+	} else {
+		c.reset, c.status = true, -1
+	}
+}
+
+func (c *client) SetResponseHeader(name, value string) {
+	require.Equal(c.tb, "content-length", name)
+	require.Empty(c.tb, value)
+}
+
+func (c *client) ContinueAnswer() {
+	if c.stopped {
+		c.stopped = false
+		c.answered()
+		return
+	}
+	c.status, c.reply = c.answer.status, string(append(c.out, c.kept...))
+}
+
+// sending is a call that does not end with the request.
+type sending struct {
+	client *client
+	call   *Call
+	done   func(*Answer)
+}
+
+func (c *client) Detach(call *Call) Detached {
+	copied := *call
+	copied.Body = slices.Clone(call.Body)
+	return &sending{client: c, call: &copied}
+}
+
+// Send has the call answered in the next step.
+func (s *sending) Send(done func(*Answer)) {
+	s.client.mu.Lock()
+	s.client.outside = append(s.client.outside, sending{s.client, s.call, done})
+	s.client.mu.Unlock()
+	s.client.woken <- struct{}{}
 }
 
 func (c *client) Respond(status int, _ []Header, body []byte, details string) {
@@ -170,6 +302,7 @@ func (c *client) Answer(headers []Header, body []byte) {
 // Restart replaces the filter, as Envoy does before recreate_stream returns.
 func (c *client) Restart() bool {
 	old := c.filter
+	c.calls = nil // they end with it
 	c.begin()
 	old.Complete()
 	old.Destroy()
@@ -179,6 +312,9 @@ func (c *client) Restart() bool {
 func (c *client) HoldAnswer(hold bool) { c.hold = hold }
 
 func (c *client) ResponseHeader(name string) []byte {
+	if name == "content-type" && c.kind != "" {
+		return []byte(c.kind)
+	}
 	if name == "content-type" && bytes.Contains(c.got, []byte(`"stream":true`)) {
 		return []byte("text/event-stream")
 	}
@@ -215,7 +351,7 @@ func (c *client) begin() {
 // run runs the request to its end.
 func (c *client) run() {
 	c.begin()
-	for c.status == 0 && !c.answer.never {
+	for c.status == 0 && (c.patient || !c.answer.never) {
 		c.step()
 	}
 	c.end()
@@ -226,11 +362,21 @@ func (c *client) step() {
 	if len(c.calls) > 0 {
 		call := c.calls[0]
 		c.calls = c.calls[1:]
-		c.finishCall(&call)
+		c.finishCall(&call, c.filter.CallDone)
 		return
 	}
 	select {
 	case <-c.woken:
+		c.mu.Lock()
+		var next *sending
+		if len(c.outside) > 0 {
+			next, c.outside = &c.outside[0], c.outside[1:]
+		}
+		c.mu.Unlock()
+		if next != nil {
+			c.finishCall(next.call, next.done)
+			return
+		}
 		c.filter.Woken()
 	case <-time.After(time.Minute):
 		require.FailNow(c.tb, "the filter does not wake")
@@ -238,7 +384,7 @@ func (c *client) step() {
 }
 
 // finishCall answers a call of the filter's.
-func (c *client) finishCall(call *Call) {
+func (c *client) finishCall(call *Call, done func(*Answer)) {
 	all := map[string]string{}
 	for _, h := range call.Set {
 		require.NotContains(c.tb, all, h.Name)
@@ -250,13 +396,13 @@ func (c *client) finishCall(call *Call) {
 			all[h.Name] = h.Value
 		}
 	}
-	require.Equal(c.tb, "r-1", all["x-request-id"])
+	require.Contains(c.tb, all["x-request-id"], "r-1")
 	require.Equal(c.tb, "POST", all[":method"])
 	require.Equal(c.tb, "application/json", all["accept"], "Tandem reads the answer")
 	require.Equal(c.tb, strconv.Itoa(len(call.Body)), all["content-length"])
 	at := all["x-gateway-destination-endpoint"]
 	a := c.engines(at, call.Body)
-	c.filter.CallDone(&Answer{
+	done(&Answer{
 		OK: true, Body: [][]byte{[]byte(a.body[:len(a.body)/2]), []byte(a.body[len(a.body)/2:])},
 		Headers: func(do func(name, value []byte)) {
 			do([]byte(":status"), []byte(strconv.Itoa(a.status)))

@@ -1,11 +1,13 @@
 package filter
 
 import (
+	"cmp"
 	"context"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
@@ -15,6 +17,8 @@ import (
 
 // Filter is one request. Envoy calls its hooks on one worker, one after the other; Woken too.
 type Filter struct {
+	Called time.Time // when Envoy called the hook; zero: just now
+
 	s     *Shared
 	envoy Envoy
 	waker Waker // nil: nothing had to wait yet
@@ -24,8 +28,10 @@ type Filter struct {
 
 	reservedAs string // name of its reservations
 
-	bare  bool // it has no body
-	whole bool // its body is read, and has come
+	body struct {
+		none  bool // it has none
+		whole bool // it is read, and has come
+	}
 
 	m       *scratch // nil: the request is on its way to D, or has been answered
 	resumed *attempt // what a request that begins again was before; nil: this is its first pass
@@ -36,7 +42,7 @@ type Filter struct {
 
 	mu      sync.Mutex
 	cancel  context.CancelFunc // of what runs; nil: nothing does
-	then    func()             // what the worker does next; nil: nothing
+	todo    []func()           // what the worker does next
 	gone    bool               // Envoy has ended the request
 	outcome Outcome            // of a request that is gone
 }
@@ -45,11 +51,15 @@ type Filter struct {
 type hop struct {
 	ticket   kvtransfer.Ticket // of the last pass that was committed; zero: none was
 	held     pass.Held
-	sent     bool // to D: the answer is awaited, or has begun
-	replan   bool // a failure may still be planned again
-	holding  bool // the answer's headers wait for its first byte
-	answered bool // by Tandem, or from P's answer
-	handed   bool // to another filter, which goes on with it
+	sent     bool     // to D: the answer is awaited, or has begun
+	replan   bool     // a failure may still be planned again
+	holding  bool     // the answer's headers wait for its first byte
+	answered bool     // by Tandem, or from P's answer
+	pair     *pair    // both legs at once; nil: one leg
+	rewrite  *rewrite // of D's answer; nil: the client gets it as it is
+	trace    traceContext
+	encode   *encode // the call is to an endpoint that encodes media; nil: to P
+	handed   bool    // to another filter, which goes on with it
 }
 
 // NewFilter returns the filter of a request.
@@ -57,7 +67,10 @@ func (s *Shared) NewFilter(e Envoy) *Filter { return &Filter{s: s, envoy: e, beg
 
 // guarded runs a hook. A panic costs the request.
 func (f *Filter) guarded(hook string, do func() Status) (status Status) {
+	began := cmp.Or(f.Called, time.Now())
+	f.Called = time.Time{}
 	defer func() {
+		defer func() { f.s.Passes.Observer.Took.Hook.WithLabelValues(hook).Observe(time.Since(began).Seconds()) }()
 		if v := recover(); v != nil {
 			_ = f.s.Passes.Guard.Caught("envoy filter "+hook, v)
 			if f.m != nil {
@@ -73,20 +86,25 @@ func (f *Filter) guarded(hook string, do func() Status) (status Status) {
 // fail answers after a panic. If that panics too, the client waits until its own time is up.
 func (f *Filter) fail(e *openai.Error) {
 	defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter answer")
+	f.hop.sent, f.hop.replan = false, false
 	f.refuse(e)
 }
 
 // RequestHeaders is called once, first. end: there is no body.
 func (f *Filter) RequestHeaders(end bool) Status {
 	return f.guarded("request headers", func() Status {
-		f.bare = end
+		f.body.none = end
 		f.head.read(f.envoy)
 		f.m = f.s.scratch.Get().(*scratch)
-		f.m.meter.Begin("", nil)
+		f.m.meter.Begin("", f.s.Tracer)
+		if f.s.Tracer != nil {
+			f.hop.trace = traceContext{f.head.get(envoywire.HeaderTraceparent), f.head.get(envoywire.HeaderTracestate)}
+		}
 		if key := f.head.get(headerAttempt); key != "" {
 			f.envoy.RemoveHeader(headerAttempt)
+			f.envoy.RemoveHeader(headerPair) // of a D that was not reached
 			if f.resumed = f.s.takeRestart(key); f.resumed != nil {
-				f.began = f.resumed.began
+				f.began, f.hop.trace = f.resumed.began, f.resumed.trace
 			}
 		}
 		f.identify()
@@ -113,7 +131,7 @@ func (f *Filter) RequestBody(end bool) Status {
 	}
 	return f.guarded("request body", func() Status {
 		switch {
-		case f.hop.answered || f.whole:
+		case f.hop.answered || f.body.whole:
 		case f.envoy.BodySize() > f.limit():
 			f.refuse(openai.TooLarge(f.limit()))
 		case end:
@@ -138,7 +156,7 @@ func (f *Filter) RequestTrailers() Status {
 
 // take takes the whole body, and decides.
 func (f *Filter) take() {
-	f.whole = true
+	f.body.whole = true
 	n := f.envoy.BodySize()
 	if !f.s.hold(f.m, n) {
 		f.refuse(openai.ServerBusy())
@@ -155,15 +173,18 @@ func (f *Filter) take() {
 // Woken is called after the filter was woken.
 func (f *Filter) Woken() {
 	f.guarded("woken", func() Status {
-		f.mu.Lock()
-		then := f.then
-		f.then = nil
-		gone := f.gone
-		f.mu.Unlock()
-		if then != nil && !gone {
-			then()
+		for {
+			f.mu.Lock()
+			if f.gone || len(f.todo) == 0 {
+				f.todo = nil
+				f.mu.Unlock()
+				return Continue
+			}
+			do := f.todo[0]
+			f.todo = f.todo[1:]
+			f.mu.Unlock()
+			do()
 		}
-		return Continue
 	})
 }
 
@@ -182,7 +203,7 @@ func (f *Filter) beside(what string, waits bool, work func(ctx context.Context) 
 		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
 		if err != nil {
 			f.m.spoiled = true
-			then = func() { f.refuse(openai.Internal()) }
+			then = func() { f.fail(openai.Internal()) }
 		}
 		f.wake(then) // Envoy's functions that go on with a request are not for its hooks
 		return
@@ -194,15 +215,19 @@ func (f *Filter) beside(what string, waits bool, work func(ctx context.Context) 
 	go func() {
 		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
 		if err != nil {
-			f.m.spoiled = true
-			then = func() { f.refuse(openai.Internal()) }
+			if f.m != nil {
+				f.m.spoiled = true
+			}
+			then = func() { f.fail(openai.Internal()) }
 		}
 		cancel()
 		f.mu.Lock()
 		f.cancel = nil
 		gone := f.gone
 		if !gone {
-			f.then = then
+			if then != nil {
+				f.todo = append(f.todo, then)
+			}
 			f.waker.Wake()
 		}
 		f.mu.Unlock()

@@ -53,6 +53,14 @@ func TestSplit(t *testing.T) {
 	require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
 }
 
+func TestDecisionsAreTold(t *testing.T) {
+	f := newFleet(t, always)
+	f.Decisions = true
+	c := newClient(t, f, well, chat)
+	c.run()
+	require.Subset(t, c.told, []string{"pool", "route", "decode"})
+}
+
 // What engines and Envoy answer, and what the client gets.
 func TestAnswers(t *testing.T) {
 	for name, tt := range map[string]struct {

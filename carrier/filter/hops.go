@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"slices"
 	"strconv"
 	"time"
 
@@ -14,12 +15,24 @@ import (
 	"tandem/kvstate"
 )
 
-// cluster returns the cluster that connects to an endpoint (envoy-configs, inside.go).
-func cluster(scheme string) string {
-	if scheme == "" || scheme == "http" {
-		return "tandem-pod"
+// schemeOf names how an endpoint is spoken to; "": by plain HTTP/1.1. An https engine behind a name gets it as Host, of
+// which Envoy makes SNI.
+func schemeOf(e *kvstate.Endpoint) string {
+	switch {
+	case e.Scheme == "http":
+		return ""
+	case e.Scheme == "https" && e.ServerNameSent() != "":
+		return "https-named"
 	}
-	return "tandem-pod-" + scheme
+	return e.Scheme
+}
+
+// cluster returns the cluster that connects to an endpoint (envoy-configs, inside.go).
+func cluster(e *kvstate.Endpoint) string {
+	if s := schemeOf(e); s != "" {
+		return "tandem-pod-" + s
+	}
+	return "tandem-pod"
 }
 
 // legCall returns the call of a leg to an endpoint, which gets the body. rank is the data-parallel rank; "": none.
@@ -28,7 +41,7 @@ func legCall(
 ) *Call {
 	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(path, string(x.Head.Path))
 	c := &Call{
-		Cluster: cluster(e.Scheme), Body: body, Timeout: limit,
+		Cluster: cluster(e), Body: body, Timeout: limit,
 		Set: []Header{
 			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
 			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
@@ -41,43 +54,64 @@ func legCall(
 	return c
 }
 
+// notSent is the answer of a call that could not be made.
+func notSent() *prefilled {
+	return &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}}
+}
+
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
 	x := &f.m.pass
-	if !f.envoy.Call(legCall(x, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), x.ID)) {
-		f.beside("prefill answer", false, func(ctx context.Context) func() {
-			return f.settle(ctx, &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}})
-		})
+	c := legCall(x, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), x.ID)
+	c.Set = append(c.Set, f.hop.trace.headers()...)
+	if !f.envoy.Call(c) {
+		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, notSent()) })
 	}
 }
 
-// CallDone is called when P's leg has ended.
+// CallDone is called when the call of a leg has ended: P's, or that of an endpoint that encodes.
 func (f *Filter) CallDone(answer *Answer) {
 	f.guarded("call done", func() Status {
-		a := &prefilled{}
-		size := 0
-		for _, piece := range answer.Body {
-			size += len(piece)
+		if p := f.hop.pair; p != nil {
+			a, _ := readAnswer(answer, nil)
+			p.called(a)
+			return Continue
 		}
-		var engine bool
-		if answer.Headers != nil {
-			a.Code, engine = a.read(answer.Headers)
-		}
-		a.Over = size > maxAnswer
-		f.m.answer = f.m.answer[:0]
-		for _, piece := range answer.Body {
-			f.m.answer = append(f.m.answer, piece[:min(len(piece), maxAnswer-len(f.m.answer))]...)
-		}
-		a.Body = f.m.answer
-		switch {
-		case !answer.OK:
-			a.Code, a.Details, a.Cut = 502, []byte("upstream_reset"), true
-		case !engine:
-			a.Details, a.Overdue = details(a.Code, a.Body), a.Code == 504
+		var a *prefilled
+		a, f.m.answer = readAnswer(answer, f.m.answer)
+		if e := f.hop.encode; e != nil {
+			e.called(a)
+			return Continue
 		}
 		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, a) })
 		return Continue
 	})
+}
+
+// readAnswer copies what an endpoint, or Envoy in its place, answered to a call; the body to memory, which it returns.
+func readAnswer(answer *Answer, memory []byte) (*prefilled, []byte) {
+	a := &prefilled{}
+	size := 0
+	for _, piece := range answer.Body {
+		size += len(piece)
+	}
+	var engine bool
+	if answer.Headers != nil {
+		a.Code, engine = a.read(answer.Headers)
+	}
+	a.Over = size > maxAnswer
+	memory = slices.Grow(memory[:0], min(size, maxAnswer))
+	for _, piece := range answer.Body {
+		memory = append(memory, piece[:min(len(piece), maxAnswer-len(memory))]...)
+	}
+	a.Body = memory
+	switch {
+	case !answer.OK:
+		a.Code, a.Details, a.Cut = 502, []byte("upstream_reset"), true
+	case !engine:
+		a.Details, a.Overdue = details(a.Code, a.Body), a.Code == 504
+	}
+	return a, memory
 }
 
 // details names the cause of an answer that Envoy's client gave by itself, as Envoy's response code details do.
@@ -95,15 +129,24 @@ func details(status int, body []byte) []byte {
 func (f *Filter) sendOn(r *pass.Routed) {
 	x, e, b := &f.m.pass, r.Endpoint, &f.m.body
 	set := f.envoy.SetHeader
+	rank := e.RankName()
 	set(envoywire.HeaderEndpoint, e.HostPort())
-	set(envoywire.HeaderLeg, r.Leg)
-	if s := e.Scheme; s != "" && s != "http" {
+	leg := r.Leg
+	if leg == plan.LegAnswer {
+		leg = plan.LegDecode
+	}
+	set(envoywire.HeaderLeg, leg)
+	if r.Pair != nil {
+		rank = r.Pair.Plan.DecodeRank
+		set(envoywire.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))
+	}
+	if s := schemeOf(e); s != "" {
 		set(envoywire.HeaderScheme, s)
 	} else {
 		f.envoy.RemoveHeader(envoywire.HeaderScheme)
 	}
 	f.setHost(e.ServerNameSent())
-	if rank := e.RankName(); rank != "" {
+	if rank != "" {
 		set(envoywire.HeaderRank, rank)
 	} else if f.head.Extra(envoywire.HeaderRank) != nil {
 		f.envoy.RemoveHeader(envoywire.HeaderRank)
@@ -122,18 +165,48 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	if x.Explanation != nil {
 		set(envoywire.HeaderExplanation, string(x.Explanation))
 	}
-	if f.whole {
+	if f.body.whole {
 		if b.changed || len(r.Edits) > 0 {
 			f.envoy.ReplaceBody(pieces(b.data, r.Edits)...)
 		}
 		set("content-length", strconv.Itoa(r.Edits.Len(len(b.data))))
 	}
-	f.hop.sent, f.hop.replan = true, r.Leg == plan.LegDecode
+	for _, h := range f.hop.trace.headers() {
+		set(h.Name, h.Value)
+	}
+	f.hop.sent, f.hop.replan = true, r.Leg != plan.LegPass
 	f.hop.ticket.Path, f.hop.ticket.Authority = string(x.Head.Path), string(x.Head.Authority)
 	f.m.meter.Processed(envoywire.RoleMain)
 	f.drop()
 	f.s.watch(f, true)
 	f.envoy.Continue()
+}
+
+// tellDecision returns what writes the decision of a pass into Envoy's dynamic metadata, without empty fields, and then
+// does what follows.
+func tellDecision(e Envoy, x *pass.Pass, then func()) func() {
+	p, price := x.Planned, x.Req.Foreseen.Price
+	if p.Route == "" {
+		return then
+	}
+	return func() {
+		for _, m := range []struct{ name, value string }{
+			{"pool", p.Pool}, {"route", p.Route}, {"reason", p.Reason}, {"prefill", p.Prefill}, {"decode", p.Decode},
+		} {
+			if m.value != "" {
+				e.SetMetadata(m.name, m.value)
+			}
+		}
+		for _, m := range []struct {
+			name  string
+			value float64
+		}{{"prompt_tokens", float64(p.PromptTokens)}, {"price", price}, {"waited", p.Waited.Seconds()}} {
+			if m.value != 0 {
+				e.SetMetadataNumber(m.name, m.value)
+			}
+		}
+		then()
+	}
 }
 
 // setHost sets the Host: the engine's name, if it has one, or the client's.

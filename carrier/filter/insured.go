@@ -46,6 +46,7 @@ type dLeg struct {
 	reply  []byte   // ... with this body
 	late   bool     // the first event has to be checked for KV that is another prompt's
 	spoke  bool     // D has sent an event
+	params *withoutParams
 }
 
 // answering is what the client gets.
@@ -87,6 +88,7 @@ type spare struct {
 	stream migration.Stream
 	kept   []byte // what it sends meanwhile
 	ended  bool   // in the regular way
+	params *withoutParams
 }
 
 // Bounds of what is kept for one insured stream, in bytes.
@@ -184,6 +186,7 @@ func (in *Insured) toDecode(r *pass.Routed) func() {
 func (in *Insured) start(r *pass.Routed, body []byte) {
 	f := in.f
 	c := legCall(&f.m.pass, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
+	c.Set = append(c.Set, f.hop.trace.headers()...)
 	for i := range c.Set {
 		if c.Set[i].Name == "accept" {
 			c.Set[i].Value = cmp.Or(f.head.get("accept"), eventStream)
@@ -194,6 +197,10 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	f.drop()
 	f.hop.sent, f.hop.replan = true, false
 	in.d = dLeg{}
+	t := &f.hop.ticket
+	if policy, _ := f.s.Passes.Policy(t.Pool); t.Loads && policy.Dialect.Expiry != nil {
+		in.d.params = &withoutParams{}
+	}
 	in.hear()
 	in.placed.Store(&place{ticket: clone(&f.hop.ticket)})
 	f.s.watchInsured(in, true)
@@ -357,11 +364,16 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	in.begin()
 	in.to.out = in.to.out[:0]
 	for _, p := range pieces {
+		p, err := in.d.params.feed(p)
+		if err != nil {
+			in.cut(err.Error())
+			return
+		}
 		in.to.out = in.stream.Feed(in.to.out, p)
 	}
 	if end {
 		in.d.id = 0
-		in.to.out = in.stream.End(in.to.out)
+		in.to.out = in.stream.End(in.stream.Feed(in.to.out, in.d.params.end()))
 	}
 	if len(in.to.out) > 0 && in.stream.Broken() == "" {
 		in.speaks()

@@ -21,17 +21,17 @@ import (
 
 // streams is the part of a [client] that is about answers which the filter makes by itself.
 type streams struct {
-	play    func(leg *upstream)
-	legs    []*upstream
-	answers bool // an answer has begun
-	gets    bytes.Buffer
-	slow    int // bytes that the client still takes; 0: all
-	done    bool
-	broken  bool
+	play     func(leg *startedLeg)
+	legs     []*startedLeg
+	headSent bool // an answer has begun
+	gets     bytes.Buffer
+	slow     int // bytes that the client still takes; 0: all
+	done     bool
+	broken   bool
 }
 
-// upstream is a leg that the filter started.
-type upstream struct {
+// startedLeg is a leg that the filter started.
+type startedLeg struct {
 	id     uint64
 	at     string
 	body   []byte
@@ -48,7 +48,7 @@ type upstream struct {
 }
 
 func (c *client) StartStream(call *Call) (uint64, bool) {
-	u := &upstream{id: uint64(len(c.legs) + 1), body: slices.Clone(call.Body), status: 200, kind: "text/event-stream"}
+	u := &startedLeg{id: uint64(len(c.legs) + 1), body: slices.Clone(call.Body), status: 200, kind: "text/event-stream"}
 	for _, h := range call.Set {
 		if h.Name == "x-gateway-destination-endpoint" {
 			u.at = h.Value
@@ -76,8 +76,8 @@ func (c *client) ResetStream(id uint64) {
 }
 
 func (c *client) SendHeaders(headers []Header) {
-	require.False(c.tb, c.answers, "one head")
-	c.answers = true
+	require.False(c.tb, c.headSent, "one head")
+	c.headSent = true
 	for _, h := range headers {
 		if h.Name == ":status" {
 			c.status, _ = strconv.Atoi(h.Value)
@@ -87,7 +87,7 @@ func (c *client) SendHeaders(headers []Header) {
 }
 
 func (c *client) Send(data []byte, end bool) {
-	require.True(c.tb, c.answers && !c.done && !c.broken)
+	require.True(c.tb, c.headSent && !c.done && !c.broken)
 	c.gets.Write(data)
 	if c.slow > 0 && c.gets.Len() >= c.slow {
 		c.filter.insured.Load().AboveWatermark()
@@ -97,8 +97,9 @@ func (c *client) Send(data []byte, end bool) {
 	}
 }
 
-func (c *client) Reset() {
-	require.True(c.tb, c.answers && !c.done && !c.broken)
+// breakOff is [client.Reset] of an answer that the filter makes by itself.
+func (c *client) breakOff() {
+	require.True(c.tb, !c.done && !c.broken)
 	c.broken = true
 	c.end()
 }
@@ -144,11 +145,11 @@ func (c *client) stream() {
 }
 
 func (c *client) goOn() {
-	for !c.done && !c.broken && (c.answers || c.status == 0) {
+	for !c.done && !c.broken && (c.headSent || c.status == 0) {
 		if c.deliver() {
 			continue
 		}
-		open := slices.ContainsFunc(c.legs, func(u *upstream) bool { return !u.over && u.stays })
+		open := slices.ContainsFunc(c.legs, func(u *startedLeg) bool { return !u.over && u.stays })
 		if c.filter.m == nil && open {
 			return
 		}
@@ -268,7 +269,7 @@ func TestAStreamOutlivesItsEngines(t *testing.T) {
 			t.Run(fmt.Sprint(deaths, " deaths, behind event ", cut), func(t *testing.T) {
 				f := insuredFleet(t, nil)
 				c := newClient(t, f, well, insuredChat)
-				c.play = func(u *upstream) {
+				c.play = func(u *startedLeg) {
 					u.pieces = writes(t, len(c.legs), u.body)
 					if len(c.legs) <= deaths {
 						u.pieces, u.cut = u.pieces[:min(cut, len(u.pieces))], true
@@ -301,7 +302,7 @@ func TestInsuredStreams(t *testing.T) {
 	const failed = `data: {"error": {"message": "died", "code": 500}}` + "\n\n"
 	for name, tt := range map[string]struct {
 		policy func(*pass.Policy)
-		play   func(n int, u *upstream)
+		play   func(n int, u *startedLeg)
 		legs   int
 		whole  bool // the client gets the uninterrupted stream
 		broken bool
@@ -309,65 +310,65 @@ func TestInsuredStreams(t *testing.T) {
 		reply  string // a part of what it gets
 	}{
 		"well": {legs: 1, whole: true},
-		"D reports an error": {play: func(n int, u *upstream) {
+		"D reports an error": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.pieces = append(u.pieces[:4], failed, "data: [DONE]\n\n")
 			}
 		}, legs: 2, whole: true},
-		"D's first event is an error": {play: func(n int, u *upstream) {
+		"D's first event is an error": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.pieces = []string{failed, "data: [DONE]\n\n"}
 			}
 		}, legs: 2, whole: true},
-		"D ends without [DONE]": {play: func(n int, u *upstream) {
+		"D ends without [DONE]": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.pieces = u.pieces[:4]
 			}
 		}, legs: 2, whole: true},
-		"D dies before [DONE]": {play: func(n int, u *upstream) { u.pieces, u.cut = u.pieces[:len(u.pieces)-2], true }, legs: 1, whole: true},
-		"D refuses the connection": {play: func(n int, u *upstream) {
+		"D dies before [DONE]": {play: func(n int, u *startedLeg) { u.pieces, u.cut = u.pieces[:len(u.pieces)-2], true }, legs: 1, whole: true},
+		"D refuses the connection": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.status, u.local, u.kind, u.pieces = 503, true, "text/plain", []string{"reset reason: connection failure"}
 			}
 		}, legs: 2, whole: true},
-		"Envoy has no connection for D": {play: func(n int, u *upstream) { u.never = n == 1 }, legs: 2, whole: true},
-		"D cannot be sent to":           {play: func(n int, u *upstream) { u.inline = n == 1 }, legs: 2, whole: true},
-		"D is full": {play: func(n int, u *upstream) {
+		"Envoy has no connection for D": {play: func(n int, u *startedLeg) { u.never = n == 1 }, legs: 2, whole: true},
+		"D cannot be sent to":           {play: func(n int, u *startedLeg) { u.inline = n == 1 }, legs: 2, whole: true},
+		"D is full": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.status, u.kind, u.pieces = 503, "application/json", []string{"{}"}
 			}
 		}, legs: 2, whole: true},
-		"D refuses the request": {play: func(n int, u *upstream) {
+		"D refuses the request": {play: func(n int, u *startedLeg) {
 			u.status, u.kind, u.pieces = 400, "application/json", []string{`{"error":"bad"}`}
 		}, legs: 1, status: 400, reply: `{"error":"bad"}`},
-		"D gives no ids": {play: func(n int, u *upstream) {
+		"D gives no ids": {play: func(n int, u *startedLeg) {
 			for i := range u.pieces {
 				u.pieces[i] = hideIDs(u.pieces[i])
 			}
 			u.pieces, u.cut = u.pieces[:4], true
 		}, legs: 1, broken: true},
-		"every D refuses what goes on": {play: func(n int, u *upstream) {
+		"every D refuses what goes on": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.pieces, u.cut = u.pieces[:4], true
 			} else {
 				u.status, u.kind, u.pieces = 400, "application/json", []string{`{"error":"bad"}`}
 			}
 		}, legs: 3, broken: true},
-		"the next D writes something else": {play: func(n int, u *upstream) {
+		"the next D writes something else": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.pieces, u.cut = append(u.pieces[:4], u.pieces[4][:20]), true
 			} else if n == 2 {
 				u.pieces = append(u.pieces[:2], "data: {\"nonsense\n\n")
 			}
 		}, legs: 3, whole: true},
-		"too often": {policy: func(p *pass.Policy) { p.Streams.Most = 2 }, play: func(n int, u *upstream) {
+		"too often": {policy: func(p *pass.Policy) { p.Streams.Most = 2 }, play: func(n int, u *startedLeg) {
 			u.pieces, u.cut = u.pieces[:2], true
 		}, legs: 3, broken: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := insuredFleet(t, tt.policy)
 			c := newClient(t, f, well, insuredChat)
-			c.play = func(u *upstream) {
+			c.play = func(u *startedLeg) {
 				u.pieces = writes(t, len(c.legs), u.body)
 				if tt.play != nil {
 					tt.play(len(c.legs), u)
@@ -398,7 +399,7 @@ func TestStreamsAreMoved(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := insuredFleet(t, nil)
 			c := newClient(t, f, well, insuredChat)
-			c.play = func(u *upstream) {
+			c.play = func(u *startedLeg) {
 				u.pieces = writes(t, len(c.legs), u.body)
 				switch {
 				case len(c.legs) == 1:
@@ -441,7 +442,7 @@ func TestSlowClients(t *testing.T) {
 		f := insuredFleet(t, nil)
 		c := newClient(t, f, well, insuredChat)
 		c.slow = 300
-		c.play = func(u *upstream) { u.pieces = writes(t, len(c.legs), u.body) }
+		c.play = func(u *startedLeg) { u.pieces = writes(t, len(c.legs), u.body) }
 		c.begin()
 		for len(c.legs) == 0 {
 			c.step()
@@ -460,7 +461,7 @@ func TestSlowClients(t *testing.T) {
 		f := insuredFleet(t, nil)
 		c := newClient(t, f, well, insuredChat)
 		c.slow = 1
-		c.play = func(u *upstream) {
+		c.play = func(u *startedLeg) {
 			u.pieces = writes(t, 1, u.body)[:3]
 			for range 6 {
 				u.pieces = append(u.pieces, ": "+strings.Repeat("x", 1<<20)+"\n\n")
@@ -478,7 +479,7 @@ func TestInsuredClientsLeave(t *testing.T) {
 	for steps := range 30 {
 		f := insuredFleet(t, nil)
 		c := newClient(t, f, well, insuredChat)
-		c.play = func(u *upstream) {
+		c.play = func(u *startedLeg) {
 			u.pieces = writes(t, len(c.legs), u.body)
 			u.pieces, u.cut = u.pieces[:min(5, len(u.pieces))], true
 		}
@@ -520,7 +521,7 @@ func TestWhichStreamsAreInsured(t *testing.T) {
 			f := insuredFleet(t, func(p *pass.Policy) { p.Streams = tt.policy })
 			c := newClient(t, f, well, tt.body)
 			c.headers = append(c.headers, tt.headers...)
-			c.play = func(u *upstream) { u.pieces = writes(t, 1, u.body) }
+			c.play = func(u *startedLeg) { u.pieces = writes(t, 1, u.body) }
 			c.stream()
 			require.Equal(t, tt.insured, len(c.legs) == 1)
 			require.Equal(t, tt.insured, len(c.sent) == 0)
@@ -537,7 +538,7 @@ func FuzzInsured(f *testing.F) {
 		fleet := insuredFleet(t, nil)
 		c := newClient(t, fleet, well, insuredChat)
 		r := rand.New(rand.NewPCG(seed, 1))
-		c.play = func(u *upstream) {
+		c.play = func(u *startedLeg) {
 			u.pieces = writes(t, len(c.legs), u.body)
 			switch r.IntN(5) {
 			case 0:

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strconv"
 
+	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/models"
@@ -25,6 +26,7 @@ const maxAnswer = 16 << 20
 func (f *Filter) decide(ctx context.Context) func() {
 	x := &f.m.pass
 	f.m.meter.EndPhase(telemetry.PhaseReceive)
+	startSpan(ctx, f, telemetry.SpanDecide)
 	if f.resumed != nil {
 		t := f.resumed.ticket
 		d, err := x.Resume(ctx, &t, nil)
@@ -74,22 +76,28 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 		return f.refusal(err)
 	}
 	f.hop.held, f.hop.ticket = r.Held, clone(&r.Ticket)
+	f.hop.pair, f.hop.encode = nil, nil
 	f.m.meter.EndPhase(telemetry.PhaseDecide)
+	f.m.meter.EndSpan("")
+	then := func() { f.sendOn(&r) }
 	switch r.Leg {
 	case plan.LegPrefill:
-		if len(r.Edits) > 0 {
-			client := x.Body.Bytes()
-			x.Body.Rewrite(r.Edits.Len(len(client)), func(to []byte) []byte { return r.Edits.Apply(to, client) })
-		}
+		f.m.edit(r.Edits)
 		body := InsuredOf(f).toPrefill(x.Body.Bytes())
-		return func() { f.callPrefill(&r, body) }
+		then = func() { f.callPrefill(&r, body) }
+	case plan.LegPair:
+		then = newPair(f, &r)
+	case plan.LegEncode:
+		then = newEncode(f, &r)
 	case plan.LegDecode, plan.LegPass:
 		if in := InsuredOf(f); in != nil {
-			return in.toDecode(&r)
+			then = in.toDecode(&r)
 		}
-		return func() { f.sendOn(&r) }
 	}
-	return f.refusal(errors.New("the leg " + r.Leg + " is not made inside Envoy")) // the configuration allows none
+	if f.s.Decisions {
+		then = tellDecision(f.envoy, x, then)
+	}
+	return then
 }
 
 // refusal returns what answers a request with an error.
@@ -101,6 +109,7 @@ func (f *Filter) refusal(err error) func() {
 		}
 		e = openai.Internal()
 	}
+	f.m.meter.EndSpan(e.Code)
 	return func() { f.refuse(e) }
 }
 
@@ -114,6 +123,8 @@ type prefilled struct {
 // settle settles P's leg by its answer, and goes on with the second pass.
 func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 	x, t, passes := &f.m.pass, &f.hop.ticket, f.s.Passes
+	startSpan(ctx, f, telemetry.SpanPrefillAnswer)
+	f.m.meter.SpanTicket(t)
 	x.Prefilled.ObserveLoad(t, a.load)
 	if plan.ClientsFault(a.Code) {
 		f.m.meter.PrefillRefused(t, a.Code, passes.Since(t))
@@ -135,18 +146,43 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 		return nil
 	}
 	kept := clone(next)
-	f.again()
+	f.again(ctx)
 	d, err := x.Resume(ctx, &kept, nil)
 	return f.commit(ctx, d, err)
 }
 
 // again makes the pass of a request ready for the next one.
-func (f *Filter) again() {
+func (f *Filter) again(ctx context.Context) {
 	x := &f.m.pass
 	head, id, reserved := x.Head, x.ID, x.ReservedAs
 	x.Reset()
 	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID = head, id, reserved, id
-	f.m.meter.Begin("", nil)
+	f.m.meter.EndSpan("")
+	f.m.meter.Begin("", f.s.Tracer)
+	startSpan(ctx, f, telemetry.SpanDecide)
+}
+
+// traceContext is a W3C trace context; "": none.
+type traceContext struct{ parent, state string }
+
+// headers are those of a hop.
+func (t traceContext) headers() []Header {
+	switch {
+	case t.parent == "":
+		return nil
+	case t.state == "":
+		return []Header{{envoywire.HeaderTraceparent, t.parent}}
+	}
+	return []Header{{envoywire.HeaderTraceparent, t.parent}, {envoywire.HeaderTracestate, t.state}}
+}
+
+// startSpan starts the span of a pass, below which the hops after it are.
+func startSpan(ctx context.Context, f *Filter, name string) {
+	m, t := &f.m.meter, &f.hop.trace
+	m.StartSpanBelow(ctx, name, t.parent, t.state, f.id)
+	if parent, state := m.Trace(); parent != "" {
+		*t = traceContext{parent, state}
+	}
 }
 
 // read reads the headers of an answer to a call, and reports whether an endpoint gave it: Envoy answers calls itself,

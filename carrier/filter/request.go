@@ -76,20 +76,28 @@ func (h *head) pass(path []byte) pass.Head {
 // identify names the request: by the client's own id if it is valid, else by a new one.
 func (f *Filter) identify() {
 	p := &f.m.pass
-	p.ID = f.head.get(envoywire.HeaderRequestID)
-	if !openai.RequestID(p.ID) {
-		p.ID = openai.NewRequestID(rand.Uint64(), rand.Uint64())
+	sent := f.head.get(envoywire.HeaderRequestID)
+	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
+	if p.ID = sent; f.resumed != nil { // the leg may have had others
+		p.ID, p.ReservedAs = f.resumed.id, f.resumed.reservedAs
+		if t := &f.resumed.ticket; t.Path != "" {
+			path = []byte(t.Path)
+		}
+	} else { // clients may send an id many times
+		p.ReservedAs = strconv.FormatUint(rand.Uint64(), 36) + strconv.FormatUint(rand.Uint64(), 36)
+		if !openai.RequestID(p.ID) {
+			p.ID = openai.NewRequestID(rand.Uint64(), rand.Uint64())
+		}
+	}
+	if p.ID != sent {
 		f.envoy.SetHeader(envoywire.HeaderRequestID, p.ID)
 	}
 	f.id, p.Prefilled.ID = p.ID, p.ID
-	if f.resumed != nil {
-		p.ReservedAs = f.resumed.reservedAs
-	} else { // clients may send an id many times
-		p.ReservedAs = strconv.FormatUint(rand.Uint64(), 36) + strconv.FormatUint(rand.Uint64(), 36)
-	}
 	f.reservedAs = p.ReservedAs
-	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
 	p.Head = f.head.pass(path)
+	if f.resumed != nil && f.resumed.ticket.Authority != "" {
+		p.Head.Authority = []byte(f.resumed.ticket.Authority)
+	}
 }
 
 // admit refuses what needs no body to be refused, and reports whether the body has to be read.
@@ -110,7 +118,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		if !passes.Serves(string(h.Method), string(h.Path)) {
 			return false, openai.NotServed()
 		}
-		if f.bare {
+		if f.body.none {
 			return false, nil
 		}
 		if reads = readsOther(string(h.ContentType), len(passes.State.Pools())); reads && large {
@@ -125,7 +133,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		return false, openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
 			"the path and query of the request are too long")
 	}
-	if f.bare || f.head.get("content-length") == "0" {
+	if f.body.none || f.head.get("content-length") == "0" {
 		return false, openai.NoBody()
 	}
 	if large {

@@ -2,10 +2,12 @@ package filter
 
 import (
 	"crypto/rand"
+	"slices"
 	"sync"
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/internal/memory"
@@ -17,7 +19,9 @@ type Options struct {
 	Memory       *memory.Budget
 	MaxBodyBytes int // larger bodies are refused with 413
 	PathPrefixes []string
-	Started      time.Time // of the replica
+	Decisions    bool             // also write decisions into dynamic metadata
+	Started      time.Time        // of the replica
+	Tracer       telemetry.Tracer // nil: no traces
 }
 
 // Shared is what all requests of a replica share. It is safe for concurrent use.
@@ -56,6 +60,7 @@ type scratch struct {
 // release returns the memory of a request.
 func (s *Shared) release(m *scratch) {
 	m.pass.Reset()
+	m.meter.EndSpan("client_gone") // any other end has ended it
 	m.meter.Reset()
 	s.hold(m, 0)
 	if !m.spoiled && cap(m.body.data)+cap(m.body.spare)+cap(m.answer) <= maxKept {
@@ -75,7 +80,9 @@ func (s *Shared) hold(m *scratch, n int) bool {
 // attempt is a request that begins again after its hop to D failed: what goes sealed through Envoy beside it.
 type attempt struct {
 	ticket     kvtransfer.Ticket
+	id         string // of the client's request
 	reservedAs string
+	trace      traceContext
 	began      time.Time // when the client's request came
 }
 
@@ -117,13 +124,18 @@ func (b *body) Rewrite(size int, write func(to []byte) []byte) {
 	b.changed = true
 }
 
+// edit makes the body of a leg of the client's.
+func (m *scratch) edit(edits openai.Edits) {
+	if len(edits) > 0 {
+		client := m.body.data
+		m.body.Rewrite(edits.Len(len(client)), func(to []byte) []byte { return edits.Apply(to, client) })
+	}
+}
+
 // clone returns a ticket that does not refer to the memory of a pass.
 func clone(t *kvtransfer.Ticket) kvtransfer.Ticket {
 	out := *t
-	out.Params = append([]byte(nil), t.Params...)
-	if len(t.Params) == 0 {
-		out.Params = nil
-	}
+	out.Params = slices.Clone(t.Params) // nil is not the same as empty
 	out.Undo = append(out.Undo[:0:0], t.Undo...)
 	for i := range out.Undo {
 		out.Undo[i].New = append([]byte(nil), out.Undo[i].New...)

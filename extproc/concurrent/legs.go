@@ -43,13 +43,13 @@ type Outcome struct {
 	Answer     []byte        // if the status is the client's fault: P's message
 }
 
-// verdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas
+// VerdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas
 // learn the verdict from Envoy's access log, which is sent every 0.2 s.
-const verdictWait = 500 * time.Millisecond
+const VerdictWait = 500 * time.Millisecond
 
-// PrefillFailed reports whether P has failed, or fails within verdictWait.
+// PrefillFailed reports whether P has failed, or fails within [VerdictWait].
 func (p *Pair) PrefillFailed(ctx context.Context) bool {
-	wait := time.NewTimer(verdictWait)
+	wait := time.NewTimer(VerdictWait)
 	defer wait.Stop()
 	select {
 	case <-p.Ended:

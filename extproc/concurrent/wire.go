@@ -79,3 +79,16 @@ func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
 	edits[0].New = append(append(t.Params, ','), edits[0].New...)
 	return edits, nil
 }
+
+// DecodeUndo returns the edits that make the client's body of D's, which [DecodeEdits] has made; t is the ticket before
+// that.
+func DecodeUndo(t *kvtransfer.Ticket) openai.Edits {
+	switch {
+	case t.Params != nil && len(t.Params) == 0:
+		return nil // it is the client's own
+	case t.Params == nil:
+		return t.Undo[:1] // P's first members are in it
+	}
+	front := t.Undo[0].Start
+	return openai.Edits{{Start: front, End: front + len(t.Params) + 1}}
+}

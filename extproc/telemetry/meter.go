@@ -46,6 +46,9 @@ func workOf(h *prometheus.HistogramVec) (out [len(workRoles)][works]prometheus.O
 	return out
 }
 
+// Tracer starts spans.
+type Tracer = trace.Tracer
+
 // Meter measures one stream: its phases, and its span if it is traced.
 type Meter struct {
 	Observer *Observer
@@ -171,8 +174,26 @@ func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envo
 	if pass2 := x.role == 0 && len(h.Ticket) > 0; pass2 || !byEnvoy {
 		in = carrier{string(h.Traceparent), string(h.Tracestate)}
 	}
-	parent := propagation.TraceContext{}.Extract(ctx, &in)
-	if (!orphan || byEnvoy) && !trace.SpanContextFromContext(parent).IsValid() {
+	x.start(ctx, &in, name, requestID, orphan && !byEnvoy, orphan) // the main role can still change the request
+}
+
+// StartSpanBelow starts the span of a pass inside Envoy below a W3C trace context; "": a trace begins here.
+func (x *Meter) StartSpanBelow(ctx context.Context, name, traceparent, tracestate, requestID string) {
+	if x.tracer != nil {
+		x.start(ctx, &carrier{traceparent, tracestate}, name, requestID, true, true)
+	}
+}
+
+// Trace returns the trace context for the next hop; "": the request is not traced.
+func (x *Meter) Trace() (traceparent, tracestate string) {
+	return x.Next.Traceparent, x.Next.tracestate
+}
+
+// start starts a span below a trace context. orphan says whether it may have no parent, next whether the next hop is
+// below it.
+func (x *Meter) start(ctx context.Context, in *carrier, name, requestID string, orphan, next bool) {
+	parent := propagation.TraceContext{}.Extract(ctx, in)
+	if !orphan && !trace.SpanContextFromContext(parent).IsValid() {
 		return
 	}
 	ctx, span := x.tracer.Start(parent, name, trace.WithTimestamp(x.Began), trace.WithSpanKind(trace.SpanKindServer),
@@ -180,7 +201,7 @@ func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envo
 	if span.IsRecording() {
 		x.span, x.Exemplar = span, exemplarOf(span)
 	}
-	if orphan { // in the main role, which can still change the request
+	if next {
 		propagation.TraceContext{}.Inject(ctx, &x.Next)
 	}
 }

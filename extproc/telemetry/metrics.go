@@ -70,7 +70,7 @@ func (m *Metrics) WaitEnded(pool, end string, took time.Duration) {
 
 // Processed counts one stream that has ended: how long it was open, and how long it was worked on.
 func (m *Metrics) Processed(role string, d, busy time.Duration, of exemplar) {
-	observe(m.process.WithLabelValues(role), d, of)
+	observe(m.Took.stream.WithLabelValues(role), d, of)
 	if role == envoywire.RoleMain || role == envoywire.RolePicker {
 		m.liveTotals.decisions.observe(busy)
 	}

@@ -190,11 +190,17 @@ func (r registry) handOvers() handOverMetrics {
 
 // streamMetrics are about ext_proc streams and what comes by them.
 type streamMetrics struct {
-	process       *prometheus.HistogramVec // role; seconds
+	Took          took
 	work          [len(workRoles)][works]prometheus.Observer
 	tickets       ticketMetrics
 	controlFields prometheus.Counter
 	panics        *prometheus.CounterVec
+}
+
+// took is how long Envoy was served, in seconds.
+type took struct {
+	stream *prometheus.HistogramVec // role; of ext_proc
+	Hook   *prometheus.HistogramVec // hook; inside Envoy, of the worker's time
 }
 
 // ticketMetrics are about tickets.
@@ -205,15 +211,20 @@ type ticketMetrics struct {
 
 func (r registry) streams() streamMetrics {
 	m := streamMetrics{
-		process: r.histogram("tandem_ext_proc_duration_seconds",
+		Took: took{r.histogram("tandem_ext_proc_duration_seconds",
 			"Time of one ext_proc stream, waiting for the body included.", workBuckets(), "role"),
-		tickets: ticketMetrics{r.NewHistogram(histogramOpts("tandem_ticket_bytes",
-			"Size of the tickets that carry KV parameters, as header values.",
-			prometheus.ExponentialBuckets(256, 2, 9))),
-			r.NewCounter(prometheus.CounterOpts{
+			r.histogram("tandem_hook_seconds",
+				"Time for which a hook of the filter inside Envoy held its worker.",
+				[]float64{.00005, .0002, .001, .005, .02, .1, 1}, "hook")},
+		tickets: ticketMetrics{
+			bytes: r.NewHistogram(histogramOpts("tandem_ticket_bytes",
+				"Size of the tickets that carry KV parameters, as header values.",
+				prometheus.ExponentialBuckets(256, 2, 9))),
+			forged: r.NewCounter(prometheus.CounterOpts{
 				Name: "tandem_tickets_refused_total",
 				Help: "Tickets that are forged, of another request, or of another stage.",
-			})},
+			}),
+		},
 		controlFields: r.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_control_fields_cut_total",
 			Help: "Requests with members that a client must not send, which were cut.",

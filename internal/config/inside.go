@@ -2,7 +2,6 @@ package config
 
 import (
 	"fmt"
-	"slices"
 
 	configv1 "tandem/protos/config/v1"
 )
@@ -26,41 +25,16 @@ func checkInside(v *validator, c *configv1.Config) {
 		}
 	}
 	refuse := func(path string, is bool) {
-		if is {
+		if is && Inside(c) {
 			v.m.add(path, notInside)
 		}
 	}
-	if !Inside(c) {
-		return
-	}
-	refuse("tracing", c.Tracing != nil)
 	refuse("extProc.protocol", c.ExtProc.Protocol == "endpointPicker")
-	refuse("extProc.decisionMetadata", c.ExtProc.DecisionMetadata)
 	refuse("envoyGateway", c.EnvoyGateway != nil)
 	refuse("usage", c.Usage != nil)
 	refuse("envoy.replicas", c.Envoy.Replicas == "redis")
 	for i, p := range c.Pools {
 		path := fmt.Sprintf("pools[%d]", i)
-		d := DialectOf(p)
-		switch {
-		case d.Concurrent != nil && p.KvTransfer != "none":
-			v.m.add(path+".kvTransfer", "%s runs both legs at once, which "+notInside, p.KvTransfer)
-		case d.Push != nil:
-			v.m.add(path+".kvTransfer", "%s has P push into D, which "+notInside, p.KvTransfer)
-		case d.Continue != nil || d.Turns != nil:
-			v.m.add(path+".kvTransfer", "%s has answers rewritten, which "+notInside, p.KvTransfer)
-		case d.Expiry != nil:
-			refuse(path+".nixl.declineExpired", true)
-		}
-		refuse(path+".cachedTokens", p.CachedTokens == "prefill")
-		refuse(path+".encode", p.Encode != nil)
 		refuse(path+".handoff", p.Handoff == "sidecar")
-		schemes := Schemes(p.Discovery)
-		for _, e := range p.Endpoints {
-			schemes = append(schemes, e.Scheme)
-		}
-		if slices.Contains(schemes, "https") {
-			v.m.add(path+".endpoints", "the scheme https "+notInside)
-		}
 	}
 }

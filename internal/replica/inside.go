@@ -35,8 +35,16 @@ func StartInside(file string, set Settings, log *slog.Logger) (*Inside, error) {
 	if !config.Inside(cfg) {
 		return nil, fmt.Errorf("%s: envoy.run is not inside: this configuration is for `tandem serve`", file)
 	}
-	ctx, stop := context.WithCancel(context.Background())
-	r, err := newReplica(ctx, file, cfg, set, nil, log)
+	spans, err := newSpans(cfg.GetTracing(), set.Release, log)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	stop := func() {
+		cancel()
+		spans.close()
+	}
+	r, err := newReplica(ctx, file, cfg, set, spans.tracer(), log)
 	if err != nil {
 		stop()
 		return nil, err

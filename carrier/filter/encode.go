@@ -1,0 +1,55 @@
+package filter
+
+import (
+	"context"
+
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/telemetry"
+)
+
+// encode is the leg of a request to an endpoint that makes the embeddings of its media, before all others. The pass's
+// body stays the client's, so the media are in it too: a failed encode leg only costs time.
+type encode struct {
+	f    *Filter
+	r    pass.Routed
+	body []byte
+}
+
+// newEncode makes the leg's body, and returns what sends it.
+func newEncode(f *Filter, r *pass.Routed) func() {
+	x := &f.m.pass
+	e := &encode{f, *r, x.Req.Client.AppendEncode(make([]byte, 0, len(x.Body.Bytes())+256))}
+	if !f.s.hold(f.m, len(x.Body.Bytes())+len(e.body)) {
+		return func() { f.refuse(openai.ServerBusy()) }
+	}
+	return e.send
+}
+
+func (e *encode) send() {
+	f, to := e.f, e.r.Endpoint
+	f.hop.encode = e
+	c := legCall(&f.m.pass, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id)
+	c.Set = append(c.Set, f.hop.trace.headers()...)
+	sent := f.envoy.Call(c)
+	e.body = nil
+	if !sent {
+		e.called(notSent())
+	}
+}
+
+// called goes on with the second pass.
+func (e *encode) called(a *prefilled) {
+	f := e.f
+	f.beside("encode answer", true, func(ctx context.Context) func() {
+		x := &f.m.pass
+		f.s.hold(f.m, len(x.Body.Bytes()))
+		startSpan(ctx, f, telemetry.SpanEncodeLeg)
+		f.m.meter.SpanTicket(&f.hop.ticket)
+		next := x.Prefilled.SettleEncode(&f.hop.ticket, &a.Answer)
+		kept := clone(next)
+		f.again(ctx)
+		d, err := x.Resume(ctx, &kept, nil)
+		return f.commit(ctx, d, err)
+	})
+}

@@ -1,0 +1,178 @@
+package filter
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+
+	"tandem/extproc/answer"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/internal/guard"
+	"tandem/kvstate"
+)
+
+// rewrite is an answer of D's that the client gets otherwise: a stream event by event, in the hook of each piece; a
+// whole answer when it is complete, in a goroutine, because it may be long.
+type rewrite struct {
+	f      *Filter
+	by     openai.Rewriter
+	stream bool
+	begun  bool
+	events openai.Events
+	piece  []byte // scratch
+	out    []byte // scratch
+	held   int64  // of the budget of all requests, bytes
+	ids    int64  // likewise, for token ids
+}
+
+// answers lets D's answer go on to the client, rewritten if its ticket says so. end: it has no body.
+func answers(f *Filter, o *Outcome, end bool) Status {
+	f.begun()
+	if end || f.hop.ticket.Stage == 0 {
+		return Continue
+	}
+	kind := bytes.ToLower(f.envoy.ResponseHeader("content-type"))
+	r := &rewrite{f: f, stream: bytes.HasPrefix(kind, []byte("text/event-stream"))}
+	if r.by = r.rewriter(o.Status); r.by == nil {
+		return Continue
+	}
+	f.hop.rewrite = r
+	f.envoy.HoldAnswer(true)
+	f.envoy.SetResponseHeader("content-length", "")
+	if r.stream {
+		return Continue
+	}
+	return Stop
+}
+
+// rewriter returns how to rewrite an answer with a status; nil: it stays.
+func (r *rewrite) rewriter(status int) openai.Rewriter {
+	f := r.f
+	t, p := &f.hop.ticket, f.hop.pair
+	if status != http.StatusOK {
+		if p != nil && status >= 400 && status < 500 && !kvstate.Refuses(status) {
+			return refusal{}
+		}
+		return nil
+	}
+	switch {
+	case t.Stage == kvtransfer.PairLegs:
+		if p == nil || p.joined == nil {
+			return nil
+		}
+		return openai.InputLogprobs{Prefill: p.joined}
+	case t.Turn.Answers:
+		return r.conversation(t)
+	}
+	by, err := answer.Rewriter(t)
+	if err != nil {
+		f.s.Passes.Log.Error("decode's answer stays as it is", "request_id", f.id, "err", err)
+		return nil
+	}
+	if policy, _ := f.s.Passes.Policy(t.Pool); by == nil && t.Loads && policy.Dialect.Expiry != nil {
+		return &answer.CutParams{}
+	}
+	return by
+}
+
+// conversation returns the rewriter that removes the description of D's blocks from its answer, and keeps it for the
+// conversation's next turn.
+func (r *rewrite) conversation(t *kvtransfer.Ticket) openai.Rewriter {
+	f := r.f
+	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || t.Turn.Conversation == ([16]byte{})}
+	if t.Turn.Conversation != ([16]byte{}) {
+		kept, id, passes := clone(t), f.id, f.s.Passes
+		a.Kept = func(params []byte, ids []uint32) { // it may have to tell Redis
+			params, ids = slices.Clone(params), slices.Clone(ids)
+			go func() {
+				defer guard.Recover(guard.With(context.Background(), passes.Guard), "envoy filter turn")
+				passes.StoreTurn(id, &kept, params, ids)
+			}()
+		}
+		a.Room = func(n int) bool { return f.s.Memory.Replace(&r.ids, int64(n)) }
+	}
+	if t.Cached > 0 {
+		return openai.Both{First: a, Second: answer.Cached(t)}
+	}
+	return a
+}
+
+// body is called for each piece of the answer. end: it is the last.
+func (r *rewrite) body(end bool) Status {
+	if !r.stream {
+		return r.whole(end)
+	}
+	envoy := r.f.envoy
+	r.piece = envoy.AppendPiece(r.piece[:0])
+	r.out = r.out[:0]
+	if !r.begun && len(r.piece) > 0 {
+		r.begun, r.out = true, r.by.Begin(r.out)
+	}
+	each := func(event []byte) { r.out = r.by.Event(r.out, event) }
+	if err := r.events.Feed(r.piece, each); err != nil {
+		r.f.s.Passes.Log.Error("decode's answer is cut", "request_id", r.f.id, "err", err)
+		envoy.Reset()
+		return Stop
+	}
+	if end {
+		r.events.End(each)
+	}
+	envoy.ReplacePiece(r.out)
+	return Continue
+}
+
+// whole rewrites an answer that is complete, and lets it go on.
+func (r *rewrite) whole(end bool) Status {
+	f := r.f
+	size := f.envoy.AnswerSize()
+	switch {
+	case r.begun:
+	case size > maxAnswer:
+		r.refuse(openai.Unavailable("answer_too_large",
+			fmt.Sprintf("an answer of more than %d bytes cannot be joined with prefill's", maxAnswer), 0))
+	case end && !f.s.Memory.Replace(&r.held, 2*int64(size)):
+		r.refuse(openai.ServerBusy())
+	case end:
+		r.begun = true
+		got := f.envoy.AppendAnswer(make([]byte, 0, size))
+		f.beside("answer", true, func(context.Context) func() {
+			out, err := r.by.Whole(make([]byte, 0, size+4096), got)
+			if err != nil {
+				f.s.Passes.Log.Error("decode's answer stays as it is", "request_id", f.id, "err", err)
+				out = got
+			}
+			return func() {
+				f.envoy.ReplaceAnswer(out)
+				f.envoy.ContinueAnswer()
+			}
+		})
+	}
+	return Stop
+}
+
+func (r *rewrite) refuse(e *openai.Error) {
+	r.begun = true
+	r.f.hop.sent = false
+	r.f.refuse(e)
+}
+
+// close gives the memory of an answer back.
+func (r *rewrite) close() {
+	r.f.s.Memory.Replace(&r.held, 0)
+	r.f.s.Memory.Replace(&r.ids, 0)
+}
+
+// refusal is D's refusal of a request, without the members that Tandem added for D.
+type refusal struct{}
+
+// Begin implements [openai.Rewriter].
+func (refusal) Begin(dst []byte) []byte { return dst }
+
+// Whole implements [openai.Rewriter].
+func (refusal) Whole(dst, answer []byte) ([]byte, error) { return openai.CutEcho(dst, answer), nil }
+
+// Event implements [openai.Rewriter].
+func (refusal) Event(dst, event []byte) []byte { return append(append(dst, event...), "\n\n"...) }
