@@ -18,7 +18,7 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	AppendBody(dst []byte) []byte
 	// ReplaceBody makes another body of the parts. It may be called once the whole body has been received.
 	ReplaceBody(parts ...[]byte)
-	// Call sends a request of its own, whose end [Filter.CallDone] is told. false: it cannot be sent.
+	// Call sends a request of its own; [Filter.CallDone] is called at its end. false: it cannot be sent.
 	Call(c *Call) bool
 	// Continue lets the request go on to the next filter, on the route that its headers choose now.
 	Continue()
