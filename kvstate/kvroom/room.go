@@ -1,5 +1,5 @@
-// Package kvroom accounts for an engine's KV memory (docs/adr/0052): what it holds of prompts that it computes for other
-// engines, until they have fetched them, and what its own answers need.
+// Package kvroom accounts for an engine's KV memory (docs/adr/0052): what it holds of prompts that it computes for
+// other engines, until they have fetched them, and what its own answers need.
 package kvroom
 
 import (
