@@ -25,7 +25,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy"},
+	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
 	"envoy-configs/lua":     {},
 	"envoy-configs/logwhen": {},
 	"envoy-configs/match":   {},
@@ -41,6 +41,8 @@ var arrows = map[string][]string{
 	"kvstate/engineclock":      {"internal/zmtp"},
 	"kvstate/kvloads":          {},
 	"kvstate/kvroom":           {},
+	"kvstate/lengths":          {},
+	"kvstate/speed":            {},
 	"kvstate/standstill":       {},
 	"kvstate/fleetclock":       {},
 	"envoy-configs/cors":       {"protos/config/v1"},
@@ -106,8 +108,8 @@ var arrows = map[string][]string{
 	"extproc/paths":          {},
 	// One pass of a request: it knows neither gRPC nor Envoy's messages.
 	"extproc/pass": {
-		"extproc/answer", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/models",
-		"extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
+		"extproc/answer", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/migration",
+		"extproc/models", "extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
 		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "kvstate/standstill", "picker",
 	},
 	"extproc": {
@@ -119,7 +121,8 @@ var arrows = map[string][]string{
 	"protos/config/v1": {},
 	"internal/config": {
 		"kvstate/standstill",
-		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/pass", "extproc/paths", "extproc/kvtransfer",
+		"extproc", "extproc/endpointpicker", "extproc/latebinding", "extproc/migration", "extproc/pass", "extproc/paths",
+		"extproc/kvtransfer",
 		"extproc/plan", "kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/redisstore", "picker",
 		"protos/config/v1", "picker/admission (test)", "kvstate/engineclock",
 	},
@@ -148,9 +151,9 @@ var arrows = map[string][]string{
 	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
 	"carrier": {"carrier/filter", "internal/replica", "internal/version"},
 	"carrier/filter": {
-		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/models", "extproc/openai",
-		"extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard",
-		"internal/memory", "internal/periodic", "kvstate", "extproc (test)",
+		"extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding", "extproc/migration",
+		"extproc/models", "extproc/openai", "extproc/pass", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
+		"internal/guard", "internal/memory", "internal/periodic", "kvstate", "extproc (test)",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
@@ -252,7 +255,7 @@ var guarded = map[string][]string{
 		"internal/xds (test)", "internal/gatewayextension", "protos/envoygateway/v1", "internal/replica",
 		"internal/config", "internal/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
-		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/usage", "envoy-configs/layout", "docs (test)",
+		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/layout", "docs (test)",
 	},
 }
 

@@ -44,6 +44,10 @@ bool envoy_dynamic_module_callback_http_drain_body(void*, int, size_t);
 void envoy_dynamic_module_callback_http_send_response(void*, uint32_t, header*, size_t, bytes, bytes);
 void envoy_dynamic_module_callback_http_send_response_headers(void*, header*, size_t, bool);
 void envoy_dynamic_module_callback_http_send_response_data(void*, bytes, bool);
+int envoy_dynamic_module_callback_http_filter_start_http_stream(void*, uint64_t*, bytes, header*, size_t, bytes, bool,
+                                                                uint64_t);
+void envoy_dynamic_module_callback_http_filter_reset_http_stream(void*, uint64_t);
+void envoy_dynamic_module_callback_http_filter_reset_stream(void*, int, bytes);
 void envoy_dynamic_module_callback_http_clear_route_cache(void*);
 void envoy_dynamic_module_callback_http_filter_continue_decoding(void*);
 bool envoy_dynamic_module_callback_http_filter_recreate_stream(void*, header*, size_t);
@@ -58,6 +62,7 @@ void envoy_dynamic_module_callback_http_filter_scheduler_delete(void*);
 typedef struct {
   uintptr_t handle;  // of the Go value
   bool hold;         // pieces of the answer are shown to it
+  bool streams;      // it makes D's leg by itself, and sends the answer
 } request;
 
 #endif

@@ -119,18 +119,63 @@ func (s *stream) ReplaceBody(parts ...[]byte) {
 	}
 }
 
-// Call implements [filter.Envoy].
-func (s *stream) Call(c *filter.Call) bool {
+// leg returns the headers of a call, which stay where they are until pin is unpinned.
+func (s *stream) leg(pin *runtime.Pinner, c *filter.Call) []C.header {
 	headers := slices.DeleteFunc(s.headers(), func(h C.header) bool {
 		return c.Drops(view(C.bytes{h.name, h.name_length}))
 	})
+	headers = appendHeaders(pin, headers, c.Set)
+	pin.Pin(&headers[0])
+	return headers
+}
+
+// Call implements [filter.Envoy].
+func (s *stream) Call(c *filter.Call) bool {
 	var pin runtime.Pinner
 	defer pin.Unpin()
-	headers = appendHeaders(&pin, headers, c.Set)
+	headers := s.leg(&pin, c)
 	var id C.uint64_t
-	pin.Pin(&headers[0])
 	return C.envoy_dynamic_module_callback_http_filter_http_callout(s.envoy, &id, pinned(&pin, c.Cluster),
 		&headers[0], C.size_t(len(headers)), pinnedBytes(&pin, c.Body), C.uint64_t(c.Timeout.Milliseconds())) == 0
+}
+
+// StartStream implements [filter.Envoy].
+func (s *stream) StartStream(c *filter.Call) (id uint64, ok bool) {
+	s.ours.streams = true
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	headers := s.leg(&pin, c)
+	var number C.uint64_t
+	ok = C.envoy_dynamic_module_callback_http_filter_start_http_stream(s.envoy, &number, pinned(&pin, c.Cluster),
+		&headers[0], C.size_t(len(headers)), pinnedBytes(&pin, c.Body), true,
+		C.uint64_t(c.Timeout.Milliseconds())) == 0
+	return uint64(number), ok
+}
+
+// ResetStream implements [filter.Envoy].
+func (s *stream) ResetStream(id uint64) {
+	C.envoy_dynamic_module_callback_http_filter_reset_http_stream(s.envoy, C.uint64_t(id))
+}
+
+// SendHeaders implements [filter.Envoy].
+func (s *stream) SendHeaders(headers []filter.Header) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	out := appendHeaders(&pin, nil, headers)
+	pin.Pin(&out[0])
+	C.envoy_dynamic_module_callback_http_send_response_headers(s.envoy, &out[0], C.size_t(len(out)), false)
+}
+
+// Send implements [filter.Envoy].
+func (s *stream) Send(data []byte, end bool) {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	C.envoy_dynamic_module_callback_http_send_response_data(s.envoy, pinnedBytes(&pin, data), C.bool(end))
+}
+
+// Reset implements [filter.Envoy].
+func (s *stream) Reset() {
+	C.envoy_dynamic_module_callback_http_filter_reset_stream(s.envoy, 0, C.bytes{})
 }
 
 // appendHeaders appends headers whose memory stays where it is until pin is unpinned.

@@ -19,12 +19,12 @@ int envoy_dynamic_module_on_http_filter_local_reply(void* e, const void* f, uint
   return 0;
 }
 
-void envoy_dynamic_module_on_http_filter_http_stream_headers(void* e, const void* f, uint64_t id, header* h, size_t n,
-                                                             bool end) {}
-void envoy_dynamic_module_on_http_filter_http_stream_data(void* e, const void* f, uint64_t id, const bytes* b, size_t n,
-                                                          bool end) {}
-void envoy_dynamic_module_on_http_filter_http_stream_trailers(void* e, const void* f, uint64_t id, header* h, size_t n) {}
 void envoy_dynamic_module_on_http_filter_http_stream_complete(void* e, const void* f, uint64_t id) {}
-void envoy_dynamic_module_on_http_filter_http_stream_reset(void* e, const void* f, uint64_t id, int reason) {}
-void envoy_dynamic_module_on_http_filter_downstream_above_write_buffer_high_watermark(void* e, const void* f) {}
-void envoy_dynamic_module_on_http_filter_downstream_below_write_buffer_low_watermark(void* e, const void* f) {}
+
+void envoy_dynamic_module_on_http_filter_downstream_above_write_buffer_high_watermark(void* e, const void* f) {
+  if (((const request*)f)->streams) watermark((request*)f, true);
+}
+
+void envoy_dynamic_module_on_http_filter_downstream_below_write_buffer_low_watermark(void* e, const void* f) {
+  if (((const request*)f)->streams) watermark((request*)f, false);
+}

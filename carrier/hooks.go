@@ -88,6 +88,44 @@ func envoy_dynamic_module_on_http_filter_scheduled(envoy, p unsafe.Pointer, even
 //export envoy_dynamic_module_on_http_filter_stream_complete
 func envoy_dynamic_module_on_http_filter_stream_complete(envoy, p unsafe.Pointer) { of(p).Complete() }
 
+//export envoy_dynamic_module_on_http_filter_http_stream_headers
+func envoy_dynamic_module_on_http_filter_http_stream_headers(envoy, p unsafe.Pointer, id C.uint64_t, headers *C.header,
+	n C.size_t, end C.bool) {
+	filter.InsuredOf(of(p)).StreamHeaders(uint64(id), func(do func(name, value []byte)) {
+		each(unsafe.Slice(headers, int(n)), do)
+	}, bool(end))
+}
+
+//export envoy_dynamic_module_on_http_filter_http_stream_data
+func envoy_dynamic_module_on_http_filter_http_stream_data(envoy, p unsafe.Pointer, id C.uint64_t, pieces *C.bytes,
+	n C.size_t, end C.bool) {
+	data := make([][]byte, 0, 4)
+	for _, b := range unsafe.Slice(pieces, int(n)) {
+		data = append(data, view(b))
+	}
+	filter.InsuredOf(of(p)).StreamData(uint64(id), data, bool(end))
+}
+
+//export envoy_dynamic_module_on_http_filter_http_stream_trailers
+func envoy_dynamic_module_on_http_filter_http_stream_trailers(envoy, p unsafe.Pointer, id C.uint64_t, headers *C.header,
+	n C.size_t) {
+	filter.InsuredOf(of(p)).StreamTrailers(uint64(id))
+}
+
+//export envoy_dynamic_module_on_http_filter_http_stream_reset
+func envoy_dynamic_module_on_http_filter_http_stream_reset(envoy, p unsafe.Pointer, id C.uint64_t, reason C.int) {
+	filter.InsuredOf(of(p)).StreamReset(uint64(id))
+}
+
+//export watermark
+func watermark(p *C.request, above C.bool) {
+	if in := filter.InsuredOf(of(unsafe.Pointer(p))); above {
+		in.AboveWatermark()
+	} else {
+		in.BelowWatermark()
+	}
+}
+
 //export envoy_dynamic_module_on_http_filter_http_callout_done
 func envoy_dynamic_module_on_http_filter_http_callout_done(envoy, p unsafe.Pointer, call C.uint64_t, result C.int,
 	headers *C.header, n C.size_t, body *C.bytes, pieces C.size_t) {

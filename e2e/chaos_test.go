@@ -20,9 +20,9 @@ import (
 )
 
 // chaosFleet returns the fleet of the chaos runs: a lease that outlives any request, and a decode step that keeps
-// answers on the wire for a while. policy is vLLM's kv_load_failure_policy.
-func chaosFleet(t *testing.T, policy string) *fleet {
-	f := start(t, options{prefills: 3, decodes: 3, pool: "  prefillTimeout: {base: 30s}\n", engineArgs: []string{
+// answers on the wire for a while. policy is vLLM's kv_load_failure_policy, pool more of the pool's configuration.
+func chaosFleet(t *testing.T, policy, pool string) *fleet {
+	f := start(t, options{prefills: 3, decodes: 3, pool: "  prefillTimeout: {base: 30s}\n" + pool, engineArgs: []string{
 		"--lease", "10s", "--load-timeout", "200ms", "--decode-step", "1ms", "--prefill-speed", "50000", "--record=false",
 		"--kv-load-failure", policy,
 	}})
@@ -39,15 +39,15 @@ func chaosFleet(t *testing.T, policy string) *fleet {
 // die.
 func TestChaos(t *testing.T) {
 	for _, policy := range []string{"recompute", "fail"} {
-		t.Run(policy, func(t *testing.T) { chaos(t, policy) })
+		t.Run(policy, func(t *testing.T) { chaos(t, policy, "") })
 	}
 }
 
-func chaos(t *testing.T, policy string) {
+func chaos(t *testing.T, policy, pool string) {
 	const clients = 12
 	requests := fromEnv("TANDEM_CHAOS", 600)
 	seed := uint64(fromEnv("TANDEM_CHAOS_SEED", 1))
-	f := chaosFleet(t, policy)
+	f := chaosFleet(t, policy, pool)
 	bin, err := binaries()
 	require.NoError(t, err)
 	// An engine outside of the pool gives the reference.
@@ -86,11 +86,16 @@ func chaos(t *testing.T, policy string) {
 	for _, kind := range slices.Sorted(maps.Keys(seen)) {
 		fmt.Fprintf(&b, "  %6d  %s\n", seen[kind], kind)
 	}
-	for _, cause := range []string{"prefill", "decode", "hand_over_spent", "hand_over_expired"} {
+	for _, cause := range []string{"prefill", "decode", "stream", "moved", "hand_over_spent", "hand_over_expired"} {
 		fmt.Fprintf(&b, "  %6v  replanned: %s\n", metric(t, f.admins[0], "tandem_replans_total", `cause="`+cause+`"`), cause)
 	}
 	t.Log(b.String())
 	const lost = "stream 200 and an error event"
+	if pool == insurance {
+		for kind := range seen {
+			require.False(t, kind != "stream whole" && strings.HasPrefix(kind, "stream"), kind)
+		}
+	}
 	if policy == "fail" { // each prefill engine that died may have had the KV of the streams in flight
 		require.LessOrEqual(t, seen[lost], clients*killed["prefill"])
 		delete(seen, lost)

@@ -171,6 +171,39 @@ setTimeout(() => { const d = f.contentDocument, s = d.createElement('script');
 	}
 }
 
+// With usage the page has tiles of tokens, first tokens and targets in place of headers, and a request says what it used.
+func TestPageShowsTokens(t *testing.T) {
+	t.Parallel()
+	browser(t)
+	f := start(t, options{top: "usage: {}\n", pool: "  targets: {ttft: 30s, tpot: 5s}\n",
+		engineArgs: []string{"--decode-step", "5ms"}})
+	stop := make(chan struct{})
+	var clients sync.WaitGroup
+	defer clients.Wait()
+	defer close(stop)
+	clients.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return
+			case <-time.After(20 * time.Millisecond):
+			}
+			body := strings.Replace(apis[0].body, "{", `{"stream":true,"stream_options":{"include_usage":true},`, 1)
+			_, _ = f.try(t.Context(), http.MethodPost, apis[0].path, body, "x-request-id", fmt.Sprintf("used-%d", i))
+		}
+	})
+	soon(t, "tokens are counted", func() bool {
+		return metric(t, f.admins[0], "tandem_tokens_total", `kind="generation"`) > 100
+	})
+	dom, log := chromium(t, "--dump-dom", f.admins[0]+"/")
+	require.NotContains(t, log, "CONSOLE", "errors in the page's console")
+	for _, tile := range []string{"first token p50", "first token p99", "answer tokens / s", "targets kept"} {
+		require.Regexp(t, `<b>~?[0-9][^<]*</b><small>`+tile, dom)
+	}
+	require.NotContains(t, dom, "headers p50")
+	require.Regexp(t, `Used: \d+ tokens of prompt \(\d+ cached\), 12 of answer, first token after`, dom)
+}
+
 func fileThere(path string) bool {
 	_, err := os.Stat(path)
 	return err == nil

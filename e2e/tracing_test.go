@@ -233,3 +233,44 @@ func (f *fleet) openMetrics() string {
 	require.Contains(f.t, resp.Header.Get("Content-Type"), "openmetrics")
 	return string(text)
 }
+
+// With usage the trace has a span of the answer, with what the request used in the names of OpenTelemetry's conventions
+// for GenAI: below the last hop's span, or at once below Envoy's where the answer came in one hop or by two legs at once.
+func TestTraceHasWhatARequestUsed(t *testing.T) {
+	t.Parallel()
+	for _, dialect := range []string{"nixl", "sglang", "none"} {
+		t.Run(dialect, func(t *testing.T) {
+			t.Parallel()
+			c := startCollector(t)
+			f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, replicas: 2, top: "usage: {tenantHeader: x-tenant}\n" +
+				"tracing: {endpoint: \"" + c.addr + "\", sampleRatio: 0}\n"})
+			trace, id := traceOf(1)
+			got := f.post("/v1/chat/completions", `{"model":"tiny","stream":true,"stream_options":{"include_usage":true},`+
+				`"max_tokens":12,"messages":[{"role":"user","content":"Two hops, please."}]}`,
+				"x-request-id", id, "x-tenant", "team-a", "traceparent", "00-"+trace+"-"+clientsSpan+"-01")
+			require.Equal(t, 200, got.status, got.body)
+			want := usageOf(got)
+			byID := map[string]span{}
+			var answers []span
+			soon(t, "the span of the answer, and its parent", func() bool {
+				answers = nil
+				for _, s := range c.of(trace) {
+					if byID[s.id] = s; s.name == "tandem answer" {
+						answers = append(answers, s)
+					}
+				}
+				return len(answers) > 0 && byID[answers[0].parent].id != ""
+			})
+			require.Len(t, answers, 1, "one replica counts it")
+			is := answers[0].attributes
+			for name, value := range map[string]string{
+				"gen_ai.request.model": "tiny", "gen_ai.request.stream": "true", "tandem.tenant": "team-a", "tandem.ended": "ok",
+				"gen_ai.usage.input_tokens": fmt.Sprint(want.Prompt), "gen_ai.usage.output_tokens": "12", "http.response.status_code": "200",
+			} {
+				require.Contains(t, is[name], value, "%s of %v", name, is)
+			}
+			require.Contains(t, is, "gen_ai.response.time_to_first_chunk")
+			require.Contains(t, is, "tandem.time_per_output_token")
+		})
+	}
+}

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -256,6 +257,7 @@ func TestTokensAgree(t *testing.T) {
 	require.Zero(t, sum("tandem_answers_without_usage_total", `reason="absurd"`))
 	require.Positive(t, sum("tandem_time_to_first_token_seconds_count"))
 	require.Positive(t, sum("tandem_promises_total", `result="kept"`))
+	require.Positive(t, sum("tandem_time_to_first_token_ratio_count"), "first tokens as expected, and as they came")
 }
 
 // Over xDS Envoy gets what counts tokens, too, and both legs at once are counted as one request.
@@ -276,6 +278,103 @@ func TestTokensOverXDS(t *testing.T) {
 			require.InDelta(t, want.Answer, metric(t, f.admins[0], "tandem_tokens_total", `kind="generation"`), 0)
 			require.InDelta(t, want.Prompt, metric(t, f.admins[0], "tandem_tokens_total", `kind="prompt"`, `model="tiny"`), 0)
 			require.InDelta(t, 1, metric(t, f.admins[0], "tandem_time_to_first_token_seconds_count"), 0)
+		})
+	}
+}
+
+// Replicas that die while answers stream cut none of them: Envoy counts, and nobody waits for it.
+func TestTokensWithoutTandem(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{replicas: 2, top: "usage: {}\n", engineArgs: []string{"--decode-step", "20ms"}})
+	const streams, tokens = 24, 400 // 8 s
+	done := make(chan used, streams)
+	for i := range streams {
+		api, limit := apis[i%2], fmt.Sprintf(`"max_tokens":%d,"min_tokens":%[1]d,"ignore_eos":true`, tokens)
+		body := strings.Replace(strings.Replace(api.body, `"max_tokens":12`, limit, 1), "Two hops", fmt.Sprint("Stream ", i), 1)
+		body = strings.Replace(body, "{", `{"stream":true,"stream_options":{"include_usage":true},`, 1)
+		go func() {
+			got, err := f.try(context.Background(), http.MethodPost, api.path, body)
+			if err != nil || got.status != 200 || !strings.HasSuffix(got.body, "data: [DONE]\n\n") {
+				t.Logf("%v, %d: %.300s", err, got.status, got.body[max(0, len(got.body)-300):])
+				done <- used{}
+				return
+			}
+			done <- usageOf(got)
+		}()
+	}
+	running := func() (n float64) {
+		for _, d := range f.decodes {
+			n += metric(t, "http://"+d.addr, "vllm:num_requests_running")
+		}
+		return n
+	}
+	soon(t, "all answers stream", func() bool { return running() == streams })
+	for _, p := range f.tandems {
+		p.stop(syscall.SIGKILL)
+	}
+	require.InDelta(t, streams, running(), 0, "an answer was cut, or had ended already")
+	for range streams {
+		require.Equal(t, tokens, (<-done).Answer)
+	}
+}
+
+// Engines that count nothing themselves, as TensorRT-LLM's, are learned of what Envoy counts: their pace, and how long
+// each model's answers are.
+func TestEnvoyTeaches(t *testing.T) {
+	t.Parallel()
+	const step = 60 * time.Millisecond // the model's is 12
+	for name, o := range map[string]options{
+		"trtllm": {dialect: "trtllm", prefills: 1, decodes: 1},
+		"both":   {decodes: 2, decodeRole: "both"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			token := filepath.Join(t.TempDir(), "token")
+			require.NoError(t, os.WriteFile(token, []byte("0123456789abcdef\n"), 0o600))
+			o.top, o.adminFields = "usage: {}\n", fmt.Sprintf(", tokenFile: %q", token)
+			o.engineArgs = []string{"--decode-step", step.String(), "--uncounted", "--model", "long", "--model", "short"}
+			f := start(t, o)
+			lengths := map[string]int{"long": 24, "short": 6}
+			var wg sync.WaitGroup
+			for model, tokens := range lengths {
+				for i := range 24 {
+					wg.Go(func() {
+						got := f.post("/v1/completions", fmt.Sprintf(`{"model":%q,"prompt":"%d %s","max_tokens":%d,"min_tokens":%[4]d,`+
+							`"ignore_eos":true,"stream":true,"stream_options":{"include_usage":true}}`, model, i, model, tokens))
+						require.Equal(t, 200, got.status, got.body)
+						require.Equal(t, tokens, usageOf(got).Answer)
+					})
+				}
+			}
+			wg.Wait()
+			var explained struct {
+				Answer     float64  `json:"answer_tokens"`
+				Defaults   []string `json:"defaults"`
+				Candidates []struct {
+					Role   string  `json:"role"`
+					Decode float64 `json:"decode_learned"`
+				} `json:"candidates"`
+			}
+			soon(t, "all have been counted", func() bool {
+				require.NoError(t, getJSON(f.admins[0]+"/debug/explain?tokens=1000", &explained))
+				return metric(t, f.admins[0], "tandem_tokens_total", `kind="generation"`) == 24*(24+6)
+			})
+			require.NotContains(t, explained.Defaults, "length of answers")
+			require.NotContains(t, explained.Defaults, "speed of decode")
+			require.InDelta(t, 15, explained.Answer, 5, "of both models, the recent ones a bit more")
+			for _, c := range explained.Candidates {
+				if c.Role == "prefill" {
+					continue
+				}
+				require.Greater(t, c.Decode, 2.5, "a step takes five times as long as modelled")
+				speed(t, c.Decode > 4 && c.Decode < 6, "the pace: %v", c.Decode)
+			}
+			for model, tokens := range lengths {
+				got := f.post("/v1/completions", fmt.Sprintf(`{"model":%q,"prompt":"One more","max_tokens":%d}`,
+					model, tokens+8), "tandem-explain", "0123456789abcdef")
+				require.NoError(t, json.Unmarshal([]byte(got.header.Get("x-tandem-explain")), &explained), got.header)
+				require.InDelta(t, tokens, explained.Answer, .01, model)
+			}
 		})
 	}
 }

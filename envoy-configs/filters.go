@@ -27,7 +27,6 @@ import (
 
 	"tandem/envoy-configs/lua"
 	"tandem/envoy-configs/match"
-	"tandem/envoy-configs/usage"
 )
 
 // Names of filters, by which routes configure them too.
@@ -309,14 +308,11 @@ func (m filters) usage() []*hcmv3.HttpFilter {
 	if m.Usage == nil {
 		return nil
 	}
-	plain := match.All(m.statusIs("200"), m.answerHeader("content-type", match.Prefix("application/json")),
-		m.answerHeader("content-length", match.Regex(usage.PlainLength)))
-	return []*hcmv3.HttpFilter{
-		noted(m, m.filter(usage.StreamFilter, usage.Stream(m.pack)), notes{
-			"": "Reads the tokens of streams as they pass, for the access log. Nothing waits for it."}),
-		noted(m, m.filterUnless(usage.PlainFilter, usage.PlainFilter, usage.Plain(), match.Not(plain)), notes{
-			"": "And of others, which Envoy keeps for it until they are complete. The matcher keeps long ones away."}),
-	}
+	of := func(kind string) *match.Predicate { return m.answerHeader("content-type", match.Prefix(kind)) }
+	says := match.All(m.statusIs("200"), match.Any(of("text/event-stream"), of("application/json")))
+	script := &luav3.Lua{DefaultSourceCode: inline(lua.Usage)}
+	return []*hcmv3.HttpFilter{noted(m, m.filterUnless(luaFilter+"/usage", luaFilter, script, match.Not(says)), notes{
+		"": "Reads the tokens of answers as they pass, for the access log. Nothing waits for it."})}
 }
 
 // cleanRefusal cuts KV parameters out of an engine's refusal.

@@ -17,7 +17,10 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
+	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
 	"tandem/internal/guard"
+	"tandem/kvstate"
 )
 
 // Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
@@ -128,11 +131,38 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 			first = max(e.Start.Add(e.FirstByte).Sub(began), 0)
 		}
 	}
-	s.observer.RequestEnded(t, e, took, first, mine)
+	used := s.observer.RequestEnded(t, e, took, first, mine)
+	if mine && used != nil {
+		telemetry.TraceAnswer(s.Tracer, t, e, used)
+		learn(s.State, t, e, used)
+	}
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
 			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
+	}
+}
+
+// mostKept is the longest answer of which Envoy takes all that an endpoint sends, however slow the client is: half of
+// what a listener keeps at least. The time of longer ones may be the client's.
+const mostKept = 4 << 20
+
+// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
+func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
+	pool := state.Pool(t.Pool)
+	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
+		return
+	}
+	var writing time.Duration
+	if e.Body <= mostKept {
+		writing = u.PerToken * time.Duration(*u.Answer-1)
+	}
+	prompt := t.PromptTokens
+	if u.Prompt != nil {
+		prompt = *u.Prompt
+	}
+	if endpoint := pool.Endpoint(telemetry.AnsweredBy(t)); endpoint != nil {
+		kvstate.Answered(endpoint, u.Model, prompt, *u.Answer, writing, time.Now())
 	}
 }
 

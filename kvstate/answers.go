@@ -1,10 +1,15 @@
 package kvstate
 
-import "time"
+import (
+	"time"
+
+	"tandem/kvstate/lengths"
+	"tandem/kvstate/speed"
+)
 
 // No hop shows the length of an answer or the time of its tokens, because answers do not pass through Tandem. The
 // engines count both. The difference of two scrapes yields a pool's mean answer length, and how much slower than
-// modelled an endpoint decodes.
+// modelled an endpoint decodes. Where Envoy counts tokens, it says both of each request: see [Answered].
 
 // Assumed decode speed until engines have reported theirs: a 70B-class model on eight H100s.
 const (
@@ -41,12 +46,6 @@ func (w *AnswerCounters) restarted(old AnswerCounters) bool {
 // Written returns the tokens that the engine has written: those of finished answers if it reports no others.
 func (w *AnswerCounters) Written() int64 { return max(w.Generated, w.Tokens) }
 
-const (
-	answersNeeded = 20      // before their mean is used
-	answersKept   = 1000    // at which old samples are halved
-	longestAnswer = 1 << 20 // tokens; no engine generates more
-)
-
 // learnAnswers records what an endpoint generated between two scrapes.
 func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
 	if e.load == nil || e.Role&RoleDecode == 0 {
@@ -54,26 +53,73 @@ func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
 	}
 	e.load.mu.Lock()
 	defer e.load.mu.Unlock()
-	if d.Answers > 0 && d.Tokens <= d.Answers*longestAnswer {
-		e.load.answers.add(d)
-	}
+	e.load.answers.Add(d.Answers, d.Tokens)
 	apart := after.ScrapedAt.Sub(before.ScrapedAt).Seconds()
-	if d.Gaps == 0 || d.GapTime <= 0 || before.ScrapedAt.IsZero() || apart <= 0 {
+	if before.ScrapedAt.IsZero() || apart <= 0 {
 		return
 	}
-	now := after.ScrapedAt.UnixNano()
 	// Each running answer is within a gap, so the gaps of one second add up to the number of answers.
-	batch := max(d.GapTime.Seconds()/apart, 1)
-	step := DecodeStep + DecodeAnswer*batch + DecodeToken*e.kvBetween(before, after)
+	learnSteps(e, d, d.GapTime.Seconds()/apart, e.kvBetween(before, after), after.ScrapedAt.UnixNano())
+}
+
+// scrapeInterval is the usual time between two scrapes, mostScrapes how many of them an answer counts for at most.
+const (
+	scrapeInterval = 2 * time.Second
+	mostScrapes    = 30
+)
+
+// Answered records an answer that the endpoint gave, as whoever passed it counts: tokens of its prompt and its own, and
+// the time from the first to the last of them, 0 if that is not known. What the engine itself counts, it counts of all
+// answers, and better: then only the model's length is new.
+func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duration, now time.Time) {
+	if e.load == nil || e.Role&RoleDecode == 0 || tokens <= 0 {
+		return
+	}
+	e.load.byModel.Add(model, tokens)
+	g, booked := UnknownSignals(), e.RemoteLoad()
+	if known := e.signals.Load(); known.Trust(now) > 0 {
+		g = *known
+	}
+	e.load.mu.Lock()
+	defer e.load.mu.Unlock()
+	if g.Answers.Answers == 0 {
+		e.load.answers.Add(1, tokens)
+	}
+	if g.Answers.Gaps == 0 && tokens <= lengths.Longest {
+		// The reservation of this one has ended, and with it its KV.
+		kv := e.kvBetween(&g, &g)
+		if g.KVTokens <= 0 {
+			kv += float64(prompt)
+		}
+		batch := max(g.Running, e.requests.Load()-e.queue.n.Load()+booked.Requests-booked.Jobs) + 1
+		// An answer is worth as many observations as scrapes would have made of it.
+		n := max(min(int64((took+scrapeInterval-1)/scrapeInterval)/batch, mostScrapes, tokens-1), 1)
+		for range n {
+			d := AnswerCounters{Gaps: (tokens - 1) / n, GapTime: took / time.Duration(n)}
+			learnSteps(e, d, float64(batch), kv, now.UnixNano())
+		}
+	}
+}
+
+// AnswerTokens returns the mean tokens of a model's answers in a pool; 0 if too few were counted.
+func AnswerTokens(p *Pool, model string) float64 { return p.load.byModel.Mean(model) }
+
+// learnSteps records the times between tokens of answers that ran in a batch of some, with so many tokens of KV. The
+// caller holds e.load.mu.
+func learnSteps(e *Endpoint, d AnswerCounters, batch, kv float64, now int64) {
+	if d.Gaps <= 0 || d.GapTime <= 0 {
+		return
+	}
+	step := DecodeStep + DecodeAnswer*max(batch, 1) + DecodeToken*kv
 	_, share := e.local.ahead(now) // prompts are not part of its decode steps
 	observed, modelled := Seconds(d.GapTime.Seconds()*(1-share)), Seconds(float64(d.Gaps)*step)
-	var next speed
+	var next speed.Learned
 	if old := e.steps.Load(); old != nil {
 		next = *old
 	}
-	next.add(observed, modelled, e.load.steps.ratio(1, now), now)
+	next.Add(observed, modelled, e.load.steps.Ratio(1, now), now)
 	e.steps.Store(&next)
-	e.load.steps.add(observed, modelled, 1, now)
+	e.load.steps.Add(observed, modelled, 1, now)
 }
 
 // kvBetween returns the tokens of KV that an endpoint's answers had between two scrapes.
@@ -84,28 +130,10 @@ func (e *Endpoint) kvBetween(before, after *Signals) float64 {
 	return float64(e.tokens.Load() + e.RemoteLoad().PromptTokens)
 }
 
-// answers is the recent output of a pool.
-type answers struct{ n, tokens float64 }
-
-func (a *answers) add(d AnswerCounters) {
-	a.n, a.tokens = a.n+float64(d.Answers), a.tokens+float64(d.Tokens)
-	if a.n > answersKept {
-		a.n, a.tokens = a.n/2, a.tokens/2
-	}
-}
-
-// mean returns the mean tokens of an answer, 0 without enough of them.
-func (a *answers) mean() float64 {
-	if a.n < answersNeeded {
-		return 0
-	}
-	return max(a.tokens/a.n, 1)
-}
-
 // stepWithin returns [Candidate.Step].
 func (l *endpointState) stepWithin(fleet float64, now int64) float64 {
 	if steps := l.steps.Load(); steps != nil {
-		return steps.within(fleet, now)
+		return steps.Within(fleet, now)
 	}
 	return fleet
 }

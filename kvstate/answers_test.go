@@ -7,6 +7,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/lengths"
+	"tandem/kvstate/speed"
 )
 
 // writer is a decode engine whose steps take slow times as long as modelled.
@@ -77,8 +80,107 @@ func TestFirstAnswersCount(t *testing.T) {
 	report("old", 1000)
 	require.Zero(t, learned())
 	report("fresh", 0)
-	report("fresh", answersNeeded)
+	report("fresh", lengths.Needed)
 	require.InDelta(t, 16, learned(), 1e-9)
+}
+
+// What Envoy says of each answer teaches as well as what an engine counts, and as soon: where both were to be had, the
+// pace is right no later than one answer after the second scrape, and so is the length of answers. An engine that counts
+// nothing is learned of nothing else.
+func TestEnvoyTeachesWhatEnginesDoNotCount(t *testing.T) {
+	const tokens, kv = 500, 50_000
+	for _, slow := range []float64{.25, .5, 1, 2, 4} {
+		for _, running := range []int64{1, 4, 12} {
+			t.Run(fmt.Sprint(slow, " times, ", running, " answers"), func(t *testing.T) {
+				step := slow * (DecodeStep + DecodeAnswer*float64(running) + DecodeToken*kv)
+				answer := Seconds(tokens * step)
+				learned := func(counts bool) (pace, length time.Duration) {
+					began := time.Unix(1e9, 0)
+					now := began
+					s := New(Options{Now: func() time.Time { return now }})
+					s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, decoders("d"))
+					p := s.Pool("chat")
+					d := p.Endpoint("d")
+					for range running - 1 { // that run beside the one that ends
+						s.Reserve(d, Booking{For: RoleDecode, PromptTokens: kv / running})
+					}
+					w := &writer{slow: slow, running: running}
+					scraped, ends := now, int64(0)
+					for now.Sub(began) < time.Hour {
+						var v View
+						s.View(p, nil, &v)
+						if pace == 0 && math.Abs(v.Endpoints[0].Step-slow) < .15*slow && d.steps.Load() != nil {
+							pace = now.Sub(began)
+						}
+						if length == 0 && v.Load.Answer > 0 {
+							require.InEpsilon(t, tokens, v.Load.Answer, .01)
+							length = now.Sub(began)
+						}
+						if pace > 0 && length > 0 {
+							break
+						}
+						if now = now.Add(100 * time.Millisecond); counts {
+							if now.Sub(scraped) >= 2*time.Second {
+								w.look(s, d, now)
+								// of the answers that it writes at a time, one ends after another
+								w.written.Answers = int64(now.Sub(began)) * running / int64(answer)
+								w.written.Tokens, scraped = w.written.Answers*tokens, now
+							}
+							continue
+						}
+						for ; ends < int64(now.Sub(began))*running/int64(answer); ends++ {
+							Answered(d, "m", kv/running, tokens, Seconds((tokens-1)*step), now)
+						}
+					}
+					require.Equal(t, !counts, AnswerTokens(p, "m") > 0)
+					require.Zero(t, AnswerTokens(p, "other"))
+					return pace, length
+				}
+				countedPace, countedLength := learned(true)
+				pace, length := learned(false)
+				t.Logf("pace: counted %v, by Envoy %v; length: %v, %v", countedPace, pace, countedLength, length)
+				require.Positive(t, pace)
+				require.Positive(t, length)
+				require.LessOrEqual(t, pace, countedPace+answer)
+				require.LessOrEqual(t, length, countedLength+answer)
+			})
+		}
+	}
+}
+
+// An engine's own counts are of all answers: what Envoy says of some of them does not count beside them, until nobody
+// has heard of the engine for a while.
+func TestAnEnginesOwnCountsComeFirst(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, append(decoders("d"), EndpointSpec{Addr: "p", Role: RolePrefill}))
+	p := s.Pool("chat")
+	w := &writer{slow: 1, running: 4}
+	for range 20 {
+		now = now.Add(2 * time.Second)
+		w.look(s, p.Endpoint("d"), now)
+	}
+	look := func() Candidate {
+		var v View
+		s.View(p, nil, &v)
+		require.InEpsilon(t, 500, v.Load.Answer, .01)
+		return v.Endpoints[0]
+	}
+	before := look().Step
+	answered := func(n int) {
+		for range n {
+			Answered(p.Endpoint("d"), "m", 100, 500, time.Minute, now)
+			Answered(p.Endpoint("p"), "m", 100, 1, 0, now)
+			Answered(p.Endpoint("d"), "m", 100, 1<<40, time.Minute, now)
+			Answered(p.Endpoint("d"), "m", 100, 0, time.Minute, now)
+		}
+	}
+	answered(100)
+	require.InDelta(t, before, look().Step, 0)
+	require.InDelta(t, 500, AnswerTokens(p, "m"), 0)
+	now = now.Add(signalsDead)
+	answered(100)
+	require.Greater(t, look().Step, 4*before, "a token in 120 ms")
 }
 
 // Reported times between two tokens are learned, whatever the initial assumption: within 15 % after a hundred answers
@@ -105,7 +207,7 @@ func TestDecodeSpeedIsLearned(t *testing.T) {
 			require.InDelta(t, v.Endpoints[0].Step, v.Endpoints[1].Step, 1e-9, "equal engines")
 			require.InEpsilon(t, 500, v.Load.Answer, .01)
 
-			now = now.Add(speedKept + time.Second)
+			now = now.Add(speed.Kept + time.Second)
 			s.View(p, nil, &v)
 			require.InDelta(t, 1, v.Endpoints[0].Step, 1e-9, "what was seen is forgotten")
 		})

@@ -13,6 +13,7 @@ import (
 	"tandem/kvstate/kvroom"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
+	"tandem/kvstate/speed"
 	"tandem/kvstate/standstill"
 )
 
@@ -195,8 +196,8 @@ type endpointState struct {
 	memory       memory
 	remoteLoad   atomic.Pointer[RemoteLoad] // reservations of other replicas; nil: none
 	signals      atomic.Pointer[Signals]
-	pace         atomic.Pointer[speed]         // of prefill; replaced, never modified; nil: nothing observed
-	steps        atomic.Pointer[speed]         // likewise, of decode steps
+	pace         atomic.Pointer[speed.Learned] // of prefill; replaced, never modified; nil: nothing observed
+	steps        atomic.Pointer[speed.Learned] // likewise, of decode steps
 	transferTime atomic.Pointer[transferRatio] // likewise, of KV transfers
 	loads        atomic.Pointer[LoadFaults]    // nil: none
 	models       atomic.Pointer[reportedModels]
@@ -239,13 +240,13 @@ func (l *endpointState) learnPrefill(busy, modelled time.Duration, now int64) {
 	}
 	l.load.mu.Lock()
 	defer l.load.mu.Unlock()
-	var next speed
+	var next speed.Learned
 	if old := l.pace.Load(); old != nil {
 		next = *old
 	}
-	next.add(busy, modelled, l.load.speed.ratio(1, now), now)
+	next.Add(busy, modelled, l.load.speed.Ratio(1, now), now)
 	l.pace.Store(&next)
-	l.load.speed.add(busy, modelled, 1, now)
+	l.load.speed.Add(busy, modelled, 1, now)
 }
 
 // speedAt returns the endpoint's learned speed: a factor on the cost model's times.
@@ -259,7 +260,7 @@ func (l *endpointState) speedAt(now int64) float64 {
 
 func (l *endpointState) speedWithin(fleet float64, now int64) float64 {
 	if pace := l.pace.Load(); pace != nil {
-		return pace.within(fleet, now)
+		return pace.Within(fleet, now)
 	}
 	return fleet
 }

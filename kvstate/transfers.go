@@ -3,6 +3,8 @@ package kvstate
 import (
 	"math"
 	"time"
+
+	"tandem/kvstate/speed"
 )
 
 // A KV transfer happens after the answer's headers were sent, so no hop shows how long it took. The engines count
@@ -85,14 +87,14 @@ func (t *transferRatio) add(d TransferCounters, ranks int, prior float64, now in
 	if much := assumed / transferMost; much > 1 {
 		observed, assumed = observed/much, assumed/much
 	}
-	t.observed = t.observed*speedDecay + observed
-	t.assumed = t.assumed*speedDecay + assumed
+	t.observed = t.observed*speed.Decay + observed
+	t.assumed = t.assumed*speed.Decay + assumed
 }
 
 // within returns an endpoint's ratio: the pool's unless the endpoint has enough observations and clearly differs.
 func (t *transferRatio) within(pool float64, now int64) float64 {
 	r := t.ratio(pool, now)
-	if t.n < transfersSeen || r < pool*speedNoise && r > pool/speedNoise || math.Abs(r-pool) < transferNoise {
+	if t.n < transfersSeen || r < pool*speed.Noise && r > pool/speed.Noise || math.Abs(r-pool) < transferNoise {
 		return pool
 	}
 	return r

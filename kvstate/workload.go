@@ -5,6 +5,9 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"tandem/kvstate/lengths"
+	"tandem/kvstate/speed"
 )
 
 // workload is the recent work of a pool, according to its reservations, and the observed speed of its endpoints. It
@@ -15,10 +18,11 @@ type workload struct {
 	prefill      decayed   // seconds of work reserved on prefill endpoints
 	local        decayed   // the same on decode endpoints, for prompts that they compute themselves
 	work         mean      // mean work of a prefill, seconds
-	speed        speed
-	steps        speed // of decode
+	speed        speed.Learned
+	steps        speed.Learned // of decode
 	transferTime transferRatio
-	answers      answers
+	answers      lengths.Mean
+	byModel      lengths.ByModel
 	freed        chan struct{} // holds a token if a booking has ended since the last receive
 
 	remotePrefill, remoteLocal float64 // work reserved by other replicas, seconds per second
@@ -97,7 +101,7 @@ func (w *workload) rates(now time.Time) (prefill, local float64) {
 func (w *workload) fleetSpeeds(now int64) (prefill, transfer, step float64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.speed.ratio(1, now), w.transferTime.ratio(1, now), w.steps.ratio(1, now)
+	return w.speed.Ratio(1, now), w.transferTime.ratio(1, now), w.steps.Ratio(1, now)
 }
 
 // setZones records whether endpoints run in several zones.
@@ -118,8 +122,8 @@ func (w *workload) utilisation(prefills, decodes, both int, now time.Time) Utili
 	prefill, local = prefill+local*float64(both)/d, local+prefill*float64(both)/p
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)),
-		Speed: w.speed.ratio(1, now.UnixNano()), Step: w.steps.ratio(1, now.UnixNano()),
-		TokenBytes: w.tokenBytes(), Answer: w.answers.mean(), LoadBandwidth: w.loadBandwidth(),
+		Speed: w.speed.Ratio(1, now.UnixNano()), Step: w.steps.Ratio(1, now.UnixNano()),
+		TokenBytes: w.tokenBytes(), Answer: w.answers.Value(), LoadBandwidth: w.loadBandwidth(),
 		Prefill: min(prefill/p, 1), Local: min(local/d, 1),
 	}
 }
@@ -133,58 +137,4 @@ type mean struct {
 func (m *mean) add(x float64) {
 	m.n = min(m.n+1, 100)
 	m.value += (x - m.value) / float64(m.n)
-}
-
-// speed learns an endpoint's time relative to the cost model, as a ratio of sums. A mean of ratios would mislead: a
-// small job carries the overhead of a whole step, so an endpoint that got many of them would look slow and get no
-// larger ones to prove otherwise.
-type speed struct {
-	observed, modelled float64 // seconds; both decay with each observation
-	faded              float64 // 0 to 1: how much the prior has faded. It must, or short jobs would never outweigh it
-	at                 int64   // time of the last observation, Unix ns
-}
-
-const (
-	speedDecay = 0.97 // an observation weighs half as much after 23 more
-	speedPrior = 2.0  // initial weight of the prior, in modelled seconds
-	// factor on that weight with each observation: the prior fades faster than observations do.
-	priorDecay = 0.95
-	speedBound = 10.0 // the largest ratio to the model, either way
-	speedNoise = 1.25 // endpoints that differ less from their fleet count as equal to it
-	speedLeap  = 4.0  // one observation counts for at most this many times the known ratio ...
-	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them.
-	speedStep = 0.5
-	speedKept = 10 * time.Minute // how long observations are used after the last one
-)
-
-func (s *speed) add(observed, modelled time.Duration, prior float64, now int64) {
-	known := s.ratio(prior, now)
-	if now-s.at > int64(speedKept) {
-		*s = speed{}
-	}
-	model := modelled.Seconds()
-	seen := min(observed.Seconds(), speedLeap*known*max(model, speedStep))
-	s.observed, s.modelled = s.observed*speedDecay+seen, s.modelled*speedDecay+model
-	s.faded, s.at = 1-(1-s.faded)*priorDecay, now
-}
-
-// ratio returns observed over modelled time. With few observations it is close to prior, and prior again when the
-// last one is too old. An endpoint's prior is its fleet's ratio, so that an unused endpoint does not look faster
-// than the others.
-func (s *speed) ratio(prior float64, now int64) float64 {
-	if now-s.at > int64(speedKept) {
-		return prior
-	}
-	weight := speedPrior * (1 - s.faded)
-	r := (s.observed + weight*prior) / (s.modelled + weight)
-	return min(max(r, 1/speedBound), speedBound)
-}
-
-// within returns an endpoint's ratio: the fleet's unless it clearly differs.
-func (s *speed) within(fleet float64, now int64) float64 {
-	r := s.ratio(fleet, now)
-	if r < fleet*speedNoise && r > fleet/speedNoise {
-		return fleet
-	}
-	return r
 }

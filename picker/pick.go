@@ -12,14 +12,15 @@ type Request struct {
 	PromptTokens int64 // estimated
 	// Bytes is the length of the body from which PromptTokens was estimated; 0: an engine has counted them. The
 	// estimate may be old, and the prompt may have View.Load.Densest tokens for each byte.
-	Bytes     int64
-	Blocks    int      // of the prompt, the unit of a candidate's Hit; 0: unknown
-	MinAnswer int64    // least number of tokens of the answer
-	MaxAnswer int64    // largest number; 0: unknown
-	Model     string   // as the client named it; "": any
-	Split     bool     // may be split over two endpoints
-	Labels    []string // that its endpoints must have, as name=value
-	Rand      uint64   // breaks ties
+	Bytes      int64
+	Blocks     int      // of the prompt, the unit of a candidate's Hit; 0: unknown
+	MinAnswer  int64    // least number of tokens of the answer
+	MaxAnswer  int64    // largest number; 0: unknown
+	MeanAnswer float64  // of its model; 0: unknown, the pool's counts
+	Model      string   // as the client named it; "": any
+	Split      bool     // may be split over two endpoints
+	Labels     []string // that its endpoints must have, as name=value
+	Rand       uint64   // breaks ties
 
 	Faults
 	Targets

@@ -1,6 +1,7 @@
 package picker
 
 import (
+	"cmp"
 	"math"
 
 	"tandem/kvstate"
@@ -72,7 +73,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if v.Load.Answer > 0 {
 		t.mean = v.Load.Answer
 	}
-	t.out = expected(r, t.mean)
+	t.out = expected(r, cmp.Or(r.MeanAnswer, t.mean))
 	lasts := t.mean * t.m.DecodeStep
 	t.steady = lasts / (lasts + scrapeAge)
 	bytes := t.m.TokenBytes
@@ -110,7 +111,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	return t
 }
 
-// expected returns the expected tokens of the answer: the pool's mean, within the request's limits.
+// expected returns the expected tokens of the answer: a mean, within the request's limits.
 func expected(r *Request, mean float64) float64 {
 	if r.MaxAnswer > 0 {
 		mean = min(mean, float64(r.MaxAnswer))

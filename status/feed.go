@@ -432,6 +432,7 @@ func (s *Source) envoys() []Envoy {
 func failedHop(h *telemetry.FailedHop) string {
 	hop := map[string]string{
 		"prefill": "prefill", "decode": "decode", "encode": "encode",
+		"stream": "decode, within a stream that was continued", "moved": "decode, whose stream was moved",
 		"turn":              "prefill, which was to fetch the conversation's last turn",
 		"router":            "the replica of Tandem that decided",
 		"hand_over_expired": "the hand-over from prefill to decode was too old",

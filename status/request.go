@@ -143,7 +143,7 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	}
 	fmt.Fprint(w, prompt, " Took: ")
 	printTimes(w, t)
-	fmt.Fprint(w, words.Used(t.Used))
+	fmt.Fprint(w, words.Used(t.Used, t.ExpectedFirst))
 }
 
 // behindOf says behind how many requests one waited, and where these were if not all here.

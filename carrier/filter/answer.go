@@ -152,6 +152,7 @@ func (s *Shared) Run(ctx context.Context) {
 				f.wake(f.lost)
 			}
 		}
+		s.lookAfter()
 	})
 }
 
@@ -208,6 +209,7 @@ func (f *Filter) record() {
 		}
 		t = &f.resumed.ticket
 	}
+	InsuredOf(f).outcome(o)
 	e := &envoywire.LogEntry{
 		RequestID: []byte(f.id), Details: []byte(o.Details), Status: o.Status, Start: f.began,
 		Duration: time.Since(f.began), ClientGone: o.ClientGone(),

@@ -7,6 +7,7 @@
 //   - passes.go: the passes, in goroutines: decide, and what P's answer leads to.
 //   - hops.go: P's leg is a call of Envoy's HTTP client, D's the request itself, which Envoy's router carries on.
 //   - answer.go: D's answer until its first byte, which is when it can still be planned again, and the request's end.
+//   - insured.go, continued.go: D's answer to a request whose stream shall outlive its engine.
 //   - shared.go: what the requests of a replica share.
 //
 // No hook waits: what may wait runs in a goroutine and wakes the filter on its worker. A hook or goroutine that panics

@@ -35,6 +35,16 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	ResponseHeader(name string) []byte
 	// Outcome returns what Envoy knows of the answer.
 	Outcome() Outcome
+	// StartStream starts a request of its own whose answer comes piece by piece: [Insured] is told of it, perhaps
+	// before StartStream returns. false: it cannot be sent.
+	StartStream(c *Call) (id uint64, ok bool)
+	// ResetStream ends such a request.
+	ResetStream(id uint64)
+	// SendHeaders begins an answer to the client, Send goes on with it, and Reset breaks it off. headers include
+	// :status. With the end of an answer Envoy may end the filter before they return.
+	SendHeaders(headers []Header)
+	Send(data []byte, end bool)
+	Reset()
 	// Waker returns what wakes the filter from any goroutine.
 	Waker() Waker
 }

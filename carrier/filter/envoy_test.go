@@ -85,6 +85,7 @@ type client struct {
 	closed  int // wakers
 	wakers  int
 	started int // filters
+	streams
 
 	status  int // of the client's answer
 	reply   string

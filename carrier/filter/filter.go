@@ -3,6 +3,7 @@ package filter
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tandem/extproc/kvtransfer"
@@ -29,6 +30,7 @@ type Filter struct {
 	m       *scratch // nil: the request is on its way to D, or has been answered
 	resumed *attempt // what a request that begins again was before; nil: this is its first pass
 	hop     hop      // in progress, or the last
+	insured atomic.Pointer[Insured]
 	first   time.Duration
 	ended   bool // its end has been recorded
 
@@ -239,6 +241,7 @@ func (f *Filter) leave(o Outcome) {
 	f.gone, f.outcome = true, o
 	cancel := f.cancel
 	f.mu.Unlock()
+	InsuredOf(f).close()
 	if cancel != nil {
 		cancel()
 		return

@@ -5,11 +5,13 @@ import (
 	"cmp"
 	"context"
 	"strconv"
+	"time"
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
+	"tandem/kvstate"
 )
 
 // cluster returns the cluster that connects to an endpoint (envoy-configs, inside.go).
@@ -20,22 +22,29 @@ func cluster(scheme string) string {
 	return "tandem-pod-" + scheme
 }
 
-// callPrefill sends P its leg, which the pass's body is by now.
-func (f *Filter) callPrefill(r *pass.Routed) {
-	e, x := r.Endpoint, &f.m.pass
-	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(r.Path, string(x.Head.Path))
-	c := Call{
-		Cluster: cluster(e.Scheme), Body: x.Body.Bytes(), Timeout: r.PerTry,
+// legCall returns the call of a leg to an endpoint, which gets the body. rank is the data-parallel rank; "": none.
+func legCall(
+	x *pass.Pass, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
+) *Call {
+	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(path, string(x.Head.Path))
+	c := &Call{
+		Cluster: cluster(e.Scheme), Body: body, Timeout: limit,
 		Set: []Header{
 			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
-			{"content-length", strconv.Itoa(len(x.Body.Bytes()))}, {"accept-encoding", "identity"},
-			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, x.ID},
+			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
+			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, id},
 		},
 	}
-	if rank := e.RankName(); rank != "" {
+	if rank != "" {
 		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
 	}
-	if !f.envoy.Call(&c) {
+	return c
+}
+
+// callPrefill sends P its leg.
+func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
+	x := &f.m.pass
+	if !f.envoy.Call(legCall(x, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), x.ID)) {
 		f.beside("prefill answer", false, func(ctx context.Context) func() {
 			return f.settle(ctx, &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}})
 		})
@@ -162,6 +171,10 @@ func (f *Filter) drop() {
 
 // refuse answers with an error in OpenAI's format.
 func (f *Filter) refuse(e *openai.Error) {
+	if in := InsuredOf(f); in.continues() {
+		in.giveUp(e)
+		return
+	}
 	if f.hop.answered || f.hop.sent {
 		return
 	}
@@ -207,6 +220,10 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {
+	if in := InsuredOf(f); in.continues() {
+		in.giveUp(openai.Unavailable("prefill_failed", "prefill answered the rest of a stream", time.Second))
+		return
+	}
 	f.hop.answered = true
 	headers = append(headers, Header{"content-length", strconv.Itoa(len(body))})
 	f.envoy.Answer(headers, body)

@@ -44,7 +44,9 @@ func (f *Filter) decide(ctx context.Context) func() {
 	case openai.PassThrough:
 		d, err = x.Other(ctx)
 	default:
-		d, err = x.First(ctx, api, plan.Attempt{Started: f.s.Passes.Now()})
+		if d, err = x.First(ctx, api, plan.Attempt{Started: f.s.Passes.Now()}); err == nil {
+			insure(f, d)
+		}
 	}
 	return f.commit(ctx, d, err)
 }
@@ -56,12 +58,16 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 		return func() {
 			f.beside("decide", true, func(ctx context.Context) func() {
 				d, err := x.Rest(ctx)
+				if err == nil && f.hop.ticket.Stage == 0 { // the first pass
+					insure(f, d)
+				}
 				return f.commit(ctx, d, err)
 			})
 		}
 	}
 	var r pass.Routed
 	if err == nil {
+		InsuredOf(f).unlearn(d)
 		r, err = x.Commit(ctx, d)
 	}
 	if err != nil {
@@ -75,8 +81,12 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 			client := x.Body.Bytes()
 			x.Body.Rewrite(r.Edits.Len(len(client)), func(to []byte) []byte { return r.Edits.Apply(to, client) })
 		}
-		return func() { f.callPrefill(&r) }
+		body := InsuredOf(f).toPrefill(x.Body.Bytes())
+		return func() { f.callPrefill(&r, body) }
 	case plan.LegDecode, plan.LegPass:
+		if in := InsuredOf(f); in != nil {
+			return in.toDecode(&r)
+		}
 		return func() { f.sendOn(&r) }
 	}
 	return f.refusal(errors.New("the leg " + r.Leg + " is not made inside Envoy")) // the configuration allows none

@@ -28,11 +28,13 @@ type Shared struct {
 	mu       sync.Mutex
 	restarts map[string]*attempt // by their keys: requests that begin again at this moment
 	waiting  map[*Filter]struct{}
+	insured  map[*Insured]struct{} // whose leg to D is open
 }
 
 // New returns what requests share.
 func New(o Options) *Shared {
-	s := &Shared{Options: o, restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{}}
+	s := &Shared{Options: o, restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{},
+		insured: map[*Insured]struct{}{}}
 	s.scratch.New = func() any {
 		m := &scratch{}
 		m.meter.Observer = o.Passes.Observer

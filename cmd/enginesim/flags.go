@@ -120,6 +120,8 @@ func eventFlags(f *flag.FlagSet, c *api.Config) {
 // frontFlags are the flags of what stands before an engine's routes.
 func frontFlags(f *flag.FlagSet, c *api.Config) {
 	f.StringVar(&c.Front.Key, "api-key", "", "paths below /v1, and /server_info, want this `key`, as a bearer token")
+	f.BoolVar(&c.Front.Uncounted, "uncounted", false,
+		"metrics say no tokens of answers, and no times between them, as TensorRT-LLM's")
 	f.BoolVar(&c.Front.Origins, "cors", false, "answer CORS preflights, and allow any origin")
 	f.BoolVar(&c.Front.Forms, "forms", false,
 		"as behind a proxy that compresses, cuts and answers conditional requests where headers ask for it")

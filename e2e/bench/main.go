@@ -126,7 +126,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
 		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), usage=yes, binding=immediate, "+
-		"inside=FOLDER (of libtandem.so, which Envoy loads), or environment",
+		"inside=FOLDER (of libtandem.so, which Envoy loads), insured=yes (its streams outlive engines), or environment",
 		func(v string) error {
 			added, err := parseVariant(v)
 			o.variants = append(o.variants, added)
@@ -231,6 +231,8 @@ func parseVariant(text string) (variant, error) {
 			v.usage = true
 		case key == "inside":
 			v.inside = value
+		case key == "insured":
+			v.insured = value == "yes"
 		case key == "binding":
 			v.binding = value
 		default:

@@ -37,6 +37,7 @@ type variant struct {
 	redis          bool   // Tandem shares its state through a Redis
 	usage          bool   // Envoy counts the tokens of answers
 	replicas       int    // 0: one
+	insured        bool   // inside: streams outlive their engines
 	inside         string // the folder of libtandem.so, which Envoy loads; "": Envoy asks a server
 	env            []string
 }
@@ -224,6 +225,9 @@ func (l *lab) poolsOf(o options, v variant) *strings.Builder {
 			model, model, cmp.Or(v.binding, "late"))
 		if o.events {
 			config.WriteString("  kvEvents: {}\n")
+		}
+		if v.insured {
+			config.WriteString("  engine: vllm\n  continueStreams: {}\n")
 		}
 		config.WriteString("  endpoints:\n")
 		for _, p := range l.pairs[model] {

@@ -21,9 +21,19 @@ import (
 )
 
 // Serve runs Tandem for one pool, and Envoy in front of it, until the test ends. pool is an entry of the
-// configuration's pools. front is Envoy's address for clients, admin Tandem's for operators. Tests run in a folder two
-// below the repository's root.
-func Serve(t *testing.T, pool string) (front, admin string) {
+// configuration's pools, more are further lines of its top. front is Envoy's address for clients, admin Tandem's for
+// operators. Tests run in a folder two below the repository's root.
+func Serve(t *testing.T, pool string, more ...string) (front, admin string) {
+	return serve(t, pool, "", more...)
+}
+
+// ServeInside runs Tandem inside Envoy, which loads libtandem.so from a folder.
+func ServeInside(t *testing.T, pool, library string) (front, admin string) {
+	t.Setenv("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", library)
+	return serve(t, pool, ", run: inside")
+}
+
+func serve(t *testing.T, pool, run string, more ...string) (front, admin string) {
 	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
@@ -35,10 +45,13 @@ func Serve(t *testing.T, pool string) (front, admin string) {
 	require.NoError(t, os.WriteFile(config, fmt.Appendf(nil, `extProc: {listen: %q}
 replan:  {listen: %q}
 admin:   {listen: %q}
-envoy:   {listen: %q, admin: %q}
+envoy:   {listen: %q, admin: %q%s}
+%s
 pools:
-%s`, addrs[0], addrs[1], admin, front, addrs[4], pool), 0o600))
-	Start(t, dir, "tandem", tandem, "serve", "-f", config)
+%s`, addrs[0], addrs[1], admin, front, addrs[4], run, strings.Join(more, "\n"), pool), 0o600))
+	if run == "" {
+		Start(t, dir, "tandem", tandem, "serve", "-f", config)
+	}
 	bootstrap, err := exec.CommandContext(t.Context(), tandem, "envoy", "-f", config).Output()
 	require.NoError(t, err, "tandem envoy")
 	file := filepath.Join(dir, "envoy.yaml")

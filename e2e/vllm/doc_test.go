@@ -9,6 +9,7 @@
 //
 // Five more runs have engines of their own: NIXL in both directions (TestRealTurns); NIXL push and Mooncake, whose
 // legs run at once (TestRealPairs; mooncake.sh); ExampleConnector, and MultiConnector of NIXL and it (TestRealStores).
+// TestRealInsured has Tandem inside Envoy, and kills an engine at its end: it runs only if TANDEM_LIBRARY is set.
 //
 // It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all
 // of e2e it imports no package of ours.

@@ -54,7 +54,7 @@ func runningEngines(t *testing.T) *stack {
 
 func startStack(t *testing.T, s *stack) *stack {
 	t.Helper()
-	s.front.addr, s.admin = realengines.Serve(t, s.pool())
+	s.front.addr, s.admin = realengines.Serve(t, s.pool(), "usage: {}")
 	return s
 }
 

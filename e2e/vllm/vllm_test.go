@@ -66,6 +66,7 @@ func TestRealVLLM(t *testing.T) {
 	s.run(t, "every prefill fetched", s.nothingExpired)
 	s.run(t, "client's own KV parameters", s.hostile)
 	s.run(t, "other doors", s.otherDoors)
+	s.run(t, "tokens agree", s.tokensAgree)
 	s.run(t, "mixed and aborted", s.mixed)
 	s.run(t, "nothing left at the end", s.nothingLeft)
 }

@@ -15,6 +15,8 @@ var (
 	Late string // asks the server about answers that begin late (docs/adr/0050)
 	//go:embed edit.lua
 	Edit string // cuts KV parameters from answers, and all of a stream that Late refused
+	//go:embed usage.lua
+	Usage string // reads the tokens of streams (docs/adr/0069)
 	//go:embed host.lua
 	Host string // gives the mirrored leg's request the name of its engine as Host; it has envoy_on_request instead
 )

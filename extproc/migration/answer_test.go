@@ -121,7 +121,7 @@ func scan(t testing.TB, api openai.API, body string) *openai.Request {
 func asked(r *openai.Request, s *Stream) []byte {
 	var p openai.Patch
 	p.Reset(r)
-	s.Ask(&p)
+	s.Ask(r, &p)
 	return p.Edits().Apply(nil, r.Body())
 }
 
@@ -129,6 +129,9 @@ func asked(r *openai.Request, s *Stream) []byte {
 func continued(r *openai.Request, s *Stream) ([]byte, Reason) {
 	var p openai.Patch
 	p.Reset(r)
-	reason := s.Continue(&p)
+	reason := s.Continue()
+	if reason == "" {
+		s.Ask(r, &p)
+	}
 	return p.Edits().Apply(nil, r.Body()), reason
 }

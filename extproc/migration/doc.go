@@ -5,12 +5,13 @@
 //
 //	if migration.Refusal(&r, policy) == "" {       // r: the client's scanned request
 //		s := migration.NewStream(&r, policy)
-//		s.Ask(&p)                                  // p: a patch of r; the engine will answer token ids
+//		s.Ask(&r, &p)                              // p: a patch of r; the engine will answer token ids
 //		out = s.Feed(out[:0], chunk)               // what the client gets of a chunk of the engine's answer
 //	}
 //	// the engine has died, or s.Broken() says that its answer ends before its time
+//	reason := s.Continue()                         // why there is no next engine; "": there is
 //	p.Reset(&r)
-//	reason := s.Continue(&p)                       // the request to the next engine; or why there is none
+//	s.Ask(&r, &p)                                  // the request to it. An engine that prefills for it: s.AskPrompt
 //	out = s.Feed(out[:0], chunk)                   // of the next engine's answer: what the client lacks
 //
 // A request goes on at the prompt's ids followed by those of the answer's first k tokens: a chat in

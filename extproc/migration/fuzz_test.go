@@ -40,7 +40,8 @@ func FuzzFeed(f *testing.F) {
 			}
 			var p openai.Patch
 			p.Reset(r)
-			if pieces.Continue(&p) == "" {
+			if pieces.Continue() == "" {
+				pieces.Ask(r, &p)
 				require.True(t, json.Valid(p.Edits().Apply(nil, r.Body())))
 				pieces.Release(pieces.End(pieces.Feed(nil, stream))) // of another engine, which may write anything
 			}

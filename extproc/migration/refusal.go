@@ -1,6 +1,7 @@
 package migration
 
 import (
+	"cmp"
 	"math"
 	"strconv"
 
@@ -9,6 +10,13 @@ import (
 
 // Policy is what an operator decides about streams that shall outlive their engine.
 type Policy struct {
+	On bool // streams are continued at all
+	// Header: only those of requests that have this header, in lower case; "": all.
+	Header string
+	// MinAnswer: only those that may have so many tokens: by the request's limit, or because it has none.
+	MinAnswer int64
+	// Most is how often one answer may be continued. Default 8.
+	Most int
 	// Inexact also admits requests whose continued answer is valid but may differ from the uninterrupted one: those
 	// with a seed and a temperature, and those with frequency_penalty, presence_penalty or bad_words, which count only
 	// what the engine itself has generated.
@@ -18,7 +26,13 @@ type Policy struct {
 	MaxBytes int
 }
 
-const defaultMaxBytes = 4 << 20
+const (
+	defaultMaxBytes = 4 << 20
+	defaultMost     = 8
+)
+
+// Limit returns how often one answer may be continued.
+func (p *Policy) Limit() int { return cmp.Or(p.Most, defaultMost) }
 
 // maxStop bounds the length of stop strings, in characters: as many places to continue from are remembered.
 const maxStop = 256
@@ -48,7 +62,7 @@ func Refusal(r *openai.Request, policy Policy) Reason {
 	if !r.True(openai.FieldStream) {
 		return "not_streamed"
 	}
-	if reason := r.Unsplittable(); reason != "" {
+	if reason := cmp.Or(policy.short(r), r.Unsplittable()); reason != "" {
 		return Reason(reason)
 	}
 	for reason := range openai.Obstacles(r) {
@@ -73,6 +87,14 @@ func Refusal(r *openai.Request, policy Policy) Reason {
 			}
 		}
 		return Reason(reason)
+	}
+	return ""
+}
+
+// short returns why an answer is not worth it; "": it is.
+func (p *Policy) short(r *openai.Request) string {
+	if n, ok := r.TokenLimit(); ok && n > 0 && n < p.MinAnswer {
+		return "short"
 	}
 	return ""
 }

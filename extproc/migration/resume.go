@@ -7,13 +7,9 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Continue adds to a patch of the client's request what makes it the request to the next engine, whose answer is fed
-// from now on. If nothing was answered yet, it is the same as [Stream.Ask]. If it returns a reason, the answer cannot
-// be continued, and nothing has changed.
-//
-// A chat gets kv_transfer_params with the ids. A dialect that sets this member itself adds those of
-// [Stream.AppendPrompt].
-func (s *Stream) Continue(p *openai.Patch) Reason {
+// Continue makes the stream ready for the answer of another engine, which is asked for with [Stream.Ask] and fed from
+// now on. If it returns a reason, the answer cannot be continued, and nothing has changed.
+func (s *Stream) Continue() Reason {
 	switch {
 	case s.seen.finish:
 		return Complete
@@ -32,19 +28,42 @@ func (s *Stream) Continue(p *openai.Patch) Reason {
 	s.base, s.tokens, s.chars = m.tokens, m.tokens, chars
 	s.marks.all, s.marks.open = s.marks.all[:usable], mark{} // the next engine's come behind
 	s.in, s.broken, s.rest = splitter{}, "", nil
-	s.Ask(p)
-	if s.prompt == nil {
-		return ""
-	}
-	s.joined = true
-	s.limit(p)
-	if ids := s.AppendPrompt(nil); s.of.chat {
-		params := append(append([]byte(`{"prompt_token_ids":`), ids...), '}')
-		p.Set("kv_transfer_params", openai.FieldKVTransferParams, params)
-	} else {
-		p.Set("prompt", openai.FieldPrompt, ids)
-	}
+	s.joined = s.prompt != nil
 	return ""
+}
+
+// Continues reports whether the next engine has to continue what another one has begun.
+func (s *Stream) Continues() bool { return s.joined }
+
+// Ask adds to a patch of r what makes the engine answer token ids and, after [Stream.Continue], go on where the client
+// has the answer. r is the client's request, or the leg that a dialect made of it for the engine that answers.
+func (s *Stream) Ask(r *openai.Request, p *openai.Patch) {
+	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
+	if s.joined {
+		s.limit(p)
+		s.AskPrompt(r, p)
+	}
+}
+
+// AskPrompt adds to a patch of r the prompt's ids with those of the answer, if that is continued: all that an engine
+// needs which only computes the prompt. What a dialect says in kv_transfer_params stays; if it names ids itself, they
+// are those that the engine before was asked with.
+func (s *Stream) AskPrompt(r *openai.Request, p *openai.Patch) {
+	const member = "prompt_token_ids"
+	switch params := r.Raw(openai.FieldKVTransferParams); {
+	case !s.joined:
+	case !s.of.chat:
+		p.Set("prompt", openai.FieldPrompt, s.AppendPrompt(nil))
+	case bytes.Contains(params, []byte(`"`+member+`"`)):
+	default:
+		text := s.AppendPrompt([]byte(`{"` + member + `":`))
+		if rest := bytes.TrimLeft(bytes.TrimPrefix(params, []byte("{")), " \t\r\n"); len(rest) > 1 && params[0] == '{' {
+			text = append(append(text, ','), rest...)
+		} else {
+			text = append(text, '}')
+		}
+		p.Set("kv_transfer_params", openai.FieldKVTransferParams, text)
+	}
 }
 
 // place returns the last mark from which the next engine sees all that a stop string may begin with, the number of

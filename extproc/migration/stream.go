@@ -69,17 +69,15 @@ func NewStream(r *openai.Request, policy Policy) Stream {
 	return s
 }
 
-// Ask adds to a patch of the request what makes the engine answer token ids.
-func (s *Stream) Ask(p *openai.Patch) {
-	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
-}
-
 // Reason returns why the answer cannot be continued if its engine dies now, "" if it can.
 func (s *Stream) Reason() Reason { return s.reason }
 
 // Broken returns why the engine's answer is not passed on any further, "" if it is: the engine reported an error, or
 // ended the answer too soon. [Stream.Continue] or [Stream.Release] come next.
 func (s *Stream) Broken() Reason { return s.broken }
+
+// Empty reports whether the client has no text yet.
+func (s *Stream) Empty() bool { return s.sent == 0 }
 
 // Done reports whether the client has the end of the answer.
 func (s *Stream) Done() bool { return s.seen.done }
@@ -183,7 +181,12 @@ func (s *Stream) breakOff(reason Reason, event []byte) {
 	}
 }
 
-// bytes returns the memory that the stream holds.
+// Forget gives up the possibility to continue the answer, for a reason of the caller's. It passes on.
+func (s *Stream) Forget(reason Reason) { s.give(reason) }
+
+// Bytes returns the memory that the stream holds.
+func (s *Stream) Bytes() int { return s.bytes() }
+
 func (s *Stream) bytes() int {
 	return 4*(cap(s.prompt)+cap(s.ids)) + len(s.in.held) + len(s.rest)
 }

@@ -270,6 +270,12 @@ type Tokenizer interface {
 	) (done <-chan struct{})
 }
 
+// TokenSources is where a pool's token ids come from, and how long a request waits for them; 0: not at all.
+type TokenSources struct {
+	From   TokenSource
+	Budget time.Duration
+}
+
 // TokenSource is the source of a pool's token ids, in addition to prefill's own answers.
 type TokenSource uint8
 
@@ -292,10 +298,10 @@ func (x *Pass) countTokens(ctx context.Context) {
 // the next request will use them.
 func (x *Pass) tokenize(ctx context.Context) {
 	s, policy, pool := x.shared, x.policy, x.Req.Pool
-	if policy.Tokens == LearnedTokens || s.Tokenizer == nil {
+	if policy.Tokens.From == LearnedTokens || s.Tokenizer == nil {
 		return
 	}
-	path, body := tokenizeBody(&x.Req, policy.Tokens)
+	path, body := tokenizeBody(&x.Req, policy.Tokens.From)
 	if body == nil {
 		return
 	}
@@ -306,7 +312,7 @@ func (x *Pass) tokenize(ctx context.Context) {
 		learned := prefixindex.TextPrompt{Blocks: text, BlockBytes: plan.BlockBytes, Bytes: size}
 		s.State.LearnTokens(pool, learned, &prompt)
 	})
-	if await(ctx, done, policy.TokenBudget) {
+	if await(ctx, done, policy.Tokens.Budget) {
 		x.Req.Known = pool.KnownTokens(x.Req.Hashes)
 	}
 }

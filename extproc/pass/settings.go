@@ -6,6 +6,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/migration"
 	"tandem/extproc/openai"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
@@ -17,15 +18,15 @@ import (
 type Policy struct {
 	plan.Policy
 
-	Peers       *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
-	Session     SessionKey
-	Tokens      TokenSource        // where to ask for the prompt's token ids, in addition to prefill
-	TokenBudget time.Duration      // how long a request waits for that; 0: not at all
-	Waiting     latebinding.Limits // with Place.Late, or if objectives make requests wait
-	Objectives  Objectives
+	Peers      *kvtransfer.Peers // the known prefill engines; nil: the dialect does not need them
+	Session    SessionKey
+	Tokens     TokenSources       // where to ask for the prompt's token ids, in addition to prefill
+	Waiting    latebinding.Limits // with Place.Late, or if objectives make requests wait
+	Objectives Objectives
 	// what clients may use in addition to the APIs; default: the client paths of all engines
 	Paths       *paths.Paths
-	LabelHeader string // the request header with the labels that its endpoints must have; "": none
+	Streams     migration.Policy // which streamed answers outlive their engine, inside Envoy
+	LabelHeader string           // the request header with the labels that its endpoints must have; "": none
 
 	queue *latebinding.Queue // nil: requests do not wait
 }
@@ -86,7 +87,7 @@ func (s *Shared) Apply(l Settings) {
 func asksOthers(p *Policy) bool {
 	d := &p.Dialect
 	return p.CleanupDecode || d.Concurrent != nil || d.Push != nil || d.Turns != nil || d.Expiry != nil ||
-		p.Handoff != plan.HandoffEnvoy || p.Tokens != LearnedTokens
+		p.Handoff != plan.HandoffEnvoy || p.Tokens.From != LearnedTokens
 }
 
 // Asks reports whether a pass may have to wait for the answer of an engine or of Redis, in any pool. If not, it waits

@@ -15,6 +15,7 @@ type Attempt struct {
 	Redirects int // that Envoy has followed so far
 	Prefills  int // prefill legs tried so far
 	Started   time.Time
+	From      time.Time        // of an answer that is continued: from when its attempts count; zero: from Started
 	Clock     func() time.Time // of the fleet; nil: time.Now
 	Excluded  []string         // addresses that failed it
 	Encoded   []byte           // members with the encoded media for prefill; nil: none
@@ -76,8 +77,13 @@ func (a *Attempt) decodeAlone(why string) { a.Alone, a.Why = true, why }
 // another attempt, so it is always allowed.
 func (a *Attempt) Late(p *Policy) bool { return a.Age() > p.AttemptsTime }
 
-// Age returns the time since the request arrived.
-func (a *Attempt) Age() time.Duration { return a.now().Sub(a.Started) }
+// Age returns the time since the request arrived, or since its answer was to be continued.
+func (a *Attempt) Age() time.Duration {
+	if !a.From.IsZero() {
+		return a.now().Sub(a.From)
+	}
+	return a.now().Sub(a.Started)
+}
 
 func (a *Attempt) now() time.Time {
 	if a.Clock == nil {

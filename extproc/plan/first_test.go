@@ -74,6 +74,7 @@ func TestFirst(t *testing.T) {
 		"the last redirect":      {choice: alone, a: Attempt{Redirects: 7}, leg: LegPass, to: "d2:1", reason: "cheaper"},
 		"must be split":          {choice: alone, policy: func(p *Policy) { p.OnFailure = Fail }, code: "no_endpoint"},
 		"decode failed too long": {choice: pair, a: Attempt{DecodeFailed: true, Started: time.Now().Add(-time.Hour)}, code: "endpoint_failed"},
+		"an old answer goes on":  {choice: pair, a: Attempt{Redirects: 1, DecodeFailed: true, Started: time.Now().Add(-time.Hour), From: time.Now()}, leg: LegPrefill, to: "p1:1", prefills: 1},
 		"all have failed twice":  {choice: pair, a: Attempt{Excluded: []string{"d1:1", "d1:1"}}, code: "endpoint_failed"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -98,6 +98,7 @@ func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 		q.Final = r.Attempt.Retries()
 	}
 	q.MinAnswer, q.MaxAnswer = r.Client.AnswerTokens()
+	q.MeanAnswer = kvstate.AnswerTokens(r.Pool, q.Model)
 	return q
 }
 

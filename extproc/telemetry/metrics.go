@@ -13,13 +13,13 @@ import (
 )
 
 // TicketRefused counts a ticket that is forged, of another request, or of another stage.
-func (m *Metrics) TicketRefused() { m.forgedTickets.Inc() }
+func (m *Metrics) TicketRefused() { m.tickets.forged.Inc() }
 
 // ControlFieldsCut counts a request with members that a client must not send, which were cut.
 func (m *Metrics) ControlFieldsCut() { m.controlFields.Inc() }
 
 // TicketSealed counts a ticket with KV parameters of so many bytes.
-func (m *Metrics) TicketSealed(bytes int) { m.ticketBytes.Observe(float64(bytes)) }
+func (m *Metrics) TicketSealed(bytes int) { m.tickets.bytes.Observe(float64(bytes)) }
 
 // Orphaned counts a hand-over that no decode endpoint fetched, or possibly none.
 func (m *Metrics) Orphaned(pool, endpoint, reason string) {

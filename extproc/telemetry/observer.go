@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/usage"
 	"tandem/kvstate"
 	"tandem/picker"
 )
@@ -35,17 +36,19 @@ func NewObserver(m *Metrics, log *slog.Logger) *Observer {
 	return &Observer{Metrics: m, Recent: NewRecent(), log: log, cuts: rate.NewLimiter(cutsLogged, cutsLogged)}
 }
 
-// answeredBy returns the endpoint that answered the pass of a ticket.
-func answeredBy(t *kvtransfer.Ticket) string {
+// AnsweredBy returns the endpoint that answered the pass of a ticket.
+func AnsweredBy(t *kvtransfer.Ticket) string {
 	if t.Stage == kvtransfer.PrefillLeg {
 		return t.Prefill
 	}
 	return cmp.Or(t.Decode, t.Prefill)
 }
 
-// RequestEnded reports the end of a request as Envoy logs it. took is the time of the last hop, first the time to its
-// first byte; mine says that this replica counts it.
-func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration, mine bool) {
+// RequestEnded reports the end of a request as Envoy logs it, and returns what it used; nil: nobody counts it. took is
+// the time of the last hop, first the time to its first byte; mine says that this replica counts it.
+func (o *Observer) RequestEnded(
+	t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration, mine bool,
+) *usage.Used {
 	ended := EndedAs(t, e)
 	if ended == "failed" && e.Status > 0 && e.Status < 500 {
 		ended = EndedCut
@@ -54,7 +57,7 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 	if refused == envoywire.CodeTicketRefused {
 		ended = EndedTicketRefused
 	}
-	used := o.Usage.Ended(t, e, EndedAs(t, e), answeredBy(t), mine)
+	used := o.Usage.Ended(t, e, EndedAs(t, e), AnsweredBy(t), mine)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
@@ -64,11 +67,14 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 		}
 		if ended == EndedCut && o.cuts.Allow() {
 			o.log.Warn("an answer broke off", "request_id", string(e.RequestID), "pool", t.Pool,
-				"endpoint", answeredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
+				"endpoint", AnsweredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
 		}
 	}
+	var expected time.Duration
 	o.change(string(e.RequestID), t.Started, func(trace *Trace) {
-		trace.Used = used
+		if trace.Used = used; trace.ExpectedFirst > 0 && trace.Replans == 0 {
+			expected = trace.Waited + trace.ExpectedFirst
+		}
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
 		trace.Refused = refused
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew
@@ -78,6 +84,10 @@ func (o *Observer) RequestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, too
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
 	})
+	if mine && ended == "ok" {
+		o.Usage.Foreseen(t.Pool, expected, used)
+	}
+	return used
 }
 
 // RequestLost reports that this replica cannot read the ticket of a request, which therefore fails.
@@ -131,7 +141,7 @@ func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
 	switch t.Cause {
 	case kvtransfer.CausePrefill, kvtransfer.CauseTurn:
 		failed.Endpoint = t.Prefill
-	case kvtransfer.CauseDecode, kvtransfer.CauseEncode: // the endpoint that encodes stands in the ticket as decode
+	case kvtransfer.CauseDecode, kvtransfer.CauseStream, kvtransfer.CauseMoved, kvtransfer.CauseEncode: // encode's too
 		failed.Endpoint = t.Decode
 	}
 	x.Observer.leg(requestID, t, func(trace *Trace) { trace.Failed = append(trace.Failed, failed) })

@@ -18,7 +18,8 @@ type Metrics struct {
 	hopMetrics
 	handOverMetrics
 	streamMetrics
-	Usage *usage.Recorder // nil: nobody records what requests use. Set it before requests come
+	Streams Streams         // that outlive their engine
+	Usage   *usage.Recorder // nil: nobody records what requests use. Set it before requests come
 
 	liveTotals liveTotals
 	endpoints  departed
@@ -32,7 +33,7 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	to := registry{promauto.With(r)}
 	return &Metrics{
 		passMetrics: to.passes(), promptMetrics: to.prompts(), hopMetrics: to.hops(), handOverMetrics: to.handOvers(),
-		streamMetrics: to.streams(),
+		streamMetrics: to.streams(), Streams: to.continuing(),
 	}
 }
 
@@ -135,7 +136,7 @@ type wholeMetrics struct {
 func (r registry) hops() hopMetrics {
 	return hopMetrics{
 		hops: r.histogram("tandem_hop_duration_seconds",
-			"Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone).", hopBuckets(),
+			"Time of one hop by endpoint and how it ended (ok, refused, failed, client_gone, moved).", hopBuckets(),
 			"pool", "hop", "endpoint", "result"),
 		firstByte: r.histogram("tandem_hop_first_byte_seconds",
 			"Time to the first byte of a hop's answer, which is its headers, from Envoy's access log.", hopBuckets(),
@@ -191,23 +192,28 @@ func (r registry) handOvers() handOverMetrics {
 type streamMetrics struct {
 	process       *prometheus.HistogramVec // role; seconds
 	work          [len(workRoles)][works]prometheus.Observer
-	ticketBytes   prometheus.Histogram
-	forgedTickets prometheus.Counter
+	tickets       ticketMetrics
 	controlFields prometheus.Counter
 	panics        *prometheus.CounterVec
+}
+
+// ticketMetrics are about tickets.
+type ticketMetrics struct {
+	bytes  prometheus.Histogram
+	forged prometheus.Counter
 }
 
 func (r registry) streams() streamMetrics {
 	m := streamMetrics{
 		process: r.histogram("tandem_ext_proc_duration_seconds",
 			"Time of one ext_proc stream, waiting for the body included.", workBuckets(), "role"),
-		ticketBytes: r.NewHistogram(histogramOpts("tandem_ticket_bytes",
+		tickets: ticketMetrics{r.NewHistogram(histogramOpts("tandem_ticket_bytes",
 			"Size of the tickets that carry KV parameters, as header values.",
 			prometheus.ExponentialBuckets(256, 2, 9))),
-		forgedTickets: r.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_tickets_refused_total",
-			Help: "Tickets that are forged, of another request, or of another stage.",
-		}),
+			r.NewCounter(prometheus.CounterOpts{
+				Name: "tandem_tickets_refused_total",
+				Help: "Tickets that are forged, of another request, or of another stage.",
+			})},
 		controlFields: r.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_control_fields_cut_total",
 			Help: "Requests with members that a client must not send, which were cut.",

@@ -32,6 +32,7 @@ type Recorder struct {
 	endpoints *prometheus.CounterVec   // pool, endpoint, kind
 	first     *prometheus.HistogramVec // pool, endpoint; seconds
 	perToken  *prometheus.HistogramVec // pool, endpoint; seconds
+	ratio     *prometheus.HistogramVec // pool
 	without   *prometheus.CounterVec   // pool, reason
 	promises  *prometheus.CounterVec   // pool, tenant, result
 }
@@ -49,11 +50,11 @@ func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, e
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return to.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
 	}
-	histogram := func(name, help string, buckets []float64) *prometheus.HistogramVec {
+	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
 		return to.NewHistogramVec(prometheus.HistogramOpts{
 			Name: name, Help: help, Buckets: buckets, NativeHistogramBucketFactor: 1.1,
 			NativeHistogramMaxBucketNumber: 100, NativeHistogramMinResetDuration: time.Hour,
-		}, []string{"pool", "endpoint"})
+		}, append([]string{"pool"}, labels...))
 	}
 	const kinds = " by kind (prompt, cached of the prompt's, generation), as answers say it."
 	out = &Recorder{
@@ -64,10 +65,13 @@ func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, e
 			"pool", "endpoint", "kind"),
 		first: histogram("tandem_time_to_first_token_seconds",
 			"Time from a request's arrival to the first byte of its answer's body, of streams.",
-			prometheus.ExponentialBuckets(0.001, 2.5, 14)),
+			prometheus.ExponentialBuckets(0.001, 2.5, 14), "endpoint"),
 		perToken: histogram("tandem_time_per_output_token_seconds",
 			"Mean time between two tokens of a request's answer, of streams.",
-			prometheus.ExponentialBuckets(0.001, 2, 13)),
+			prometheus.ExponentialBuckets(0.001, 2, 13), "endpoint"),
+		ratio: histogram("tandem_time_to_first_token_ratio",
+			"Measured time to the first token of a stream over the one that was expected when its endpoints were "+
+				"chosen: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9)),
 		without: counter("tandem_answers_without_usage_total",
 			"Requests that ended well and whose tokens are not known, by reason (absent: the answer does not say "+
 				"them, absurd: it says what is no number of tokens).", "pool", "reason"),
@@ -110,6 +114,14 @@ func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended, end
 		}
 	}
 	return u
+}
+
+// Foreseen compares the time to the first token that was expected of a request with the one that it had, if both are
+// known.
+func (r *Recorder) Foreseen(pool string, expected time.Duration, u *Used) {
+	if r != nil && u != nil && expected > 0 && u.FirstToken > 0 {
+		r.ratio.WithLabelValues(pool).Observe(u.FirstToken.Seconds() / expected.Seconds())
+	}
 }
 
 func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) {

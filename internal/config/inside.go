@@ -17,13 +17,21 @@ const notInside = "is not available inside Envoy (envoy.run: inside): take it ou
 // checkInside refuses what the filter inside Envoy does not do yet: served wrong would be worse.
 func checkInside(v *validator, c *configv1.Config) {
 	checkOneOf(v, "envoy.run", c.Envoy.Run, "beside", "inside")
-	if !Inside(c) {
-		return
+	for i, p := range c.Pools {
+		s := p.ContinueStreams
+		fits := Inside(c) && p.Engine == "vllm" && s.GetMostTimes() >= 0 && s.GetMostTimes() <= 100
+		if s != nil && (!fits || s.MinAnswerTokens < 0) {
+			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "needs envoy.run inside, engine vllm, mostTimes of "+
+				"1 to 100, and minAnswerTokens of 0 or more")
+		}
 	}
 	refuse := func(path string, is bool) {
 		if is {
 			v.m.add(path, notInside)
 		}
+	}
+	if !Inside(c) {
+		return
 	}
 	refuse("tracing", c.Tracing != nil)
 	refuse("extProc.protocol", c.ExtProc.Protocol == "endpointPicker")

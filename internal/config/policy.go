@@ -7,6 +7,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/migration"
 	"tandem/extproc/pass"
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
@@ -35,20 +36,21 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 		},
 	}
 	if e := p.GetKvEvents(); e != nil {
-		policy.LearnTokens, policy.TokenBudget = true, Duration(e.GetTokenBudget())
-		switch e.GetTokens() {
-		case "tokenize":
-			policy.Tokens = pass.TokenizeTokens
-		case "render":
-			policy.Tokens = pass.RenderTokens
-		}
+		policy.LearnTokens, policy.Tokens.Budget = true, Duration(e.GetTokenBudget())
+		policy.Tokens.From = map[string]pass.TokenSource{
+			"tokenize": pass.TokenizeTokens, "render": pass.RenderTokens,
+		}[e.GetTokens()]
 	}
 	if policy.Paths, err = paths.New(p.GetEngine(), p.GetPaths()); err != nil {
 		return policy, fmt.Errorf("paths: %w", err)
 	}
-	policy.Session = pass.SessionKey{Header: p.GetSession().GetHeader(), Cookie: p.GetSession().GetCookie(),
-		Body: p.GetSession().GetBody()}
+	session := p.GetSession()
+	policy.Session = pass.SessionKey{Header: session.GetHeader(), Cookie: session.GetCookie(), Body: session.GetBody()}
 	setObjectives(&policy, p)
+	if s := p.GetContinueStreams(); s != nil {
+		policy.Streams = migration.Policy{On: true, Header: strings.ToLower(s.Header), Inexact: s.Inexact,
+			MinAnswer: s.MinAnswerTokens, Most: int(s.MostTimes)}
+	}
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":
 		policy.OnFailure = plan.DecodeAlone

@@ -16,8 +16,9 @@ func Share(part, all float64) string {
 	return fmt.Sprintf("%.0f %%", 100*part/all)
 }
 
-// Used says in a line what a request used; "" if nobody knows.
-func Used(u *usage.Used) string {
+// Used says in a line what a request used; "" if nobody knows. expected is when its first token was expected; 0:
+// unknown.
+func Used(u *usage.Used, expected time.Duration) string {
 	if u == nil {
 		return ""
 	}
@@ -40,7 +41,10 @@ func Used(u *usage.Used) string {
 		add("%d of answer", *u.Answer)
 	}
 	ms := func(d time.Duration) string { return Millis(float64(d.Microseconds()) / 1000) }
-	if u.FirstToken > 0 {
+	switch {
+	case u.FirstToken > 0 && expected > 0:
+		add("first token after %s (expected %s)", ms(u.FirstToken), ms(expected))
+	case u.FirstToken > 0:
 		add("first token after %s", ms(u.FirstToken))
 	}
 	if u.PerToken > 0 {

@@ -2,10 +2,12 @@ package api
 
 import (
 	"net/http"
+	"slices"
 	"strconv"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	dto "github.com/prometheus/client_model/go"
 
 	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/engine"
@@ -15,7 +17,18 @@ import (
 func (s *Server) metricsHandler() http.Handler {
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(s)
-	return promhttp.HandlerFor(reg, promhttp.HandlerOpts{DisableCompression: true})
+	shown := prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
+		all, err := reg.Gather()
+		return slices.DeleteFunc(all, func(f *dto.MetricFamily) bool {
+			return s.cfg.Front.Uncounted && slices.Contains(counts, f.GetName())
+		}), err
+	})
+	return promhttp.HandlerFor(shown, promhttp.HandlerOpts{DisableCompression: true})
+}
+
+// counts are what an engine counts of its answers.
+var counts = []string{
+	"vllm:request_generation_tokens", "vllm:inter_token_latency_seconds", "vllm:generation_tokens_total",
 }
 
 // Describe sends nothing, which makes the collector unchecked: its series come and go with their labels.

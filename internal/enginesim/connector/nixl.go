@@ -22,7 +22,7 @@ func parseKVParams(raw []byte) (kv Params) {
 		return kv
 	}
 	kv.Present, kv.CachedOnP = true, -1
-	var ids, port, promptIDs, tokens []byte
+	var ids, port, tokens []byte
 	jsontext.EachMember(raw, func(key, val []byte) {
 		kv.telling = true
 		switch string(key) {
@@ -48,8 +48,6 @@ func parseKVParams(raw []byte) (kv Params) {
 			if seconds, err := strconv.ParseFloat(string(val), 64); err == nil {
 				kv.expires = time.Duration(seconds * float64(time.Second))
 			}
-		case "prompt_token_ids":
-			promptIDs = val
 		case "remote_num_tokens":
 			tokens = val
 		}
@@ -57,9 +55,6 @@ func parseKVParams(raw []byte) (kv Params) {
 	if kv.RemoteDecode && !kv.RemotePrefill && jsontext.Truthy(ids) {
 		kv.staleOnP = true
 		kv.parseTurn(ids, port, tokens)
-	}
-	if jsontext.IsArray(promptIDs) {
-		kv.PromptIDs, _ = jsontext.TokenIDs(promptIDs)
 	}
 	if kv.RemotePrefill {
 		kv.parseSource(ids, port)

@@ -80,6 +80,7 @@ func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
 			*kv = parseDisaggSpec(raw)
 		}
 		kv.Given = !jsontext.IsNull(raw)
+		return readIDs(kv, k, jsontext.Get(raw, "prompt_token_ids"))
 	case "disagg_prefill_resp":
 		if k == Neuron {
 			given := kv.Given
@@ -96,6 +97,20 @@ func (kv *Params) Read(k Name, key string, raw []byte) *engine.Error {
 		if k == TRTLLM {
 			kv.PromptIDs, _ = jsontext.TokenIDs(raw)
 		}
+	}
+	return nil
+}
+
+// readIDs reads the ids that vLLM takes instead of rendering a chat's messages, whatever its connector is (0.32.0,
+// renderers/online_renderer.py:105).
+func readIDs(kv *Params, k Name, ids []byte) *engine.Error {
+	if jsontext.IsNull(ids) || k == TRTLLM || k == SGLang {
+		return nil
+	}
+	var ok bool
+	if kv.PromptIDs, ok = jsontext.TokenIDs(ids); !ok || len(kv.PromptIDs) == 0 {
+		return engine.BadRequest("`kv_transfer_params['prompt_token_ids']` must be a non-empty list of " +
+			"non-negative integers.")
 	}
 	return nil
 }

@@ -20,6 +20,7 @@ type Config struct {
 	Forms             bool   // answers take the form that the request's headers ask for
 	CertFile, KeyFile string // TLS
 	Name              string // the only SNI and Host that the TLS port takes; "": any
+	Uncounted         bool   // metrics say no tokens of answers, and no times between them, as TensorRT-LLM's
 }
 
 // Listener encrypts a listener, if there is a certificate.

@@ -214,8 +214,7 @@ func (x *Tracing) GetSampleRatio() float64 {
 	return 0
 }
 
-// Tokens and times of every request, as its answer and Envoy's access log report them (docs/howto/count-tokens.md). It
-// needs Envoy 1.40: earlier ones refuse the configuration.
+// Tokens and times of every request, as its answer and Envoy's access log report them (docs/howto/count-tokens.md).
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request header that names the tenant. Only what stands in front of Envoy, or a filter of it, should set it: a
@@ -1486,9 +1485,12 @@ type Pool struct {
 	// A request header that names labels which its endpoints must have. Its value is name=value, with commas between
 	// several; endpoints[].labels has the endpoints' labels. Whoever may set this header chooses engines. Absent: there
 	// is none.
-	LabelHeader   string `protobuf:"bytes,54,opt,name=label_header,json=labelHeader,proto3" json:"label_header,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	LabelHeader string `protobuf:"bytes,54,opt,name=label_header,json=labelHeader,proto3" json:"label_header,omitempty"`
+	// Streamed answers outlive their engine: if it dies, hangs or is drained, another one continues (docs/continue.md).
+	// Only with envoy.run inside and engine vllm. Absent: a stream ends with its engine.
+	ContinueStreams *ContinueStreams `protobuf:"bytes,80,opt,name=continue_streams,json=continueStreams,proto3" json:"continue_streams,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -1787,6 +1789,86 @@ func (x *Pool) GetLabelHeader() string {
 	return ""
 }
 
+func (x *Pool) GetContinueStreams() *ContinueStreams {
+	if x != nil {
+		return x.ContinueStreams
+	}
+	return nil
+}
+
+type ContinueStreams struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Only those of requests with this header; its value does not matter. Absent: all.
+	Header string `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
+	// Only those that may have so many tokens: by the request's limit, or because it has none. Default 0.
+	MinAnswerTokens int64 `protobuf:"varint,2,opt,name=min_answer_tokens,json=minAnswerTokens,proto3" json:"min_answer_tokens,omitempty"`
+	// Also those whose continued answer is valid, but perhaps not the uninterrupted one. These are of requests with a seed
+	// and a temperature, or with frequency_penalty, presence_penalty or bad_words. Default false.
+	Inexact bool `protobuf:"varint,3,opt,name=inexact,proto3" json:"inexact,omitempty"`
+	// Most times that one answer is continued. Range: 1 to 100. Default 8.
+	MostTimes     int32 `protobuf:"varint,4,opt,name=most_times,json=mostTimes,proto3" json:"most_times,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ContinueStreams) Reset() {
+	*x = ContinueStreams{}
+	mi := &file_config_v1_config_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ContinueStreams) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ContinueStreams) ProtoMessage() {}
+
+func (x *ContinueStreams) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ContinueStreams.ProtoReflect.Descriptor instead.
+func (*ContinueStreams) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *ContinueStreams) GetHeader() string {
+	if x != nil {
+		return x.Header
+	}
+	return ""
+}
+
+func (x *ContinueStreams) GetMinAnswerTokens() int64 {
+	if x != nil {
+		return x.MinAnswerTokens
+	}
+	return 0
+}
+
+func (x *ContinueStreams) GetInexact() bool {
+	if x != nil {
+		return x.Inexact
+	}
+	return false
+}
+
+func (x *ContinueStreams) GetMostTimes() int32 {
+	if x != nil {
+		return x.MostTimes
+	}
+	return 0
+}
+
 type Encode struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long an encode endpoint may take. After that the engine that computes the prompt encodes.
@@ -1797,7 +1879,7 @@ type Encode struct {
 
 func (x *Encode) Reset() {
 	*x = Encode{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1809,7 +1891,7 @@ func (x *Encode) String() string {
 func (*Encode) ProtoMessage() {}
 
 func (x *Encode) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1822,7 +1904,7 @@ func (x *Encode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encode.ProtoReflect.Descriptor instead.
 func (*Encode) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Encode) GetTimeout() string {
@@ -1847,7 +1929,7 @@ type Queue struct {
 
 func (x *Queue) Reset() {
 	*x = Queue{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1859,7 +1941,7 @@ func (x *Queue) String() string {
 func (*Queue) ProtoMessage() {}
 
 func (x *Queue) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1872,7 +1954,7 @@ func (x *Queue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Queue.ProtoReflect.Descriptor instead.
 func (*Queue) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Queue) GetMaxWait() string {
@@ -1901,7 +1983,7 @@ type Targets struct {
 
 func (x *Targets) Reset() {
 	*x = Targets{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1913,7 +1995,7 @@ func (x *Targets) String() string {
 func (*Targets) ProtoMessage() {}
 
 func (x *Targets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1926,7 +2008,7 @@ func (x *Targets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Targets.ProtoReflect.Descriptor instead.
 func (*Targets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Targets) GetTtft() string {
@@ -1965,7 +2047,7 @@ type Objectives struct {
 
 func (x *Objectives) Reset() {
 	*x = Objectives{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1977,7 +2059,7 @@ func (x *Objectives) String() string {
 func (*Objectives) ProtoMessage() {}
 
 func (x *Objectives) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1990,7 +2072,7 @@ func (x *Objectives) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
 func (*Objectives) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Objectives) GetFromHeaders() bool {
@@ -2037,7 +2119,7 @@ type Objective struct {
 
 func (x *Objective) Reset() {
 	*x = Objective{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2049,7 +2131,7 @@ func (x *Objective) String() string {
 func (*Objective) ProtoMessage() {}
 
 func (x *Objective) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2062,7 +2144,7 @@ func (x *Objective) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objective.ProtoReflect.Descriptor instead.
 func (*Objective) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Objective) GetName() string {
@@ -2104,7 +2186,7 @@ type Registration struct {
 
 func (x *Registration) Reset() {
 	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2116,7 +2198,7 @@ func (x *Registration) String() string {
 func (*Registration) ProtoMessage() {}
 
 func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2129,7 +2211,7 @@ func (x *Registration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Registration.ProtoReflect.Descriptor instead.
 func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Registration) GetListen() string {
@@ -2154,7 +2236,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2166,7 +2248,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2179,7 +2261,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -2230,7 +2312,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2242,7 +2324,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2255,7 +2337,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -2313,7 +2395,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2325,7 +2407,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2338,7 +2420,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -2383,7 +2465,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2395,7 +2477,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2408,7 +2490,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2455,7 +2537,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2467,7 +2549,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2480,7 +2562,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2554,7 +2636,7 @@ type LoadBandwidth struct {
 
 func (x *LoadBandwidth) Reset() {
 	*x = LoadBandwidth{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2566,7 +2648,7 @@ func (x *LoadBandwidth) String() string {
 func (*LoadBandwidth) ProtoMessage() {}
 
 func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2579,7 +2661,7 @@ func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
 func (*LoadBandwidth) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadBandwidth) GetCpuBytes() int64 {
@@ -2620,7 +2702,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2632,7 +2714,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2645,7 +2727,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2689,7 +2771,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2701,7 +2783,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2714,7 +2796,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2751,7 +2833,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2763,7 +2845,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2776,7 +2858,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2839,7 +2921,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2851,7 +2933,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2864,7 +2946,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2920,7 +3002,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2932,7 +3014,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2945,7 +3027,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -3010,7 +3092,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3022,7 +3104,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3035,7 +3117,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -3129,7 +3211,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3141,7 +3223,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3154,7 +3236,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -3223,7 +3305,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3235,7 +3317,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3248,7 +3330,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -3399,7 +3481,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3411,7 +3493,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3424,7 +3506,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3502,7 +3584,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[39]
+	mi := &file_config_v1_config_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3514,7 +3596,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[39]
+	mi := &file_config_v1_config_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3527,7 +3609,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3711,7 +3793,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"L\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12&\n" +
-	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xe0\x0f\n" +
+	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xae\x10\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3760,7 +3842,14 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"objectives\x12E\n" +
 	"\x0fengine_priority\x185 \x01(\tB\x1c\x82\xb5\x18\x10none vllm sglang\x92\xb5\x18\x04noneR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
-	"\flabel_header\x186 \x01(\tR\vlabelHeaderJ\x04\b=\x10>\"9\n" +
+	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12L\n" +
+	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreamsJ\x04\b=\x10>\"\x8e\x01\n" +
+	"\x0fContinueStreams\x12\x16\n" +
+	"\x06header\x18\x01 \x01(\tR\x06header\x12*\n" +
+	"\x11min_answer_tokens\x18\x02 \x01(\x03R\x0fminAnswerTokens\x12\x18\n" +
+	"\ainexact\x18\x03 \x01(\bR\ainexact\x12\x1d\n" +
+	"\n" +
+	"most_times\x18\x04 \x01(\x05R\tmostTimes\"9\n" +
 	"\x06Encode\x12/\n" +
 	"\atimeout\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
 	"1ms to 24h\x92\xb5\x18\x0330sR\atimeout\"k\n" +
@@ -3935,7 +4024,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                    // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                   // 1: tandem.config.v1.Tracing
@@ -3955,29 +4044,30 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*RedisTls)(nil),                  // 15: tandem.config.v1.RedisTls
 	(*Tickets)(nil),                   // 16: tandem.config.v1.Tickets
 	(*Pool)(nil),                      // 17: tandem.config.v1.Pool
-	(*Encode)(nil),                    // 18: tandem.config.v1.Encode
-	(*Queue)(nil),                     // 19: tandem.config.v1.Queue
-	(*Targets)(nil),                   // 20: tandem.config.v1.Targets
-	(*Objectives)(nil),                // 21: tandem.config.v1.Objectives
-	(*Objective)(nil),                 // 22: tandem.config.v1.Objective
-	(*Registration)(nil),              // 23: tandem.config.v1.Registration
-	(*SessionKey)(nil),                // 24: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                      // 25: tandem.config.v1.NIXL
-	(*LMCache)(nil),                   // 26: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),              // 27: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),                  // 28: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),             // 29: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),                 // 30: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),             // 31: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),             // 32: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),       // 33: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil),    // 34: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),                 // 35: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),            // 36: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),                  // 37: tandem.config.v1.Endpoint
-	(*Transfer)(nil),                  // 38: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),           // 39: tandem.config.v1.LMCacheReceiver
-	(*descriptorpb.FieldOptions)(nil), // 40: google.protobuf.FieldOptions
+	(*ContinueStreams)(nil),           // 18: tandem.config.v1.ContinueStreams
+	(*Encode)(nil),                    // 19: tandem.config.v1.Encode
+	(*Queue)(nil),                     // 20: tandem.config.v1.Queue
+	(*Targets)(nil),                   // 21: tandem.config.v1.Targets
+	(*Objectives)(nil),                // 22: tandem.config.v1.Objectives
+	(*Objective)(nil),                 // 23: tandem.config.v1.Objective
+	(*Registration)(nil),              // 24: tandem.config.v1.Registration
+	(*SessionKey)(nil),                // 25: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                      // 26: tandem.config.v1.NIXL
+	(*LMCache)(nil),                   // 27: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),              // 28: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),                  // 29: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),             // 30: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),                 // 31: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),             // 32: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),             // 33: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),       // 34: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil),    // 35: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),                 // 36: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),            // 37: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),                  // 38: tandem.config.v1.Endpoint
+	(*Transfer)(nil),                  // 39: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),           // 40: tandem.config.v1.LMCacheReceiver
+	(*descriptorpb.FieldOptions)(nil), // 41: google.protobuf.FieldOptions
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -3998,38 +4088,39 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	11, // 15: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
 	14, // 16: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
 	15, // 17: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	36, // 18: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	37, // 19: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	24, // 20: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	23, // 21: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	26, // 22: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	27, // 23: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	25, // 24: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	28, // 25: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	20, // 26: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
-	30, // 27: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	19, // 28: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	21, // 29: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	18, // 30: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	22, // 31: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	22, // 32: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	29, // 33: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
-	31, // 34: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	32, // 35: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	33, // 36: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	34, // 37: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	35, // 38: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	35, // 39: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	38, // 40: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	40, // 42: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
-	40, // 43: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
-	40, // 44: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
-	45, // [45:45] is the sub-list for method output_type
-	45, // [45:45] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	42, // [42:45] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	37, // 18: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	38, // 19: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	25, // 20: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	24, // 21: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
+	27, // 22: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	28, // 23: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	26, // 24: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	29, // 25: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	21, // 26: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
+	31, // 27: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	20, // 28: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	22, // 29: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	19, // 30: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	18, // 31: tandem.config.v1.Pool.continue_streams:type_name -> tandem.config.v1.ContinueStreams
+	23, // 32: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	23, // 33: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	30, // 34: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	32, // 35: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	33, // 36: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	34, // 37: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	35, // 38: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	36, // 39: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	36, // 40: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	39, // 41: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	40, // 42: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	41, // 43: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
+	41, // 44: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
+	41, // 45: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
+	46, // [46:46] is the sub-list for method output_type
+	46, // [46:46] is the sub-list for method input_type
+	46, // [46:46] is the sub-list for extension type_name
+	43, // [43:46] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -4038,14 +4129,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[37].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[38].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   40,
+			NumMessages:   41,
 			NumExtensions: 3,
 			NumServices:   0,
 		},

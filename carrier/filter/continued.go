@@ -1,0 +1,268 @@
+package filter
+
+import (
+	"cmp"
+	"context"
+	"net/http"
+	"slices"
+	"time"
+
+	"tandem/extproc/faults"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/migration"
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/paths"
+	"tandem/extproc/plan"
+	"tandem/kvstate"
+)
+
+// brokeOff has another endpoint continue a stream whose engine ended it before its time.
+func (in *Insured) brokeOff(cause string) {
+	f := in.f
+	t, passes := &f.hop.ticket, f.s.Passes
+	rest := in.stream.Release(nil) // an error's event
+	reason := in.stream.Continue()
+	switch {
+	case in.to.ended:
+		return
+	case reason == migration.Complete:
+		in.stop()
+		passes.Observer.Streams.Continued(t.Pool, cause, resultFinished)
+		in.give(in.stream.Finish(nil), true)
+		return
+	case reason == "" && in.again.times >= in.policy.Limit():
+		reason = resultTimes
+	}
+	if reason != "" {
+		passes.Observer.Streams.Continued(t.Pool, cause, string(reason))
+		in.dropSpare()
+		if cause == causeEnded { // the client gets what D says
+			in.d.plain = true
+			in.give(rest, in.d.id == 0)
+		} else {
+			in.cut(cause + ": " + string(reason))
+		}
+		return
+	}
+	in.stop()
+	passes.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", passes.Since(t), nil)
+	passes.Release(f.hop.held)
+	switch pool := passes.State.Pool(t.Pool); {
+	case cause == causeDifferent: // D is well
+	case cause == causeReset:
+		passes.Faults.Hop(t.Pool, f.id, t.Decode, &faults.Failure{})
+	case pool != nil && t.Loads && in.stream.Empty():
+		passes.Faults.LoadFailed(pool, t.Prefill, t.Decode, faults.SeenStream)
+	default:
+		passes.Faults.Hop(t.Pool, f.id, t.Decode, &faults.Failure{Status: http.StatusInternalServerError})
+	}
+	in.again.said = rest
+	in.goOn(cause, kvtransfer.CauseStream)
+}
+
+// goOn plans the pass of an engine that continues the stream, without D.
+func (in *Insured) goOn(cause, planned string) {
+	t := in.f.hop.ticket
+	in.again.times++
+	if in.again.cause == "" {
+		in.again.last = time.Unix(0, in.heard.Load())
+	}
+	in.again.cause, in.again.from, t.Cause, t.Stage = cause, in.f.s.Passes.Now(), planned, kvtransfer.Failed
+	in.f.reservedAs += "+" // as many times as the stream was continued
+	in.plan(&t, plan.Attempt{
+		Redirects: 1, Started: t.Started, From: in.again.from, Excluded: []string{t.Decode}, DecodeFailed: true,
+	})
+}
+
+// canFail reports whether there may be one more pass after D's leg has failed before its first event.
+func (in *Insured) canFail() bool {
+	return in.f.hop.ticket.Redirects+1 < in.f.s.Passes.Limits.MaxRedirects
+}
+
+// failed plans a request again whose leg failed before its first event.
+func (in *Insured) failed(failure *faults.Failure) {
+	f := in.f
+	in.stop()
+	if !in.canFail() || in.stream.Continue() != "" {
+		in.giveUp(openai.Unavailable("endpoint_failed", "no endpoint answered; try again", time.Second))
+		return
+	}
+	next := f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, failure)
+	f.s.Passes.Release(f.hop.held)
+	a := plan.Next(&next)
+	a.From = in.again.from
+	in.plan(&next, a)
+}
+
+// plan plans a pass of the request, from the client's body, which Envoy keeps.
+func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
+	f := in.f
+	f.s.watchInsured(in, false)
+	in.placed.Store(nil)
+	f.hop.ticket, f.hop.held, f.hop.sent = clone(t), pass.Held{}, false
+	f.m = f.s.scratch.Get().(*scratch)
+	f.m.meter.Begin("", nil)
+	x, b := &f.m.pass, &f.m.body
+	x.ID, x.Prefilled.ID, x.ReservedAs = f.id, f.id, f.reservedAs
+	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
+	x.Head = f.head.pass(path)
+	n := f.envoy.BodySize()
+	if !f.s.hold(f.m, n) {
+		in.giveUp(openai.ServerBusy())
+		return
+	}
+	b.data, b.changed = f.envoy.AppendBody(slices.Grow(b.data[:0], n)), false
+	f.m.meter.Replanned(f.id, t)
+	f.beside("continue", true, func(ctx context.Context) func() {
+		d, err := x.First(ctx, in.api, a)
+		return f.commit(ctx, d, err)
+	})
+}
+
+// giveUp ends a request that no endpoint serves: with an error or, if the client has a part of the answer, as D ended
+// that. If the engine before is still there, it goes on.
+func (in *Insured) giveUp(e *openai.Error) {
+	f := in.f
+	f.drop()
+	if in.goBack() {
+		return
+	}
+	if !in.to.begun {
+		f.hop.sent = false
+		f.refuse(e)
+		return
+	}
+	if in.to.ended {
+		return
+	}
+	f.s.Passes.Observer.GivenUp(e)
+	f.s.Passes.Observer.Streams.Continued(f.hop.ticket.Pool, cmp.Or(in.again.cause, causeReset), resultRefused)
+	f.hop.sent = true
+	if in.again.cause == causeEnded && len(in.again.said) > 0 {
+		in.stop()
+		in.give(in.again.said, true)
+		return
+	}
+	in.cut(cmp.Or(in.again.cause, causeReset) + ": " + e.Code + ": " + e.Message)
+}
+
+// cut ends the client's answer where it is.
+func (in *Insured) cut(cause string) {
+	if !in.to.ended {
+		in.stop()
+		in.breakOff(cause)
+	}
+}
+
+// move has another endpoint continue the stream while its engine is still there, which goes on if none does.
+func (in *Insured) move(cause string) {
+	f := in.f
+	if in.d.id == 0 || in.again.spare != nil || in.to.ended || in.d.plain || f.m != nil || !in.d.spoke ||
+		in.again.times >= in.policy.Limit() || time.Now().Before(in.again.rest) {
+		return
+	}
+	before := in.stream
+	if in.stream.Continue() != "" {
+		return
+	}
+	in.again.spare = &spare{leg: in.d.id, hop: f.hop, placed: in.placed.Load(), stream: before}
+	in.d.id = 0
+	in.goOn(cause, kvtransfer.CauseMoved)
+}
+
+// dropSpare ends the leg of the engine before.
+func (in *Insured) dropSpare() {
+	s := in.again.spare
+	if s == nil {
+		return
+	}
+	in.again.spare = nil
+	passes, t := in.f.s.Passes, &s.hop.ticket
+	passes.Release(s.hop.held)
+	passes.Observer.HopEnded(t.Pool, "decode", t.Decode, "moved", passes.Since(t), nil)
+	if s.leg != 0 {
+		in.f.envoy.ResetStream(s.leg)
+	}
+}
+
+// goBack lets the engine before go on, if it is still there: no other one took its stream.
+func (in *Insured) goBack() bool {
+	s, f := in.again.spare, in.f
+	if s == nil {
+		return false
+	}
+	in.again.spare = nil
+	in.again.rest = time.Now().Add(5 * time.Second)
+	f.s.Passes.Observer.Streams.Continued(s.hop.ticket.Pool, in.again.cause, resultStayed)
+	f.s.Passes.Release(f.hop.held)
+	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK, spoke: true}, "", s.hop
+	in.placed.Store(s.placed)
+	f.s.watchInsured(in, true)
+	if alive := s.leg != 0; alive || s.ended {
+		in.data([][]byte{s.kept}, s.ended)
+	} else {
+		in.data([][]byte{s.kept}, false)
+		in.reset()
+	}
+	return true
+}
+
+// watchInsured has [Shared.Run] look after a leg.
+func (s *Shared) watchInsured(in *Insured, begin bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if delete(s.insured, in); begin {
+		s.insured[in] = struct{}{}
+	}
+}
+
+// silentAfter is how long nothing may come of a stream whose endpoint has failed.
+const silentAfter = 2 * time.Second
+
+// lookAfter wakes the insured streams whose engine should be replaced: it has failed and is silent, or gets no more
+// work.
+func (s *Shared) lookAfter() {
+	s.mu.Lock()
+	all := make([]*Insured, 0, len(s.insured))
+	for in := range s.insured {
+		all = append(all, in)
+	}
+	s.mu.Unlock()
+	for _, in := range all {
+		p := in.placed.Load()
+		if p == nil {
+			continue
+		}
+		quiet := time.Since(time.Unix(0, in.heard.Load()))
+		e := plan.EndpointOf(s.Passes.State, p.ticket.Pool, p.ticket.Decode)
+		switch {
+		case !p.spoke.Load():
+			if quiet >= silence && s.Passes.Lost(&p.ticket) {
+				in.f.wake(func() {
+					if in.d.id != 0 && in.placed.Load() == p && !p.spoke.Load() {
+						in.failed(&faults.Failure{})
+					}
+				})
+			}
+		case e != nil && e.Failed() && quiet >= silentAfter && s.another(&p.ticket):
+			in.f.wake(func() { in.move(causeSilent) })
+		case (e == nil || e.Paused() || e.Draining) && s.another(&p.ticket):
+			in.f.wake(func() { in.move(causeMoved) })
+		}
+	}
+}
+
+// another reports whether another endpoint of the pool may decode.
+func (s *Shared) another(t *kvtransfer.Ticket) bool {
+	pool := s.Passes.State.Pool(t.Pool)
+	if pool == nil {
+		return false
+	}
+	for _, e := range pool.Endpoints() {
+		if e.Addr != t.Decode && e.TakesWork() && e.Role&kvstate.RoleDecode != 0 {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,553 @@
+package filter
+
+import (
+	"cmp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/faults"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/migration"
+	"tandem/extproc/openai"
+	"tandem/extproc/pass"
+	"tandem/extproc/plan"
+)
+
+// Insured is D's answer to a request whose stream shall outlive its engine (docs/continue.md). The filter makes D's leg
+// by itself, as a stream of Envoy's HTTP client: it reads what D sends, keeps the token ids, and has another endpoint
+// continue where D ends before its time. All of it runs on the worker, but for what says otherwise. The methods that
+// Envoy calls do nothing on a nil Insured.
+type Insured struct {
+	f      *Filter
+	api    openai.API
+	policy migration.Policy
+	stream migration.Stream
+
+	d     dLeg
+	to    answering
+	again continuing
+
+	heard  atomic.Int64          // when D was heard last; Unix nanoseconds
+	placed atomic.Pointer[place] // where D's leg is; nil: nowhere. The watcher reads it
+}
+
+// dLeg is the leg to D that is followed now.
+type dLeg struct {
+	id     uint64   // of Envoy's stream; 0: none
+	starts bool     // it is being started: its number is not known yet
+	status int      // of the answer
+	head   []Header // of the answer, for a client that has none yet
+	plain  bool     // the answer passes unread: it is no stream of events
+	own    bool     // the answer is one of Envoy's own in D's place ...
+	reply  []byte   // ... with this body
+	late   bool     // the first event has to be checked for KV that is another prompt's
+	spoke  bool     // D has sent an event
+}
+
+// answering is what the client gets.
+type answering struct {
+	explanation string // for its head; "": no operator asked for it
+	begun       bool   // the client has the head
+	ended       bool   // it has the end
+	gone        string // why it ended before its time; "": it did not
+	out         []byte // scratch
+
+	above     bool   // the client takes less than it is sent
+	waiting   []byte // what it has not taken
+	lastWaits bool   // its end follows
+	held      int64  // of the memory budget
+}
+
+// continuing is how the answer goes on at another endpoint.
+type continuing struct {
+	times int       // that it did, or was to
+	cause string    // why; "": it does not
+	last  time.Time // when the engine before was heard last
+	from  time.Time // when another one was to continue
+	said  []byte    // D's last words: an error's event
+	spare *spare
+	rest  time.Time // no other endpoint is asked for before
+}
+
+// place is the endpoint of a leg.
+type place struct {
+	ticket kvtransfer.Ticket
+	spoke  atomic.Bool // its answer has begun
+}
+
+// spare is the leg of an engine that is still there while another one is asked to continue its stream.
+type spare struct {
+	leg    uint64 // 0: it has ended
+	hop    hop
+	placed *place
+	stream migration.Stream
+	kept   []byte // what it sends meanwhile
+	ended  bool   // in the regular way
+}
+
+// Bounds of what is kept for one insured stream, in bytes.
+const (
+	maxWaiting = 4 << 20  // that its client has not taken
+	maxSpare   = 1 << 20  // that an engine sends while another one is asked
+	maxReply   = 4 << 10  // of an answer of Envoy's own
+	sendPiece  = 64 << 10 // that is sent at once
+)
+
+// Why a stream was continued, or ended, beyond [migration.Reason]; label values.
+const (
+	causeReset     = "reset"     // the connection broke
+	causeEnded     = "ended"     // the answer ended without [DONE], or with an error
+	causeDifferent = "different" // the next engine wrote something else
+	causeSilent    = "silent"    // its endpoint has failed, and nothing comes
+	causeMoved     = "moved"     // its endpoint gets no more work, by order
+	resultAgain    = "continued"
+	resultFinished = "finished"
+	resultStayed   = "stayed"
+	resultTimes    = "times"       // it was continued too often
+	resultRefused  = "no_endpoint" // none took it
+	resultSlow     = "slow_client"
+	resultMemory   = "memory"
+)
+
+// InsuredOf returns the insured answer of a request; nil: it is not insured, or not yet.
+func InsuredOf(f *Filter) *Insured { return f.insured.Load() }
+
+// insure decides whether a request is insured, in the goroutine of its first pass.
+func insure(f *Filter, d *plan.Decision) {
+	policy, _ := f.s.Passes.Policy(d.Pool.Spec.Name)
+	p, r := policy.Streams, &f.m.pass.Req.Client
+	if !p.On || f.resumed != nil || p.Header != "" && f.head.Extra(p.Header) == nil {
+		return
+	}
+	reason := migration.Refusal(r, p)
+	switch dialect := &policy.Dialect; { // D's leg may be another than the one that is made here
+	case dialect.Concurrent != nil:
+		reason = "legs_at_once"
+	case dialect.Continue != nil, dialect.Turns != nil, policy.PrefillCached:
+		reason = "rewritten"
+	}
+	if reason != "" {
+		f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, string(reason))
+		return
+	}
+	f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, "insured")
+	f.insured.Store(&Insured{f: f, api: r.API(), policy: p, stream: migration.NewStream(r, p)})
+}
+
+// continues reports whether the client has a part of the answer: what fails from now on is not its error.
+func (in *Insured) continues() bool { return in != nil && (in.to.begun || in.again.spare != nil) }
+
+// unlearn keeps a pass from learning the ids of a prompt that has a part of the answer in it.
+func (in *Insured) unlearn(d *plan.Decision) {
+	if in != nil && in.stream.Continues() {
+		d.Ticket.Learn = kvtransfer.Learn{}
+	}
+}
+
+// toPrefill returns the body of P's leg with the ids of the answer that is continued, if one is.
+func (in *Insured) toPrefill(body []byte) []byte {
+	if in == nil || !in.stream.Continues() {
+		return body
+	}
+	return in.rewrite(body, false)
+}
+
+// rewrite returns a leg's body with what its engine needs. d: it is D's. It runs in the pass's goroutine, while nobody
+// else uses the stream.
+func (in *Insured) rewrite(body []byte, d bool) []byte {
+	var r openai.Request
+	var p openai.Patch
+	if r.Scan(in.api, body, openai.Limits{}) != nil {
+		return body // a dialect's leg is JSON
+	}
+	p.Reset(&r)
+	if d {
+		in.stream.Ask(&r, &p)
+	} else {
+		in.stream.AskPrompt(&r, &p)
+	}
+	return p.Edits().Apply(nil, body)
+}
+
+// toDecode returns how the request goes on to D.
+func (in *Insured) toDecode(r *pass.Routed) func() {
+	x := &in.f.m.pass
+	body := in.rewrite(r.Edits.Apply(nil, x.Body.Bytes()), true)
+	return func() { in.start(r, body) }
+}
+
+// start starts D's leg.
+func (in *Insured) start(r *pass.Routed, body []byte) {
+	f := in.f
+	c := legCall(&f.m.pass, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
+	for i := range c.Set {
+		if c.Set[i].Name == "accept" {
+			c.Set[i].Value = cmp.Or(f.head.get("accept"), eventStream)
+		}
+	}
+	in.to.explanation = string(f.m.pass.Explanation)
+	f.m.meter.Processed(envoywire.RoleMain)
+	f.drop()
+	f.hop.sent, f.hop.replan = true, false
+	in.d = dLeg{}
+	in.hear()
+	in.placed.Store(&place{ticket: clone(&f.hop.ticket)})
+	f.s.watchInsured(in, true)
+	in.d.starts = true
+	id, ok := f.envoy.StartStream(c)
+	if started := in.d.starts; started && ok {
+		in.d.id = id
+	} else if started {
+		in.d.starts = false
+		in.failed(&faults.Failure{})
+		return
+	}
+	in.d.starts = false
+}
+
+// mine reports whether an event is of the leg that is followed. One that comes while the leg is being started is, too.
+func (in *Insured) mine(id uint64) bool {
+	if in.d.starts {
+		in.d.starts, in.d.id = false, id
+	}
+	return in.d.id != 0 && in.d.id == id && !in.to.ended
+}
+
+func (in *Insured) hear() { in.heard.Store(time.Now().UnixNano()) }
+
+// stop ends D's leg.
+func (in *Insured) stop() {
+	if id := in.d.id; id != 0 {
+		in.d.id = 0
+		in.f.envoy.ResetStream(id)
+	}
+}
+
+// StreamHeaders is called when the answer to D's leg begins. end: that was all.
+func (in *Insured) StreamHeaders(id uint64, headers func(do func(name, value []byte)), end bool) {
+	if in == nil {
+		return
+	}
+	in.f.guarded("stream headers", func() Status {
+		if in.mine(id) {
+			in.headers(headers)
+			if end && in.d.id == id {
+				in.data(nil, true)
+			}
+		}
+		return Continue
+	})
+}
+
+func (in *Insured) headers(headers func(do func(name, value []byte))) {
+	f := in.f
+	in.hear()
+	a := &prefilled{}
+	status, engine := a.read(headers)
+	in.d.status, in.d.head = status, a.headers
+	events := slices.ContainsFunc(a.headers, func(h Header) bool {
+		return h.Name == "content-type" && strings.HasPrefix(h.Value, eventStream)
+	})
+	switch {
+	case !engine && failed(status): // its body says why
+		in.d.own = true
+	case failed(status):
+		failure := faults.Of(status, "via_upstream", string(a.RetryAfter))
+		if in.canFail() || in.continues() {
+			in.failed(&failure)
+			return
+		}
+		in.pass()
+	case status != 200 || !events:
+		if in.continues() {
+			in.failed(&faults.Failure{Status: status})
+			return
+		}
+		in.pass()
+	default:
+		t := &f.hop.ticket
+		policy, _ := f.s.Passes.Policy(t.Pool)
+		if in.d.late = t.Loads && policy.Dialect.LateAfter() > 0; !in.d.late {
+			in.begin()
+		}
+	}
+}
+
+const eventStream = "text/event-stream"
+
+// pass lets D's answer pass as it is.
+func (in *Insured) pass() {
+	in.d.plain = true
+	in.begin()
+}
+
+// begin sends the client the head of the answer.
+func (in *Insured) begin() {
+	in.d.late = false
+	if in.to.begun {
+		return
+	}
+	in.to.begun = true
+	in.f.first = time.Since(in.f.began)
+	if in.to.explanation != "" {
+		in.d.head = append(in.d.head, Header{envoywire.HeaderExplanation, in.to.explanation})
+	}
+	in.f.envoy.SendHeaders(append([]Header{{":status", strconv.Itoa(in.d.status)}}, slices.DeleteFunc(in.d.head,
+		func(h Header) bool { return h.Name == ":status" })...))
+	in.d.head = nil
+}
+
+// StreamData is called with the next bytes of an answer. end: they are the last.
+func (in *Insured) StreamData(id uint64, pieces [][]byte, end bool) {
+	if in == nil {
+		return
+	}
+	in.f.guarded("stream data", func() Status {
+		if s := in.again.spare; s != nil && s.leg == id && !in.d.starts {
+			s.keep(in, pieces, end)
+		} else if in.mine(id) {
+			in.data(pieces, end)
+		}
+		return Continue
+	})
+}
+
+// keep keeps what an engine sends whose stream may be continued elsewhere. If it is too much, it has to be.
+func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
+	for _, p := range pieces {
+		s.kept = append(s.kept, p...)
+	}
+	if s.ended = end; end {
+		s.leg = 0
+	} else if len(s.kept) > maxSpare {
+		in.dropSpare()
+	}
+}
+
+func (in *Insured) data(pieces [][]byte, end bool) {
+	in.hear()
+	switch {
+	case in.d.own:
+		for _, p := range pieces {
+			in.d.reply = append(in.d.reply, p[:min(len(p), maxReply-len(in.d.reply))]...)
+		}
+		if end {
+			in.d.id = 0
+			failure := faults.Of(in.d.status, string(details(in.d.status, in.d.reply)), "")
+			in.failed(&failure)
+		}
+		return
+	case in.d.plain:
+		in.to.out = in.to.out[:0]
+		for _, p := range pieces {
+			in.to.out = append(in.to.out, p...)
+		}
+		if end {
+			in.d.id = 0
+		}
+		in.give(in.to.out, end)
+		return
+	case in.d.late && in.outdated():
+		return
+	}
+	in.begin()
+	in.to.out = in.to.out[:0]
+	for _, p := range pieces {
+		in.to.out = in.stream.Feed(in.to.out, p)
+	}
+	if end {
+		in.d.id = 0
+		in.to.out = in.stream.End(in.to.out)
+	}
+	if len(in.to.out) > 0 && in.stream.Broken() == "" {
+		in.speaks()
+	}
+	switch broken := in.stream.Broken(); {
+	case broken == migration.Failed:
+		in.give(in.to.out, false)
+		in.brokeOff(causeEnded)
+	case broken != "":
+		in.give(in.to.out, false)
+		in.brokeOff(causeDifferent)
+	default:
+		in.give(in.to.out, end)
+		in.count()
+	}
+}
+
+// speaks notes that D has sent an event: it has the request now, and nobody else.
+func (in *Insured) speaks() {
+	if in.d.spoke {
+		return
+	}
+	in.d.spoke = true
+	if p := in.placed.Load(); p != nil {
+		p.spoke.Store(true)
+	}
+	in.dropSpare()
+	if in.again.cause != "" {
+		t := &in.f.hop.ticket
+		in.f.s.Passes.Observer.Streams.Continued(t.Pool, in.again.cause, resultAgain)
+		in.f.s.Passes.Observer.Streams.Paused(t.Pool, in.again.cause, time.Since(in.again.last))
+		in.again.cause = ""
+	}
+}
+
+// outdated has an answer planned again that may be made from KV that is another prompt's by now.
+func (in *Insured) outdated() bool {
+	f := in.f
+	t, passes := &f.hop.ticket, f.s.Passes
+	policy, _ := passes.Policy(t.Pool)
+	in.d.late = false
+	if passes.Since(t) <= policy.Dialect.LateAfter() {
+		return false
+	}
+	why := passes.Outdated(t)
+	if why == "" {
+		return false
+	}
+	passes.Observer.Outdated(t.Pool, t.Decode, string(why))
+	in.failed(&faults.Failure{})
+	return true
+}
+
+// StreamTrailers is called at the end of an answer that has trailers.
+func (in *Insured) StreamTrailers(id uint64) { in.StreamData(id, nil, true) }
+
+// StreamReset is called when an answer breaks off, and after [Envoy.ResetStream].
+func (in *Insured) StreamReset(id uint64) {
+	if in == nil {
+		return
+	}
+	in.f.guarded("stream reset", func() Status {
+		if s := in.again.spare; s != nil && s.leg == id && !in.d.starts {
+			s.leg = 0
+		} else if in.mine(id) {
+			in.d.id = 0
+			in.reset()
+		}
+		return Continue
+	})
+}
+
+func (in *Insured) reset() {
+	switch {
+	case in.d.plain:
+		in.cut(causeReset)
+	case in.stream.Done():
+		in.give(nil, true)
+	case !in.d.spoke:
+		in.failed(&faults.Failure{})
+	default:
+		in.brokeOff(causeReset)
+	}
+}
+
+func (in *Insured) breakOff(why string) {
+	in.to.ended, in.to.gone = true, why
+	in.f.envoy.Reset()
+}
+
+// give sends the client a part of its answer. What it does not take waits.
+func (in *Insured) give(data []byte, end bool) {
+	if in.to.ended || len(data) == 0 && !end {
+		return
+	}
+	if in.to.above || len(in.to.waiting) > 0 {
+		in.to.waiting, in.to.lastWaits = append(in.to.waiting, data...), end
+		if !in.hold() || len(in.to.waiting) > maxWaiting {
+			in.tooSlow()
+		}
+		return
+	}
+	in.to.ended = end
+	in.f.envoy.Send(data, end) // with its end, Envoy ends the filter before this returns
+}
+
+// tooSlow ends the answer to a client that takes it too slowly: Envoy cannot have D wait.
+func (in *Insured) tooSlow() {
+	in.f.s.Passes.Observer.Streams.Continued(in.f.hop.ticket.Pool, resultSlow, resultSlow)
+	in.stop()
+	in.dropSpare()
+	in.breakOff(resultSlow)
+}
+
+// count counts the memory of the stream. If there is none left, it is not insured any more.
+func (in *Insured) count() {
+	if n := int64(in.stream.Bytes() + len(in.to.waiting)); in.to.ended || n-in.to.held < 4<<10 && in.to.held-n < 4<<10 {
+		return
+	}
+	if !in.hold() {
+		in.stream.Forget(resultMemory)
+		in.hold()
+	}
+}
+
+func (in *Insured) hold() bool {
+	n := len(in.to.waiting)
+	if in.again.spare != nil {
+		n += len(in.again.spare.kept)
+	}
+	return in.f.s.Memory.Replace(&in.to.held, int64(n+in.stream.Bytes()))
+}
+
+// AboveWatermark is called when the client takes less than it is sent, BelowWatermark when it has taken that.
+func (in *Insured) AboveWatermark() {
+	if in != nil {
+		in.to.above = true
+	}
+}
+
+// BelowWatermark is the end of [Insured.AboveWatermark].
+func (in *Insured) BelowWatermark() {
+	if in == nil || in.to.ended {
+		return
+	}
+	in.f.guarded("below watermark", func() Status {
+		in.to.above = false
+		for len(in.to.waiting) > 0 && !in.to.above && !in.to.ended {
+			piece := in.to.waiting[:min(len(in.to.waiting), sendPiece)]
+			rest := in.to.waiting[len(piece):]
+			in.to.ended = len(rest) == 0 && in.to.lastWaits
+			in.f.envoy.Send(piece, in.to.ended)
+			in.to.waiting = rest
+		}
+		if len(in.to.waiting) == 0 {
+			in.to.waiting = nil
+		}
+		if !in.to.ended {
+			in.hold()
+		}
+		return Continue
+	})
+}
+
+// close ends what is open of an insured request that is over.
+func (in *Insured) close() {
+	if in == nil {
+		return
+	}
+	in.to.ended = true
+	in.f.s.watchInsured(in, false)
+	in.dropSpare()
+	in.stop()
+	in.to.waiting = nil
+	in.f.s.Memory.Replace(&in.to.held, 0)
+}
+
+// outcome says how the answer ended in Envoy's words, which know only the client's side.
+func (in *Insured) outcome(o *Outcome) {
+	switch {
+	case in == nil || !in.to.begun || o.ClientGone():
+	case in.to.gone == resultSlow:
+		o.Flags |= flagClientGone
+	case in.to.gone != "":
+		o.Details = "upstream_reset_after_response_started{" + in.to.gone + "}"
+	default:
+		o.Details = "via_upstream"
+	}
+}

@@ -1,0 +1,394 @@
+package e2e
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// insurance is a pool whose streams outlive their engines.
+const insurance = "  engine: vllm\n  continueStreams: {}\n"
+
+// insuredFleet starts a fleet inside Envoy with insurance.
+func insuredFleet(t *testing.T, o options) *fleet {
+	t.Helper()
+	if os.Getenv("TANDEM_RUN") != "inside" {
+		t.Skip("make e2e-inside: the library takes minutes to compile")
+	}
+	o.inside = true
+	o.pool += insurance
+	if o.engineArgs == nil {
+		o.engineArgs = []string{"--decode-step", "2ms"}
+	}
+	f := start(t, o)
+	f.lenient = true // engines die
+	return f
+}
+
+// read is what a client reads of a stream.
+type read struct {
+	text, finish, usage string
+	names               map[string]bool // id and created
+	roles, events, done int
+	silence             time.Duration // the longest between two events
+	err                 error
+}
+
+// same is what a client may compare of two answers.
+func (r read) same() []any {
+	return []any{r.text, r.finish, r.usage, r.roles, r.done, len(r.names), r.err}
+}
+
+// stream reads a stream of url. on is called behind each event.
+func stream(ctx context.Context, url, path, id, body string, on func(events int)) (r read) {
+	r.names = map[string]bool{}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+path, strings.NewReader(body))
+	if err != nil {
+		r.err = err
+		return r
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("X-Request-Id", id)
+	resp, err := client.Do(req)
+	if err != nil {
+		r.err = err
+		return r
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != 200 {
+		text, _ := io.ReadAll(resp.Body)
+		r.err = fmt.Errorf("%d: %s", resp.StatusCode, text)
+		return r
+	}
+	last := time.Now()
+	lines := bufio.NewReader(resp.Body)
+	for {
+		line, err := lines.ReadString('\n')
+		if err != nil {
+			if err != io.EOF {
+				r.err = err
+			}
+			return r
+		}
+		data, ok := strings.CutPrefix(strings.TrimSpace(line), "data: ")
+		if !ok {
+			continue
+		}
+		if r.events > 0 {
+			r.silence = max(r.silence, time.Since(last))
+		}
+		last = time.Now()
+		r.events++
+		r.add(data)
+		if on != nil {
+			on(r.events)
+		}
+	}
+}
+
+func (r *read) add(data string) {
+	if data == "[DONE]" {
+		r.done++
+		return
+	}
+	var e struct {
+		ID      string
+		Created int64
+		Error   any
+		Usage   *struct {
+			Prompt     int `json:"prompt_tokens"`
+			Total      int `json:"total_tokens"`
+			Completion int `json:"completion_tokens"`
+		}
+		Choices []struct {
+			Text         string
+			Delta        struct{ Role, Content string }
+			FinishReason string `json:"finish_reason"`
+			TokenIDs     []int  `json:"token_ids"`
+		}
+	}
+	if err := json.Unmarshal([]byte(data), &e); err != nil || e.Error != nil {
+		r.err = fmt.Errorf("%v in %s", err, data)
+		return
+	}
+	r.names[fmt.Sprint(e.ID, e.Created)] = true
+	if e.Usage != nil {
+		r.usage += fmt.Sprint(*e.Usage)
+	}
+	for _, c := range e.Choices {
+		if c.TokenIDs != nil {
+			r.err = fmt.Errorf("ids that nobody asked for: %s", data)
+		}
+		r.text += c.Text + c.Delta.Content
+		r.finish += c.FinishReason
+		if c.Delta.Role != "" {
+			r.roles++
+		}
+	}
+}
+
+// asks returns a request for a stream of so many tokens, by API.
+func asks(api, id string, tokens int) (path, body string) {
+	more := fmt.Sprintf(`"model":"tiny","stream":true,"temperature":0,"max_tokens":%d,"stream_options":{"include_usage":true}`, tokens)
+	text := "Tell me of " + id + ". " + strings.Repeat("It matters. ", 20)
+	if api == "chat" {
+		return "/v1/chat/completions", fmt.Sprintf(`{%s,"messages":[{"role":"user","content":%q}]}`, more, text)
+	}
+	return "/v1/completions", fmt.Sprintf(`{%s,"prompt":%q}`, more, text)
+}
+
+// A stream whose engine dies at any place is what one engine would have answered, in fleets of all shapes.
+func TestInsideStreamsOutliveD(t *testing.T) {
+	for name, o := range map[string]options{
+		"1+1": {prefills: 1, decodes: 1}, "1+2": {prefills: 1, decodes: 2}, "2+2": {prefills: 2, decodes: 2},
+		"three of both roles":      {decodes: 3, decodeRole: "both", split: "auto"},
+		"late binding":             {prefills: 1, decodes: 2, split: "always\n  decodeAlone: fallback\n  binding: late"},
+		"decode alone":             {prefills: 1, decodes: 2, split: "never"},
+		"without KV transfer":      {decodes: 2, decodeRole: "both", dialect: "none", split: "never"},
+		"with prefill's token ids": {prefills: 1, decodes: 2, split: "always\n  nixl: {reuseTokenIds: true}"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := insuredFleet(t, o)
+			for _, api := range []string{"chat", "completions"} {
+				for _, at := range []int{0, 1, 2, 100, 150, 151, 152, 153} { // of 153 events or less
+					id := fmt.Sprintf("%s-%d", api, at)
+					path, body := asks(api, id, 150)
+					for _, d := range f.decodes {
+						f.inject(d, fmt.Sprintf(`{"mode":"stream-reset-after","events":%d,"count":1,"contains":"of %s."}`, at, id))
+					}
+					got := stream(t.Context(), f.url, path, id, body, nil)
+					for _, d := range f.decodes {
+						f.clear(d)
+					}
+					want := stream(t.Context(), "http://"+f.decodes[0].addr, path, "reference-"+id, body, nil)
+					require.NoError(t, want.err)
+					require.Equal(t, want.same(), got.same(), "cut behind event %d", at)
+				}
+			}
+			require.Positive(t, metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`))
+			require.Positive(t, metric(t, f.admins[0], "tandem_streams_insured_total", `result="insured"`))
+		})
+	}
+}
+
+// A D that is killed under a hundred streams costs no client a word.
+func TestInsideHundredStreamsOutliveD(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 2, decodes: 3, engineArgs: []string{"--decode-step", "15ms"}})
+	const streams, tokens = 120, 200
+	var wg sync.WaitGroup
+	var underWay atomic.Int64
+	got, want := make([]read, streams), make([]read, streams)
+	for i := range streams {
+		wg.Go(func() {
+			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint("stream-", i), tokens)
+			got[i] = stream(t.Context(), f.url, path, fmt.Sprint("hundred-", i), body, func(events int) {
+				if events == 20 {
+					underWay.Add(1)
+				}
+			})
+		})
+	}
+	soon(t, "all are under way", func() bool { return underWay.Load() == streams })
+	f.decodes[0].stop(syscall.SIGKILL)
+	wg.Wait()
+	for i := range streams {
+		wg.Go(func() {
+			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint("stream-", i), tokens)
+			want[i] = stream(t.Context(), "http://"+f.decodes[1].addr, path, fmt.Sprint("reference-", i), body, nil)
+		})
+	}
+	wg.Wait()
+	var silences []time.Duration
+	for i := range streams {
+		require.NoError(t, want[i].err)
+		require.Equal(t, want[i].same(), got[i].same(), "stream %d", i)
+		silences = append(silences, got[i].silence)
+	}
+	slices.Sort(silences)
+	moved := metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`)
+	t.Logf("%v streams were continued; the longest silence of each: median %v, p99 %v", moved, silences[streams/2], silences[streams*99/100])
+	require.Positive(t, moved)
+}
+
+// A D that hangs is left as soon as its health says so.
+func TestInsideStreamsLeaveAFrozenD(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "10ms"}})
+	path, body := asks("chat", "ice", 300)
+	var frozen *engine
+	got := stream(t.Context(), f.url, path, "frozen", body, func(events int) {
+		if events == 50 {
+			frozen = f.servingOf("frozen")
+			require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGSTOP))
+		}
+	})
+	require.NoError(t, frozen.cmd.Process.Signal(syscall.SIGCONT))
+	want := stream(t.Context(), "http://"+f.decodes[0].addr, path, "reference", body, nil)
+	require.Equal(t, want.same(), got.same())
+	t.Logf("silence: %v", got.silence)
+}
+
+// The run of [TestChaos] with insurance: no stream ends before its time, whatever dies.
+func TestInsideChaos(t *testing.T) {
+	if os.Getenv("TANDEM_RUN") != "inside" {
+		t.Skip("make e2e-inside: the library takes minutes to compile")
+	}
+	for _, policy := range []string{"recompute", "fail"} {
+		t.Run(policy, func(t *testing.T) { chaos(t, policy, insurance) })
+	}
+}
+
+// servingOf returns the decode engine that answers a request now.
+func (f *fleet) servingOf(id string) *engine {
+	f.t.Helper()
+	for _, d := range f.decodes {
+		if len(f.requests(id, d)) > 0 {
+			return d
+		}
+	}
+	require.Fail(f.t, "nobody answers "+id)
+	return nil
+}
+
+// A core that stands still behind an API server that answers is left, too.
+func TestInsideStreamsLeaveAStandingCore(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "10ms"}})
+	path, body := asks("completions", "stone", 300)
+	got := stream(t.Context(), f.url, path, "standing", body, func(events int) {
+		if events == 50 {
+			f.inject(f.servingOf("standing"), `{"mode":"stall"}`)
+		}
+	})
+	for _, d := range f.decodes {
+		f.clear(d)
+	}
+	want := stream(t.Context(), "http://"+f.decodes[0].addr, path, "reference", body, nil)
+	require.Equal(t, want.same(), got.same())
+	t.Logf("silence: %v", got.silence)
+}
+
+// An order to drain moves streams, and ends none: not even where there is no other engine.
+func TestInsideDrainMovesStreams(t *testing.T) {
+	for _, decodes := range []int{2, 1} {
+		t.Run(fmt.Sprint("1+", decodes), func(t *testing.T) {
+			f := insuredFleet(t, withOrders(t, options{prefills: 1, decodes: decodes, engineArgs: []string{"--decode-step", "20ms"}}))
+			const streams = 16
+			var wg sync.WaitGroup
+			var underWay atomic.Int64
+			got := make([]read, streams)
+			for i := range streams {
+				wg.Go(func() {
+					path, body := asks("chat", fmt.Sprint("drained-", i), 300)
+					got[i] = stream(t.Context(), f.url, path, fmt.Sprint("drained-", i), body, func(events int) {
+						if events == 20 {
+							underWay.Add(1)
+						}
+					})
+				})
+			}
+			soon(t, "all are under way", func() bool { return underWay.Load() == streams })
+			d := f.decodes[0]
+			busy := metric(t, "http://"+d.addr, "vllm:num_requests_running")
+			began := time.Now()
+			f.order(http.MethodPost, "/api/pools/chat/endpoints/"+d.addr+"/drain", "")
+			if decodes > 1 {
+				soon(t, "it has nothing to do", func() bool { return metric(t, "http://"+d.addr, "vllm:num_requests_running") == 0 })
+				t.Logf("%v answers left it within %v", busy, time.Since(began))
+			}
+			wg.Wait()
+			f.order(http.MethodPost, "/api/pools/chat/endpoints/"+d.addr+"/resume", "")
+			if moved := metric(t, f.admins[0], "tandem_streams_continued_total", `cause="moved"`, `result="continued"`); decodes > 1 {
+				require.InDelta(t, busy, moved, 0, "as many were moved as it had")
+			} else {
+				require.Zero(t, moved)
+			}
+			want := make([]read, streams)
+			for i := range streams {
+				wg.Go(func() {
+					path, body := asks("chat", fmt.Sprint("drained-", i), 300)
+					want[i] = stream(t.Context(), "http://"+d.addr, path, fmt.Sprint("reference-", i), body, nil)
+				})
+			}
+			wg.Wait()
+			for i := range streams {
+				require.NoError(t, want[i].err)
+				require.Equal(t, want[i].same(), got[i].same(), "stream %d", i)
+			}
+		})
+	}
+}
+
+// Without another engine a stream ends with its own, as it does without insurance, and it is counted.
+func TestInsideNobodyElse(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 1, decodes: 1, engineArgs: []string{"--decode-step", "5ms"}})
+	path, body := asks("chat", "one", 300)
+	got := stream(t.Context(), f.url, path, "alone", body, func(events int) {
+		if events == 50 {
+			f.decodes[0].stop(syscall.SIGKILL)
+		}
+	})
+	require.Error(t, got.err)
+	require.Zero(t, got.done)
+	require.Positive(t, metric(t, f.admins[0], "tandem_streams_continued_total", `cause="reset"`, `result="no_endpoint"`))
+	f.restart(f.decodes[0])
+}
+
+// A client that leaves ends everything at once; one that reads slowly gets all; one that reads nothing costs its own
+// answer only.
+func TestInsideInsuredClients(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "200us"}})
+	path, body := asks("chat", "patience", 2000)
+	want := stream(t.Context(), "http://"+f.decodes[0].addr, path, "reference", body, nil)
+	t.Run("it leaves", func(t *testing.T) {
+		for i := range 20 {
+			ctx, leave := context.WithCancel(t.Context())
+			stream(ctx, f.url, path, fmt.Sprint("left-", i), body, func(events int) {
+				if events == 1+i*10 {
+					leave()
+				}
+			})
+			leave()
+		}
+		for _, e := range f.engines() {
+			soon(t, "the engines are free", func() bool { return metric(t, "http://"+e.addr, "vllm:num_requests_running") == 0 })
+		}
+		soon(t, "all is released", func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 })
+	})
+	t.Run("it is slow", func(t *testing.T) {
+		got := stream(t.Context(), f.url, path, "slow", body, func(events int) {
+			if events%200 == 0 {
+				time.Sleep(50 * time.Millisecond)
+			}
+		})
+		require.Equal(t, want.same(), got.same())
+	})
+	t.Run("it takes nothing", func(t *testing.T) { // Envoy keeps 8 MiB, and what the network takes comes before that
+		f := insuredFleet(t, options{
+			prefills: 1, decodes: 2, envoyFields: ", maxBodyBytes: 2048",
+			engineArgs: []string{"--decode-step", "10us", "--max-model-len", "1000000", "--blocks", "100000"},
+		})
+		path, body := asks("chat", "nothing", 150_000) // 36 MB
+		c, err := net.Dial("tcp", strings.TrimPrefix(f.url, "http://"))
+		require.NoError(t, err)
+		defer c.Close()
+		require.NoError(t, c.(*net.TCPConn).SetReadBuffer(4096))
+		fmt.Fprintf(c, "POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", path, len(body), body)
+		soon(t, "its answer is ended", func() bool {
+			return metric(t, f.admins[0], "tandem_streams_continued_total", `cause="slow_client"`) == 1
+		})
+		soon(t, "all is released", func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 })
+	})
+}
