@@ -2375,8 +2375,8 @@ type LMCache struct {
 	// Default false.
 	SkipNotices bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
 	// The client gets prefill's first token, and decode continues after it. LMCache's own proxy does this too
-	// (ret_first_tok). Requests that cannot be continued so (docs/protocols.md) go the other way. Such an answer passes
-	// through the external processor. Only with handoff envoy. Default false.
+	// (ret_first_tok). Requests that cannot be continued in this way (docs/protocols.md) are sent as without it. Such an
+	// answer passes through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
 	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer.
 	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
