@@ -55,8 +55,8 @@ func notOfOne() *accesslogv3.AccessLogFilter {
 		logwhen.Status(accesslogv3.ComparisonFilter_LE, 199, "tandem.log.unanswered"))
 }
 
-// toEveryReplica sends a log to each of them, or to the one whose number the request bears: what a request has booked
-// lives in the replica that booked it.
+// toEveryReplica sends a log to each of them, or to the one whose number the request bears: what a request has reserved
+// lives in the replica that reserved it.
 func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 	for i, replica := range m.Servers.AccessLogs {
 		to, when := grpcTo(replica.Cluster), l.when()

@@ -59,7 +59,7 @@ func (b *notebook) pack(message proto.Message) *anypb.Any {
 	return a
 }
 
-// extension is one of Envoy's extension points, filled.
+// extension returns the configuration of an extension of Envoy.
 func (b *notebook) extension(name string, config proto.Message) *corev3.TypedExtensionConfig {
 	return &corev3.TypedExtensionConfig{Name: name, TypedConfig: b.pack(config)}
 }

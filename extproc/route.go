@@ -250,8 +250,8 @@ func (x mainRole) setHeaders(r pass.Routed) {
 	}
 }
 
-// setAnswerRules says what Envoy does to D's answer. No pass needs to take them away: they change nothing in an answer
-// without KV of P's.
+// setAnswerRules says what Envoy does to D's answer. No pass has to remove them again: they change only answers
+// that use P's KV.
 func (x mainRole) setAnswerRules(r pass.Routed) {
 	if !r.Ticket.Loads || r.Ticket.Stage != kvtransfer.DecodeLeg {
 		return

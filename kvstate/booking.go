@@ -52,14 +52,14 @@ func (b *Booking) counts() (requests, tokens int64) {
 	return 1, b.PromptTokens
 }
 
-// prefillQueue is the queue of prefills booked on an endpoint, first come, first served, as engines serve them.
+// prefillQueue is the queue of prefills reserved on an endpoint, first come, first served, as engines serve them.
 // Views read its sums without a lock.
 type prefillQueue struct {
 	mu   sync.Mutex
 	jobs []prefillJob
 
 	n     atomic.Int64
-	total atomic.Int64 // sum of the booked work, ns
+	total atomic.Int64 // sum of the reserved work, ns
 	lead  atomic.Int64 // work of the jobs at the front that fit into one engine step (at least the first), ns
 	since atomic.Int64 // when the current first job reached the front, Unix ns
 }
@@ -68,7 +68,7 @@ type prefillQueue struct {
 type prefillJob struct {
 	id       ReservationID
 	uncached int64
-	work     time.Duration // at the endpoint's learned speed when it was booked
+	work     time.Duration // at the endpoint's learned speed when it was reserved
 	model    time.Duration // at speed 1
 }
 
@@ -122,7 +122,7 @@ func (q *prefillQueue) publish(stepTokens int64) {
 	q.lead.Store(int64(lead))
 }
 
-// ahead returns the remaining work before a job that would be booked now.
+// ahead returns the remaining work before a job that would be reserved now.
 func (q *prefillQueue) ahead(now int64) time.Duration {
 	total := q.total.Load()
 	if total == 0 {
@@ -145,7 +145,7 @@ type localWork struct {
 // localWindow is the period over which an endpoint's share of time spent on local prefills is measured.
 const localWindow = 10 * time.Second
 
-// add books work and returns when it will be done.
+// add reserves work and returns when it will be done.
 func (l *localWork) add(work time.Duration, now time.Time) (until int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -151,7 +151,7 @@ func (e *Endpoint) RemoteLoad() RemoteLoad {
 	return RemoteLoad{}
 }
 
-// PrefillRates returns the prefill work that this replica books in the pool, in seconds of engine time per second:
+// PrefillRates returns the prefill work that this replica reserves in the pool, in seconds of engine time per second:
 // on prefill endpoints, and on decode endpoints that compute prompts themselves.
 func (p *Pool) PrefillRates(now time.Time) (prefill, local float64) {
 	p.load.mu.Lock()

@@ -56,8 +56,8 @@ func (s *Source) Gone() { s.gone.Store(true) }
 // IsGone reports whether Gone was called.
 func (s *Source) IsGone() bool { return s.gone.Load() }
 
-// Reserve books a request on an endpoint. Views count it from now on, unless it is [Booking.Tentative]. The caller
-// passes the id to the code that learns how the hop ended. If MaxReservations are held, Reserve books nothing and
+// Reserve reserves a request on an endpoint. Views count it from now on, unless it is [Booking.Tentative]. The caller
+// passes the id to the code that learns how the hop ended. If MaxReservations are held, Reserve reserves nothing and
 // returns 0: choosing with incomplete numbers is better than refusing.
 func (s *Bookings) Reserve(e *Endpoint, b Booking) ReservationID {
 	return s.ReserveAs(0, e, b, nil)

@@ -13,7 +13,7 @@ type Signals struct {
 	KVUsage  float64 // of the KV cache: 0 empty, 1 full
 	KVTokens int64   // capacity of the KV cache, in tokens
 
-	// External is the number of running and waiting requests that no replica had booked, in this scrape and in the
+	// External is the number of running and waiting requests that no replica had reserved, in this scrape and in the
 	// one before: load that did not come through Tandem. A request between its booking and its arrival at the
 	// engine counts in one of two scrapes only.
 	External int64
@@ -196,7 +196,7 @@ func newest[T int64 | float64](figure, old T, stale bool) T {
 	return figure
 }
 
-// unbooked returns the number of requests at an engine that no replica booked; -1 if it does not report them.
+// unbooked returns the number of requests at an engine that no replica reserved; -1 if it does not report them.
 func (e *Endpoint) unbooked(g *Signals) int64 {
 	if g.Running < 0 || g.Waiting < 0 {
 		return -1
@@ -205,7 +205,7 @@ func (e *Endpoint) unbooked(g *Signals) int64 {
 }
 
 // addTo adds external requests to a candidate, weighted by trust. On a decode endpoint they count as answers as
-// long as the booked ones, or externalTokens without any; on a prefill endpoint as waiting prompts. Their duration
+// long as the reserved ones, or externalTokens without any; on a prefill endpoint as waiting prompts. Their duration
 // is unknown, so no request waits for them ([Candidate.Queue]).
 func (g *Signals) addTo(c *Candidate) {
 	if g.External <= 0 {

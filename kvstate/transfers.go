@@ -153,8 +153,8 @@ func (l *endpointState) transferWithin(pool float64, now int64) float64 {
 	return pool
 }
 
-// Bandwidth returns the observed rate of KV transfers to an endpoint of a pool, without the lag of each, in
-// bytes/s; 0: not learned.
+// Bandwidth returns the observed rate of KV transfers to an endpoint of a pool, in bytes/s, not counting the latency of
+// each transfer; 0: not learned.
 func (s *State) Bandwidth(p *Pool, e *Endpoint) float64 {
 	now := s.o.Now().UnixNano()
 	m := e.transferTime.Load()

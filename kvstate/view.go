@@ -27,7 +27,7 @@ type Candidate struct {
 	Usable       bool     // neither failed nor paused nor draining nor full
 	Full         bool     // it would be usable, but refused a request and gets none for a while
 	Weight       int      // assumed speed, in per cent; 0 is 100
-	Requests     int64    // booked by all replicas, plus external ones ([Signals.External])
+	Requests     int64    // reserved by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
 	Hit          int      // leading blocks of the prompt that it holds
 	Loads        Loads    // those of Hit that it has to load into GPU memory first

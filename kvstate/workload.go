@@ -15,7 +15,7 @@ import (
 type workload struct {
 	mu           sync.Mutex
 	since        time.Time // time of the first booking
-	prefill      decayed   // seconds of work booked on prefill endpoints
+	prefill      decayed   // seconds of work reserved on prefill endpoints
 	local        decayed   // the same on decode endpoints, for prompts that they compute themselves
 	work         mean      // mean work of a prefill, seconds
 	speed        speed.Learned
@@ -25,7 +25,7 @@ type workload struct {
 	byModel      lengths.ByModel
 	freed        chan struct{} // holds a token if a booking has ended since the last receive
 
-	remotePrefill, remoteLocal float64 // work booked by other replicas, seconds per second
+	remotePrefill, remoteLocal float64 // work reserved by other replicas, seconds per second
 	movedBytes, movedTokens    float64 // of KV transfers
 	loadedBytes, loadTime      float64 // of loads from CPU memory; s
 	zoned                      bool    // endpoints run in several zones
@@ -87,7 +87,7 @@ func (w *workload) booked(b Booking, work time.Duration, now time.Time) {
 	w.work.add(work.Seconds())
 }
 
-// rates returns the seconds of work booked per second, on prefill and on decode endpoints. In the first minute the
+// rates returns the seconds of work reserved per second, on prefill and on decode endpoints. In the first minute the
 // window is not full yet, which the sum is corrected for, from leastWindow on. The caller holds w.mu.
 func (w *workload) rates(now time.Time) (prefill, local float64) {
 	if w.since.IsZero() {

@@ -17,7 +17,7 @@ type Faults struct {
 	FailedPair [2]string
 	// Trial says that the request may try an avoided pair again, once the first pause of the pair is over.
 	Trial bool
-	// MustPair says that decode alone is no answer to this request, if it may be split.
+	// MustPair excludes decode alone for a request that may be split.
 	MustPair bool
 }
 

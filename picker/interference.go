@@ -29,8 +29,8 @@ func (t *terms) beside(c *kvstate.Candidate, b *batch) beside {
 	return out
 }
 
-// delayed returns the price of the time that so many answers lose. The fuller an endpoint is, the more of it is lost to
-// the answers that would follow.
+// delayed returns the price of the time that so many answers lose. It grows with how full the endpoint is: answers that
+// wait for room there lose time, too.
 func (p *beside) delayed(t *terms, answers float64) float64 {
 	return t.answer * answers * p.longer / max(1-p.fill, 1-maxFill)
 }

@@ -146,7 +146,7 @@ func newTRTBypass(p *peer, tokens int) *bypass {
 // dynamoLoad is Dynamo's conditional disaggregation by load: decode computes the prompt if the prefill worker that the
 // router chooses is busy (prefill_load), or also under the condition of isl_bounding (isl_or_load), unless decode is
 // busy itself. (Dynamo's docs, router-conditional-disagg-policy. Busy: prefill with more than one full step of tokens
-// booked, the queue threshold 1 times max_num_batched_tokens, and decode above .9 of its KV; neither threshold has a
+// reserved, the queue threshold 1 times max_num_batched_tokens, and decode above .9 of its KV; neither threshold has a
 // default.)
 type dynamoLoad struct {
 	*bypass

@@ -272,7 +272,7 @@ func capacity(m picker.Model) int {
 	return max(int(m.KVTokens)/BlockTokens, 1)
 }
 
-// AtLoad returns the trace at the rate at which [Load] is load on the busier side.
+// AtLoad returns the trace with its rate changed: [Load] is then load, on the role that is busier.
 func AtLoad(t *Trace, c Config, load float64) (*Trace, error) {
 	if !(load > 0) || math.IsInf(load, 1) {
 		return nil, fmt.Errorf("a load of %v: must be above 0", load)

@@ -224,7 +224,7 @@ func (r *replica) wake() {
 	}
 }
 
-// send books a choice and binds the request.
+// send reserves a choice and binds the request.
 func (r *replica) send(j *job, c picker.Choice, err error) {
 	if err != nil {
 		// cannot happen: Config.Check
@@ -243,7 +243,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	r.bind(j, prefill, r.position[d])
 }
 
-// book books a request on this replica now, and on the others after the delay.
+// book reserves a request on this replica now, and on the others after the delay.
 func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
 	id := r.state.Reserve(e, b)
 	r.state.Routed(r.pool, e, blocks)

@@ -223,7 +223,7 @@ const (
 )
 
 // goneWith returns the replicas that ended without a shutdown and may have known the end of a request that the others
-// do not know. Envoy reports a good end to the replica alone that served the last pass.
+// do not know. Envoy reports a good end only to the replica that served the last pass.
 func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
 	if ended(t) || a.noRedis {
 		return nil

@@ -46,7 +46,7 @@ func State(state *kvstate.State) any {
 		Weight   int            `json:"weight"`
 		Requests int64          `json:"requests"`
 		Tokens   int64          `json:"prompt_tokens"`
-		Others   int64          `json:"remote_requests,omitempty"` // booked by other replicas
+		Others   int64          `json:"remote_requests,omitempty"` // reserved by other replicas
 		Engine   *engineFigures `json:"engine,omitempty"`
 
 		// failed KV loads: excluded as prefill by these decode endpoints, or as this part of every pair

@@ -21,7 +21,7 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	AppendBody(dst []byte) []byte
 	// ReplaceBody makes another body of the parts. It may be called once the whole body has been received.
 	ReplaceBody(parts ...[]byte)
-	// Call sends a request of its own, whose end [Filter.CallDone] is told. false: it cannot be sent.
+	// Call sends a request of its own; [Filter.CallDone] is called at its end. false: it cannot be sent.
 	Call(c *Call) bool
 	// Detach prepares a call that does not end with the request. It has the request's headers as they are now.
 	Detach(c *Call) Detached

@@ -1,4 +1,4 @@
-// Package layout writes YAML for readers: what fits stands on one line, comments are wrapped above what they are about.
+// Package layout writes YAML for readers. A value is on one line if it fits, and a comment above its value.
 package layout
 
 import (

@@ -17,7 +17,7 @@ const (
 	HeaderCarry       = "x-tandem-carry"     // prefill leg: the redirect target of an inline answer
 	HeaderPrefilled   = "x-tandem-prefilled" // of pass 2: prefill's answer, base64
 	HeaderRequestID   = "x-request-id"
-	HeaderReservation = "x-tandem-reservation" // Envoy's own id of the request, under which it is booked
+	HeaderReservation = "x-tandem-reservation" // Envoy's own id of the request, under which it is reserved
 	// HeaderReplica is the number of the replica that decided: the end of the pass is logged to it alone.
 	HeaderReplica    = "x-tandem-replica"
 	HeaderRetryAfter = "retry-after"

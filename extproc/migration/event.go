@@ -64,7 +64,7 @@ func (p *parser) space(i int) {
 	}
 }
 
-// key reads a member's name and its colon. A name with escapes is none that matters.
+// key reads a member's name and its colon. No member that matters has escapes in its name.
 func (p *parser) key() []byte {
 	s := p.value()
 	if p.bad || !p.isString(s) || p.i >= len(p.b) || p.b[p.i] != ':' {

@@ -402,7 +402,7 @@ type marks struct {
 
 // add adds the place behind an event with text. An engine writes text only when its last character is complete; if
 // that came with the event's only token, the place is good. Behind several tokens the last one may have begun a
-// character whose text is held back. The next text tells: such a character is never ASCII. atOnce: the engine
+// character whose text is held back: it has not, if the next text begins with an ASCII character. atOnce: the engine
 // holds no other text back.
 func (m *marks) add(at mark, count int, text []byte, atOnce bool) {
 	if m.open.tokens > 0 && atOnce && text[1] < 0x80 && (text[1] != '\\' || text[2] != 'u') {

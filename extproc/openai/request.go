@@ -458,7 +458,7 @@ func wanted(raw []byte) bool {
 // request models are in lax mode; SGLang's and TensorRT-LLM's are, too).
 
 // Count returns the number that engines read from a member's value, of any size up to the limits of int64. ok is false
-// if they refuse the value, and for null and nothing.
+// if they refuse the value, or if it is null or absent.
 func Count(raw []byte) (n int64, ok bool) {
 	if len(raw) == 0 {
 		return 0, false

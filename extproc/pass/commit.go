@@ -166,8 +166,8 @@ func (s *Shared) Release(h Held) (mine bool) {
 	return prefill || decode
 }
 
-// ReleaseForGood is Release for a pass of a request that is over: what it has not reserved yet, because its stream
-// waits behind others' bodies, it does not reserve any more.
+// ReleaseForGood is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its
+// stream still waits behind others' bodies.
 func (s *Shared) ReleaseForGood(h Held) {
 	s.State.End(h.Prefill)
 	s.State.End(h.Decode)

@@ -77,7 +77,7 @@ type SidecarHeaders struct {
 	Source   string // endpoint with the longest prefix of the prompt, for a dialect that fetches prefixes
 }
 
-// bookingAfter is Decoding for a prompt that prefill computes or has computed; nil: no other endpoint did.
+// bookingAfter is Decoding for a prompt of which the endpoint prefill computes the KV; nil: no other endpoint does.
 func bookingAfter(prefill *kvstate.Endpoint, tokens, answer int64) kvstate.Booking {
 	b := Decoding(tokens)
 	b.From, b.Need = prefill, tokens+answer

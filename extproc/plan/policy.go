@@ -419,7 +419,7 @@ func full(pool *kvstate.Pool, role kvstate.Role) error {
 	return fullError(role, first.Refusing(now), status, least)
 }
 
-// justFull is full for a request whose attempts are spent: the endpoint may get requests again by now.
+// justFull is full for a request whose attempts are used up: the endpoint may get requests again by now.
 func justFull(pool *kvstate.Pool) error {
 	if err := fullFirst(pool); err != nil {
 		return err

@@ -27,8 +27,8 @@ type HandOver struct {
 	Invalid  error // the client's body cannot be scanned
 }
 
-// Bound sets the decode endpoint of a hand-over whose D must not be chosen again: blocks that P pushes are at the D of
-// pass 1 only, and a trial of an avoided pair is about this D.
+// Bound sets the decode endpoint of a hand-over whose D must not be chosen again. There are two of these: P has pushed
+// the blocks to the D of pass 1, or an avoided pair is tried.
 func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 	t := h.Ticket
 	d := pool.Endpoint(t.Decode)

@@ -25,8 +25,8 @@ import (
 )
 
 // Port handles the second try of a hop that failed outright (composite clusters send it here). It answers 307 with a
-// ticket that says what failed, and pass 2 plans again. How it failed is what Envoy logs of the first try. Whatever
-// that is, the KV parameters of the first try count as consumed. It is safe for concurrent use.
+// ticket that says what failed, and pass 2 plans again. It learns from Envoy's log how the first try failed. In any
+// case the KV parameters of the first try count as consumed. It is safe for concurrent use.
 type Port struct {
 	passes   *pass.Shared
 	pairs    *concurrent.Pairs

@@ -12,7 +12,7 @@ type words struct {
 	wanted, words *prometheus.Desc
 }
 
-// Words returns the metrics of what the rule of package roles wants.
+// Words returns the metrics of how many engines package roles advises, and of the words that it gave.
 func Words(advice func() map[string]roles.Advice) prometheus.Collector {
 	return &words{
 		advice: advice,

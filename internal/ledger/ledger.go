@@ -40,7 +40,7 @@ const (
 	Failed  = "failed"  // the file cannot be written
 )
 
-// Open opens a ledger, whose file is made if it is not there. ended is told what becomes of each line.
+// Open opens a ledger, whose file is made if it is not there. ended is called with the result of each line.
 func Open(path string, log *slog.Logger, ended func(result string)) (*Ledger, error) {
 	l := &Ledger{path: path, log: log, lines: make(chan any, maxLines), to: os.Stdout, loud: true, ended: ended}
 	if path == Stdout {

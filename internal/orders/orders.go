@@ -314,7 +314,7 @@ func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, o.shown(&h, found))
 }
 
-// quiet waits until nothing is booked on the endpoints, here and at the replicas that the order applies to; false if
+// quiet waits until nothing is reserved on the endpoints, here and at the replicas that the order applies to; false if
 // it gave up.
 func (o *Orders) quiet(ctx context.Context, h *Holds, endpoints []*kvstate.Endpoint, t target) bool {
 	tick := time.NewTicker(drainLook)

@@ -9,7 +9,7 @@
 // fails with a second prefill endpoint that others can read from, the decode endpoint is excluded.
 //
 // One request at a time tries the pair again (a trial). At first only a request that is not streamed may be the trial,
-// since a streamed answer cannot be repaired. After twice that time any request may be.
+// since a streamed answer cannot be repaired. After twice that time it may be any request.
 package kvloads
 
 import (

@@ -1,5 +1,5 @@
-// Package kvroom accounts for the KV memory of an engine that hand-overs need (docs/adr/0052): what prompts hold that
-// it computed, or will compute, for others, until they have fetched them; and the room for what it answers itself.
+// Package kvroom accounts for an engine's KV memory (docs/adr/0052): what it holds of prompts that it computes for
+// other engines, until they have fetched them, and what its own answers need.
 package kvroom
 
 import (

@@ -56,7 +56,7 @@ type Members struct {
 	self    Replica               // its slot is -1 if it has none
 	found   bool                  // self has its addresses
 	full    bool                  // the last choice found no slot
-	lost    time.Time             // when the others last did not know this one, since Redis took nothing for a lease
+	lost    time.Time             // the last time at which the others had lost this one: Redis took nothing for a lease
 	seen    map[Replica]time.Time // when each was last known to live
 	list    []Replica             // as published
 	known   bool                  // a list was published

@@ -61,8 +61,8 @@ func (k KnownTokens) Blocks(size int) []uint64 {
 	return nil
 }
 
-// Known returns the known tokens of a prompt, given the hashes of its text blocks. It does not wait: while a prompt
-// is being learned, nothing is known.
+// Known returns the known tokens of a prompt, given the hashes of its text blocks. It does not wait: it returns
+// nothing while a prompt is being learned.
 func (m *TokenMemory) Known(text []uint64) KnownTokens {
 	if !m.mu.TryRLock() {
 		return KnownTokens{}

@@ -119,8 +119,8 @@ type endpoints struct {
 	found  positions // of the last batch, to be used again
 }
 
-// all appends the endpoints at the addresses of a batch, nil for unknown ones, and returns the number of those:
-// replicas may have different configurations, or resolve a name to other addresses.
+// all appends the endpoints at the addresses of a batch, and nil for each unknown address. unknown is how many these
+// are: replicas may have different configurations, or resolve a name to other addresses.
 func (x *endpoints) all(to positions, pool *kvstate.Pool, addresses []string) (out positions, unknown int64) {
 	for _, a := range addresses {
 		e := x.find(pool, a)

@@ -253,7 +253,7 @@ func queued(v *kvstate.View, at int) float64 {
 	return float64(c.Queue) * 1e-9
 }
 
-// fleet returns the fleet as if the requests that were passed over were booked.
+// fleet returns the fleet as if the requests that were passed over were reserved.
 func (q *Queue) fleet(h Host) *kvstate.View {
 	v := h.Fleet()
 	q.book(v)

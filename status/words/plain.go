@@ -15,7 +15,7 @@ import (
 // begin a line of its own. Plain is for one such name, Lines for a text that has them, PlainJSON for an answer that is
 // shown as a table, and Escaped for JSON and logs, where nothing may be lost.
 
-// Plain replaces all that does not print by "?": control characters, line breaks, and those that turn text around.
+// Plain replaces all that does not print by "?": control characters, line breaks, and marks of a text's direction.
 func Plain(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

@@ -119,7 +119,7 @@ func readIDs(kv *Params, k Name, ids []byte) *engine.Error {
 // for one token; responses: it came to /v1/responses, which no dialect of P2P-NCCL splits.
 func (c *Config) Complete(kv *Params, raw []byte, oneToken, responses bool) {
 	if c.Connector == Neuron && c.Role == engine.RolePrefill && oneToken {
-		kv.RemoteDecode = true // no parameter says so there: it is a prefill engine's only task
+		kv.RemoteDecode = true // Neuron has no parameter for it: a prefill engine does nothing else
 	}
 	if spec := kv.Spec; spec != nil && kv.Fatal == "" && (len(spec.init) != c.Tp || len(spec.alloc) != c.Tp) {
 		kv.Fatal = "IndexError: the receiver has not one port for each rank"

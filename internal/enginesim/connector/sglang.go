@@ -278,7 +278,7 @@ func (l *Leg) metRooms(ctx context.Context, rooms []*room) error {
 
 var errTransferTimeout = errors.New("the decode engine did not come in time")
 
-// bootstrapServer is P's: ranks register, decode engines and routers ask (srt/disaggregation/common/conn.py).
+// bootstrapServer is that of P. Ranks register there, and others look them up (srt/disaggregation/common/conn.py).
 func (s *Node) bootstrapServer() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("OK")) })

@@ -8,7 +8,7 @@ import "sync"
 // stand for seconds in a long compile, a stalled collective, a paused VM.
 type Core struct {
 	mu      sync.Mutex
-	resumed chan struct{} // closed when it goes on; nil: it goes
+	resumed chan struct{} // closed when the core runs again; nil: it runs
 }
 
 // Stop makes the core stand still, until Resume.

@@ -43,7 +43,7 @@ func (c *Config) Listener(l net.Listener) (net.Listener, error) {
 	}), nil
 }
 
-// Wrap returns the routes with everything before them.
+// Wrap returns the routes behind what the configuration puts before them.
 func (c *Config) Wrap(routes http.Handler) http.Handler {
 	if *c == (Config{}) {
 		return routes

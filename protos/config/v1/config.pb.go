@@ -680,7 +680,7 @@ type Admin struct {
 	// A file with the operators' token, on one line, at least 16 characters. A new token counts at once. The requests
 	// POST /api/... must have it (docs/operations.md). A client that sends it in the header tandem-explain gets the
 	// decision for its request in x-tandem-explain. Absent: such requests are refused, and no decision is explained to
-	// clients. A relative path is relative to the working directory of the server, or of the command that sends an order.
+	// clients.
 	TokenFile string `protobuf:"bytes,2,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	// More host names under which the port answers, or *.example.com. Others get 421, so that a page of a stranger cannot
 	// have a browser read the port (docs/security.md#ports).
@@ -758,9 +758,8 @@ type Envoy struct {
 	// How bodies come to the external processor: duplex, buffered or auto. duplex is FULL_DUPLEX_STREAMED, buffered is
 	// BUFFERED. auto: buffered from 64 KiB on, with several replicas from 24 KiB on. A body of unknown length always
 	// comes duplex. If a replica hangs or dies, Envoy asks another one: about any buffered body, and about a duplex one
-	// up to 64 KiB. Decode engines get a content-length with buffered bodies, and chunked encoding with duplex ones.
-	// Prefill engines get a content-length, unless both legs run at once. Default: auto with several replicas, else
-	// duplex; duplex too if a queue.maxWait is above 20s.
+	// up to 64 KiB. Decode engines get a content-length with buffered bodies only. Default: auto with several replicas,
+	// else duplex; duplex too if a queue.maxWait is above 20s.
 	BodyMode string `protobuf:"bytes,6,opt,name=body_mode,json=bodyMode,proto3" json:"body_mode,omitempty"`
 	// How long an endpoint may be silent while it answers. An answer that is not streamed is silent until it is complete,
 	// so this limits its time too. If an endpoint stops, answers that have begun to stream end after this time.
@@ -773,9 +772,7 @@ type Envoy struct {
 	// Paths without a prefix are served too.
 	PathPrefixes []string `protobuf:"bytes,10,rep,name=path_prefixes,json=pathPrefixes,proto3" json:"path_prefixes,omitempty"`
 	// From where Envoys with xDS know the replicas: configured or redis. configured: extProcs and replans. redis: the
-	// replicas that live, as they come and go; needs state.redis. Each is reached at the host of its extProc.listen, or,
-	// if that is 0.0.0.0 or ::, at the address that it has towards Redis; or where `tandem serve --advertise` says. The
-	// bootstrap still names extProcs.
+	// replicas that live, as they come and go; needs state.redis. How each is reached: docs/howto/xds.md.
 	Replicas string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine, and what Tandem or
 	// Envoy answers in place of one has no CORS headers.
@@ -918,8 +915,7 @@ func (x *Envoy) GetRun() string {
 	return ""
 }
 
-// CORS for browsers. Envoy answers preflights on every path, and every answer has the headers, errors included: an
-// engine's, Tandem's and Envoy's own.
+// CORS for browsers. Envoy answers preflights on every path, and every answer has the headers, errors included.
 type Cors struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Origins that may send requests, such as https://chat.example.com; "*" is any. Required.
@@ -1369,8 +1365,7 @@ type Pool struct {
 	// themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// A file with the engines' API key, on one line. It is for Tandem's own requests (metrics, models, tokenization);
-	// clients' requests keep their own. A new key counts at once. Absent: Tandem sends none. A relative path is relative
-	// to the working directory of the server.
+	// clients' requests keep their own. A new key counts at once. Absent: Tandem sends none.
 	ApiKeyFile string `protobuf:"bytes,78,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
 	// Kind of the engines: vllm, sglang, trtllm or any. It says which of their paths clients may use; any allows those of
 	// all. Default: sglang and trtllm with a kvTransfer of that engine; any with none, shared, offload, multi and
@@ -1406,7 +1401,7 @@ type Pool struct {
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin; then another endpoint is tried. An answer begins with its status,
 	// which engines send before the first token. If decode computes the prompt itself, prefillTimeout.perToken is added.
-	// For answers that are not streamed use answerTimeout, because they show nothing until they are complete.
+	// Answers that are not streamed have answerTimeout.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
 	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
 	// to compute the prompt is added. Set this above the longest correct answer. It is needed for engines that hang but
@@ -2027,10 +2022,8 @@ func (x *Targets) GetTpot() string {
 
 type Objectives struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Whether requests name their objectives in headers. x-llm-d-inference-objective names one of named, or an
-	// InferenceObjective. x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms are times in milliseconds.
-	// x-llm-d-inference-fairness-id names the owner of a request; owners share the queue evenly. Set this only if you
-	// trust clients with these headers, or a gateway in front sets them. With extProc.protocol endpointPicker the headers
+	// Whether requests name their objectives in headers. docs/decision.md has the headers. Set this only if you trust
+	// clients with these headers, or a gateway in front sets them. With extProc.protocol endpointPicker the headers
 	// always count. Default false.
 	FromHeaders bool `protobuf:"varint,1,opt,name=from_headers,json=fromHeaders,proto3" json:"from_headers,omitempty"`
 	// For requests that name none of them.
@@ -2290,11 +2283,9 @@ type NIXL struct {
 	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time cannot
 	// make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
 	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
-	// The engines run with bidirectional_kv_xfer. Needs vLLM 0.21 or newer on both sides. Decode keeps an answer's
-	// blocks, and prefill fetches them in the conversation's next turn (docs/protocols.md). This needs a session; chats
-	// also need reuseTokenIds and engines with --enable-scale-out. Answers to split requests pass through the external
-	// processor. Only with handoff envoy. Set it whenever the engines do this: otherwise clients get the description of
-	// the blocks. Default false.
+	// The engines run with bidirectional_kv_xfer. Needs vLLM 0.21 or newer on both sides. Prefill fetches an answer's
+	// blocks in the conversation's next turn; docs/protocols.md has what this needs. Only with handoff envoy. Set it
+	// whenever the engines do this: otherwise clients get the description of the blocks. Default false.
 	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
 	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Default 450s.
 	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
@@ -2384,8 +2375,8 @@ type LMCache struct {
 	// Default false.
 	SkipNotices bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
 	// The client gets prefill's first token, and decode continues after it. LMCache's own proxy does this too
-	// (ret_first_tok). Requests that cannot be continued so (docs/protocols.md) go the other way. Such an answer passes
-	// through the external processor. Only with handoff envoy. Default false.
+	// (ret_first_tok). Requests that cannot be continued in this way (docs/protocols.md) are sent as without it. Such an
+	// answer passes through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
 	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer.
 	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
