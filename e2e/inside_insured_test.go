@@ -2,8 +2,10 @@ package e2e
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -122,7 +124,7 @@ func (r *read) add(data string) {
 		}
 	}
 	if err := json.Unmarshal([]byte(data), &e); err != nil || e.Error != nil {
-		r.err = fmt.Errorf("%v in %s", err, data)
+		r.err = fmt.Errorf("%s: %w", data, cmp.Or(err, errors.New("it is an error")))
 		return
 	}
 	r.names[fmt.Sprint(e.ID, e.Created)] = true

@@ -344,7 +344,8 @@ func (r *trial) strike(fa fault, role, row string) {
 	at := fmt.Sprintf("X %s | %s: ", row, r.cell.column())
 	fail := func(format string, args ...any) {
 		note := at + fmt.Sprintf(format, args...)
-		r.t.Log(note)
+		said, _ := os.ReadFile(r.f.tandems[0].log)
+		r.t.Logf("%s\n%s", note, said[max(len(said)-6000, 0):])
 		r.m.put(row, r.cell.column(), hole, note)
 	}
 	if got := r.steady(); got != "" {

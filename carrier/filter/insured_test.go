@@ -325,7 +325,7 @@ func TestInsuredStreams(t *testing.T) {
 				u.pieces = u.pieces[:4]
 			}
 		}, legs: 2, whole: true},
-		"D dies before [DONE]": {play: func(n int, u *startedLeg) { u.pieces, u.cut = u.pieces[:len(u.pieces)-2], true }, legs: 1, whole: true},
+		"D dies before [DONE]": {play: func(_ int, u *startedLeg) { u.pieces, u.cut = u.pieces[:len(u.pieces)-2], true }, legs: 1, whole: true},
 		"D refuses the connection": {play: func(n int, u *startedLeg) {
 			if n == 1 {
 				u.status, u.local, u.kind, u.pieces = 503, true, "text/plain", []string{"reset reason: connection failure"}
@@ -338,10 +338,10 @@ func TestInsuredStreams(t *testing.T) {
 				u.status, u.kind, u.pieces = 503, "application/json", []string{"{}"}
 			}
 		}, legs: 2, whole: true},
-		"D refuses the request": {play: func(n int, u *startedLeg) {
+		"D refuses the request": {play: func(_ int, u *startedLeg) {
 			u.status, u.kind, u.pieces = 400, "application/json", []string{`{"error":"bad"}`}
 		}, legs: 1, status: 400, reply: `{"error":"bad"}`},
-		"D gives no ids": {play: func(n int, u *startedLeg) {
+		"D gives no ids": {play: func(_ int, u *startedLeg) {
 			for i := range u.pieces {
 				u.pieces[i] = hideIDs(u.pieces[i])
 			}
@@ -355,13 +355,14 @@ func TestInsuredStreams(t *testing.T) {
 			}
 		}, legs: 3, broken: true},
 		"the next D writes something else": {play: func(n int, u *startedLeg) {
-			if n == 1 {
+			switch n {
+			case 1:
 				u.pieces, u.cut = append(u.pieces[:4], u.pieces[4][:20]), true
-			} else if n == 2 {
+			case 2:
 				u.pieces = append(u.pieces[:2], "data: {\"nonsense\n\n")
 			}
 		}, legs: 3, whole: true},
-		"too often": {policy: func(p *pass.Policy) { p.Streams.Most = 2 }, play: func(n int, u *startedLeg) {
+		"too often": {policy: func(p *pass.Policy) { p.Streams.Most = 2 }, play: func(_ int, u *startedLeg) {
 			u.pieces, u.cut = u.pieces[:2], true
 		}, legs: 3, broken: true},
 	} {
