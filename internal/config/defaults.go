@@ -38,7 +38,6 @@ func SetDefaults(c *configv1.Config) {
 		}
 	}
 	setGatewayDefaults(c)
-	setAbsent(c.ProtoReflect()) // of the messages that were made here
 }
 
 // messageBytes returns the default of extProc.maxMessageBytes.
@@ -226,9 +225,11 @@ func or[T comparable](v *T, d T) {
 	}
 }
 
+// sub makes a message with its defaults where there is none.
 func sub[T any](m **T) {
 	if *m == nil {
 		*m = new(T)
+		setAbsent(any(*m).(proto.Message).ProtoReflect())
 	}
 }
 

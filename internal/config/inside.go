@@ -15,7 +15,6 @@ const notInside = "is not available inside Envoy (envoy.run: inside): take it ou
 
 // checkInside refuses what the filter inside Envoy does not do yet: served wrong would be worse.
 func checkInside(v *validator, c *configv1.Config) {
-	checkOneOf(v, "envoy.run", c.Envoy.Run, "beside", "inside")
 	for i, p := range c.Pools {
 		s := p.ContinueStreams
 		fits := Inside(c) && p.Engine == "vllm" && s.GetMostTimes() >= 0 && s.GetMostTimes() <= 100

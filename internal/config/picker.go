@@ -16,7 +16,8 @@ func setPickerDefaults(e *configv1.ExtProc) {
 	if e.Protocol == ProtocolEndpointPicker {
 		sub(&e.EndpointPicker)
 		if e.Tls == nil {
-			e.Tls = &configv1.Tls{Mode: "selfSigned"}
+			sub(&e.Tls)
+			e.Tls.Mode = "selfSigned"
 		}
 	}
 }

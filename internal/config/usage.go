@@ -9,7 +9,6 @@ import (
 
 func setUsageDefaults(u *configv1.Usage) {
 	if u != nil {
-		or(&u.Tenants, 100)
 		u.TenantHeader = strings.ToLower(u.TenantHeader)
 	}
 }
@@ -34,8 +33,5 @@ func checkUsage(v *validator, c *configv1.Config) {
 		v.m.add("usage.tenantHeader", "%.100q is not the name of a header that a gateway may set", h)
 	case slices.Contains(secretHeaders, h):
 		v.m.add("usage.tenantHeader", "%s is a secret: have what checks it set another header, such as x-tenant", h)
-	}
-	if u.Tenants < 1 || u.Tenants > 10000 {
-		v.m.add("usage.tenants", "%d is not between 1 and 10000", u.Tenants)
 	}
 }

@@ -221,8 +221,7 @@ type Usage struct {
 	// client could name any tenant. Headers with secrets
 	// (authorization, cookie, x-api-key and so on) are refused. Default: requests have no tenant.
 	TenantHeader string `protobuf:"bytes,1,opt,name=tenant_header,json=tenantHeader,proto3" json:"tenant_header,omitempty"`
-	// How many tenants metrics name. Each further one is counted in one of 16 groups by its hash (hash-0 to hash-f). Range:
-	// 1 to 10000. Default 100.
+	// How many tenants metrics name. Each further one is counted in one of 16 groups by its hash (hash-0 to hash-f).
 	Tenants int32 `protobuf:"varint,2,opt,name=tenants,proto3" json:"tenants,omitempty"`
 	// A file that gets a line of JSON for every request that ends; - is the standard output. It holds nothing of prompts
 	// and answers. Default: none.
@@ -3695,10 +3694,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\aTracing\x12\x1a\n" +
 	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x127\n" +
 	"\fsample_ratio\x18\x02 \x01(\x01B\x0f\x8a\xb5\x18\x060 to 1\x92\xb5\x18\x011H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
-	"\r_sample_ratio\"^\n" +
+	"\r_sample_ratio\"u\n" +
 	"\x05Usage\x12#\n" +
-	"\rtenant_header\x18\x01 \x01(\tR\ftenantHeader\x12\x18\n" +
-	"\atenants\x18\x02 \x01(\x05R\atenants\x12\x16\n" +
+	"\rtenant_header\x18\x01 \x01(\tR\ftenantHeader\x12/\n" +
+	"\atenants\x18\x02 \x01(\x05B\x15\x8a\xb5\x18\n" +
+	"1 to 10000\x92\xb5\x18\x03100R\atenants\x12\x16\n" +
 	"\x06ledger\x18\x03 \x01(\tR\x06ledger\"V\n" +
 	"\fEnvoyGateway\x12*\n" +
 	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9004R\x06listen\x12\x1a\n" +
@@ -3731,7 +3731,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9090R\x06listen\x12\x1d\n" +
 	"\n" +
 	"token_file\x18\x02 \x01(\tR\ttokenFile\x12\x14\n" +
-	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\x95\x05\n" +
+	"\x05hosts\x18\x03 \x03(\tR\x05hosts\"\xa6\x05\n" +
 	"\x05Envoy\x12*\n" +
 	"\x06listen\x18\x01 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:8080R\x06listen\x12(\n" +
 	"\x05admin\x18\x02 \x01(\tB\x12\x92\xb5\x18\x0e127.0.0.1:9901R\x05admin\x12>\n" +
@@ -3748,9 +3748,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\breplicas\x18\v \x01(\tB\"\x82\xb5\x18\x10configured redis\x92\xb5\x18\n" +
 	"configuredR\breplicas\x12*\n" +
 	"\x04cors\x18\r \x01(\v2\x16.tandem.config.v1.CorsR\x04cors\x12\x14\n" +
-	"\x05stats\x18\f \x01(\tR\x05stats\x12\x1c\n" +
-	"\x03run\x18\x0e \x01(\tB\n" +
-	"\x92\xb5\x18\x06besideR\x03run\"\xd3\x01\n" +
+	"\x05stats\x18\f \x01(\tR\x05stats\x12-\n" +
+	"\x03run\x18\x0e \x01(\tB\x1b\x82\xb5\x18\rbeside inside\x92\xb5\x18\x06besideR\x03run\"\xd3\x01\n" +
 	"\x04Cors\x12#\n" +
 	"\rallow_origins\x18\x01 \x03(\tR\fallowOrigins\x12#\n" +
 	"\rallow_headers\x18\x02 \x03(\tR\fallowHeaders\x12%\n" +
