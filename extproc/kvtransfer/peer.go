@@ -118,13 +118,13 @@ func (p *Peers) Known(e *kvstate.Endpoint) Peer {
 func (p *Peers) current(e *kvstate.Endpoint) (Peer, bool) {
 	l, ok := p.known[e.Addr]
 	back := kvstate.Back(e)
-	if !ok || p.Registers || back.IsZero() { // what engines register they take back themselves
-		return l.Peer, ok
+	stale := func(at time.Time) bool { return !at.After(back) }
+	if !ok || p.Registers || back.IsZero() || !slices.ContainsFunc(l.at, stale) {
+		return l.Peer, ok // what engines register they take back themselves
 	}
-	fresh := Peer{make([]Rank, len(l.Ranks))}
-	ok = len(l.Ranks) == 0
+	fresh, ok := Peer{make([]Rank, len(l.Ranks))}, false
 	for i, r := range l.Ranks {
-		if l.at[i].After(back) {
+		if !stale(l.at[i]) {
 			fresh.Ranks[i], ok = r, true
 		}
 	}
