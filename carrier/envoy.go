@@ -21,6 +21,14 @@ type stream struct {
 // view returns Envoy's memory.
 func view(b C.bytes) []byte { return unsafe.Slice((*byte)(unsafe.Pointer(b.at)), int(b.length)) }
 
+// views returns Envoy's memory of several pieces, appended to dst.
+func views(dst [][]byte, pieces *C.bytes, n C.size_t) [][]byte {
+	for _, b := range unsafe.Slice(pieces, int(n)) {
+		dst = append(dst, view(b))
+	}
+	return dst
+}
+
 // text is the memory of a string, for a call that reads it.
 func text(s string) C.bytes {
 	return C.bytes{(*C.char)(unsafe.Pointer(unsafe.StringData(s))), C.size_t(len(s))}
@@ -54,18 +62,20 @@ func (s *stream) headers() []C.header {
 func (s *stream) EachHeader(do func(name, value []byte)) { each(s.headers(), do) }
 
 // SetHeader implements [filter.Envoy].
-func (s *stream) SetHeader(name, value string) {
-	var pin runtime.Pinner
-	defer pin.Unpin()
-	to := pinned(&pin, value)
-	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), to)
-}
+func (s *stream) SetHeader(name, value string) { s.setHeader(C.REQUEST_HEADERS, name, value, false) }
 
 // RemoveHeader implements [filter.Envoy].
-func (s *stream) RemoveHeader(name string) {
+func (s *stream) RemoveHeader(name string) { s.setHeader(C.REQUEST_HEADERS, name, "", true) }
+
+// setHeader sets or removes a header of the request or of the answer.
+func (s *stream) setHeader(kind C.int, name, value string, remove bool) {
 	var pin runtime.Pinner
 	defer pin.Unpin()
-	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.REQUEST_HEADERS, pinned(&pin, name), C.bytes{})
+	var to C.bytes
+	if !remove {
+		to = pinned(&pin, value)
+	}
+	C.envoy_dynamic_module_callback_http_set_header(s.envoy, kind, pinned(&pin, name), to)
 }
 
 // namespace of what is written into the dynamic metadata.
@@ -183,12 +193,14 @@ func (s *stream) ResetStream(id uint64) {
 }
 
 // SendHeaders implements [filter.Envoy].
-func (s *stream) SendHeaders(headers []filter.Header) {
+func (s *stream) SendHeaders(headers []filter.Header) { s.sendHeaders(headers, false) }
+
+func (s *stream) sendHeaders(headers []filter.Header, end bool) {
 	var pin runtime.Pinner
 	defer pin.Unpin()
 	out := appendHeaders(&pin, nil, headers)
 	pin.Pin(&out[0])
-	C.envoy_dynamic_module_callback_http_send_response_headers(s.envoy, &out[0], C.size_t(len(out)), false)
+	C.envoy_dynamic_module_callback_http_send_response_headers(s.envoy, &out[0], C.size_t(len(out)), C.bool(end))
 }
 
 // Send implements [filter.Envoy].
@@ -230,13 +242,9 @@ func (s *stream) Respond(status int, headers []filter.Header, body []byte, detai
 
 // Answer implements [filter.Envoy].
 func (s *stream) Answer(headers []filter.Header, body []byte) {
-	var pin runtime.Pinner
-	defer pin.Unpin()
-	out := appendHeaders(&pin, nil, headers)
-	pin.Pin(&out[0])
-	C.envoy_dynamic_module_callback_http_send_response_headers(s.envoy, &out[0], C.size_t(len(out)), len(body) == 0)
+	s.sendHeaders(headers, len(body) == 0)
 	if len(body) > 0 {
-		C.envoy_dynamic_module_callback_http_send_response_data(s.envoy, pinnedBytes(&pin, body), true)
+		s.Send(body, true)
 	}
 }
 
@@ -262,13 +270,7 @@ func (s *stream) ResponseHeader(name string) []byte {
 
 // SetResponseHeader implements [filter.Envoy].
 func (s *stream) SetResponseHeader(name, value string) {
-	var pin runtime.Pinner
-	defer pin.Unpin()
-	to := C.bytes{}
-	if value != "" {
-		to = pinned(&pin, value)
-	}
-	C.envoy_dynamic_module_callback_http_set_header(s.envoy, C.RESPONSE_HEADERS, pinned(&pin, name), to)
+	s.setHeader(C.RESPONSE_HEADERS, name, value, value == "")
 }
 
 // AppendPiece implements [filter.Envoy].

@@ -69,8 +69,9 @@ func destroyFilter(p *C.request) {
 
 //export upstreamAnswer
 func upstreamAnswer(p *C.request) C.int {
-	status, _ := strconv.Atoi(string((&stream{envoy: p.envoy}).ResponseHeader(":status")))
-	return C.int(filter.Answers(C.GoString(&p.pair[0]), status, &stream{envoy: p.envoy}))
+	s := &stream{envoy: p.envoy}
+	status, _ := strconv.Atoi(string(s.ResponseHeader(":status")))
+	return C.int(filter.Answers(C.GoString(&p.pair[0]), status, s))
 }
 
 //export upstreamGone
@@ -141,11 +142,7 @@ func envoy_dynamic_module_on_http_filter_http_stream_headers(envoy, p unsafe.Poi
 //export envoy_dynamic_module_on_http_filter_http_stream_data
 func envoy_dynamic_module_on_http_filter_http_stream_data(envoy, p unsafe.Pointer, id C.uint64_t, pieces *C.bytes,
 	n C.size_t, end C.bool) {
-	data := make([][]byte, 0, 4)
-	for _, b := range unsafe.Slice(pieces, int(n)) {
-		data = append(data, view(b))
-	}
-	filter.InsuredOf(now(p)).StreamData(uint64(id), data, bool(end))
+	filter.InsuredOf(now(p)).StreamData(uint64(id), views(make([][]byte, 0, 4), pieces, n), bool(end))
 }
 
 //export envoy_dynamic_module_on_http_filter_http_stream_trailers
@@ -175,9 +172,7 @@ func answerOf(result C.int, headers *C.header, n C.size_t, body *C.bytes, pieces
 		a.Headers = func(do func(name, value []byte)) { each(unsafe.Slice(headers, int(n)), do) }
 	}
 	if body != nil {
-		for _, b := range unsafe.Slice(body, int(pieces)) {
-			a.Body = append(a.Body, view(b))
-		}
+		a.Body = views(nil, body, pieces)
 	}
 	return a
 }

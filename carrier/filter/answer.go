@@ -79,7 +79,7 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 	if !t.Loads || late == 0 {
 		return answers(f, o, bare)
 	}
-	if !begun && bytes.HasPrefix(f.envoy.ResponseHeader("content-type"), []byte("text/event-stream")) {
+	if !begun && bytes.HasPrefix(f.envoy.ResponseHeader("content-type"), []byte(eventStream)) {
 		f.hop.holding = true
 		f.envoy.HoldAnswer(true)
 		return Stop

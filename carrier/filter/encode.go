@@ -29,9 +29,7 @@ func newEncode(f *Filter, r *pass.Routed) func() {
 func (e *encode) send() {
 	f, to := e.f, e.r.Endpoint
 	f.hop.encode = e
-	c := legCall(&f.m.pass, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id)
-	c.Set = append(c.Set, f.hop.trace.headers()...)
-	sent := f.envoy.Call(c)
+	sent := f.envoy.Call(legCall(f, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id))
 	e.body = nil
 	if !sent {
 		e.called(notSent())

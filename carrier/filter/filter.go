@@ -198,28 +198,28 @@ func (f *Filter) beside(what string, waits bool, work func(ctx context.Context) 
 	if f.waker == nil {
 		f.waker = f.envoy.Waker()
 	}
-	if !waits && f.resumed == nil && len(f.m.body.data) <= maxOnWorker && !f.s.Passes.Asks() {
-		ctx := latebinding.AtOnce(guard.With(context.Background(), f.s.Passes.Guard))
+	base := guard.With(context.Background(), f.s.Passes.Guard)
+	run := func(ctx context.Context) func() {
 		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
-		if err != nil {
-			f.m.spoiled = true
-			then = func() { f.fail(openai.Internal()) }
+		if err == nil {
+			return then
 		}
-		f.wake(then) // Envoy's functions that go on with a request are not for its hooks
+		if f.m != nil {
+			f.m.spoiled = true
+		}
+		return func() { f.fail(openai.Internal()) }
+	}
+	if !waits && f.resumed == nil && len(f.m.body.data) <= maxOnWorker && !f.s.Passes.Asks() {
+		// Envoy's functions that go on with a request are not for its hooks.
+		f.wake(run(latebinding.AtOnce(base)))
 		return
 	}
-	ctx, cancel := context.WithCancel(guard.With(context.Background(), f.s.Passes.Guard))
+	ctx, cancel := context.WithCancel(base)
 	f.mu.Lock()
 	f.cancel = cancel
 	f.mu.Unlock()
 	go func() {
-		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
-		if err != nil {
-			if f.m != nil {
-				f.m.spoiled = true
-			}
-			then = func() { f.fail(openai.Internal()) }
-		}
+		then := run(ctx)
 		cancel()
 		f.mu.Lock()
 		f.cancel = nil

@@ -37,8 +37,9 @@ func cluster(e *kvstate.Endpoint) string {
 
 // legCall returns the call of a leg to an endpoint, which gets the body. rank is the data-parallel rank; "": none.
 func legCall(
-	x *pass.Pass, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
+	f *Filter, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
 ) *Call {
+	x := &f.m.pass
 	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(path, string(x.Head.Path))
 	c := &Call{
 		Cluster: cluster(e), Body: body, Timeout: limit,
@@ -51,6 +52,7 @@ func legCall(
 	if rank != "" {
 		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
 	}
+	c.Set = append(c.Set, f.hop.trace.headers()...)
 	return c
 }
 
@@ -61,10 +63,7 @@ func notSent() *prefilled {
 
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
-	x := &f.m.pass
-	c := legCall(x, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), x.ID)
-	c.Set = append(c.Set, f.hop.trace.headers()...)
-	if !f.envoy.Call(c) {
+	if !f.envoy.Call(legCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
 		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, notSent()) })
 	}
 }
@@ -285,7 +284,7 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 	if stream {
 		for i := range a.headers {
 			if a.headers[i].Name == "content-type" {
-				a.headers[i].Value = "text/event-stream; charset=utf-8"
+				a.headers[i].Value = eventStream + "; charset=utf-8"
 			}
 		}
 	}

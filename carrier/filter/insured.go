@@ -185,8 +185,7 @@ func (in *Insured) toDecode(r *pass.Routed) func() {
 // start starts D's leg.
 func (in *Insured) start(r *pass.Routed, body []byte) {
 	f := in.f
-	c := legCall(&f.m.pass, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
-	c.Set = append(c.Set, f.hop.trace.headers()...)
+	c := legCall(f, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
 	for i := range c.Set {
 		if c.Set[i].Name == "accept" {
 			c.Set[i].Value = cmp.Or(f.head.get("accept"), eventStream)

@@ -68,8 +68,7 @@ func (p *pair) begin() {
 	f.hop.pair = p
 	limit := f.s.Passes.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
-	c := legCall(&f.m.pass, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
-	c.Set = append(c.Set, f.hop.trace.headers()...)
+	c := legCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
 	switch {
 	case p.keeps:
 		c.Timeout = f.s.Passes.Limits.TicketTTL

@@ -35,7 +35,7 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 		return Continue
 	}
 	kind := bytes.ToLower(f.envoy.ResponseHeader("content-type"))
-	r := &rewrite{f: f, stream: bytes.HasPrefix(kind, []byte("text/event-stream"))}
+	r := &rewrite{f: f, stream: bytes.HasPrefix(kind, []byte(eventStream))}
 	if r.by = r.rewriter(o.Status); r.by == nil {
 		return Continue
 	}
