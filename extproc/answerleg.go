@@ -56,7 +56,8 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 		return &answer.Joined{Prefill: func() ([]byte, bool) { return x.awaitJoined(t) }}, nil
 	}
 	if t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers {
-		return x.recordConversation(t), nil
+		kept := func(params []byte, ids []uint32) { x.s.passes.StoreTurn(x.stream.requestID, t, params, ids) }
+		return answer.Conversation(t, kept, x.stream.holdExtra), nil
 	}
 	r, err := answer.Rewriter(t)
 	if r == nil && err == nil {
@@ -157,18 +158,4 @@ func (x answerLeg) rewriteStream(c openai.Rewriter) error {
 		}
 	}
 	return nil
-}
-
-// recordConversation returns the rewriter that removes the description of D's blocks from its answer.
-func (x answerLeg) recordConversation(t *kvtransfer.Ticket) openai.Rewriter {
-	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || t.Turn.Conversation == ([16]byte{})}
-	if t.Turn.Conversation != ([16]byte{}) {
-		id := x.stream.requestID
-		a.Kept = func(params []byte, ids []uint32) { x.s.passes.StoreTurn(id, t, params, ids) }
-		a.Room = x.stream.holdExtra
-	}
-	if t.Cached > 0 {
-		return openai.Both{First: a, Second: answer.Cached(t)}
-	}
-	return a
 }

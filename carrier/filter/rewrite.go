@@ -78,26 +78,19 @@ func (r *rewrite) rewriter(status int) openai.Rewriter {
 	return by
 }
 
-// conversation returns the rewriter that removes the description of D's blocks from its answer, and keeps it for the
+// conversation returns the rewriter of an answer that has a description of D's blocks, which is kept for the
 // conversation's next turn.
 func (r *rewrite) conversation(t *kvtransfer.Ticket) openai.Rewriter {
-	f := r.f
-	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || t.Turn.Conversation == ([16]byte{})}
-	if t.Turn.Conversation != ([16]byte{}) {
-		kept, id, passes := clone(t), f.id, f.s.Passes
-		a.Kept = func(params []byte, ids []uint32) { // it may have to tell Redis
-			params, ids = slices.Clone(params), slices.Clone(ids)
-			go func() {
-				defer guard.Recover(guard.With(context.Background(), passes.Guard), "envoy filter turn")
-				passes.StoreTurn(id, &kept, params, ids)
-			}()
-		}
-		a.Room = func(n int) bool { return f.s.Memory.Replace(&r.ids, int64(n)) }
+	f, of := r.f, clone(t)
+	id, passes := f.id, f.s.Passes
+	kept := func(params []byte, ids []uint32) { // StoreTurn may ask Redis
+		params, ids = slices.Clone(params), slices.Clone(ids)
+		go func() {
+			defer guard.Recover(guard.With(context.Background(), passes.Guard), "envoy filter turn")
+			passes.StoreTurn(id, &of, params, ids)
+		}()
 	}
-	if t.Cached > 0 {
-		return openai.Both{First: a, Second: answer.Cached(t)}
-	}
-	return a
+	return answer.Conversation(t, kept, func(n int) bool { return f.s.Memory.Replace(&r.ids, int64(n)) })
 }
 
 // body is called for each piece of the answer. end: it is the last.

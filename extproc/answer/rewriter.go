@@ -36,6 +36,22 @@ func Cached(t *kvtransfer.Ticket) openai.Rewriter {
 	return openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}
 }
 
+// Conversation returns the rewriter that removes the description of D's blocks from its answer. If the ticket names a
+// conversation, kept and room are as [openai.TurnAnswer] has them: what D keeps is for the conversation's next turn.
+func Conversation(
+	t *kvtransfer.Ticket, kept func(params []byte, ids []uint32), room func(bytes int) bool,
+) openai.Rewriter {
+	named := t.Turn.Conversation != [16]byte{}
+	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || !named}
+	if named {
+		a.Kept, a.Room = kept, room
+	}
+	if t.Cached > 0 {
+		return openai.Both{First: a, Second: Cached(t)}
+	}
+	return a
+}
+
 // Joined inserts P's answer into D's when the legs run concurrently. The replica that serves P's leg stores P's answer
 // under the attempt's id before it ends the leg, and all replicas learn when the leg ends. D generates no token before
 // that, so the wait is short.
