@@ -66,7 +66,7 @@ func (in *Insured) goOn(cause, planned string) {
 	t := in.f.hop.ticket
 	in.again.times++
 	if in.again.cause == "" {
-		in.again.last = time.Unix(0, in.heard.Load())
+		in.again.last = time.Unix(0, in.lastSent.Load())
 	}
 	in.again.cause, in.again.from, t.Cause, t.Stage = cause, in.f.s.Passes.Now(), planned, kvtransfer.Failed
 	in.f.reservedAs += "+" // as many times as the stream was continued
@@ -236,7 +236,7 @@ func (s *Shared) lookAfter() {
 		if p == nil {
 			continue
 		}
-		quiet := time.Since(time.Unix(0, in.heard.Load()))
+		quiet := time.Since(time.Unix(0, in.lastSent.Load()))
 		e := plan.EndpointOf(s.Passes.State, p.ticket.Pool, p.ticket.Decode)
 		switch {
 		case !p.spoke.Load():

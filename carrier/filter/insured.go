@@ -31,8 +31,8 @@ type Insured struct {
 	to    answering
 	again continuing
 
-	heard  atomic.Int64          // when D was heard last; Unix nanoseconds
-	placed atomic.Pointer[place] // where D's leg is; nil: nowhere. The watcher reads it
+	lastSent atomic.Int64          // when D sent something last; Unix nanoseconds
+	placed   atomic.Pointer[place] // where D's leg is; nil: nowhere. The watcher reads it
 }
 
 // dLeg is the leg to D that is followed now.
@@ -67,7 +67,7 @@ type answering struct {
 type continuing struct {
 	times int       // that it did, or was to
 	cause string    // why; "": it does not
-	last  time.Time // when the engine before was heard last
+	last  time.Time // when the engine before sent something last
 	from  time.Time // when another one was to continue
 	said  []byte    // D's last words: an error's event
 	spare *spare
@@ -200,7 +200,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	if policy, _ := f.s.Passes.Policy(t.Pool); t.Loads && policy.Dialect.Expiry != nil {
 		in.d.params = &withoutParams{}
 	}
-	in.hear()
+	in.noteSent()
 	in.placed.Store(&place{ticket: clone(&f.hop.ticket)})
 	f.s.watchInsured(in, true)
 	in.d.starts = true
@@ -223,7 +223,7 @@ func (in *Insured) mine(id uint64) bool {
 	return in.d.id != 0 && in.d.id == id && !in.to.ended
 }
 
-func (in *Insured) hear() { in.heard.Store(time.Now().UnixNano()) }
+func (in *Insured) noteSent() { in.lastSent.Store(time.Now().UnixNano()) }
 
 // stop ends D's leg.
 func (in *Insured) stop() {
@@ -251,7 +251,7 @@ func (in *Insured) StreamHeaders(id uint64, headers func(do func(name, value []b
 
 func (in *Insured) headers(headers func(do func(name, value []byte))) {
 	f := in.f
-	in.hear()
+	in.noteSent()
 	a := &prefilled{}
 	status, engine := a.read(headers)
 	in.d.status, in.d.head = status, a.headers
@@ -335,7 +335,7 @@ func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
 }
 
 func (in *Insured) data(pieces [][]byte, end bool) {
-	in.hear()
+	in.noteSent()
 	switch {
 	case in.d.own:
 		for _, p := range pieces {
