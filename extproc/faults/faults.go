@@ -54,6 +54,7 @@ type Failure struct {
 	RetryAfter time.Duration // of that answer; 0: none
 	Unreached  bool          // there was no connection
 	Overdue    bool          // it exceeded its time limit
+	Unknown    bool          // Envoy's log has not said: the first entry of a connection may come too late
 }
 
 // answered begins Envoy's details of an answer that the endpoint gave by itself (Envoy 1.40, StreamInfo).
@@ -102,13 +103,15 @@ func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 // await is how long the replan port waits for the log entry of the try before. Envoy sends it at once.
 const await = 500 * time.Millisecond
 
-// Failed returns how the try of a ticket failed. Unknown is a broken connection.
+// Failed returns how the try of a ticket failed. What is unknown counts as a broken connection, whichever endpoint of
+// the pair broke it.
 func (s *Faults) Failed(ctx context.Context, t *kvtransfer.Ticket) Failure {
-	if s.logs.Load() == 0 {
-		return Failure{}
+	if s.logs.Load() > 0 {
+		if f, known := s.tries.await(ctx, t.ID, await); known {
+			return f
+		}
 	}
-	f, _ := s.tries.await(ctx, t.ID, await)
-	return f
+	return Failure{Unknown: true}
 }
 
 // full records that an endpoint was full.
@@ -153,8 +156,10 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
 	s.Endpoint(next, requestID, next.Decode, f)
 	pool := s.State.Pool(next.Pool)
-	next.Loads = next.Loads && pool != nil && f.Status != 0 && !f.Full()
-	if next.Loads && s.State.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
+	answered := f.Status != 0 && !f.Full()
+	next.Loads = next.Loads && pool != nil && (answered || f.Unknown)
+	if next.Loads && answered &&
+		s.State.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
 		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
 	}
 }
