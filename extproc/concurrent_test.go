@@ -256,6 +256,31 @@ func TestPairDecodeFails(t *testing.T) {
 	})
 }
 
+// D's connection breaks, and P's leg ends with it. Which of them was the cause is unknown, so the next pair has another
+// D, although there is only one P; and P's answer says how P failed: it is neither unreached nor out of service.
+func TestPairWhoseConnectionBreaks(t *testing.T) {
+	for _, status := range []int{500, 503} {
+		inBubble(t, []string{"p1", "d1", "d2"}, func(t *testing.T, s *stand) {
+			q, first := pass1(s, "breaks")
+			p := q.mirror(s)
+			p.answer(status, "")
+			p.receive()
+			require.Equal(t, 307, q.replan().Code)
+			p1 := s.state.Pool("chat").Endpoint(addressOf("p1"))
+			require.False(t, p1.Failed())
+			q.follow()
+			second := q.pass()
+			if status == 503 {
+				require.Equal(t, 503, second.status(), "P is full, and there is no other")
+				return
+			}
+			require.Equal(t, plan.LegPair, second.set[envoywire.HeaderLeg])
+			require.NotEqual(t, first.set[envoywire.HeaderEndpoint], second.set[envoywire.HeaderEndpoint], "another D")
+			s.log(q.entry(0, "downstream_remote_disconnect"))
+		})
+	}
+}
+
 func TestPairClientLeaves(t *testing.T) {
 	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
 		q, _ := pass1(s, "leaves")

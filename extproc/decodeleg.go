@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
@@ -122,7 +123,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			case plan.ClientsFault(p.Verdict.Status):
 				return x.answerFor(p.Verdict)
 			}
-			return x.planAgain(t, kvtransfer.CausePrefill, failureOf(p))
+			return x.planAgain(t, kvtransfer.CausePrefill, pass.PrefillFailure(p))
 		case <-timer.C:
 			x.meter.Observer.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
@@ -143,7 +144,7 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	f := &faults.Failure{Unreached: true}
 	select {
 	case <-p.Ended:
-		f = failureOf(p)
+		f = pass.PrefillFailure(p)
 		switch {
 		case p.Verdict.OK:
 			x.meter.SpanLegEnded("ok", 0)
@@ -186,7 +187,7 @@ func (x decodeLeg) decodeFailed(t *kvtransfer.Ticket, p *concurrent.Pair, code i
 	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
 	cause := kvtransfer.CauseDecode
 	if !f.Full() && p.PrefillFailed(x.stream.Context()) {
-		cause, f = kvtransfer.CausePrefill, *failureOf(p) // D failed because P did
+		cause, f = kvtransfer.CausePrefill, *pass.PrefillFailure(p) // D failed because P did
 	}
 	x.s.pairs.GiveUp(t.ID)
 	return x.planAgain(t, cause, &f)
@@ -210,11 +211,6 @@ func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 	}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
 	return x.stream.send(&envoywire.Reply{Immediate: i})
-}
-
-// failureOf returns how P's leg failed.
-func failureOf(p *concurrent.Pair) *faults.Failure {
-	return &faults.Failure{Status: p.Verdict.Status, RetryAfter: p.Verdict.RetryAfter, Unreached: p.Verdict.Unreached}
 }
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.

@@ -42,9 +42,9 @@ type attempt struct {
 }
 
 // attempts returns the ways to choose for a request, in order; the first choice that is good enough is taken. After
-// a pair has failed, it is one without either endpoint, then, after the first failure, one with another P. If
-// decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the request once: they
-// may fail again, but the alternative is a certain error.
+// a pair has failed, it is one without either endpoint, then, after the first failure, one with another P, then one
+// with another D. If decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the
+// request once: they may fail again, but the alternative is a certain error.
 func (k *Picker) attempts(r *Request) []attempt {
 	a := attempt{excluded: r.Excluded}
 	if r.Trial {
@@ -52,11 +52,11 @@ func (k *Picker) attempts(r *Request) []attempt {
 	}
 	must := r.MustPair && r.Split
 	out := k.ladder[:0]
-	if p := r.FailedPair[0]; p != "" && r.Split {
-		k.without = append(append(k.without[:0], p), r.Excluded...)
+	if r.FailedPair[0] != "" && r.Split {
+		k.without = append(append(k.without[:0], r.FailedPair[:]...), r.Excluded...)
 		out = append(out, attempt{k.without, a.avoid, true})
 		if len(r.Excluded) == 1 {
-			out = append(out, attempt{k.without[:1:1], a.avoid, true})
+			out = append(out, attempt{k.without[:1:1], a.avoid, true}, attempt{k.without[1:2:2], a.avoid, true})
 		}
 	}
 	a.pair = must

@@ -71,6 +71,11 @@ func (s *Shared) PairHolds(t *kvtransfer.Ticket) {
 	}
 }
 
+// PrefillFailure returns how P's leg of a pair failed.
+func PrefillFailure(p *concurrent.Pair) *faults.Failure {
+	return &faults.Failure{Status: p.Verdict.Status, RetryAfter: p.Verdict.RetryAfter, Unreached: p.Verdict.Unreached}
+}
+
 // PairFailed settles a pair that failed before its answer began, and returns the ticket of the next pass. f is how P
 // failed, or D if the cause says so.
 func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID, cause string, f *faults.Failure) kvtransfer.Ticket {
@@ -92,7 +97,7 @@ func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID, cause string, f *fa
 	case kvtransfer.CausePoolGone:
 		next.Loads = false
 	default:
-		next.Loads = false
+		next.Loads = !f.Full() // P may have failed because D did
 		s.Faults.Endpoint(&next, requestID, t.Prefill, f)
 	}
 	if peers := policy.Peers; peers != nil {

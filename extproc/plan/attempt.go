@@ -33,7 +33,7 @@ func Next(t *kvtransfer.Ticket) Attempt {
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
 		DecodeFailed: t.Cause == kvtransfer.CauseDecode, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
 	}
-	if a.DecodeFailed && t.Loads {
+	if t.Loads && (a.DecodeFailed || t.Cause == kvtransfer.CausePrefill) {
 		a.PairFailed = [2]string{t.Prefill, t.Decode}
 	}
 	return a

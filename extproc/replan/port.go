@@ -96,21 +96,16 @@ var errTicketConsumed = errors.New("the ticket was consumed here before")
 // that holds it.
 func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) kvtransfer.Ticket {
 	s := p.passes
-	took, prefill := s.Since(t), false
-	if t.Stage == kvtransfer.DecodeLeg {
-		f := faults.Failure{Overdue: overdue(took, p.limit(t))}
-		if !f.Overdue {
-			f = s.Faults.Failed(ctx, t)
-		}
+	took := s.Since(t)
+	late := overdue(took, p.limit(t))
+	switch t.Stage {
+	case kvtransfer.DecodeLeg:
+		f := p.decodeFailure(ctx, t, late)
 		return s.DecodeFailed(t, id, &f)
+	case kvtransfer.PairLegs:
+		return p.pairFailed(ctx, t, id, late)
 	}
-	if t.Stage == kvtransfer.PairLegs {
-		pair := p.pairs.Enter(t.ID)
-		e := plan.EndpointOf(s.State, t.Pool, t.Decode)
-		prefill = (e == nil || !e.Failed()) && pair.PrefillFailed(ctx)
-		p.pairs.Leave(t.ID)
-	}
-	next, hop, failed := failedTicket(t, prefill)
+	next, hop, failed := failedTicket(t)
 	if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
 		s.Reclaim.NotFollowed(t, id, reclaim.Replanned)
 	}
@@ -122,7 +117,6 @@ func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) k
 	if turn {
 		s.TurnFailed(&next, id, 0)
 	}
-	late := overdue(took, p.limit(t))
 	switch f := (faults.Failure{Overdue: late, Unreached: !late}); {
 	case hop == "decode" && !late:
 		f = s.Faults.Failed(ctx, t)
@@ -227,18 +221,34 @@ func idOf(t *kvtransfer.Ticket) [16]byte {
 	return id
 }
 
-// failedTicket returns the ticket of the pass after a failed hop, and which hop and address failed. pairsPrefill: of
-// two concurrent legs it was P's.
-func failedTicket(t *kvtransfer.Ticket, pairsPrefill bool) (next kvtransfer.Ticket, hop, failed string) {
-	next = *t
-	next.Stage, next.Params = kvtransfer.Failed, nil
-	if t.Stage != kvtransfer.PairLegs { // the id of an attempt names the leg that may still be running
-		next.ID = plan.NewID()
+// pairFailed is hopFailed for D of a pair: P may have failed first. The redirects of both ways to learn of it go on
+// alike ([pass.Shared.PairFailed]).
+func (p *Port) pairFailed(ctx context.Context, t *kvtransfer.Ticket, id string, late bool) kvtransfer.Ticket {
+	pair := p.pairs.Enter(t.ID)
+	defer p.pairs.Leave(t.ID)
+	if e := plan.EndpointOf(p.passes.State, t.Pool, t.Decode); (e == nil || !e.Failed()) && pair.PrefillFailed(ctx) {
+		return p.passes.PairFailed(t, id, kvtransfer.CausePrefill, pass.PrefillFailure(pair))
 	}
+	f := p.decodeFailure(ctx, t, late)
+	return p.passes.PairFailed(t, id, kvtransfer.CauseDecode, &f)
+}
+
+// decodeFailure returns how D of a ticket failed. late: it exceeded its time limit.
+func (p *Port) decodeFailure(ctx context.Context, t *kvtransfer.Ticket, late bool) faults.Failure {
+	if late {
+		return faults.Failure{Overdue: true}
+	}
+	return p.passes.Faults.Failed(ctx, t)
+}
+
+// failedTicket returns the ticket of the pass after a failed hop, and which hop and address failed.
+func failedTicket(t *kvtransfer.Ticket) (next kvtransfer.Ticket, hop, failed string) {
+	next = *t
+	next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 	next.Redirects++
 	hop, failed, next.Cause = "decode", t.Decode, kvtransfer.CauseDecode
 	switch {
-	case t.Stage == kvtransfer.PrefillLeg || pairsPrefill:
+	case t.Stage == kvtransfer.PrefillLeg:
 		hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
 	case t.Stage == kvtransfer.EncodeLeg:
 		hop, next.Cause = "encode", kvtransfer.CauseEncode
