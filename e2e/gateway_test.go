@@ -44,9 +44,21 @@ type gateway struct {
 	authorized atomic.Int64 // questions to the external authority
 }
 
+// gatewayOptions are what else a gateway has.
+type gatewayOptions struct {
+	top          string         // more top-level YAML of Tandem's configuration; %i is the replica's number
+	beside       func(*gateway) // starts what Envoy Gateway needs, when it has its certificates
+	replacements []string       // in testdata/gateway/envoy-gateway.yaml, old and new
+}
+
 // startGateway starts one in the network namespace of this process, whose ports Envoy Gateway chooses itself. Its
 // settings are those of testdata/gateway/envoy-gateway.yaml with replacements, old and new.
 func startGateway(t *testing.T, replacements ...string) *gateway {
+	t.Helper()
+	return startGatewayOf(t, gatewayOptions{replacements: replacements})
+}
+
+func startGatewayOf(t *testing.T, o gatewayOptions) *gateway {
 	t.Helper()
 	if os.Getenv("TANDEM_GATEWAY") == "" {
 		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
@@ -55,7 +67,7 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 	f := start(t, withOrders(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 6, decodes: 6, encodes: 1,
 		mix:    []string{"nixl", "sglang", "shared"},
 		poolOf: map[string]string{"nixl": "  encode: {timeout: 5s}\n", "shared": "  cachedTokens: prefill\n"},
-		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"}))
+		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n" + o.top}))
 	g := &gateway{fleet: f, dir: t.TempDir(), shop: startShop(t)}
 	var err error
 	g.key, err = rsa.GenerateKey(rand.Reader, 2048)
@@ -74,9 +86,12 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 	g.write("resources.yaml", "resources/existing.yaml", "TLSCRT", crt, "TLSKEY", key, "PUBLICKEYS", g.jwks(),
 		"ENGINE", portOf(f.decodes[0].addr), "SHOP", portOf(g.shop), "AUTHORITY", portOf(g.authority()))
 	config := g.write("envoy-gateway.yaml", "gateway.yaml",
-		append(replacements, "DIR", g.dir, "EXTENSION", portOf(extension))...)
+		append(o.replacements, "DIR", g.dir, "EXTENSION", portOf(extension))...)
 	out, err := exec.Command(program, "certgen", "--local", "--config-home", filepath.Join(g.dir, "config")).CombinedOutput()
 	require.NoError(t, err, "%s", out)
+	if o.beside != nil {
+		o.beside(g)
+	}
 	startProcess(t, g.dir, "envoy-gateway", program, "server", "--config-path", config)
 	f.url = "http://127.0.0.1:18080"
 	soon(t, "the shop answers through the gateway", func() bool {

@@ -30,7 +30,7 @@ func (c *cluster) installAll() {
 func rendered(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
-	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "envoy-gateway/extension/policy.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "envoy-gateway/extension/[lp]*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
 		files, err := filepath.Glob(filepath.Join("../deploy", pattern))
 		require.NoError(t, err)
 		for _, file := range files {
