@@ -301,11 +301,24 @@ func TestEnvoyGatewayNotExtended(t *testing.T) {
 	require.Equal(t, before, g.neighbour())
 }
 
-// Gateways that share their Envoys share Tandem's listeners in them.
+// Gateways that share their Envoys share Tandem's listeners in them. Their access log says the tokens of answers, if it
+// names them.
 func TestEnvoyGatewayMerged(t *testing.T) {
-	g := startGateway(t, "envoyProxy:", "envoyProxy:\n  mergeGateways: true")
+	log := filepath.Join(t.TempDir(), "access.log")
+	g := startGateway(t, "envoyProxy:", "envoyProxy:\n  mergeGateways: true\n  telemetry: {accessLog: {settings: [{"+
+		`format: {type: Text, text: "%REQ(:authority)% %DYNAMIC_METADATA(tandem.usage:total)%\n"}, `+
+		"sinks: [{type: File, file: {path: "+log+"}}]}]}}")
 	g.attach()
-	g.split(g.ask("llm.test", "/v1/chat/completions", "first"), "first")
+	first := g.ask("llm.test", "/v1/chat/completions", "first")
+	g.split(first, "first")
+	used := usageOf(first)
+	require.True(t, used.Said)
+	require.NotEmpty(t, g.neighbour())
+	soon(t, "the gateway's access log has the tokens of answers", func() bool {
+		text, err := os.ReadFile(log)
+		return err == nil && strings.Contains(string(text), fmt.Sprintf("llm.test %d\n", used.Prompt+used.Answer)) &&
+			strings.Contains(string(text), "127.0.0.1:18080 -\n")
+	})
 	g.url = "http://127.0.0.1:18090"
 	g.write("second.yaml", "resources/second.yaml")
 	soon(t, "the second Gateway answers", func() bool {
