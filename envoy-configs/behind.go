@@ -71,13 +71,11 @@ func behindListener(m model) *listenerv3.Listener {
 	return l
 }
 
-// limitReset is when a rate limit counts anew: Envoy Gateway's filters say it in this header alone.
-const limitReset = "%RESP(x-ratelimit-reset)%"
-
-// tooManyTokens is the answer of the global rate limit, which has no words of its own.
+// tooManyTokens is the answer of the global rate limit, which has no words of its own. Envoy Gateway's says in
+// one header alone when it counts anew.
 func tooManyTokens() localReply {
 	return localReply{"response.code == 429 && " + details("request_rate_limited"), 0, "requests", "rate_limit_exceeded",
-		"the rate limit of this gateway is exceeded", limitReset}
+		"the rate limit of this gateway is exceeded", "%RESP(x-ratelimit-reset)%"}
 }
 
 // refusals are answers to requests that never reach Tandem, because a filter in front of it refuses them. The reason
@@ -88,7 +86,7 @@ func refusals() []localReply {
 		{"response.code == 401", 0, clientsFault, "invalid_api_key", why, ""},
 		{"response.code == 403", 0, clientsFault, "permission_denied", why, ""},
 		tooManyTokens(),
-		{"response.code == 429", 0, "requests", "rate_limit_exceeded", why, limitReset},
+		{"response.code == 429", 0, "requests", "rate_limit_exceeded", why, ""},
 	}
 }
 
