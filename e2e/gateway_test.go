@@ -94,10 +94,11 @@ func startGatewayOf(t *testing.T, o gatewayOptions) *gateway {
 	}
 	startProcess(t, g.dir, "envoy-gateway", program, "server", "--config-path", config)
 	f.url = "http://127.0.0.1:18080"
-	soon(t, "the shop answers through the gateway", func() bool {
+	// An Envoy that starts before Envoy Gateway listens tries again after up to half a minute, more than once.
+	require.Eventually(t, func() bool {
 		got, err := f.try(t.Context(), http.MethodGet, "/", "")
 		return err == nil && got.status == 200
-	})
+	}, 3*patience, 100*time.Millisecond, "the shop answers through the gateway")
 	return g
 }
 
