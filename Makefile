@@ -148,7 +148,7 @@ deploy-check: ## manifests against the real CRDs, with kustomize and Helm built 
 	TANDEM_OCI=1 $(GO) test -count 1 -timeout 1h -v ./deploy # the archive's programs are built within, for two platforms
 
 e2e-gateway: tools build ## both hops through a real Envoy Gateway, standalone; built from Go modules (10 minutes or more, once); needs root
-	scripts/kube-tools.sh envoy-gateway
+	scripts/kube-tools.sh envoy-gateway ratelimit
 	TANDEM_GATEWAY=1 TANDEM_REQUIRE_TOOLS=1 unshare -n sh -c 'ip link set lo up && $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run "TestEnvoyGateway|TestLLMD" -v ./e2e'
 	scripts/e2e-gateway.sh
 	UPSTREAM=override-host scripts/e2e-gateway.sh

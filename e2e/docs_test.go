@@ -84,6 +84,8 @@ var documentedOnly = map[string]string{
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                                    "a cluster",
+	"kubectl create secret generic tenants --from-literal=team-a=KEY --from-literal=team-b=KEY":                                                                                      "TestEnvoyGatewayTokenLimits writes the Secret",
+	"kubectl apply -f deploy/envoy-gateway/extension/limit-tokens.yaml":                                                                                                              "make e2e-gateway",
 	"kubectl apply -f deploy/envoy-gateway/extension/policy.yaml":                                                                                                                    "make e2e-cluster",
 	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values -f deploy/envoy-gateway/extension/helm-values.yaml":             "make e2e-cluster",
 	`curl http://GATEWAY/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}]}"`: "make e2e-cluster",

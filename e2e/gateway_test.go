@@ -44,9 +44,21 @@ type gateway struct {
 	authorized atomic.Int64 // questions to the external authority
 }
 
+// gatewayOptions are what else a gateway has.
+type gatewayOptions struct {
+	top          string         // more top-level YAML of Tandem's configuration; %i is the replica's number
+	beside       func(*gateway) // starts what Envoy Gateway needs, when it has its certificates
+	replacements []string       // in testdata/gateway/envoy-gateway.yaml, old and new
+}
+
 // startGateway starts one in the network namespace of this process, whose ports Envoy Gateway chooses itself. Its
 // settings are those of testdata/gateway/envoy-gateway.yaml with replacements, old and new.
 func startGateway(t *testing.T, replacements ...string) *gateway {
+	t.Helper()
+	return startGatewayOf(t, gatewayOptions{replacements: replacements})
+}
+
+func startGatewayOf(t *testing.T, o gatewayOptions) *gateway {
 	t.Helper()
 	if os.Getenv("TANDEM_GATEWAY") == "" {
 		t.Skip("takes a real Envoy Gateway, and a network namespace: make e2e-gateway")
@@ -55,7 +67,7 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 	f := start(t, withOrders(t, options{replicas: 2, engineArgs: []string{"--decode-step", "1ms"}, prefills: 6, decodes: 6, encodes: 1,
 		mix:    []string{"nixl", "sglang", "shared"},
 		poolOf: map[string]string{"nixl": "  encode: {timeout: 5s}\n", "shared": "  cachedTokens: prefill\n"},
-		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n"}))
+		top:    "envoyGateway: {listen: \"127.0.0.1:1700%i\", services: [\"tandem.default:17000\"]}\n" + o.top}))
 	g := &gateway{fleet: f, dir: t.TempDir(), shop: startShop(t)}
 	var err error
 	g.key, err = rsa.GenerateKey(rand.Reader, 2048)
@@ -74,15 +86,19 @@ func startGateway(t *testing.T, replacements ...string) *gateway {
 	g.write("resources.yaml", "resources/existing.yaml", "TLSCRT", crt, "TLSKEY", key, "PUBLICKEYS", g.jwks(),
 		"ENGINE", portOf(f.decodes[0].addr), "SHOP", portOf(g.shop), "AUTHORITY", portOf(g.authority()))
 	config := g.write("envoy-gateway.yaml", "gateway.yaml",
-		append(replacements, "DIR", g.dir, "EXTENSION", portOf(extension))...)
+		append(o.replacements, "DIR", g.dir, "EXTENSION", portOf(extension))...)
 	out, err := exec.Command(program, "certgen", "--local", "--config-home", filepath.Join(g.dir, "config")).CombinedOutput()
 	require.NoError(t, err, "%s", out)
+	if o.beside != nil {
+		o.beside(g)
+	}
 	startProcess(t, g.dir, "envoy-gateway", program, "server", "--config-path", config)
 	f.url = "http://127.0.0.1:18080"
-	soon(t, "the shop answers through the gateway", func() bool {
+	// An Envoy that starts before Envoy Gateway listens tries again after up to half a minute, more than once.
+	require.Eventually(t, func() bool {
 		got, err := f.try(t.Context(), http.MethodGet, "/", "")
 		return err == nil && got.status == 200
-	})
+	}, 3*patience, 100*time.Millisecond, "the shop answers through the gateway")
 	return g
 }
 
@@ -286,11 +302,24 @@ func TestEnvoyGatewayNotExtended(t *testing.T) {
 	require.Equal(t, before, g.neighbour())
 }
 
-// Gateways that share their Envoys share Tandem's listeners in them.
+// Gateways that share their Envoys share Tandem's listeners in them. Their access log says the tokens of answers, if it
+// names them.
 func TestEnvoyGatewayMerged(t *testing.T) {
-	g := startGateway(t, "envoyProxy:", "envoyProxy:\n  mergeGateways: true")
+	log := filepath.Join(t.TempDir(), "access.log")
+	g := startGateway(t, "envoyProxy:", "envoyProxy:\n  mergeGateways: true\n  telemetry: {accessLog: {settings: [{"+
+		`format: {type: Text, text: "%REQ(:authority)% %DYNAMIC_METADATA(tandem.usage:total)%\n"}, `+
+		"sinks: [{type: File, file: {path: "+log+"}}]}]}}")
 	g.attach()
-	g.split(g.ask("llm.test", "/v1/chat/completions", "first"), "first")
+	first := g.ask("llm.test", "/v1/chat/completions", "first")
+	g.split(first, "first")
+	used := usageOf(first)
+	require.True(t, used.Said)
+	require.NotEmpty(t, g.neighbour())
+	soon(t, "the gateway's access log has the tokens of answers", func() bool {
+		text, err := os.ReadFile(log)
+		return err == nil && strings.Contains(string(text), fmt.Sprintf("llm.test %d\n", used.Prompt+used.Answer)) &&
+			strings.Contains(string(text), "127.0.0.1:18080 -\n")
+	})
 	g.url = "http://127.0.0.1:18090"
 	g.write("second.yaml", "resources/second.yaml")
 	soon(t, "the second Gateway answers", func() bool {

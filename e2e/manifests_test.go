@@ -30,7 +30,7 @@ func (c *cluster) installAll() {
 func rendered(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
-	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "envoy-gateway/extension/policy.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
+	for _, pattern := range []string{"envoy-gateway/[or]*.yaml", "envoy-gateway/extension/[lp]*.yaml", "inference-extension/*.yaml", "examples/*.yaml"} {
 		files, err := filepath.Glob(filepath.Join("../deploy", pattern))
 		require.NoError(t, err)
 		for _, file := range files {
@@ -73,12 +73,14 @@ func TestKubeManifests(t *testing.T) {
 	t.Logf("%d objects of %d manifests are taken", checked, len(manifests))
 
 	policy := manifests["deploy/envoy-gateway/extension/policy.yaml"]
+	limits := manifests["deploy/envoy-gateway/extension/limit-tokens.yaml"]
 	pool := manifests["deploy/inference-extension/inferencepool.yaml"]
 	for _, b := range []struct{ manifest, old, broken, want string }{
 		{policy, "request: {}", "request: {body: FullDuplexStreamed}}\n    failOpen: true\n    metadata: {",
 			"FullDuplexStreamed"}, // a CEL rule
 		{policy, "processingMode", "procesingMode", "unknown field"},
 		{policy, "request: {}", "request: {body: Many}", "Many"},
+		{limits, "    global:", "    local:", "response cost is not supported"},
 		{pool, "targetPorts: [{number: 8000}]", "targetPorts: [{number: 8000}, {number: 8000}]", "unique"}, // another
 		{pool, ", port: {number: 9002}", "", "port"},                                                       // and another
 	} {

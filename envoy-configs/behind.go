@@ -26,6 +26,8 @@ type Behind struct {
 	Listeners []*listenerv3.Listener
 	// Replies are answers of the other listener, in OpenAI's shape, to requests that would go to the cluster.
 	Replies []*hcmv3.ResponseMapper
+	// Usage reads the tokens of answers on the other listener: dynamic metadata stays with the listener that reads it.
+	Usage *hcmv3.HttpFilter
 	// IdleTimeout is the longest pause within an answer.
 	IdleTimeout time.Duration
 }
@@ -54,6 +56,7 @@ func behindOf(m model) *Behind {
 		Clusters:    append(clusters(m).all(), clusters(m).loopCluster(loop{BehindName, BehindName})),
 		Listeners:   append([]*listenerv3.Listener{behindListener(m)}, legs(m).all()...),
 		Replies:     repliesInFront(m),
+		Usage:       filters(m).usage(),
 		IdleTimeout: m.IdleTimeout,
 	}
 }
@@ -68,10 +71,11 @@ func behindListener(m model) *listenerv3.Listener {
 	return l
 }
 
-// tooManyTokens is the answer of the global rate limit, which has no words of its own.
+// tooManyTokens is the answer of the global rate limit, which has no words of its own. Envoy Gateway's says in
+// one header alone when it counts anew.
 func tooManyTokens() localReply {
 	return localReply{"response.code == 429 && " + details("request_rate_limited"), 0, "requests", "rate_limit_exceeded",
-		"the rate limit of this gateway is exceeded", 0}
+		"the rate limit of this gateway is exceeded", "%RESP(x-ratelimit-reset)%"}
 }
 
 // refusals are answers to requests that never reach Tandem, because a filter in front of it refuses them. The reason
@@ -79,10 +83,10 @@ func tooManyTokens() localReply {
 func refusals() []localReply {
 	const why = "%LOCAL_REPLY_BODY%"
 	return []localReply{
-		{"response.code == 401", 0, clientsFault, "invalid_api_key", why, 0},
-		{"response.code == 403", 0, clientsFault, "permission_denied", why, 0},
+		{"response.code == 401", 0, clientsFault, "invalid_api_key", why, ""},
+		{"response.code == 403", 0, clientsFault, "permission_denied", why, ""},
 		tooManyTokens(),
-		{"response.code == 429", 0, "requests", "rate_limit_exceeded", why, 0},
+		{"response.code == 429", 0, "requests", "rate_limit_exceeded", why, ""},
 	}
 }
 

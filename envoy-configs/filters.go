@@ -44,7 +44,10 @@ const destination = "x-gateway-destination-endpoint"
 func (m filters) main() []*hcmv3.HttpFilter {
 	fs := slices.Concat(m.cors(), []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
-	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"), m.usage())
+	}), m.mainExtProc(), m.unfollowed()}, m.names("x-tandem-server-name"))
+	if m.Usage != nil {
+		fs = append(fs, m.usage())
+	}
 	if m.Leases {
 		keep := &metadatav3.Config{RequestRules: []*metadatav3.Config_Rule{{Header: "x-tandem-rule", Remove: true,
 			OnHeaderPresent: &metadatav3.Config_KeyValuePair{MetadataNamespace: "tandem.answer", Key: "rule"}}}}
@@ -303,16 +306,13 @@ func (m filters) inlineAnswer() *hcmv3.HttpFilter {
 	})
 }
 
-// usage reads the tokens of what clients get, if they are counted.
-func (m filters) usage() []*hcmv3.HttpFilter {
-	if m.Usage == nil {
-		return nil
-	}
+// usage reads the tokens of what clients get.
+func (m filters) usage() *hcmv3.HttpFilter {
 	of := func(kind string) *match.Predicate { return m.answerHeader("content-type", match.Prefix(kind)) }
 	says := match.All(m.statusIs("200"), match.Any(of("text/event-stream"), of("application/json")))
 	script := &luav3.Lua{DefaultSourceCode: inline(lua.Usage)}
-	return []*hcmv3.HttpFilter{noted(m, m.filterUnless(luaFilter+"/usage", luaFilter, script, match.Not(says)), notes{
-		"": "Reads the tokens of answers as they pass, for the access log. Nothing waits for it."})}
+	return noted(m, m.filterUnless(luaFilter+"/usage", luaFilter, script, match.Not(says)), notes{
+		"": "Reads the tokens of answers as they pass, for the access log. Nothing waits for it."})
 }
 
 // cleanRefusal cuts KV parameters out of an engine's refusal.

@@ -1,8 +1,6 @@
 package envoyconfigs
 
 import (
-	"strconv"
-
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	"google.golang.org/protobuf/types/known/structpb"
@@ -16,7 +14,7 @@ type localReply struct {
 	When                string // CEL over Envoy's attributes; the first that holds counts
 	Status              uint32 // in place of Envoy's; 0: as it is
 	Type, Code, Message string
-	RetryAfter          int // seconds; 0: none
+	RetryAfter          string // seconds, or a command of Envoy's that may say none
 }
 
 // The classes of OpenAI's errors.
@@ -28,22 +26,23 @@ const (
 // envoysReplies are the answers that Envoy gives by itself on the main listener, those of Tandem excepted.
 func envoysReplies() []localReply {
 	return []localReply{
-		{details("ext_proc"), 0, ourFault, "router_unavailable", "the router did not answer; try again", 1},
+		{details("ext_proc"), 0, ourFault, "router_unavailable", "the router did not answer; try again", "1"},
 		{details("mismatch_between_content_length"), 0, ourFault, "router_failed",
-			"the router wrote a body that does not fit its headers", 0},
-		{details("direct_response"), 0, ourFault, "router_undecided", "the router named no endpoint; try again", 1},
+			"the router wrote a body that does not fit its headers", ""},
+		{details("direct_response"), 0, ourFault, "router_undecided", "the router named no endpoint; try again", "1"},
 		{details("upgrade_failed"), 400, clientsFault, "upgrade_not_supported",
-			"protocol upgrades are not supported here", 0},
-		{"response.code == 400", 0, clientsFault, "bad_request", "the request is not valid HTTP", 0},
-		{"response.code == 404", 0, clientsFault, "not_found", "there is nothing at this address", 0},
-		{"response.code == 408", 0, clientsFault, "request_timeout", "the request did not arrive in time", 0},
-		{"response.code == 413", 0, clientsFault, "body_too_large", "the request body is too large", 0},
-		{"response.code == 426", 0, clientsFault, "http_version_not_supported", "HTTP/1.1 or HTTP/2 is needed", 0},
-		{"response.code == 431", 0, clientsFault, "headers_too_large", "the request headers are too large", 0},
-		{"response.code == 501", 0, clientsFault, "not_implemented", "this transfer encoding is not supported", 0},
-		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint sent no valid answer; try again", 1},
-		{"response.code == 503", 0, ourFault, "endpoint_unavailable", "the endpoint did not answer; try again", 1},
-		{"response.code == 504", 0, ourFault, "endpoint_timeout", "the endpoint did not answer in time; try again", 1},
+			"protocol upgrades are not supported here", ""},
+		{"response.code == 400", 0, clientsFault, "bad_request", "the request is not valid HTTP", ""},
+		{"response.code == 404", 0, clientsFault, "not_found", "there is nothing at this address", ""},
+		{"response.code == 408", 0, clientsFault, "request_timeout", "the request did not arrive in time", ""},
+		{"response.code == 413", 0, clientsFault, "body_too_large", "the request body is too large", ""},
+		{"response.code == 426", 0, clientsFault, "http_version_not_supported", "HTTP/1.1 or HTTP/2 is needed", ""},
+		{"response.code == 431", 0, clientsFault, "headers_too_large", "the request headers are too large", ""},
+		{"response.code == 501", 0, clientsFault, "not_implemented", "this transfer encoding is not supported", ""},
+		{"response.code == 502", 0, ourFault, "bad_gateway", "the endpoint sent no valid answer; try again", "1"},
+		{"response.code == 503", 0, ourFault, "endpoint_unavailable", "the endpoint did not answer; try again", "1"},
+		{"response.code == 504", 0, ourFault, "endpoint_timeout",
+			"the endpoint did not answer in time; try again", "1"},
 	}
 }
 
@@ -84,9 +83,8 @@ func (m replies) mapper(reply localReply) *hcmv3.ResponseMapper {
 	if reply.Status != 0 {
 		mapper.StatusCode = wrapperspb.UInt32(reply.Status)
 	}
-	if reply.RetryAfter != 0 {
-		mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", strconv.Itoa(reply.RetryAfter),
-			overwriteOrAdd)}
+	if reply.RetryAfter != "" {
+		mapper.HeadersToAdd = []*corev3.HeaderValueOption{setHeader("retry-after", reply.RetryAfter, overwriteOrAdd)}
 	}
 	return mapper
 }

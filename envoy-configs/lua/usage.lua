@@ -1,6 +1,7 @@
 -- Tokens that answers say, for the access log (docs/adr/0069). Most events of a stream say none: they cost a look for a word.
 local namespace = "tandem.usage"
 local longest, largest = 1048576, 4194304 -- bytes of a stream's line, and of another answer; more pass unread
+local believed = 67108864 -- tokens of an answer: a limit leaves out what cannot be, as the reader of the log does
 -- Members with numbers, and the keys that these get.
 local usage = {prompt_tokens = "in", completion_tokens = "out", input_tokens = "in", output_tokens = "out",
   cache_read_input_tokens = "cache_read", cache_creation_input_tokens = "cache_write"}
@@ -48,9 +49,17 @@ local function take(data, object, keys)
     take(data, inner.prompt_tokens_details or inner.input_tokens_details, details)
   end
 end
-local function read(handle, text)
-  if not text:find('"usage"%s*:%s*{') and not text:find('"meta_info"%s*:%s*{') then return end
-  local data = handle:streamInfo():dynamicMetadata()
+-- total is what a limit counts. Anthropic's form has the tokens of a cache beside those of the prompt.
+local function total(data)
+  local said, sum = data:get(namespace), 0
+  if not said then return end
+  for _, key in ipairs({"in", "out", "cache_read", "cache_write"}) do
+    local n = said[key] or 0
+    if n > 0 and n <= believed then sum = sum + math.floor(n) end
+  end
+  data:set(namespace, "total", sum)
+end
+local function parse(data, text)
   local last = text:find("^%s*{") and text:match('"usage"%s*:%s*(%b{})[^{}%[%]]*}%s*$')
   if last then -- the last object of all: what is before it need not be read
     take(data, skeleton(last), usage)
@@ -63,6 +72,12 @@ local function read(handle, text)
   if found.response then take(data, members(found.response).usage, usage) end
   take(data, found.usage, usage)
   take(data, found.meta_info, meta)
+end
+local function read(handle, text)
+  if not text:find('"usage"%s*:%s*{') and not text:find('"meta_info"%s*:%s*{') then return end
+  local data = handle:streamInfo():dynamicMetadata()
+  parse(data, text)
+  total(data)
 end
 -- lines reads whole lines.
 local function lines(handle, text)

@@ -27,6 +27,10 @@ import (
 // extProcPrefix begins the names of Envoy Gateway's external processors.
 const extProcPrefix = "envoy.filters.http.ext_proc"
 
+// usageNamespace is the dynamic metadata with the tokens of an answer (envoy-configs/lua/usage.lua). The cost of a rate
+// limit of Envoy Gateway's, or an access log, may name it.
+const usageNamespace = "tandem.usage"
+
 // errNameTaken means that a foreign resource has the name of one of Tandem's.
 var errNameTaken = errors.New("the name is taken")
 
@@ -40,7 +44,8 @@ func Extend(
 		Clusters: in.GetClusters(), Secrets: in.GetSecrets(),
 		Listeners: slices.Clone(in.GetListeners()), Routes: slices.Clone(in.GetRoutes()),
 	}
-	e := extension{own: own, services: services, filters: map[string]bool{}, tables: map[string]bool{}}
+	e := extension{own: own, services: services,
+		filters: map[string]bool{}, tables: map[string]bool{}, logged: map[string]bool{}, counted: map[string]bool{}}
 	for _, raw := range out.Listeners {
 		if err := e.find(raw); err != nil {
 			return nil, nil, err
@@ -76,6 +81,8 @@ type extension struct {
 
 	filters map[string]bool // filters that ask Tandem
 	tables  map[string]bool // route configurations with routes to Tandem
+	logged  map[string]bool // route configurations of listeners that name usageNamespace
+	counted map[string]bool // route configurations with routes to Tandem whose answers' tokens are read
 	routes  []string        // their names
 }
 
@@ -84,7 +91,11 @@ func (e *extension) find(raw []byte) error {
 	if !bytes.Contains(raw, []byte(extProcPrefix)) {
 		return nil
 	}
+	logged := bytes.Contains(raw, []byte(usageNamespace))
 	return eachManager(raw, func(_ *listenerv3.Filter, m *hcmv3.HttpConnectionManager) error {
+		if logged {
+			e.logged[m.GetRds().GetRouteConfigName()] = true
+		}
 		for _, f := range m.GetHttpFilters() {
 			var ask extprocv3.ExternalProcessor
 			if !strings.HasPrefix(f.GetName(), extProcPrefix) || !f.GetTypedConfig().MessageIs(&ask) {
@@ -116,6 +127,9 @@ func (e *extension) extendTable(raw []byte) ([]byte, error) {
 			if e.disable(r) {
 				changed = true
 				e.extendRoute(table.GetName(), r)
+				if err := e.count(table.GetName(), r); err != nil {
+					return nil, err
+				}
 			}
 		}
 	}
@@ -160,6 +174,39 @@ func (e *extension) extendRoute(table string, r *routev3.Route) {
 	}
 }
 
+// count has the tokens of a route's answers read on its own listener, if a policy of the route or an access log of the
+// listener names them: what Tandem's listener reads stays there. No other route pays for it.
+func (e *extension) count(table string, r *routev3.Route) error {
+	if r.GetRoute() == nil {
+		return nil
+	}
+	raw, err := write(r)
+	if err != nil {
+		return err
+	}
+	if !e.logged[table] && !bytes.Contains(raw, []byte(usageNamespace)) {
+		return nil
+	}
+	enabled, err := anypb.New(&routev3.FilterConfig{Config: &anypb.Any{}})
+	if err != nil {
+		return fmt.Errorf("writing the settings of a filter: %w", err)
+	}
+	if r.TypedPerFilterConfig == nil {
+		r.TypedPerFilterConfig = map[string]*anypb.Any{}
+	}
+	r.TypedPerFilterConfig[e.own.Usage.GetName()] = enabled
+	e.counted[table] = true
+	return nil
+}
+
+// read adds the filter that reads tokens, disabled but on the routes that [extension.count] enables it on. It is the
+// first to see an answer.
+func (e *extension) read(m *hcmv3.HttpConnectionManager) {
+	reader := proto.CloneOf(e.own.Usage)
+	reader.Disabled = true
+	m.HttpFilters = slices.Insert(m.HttpFilters, max(len(m.HttpFilters)-1, 0), reader)
+}
+
 // extendListener gives the own answers of a listener with routes to Tandem OpenAI's shape, for requests to these
 // routes.
 func (e *extension) extendListener(raw []byte) ([]byte, error) {
@@ -175,6 +222,9 @@ func (e *extension) extendListener(raw []byte) ([]byte, error) {
 			m.LocalReplyConfig = &hcmv3.LocalReplyConfig{}
 		}
 		m.LocalReplyConfig.Mappers = append(slices.Clone(e.own.Replies), m.LocalReplyConfig.Mappers...)
+		if e.counted[m.GetRds().GetRouteConfigName()] {
+			e.read(m)
+		}
 		config := &anypb.Any{}
 		if err := anypb.MarshalFrom(config, m, proto.MarshalOptions{Deterministic: true}); err != nil {
 			return fmt.Errorf("writing a connection manager: %w", err)

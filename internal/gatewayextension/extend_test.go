@@ -8,9 +8,11 @@ import (
 	"strings"
 	"testing"
 
+	accesslogv3 "github.com/envoyproxy/go-control-plane/envoy/config/accesslog/v3"
 	clusterv3 "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
 	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	ratelimitv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ratelimit/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/encoding/protojson"
@@ -247,4 +249,96 @@ func TestNameTaken(t *testing.T) {
 	in.Clusters = append(in.Clusters, packed(t, []any{map[string]any{"name": "tandem-pod"}}, &clusterv3.Cluster{})...)
 	_, _, err := Extend(in, own, c.GetEnvoyGateway().GetServices())
 	require.ErrorIs(t, err, errNameTaken)
+}
+
+// Tokens are read on a route of the gateway's whose policy names them, and on all routes to Tandem of a listener whose
+// access log does: on no other route, and on no other listener.
+func TestTokensAreReadWhereNamed(t *testing.T) {
+	c, own := tandem(t)
+	const usage = "%DYNAMIC_METADATA(tandem.usage:total)%"
+	const table, limited, neighbour = "default/existing/http", "httproute/default/llm/rule/0", "httproute/default/shop/rule/0"
+	// run returns the routes and the route configurations whose listeners have the filter.
+	run := func(t *testing.T, policy, log bool) (routes, tables []string) {
+		t.Helper()
+		in := read(t, "testdata/existing.in.yaml")
+		eachRoute(t, in.Routes, func(of string, r *routev3.Route) {
+			named := strings.HasPrefix(r.GetName(), limited) || strings.HasPrefix(r.GetName(), neighbour)
+			if !policy || of != table || !named {
+				return
+			}
+			if r.TypedPerFilterConfig == nil {
+				r.TypedPerFilterConfig = map[string]*anypb.Any{}
+			}
+			r.TypedPerFilterConfig["envoy.filters.http.ratelimit"] = must(t, &ratelimitv3.RateLimitPerRoute{
+				RateLimits: []*routev3.RateLimit{{HitsAddend: &routev3.RateLimit_HitsAddend{Format: usage}, ApplyOnStreamDone: true}},
+			})
+		})
+		if log {
+			eachListener(t, in.Listeners, func(m *hcmv3.HttpConnectionManager) {
+				if m.GetRds().GetRouteConfigName() == table {
+					m.AccessLog = []*accesslogv3.AccessLog{{Name: usage}}
+				}
+			})
+		}
+		out, _, err := Extend(in, own, c.GetEnvoyGateway().GetServices())
+		require.NoError(t, err)
+		eachRoute(t, out.Routes, func(_ string, r *routev3.Route) {
+			if on, ok := r.GetTypedPerFilterConfig()[own.Usage.GetName()]; ok {
+				var config routev3.FilterConfig
+				require.NoError(t, on.UnmarshalTo(&config))
+				require.False(t, config.GetDisabled())
+				routes = append(routes, r.GetName())
+			}
+		})
+		eachListener(t, out.Listeners[:len(in.Listeners)], func(m *hcmv3.HttpConnectionManager) {
+			for i, f := range m.GetHttpFilters() {
+				if f.GetName() == own.Usage.GetName() {
+					require.True(t, f.GetDisabled(), "it is enabled by routes")
+					require.Equal(t, len(m.GetHttpFilters())-2, i, "before the router")
+					tables = append(tables, m.GetRds().GetRouteConfigName())
+				}
+			}
+		})
+		return routes, tables
+	}
+	routes, read := run(t, false, false)
+	require.Empty(t, routes)
+	require.Empty(t, read)
+	routes, read = run(t, true, false)
+	require.Len(t, routes, 1)
+	require.Contains(t, routes[0], limited)
+	require.Equal(t, []string{table}, read)
+	routes, read = run(t, false, true)
+	require.Len(t, routes, 5, "all to Tandem")
+	require.NotContains(t, strings.Join(routes, " "), neighbour)
+	require.Equal(t, []string{table}, read)
+}
+
+// eachRoute changes routes in place.
+func eachRoute(t *testing.T, tables [][]byte, f func(table string, r *routev3.Route)) {
+	t.Helper()
+	for i, raw := range tables {
+		var table routev3.RouteConfiguration
+		require.NoError(t, proto.Unmarshal(raw, &table))
+		for _, host := range table.GetVirtualHosts() {
+			for _, r := range host.GetRoutes() {
+				f(table.GetName(), r)
+			}
+		}
+		var err error
+		tables[i], err = write(&table)
+		require.NoError(t, err)
+	}
+}
+
+// eachListener changes connection managers in place.
+func eachListener(t *testing.T, listeners [][]byte, f func(*hcmv3.HttpConnectionManager)) {
+	t.Helper()
+	for i, raw := range listeners {
+		require.NoError(t, eachManager(raw, func(filter *listenerv3.Filter, m *hcmv3.HttpConnectionManager) error {
+			f(m)
+			filter.ConfigType = &listenerv3.Filter_TypedConfig{TypedConfig: must(t, m)}
+			return nil
+		}, &listeners[i]))
+	}
 }
