@@ -1,7 +1,6 @@
 package filter
 
 import (
-	"bytes"
 	"context"
 	"net/http"
 	"strings"
@@ -79,7 +78,7 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 	if !t.Loads || late == 0 {
 		return answers(f, o, bare)
 	}
-	if !begun && bytes.HasPrefix(f.envoy.ResponseHeader("content-type"), []byte(eventStream)) {
+	if !begun && openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
 		f.hop.holding = true
 		f.envoy.HoldAnswer(true)
 		return Stop

@@ -284,7 +284,7 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 	if stream {
 		for i := range a.headers {
 			if a.headers[i].Name == "content-type" {
-				a.headers[i].Value = eventStream + "; charset=utf-8"
+				a.headers[i].Value = openai.EventStream + "; charset=utf-8"
 			}
 		}
 	}

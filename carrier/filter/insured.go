@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"slices"
 	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -188,7 +187,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	c := legCall(f, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
 	for i := range c.Set {
 		if c.Set[i].Name == "accept" {
-			c.Set[i].Value = cmp.Or(f.head.get("accept"), eventStream)
+			c.Set[i].Value = cmp.Or(f.head.get("accept"), openai.EventStream)
 		}
 	}
 	in.to.explanation = string(f.m.pass.Explanation)
@@ -256,7 +255,7 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 	status, engine := a.read(headers)
 	in.d.status, in.d.head = status, a.headers
 	events := slices.ContainsFunc(a.headers, func(h Header) bool {
-		return h.Name == "content-type" && strings.HasPrefix(h.Value, eventStream)
+		return h.Name == "content-type" && openai.IsEventStream(h.Value)
 	})
 	switch {
 	case !engine && failed(status): // its body says why
@@ -282,8 +281,6 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 		}
 	}
 }
-
-const eventStream = "text/event-stream"
 
 // pass lets D's answer pass as it is.
 func (in *Insured) pass() {

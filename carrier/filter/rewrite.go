@@ -1,7 +1,6 @@
 package filter
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"net/http"
@@ -34,8 +33,7 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 	if end || f.hop.ticket.Stage == 0 {
 		return Continue
 	}
-	kind := bytes.ToLower(f.envoy.ResponseHeader("content-type"))
-	r := &rewrite{f: f, stream: bytes.HasPrefix(kind, []byte(eventStream))}
+	r := &rewrite{f: f, stream: openai.IsEventStream(string(f.envoy.ResponseHeader("content-type")))}
 	if r.by = r.rewriter(o.Status); r.by == nil {
 		return Continue
 	}

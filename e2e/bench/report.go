@@ -149,7 +149,11 @@ func (r *report) memory(stacks []*stack) {
 		}
 		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.Peak()>>20)
 		if s.tandem != nil {
-			text += fmt.Sprintf(", Tandem %d", s.tandem.Peak()>>20)
+			peak := int64(0)
+			for _, t := range s.tandems {
+				peak += t.Peak()
+			}
+			text += fmt.Sprintf(", Tandem %d", peak>>20)
 		}
 		r.peaks = append(r.peaks, text)
 	}

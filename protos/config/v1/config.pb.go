@@ -1794,12 +1794,12 @@ type ContinueStreams struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only those of requests with this header; its value does not matter. Absent: all.
 	Header string `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
-	// Only those that may have so many tokens: by the request's limit, or because it has none. Default 0.
+	// Only those that may have so many tokens: by the request's limit, or because it has none.
 	MinAnswerTokens int64 `protobuf:"varint,2,opt,name=min_answer_tokens,json=minAnswerTokens,proto3" json:"min_answer_tokens,omitempty"`
 	// Also those whose continued answer is valid, but perhaps not the uninterrupted one. These are of requests with a seed
 	// and a temperature, or with frequency_penalty, presence_penalty or bad_words. Default false.
 	Inexact bool `protobuf:"varint,3,opt,name=inexact,proto3" json:"inexact,omitempty"`
-	// Most times that one answer is continued. Range: 1 to 100. Default 8.
+	// Most times that one answer is continued.
 	MostTimes     int32 `protobuf:"varint,4,opt,name=most_times,json=mostTimes,proto3" json:"most_times,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3833,13 +3833,13 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x0fengine_priority\x185 \x01(\tB\x1c\x82\xb5\x18\x10none vllm sglang\x92\xb5\x18\x04noneR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
 	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12L\n" +
-	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreamsJ\x04\b=\x10>\"\x8e\x01\n" +
+	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreamsJ\x04\b=\x10>\"\xbb\x01\n" +
 	"\x0fContinueStreams\x12\x16\n" +
-	"\x06header\x18\x01 \x01(\tR\x06header\x12*\n" +
-	"\x11min_answer_tokens\x18\x02 \x01(\x03R\x0fminAnswerTokens\x12\x18\n" +
-	"\ainexact\x18\x03 \x01(\bR\ainexact\x12\x1d\n" +
+	"\x06header\x18\x01 \x01(\tR\x06header\x12D\n" +
+	"\x11min_answer_tokens\x18\x02 \x01(\x03B\x18\x8a\xb5\x18\x0f0 to 1000000000\x92\xb5\x18\x010R\x0fminAnswerTokens\x12\x18\n" +
+	"\ainexact\x18\x03 \x01(\bR\ainexact\x120\n" +
 	"\n" +
-	"most_times\x18\x04 \x01(\x05R\tmostTimes\"9\n" +
+	"most_times\x18\x04 \x01(\x05B\x11\x8a\xb5\x18\b1 to 100\x92\xb5\x18\x018R\tmostTimes\"9\n" +
 	"\x06Encode\x12/\n" +
 	"\atimeout\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
 	"1ms to 24h\x92\xb5\x18\x0330sR\atimeout\"k\n" +
