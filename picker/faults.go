@@ -41,10 +41,10 @@ type attempt struct {
 	pair     bool // decode alone is not good enough
 }
 
-// attempts returns the ways to choose for a request, in order; the first choice that is good enough is taken. After
-// a pair has failed, it is one without either endpoint, then, after the first failure, one with another P. If
-// decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the request once: they
-// may fail again, but the alternative is a certain error.
+// attempts returns the ways to choose for a request, in order; the first choice that is good enough is taken. After a
+// pair has failed, the first way leaves out both endpoints; after the first failure, the next one leaves out only P. If
+// decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the request once: they may
+// fail again, but the alternative is a certain error.
 func (k *Picker) attempts(r *Request) []attempt {
 	a := attempt{excluded: r.Excluded}
 	if r.Trial {

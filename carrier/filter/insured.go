@@ -18,8 +18,8 @@ import (
 
 // Insured is D's answer to a request whose stream shall outlive its engine (docs/continue.md). The filter makes D's leg
 // by itself, as a stream of Envoy's HTTP client: it reads what D sends, keeps the token ids, and has another endpoint
-// continue where D ends before its time. All of it runs on the worker, but for what says otherwise. The methods that
-// Envoy calls do nothing on a nil Insured.
+// continue where D ends before its time. All of it runs on the worker, except where a comment says otherwise. The
+// methods that Envoy calls do nothing on a nil Insured.
 type Insured struct {
 	f      *Filter
 	api    openai.API
@@ -30,7 +30,7 @@ type Insured struct {
 	to    answering
 	again continuing
 
-	lastSent atomic.Int64          // when D sent something last; Unix nanoseconds
+	lastSent atomic.Int64          // when D last sent something; Unix nanoseconds
 	placed   atomic.Pointer[place] // where D's leg is; nil: nowhere. The watcher reads it
 }
 
@@ -64,13 +64,13 @@ type answering struct {
 
 // continuing is how the answer goes on at another endpoint.
 type continuing struct {
-	times int       // that it did, or was to
+	times int       // how often it was continued, or was to be
 	cause string    // why; "": it does not
-	last  time.Time // when the engine before sent something last
-	from  time.Time // when another one was to continue
+	last  time.Time // when the previous engine last sent something
+	from  time.Time // when another engine was asked to continue
 	said  []byte    // D's last words: an error's event
 	spare *spare
-	rest  time.Time // no other endpoint is asked for before
+	rest  time.Time // no other endpoint is asked before this time
 }
 
 // place is the endpoint of a leg.
@@ -319,7 +319,8 @@ func (in *Insured) StreamData(id uint64, pieces [][]byte, end bool) {
 	})
 }
 
-// keep keeps what an engine sends whose stream may be continued elsewhere. If it is too much, it has to be.
+// keep keeps what an engine sends while its stream may be continued elsewhere. If that is too much, the stream must be
+// continued.
 func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
 	for _, p := range pieces {
 		s.kept = append(s.kept, p...)
@@ -387,7 +388,7 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	}
 }
 
-// speaks notes that D has sent an event: it has the request now, and nobody else.
+// speaks notes that D has sent an event: from now on it alone serves the request.
 func (in *Insured) speaks() {
 	if in.d.spoke {
 		return
@@ -405,7 +406,7 @@ func (in *Insured) speaks() {
 	}
 }
 
-// outdated has an answer planned again that may be made from KV that is another prompt's by now.
+// outdated plans the request again if its answer may be made from KV that is another prompt's by now.
 func (in *Insured) outdated() bool {
 	f := in.f
 	t, passes := &f.hop.ticket, f.s.Passes
@@ -534,7 +535,7 @@ func (in *Insured) BelowWatermark() {
 	})
 }
 
-// close ends what is open of an insured request that is over.
+// close ends whatever is still open for an insured request that is over.
 func (in *Insured) close() {
 	if in == nil {
 		return

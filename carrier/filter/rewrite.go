@@ -13,8 +13,8 @@ import (
 	"tandem/kvstate"
 )
 
-// rewrite is an answer of D's that the client gets otherwise: a stream event by event, in the hook of each piece; a
-// whole answer when it is complete, in a goroutine, because it may be long.
+// rewrite is an answer of D's that the client does not get as it is: a stream event by event, in the hook of each
+// piece; a whole answer when it is complete, in a goroutine, because it may be long.
 type rewrite struct {
 	f      *Filter
 	by     openai.Rewriter

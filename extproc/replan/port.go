@@ -199,13 +199,13 @@ func (p *Port) giveUp(w http.ResponseWriter, e *openai.Error) {
 	refuse(w, e)
 }
 
-// hedged reports whether a try at the replan port is a hedge: the try before it may still get its answer. Envoy
-// sends the retry of a failed try sooner.
+// hedged reports whether a try at the replan port is a hedge: the previous try may still get its answer. Envoy sends
+// the retry of a failed try sooner.
 func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 	return took >= HedgeAfter-early && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
 }
 
-// takes reports whether a ticket is one of a hop that may have failed.
+// takes reports whether a ticket belongs to a hop that may have failed.
 func takes(t *kvtransfer.Ticket) bool {
 	switch t.Stage {
 	case kvtransfer.PrefillLeg, kvtransfer.DecodeLeg, kvtransfer.PairLegs, kvtransfer.EncodeLeg:

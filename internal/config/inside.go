@@ -13,7 +13,7 @@ func Inside(c *configv1.Config) bool { return c.GetEnvoy().GetRun() == "inside" 
 const notInside = "is not available inside Envoy (envoy.run: inside): take it out, or run Tandem beside Envoy " +
 	"(docs/howto/inside-envoy.md)"
 
-// checkInside refuses what the filter inside Envoy does not do yet: served wrong would be worse.
+// checkInside refuses what the filter inside Envoy does not do yet: a wrong answer would be worse.
 func checkInside(v *validator, c *configv1.Config) {
 	for i, p := range c.Pools {
 		if p.ContinueStreams != nil && (!Inside(c) || p.Engine != "vllm") {

@@ -238,7 +238,7 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 	return l, nil
 }
 
-// serve serves all ports. Those of Envoy, operators and replans end with drain, the others with ctx.
+// serve serves all ports. The servers for Envoy, operators and replans end with drain, the others with ctx.
 func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
 	if l.extProc != nil {
 		group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
@@ -254,7 +254,7 @@ func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners)
 	}
 }
 
-// work does what no request asks for, until ctx ends.
+// work does a replica's background work until ctx ends.
 func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 	group.Go(func() error { return r.fleet.watch(ctx, r.log) })
 	for _, run := range []func(){
