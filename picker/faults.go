@@ -34,7 +34,7 @@ const (
 	avoidNone
 )
 
-// attempt is one way to choose for a request: whom it excludes, and what of it is good enough.
+// attempt is one way to choose for a request: which endpoints it excludes, and which choices are good enough.
 type attempt struct {
 	excluded []string
 	avoid    avoid

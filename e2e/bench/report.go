@@ -82,7 +82,7 @@ func tail(rounds []round, q float64) time.Duration {
 	return quantile(all, q)
 }
 
-// add adds the rounds of one shape and number of clients, by stack. k is their key but for the stack.
+// add adds the rounds of one shape and number of clients, by stack. k is their key except the stack.
 func (r *report) add(sh shape, k key, results [][]round) {
 	floor, clients := results[0], k.Clients
 	for i, rounds := range results {

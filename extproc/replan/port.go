@@ -181,7 +181,7 @@ func (p *Port) limit(t *kvtransfer.Ticket) time.Duration {
 	return policy.LegLimit(t)
 }
 
-// refuse refuses a hop without a ticket that can be planned again.
+// refuse refuses a hop that has no ticket by which it could be planned again.
 func (p *Port) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id string, err error) {
 	p.passes.Log.Warn("replan refused", "request_id", id, "err", err)
 	if t == nil {

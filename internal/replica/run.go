@@ -63,7 +63,7 @@ type Settings struct {
 	Advertise   string        // where Envoys reach this replica; "": where it listens
 }
 
-// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
+// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, except
 // those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
 // its stream.
 func (s Settings) drainTime(watchesAnswers bool) time.Duration {
