@@ -50,8 +50,8 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		batches: feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
 		gaps:    feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
 		lost: feed("tandem_kv_events_lost_total",
-			"Times that batches could not be fetched again or read, so that all that was known of the engine's cache was "+
-				"forgotten."),
+			"Times that batches could not be fetched again or read, so that all that was known of the engine's cache "+
+				"was forgotten."),
 		restarts: feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its batches' numbers show."),
 		bad:      feed("tandem_kv_events_malformed_total", "Messages that were no batch of KV events."),
 		unusable: feed("tandem_kv_events_unusable_total",

@@ -8,9 +8,9 @@
 //
 // Two questions have two answers:
 //
-//   - Does it stand? The evidence is what a working core cannot show: requests run and nothing is computed, or requests
-//     have come that it does not see. An engine that merely has waiting requests may wait for memory, or for its partner
-//     in a hand-over, and is well.
+//   - Does it stand? The evidence is what a working core cannot show: requests run and nothing is computed, or
+//     requests have come that it does not see. An engine that merely has waiting requests may wait for memory, or for
+//     its partner in a hand-over, and is well.
 //   - For how long has nothing proven that it works ([Tracker.Longest])? There a waiting engine counts, because what it
 //     reads late may be foreign.
 //
