@@ -63,7 +63,7 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	SendHeaders(headers []Header)
 	Send(data []byte, end bool)
 	Reset()
-	// Waker returns what wakes the filter from any goroutine.
+	// Waker returns a value that wakes the filter from any goroutine.
 	Waker() Waker
 }
 

@@ -44,7 +44,7 @@ type pair struct {
 	late, over *time.Timer // nil: not set
 }
 
-// newPair makes the bodies of both legs, and returns what sends them.
+// newPair makes the bodies of both legs, and returns a function that sends them.
 func newPair(f *Filter, r *pass.Routed) func() {
 	f.m.edit(r.Edits)
 	body := f.m.body.data
