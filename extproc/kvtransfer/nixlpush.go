@@ -91,7 +91,7 @@ func (nixlPush) ReadAnswer(body, sent []byte) (Answer, Peer, error) {
 	peer, engine := readPushPeer(scanned.Params)
 	if sent != nil && engine != nil && !bytes.Contains(sent, append([]byte(`"remote_engine_id":`), engine...)) {
 		return Answer{}, peer,
-			fmt.Errorf("%w: P is the engine %s, which is not the one that D's request names", ErrParams, engine)
+			fmt.Errorf("%w: P is the engine %s, which is not the one that D was told of", ErrParams, engine)
 	}
 	if sent != nil && engine == nil {
 		return Answer{}, peer, fmt.Errorf("%w: P keeps no blocks for this request", ErrParams)
