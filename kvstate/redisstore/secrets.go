@@ -133,7 +133,7 @@ func (k *Secrets) tell(ctx context.Context) error {
 func parseSecret(text string) (secret [32]byte, err error) {
 	b, err := hex.DecodeString(text)
 	if err != nil || len(b) != len(secret) {
-		return secret, errors.New("Redis holds a ticket key that cannot be read")
+		return secret, errors.New("the ticket key in Redis cannot be read")
 	}
 	return [32]byte(b), nil
 }
