@@ -47,7 +47,7 @@ test: tools ## go vet and all tests, those with a real Envoy included
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-inside, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
-# What bench, bench-peers and load measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
+# What bench and bench-peers measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
 # On a busy machine: git checkout docs README.md afterwards.
 PAGE = $(GO) test ./docs -count 1 -run 'TestFigures|TestPlots' -update
 BENCH = $(GO) run ./e2e/bench -bin bin -rounds 5
@@ -106,10 +106,8 @@ bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 en
 	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -clients 64 -rate $${RATE:-20} -requests $${REQUESTS:-200} -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -idle 10s -peer-policy cache_aware \
 	  $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
 
-load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache/load/report.html (two minutes; LOAD=replicas for 1, 4 and 8 replicas, five; LOAD=full for all shapes, fifteen)
-	./scripts/tools.sh load
-	$(GO) run ./e2e/load $(if $(LOAD),-json docs/figures/load.json)
-	$(if $(LOAD),$(PAGE))
+load: tools build ## one replica, one with a Redis, and four and eight that share one, each as fast as it can (ten minutes; CLIENTS=1,16,64,256)
+	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k,json220k,json1m,sse256 -clients $${CLIENTS:-16,64} -variant 'redis: redis=yes' -variant 'four: redis=yes replicas=4' -variant 'eight: redis=yes replicas=8'
 
 idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
 	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e

@@ -31,7 +31,6 @@ var larger = map[string]struct {
 	size   int
 	reason string
 }{
-	"e2e/load.result: fields":            {21, "one field for each figure of the report"},
 	"envoy-configs: lines":               {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
 	"extproc/envoywire.Headers: fields":  {30, "one field for each header that is read"},
 	"extproc/envoywire.LogEntry: fields": {22, "one field for each thing that is read of an entry"},

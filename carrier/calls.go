@@ -13,8 +13,8 @@ import (
 	"tandem/carrier/filter"
 )
 
-// calls are those that do not end with the request that made them: Envoy's calls of the filter's configuration, which
-// its main thread makes.
+// calls are the calls that outlive the request that made them: Envoy's calls of the filter's configuration, which its
+// main thread makes.
 type calls struct {
 	envoy unsafe.Pointer // the configuration
 

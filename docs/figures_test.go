@@ -13,15 +13,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A measured line is one of figures/*.json, as e2e/bench and e2e/load write them (their figures types). CPU and times
+// A measured line is one of figures/*.json, as e2e/bench writes them (its type figures). CPU and times
 // are milliseconds.
 type measured struct {
-	Shape, Beside, Stack, Date, Machine, Versions                   string
-	Clients, Replicas, Bytes                                        int
-	Stream, Redis, Pinned                                           bool
-	Rate, CPUXFloor, P50XFloor, P99XFloor, CPUXTandem, P50MsMore    float64
-	EnvoyMs, RouterMs, P50Ms, P99Ms, P999Ms, FirstByteMs, PerSecond float64
-	Fleet                                                           *fleetLine
+	Shape, Beside, Stack, Date, Machine, Versions                string
+	Clients, Replicas                                            int
+	Pinned                                                       bool
+	Rate, CPUXFloor, P50XFloor, P99XFloor, CPUXTandem, P50MsMore float64
+	EnvoyMs, RouterMs, P50Ms, P99Ms, P999Ms, FirstByteMs         float64
+	Fleet                                                        *fleetLine
 }
 
 type fleetLine struct {
@@ -42,10 +42,9 @@ func figuresOf(t *testing.T, table string) (out []measured) {
 
 // order is where a line belongs in its table.
 func (m *measured) order() []string {
-	kind := fmt.Sprint(slices.Index([]string{"json1k", "json220k", "json1m", "sse256"}, m.Shape), m.Stream)
+	shape := fmt.Sprint(slices.Index([]string{"json1k", "json220k", "json1m", "sse256"}, m.Shape))
 	number := func(n int) string { return fmt.Sprintf("%9d", n) }
-	return []string{kind, number(m.Bytes), m.Beside, number(int(m.Rate)), number(m.Clients), number(m.Replicas),
-		fmt.Sprint(m.Redis)}
+	return []string{shape, m.Beside, number(int(m.Rate)), number(m.Clients), number(m.Replicas)}
 }
 
 // pick returns the lines that a condition holds for.
@@ -287,44 +286,6 @@ func peersTable(t *testing.T) string {
 		head, append(out, first...))
 }
 
-func loadTable(t *testing.T) string {
-	lines := figuresOf(t, "load")
-	newest := slices.MaxFunc(lines, func(a, b measured) int { return strings.Compare(a.Date, b.Date) }).Date
-	var out [][]string
-	for _, l := range pick(lines, func(m *measured) bool { return m.Clients == 16 }) {
-		body, replicas := fmt.Sprintf("%d KB", l.Bytes>>10), fmt.Sprint(l.Replicas)
-		if l.Bytes == 1<<20 {
-			body = "1 MB"
-		}
-		if l.Stream {
-			body = "stream of 64 tokens, first token"
-		}
-		if l.Redis {
-			replicas += " with Redis"
-		}
-		if l.Date != newest {
-			replicas += " (" + l.Date + ")"
-		}
-		out = append(out, []string{body, replicas, figure(l.PerSecond, 0), loadTime(l.P50Ms), loadTime(l.P99Ms)})
-	}
-	perSecond := func(bytes int) string {
-		at := slices.IndexFunc(lines, func(m measured) bool {
-			return m.Bytes == bytes && m.Replicas == 1 && !m.Stream && !m.Redis
-		})
-		return figure(lines[at].PerSecond, 0)
-	}
-	return rows(fmt.Sprintf("With 16 clients one replica serves %s requests of 1 KB a second and %s of 220 KB, on cores that "+
-		"the load generators share", perSecond(1<<10), perSecond(220<<10)), lines,
-		"| body | replicas | requests a second | p50, ms | p99, ms |", out)
-}
-
-func loadTime(v float64) string {
-	if v < 9.95 {
-		return fmt.Sprintf("%.1f", v)
-	}
-	return figure(v, 0)
-}
-
 // fleetTable is of processes that run where the system puts them; the column "pinned" is of those with one processor for
 // Envoy and one for all replicas.
 func fleetTable(t *testing.T) string {
@@ -355,7 +316,7 @@ func fleetTable(t *testing.T) string {
 // The tables of benchmarks.md that measurements write, each between two comments.
 var tables = map[string]func(*testing.T) string{
 	"floor": floorTable, "redis": redisTable, "streams": streamTable, "tails": tailsTable, "peers": peersTable,
-	"load": loadTable, "fleet": fleetTable,
+	"fleet": fleetTable,
 }
 
 // results sets the answers of the first table, and of README's, that measurements write; the other rows have other

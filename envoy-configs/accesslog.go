@@ -34,7 +34,7 @@ type logged struct {
 // numbered reports whether the ends of passes are logged to one of several replicas.
 func (s *settings) numbered() bool { return len(s.Servers.AccessLogs) > 1 }
 
-// fleet returns a fingerprint of the list of replicas, by which numbers in it are meant. Slots are numbers of
+// fleet returns a fingerprint of the list of replicas to which the replicas' numbers refer. Slots are numbers of
 // themselves, and listeners must not change with the replicas in them.
 func (s *settings) fleet() string {
 	if s.Servers.Slots {
@@ -149,13 +149,13 @@ func unfollowedTag() *tracingv3.CustomTag {
 		}}}
 }
 
-// booked holds for passes that may have something booked.
+// booked holds for passes that may have something reserved.
 func booked() *accesslogv3.AccessLogFilter {
 	return logwhen.Or(logwhen.Header(present("x-tandem-ticket")), logwhen.Flagged("DC"))
 }
 
-// notRedirected holds for passes that did not end in a redirect. CEL costs: it is asked for 307 alone, which may also
-// be an engine's own answer.
+// notRedirected holds for passes that did not end in a redirect. CEL costs CPU, so it is evaluated for 307 alone, which
+// may also be an engine's own answer.
 func (m accessLogs) notRedirected() *accesslogv3.AccessLogFilter {
 	return logwhen.Or(logwhen.Status(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
 		logwhen.StatusFrom(308, "tandem.log.above"), m.cel("response.code_details != 'internal_redirect'"))

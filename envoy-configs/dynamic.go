@@ -93,7 +93,7 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 	return m.print(overview, b)
 }
 
-// ads is where resources come from that others name.
+// ads is the source of resources that other resources name.
 func ads() *corev3.ConfigSource {
 	return &corev3.ConfigSource{
 		ResourceApiVersion:    corev3.ApiVersion_V3,

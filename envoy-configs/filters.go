@@ -40,7 +40,8 @@ const (
 // destination is the header that names the endpoint of a hop.
 const destination = "x-gateway-destination-endpoint"
 
-// main are those of the main listener, in the order of requests; answers pass them the other way.
+// main returns the filters of the main listener, in the order in which requests pass them; answers pass them in
+// reverse.
 func (m filters) main() []*hcmv3.HttpFilter {
 	fs := slices.Concat(m.cors(), []*hcmv3.HttpFilter{m.hygiene(), m.switched(), noted(m, m.buffer(), notes{
 		"": "The server needs the whole body anyway: waiting for it here makes one message of it.",
@@ -207,7 +208,7 @@ func (m filters) router() *hcmv3.HttpFilter {
 	return m.filter("envoy.filters.http.router", &routerv3.Router{SuppressEnvoyHeaders: true})
 }
 
-// hygiene takes off answers what is Tandem's, and Envoy's.
+// hygiene removes Tandem's and Envoy's own headers from answers.
 func (m filters) hygiene() *hcmv3.HttpFilter {
 	own := func() []*mutationv3.HeaderMutation {
 		return []*mutationv3.HeaderMutation{removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination)}
@@ -284,7 +285,7 @@ func (m filters) ruled(name, script string, of *match.Predicate, why string) *hc
 func (m filters) lateScripts() []*hcmv3.HttpFilter {
 	rule := func(form string) *match.Predicate { return m.answerHeader("x-tandem-rule", match.Regex(form)) }
 	stream := m.answerHeader("content-type", match.Regex("(?i).*event-stream.*"))
-	// An engine that says how long an answer is has computed it; this one came within a second.
+	// An answer with a content-length is computed already; this one came within a second.
 	whole := match.All(m.answerHeader("content-length", match.Regex("[0-9]+")), rule("[0-9]{1,3} [0-9]+ [0-9]{4,} .*"))
 	limit, cut := rule("[0-9-]+ [0-9]+ [0-9]+ .*"), rule("[0-9-]+ [0-9]+ cut .*") // legRoute writes them
 	return []*hcmv3.HttpFilter{

@@ -38,7 +38,7 @@ type leg struct {
 	name       string
 	why        string
 	remove     []string                 // request headers that are no engine's business
-	host       *routev3.VirtualHost     // what else changes of headers, and the routes
+	host       *routev3.VirtualHost     // the routes, and other changes of headers
 	filters    []*hcmv3.HttpFilter      // before the router
 	log        []*accesslogv3.AccessLog // to Tandem
 	untraced   bool                     // no spans of its own
@@ -162,7 +162,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 	})
 }
 
-// encodeLeg computes what a prompt shows, before both other legs.
+// encodeLeg has an endpoint encode a prompt's media, before both other legs.
 func (m legs) encodeLeg() *listenerv3.Listener {
 	f := filters(m)
 	ask := f.extProc("encode-leg", processing(streamBody, streamBody))

@@ -22,7 +22,7 @@ const (
 	maxHeaders   = 160
 )
 
-// main is the listener where clients' requests come in, and what a redirect starts again.
+// main is the listener that receives clients' requests, and requests that a redirect starts again.
 func (m listeners) main() *listenerv3.Listener {
 	l := m.listener("openai", m.mainManager())
 	l.Address = socketAddress(m.Listen)
@@ -93,7 +93,7 @@ func (m listeners) mainManager() *hcmv3.HttpConnectionManager {
 	return h
 }
 
-// forgery takes off requests what steers, and names each for its reservations.
+// forgery removes from requests the headers that steer Tandem, and gives each request a name for its reservations.
 func (m listeners) forgery() *corev3.TypedExtensionConfig {
 	mutations := []*mutationv3.HeaderMutation{
 		removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination),

@@ -45,7 +45,7 @@ type (
 	replies    model
 )
 
-// newModel is of a configuration that was loaded by configv1; see gather.
+// newModel makes the model of a configuration that was loaded by configv1; see gather.
 func newModel(c *configv1.Config, dynamic bool, living ...Replica) (model, error) {
 	s, err := gather(c, dynamic, living...)
 	return model{s, newNotebook()}, err

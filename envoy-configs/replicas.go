@@ -20,7 +20,7 @@ const MaxReplicas = 16
 
 // Replica is a living replica.
 type Replica struct {
-	Slot            int // 0 to MaxReplicas - 1, of no other replica
+	Slot            int // 0 to MaxReplicas - 1; no other replica has it
 	ExtProc, Replan string
 }
 
@@ -31,7 +31,7 @@ func addresses(living []Replica) (extProcs, replans []string) {
 	return extProcs, replans
 }
 
-// slots returns the slots' servers, at is the replicas' addresses.
+// slots returns the servers of the slots; at are the replicas' addresses.
 func slots(living []Replica, at []address) []hosts {
 	out := make([]hosts, MaxReplicas)
 	for i := range out {

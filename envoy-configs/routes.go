@@ -151,7 +151,7 @@ func undecided(name string, filters perFilter, headers ...*routev3.HeaderMatcher
 	}
 }
 
-// bufferedRoute is of requests whose body comes to ext_proc whole.
+// bufferedRoute is the route of requests whose body comes to ext_proc whole.
 func (m routes) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *routev3.Route {
 	f := filters(m)
 	whole := processing(bufferBody, nothing)
@@ -187,8 +187,8 @@ func (m routes) redirects() *routev3.InternalRedirectPolicy {
 	}
 }
 
-// retry is of a hop, in a composite cluster whose tries after the first are tandem-replan's: so there is nothing to
-// wait for, but for another replica to be chosen.
+// retry is the policy of a hop in a composite cluster, whose tries after the first go to tandem-replan. So a try need
+// not wait, but it must choose another replica.
 func (m routes) retry(tries int) *routev3.RetryPolicy {
 	backOff := &routev3.RetryPolicy_RetryBackOff{
 		BaseInterval: durationpb.New(time.Millisecond), MaxInterval: durationpb.New(2 * time.Millisecond),

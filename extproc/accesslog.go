@@ -143,11 +143,12 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	}
 }
 
-// mostKept is the longest answer of which Envoy takes all that an endpoint sends, however slow the client is: half of
-// what a listener keeps at least. The time of longer ones may be the client's.
+// mostKept is the length up to which Envoy takes a whole answer from its endpoint, however slow the client is: half of
+// the least that a listener keeps. The time of longer ones may be the client's.
 const mostKept = 4 << 20
 
-// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
+// learn has the state learn from an answer that ended well: how long answers of its model are, and how fast its
+// endpoint writes.
 func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
 	pool := state.Pool(t.Pool)
 	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
@@ -166,8 +167,8 @@ func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u 
 	}
 }
 
-// releaseForGood releases what this replica holds for a pass of a request that is over. Where Envoy names the
-// request, it does not reserve for it any more; a request id may be that of other requests.
+// releaseForGood releases what this replica holds for a pass of a request that is over. If Envoy names the request,
+// nothing is reserved for it any more. A request id alone may belong to other requests, too.
 func (s *Server) releaseForGood(e *envoywire.LogEntry, number int) {
 	held := s.passes.Held(reservedAs(e), number)
 	if len(e.Reservation) == 0 {

@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -44,7 +43,7 @@ func (x answerLeg) serve() error {
 	if err != nil {
 		return err
 	}
-	if kind := x.stream.msg.Headers.ContentType; bytes.HasPrefix(bytes.ToLower(kind), []byte("text/event-stream")) {
+	if openai.IsEventStream(string(x.stream.msg.Headers.ContentType)) {
 		return x.rewriteStream(rewriter)
 	}
 	return x.rewriteWhole(rewriter)

@@ -279,7 +279,7 @@ func (x mainRole) setHost(r pass.Routed, resumed bool) {
 }
 
 // setRank names the data-parallel rank that is to take the request, where several are behind one port. A pair's legs
-// have theirs from their plan. What an earlier pass or a client has set goes.
+// have theirs from their plan. What an earlier pass or a client has set is removed.
 func (x mainRole) setRank(r pass.Routed) {
 	if rank := r.Endpoint.RankName(); rank != "" && r.Pair == nil {
 		x.stream.headers.Set(envoywire.HeaderRank, []byte(rank))

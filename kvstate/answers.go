@@ -37,7 +37,7 @@ func (w *AnswerCounters) since(old AnswerCounters) (d AnswerCounters, ok bool) {
 	return d, d != (AnswerCounters{}) && min(d.Answers, d.Tokens, d.Gaps, int64(d.GapTime), d.Generated) >= 0
 }
 
-// restarted reports whether the engine has lost its counts of before, and with them its KV cache. Times are left out:
+// restarted reports whether the engine has lost its earlier counts, and with them its KV cache. Times are left out:
 // messages between replicas round them.
 func (w *AnswerCounters) restarted(old AnswerCounters) bool {
 	return w.Answers < old.Answers || w.Tokens < old.Tokens || w.Gaps < old.Gaps || w.Generated < old.Generated
@@ -68,9 +68,9 @@ const (
 	mostScrapes    = 30
 )
 
-// Answered records an answer that the endpoint gave, as whoever passed it counts: tokens of its prompt and its own, and
-// the time from the first to the last of them, 0 if that is not known. What the engine itself counts, it counts of all
-// answers, and better: then only the model's length is new.
+// Answered records an answer that the endpoint gave, as Envoy counted it: the tokens of its prompt and of itself, and
+// the time from the first to the last of its own, 0 if that is not known. An engine's own counters cover all answers
+// and are better: where they exist, only the length for the model is new.
 func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duration, now time.Time) {
 	if e.load == nil || e.Role&RoleDecode == 0 || tokens <= 0 {
 		return
@@ -104,8 +104,8 @@ func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duratio
 // AnswerTokens returns the mean tokens of a model's answers in a pool; 0 if too few were counted.
 func AnswerTokens(p *Pool, model string) float64 { return p.load.byModel.Mean(model) }
 
-// learnSteps records the times between tokens of answers that ran in a batch of some, with so many tokens of KV. The
-// caller holds e.load.mu.
+// learnSteps records the times between tokens of answers that ran in a batch of that many, with so many tokens of KV.
+// The caller holds e.load.mu.
 func learnSteps(e *Endpoint, d AnswerCounters, batch, kv float64, now int64) {
 	if d.Gaps <= 0 || d.GapTime <= 0 {
 		return

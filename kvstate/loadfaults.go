@@ -47,9 +47,9 @@ func (s *KVLoads) ApplyLoadFailed(p *Pool, prefill, decode string) (isNew bool) 
 	return isNew
 }
 
-// LoadSuspected records that a decode endpoint with KV to load answered a request with an error of which it does
-// not say whether it concerns the request or the KV. The error of one request is that request's; if another one
-// meets it with no success between, the load counts as failed. It reports whether that is so and new.
+// LoadSuspected records that a decode endpoint with KV to load answered a request with an error that may concern the
+// request or the KV. The error of one request is that request's; if another one meets it with no success between, the
+// load counts as failed. It reports whether that is so and new.
 func (s *KVLoads) LoadSuspected(p *Pool, prefill, decode string, request uint64) (isNew bool) {
 	return p.loads.Suspected(prefill, decode, request, s.now()) && s.LoadFailed(p, prefill, decode)
 }

@@ -39,8 +39,8 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 	}
 }
 
-// Outdated returns why KV that prefill has held for decode since a moment may not be that prompt's any more, if decode
-// has not fetched it by now; "" if nothing says so. prefill may be nil.
+// Outdated returns why KV that prefill has held for decode since a moment may be another prompt's by now, if decode has
+// not fetched it yet; "" if nothing says so. prefill may be nil.
 func (s *State) Outdated(prefill, decode *Endpoint, since time.Time) standstill.Reason {
 	var holder *standstill.Tracker
 	if prefill != nil {

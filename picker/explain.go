@@ -52,11 +52,11 @@ type Weighed struct {
 	Decode  *DecodePrice `json:"decode_leg,omitempty"`
 	Alone   *AlonePrice  `json:"alone,omitempty"`
 	Busy    bool         `json:"busy,omitempty"` // decode alone would delay its answers more than allowed
-	// of Busy: the prompt alone would, whatever runs there
+	// with Busy: the prompt alone would, without other prompts
 	TooLong bool `json:"too_long,omitempty"`
 	// capacity of its KV cache in tokens, as its engine says; 0: not known
 	KVTokens int64 `json:"kv_tokens,omitempty"`
-	Held     int64 `json:"held_tokens,omitempty"` // of that, by prompts for others that have not fetched them yet
+	Held     int64 `json:"held_tokens,omitempty"` // of that, by prompts that other engines have yet to fetch
 }
 
 // Explain decides like Pick, and returns all prices. It allocates: it is for operators.

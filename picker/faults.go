@@ -34,17 +34,17 @@ const (
 	avoidNone
 )
 
-// attempt is one way to choose for a request: whom it excludes, and what of it is good enough.
+// attempt is one way to choose for a request: which endpoints it excludes, and which choices are good enough.
 type attempt struct {
 	excluded []string
 	avoid    avoid
 	pair     bool // decode alone is not good enough
 }
 
-// attempts returns the ways to choose for a request, in order; the first choice that is good enough is taken. After
-// a pair has failed, it is one without either endpoint, then, after the first failure, one with another P, then one
-// with another D. If decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the
-// request once: they may fail again, but the alternative is a certain error.
+// attempts returns the ways to choose for a request, in order; the first choice that is good enough is taken. After a
+// pair has failed, the first way leaves out both endpoints; after the first failure, the next two leave out only P, and
+// only D. If decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the request once:
+// they may fail again, but the alternative is a certain error.
 func (k *Picker) attempts(r *Request) []attempt {
 	a := attempt{excluded: r.Excluded}
 	if r.Trial {

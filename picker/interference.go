@@ -47,8 +47,8 @@ func (t *terms) prefillBeside(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
 	p.Answers = prompt.delayed(t, b.answers)
 }
 
-// decodeBeside completes the price of decode on an endpoint that computes prompts, too: the first token waits for
-// those that are there, and the others for those that come.
+// decodeBeside completes the price of decode on an endpoint that computes prompts, too: the first token waits for the
+// prompts that are there, and later tokens for prompts that come.
 func (t *terms) decodeBeside(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 	p.Step += seconds(c.Queue+c.Local) * slowness(c)
 	p.Answer = t.answer * t.out * t.tokenTime(c, b.step)

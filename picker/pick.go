@@ -143,7 +143,7 @@ type prices struct {
 	busy                   bool    // decode alone would delay its answers too much
 	faults                 bool    // some of its KV transfers failed
 	crowded                bool    // it has no room for the request, and could answer it otherwise
-	later                  bool    // it has no room to compute it for another, and may have later
+	later                  bool    // it has no room now to compute it for another, but may have later
 	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown
 }
 

@@ -57,7 +57,7 @@ type promise struct {
 	tpot     float64 // s; 0: none
 	spread   float64 // tokens of a running answer over which a delay is spread
 	promised float64 // time to the first token that the pool promises, s; 0: none
-	inTime   float64 // s from now in which it has to come for that; 0 or less: it is too late, or nothing is promised
+	inTime   float64 // s from now until it is due; 0 or less: it is too late, or nothing is promised
 }
 
 func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms {

@@ -20,7 +20,8 @@ func CheckPolicies(names []string) error {
 }
 
 // Prepare opens a trace and sets its rate: rate times its own, or, if load is above 0, the rate that puts that load on
-// the fleet: of endpoints that serve both, the highest rate that does so on as many of fixed roles.
+// the fleet. For endpoints that serve both legs, it is the highest rate that does so on as many endpoints of fixed
+// roles.
 func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, error) {
 	if err := c.Check(); err != nil {
 		return nil, err

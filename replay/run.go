@@ -32,7 +32,7 @@ type Config struct {
 	Sharing float64
 
 	Promise      picker.Targets // Tandem's own: of the pool
-	AnswerWeight float64        // Tandem's own: of a second of answers, as of a pool
+	AnswerWeight float64        // Tandem's own: answerWeight of the pool
 
 	AskTPOT float64 // Tandem's own: seconds between tokens that requests ask for; 0: they do not
 

@@ -149,9 +149,9 @@ func key(s scenario, load float64, c contender) string {
 	return fmt.Sprintf("%v|%v|%s", s, load, c.name)
 }
 
-// Suite plays the scenarios of docs/benchmarks.md and prints its tables. Of one core, quick takes a minute, shared
-// (prefixes that many prompts have) and engines (other engines, links and answers) take three, full takes six. When it
-// is interrupted, it prints the seeds that are complete.
+// Suite plays the scenarios of docs/benchmarks.md and prints its tables. On one core quick takes a minute; shared
+// (prefixes that many prompts have) and engines (other engines, links and answers) take three, and full takes six. When
+// it is interrupted, it prints the seeds that are complete.
 func Suite(ctx context.Context, size string, stdout, stderr io.Writer) error {
 	if size == "roles" {
 		return rolesSuite(ctx, rolesPlan(), stdout, stderr)

@@ -4,10 +4,9 @@
 #   .tools/venv         Python with the official openai client, a real client in e2e
 # and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
-# "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh load" aiperf, for `make load`, and says if h2load is
-# missing; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
-# axe-core, for `make page`; "tools.sh peers" vllm-router and smg, for `make bench-peers`; "tools.sh envoys" older releases of Envoy, for
-# `make e2e-envoys`. Repeated calls do nothing.
+# "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
+# axe-core, for `make page`; "tools.sh peers" vllm-router and smg, for `make bench-peers`; "tools.sh envoys" older
+# releases of Envoy, for `make e2e-envoys`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -55,15 +54,6 @@ if [ "${1:-}" = dev ] && [ ! -e .tools/.stamp-dev ]; then
 fi
 # Each of these has an environment of its own: what they depend on does not go together.
 case ${1:-} in
-load)
-  if [ ! -e .tools/.stamp-load ]; then
-    echo "tools.sh: installing aiperf into .tools/load (once, 1 GB)" >&2
-    python3 -m venv .tools/load
-    if .tools/load/bin/pip install -q --disable-pip-version-check aiperf==0.13.0; then touch .tools/.stamp-load; else echo "tools.sh: aiperf cannot be installed here: no streamed answers" >&2; fi
-  fi
-  command -v h2load >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -qqy nghttp2-client >/dev/null; } ||
-    echo "tools.sh: h2load is missing (Debian: apt-get install nghttp2-client): no plain HTTP" >&2
-  ;;
 site)
   if [ ! -e .tools/.stamp-site ]; then
     python3 -m venv .tools/site

@@ -38,10 +38,10 @@ type Sharing struct {
 
 const (
 	fullKV = .95 // share of an engine's KV cache in use from which it is full
-	// Prefill is idle if it got none of so many latest requests of the last minute. If some before them were split,
-	// there must be as many times the usual distance of two of those, and so much time since the latest.
+	// Prefill is idle if it got none of so many latest requests of the last minute. If some earlier ones were split,
+	// their usual distance must have passed that many times without one, and so much time.
 	idleDecisions, idleGaps, idleFor = 10, 3, 10 * time.Second
-	// After so long the engines that a dead replica scraped are scraped by others: its lease, and seconds to begin.
+	// After this time others scrape the engines that a dead replica scraped: its lease, and seconds to begin.
 	takenOver = 15 * time.Second
 )
 

@@ -117,7 +117,7 @@ func otherGroups(t *telemetry.Trace) bool {
 	})
 }
 
-// kept reports whether answers that would suffer kept every decode endpoint from doing both, and why: for this prompt
+// kept reports whether no decode endpoint may do both because its answers would suffer, and why: because of this prompt
 // alone, if that is so at one of them.
 func kept(t *telemetry.Trace) (why string, all bool) {
 	for i := range t.Weighed {

@@ -171,8 +171,8 @@ func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
 	return merge(f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone), time.Now())
 }
 
-// Requests returns the latest n requests of all replicas, newest first; with alone those that this one planned, with
-// failed those that failed.
+// Requests returns the latest n requests of all replicas, newest first. alone limits them to those that this replica
+// planned, failed to those that failed.
 func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) ([]telemetry.Trace, Asked) {
 	q := question{Since: -1, Traces: min(n, allRecent)}
 	if failed {

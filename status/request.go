@@ -266,8 +266,8 @@ func noteOf(t *telemetry.Trace, p *telemetry.Weighed) (note string) {
 	return note
 }
 
-// printBusy says how busy prefill was, and what of the price of the chosen prefill endpoint, or of the lowest price, is
-// for that: it may be most of it.
+// printBusy says how busy prefill was, and how much of the price of the chosen prefill endpoint, or of the lowest
+// price, that makes up: it may be most of it.
 func printBusy(w io.Writer, t *telemetry.Trace) {
 	var best *telemetry.Weighed
 	for i := range t.Weighed {

@@ -1,7 +1,6 @@
 package filter
 
 import (
-	"bytes"
 	"context"
 	"net/http"
 	"strings"
@@ -17,7 +16,7 @@ import (
 	"tandem/kvstate"
 )
 
-// watch has [Shared.Run] look after an answer that may not come, or no longer.
+// watch has [Shared.Run] watch an answer that may not come. With begin false the watch ends.
 func (s *Shared) watch(f *Filter, begin bool) {
 	if !f.hop.replan {
 		return
@@ -79,7 +78,7 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 	if !t.Loads || late == 0 {
 		return answers(f, o, bare)
 	}
-	if !begun && bytes.HasPrefix(f.envoy.ResponseHeader("content-type"), []byte(eventStream)) {
+	if !begun && openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
 		f.hop.holding = true
 		f.envoy.HoldAnswer(true)
 		return Stop
@@ -112,20 +111,20 @@ func (f *Filter) refuseOutdated(why string) Status {
 	return Stop
 }
 
-// failed reports whether a status is not an endpoint's answer to the request, but that it did not serve it.
+// failed reports whether a status says that the endpoint did not serve the request.
 func failed(status int) bool {
 	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
 		status == http.StatusTooEarly
 }
 
-// failure is how D failed, by Envoy's answer in its place or its own.
+// failure returns how D failed, from its own answer or from Envoy's in its place.
 func failure(e Envoy, o *Outcome) *faults.Failure {
 	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(envoywire.HeaderRetryAfter)))
 	f.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
 	return &f
 }
 
-// decodeFailed plans a request again whose endpoint failed before its answer began. false: it cannot be.
+// decodeFailed plans the request again after its endpoint failed before the answer began. false: that is not possible.
 func (f *Filter) decodeFailed(how *faults.Failure) bool {
 	return f.planAgain(func() kvtransfer.Ticket { return f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, how) })
 }
@@ -147,7 +146,7 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	return ok
 }
 
-// lost plans a request again whose answer does not come.
+// lost plans the request again because its answer does not come.
 func (f *Filter) lost() {
 	switch {
 	case !f.hop.replan:
@@ -159,7 +158,7 @@ func (f *Filter) lost() {
 	}
 }
 
-// silence is how long an answer may not come before somebody looks whether it will.
+// silence is how long to wait for an answer before checking whether it will come.
 const silence = 10 * time.Second
 
 // Run looks after requests whose answers do not come, until ctx ends.
@@ -226,7 +225,7 @@ func (f *Filter) finish() {
 	}
 }
 
-// record tells what the end of the request says of its endpoints.
+// record records what the end of the request shows of its endpoints.
 func (f *Filter) record() {
 	t, passes, o := &f.hop.ticket, f.s.Passes, &f.outcome
 	if t.ID == ([16]byte{}) {

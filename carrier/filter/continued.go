@@ -61,7 +61,7 @@ func (in *Insured) brokeOff(cause string) {
 	in.goOn(cause, kvtransfer.CauseStream)
 }
 
-// goOn plans the pass of an engine that continues the stream, without D.
+// goOn plans a pass that continues the stream on another engine than D.
 func (in *Insured) goOn(cause, planned string) {
 	t := in.f.hop.ticket
 	in.again.times++
@@ -80,7 +80,7 @@ func (in *Insured) canFail() bool {
 	return in.f.hop.ticket.Redirects+1 < in.f.s.Passes.Limits.MaxRedirects
 }
 
-// failed plans a request again whose leg failed before its first event.
+// failed plans the request again after its leg failed before its first event.
 func (in *Insured) failed(failure *faults.Failure) {
 	f := in.f
 	in.stop()
@@ -121,7 +121,7 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 }
 
 // giveUp ends a request that no endpoint serves: with an error or, if the client has a part of the answer, as D ended
-// that. If the engine before is still there, it goes on.
+// that. If the previous engine is still there, it goes on.
 func (in *Insured) giveUp(e *openai.Error) {
 	f := in.f
 	f.drop()
@@ -155,7 +155,8 @@ func (in *Insured) cut(cause string) {
 	}
 }
 
-// move has another endpoint continue the stream while its engine is still there, which goes on if none does.
+// move has another endpoint continue the stream while its engine is still there. If no endpoint does, the engine goes
+// on.
 func (in *Insured) move(cause string) {
 	f := in.f
 	if in.d.id == 0 || in.again.spare != nil || in.to.ended || in.d.plain || f.m != nil || !in.d.spoke ||
@@ -172,7 +173,7 @@ func (in *Insured) move(cause string) {
 	in.goOn(cause, kvtransfer.CauseMoved)
 }
 
-// dropSpare ends the leg of the engine before.
+// dropSpare ends the leg of the previous engine.
 func (in *Insured) dropSpare() {
 	s := in.again.spare
 	if s == nil {
@@ -187,7 +188,7 @@ func (in *Insured) dropSpare() {
 	}
 }
 
-// goBack lets the engine before go on, if it is still there: no other one took its stream.
+// goBack lets the previous engine go on, if it is still there: no other one took its stream.
 func (in *Insured) goBack() bool {
 	s, f := in.again.spare, in.f
 	if s == nil {

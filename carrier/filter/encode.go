@@ -16,7 +16,7 @@ type encode struct {
 	body []byte
 }
 
-// newEncode makes the leg's body, and returns what sends it.
+// newEncode makes the leg's body, and returns a function that sends it.
 func newEncode(f *Filter, r *pass.Routed) func() {
 	x := &f.m.pass
 	e := &encode{f, *r, x.Req.Client.AppendEncode(make([]byte, 0, len(x.Body.Bytes())+256))}

@@ -63,7 +63,7 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	SendHeaders(headers []Header)
 	Send(data []byte, end bool)
 	Reset()
-	// Waker returns what wakes the filter from any goroutine.
+	// Waker returns a value that wakes the filter from any goroutine.
 	Waker() Waker
 }
 
@@ -82,7 +82,7 @@ type Detached interface {
 // Header is one header.
 type Header struct{ Name, Value string }
 
-// Call is a request of the filter's own. It has the headers of the client's request but those that it [Call.Drops].
+// Call is a request of the filter's own. It has the headers of the client's request except those that it [Call.Drops].
 type Call struct {
 	Cluster string
 	Set     []Header // in addition
@@ -90,7 +90,7 @@ type Call struct {
 	Timeout time.Duration
 }
 
-// Drops reports whether a header of the client's does not go with the call.
+// Drops reports whether a header of the client's request is left out of the call.
 func (c *Call) Drops(name []byte) bool {
 	return dropped(name) || slices.ContainsFunc(c.Set, func(h Header) bool { return h.Name == string(name) })
 }
@@ -102,7 +102,7 @@ type Answer struct {
 	Body    [][]byte
 }
 
-// Outcome is how Envoy's answer to a request stands.
+// Outcome is the state of Envoy's answer to a request.
 type Outcome struct {
 	Status  int    // of the answer; 0: there is none
 	Details string // Envoy's response code details

@@ -34,7 +34,7 @@ type Filter struct {
 	}
 
 	m       *scratch // nil: the request is on its way to D, or has been answered
-	resumed *attempt // what a request that begins again was before; nil: this is its first pass
+	resumed *attempt // the attempt that this request continues; nil: this is its first pass
 	hop     hop      // in progress, or the last
 	insured atomic.Pointer[Insured]
 	first   time.Duration
@@ -47,7 +47,7 @@ type Filter struct {
 	outcome Outcome            // of a request that is gone
 }
 
-// hop is the one that a request is on.
+// hop is the current hop of a request.
 type hop struct {
 	ticket   kvtransfer.Ticket // of the last pass that was committed; zero: none was
 	held     pass.Held
@@ -256,7 +256,7 @@ func (f *Filter) Destroy() {
 	}
 }
 
-// leave ends the request here. What still runs for it records its end, if anything does.
+// leave ends the request here. If something still runs for the request, that records the end.
 func (f *Filter) leave(o Outcome) {
 	f.mu.Lock()
 	if f.gone {

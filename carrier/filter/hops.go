@@ -181,8 +181,8 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	f.envoy.Continue()
 }
 
-// tellDecision returns what writes the decision of a pass into Envoy's dynamic metadata, without empty fields, and then
-// does what follows.
+// tellDecision returns a function that writes the decision of a pass into Envoy's dynamic metadata, without empty
+// fields, and then takes the next step.
 func tellDecision(e Envoy, x *pass.Pass, then func()) func() {
 	p, price := x.Planned, x.Req.Foreseen.Price
 	if p.Route == "" {
@@ -284,7 +284,7 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 	if stream {
 		for i := range a.headers {
 			if a.headers[i].Name == "content-type" {
-				a.headers[i].Value = eventStream + "; charset=utf-8"
+				a.headers[i].Value = openai.EventStream + "; charset=utf-8"
 			}
 		}
 	}

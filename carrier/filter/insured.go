@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"slices"
 	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -19,8 +18,8 @@ import (
 
 // Insured is D's answer to a request whose stream shall outlive its engine (docs/continue.md). The filter makes D's leg
 // by itself, as a stream of Envoy's HTTP client: it reads what D sends, keeps the token ids, and has another endpoint
-// continue where D ends before its time. All of it runs on the worker, but for what says otherwise. The methods that
-// Envoy calls do nothing on a nil Insured.
+// continue where D ends before its time. All of it runs on the worker, except where a comment says otherwise. The
+// methods that Envoy calls do nothing on a nil Insured.
 type Insured struct {
 	f      *Filter
 	api    openai.API
@@ -31,7 +30,7 @@ type Insured struct {
 	to    answering
 	again continuing
 
-	lastSent atomic.Int64          // when D sent something last; Unix nanoseconds
+	lastSent atomic.Int64          // when D last sent something; Unix nanoseconds
 	placed   atomic.Pointer[place] // where D's leg is; nil: nowhere. The watcher reads it
 }
 
@@ -65,13 +64,13 @@ type answering struct {
 
 // continuing is how the answer goes on at another endpoint.
 type continuing struct {
-	times int       // that it did, or was to
+	times int       // how often it was continued, or was to be
 	cause string    // why; "": it does not
-	last  time.Time // when the engine before sent something last
-	from  time.Time // when another one was to continue
+	last  time.Time // when the previous engine last sent something
+	from  time.Time // when another engine was asked to continue
 	said  []byte    // D's last words: an error's event
 	spare *spare
-	rest  time.Time // no other endpoint is asked for before
+	rest  time.Time // no other endpoint is asked before this time
 }
 
 // place is the endpoint of a leg.
@@ -188,7 +187,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	c := legCall(f, r.Endpoint, r.Path, body, 0, r.Endpoint.RankName(), f.id)
 	for i := range c.Set {
 		if c.Set[i].Name == "accept" {
-			c.Set[i].Value = cmp.Or(f.head.get("accept"), eventStream)
+			c.Set[i].Value = cmp.Or(f.head.get("accept"), openai.EventStream)
 		}
 	}
 	in.to.explanation = string(f.m.pass.Explanation)
@@ -256,7 +255,7 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 	status, engine := a.read(headers)
 	in.d.status, in.d.head = status, a.headers
 	events := slices.ContainsFunc(a.headers, func(h Header) bool {
-		return h.Name == "content-type" && strings.HasPrefix(h.Value, eventStream)
+		return h.Name == "content-type" && openai.IsEventStream(h.Value)
 	})
 	switch {
 	case !engine && failed(status): // its body says why
@@ -282,8 +281,6 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 		}
 	}
 }
-
-const eventStream = "text/event-stream"
 
 // pass lets D's answer pass as it is.
 func (in *Insured) pass() {
@@ -322,7 +319,8 @@ func (in *Insured) StreamData(id uint64, pieces [][]byte, end bool) {
 	})
 }
 
-// keep keeps what an engine sends whose stream may be continued elsewhere. If it is too much, it has to be.
+// keep keeps what an engine sends while its stream may be continued elsewhere. If that is too much, the stream must be
+// continued.
 func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
 	for _, p := range pieces {
 		s.kept = append(s.kept, p...)
@@ -390,7 +388,7 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	}
 }
 
-// speaks notes that D has sent an event: it has the request now, and nobody else.
+// speaks notes that D has sent an event: from now on it alone serves the request.
 func (in *Insured) speaks() {
 	if in.d.spoke {
 		return
@@ -408,7 +406,7 @@ func (in *Insured) speaks() {
 	}
 }
 
-// outdated has an answer planned again that may be made from KV that is another prompt's by now.
+// outdated plans the request again if its answer may be made from KV that is another prompt's by now.
 func (in *Insured) outdated() bool {
 	f := in.f
 	t, passes := &f.hop.ticket, f.s.Passes
@@ -537,7 +535,7 @@ func (in *Insured) BelowWatermark() {
 	})
 }
 
-// close ends what is open of an insured request that is over.
+// close ends whatever is still open for an insured request that is over.
 func (in *Insured) close() {
 	if in == nil {
 		return

@@ -21,10 +21,10 @@ import (
 )
 
 // pair is a request both of whose legs are under way: P's is a call, D's the request itself. D has no token before P
-// has done its part, so its answer waits for that: engines answer a stream with 200 before they have done anything,
-// and what has gone to a client cannot be planned again. It waits in a filter behind Envoy's router ([Answers]): in
-// front of it, an answer that breaks off while it waits would be an error that nobody can take back. All but what is
-// said otherwise happens on the worker.
+// has done its part, so its answer waits for that: engines answer a stream with 200 before they have done anything, and
+// what has gone to a client cannot be planned again. It waits in a filter behind Envoy's router ([Answers]): in front
+// of it, an answer that breaks off while it waits would be an error that nobody can take back. All of it runs on the
+// worker, except where a comment says otherwise.
 type pair struct {
 	f          *Filter
 	trace      traceContext
@@ -44,7 +44,7 @@ type pair struct {
 	late, over *time.Timer // nil: not set
 }
 
-// newPair makes the bodies of both legs, and returns what sends them.
+// newPair makes the bodies of both legs, and returns a function that sends them.
 func newPair(f *Filter, r *pass.Routed) func() {
 	f.m.edit(r.Edits)
 	body := f.m.body.data
@@ -304,8 +304,8 @@ func (p *pair) close() {
 	}
 }
 
-// How often P's leg is sent that goes on without the request, and how long after a try that failed: D waits for these
-// very blocks.
+// A leg of P's that goes on without the request: how often it is sent, and how long after a try that failed. D waits
+// for these very blocks.
 const (
 	keptTries = 3
 	keptPause = 50 * time.Millisecond

@@ -16,7 +16,7 @@ import (
 	"tandem/extproc/telemetry"
 )
 
-// maxLegMore is what a leg's body may have more than the client's, in bytes.
+// maxLegMore is how much longer than the client's a leg's body may be, in bytes.
 const maxLegMore = kvtransfer.MaxUndoBytes + plan.MaxDecodeMember
 
 // maxAnswer bounds the part of P's answer that is read, in bytes: one token, and the KV parameters.
@@ -100,7 +100,7 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	return then
 }
 
-// refusal returns what answers a request with an error.
+// refusal returns a function that answers a request with an error.
 func (f *Filter) refusal(err error) func() {
 	e, ok := errors.AsType[*openai.Error](err)
 	if !ok {

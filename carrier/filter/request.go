@@ -100,7 +100,7 @@ func (f *Filter) identify() {
 	}
 }
 
-// admit refuses what needs no body to be refused, and reports whether the body has to be read.
+// admit refuses requests that can be refused without their body, and reports whether the body has to be read.
 func (f *Filter) admit() (reads bool, err error) {
 	h, passes := &f.m.pass.Head, f.s.Passes
 	if f.resumed != nil {
@@ -161,8 +161,8 @@ func (f *Filter) limit() int {
 	return f.s.MaxBodyBytes
 }
 
-// dropped reports whether a header of the client's does not go with P's leg: what is of the connection, what steers
-// the request in Envoy, and what changes the form of an answer, which Tandem reads.
+// dropped reports whether P's leg goes without a header of the client's: those of the connection, those that steer the
+// request in Envoy, and those that change the form of an answer, which Tandem reads.
 func dropped(name []byte) bool {
 	switch string(name) {
 	case "connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade", "content-length", "host",

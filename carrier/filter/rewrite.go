@@ -1,7 +1,6 @@
 package filter
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"net/http"
@@ -14,8 +13,8 @@ import (
 	"tandem/kvstate"
 )
 
-// rewrite is an answer of D's that the client gets otherwise: a stream event by event, in the hook of each piece; a
-// whole answer when it is complete, in a goroutine, because it may be long.
+// rewrite is an answer of D's that the client does not get as it is: a stream event by event, in the hook of each
+// piece; a whole answer when it is complete, in a goroutine, because it may be long.
 type rewrite struct {
 	f      *Filter
 	by     openai.Rewriter
@@ -34,8 +33,7 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 	if end || f.hop.ticket.Stage == 0 {
 		return Continue
 	}
-	kind := bytes.ToLower(f.envoy.ResponseHeader("content-type"))
-	r := &rewrite{f: f, stream: bytes.HasPrefix(kind, []byte(eventStream))}
+	r := &rewrite{f: f, stream: openai.IsEventStream(string(f.envoy.ResponseHeader("content-type")))}
 	if r.by = r.rewriter(o.Status); r.by == nil {
 		return Continue
 	}

@@ -77,7 +77,7 @@ func (s *Shared) hold(m *scratch, n int) bool {
 	return s.Memory.Replace(&m.body.held, int64(n))
 }
 
-// attempt is a request that begins again after its hop to D failed: what goes sealed through Envoy beside it.
+// attempt is a request that begins again after its hop to D failed. It has what a sealed ticket carries beside Envoy.
 type attempt struct {
 	ticket     kvtransfer.Ticket
 	id         string // of the client's request

@@ -96,8 +96,8 @@
 // # Time and memory
 //
 // P keeps a finished prefill leg's blocks for --lease by its own clock; they are memory that nothing else gets. A
-// decode leg that waits for blocks renews it, every sixth of D's own --lease, to two thirds of P's from then on. Two
-// engines of both roles can so wait for each other's memory for ever, as real ones do, until clients leave.
+// decode leg that waits for blocks renews it, every sixth of D's own --lease, to two thirds of P's from then on. So two
+// engines of both roles can wait for each other's memory for ever, as real ones do, until clients leave.
 //
 // The engine's core can stand still (mode stall): no admission, no token, no fetch, no heartbeat, no free block, no
 // count changes; /health, /metrics, a stream's 200 and the side channel answer. A D that goes on after P's lease reads
@@ -128,9 +128,10 @@
 // # KV events
 //
 // With --kv-events the prefix cache's blocks are published as vLLM publishes them: stored, removed, all cleared, in
-// three frames over ZeroMQ, numbered for each process; --kv-events-replay serves the latest of them again. Maps as
-// vLLM 0.24 and later, or arrays with --kv-events-arrays. A block's name is its cache key. POST /sim/kv-events
-// {"lose":n} drops the next n batches. enginesim_kv_events_subscribers is the number of connected subscribers.
+// three frames over ZeroMQ, numbered for each process; --kv-events-replay serves the latest of them again. Events are
+// maps, as in vLLM 0.24 and later, or arrays with --kv-events-arrays. A block's name is its cache key. POST
+// /sim/kv-events {"lose":n} drops the next n batches. enginesim_kv_events_subscribers is the number of connected
+// subscribers.
 //
 // With --host-blocks there is CPU memory behind the GPU's, as with vLLM's offloading: what is stored in GPU memory is
 // copied there and loaded back from there, at --load-rate. Its events have the medium CPU and no token ids.

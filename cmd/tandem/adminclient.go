@@ -71,7 +71,7 @@ func (a *adminClient) settle(c *cobra.Command) error {
 	return nil
 }
 
-// onLoopback is where an address is reached from this machine that listens on every interface.
+// onLoopback returns the address at which this machine reaches a server that listens on every interface.
 func onLoopback(listen string) string {
 	host, port, err := net.SplitHostPort(listen)
 	if ip := net.ParseIP(host); err == nil && (host == "" || ip != nil && ip.IsUnspecified()) {

@@ -95,7 +95,7 @@ func checkAuthorities(file string) error {
 	return err
 }
 
-// readIfNamed reads a file; nil for "", whose absence is no matter of files.
+// readIfNamed reads a file. It returns nil for "": other checks find a missing name.
 func readIfNamed(file string) ([]byte, error) {
 	if file == "" {
 		return nil, nil

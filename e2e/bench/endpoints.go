@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -49,7 +50,7 @@ func (s *stack) used() (r round, err error) {
 	if r.envoy, err = s.envoy.CPU(); err != nil {
 		return r, err
 	}
-	r.tandem, err = cpuOf(append(s.routers, s.tandem)...)
+	r.tandem, err = cpuOf(slices.Concat(s.routers, s.tandems)...)
 	return r, err
 }
 

@@ -134,7 +134,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// between returns what do used, in n parts.
+// between returns what do used, divided by n.
 func (s *stack) between(ctx context.Context, n float64, do func() error) (used spent, err error) {
 	before, err := s.spent(ctx)
 	if err != nil {

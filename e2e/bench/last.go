@@ -116,7 +116,7 @@ func writeChanges(w io.Writer, last, now []figures) {
 	}
 }
 
-// was formats a figure of an earlier run, which need not have all.
+// was formats a figure of an earlier run, which may lack it.
 func was(v float64) string {
 	if v == 0 {
 		return "-"

@@ -125,8 +125,9 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
-		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), usage=yes, binding=immediate, "+
-		"inside=FOLDER (of libtandem.so, which Envoy loads), insured=yes (its streams outlive engines), or environment",
+		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), replicas=N, usage=yes, "+
+		"binding=immediate, inside=FOLDER (of libtandem.so, which Envoy loads), insured=yes (its streams outlive "+
+		"engines), or environment",
 		func(v string) error {
 			added, err := parseVariant(v)
 			o.variants = append(o.variants, added)
@@ -229,6 +230,12 @@ func parseVariant(text string) (variant, error) {
 			v.redis = true
 		case s == "usage=yes":
 			v.usage = true
+		case key == "replicas":
+			n, err := strconv.Atoi(value)
+			if err != nil || n < 1 {
+				return v, fmt.Errorf("%q is not a number of replicas", s)
+			}
+			v.replicas = n
 		case key == "inside":
 			v.inside = value
 		case key == "insured":

@@ -82,7 +82,7 @@ func tail(rounds []round, q float64) time.Duration {
 	return quantile(all, q)
 }
 
-// add adds the rounds of one shape and number of clients, by stack. k is their key but for the stack.
+// add adds the rounds of one shape and number of clients, by stack. k is their key except the stack.
 func (r *report) add(sh shape, k key, results [][]round) {
 	floor, clients := results[0], k.Clients
 	for i, rounds := range results {
@@ -149,7 +149,11 @@ func (r *report) memory(stacks []*stack) {
 		}
 		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.Peak()>>20)
 		if s.tandem != nil {
-			text += fmt.Sprintf(", Tandem %d", s.tandem.Peak()>>20)
+			peak := int64(0)
+			for _, t := range s.tandems {
+				peak += t.Peak()
+			}
+			text += fmt.Sprintf(", Tandem %d", peak>>20)
 		}
 		r.peaks = append(r.peaks, text)
 	}

@@ -185,7 +185,7 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 	return r, nil
 }
 
-// requests sends the share of client i. At a rate, clients take turns, as they would come one by one.
+// requests sends the share of client i. At a rate, clients send in turn, at equal intervals.
 func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64,
 	i, clients int) (took, first []time.Duration, err error) {
 	c, err := dial(s.address(sh.model))

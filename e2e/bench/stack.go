@@ -162,7 +162,7 @@ func (l *lab) startPair(ctx context.Context, events bool, model, name, connector
 			args = append(args, "--decode-step", l.tokenTime.String())
 		}
 		if events {
-			// a cache of a million tokens, as one of large GPUs: prompts drive each other out, which events say too
+			// a cache of a million tokens, as on large GPUs: prompts evict each other, and events report that
 			args = append(args, "--kv-events", "tcp://*:"+port(ports[i+5]), "--kv-events-buffer", "16",
 				"--blocks", strconv.Itoa(1<<16))
 		}

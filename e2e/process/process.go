@@ -60,24 +60,6 @@ func (g *Group) Start(name string, env []string, path string, args ...string) (*
 	return p, nil
 }
 
-// Commands returns the command lines of all processes, as a shell takes them, in the order of their start.
-func (g *Group) Commands() (lines []string) {
-	for _, p := range g.processes {
-		words := make([]string, len(p.cmd.Args))
-		for i, word := range p.cmd.Args {
-			words[i] = word
-			if word == "" || strings.ContainsFunc(word, special) {
-				words[i] = "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
-			}
-		}
-		lines = append(lines, strings.Join(words, " "))
-	}
-	return lines
-}
-
-// special reports whether a character may mean something to a shell.
-func special(c rune) bool { return c <= ' ' || strings.ContainsRune("'\"\\$`*?[]{}()<>|&;#~!", c) }
-
 // Stop ends all of them, in the reverse order of their start.
 func (g *Group) Stop() {
 	for _, p := range slices.Backward(g.processes) {
@@ -163,9 +145,6 @@ func (p *Process) Wakeups() (n int64) {
 	}
 	return n
 }
-
-// Resident returns the resident memory of the process, in bytes; 0 if it is unknown.
-func (p *Process) Resident() int64 { return p.memory("VmRSS:") }
 
 // Peak returns the peak resident memory of the process, in bytes; 0 if it is unknown.
 func (p *Process) Peak() int64 { return p.memory("VmHWM:") }

@@ -22,9 +22,7 @@ func TestProcess(t *testing.T) {
 		used, err := p.CPU()
 		return err == nil && used > 0
 	}, 30*time.Second, time.Millisecond)
-	resident := p.Resident() // first: it may grow
-	require.Positive(t, resident)
-	require.GreaterOrEqual(t, p.Peak(), resident)
+	require.Positive(t, p.Peak())
 
 	var none *Process
 	used, err := none.CPU()

@@ -72,7 +72,7 @@ func (m *Messages) any(a *anypb.Any) *yaml.Node {
 	return out
 }
 
-// free is a value of free JSON, as far as the model has any.
+// free is a value of arbitrary JSON, as far as the model has any.
 func (m *Messages) free(v *structpb.Value) *yaml.Node {
 	switch k := v.GetKind().(type) {
 	case *structpb.Value_StructValue:

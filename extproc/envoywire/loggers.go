@@ -10,8 +10,8 @@ import (
 
 // Loggers are the access log streams that Envoys have open to this replica. An Envoy that knows several replicas
 // numbers them: its access log streams carry a fingerprint of its list and the replica's number in it
-// (MetadataReplica), its ext_proc streams the fingerprint (MetadataFleet). So a replica knows by which number the Envoy
-// of a request would log to it alone (HeaderReplica). Zero values are ready to use; they are safe for concurrent use.
+// (MetadataReplica), its ext_proc streams the fingerprint (MetadataFleet). So a replica knows the number by which the
+// Envoy of a request logs to it alone (HeaderReplica). Zero values are ready to use; they are safe for concurrent use.
 type Loggers struct {
 	mu   sync.RWMutex
 	open map[string]*logger // by fingerprint

@@ -100,7 +100,7 @@ func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	s.tries.report(t.ID, f)
 }
 
-// await is how long the replan port waits for the log entry of the try before. Envoy sends it at once.
+// await is how long the replan port waits for the log entry of the previous try. Envoy sends it at once.
 const await = 500 * time.Millisecond
 
 // Failed returns how the try of a ticket failed. What is unknown counts as a broken connection, whichever endpoint of
@@ -152,7 +152,7 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 }
 
 // Decode is Endpoint for the decode endpoint of a leg. A status other than that of a full one may mean that its KV
-// could not be loaded; next.Loads is whether nobody knows that it was not.
+// could not be loaded; next.Loads is true if nothing rules that out.
 func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
 	s.Endpoint(next, requestID, next.Decode, f)
 	pool := s.State.Pool(next.Pool)

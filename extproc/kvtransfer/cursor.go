@@ -7,7 +7,7 @@ import (
 	"fmt"
 )
 
-// cursor walks over validated JSON. On anything else it returns errors, and never leaves b.
+// cursor walks over validated JSON. On anything else it returns errors, and it never reads outside b.
 type cursor struct {
 	b []byte
 	i int

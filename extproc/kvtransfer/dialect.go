@@ -121,7 +121,7 @@ const (
 // Reports lists the facts that engines must report for them to fit the pool.
 type Reports struct {
 	Connectors []string // names of vLLM's kv_connector; nil: unknown, or another engine
-	Stores     []string // if those are unknown: such as can use a store, of the connectors of other dialects
+	Stores     []string // if those are unknown: connectors of other dialects that can use a store
 	Alike      []Fact   // facts in which P and D must agree: otherwise one refuses the other's KV at the handshake
 	Release    bool     // engines of different releases refuse each other's KV, or misread it
 	Ranks      bool     // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
@@ -160,13 +160,13 @@ type Push struct {
 	// then computes what it lacks. It returns at once when ctx ends.
 	Await    func(ctx context.Context, pair *Pair) bool
 	Patience time.Duration // the maximum time of Await
-	// ChunkTokens is the size of what D takes or leaves in its buffer: it takes those that its own cache lacks a part
-	// of, and what it leaves stays there. 0: D takes everything.
+	// ChunkTokens is the size of a chunk in D's buffer. D takes a chunk if its own cache lacks a part of it; other
+	// chunks stay in the buffer. 0: D takes everything.
 	ChunkTokens int64
 }
 
-// LeavesAll reports whether D would leave in its buffer what P pushes of a prompt, but for a part of a chunk: its own
-// cache holds the rest already. All are in tokens.
+// LeavesAll reports whether D would leave all that P pushes of a prompt in its buffer, because its own cache holds the
+// prompt except for a part of a chunk. All are in tokens.
 func (p *Push) LeavesAll(prompt, held int64) bool {
 	return p.ChunkTokens > 0 && held >= min(p.ChunkTokens, prompt) && prompt-held < p.ChunkTokens
 }

@@ -120,7 +120,7 @@ func (p *Peers) current(e *kvstate.Endpoint) (Peer, bool) {
 	back := kvstate.Back(e)
 	stale := func(at time.Time) bool { return !at.After(back) }
 	if !ok || p.Registers || back.IsZero() || !slices.ContainsFunc(l.at, stale) {
-		return l.Peer, ok // what engines register they take back themselves
+		return l.Peer, ok // engines themselves withdraw what they register
 	}
 	fresh, ok := Peer{make([]Rank, len(l.Ranks))}, false
 	for i, r := range l.Ranks {

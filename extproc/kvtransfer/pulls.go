@@ -92,7 +92,7 @@ func isBlockIDs(value []byte) bool {
 	return err == nil
 }
 
-// readPullAnswer reads P's answer with status 200 and returns its object, checked and verbatim but for an address that
+// readPullAnswer reads P's answer with status 200 and returns its object, checked and verbatim except an address that
 // is only valid on P's machine.
 func readPullAnswer(body []byte, prefill *Side, needed []pullMember) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)

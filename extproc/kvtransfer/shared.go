@@ -27,7 +27,7 @@ func sharedDialect(*Options) (Dialect, error) {
 
 func (d shared) Prefill(r *openai.Request, p *openai.Patch, _ *Pair) { d.plan(r, p) }
 
-// ReadAnswer only checks that the answer is one.
+// ReadAnswer only checks that it is a valid answer.
 func (shared) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	a, _, err := usage(body)
 	if err != nil {

@@ -57,8 +57,8 @@ func (q *Queue) syncRemote() {
 	}, func(id uint64, sent bool) { q.requests.RemoveRemote(id, sent) })
 }
 
-// lookRemote is look for a request of another replica. Its session is unknown here, so it counts as one without. If
-// its replica places it differently for that, it blocks others here only for a short time.
+// lookRemote does what look does, for a request of another replica. Its session is unknown here, so it counts as one
+// without. If its replica places it differently for that, it blocks others here only for a short time.
 func (q *Queue) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	o := q.remote[id]
 	if q.positionsOf != q.pool {

@@ -91,7 +91,7 @@ func Refusal(r *openai.Request, policy Policy) Reason {
 	return ""
 }
 
-// short returns why an answer is not worth it; "": it is.
+// short returns why an answer is too short to be worth it; "": it is.
 func (p *Policy) short(r *openai.Request) string {
 	if n, ok := r.TokenLimit(); ok && n > 0 && n < p.MinAnswer {
 		return "short"

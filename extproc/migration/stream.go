@@ -19,7 +19,7 @@ type Stream struct {
 	head   head
 	seen   seen
 	prompt []uint32
-	ids    []uint32 // of the answer. Those from tokens on are of an attempt before, and should be generated again
+	ids    []uint32 // of the answer. Those from tokens on are of a previous attempt, and should be generated again
 	base   int      // tokens of the answer that the present attempt got with its prompt
 	tokens int      // tokens of the answer up to the present event
 	chars  int      // characters that the present attempt has written, with those of its base
@@ -32,7 +32,7 @@ type Stream struct {
 	rest   []byte // what a broken attempt wrote from there on
 }
 
-// terms are what the request says of its answer.
+// terms are what the request demands of its answer.
 type terms struct {
 	chat, showIDs, usage, greedy bool
 	own                          bool  // the limit is max_completion_tokens
@@ -319,7 +319,7 @@ func (s *Stream) remember(p *parser, e *event) {
 }
 
 // take adds an event's token ids to the answer's, or compares them with those that an attempt before has generated. It
-// returns a reason if there should be ids and are none, or if the client has what others of them stand for.
+// returns a reason if ids are missing, or if the client has text of other ids already.
 func (s *Stream) take(p *parser, e *event) (count int, reason Reason) {
 	if s.reason != "" && !s.joined {
 		return 0, ""

@@ -83,7 +83,7 @@ func Obstacles(r *Request) iter.Seq[string] {
 	}
 }
 
-// obstacles are the members that are one with any value.
+// obstacles are the members that are an obstacle with any value.
 var obstacles = map[string]string{
 	"tools": "tools", "functions": "tools", "structured_outputs": "grammar", "seed": "seed", "bad_words": "penalty",
 	"suffix": "prompt", "truncate_prompt_tokens": "prompt", "modalities": "media", "audio": "media",

@@ -207,7 +207,7 @@ func (c *Continuation) appendUsage(dst, usage []byte) []byte {
 	})
 }
 
-// appendMembers appends an object with the members' values that change returns.
+// appendMembers appends an object whose members have the values that change returns.
 func appendMembers(dst, object []byte, change func(key string, value []byte) []byte) []byte {
 	dst = append(dst, '{')
 	first := true

@@ -3,7 +3,17 @@ package openai
 import (
 	"bytes"
 	"errors"
+	"strings"
 )
+
+// EventStream is the media type of server-sent events.
+const EventStream = "text/event-stream"
+
+// IsEventStream reports whether a content-type is that of server-sent events, in any case and with any parameters.
+func IsEventStream(contentType string) bool {
+	kind, _, _ := strings.Cut(contentType, ";")
+	return strings.EqualFold(strings.TrimSpace(kind), EventStream)
+}
 
 // Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events: one may arrive in
 // pieces, several may arrive at once, and lines may end in LF, CR LF or CR. The zero value is ready. It is for one

@@ -24,6 +24,15 @@ func feed(t testing.TB, stream string, n int) (data []string) {
 	return data
 }
 
+func TestIsEventStream(t *testing.T) {
+	for kind, is := range map[string]bool{
+		"text/event-stream": true, "text/event-stream; charset=utf-8": true, "Text/Event-Stream ;charset=utf-8": true,
+		"": false, "text/event-streams": false, "application/json": false, "application/json; a=text/event-stream": false,
+	} {
+		require.Equal(t, is, IsEventStream(kind), kind)
+	}
+}
+
 // However a stream was cut on its way, its events are the same.
 func TestEvents(t *testing.T) {
 	for name, tt := range map[string]struct {

@@ -127,10 +127,10 @@ func Side(pool *kvstate.Pool, addr string) kvtransfer.Side {
 	return kvtransfer.Side{Addr: addr}
 }
 
-// Held is what one pass of a request has reserved: at the endpoint of prefill, and at that of decode, or of any other
-// one hop; 0: nothing. Whoever learns of the pass's end has it: from the pass's ticket ([HeldBy]) or, without one,
-// from the request's name and the number of the pass ([Shared.Held]), of which the ids are made. Each is released
-// once, whoever is first.
+// Held has the reservations of one pass of a request: at the prefill endpoint, and at the decode endpoint or that of
+// any other single hop; 0: none. Code that learns of the pass's end makes it from the pass's ticket ([HeldBy]) or,
+// without one, from the request's name and the number of the pass ([Shared.Held]). Each is released once, whoever is
+// first.
 type Held struct{ Prefill, Decode kvstate.ReservationID }
 
 // HeldBy returns what the pass of a ticket has reserved, at this replica or another one.
@@ -180,8 +180,8 @@ func (s *Shared) ReleaseAll(name string) {
 	}
 }
 
-// consume consumes a ticket, and reports whether this was the first time. One that no other replica can have needs no
-// record.
+// consume consumes a ticket, and reports whether this was the first time. A ticket that no other replica can have needs
+// no record.
 func (s *Shared) consume(id [16]byte) bool { return s.Inside || s.State.Consume(id) }
 
 // releaseDecode releases what a ticket's pass has reserved for decode, here or at the replica that served it.

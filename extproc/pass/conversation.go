@@ -120,8 +120,8 @@ func (s *Shared) TurnFailed(next *kvtransfer.Ticket, requestID string, status in
 		"request_id", requestID, "endpoint", next.Prefill, "status", status)
 }
 
-// sameEngines reports whether two endpoints are known to read each other's blocks. A pair only needs not to be
-// known to be unable to.
+// sameEngines reports whether two endpoints are known to read each other's blocks. A pair needs less: it is enough that
+// nothing is known against it.
 func sameEngines(a, b *kvstate.Endpoint) bool {
 	return a.Group == b.Group && a.Engine == b.Engine && a.Layout == b.Layout &&
 		a.Transfer.Release == b.Transfer.Release

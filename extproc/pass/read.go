@@ -18,7 +18,7 @@ import (
 	"tandem/picker"
 )
 
-// want is what was read of how a request goes.
+// want is what was read about the way that a request takes.
 type want struct {
 	way      way
 	model    string            // of a request without a prompt
@@ -32,7 +32,7 @@ type want struct {
 	legs     kvtransfer.Legs // of the pair that was chosen
 }
 
-// way is how a request goes, as far as its body decides that.
+// way is the way that a request takes, as far as its body decides that.
 type way uint8
 
 const (

@@ -289,9 +289,9 @@ func (p *Policy) NotSplit(tokens int64) string {
 	return ""
 }
 
-// Whole is about a request with so many uncached tokens that may be split, and for which the picker chose no pair; full
-// is whether an engine of both roles answers because there was no room. It returns no_room then, no_prefill if there is
-// no pair, "" if decode alone is cheaper, and the client's answer as an error if it must not be decoded alone.
+// Whole returns why a request with so many uncached tokens is not split, although it may be: the picker chose no pair
+// for it. full: an engine of both roles answers because there was no room. It returns no_room then, no_prefill if there
+// is no pair, "" if decode alone is cheaper, and the client's answer as an error if it must not be decoded alone.
 func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View, tokens int64, full bool) (why string, refusal error) {
 	if full {
 		return NoRoom, nil

@@ -175,7 +175,7 @@ func (p *Port) limit(t *kvtransfer.Ticket) time.Duration {
 	return policy.LegLimit(t)
 }
 
-// refuse refuses a hop without a ticket that can be planned again.
+// refuse refuses a hop that has no ticket by which it could be planned again.
 func (p *Port) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id string, err error) {
 	p.passes.Log.Warn("replan refused", "request_id", id, "err", err)
 	if t == nil {
@@ -193,13 +193,13 @@ func (p *Port) giveUp(w http.ResponseWriter, e *openai.Error) {
 	refuse(w, e)
 }
 
-// hedged reports whether a try at the replan port is a hedge: the try before it may still get its answer. Envoy
-// sends the retry of a failed try sooner.
+// hedged reports whether a try at the replan port is a hedge: the previous try may still get its answer. Envoy sends
+// the retry of a failed try sooner.
 func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 	return took >= HedgeAfter-early && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
 }
 
-// takes reports whether a ticket is one of a hop that may have failed.
+// takes reports whether a ticket belongs to a hop that may have failed.
 func takes(t *kvtransfer.Ticket) bool {
 	switch t.Stage {
 	case kvtransfer.PrefillLeg, kvtransfer.DecodeLeg, kvtransfer.PairLegs, kvtransfer.EncodeLeg:

@@ -25,7 +25,7 @@ func newStateCollector(state *kvstate.State) *stateCollector {
 			endpoint, nil),
 		requests: prometheus.NewDesc("tandem_endpoint_requests", "Requests booked on an endpoint now.", endpoint, nil),
 		tokens: prometheus.NewDesc("tandem_endpoint_prompt_tokens",
-			"Prompt tokens of the requests booked on an endpoint now.", endpoint, nil),
+			"Prompt tokens of the requests reserved on an endpoint now.", endpoint, nil),
 		remote: prometheus.NewDesc("tandem_queue_requests_remote",
 			"Requests known to wait in other replicas. This one dispatches them before its own that rank behind them.",
 			[]string{"pool"}, nil),

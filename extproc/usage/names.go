@@ -10,7 +10,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// bounded returns a name from outside as text of a bounded length: of a longer one, its hash.
+// bounded returns a name from outside or, if that is too long, its hash.
 func bounded(name string) string {
 	if len(name) > maxName {
 		sum := sha256.Sum256([]byte(name))
@@ -19,7 +19,7 @@ func bounded(name string) string {
 	return strings.ToValidUTF8(name, "?")
 }
 
-// names bounds the values of a label: the first ones that come have themselves, and the rest share a few. It is safe
+// names bounds the values of a label: the first names keep a value of their own, and the rest share a few. It is safe
 // for concurrent use.
 type names struct {
 	mu   sync.Mutex

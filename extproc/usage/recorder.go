@@ -74,9 +74,9 @@ func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, e
 				"chosen: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9)),
 		without: counter("tandem_answers_without_usage_total",
 			"Requests that ended well and whose tokens are not known, by reason (absent: the answer does not say "+
-				"them, absurd: it says what is no number of tokens).", "pool", "reason"),
+				"them, absurd: it reports no possible number).", "pool", "reason"),
 		promises: counter("tandem_promises_total",
-			"Requests by what became of the pool's targets (kept, late, slow, failed, unknown).",
+			"Requests by whether they met the pool's targets (kept, late, slow, failed, unknown).",
 			"pool", "tenant", "result"),
 	}
 	if o.Ledger == "" {
@@ -100,8 +100,8 @@ func (r *Recorder) Header() string {
 	return r.TenantHeader
 }
 
-// Ended returns what a request used that has ended, and counts it if it is mine: of all replicas one counts. endpoint
-// answered it.
+// Ended returns what a request has used at its end, and counts it if mine is set: only one replica counts a request.
+// endpoint answered it.
 func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended, endpoint string, mine bool) *Used {
 	if r == nil {
 		return nil

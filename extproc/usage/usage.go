@@ -19,7 +19,7 @@ type Used struct {
 	Prompt   *int64 `json:"prompt_tokens,omitempty"`
 	Cached   *int64 `json:"cached_tokens,omitempty"` // of the prompt's, found in a cache
 	Answer   *int64 `json:"completion_tokens,omitempty"`
-	Absurd   bool   `json:"absurd,omitempty"` // the answer says what is no number of tokens: it is left out
+	Absurd   bool   `json:"absurd,omitempty"` // the answer reports no possible number of tokens: it is left out
 	Streamed bool   `json:"streamed,omitempty"`
 	// from the request's arrival to the first byte of the answer's body; only of streams
 	FirstToken time.Duration `json:"first_token_ns,omitempty"`
@@ -60,7 +60,7 @@ func Of(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended string, promise Promi
 	return u
 }
 
-// count takes the counts of an answer. What cannot be is left out, and what follows from it.
+// count takes the counts of an answer. Impossible figures are left out, and whatever follows from them.
 func (u *Used) count(a *envoywire.Usage) {
 	for _, c := range []*envoywire.Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten} {
 		u.Absurd = u.Absurd || c.Absurd

@@ -225,7 +225,7 @@ func TestValidationErrors(t *testing.T) {
 			"envoy.maxBodyBytes: 1000 is not between 1Ki and 128Mi",
 			"extProc.maxMessageBytes: 4097Mi is not above envoy.maxBodyBytes (1000) and at most 1Gi: a whole body comes in one message"}},
 		"redis, all wrong": {"state: {redis: {url: \"redis://:p@x/1\", nodes: [x], mode: cluster, sentinelMaster: m, passwordFile: f, keyPrefix: \"{a}\", lease: 5m, tls: {certFile: c}}}\n" + least, []string{
-			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is not between 500ms and 1m: so long a dead replica's reservations count",
+			`state.redis.keyPrefix: "{a}" is not made of letters, digits and - _ . :`, "state.redis.lease: 5m is not between 500ms and 1m: a dead replica's reservations count that long",
 			`state.redis.nodes[0]: "x" is not an address: ip:port, [ip]:port or name:port`, "state.redis.passwordFile: the url has a password too: take one out",
 			"state.redis.sentinelMaster: has no effect unless mode is sentinel", "state.redis.tls: has no effect with redis://: write rediss://",
 			"state.redis.tls.keyFile: certFile and keyFile belong together: set both or none"}},

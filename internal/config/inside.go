@@ -13,14 +13,11 @@ func Inside(c *configv1.Config) bool { return c.GetEnvoy().GetRun() == "inside" 
 const notInside = "is not available inside Envoy (envoy.run: inside): take it out, or run Tandem beside Envoy " +
 	"(docs/howto/inside-envoy.md)"
 
-// checkInside refuses what the filter inside Envoy does not do yet: served wrong would be worse.
+// checkInside refuses what the filter inside Envoy does not do yet: a wrong answer would be worse.
 func checkInside(v *validator, c *configv1.Config) {
 	for i, p := range c.Pools {
-		s := p.ContinueStreams
-		fits := Inside(c) && p.Engine == "vllm" && s.GetMostTimes() >= 0 && s.GetMostTimes() <= 100
-		if s != nil && (!fits || s.MinAnswerTokens < 0) {
-			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "needs envoy.run inside, engine vllm, mostTimes of "+
-				"1 to 100, and minAnswerTokens of 0 or more")
+		if p.ContinueStreams != nil && (!Inside(c) || p.Engine != "vllm") {
+			v.m.add(fmt.Sprintf("pools[%d].continueStreams", i), "needs envoy.run inside and engine vllm")
 		}
 	}
 	refuse := func(path string, is bool) {

@@ -36,12 +36,13 @@ func TestInsideRefusesWhatItDoesNotDo(t *testing.T) {
 		"Envoy Gateway":                     {"pools:", "envoyGateway: {services: [\"a.b:9002\"]}\npools:", "envoyGateway"},
 		"a stream that outlives any engine": {"kvTransfer: nixl", "kvTransfer: nixl\n  engine: any\n  continueStreams: {}", "pools[0].continueStreams"},
 		"streams beside Envoy":              {"run: inside}\npools:\n- name: a", "run: beside}\npools:\n- name: a\n  continueStreams: {}", "pools[0].continueStreams"},
-		"continued for ever":                {"kvTransfer: nixl", "kvTransfer: nixl\n  continueStreams: {mostTimes: 101}", "pools[0].continueStreams"},
+		"continued for ever":                {"kvTransfer: nixl", "kvTransfer: nixl\n  engine: vllm\n  continueStreams: {mostTimes: 101}", "pools[0].continueStreams.mostTimes"},
+		"answers of no length":              {"kvTransfer: nixl", "kvTransfer: nixl\n  engine: vllm\n  continueStreams: {minAnswerTokens: -1}", "pools[0].continueStreams.minAnswerTokens"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := Parse([]byte(strings.Replace(base, tt.from, tt.to, 1)))
 			require.ErrorContains(t, err, tt.path)
-			if !strings.HasSuffix(tt.path, "continueStreams") && name != "another place" {
+			if !strings.Contains(tt.path, "continueStreams") && name != "another place" {
 				require.ErrorContains(t, err, "not available inside Envoy")
 			}
 		})

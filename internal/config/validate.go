@@ -47,8 +47,8 @@ func (v *validator) warn(path, format string, args ...any) {
 	v.warnGiven(nil, path, format, args...)
 }
 
-// warnGiven warns of a setting because of what others are, whose paths are given: an error in one of them may be the
-// reason.
+// warnGiven warns of a setting because of the values of other settings, whose paths are given: an error in one of them
+// may be the reason.
 func (v *validator) warnGiven(given []string, path, format string, args ...any) {
 	v.warnings = append(v.warnings, warning{path, fmt.Sprintf(format, args...), given})
 }
@@ -187,7 +187,7 @@ func checkCORS(v *validator, c *configv1.Cors) {
 var origin = regexp.MustCompile(`^[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+$`)
 var headerName = regexp.MustCompile(`^([A-Za-z0-9-]+|\*)$`)
 
-// checkReplicas warns of several replicas that do not share what they know, or not the work of replanning.
+// checkReplicas warns of several replicas that do not share what they know, or do not share the work of replanning.
 func checkReplicas(v *validator, c *configv1.Config) {
 	n := len(c.Envoy.ExtProcs)
 	if n > 1 && c.State.GetRedis() == nil {

@@ -43,15 +43,15 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		forwarded: feed("tandem_kv_events_forwarded_total",
 			"Batches that came from the replica that the publisher connected to."),
 		lag: feed("tandem_kv_events_lag_seconds",
-			"From the engine's clock to the index, of the last batch of KV events that came as it was published."),
+			"Time from the engine's clock to the index, of the last batch of KV events that came as it was published."),
 		held: feed("tandem_kv_events_blocks", "Blocks that the engine holds, as it reports."),
 		orphans: feed("tandem_kv_events_orphan_blocks",
 			"Blocks that the engine holds and that no known prefix leads to: one before them was lost or evicted."),
 		batches: feed("tandem_kv_events_batches_total", "Batches of KV events taken from the engine."),
 		gaps:    feed("tandem_kv_events_gaps_total", "Times that batches were missing."),
 		lost: feed("tandem_kv_events_lost_total",
-			"Times that batches could not be had again or read, and all that was known of the engine's cache was "+
-				"forgotten."),
+			"Times that batches could not be fetched again or read, so that all that was known of the engine's cache "+
+				"was forgotten."),
 		restarts: feed("tandem_kv_events_restarts_total", "Restarts of the engine, as its batches' numbers show."),
 		bad:      feed("tandem_kv_events_malformed_total", "Messages that were no batch of KV events."),
 		unusable: feed("tandem_kv_events_unusable_total",

@@ -75,7 +75,7 @@ func storeCounters() []storeCounter {
 			"Routed prompts dropped while Redis did not answer; a snapshot publishes them later.",
 			func(s redisstore.Stats) int64 { return s.Dropped }},
 		{"tandem_redis_unknown_endpoints_total",
-			"Endpoints in other replicas' batches that this replica does not have, each time.",
+			"Times that another replica's batch named an endpoint that this replica does not have.",
 			func(s redisstore.Stats) int64 { return s.Unknown }},
 		{"tandem_redis_snapshots_total",
 			"Snapshots and feeds of KV events written for other replicas.",

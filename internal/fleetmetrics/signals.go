@@ -35,7 +35,7 @@ func Signals(state *kvstate.State, scraper *scrape.Scraper) prometheus.Collector
 		waiting: gauge("tandem_engine_waiting",
 			"Waiting requests, as the engine reports them. Absent: not reported."),
 		external: gauge("tandem_engine_requests_external",
-			"Running and waiting requests that no replica booked, in two scrapes: load that did not come through "+
+			"Running and waiting requests that no replica reserved, in two scrapes: load that did not come through "+
 				"Tandem. Absent: not reported."),
 		usage: gauge("tandem_engine_kv_usage",
 			"Share of the KV cache in use, 0 to 1, as the engine reports it. Absent: not reported."),

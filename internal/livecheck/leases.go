@@ -10,7 +10,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// transferExtra are the settings of vLLM's NIXL connector that leases hang on (0.32.0: nixl/base_scheduler.py).
+// transferExtra are the settings of vLLM's NIXL connector that decide about leases (0.32.0: nixl/base_scheduler.py).
 // nil: not set.
 type transferExtra struct {
 	Lease         *float64 `json:"kv_lease_duration"`     // seconds for which P keeps KV
@@ -23,8 +23,8 @@ const (
 	keptAnswers = 480              // vLLM's default of decoder_kv_blocks_ttl, in seconds
 )
 
-// checkLeases compares what makes KV expire, and D notice it (docs/security.md, Wrong text), with the engine's own
-// settings. A vLLM without VLLM_SERVER_DEV_MODE does not report them.
+// checkLeases compares the settings by which KV expires, and by which D notices it (docs/security.md, Wrong text), with
+// the engine's own. A vLLM without VLLM_SERVER_DEV_MODE does not report them.
 func (a *engineAnswer) checkLeases(at string, p *configv1.Pool, e *configv1.Endpoint) {
 	d := config.DialectOf(p)
 	if d.Lease == 0 {
@@ -95,7 +95,7 @@ func (a *engineAnswer) warn(path, format string, args ...any) {
 	a.findings[len(a.findings)-1].note = true
 }
 
-// advice returns the recommended settings that a pool is without, in words; "" if it has them.
+// advice returns the recommended settings that a pool lacks, in words; "" if it has them.
 func advice(p *configv1.Pool) string {
 	switch d := config.DialectOf(p); {
 	case !pulls(&d) || p.GetNixl().GetBidirectional() || p.GetHandoff() != "envoy":

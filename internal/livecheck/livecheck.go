@@ -35,7 +35,7 @@ const timeout = 3 * time.Second
 type Report struct {
 	Engines  []Engine
 	NotAsked []string // what was not asked, and why: endpoints of the configuration without a row, clocks
-	Advice   []string // recommended settings that pools are without
+	Advice   []string // recommended settings that pools lack
 	findings []finding
 }
 

@@ -24,7 +24,7 @@ func (b *Budget) Add(n int64) int64 { return b.held.Add(n) }
 const smallShare = 1024
 
 // Replace counts n bytes of a holder in place of those in held, and reports whether there is room for them. A small
-// share has room up to twice the limit. What has none is counted too: the holder gives it back.
+// share has room up to twice the limit. Bytes without room are counted too: the holder must give them back.
 func (b *Budget) Replace(held *int64, n int64) bool {
 	total := b.held.Add(n - *held)
 	*held = n

@@ -278,9 +278,9 @@ const (
 	drainFetch   = time.Second            // for decode to fetch the KV of prefill's last requests
 )
 
-// drain pauses an endpoint and waits until no replica has requests running on it: 200. If the time is over before
-// that: 202, and the endpoint stays paused. Of a prefill endpoint decode may still fetch KV then, which nothing
-// reports; so it waits a while longer.
+// drain pauses an endpoint and waits until no replica has requests running on it: 200. If the time is over before that:
+// 202, and the endpoint stays paused. Decode may still fetch KV from a prefill endpoint then, which nothing reports, so
+// drain waits a while longer.
 func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 	limit := DrainDefault
 	if text := r.URL.Query().Get("timeout"); text != "" {

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Run calls do every so often until ctx ends, first after one interval. now is the time of the tick; ticks that come
-// while do works are lost but one.
+// Run calls do every so often until ctx ends, first after one interval. now is the time of the tick; of the ticks that
+// come while do works, all but one are lost.
 func Run(ctx context.Context, every time.Duration, do func(now time.Time)) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()

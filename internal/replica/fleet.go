@@ -92,7 +92,7 @@ func newFleet(
 	}
 	f.scraper = scrape.New(f.state, owns, f.prober.Check, log)
 	f.events = kvevents.NewCollector(events)
-	if len(f.synced) == 0 { // else no endpoints are known yet that blocks could be of
+	if len(f.synced) == 0 { // else no endpoints are known yet
 		f.join(ctx, log)
 	}
 	if slices.ContainsFunc(cfg.GetPools(), config.TakesNotices) {
@@ -173,7 +173,7 @@ func (f *fleet) sameDiscovery(cfg *configv1.Config) error {
 	return nil
 }
 
-// keep follows the configuration in what requests do not see: who tells of peers, and where KV events come from.
+// keep follows what requests do not see of the configuration: the sources of peers, and of KV events.
 func (f *fleet) keep(cfg *configv1.Config, policies map[string]pass.Policy) {
 	f.note(func(now *status.File) { now.Fingerprint = diff.Fingerprint(cfg) })
 	f.peers.set(cfg, policies)

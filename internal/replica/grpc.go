@@ -40,9 +40,8 @@ func newBudget(r prometheus.Registerer) *memory.Budget {
 	return budget
 }
 
-// newGRPC makes the server that Envoy talks to, and the one that Envoy Gateway talks to, and Envoys whose routes were
-// not extended. What the second is sent counts against the same memory, but not against the same connections and
-// streams.
+// newGRPC makes two servers: one for Envoy, and one for Envoy Gateway and for Envoys whose routes were not extended.
+// What the second is sent counts against the same memory, but not against the same connections and streams.
 func newGRPC(
 	cfg *configv1.Config, server *extproc.Server, envoys *xds.Server, gateway *gatewayextension.Server,
 	health *extproc.Health,

@@ -36,7 +36,7 @@ func registerMemory(r prometheus.Registerer, b *memory.Budget) {
 	gauge("tandem_held_bytes_limit", "Bytes beyond which requests are refused.", b.Limit)
 }
 
-// newUsage returns what records what requests use; nil: the configuration has no usage.
+// newUsage returns the recorder of what requests use; nil: the configuration has no usage.
 func newUsage(u *configv1.Usage, r prometheus.Registerer, log *slog.Logger) (*usage.Recorder, error) {
 	if u == nil {
 		return nil, nil

@@ -10,7 +10,7 @@ import (
 	"tandem/kvstate/notices"
 )
 
-// takeNotices receives notices, and has every replica know of those that any of them receives, where there is a Redis.
+// takeNotices receives notices. With a Redis, every replica learns of those that any of them receives.
 func (f *fleet) takeNotices(ctx context.Context, l net.Listener, log *slog.Logger) error {
 	if f.store == nil {
 		return notices.Serve(ctx, l, f.board, nil, log)

@@ -12,7 +12,8 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// peerSources keep, for the pools whose dialect needs it, who the engines are, through changes of the configuration.
+// peerSources keep what is known of the engines of pools whose dialect needs that, through changes of the
+// configuration.
 type peerSources struct {
 	state *kvstate.State
 	log   *slog.Logger
@@ -35,7 +36,7 @@ func newPeerSources(state *kvstate.State, log *slog.Logger) *peerSources {
 	return &peerSources{state: state, log: log, failed: make(chan error, 1), current: map[string]*peerSource{}}
 }
 
-// known is what is known for the pool already, if its dialect is the same as before; else made.
+// known returns what is known for the pool already, if its dialect is the same as before; else made.
 func (s *peerSources) known(p *configv1.Pool, made *kvtransfer.Peers) *kvtransfer.Peers {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -45,7 +46,7 @@ func (s *peerSources) known(p *configv1.Pool, made *kvtransfer.Peers) *kvtransfe
 	return made
 }
 
-// set follows the configuration. What is the same for a pool goes on.
+// set follows the configuration. What does not change for a pool goes on.
 func (s *peerSources) set(cfg *configv1.Config, policies map[string]pass.Policy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

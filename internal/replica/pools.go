@@ -22,7 +22,7 @@ type poolSources struct {
 	current map[string]*poolSource
 }
 
-// poolSource is one pool and who looks its names up.
+// poolSource is one pool, and the source that resolves its names.
 type poolSource struct {
 	config.PoolSpec
 	*discovery.Static

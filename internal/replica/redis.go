@@ -129,7 +129,7 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 	}
 }
 
-// sharing is how this replica stands with the others.
+// sharing returns the state of this replica's connection to the others.
 func (f *fleet) sharing() status.Sharing {
 	if f.store == nil {
 		return status.Sharing{Replicas: f.configured, Configured: f.configured}
@@ -196,8 +196,8 @@ func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
 	return c, nil
 }
 
-// ticketKeys are the keys of tickets: from a file, or made here. What keeps them in step with those of other replicas
-// is run, which is nil where nothing does.
+// ticketKeys are the keys of tickets: from a file, or made here. run keeps them in step with those of other replicas;
+// it is nil if nothing does.
 func ticketKeys(
 	ctx context.Context, cfg *configv1.Config, store *redisstore.Store, log *slog.Logger,
 ) (keys *kvtransfer.Keys, run func(context.Context), err error) {

@@ -65,7 +65,7 @@ func newReloader(
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
-			Help: "When the configuration that is in force was put in force."}),
+			Help: "Time at which the present configuration was put in force."}),
 	}
 	r.MustRegister(l.reloads, l.last)
 	l.reloads.WithLabelValues("applied")
@@ -210,7 +210,7 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	changes := diff.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
 	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
-		r.log.Warn("the Envoy bootstrap of the configuration before lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
+		r.log.Warn("the former Envoy bootstrap lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
 		r.fleet.note(func(f *status.File) { f.Bootstrap, f.Outdated = missing, time.Now() })
 	}
 	if err := r.serveEnvoys(inForce); err != nil {
@@ -265,7 +265,7 @@ func (r *reloader) say(changes []diff.Change, keys bool) {
 	case text == r.warned && n == 0 && !keys:
 		r.log.Info("configuration read again: what differs still takes a restart of tandem", "paths", restart)
 	case text != r.warned:
-		r.log.Warn("these changes take a restart of tandem; the settings of before stay in force", "paths", restart)
+		r.log.Warn("these changes take a restart of tandem; the former settings stay in force", "paths", restart)
 		r.warned = text
 	}
 }
@@ -286,13 +286,13 @@ func orUnset(value string) string { return cmp.Or(value, "not set") }
 // maxLogged bounds the lines about one change.
 const maxLogged = 100
 
-// newParts are what next's pools need of Envoy's bootstrap and the pools before did not.
+// newParts returns what next's pools need of Envoy's bootstrap and the former pools did not need.
 func newParts(before, next *configv1.Config) []string {
 	known := envoyconfigs.Parts(before.GetPools())
 	return slices.DeleteFunc(envoyconfigs.Parts(next.GetPools()), func(part string) bool { return slices.Contains(known, part) })
 }
 
-// serverOptions are those of the configuration, and what runs.
+// serverOptions returns the options from the configuration, with the parts that run already.
 func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
 	live, err := f.liveSettings(cfg, log)
 	if err != nil {

@@ -63,7 +63,7 @@ type Settings struct {
 	Advertise   string        // where Envoys reach this replica; "": where it listens
 }
 
-// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, but for
+// drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, except
 // those of a gateway that shows an endpoint picker the answers: they last as long as these, and an answer is cut with
 // its stream.
 func (s Settings) drainTime(watchesAnswers bool) time.Duration {
@@ -238,7 +238,7 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 	return l, nil
 }
 
-// serve serves all ports. Those of Envoy, operators and replans end with drain, the others with ctx.
+// serve serves all ports. The servers for Envoy, operators and replans end with drain, the others with ctx.
 func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
 	if l.extProc != nil {
 		group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
@@ -254,7 +254,7 @@ func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners)
 	}
 }
 
-// work does what no request asks for, until ctx ends.
+// work does a replica's background work until ctx ends.
 func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 	group.Go(func() error { return r.fleet.watch(ctx, r.log) })
 	for _, run := range []func(){

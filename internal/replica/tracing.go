@@ -31,7 +31,7 @@ const (
 )
 
 // newSpans begins to send, if the configuration says where. A collector that does not answer is no reason not to start.
-// What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of the resource goes before what is said here.
+// OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over the attributes that are set here.
 func newSpans(t *configv1.Tracing, release string, log *slog.Logger) (*spans, error) {
 	if t == nil {
 		return nil, nil

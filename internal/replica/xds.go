@@ -46,7 +46,7 @@ func (r *reloader) setReplicas(living []membership.Replica, unknown error) {
 		r.log.Info("Envoys are served these replicas", "replicas", living)
 	}
 	if err := r.serveEnvoys(r.config); err != nil {
-		r.log.Error("Envoys go on with the replicas before", "err", err)
+		r.log.Error("Envoys go on with the former replicas", "err", err)
 	}
 }
 
@@ -55,7 +55,7 @@ func (r *reloader) setFull(full bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if full = full && replicasFromRedis(r.config); r.fleet.noSlot.Swap(full) != full && full {
-		r.log.Error("Envoys have the most replicas they can, and not this one", "most", envoyconfigs.MaxReplicas)
+		r.log.Error("Envoys have as many replicas as they can, without this one", "most", envoyconfigs.MaxReplicas)
 	}
 }
 

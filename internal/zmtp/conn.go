@@ -45,7 +45,7 @@ const (
 	maxFrames     = 8               // of one message
 )
 
-// Conn is one connection after its handshake. Its methods are for one goroutine at a time, but for Close.
+// Conn is one connection after its handshake. Its methods are for one goroutine at a time, except Close.
 type Conn struct {
 	net    net.Conn
 	r      *bufio.Reader

@@ -5,9 +5,10 @@
 // decode engines learn it there, and so does this package. No step of the engine is needed for the answer.
 //
 // A reading is good for one engine id: an engine that was started again has another one. After a few seconds it is
-// repeated, by one question for all requests, and meanwhile and where the engine is too busy to answer, the old reading
-// goes on. Clocks run on between readings, and the reading counts from the moment at which its answer had arrived, so
-// the result is later than the engine's clock only by what the two clocks drift apart in a minute (6 ms at 100 ppm).
+// repeated, by one question for all requests. Until the answer comes, and while the engine is too busy to answer, the
+// old reading stays in use. Clocks run on between readings, and the reading counts from the moment at which its answer
+// had arrived, so the result is later than the engine's clock only by what the two clocks drift apart in a minute (6 ms
+// at 100 ppm).
 package engineclock
 
 import (

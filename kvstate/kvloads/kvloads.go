@@ -1,5 +1,5 @@
 // Package kvloads records between which endpoints KV could not be loaded, by their addresses: which pairs are
-// avoided, for how long, and which request tries one again. It is pure but for its lock: callers say what time it
+// avoided, for how long, and which request tries one again. It is pure except its lock: callers say what time it
 // is.
 //
 // A KV load fails when a decode endpoint cannot read the blocks that a prefill endpoint holds for it. Both may
@@ -209,8 +209,8 @@ type Avoided struct {
 	NoPrefill, NoDecode bool     // it must not serve this leg of any pair
 }
 
-// Publish calls publish, under the lock, with what endpoints are excluded from, by address: for any request, for
-// one that may be a trial, and whether a load of an endpoint's KV has failed at all.
+// Publish calls publish, under the lock, with three results by address: what an endpoint is excluded from for any
+// request, what it is excluded from for a request that may be a trial, and whether any load of its KV has failed.
 func (l *Pairs) Publish(now time.Time, publish func(all, trial map[string]*Avoided, failed func(prefill string) bool)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -94,8 +94,8 @@ func (c *claim) fetched() bool {
 }
 
 // Waiting learns from the engine's report that so many of its requests wait outside its batch. Engines fetch KV first
-// come, first served, so the others have fetched theirs: of those that were sent before a time, Unix ns, all but the
-// latest. A request that was sent later may not have been there yet. It reports whether anything changed.
+// come, first served, so of the requests that were sent before a time, Unix ns, all but the latest ones have fetched
+// theirs. A request that was sent later may not have been there yet. It reports whether anything changed.
 func (r *Room) Waiting(n, before int64) (changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -36,9 +36,9 @@ type Options struct {
 	Self  func(context.Context) (Replica, error) // this replica without its slot; asked until it knows
 	Slots int                                    // how many there are
 	Every time.Duration                          // interval at which the list is read; default 1 s
-	Hold  time.Duration                          // for so long a missing replica stays in the list; default 30 s
-	// Changed is called with the list when it changes, sorted, this replica included. An error says why there is none:
-	// ten times Every after the start.
+	Hold  time.Duration                          // how long a missing replica stays in the list; default 30 s
+	// Changed is called with the list when it changes, sorted, this replica included. If there is no list yet, an error
+	// says why: ten times Every after the start.
 	Changed func([]Replica, error)
 	// Full is called with true when this replica finds that all slots are taken, so that no Envoy learns of it, and
 	// with false when it gets one after that.
@@ -179,7 +179,7 @@ func (m *Members) take(now time.Time, living []Replica, err error) {
 	list := slices.SortedFunc(maps.Keys(m.seen), func(a, b Replica) int {
 		return cmp.Or(cmp.Compare(a.Slot, b.Slot), cmp.Compare(a.ExtProc, b.ExtProc))
 	})
-	// Two of one slot: for as long as the younger has not seen it.
+	// Two replicas may have one slot until the younger notices it.
 	list = slices.CompactFunc(list, func(a, b Replica) bool { return a.Slot == b.Slot })
 	if len(list) > 0 && !slices.Equal(list, m.list) {
 		m.list, m.known = list, true

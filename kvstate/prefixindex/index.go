@@ -25,8 +25,8 @@ import (
 //
 // Each member forgets by generations of its own: a block that is stored or looked up again belongs to the current
 // generation. When that is half of the member's capacity, or older than half of the time to live, the rest of the
-// previous one is forgotten, last blocks first. So a block is forgotten after between one half and the whole of the
-// capacity was used next to it, which comes close to an engine's LRU at one bit a block.
+// previous one is forgotten, last blocks first. So a block is forgotten once between one half and all of the capacity
+// has been used since its last use, which comes close to an engine's LRU at one bit a block.
 type Index struct {
 	store   *blockStore
 	writing sync.Mutex

@@ -135,7 +135,7 @@ func (f *Feed) detach(top uint32) {
 
 // kin are a block's relatives among the blocks that a feed holds; 0 for none. They let a feed find what follows a
 // block.
-type kin struct{ first, next, before uint32 } // of those that follow it the latest; its neighbours in its parent's list
+type kin struct{ first, next, before uint32 } // its latest follower; its neighbours in its parent's list
 
 // kinTable has the kin of the blocks that follow another or are followed. It is made when first needed: most engines
 // never remove a block before those that follow it.
@@ -157,7 +157,7 @@ func (t kinTable) join(id, parent uint32) {
 	t[parent], t[id] = p, own
 }
 
-// leave forgets a block that parent was before.
+// leave removes a block from those that follow parent.
 func (t kinTable) leave(id, parent uint32) {
 	own, found := t[id]
 	if !found {

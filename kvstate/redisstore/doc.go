@@ -30,5 +30,5 @@
 //
 // Keys contain the version of this protocol and the pool's name as hash tag, so that a pool is stored on one node of a
 // Cluster. All have a time to live. There is no SCAN, no KEYS, and no command whose cost grows with the number of
-// blocks, but for writing and reading snapshots. docs/adr/0008 has the reasons.
+// blocks, except writing and reading snapshots. docs/adr/0008 has the reasons.
 package redisstore

@@ -42,7 +42,7 @@ func (s *Store) Forward(pool *kvstate.Pool, b kvstate.EventBatch) {
 	s.Changed()
 }
 
-// addForwarded adds the waiting batches to one of the stream's.
+// addForwarded adds the waiting batches of KV events to a batch of the stream.
 func addForwarded(b *statev1.Batch, out *changes, t *addressTable) {
 	for _, f := range out.forwarded {
 		f.batch.Address = t.position(f.addr)

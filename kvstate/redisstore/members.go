@@ -11,7 +11,7 @@ import (
 )
 
 // remoteReplica is another replica's part for a pool. It lasts until its lease ends, which each of its batches renews.
-// What it is for people and for Envoys is in package roster.
+// Package roster has what people and Envoys need to know of it.
 type remoteReplica struct {
 	seq     uint64
 	expires time.Time

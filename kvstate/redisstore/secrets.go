@@ -43,8 +43,8 @@ func (s *Store) Secrets(ctx context.Context, use func(seal [32]byte, open ...[32
 }
 
 const (
-	// secretsEvery is the interval at which keys are checked: for so long the others cannot open tickets sealed with a
-	// key of their own.
+	// secretsEvery is the interval at which keys are checked: for this time a replica may seal tickets with a key that
+	// the others do not have.
 	secretsEvery = time.Second
 	// secretsSoon is the interval while this replica does not know the others' keys: until then every request that
 	// passes two replicas fails.
@@ -100,7 +100,7 @@ func (k *Secrets) sync(ctx context.Context) error {
 // maxOpen bounds the keys that open tickets.
 const maxOpen = 64
 
-// secretsOf returns the readable ones of texts, in order, except but.
+// secretsOf returns the keys in texts that can be read, in order, without the key but.
 func secretsOf(texts []string, but [32]byte) (out [][32]byte) {
 	for _, text := range texts {
 		if secret, err := parseSecret(text); err == nil && secret != but && len(out) < maxOpen {
@@ -133,7 +133,7 @@ func (k *Secrets) tell(ctx context.Context) error {
 func parseSecret(text string) (secret [32]byte, err error) {
 	b, err := hex.DecodeString(text)
 	if err != nil || len(b) != len(secret) {
-		return secret, errors.New("what Redis holds as a key of tickets is none")
+		return secret, errors.New("the ticket key in Redis cannot be read")
 	}
 	return [32]byte(b), nil
 }

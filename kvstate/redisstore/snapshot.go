@@ -18,7 +18,7 @@ import (
 // The interval at which the oldest replica writes a snapshot unasked, for replicas that start when all are gone; the
 // minimum interval of those that are needed because the stream would otherwise cut entries that no snapshot has; the
 // minimum pause after a snapshot; and the number of blocks and sessions in a chunk, about 512 KiB. Within settled after
-// Redis came back its client may still return errors of the outage: one that was not written is written again.
+// Redis came back its client may still return errors of the outage: a snapshot that was not written is written again.
 const (
 	snapshotEvery   = time.Minute
 	snapshotSoonest = 10 * time.Second
@@ -260,7 +260,7 @@ func (p *poolReplica) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice
 	}
 	n := &statev1.SnapshotNotice{}
 	if err := proto.Unmarshal(text, n); err != nil {
-		return nil, nil //nolint:nilerr // of a release to come: as good as none
+		return nil, nil //nolint:nilerr // from a later release: treated as none
 	}
 	return n, nil
 }

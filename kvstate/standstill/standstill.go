@@ -8,9 +8,9 @@
 //
 // Two questions have two answers:
 //
-//   - Does it stand? Only what a core that works cannot show says so: requests run and nothing is computed, or requests
-//     have come that it does not see. An engine that merely has waiting requests may wait for memory, or for its
-//     partner in a hand-over, and is well.
+//   - Does it stand? The evidence is what a working core cannot show: requests run and nothing is computed, or
+//     requests have come that it does not see. An engine that merely has waiting requests may wait for memory, or for
+//     its partner in a hand-over, and is well.
 //   - For how long has nothing proven that it works ([Tracker.Longest])? There a waiting engine counts, because what it
 //     reads late may be foreign.
 //
@@ -30,7 +30,8 @@ const (
 	base = 8 * time.Second
 	// samples is the least number of scrapes without progress before an engine counts as standing.
 	samples = 3
-	// doubt is how long only reservations may say that nothing proves an engine's work. Beyond it they count as lost.
+	// doubt is how long an engine may go without proof that it works if only reservations say that it has requests.
+	// Beyond it they count as lost.
 	doubt = time.Minute
 	// stale is the age of the last scrape from which on nothing is known any more.
 	stale = 20 * time.Second
@@ -69,8 +70,8 @@ type Sample struct {
 type HandOver struct {
 	Lease time.Duration // how long prefill keeps KV that nobody has fetched (vLLM: kv_lease_duration); 0: DefaultLease
 	Final bool          // nothing renews the lease, however long a request waits for its turn
-	// Partners: requests are reserved at an engine while another one works for them, and show there only when that lets
-	// them. Then what is reserved says nothing of this engine.
+	// Partners: requests are reserved at this engine while another one works for them, and reach it only after that.
+	// Then its reservations say nothing of it.
 	Partners bool
 }
 
@@ -78,7 +79,7 @@ type HandOver struct {
 type Tracker struct {
 	mu       sync.Mutex
 	handOver HandOver
-	fetched  []period // in whose scrapes no request waited, so each had its KV; oldest first
+	fetched  []period // periods without a waiting request, so each had its KV; oldest first
 	last     Sample
 	moved    time.Time // when it last showed progress
 	only     time.Time // since when only reservations say that it has requests; zero: they do not
@@ -276,8 +277,8 @@ const heartbeats = 2
 // scrapes, and a part of a third.
 const suspect = 5 * time.Second
 
-// Outdated returns why KV that prefill has held for decode since a moment may not be that prompt's any more, if decode
-// has not fetched it by now; "" if nothing says so. prefill may be nil.
+// Outdated returns why KV that prefill has held for decode since a moment may be another prompt's by now, if decode has
+// not fetched it yet; "" if nothing says so. prefill may be nil.
 func Outdated(prefill, decode *Tracker, since, now time.Time) Reason {
 	stood, known := decode.Longest(since, now)
 	decode.mu.Lock()

@@ -11,7 +11,7 @@ import (
 // Constants of the advice. Starting an engine takes minutes, and so does loading its model, so a number does not follow
 // what passes sooner.
 const (
-	riseAfter = 15 * time.Second // for so long the load has needed more before a number rises
+	riseAfter = 15 * time.Second // how long the load must need more before a number rises
 	fallAfter = 5 * time.Minute  // and less before it falls
 	settle    = time.Minute      // nothing is advised before: the load is known as that of the last minute
 	spare     = 0.3              // engines that are left over after a number fell

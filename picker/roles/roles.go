@@ -8,8 +8,8 @@ import (
 	"tandem/picker"
 )
 
-// Every is the time between two decisions, in seconds. One changes the word of an eighth of the engines at most, so
-// that the next one sees what came of it.
+// Every is the time between two decisions, in seconds. A decision changes the words of an eighth of the engines at
+// most, so that the next one sees its effect.
 const Every = 3.0
 
 // Constants of the rule. Factors of two either way change little in replay (docs/decision.md).
@@ -22,12 +22,11 @@ const (
 	maxRho    = 0.97 // largest utilisation in the formula of a queue
 
 	least = 0.05 // engines that either side needs at least
-	// An engine more prefills when prompts need half of it, and an engine less when they could do with a tenth less
-	// than the others: between these nothing changes.
+	// One more engine prefills when prompts need half of it, and one fewer when prompts need a tenth less than the rest
+	// provides; in between nothing changes.
 	more = 0.5
 	less = 0.1
-	// Between numbers that both sides can live with, another one has to be cheaper by this part, and by so many
-	// requests.
+	// Among the numbers that suffice for both sides, another one must be cheaper by this part, and by so many requests.
 	cheaper      = 0.05
 	fewer        = 0.02
 	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
@@ -118,7 +117,7 @@ type Why uint8
 const (
 	Cheapest      Why = iota // both sides have enough, and the number has the least price
 	PromptsNeed              // it is the least number that prompts need
-	AnswersNeed              // there are too few engines for both: answers keep theirs, prompts get the others
+	AnswersNeed              // too few engines for both: answers get what they need, prompts the others
 	TooFewEngines            // there is one engine, or none
 )
 

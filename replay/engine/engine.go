@@ -376,7 +376,7 @@ func (e *Engine) Uncomputed() (tokens int) {
 	return tokens
 }
 
-// Unfetched returns the tokens of KV that prompts hold that were computed for other engines.
+// Unfetched returns the tokens of KV held by prompts that were computed for other engines.
 func (e *Engine) Unfetched() int { return e.held }
 
 // Throughput returns the tokens per second that running answers get now.

@@ -87,7 +87,7 @@ func Ago(now, then time.Time) string {
 	return max(now.Sub(then), 0).Round(time.Second).String() + " ago"
 }
 
-// Since returns for how long something is so.
+// Since returns how long something has lasted.
 func Since(now, from time.Time) string { return max(now.Sub(from), 0).Round(time.Second).String() }
 
 // After returns a text after another one, "" if there is none.

@@ -11,7 +11,7 @@ import (
 	"tandem/kvstate"
 )
 
-// window is the time that rates are of, and kept the counters that are kept of it, one a second.
+// window is the time over which rates are taken, and kept how many counters are kept of it, one a second.
 const (
 	window = time.Minute
 	kept   = 61

@@ -127,7 +127,7 @@ func (l *Leg) Load(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// Fill gets the prompts' KV: computed, from another engine, or computed for one.
+// Fill gets the prompts' KV: it computes it, for itself or for another engine, or fetches it from one.
 func (l *Leg) Fill(ctx context.Context) error {
 	if l.Node.cfg.Connector == P2PNCCL && l.Kv.RoomLeg != "" {
 		if l.Node.cfg.Role == engine.RoleDecode {

@@ -75,8 +75,8 @@ func (v *rendezvous) enter(key string) (*room, error) {
 	return r, err
 }
 
-// meet is D's side. If P was cancelled before D came, as happens when their client leaves, D is not a second one: it
-// waits in vain.
+// meet is D's side. If P was cancelled before D came, as happens when their client leaves, this is the key's first D:
+// it waits in vain.
 func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -15,7 +15,7 @@ type Transfer interface {
 	Load(ctx context.Context) error
 	// LookUp fetches KV that other engines may have.
 	LookUp(ctx context.Context) error
-	// Fill gets the prompts' KV: computed, from another engine, or computed for one.
+	// Fill gets the prompts' KV: it computes it, for itself or for another engine, or fetches it from one.
 	Fill(ctx context.Context) error
 	// Computed makes the computed KV available to others.
 	Computed()

@@ -200,7 +200,7 @@ func (e *Events) answer() {
 }
 
 // reply sends one replayed batch: with the topic as vLLM 0.26 and later, or without, as before. The releases without a
-// topic are, but for two, those whose events are arrays.
+// topic are, except two, those whose events are arrays.
 func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
 	frames := [][]byte{to, {}}
 	if !e.cfg.EventArrays {

@@ -4,8 +4,8 @@
 // memory, but then one more retrieval (pd_backend.py:925, 1066 of LMCache 0.5.6). So chunks of prompts that D's own
 // cache has stay. (In an endless buffer they are dropped after the lease.) They are counted in enginesim_blocks_held.
 // An allocation that waits for longer than -pd-allocation-timeout is a violation: prompts that each got a part of the
-// buffer waited for each other, which the router should prevent by pushing one prompt after the other, or what nobody
-// takes has filled it.
+// buffer waited for each other, which the router should prevent by pushing one prompt after the other, or prompts that
+// nobody takes have filled it.
 package pdbuffer
 
 import (
@@ -186,9 +186,9 @@ func (b *Buffer) Push(reqID, xid string, blocks []uint64, p Pushed) {
 	}
 }
 
-// Take retrieves what the buffer has of a prompt and the engine's own cache, which has local blocks, lacks. It returns
-// the number of leading blocks that the buffer has. If what was pushed under the request's own id belongs to another
-// prompt, that is a violation: P and D tokenised differently.
+// Take retrieves the blocks of a prompt that the buffer has and the engine's own cache, with local blocks of it, lacks.
+// It returns the number of leading blocks that the buffer has. If what was pushed under the request's own id belongs to
+// another prompt, that is a violation: P and D tokenised differently.
 //
 // A prompt with one more token must be that prompt with P's token appended. (LMCache's proxy sends D so, and its D
 // looks up all but the last token: skip_last_n_tokens.)

@@ -46,7 +46,7 @@ var (
 	errCutOff  = errors.New("a hash is cut off")
 )
 
-// Read decodes an entry. The batch is valid until the next call, but for its strings.
+// Read decodes an entry. The batch is valid until the next call, except its strings.
 func (r *Reader) Read(text string) (*statev1.Batch, error) {
 	if cap(r.text) > maxKeptEntry || len(r.addresses) > maxKeptAddresses {
 		*r = Reader{}

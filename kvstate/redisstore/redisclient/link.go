@@ -46,7 +46,7 @@ func (l *Link) IsUp(least time.Duration) bool {
 	return l.up && time.Since(l.since) >= least
 }
 
-// Misses is the number of requests in a row that may wait in vain for Redis before it is not asked for Pause.
+// Misses is how many requests in a row may wait in vain for Redis. After that nothing asks Redis for the time Pause.
 const (
 	Misses = 3
 	Pause  = 250 * time.Millisecond

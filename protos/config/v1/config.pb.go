@@ -47,7 +47,7 @@ type Config struct {
 	EnvoyGateway *EnvoyGateway `protobuf:"bytes,41,opt,name=envoy_gateway,json=envoyGateway,proto3" json:"envoy_gateway,omitempty"`
 	// Traces of requests (OpenTelemetry). Absent: there are none, and they cost nothing.
 	Tracing *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
-	// Has tokens and times of every request counted, as answers pass Envoy. usage: {} is enough. Absent: they are not.
+	// Counts tokens and times of every request, as answers pass Envoy. usage: {} is enough. Absent: they are not.
 	Usage         *Usage `protobuf:"bytes,42,opt,name=usage,proto3" json:"usage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -776,7 +776,7 @@ type Envoy struct {
 	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine, and what Tandem or
 	// Envoy answers in place of one has no CORS headers.
 	Cors *Cors `protobuf:"bytes,13,opt,name=cors,proto3" json:"cors,omitempty"`
-	// Where Envoy shows its statistics and readiness. /stats/prometheus and /ready are all that it shows there of its
+	// Where Envoy shows its statistics and readiness. It serves /stats/prometheus and /ready there, and nothing else of its
 	// admin port. Default: nowhere.
 	Stats string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
 	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy
@@ -1359,8 +1359,8 @@ type Pool struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Model names that requests ask for; "*" takes any. Default ["*"].
 	Models []string `protobuf:"bytes,2,rep,name=models,proto3" json:"models,omitempty"`
-	// The engines' KV transfer dialect, or none. docs/protocols.md has the dialects. Those that no real engine has run with
-	// yet are experimental there, and a start and --check warn of them. none: the engines prefill and decode by
+	// The engines' KV transfer dialect, or none. docs/protocols.md has the dialects. If no real engine has run with a
+	// dialect yet, it is experimental: a start and --check warn of it. none: the engines prefill and decode by
 	// themselves. Required.
 	KvTransfer string `protobuf:"bytes,3,opt,name=kv_transfer,json=kvTransfer,proto3" json:"kv_transfer,omitempty"`
 	// A file with the engines' API key, on one line. It is for Tandem's own requests (metrics, models, tokenization);
@@ -1799,7 +1799,7 @@ type ContinueStreams struct {
 	// Also those whose continued answer is valid, but perhaps not the uninterrupted one. These are of requests with a seed
 	// and a temperature, or with frequency_penalty, presence_penalty or bad_words. Default false.
 	Inexact bool `protobuf:"varint,3,opt,name=inexact,proto3" json:"inexact,omitempty"`
-	// Most times that one answer is continued. Range: 1 to 100. Default 8.
+	// Most times that one answer is continued.
 	MostTimes     int32 `protobuf:"varint,4,opt,name=most_times,json=mostTimes,proto3" json:"most_times,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2368,7 +2368,7 @@ func (x *NIXL) GetDeclineExpired() bool {
 type LMCache struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long decode waits for prefill's notification after prefill's answer. Then decode computes what it lacks. A
-	// prompt waits as long for space in a receive buffer.
+	// prompt waits equally long for space in a receive buffer.
 	NoticeTimeout string `protobuf:"bytes,1,opt,name=notice_timeout,json=noticeTimeout,proto3" json:"notice_timeout,omitempty"`
 	// The engines send no notifications (pd_skip_proxy_notification). Decode then starts when prefill has answered.
 	// Default false.
@@ -3272,7 +3272,7 @@ type Endpoint struct {
 	ServerName string `protobuf:"bytes,22,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
 	// In place of the pool's apiKeyFile.
 	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
-	// How fast Tandem takes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
+	// How fast Tandem assumes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
 	// their work under load. 0: no new work; running requests end as usual.
 	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	// Where it runs. Tandem expects faster transfers within a zone than between two. Absent: not known, treated as near.
@@ -3763,7 +3763,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\tcert_file\x18\x03 \x01(\tR\bcertFile\x12\x19\n" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"6\n" +
 	"\x05State\x12-\n" +
-	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xeb\x02\n" +
+	"\x05redis\x18\x01 \x01(\v2\x17.tandem.config.v1.RedisR\x05redis\"\xed\x02\n" +
 	"\x05Redis\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x14\n" +
 	"\x05nodes\x18\x02 \x03(\tR\x05nodes\x129\n" +
@@ -3772,8 +3772,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\rpassword_file\x18\x05 \x01(\tR\fpasswordFile\x12)\n" +
 	"\n" +
 	"key_prefix\x18\x06 \x01(\tB\n" +
-	"\x92\xb5\x18\x06tandemR\tkeyPrefix\x12X\n" +
-	"\x05lease\x18\a \x01(\tBB\x8a\xb5\x188500ms to 1m: so long a dead replica's reservations count\x92\xb5\x18\x023sR\x05lease\x12,\n" +
+	"\x92\xb5\x18\x06tandemR\tkeyPrefix\x12Z\n" +
+	"\x05lease\x18\a \x01(\tBD\x8a\xb5\x18:500ms to 1m: a dead replica's reservations count that long\x92\xb5\x18\x023sR\x05lease\x12,\n" +
 	"\x03tls\x18\b \x01(\v2\x1a.tandem.config.v1.RedisTlsR\x03tls\"|\n" +
 	"\bRedisTls\x12\x17\n" +
 	"\aca_file\x18\x01 \x01(\tR\x06caFile\x12\x1f\n" +
@@ -3833,13 +3833,13 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x0fengine_priority\x185 \x01(\tB\x1c\x82\xb5\x18\x10none vllm sglang\x92\xb5\x18\x04noneR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
 	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12L\n" +
-	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreamsJ\x04\b=\x10>\"\x8e\x01\n" +
+	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreamsJ\x04\b=\x10>\"\xb6\x01\n" +
 	"\x0fContinueStreams\x12\x16\n" +
-	"\x06header\x18\x01 \x01(\tR\x06header\x12*\n" +
-	"\x11min_answer_tokens\x18\x02 \x01(\x03R\x0fminAnswerTokens\x12\x18\n" +
-	"\ainexact\x18\x03 \x01(\bR\ainexact\x12\x1d\n" +
+	"\x06header\x18\x01 \x01(\tR\x06header\x12?\n" +
+	"\x11min_answer_tokens\x18\x02 \x01(\x03B\x13\x8a\xb5\x18\x0f0 to 1000000000R\x0fminAnswerTokens\x12\x18\n" +
+	"\ainexact\x18\x03 \x01(\bR\ainexact\x120\n" +
 	"\n" +
-	"most_times\x18\x04 \x01(\x05R\tmostTimes\"9\n" +
+	"most_times\x18\x04 \x01(\x05B\x11\x8a\xb5\x18\b1 to 100\x92\xb5\x18\x018R\tmostTimes\"9\n" +
 	"\x06Encode\x12/\n" +
 	"\atimeout\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
 	"1ms to 24h\x92\xb5\x18\x0330sR\atimeout\"k\n" +
