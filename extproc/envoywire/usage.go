@@ -99,19 +99,20 @@ func (b *LogBatch) readUsage(c *cursor, end int, e *LogEntry) {
 	}
 }
 
+// UsageKeys are the keys of the counts that [Usage.Counts] returns.
+var UsageKeys = [...]string{UsageIn, UsageOut, UsageCached, UsageCacheRead, UsageCacheWritten}
+
+// Counts returns all counts, in the order of [UsageKeys].
+func (a *Usage) Counts() [len(UsageKeys)]*Count {
+	return [...]*Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten}
+}
+
 // count returns the field for a key of the usage; nil: there is none.
 func (a *Usage) count(key []byte) *Count {
-	switch string(key) {
-	case UsageIn:
-		return &a.In
-	case UsageOut:
-		return &a.Out
-	case UsageCached:
-		return &a.Cached
-	case UsageCacheRead:
-		return &a.CacheRead
-	case UsageCacheWritten:
-		return &a.CacheWritten
+	for i, name := range UsageKeys {
+		if string(key) == name {
+			return a.Counts()[i]
+		}
 	}
 	return nil
 }
@@ -124,11 +125,17 @@ func readCount(c *cursor, end int) Count {
 			c.skip(wire, end)
 			continue
 		}
-		if n := math.Float64frombits(c.fixed64(end)); n >= 0 && n <= MaxTokens && n == math.Trunc(n) {
-			out.Tokens, out.Absurd = int64(n), false
-		}
+		out = CountOf(math.Float64frombits(c.fixed64(end)))
 	}
 	return out
+}
+
+// CountOf returns the count that a number of an answer is.
+func CountOf(n float64) Count {
+	if n >= 0 && n <= MaxTokens && n == math.Trunc(n) {
+		return Count{Tokens: int64(n), Said: true}
+	}
+	return Count{Said: true, Absurd: true}
 }
 
 // fixed64 reads 8 bytes, the least significant first; on failure it returns 0 and sets err.
