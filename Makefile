@@ -110,7 +110,7 @@ load: tools build ## Envoy, Tandem and N engines under h2load and aiperf: .cache
 idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
 	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e
 
-soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis, SOAK_REPLICAS=4
+soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis, SOAK_REPLICAS=4; TANDEM_RUN=inside TANDEM_LIBRARY=FOLDER after make carrier
 	SOAK=$${SOAK:-20m} TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 0 -run 'TestSoak$$' -v ./e2e
 
 stress: tools ## unit tests RUNS (5) times beside busy loops: what fails here fails by chance (10 minutes a run); PACKAGES=./e2e
