@@ -25,15 +25,18 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
-	"envoy-configs/inside":  {},
-	"envoy-configs/lua":     {},
-	"envoy-configs/logwhen": {},
-	"envoy-configs/match":   {},
-	"envoy-configs/usage":   {},
-	"extproc/usage":         {"extproc/envoywire", "extproc/kvtransfer", "internal/ledger"},
-	"internal/ledger":       {},
-	"extproc/faults":        {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
+	"kvstate":                         {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
+	"envoy-configs/inside":            {},
+	"envoy-configs/lua":               {},
+	"envoy-configs/logwhen":           {},
+	"envoy-configs/match":             {},
+	"envoy-configs/usage":             {},
+	"extproc/ended":                   {"extproc/envoywire", "extproc/kvtransfer", "extproc/telemetry", "extproc/usage", "kvstate"},
+	"extproc/usage":                   {"extproc/envoywire", "extproc/kvtransfer", "internal/ledger"},
+	"extproc/usage/reader":            {"extproc/envoywire", "extproc/usage/reader/readertest (test)"},
+	"extproc/usage/reader/readertest": {},
+	"internal/ledger":                 {},
+	"extproc/faults":                  {"extproc/envoywire", "extproc/kvtransfer", "extproc/plan", "extproc/telemetry", "kvstate"},
 	"extproc/replan": {
 		"extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer", "extproc/openai",
 		"extproc/pass", "extproc/plan", "extproc/reclaim",
@@ -115,7 +118,7 @@ var arrows = map[string][]string{
 		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "kvstate/standstill", "picker",
 	},
 	"extproc": {
-		"extproc/answer", "extproc/concurrent", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
+		"extproc/answer", "extproc/concurrent", "extproc/ended", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
 		"extproc/pass", "extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "extproc/envoywire",
 		"extproc/openai", "extproc/kvtransfer", "kvstate", "picker (test)", "internal/memory",
 		"extproc/envoywire/wiretest (test)", "extproc/replan", "extproc/faults", "extproc/usage", "extproc/models", "kvstate/inferencepolicy (test)", "kvstate/prefixindex (test)",
@@ -132,7 +135,7 @@ var arrows = map[string][]string{
 	"protos/ticket/v1":       {},
 	"protos/envoygateway/v1": {},
 	"envoy-configs": {"internal/config", "protos/config/v1", "e2e/loopback (test)", "envoy-configs/inside", "envoy-configs/lua", "envoy-configs/layout", "envoy-configs/cors", "envoy-configs/logwhen",
-		"envoy-configs/match", "envoy-configs/usage", "extproc/envoywire",
+		"envoy-configs/match", "envoy-configs/usage", "extproc/envoywire", "extproc/usage/reader/readertest (test)",
 	},
 	"cmd/tandem": {
 		"envoy-configs", "extproc/kvtransfer", "extproc/telemetry", "internal/config", "internal/livecheck",
@@ -151,12 +154,13 @@ var arrows = map[string][]string{
 		"extproc/usage", "protos/config/v1", "status", "status/words",
 	},
 	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
-	"carrier": {"carrier/filter", "internal/replica", "internal/version"},
+	"carrier":        {"carrier/filter", "internal/replica", "internal/version"},
+	"carrier/tokens": {"extproc/envoywire", "extproc/usage/reader"},
 	"carrier/filter": {
-		"extproc/answer", "extproc/concurrent", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer",
+		"extproc/answer", "extproc/concurrent", "extproc/ended", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer",
 		"extproc/latebinding", "extproc/migration", "extproc/models", "extproc/openai", "extproc/pass", "extproc/paths",
 		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "internal/memory", "internal/periodic",
-		"kvstate", "extproc (test)",
+		"carrier/tokens", "kvstate", "extproc (test)", "extproc/usage (test)",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {

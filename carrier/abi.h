@@ -79,6 +79,11 @@ void envoy_dynamic_module_callback_http_filter_config_scheduler_delete(void*);
 typedef struct {
   uintptr_t handle;  // of the Go value; 0: it has none
   bool hold;         // pieces of the answer are shown to it
+  bool counts;       // the tokens of what the client gets are counted ...
+  bool events;       // ... which is a stream of events ...
+  bool within;       // ... whose next byte is not the first of a line
+  uint64_t first;    // likewise: when the client got the first byte ...
+  uint64_t last;     // ... and the last; 0: none
   bool streams;      // it makes D's leg by itself, and sends the answer
   bool upstream;     // it stands behind the router, and holds the answers of pairs
   void* envoy;       // likewise: Envoy's filter

@@ -78,11 +78,8 @@ func (s *stream) setHeader(kind C.int, name, value string, remove bool) {
 	C.envoy_dynamic_module_callback_http_set_header(s.envoy, kind, pinned(&pin, name), to)
 }
 
-// namespace of what is written into the dynamic metadata.
-const namespace = "tandem"
-
 // SetMetadata implements [filter.Envoy].
-func (s *stream) SetMetadata(name, value string) {
+func (s *stream) SetMetadata(namespace, name, value string) {
 	var pin runtime.Pinner
 	defer pin.Unpin()
 	to := pinned(&pin, value)
@@ -91,7 +88,7 @@ func (s *stream) SetMetadata(name, value string) {
 }
 
 // SetMetadataNumber implements [filter.Envoy].
-func (s *stream) SetMetadataNumber(name string, value float64) {
+func (s *stream) SetMetadataNumber(namespace, name string, value float64) {
 	var pin runtime.Pinner
 	defer pin.Unpin()
 	C.envoy_dynamic_module_callback_http_set_dynamic_metadata_number(s.envoy, pinned(&pin, namespace),
@@ -124,18 +121,23 @@ func (s *stream) AppendBody(dst []byte) []byte { return s.read(s.read(dst, C.BUF
 
 // read appends a body.
 func (s *stream) read(dst []byte, kind C.int) []byte {
-	n := C.envoy_dynamic_module_callback_http_get_body_chunks_size(s.envoy, kind)
-	if n == 0 {
-		return dst
-	}
-	pieces := make([]C.bytes, n)
-	if !C.envoy_dynamic_module_callback_http_get_body_chunks(s.envoy, kind, &pieces[0]) {
-		return dst
-	}
-	for _, p := range pieces {
+	for _, p := range s.pieces(kind) {
 		dst = append(dst, view(p)...)
 	}
 	return dst
+}
+
+// pieces returns the pieces of a body.
+func (s *stream) pieces(kind C.int) []C.bytes {
+	n := C.envoy_dynamic_module_callback_http_get_body_chunks_size(s.envoy, kind)
+	if n == 0 {
+		return nil
+	}
+	out := make([]C.bytes, n)
+	if !C.envoy_dynamic_module_callback_http_get_body_chunks(s.envoy, kind, &out[0]) {
+		return nil
+	}
+	return out
 }
 
 // replace replaces a body.
@@ -273,6 +275,16 @@ func (s *stream) SetResponseHeader(name, value string) {
 	s.setHeader(C.RESPONSE_HEADERS, name, value, value == "")
 }
 
+// Count implements [filter.Envoy].
+func (s *stream) Count(events bool) { s.ours.counts, s.ours.events = true, C.bool(events) }
+
+// EachPiece implements [filter.Envoy].
+func (s *stream) EachPiece(do func(piece []byte)) {
+	for _, p := range s.pieces(C.ANSWER_RECEIVED) {
+		do(view(p))
+	}
+}
+
 // AppendPiece implements [filter.Envoy].
 func (s *stream) AppendPiece(dst []byte) []byte { return s.read(dst, C.ANSWER_RECEIVED) }
 
@@ -316,6 +328,9 @@ func (s *stream) Outcome() (o filter.Outcome) {
 	var details C.bytes
 	if C.envoy_dynamic_module_callback_http_filter_get_attribute_string(s.envoy, C.RESPONSE_CODE_DETAILS, &details) {
 		o.Details = string(view(details))
+	}
+	if first, last := s.ours.first, s.ours.last; first != 0 {
+		o.FirstBody, o.LastBody = timeOf(first), timeOf(last)
 	}
 	return o
 }

@@ -122,9 +122,38 @@ int envoy_dynamic_module_on_http_filter_response_headers(void* e, const void* f,
   return r->pair[0] != 0 ? upstreamAnswer(r) : 0;
 }
 
+// says reports whether a text has a member with a name, which ends in a quote, and an object.
+static bool says(bytes text, const char* name) {
+  const char *at = text.at, *end = text.at + text.length;
+  while ((at = memmem(at, end - at, name, strlen(name))) != NULL) {
+    at += strlen(name);
+    const char* p = at;
+    while (p < end && (*p == ' ' || *p == '\t' || *p == ':')) p++;
+    if (p < end && *p == '{') return true;
+  }
+  return false;
+}
+
+// count looks at a piece that the client gets. Of a stream most are whole events that say no tokens: they need no Go.
+static void count(request* r, void* e) {
+  size_t n = envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED);
+  bytes one;
+  if (n == 0 || envoy_dynamic_module_callback_http_get_body_size(e, ANSWER_RECEIVED) == 0) return;
+  r->last = now();
+  if (r->first == 0) r->first = r->last;
+  if (r->events && !r->within && n == 1 &&
+      envoy_dynamic_module_callback_http_get_body_chunks(e, ANSWER_RECEIVED, &one) &&
+      one.at[one.length - 1] == '\n' && !says(one, "usage\"") && !says(one, "meta_info\"")) {
+    return;
+  }
+  r->within = counted(r);
+}
+
 int envoy_dynamic_module_on_http_filter_response_body(void* e, const void* f, bool end) {
   request* r = (request*)f;
-  return r->hold ? responseBody(r, end, now()) : 0;
+  int status = r->hold ? responseBody(r, end, now()) : 0;
+  if (r->counts && status == 0) count(r, e);
+  return status;
 }
 
 int envoy_dynamic_module_on_http_filter_response_trailers(void* e, const void* f) {

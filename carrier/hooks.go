@@ -83,9 +83,12 @@ var began, beganAt = time.Now(), uint64(C.tandem_now())
 // at returns the filter of a request, for a hook that was called at a time of C's clock.
 func at(p *C.request, when C.uint64_t) *filter.Filter {
 	f := of(unsafe.Pointer(p))
-	f.Called = began.Add(time.Duration(uint64(when) - beganAt))
+	f.Called = timeOf(when)
 	return f
 }
+
+// timeOf returns a time of C's clock.
+func timeOf(when C.uint64_t) time.Time { return began.Add(time.Duration(uint64(when) - beganAt)) }
 
 // now is at for a hook that Envoy calls without C between.
 func now(p unsafe.Pointer) *filter.Filter {
@@ -118,6 +121,9 @@ func responseHeaders(p *C.request, end C.bool, when C.uint64_t) C.int {
 func responseBody(p *C.request, end C.bool, when C.uint64_t) C.int {
 	return C.int(at(p, when).ResponseBody(bool(end)))
 }
+
+//export counted
+func counted(p *C.request) C.bool { return C.bool(filter.Counted(of(unsafe.Pointer(p)))) }
 
 //export scheduled
 func scheduled(p *C.request, when C.uint64_t) { at(p, when).Woken() }

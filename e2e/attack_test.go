@@ -213,6 +213,7 @@ func (a *rogue) unfinished(id uint32, size, n int) error {
 // nothing is left at the end. make attack does it with more connections, and for longer; its table is in
 // docs/figures/attacks.csv.
 func TestAttacks(t *testing.T) {
+	beside(t, "there is no gRPC port")
 	full := os.Getenv("TANDEM_ATTACK") != ""
 	length, size := 800*time.Millisecond, 0
 	if full {
@@ -246,6 +247,14 @@ func TestAttacks(t *testing.T) {
 	}
 	t.Logf("%d s each.\n\n| attack | tried | disconnected | peak RSS, MiB | peak held, MiB | goroutines | CPU, s | served beside | p50, ms | slowest, ms |\n|---|---|---|---|---|---|---|---|---|---|\n%s\n",
 		int(length.Seconds()), strings.Join(rows, "\n"))
+}
+
+// beside skips a test of what there is not inside Envoy.
+func beside(t *testing.T, why string) {
+	t.Helper()
+	if os.Getenv("TANDEM_RUN") == "inside" {
+		t.Skip("inside Envoy: " + why)
+	}
 }
 
 // run attacks on one connection after the other.

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -225,6 +226,40 @@ func TestInsideHundredStreamsOutliveD(t *testing.T) {
 	moved := metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`)
 	t.Logf("%v streams were continued; the longest silence of each: median %v, p99 %v", moved, silences[streams/2], silences[streams*99/100])
 	require.Positive(t, moved)
+}
+
+// A stream that several engines wrote is one request, whose tokens are those that its client was told; an operator who
+// asks for its decision gets it, too.
+func TestInsideContinuedStreamsCountOnce(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	token := filepath.Join(dir, "token")
+	require.NoError(t, os.WriteFile(token, []byte("0123456789abcdef\n"), 0o600))
+	f := insuredFleet(t, options{prefills: 1, decodes: 3, adminFields: fmt.Sprintf(", tokenFile: %q", token),
+		top: fmt.Sprintf("usage: {ledger: %q}\n", filepath.Join(dir, "ledger-%i"))})
+	for _, d := range f.decodes {
+		f.inject(d, `{"mode":"stream-reset-after","events":40,"count":1}`)
+	}
+	path, body := asks("chat", "twice", 150)
+	got := f.post(path, body, "x-request-id", "twice", "tandem-explain", "0123456789abcdef")
+	require.Equal(t, 200, got.status)
+	require.Contains(t, got.header.Get("x-tandem-explain"), f.prefills[0].addr)
+	want := usageOf(got)
+	require.True(t, want.Said)
+	var line ledgerLine
+	soon(t, "it is in the ledger", func() bool {
+		var there bool
+		line, there = readLedgers(t, dir)["twice"]
+		return there
+	})
+	require.Equal(t, want, line.used())
+	require.Equal(t, "ok", line.Ended)
+	require.Positive(t, line.First)
+	require.Positive(t, line.PerToken)
+	require.Positive(t, metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`))
+	for kind, n := range map[string]int{"prompt": want.Prompt, "generation": want.Answer} {
+		require.InDelta(t, n, metric(t, f.admins[0], "tandem_tokens_total", fmt.Sprintf("kind=%q", kind)), 0, kind)
+	}
 }
 
 // A D that hangs is left as soon as its health says so.

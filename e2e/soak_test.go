@@ -29,7 +29,8 @@ import (
 // for bodies over 64 KiB, which Envoy does not keep for another replica, a 503 with Retry-After if the replica with
 // its request was killed (SIGKILL). SIGTERM costs no request anything.
 //
-// One prefill and one decode engine and the first replica are left alone: there is always a way to answer.
+// One prefill and one decode engine and the first replica are left alone: there is always a way to answer. Inside Envoy
+// (TANDEM_RUN=inside) that replica is the only one, tokens are counted, and streams outlive their engines.
 func TestSoak(t *testing.T) {
 	length, err := time.ParseDuration(os.Getenv("SOAK"))
 	if err != nil {
@@ -103,11 +104,14 @@ func newSoak(t *testing.T) *soak {
 	s := &soak{seen: map[string]int{}, churned: map[string]int{}}
 	o := options{prefills: 3, decodes: 3, replicas: max(fromEnv("SOAK_REPLICAS", 2), 2), serveArgs: []string{"-linger", "2s", "-log", "warn"}, engineArgs: []string{
 		"--decode-step", "2ms", "--prefill-speed", "100000", "--lease", "5s", "--load-timeout", "200ms", "--record=false", "--kv-load-failure", "recompute"}}
+	if os.Getenv("TANDEM_RUN") == "inside" {
+		o.replicas, o.pool, o.top = 1, insurance, "usage: {}\n"
+	}
 	if os.Getenv("SOAK_REDIS") != "" {
 		tool(t, "REDIS_SERVER", "redis-server", ".tools/bin/redis-server")
 		s.redisAt = ports(t, 1)[0]
 		s.startRedis(t)
-		o.top = fmt.Sprintf("state: {redis: {url: \"redis://%s/0\"}}\n", s.redisAt)
+		o.top += fmt.Sprintf("state: {redis: {url: \"redis://%s/0\"}}\n", s.redisAt)
 	}
 	s.fleet = start(t, withOrders(t, o))
 	s.lenient = true // killed engines have lost their counts; the soak checks the others itself
@@ -273,7 +277,7 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 		case <-time.After(time.Duration(200+random.IntN(1500)) * time.Millisecond):
 		}
 		e := engines[random.IntN(len(engines))]
-		replica := 1 + random.IntN(len(s.tandems)-1)
+		replica := min(1+random.IntN(max(len(s.tandems)-1, 1)), len(s.tandems)-1)
 		did := ""
 		switch n := random.IntN(20); {
 		case n < 7 && e.running():
@@ -291,6 +295,8 @@ func (s *soak) churn(random *rand.Rand, stop chan struct{}) {
 			out[e] = !out[e]
 			s.configure(e, !out[e])
 			did = map[bool]string{true: "endpoint taken out", false: "endpoint put in"}[out[e]]
+		case n < 18 && replica == 0: // the one that runs all the time
+			continue
 		case n < 18 && s.tandems[replica].running():
 			signal := map[bool]os.Signal{true: syscall.SIGTERM, false: syscall.SIGKILL}[n < 17]
 			if signal == syscall.SIGKILL {

@@ -214,8 +214,8 @@ func (m filters) hygiene() *hcmv3.HttpFilter {
 		return []*mutationv3.HeaderMutation{removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination)}
 	}
 	response := own()
-	if m.Explains {
-		explain := setHeader("x-tandem-explain", "%REQ(x-tandem-explain)%", overwriteOrAdd)
+	if m.Explains != "" {
+		explain := setHeader("x-tandem-explain", m.Explains, overwriteOrAdd)
 		response = append(response, noted(m,
 			&mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Append{Append: explain}}, notes{
 				"": "For an operator who asked: the server sets it if tandem-explain bears the token, and no client can.",

@@ -21,6 +21,9 @@ func Inside(c *configv1.Config, file string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
+	if m.Explains != "" {
+		m.Explains = "%DYNAMIC_METADATA(tandem:explanation)%"
+	}
 	m.Bodies.Buffer = 4*m.Bodies.Max + bufferMargin
 	if m.secure() { // an engine behind a name gets it as Host, of which Envoy makes SNI
 		m.Engines.Schemes = append(m.Engines.Schemes, scheme{Name: "https-named", Suffix: "-https-named"})

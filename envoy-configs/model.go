@@ -15,8 +15,6 @@
 package envoyconfigs
 
 import (
-	"strings"
-
 	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
@@ -74,9 +72,6 @@ ext_proc never sits in a cluster's http_filters: Envoy 1.37 to 1.40 dies of SIGS
 
 func (s *settings) overview() string {
 	text := overview
-	if s.Usage != nil {
-		text = strings.Replace(text, "1.37 or newer", "1.40 or newer (usage)", 1)
-	}
 	if s.Pairs {
 		text += pairsOverview
 	}

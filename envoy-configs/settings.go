@@ -42,7 +42,7 @@ type settings struct {
 	Leases        bool           // there is a pool whose prefill endpoints free KV that is fetched late
 	Forms         bool           // there are several pools, so uploads come to ext_proc, which reads their model
 	CORS          *configv1.Cors // nil: none
-	Explains      bool           // decisions, to operators
+	Explains      string         // where decisions are explained to operators, as Envoy's formats name it; "": nowhere
 	Metadata      bool           // decisions are written into dynamic metadata
 	Tracing       *tracing       // nil: no spans
 
@@ -122,10 +122,13 @@ func gather(c *configv1.Config, dynamic bool, living ...Replica) (*settings, err
 		},
 		Engines:     engines{TLS: newClientTLS(e.GetEndpointTls(), false)},
 		IdleTimeout: config.Duration(e.GetDecodeIdleTimeout()), TicketTTL: config.Duration(c.GetTickets().GetTtl()),
-		CORS: e.GetCors(), Explains: c.GetAdmin().GetTokenFile() != "", Metadata: c.GetExtProc().GetDecisionMetadata(),
+		CORS: e.GetCors(), Metadata: c.GetExtProc().GetDecisionMetadata(),
 		Usage: c.GetUsage(),
 	}
 	s.serve(c.GetPools())
+	if c.GetAdmin().GetTokenFile() != "" {
+		s.Explains = "%REQ(x-tandem-explain)%"
+	}
 	if dynamic {
 		s.serveAll()
 	}

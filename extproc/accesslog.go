@@ -6,21 +6,18 @@ import (
 	"errors"
 	"io"
 	"log/slog"
-	"time"
 
 	"google.golang.org/grpc"
 
 	"tandem/extproc/concurrent"
+	"tandem/extproc/ended"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
-	"tandem/extproc/telemetry"
-	"tandem/extproc/usage"
 	"tandem/internal/guard"
-	"tandem/kvstate"
 )
 
 // Envoy's gRPC access log reports the end of each hop: one long stream per Envoy worker, one entry per pass of a
@@ -123,47 +120,11 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	if t.Stage.Redirects() {
 		s.releaseForGood(e, t.Redirects)
 	}
-	var took, first time.Duration
-	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
-		began := s.passes.SealedAt(t)
-		took = max(e.Start.Add(e.Duration).Sub(began), 0)
-		if e.FirstByte > 0 {
-			first = max(e.Start.Add(e.FirstByte).Sub(began), 0)
-		}
-	}
-	used := s.observer.RequestEnded(t, e, took, first, mine)
-	if mine && used != nil {
-		telemetry.TraceAnswer(s.Tracer, t, e, used)
-		learn(s.State, t, e, used)
-	}
+	ended.Tell(ended.Told{State: s.State, Observer: s.observer, Tracer: s.Tracer}, t, e, s.passes.SealedAt(t), mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
 			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
 		}
-	}
-}
-
-// mostKept is the length up to which Envoy takes a whole answer from its endpoint, however slow the client is: half of
-// the least that a listener keeps. The time of longer ones may be the client's.
-const mostKept = 4 << 20
-
-// learn has the state learn from an answer that ended well: how long answers of its model are, and how fast its
-// endpoint writes.
-func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
-	pool := state.Pool(t.Pool)
-	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
-		return
-	}
-	var writing time.Duration
-	if e.Body <= mostKept {
-		writing = u.PerToken * time.Duration(*u.Answer-1)
-	}
-	prompt := t.PromptTokens
-	if u.Prompt != nil {
-		prompt = *u.Prompt
-	}
-	if endpoint := pool.Endpoint(telemetry.AnsweredBy(t)); endpoint != nil {
-		kvstate.Answered(endpoint, u.Model, prompt, *u.Answer, writing, time.Now())
 	}
 }
 

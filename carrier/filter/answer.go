@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"tandem/extproc/ended"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
@@ -34,7 +35,11 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		return Continue
 	}
 	return f.guarded("response headers", func() Status {
-		f.first = time.Since(f.began)
+		header := func(name string) string { return string(f.envoy.ResponseHeader(name)) }
+		if f.got.begins(f, header(":status"), header("content-type")) && !end {
+			f.envoy.Count(f.got.tokens.Events)
+		}
+		f.got.first = time.Since(f.began)
 		o := f.envoy.Outcome()
 		switch {
 		case !f.hop.replan:
@@ -136,7 +141,7 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	if f.hop.ticket.Redirects+1 >= f.s.Passes.Limits.MaxRedirects {
 		return false
 	}
-	key := f.s.putRestart(&attempt{failed(), f.id, f.reservedAs, f.hop.trace, f.began})
+	key := f.s.putRestart(&attempt{failed(), f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
 	f.envoy.SetHeader(headerAttempt, key)
 	f.hop.handed = true // Envoy may end this filter before Restart returns
 	ok := f.envoy.Restart()
@@ -237,20 +242,14 @@ func (f *Filter) record() {
 	InsuredOf(f).outcome(o)
 	e := &envoywire.LogEntry{
 		RequestID: []byte(f.id), Details: []byte(o.Details), Status: o.Status, Start: f.began,
-		Duration: time.Since(f.began), ClientGone: o.ClientGone(),
-		Answered: envoywire.Answered{FirstByte: f.first, Body: o.Bytes},
+		Duration: time.Since(f.began), ClientGone: o.ClientGone(), Reservation: []byte(f.reservedAs),
+		Traceparent: []byte(f.hop.trace.parent),
+		Answered:    envoywire.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o)},
 	}
 	passes.Reclaim.Ended(t, &reclaim.End{
 		RequestID: f.id, ClientGone: e.ClientGone, Asked: f.hop.sent, Tried: f.hop.sent, BookedHere: true,
 	})
 	passes.Faults.DecodeEnded(t, e)
-	var took, first time.Duration
-	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
-		sealed := passes.SealedAt(t)
-		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)
-		if e.FirstByte > 0 {
-			first = max(e.Start.Add(e.FirstByte).Sub(sealed), 0)
-		}
-	}
-	passes.Observer.RequestEnded(t, e, took, first, true)
+	to := ended.Told{State: passes.State, Observer: passes.Observer, Tracer: f.s.Tracer}
+	ended.Tell(to, t, e, passes.SealedAt(t), true)
 }

@@ -12,9 +12,9 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	EachHeader(do func(name, value []byte))
 	SetHeader(name, value string)
 	RemoveHeader(name string)
-	// SetMetadata and SetMetadataNumber set a value of the dynamic metadata "tandem".
-	SetMetadata(name, value string)
-	SetMetadataNumber(name string, value float64)
+	// SetMetadata and SetMetadataNumber set a value of the dynamic metadata of a namespace.
+	SetMetadata(namespace, name, value string)
+	SetMetadataNumber(namespace, name string, value float64)
 	// BodySize returns how much of the request's body has been received, in bytes.
 	BodySize() int
 	// AppendBody appends that body to dst.
@@ -40,6 +40,11 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	ResponseHeader(name string) []byte
 	// SetResponseHeader sets a header of the answer, before it has gone on; "" removes it.
 	SetResponseHeader(name, value string)
+	// Count has [Counted] called for the pieces of the answer that go to the client, after ResponseBody. events:
+	// it is a stream of events, and pieces of whole lines that say no tokens are left out.
+	Count(events bool)
+	// EachPiece calls do with each part of the piece that a hook is called for. They are Envoy's, until the hook ends.
+	EachPiece(do func(part []byte))
 	// AppendPiece appends to dst the piece of the answer that a hook is called for, and ReplacePiece replaces it.
 	AppendPiece(dst []byte) []byte
 	ReplacePiece(b []byte)
@@ -108,6 +113,8 @@ type Outcome struct {
 	Details string // Envoy's response code details
 	Flags   uint64 // Envoy's response flags
 	Bytes   uint64 // of the answer's body that were sent
+
+	FirstBody, LastBody time.Time // when bytes of a counted answer went to the client; zero: none did
 }
 
 // Response flags of Envoy (1.40, envoy/stream_info/stream_info.h).

@@ -17,6 +17,7 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
 	"tandem/kvstate"
 )
 
@@ -37,10 +38,13 @@ func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
 	}
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, fleetEndpoints())
+	metrics := telemetry.NewMetrics(prometheus.NewRegistry(), state)
+	metrics.Usage, err = usage.New(usage.Options{TenantHeader: "x-tenant", Tenants: 5}, prometheus.NewRegistry(), nil)
+	require.NoError(tb, err)
 	s, passes := extproc.NewInside(extproc.Options{
 		State: state, SplitBodyBytes: 1 << 20, MaxBodyBytes: 2 << 20,
 		Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": policy}},
-	}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
+	}, metrics)
 	return &fleet{New(Options{
 		Passes: passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, Started: time.Now(),
 	}), state}
@@ -100,8 +104,10 @@ type client struct {
 	kept    []byte // of the answer
 	out     []byte // of the answer, that went on
 	reset   bool
-	patient bool      // it waits for an answer that does not come
-	told    []string  // names of metadata
+	patient bool     // it waits for an answer that does not come
+	told    []string // names of metadata
+	counts  bool     // pieces of the answer are counted
+	tokens  map[string]float64
 	pieces  int       // size of the answer's, bytes; default 40
 	kind    string    // content-type of the answer; "": JSON
 	outside []sending // calls that do not end with the request
@@ -117,7 +123,7 @@ type client struct {
 }
 
 func newClient(tb testing.TB, f *fleet, e engines, body string) *client {
-	return &client{tb: tb, fleet: f, engines: e, body: []byte(body), woken: make(chan struct{}, 100), headers: []Header{
+	return &client{tb: tb, fleet: f, engines: e, body: []byte(body), woken: make(chan struct{}, 100), tokens: map[string]float64{}, headers: []Header{
 		{":method", "POST"}, {":path", "/v1/chat/completions"}, {":authority", "api.example"}, {":scheme", "http"},
 		{"content-type", "application/json"}, {"content-length", strconv.Itoa(len(body))}, {"x-request-id", "r-1"},
 	}}
@@ -187,7 +193,7 @@ func (u upstream) ContinueAnswer() { u.c.answers() }
 // answers begins the answer.
 func (c *client) answers() {
 	filter := c.filter
-	c.stopped, c.kept, c.out, c.hold = false, nil, nil, false
+	c.stopped, c.kept, c.out, c.hold, c.counts = false, nil, nil, false, false
 	switch filter.ResponseHeaders(false) {
 	case Pause:
 		if c.stopped = c.filter == filter && c.status == 0; c.stopped {
@@ -209,11 +215,10 @@ func (c *client) answered() {
 	for len(body) > 0 {
 		c.piece = slices.Clone(body[:min(len(body), cmp.Or(c.pieces, 40))])
 		body = body[len(c.piece):]
-		if !c.hold {
-			c.out, c.kept = append(append(c.out, c.kept...), c.piece...), nil
-			continue
-		}
-		if filter.ResponseBody(len(body) == 0) == Continue {
+		if !c.hold || filter.ResponseBody(len(body) == 0) == Continue {
+			if c.counts {
+				Counted(filter)
+			}
 			c.out, c.kept = append(append(c.out, c.kept...), c.piece...), nil
 		} else {
 			c.kept = append(c.kept, c.piece...)
@@ -227,14 +232,25 @@ func (c *client) answered() {
 	}
 }
 
-func (c *client) SetMetadata(name, value string) {
+func (c *client) SetMetadata(_, name, value string) {
 	require.NotEmpty(c.tb, value)
 	c.told = append(c.told, name)
 }
 
-func (c *client) SetMetadataNumber(name string, value float64) {
+func (c *client) SetMetadataNumber(namespace, name string, value float64) {
+	if namespace == "tandem.usage" {
+		c.tokens[name] = value
+		return
+	}
 	require.NotZero(c.tb, value)
 	c.told = append(c.told, name)
+}
+
+func (c *client) Count(bool) { c.counts = true }
+
+func (c *client) EachPiece(do func(part []byte)) {
+	do(c.piece[:len(c.piece)/2])
+	do(c.piece[len(c.piece)/2:])
 }
 
 func (c *client) AppendPiece(dst []byte) []byte  { return append(dst, c.piece...) }
@@ -312,6 +328,9 @@ func (c *client) Restart() bool {
 func (c *client) HoldAnswer(hold bool) { c.hold = hold }
 
 func (c *client) ResponseHeader(name string) []byte {
+	if name == ":status" {
+		return []byte(strconv.Itoa(c.answer.status))
+	}
 	if name == "content-type" && c.kind != "" {
 		return []byte(c.kind)
 	}

@@ -37,7 +37,7 @@ type Filter struct {
 	resumed *attempt // the attempt that this request continues; nil: this is its first pass
 	hop     hop      // in progress, or the last
 	insured atomic.Pointer[Insured]
-	first   time.Duration
+	got     got
 	ended   bool // its end has been recorded
 
 	mu      sync.Mutex
@@ -105,6 +105,7 @@ func (f *Filter) RequestHeaders(end bool) Status {
 			f.envoy.RemoveHeader(headerPair) // of a D that was not reached
 			if f.resumed = f.s.takeRestart(key); f.resumed != nil {
 				f.began, f.hop.trace = f.resumed.began, f.resumed.trace
+				f.got.explained = f.resumed.explained
 			}
 		}
 		f.identify()

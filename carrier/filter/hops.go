@@ -161,9 +161,6 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	if f.head.Extra(envoywire.HeaderExplain) != nil {
 		f.envoy.RemoveHeader(envoywire.HeaderExplain)
 	}
-	if x.Explanation != nil {
-		set(envoywire.HeaderExplanation, string(x.Explanation))
-	}
 	if f.body.whole {
 		if b.changed || len(r.Edits) > 0 {
 			f.envoy.ReplaceBody(pieces(b.data, r.Edits)...)
@@ -181,6 +178,12 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	f.envoy.Continue()
 }
 
+// decisions is the namespace of decisions in the dynamic metadata.
+const decisions = "tandem"
+
+// explanation is the key there of an explanation, which Envoy's header mutation makes a header of.
+const explanation = "explanation"
+
 // tellDecision returns a function that writes the decision of a pass into Envoy's dynamic metadata, without empty
 // fields, and then takes the next step.
 func tellDecision(e Envoy, x *pass.Pass, then func()) func() {
@@ -193,7 +196,7 @@ func tellDecision(e Envoy, x *pass.Pass, then func()) func() {
 			{"pool", p.Pool}, {"route", p.Route}, {"reason", p.Reason}, {"prefill", p.Prefill}, {"decode", p.Decode},
 		} {
 			if m.value != "" {
-				e.SetMetadata(m.name, m.value)
+				e.SetMetadata(decisions, m.name, m.value)
 			}
 		}
 		for _, m := range []struct {
@@ -201,7 +204,7 @@ func tellDecision(e Envoy, x *pass.Pass, then func()) func() {
 			value float64
 		}{{"prompt_tokens", float64(p.PromptTokens)}, {"price", price}, {"waited", p.Waited.Seconds()}} {
 			if m.value != 0 {
-				e.SetMetadataNumber(m.name, m.value)
+				e.SetMetadataNumber(decisions, m.name, m.value)
 			}
 		}
 		then()
@@ -298,6 +301,8 @@ func (f *Filter) answer(headers []Header, body []byte) {
 	}
 	f.hop.answered = true
 	headers = append(headers, Header{"content-length", strconv.Itoa(len(body))})
+	f.got.sends(f, headers)
+	f.got.tokens.Give(body, f.envoy.SetMetadataNumber)
 	f.envoy.Answer(headers, body)
 }
 

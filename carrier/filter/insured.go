@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/extproc/answer"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
@@ -45,16 +46,15 @@ type dLeg struct {
 	reply  []byte   // ... with this body
 	late   bool     // the first event has to be checked for KV that is another prompt's
 	spoke  bool     // D has sent an event
-	params *withoutParams
+	params *answer.WithoutParams
 }
 
 // answering is what the client gets.
 type answering struct {
-	explanation string // for its head; "": no operator asked for it
-	begun       bool   // the client has the head
-	ended       bool   // it has the end
-	gone        string // why it ended before its time; "": it did not
-	out         []byte // scratch
+	begun bool   // the client has the head
+	ended bool   // it has the end
+	gone  string // why it ended before its time; "": it did not
+	out   []byte // scratch
 
 	above     bool   // the client takes less than it is sent
 	waiting   []byte // what it has not taken
@@ -87,7 +87,7 @@ type spare struct {
 	stream migration.Stream
 	kept   []byte // what it sends meanwhile
 	ended  bool   // in the regular way
-	params *withoutParams
+	params *answer.WithoutParams
 }
 
 // Bounds of what is kept for one insured stream, in bytes.
@@ -190,14 +190,13 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 			c.Set[i].Value = cmp.Or(f.head.get("accept"), openai.EventStream)
 		}
 	}
-	in.to.explanation = string(f.m.pass.Explanation)
 	f.m.meter.Processed(envoywire.RoleMain)
 	f.drop()
 	f.hop.sent, f.hop.replan = true, false
 	in.d = dLeg{}
 	t := &f.hop.ticket
 	if policy, _ := f.s.Passes.Policy(t.Pool); t.Loads && policy.Dialect.Expiry != nil {
-		in.d.params = &withoutParams{}
+		in.d.params = &answer.WithoutParams{}
 	}
 	in.noteSent()
 	in.placed.Store(&place{ticket: clone(&f.hop.ticket)})
@@ -295,12 +294,11 @@ func (in *Insured) begin() {
 		return
 	}
 	in.to.begun = true
-	in.f.first = time.Since(in.f.began)
-	if in.to.explanation != "" {
-		in.d.head = append(in.d.head, Header{envoywire.HeaderExplanation, in.to.explanation})
-	}
-	in.f.envoy.SendHeaders(append([]Header{{":status", strconv.Itoa(in.d.status)}}, slices.DeleteFunc(in.d.head,
-		func(h Header) bool { return h.Name == ":status" })...))
+	in.f.got.first = time.Since(in.f.began)
+	headers := append([]Header{{":status", strconv.Itoa(in.d.status)}}, slices.DeleteFunc(in.d.head,
+		func(h Header) bool { return h.Name == ":status" })...)
+	in.f.got.sends(in.f, headers)
+	in.f.envoy.SendHeaders(headers)
 	in.d.head = nil
 }
 
@@ -361,7 +359,7 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	in.begin()
 	in.to.out = in.to.out[:0]
 	for _, p := range pieces {
-		p, err := in.d.params.feed(p)
+		p, err := in.d.params.Feed(p)
 		if err != nil {
 			in.cut(err.Error())
 			return
@@ -370,7 +368,7 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	}
 	if end {
 		in.d.id = 0
-		in.to.out = in.stream.End(in.stream.Feed(in.to.out, in.d.params.end()))
+		in.to.out = in.stream.End(in.stream.Feed(in.to.out, in.d.params.End()))
 	}
 	if len(in.to.out) > 0 && in.stream.Broken() == "" {
 		in.speaks()
@@ -466,6 +464,7 @@ func (in *Insured) give(data []byte, end bool) {
 	if in.to.ended || len(data) == 0 && !end {
 		return
 	}
+	in.f.got.tokens.Give(data, in.f.envoy.SetMetadataNumber)
 	if in.to.above || len(in.to.waiting) > 0 {
 		in.to.waiting, in.to.lastWaits = append(in.to.waiting, data...), end
 		if !in.hold() || len(in.to.waiting) > maxWaiting {

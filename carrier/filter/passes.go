@@ -75,6 +75,9 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	if err != nil {
 		return f.refusal(err)
 	}
+	if x.Explanation != nil {
+		f.got.explained = string(x.Explanation)
+	}
 	f.hop.held, f.hop.ticket = r.Held, clone(&r.Ticket)
 	f.hop.pair, f.hop.encode = nil, nil
 	f.m.meter.EndPhase(telemetry.PhaseDecide)

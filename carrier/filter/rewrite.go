@@ -136,6 +136,7 @@ func (r *rewrite) whole(end bool) Status {
 				out = got
 			}
 			return func() {
+				f.got.tokens.Read(out, f.envoy.SetMetadataNumber)
 				f.envoy.ReplaceAnswer(out)
 				f.envoy.ContinueAnswer()
 			}

@@ -84,6 +84,7 @@ type attempt struct {
 	reservedAs string
 	trace      traceContext
 	began      time.Time // when the client's request came
+	explained  string    // the decision, for an operator; "": none asked
 }
 
 // putRestart keeps an attempt for the filter that comes with its key.

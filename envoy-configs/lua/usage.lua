@@ -55,7 +55,7 @@ local function total(data)
   if not said then return end
   for _, key in ipairs({"in", "out", "cache_read", "cache_write"}) do
     local n = said[key] or 0
-    if n > 0 and n <= believed then sum = sum + math.floor(n) end
+    if n > 0 and n <= believed and n % 1 == 0 then sum = sum + n end
   end
   data:set(namespace, "total", sum)
 end

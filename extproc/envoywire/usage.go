@@ -15,6 +15,7 @@ const (
 	UsageCached       = "cached"      // of the prompt, found in a cache
 	UsageCacheRead    = "cache_read"  // likewise, which "in" does not count (Anthropic's form)
 	UsageCacheWritten = "cache_write" // of the prompt, written to a cache, which "in" does not count
+	UsageTotal        = "total"       // all of them, for limits ([Usage.Total])
 )
 
 // TagFirstBody tags an entry with the time from its start to the first byte of the answer's body, in microseconds.
@@ -99,19 +100,25 @@ func (b *LogBatch) readUsage(c *cursor, end int, e *LogEntry) {
 	}
 }
 
+// UsageKeys are the keys of the counts that [Usage.Counts] returns.
+var UsageKeys = [...]string{UsageIn, UsageOut, UsageCached, UsageCacheRead, UsageCacheWritten}
+
+// Counts returns all counts, in the order of [UsageKeys].
+func (a *Usage) Counts() [len(UsageKeys)]*Count {
+	return [...]*Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten}
+}
+
+// Total returns the tokens that a limit counts. Anthropic's form has the tokens of a cache beside those of the prompt.
+func (a *Usage) Total() int64 {
+	return a.In.Tokens + a.Out.Tokens + a.CacheRead.Tokens + a.CacheWritten.Tokens
+}
+
 // count returns the field for a key of the usage; nil: there is none.
 func (a *Usage) count(key []byte) *Count {
-	switch string(key) {
-	case UsageIn:
-		return &a.In
-	case UsageOut:
-		return &a.Out
-	case UsageCached:
-		return &a.Cached
-	case UsageCacheRead:
-		return &a.CacheRead
-	case UsageCacheWritten:
-		return &a.CacheWritten
+	for i, name := range UsageKeys {
+		if string(key) == name {
+			return a.Counts()[i]
+		}
 	}
 	return nil
 }
@@ -124,11 +131,17 @@ func readCount(c *cursor, end int) Count {
 			c.skip(wire, end)
 			continue
 		}
-		if n := math.Float64frombits(c.fixed64(end)); n >= 0 && n <= MaxTokens && n == math.Trunc(n) {
-			out.Tokens, out.Absurd = int64(n), false
-		}
+		out = CountOf(math.Float64frombits(c.fixed64(end)))
 	}
 	return out
+}
+
+// CountOf returns the count that a number of an answer is.
+func CountOf(n float64) Count {
+	if n >= 0 && n <= MaxTokens && n == math.Trunc(n) {
+		return Count{Tokens: int64(n), Said: true}
+	}
+	return Count{Said: true, Absurd: true}
 }
 
 // fixed64 reads 8 bytes, the least significant first; on failure it returns 0 and sets err.

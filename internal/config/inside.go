@@ -27,7 +27,6 @@ func checkInside(v *validator, c *configv1.Config) {
 	}
 	refuse("extProc.protocol", c.ExtProc.Protocol == "endpointPicker")
 	refuse("envoyGateway", c.EnvoyGateway != nil)
-	refuse("usage", c.Usage != nil)
 	refuse("envoy.replicas", c.Envoy.Replicas == "redis")
 	for i, p := range c.Pools {
 		path := fmt.Sprintf("pools[%d]", i)

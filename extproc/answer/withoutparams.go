@@ -1,22 +1,21 @@
-package filter
+package answer
 
 import (
 	"bytes"
 
-	"tandem/extproc/answer"
 	"tandem/extproc/openai"
 )
 
-// withoutParams removes kv_transfer_params from the events of D's answer, which has them if D declines expired KV. A
+// WithoutParams removes kv_transfer_params from the events of D's answer, which has them if D declines expired KV. A
 // nil one leaves an answer as it is.
-type withoutParams struct {
+type WithoutParams struct {
 	events openai.Events
-	by     answer.CutParams
+	by     CutParams
 	out    []byte
 }
 
-// feed returns what the client may have of the next bytes. An incomplete event waits for its end.
-func (w *withoutParams) feed(piece []byte) ([]byte, error) {
+// Feed returns what the client may have of the next bytes. An incomplete event waits for its end.
+func (w *WithoutParams) Feed(piece []byte) ([]byte, error) {
 	if w == nil {
 		return piece, nil
 	}
@@ -25,8 +24,8 @@ func (w *withoutParams) feed(piece []byte) ([]byte, error) {
 	return w.out, err //nolint:wrapcheck // it says all
 }
 
-// end returns what is left at the end. An event that lacks its end stays as it is.
-func (w *withoutParams) end() []byte {
+// End returns what is left at the end. An event that lacks its end stays as it is.
+func (w *WithoutParams) End() []byte {
 	if w == nil {
 		return nil
 	}

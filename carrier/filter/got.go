@@ -1,0 +1,63 @@
+package filter
+
+import (
+	"context"
+	"time"
+
+	"tandem/carrier/tokens"
+	"tandem/extproc/envoywire"
+	"tandem/internal/guard"
+)
+
+// got is what the client gets.
+type got struct {
+	first     time.Duration // when it began; 0: it has not
+	explained string        // the decision, for an operator; "": none asked
+	tokens    tokens.Counter
+}
+
+// begins is called when an answer begins. It reports whether its tokens are counted.
+func (g *got) begins(f *Filter, status, kind string) bool {
+	if g.explained != "" {
+		f.envoy.SetMetadata(decisions, explanation, g.explained)
+	}
+	return f.s.Passes.Observer.Usage != nil && g.tokens.Begin(status, kind)
+}
+
+// sends is begins for an answer that the filter sends by itself: Envoy shows it to no hook.
+func (g *got) sends(f *Filter, headers []Header) {
+	var status, kind string
+	for _, h := range headers {
+		switch h.Name {
+		case ":status":
+			status = h.Value
+		case "content-type":
+			kind = h.Value
+		}
+	}
+	g.begins(f, status, kind)
+}
+
+// Counted is called for a piece of an answer that is counted and goes to the client. It reports whether the next piece
+// begins within a line. A panic costs the count.
+func Counted(f *Filter) (within bool) {
+	count := &f.got.tokens
+	_, err := guard.Try(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter count",
+		func() (struct{}, error) {
+			f.envoy.EachPiece(func(part []byte) { count.Read(part, f.envoy.SetMetadataNumber) })
+			return struct{}{}, nil
+		})
+	if err != nil {
+		count.Stop()
+	}
+	return count.Within()
+}
+
+// used returns what is known of what the request used, when it has ended.
+func (g *got) used(f *Filter, o *Outcome) envoywire.Usage {
+	u := g.tokens.Used(f.began, o.FirstBody, o.LastBody)
+	if header := f.s.Passes.Observer.Usage.Header(); header != "" {
+		u.Tenant = f.head.Extra(header)
+	}
+	return u
+}

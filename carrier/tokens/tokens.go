@@ -1,0 +1,87 @@
+// Package tokens counts the tokens of what the client of a request inside Envoy gets: D's answer, or what is made of
+// it, or the whole of what several engines wrote.
+package tokens
+
+import (
+	"bytes"
+	"time"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/usage/reader"
+)
+
+// Counter counts an answer. The zero value counts none.
+type Counter struct {
+	Events bool // the answer is a stream of events
+
+	reader      *reader.Reader // nil: the answer is not counted
+	said        envoywire.Usage
+	first, last time.Time // when bytes were given; zero: none were, or Envoy's hooks know
+}
+
+// Begin begins with an answer, and reports whether it may say tokens. It forgets nothing of an answer before.
+func (c *Counter) Begin(status, contentType string) bool {
+	kind := []byte(contentType)
+	c.Events, c.reader = bytes.HasPrefix(kind, []byte("text/event-stream")), nil
+	if status != "200" || !c.Events && !bytes.HasPrefix(kind, []byte(envoywire.ContentTypeJSON)) {
+		return false
+	}
+	r := reader.New(c.Events)
+	c.reader = &r
+	return true
+}
+
+// Stop leaves the rest of the answer out.
+func (c *Counter) Stop() { c.reader = nil }
+
+// Within reports whether the next byte is not the first of a line.
+func (c *Counter) Within() bool { return c.reader != nil && c.reader.Within() }
+
+// Read reads a part of the answer, and has set told what it says that is new, by the keys of Envoy's metadata: limits
+// and access logs of the operator's may use it. -1 is what is no number of tokens.
+func (c *Counter) Read(part []byte, set func(namespace, key string, n float64)) {
+	if c.reader == nil {
+		return
+	}
+	c.reader.Feed(part)
+	said, more := c.reader.Said(), false
+	for i, n := range said.Counts() {
+		if *n == *c.said.Counts()[i] {
+			continue
+		}
+		more = true
+		if n.Absurd {
+			set(envoywire.UsageNamespace, envoywire.UsageKeys[i], -1)
+		} else {
+			set(envoywire.UsageNamespace, envoywire.UsageKeys[i], float64(n.Tokens))
+		}
+	}
+	if more {
+		set(envoywire.UsageNamespace, envoywire.UsageTotal, float64(said.Total()))
+	}
+	c.said = said
+}
+
+// Give is Read for a part that goes to the client now, past Envoy's hooks.
+func (c *Counter) Give(part []byte, set func(namespace, key string, n float64)) {
+	if c.reader == nil || len(part) == 0 {
+		return
+	}
+	if c.last = time.Now(); c.first.IsZero() {
+		c.first = c.last
+	}
+	c.Read(part, set)
+}
+
+// Used returns what the answer said and when it was given, in times from began. first and last are what Envoy's hooks
+// know of that; zero: nothing.
+func (c *Counter) Used(began, first, last time.Time) envoywire.Usage {
+	u := c.said
+	if first.IsZero() {
+		first, last = c.first, c.last
+	}
+	if !first.IsZero() {
+		u.FirstBody, u.LastByte = first.Sub(began), last.Sub(began)
+	}
+	return u
+}

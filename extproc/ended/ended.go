@@ -1,0 +1,60 @@
+// Package ended does what follows from the end of a request for those who watch and for later decisions: its row, its
+// metrics, its span and its line in the ledger, and what it teaches. Envoy's access log tells of the end, or the filter
+// inside Envoy.
+package ended
+
+import (
+	"time"
+
+	"tandem/extproc/envoywire"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
+	"tandem/kvstate"
+)
+
+// Told are those who are told.
+type Told struct {
+	State    *kvstate.State
+	Observer *telemetry.Observer
+	Tracer   telemetry.Tracer // nil: no traces
+}
+
+// Tell tells of the end of a request, whose last ticket was made at sealed. mine: this replica counts it.
+func Tell(to Told, t *kvtransfer.Ticket, e *envoywire.LogEntry, sealed time.Time, mine bool) {
+	var took, first time.Duration
+	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
+		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)
+		if e.FirstByte > 0 {
+			first = max(e.Start.Add(e.FirstByte).Sub(sealed), 0)
+		}
+	}
+	used := to.Observer.RequestEnded(t, e, took, first, mine)
+	if mine && used != nil {
+		telemetry.TraceAnswer(to.Tracer, t, e, used)
+		learn(to.State, t, e, used)
+	}
+}
+
+// mostKept is the longest answer of which Envoy takes all that an endpoint sends, however slow the client is: half of
+// what a listener keeps at least. The time of longer ones may be the client's.
+const mostKept = 4 << 20
+
+// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
+func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
+	pool := state.Pool(t.Pool)
+	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
+		return
+	}
+	var writing time.Duration
+	if e.Body <= mostKept {
+		writing = u.PerToken * time.Duration(*u.Answer-1)
+	}
+	prompt := t.PromptTokens
+	if u.Prompt != nil {
+		prompt = *u.Prompt
+	}
+	if endpoint := pool.Endpoint(telemetry.AnsweredBy(t)); endpoint != nil {
+		kvstate.Answered(endpoint, u.Model, prompt, *u.Answer, writing, time.Now())
+	}
+}
