@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"math"
 	"slices"
+
+	"tandem/picker"
 )
 
 // Rules of papers, as far as a router can follow them: the engines' own schedulers stay as they are. They know the
@@ -20,7 +22,7 @@ func (d *deflection) alone(j *job) (decode int, ok bool) {
 	soonest := func(i int) float64 {
 		e := d.decodes[i]
 		answers, _ := e.Requests()
-		left := d.tpot - (d.model.DecodeStep + d.model.DecodeAnswer*float64(answers) + d.model.DecodeToken*float64(d.kv[i]))
+		left := d.tpot - stepTime(&d.model, answers, d.kv[i])
 		if left <= 0 || float64(d.kv[i]+j.Input) > d.model.KVTokens {
 			return math.Inf(1)
 		}
@@ -43,8 +45,8 @@ func (d *ppd) alone(j *job) (decode int, ok bool) {
 	return at, d.decodeMatch(at, j) > .5 && float64(d.kv[at]+j.Input) <= d.model.KVTokens
 }
 
-// netkv is NetKV (arXiv 2606.03910): greedy over decode endpoints by the time of the transfer, which others on their way
-// to the endpoint make longer, and of the first step.
+// netkv is NetKV (arXiv 2606.03910): greedy over decode endpoints by the time of the transfer, which others on their
+// way to the endpoint make longer, and of the first step.
 type netkv struct{ *mooncake }
 
 func (n *netkv) decode(j *job) int {
@@ -53,8 +55,7 @@ func (n *netkv) decode(j *job) int {
 		missing := float64(j.Input - min(e.Held(j.Blocks)*BlockTokens, j.Input-1))
 		answers, _ := e.Requests()
 		coming := float64(max(n.answers[i]-answers, 0))
-		step := n.model.DecodeStep + n.model.DecodeAnswer*float64(n.answers[i]) + n.model.DecodeToken*float64(n.kv[i])
-		return missing*n.model.TokenBytes/n.model.Bandwidth*(1+coming) + step
+		return missing*n.model.TokenBytes/n.model.Bandwidth*(1+coming) + stepTime(&n.model, n.answers[i], n.kv[i])
 	})
 }
 
@@ -83,9 +84,9 @@ func (k *kairos) prefilled(j *job) int {
 // dispatch gives each prefill endpoint that has less than a full step to compute the most urgent prompt.
 func (k *kairos) dispatch() {
 	for len(k.waiting) > 0 {
-		at := 0
 		if k.booked != nil {
-			if at = k.argmin(len(k.prefills), func(i int) float64 { return k.work[i] }); k.work[at] >= k.model.FullStep() {
+			at := k.argmin(len(k.prefills), func(i int) float64 { return k.work[i] })
+			if k.work[at] >= k.model.FullStep() {
 				return
 			}
 		}
@@ -112,8 +113,13 @@ type slackest struct{ *mooncake }
 
 func (s *slackest) decode(*job) int {
 	return s.argmin(len(s.decodes), func(i int) float64 {
-		return s.model.DecodeAnswer*float64(s.answers[i]) + s.model.DecodeToken*float64(s.kv[i])
+		return stepTime(&s.model, s.answers[i], s.kv[i])
 	})
 }
 
 func (s *slackest) late() bool { return true }
+
+// stepTime returns the seconds of a step of so many answers with so many tokens of KV.
+func stepTime(m *picker.Model, answers, kv int) float64 {
+	return m.DecodeStep + m.DecodeAnswer*float64(answers) + m.DecodeToken*float64(kv)
+}

@@ -105,6 +105,10 @@ func newPolicy(name string, f *fleet, c Config) (policy, error) {
 	switch name {
 	case "deflection":
 		p.choose = &deflection{&mooncake{p}, c.TPOT}
+	case "netkv":
+		p.choose = &netkv{&mooncake{p}}
+	case "ppd":
+		p.choose = &ppd{&mooncake{p}}
 	case "kairos":
 		p.choose = &slackest{&mooncake{p}}
 		return &kairos{peer: p, ttft: c.TTFT}, nil
@@ -144,10 +148,6 @@ func newChooser(name string, p *peer) chooser {
 		return &mooncake{p}
 	case "trtllm":
 		return &trtllm{p}
-	case "netkv":
-		return &netkv{&mooncake{p}}
-	case "ppd":
-		return &ppd{&mooncake{p}}
 	case "production-stack":
 		return &loadAware{p}
 	case "llm-d-in-flight/512":
