@@ -166,6 +166,7 @@ var arrows = map[string][]string{
 	"cmd/enginesim": {
 		"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine",
 		"internal/enginesim/fault", "internal/version", "internal/enginesim/jsontext (test)",
+		"kvstate/engineclock (test)",
 	},
 	"internal/enginesim/api": {
 		"internal/enginesim/connector", "internal/enginesim/engine", "internal/enginesim/fault",

@@ -123,7 +123,7 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	ended.Tell(ended.Told{State: s.State, Observer: s.observer, Tracer: s.Tracer}, t, e, s.passes.SealedAt(t), mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
-			s.observer.Orphaned(t.Pool, t.Prefill, reclaim.ClientGone)
+			s.reclaim.Left(t, reclaim.ClientGone)
 		}
 	}
 }

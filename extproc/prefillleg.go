@@ -114,7 +114,7 @@ func (x prefillLeg) endedByEnvoy() bool {
 // it keeps.
 func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
 	if policy, _ := x.s.passes.Policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
-		x.meter.Observer.Orphaned(t.Pool, t.Prefill, reclaim.AnswerCut)
+		x.s.reclaim.Left(t, reclaim.AnswerCut)
 	}
 }
 

@@ -1,11 +1,13 @@
 package extproc
 
 import (
+	"context"
 	"io"
 	"maps"
 	"net/http"
 	"net/http/httptest"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -378,4 +380,70 @@ func TestAnswerCut(t *testing.T) {
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	require.Zero(t, s.count("tandem_cleanup_decodes_total"))
 	require.Zero(t, s.state.Reservations())
+}
+
+// noClocks are engines whose side channels do not answer.
+type noClocks struct{}
+
+func (noClocks) Now(context.Context, string, string, int) (float64, bool) { return 0, false }
+
+// KV that nobody will fetch takes room in P's memory until its lease ends, so that P is not given more than it can hold.
+func TestWhatNobodyFetchesTakesRoom(t *testing.T) {
+	const lease = 2 * time.Minute
+	for name, c := range map[string]struct {
+		clocks kvtransfer.Clocks
+		end    func(s *stand, q *request)
+		left   bool
+	}{
+		"D has answered": {end: func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			s.log(q.entry(200, "via_upstream"))
+		}},
+		"D gets no parameters, for P's clock is not known": {noClocks{}, func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			s.log(q.entry(200, "via_upstream"))
+		}, true},
+		"D died": {nil, func(s *stand, q *request) {
+			q.follow()
+			q.pass()
+			require.Equal(s.t, 307, q.replan().Code)
+			q.follow()
+			q.pass()
+			s.log(q.entry(503, ""))
+		}, true},
+		"the client left": {nil, func(s *stand, q *request) {
+			s.server.reclaim.Orphaned(s.ticket(q.taken, "r1"), "r1", reclaim.ClientGone) // as the leg does when Envoy has let go of it
+			s.log(q.entry(0, "downstream_remote_disconnect"))
+		}, true},
+		"the hand-over came too late": {nil, func(s *stand, q *request) {
+			time.Sleep(time.Minute)
+			q.follow()
+			q.pass()
+			s.log(q.entry(0, "downstream_remote_disconnect"))
+		}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newStand(t, Options{})
+				dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl", Lease: lease, Clocks: c.clocks})
+				require.NoError(t, err)
+				policy := splitting()
+				policy.Dialect = dialect
+				s.pool("chat", policy, "p1", "d1")
+				p := s.state.Pool("chat").Endpoint(addressOf("p1"))
+				q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+				q.goOn(q.pass())
+				require.Equal(t, 307, q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))}).status())
+				c.end(s, q)
+				synctest.Wait()
+				require.Zero(t, s.state.Reservations())
+				require.Equal(t, c.left, p.Booked(time.Now()).Room.Held > 0)
+				time.Sleep(lease)
+				synctest.Wait()
+				require.Zero(t, p.Booked(time.Now()).Room.Held)
+			})
+		})
+	}
 }

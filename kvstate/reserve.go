@@ -199,6 +199,22 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	}
 }
 
+// Strand counts KV of so many tokens in an endpoint's memory, which no other will fetch, until its lease ends.
+func Strand(s *State, e *Endpoint, tokens int64, lease time.Duration) {
+	e.memory.room.Strand(tokens, lease, s.changed)
+	s.changed()
+}
+
+// Unfetched reports whether this replica holds a reservation of an answer whose KV is still at another endpoint, as far
+// as is known.
+func Unfetched(s *State, id ReservationID) bool {
+	shard := &s.bookings[(id>>8)%bookingShards]
+	shard.mu.Lock()
+	defer shard.mu.Unlock()
+	r, ok := shard.held[id]
+	return ok && r.claimed && r.on.memory.room.Unfetched(r.room)
+}
+
 // ReleaseAnywhere releases a reservation of any replica. The replica that made it is notified; it would also learn
 // it from Envoy's access log, but up to a second later.
 func (s *Bookings) ReleaseAnywhere(p *Pool, id ReservationID) {

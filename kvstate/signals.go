@@ -125,6 +125,7 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 func (s *State) compare(e *Endpoint, before, after *Signals) {
 	if after.Answers.restarted(before.Answers) {
 		e.blocks.Forget()
+		e.memory.room.Restarted()
 		e.steps.Store(nil) // the pace was another process's
 	}
 	if before.Host != after.Host && e.load != nil {

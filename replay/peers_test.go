@@ -46,3 +46,61 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 		require.Equal(t, c.alone, j.alone, "%s: %d tokens, %d of them there", c.policy, c.input, c.held)
 	}
 }
+
+// An agent's trace is as AgentX's: in the median 142k tokens in and 444 out, nearly all of it cached.
+func TestAgentX(t *testing.T) {
+	tr, err := Generate("agentx", 4000, 1, 1)
+	require.NoError(t, err)
+	var in, out []float64
+	for _, q := range tr.Requests {
+		in, out = append(in, float64(q.Input)), append(out, float64(q.Output))
+	}
+	require.InEpsilon(t, 142_000, spread(in).P50, .15)
+	require.InEpsilon(t, 444, spread(out).P50, .1)
+	require.Greater(t, tr.Bound(), .94)
+}
+
+// Kairos sends the prompt with the least slack first, and those that are too late last.
+func TestKairos(t *testing.T) {
+	c := DefaultConfig()
+	c.Prefill, c.Decode = 1, 1
+	blocks := func(i int) []uint64 { return blocksFrom(uint64(1000*i), 64) }
+	tr := &Trace{Name: "by hand", Requests: []Request{
+		{Arrival: 0, Input: 100_000, Output: 2, Blocks: blocks(1)},   // computed for 12 s
+		{Arrival: .1, Input: 16_000, Output: 2, Blocks: blocks(2)},   // too late by then
+		{Arrival: 10, Input: 8000, Output: 2, Blocks: blocks(3)},     // in time
+		{Arrival: 10.1, Input: 20_000, Output: 2, Blocks: blocks(4)}, // likewise, with less slack
+	}}
+	jobs := newJobs(tr)
+	f := newFleet(c, jobs, rand.New(rand.NewPCG(1, 1)))
+	var err error
+	f.policy, err = newPolicy("kairos", f, c)
+	require.NoError(t, err)
+	for i := range jobs {
+		f.After(jobs[i].Arrival, func() { f.policy.arrive(&jobs[i]) })
+	}
+	for f.Step() {
+	}
+	require.Less(t, jobs[3].firstAt, jobs[2].firstAt)
+	require.Less(t, jobs[2].firstAt, jobs[1].firstAt)
+}
+
+// Deflection sends a prompt to decode when prefill is busy, but not where answers leave no time.
+func TestDeflection(t *testing.T) {
+	c := DefaultConfig()
+	c.Prefill, c.Decode = 1, 1
+	jobs := newJobs(&Trace{Requests: []Request{
+		{Input: 60_000, Output: 2, Blocks: blocksFrom(1, 100)}, {Input: 4000, Output: 2, Blocks: blocksFrom(5000, 8)},
+		{Input: 4000, Output: 2, Blocks: blocksFrom(6000, 8)},
+	}})
+	f := newFleet(c, jobs, rand.New(rand.NewPCG(1, 1)))
+	p, err := newPolicy("deflection", f, c)
+	require.NoError(t, err)
+	f.policy = p
+	p.arrive(&jobs[0])
+	p.arrive(&jobs[1])
+	require.Equal(t, []bool{false, true}, []bool{jobs[0].alone, jobs[1].alone})
+	p.(*peer).kv[0] = 999_000
+	p.arrive(&jobs[2])
+	require.False(t, jobs[2].alone, "no room")
+}

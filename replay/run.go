@@ -74,7 +74,7 @@ func Policies() []string {
 func twoHops() []string {
 	return []string{
 		"least-requests", "power-of-two", "llm-d", "llm-d-in-flight", "dynamo", "smg", "smg-32", "aibrix", "mooncake",
-		"trtllm", "production-stack",
+		"trtllm", "production-stack", "netkv", "kairos",
 	}
 }
 
@@ -82,7 +82,7 @@ func twoHops() []string {
 func mayBypass() []string {
 	return []string{
 		"llm-d-in-flight/512", "llm-d-in-flight/2048", "llm-d-in-flight/8192", "dynamo/2048", "dynamo/load",
-		"dynamo/isl-or-load", "trtllm/2048", "vllm-router/256",
+		"dynamo/isl-or-load", "trtllm/2048", "vllm-router/256", "deflection", "ppd",
 	}
 }
 
@@ -101,6 +101,17 @@ func newPolicy(name string, f *fleet, c Config) (policy, error) {
 		p.choose = newAggregated(kind, p)
 	} else {
 		p.choose = newChooser(name, p)
+	}
+	switch name {
+	case "deflection":
+		p.choose = &deflection{&mooncake{p}, c.TPOT}
+	case "netkv":
+		p.choose = &netkv{&mooncake{p}}
+	case "ppd":
+		p.choose = &ppd{&mooncake{p}}
+	case "kairos":
+		p.choose = &slackest{&mooncake{p}}
+		return &kairos{peer: p, ttft: c.TTFT}, nil
 	}
 	if p.choose == nil {
 		return nil, fmt.Errorf("%q is not a policy: one of %v", name, Policies())

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"regexp"
 	"strings"
@@ -12,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/engineclock"
 )
 
 func (e *simulator) heal(t testing.TB) {
@@ -179,6 +182,11 @@ func TestExpiryClock(t *testing.T) {
 	}
 	require.InDelta(t, p.Clock().Seconds(), clock(p), 10)
 	require.Greater(t, max(clock(p)-clock(d), clock(d)-clock(p)), 0.5, "each has its own")
+	host, port := p.Side.Addr().(*net.TCPAddr).IP.String(), p.SidePort
+	require.Eventually(t, func() bool { // its side channel answers with the clock, as vLLM's
+		told, ok := engineclock.New().Now(t.Context(), p.EngineID, host, port)
+		return ok && told > clock(p)-10 && told < clock(p)+10
+	}, patience, time.Millisecond)
 	for i, left := range []float64{4, -1, 60} {
 		prompt := longPrompt + fmt.Sprint(i)
 		params := edit(t, p.prefill(t, fmt.Sprint(i), prompt), map[string]string{"remote_blocks_expiry_time": fmt.Sprint(clock(p) + left)})

@@ -130,6 +130,7 @@ func (x *Pass) decode(
 		return nil, err
 	}
 	if d.Lost != nil {
+		s.Reclaim.Strand(t)
 		x.log(slog.LevelWarn, "decode cannot use prefill's answer: it computes the prompt", "err", d.Lost)
 	}
 	x.Meter.HandedOver(x.ID, t, h.Decode, d.Ticket.Loads)

@@ -90,6 +90,7 @@ func (x *Prefilled) dateHandOver(ctx context.Context, next *kvtransfer.Ticket, t
 	var err error
 	if next.Params, err = policy.Dialect.Expiry.Write(ctx, next.Params, took); err != nil {
 		next.Params = nil
+		x.shared.Reclaim.Strand(next)
 		x.meter.Observer.Outdated(next.Pool, next.Prefill, "unknown")
 		x.log(slog.LevelWarn, "decode gets no KV parameters and computes the prompt",
 			"prefill", next.Prefill, "err", err)
@@ -107,7 +108,7 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 	if d := &policy.Dialect; a.Code == 200 && (!ok || d.Prefill == nil || a.Inline && !d.Inline) {
 		next.ID, next.Stage, next.Cause = plan.NewID(), kvtransfer.Failed, kvtransfer.CausePoolGone
 		next.Prefills-- // P has done its part
-		x.meter.Observer.Orphaned(t.Pool, t.Prefill, next.Cause)
+		x.shared.Reclaim.Left(t, next.Cause)
 		return &next, nil
 	}
 	if a.Code != 200 || a.Over {
@@ -193,7 +194,7 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 	next.Redirects++
 	s.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", s.Since(t), nil)
 	if t.Split {
-		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+		s.LeftByDecode(t)
 	}
 	if f.Overdue {
 		next.Loads = false
@@ -202,6 +203,14 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 		s.Faults.Decode(&next, requestID, f)
 	}
 	return next
+}
+
+// LeftByDecode counts the hand-over of a decode leg that failed, fetched or not: the failure does not show it.
+func (s *Shared) LeftByDecode(t *kvtransfer.Ticket) {
+	s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed)
+	if kvstate.Unfetched(s.State, HeldBy(t).Decode) {
+		s.Reclaim.Strand(t)
+	}
 }
 
 // Outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;

@@ -140,16 +140,33 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	if !r.State.Consume(t.ID) {
 		return
 	}
-	r.Observer.Orphaned(t.Pool, t.Prefill, why)
+	r.Left(t, why)
 	if h := r.records.take(t.ID); h != nil {
 		r.enqueue(t.ID, requestID, h)
+	}
+}
+
+// Left counts a hand-over whose blocks nobody fetches. Until its lease ends they take room in P's memory.
+func (r *Reclaimer) Left(t *kvtransfer.Ticket, why string) {
+	r.Observer.Orphaned(t.Pool, t.Prefill, why)
+	r.Strand(t)
+}
+
+// Strand is Left without the count.
+func (r *Reclaimer) Strand(t *kvtransfer.Ticket) {
+	policy, pool := r.Policy(t.Pool), r.State.Pool(t.Pool)
+	if pool == nil || policy.Dialect.Lease == 0 || policy.Enabled() {
+		return
+	}
+	if e := pool.Endpoint(t.Prefill); e != nil {
+		kvstate.Strand(r.State, e, t.PromptTokens, policy.Dialect.Lease)
 	}
 }
 
 // Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself. Nobody gets the parameters.
 func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte) {
 	if !r.Enabled(t.Pool) {
-		r.Observer.Orphaned(t.Pool, t.Prefill, NoRoom)
+		r.Left(t, NoRoom)
 		return
 	}
 	r.Record(t, requestID, params, t.Prefill, true)

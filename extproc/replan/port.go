@@ -111,7 +111,7 @@ func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) k
 	}
 	s.Observer.HopEnded(t.Pool, hop, failed, "failed", took, nil)
 	if hop == "decode" && t.Split {
-		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+		s.LeftByDecode(t)
 	}
 	turn := t.Stage == kvtransfer.PrefillLeg && t.Turn.Named
 	if turn {

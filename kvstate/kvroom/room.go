@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // Room is the account of one engine. The zero value is an engine without requests. It is safe for concurrent use.
@@ -19,6 +20,13 @@ type Room struct {
 	claims []claim // by slot
 	free   []int32 // slots that nobody has
 	order  []int32 // scratch
+	strays strays
+}
+
+// strays are prompts that nobody will fetch. All go with the process that holds them.
+type strays struct {
+	n, tokens int64
+	process   int
 }
 
 // claim is one request that the engine answers, or will.
@@ -37,7 +45,7 @@ const grain = 64
 func grains(tokens int64) int64 { return (max(tokens, 0) + grain - 1) &^ (grain - 1) }
 
 // Held returns the tokens of KV that hand-overs hold here: from the choice of this engine to compute the prompt, until
-// the KV is known to have been fetched.
+// the KV is known to have been fetched, or, where nobody will, until its lease ends.
 func (r *Room) Held() int64 { return r.held.Load() }
 
 // Need returns the tokens of the largest request that the engine answers, or will.
@@ -81,6 +89,49 @@ func (r *Room) Release(slot int32) {
 		}
 		r.need.Store(most)
 	}
+}
+
+// maxStrays bounds the prompts that nobody will fetch and that are counted. So many fill any engine.
+const maxStrays = 4096
+
+// Strand counts the KV of a prompt that nobody will fetch, until its lease ends. Then it calls freed.
+func (r *Room) Strand(tokens int64, lease time.Duration, freed func()) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.strays.n >= maxStrays {
+		return
+	}
+	n, process := grains(tokens), r.strays.process
+	r.stray(1, n)
+	time.AfterFunc(lease, func() {
+		r.mu.Lock()
+		if r.strays.process == process {
+			r.stray(-1, -n)
+		}
+		r.mu.Unlock()
+		freed()
+	})
+}
+
+// stray counts prompts that nobody will fetch. The caller holds the lock.
+func (r *Room) stray(n, tokens int64) {
+	r.strays.n, r.strays.tokens = r.strays.n+n, r.strays.tokens+tokens
+	r.held.Add(tokens)
+}
+
+// Restarted forgets what nobody will fetch: the engine is another process, with an empty memory.
+func (r *Room) Restarted() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.stray(-r.strays.n, -r.strays.tokens)
+	r.strays.process++
+}
+
+// Unfetched reports whether the KV of a claim's prompt is at another engine as far as is known.
+func (r *Room) Unfetched(slot int32) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.claims[slot].from != nil
 }
 
 // fetched ends what the claim holds at another endpoint.

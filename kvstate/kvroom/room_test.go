@@ -2,7 +2,10 @@ package kvroom
 
 import (
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -89,4 +92,38 @@ func TestClaimAlloc(t *testing.T) {
 		d.Claim(64, &p, 64, 1)
 	}
 	budget.Allocs(t, 100, 0, func() { d.Release(d.Claim(64, &p, 64, 1)) })
+}
+
+// What nobody will fetch counts until its lease ends.
+func TestStrand(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var p, d Room
+		var freed atomic.Int64
+		slot := d.Claim(1100, &p, 1000, 1)
+		require.True(t, d.Unfetched(slot))
+		p.Strand(1000, time.Minute, func() { freed.Add(1) })
+		d.Release(slot)
+		require.EqualValues(t, 1024, p.Held())
+		for range 2 * maxStrays {
+			p.Strand(1, 2*time.Minute, func() { freed.Add(1) })
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		require.EqualValues(t, 64*(maxStrays-1), p.Held(), "their number is bounded")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		require.Zero(t, p.Held())
+		require.EqualValues(t, maxStrays, freed.Load())
+		p.Strand(1000, time.Minute, func() {})
+		p.Restarted()
+		require.Zero(t, p.Held())
+		p.Strand(100, time.Hour, func() {})
+		time.Sleep(2 * time.Minute)
+		synctest.Wait()
+		require.EqualValues(t, 128, p.Held(), "the lease of before ends nothing here")
+	})
+	var p, d Room
+	slot := d.Claim(1100, &p, 1000, 1)
+	require.True(t, d.Waiting(0, 2))
+	require.False(t, d.Unfetched(slot))
 }

@@ -166,7 +166,12 @@ func (s *Node) acceptSide() {
 		s.sideConn[conn] = struct{}{}
 		s.mu.Unlock()
 		go func() {
-			s.serveSide(conn)
+			defer conn.Close()
+			if in := bufio.NewReaderSize(conn, 64<<10); s.cfg.Connector == NIXL && isZeroMQ(in) {
+				_ = (handshakes{s.EngineID, s.Clock, s.Faults.Unreachable}).answer(conn, in)
+			} else {
+				s.serveSide(conn, in)
+			}
 			s.mu.Lock()
 			delete(s.sideConn, conn)
 			s.mu.Unlock()
@@ -241,9 +246,7 @@ func answerJSON(w http.ResponseWriter, v any) {
 }
 
 // serveSide answers one decode engine's connection until it closes.
-func (s *Node) serveSide(conn net.Conn) {
-	defer conn.Close()
-	in := bufio.NewReaderSize(conn, 64<<10)
+func (s *Node) serveSide(conn net.Conn, in *bufio.Reader) {
 	for {
 		frame, err := handover.ReadFrame(in)
 		if err != nil || len(frame) == 0 || s.Faults.Unreachable() {
