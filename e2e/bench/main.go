@@ -126,8 +126,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
 		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), replicas=N, usage=yes, "+
-		"binding=immediate, inside=FOLDER (of libtandem.so, which Envoy loads), insured=yes (its streams outlive "+
-		"engines), or environment",
+		"binding=immediate, inside=FOLDER (of libtandem.so), insured=yes (its streams outlive engines), or environment",
 		func(v string) error {
 			added, err := parseVariant(v)
 			o.variants = append(o.variants, added)

@@ -194,7 +194,10 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 	next.Redirects++
 	s.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", s.Since(t), nil)
 	if t.Split {
-		s.LeftByDecode(t)
+		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+		if kvstate.Unfetched(s.State, HeldBy(t).Decode) {
+			s.Reclaim.Strand(t)
+		}
 	}
 	if f.Overdue {
 		next.Loads = false
@@ -203,14 +206,6 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 		s.Faults.Decode(&next, requestID, f)
 	}
 	return next
-}
-
-// LeftByDecode counts the hand-over of a decode leg that failed, fetched or not: the failure does not show it.
-func (s *Shared) LeftByDecode(t *kvtransfer.Ticket) {
-	s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed)
-	if kvstate.Unfetched(s.State, HeldBy(t).Decode) {
-		s.Reclaim.Strand(t)
-	}
 }
 
 // Outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;

@@ -110,22 +110,14 @@ func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) k
 		s.Reclaim.NotFollowed(t, id, reclaim.Replanned)
 	}
 	s.Observer.HopEnded(t.Pool, hop, failed, "failed", took, nil)
-	if hop == "decode" && t.Split {
-		s.LeftByDecode(t)
-	}
 	turn := t.Stage == kvtransfer.PrefillLeg && t.Turn.Named
 	if turn {
 		s.TurnFailed(&next, id, 0)
 	}
-	switch f := (faults.Failure{Overdue: late, Unreached: !late}); {
-	case hop == "decode" && !late:
-		f = s.Faults.Failed(ctx, t)
-		s.Faults.Decode(&next, id, &f)
-	case late && turn:
-		next.Loads, next.Excluded = false, append(next.Excluded, failed)
-	default:
-		next.Loads = false
-		s.Faults.Endpoint(&next, id, failed, &f)
+	if late && turn {
+		next.Excluded = append(next.Excluded, failed)
+	} else {
+		s.Faults.Endpoint(&next, id, failed, &faults.Failure{Overdue: late, Unreached: !late})
 	}
 	return next
 }
@@ -241,19 +233,17 @@ func (p *Port) decodeFailure(ctx context.Context, t *kvtransfer.Ticket, late boo
 	return p.passes.Faults.Failed(ctx, t)
 }
 
-// failedTicket returns the ticket of the pass after a failed hop, and which hop and address failed.
+// failedTicket returns the ticket of the pass after a failed prefill or encode leg, and which hop and address failed.
 func failedTicket(t *kvtransfer.Ticket) (next kvtransfer.Ticket, hop, failed string) {
 	next = *t
 	next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 	next.Redirects++
-	hop, failed, next.Cause = "decode", t.Decode, kvtransfer.CauseDecode
-	switch {
-	case t.Stage == kvtransfer.PrefillLeg:
-		hop, failed, next.Cause = "prefill", t.Prefill, kvtransfer.CausePrefill
-	case t.Stage == kvtransfer.EncodeLeg:
-		hop, next.Cause = "encode", kvtransfer.CauseEncode
+	if t.Stage == kvtransfer.PrefillLeg {
+		next.Cause = kvtransfer.CausePrefill
+		return next, "prefill", t.Prefill
 	}
-	return next, hop, failed
+	next.Cause = kvtransfer.CauseEncode
+	return next, "encode", t.Decode
 }
 
 // passTicket returns the ticket with which another replica repeats a pass, whose body has this length.

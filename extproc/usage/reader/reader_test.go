@@ -38,7 +38,7 @@ func TestAnswers(t *testing.T) {
 					*want.Counts()[i] = envoywire.CountOf(n)
 				}
 			}
-			require.EqualValues(t, says[envoywire.UsageTotal], want.Total())
+			require.Equal(t, int64(says[envoywire.UsageTotal]), want.Total())
 			for _, size := range []int{1, 2, 3, 7, 50, 1 << 30} {
 				require.Equal(t, want, read([]byte(c.Text), !strings.HasPrefix(name, "plain"), size), size)
 			}

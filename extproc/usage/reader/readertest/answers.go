@@ -43,7 +43,10 @@ func Answers() map[string]Answer {
 		"a choice of it": {data(`{"choices":[` + forged + `]}`), ``},
 		"in a text":      {data(`{"choices":[{"text":` + string(quoted) + `}]}`), ``},
 		"no number":      {data(`{"usage":{"prompt_tokens":"10","completion_tokens":null,"total_tokens":3}}`), ``},
-		"absurd":         {data(`{"usage":{"prompt_tokens":-5,"completion_tokens":1e999}}`), `{"in":-1,"out":-1,"total":0}`},
+		"absurd": {
+			data(`{"usage":{"prompt_tokens":-5,"completion_tokens":1e999}}`),
+			`{"in":-1,"out":-1,"total":0}`,
+		},
 		"too many": {data(`{"usage":{"prompt_tokens":3,"completion_tokens":67108865}}`),
 			`{"in":3,"out":67108865,"total":3}`},
 		"half a token": {data(`{"usage":{"completion_tokens":1.5}}`), `{"out":1.5,"total":0}`},
