@@ -71,8 +71,8 @@ func behindListener(m model) *listenerv3.Listener {
 	return l
 }
 
-// tooManyTokens is the answer of the global rate limit, which has no words of its own. Envoy Gateway's says in
-// one header alone when it counts anew.
+// tooManyTokens is the answer of the global rate limit, which has no text of its own. In Envoy Gateway only its header
+// x-ratelimit-reset has the time until the next period.
 func tooManyTokens() localReply {
 	return localReply{"response.code == 429 && " + details("request_rate_limited"), 0, "requests", "rate_limit_exceeded",
 		"the rate limit of this gateway is exceeded", "%RESP(x-ratelimit-reset)%"}

@@ -120,7 +120,8 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	if t.Stage.Redirects() {
 		s.releaseForGood(e, t.Redirects)
 	}
-	ended.Tell(ended.Told{State: s.State, Observer: s.observer, Tracer: s.Tracer}, t, e, s.passes.SealedAt(t), mine)
+	to := ended.Recorder{State: s.State, Observer: s.observer, Tracer: s.Tracer}
+	to.Record(t, e, s.passes.SealedAt(t), mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
 			s.reclaim.Left(t, reclaim.ClientGone)

@@ -19,6 +19,11 @@ type bookingShard struct {
 	held map[ReservationID]reservation
 }
 
+type shards [bookingShards]bookingShard
+
+// of returns the shard of a reservation.
+func (s *shards) of(id ReservationID) *bookingShard { return &s[(id>>8)%bookingShards] }
+
 // Bookings holds the reservations that this replica has made.
 type Bookings struct {
 	*link
@@ -26,7 +31,7 @@ type Bookings struct {
 	ttl             time.Duration
 	maxReservations int
 
-	bookings [bookingShards]bookingShard
+	bookings shards
 	booked   atomic.Int64
 	ended    replayGuard // reservations that must not be made any more
 }
@@ -138,7 +143,7 @@ func randomID() ReservationID { return ReservationID(rand.Uint64() | 1) }
 // insert stores a reservation and its job in the endpoint's queue, both under the shard's lock, because whoever can
 // derive the id may release it at once. It returns false if the id is taken.
 func (s *Bookings) insert(id ReservationID, r reservation, j prefillJob, now time.Time) bool {
-	shard := &s.bookings[(id>>8)%bookingShards]
+	shard := s.bookings.of(id)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
 	if _, taken := shard.held[id]; taken {
@@ -164,7 +169,7 @@ func (s *Bookings) end(id ReservationID, done bool) bool {
 	if id == 0 {
 		return false
 	}
-	shard := &s.bookings[(id>>8)%bookingShards]
+	shard := s.bookings.of(id)
 	shard.mu.Lock()
 	r, ok := shard.held[id]
 	delete(shard.held, id)
@@ -208,7 +213,7 @@ func Strand(s *State, e *Endpoint, tokens int64, lease time.Duration) {
 // Unfetched reports whether this replica holds a reservation of an answer whose KV is still at another endpoint, as far
 // as is known.
 func Unfetched(s *State, id ReservationID) bool {
-	shard := &s.bookings[(id>>8)%bookingShards]
+	shard := s.bookings.of(id)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
 	r, ok := shard.held[id]

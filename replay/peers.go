@@ -41,7 +41,7 @@ func (p *peer) arrive(j *job) {
 		}
 	}
 	at := p.choose.prefill(j)
-	j.uncached = j.Input - min(p.hit(at, j)*BlockTokens, j.Input-1)
+	j.uncached = j.Input - j.CachedTokens(p.hit(at, j))
 	j.decode = -1
 	d := -1
 	if !p.choose.late() {

@@ -90,7 +90,7 @@ type bypass struct {
 
 func (b *bypass) alone(j *job) (decode int, ok bool) {
 	d := b.through(j)
-	hit := min(b.decodes[d].Held(j.Blocks)*BlockTokens, j.Input-1)
+	hit := j.CachedTokens(b.decodes[d].Held(j.Blocks))
 	missing := j.Input - hit
 	return d, missing < b.tokens && float64(missing) < b.share*float64(j.Input) && (hit > 0 || !b.anyHit)
 }
@@ -113,7 +113,7 @@ func newAggregated(name string, p *peer) chooser {
 	if name == "dynamo" {
 		b.through = func(j *job) int {
 			return p.argmin(len(p.decodes), func(i int) float64 {
-				credit := min(p.decodes[i].Held(j.Blocks)*BlockTokens, j.Input-1)
+				credit := j.CachedTokens(p.decodes[i].Held(j.Blocks))
 				return float64(p.decodes[i].Uncomputed() + j.Input - credit + p.kv[i] + j.Input)
 			})
 		}
@@ -128,7 +128,7 @@ func newDynamoBypass(p *peer) *bypass {
 	b := &bypass{peer: p, chooser: &dynamo{p}, tokens: 2048, share: 0.7}
 	b.through = func(j *job) int {
 		return p.argmin(len(p.decodes), func(i int) float64 {
-			credit := min(p.decodes[i].Held(j.Blocks)*BlockTokens, j.Input-1)
+			credit := j.CachedTokens(p.decodes[i].Held(j.Blocks))
 			return float64(p.kv[i] + j.Input + j.Input - credit)
 		})
 	}

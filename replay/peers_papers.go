@@ -26,13 +26,13 @@ func (d *deflection) alone(j *job) (decode int, ok bool) {
 		if left <= 0 || float64(d.kv[i]+j.Input) > d.model.KVTokens {
 			return math.Inf(1)
 		}
-		cached := min(e.Held(j.Blocks)*BlockTokens, j.Input-1)
+		cached := j.CachedTokens(e.Held(j.Blocks))
 		work := d.prefillTime(j.Input-cached, cached) + d.model.PrefillToken*float64(e.Uncomputed())
 		return work * d.tpot / left // a step of tpot has left for chunks
 	}
 	at := d.argmin(len(d.decodes), soonest)
 	p := d.prefill(j)
-	cached := min(d.hit(p, j)*BlockTokens, j.Input-1)
+	cached := j.CachedTokens(d.hit(p, j))
 	return at, soonest(at) < d.work[p]+d.prefillTime(j.Input-cached, cached)
 }
 
@@ -52,7 +52,7 @@ type netkv struct{ *mooncake }
 func (n *netkv) decode(j *job) int {
 	return n.argmin(len(n.decodes), func(i int) float64 {
 		e := n.decodes[i]
-		missing := float64(j.Input - min(e.Held(j.Blocks)*BlockTokens, j.Input-1))
+		missing := float64(j.Input - j.CachedTokens(e.Held(j.Blocks)))
 		answers, _ := e.Requests()
 		coming := float64(max(n.answers[i]-answers, 0))
 		return missing*n.model.TokenBytes/n.model.Bandwidth*(1+coming) + stepTime(&n.model, n.answers[i], n.kv[i])
@@ -102,7 +102,7 @@ func (k *kairos) dispatch() {
 func (k *kairos) slack(j *job) float64 {
 	least := math.Inf(1)
 	for i := range k.prefills {
-		cached := min(k.hit(i, j)*BlockTokens, j.Input-1)
+		cached := j.CachedTokens(k.hit(i, j))
 		least = min(least, k.prefillTime(j.Input-cached, cached))
 	}
 	return j.Arrival + k.ttft - k.Now - least

@@ -54,7 +54,7 @@ type dynamo struct{ *peer }
 
 func (d *dynamo) prefill(j *job) int {
 	return d.argmin(len(d.prefills), func(i int) float64 {
-		credit := min(d.hit(i, j)*BlockTokens, j.Input-1)
+		credit := j.CachedTokens(d.hit(i, j))
 		return math.Max(float64(d.tokens[i]+j.Input-credit), 0)
 	})
 }
@@ -143,7 +143,7 @@ type mooncake struct{ *peer }
 
 func (m *mooncake) prefill(j *job) int {
 	return m.argmin(len(m.prefills), func(i int) float64 {
-		cached := min(m.hit(i, j)*BlockTokens, j.Input-1)
+		cached := j.CachedTokens(m.hit(i, j))
 		return m.work[i] + m.prefillTime(j.Input-cached, cached)
 	})
 }

@@ -36,7 +36,7 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 	}
 	return f.guarded("response headers", func() Status {
 		header := func(name string) string { return string(f.envoy.ResponseHeader(name)) }
-		if f.got.begins(f, header(":status"), header("content-type")) && !end {
+		if f.got.begins(f, header) && !end {
 			f.envoy.Count(f.got.tokens.Events)
 		}
 		f.got.first = time.Since(f.began)
@@ -250,6 +250,6 @@ func (f *Filter) record() {
 		RequestID: f.id, ClientGone: e.ClientGone, Asked: f.hop.sent, Tried: f.hop.sent, BookedHere: true,
 	})
 	passes.Faults.DecodeEnded(t, e)
-	to := ended.Told{State: passes.State, Observer: passes.Observer, Tracer: f.s.Tracer}
-	ended.Tell(to, t, e, passes.SealedAt(t), true)
+	to := ended.Recorder{State: passes.State, Observer: passes.Observer, Tracer: f.s.Tracer}
+	to.Record(t, e, passes.SealedAt(t), true)
 }

@@ -2,6 +2,7 @@ package filter
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"tandem/carrier/tokens"
@@ -16,26 +17,22 @@ type got struct {
 	tokens    tokens.Counter
 }
 
-// begins is called when an answer begins. It reports whether its tokens are counted.
-func (g *got) begins(f *Filter, status, kind string) bool {
+// begins is called when an answer with these headers begins. It reports whether its tokens are counted.
+func (g *got) begins(f *Filter, header func(name string) string) bool {
 	if g.explained != "" {
 		f.envoy.SetMetadata(decisions, explanation, g.explained)
 	}
-	return f.s.Passes.Observer.Usage != nil && g.tokens.Begin(status, kind)
+	return f.s.Passes.Observer.Usage != nil && g.tokens.Begin(header(":status"), header("content-type"))
 }
 
 // sends is begins for an answer that the filter sends by itself: Envoy shows it to no hook.
 func (g *got) sends(f *Filter, headers []Header) {
-	var status, kind string
-	for _, h := range headers {
-		switch h.Name {
-		case ":status":
-			status = h.Value
-		case "content-type":
-			kind = h.Value
+	g.begins(f, func(name string) string {
+		if i := slices.IndexFunc(headers, func(h Header) bool { return h.Name == name }); i >= 0 {
+			return headers[i].Value
 		}
-	}
-	g.begins(f, status, kind)
+		return ""
+	})
 }
 
 // Counted is called for a piece of an answer that is counted and goes to the client. It reports whether the next piece

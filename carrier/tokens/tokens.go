@@ -3,7 +3,7 @@
 package tokens
 
 import (
-	"bytes"
+	"strings"
 	"time"
 
 	"tandem/extproc/envoywire"
@@ -19,11 +19,11 @@ type Counter struct {
 	first, last time.Time // when bytes were given; zero: none were, or Envoy's hooks know
 }
 
-// Begin begins with an answer, and reports whether it may say tokens. It forgets nothing of an answer before.
+// Begin begins to count an answer, and reports whether the answer may have a count of tokens. Counts of an earlier
+// answer to the request stay.
 func (c *Counter) Begin(status, contentType string) bool {
-	kind := []byte(contentType)
-	c.Events, c.reader = bytes.HasPrefix(kind, []byte("text/event-stream")), nil
-	if status != "200" || !c.Events && !bytes.HasPrefix(kind, []byte(envoywire.ContentTypeJSON)) {
+	c.Events, c.reader = strings.HasPrefix(contentType, "text/event-stream"), nil
+	if status != "200" || !c.Events && !strings.HasPrefix(contentType, envoywire.ContentTypeJSON) {
 		return false
 	}
 	r := reader.New(c.Events)
@@ -37,8 +37,8 @@ func (c *Counter) Stop() { c.reader = nil }
 // Within reports whether the next byte is not the first of a line.
 func (c *Counter) Within() bool { return c.reader != nil && c.reader.Within() }
 
-// Read reads a part of the answer, and has set told what it says that is new, by the keys of Envoy's metadata: limits
-// and access logs of the operator's may use it. -1 is what is no number of tokens.
+// Read reads a part of the answer, and calls set with each new count, under the keys of Envoy's metadata: the
+// operator's limits and access logs may use them. -1 stands for a value that is not a number of tokens.
 func (c *Counter) Read(part []byte, set func(namespace, key string, n float64)) {
 	if c.reader == nil {
 		return

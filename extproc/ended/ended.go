@@ -1,6 +1,5 @@
-// Package ended does what follows from the end of a request for those who watch and for later decisions: its row, its
-// metrics, its span and its line in the ledger, and what it teaches. Envoy's access log tells of the end, or the filter
-// inside Envoy.
+// Package ended records the end of a request: its row, its metrics, its span, its line in the ledger, and what later
+// decisions learn from it. The end is known from Envoy's access log, or from the filter inside Envoy.
 package ended
 
 import (
@@ -13,15 +12,15 @@ import (
 	"tandem/kvstate"
 )
 
-// Told are those who are told.
-type Told struct {
+// Recorder records in these.
+type Recorder struct {
 	State    *kvstate.State
 	Observer *telemetry.Observer
 	Tracer   telemetry.Tracer // nil: no traces
 }
 
-// Tell tells of the end of a request, whose last ticket was made at sealed. mine: this replica counts it.
-func Tell(to Told, t *kvtransfer.Ticket, e *envoywire.LogEntry, sealed time.Time, mine bool) {
+// Record records the end of a request, whose last ticket was made at sealed. mine: this replica counts it.
+func (to Recorder) Record(t *kvtransfer.Ticket, e *envoywire.LogEntry, sealed time.Time, mine bool) {
 	var took, first time.Duration
 	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
 		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)

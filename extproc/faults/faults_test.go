@@ -9,8 +9,8 @@ import (
 	"tandem/extproc/kvtransfer"
 )
 
-// Until Envoy's log has said how a try failed, either endpoint of the pair may be the cause. That a connection broke is
-// known of decode alone.
+// Until Envoy's log reports how a try failed, either endpoint of the pair may be the cause. A connection that broke is
+// decode's.
 func TestFailuresThatNobodyHasReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s Faults

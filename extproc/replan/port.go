@@ -213,8 +213,7 @@ func idOf(t *kvtransfer.Ticket) [16]byte {
 	return id
 }
 
-// pairFailed is hopFailed for D of a pair: P may have failed first. The redirects of both ways to learn of it go on
-// alike ([pass.Shared.PairFailed]).
+// pairFailed is hopFailed for D of a pair: P may have failed first.
 func (p *Port) pairFailed(ctx context.Context, t *kvtransfer.Ticket, id string, late bool) kvtransfer.Ticket {
 	pair := p.pairs.Enter(t.ID)
 	defer p.pairs.Leave(t.ID)

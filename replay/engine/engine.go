@@ -116,7 +116,7 @@ func (e *Engine) admit() {
 			e.fetch(j)
 			continue
 		}
-		j.cached = min(e.cache.Hit(j.Blocks)*BlockTokens, j.Input-1)
+		j.cached = j.CachedTokens(e.cache.Hit(j.Blocks))
 		j.computed = j.cached
 		e.Cached += j.cached
 		e.Computed += j.length() - j.cached
@@ -151,7 +151,7 @@ func (e *Engine) Usage() float64 {
 
 // fetch begins to transfer the part of a prompt's KV that is not here.
 func (e *Engine) fetch(j *Job) {
-	tokens := j.Input - min(e.cache.Hit(j.Blocks)*BlockTokens, j.Input-1)
+	tokens := j.Input - j.CachedTokens(e.cache.Hit(j.Blocks))
 	seconds := e.model.TransferLag + float64(tokens)*e.model.TokenBytes/e.model.Bandwidth
 	e.After(seconds, func() {
 		// counted as by vLLM's NIXL connector
@@ -370,7 +370,7 @@ func (e *Engine) Uncomputed() (tokens int) {
 	}
 	for _, j := range e.waiting {
 		if j.leg != Decode {
-			tokens += j.length() - min(e.cache.peek(j.Blocks)*BlockTokens, j.Input-1)
+			tokens += j.length() - j.CachedTokens(e.cache.peek(j.Blocks))
 		}
 	}
 	return tokens

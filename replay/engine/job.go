@@ -19,6 +19,10 @@ type Job struct {
 	written  int // tokens of its answer when it was preempted; their KV has to be computed again
 }
 
+// CachedTokens returns the tokens of the prompt that need not be computed where so many of its blocks are cached. The
+// last token is computed in any case.
+func (j *Job) CachedTokens(blocks int) int { return min(blocks*BlockTokens, j.Input-1) }
+
 // Leg is what an engine does for a request.
 type Leg uint8
 
