@@ -3,7 +3,6 @@ package e2e
 import (
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -14,14 +13,35 @@ import (
 // An answer that breaks off counts as a failure, whatever status was sent before: alerts use these metrics.
 func TestAnswersThatBreakOffAreFailures(t *testing.T) {
 	t.Parallel()
-	for _, dialect := range []string{"nixl", "sglang"} {
-		t.Run(dialect, func(t *testing.T) {
-			f := start(t, options{dialect: dialect, prefills: 1, decodes: 1, engineArgs: []string{"--decode-step", "20ms"}})
+	for name, c := range map[string]struct {
+		options
+		plain int // status of a plain answer that breaks off
+	}{
+		"nixl":   {options{dialect: "nixl"}, 200},
+		"sglang": {options{dialect: "sglang"}, 200},
+		// Envoy keeps a plain answer until it is whole, to cut its KV parameters, so the client has no headers yet.
+		"nixl, expired KV is declined": {options{dialect: "nixl", pool: "  nixl: {lease: 120s, declineExpired: true}\n",
+			engineArgs: []string{"--lease", "120s", "--bidirectional"}}, 502},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := c.options
+			o.prefills, o.decodes, o.engineArgs = 1, 1, append(o.engineArgs, "--decode-step", "20ms")
+			f := start(t, o)
 			f.lenient = true
 			// Its tokens come one after the other: an answer that breaks before its headers were sent is another
 			// engine's to give.
 			body := `{"model":"tiny","messages":[{"role":"user","content":"A prompt."}],"max_tokens":16}`
 			require.Equal(t, 200, f.post("/v1/chat/completions", streamed(body)).status)
+			whole := 1.0
+			if c.plain == 502 { // P's clock is known a moment after the first request
+				soon(t, "D gets KV", func() bool {
+					const outdated = "tandem_kv_outdated_total"
+					before := metric(t, f.admins[0], outdated, `reason="unknown"`)
+					require.Equal(t, 200, f.post("/v1/chat/completions", streamed(body)).status)
+					whole++
+					return metric(t, f.admins[0], outdated, `reason="unknown"`) == before
+				})
+			}
 			for i, rule := range []string{`{"mode":"stream-reset-after","events":6,"count":1}`, `{"mode":"reset-mid-body","count":1}`} {
 				f.inject(f.decodes[0], rule)
 				if i == 0 {
@@ -47,11 +67,15 @@ func TestAnswersThatBreakOffAreFailures(t *testing.T) {
 				ended = append(ended, fmt.Sprint(r.Status, " ", r.Ended, " ", r.Decode))
 				require.Positive(t, r.Took)
 			}
-			require.Equal(t, slices.Repeat([]string{"200 cut " + f.decodes[0].addr}, 2), ended)
+			how, broke := "200 cut ", 2
+			if c.plain == 502 {
+				how, broke = "502 failed ", 1
+			}
+			require.ElementsMatch(t, []string{"200 cut " + f.decodes[0].addr, how + f.decodes[0].addr}, ended)
 			log, err := os.ReadFile(f.tandems[0].log)
 			require.NoError(t, err)
-			require.Equal(t, 2, strings.Count(string(log), `msg="an answer broke off" request_id=`))
-			require.InDelta(t, 1, metric(t, f.admins[0], "tandem_request_duration_seconds_count", `result="ok"`), 0)
+			require.Equal(t, broke, strings.Count(string(log), `msg="an answer broke off" request_id=`))
+			require.InDelta(t, whole, metric(t, f.admins[0], "tandem_request_duration_seconds_count", `result="ok"`), 0)
 		})
 	}
 }
