@@ -339,7 +339,8 @@ func TestEveryEndpointHasOneCollector(t *testing.T) {
 		}
 		return exact, least
 	}
-	eventually(t, "each has one, and the work is shared", func() bool { exact, least := shares(); return exact && least > endpoints/8 })
+	// Shares are random: 25 of 100, with a standard deviation of 4. Of 12 or fewer there is one in 150 runs.
+	eventually(t, "each has one, and the work is shared", func() bool { exact, least := shares(); return exact && least > endpoints/20 })
 	replicas[0].kill()
 	replicas = replicas[1:]
 	took := eventually(t, "each has one again", func() bool { exact, _ := shares(); return exact })
