@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"strings"
@@ -77,5 +78,51 @@ func TestAnswersThatBreakOffAreFailures(t *testing.T) {
 			require.Equal(t, broke, strings.Count(string(log), `msg="an answer broke off" request_id=`))
 			require.InDelta(t, whole, metric(t, f.admins[0], "tandem_request_duration_seconds_count", `result="ok"`), 0)
 		})
+	}
+}
+
+// Envoy answers 503 for an engine that breaks a connection. Nobody takes that for the engine's own 503, which says that
+// it is full; and what a full engine asks for is kept.
+func TestBrokenConnectionsAreNoRefusals(t *testing.T) {
+	t.Parallel()
+	const body = `{"model":"tiny","messages":[{"role":"user","content":"A prompt of a few words."}],"max_tokens":4}`
+	for _, dialect := range []string{"nixl", "mooncake", "sglang"} {
+		for _, role := range []string{"prefill", "decode"} {
+			t.Run(dialect+" "+role, func(t *testing.T) {
+				t.Parallel()
+				f := start(t, options{dialect: dialect, prefills: 1, decodes: 2, split: "always"})
+				f.lenient = true
+				require.Equal(t, 200, f.post("/v1/chat/completions", body).status)
+				engines := f.decodes
+				if role == "prefill" {
+					engines = f.prefills
+				}
+				said := func(text string) bool {
+					log, err := os.ReadFile(f.tandems[0].log)
+					require.NoError(t, err)
+					return strings.Contains(string(log), text)
+				}
+				for _, e := range engines {
+					f.inject(e, `{"path":"/v1/chat/completions","mode":"reset-before-headers"}`)
+				}
+				got, err := f.try(t.Context(), "POST", "/v1/chat/completions", body)
+				require.NoError(t, err)
+				require.Equal(t, 503, got.status)
+				require.NotContains(t, got.body, "503", "what no engine answered")
+				require.Contains(t, got.body, engines[0].addr)
+				require.False(t, said("an endpoint is full"))
+				for _, e := range engines {
+					f.clear(e)
+					f.inject(e, `{"path":"/v1/chat/completions","mode":"status","status":429,"retry_after":7}`)
+				}
+				soon(t, "the engine's Retry-After is known", func() bool {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Second) // it waits for the engine
+					defer cancel()
+					_, _ = f.try(ctx, "POST", "/v1/chat/completions", body)
+					return said(`status=429 retry_after=7s`)
+				})
+				require.False(t, said("retry_after=0s"))
+			})
+		}
 	}
 }

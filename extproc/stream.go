@@ -117,6 +117,7 @@ func (x *stream) receiveLater() <-chan *received {
 func (x *stream) take(r *received) {
 	x.msg.Phase, x.msg.EndOfStream = r.Phase, r.EndOfStream
 	x.msg.Headers.Status, x.msg.Headers.Final = r.Headers.Status, r.Headers.Final
+	x.msg.Attributes = r.Attributes
 }
 
 // send sends one reply, unless the deadline has already answered.

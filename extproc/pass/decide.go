@@ -69,7 +69,7 @@ func (x *Pass) decide() (*plan.Decision, error) {
 func (x *Pass) decideForGateway() (*plan.Decision, error) {
 	r, v, c, p := &x.Req, &x.view, x.choice, &x.policy.Policy
 	if c.Prefill < 0 {
-		if err := p.RefuseAlone(r.Pool, cmp.Or(r.Attempt.Why, p.Unpaired(v, c.Uncached))); err != nil {
+		if err := p.RefuseAlone(r.Pool, &r.Attempt, cmp.Or(r.Attempt.Why, p.Unpaired(v, c.Uncached))); err != nil {
 			return nil, err
 		}
 	}

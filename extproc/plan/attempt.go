@@ -56,7 +56,7 @@ func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) er
 		if err := full(pool, kvstate.RolePrefill); err != nil {
 			return err
 		}
-		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+		return openai.Unavailable("prefill_failed", "the prefill of this request failed"+a.failed(), time.Second)
 	case OtherPrefill:
 	}
 	return nil

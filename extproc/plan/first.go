@@ -29,7 +29,7 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		return Alone(r, v, c, p)
 	}
 	if lacks := lacking(r, v, c.Decode); p.Dialect.Push != nil && p.Dialect.Push.LeavesAll(r.Tokens, r.Tokens-lacks) &&
-		p.RefuseAlone(r.Pool, "cheaper") == nil {
+		p.RefuseAlone(r.Pool, &r.Attempt, "cheaper") == nil {
 		r.Attempt.Why, c.Uncached = "held_by_decode", lacks
 		return Alone(r, v, c, p)
 	}
@@ -128,7 +128,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 
 // Alone decides for the one hop that answers the whole request.
 func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, error) {
-	if err := p.RefuseAlone(r.Pool, r.Attempt.Why); err != nil {
+	if err := p.RefuseAlone(r.Pool, &r.Attempt, r.Attempt.Why); err != nil {
 		return nil, err
 	}
 	reason := r.Attempt.Why

@@ -36,7 +36,7 @@ func TestFullEndpointsAnswer(t *testing.T) {
 		"the prefill endpoint": {
 			full: map[string]int{"p1": 503, "d2": 503}, status: 503, code: "endpoint_full", after: 3 * time.Second,
 			says:   "prefill p1 answers 503, tried again in ",
-			refuse: func(p *Policy, pool *kvstate.Pool) error { return p.RefuseAlone(pool, "no_prefill") },
+			refuse: func(p *Policy, pool *kvstate.Pool) error { return p.RefuseAlone(pool, &Attempt{}, "no_prefill") },
 		},
 		"a prefill that must not fail": {
 			full: map[string]int{"p1": 503}, status: 503, code: "endpoint_full", after: 3 * time.Second,

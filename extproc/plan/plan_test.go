@@ -144,7 +144,7 @@ func TestRefuseAlone(t *testing.T) {
 		{Policy{Alone: AloneNever}, "cheaper", "no_prefill"}, // the pool has none
 		{Policy{Alone: AloneNever, Place: picker.Policy{Model: picker.DefaultPolicy().Model, Split: picker.SplitAuto}}, "cheaper", ""},
 	} {
-		err := tt.policy.RefuseAlone(pool, tt.why)
+		err := tt.policy.RefuseAlone(pool, &Attempt{}, tt.why)
 		if tt.code == "" {
 			require.NoError(t, err, tt.why)
 			continue

@@ -203,8 +203,8 @@ func (p *Policy) RefusePair(pool *kvstate.Pool, a *Attempt, l Limits) error {
 }
 
 // RefuseAlone returns the 503 for a request that must not be decoded alone; why is the reason that it was not
-// split.
-func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
+// split. The endpoints that have failed the attempt are named.
+func (p *Policy) RefuseAlone(pool *kvstate.Pool, a *Attempt, why string) error {
 	if p.Alone != AloneNever && p.OnFailure != Fail {
 		return nil
 	}
@@ -223,19 +223,19 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, why string) error {
 			return err
 		}
 		const message = "every way to answer this request that the pool allows was tried and failed"
-		return openai.Unavailable("endpoint_failed", message, time.Second)
+		return openai.Unavailable("endpoint_failed", message+a.failed(), time.Second)
 	case "prefill_failed":
 		if err := full(pool, kvstate.RolePrefill); err != nil {
 			return err
 		}
-		return openai.Unavailable("prefill_failed", "the prefill of this request failed", time.Second)
+		return openai.Unavailable("prefill_failed", "the prefill of this request failed"+a.failed(), time.Second)
 	}
 	if err := fullFirst(pool); err != nil {
 		return err
 	}
 	if why == "cheaper" && works(pool, kvstate.RolePrefill) && works(pool, kvstate.RoleDecode) {
 		const message = "no pair of endpoints can take this request now: those that are left have failed it"
-		return openai.Unavailable("no_endpoint", message, time.Second)
+		return openai.Unavailable("no_endpoint", message+a.failed(), time.Second)
 	}
 	code := "no_prefill"
 	if !works(pool, kvstate.RoleDecode) {
@@ -307,7 +307,7 @@ func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View, tokens int64, full b
 // Refusal returns the client's answer if a request that may be split, and for this reason is not, must not be decoded
 // alone; nil if it may.
 func (p *Policy) Refusal(pool *kvstate.Pool, v *kvstate.View, why string) error {
-	if err := p.RefuseAlone(pool, why); err != nil {
+	if err := p.RefuseAlone(pool, &Attempt{}, why); err != nil {
 		return err
 	}
 	both := func(c kvstate.Candidate) bool { return c.Usable && c.Endpoint.Role == kvstate.RoleBoth }
