@@ -247,64 +247,50 @@ func answerJSON(w http.ResponseWriter, v any) {
 
 // serveSide answers one decode engine's connection until it closes.
 func (s *Node) serveSide(conn net.Conn, in *bufio.Reader) {
-	for {
-		frame, err := handover.ReadFrame(in)
-		if err != nil || len(frame) == 0 || s.Faults.Unreachable() {
-			return
+	handover.Serve(conn, in, func(q *handover.Question) *handover.Answer {
+		if s.Faults.Unreachable() {
+			return nil
 		}
-		r := handover.WireReader{B: frame[1:]}
-		engineID, requestID := r.String(), r.String()
-		out := handover.NewFrame()
-		switch frame[0] {
-		case handover.OpPull:
-			req := handover.PullRequest{EngineID: engineID, RequestID: requestID}
-			if req.Decode(&r); r.Err != nil {
-				return
-			}
-			answer := s.Ledger.Pull(s.EngineID, &req)
-			answer.Encode(&out)
-		case handover.OpJoin:
-			var want joinRequest
-			if want.decode(&r); r.Err != nil {
-				return
-			}
-			hungUp := make(chan struct{})
-			go func() { // nothing more may arrive before the answer, so a byte or an error means the end
-				_, _ = in.Peek(1)
-				close(hungUp)
-			}()
-			answer, ok := s.answerJoin(requestID, want, hungUp)
-			if !ok {
-				return
-			}
-			answer.Encode(&out)
-			_, _ = conn.Write(out.SealFrame())
-			return // Peek is still reading
-		case handover.OpPut:
-			var kv joinRequest
-			if kv.decode(&r); r.Err != nil || !s.inbox.put(requestID, kv) {
-				return
-			}
-		case handover.OpWho:
-			out.String(s.EngineID)
-			out.Uint(uint64(s.Clock()))
-		case handover.OpHeartbeat:
-			if engineID == s.EngineID {
-				s.Ledger.Extend(requestID)
-			}
-		case handover.OpRelease:
-			if engineID == s.EngineID || engineID == "" {
-				s.Ledger.Release(requestID)
-			}
-		case handover.OpPrefix:
-			if blocks := r.Words(); r.Err == nil {
-				out.Uint(uint64(s.Pool.Prefix(blocks)))
-			}
-		case handover.OpStorePut, handover.OpStoreHas:
-			s.store.serve(frame[0], &r, &out)
+		return s.answerSide(q, in)
+	})
+}
+
+// answerSide answers a question; nil: the connection cannot be used any more.
+func (s *Node) answerSide(q *handover.Question, in *bufio.Reader) *handover.Answer {
+	out := &handover.Answer{}
+	mine := q.EngineID == s.EngineID
+	switch q.Op {
+	case handover.OpPull:
+		*out = s.Ledger.Pull(s.EngineID, q)
+	case handover.OpJoin:
+		hungUp := make(chan struct{})
+		go func() { // nothing more may arrive before the answer, so a byte or an error means the end
+			_, _ = in.Peek(1)
+			close(hungUp)
+		}()
+		return s.answerJoin(q.RequestID, q, hungUp)
+	case handover.OpPut:
+		if !s.inbox.put(q.RequestID, q) {
+			return nil
 		}
-		if _, err := conn.Write(out.SealFrame()); err != nil {
-			return
+	case handover.OpWho:
+		out.EngineID, out.Clock = s.EngineID, s.Clock()
+	case handover.OpHeartbeat:
+		if mine {
+			s.Ledger.Extend(q.RequestID)
+		}
+	case handover.OpRelease:
+		if mine || q.EngineID == "" {
+			s.Ledger.Release(q.RequestID)
+		}
+	case handover.OpPrefix:
+		out.Blocks = s.Pool.Prefix(q.Want)
+	case handover.OpStorePut:
+		s.store.put(q.Want)
+	case handover.OpStoreHas:
+		if s.store.has(q.Want) {
+			out.Blocks = 1
 		}
 	}
+	return out
 }

@@ -178,7 +178,7 @@ func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 		defer s.Rooms.close(key)
 		select {
 		case <-r.join:
-			r.answer <- s.send(q.P, &r.want)
+			r.answer <- s.send(q.P, r.want)
 			s.Ledger.Fetched.Add(1)
 		case <-over.C:
 			s.Ledger.Expired.Add(1)

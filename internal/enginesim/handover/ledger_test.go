@@ -39,7 +39,7 @@ func TestLeases(t *testing.T) {
 		require.True(t, l.Release("bbbb"))
 		require.False(t, l.Release("bbbb"))
 		g := keep("cccc")
-		req := PullRequest{EngineID: "e", RequestID: "cccc", Xid: "x", BlockSize: 4, Tokens: 10, Ids: g.Blocks, Want: make([]uint64, 3)}
+		req := Question{EngineID: "e", RequestID: "cccc", Xid: "x", BlockSize: 4, Tokens: 10, Ids: g.Blocks, Want: make([]uint64, 3)}
 		require.Empty(t, l.Pull("e", &req).Refused)
 		require.Zero(t, l.Held.Load())
 		time.Sleep(time.Minute)
