@@ -58,7 +58,6 @@ var branching = map[string]struct {
 	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},
 	"extproc/kvtransfer.Ticket.setNumber":         {21, "one case for each field of the ticket"},
 	"extproc/openai.fieldOf":                      {52, "one case for each field that is read"},
-	"internal/enginesim/connector.Node.serveSide": {23, "one case for each message of the side channel"},
 	"kvstate/kvevents.cursor.skipNested":          {24, "one case for each type of MessagePack"},
 	"replay.newChooser":                           {23, "one case for each policy that is played"},
 }

@@ -170,7 +170,7 @@ func (s *Node) acceptSide() {
 			if in := bufio.NewReaderSize(conn, 64<<10); s.cfg.Connector == NIXL && isZeroMQ(in) {
 				_ = (handshakes{s.EngineID, s.Clock, s.Faults.Unreachable}).answer(conn, in)
 			} else {
-				s.serveSide(conn, in)
+				handover.Serve(conn, in, func(q *handover.Question) *handover.Answer { return s.answerSide(q, in) })
 			}
 			s.mu.Lock()
 			delete(s.sideConn, conn)
@@ -245,18 +245,12 @@ func answerJSON(w http.ResponseWriter, v any) {
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// serveSide answers one decode engine's connection until it closes.
-func (s *Node) serveSide(conn net.Conn, in *bufio.Reader) {
-	handover.Serve(conn, in, func(q *handover.Question) *handover.Answer {
-		if s.Faults.Unreachable() {
-			return nil
-		}
-		return s.answerSide(q, in)
-	})
-}
-
-// answerSide answers a question; nil: the connection cannot be used any more.
+// answerSide answers a question of another engine's, whose connection is in; nil: the connection cannot be used any
+// more.
 func (s *Node) answerSide(q *handover.Question, in *bufio.Reader) *handover.Answer {
+	if s.Faults.Unreachable() {
+		return nil
+	}
 	out := &handover.Answer{}
 	mine := q.EngineID == s.EngineID
 	switch q.Op {
