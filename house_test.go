@@ -42,7 +42,7 @@ var larger = map[string]struct {
 	"internal/grpcserver.conn: fields":   {23, "the limits of one connection"},
 	"kvstate/prefixindex: lines":         {3126, "one index with its holders and feeds"},
 	"kvstate/redisstore: lines":          {3100, "what replicas exchange, one file for each part"},
-	"kvstate: files":                     {29, "endpoints, reservations, health, load and sessions lie behind one state"},
+	"kvstate: files":                     {28, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"kvstate: lines":                     {3900, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"replay: files":                      {23, "one file for each peer that is played"},
 	"replay: lines":                      {3100, "one file for each peer that is played"},

@@ -65,7 +65,7 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	}
 	s.notifier.Proxy, s.notifier.Notices, s.notifier.Logf = cfg.Proxy, cfg.Notices, e.Logf
 	if s.EngineID == "" {
-		s.EngineID = s.Random.UUID()
+		s.EngineID = engine.NewUUID()
 	}
 	s.store = newStore(s, cfg.Store)
 	if err := s.open(); err != nil {

@@ -3,6 +3,7 @@ package connector
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"strconv"
 	"time"
@@ -153,7 +154,7 @@ func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 	switch s.cfg.Connector {
 	case NIXLPush:
 		limit = s.cfg.Lease
-		id := fmt.Sprintf("%s-%08x", key, s.Random.Uint32())
+		id := fmt.Sprintf("%s-%08x", key, rand.Uint32())
 		q.HandOver = pushed(l.Rule, s.appendHandOver(nil, id, blocks, q.Computed(), q.Local(s.cfg.BlockSize)))
 	case Mooncake013:
 		q.HandOver = fmt.Appendf(nil,
