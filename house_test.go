@@ -53,13 +53,13 @@ var branching = map[string]struct {
 	size   int
 	reason string
 }{
-	"extproc/envoywire.Headers.slot":              {29, "one case for each header that is read"},
-	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
-	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},
-	"extproc/kvtransfer.Ticket.setNumber":         {21, "one case for each field of the ticket"},
-	"extproc/openai.fieldOf":                      {52, "one case for each field that is read"},
-	"kvstate/kvevents.cursor.skipNested":          {24, "one case for each type of MessagePack"},
-	"replay.newChooser":                           {23, "one case for each policy that is played"},
+	"extproc/envoywire.Headers.slot":        {29, "one case for each header that is read"},
+	"extproc/envoywire.LogBatch.readCommon": {25, "one case for each field of the wire"},
+	"extproc/envoywire.Reply.Marshal":       {22, "one branch for each field of the wire"},
+	"extproc/kvtransfer.Ticket.setNumber":   {21, "one case for each field of the ticket"},
+	"extproc/openai.fieldOf":                {52, "one case for each field that is read"},
+	"kvstate/kvevents.cursor.skipNested":    {24, "one case for each type of MessagePack"},
+	"replay.newChooser":                     {23, "one case for each policy that is played"},
 }
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.
