@@ -19,6 +19,7 @@ func TestAsk(t *testing.T) {
 		Want: []uint64{1, 1 << 63, 3},
 	}
 	answer := Answer{Violation: engine.Violation{Kind: "kind", Message: "message"}, Actual: []uint64{7}}
+	asked := make(chan Question, 2)
 	go func() {
 		for {
 			conn, err := l.Accept()
@@ -34,7 +35,7 @@ func TestAsk(t *testing.T) {
 					case q.EngineID != "engine":
 						return nil
 					}
-					require.Equal(t, question, *q)
+					asked <- *q
 					return &answer
 				})
 			}()
@@ -46,6 +47,7 @@ func TestAsk(t *testing.T) {
 		got, err := peers.Ask(t.Context(), l.Addr().String(), &question)
 		require.NoError(t, err)
 		require.Equal(t, answer, got)
+		require.Equal(t, question, <-asked)
 	}
 	_, err = peers.Ask(t.Context(), l.Addr().String(), &Question{Op: OpPull})
 	require.Error(t, err, "it hangs up")
