@@ -146,11 +146,17 @@ func (e *Events) publish(ctx context.Context) {
 	}
 }
 
-// next takes the next batch.
+// next takes the next batch. It is encoded without the lock, for which the engine would wait.
 func (e *Events) next() (k keptBatch, lost bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
-	if len(e.batch) == 0 {
+	batch := e.batch
+	e.batch = nil
+	select {
+	case <-e.wake: // for an event that is in this batch
+	default:
+	}
+	e.mu.Unlock()
+	if len(batch) == 0 {
 		return k, false
 	}
 	var payload bytes.Buffer
@@ -158,14 +164,11 @@ func (e *Events) next() (k keptBatch, lost bool) {
 	enc.UseCompactInts(true)
 	enc.UseArrayEncodedStructs(e.cfg.EventArrays)
 	at := float64(time.Now().UnixMicro()) / 1e6
-	_ = enc.Encode([]any{at, e.batch, e.cfg.Rank}) // numbers and text
+	_ = enc.Encode([]any{at, batch, e.cfg.Rank}) // numbers and text
+	e.mu.Lock()
+	defer e.mu.Unlock()
 	k = keptBatch{e.seq, payload.Bytes()}
 	e.seq++
-	e.batch = nil
-	select {
-	case <-e.wake: // for an event that is in this batch
-	default:
-	}
 	if e.kept = append(e.kept, k); len(e.kept) > e.cfg.EventSteps {
 		e.kept = e.kept[len(e.kept)-e.cfg.EventSteps:]
 	}
