@@ -155,7 +155,7 @@ var arrows = map[string][]string{
 	},
 	// Tandem inside Envoy: the library, which alone knows C, and a request in it.
 	"carrier":        {"carrier/filter", "internal/replica", "internal/version"},
-	"carrier/tokens": {"extproc/envoywire", "extproc/usage/reader"},
+	"carrier/tokens": {"extproc/envoywire", "extproc/openai", "extproc/usage/reader"},
 	"carrier/filter": {
 		"extproc/answer", "extproc/concurrent", "extproc/ended", "extproc/envoywire", "extproc/faults", "extproc/kvtransfer",
 		"extproc/latebinding", "extproc/migration", "extproc/models", "extproc/openai", "extproc/pass", "extproc/paths",
@@ -220,7 +220,8 @@ var arrows = map[string][]string{
 	},
 	// Envoy's configuration, served.
 	"internal/gatewayextension": {
-		"envoy-configs", "internal/guard", "protos/config/v1", "protos/envoygateway/v1", "internal/config (test)",
+		"envoy-configs", "extproc/envoywire", "internal/guard", "protos/config/v1", "protos/envoygateway/v1",
+		"internal/config (test)",
 	},
 	"internal/xds": {"envoy-configs", "internal/config (test)", "protos/config/v1 (test)", "e2e/loopback (test)"},
 }

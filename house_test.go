@@ -42,7 +42,7 @@ var larger = map[string]struct {
 	"internal/grpcserver.conn: fields":   {23, "the limits of one connection"},
 	"kvstate/prefixindex: lines":         {3126, "one index with its holders and feeds"},
 	"kvstate/redisstore: lines":          {3100, "what replicas exchange, one file for each part"},
-	"kvstate: files":                     {29, "endpoints, reservations, health, load and sessions lie behind one state"},
+	"kvstate: files":                     {28, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"kvstate: lines":                     {3900, "endpoints, reservations, health, load and sessions lie behind one state"},
 	"replay: files":                      {23, "one file for each peer that is played"},
 	"replay: lines":                      {3100, "one file for each peer that is played"},
@@ -53,14 +53,13 @@ var branching = map[string]struct {
 	size   int
 	reason string
 }{
-	"extproc/envoywire.Headers.slot":              {29, "one case for each header that is read"},
-	"extproc/envoywire.LogBatch.readCommon":       {25, "one case for each field of the wire"},
-	"extproc/envoywire.Reply.Marshal":             {22, "one branch for each field of the wire"},
-	"extproc/kvtransfer.Ticket.setNumber":         {21, "one case for each field of the ticket"},
-	"extproc/openai.fieldOf":                      {52, "one case for each field that is read"},
-	"internal/enginesim/connector.Node.serveSide": {23, "one case for each message of the side channel"},
-	"kvstate/kvevents.cursor.skipNested":          {24, "one case for each type of MessagePack"},
-	"replay.newChooser":                           {23, "one case for each policy that is played"},
+	"extproc/envoywire.Headers.slot":        {29, "one case for each header that is read"},
+	"extproc/envoywire.LogBatch.readCommon": {25, "one case for each field of the wire"},
+	"extproc/envoywire.Reply.Marshal":       {22, "one branch for each field of the wire"},
+	"extproc/kvtransfer.Ticket.setNumber":   {21, "one case for each field of the ticket"},
+	"extproc/openai.fieldOf":                {52, "one case for each field that is read"},
+	"kvstate/kvevents.cursor.skipNested":    {24, "one case for each type of MessagePack"},
+	"replay.newChooser":                     {23, "one case for each policy that is played"},
 }
 
 // longLines are the lines of more than maxColumns that packages had when the limit was set. The numbers may only fall.

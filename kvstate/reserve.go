@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"context"
 	"encoding/binary"
 	"math/rand/v2"
 	"sync"
@@ -72,6 +73,23 @@ func (s *Bookings) Reserve(e *Endpoint, b Booking) ReservationID {
 // one replaces it.
 func (s *Bookings) ReserveAs(id ReservationID, e *Endpoint, b Booking, from *Source) ReservationID {
 	return s.unlessEnded(s.reserve(id, e, b, 0, from))
+}
+
+// ReserveBuffer is [Bookings.ReserveAs] for a request whose KV will be pushed into the endpoint's buffer of limit
+// tokens. It waits, first come, first served, until the buffer has space for the prompt, and holds the space until
+// the reservation is released. It reserves nothing and returns false if ctx ends first, or if the prompt is larger
+// than the buffer. Replicas do not coordinate their use of a buffer.
+func (s *Bookings) ReserveBuffer(ctx context.Context, id ReservationID, e *Endpoint, b Booking, limit int64,
+	from *Source) (ReservationID, bool) {
+	promptTokens := max(b.PromptTokens, 0)
+	if !e.memory.buffer.Acquire(ctx, promptTokens, limit) {
+		return 0, false
+	}
+	id = s.reserve(id, e, b, promptTokens, from)
+	if id == 0 {
+		e.memory.buffer.Release(promptTokens)
+	}
+	return s.unlessEnded(id), true
 }
 
 // How many reservations that must not be made any more are remembered, and for how long. Their requests arrive a few

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/openai"
 	"tandem/extproc/usage/reader"
 )
 
@@ -22,7 +23,7 @@ type Counter struct {
 // Begin begins to count an answer, and reports whether the answer may have a count of tokens. Counts of an earlier
 // answer to the request stay.
 func (c *Counter) Begin(status, contentType string) bool {
-	c.Events, c.reader = strings.HasPrefix(contentType, "text/event-stream"), nil
+	c.Events, c.reader = openai.IsEventStream(contentType), nil
 	if status != "200" || !c.Events && !strings.HasPrefix(contentType, envoywire.ContentTypeJSON) {
 		return false
 	}

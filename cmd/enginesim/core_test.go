@@ -125,23 +125,6 @@ func TestLeaseEndsWhileDecodeStands(t *testing.T) {
 	}
 }
 
-// TestNothingExpiresWhilePrefillStands: P frees in its steps, and after it has taken what decode engines tell.
-func TestNothingExpiresWhilePrefillStands(t *testing.T) {
-	p, d := startEngine(t, "-role", "prefill", "-lease", "2s"), startEngine(t, "-role", "decode")
-	params := p.prefill(t, "r", longPrompt)
-	p.failWith(t, `{"mode":"stall"}`)
-	time.Sleep(2500 * time.Millisecond)
-	if p.Ledger.Expired.Load() > 0 {
-		t.Skip("the machine stood still before the engine did")
-	}
-	used := p.State().BlocksUsed
-	require.Equal(t, 200, d.post(t, chatPath, "r", chat(longPrompt, `"max_tokens":8`, decodeMembers(params))).status)
-	require.Equal(t, used, p.State().BlocksUsed)
-	p.heal(t)
-	p.quiet(t)
-	d.quiet(t)
-}
-
 // TestHeartbeats: a request that waits for blocks at D renews P's lease, unless D's core stands.
 func TestHeartbeats(t *testing.T) {
 	t.Parallel() // mostly waits

@@ -206,7 +206,7 @@ func (i *Immediate) Marshal() mem.BufferSlice {
 	edits := i.Headers.len()
 	n := bytesLen(code) + bytesLen(edits) + bytesLen(len(i.Body)) + bytesLen(len(i.Details))
 	b := appendLen(make([]byte, 0, bytesLen(n)), 7, n)
-	b = appendVarint(appendTag(appendLen(b, 1, code), 1, wireVarint), uint64(i.Status))
+	b = binary.AppendUvarint(appendTag(appendLen(b, 1, code), 1, wireVarint), uint64(i.Status))
 	b = i.Headers.append(appendLen(b, 2, edits))
 	b = appendText(b, 3, i.Body)
 	b = appendText(b, 5, i.Details)
@@ -217,10 +217,10 @@ func (i *Immediate) Marshal() mem.BufferSlice {
 func appendPatience(b []byte, d time.Duration) []byte {
 	var inner []byte
 	if s := d / time.Second; s > 0 {
-		inner = appendVarint(appendTag(inner, 1, wireVarint), uint64(s))
+		inner = binary.AppendUvarint(appendTag(inner, 1, wireVarint), uint64(s))
 	}
 	if n := d % time.Second; n > 0 {
-		inner = appendVarint(appendTag(inner, 2, wireVarint), uint64(n))
+		inner = binary.AppendUvarint(appendTag(inner, 2, wireVarint), uint64(n))
 	}
 	return append(appendLen(b, 10, len(inner)), inner...)
 }

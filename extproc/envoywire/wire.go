@@ -1,8 +1,10 @@
 package envoywire
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/bits"
 
 	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/encoding/proto"
@@ -165,31 +167,16 @@ func (c *cursor) finish() error {
 
 // Writing: sizes first, then bytes. All helpers append to a buffer of sufficient capacity.
 
-func varintLen(v uint64) int {
-	n := 1
-	for v >= 0x80 {
-		v >>= 7
-		n++
-	}
-	return n
-}
+func varintLen(v uint64) int { return (bits.Len64(v|1) + 6) / 7 }
 
 // bytesLen returns the size of a bytes field with a one-byte tag and n bytes of content.
 func bytesLen(n int) int { return 1 + varintLen(uint64(n)) + n }
-
-func appendVarint(b []byte, v uint64) []byte {
-	for v >= 0x80 {
-		b = append(b, byte(v)|0x80)
-		v >>= 7
-	}
-	return append(b, byte(v))
-}
 
 func appendTag(b []byte, number, wire int) []byte { return append(b, byte(number<<3|wire)) }
 
 // appendLen opens a bytes field of n bytes; the caller appends them.
 func appendLen(b []byte, number, n int) []byte {
-	return appendVarint(appendTag(b, number, wireBytes), uint64(n))
+	return binary.AppendUvarint(appendTag(b, number, wireBytes), uint64(n))
 }
 
 func appendText[T string | []byte](b []byte, number int, s T) []byte {

@@ -109,7 +109,7 @@ func (a *Answer) readNIXL(params []byte, pair *Pair) error {
 	}
 	pull, err := readPull(params)
 	switch {
-	case errors.Is(err, errNoRequestID) && olderThan013(pair.Prefill.Transfer.Release):
+	case errors.Is(err, errNoRequestID) && Older(pair.Prefill.Transfer.Release, 13):
 	case errors.Is(err, errNoRequestID), errors.Is(err, errNoBlocks):
 		a.Unused = err.Error()
 		return nil
@@ -137,12 +137,12 @@ var (
 	errNoRequestID = errors.New("remote_request_id is missing")
 )
 
-// olderThan013 reports whether an endpoint is known to run vLLM before 0.13.
-func olderThan013(release string) bool {
+// Older reports whether a release, such as 0.32.0, is known to be before 0.minor.
+func Older(release string, minor int) bool {
 	major, rest, _ := strings.Cut(strings.TrimPrefix(release, "v"), ".")
-	minor, _, _ := strings.Cut(rest, ".")
-	n, err := strconv.Atoi(minor)
-	return major == "0" && err == nil && n < 13
+	number, _, _ := strings.Cut(rest, ".")
+	n, err := strconv.Atoi(number)
+	return major == "0" && err == nil && n < minor
 }
 
 // count reads an optional count; anything else is treated as absent.

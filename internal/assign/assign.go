@@ -15,11 +15,13 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math"
 	"net/http"
 	"slices"
 	"sync"
 	"time"
 
+	"tandem/extproc"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
@@ -33,6 +35,18 @@ type Pool struct {
 	Auto   bool // its endpoints of role both get words; else it only gets advice
 	Whole  bool // it splits no request
 	Policy picker.Policy
+}
+
+// PoolsOf returns the pools of a server's current settings.
+func PoolsOf(server *extproc.Server) func() []Pool {
+	return func() (out []Pool) {
+		for name, p := range server.Settings().Pools {
+			out = append(out, Pool{
+				Name: name, Auto: p.AutoRoles, Whole: p.NotSplit(math.MaxInt64) != "", Policy: p.Placement(),
+			})
+		}
+		return out
+	}
 }
 
 // Options of [New].

@@ -172,15 +172,15 @@ func checkTransfers(v *validator, path string, p *configv1.Pool) {
 			v.m.add(at+".release",
 				"is missing, and %s.endpoints[%d] has one: endpoints pair by release, so give it to all of the pool "+
 					"or to none", path, withRelease)
-		case p.Nixl.GetReuseTokenIds() && older(e.Release, 32):
+		case p.Nixl.GetReuseTokenIds() && kvtransfer.Older(e.Release, 32):
 			v.m.add(at+".release",
 				"%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides",
 				e.Release)
-		case p.Nixl.GetBidirectional() && older(e.Release, 21):
+		case p.Nixl.GetBidirectional() && kvtransfer.Older(e.Release, 21):
 			v.m.add(at+".release",
 				"%s keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides",
 				e.Release)
-		case usesP2P(p) && older(e.Release, 25):
+		case usesP2P(p) && kvtransfer.Older(e.Release, 25):
 			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides",
 				e.Release, p.KvTransfer)
 		}
@@ -192,14 +192,6 @@ func checkTransfers(v *validator, path string, p *configv1.Pool) {
 		checkReceiver(v, at, p, e, taken)
 		checkP2p(v, at, p, e, taken)
 	}
-}
-
-// older reports whether a release is known to be before 0.minor.
-func older(release string, minor int) bool {
-	major, rest, _ := strings.Cut(strings.TrimPrefix(release, "v"), ".")
-	number, _, _ := strings.Cut(rest, ".")
-	n, err := strconv.Atoi(number)
-	return major == "0" && err == nil && n < minor
 }
 
 // checkReceiver checks the ports to which LMCache's prefill engines push.

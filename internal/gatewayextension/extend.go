@@ -21,15 +21,12 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	envoyconfigs "tandem/envoy-configs"
+	"tandem/extproc/envoywire"
 	egv1 "tandem/protos/envoygateway/v1"
 )
 
 // extProcPrefix begins the names of Envoy Gateway's external processors.
 const extProcPrefix = "envoy.filters.http.ext_proc"
-
-// usageNamespace is the dynamic metadata with the tokens of an answer (envoy-configs/lua/usage.lua). The cost of a rate
-// limit of Envoy Gateway's, or an access log, may name it.
-const usageNamespace = "tandem.usage"
 
 // errNameTaken means that a foreign resource has the name of one of Tandem's.
 var errNameTaken = errors.New("the name is taken")
@@ -81,7 +78,7 @@ type extension struct {
 
 	filters map[string]bool // filters that ask Tandem
 	tables  map[string]bool // route configurations with routes to Tandem
-	logged  map[string]bool // route configurations of listeners that name usageNamespace
+	logged  map[string]bool // route configurations of listeners that name the metadata with the tokens of an answer
 	counted map[string]bool // route configurations with routes to Tandem whose answers' tokens are read
 	routes  []string        // their names
 }
@@ -91,7 +88,7 @@ func (e *extension) find(raw []byte) error {
 	if !bytes.Contains(raw, []byte(extProcPrefix)) {
 		return nil
 	}
-	logged := bytes.Contains(raw, []byte(usageNamespace))
+	logged := bytes.Contains(raw, []byte(envoywire.UsageNamespace))
 	return eachManager(raw, func(_ *listenerv3.Filter, m *hcmv3.HttpConnectionManager) error {
 		if logged {
 			e.logged[m.GetRds().GetRouteConfigName()] = true
@@ -184,7 +181,7 @@ func (e *extension) count(table string, r *routev3.Route) error {
 	if err != nil {
 		return err
 	}
-	if !e.logged[table] && !bytes.Contains(raw, []byte(usageNamespace)) {
+	if !e.logged[table] && !bytes.Contains(raw, []byte(envoywire.UsageNamespace)) {
 		return nil
 	}
 	enabled, err := anypb.New(&routev3.FilterConfig{Config: &anypb.Any{}})

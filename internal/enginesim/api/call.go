@@ -274,7 +274,7 @@ func (c *call) generate(emit func(step int) error) error {
 func (c *call) answerID() string {
 	id := c.Xid
 	if id == "" {
-		id = c.s.Random.Hex16()
+		id = engine.Hex16()
 	}
 	switch c.req.API {
 	case request.Completions:
@@ -283,7 +283,7 @@ func (c *call) answerID() string {
 		if raw := c.req.Raw("request_id"); len(raw) > 2 && raw[0] == '"' {
 			return string(jsontext.Unquote(raw))
 		}
-		return "resp_" + c.s.Random.Hex16()
+		return "resp_" + engine.Hex16()
 	case request.Generate:
 		return id
 	}

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -68,7 +69,7 @@ func collectOurs(c *engine.Collector, n *connector.Node, held int64) {
 			"Requests served although they do not belong on an engine of this role.", count, "kind", kind)
 	})
 	m.Requests.Each(func(key string, count int64) {
-		path, leg := cutNUL(key)
+		path, leg, _ := strings.Cut(key, "\x00")
 		c.Counter("enginesim_requests_total", "Requests by path and leg.", count, "path", path, "leg", leg)
 	})
 	m.Injected.Each(func(mode string, count int64) {
@@ -91,13 +92,4 @@ func (s *Server) heldBy(n *connector.Node) int64 {
 		return n.HeldBlocks() + s.encodings.held()
 	}
 	return n.HeldBlocks()
-}
-
-func cutNUL(s string) (before, after string) {
-	for i := range len(s) {
-		if s[i] == 0 {
-			return s[:i], s[i+1:]
-		}
-	}
-	return s, ""
 }

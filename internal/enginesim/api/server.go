@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"tandem/internal/enginesim/connector"
+	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/fault"
 	"tandem/internal/enginesim/request"
 	"tandem/internal/enginesim/web"
@@ -115,7 +116,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if id := r.Header.Get("X-Request-Id"); id != "" { // --enable-request-id-headers
 		h.Set("X-Request-Id", id)
 	} else {
-		h.Set("X-Request-Id", s.Random.Hex16()+s.Random.Hex16())
+		h.Set("X-Request-Id", engine.Hex16()+engine.Hex16())
 	}
 	if time.Since(s.Started) < s.cfg.Warmup && !strings.HasPrefix(r.URL.Path, "/sim/") {
 		w.WriteHeader(http.StatusServiceUnavailable)

@@ -98,7 +98,7 @@ func (s *Server) serveModels(w http.ResponseWriter, _ *http.Request) {
 		dst = jsontext.AppendStr(dst, "root", s.cfg.Models[0])
 		dst = append(dst, `,"parent":null`...)
 		dst = jsontext.AppendInt(dst, "max_model_len", int64(s.cfg.MaxModelLen))
-		dst = append(dst, `,"permission":[{"id":"modelperm-`+s.Random.Hex16()+`","object":"model_permission",`+
+		dst = append(dst, `,"permission":[{"id":"modelperm-`+engine.Hex16()+`","object":"model_permission",`+
 			`"created":`...)
 		dst = strconv.AppendInt(dst, s.Started.Unix(), 10)
 		dst = append(dst, `,"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,`+
@@ -188,7 +188,7 @@ func (s *Server) serveEmbeddings(w http.ResponseWriter, _ *http.Request, body []
 	if model == "" {
 		model = s.cfg.Models[0]
 	}
-	dst := append([]byte(nil), `{"id":"embd-`+s.Random.Hex16()+`","object":"list"`...)
+	dst := append([]byte(nil), `{"id":"embd-`+engine.Hex16()+`","object":"list"`...)
 	dst = jsontext.AppendInt(dst, "created", time.Now().Unix())
 	dst = jsontext.AppendStr(dst, "model", model)
 	dst = append(dst, `,"data":[`...)

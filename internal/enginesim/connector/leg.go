@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strconv"
 	"time"
 
@@ -160,7 +161,7 @@ func (l *Leg) Fill(ctx context.Context) error {
 // keepPull puts a sequence's blocks under a lease and writes its hand-over.
 func (l *Leg) keepPull(q *engine.Sequence, blocks []int32) {
 	s := l.Node
-	id := fmt.Sprintf("%s-%08x", l.Name(q), s.Random.Uint32())
+	id := fmt.Sprintf("%s-%08x", l.Name(q), rand.Uint32())
 	cached := -1
 	if q.Out.N == 1 {
 		cached = q.Local(s.cfg.BlockSize)
@@ -170,7 +171,7 @@ func (l *Leg) keepPull(q *engine.Sequence, blocks []int32) {
 	case Offload:
 		id = l.Kv.keepAs
 	case TRTLLM:
-		contextID := strconv.FormatUint(s.Random.Uint64()>>2|1<<61, 10) // more bits than a float holds
+		contextID := strconv.FormatUint(rand.Uint64()>>2|1<<61, 10) // more bits than a float holds
 		id = contextID + "/" + l.Kv.keepAs
 		params = s.appendDisaggregated(nil, contextID, l.Kv.keepAs)
 	default:

@@ -99,46 +99,30 @@ func (s *Node) acceptReceiver(l net.Listener, rank int) {
 		}
 		go func() {
 			defer conn.Close()
-			in := bufio.NewReader(conn)
-			for {
-				frame, err := handover.ReadFrame(in)
-				if err != nil || len(frame) == 0 {
-					return
+			handover.Serve(conn, bufio.NewReader(conn), func(q *handover.Question) *handover.Answer {
+				if conn.SetDeadline(time.Now().Add(time.Minute)) != nil {
+					return nil
 				}
-				if conn.SetDeadline(time.Now().Add(time.Minute)) != nil || !s.serveReceiver(conn, frame, rank) {
-					return
-				}
-			}
+				return s.answerPush(q, rank)
+			})
 		}()
 	}
 }
 
-// serveReceiver answers an allocation or takes a push.
-func (s *Node) serveReceiver(conn net.Conn, frame []byte, rank int) bool {
-	r := handover.WireReader{B: frame[1:]}
-	reqID, xid := r.String(), r.String()
-	out := handover.NewFrame()
-	switch frame[0] {
-	case handover.OpAlloc:
-		key, n := r.Words(), int(r.Uint())
-		if r.Err != nil || len(key) != 1 {
-			return false
+// answerPush answers an allocation or takes a push; nil: it is neither.
+func (s *Node) answerPush(q *handover.Question, rank int) *handover.Answer {
+	switch {
+	case q.Op == handover.OpAlloc && len(q.Want) == 1:
+		if rank == 0 && s.buffer.Alloc(q.RequestID, q.Xid, q.Want[0], q.Blocks) != nil {
+			return &handover.Answer{Refused: "no room"}
 		}
-		if rank == 0 && s.buffer.Alloc(reqID, xid, key[0], n) != nil {
-			out.String("no room")
-		}
-	case handover.OpPush:
-		blocks := r.Words()
-		p := pdbuffer.Pushed{N: int(r.Uint()), First: uint32(r.Uint()), Has: r.Uint() == 1}
-		if r.Err != nil {
-			return false
-		}
-		s.buffer.Push(reqID, xid, blocks, p)
+	case q.Op == handover.OpPush:
+		p := pdbuffer.Pushed{N: q.Tokens, First: q.First, Has: q.HasFirst}
+		s.buffer.Push(q.RequestID, q.Xid, q.Want, p)
 	default:
-		return false
+		return nil
 	}
-	_, err := conn.Write(out.SealFrame())
-	return err == nil
+	return &handover.Answer{}
 }
 
 // pushKV sends a finished prompt to the receiver and notifies the router, while the answer is being sent (or before
@@ -182,39 +166,24 @@ func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64,
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.PdTimeout+s.cfg.LoadTimeout)
 	defer cancel()
 	at := func(ports []int64) string { return net.JoinHostPort(spec.host, strconv.FormatInt(ports[rank], 10)) }
-	ask := func(addr string, op byte, fill func(w *handover.WireWriter)) error {
-		w := handover.NewFrame()
-		w.B = append(w.B, op)
-		w.String(spec.reqID)
-		w.String(xid)
-		fill(&w)
-		answer, err := s.peers.Call(ctx, addr, w.SealFrame())
-		if err == nil && len(answer) > 0 {
+	ask := func(addr string, q *handover.Question) error {
+		q.RequestID, q.Xid = spec.reqID, xid
+		answer, err := s.peers.Ask(ctx, addr, q)
+		if err == nil && answer.Refused != "" {
 			err = errors.New("refused")
 		}
 		return err
 	}
 	var err error
 	pdbuffer.Chunks(blocks, s.cfg.BlockSize, s.cfg.Pd.Chunk, p.N, func(key uint64, n int) bool {
-		err = ask(at(spec.alloc), handover.OpAlloc, func(w *handover.WireWriter) {
-			w.Words([]uint64{key})
-			w.Uint(uint64(n))
-		})
+		err = ask(at(spec.alloc), &handover.Question{Op: handover.OpAlloc, Want: []uint64{key}, Blocks: n})
 		return err == nil
 	})
 	if err != nil {
 		return err
 	}
-	return ask(at(spec.init), handover.OpPush, func(w *handover.WireWriter) {
-		w.Words(blocks)
-		w.Uint(uint64(p.N))
-		w.Uint(uint64(p.First))
-		if p.Has {
-			w.Uint(1)
-		} else {
-			w.Uint(0)
-		}
-	})
+	return ask(at(spec.init), &handover.Question{Op: handover.OpPush, Want: blocks, Tokens: p.N, First: p.First,
+		HasFirst: p.Has})
 }
 
 // TakesFirstTokens reports whether a completion of token ids may end with the first token of an answer, which P has

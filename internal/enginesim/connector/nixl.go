@@ -168,8 +168,8 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	if kv.engineID == s.EngineID && kv.engineID != "" {
 		return nil, fmt.Errorf("%w: the parameters name this very engine", engine.ErrLoadFailed)
 	}
-	req := handover.PullRequest{
-		EngineID: kv.engineID, RequestID: kv.requestID, Xid: xid, BlockSize: s.cfg.BlockSize,
+	req := handover.Question{
+		Op: handover.OpPull, EngineID: kv.engineID, RequestID: kv.requestID, Xid: xid, BlockSize: s.cfg.BlockSize,
 		Tokens: p.N, Turn: turn, Ids: kv.blockIDs, Want: make([]uint64, need),
 	}
 	for i := range req.Want {
@@ -181,7 +181,7 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 		return nil, fmt.Errorf("%w: declining an expired read of %s", engine.ErrLoadFailed, kv.requestID)
 	}
 	started := time.Now()
-	answer, err := s.peers.Pull(ctx, net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), &req)
+	answer, err := s.peers.Ask(ctx, net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), &req)
 	if err != nil {
 		<-ctx.Done() // the handshake's receive timeout is always waited out: 5 s in vLLM, however fast the refusal
 		if errors.Is(context.Cause(ctx), context.Canceled) {

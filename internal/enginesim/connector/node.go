@@ -65,7 +65,7 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	}
 	s.notifier.Proxy, s.notifier.Notices, s.notifier.Logf = cfg.Proxy, cfg.Notices, e.Logf
 	if s.EngineID == "" {
-		s.EngineID = s.Random.UUID()
+		s.EngineID = engine.NewUUID()
 	}
 	s.store = newStore(s, cfg.Store)
 	if err := s.open(); err != nil {
@@ -170,7 +170,7 @@ func (s *Node) acceptSide() {
 			if in := bufio.NewReaderSize(conn, 64<<10); s.cfg.Connector == NIXL && isZeroMQ(in) {
 				_ = (handshakes{s.EngineID, s.Clock, s.Faults.Unreachable}).answer(conn, in)
 			} else {
-				s.serveSide(conn, in)
+				handover.Serve(conn, in, func(q *handover.Question) *handover.Answer { return s.answerSide(q, in) })
 			}
 			s.mu.Lock()
 			delete(s.sideConn, conn)
@@ -245,66 +245,46 @@ func answerJSON(w http.ResponseWriter, v any) {
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// serveSide answers one decode engine's connection until it closes.
-func (s *Node) serveSide(conn net.Conn, in *bufio.Reader) {
-	for {
-		frame, err := handover.ReadFrame(in)
-		if err != nil || len(frame) == 0 || s.Faults.Unreachable() {
-			return
+// answerSide answers a question of another engine's, whose connection is in; nil: the connection cannot be used any
+// more.
+func (s *Node) answerSide(q *handover.Question, in *bufio.Reader) *handover.Answer {
+	if s.Faults.Unreachable() {
+		return nil
+	}
+	out := &handover.Answer{}
+	mine := q.EngineID == s.EngineID
+	switch q.Op {
+	case handover.OpPull:
+		*out = s.Ledger.Pull(s.EngineID, q)
+	case handover.OpJoin:
+		hungUp := make(chan struct{})
+		go func() { // nothing more may arrive before the answer, so a byte or an error means the end
+			_, _ = in.Peek(1)
+			close(hungUp)
+		}()
+		return s.answerJoin(q.RequestID, q, hungUp)
+	case handover.OpPut:
+		if !s.inbox.put(q.RequestID, q) {
+			return nil
 		}
-		r := handover.WireReader{B: frame[1:]}
-		engineID, requestID := r.String(), r.String()
-		out := handover.NewFrame()
-		switch frame[0] {
-		case handover.OpPull:
-			req := handover.PullRequest{EngineID: engineID, RequestID: requestID}
-			if req.Decode(&r); r.Err != nil {
-				return
-			}
-			answer := s.Ledger.Pull(s.EngineID, &req)
-			answer.Encode(&out)
-		case handover.OpJoin:
-			var want joinRequest
-			if want.decode(&r); r.Err != nil {
-				return
-			}
-			hungUp := make(chan struct{})
-			go func() { // nothing more may arrive before the answer, so a byte or an error means the end
-				_, _ = in.Peek(1)
-				close(hungUp)
-			}()
-			answer, ok := s.answerJoin(requestID, want, hungUp)
-			if !ok {
-				return
-			}
-			answer.Encode(&out)
-			_, _ = conn.Write(out.SealFrame())
-			return // Peek is still reading
-		case handover.OpPut:
-			var kv joinRequest
-			if kv.decode(&r); r.Err != nil || !s.inbox.put(requestID, kv) {
-				return
-			}
-		case handover.OpWho:
-			out.String(s.EngineID)
-			out.Uint(uint64(s.Clock()))
-		case handover.OpHeartbeat:
-			if engineID == s.EngineID {
-				s.Ledger.Extend(requestID)
-			}
-		case handover.OpRelease:
-			if engineID == s.EngineID || engineID == "" {
-				s.Ledger.Release(requestID)
-			}
-		case handover.OpPrefix:
-			if blocks := r.Words(); r.Err == nil {
-				out.Uint(uint64(s.Pool.Prefix(blocks)))
-			}
-		case handover.OpStorePut, handover.OpStoreHas:
-			s.store.serve(frame[0], &r, &out)
+	case handover.OpWho:
+		out.EngineID, out.Clock = s.EngineID, s.Clock()
+	case handover.OpHeartbeat:
+		if mine {
+			s.Ledger.Extend(q.RequestID)
 		}
-		if _, err := conn.Write(out.SealFrame()); err != nil {
-			return
+	case handover.OpRelease:
+		if mine || q.EngineID == "" {
+			s.Ledger.Release(q.RequestID)
+		}
+	case handover.OpPrefix:
+		out.Blocks = s.Pool.Prefix(q.Want)
+	case handover.OpStorePut:
+		s.store.put(q.Want)
+	case handover.OpStoreHas:
+		if s.store.has(q.Want) {
+			out.Blocks = 1
 		}
 	}
+	return out
 }

@@ -55,16 +55,10 @@ func parseOffload(raw []byte) (kv Params) {
 func (l *Leg) pullPrefix(ctx context.Context) {
 	s := l.Node
 	for _, q := range l.Job.Seqs {
-		w := handover.NewFrame()
-		w.B = append(w.B, handover.OpPrefix)
-		w.String("")
-		w.String("")
-		w.Words(q.P.Full)
 		ctx, cancel := context.WithTimeout(ctx, s.cfg.LoadTimeout)
-		answer, err := s.peers.Call(ctx, l.Kv.source, w.SealFrame())
+		answer, err := s.peers.Ask(ctx, l.Kv.source, &handover.Question{Op: handover.OpPrefix, Want: q.P.Full})
 		cancel()
-		r := handover.WireReader{B: answer}
-		if n := int(r.Uint()); err == nil && r.Err == nil && n > q.Grant.Hits {
+		if n := answer.Blocks; err == nil && n > q.Grant.Hits {
 			s.CountFetched(q, (n-q.Grant.Hits)*s.cfg.BlockSize)
 			s.Pool.Write(&q.Grant, q.P, q.Grant.Hits, nil)
 		}

@@ -27,12 +27,12 @@ var (
 // inbox is D's buffer: received KV by request.
 type inbox struct {
 	mu   sync.Mutex
-	held map[string]joinRequest
+	held map[string]*handover.Question
 }
 
 const maxInbox = 4096
 
-func (b *inbox) put(key string, kv joinRequest) bool {
+func (b *inbox) put(key string, kv *handover.Question) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if len(b.held) >= maxInbox {
@@ -42,7 +42,7 @@ func (b *inbox) put(key string, kv joinRequest) bool {
 	return true
 }
 
-func (b *inbox) take(key string) (kv joinRequest, ok bool) {
+func (b *inbox) take(key string) (kv *handover.Question, ok bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	kv, ok = b.held[key]
@@ -55,12 +55,8 @@ func (l *Leg) putKV(ctx context.Context) error {
 	m := decodeAddr.FindStringSubmatch(l.Xid)
 	for _, q := range l.Job.Seqs {
 		kv := l.Node.joinOf(q.P)
-		w := handover.NewFrame()
-		w.B = append(w.B, handover.OpPut)
-		w.String("")
-		w.String(l.Name(q))
-		kv.encode(&w)
-		if _, err := l.Node.peers.Call(ctx, net.JoinHostPort(m[1], m[2]), w.SealFrame()); err != nil {
+		kv.Op, kv.RequestID = handover.OpPut, l.Name(q)
+		if _, err := l.Node.peers.Ask(ctx, net.JoinHostPort(m[1], m[2]), kv); err != nil {
 			l.Node.Logf("sending KV to %s:%s: %v", m[1], m[2], err) // logged only
 		}
 	}
@@ -76,9 +72,9 @@ func (l *Leg) takeKV() error {
 				Message: "the engine stands still until " + l.Xid + "'s KV comes"}
 		}
 		own := l.Node.joinOf(q.P)
-		if a := l.Node.send(q.P, &kv); a.Refused != "" || a.Violation.Kind != "" {
+		if a := l.Node.send(q.P, kv); a.Refused != "" || a.Violation.Kind != "" {
 			return &engine.Violation{Kind: "other_prompt",
-				Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.tokens, own.tokens)}
+				Message: fmt.Sprintf("the KV is of another prompt: %d tokens, %d here", kv.Tokens, own.Tokens)}
 		}
 		l.took(q, nil)
 	}
@@ -139,7 +135,7 @@ func (s *Node) beat(ctx context.Context, web string) {
 }
 
 // newInbox returns an empty buffer.
-func newInbox() *inbox { return &inbox{held: map[string]joinRequest{}} }
+func newInbox() *inbox { return &inbox{held: map[string]*handover.Question{}} }
 
 // DefaultHeartbeat is the interval of an engine's registrations in p2p_nccl_connector.py.
 const DefaultHeartbeat = 3 * time.Second

@@ -3,6 +3,7 @@ package connector
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"strconv"
 	"time"
@@ -153,7 +154,7 @@ func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 	switch s.cfg.Connector {
 	case NIXLPush:
 		limit = s.cfg.Lease
-		id := fmt.Sprintf("%s-%08x", key, s.Random.Uint32())
+		id := fmt.Sprintf("%s-%08x", key, rand.Uint32())
 		q.HandOver = pushed(l.Rule, s.appendHandOver(nil, id, blocks, q.Computed(), q.Local(s.cfg.BlockSize)))
 	case Mooncake013:
 		q.HandOver = fmt.Appendf(nil,
@@ -178,7 +179,7 @@ func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 		defer s.Rooms.close(key)
 		select {
 		case <-r.join:
-			r.answer <- s.send(q.P, &r.want)
+			r.answer <- s.send(q.P, r.want)
 			s.Ledger.Fetched.Add(1)
 		case <-over.C:
 			s.Ledger.Expired.Add(1)

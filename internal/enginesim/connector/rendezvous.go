@@ -31,9 +31,9 @@ type room struct {
 	offered, joined bool
 	offer           chan struct{} // closed when P is there
 	join            chan struct{} // closed when D is there; then want holds
-	want            joinRequest
-	answer          chan handover.PullAnswer // of P, one
-	gone            chan struct{}            // closed when D's connection is gone
+	want            *handover.Question
+	answer          chan handover.Answer // of P, one
+	gone            chan struct{}        // closed when D's connection is gone
 }
 
 const rememberedRooms = 16384
@@ -51,7 +51,7 @@ func (v *rendezvous) at(key string, used bool) (*room, error) {
 	}
 	r := v.rooms[key]
 	if r == nil {
-		r = &room{offer: make(chan struct{}), join: make(chan struct{}), answer: make(chan handover.PullAnswer, 1),
+		r = &room{offer: make(chan struct{}), join: make(chan struct{}), answer: make(chan handover.Answer, 1),
 			gone: make(chan struct{})}
 		v.rooms[key] = r
 	}
@@ -77,7 +77,7 @@ func (v *rendezvous) enter(key string) (*room, error) {
 
 // meet is D's side. If P was cancelled before D came, as happens when their client leaves, this is the key's first D:
 // it waits in vain.
-func (v *rendezvous) meet(key string, want joinRequest) (*room, error) {
+func (v *rendezvous) meet(key string, want *handover.Question) (*room, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	r, err := v.at(key, v.past[key])
@@ -112,65 +112,48 @@ func (v *rendezvous) close(key string) {
 	v.past[key] = r != nil && r.joined
 }
 
-// joinRequest is D's part: the content that it expects in the prompt's blocks.
-type joinRequest struct {
-	blockSize int
-	tokens    int
-	want      []uint64
-}
-
-func (j *joinRequest) encode(w *handover.WireWriter) {
-	w.Uint(uint64(j.blockSize))
-	w.Uint(uint64(j.tokens))
-	w.Words(j.want)
-}
-
-func (j *joinRequest) decode(r *handover.WireReader) {
-	j.blockSize, j.tokens, j.want = int(r.Uint()), int(r.Uint()), r.Words()
-}
-
-func (s *Node) joinOf(p *engine.Prompt) joinRequest {
-	j := joinRequest{blockSize: s.cfg.BlockSize, tokens: p.N,
-		want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
-	for i := range j.want {
-		j.want[i] = p.Content(i)
+// joinOf returns D's part in a meeting: the content that it expects in the prompt's blocks.
+func (s *Node) joinOf(p *engine.Prompt) *handover.Question {
+	j := &handover.Question{Op: handover.OpJoin, BlockSize: s.cfg.BlockSize, Tokens: p.N,
+		Want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
+	for i := range j.Want {
+		j.Want[i] = p.Content(i)
 	}
 	return j
 }
 
 // send returns the result of P's transfer: the content of D's blocks, and whether it is the right one.
-func (s *Node) send(p *engine.Prompt, want *joinRequest) (a handover.PullAnswer) {
+func (s *Node) send(p *engine.Prompt, want *handover.Question) (a handover.Answer) {
 	own := s.joinOf(p)
 	switch {
-	case want.blockSize != own.blockSize:
-		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.blockSize, own.blockSize)
-	case want.tokens != own.tokens || !slices.Equal(want.want, own.want):
+	case want.BlockSize != own.BlockSize:
+		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.BlockSize, own.BlockSize)
+	case want.Tokens != own.Tokens || !slices.Equal(want.Want, own.Want):
 		a.Violation = engine.Violation{Kind: "other_prompt",
 			Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d on the decode "+
-				"engine", own.tokens, want.tokens)}
-		a.Actual = slices.Grow(own.want, len(want.want))[:len(want.want)]
+				"engine", own.Tokens, want.Tokens)}
+		a.Actual = slices.Grow(own.Want, len(want.Want))[:len(want.Want)]
 	}
 	return a
 }
 
-// answerJoin serves D's connection: it waits for P's KV, as long as D does. false: the connection cannot be used any
-// more.
-func (s *Node) answerJoin(key string, want joinRequest, hungUp <-chan struct{}) (handover.PullAnswer, bool) {
+// answerJoin serves D's connection: it waits for P's KV, as long as D does. nil: D has left.
+func (s *Node) answerJoin(key string, want *handover.Question, hungUp <-chan struct{}) *handover.Answer {
 	if pulls(s.cfg.Connector) && s.Rooms.expired(key) { // D goes on with what the blocks hold by now
-		garbage := slices.Repeat([]uint64{1}, len(want.want))
-		return handover.PullAnswer{Actual: garbage, Violation: engine.Violation{Kind: "expired",
-			Message: "the prefill engine has freed the blocks of " + key}}, true
+		garbage := slices.Repeat([]uint64{1}, len(want.Want))
+		return &handover.Answer{Actual: garbage, Violation: engine.Violation{Kind: "expired",
+			Message: "the prefill engine has freed the blocks of " + key}}
 	}
 	r, err := s.Rooms.meet(key, want)
 	if v, ok := errors.AsType[*engine.Violation](err); ok {
-		return handover.PullAnswer{Violation: *v}, true
+		return &handover.Answer{Violation: *v}
 	}
 	select {
 	case a := <-r.answer:
-		return a, true
+		return &a
 	case <-hungUp:
 		close(r.gone)
-		return handover.PullAnswer{}, false
+		return nil
 	}
 }
 
@@ -179,12 +162,8 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.TransferTimeout)
 	defer cancel()
 	j := s.joinOf(p)
-	w := handover.NewFrame()
-	w.B = append(w.B, handover.OpJoin)
-	w.String("")
-	w.String(key)
-	j.encode(&w)
-	frame, err := s.peers.Call(ctx, addr, w.SealFrame())
+	j.RequestID = key
+	a, err := s.peers.Ask(ctx, addr, j)
 	if err != nil {
 		if errors.Is(context.Cause(ctx), context.Canceled) {
 			return nil, context.Canceled
@@ -197,11 +176,6 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 		s.Metrics.FailedTransfers.Add(1)
 		return nil, fmt.Errorf("%w: %w", engine.ErrLoadFailed, err)
 	}
-	r := handover.WireReader{B: frame}
-	var a handover.PullAnswer
-	if a.Decode(&r); r.Err != nil {
-		return nil, fmt.Errorf("%w: %w", engine.ErrLoadFailed, r.Err)
-	}
 	if a.Refused != "" {
 		s.Metrics.FailedTransfers.Add(1)
 		return nil, fmt.Errorf("%w: %s", engine.ErrLoadFailed, a.Refused)
@@ -209,7 +183,7 @@ func (s *Node) join(ctx context.Context, addr, key string, p *engine.Prompt) ([]
 	if a.Violation.Kind != "" && !s.cfg.Faithful {
 		return nil, &a.Violation
 	}
-	s.Metrics.Transferred(len(j.want), s.cfg.BlockSize, time.Millisecond)
+	s.Metrics.Transferred(len(j.Want), s.cfg.BlockSize, time.Millisecond)
 	return a.Actual, nil
 }
 

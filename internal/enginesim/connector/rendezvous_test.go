@@ -4,12 +4,14 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/enginesim/handover"
 )
 
 // A key is valid for one meeting; a D that comes after its P was cancelled met nobody.
 func TestAKeyIsGoodForOneMeeting(t *testing.T) {
 	v := newRendezvous()
-	meet := func(key string) error { _, err := v.meet(key, joinRequest{}); return err }
+	meet := func(key string) error { _, err := v.meet(key, &handover.Question{}); return err }
 	enter := func(key string) error { _, err := v.enter(key); return err }
 
 	require.NoError(t, enter("both"))

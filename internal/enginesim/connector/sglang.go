@@ -246,7 +246,7 @@ func (l *Leg) sendRooms(ctx context.Context) error {
 			<-ctx.Done()
 			return context.Cause(ctx)
 		default:
-			r.answer <- s.send(l.Job.Seqs[i].P, &r.want)
+			r.answer <- s.send(l.Job.Seqs[i].P, r.want)
 		}
 	}
 	return nil

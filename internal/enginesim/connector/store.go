@@ -43,7 +43,7 @@ func (t *store) put(blocks []uint64) {
 func (t *store) has(blocks []uint64) bool {
 	if t.addr != "" {
 		answer, err := t.ask(handover.OpStoreHas, blocks)
-		return err == nil && len(answer) == 1 && answer[0] == 1
+		return err == nil && answer.Blocks == 1
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -55,27 +55,8 @@ func (t *store) has(blocks []uint64) bool {
 	return true
 }
 
-func (t *store) ask(op byte, blocks []uint64) ([]byte, error) {
-	w := handover.NewFrame()
-	w.B = append(w.B, op)
-	w.String("")
-	w.String("")
-	w.Words(blocks)
+func (t *store) ask(op byte, blocks []uint64) (handover.Answer, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
-	return t.s.peers.Call(ctx, t.addr, w.SealFrame())
-}
-
-// serveStore answers another engine.
-func (t *store) serve(op byte, r *handover.WireReader, out *handover.WireWriter) {
-	blocks := r.Words()
-	switch {
-	case r.Err != nil:
-	case op == handover.OpStorePut:
-		t.put(blocks)
-	case t.has(blocks):
-		out.B = append(out.B, 1)
-	default:
-		out.B = append(out.B, 0)
-	}
+	return t.s.peers.Ask(ctx, t.addr, &handover.Question{Op: op, Want: blocks})
 }

@@ -121,7 +121,7 @@ func (l *Leg) sendContext(ctx context.Context) error {
 	default:
 	}
 	q := l.Job.Seqs[0]
-	r.answer <- s.send(q.P, &r.want)
+	r.answer <- s.send(q.P, r.want)
 	q.HandOver = s.appendDisaggregated(nil, l.Kv.keepAs, l.Kv.keepAs)
 	return nil
 }

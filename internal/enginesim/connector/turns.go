@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strconv"
 
 	"tandem/internal/enginesim/engine"
@@ -89,7 +90,7 @@ func (l *Leg) keepTurn(q *engine.Sequence) {
 	s.Pool.Free(q.Grant.Blocks[used:])
 	blocks := q.Grant.Blocks[:used]
 	q.Grant.Blocks, q.Kept = nil, true
-	id := fmt.Sprintf("%s-%08x", l.Name(q), s.Random.Uint32())
+	id := fmt.Sprintf("%s-%08x", l.Name(q), rand.Uint32())
 	q.HandOver = s.appendTurn(nil, id, blocks, q.Computed())
 	s.Ledger.KeepFor(id, l.Xid, blocks, q.Computed(), s.cfg.DecoderTTL, true)
 }

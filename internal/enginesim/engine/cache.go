@@ -20,7 +20,7 @@ type Pool struct {
 	mu        sync.Mutex
 	BlockSize int
 	blocks    []block
-	index     hashIndex
+	index     map[uint64]int32 // by key
 	freeCount int
 	fresh     int32 // the first unused block; unused ones go before freed ones, as in vLLM's initial queue
 	head      int32 // least recently freed
@@ -54,7 +54,7 @@ func NewPool(blocks, blockSize int) *Pool {
 // reset makes every block new. All blocks must be free.
 func (p *Pool) reset(blocks int) {
 	p.blocks = make([]block, blocks)
-	p.index = newHashIndex(blocks)
+	p.index = map[uint64]int32{}
 	p.fresh = 1
 	p.head, p.last = noBlock, noBlock
 	p.freeCount = blocks - 1
@@ -223,7 +223,7 @@ func (p *Pool) tryOne(pr *Prompt, total int) (Grant, bool) {
 		if b.key != 0 {
 			p.events.removed(b.key, mediumGPU)
 			if b.parent == 0 {
-				p.index.remove(p.blocks, id)
+				delete(p.index, b.key)
 			}
 		}
 		b.child, b.parent, b.key = 0, 0, 0
@@ -325,7 +325,10 @@ func (p *Pool) find(before int32, key uint64) int32 {
 			return child
 		}
 	}
-	return p.index.find(p.blocks, key)
+	if id, ok := p.index[key]; ok {
+		return id
+	}
+	return noBlock
 }
 
 // cache puts a block into the prefix cache after the one before it, and returns the cached block: an equal one may
@@ -342,7 +345,7 @@ func (p *Pool) cache(before, id int32, key uint64) int32 {
 			return id
 		}
 	}
-	p.index.add(id, key)
+	p.index[key] = id
 	return id
 }
 
@@ -370,55 +373,6 @@ func (p *Pool) Read(ids []int32, want func(i int) uint64) []uint64 {
 		}
 	}
 	return out
-}
-
-// hashIndex finds blocks by key: open addressing, a slot holding half of the key (which also determines its place) and
-// the block's number; the other half is compared with the block when the first matches.
-type hashIndex struct {
-	slots []uint64 // key<<32 | block; 0 is empty, as block 0 is never in it
-	mask  uint64
-}
-
-func newHashIndex(blocks int) hashIndex {
-	size := 16
-	for size < 2*blocks {
-		size *= 2
-	}
-	return hashIndex{make([]uint64, size), uint64(size - 1)}
-}
-
-func (h *hashIndex) find(blocks []block, key uint64) int32 {
-	for i := key & h.mask; h.slots[i] != 0; i = (i + 1) & h.mask {
-		if slot := h.slots[i]; uint32(slot>>32) == uint32(key) && blocks[int32(slot)].key == key {
-			return int32(slot)
-		}
-	}
-	return noBlock
-}
-
-// add inserts a block under a key that is not there yet.
-func (h *hashIndex) add(id int32, key uint64) {
-	i := key & h.mask
-	for h.slots[i] != 0 {
-		i = (i + 1) & h.mask
-	}
-	h.slots[i] = key<<32 | uint64(id)
-}
-
-// remove removes a block and moves later ones of its run back, so that no tombstones are needed.
-func (h *hashIndex) remove(blocks []block, id int32) {
-	i := blocks[id].key & h.mask
-	for int32(h.slots[i]) != id {
-		i = (i + 1) & h.mask
-	}
-	for j := (i + 1) & h.mask; h.slots[j] != 0; j = (j + 1) & h.mask {
-		home := h.slots[j] >> 32 & h.mask
-		if (j-home)&h.mask >= (j-i)&h.mask {
-			h.slots[i] = h.slots[j]
-			i = j
-		}
-	}
-	h.slots[i] = 0
 }
 
 // Prefix returns the number of leading blocks that the prefix cache has.

@@ -17,7 +17,6 @@ type Engine struct {
 	logMu       sync.Mutex
 	Started     time.Time
 	clock       time.Duration // of Clock, when it started
-	Random      lockedRand
 	Pool        *Pool
 	Events      *Events // nil: none
 	Metrics     *metrics
@@ -29,7 +28,7 @@ type Engine struct {
 // New returns an idle engine, and opens the sockets of its KV events.
 func New(cfg *Config, log io.Writer) (*Engine, error) {
 	e := &Engine{
-		Cfg: cfg, log: log, Started: time.Now(), Random: newLockedRand(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
+		Cfg: cfg, log: log, Started: time.Now(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
 		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1),
 		clock: newClock(),
 	}

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/go-zeromq/zmq4/security/null"
+	"github.com/vmihailenco/msgpack/v5"
 )
 
 // Events publishes the prefix cache's stored and evicted blocks, as vLLM does (vllm/distributed/kv_events.py): a PUB
@@ -24,8 +26,7 @@ import (
 type Events struct {
 	cfg    *Config
 	mu     sync.Mutex
-	batch  []byte // the events of the next batch, encoded
-	count  int
+	batch  []any // the events of the next batch
 	seq    uint64
 	kept   []keptBatch // the last cfg.eventSteps, oldest first
 	lose   int         // batches still to be dropped: kept, but not published
@@ -49,7 +50,7 @@ func startKVEvents(cfg *Config) (*Events, error) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	quiet := zmq4.WithLogger(stdlog.New(io.Discard, "", 0))
-	e := &Events{cfg: cfg, wake: make(chan struct{}, 1), stop: stop}
+	e := &Events{cfg: cfg, wake: make(chan struct{}, 1), stop: stop, Subs: subscribers{Security: null.Security()}}
 	// As vLLM: an endpoint with a wildcard is bound, one with a host is connected to.
 	bound := strings.Contains(cfg.Events, "*") || strings.Contains(cfg.Events, "::")
 	// A bound socket that reconnects would connect to itself when a subscriber leaves.
@@ -78,19 +79,15 @@ func startKVEvents(cfg *Config) (*Events, error) {
 // subscribers counts the connections of the PUB socket, which has no counter: each of them begins with a handshake. It
 // adds no security.
 type subscribers struct {
+	zmq4.Security
+
 	mu    sync.Mutex
 	conns []*zmq4.Conn
 }
 
-func (s *subscribers) Type() zmq4.SecurityType { return zmq4.NullSecurity }
-
-func (s *subscribers) Encrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
-
-func (s *subscribers) Decrypt(w io.Writer, b []byte) (int, error) { return w.Write(b) }
-
 // Handshake implements [zmq4.Security].
 func (s *subscribers) Handshake(c *zmq4.Conn, server bool) error {
-	if err := null.Security().Handshake(c, server); err != nil {
+	if err := s.Security.Handshake(c, server); err != nil {
 		return err
 	}
 	s.mu.Lock()
@@ -149,24 +146,29 @@ func (e *Events) publish(ctx context.Context) {
 	}
 }
 
-// next takes the next batch.
+// next takes the next batch. It is encoded without the lock, for which the engine would wait.
 func (e *Events) next() (k keptBatch, lost bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.count == 0 {
-		return k, false
-	}
-	p := append([]byte{0x93, 0xcb},
-		binary.BigEndian.AppendUint64(nil, math.Float64bits(float64(time.Now().UnixMicro())/1e6))...)
-	p = packArray(p, e.count)
-	p = packUint(append(p, e.batch...), uint64(e.cfg.Rank))
-	k = keptBatch{e.seq, p}
-	e.seq++
-	e.batch, e.count = e.batch[:0], 0
+	batch := e.batch
+	e.batch = nil
 	select {
 	case <-e.wake: // for an event that is in this batch
 	default:
 	}
+	e.mu.Unlock()
+	if len(batch) == 0 {
+		return k, false
+	}
+	var payload bytes.Buffer
+	enc := msgpack.NewEncoder(&payload)
+	enc.UseCompactInts(true)
+	enc.UseArrayEncodedStructs(e.cfg.EventArrays)
+	at := float64(time.Now().UnixMicro()) / 1e6
+	_ = enc.Encode([]any{at, batch, e.cfg.Rank}) // numbers and text
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	k = keptBatch{e.seq, payload.Bytes()}
+	e.seq++
 	if e.kept = append(e.kept, k); len(e.kept) > e.cfg.EventSteps {
 		e.kept = e.kept[len(e.kept)-e.cfg.EventSteps:]
 	}
@@ -209,42 +211,63 @@ func (e *Events) reply(to []byte, topic string, seq uint64, payload []byte) {
 	_ = e.replay.SendMulti(zmq4.NewMsgFrom(append(frames, binary.BigEndian.AppendUint64(nil, seq), payload)...))
 }
 
+// The events, with vLLM's names. Each is a map, or an array of the values (-kv-events-arrays). blockCopied is a
+// BlockStored without what only a computed block has.
+type (
+	blockCopied struct {
+		Type   string          `msgpack:"type"`
+		Hashes numbers[uint64] `msgpack:"block_hashes"`
+		Parent *uint64         `msgpack:"parent_block_hash"`
+		Tokens numbers[uint32] `msgpack:"token_ids"`
+		Size   int             `msgpack:"block_size"`
+		LoRAID *int            `msgpack:"lora_id"`
+		Medium string          `msgpack:"medium"`
+	}
+	blockStored struct {
+		blockCopied
+
+		LoRA  *string `msgpack:"lora_name"`
+		Extra []any   `msgpack:"extra_keys"`
+	}
+	blockRemoved struct {
+		Type   string          `msgpack:"type"`
+		Hashes numbers[uint64] `msgpack:"block_hashes"`
+		Medium string          `msgpack:"medium"`
+	}
+	allCleared struct {
+		Type string `msgpack:"type"`
+	}
+)
+
+// numbers are encoded in as few bytes as each needs, and without reflection: a prompt has many tokens.
+type numbers[T uint32 | uint64] []T
+
+// EncodeMsgpack implements [msgpack.CustomEncoder].
+func (n numbers[T]) EncodeMsgpack(enc *msgpack.Encoder) error {
+	err := enc.EncodeArrayLen(len(n))
+	for i := 0; i < len(n) && err == nil; i++ {
+		err = enc.EncodeUint(uint64(n[i]))
+	}
+	return err
+}
+
 // stored adds an event for consecutive blocks of a sequence.
 func (e *Events) stored(seq *Prompt, from, to, blockSize int) {
 	if e == nil || from == to {
 		return
 	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	b := e.begin("BlockStored", 8)
-	b = packArray(e.field(b, "block_hashes"), to-from)
+	b := blockStored{blockCopied: blockCopied{Type: "BlockStored", Tokens: seq.Ids[from*blockSize : to*blockSize],
+		Size: blockSize, Medium: mediumGPU}, Extra: make([]any, to-from)}
 	for i := from; i < to; i++ {
-		b = packUint(b, seq.key(i))
+		b.Hashes = append(b.Hashes, seq.key(i))
 	}
-	b = e.field(b, "parent_block_hash")
-	if from == 0 {
-		b = append(b, msgpackNil)
-	} else {
-		b = packUint(b, seq.key(from-1))
+	if from > 0 {
+		parent := seq.key(from - 1)
+		b.Parent = &parent
+	} else if seq.saltText != "" {
+		b.Extra[0] = []string{seq.saltText}
 	}
-	ids := seq.Ids[from*blockSize : to*blockSize]
-	b = packArray(e.field(b, "token_ids"), len(ids))
-	for _, id := range ids {
-		b = packUint(b, uint64(id))
-	}
-	b = packUint(e.field(b, "block_size"), uint64(blockSize))
-	b = append(e.field(b, "lora_id"), msgpackNil)
-	b = packString(e.field(b, "medium"), mediumGPU)
-	b = append(e.field(b, "lora_name"), msgpackNil)
-	b = packArray(e.field(b, "extra_keys"), to-from)
-	for i := from; i < to; i++ {
-		if i == 0 && seq.saltText != "" {
-			b = packString(append(b, 0x91), seq.saltText)
-		} else {
-			b = append(b, msgpackNil)
-		}
-	}
-	e.end(b)
+	e.add(b)
 }
 
 // The media of vLLM's events.
@@ -255,29 +278,11 @@ const (
 
 // copied tells of a block that is in CPU memory as well. Like vLLM's offloading it names the block and not its tokens.
 func (e *Events) copied(key uint64) {
-	if e == nil {
-		return
-	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	b := e.begin("BlockStored", 6)
-	b = packUint(packArray(e.field(b, "block_hashes"), 1), key)
-	b = append(e.field(b, "parent_block_hash"), msgpackNil)
-	b = packArray(e.field(b, "token_ids"), 0)
-	b = packUint(e.field(b, "block_size"), 0)
-	b = append(e.field(b, "lora_id"), msgpackNil)
-	e.end(packString(e.field(b, "medium"), mediumCPU))
+	e.add(blockCopied{Type: "BlockStored", Hashes: numbers[uint64]{key}, Tokens: numbers[uint32]{}, Medium: mediumCPU})
 }
 
 func (e *Events) removed(key uint64, medium string) {
-	if e == nil {
-		return
-	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	b := e.begin("BlockRemoved", 2)
-	b = packUint(packArray(e.field(b, "block_hashes"), 1), key)
-	e.end(packString(e.field(b, "medium"), medium))
+	e.add(blockRemoved{"BlockRemoved", numbers[uint64]{key}, medium})
 }
 
 // cleared adds an event for a reset of the cache. As with vLLM it is sent with the next batch.
@@ -287,67 +292,21 @@ func (e *Events) cleared() {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.batch = e.begin("AllBlocksCleared", 0)
-	e.count++
+	e.batch = append(e.batch, allCleared{"AllBlocksCleared"})
 }
 
-const msgpackNil = 0xc0
-
-// begin starts an event with that many fields: an array that begins with its type, or a map that has a key for it.
-func (e *Events) begin(kind string, fields int) []byte {
-	if e.cfg.EventArrays {
-		return packString(packArray(e.batch, 1+fields), kind)
+// add adds an event to the next batch.
+func (e *Events) add(event any) {
+	if e == nil {
+		return
 	}
-	return packString(packString(append(e.batch, 0x80|byte(1+fields)), "type"), kind)
-}
-
-func (e *Events) field(b []byte, name string) []byte {
-	if e.cfg.EventArrays {
-		return b
-	}
-	return packString(b, name)
-}
-
-func (e *Events) end(b []byte) {
-	e.batch = b
-	e.count++
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.batch = append(e.batch, event)
 	select {
 	case e.wake <- struct{}{}:
 	default:
 	}
-}
-
-func packArray(b []byte, n int) []byte {
-	switch {
-	case n < 16:
-		return append(b, 0x90|byte(n))
-	case n < 1<<16:
-		return binary.BigEndian.AppendUint16(append(b, 0xdc), uint16(n))
-	}
-	return binary.BigEndian.AppendUint32(append(b, 0xdd), uint32(n))
-}
-
-func packUint(b []byte, v uint64) []byte {
-	switch {
-	case v < 1<<7:
-		return append(b, byte(v))
-	case v < 1<<8:
-		return append(b, 0xcc, byte(v))
-	case v < 1<<16:
-		return binary.BigEndian.AppendUint16(append(b, 0xcd), uint16(v))
-	case v < 1<<32:
-		return binary.BigEndian.AppendUint32(append(b, 0xce), uint32(v))
-	}
-	return binary.BigEndian.AppendUint64(append(b, 0xcf), v)
-}
-
-func packString(b []byte, s string) []byte {
-	if len(s) < 32 {
-		b = append(b, 0xa0|byte(len(s)))
-	} else {
-		b = binary.BigEndian.AppendUint16(append(b, 0xda), uint16(min(len(s), 1<<16-1)))
-	}
-	return append(b, s[:min(len(s), 1<<16-1)]...)
 }
 
 // LoseNext keeps the next n batches for replay without publishing them.

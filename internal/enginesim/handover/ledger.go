@@ -178,38 +178,18 @@ func (l *Ledger) Forget() {
 	}
 }
 
-// PullRequest is a decode engine's request, with the content that it expects in the blocks.
-type PullRequest struct {
-	EngineID  string
-	RequestID string
-	Xid       string
-	BlockSize int
-	Tokens    int      // of its prompt, or of its beginning that was kept of an earlier answer
-	Turn      bool     // the latter
-	Ids       []int32  // blocks to read, in order
-	Want      []uint64 // content of each block of its prompt
-}
-
-// PullAnswer is the result. If refused is set, nothing was read: the transfer failed. Otherwise actual is the content
-// of the blocks, nil if it is the expected one; violation is set if vLLM would not have noticed.
-type PullAnswer struct {
-	Refused   string
-	Violation engine.Violation
-	Actual    []uint64
-}
-
 // Pull lets a decode engine read blocks and frees the hand-over, even if the read was wrong: the real engine learns
 // from the same notification that the transfer is over.
-func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
+func (l *Ledger) Pull(engineID string, req *Question) Answer {
 	if req.EngineID != engineID && req.EngineID != "" {
-		return PullAnswer{Refused: fmt.Sprintf("remote_engine_id is %s, this is %s", req.EngineID, engineID)}
+		return Answer{Refused: fmt.Sprintf("remote_engine_id is %s, this is %s", req.EngineID, engineID)}
 	}
 	if req.BlockSize != l.pool.BlockSize {
-		return PullAnswer{Refused: fmt.Sprintf("block sizes differ: %d and %d", req.BlockSize, l.pool.BlockSize)}
+		return Answer{Refused: fmt.Sprintf("block sizes differ: %d and %d", req.BlockSize, l.pool.BlockSize)}
 	}
 	for _, id := range req.Ids {
 		if id < 1 || int(id) > l.pool.All() {
-			return PullAnswer{Refused: fmt.Sprintf("no block %d", id)}
+			return Answer{Refused: fmt.Sprintf("no block %d", id)}
 		}
 	}
 	l.mu.Lock()
@@ -226,7 +206,7 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 	if outcome == "expired" {
 		l.Late.Add(1)
 	}
-	answer := PullAnswer{Violation: judge(h, outcome, req, actual)}
+	answer := Answer{Violation: judge(h, outcome, req, actual)}
 	if !slices.Equal(actual, req.Want) {
 		answer.Actual = actual
 	}
@@ -238,14 +218,14 @@ func (l *Ledger) Pull(engineID string, req *PullRequest) PullAnswer {
 }
 
 // read returns the content that each block of the reader's prompt will have; blocks that it did not request have none.
-func (l *Ledger) read(req *PullRequest) []uint64 {
+func (l *Ledger) read(req *Question) []uint64 {
 	n := min(len(req.Ids), len(req.Want))
 	got := l.pool.Read(req.Ids[:n], func(i int) uint64 { return req.Want[i] })
 	return append(got, make([]uint64, len(req.Want)-n)...)
 }
 
 // judge returns the violation in a read that real engines would carry out silently.
-func judge(h *handOver, outcome string, req *PullRequest, actual []uint64) engine.Violation {
+func judge(h *handOver, outcome string, req *Question, actual []uint64) engine.Violation {
 	switch {
 	case h == nil && outcome == "fetched":
 		return engine.Violation{Kind: "read_twice",

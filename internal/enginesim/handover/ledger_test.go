@@ -39,7 +39,7 @@ func TestLeases(t *testing.T) {
 		require.True(t, l.Release("bbbb"))
 		require.False(t, l.Release("bbbb"))
 		g := keep("cccc")
-		req := PullRequest{EngineID: "e", RequestID: "cccc", Xid: "x", BlockSize: 4, Tokens: 10, Ids: g.Blocks, Want: make([]uint64, 3)}
+		req := Question{EngineID: "e", RequestID: "cccc", Xid: "x", BlockSize: 4, Tokens: 10, Ids: g.Blocks, Want: make([]uint64, 3)}
 		require.Empty(t, l.Pull("e", &req).Refused)
 		require.Zero(t, l.Held.Load())
 		time.Sleep(time.Minute)
@@ -50,6 +50,28 @@ func TestLeases(t *testing.T) {
 		require.Equal(t, "released", l.past["bbbb"])
 		l.Forget()
 		require.Empty(t, l.past)
+	})
+}
+
+// P frees in its steps, and after it has taken what decode engines tell: while its core stands still, nothing expires.
+func TestNothingExpiresWhilePrefillStands(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, core := engine.NewPool(64, 4), new(engine.Core)
+		l := NewLedger(p, core, 2*time.Second)
+		g := granted(t, p, strings.Repeat("aaaa", 10))
+		l.Keep("a", "x", g.Blocks, 10)
+		core.Stop()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		require.EqualValues(t, 3, l.Held.Load())
+		require.Empty(t, l.Pull("", &Question{RequestID: "a", Xid: "x", BlockSize: 4, Tokens: 10, Ids: g.Blocks, Want: make([]uint64, 3)}).Refused)
+		_, used := p.Size()
+		require.Equal(t, 3, used, "freed in a step")
+		core.Resume()
+		synctest.Wait()
+		_, used = p.Size()
+		require.Zero(t, used)
+		require.Zero(t, l.Expired.Load())
 	})
 }
 

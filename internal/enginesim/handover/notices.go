@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/go-zeromq/zmq4"
+	"github.com/vmihailenco/msgpack/v5"
 )
 
 // Notifier is the PUSH socket of LMCache's proxy notifications.
@@ -62,19 +63,11 @@ func (n *Notifier) Notify(reqID string) {
 
 // notice returns msgspec's msgpack of a tagged struct with one field.
 func notice(kind, reqID string) []byte {
-	return packText([]byte{0x82}, "type", kind, "req_id", reqID)
-}
-
-func packText(b []byte, texts ...string) []byte {
-	for _, t := range texts {
-		if len(t) < 32 {
-			b = append(b, 0xa0|byte(len(t)))
-		} else {
-			b = append(b, 0xd9, byte(len(t)))
-		}
-		b = append(b, t...)
-	}
-	return b
+	text, _ := msgpack.Marshal(struct { // which cannot fail
+		Type  string `msgpack:"type"`
+		ReqID string `msgpack:"req_id"`
+	}{kind, reqID})
+	return text
 }
 
 // Close closes the socket.

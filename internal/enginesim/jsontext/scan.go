@@ -3,11 +3,10 @@ package jsontext
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math/bits"
-	"strconv"
-	"unicode/utf16"
 	"unicode/utf8"
 )
 
@@ -263,49 +262,10 @@ func escapeLen(b []byte) int {
 
 // Unquote returns the text of a valid JSON string (with its quotes). Without escapes it is a part of raw itself.
 func Unquote(raw []byte) []byte {
-	in := raw[1 : len(raw)-1]
-	i := bytes.IndexByte(in, '\\')
-	if i < 0 {
-		return in
+	if bytes.IndexByte(raw, '\\') < 0 {
+		return raw[1 : len(raw)-1]
 	}
-	out := make([]byte, 0, len(in))
-	for i >= 0 {
-		out = append(out, in[:i]...)
-		n := escapeLen(in[i:])
-		out, n = appendEscape(out, in[i:], n)
-		in = in[i+n:]
-		i = bytes.IndexByte(in, '\\')
-	}
-	return append(out, in...)
-}
-
-func appendEscape(out, in []byte, n int) ([]byte, int) {
-	if n == 2 {
-		switch c := in[1]; c {
-		case 'b':
-			return append(out, '\b'), 2
-		case 'f':
-			return append(out, '\f'), 2
-		case 'n':
-			return append(out, '\n'), 2
-		case 'r':
-			return append(out, '\r'), 2
-		case 't':
-			return append(out, '\t'), 2
-		default:
-			return append(out, c), 2
-		}
-	}
-	r := hexRune(in)
-	if utf16.IsSurrogate(r) && len(in) >= 12 && in[6] == '\\' && escapeLen(in[6:]) == 6 {
-		if both := utf16.DecodeRune(r, hexRune(in[6:])); both != utf8.RuneError {
-			return utf8.AppendRune(out, both), 12
-		}
-	}
-	return utf8.AppendRune(out, r), 6
-}
-
-func hexRune(escape []byte) rune {
-	n, _ := strconv.ParseUint(string(escape[2:6]), 16, 32)
-	return rune(n)
+	var text string
+	_ = json.Unmarshal(raw, &text)
+	return []byte(text)
 }

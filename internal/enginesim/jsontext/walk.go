@@ -2,6 +2,7 @@ package jsontext
 
 import (
 	"bytes"
+	"encoding/json"
 	"strconv"
 )
 
@@ -170,19 +171,7 @@ func Compact(raw []byte) []byte {
 	if !bytes.ContainsAny(raw, " \n\r\t") {
 		return raw
 	}
-	out := make([]byte, 0, len(raw))
-	for i := 0; i < len(raw); {
-		switch raw[i] {
-		case ' ', '\n', '\r', '\t':
-			i++
-		case '"':
-			end := skipString(raw, i)
-			out = append(out, raw[i:end]...)
-			i = end
-		default:
-			out = append(out, raw[i])
-			i++
-		}
-	}
-	return out
+	var out bytes.Buffer
+	_ = json.Compact(&out, raw)
+	return out.Bytes()
 }
