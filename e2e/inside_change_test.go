@@ -1,7 +1,6 @@
 package e2e
 
 import (
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"os"
@@ -13,7 +12,6 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-	"sigs.k8s.io/yaml"
 )
 
 // answersUnderWay are streams of 300 tokens that have begun.
@@ -104,30 +102,17 @@ func TestInsideHotRestart(t *testing.T) {
 }
 
 // dynamic takes a bootstrap's listener out of it, into a file that Envoy watches.
-func dynamic(dir string, bootstrap []byte) []byte {
-	var b map[string]any
-	if err := yaml.Unmarshal(bootstrap, &b); err != nil {
-		panic(err)
+func dynamic(t *testing.T) func(dir string, bootstrap []byte) []byte {
+	return func(dir string, bootstrap []byte) []byte {
+		t.Helper()
+		before, rest, found := strings.Cut(string(bootstrap), "  listeners:\n  - ")
+		require.True(t, found)
+		listener, after, found := strings.Cut(rest, "  clusters:\n")
+		require.True(t, found)
+		file := filepath.Join(dir, "lds.yaml")
+		require.NoError(t, os.WriteFile(file, []byte("resources:\n  - \"@type\": type.googleapis.com/envoy.config.listener.v3.Listener\n    "+listener), 0o600))
+		return fmt.Appendf(nil, "dynamic_resources: {lds_config: {path_config_source: {path: %q}}}\n%s  clusters:\n%s", file, before, after)
 	}
-	fixed := b["static_resources"].(map[string]any)
-	listener := fixed["listeners"].([]any)[0].(map[string]any)
-	delete(fixed, "listeners")
-	listener["@type"] = "type.googleapis.com/envoy.config.listener.v3.Listener"
-	b["node"] = map[string]any{"id": "edge", "cluster": "edge"}
-	b["dynamic_resources"] = map[string]any{"lds_config": map[string]any{
-		"path_config_source": map[string]any{"path": filepath.Join(dir, "lds.json")}}}
-	text, err := json.Marshal(map[string]any{"resources": []any{listener}})
-	if err != nil {
-		panic(err)
-	}
-	if err := os.WriteFile(filepath.Join(dir, "lds.json"), text, 0o600); err != nil {
-		panic(err)
-	}
-	out, err := json.Marshal(b) // which is YAML
-	if err != nil {
-		panic(err)
-	}
-	return out
 }
 
 // A control plane of the user's own has the listener from `tandem envoy`. It replaces it while streams run: they end
@@ -135,7 +120,7 @@ func dynamic(dir string, bootstrap []byte) []byte {
 // refused, and costs nothing.
 func TestInsideListenerChanges(t *testing.T) {
 	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "15ms"}})
-	e := f.second(dynamic, "--drain-time-s", "20")
+	e := f.second(dynamic(t), "--drain-time-s", "20")
 	soon(t, "it serves", func() bool {
 		resp, err := anew.Get(e.url + "/v1/models")
 		if err != nil {
@@ -144,12 +129,12 @@ func TestInsideListenerChanges(t *testing.T) {
 		_ = resp.Body.Close()
 		return resp.StatusCode == http.StatusOK
 	})
-	first, err := os.ReadFile(filepath.Join(e.dir, "lds.json"))
+	first, err := os.ReadFile(filepath.Join(e.dir, "lds.yaml"))
 	require.NoError(t, err)
 	change := func(old, now string) {
 		t.Helper()
 		require.Contains(t, string(first), old)
-		file := filepath.Join(e.dir, "lds.json")
+		file := filepath.Join(e.dir, "lds.yaml")
 		require.NoError(t, os.WriteFile(file+".new", []byte(strings.ReplaceAll(string(first), old, now)), 0o600))
 		require.NoError(t, os.Rename(file+".new", file))
 	}
@@ -159,7 +144,7 @@ func TestInsideListenerChanges(t *testing.T) {
 	var streams []*answersUnderWay
 	for i := range 3 {
 		streams = append(streams, e.begin(fmt.Sprint("listener-", i), 4))
-		change(`"per_connection_buffer_limit_bytes":`, fmt.Sprintf(`"metadata":{"filter_metadata":{"n":{"n":%d}}},"per_connection_buffer_limit_bytes":`, i))
+		change("    per_connection_buffer_limit_bytes:", fmt.Sprintf("    metadata: {filter_metadata: {n: {n: %d}}}\n    per_connection_buffer_limit_bytes:", i))
 		soon(t, "it has the listener", func() bool { return e.envoyStat("listener_manager.listener_modified") == i+1 })
 		load.more(t, 20)
 	}

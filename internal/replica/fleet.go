@@ -59,8 +59,11 @@ func newFleet(
 	ctx context.Context, cfg *configv1.Config, set Settings, log *slog.Logger,
 ) (*fleet, error) {
 	health := fleetmetrics.NewHealthLog(log)
-	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.Changed}), health: health,
-		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
+	f := &fleet{
+		state: kvstate.New(kvstate.Options{HealthChanged: health.Changed}), health: health,
+		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1),
+		discovered: map[string]*configv1.Discovery{},
+	}
 	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, set, log)
 	for _, p := range cfg.GetPools() {
 		if p.GetDiscovery() == nil {

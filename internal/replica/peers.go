@@ -34,7 +34,9 @@ type peerSource struct {
 }
 
 func newPeerSources(state *kvstate.State, set Settings, log *slog.Logger) *peerSources {
-	return &peerSources{state: state, settings: set, log: log, failed: make(chan error, 1), current: map[string]*peerSource{}}
+	return &peerSources{
+		state: state, settings: set, log: log, failed: make(chan error, 1), current: map[string]*peerSource{},
+	}
 }
 
 // known returns what is known for the pool already, if its dialect is the same as before; else made.
