@@ -116,6 +116,12 @@ func TestInsideHooks(t *testing.T) {
 			clients.Wait()
 			all, short := metric(t, f.admins[0], "tandem_hook_seconds_count"), metric(t, f.admins[0], "tandem_hook_seconds_bucket", `le="0.005"`)
 			t.Logf("%v hooks, %v of them took more than 5 ms, %v s in all", all, all-short, metric(t, f.admins[0], "tandem_hook_seconds_sum"))
+			for _, hook := range []string{"request headers", "request body", "woken", "call done", "response headers", "response body", "complete", "destroy"} {
+				label := fmt.Sprintf("hook=%q", hook)
+				n, sum := metric(t, f.admins[0], "tandem_hook_seconds_count", label), metric(t, f.admins[0], "tandem_hook_seconds_sum", label)
+				t.Logf("%s: %v, %.3f ms each, %v of more than 5 ms", hook, n, 1000*sum/max(n, 1),
+					n-metric(t, f.admins[0], "tandem_hook_seconds_bucket", label, `le="0.005"`))
+			}
 			require.Greater(t, all, 1000.)
 			speed(t, all == short, "no hook takes more than 5 ms")
 		})
