@@ -34,8 +34,9 @@ carrier: ## bin/libtandem.so, which Envoy loads (docs/howto/inside-envoy.md); ne
 tools: ## Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh
 
-demo: tools build ## everything on this machine: simulated engines, Tandem, Envoy, real requests
+demo: tools build ## everything on this machine: simulated engines, Tandem, Envoy, real requests; make carrier demo: inside Envoy, too
 	bin/tandem demo
+	@if [ -e bin/libtandem.so ]; then echo; bin/tandem demo --inside bin; else echo 'not shown, for the library takes minutes to build: Tandem inside Envoy (make carrier demo)'; fi
 
 test: tools ## go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
@@ -73,7 +74,7 @@ e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, 
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
 e2e-inside: tools carrier ## Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams, clients, tokens, attacks and the matrix of failures in brief
-	TANDEM_RUN=inside TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestP2PNCCL|TestOtherPulls|TestTRTLLM|TestCachedTokensOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining' -v ./e2e
+	TANDEM_RUN=inside TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestP2PNCCL|TestOtherPulls|TestTRTLLM|TestCachedTokensOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining|TestDemo$$|TestReloadUnderLoad|TestRedisOutages|TestRedisFailover|TestThePoolChanges' -v ./e2e
 
 e2e-envoys: tools ## the failure matrix in brief in each release of Envoy that Tandem works with (5 minutes)
 	./scripts/tools.sh envoys

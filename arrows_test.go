@@ -68,7 +68,7 @@ var arrows = map[string][]string{
 		"internal/guard", "internal/zmtp", "kvstate", "kvstate/prefixindex", "kvstate/redisstore (test)",
 		"e2e/loopback (test)", "e2e/redisserver (test)",
 	},
-	"kvstate/registrations": {"internal/periodic", "internal/zmtp", "e2e/loopback (test)"},
+	"kvstate/registrations": {"internal/periodic", "internal/zmtp"},
 	"kvstate/redisstore": {
 		"internal/guard", "kvstate", "kvstate/prefixindex", "kvstate/redisstore/decode", "kvstate/redisstore/lag",
 		"kvstate/redisstore/redisclient", "kvstate/redisstore/roster", "protos/state/v1", "e2e/loopback (test)",

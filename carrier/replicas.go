@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 	"sync"
 	"time"
 
@@ -73,7 +74,9 @@ func start(set *settings) (*running, error) {
 		}
 	}
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
-	inside, err := replica.StartInside(set.File, replica.Settings{Release: version.Text(builtAs)}, log)
+	inside, err := replica.StartInside(set.File, replica.Settings{
+		Release: version.Text(builtAs), HotRestart: restartsHot(os.Args),
+	}, log)
 	if err != nil {
 		return nil, err
 	}
@@ -85,6 +88,20 @@ func start(set *settings) (*running, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	go requests.Run(ctx)
 	return &running{inside, requests, stop, 0}, nil
+}
+
+// restartsHot reports whether Envoy's command line says that there is a process before this one.
+func restartsHot(args []string) bool {
+	for i, a := range args {
+		name, epoch, found := strings.Cut(a, "=")
+		if !found && i+1 < len(args) {
+			epoch = args[i+1]
+		}
+		if name == "--restart-epoch" && epoch != "0" {
+			return true
+		}
+	}
+	return false
 }
 
 // close ends the use of a replica, which stops with its last one.

@@ -178,6 +178,7 @@ func TestHelm(t *testing.T) {
 		"--set-json", `config.pools=[{"name":"llm","kvTransfer":"nixl","handoff":"sidecar","discovery":{"inferencePool":{"name":"router"}}}]`)
 	template := []string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}
 	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker, "with Envoy": {"--set", "envoy.enabled=true,networkPolicy.enabled=true"},
+		"inside Envoy": append(every, "--set", "config.envoy.run=inside"), "inside Envoy, alone": {"--set", "config.envoy.run=inside"},
 		"with all": {"--set", "engines.enabled=true,engines.autoscaling.enabled=true,redis.enabled=true,envoy.enabled=true,networkPolicy.enabled=true,serviceMonitor.enabled=true"}} {
 		rendered := output(t, helm, append(template, args...)...)
 		require.Empty(t, mistakes(t, known, rendered), name)
@@ -188,6 +189,7 @@ func TestHelm(t *testing.T) {
 		"redis.url=redis://:secret@redis:6379":                        "redis",    // it would stand in a ConfigMap
 		"envoy.enabled=true,config.extProc.protocol=endpointPicker":   "its own Envoy",
 		"resources.limits.memory=2GB":                                 "no quantity",
+		"envoy.enabled=true,config.envoy.run=inside":                  "Tandem's own pods are Envoys",
 		"engines.enabled=true,engines.prefill=1":                      "set both, or neither",
 		"engines.enabled=true,engines.replicas=1":                     "engines/replicas",
 		"engines.enabled=true,config.extProc.protocol=endpointPicker": "deploy engines by themselves",
@@ -239,6 +241,34 @@ func TestHelmValues(t *testing.T) {
 	} {
 		require.Contains(t, template("--set", set), want, set)
 	}
+}
+
+// With run: inside the pods are Envoys that have Tandem loaded, by a bootstrap that the chart's configuration gives.
+func TestHelmInside(t *testing.T) {
+	helm := tool(t, "helm")
+	rendered := output(t, helm, "template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36", "--set",
+		"config.envoy.run=inside,redis.enabled=true,engines.enabled=true,config.pools[0].engine=vllm,config.pools[0].name=chat,config.pools[0].kvTransfer=nixl",
+		"--set-json", "config.pools[0].continueStreams={}")
+	checkConfigMap(t, rendered)
+	for _, want := range []string{
+		`image: "tandem-envoy:`, "args: [envoy, -f, /etc/tandem/tandem.yaml, --output, /bootstrap/envoy.yaml]",
+		"args: [-c, /bootstrap/envoy.yaml, --disable-hot-restart]", `GOMEMLIMIT, value: "966367641"`, "name: router-envoy",
+		"redis://router-redis.llm.svc.cluster.local:6379", "serviceAccountName: router",
+	} {
+		require.Contains(t, rendered, want)
+	}
+	for _, without := range []string{"grpc-ext-proc", "http-replan", "ticket", "--xds", "serve, -f"} {
+		require.NotContains(t, rendered, without)
+	}
+	_, text, _ := strings.Cut(rendered, "tandem.yaml: |\n")
+	text, _, _ = strings.Cut(text, "\n---")
+	cfg, _, err := config.Parse([]byte(text))
+	require.NoError(t, err)
+	require.True(t, config.Inside(cfg))
+	bootstrap, err := envoyconfigs.Inside(cfg, "/etc/tandem/tandem.yaml")
+	require.NoError(t, err)
+	require.Contains(t, string(bootstrap), `"file":"/etc/tandem/tandem.yaml"`)
+	require.Contains(t, string(bootstrap), "9902", "the port of the readiness of Envoy")
 }
 
 // The engines that the chart deploys, and the pool that Tandem finds them by: equal ones that KEDA scales, and some of each

@@ -180,6 +180,9 @@ func TestDocumentedCommands(t *testing.T) {
 	}
 	for _, page := range pages {
 		for _, command := range documented(t, page) {
+			if page == "../docs/tutorial/inside-envoy.md" && !strings.HasPrefix(command, "make ") {
+				continue // TestInsideTutorial runs all of them
+			}
 			found[command] = page
 		}
 	}

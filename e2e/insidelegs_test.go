@@ -16,8 +16,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// second starts another Envoy with Tandem inside for the same engines.
-func (f *fleet) second() *fleet {
+// second starts another Envoy with Tandem inside for the same engines. arrange may change its bootstrap, in dir.
+func (f *fleet) second(arrange func(dir string, bootstrap []byte) []byte, args ...string) *fleet {
 	t := f.t
 	p := ports(t, 3)
 	text, err := os.ReadFile(f.config)
@@ -26,15 +26,20 @@ func (f *fleet) second() *fleet {
 	other := strings.NewReplacer(plain(f.url), p[0], plain(f.envoyURL), p[1], plain(f.admins[0]), p[2]).Replace(string(text))
 	out := &fleet{t: t, dir: t.TempDir(), url: "http://" + p[0], envoyURL: "http://" + p[1], admins: []string{"http://" + p[2]},
 		prefills: f.prefills, decodes: f.decodes}
-	file, bootstrap := filepath.Join(out.dir, "tandem.yaml"), filepath.Join(out.dir, "envoy.yaml")
-	require.NoError(t, os.WriteFile(file, []byte(other), 0o600))
+	out.config = filepath.Join(out.dir, "tandem.yaml")
+	bootstrap := filepath.Join(out.dir, "envoy.yaml")
+	require.NoError(t, os.WriteFile(out.config, []byte(other), 0o600))
 	bin, err := binaries()
 	require.NoError(t, err)
-	printed, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", file).Output()
+	printed, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", out.config).Output()
 	require.NoError(t, err)
+	if arrange != nil {
+		printed = arrange(out.dir, printed)
+	}
 	require.NoError(t, os.WriteFile(bootstrap, printed, 0o600))
-	out.envoy = startProcess(t, out.dir, "envoy", tool(t, "ENVOY", "envoy", ".tools/bin/envoy"), "-c", bootstrap, "-l",
-		"warning", "--use-dynamic-base-id", "--concurrency", "2")
+	out.envoy = startProcess(t, out.dir, "envoy", tool(t, "ENVOY", "envoy", ".tools/bin/envoy"), append([]string{"-c", bootstrap,
+		"-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"}, args...)...)
+	out.tandems = []*process{out.envoy}
 	out.waitFor(out.envoy, out.envoyURL+"/ready")
 	return out
 }
@@ -46,7 +51,7 @@ func TestInsideSeveral(t *testing.T) {
 	}
 	r := startRedis(t)
 	f := start(t, options{inside: true, prefills: 2, decodes: 2, top: r.yaml(), engineArgs: []string{"--decode-step", "20ms"}})
-	other := f.second()
+	other := f.second(nil)
 
 	for i := range 6 { // the prompt's P does not depend on the Envoy that is asked
 		body := chat(fmt.Sprintf("%d: %s", i, strings.Repeat("a long prompt of its own ", 400)))
@@ -111,6 +116,12 @@ func TestInsideHooks(t *testing.T) {
 			clients.Wait()
 			all, short := metric(t, f.admins[0], "tandem_hook_seconds_count"), metric(t, f.admins[0], "tandem_hook_seconds_bucket", `le="0.005"`)
 			t.Logf("%v hooks, %v of them took more than 5 ms, %v s in all", all, all-short, metric(t, f.admins[0], "tandem_hook_seconds_sum"))
+			for _, hook := range []string{"request headers", "request body", "woken", "call done", "response headers", "response body", "complete", "destroy"} {
+				label := fmt.Sprintf("hook=%q", hook)
+				n, sum := metric(t, f.admins[0], "tandem_hook_seconds_count", label), metric(t, f.admins[0], "tandem_hook_seconds_sum", label)
+				t.Logf("%s: %v, %.3f ms each, %v of more than 5 ms", hook, n, 1000*sum/max(n, 1),
+					n-metric(t, f.admins[0], "tandem_hook_seconds_bucket", label, `le="0.005"`))
+			}
 			require.Greater(t, all, 1000.)
 			speed(t, all == short, "no hook takes more than 5 ms")
 		})

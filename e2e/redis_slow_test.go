@@ -138,8 +138,9 @@ func TestRedisFailover(t *testing.T) {
 		return true
 	}, patience, 50*time.Millisecond, "sentinels know each other and the follower")
 	top := fmt.Sprintf("state: {redis: {url: %q, mode: sentinel, sentinelMaster: shared, nodes: [%q, %q], lease: 1s}}\n", "redis://"+sentinels[0].addr, sentinels[1].addr, sentinels[2].addr)
-	f := start(t, options{replicas: 3, top: top, madeKeys: true})
-	f.allReplicas(3)
+	n := severalReplicas(3)
+	f := start(t, options{replicas: n, top: top, madeKeys: true})
+	f.allReplicas(n)
 	f.oneKey()
 	load := f.traffic(4)
 	load.wait(t, 50, 0)
@@ -156,13 +157,13 @@ func TestRedisFailover(t *testing.T) {
 		return true
 	}
 	require.Eventually(t, func() bool { return up(1) }, patience, 10*time.Millisecond)
-	f.allReplicas(3)
+	f.allReplicas(n)
 	t.Logf("another master after %v, all replicas with it after %v", made, time.Since(began))
 	load.wait(t, 50, time.Second)
 	load.stop()
 	load.require(t)
-	for i := range 3 {
-		f.reportsReady(i, `redis: up for .*, 3 replicas`, "all are there")
+	for i := range n {
+		f.reportsReady(i, fmt.Sprintf("redis: up for .*, %d replica", n), "all are there")
 	}
 }
 

@@ -221,18 +221,19 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 	if os.Getenv("TANDEM_FAILURES") != "" {
 		long = 30 * time.Second
 	}
+	n := severalReplicas(3)
 	r := startRedis(t)
-	f := start(t, options{replicas: 3, top: r.briefly(), madeKeys: true})
-	f.allReplicas(3)
+	f := start(t, options{replicas: n, top: r.briefly(), madeKeys: true})
+	f.allReplicas(n)
 	f.oneKey()
 	load := f.traffic(6)
 	load.wait(t, 50, 0)
 	back := func(what string) {
 		t.Helper()
-		f.allReplicas(3)
+		f.allReplicas(n)
 		load.wait(t, 50, 0)
 		load.require(t)
-		for i := range 3 {
+		for i := range n {
 			f.reportsReady(i, "redis: up", what)
 		}
 	}
@@ -240,7 +241,7 @@ func TestRedisOutagesCostNoRequest(t *testing.T) {
 		t.Helper()
 		load.wait(t, 50, long)
 		load.require(t)
-		for i := range 3 {
+		for i := range n {
 			f.reportsReady(i, "redis: not in use", what)
 			require.Zero(t, metric(t, f.admins[i], "tandem_redis_up"), what)
 		}

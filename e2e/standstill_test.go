@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -75,8 +76,12 @@ func TestAStandingCoreShowsNoForeignText(t *testing.T) {
 				}
 				require.Equal(t, f.post("/v1/chat/completions", body(i)).text(t), got.text(t), "request %d", i)
 			}
-			require.Positive(t, refused, "streams had their headers, and nothing else could be done")
-			require.Positive(t, metric(t, f.admins[0], "tandem_kv_outdated_total", `reason="`+tt.reason+`"`))
+			if os.Getenv("TANDEM_RUN") == "inside" { // headers wait there, so all are planned again
+				require.Zero(t, refused)
+			} else {
+				require.Positive(t, refused, "streams had their headers, and nothing else could be done")
+				require.Positive(t, metric(t, f.admins[0], "tandem_kv_outdated_total", `reason="`+tt.reason+`"`))
+			}
 			if tt.reason == "standstill" {
 				require.Positive(t, metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `cause="standstill"`, `to="out"`))
 			}

@@ -106,7 +106,7 @@ func readLedgers(t *testing.T, dir string) map[string]ledgerLine {
 func TestTokensAgree(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	f := start(t, options{replicas: severalReplicas(), engineArgs: []string{"--record-count", "5000", "--lease", "2s"}, top: fmt.Sprintf(
+	f := start(t, options{replicas: severalReplicas(2), engineArgs: []string{"--record-count", "5000", "--lease", "2s"}, top: fmt.Sprintf(
 		"usage: {tenantHeader: x-Tenant, tenants: 2, ledger: %q}\n", filepath.Join(dir, "ledger-%i"))})
 	f.lenient = true // the blocks of those who leave between the hops
 	for _, e := range f.decodes {
@@ -266,7 +266,7 @@ func TestTokensOverXDS(t *testing.T) {
 	for _, dialect := range []string{"nixl", "sglang"} {
 		t.Run(dialect, func(t *testing.T) {
 			t.Parallel()
-			f := start(t, options{dialect: dialect, xds: severalReplicas() > 1, prefills: 1, decodes: 1, top: "usage: {}\n"})
+			f := start(t, options{dialect: dialect, xds: severalReplicas(2) > 1, prefills: 1, decodes: 1, top: "usage: {}\n"})
 			got := f.post("/v1/chat/completions", `{"model":"tiny","stream":true,"stream_options":{"include_usage":true},`+
 				`"max_tokens":12,"messages":[{"role":"user","content":"Two hops, please."}]}`)
 			require.Equal(t, 200, got.status, got.body)
@@ -282,12 +282,12 @@ func TestTokensOverXDS(t *testing.T) {
 	}
 }
 
-// severalReplicas is two, where an Envoy can ask several: inside it there is one.
-func severalReplicas() int {
+// severalReplicas is n, where an Envoy can ask several: inside it there is one.
+func severalReplicas(n int) int {
 	if os.Getenv("TANDEM_RUN") == "inside" {
 		return 1
 	}
-	return 2
+	return n
 }
 
 // Replicas that die while answers stream cut none of them: Envoy counts, and nobody waits for it.

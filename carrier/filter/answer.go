@@ -141,7 +141,9 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	if f.hop.ticket.Redirects+1 >= f.s.Passes.Limits.MaxRedirects {
 		return false
 	}
-	key := f.s.putRestart(&attempt{failed(), f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
+	next := failed()
+	f.s.Passes.Release(f.hop.held) // the other filter may end before it plans
+	key := f.s.putRestart(&attempt{next, f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
 	f.envoy.SetHeader(headerAttempt, key)
 	f.hop.handed = true // Envoy may end this filter before Restart returns
 	ok := f.envoy.Restart()

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/pass"
+	"tandem/internal/memory"
 )
 
 const (
@@ -263,4 +264,20 @@ func TestPathsAndModels(t *testing.T) {
 			require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
 		})
 	}
+}
+
+// A request that begins again, and finds no memory, leaves nothing reserved for the hop that failed.
+func TestNoMemoryToBeginAgain(t *testing.T) {
+	f := newFleet(t, always)
+	c := newClient(t, f, func(at string, body []byte) engineAnswer {
+		if prefills(at) {
+			return well(at, body)
+		}
+		f.Memory = memory.New(1)
+		return engineAnswer{status: 500, body: "no"}
+	}, chat)
+	c.run()
+	require.Equal(t, 503, c.status, c.reply)
+	require.Equal(t, "tandem_server_busy", c.details)
+	require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
 }

@@ -3,6 +3,7 @@ package filter
 import (
 	"context"
 	"errors"
+	"io"
 	"strconv"
 
 	"tandem/extproc/envoywire"
@@ -107,7 +108,7 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 func (f *Filter) refusal(err error) func() {
 	e, ok := errors.AsType[*openai.Error](err)
 	if !ok {
-		if !errors.Is(err, context.Canceled) {
+		if !errors.Is(err, context.Canceled) && !errors.Is(err, io.EOF) { // else the client has left
 			f.s.Passes.Log.Error("request failed", "role", "inside", "request_id", f.m.pass.ID, "err", err)
 		}
 		e = openai.Internal()

@@ -25,25 +25,26 @@ import (
 // newDemo is `tandem demo`: it brings up two prefill and two decode simulators, Tandem and Envoy on this machine, sends
 // real requests through them and shows what happened to each.
 func newDemo() *cobra.Command {
-	var envoyPath, simPath, listen string
+	var envoyPath, simPath, listen, library string
 	var stay bool
 	c := &cobra.Command{
 		Use: "demo", Short: "Bring everything up on this machine and send real requests", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			return demo(c.Context(), envoyPath, simPath, listen, stay, c.OutOrStdout())
+			return demo(c.Context(), envoyPath, simPath, listen, library, stay, c.OutOrStdout())
 		},
 	}
 	f := c.Flags()
 	f.StringVar(&envoyPath, "envoy", "", "Envoy `BINARY` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
 	f.StringVar(&simPath, "enginesim", "", "enginesim `BINARY` (default: beside tandem, or on PATH)")
+	f.StringVar(&library, "inside", "", "`FOLDER` of libtandem.so (make carrier), for Tandem inside Envoy")
 	f.StringVar(&listen, "listen", "127.0.0.1:0", "`ADDRESS` for clients; port 0 takes a free one")
 	f.BoolVar(&stay, "stay", false, "after the requests, keep everything running until Ctrl-C")
 	return c
 }
 
-func demo(ctx context.Context, envoyPath, simPath, listen string, stay bool, stdout io.Writer) error {
+func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay bool, stdout io.Writer) error {
 	d := &demonstration{out: stdout, http: &http.Client{Timeout: time.Minute}}
-	if err := d.find(envoyPath, simPath); err != nil {
+	if err := d.find(envoyPath, simPath, library); err != nil {
 		return err
 	}
 	err := d.start(ctx, listen)
@@ -70,6 +71,7 @@ type demonstration struct {
 	out              io.Writer
 	http             *http.Client
 	self, envoy, sim string // binaries
+	library          string // the folder of libtandem.so; "": Tandem runs beside Envoy
 	dir              string
 	processes        []*exec.Cmd
 	url, admin       string
@@ -77,7 +79,7 @@ type demonstration struct {
 }
 
 // find locates the binaries.
-func (d *demonstration) find(envoyPath, simPath string) (err error) {
+func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 	if d.self, err = os.Executable(); err != nil {
 		return fmt.Errorf("finding this program: %w", err)
 	}
@@ -89,8 +91,13 @@ func (d *demonstration) find(envoyPath, simPath string) (err error) {
 		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
 	case d.sim == "":
 		return errors.New("no enginesim found beside tandem: run make build")
+	case library != "":
+		if _, err := os.Stat(filepath.Join(library, "libtandem.so")); err != nil {
+			return fmt.Errorf("--inside: %w: run make carrier", err)
+		}
+		d.library, err = filepath.Abs(library)
 	}
-	return nil
+	return err
 }
 
 func firstProgram(candidates ...string) string {
@@ -130,16 +137,22 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 		}
 	}
 	cfg := filepath.Join(d.dir, "tandem.yaml")
-	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q}\n"+
+	way, how, xds := "beside", "Tandem and Envoy", []string{"--xds"}
+	if d.library != "" {
+		way, how, xds = "inside", "and an Envoy with Tandem inside", nil
+	}
+	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q, run: %s}\n"+
 		"pools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n"+
-		"  decodeAlone: fallback\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], endpoints.String())
+		"  decodeAlone: fallback\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], way, endpoints.String())
 	if err := os.WriteFile(cfg, []byte(text), 0o600); err != nil {
 		return err
 	}
-	if err := d.run("tandem", d.self, "serve", "-f", cfg); err != nil {
-		return err
+	if d.library == "" {
+		if err := d.run("tandem", d.self, "serve", "-f", cfg); err != nil {
+			return err
+		}
 	}
-	bootstrap, err := exec.CommandContext(ctx, d.self, "envoy", "-f", cfg, "--xds").Output()
+	bootstrap, err := exec.CommandContext(ctx, d.self, append([]string{"envoy", "-f", cfg}, xds...)...).Output()
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
@@ -150,9 +163,9 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	if err := d.run("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
 		return err
 	}
-	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), Tandem and Envoy.\n"+
+	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), %s.\n"+
 		"The pool has split: always, so short prompts are split, too.\n",
-		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "))
+		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "), how)
 	for _, url := range []string{"http://" + p[0] + "/health", "http://" + p[1] + "/health", "http://" + p[2] + "/health",
 		"http://" + p[3] + "/health", d.admin + "/readyz", "http://" + p[11] + "/ready", d.url + "/v1/models"} {
 		if err := d.wait(ctx, url); err != nil {
@@ -184,6 +197,9 @@ func (d *demonstration) run(name, path string, args ...string) error {
 	defer log.Close()
 	cmd := exec.Command(path, args...) //nolint:noctx // stop ends it
 	cmd.Stdout, cmd.Stderr = log, log
+	if d.library != "" {
+		cmd.Env = append(os.Environ(), "ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+d.library)
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("starting %s: %w", name, err)

@@ -56,12 +56,15 @@ type fleet struct {
 
 // newFleet fills the state with the configured pools. Names are resolved before it returns, where they can be.
 func newFleet(
-	ctx context.Context, cfg *configv1.Config, release string, log *slog.Logger,
+	ctx context.Context, cfg *configv1.Config, set Settings, log *slog.Logger,
 ) (*fleet, error) {
 	health := fleetmetrics.NewHealthLog(log)
-	f := &fleet{state: kvstate.New(kvstate.Options{HealthChanged: health.Changed}), health: health,
-		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1), discovered: map[string]*configv1.Discovery{}}
-	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, log)
+	f := &fleet{
+		state: kvstate.New(kvstate.Options{HealthChanged: health.Changed}), health: health,
+		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1),
+		discovered: map[string]*configv1.Discovery{},
+	}
+	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, set, log)
 	for _, p := range cfg.GetPools() {
 		if p.GetDiscovery() == nil {
 			continue
@@ -81,7 +84,7 @@ func newFleet(
 	f.pools.set(ctx, next)
 	f.config.Store(&status.File{Fingerprint: diff.Fingerprint(cfg)})
 	f.prober = discovery.NewProber(f.state, log)
-	if f.store, err = newStore(cfg, f.state, release, log); err != nil {
+	if f.store, err = newStore(cfg, f.state, set.Release, log); err != nil {
 		return nil, err
 	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }

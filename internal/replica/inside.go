@@ -55,13 +55,20 @@ func StartInside(file string, set Settings, log *slog.Logger) (*Inside, error) {
 		return nil, err
 	}
 	i := &Inside{r.server, r.passes, stop, make(chan struct{})}
+	var ended error
 	go func() {
 		defer close(i.stopped)
-		if err := r.run(ctx, l); err != nil {
-			log.Error("the replica inside Envoy has ended", "err", err)
+		if ended = r.run(ctx, l); ended != nil {
+			log.Error("the replica inside Envoy has ended", "err", ended)
 		}
 	}()
 	for end := time.Now().Add(readyTime); !r.health.Ready() && time.Now().Before(end); {
+		select {
+		case <-i.stopped:
+			stop()
+			return nil, ended
+		default:
+		}
 		time.Sleep(10 * time.Millisecond) //nolint:forbidigo // Envoy's start waits for this, and has nothing else to do
 	}
 	return i, nil

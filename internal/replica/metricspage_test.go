@@ -47,7 +47,7 @@ func metricsRegistered(t *testing.T) map[string]string {
 	require.NoError(t, err)
 	log := slog.New(slog.DiscardHandler)
 	registry := newRegistry("")
-	fleet, err := newFleet(t.Context(), cfg, "", log)
+	fleet, err := newFleet(t.Context(), cfg, Settings{}, log)
 	require.NoError(t, err)
 	fleet.register(registry)
 	registry.MustRegister(fleetmetrics.Words(nil)) // described only

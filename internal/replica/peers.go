@@ -15,8 +15,9 @@ import (
 // peerSources keep what is known of the engines of pools whose dialect needs that, through changes of the
 // configuration.
 type peerSources struct {
-	state *kvstate.State
-	log   *slog.Logger
+	state    *kvstate.State
+	settings Settings
+	log      *slog.Logger
 
 	mu      sync.Mutex
 	ctx     context.Context // of what runs; nil before run
@@ -32,8 +33,10 @@ type peerSource struct {
 	running         sync.WaitGroup
 }
 
-func newPeerSources(state *kvstate.State, log *slog.Logger) *peerSources {
-	return &peerSources{state: state, log: log, failed: make(chan error, 1), current: map[string]*peerSource{}}
+func newPeerSources(state *kvstate.State, set Settings, log *slog.Logger) *peerSources {
+	return &peerSources{
+		state: state, settings: set, log: log, failed: make(chan error, 1), current: map[string]*peerSource{},
+	}
 }
 
 // known returns what is known for the pool already, if its dialect is the same as before; else made.
@@ -120,7 +123,11 @@ func (s *peerSources) start(pool string, source *peerSource, failed func(error))
 		return
 	}
 	source.running.Go(func() {
-		if err := registered(source.peers, s.log).Run(ctx, source.listen); err != nil {
+		l, err := s.settings.listen(ctx, source.listen)
+		if err == nil {
+			err = registered(source.peers, s.log).Run(ctx, l)
+		}
+		if err != nil {
 			failed(err)
 		}
 	})

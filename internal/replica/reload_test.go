@@ -42,7 +42,7 @@ func startReloading(t *testing.T) *reloading {
 	log := slog.New(slog.NewTextHandler(&r.said, nil))
 	cfg, _, err := config.Load(r.config)
 	require.NoError(t, err)
-	r.fleet, err = newFleet(t.Context(), cfg, "", log)
+	r.fleet, err = newFleet(t.Context(), cfg, Settings{}, log)
 	require.NoError(t, err)
 	options, err := serverOptions(cfg, r.fleet, log)
 	require.NoError(t, err)

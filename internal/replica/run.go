@@ -3,7 +3,6 @@ package replica
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -61,6 +60,7 @@ type Settings struct {
 	Drain       time.Duration // 0: drainTime
 	Conformance bool          // honour the test headers of the Inference Extension's conformance suite
 	Advertise   string        // where Envoys reach this replica; "": where it listens
+	HotRestart  bool          // Envoy restarts hot: its process before this one has its ports until it ends
 }
 
 // drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, except
@@ -140,7 +140,7 @@ func newReplica(
 	ctx context.Context, file string, cfg *configv1.Config, set Settings, tracer trace.Tracer, log *slog.Logger,
 ) (*replica, error) {
 	registry := newRegistry(set.Release)
-	fleet, err := newFleet(ctx, cfg, set.Release, log)
+	fleet, err := newFleet(ctx, cfg, set, log)
 	if err != nil {
 		return nil, err
 	}
@@ -228,11 +228,11 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 		ports = append(ports, port{&l.extension, g.GetListen()})
 	}
 	for i, p := range ports {
-		if *p.listener, err = new(net.ListenConfig).Listen(ctx, "tcp", p.address); err != nil {
+		if *p.listener, err = r.set.listen(ctx, p.address); err != nil {
 			for _, open := range ports[:i] {
 				_ = (*open.listener).Close()
 			}
-			return listeners{}, fmt.Errorf("listening on %s: %w", p.address, err)
+			return listeners{}, err
 		}
 	}
 	return l, nil

@@ -60,13 +60,8 @@ func New(onRegistered func(Registration), onExpired func(http string), log *slog
 	return &Listener{registered: onRegistered, expired: onExpired, log: log, last: map[string]time.Time{}}
 }
 
-// Run listens on ip:port until ctx ends. It returns an error if it cannot listen on the address.
-func (l *Listener) Run(ctx context.Context, addr string) error {
-	var listen net.ListenConfig
-	socket, err := listen.Listen(ctx, "tcp", addr)
-	if err != nil {
-		return fmt.Errorf("listening for engines on %s: %w", addr, err)
-	}
+// Run receives messages at a port until ctx ends, and closes it.
+func (l *Listener) Run(ctx context.Context, socket net.Listener) error {
 	var sweeping sync.WaitGroup
 	defer sweeping.Wait()
 	ctx, cancel := context.WithCancel(ctx)

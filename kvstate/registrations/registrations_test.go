@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/hex"
 	"log/slog"
+	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -13,8 +14,6 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/stretchr/testify/require"
-
-	"tandem/e2e/loopback"
 )
 
 // golden is a beat as vLLM 0.22.1's P2pNcclEngine packs it (msgpack.dumps of the dictionary).
@@ -47,12 +46,14 @@ func FuzzRead(f *testing.F) {
 
 // A DEALER of the real library registers at the real socket.
 func TestEnginesRegister(t *testing.T) {
-	addr := loopback.Addresses(t, 1)[0]
+	socket, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	addr := socket.Addr().String()
 	ctx, cancel := context.WithCancel(t.Context())
 	beats := make(chan Registration, 10)
 	l := New(func(b Registration) { beats <- b }, func(string) {}, slog.New(slog.DiscardHandler))
 	ended := make(chan error, 1)
-	go func() { ended <- l.Run(ctx, addr) }()
+	go func() { ended <- l.Run(ctx, socket) }()
 
 	engine := zmq4.NewDealer(ctx, zmq4.WithID(zmq4.SocketIdentity("10.0.1.2:21001")), zmq4.WithAutomaticReconnect(true))
 	defer engine.Close()

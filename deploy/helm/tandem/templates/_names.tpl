@@ -67,10 +67,15 @@ whose lease has ended and computes the prompt (docs/security.md, Wrong text).
 {{- eq (dig "extProc" "protocol" "tandem" .Values.config) "endpointPicker" -}}
 {{- end }}
 
+{{/* Whether Envoy has Tandem loaded (docs/howto/inside-envoy.md). */}}
+{{- define "tandem.inside" -}}
+{{- eq (dig "envoy" "run" "beside" .Values.config) "inside" -}}
+{{- end }}
+
 {{/* The Secret with the ticket key; empty if none is needed: replicas share a key through Redis, and one makes its own. */}}
 {{- define "tandem.ticketSecret" -}}
 {{- if .Values.tickets.existingSecret }}{{ .Values.tickets.existingSecret }}
-{{- else if and (ne (include "tandem.picker" .) "true") (not (include "tandem.redis" .)) }}{{ .Release.Name }}-ticket
+{{- else if and (ne (include "tandem.picker" .) "true") (ne (include "tandem.inside" .) "true") (not (include "tandem.redis" .)) }}{{ .Release.Name }}-ticket
 {{- end }}
 {{- end }}
 
@@ -115,8 +120,8 @@ tcp-events-{{ $i }} {{ regexFind "[0-9]+$" . }}
 {{- $config := dict "extProc" (dict "listen" "0.0.0.0:9002") "replan" (dict "listen" "0.0.0.0:9003") "admin" (dict "listen" "0.0.0.0:9090") }}
 {{- if ne (include "tandem.picker" .) "true" }}
 {{- $_ := set $config "envoy" (dict "listen" "0.0.0.0:8080" "extProcs" (list (printf "%s:9002" $name)) "replans" (list (printf "%s:9003" $name))) }}
-{{- if .Values.envoy.enabled }}{{ $_ := set $config.envoy "stats" "0.0.0.0:9902" }}{{ end }}
-{{- if include "tandem.redis" . }}{{ $_ := set $config.envoy "replicas" "redis" }}{{ end }}
+{{- if or .Values.envoy.enabled (eq (include "tandem.inside" .) "true") }}{{ $_ := set $config.envoy "stats" "0.0.0.0:9902" }}{{ end }}
+{{- if and (include "tandem.redis" .) (ne (include "tandem.inside" .) "true") }}{{ $_ := set $config.envoy "replicas" "redis" }}{{ end }}
 {{- end }}
 {{- if include "tandem.ticketSecret" . }}
 {{- $_ := set $config "tickets" (dict "keyFile" "/etc/tandem-ticket/ticket.key") }}
