@@ -160,15 +160,20 @@ func (e *Engine) fetch(j *Job) {
 		e.Moved.Tokens += int64(tokens)
 		e.Moved.Time += kvstate.Seconds(seconds)
 		if from := j.from; from != nil {
-			j.from = nil
-			from.held -= j.Input
-			from.free(j)
+			from.Reclaim(j)
 			from.wake()
 		}
 		e.hold(j.Blocks)
 		e.joining = append(e.joining, j)
 		e.wake()
 	})
+}
+
+// Reclaim frees the KV of a prompt that this engine computed for another one, which will not fetch it. It stays cached.
+func (e *Engine) Reclaim(j *Job) {
+	j.from = nil
+	e.held -= j.Input
+	e.free(j)
 }
 
 // free frees a request's memory.
