@@ -214,7 +214,8 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
 		c, p := &v.Endpoints[i], &all[i]
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
-		p.busy, p.faults, p.crowded, p.later, p.waits, p.kind, p.zone = false, k.faults(c) != nil, false, false, false, 0, 0
+		p.busy, p.crowded, p.later, p.waits = false, false, false, false
+		p.faults, p.kind, p.zone = k.faults(c) != nil, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			k.weighEach(t, c, p, c.Used())
 			if isBoth(c) {

@@ -30,7 +30,8 @@ func onlyPrefills(c *kvstate.Candidate) bool {
 	return !isBoth(c) || c.Word == kvstate.RolePrefill && c.Room.Need == 0
 }
 
-// leaveOut removes the prices of the legs for which an endpoint of both roles has no room, and reports whether it did so.
+// leaveOut removes the prices of the legs for which an endpoint of both roles has no room, and reports whether it did
+// so.
 func (t *terms) leaveOut(c *kvstate.Candidate, p *prices) bool {
 	inf := math.Inf(1)
 	before := *p
@@ -44,7 +45,8 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices) bool {
 	return p.prefill > before.prefill || p.decode > before.decode
 }
 
-// roomWait is the price of a full endpoint that only prefills, in seconds: what was fetched counts for two more scrapes.
+// roomWait is the price of a full endpoint that only prefills, in seconds: what was fetched counts for two more
+// scrapes.
 // It is not left out, because a long prompt's cached prefix is worth more.
 const roomWait = 4.0
 

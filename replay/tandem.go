@@ -242,7 +242,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 		prefill, b.answer = r.position[p], c.AnswerTokens
 		b.prefill = r.book(p, c.PrefillBooking(), j.Blocks)
 		booking.Tentative = true
-		b.decode = r.reserve(d, booking)
+		b.decode = reserve(r, d, booking)
 	}
 	r.bind(j, prefill, r.position[d])
 }
@@ -251,11 +251,11 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
 	r.state.Routed(r.pool, e, blocks)
 	r.publish(func(other *replica) { other.state.Routed(other.pool, other.pool.Endpoint(e.Addr), blocks) })
-	return r.reserve(e, b)
+	return reserve(r, e, b)
 }
 
 // reserve reserves an endpoint on this replica now, and on the others after the delay.
-func (r *replica) reserve(e *kvstate.Endpoint, b kvstate.Booking) kvstate.ReservationID {
+func reserve(r *replica, e *kvstate.Endpoint, b kvstate.Booking) kvstate.ReservationID {
 	id := r.state.Reserve(e, b)
 	r.publish(func(other *replica) {
 		b := b

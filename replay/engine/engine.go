@@ -173,11 +173,11 @@ func (e *Engine) fetch(j *Job) {
 func (e *Engine) Reclaim(j *Job) {
 	j.from = nil
 	e.held -= j.Input
-	e.free(j)
+	free(e, j)
 }
 
 // free frees a request's memory.
-func (e *Engine) free(j *Job) {
+func free(e *Engine, j *Job) {
 	e.cache.unpin(j.Blocks)
 	e.loose -= j.loose()
 }
@@ -318,7 +318,7 @@ func (e *Engine) finish(j *Job) {
 	e.kv -= j.Input + j.Output
 	e.requests--
 	j.written = j.Output
-	e.free(j)
+	free(e, j)
 	if j.Output > 1 { // answers of one token are not counted (kvstate.AnswerCounters)
 		e.Written.Answers++
 		e.Written.Tokens += int64(j.Output)
@@ -333,7 +333,7 @@ func (e *Engine) preempt() {
 		j.written = j.Output - (j.ends - e.steps)
 		e.kv -= j.length()
 		e.requests--
-		e.free(j)
+		free(e, j)
 		e.Preempted++
 		j.leg, j.computed = Both, 0
 		e.waiting = slices.Insert(e.waiting, 0, j)
