@@ -233,8 +233,8 @@ func (w *Weighed) Parts() (prefill, decode, alone []Part) {
 	if p := w.Prefill; p != nil {
 		prefill = listed([]Part{
 			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"jobs", p.Jobs},
-			{"answers", p.Answers}, {"late", p.Late}, {"session", p.Session},
-		}, "load", "answers", "late", "session")
+			{"answers", p.Answers}, {"late", p.Late}, {"room", p.Room}, {"session", p.Session},
+		}, "load", "answers", "late", "room", "session")
 	}
 	if p := w.Decode; p != nil {
 		decode = listed([]Part{

@@ -124,7 +124,6 @@ type Picker struct {
 	avoid       avoid    // likewise
 	latencyOnly bool     // only the times that this request has targets for count
 	full        bool     // some endpoint has no room for the request's KV
-	mayFill     bool     // those that only prefill may have none
 	prices      []prices // by position
 	total       []float64
 	of          []float64 // of one endpoint's partners
@@ -144,6 +143,7 @@ type prices struct {
 	faults                 bool    // some of its KV transfers failed
 	crowded                bool    // it has no room for the request, and could answer it otherwise
 	later                  bool    // it has no room now to compute it for another, but may have later
+	waits                  bool    // it only prefills, and its memory is full
 	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown
 }
 
@@ -165,13 +165,7 @@ func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	pair := none()
 	if r.Split && k.Split != SplitNever {
 		pair = k.pair(r, v, &t)
-		if pair.Prefill < 0 && k.full {
-			k.mayFill = true
-			k.reweigh(r, v, &t)
-			k.mayFill = false
-			pair = k.pair(r, v, &t)
-			pair.NoRoom = true
-		}
+		pair.NoRoom = pair.Prefill >= 0 && k.prices[pair.Prefill].waits
 		if pair.Prefill >= 0 && k.Split == SplitAlways {
 			return pair, nil
 		}
@@ -220,11 +214,12 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	for i := range v.Endpoints {
 		c, p := &v.Endpoints[i], &all[i]
 		p.prefill, p.decode, p.alone, p.near = inf, inf, inf, inf
-		p.busy, p.faults, p.crowded, p.later, p.kind, p.zone = false, k.faults(c) != nil, false, false, 0, 0
+		p.busy, p.crowded, p.later, p.waits = false, false, false, false
+		p.faults, p.kind, p.zone = k.faults(c) != nil, 0, 0
 		if simple && c.Usable || k.why(r, c) == "" {
 			k.weighEach(t, c, p, c.Used())
-			if c.Room.Held > 0 || isBoth(c) {
-				k.full = t.leaveOut(c, p, k.mayFill) || k.full
+			if isBoth(c) {
+				k.full = t.leaveOut(c, p) || k.full
 			}
 		}
 	}
@@ -256,7 +251,7 @@ func (k *Picker) weighEach(t *terms, c *kvstate.Candidate, p *prices, role kvsta
 	if role&kvstate.RolePrefill != 0 {
 		var price PrefillPrice
 		t.prefill(c, &runs, &price)
-		p.prefill = price.sum()
+		p.prefill, p.waits = price.sum(), price.Room > 0
 		if p.faults && k.faults(c).Excludes(kvstate.RolePrefill) {
 			p.prefill = math.Inf(1) // no decode endpoint can load its KV
 		}

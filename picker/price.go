@@ -156,12 +156,13 @@ type PrefillPrice struct {
 	// delay of the answers that run there, at the pool's weight of answers
 	Answers float64 `json:"answers,omitempty"`
 	Late    float64 `json:"late,omitempty"` // the first token would miss the pool's promise
+	Room    float64 `json:"room,omitempty"` // it only prefills, and its KV memory is full: until there is room
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
 func (p *PrefillPrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Session
 }
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
@@ -194,6 +195,9 @@ func (t *terms) prefill(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
 		t.prefillBeside(c, b, p)
 	}
 	p.Late = t.late(p.Queue + p.Work + p.Load)
+	if c.Room.Held > 0 && onlyPrefills(c) && t.isFull(c) {
+		p.Room = roomWait
+	}
 }
 
 // late returns what it costs that a first token comes later than promised: the promised time once more.

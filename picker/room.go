@@ -16,7 +16,7 @@ import (
 //     holds leaves no room.
 //
 // Then whatever waits at an engine fits as soon as the answers there have ended: no engine waits for another one. An
-// engine that only prefills, and is full, costs time alone: others are preferred, and late binding waits.
+// engine that only prefills, and is full, costs time alone: it is dearer, and late binding waits.
 
 // ErrNoRoom means that no other endpoint has room for a prompt whose KV is computed. The endpoint that computed it
 // answers.
@@ -25,17 +25,15 @@ var ErrNoRoom = errors.New("picker: no other endpoint has room for the prompt's 
 // isBoth reports whether an endpoint has both roles.
 func isBoth(c *kvstate.Candidate) bool { return c.Endpoint.Role&kvstate.RoleBoth == kvstate.RoleBoth }
 
-// leaveOut removes the prices of the legs for which an endpoint has no room, and reports whether it did so. mayFill
-// allows it to those that only prefill.
-func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
+// onlyPrefills reports whether an endpoint only prefills: by its role, or by its word once all its answers have ended.
+func onlyPrefills(c *kvstate.Candidate) bool {
+	return !isBoth(c) || c.Word == kvstate.RolePrefill && c.Room.Need == 0
+}
+
+// leaveOut removes the prices of the legs for which an endpoint of both roles has no room, and reports whether it did
+// so.
+func (t *terms) leaveOut(c *kvstate.Candidate, p *prices) bool {
 	inf := math.Inf(1)
-	if !isBoth(c) {
-		if mayFill || c.Room.Held == 0 || c.KVTokens == 0 || float64(c.Room.Held)+t.most <= float64(c.KVTokens) {
-			return false
-		}
-		p.prefill = inf
-		return true
-	}
 	before := *p
 	if !t.keeps(c) {
 		p.prefill = inf
@@ -47,9 +45,28 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices, mayFill bool) bool {
 	return p.prefill > before.prefill || p.decode > before.decode
 }
 
+// roomWait is the price of a full endpoint that only prefills, in seconds: what was fetched counts for two more
+// scrapes.
+// It is not left out, because a long prompt's cached prefix is worth more.
+const roomWait = 4.0
+
+// isFull reports whether a prompt would wait for memory at an endpoint that only prefills. What is held counts from the
+// choice of the endpoint until two scrapes after the fetch, and what the engine reports lacks the latest prompts. Where
+// both are known, both must say so.
+func (t *terms) isFull(c *kvstate.Candidate) bool {
+	room := float64(c.KVTokens) - t.most
+	if c.KVTokens == 0 || float64(c.Room.Held) <= room {
+		return false
+	}
+	return c.Trust == 0 || c.Signals.KVUsage < 0 || c.Signals.KVUsage*float64(c.KVTokens) > room
+}
+
 // keeps reports whether an endpoint of both roles may compute the prompt for another. If its capacity is not known, it
 // does so only while it answers nobody. One that does nothing else computes a prompt whose estimate alone fits.
 func (t *terms) keeps(c *kvstate.Candidate) bool {
+	if onlyPrefills(c) {
+		return true
+	}
 	if c.KVTokens == 0 {
 		return c.Room.Need == 0
 	}

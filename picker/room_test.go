@@ -91,26 +91,49 @@ func TestRoom(t *testing.T) {
 	}
 }
 
-// A prefill endpoint that is full gets nothing while another one is not. If all are full, the request waits in late
-// binding, and goes to one of them otherwise: their memory gets free, since decode does not depend on it.
+// A prefill endpoint that is full is dearer than another one, unless more of a prompt is cached there than is computed in
+// four seconds. In late binding the request waits for it; otherwise it goes there: decode does not depend on its memory.
+// An engine of both roles whose word is prefill is one, too, once it has answered all that it had.
 func TestFullPrefill(t *testing.T) {
-	v, k := fleet(4, 1), always()
-	r := &Request{PromptTokens: 1000, Split: true, Rand: 7}
-	for i := range v.Endpoints {
-		v.Endpoints[i].KVTokens = 4000
+	for name, test := range map[string]struct {
+		held   [2]int64 // tokens that the two hold for others, of 200,000
+		usage  float64  // of the first one, as it reports; below 0: it does not
+		cached int      // per cent of the prompt there
+		need   int64    // tokens of its largest answer
+		want   string
+	}{
+		"the other one has room":         {held: [2]int64{100_000, 0}, usage: -1, want: "1"},
+		"both are full":                  {held: [2]int64{100_000, 100_000}, usage: -1, cached: 10, want: "0 wait"},
+		"its cache is worth more":        {held: [2]int64{100_000, 0}, usage: -1, cached: 90, want: "0 wait"},
+		"it is not worth as much":        {held: [2]int64{100_000, 0}, usage: -1, cached: 10, want: "1"},
+		"it reports that all is fetched": {held: [2]int64{100_000, 0}, usage: .1, cached: 10, want: "0"},
+		"it answers still":               {held: [2]int64{100_000, 0}, usage: .1, cached: 90, need: 64, want: "1"},
+		"it reports that it is full":     {held: [2]int64{100_000, 0}, usage: .9, cached: 10, want: "1"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, words := range []bool{false, true} {
+				v, k := fleet(4, 1), always()
+				for i := range v.Endpoints {
+					c := &v.Endpoints[i]
+					if c.KVTokens, c.Trust, c.Signals = 200_000, 1, (&kvstate.Signals{KVUsage: -1}); words {
+						c.Word, c.Endpoint.Role = c.Endpoint.Role, kvstate.RoleBoth
+					}
+				}
+				first := &v.Endpoints[0]
+				first.Hit, first.Signals.KVUsage, first.Room.Need = test.cached, test.usage, test.need
+				first.Room.Held, v.Endpoints[1].Room.Held = test.held[0], test.held[1]
+				c, err := k.Pick(&Request{PromptTokens: 120_000, Blocks: 100, Split: true, Rand: 7}, v) // 17 s of work
+				require.NoError(t, err)
+				got := fmt.Sprint(c.Prefill)
+				if c.NoRoom {
+					got += " wait"
+				}
+				if test.need == 0 || words { // an endpoint that only prefills has no answers
+					require.Equal(t, test.want, got, "words: %v", words)
+				}
+			}
+		})
 	}
-	v.Endpoints[0].Room.Held = 3500
-	c, err := k.Pick(r, v)
-	require.NoError(t, err)
-	require.Equal(t, []any{1, false}, []any{c.Prefill, c.NoRoom})
-	v.Endpoints[1].Room.Held = 3500
-	c, err = k.Pick(r, v)
-	require.NoError(t, err)
-	require.Equal(t, []any{true, true}, []any{c.Prefill >= 0, c.NoRoom})
-	v.Endpoints[1].Room.Held = 2900
-	c, err = k.Pick(r, v)
-	require.NoError(t, err)
-	require.Equal(t, []any{1, false}, []any{c.Prefill, c.NoRoom})
 }
 
 // Pass 2: the D with room, and the engine that computed the prompt if there is none.

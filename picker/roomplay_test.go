@@ -27,6 +27,7 @@ type roomPlay struct {
 	late   bool
 	blind  bool // without the rule
 	silent bool // engines do not say how much memory they have
+	words  bool // engines have words, which change at any time
 	delay  int  // steps after which replicas know what others booked
 }
 
@@ -65,6 +66,7 @@ type playRequest struct {
 const (
 	playScrape = 200
 	playLease  = 3000
+	playWords  = 300
 )
 
 func newRoomPlay(t *testing.T, seed uint64) *roomPlay {
@@ -76,6 +78,7 @@ func newRoomPlay(t *testing.T, seed uint64) *roomPlay {
 		specs = append(specs, kvstate.EndpointSpec{Addr: fmt.Sprintf("10.0.0.%d:80", i), Role: kvstate.RoleBoth})
 	}
 	m.late, m.silent, m.delay = m.random.IntN(2) == 0, m.random.IntN(5) == 0, 1+m.random.IntN(10)
+	m.words = seed%2 == 1
 	split := Split(m.random.IntN(2))
 	for range 1 + m.random.IntN(3) {
 		s := kvstate.New(kvstate.Options{Now: func() time.Time { return m.now }})
@@ -244,6 +247,9 @@ func (m *roomPlay) run(steps int) bool {
 		if step%m.delay == 0 {
 			m.share()
 		}
+		if m.words && step%playWords == 0 {
+			m.change()
+		}
 		open := false
 		for _, r := range m.requests {
 			switch {
@@ -286,6 +292,17 @@ func (m *roomPlay) scrape() {
 	}
 }
 
+// change gives the engines words: one prefills, the others decode, or the other way round.
+func (m *roomPlay) change() {
+	one, words := m.random.IntN(len(m.engines)), []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode}
+	m.random.Shuffle(2, func(i, j int) { words[i], words[j] = words[j], words[i] })
+	for _, q := range m.replicas {
+		for i, e := range q.pool.Endpoints() {
+			q.state.SetWord(e, words[min(max(i-one, one-i), 1)])
+		}
+	}
+}
+
 func (m *roomPlay) share() {
 	for _, q := range m.replicas {
 		for i, e := range q.pool.Endpoints() {
@@ -302,7 +319,7 @@ func (m *roomPlay) share() {
 }
 
 func (m *roomPlay) String() string {
-	s := fmt.Sprintf("late %v, %d replicas, delay %d, silent %v, split %v\n", m.late, len(m.replicas), m.delay, m.silent, m.replicas[0].k.Split)
+	s := fmt.Sprintf("late %v, words %v, %d replicas, delay %d, silent %v, split %v\n", m.late, m.words, len(m.replicas), m.delay, m.silent, m.replicas[0].k.Split)
 	for i, e := range m.engines {
 		s += fmt.Sprintf("engine %d: %d of %d, held %d\n", i, e.used, e.capacity, len(e.held))
 		for _, j := range e.queue {
@@ -315,13 +332,17 @@ func (m *roomPlay) String() string {
 	return s
 }
 
-// Whatever comes, and however late replicas know of each other: every request ends. Without the rule many do not.
+// Whatever comes, however late replicas know of each other, and whenever words change: every request ends. Without the rule many do not.
 func TestRoomAtRandom(t *testing.T) {
 	const fleets, steps = 150, 30_000
 	stuck := 0
 	for seed := range uint64(fleets) {
 		m := newRoomPlay(t, seed)
-		require.True(t, m.run(steps), "seed %d: not all end\n%s", seed, m)
+		limit := steps
+		if m.words { // some wait for leases, one after the other
+			limit *= 10
+		}
+		require.True(t, m.run(limit), "seed %d: not all end\n%s", seed, m)
 		for _, q := range m.replicas {
 			require.Zero(t, q.state.Reservations())
 			for _, e := range q.pool.Endpoints() {

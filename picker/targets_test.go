@@ -11,10 +11,7 @@ import (
 
 // allowed returns all choices that a request may get, by brute force.
 func (w *twin) allowed() (out []Choice) {
-	pairs := w.pairs(false)
-	if len(pairs.prices) == 0 {
-		pairs = w.pairs(true)
-	}
+	pairs := w.pairs()
 	out = pairs.choices
 	if len(out) > 0 && w.p.Split == SplitAlways {
 		return out

@@ -362,17 +362,35 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 		w.p.AnswerWeight*(w.answersLose(d, max(n, 1))/max(1-c.Share, .01)+w.out()*w.token(d)) + overflow, true
 }
 
-// keeps is whether endpoint i may compute the prompt for another; full allows endpoints that only prefill to be full.
-func (w *twin) keeps(i int, full bool) bool {
+func (w *twin) onlyPrefills(i int) bool {
+	c := &w.v.Endpoints[i]
+	return c.Endpoint.Role != kvstate.RoleBoth || c.Word == kvstate.RolePrefill && c.Room.Need == 0
+}
+
+// keeps is whether endpoint i may compute the prompt for another.
+func (w *twin) keeps(i int) bool {
 	c := &w.v.Endpoints[i]
 	after, capacity := float64(c.Room.Held)+w.tokens(), float64(c.KVTokens)
 	switch {
-	case c.Endpoint.Role != kvstate.RoleBoth:
-		return full || c.Room.Held == 0 || capacity == 0 || after <= capacity
+	case w.onlyPrefills(i):
+		return true
 	case capacity == 0:
 		return c.Room.Need == 0
 	}
 	return (after <= capacity/2 || c.Room.Held == 0) && after+float64(c.Room.Need) <= capacity
+}
+
+// waits is the price of memory that is full at an endpoint which only prefills.
+func (w *twin) waits(i int) float64 {
+	c := &w.v.Endpoints[i]
+	used := w.tokens() + float64(c.Room.Held)
+	if c.Trust > 0 && c.Signals.KVUsage >= 0 {
+		used = w.tokens() + min(float64(c.Room.Held), c.Signals.KVUsage*float64(c.KVTokens))
+	}
+	if !w.onlyPrefills(i) || c.Room.Held == 0 || c.KVTokens == 0 || used <= float64(c.KVTokens) {
+		return 0
+	}
+	return 4
 }
 
 // takes is whether endpoint i may answer.
@@ -406,13 +424,13 @@ func (w *twin) crowd() []Choice {
 	return []Choice{{Prefill: -1, Decode: all[0]}}
 }
 
-// pairs returns every pair; full allows endpoints that only prefill to be full.
-func (w *twin) pairs(full bool) (pairs offers) {
+// pairs returns every pair.
+func (w *twin) pairs() (pairs offers) {
 	for p := range w.v.Endpoints {
 		for d := range w.v.Endpoints {
 			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, asUsed) &&
-				w.ok(d, kvstate.RoleDecode, asUsed) && w.compatible(p, d) && w.keeps(p, full) && w.takes(d) {
-				pairs.add(p, d, w.costP(p)+w.transfer(p, d)+w.costD(d))
+				w.ok(d, kvstate.RoleDecode, asUsed) && w.compatible(p, d) && w.keeps(p) && w.takes(d) {
+				pairs.add(p, d, w.costP(p)+w.waits(p)+w.transfer(p, d)+w.costD(d))
 			}
 		}
 	}
@@ -422,10 +440,7 @@ func (w *twin) pairs(full bool) (pairs offers) {
 // pick returns every choice that Pick may make.
 func (w *twin) pick() []Choice {
 	var alone offers
-	pairs := w.pairs(false)
-	if len(pairs.prices) == 0 {
-		pairs = w.pairs(true)
-	}
+	pairs := w.pairs()
 	if len(pairs.prices) > 0 && w.p.Split == SplitAlways {
 		return w.best(&pairs)
 	}

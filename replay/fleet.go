@@ -96,7 +96,12 @@ func (f *fleet) bind(j *job, prefill, decode int) {
 func (f *fleet) prefilled(q *engine.Job) {
 	j := &f.jobs[q.ID]
 	j.decode = f.policy.prefilled(j)
-	f.decodes[j.decode].Add(q, engine.Decode)
+	if d := f.decodes[j.decode]; d == f.prefills[j.prefill] { // it has the KV already
+		d.Reclaim(q)
+		d.Add(q, engine.Both)
+	} else {
+		d.Add(q, engine.Decode)
+	}
 }
 
 func (f *fleet) first(q *engine.Job) { f.jobs[q.ID].firstAt = f.Now }

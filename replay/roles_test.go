@@ -56,6 +56,31 @@ func TestReplicasHaveTheSameWords(t *testing.T) {
 	require.InEpsilon(t, one.TTFT.Mean, four.TTFT.Mean, .15)
 }
 
+// Engines of both roles whose memory is short do not wait for each other for ever, whatever Tandem uses them for, and
+// words do not cost what they should bring.
+func TestShortMemory(t *testing.T) {
+	for _, test := range []struct {
+		trace   string
+		engines int
+		kv      float64
+		goodput [2]float64 // without words, with words: at least
+	}{
+		{"mixed", 2, 100_000, [2]float64{.7, .85}},
+		{"agent", 3, 200_000, [2]float64{.85, .93}},
+	} {
+		for i, words := range []bool{false, true} {
+			c := DefaultConfig()
+			c.Both, c.Engine.KVTokens, c.Roles, c.Seed = test.engines, test.kv, words, 21
+			trace, err := Prepare(test.trace, 600, 1, .8, c)
+			require.NoError(t, err)
+			r, err := Run(t.Context(), trace, "tandem", c)
+			require.NoError(t, err)
+			require.Zero(t, r.Stuck, test)
+			require.Greater(t, r.Goodput, test.goodput[i], "%v, words: %v", test, words)
+		}
+	}
+}
+
 // Traces that shift have the load that was asked for in each phase, and no block of one part is in another.
 func TestShiftingTraces(t *testing.T) {
 	c := DefaultConfig()

@@ -1,6 +1,7 @@
 package replay
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -42,6 +43,7 @@ type replica struct {
 type bookings struct {
 	replica         *replica
 	prefill, decode kvstate.ReservationID
+	answer          int64 // tokens of the answer, as expected in pass 1
 }
 
 const tickSeconds = 0.020
@@ -166,17 +168,17 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 // scrapeSeconds is the interval at which engines' metrics are read.
 const scrapeSeconds = 2.0
 
-// scrape reads the counters of the decode engines, as long as there are requests.
+// scrape reads the counters of the engines, as long as there are requests.
 func (r *replica) scrape() {
 	at := time.Unix(0, int64(r.Now*float64(time.Second)))
 	for _, e := range r.pool.Endpoints() {
+		of := r.decodes
 		if e.Role&kvstate.RoleDecode == 0 {
-			continue
+			of = r.prefills
 		}
-		i := r.position[e]
-		g := kvstate.UnknownSignals()
-		d := r.decodes[i]
+		d, g := of[r.position[e]], kvstate.UnknownSignals()
 		g.At, g.ScrapedAt, g.Answers, g.Transfers, g.KVUsage = at, at, d.Written, d.Moved, d.Usage()
+		g.Waiting = int64(d.Waiting())
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
 		}
@@ -232,25 +234,35 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	}
 	b := &bookings{replica: r}
 	r.bookings[j.ID] = b
-	prefill, d := -1, r.view.Endpoints[c.Decode].Endpoint
+	prefill, d, booking := -1, r.view.Endpoints[c.Decode].Endpoint, c.DecodeBooking(&r.view)
 	if c.Prefill < 0 {
-		b.decode = r.book(d, c.DecodeBooking(&r.view), j.Blocks)
+		b.decode = r.book(d, booking, j.Blocks)
 	} else { // D is chosen again, and counts the request then
 		p := r.view.Endpoints[c.Prefill].Endpoint
-		prefill = r.position[p]
+		prefill, b.answer = r.position[p], c.AnswerTokens
 		b.prefill = r.book(p, c.PrefillBooking(), j.Blocks)
+		booking.Tentative = true
+		b.decode = reserve(r, d, booking)
 	}
 	r.bind(j, prefill, r.position[d])
 }
 
 // book reserves a request on this replica now, and on the others after the delay.
 func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
-	id := r.state.Reserve(e, b)
 	r.state.Routed(r.pool, e, blocks)
+	r.publish(func(other *replica) { other.state.Routed(other.pool, other.pool.Endpoint(e.Addr), blocks) })
+	return reserve(r, e, b)
+}
+
+// reserve reserves an endpoint on this replica now, and on the others after the delay.
+func reserve(r *replica, e *kvstate.Endpoint, b kvstate.Booking) kvstate.ReservationID {
+	id := r.state.Reserve(e, b)
 	r.publish(func(other *replica) {
-		same := other.pool.Endpoint(e.Addr)
-		other.state.ReserveAs(id, same, b, nil)
-		other.state.Routed(other.pool, same, blocks)
+		b := b
+		if b.From != nil {
+			b.From = other.pool.Endpoint(b.From.Addr)
+		}
+		other.state.ReserveAs(id, other.pool.Endpoint(e.Addr), b, nil)
 	})
 	return id
 }
@@ -290,13 +302,22 @@ func (t *tandem) prefilled(j *job) int {
 	at := slices.IndexFunc(r.view.Endpoints, func(c kvstate.Candidate) bool {
 		return c.Endpoint.Role&kvstate.RolePrefill != 0 && r.position[c.Endpoint] == j.prefill
 	})
+	request.MinAnswer, request.MaxAnswer = b.answer, b.answer
+	p := r.view.Endpoints[at].Endpoint
+	booking := kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: int64(j.Input),
+		Need: int64(j.Input) + b.answer, From: p}
 	d, err := r.picker.PickDecode(request, v, at)
+	if errors.Is(err, picker.ErrNoRoom) { // P answers, from its prefix cache
+		d, booking.From, err = at, nil, nil
+	}
 	if err != nil {
 		// cannot happen: Config.Check
 		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no decode endpoint: %v", err))
 	}
 	e := r.view.Endpoints[d].Endpoint
-	b.decode = r.book(e, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: int64(j.Input)}, j.Blocks)
+	first := b.decode
+	b.decode = r.book(e, booking, j.Blocks)
+	r.release(first, false) // until then P's memory counted as held
 	return r.position[e]
 }
 

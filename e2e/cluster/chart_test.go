@@ -39,8 +39,10 @@ engines:
 	c.show("helm install router " + chart + " --namespace llm --create-namespace -f " + values + " --wait --timeout 4m")
 	c.gate = strings.TrimSpace(c.must("kubectl get service -n llm router-envoy -o jsonpath='{.spec.clusterIP}'"))
 	c.splits("both")
-	roles := c.must("kubectl get --raw /api/v1/namespaces/llm/services/router:9090/proxy/debug/roles")
-	require.Equal(t, 3, strings.Count(roles, `"since"`), roles)
+	c.await("each of the three engines has a word", func() bool { // the last ones may have just started
+		roles := c.must("kubectl get --raw /api/v1/namespaces/llm/services/router:9090/proxy/debug/roles")
+		return strings.Count(roles, `"since"`) == 3
+	})
 
 	c.show("helm upgrade router " + chart + " --namespace llm -f " + values +
 		" --set engines.prefill=1,engines.decode=2 --wait --timeout 4m")

@@ -160,9 +160,7 @@ func (e *Engine) fetch(j *Job) {
 		e.Moved.Tokens += int64(tokens)
 		e.Moved.Time += kvstate.Seconds(seconds)
 		if from := j.from; from != nil {
-			j.from = nil
-			from.held -= j.Input
-			from.free(j)
+			from.Reclaim(j)
 			from.wake()
 		}
 		e.hold(j.Blocks)
@@ -171,8 +169,15 @@ func (e *Engine) fetch(j *Job) {
 	})
 }
 
+// Reclaim frees the KV of a prompt that this engine computed for another one, which will not fetch it. It stays cached.
+func (e *Engine) Reclaim(j *Job) {
+	j.from = nil
+	e.held -= j.Input
+	free(e, j)
+}
+
 // free frees a request's memory.
-func (e *Engine) free(j *Job) {
+func free(e *Engine, j *Job) {
 	e.cache.unpin(j.Blocks)
 	e.loose -= j.loose()
 }
@@ -313,7 +318,7 @@ func (e *Engine) finish(j *Job) {
 	e.kv -= j.Input + j.Output
 	e.requests--
 	j.written = j.Output
-	e.free(j)
+	free(e, j)
 	if j.Output > 1 { // answers of one token are not counted (kvstate.AnswerCounters)
 		e.Written.Answers++
 		e.Written.Tokens += int64(j.Output)
@@ -328,7 +333,7 @@ func (e *Engine) preempt() {
 		j.written = j.Output - (j.ends - e.steps)
 		e.kv -= j.length()
 		e.requests--
-		e.free(j)
+		free(e, j)
 		e.Preempted++
 		j.leg, j.computed = Both, 0
 		e.waiting = slices.Insert(e.waiting, 0, j)
