@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -57,10 +56,7 @@ func TestInsideFakeEnvoy(t *testing.T) {
 	t.Log(strings.TrimSpace(line))
 	url := "http://" + admin
 	for _, name := range []string{"tandem_reservations", "tandem_held_bytes"} {
-		var left float64
-		if !assert.Eventually(t, func() bool { left = metric(t, url, name); return left == 0 }, patience, 100*time.Millisecond) {
-			t.Errorf("%s: %v", name, left)
-		}
+		soon(t, name+" is 0", func() bool { return metric(t, url, name) == 0 })
 	}
 	require.Zero(t, metric(t, url, "tandem_panics_total"))
 	for _, route := range []string{"split", "decode_alone"} {

@@ -42,6 +42,8 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		f.got.first = time.Since(f.began)
 		o := f.envoy.Outcome()
 		switch {
+		case o.filtered():
+			return f.filtered()
 		case !f.hop.replan:
 			return answers(f, &o, end)
 		case f.hop.pair != nil:
@@ -52,6 +54,16 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		}
 		return f.checkLate(&o, end, end)
 	})
+}
+
+// filtered lets the answer of another filter go to the client.
+func (f *Filter) filtered() Status {
+	if f.hop.pair != nil {
+		f.hop.pair.abandoned.Store(true)
+	}
+	f.begun()
+	f.hop.sent = false
+	return Continue
 }
 
 // ResponseBody is called for the pieces of an answer that is rewritten, and for the first one if the headers wait for

@@ -84,7 +84,7 @@ func TestAnswers(t *testing.T) {
 		"P is out": {
 			engines: func(at string, _ int) engineAnswer {
 				if prefills(at) {
-					return engineAnswer{status: 503, body: "reset reason: connection failure", local: "x"}
+					return engineAnswer{status: 503, body: "reset reason: connection failure", local: "upstream_reset_before_response_started{connection_failure}"}
 				}
 				return well(at, nil)
 			}, status: 200, reply: "answer", sent: 1, filters: 1,
@@ -128,6 +128,14 @@ func TestAnswers(t *testing.T) {
 				}
 				return well(at, nil)
 			}, status: 422, reply: "no such thing", sent: 1, filters: 1,
+		},
+		"another filter answers for D": { // as a rate limit: no endpoint is at fault, and none is tried again
+			engines: func(at string, _ int) engineAnswer {
+				if !prefills(at) {
+					return engineAnswer{status: 429, body: "too many tokens", local: "request_rate_limited"}
+				}
+				return well(at, nil)
+			}, status: 429, reply: "too many tokens", sent: 1, filters: 1,
 		},
 		"no JSON":           {body: "hello", status: 400, reply: "invalid", filters: 1},
 		"too large":         {body: strings.Repeat(" ", 2<<20) + chat, status: 413, reply: "body_too_large", filters: 1},

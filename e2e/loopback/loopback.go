@@ -2,7 +2,8 @@
 // the kernel chose, and that was closed for a server to take, may be another process's before the server listens: the
 // tests of several packages run at once.
 //
-// Ports are below those that Linux gives to connections (32768 and up), and are given out in blocks. The process that
+// Ports are below those that Linux gives to connections (32768 and up) and above those that programs choose by
+// themselves (Envoy Gateway: 18000 to 19001), and are given out in blocks. The process that
 // listens at a block's first port owns the block: so tests that run at once, in this process or another, never get the
 // same ones.
 package loopback
@@ -19,9 +20,9 @@ import (
 )
 
 const (
-	firstBlock = 10_000
-	blockSize  = 64
-	blocks     = 350
+	firstBlock = 20_000
+	blockSize  = 32
+	blocks     = 390
 )
 
 // Addresses takes n free addresses for the duration of the test.
