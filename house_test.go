@@ -67,7 +67,7 @@ var longLines = map[string]int{
 	"cmd/tandem":       43,
 	"envoy-configs":    32,
 	"extproc":          34,
-	"internal/replica": 23,
+	"internal/replica": 22,
 	"status":           2,
 }
 

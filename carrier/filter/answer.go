@@ -42,8 +42,8 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		f.got.first = time.Since(f.began)
 		o := f.envoy.Outcome()
 		switch {
-		case o.filtered():
-			return f.filtered()
+		case faults.Filtered(o.Details):
+			return filtered(f, &o)
 		case !f.hop.replan:
 			return answers(f, &o, end)
 		case f.hop.pair != nil:
@@ -57,13 +57,12 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 }
 
 // filtered lets the answer of another filter go to the client.
-func (f *Filter) filtered() Status {
+func filtered(f *Filter, o *Outcome) Status {
 	if f.hop.pair != nil {
 		f.hop.pair.abandoned.Store(true)
 	}
-	f.begun()
 	f.hop.sent = false
-	return Continue
+	return answers(f, o, true) // as it is
 }
 
 // ResponseBody is called for the pieces of an answer that is rewritten, and for the first one if the headers wait for

@@ -2,7 +2,6 @@ package filter
 
 import (
 	"slices"
-	"strings"
 	"time"
 )
 
@@ -116,19 +115,6 @@ type Outcome struct {
 	Bytes   uint64 // of the answer's body that were sent
 
 	FirstBody, LastBody time.Time // when bytes of a counted answer went to the client; zero: none did
-}
-
-// routed begins Envoy's details of what the router answers: an endpoint's answer, or Envoy's own for it (1.40,
-// envoy/stream_info/stream_info.h). Time limits of the whole stream count as the endpoint's.
-var routed = []string{"via_upstream", "upstream_", "no_healthy_upstream", "cluster_not_found", "no_cluster",
-	"route_not_found", "maintenance_mode", "unconditional_drop_overload", "stream_idle_timeout", "response_timeout",
-	"max_duration_timeout"}
-
-// filtered reports whether a filter between this one and the router has answered, as a rate limit does: no endpoint
-// was asked.
-func (o *Outcome) filtered() bool {
-	from := func(begin string) bool { return strings.HasPrefix(o.Details, begin) }
-	return o.Details != "" && !slices.ContainsFunc(routed, from)
 }
 
 // Response flags of Envoy (1.40, envoy/stream_info/stream_info.h).

@@ -3,9 +3,8 @@
 // tests of several packages run at once.
 //
 // Ports are below those that Linux gives to connections (32768 and up) and above those that programs choose by
-// themselves (Envoy Gateway: 18000 to 19001), and are given out in blocks. The process that
-// listens at a block's first port owns the block: so tests that run at once, in this process or another, never get the
-// same ones.
+// themselves (Envoy Gateway: 18000 to 19001), and are given out in blocks. The process that listens at a block's first
+// port owns the block: so tests that run at once, in this process or another, never get the same ones.
 package loopback
 
 import (

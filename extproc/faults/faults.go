@@ -13,6 +13,7 @@ package faults
 import (
 	"context"
 	"log/slog"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -72,6 +73,19 @@ func Of(status int, details, retryAfter string) Failure {
 		f.RetryAfter = time.Duration(min(s, 3600)) * time.Second
 	}
 	return f
+}
+
+// routed begins Envoy's details of what its router answers: an endpoint's answer, or Envoy's own for it (1.40,
+// envoy/stream_info/stream_info.h). Time limits of the whole stream count as the endpoint's.
+var routed = []string{answered, "upstream_", "no_healthy_upstream", "cluster_not_found", "no_cluster",
+	"route_not_found", "maintenance_mode", "unconditional_drop_overload", "stream_idle_timeout", "response_timeout",
+	"max_duration_timeout"}
+
+// Filtered reports, by Envoy's details, whether a filter before the router has answered, as a rate limit does: no
+// endpoint was asked.
+func Filtered(details string) bool {
+	by := func(begin string) bool { return strings.HasPrefix(details, begin) }
+	return details != "" && !slices.ContainsFunc(routed, by)
 }
 
 // Full reports whether the endpoint was full.
