@@ -632,7 +632,7 @@ func (f *fleet) clear(e *engine) {
 	f.t.Helper()
 	req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
 	require.NoError(f.t, err)
-	resp, err := client.Do(req)
+	resp, err := anew.Do(req) // the engine may just have closed an idle connection
 	require.NoError(f.t, err)
 	_ = resp.Body.Close()
 }
