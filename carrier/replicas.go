@@ -90,7 +90,7 @@ func start(set *settings) (*running, error) {
 	return &running{inside, requests, stop, 0}, nil
 }
 
-// restartsHot reports whether Envoy's command line says that there is a process before this one.
+// restartsHot reports whether Envoy's command line has the number of a hot restart: there is a process before this one.
 func restartsHot(args []string) bool {
 	for i, a := range args {
 		name, epoch, found := strings.Cut(a, "=")

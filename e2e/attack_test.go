@@ -252,7 +252,7 @@ func TestAttacks(t *testing.T) {
 // beside skips a test of what there is not inside Envoy.
 func beside(t *testing.T, why string) {
 	t.Helper()
-	if os.Getenv("TANDEM_RUN") == "inside" {
+	if runsInside() {
 		t.Skip("inside Envoy: " + why)
 	}
 }

@@ -81,8 +81,8 @@ func TestAnswersThatBreakOffAreFailures(t *testing.T) {
 	}
 }
 
-// Envoy answers 503 for an engine that breaks a connection. Nobody takes that for the engine's own 503, which says that
-// it is full; and what a full engine asks for is kept.
+// Envoy answers 503 for an engine that breaks a connection. It does not count as the engine's own 503, which means that
+// the engine is full. The Retry-After of a full engine is kept.
 func TestBrokenConnectionsAreNoRefusals(t *testing.T) {
 	t.Parallel()
 	const body = `{"model":"tiny","messages":[{"role":"user","content":"A prompt of a few words."}],"max_tokens":4}`

@@ -247,6 +247,16 @@ func leftAt(url string, words map[string]string) (left []string) {
 // anew makes a connection for each request.
 var anew = &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
 
+// answers reports whether a server answers 200 on a new connection.
+func answers(url string) bool {
+	resp, err := anew.Get(url)
+	if err != nil {
+		return false
+	}
+	_ = resp.Body.Close()
+	return resp.StatusCode == http.StatusOK
+}
+
 func (s *stage) reachable(e *engine) bool {
 	if s.stopped[e.process] {
 		return false
@@ -265,11 +275,7 @@ func (s *stage) heal() {
 			continue
 		}
 		require.Eventually(s.t, func() bool { return s.reachable(e) }, patience, 5*time.Millisecond)
-		req, err := http.NewRequest(http.MethodDelete, "http://"+e.addr+"/sim/fail", nil)
-		require.NoError(s.t, err)
-		resp, err := client.Do(req)
-		require.NoError(s.t, err)
-		_ = resp.Body.Close()
+		s.f.clear(e)
 	}
 	require.Eventually(s.t, func() bool {
 		return !slices.ContainsFunc(s.outNow(), func(addr string) bool {

@@ -198,7 +198,7 @@ type options struct {
 func start(t testing.TB, o options) *fleet {
 	t.Helper()
 	envoyPath := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
-	if o.inside = o.inside || os.Getenv("TANDEM_RUN") == "inside"; o.inside {
+	if o.inside = o.inside || runsInside(); o.inside {
 		loadLibrary(t)
 		if o.replicas > 1 {
 			t.Skip("one Envoy has one replica inside: TestInsideSeveral")
@@ -429,12 +429,7 @@ func (f *fleet) waitFor(p *process, url string) {
 		if !p.running() {
 			return true
 		}
-		resp, err := http.Get(url)
-		if err != nil {
-			return false
-		}
-		defer resp.Body.Close()
-		return resp.StatusCode == 200
+		return answers(url)
 	}, patience, 10*time.Millisecond, "%s does not answer", url)
 	require.True(f.t, p.running(), "%s ended", p.cmd.Path)
 }
@@ -620,7 +615,7 @@ func metric(t testing.TB, url, name string, labels ...string) float64 {
 // inject makes an engine fail by a rule (cmd/enginesim, /sim/fail).
 func (f *fleet) inject(e *engine, rule string) {
 	f.t.Helper()
-	resp, err := client.Post("http://"+e.addr+"/sim/fail", "application/json", strings.NewReader(rule))
+	resp, err := anew.Post("http://"+e.addr+"/sim/fail", "application/json", strings.NewReader(rule))
 	require.NoError(f.t, err)
 	defer resp.Body.Close()
 	text, _ := io.ReadAll(resp.Body)

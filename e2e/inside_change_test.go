@@ -2,75 +2,26 @@ package e2e
 
 import (
 	"fmt"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 )
 
-// answersUnderWay are streams of 300 tokens that have begun.
-type answersUnderWay struct {
-	f    *fleet
-	name string
-	got  []read
-	wg   sync.WaitGroup
-}
-
-// begin starts streams, and waits until each has sent events.
-func (f *fleet) begin(name string, streams int) *answersUnderWay {
-	f.t.Helper()
-	a := &answersUnderWay{f: f, name: name, got: make([]read, streams)}
-	var underWay atomic.Int64
-	for i := range streams {
-		a.wg.Go(func() {
-			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint(name, "-", i), 300)
-			a.got[i] = stream(f.t.Context(), f.url, path, fmt.Sprint(name, "-", i), body, func(events int) {
-				if events == 5 {
-					underWay.Add(1)
-				}
-			})
-		})
-	}
-	soon(f.t, "all are under way", func() bool { return underWay.Load() == int64(streams) })
-	return a
-}
-
-// whole waits for their ends: each is what an engine answers that is left alone.
-func (a *answersUnderWay) whole() {
-	t := a.f.t
-	t.Helper()
-	a.wg.Wait()
-	want := make([]read, len(a.got))
-	for i := range want {
-		a.wg.Go(func() {
-			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint(a.name, "-", i), 300)
-			want[i] = stream(t.Context(), "http://"+a.f.decodes[0].addr, path, fmt.Sprint("reference-", a.name, i), body, nil)
-		})
-	}
-	a.wg.Wait()
-	for i, got := range a.got {
-		require.NoError(t, want[i].err)
-		require.Equal(t, want[i].same(), got.same(), "stream %d", i)
-	}
-}
-
 // Envoy restarts hot: answers end in the old process, requests that come begin in the new one, and nobody notices. The
 // admin port of Tandem is the old process's until that ends.
 func TestInsideHotRestart(t *testing.T) {
 	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "15ms"}})
 	idFile := filepath.Join(f.dir, "base-id")
-	old := f.second(nil, "--base-id-path", idFile, "--drain-time-s", "3") // within it, clients are told to connect anew
+	old := f.second(nil, "--base-id-path", idFile, "--drain-time-s", "3") // meanwhile Envoy closes clients' connections after an answer
 	id, err := os.ReadFile(idFile)
 	require.NoError(t, err)
 	load := old.wholeTraffic(4)
 	load.more(t, 20)
-	running := old.begin("hot", 8)
+	running := old.begin("hot", 8, 300, 5)
 
 	next := startProcess(t, old.dir, "envoy-next", tool(t, "ENVOY", "envoy", ".tools/bin/envoy"), "-c",
 		filepath.Join(old.dir, "envoy.yaml"), "-l", "warning", "--base-id", strings.TrimSpace(string(id)), "--restart-epoch", "1",
@@ -84,19 +35,12 @@ func TestInsideHotRestart(t *testing.T) {
 		return getJSON(old.envoyURL+"/server_info", &s) == nil && s.Options.Epoch == 1
 	})
 	load.more(t, 40)
-	running.whole()
+	running.whole(old.decodes[0])
 	<-old.envoy.exited
-	soon(t, "Tandem's port is the new process's", func() bool {
-		resp, err := anew.Get(old.admins[0] + "/readyz")
-		if err != nil {
-			return false
-		}
-		_ = resp.Body.Close()
-		return resp.StatusCode == http.StatusOK
-	})
+	soon(t, "Tandem's port is the new process's", func() bool { return answers(old.admins[0] + "/readyz") })
 	load.more(t, 20)
 	require.Positive(t, metric(t, old.admins[0], "tandem_streams_insured_total", `result="insured"`))
-	old.begin("afterwards", 2).whole()
+	old.begin("afterwards", 2, 300, 5).whole(old.decodes[0])
 	load.end(t)
 	next.stop(syscall.SIGTERM)
 }
@@ -121,14 +65,7 @@ func dynamic(t *testing.T) func(dir string, bootstrap []byte) []byte {
 func TestInsideListenerChanges(t *testing.T) {
 	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "15ms"}})
 	e := f.second(dynamic(t), "--drain-time-s", "20")
-	soon(t, "it serves", func() bool {
-		resp, err := anew.Get(e.url + "/v1/models")
-		if err != nil {
-			return false
-		}
-		_ = resp.Body.Close()
-		return resp.StatusCode == http.StatusOK
-	})
+	e.serves()
 	first, err := os.ReadFile(filepath.Join(e.dir, "lds.yaml"))
 	require.NoError(t, err)
 	change := func(old, now string) {
@@ -143,7 +80,7 @@ func TestInsideListenerChanges(t *testing.T) {
 	began := metric(t, e.admins[0], "tandem_config_applied_timestamp_seconds")
 	var streams []*answersUnderWay
 	for i := range 3 {
-		streams = append(streams, e.begin(fmt.Sprint("listener-", i), 4))
+		streams = append(streams, e.begin(fmt.Sprint("listener-", i), 4, 300, 5))
 		change("    per_connection_buffer_limit_bytes:", fmt.Sprintf("    metadata: {filter_metadata: {n: {n: %d}}}\n    per_connection_buffer_limit_bytes:", i))
 		soon(t, "it has the listener", func() bool { return e.envoyStat("listener_manager.listener_modified") == i+1 })
 		load.more(t, 20)
@@ -160,19 +97,12 @@ func TestInsideListenerChanges(t *testing.T) {
 	require.NoError(t, err)
 	other := strings.Replace(string(text), strings.TrimPrefix(e.admins[0], "http://"), strings.TrimPrefix(admin, "http://"), 1)
 	require.NoError(t, os.WriteFile(e.config+".other", []byte(other), 0o600))
-	streams = append(streams, e.begin("another", 4))
+	streams = append(streams, e.begin("another", 4, 300, 5))
 	change(e.config, e.config+".other")
-	soon(t, "there is another replica", func() bool {
-		resp, err := anew.Get(admin + "/readyz")
-		if err != nil {
-			return false
-		}
-		_ = resp.Body.Close()
-		return resp.StatusCode == http.StatusOK
-	})
+	soon(t, "there is another replica", func() bool { return answers(admin + "/readyz") })
 	load.more(t, 40)
 	for _, s := range streams {
-		s.whole()
+		s.whole(e.decodes[0])
 	}
 	load.end(t)
 	require.Positive(t, metric(t, admin, "tandem_streams_insured_total"))

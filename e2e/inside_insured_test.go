@@ -29,9 +29,7 @@ const insurance = "  engine: vllm\n  continueStreams: {}\n"
 // insuredFleet starts a fleet inside Envoy with insurance.
 func insuredFleet(t *testing.T, o options) *fleet {
 	t.Helper()
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	o.inside = true
 	o.pool += insurance
 	if o.engineArgs == nil {
@@ -189,38 +187,64 @@ func TestInsideStreamsOutliveD(t *testing.T) {
 	}
 }
 
-// A D that is killed under a hundred streams costs no client a word.
-func TestInsideHundredStreamsOutliveD(t *testing.T) {
-	f := insuredFleet(t, options{prefills: 2, decodes: 3, engineArgs: []string{"--decode-step", "15ms"}})
-	const streams, tokens = 120, 200
-	var wg sync.WaitGroup
+// answersUnderWay are streams that have begun.
+type answersUnderWay struct {
+	f      *fleet
+	name   string
+	tokens int
+	got    []read
+	wg     sync.WaitGroup
+}
+
+// begin starts streams of so many tokens, and waits until each has sent so many events.
+func (f *fleet) begin(name string, streams, tokens, events int) *answersUnderWay {
+	f.t.Helper()
+	a := &answersUnderWay{f: f, name: name, tokens: tokens, got: make([]read, streams)}
 	var underWay atomic.Int64
-	got, want := make([]read, streams), make([]read, streams)
 	for i := range streams {
-		wg.Go(func() {
-			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint("stream-", i), tokens)
-			got[i] = stream(t.Context(), f.url, path, fmt.Sprint("hundred-", i), body, func(events int) {
-				if events == 20 {
+		a.wg.Go(func() {
+			a.got[i] = a.ask(i, f.url, name, func(n int) {
+				if n == events {
 					underWay.Add(1)
 				}
 			})
 		})
 	}
-	soon(t, "all are under way", func() bool { return underWay.Load() == streams })
-	f.decodes[0].stop(syscall.SIGKILL)
-	wg.Wait()
-	for i := range streams {
-		wg.Go(func() {
-			path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint("stream-", i), tokens)
-			want[i] = stream(t.Context(), "http://"+f.decodes[1].addr, path, fmt.Sprint("reference-", i), body, nil)
-		})
+	soon(f.t, "all are under way", func() bool { return underWay.Load() == int64(streams) })
+	return a
+}
+
+func (a *answersUnderWay) ask(i int, url, id string, on func(events int)) read {
+	path, body := asks([]string{"chat", "completions"}[i%2], fmt.Sprint(a.name, "-", i), a.tokens)
+	return stream(a.f.t.Context(), url, path, fmt.Sprint(id, "-", i), body, on)
+}
+
+// whole waits for their ends: each is what an engine answers that is left alone.
+func (a *answersUnderWay) whole(alone *engine) {
+	t := a.f.t
+	t.Helper()
+	a.wg.Wait()
+	want := make([]read, len(a.got))
+	for i := range want {
+		a.wg.Go(func() { want[i] = a.ask(i, "http://"+alone.addr, "reference-"+a.name, nil) })
 	}
-	wg.Wait()
-	var silences []time.Duration
-	for i := range streams {
+	a.wg.Wait()
+	for i, got := range a.got {
 		require.NoError(t, want[i].err)
-		require.Equal(t, want[i].same(), got[i].same(), "stream %d", i)
-		silences = append(silences, got[i].silence)
+		require.Equal(t, want[i].same(), got.same(), "stream %d", i)
+	}
+}
+
+// A D that is killed under a hundred streams costs no client a word.
+func TestInsideHundredStreamsOutliveD(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 2, decodes: 3, engineArgs: []string{"--decode-step", "15ms"}})
+	const streams = 120
+	running := f.begin("hundred", streams, 200, 20)
+	f.decodes[0].stop(syscall.SIGKILL)
+	running.whole(f.decodes[1])
+	var silences []time.Duration
+	for _, got := range running.got {
+		silences = append(silences, got.silence)
 	}
 	slices.Sort(silences)
 	moved := metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`)
@@ -281,9 +305,7 @@ func TestInsideStreamsLeaveAFrozenD(t *testing.T) {
 
 // The run of [TestChaos] with insurance: no stream ends before its time, whatever dies.
 func TestInsideChaos(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	for _, policy := range []string{"recompute", "fail"} {
 		t.Run(policy, func(t *testing.T) { chaos(t, policy, insurance) })
 	}

@@ -34,6 +34,16 @@ var library = sync.OnceValues(func() (string, error) {
 	return dir, nil
 })
 
+// runsInside reports whether tests run Tandem inside Envoy.
+func runsInside() bool { return os.Getenv("TANDEM_RUN") == "inside" }
+
+func onlyInside(t testing.TB) {
+	t.Helper()
+	if !runsInside() {
+		t.Skip("make e2e-inside: the library takes minutes to compile")
+	}
+}
+
 // loadLibrary has Envoys find it. Without a C compiler the test is skipped.
 func loadLibrary(t testing.TB) {
 	t.Helper()
@@ -47,9 +57,7 @@ func loadLibrary(t testing.TB) {
 
 // Tandem inside Envoy: what every way of running it must do. `make e2e-inside` also runs other tests this way.
 func TestInside(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	server := startRedis(t)
 	f := start(t, options{
 		inside: true, prefills: 1, decodes: 1, top: server.yaml(),
@@ -119,9 +127,7 @@ func TestInside(t *testing.T) {
 
 // One engine of both roles answers alone, and the other D takes over from one that dies.
 func TestInsideOtherFleets(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	chat := apis[0]
 	t.Run("one of both roles", func(t *testing.T) {
 		f := start(t, options{inside: true, prefills: 0, decodes: 1, decodeRole: "both", split: "auto"})

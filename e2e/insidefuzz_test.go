@@ -19,9 +19,7 @@ import (
 // panics, and nothing stays reserved. TANDEM_SEED and TANDEM_REQUESTS (of each of four workers) make it another or
 // a longer run.
 func TestInsideFakeEnvoy(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	dialects := []string{"nixl", "nixl-push", "sglang", "mooncake"}
 	f := start(t, options{inside: true, mix: dialects, prefills: 4, decodes: 8,
 		poolOf: map[string]string{"nixl": "  engine: vllm\n  continueStreams: {header: x-insured}\n"}})

@@ -46,9 +46,7 @@ func (f *fleet) second(arrange func(dir string, bootstrap []byte) []byte, args .
 
 // Several Envoys with Tandem inside share what they know by Redis: whose cache has which prompt, and what is booked.
 func TestInsideSeveral(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	r := startRedis(t)
 	f := start(t, options{inside: true, prefills: 2, decodes: 2, top: r.yaml(), engineArgs: []string{"--decode-step", "20ms"}})
 	other := f.second(nil)
@@ -91,9 +89,7 @@ func TestInsideSeveral(t *testing.T) {
 
 // No hook of the filter holds its worker for long, whatever the bodies are and however the legs go.
 func TestInsideHooks(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	for _, o := range []options{
 		{dialect: "nixl"}, {dialect: "nixl", pool: "  cachedTokens: prefill\n"}, {dialect: "sglang"}, {dialect: "mooncake"},
 	} {
@@ -130,7 +126,7 @@ func TestInsideHooks(t *testing.T) {
 
 // A library does not start in an Envoy of another release, which says why. TANDEM_OTHER_ENVOYS names some.
 func TestInsideRefusesOtherReleases(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" || os.Getenv("TANDEM_OTHER_ENVOYS") == "" {
+	if !runsInside() || os.Getenv("TANDEM_OTHER_ENVOYS") == "" {
 		t.Skip("TANDEM_RUN=inside TANDEM_OTHER_ENVOYS=/path/to/envoy-1.38:...")
 	}
 	loadLibrary(t)

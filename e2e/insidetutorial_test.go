@@ -12,9 +12,7 @@ import (
 
 // The commands of docs/tutorial/inside-envoy.md, one after the other in one bash, with other ports.
 func TestInsideTutorial(t *testing.T) {
-	if os.Getenv("TANDEM_RUN") != "inside" {
-		t.Skip("make e2e-inside: the library takes minutes to compile")
-	}
+	onlyInside(t)
 	loadLibrary(t)
 	page, err := os.ReadFile("../docs/tutorial/inside-envoy.md")
 	require.NoError(t, err)

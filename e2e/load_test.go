@@ -206,7 +206,7 @@ func TestDemo(t *testing.T) {
 	bin, err := binaries()
 	require.NoError(t, err)
 	cmd := exec.Command(filepath.Join(bin, "tandem"), "demo", "-envoy", envoy)
-	if os.Getenv("TANDEM_RUN") == "inside" {
+	if runsInside() {
 		loadLibrary(t)
 		cmd.Args = append(cmd.Args, "--inside", os.Getenv("ENVOY_DYNAMIC_MODULES_SEARCH_PATH"))
 	}

@@ -485,14 +485,7 @@ func (r *trial) during(fa fault, e *engine, began time.Time) (wrong []string) {
 
 // backUp waits until an engine that was to start again has done so: the fault's end.
 func (r *trial) backUp(e *engine) {
-	soon(r.t, "the engine answers", func() bool {
-		resp, err := anew.Get("http://" + e.addr + "/ping")
-		if err != nil {
-			return false
-		}
-		_ = resp.Body.Close()
-		return resp.StatusCode == http.StatusOK
-	})
+	soon(r.t, "the engine answers", func() bool { return answers("http://" + e.addr + "/ping") })
 }
 
 // steady waits for a while until two requests in a row are answered, and returns what they got instead.

@@ -54,7 +54,7 @@ func TestStalledUploads(t *testing.T) {
 		})
 	}
 	var held float64
-	inside := os.Getenv("TANDEM_RUN") == "inside"
+	inside := runsInside()
 	soon(t, "the stalled have sent what they send", func() bool {
 		held = metric(t, f.admins[0], "tandem_held_bytes")
 		return held > 96*(1<<20) || inside && f.envoyStat("http.openai.downstream_cx_rx_bytes_total") >= clients*20*piece

@@ -104,7 +104,7 @@ func newSoak(t *testing.T) *soak {
 	s := &soak{seen: map[string]int{}, churned: map[string]int{}}
 	o := options{prefills: 3, decodes: 3, replicas: max(fromEnv("SOAK_REPLICAS", 2), 2), serveArgs: []string{"-linger", "2s", "-log", "warn"}, engineArgs: []string{
 		"--decode-step", "2ms", "--prefill-speed", "100000", "--lease", "5s", "--load-timeout", "200ms", "--record=false", "--kv-load-failure", "recompute"}}
-	if os.Getenv("TANDEM_RUN") == "inside" {
+	if runsInside() {
 		o.replicas, o.pool, o.top = 1, insurance, "usage: {}\n"
 	}
 	if os.Getenv("SOAK_REDIS") != "" {

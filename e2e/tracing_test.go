@@ -175,7 +175,7 @@ func TestATraceWithoutEnvoysPart(t *testing.T) {
 	trace := strings.Split(p.Headers["Traceparent"][0], "-")[1]
 	require.Equal(t, trace, strings.Split(d.Headers["Traceparent"][0], "-")[1], "both engines join one trace")
 	spans := 2 // decide and hand over
-	if os.Getenv("TANDEM_RUN") == "inside" {
+	if runsInside() {
 		spans = 3 // and prefill answer
 	}
 	require.Eventually(t, func() bool { return len(c.of(trace)) == spans }, patience, 50*time.Millisecond)

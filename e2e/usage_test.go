@@ -284,7 +284,7 @@ func TestTokensOverXDS(t *testing.T) {
 
 // severalReplicas is n, where an Envoy can ask several: inside it there is one.
 func severalReplicas(n int) int {
-	if os.Getenv("TANDEM_RUN") == "inside" {
+	if runsInside() {
 		return 1
 	}
 	return n

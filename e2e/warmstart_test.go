@@ -100,12 +100,5 @@ func (f *fleet) serves() {
 		f.envoyFinds()
 		return
 	}
-	soon(f.t, "Envoy reaches the replica", func() bool {
-		resp, err := client.Get(f.url + "/v1/models")
-		if err != nil {
-			return false
-		}
-		defer resp.Body.Close()
-		return resp.StatusCode == 200
-	})
+	soon(f.t, "Envoy reaches the replica", func() bool { return answers(f.url + "/v1/models") })
 }

@@ -46,8 +46,7 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices) bool {
 }
 
 // roomWait is the price of a full endpoint that only prefills, in seconds: what was fetched counts for two more
-// scrapes.
-// It is not left out, because a long prompt's cached prefix is worth more.
+// scrapes. The endpoint is not left out, because a long prompt's cached prefix is worth more.
 const roomWait = 4.0
 
 // isFull reports whether a prompt would wait for memory at an endpoint that only prefills. What is held counts from the

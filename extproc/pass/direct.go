@@ -90,7 +90,7 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 		x.shared.Log.Warn("prefill failed", "request_id", r.ID, "endpoint", e.Addr, "err", err)
 		r.Attempt.Excluded = append(r.Attempt.Excluded, e.Addr)
 		if p.OnFailure == plan.Fail {
-			return nil, openai.Unavailable("prefill_failed", "the prefill of this request failed: "+e.Addr, time.Second)
+			return nil, plan.PrefillFailed(": " + e.Addr)
 		}
 		r.Attempt.Why = "prefill_failed"
 		if p.OnFailure == plan.DecodeAlone || r.Attempt.Prefills >= p.PrefillAttempts || r.Attempt.Late(p) {

@@ -56,10 +56,15 @@ func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) er
 		if err := full(pool, kvstate.RolePrefill); err != nil {
 			return err
 		}
-		return openai.Unavailable("prefill_failed", "the prefill of this request failed"+a.failed(), time.Second)
+		return PrefillFailed(a.failed())
 	case OtherPrefill:
 	}
 	return nil
+}
+
+// PrefillFailed is the answer to a request whose prefill failed for good. at names endpoints: ": 10.0.1.1:8000".
+func PrefillFailed(at string) error {
+	return openai.Unavailable("prefill_failed", "the prefill of this request failed"+at, time.Second)
 }
 
 // avoided returns the addresses that pass 2 must not choose as D when prefill computes the prompt: those that

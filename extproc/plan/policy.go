@@ -228,7 +228,7 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, a *Attempt, why string) error {
 		if err := full(pool, kvstate.RolePrefill); err != nil {
 			return err
 		}
-		return openai.Unavailable("prefill_failed", "the prefill of this request failed"+a.failed(), time.Second)
+		return PrefillFailed(a.failed())
 	}
 	if err := fullFirst(pool); err != nil {
 		return err

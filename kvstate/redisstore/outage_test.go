@@ -339,7 +339,7 @@ func TestEveryEndpointHasOneCollector(t *testing.T) {
 		}
 		return exact, least
 	}
-	// Shares are random: 25 of 100, with a standard deviation of 4. Of 12 or fewer there is one in 150 runs.
+	// Shares are random: 25 of 100, with a standard deviation of 4. In one of 150 runs a share has 12 or fewer.
 	eventually(t, "each has one, and the work is shared", func() bool { exact, least := shares(); return exact && least > endpoints/20 })
 	replicas[0].kill()
 	replicas = replicas[1:]

@@ -57,8 +57,8 @@ type Answer struct {
 	Blocks    int           // OpPrefix: how many of the beginning are there; OpStoreHas: 1 if all are
 }
 
-// Serve answers the questions of a connection until it closes, or answer returns nil. OpJoin is the last one: whoever
-// answers it still watches the connection.
+// Serve answers the questions of a connection until it closes, or answer returns nil. OpJoin is the last one: its
+// answer leaves a goroutine that reads the connection.
 func Serve(conn net.Conn, in *bufio.Reader, answer func(*Question) *Answer) {
 	asked, out := gob.NewDecoder(in), gob.NewEncoder(conn)
 	for {

@@ -163,3 +163,41 @@ tolerations: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+
+{{/* Container ports that engines connect to. */}}
+{{- define "tandem.portsForEngines" -}}
+{{- range splitList "\n" (include "tandem.enginePorts" . | trim) }}
+{{- with . }}
+- {name: {{ first (splitList " " .) }}, containerPort: {{ last (splitList " " .) }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Where Tandem finds the files that its configuration names. */}}
+{{- define "tandem.mounts" -}}
+- {name: config, mountPath: /etc/tandem, readOnly: true}
+{{- if include "tandem.ticketSecret" . }}
+- {name: ticket, mountPath: /etc/tandem-ticket, readOnly: true}
+{{- end }}
+{{- if .Values.redis.existingSecret }}
+- {name: redis, mountPath: /etc/tandem-redis, readOnly: true}
+{{- end }}
+{{- if .Values.admin.existingSecret }}
+- {name: admin, mountPath: /etc/tandem-admin, readOnly: true}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}
+
+{{- define "tandem.volumes" -}}
+- {name: config, configMap: {name: {{ .Release.Name }}}}
+{{- with include "tandem.ticketSecret" . }}
+- {name: ticket, secret: {secretName: {{ . }}}}
+{{- end }}
+{{- with .Values.redis.existingSecret }}
+- {name: redis, secret: {secretName: {{ . }}}}
+{{- end }}
+{{- with .Values.admin.existingSecret }}
+- {name: admin, secret: {secretName: {{ . }}}}
+{{- end }}
+{{- with .Values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}
