@@ -156,7 +156,7 @@ e2e-kube: tools ## discovery from a real kube-apiserver and etcd, and every mani
 	scripts/kube-tools.sh kustomize helm etcd kube-apiserver
 	TANDEM_KUBE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestKube' -v ./e2e
 
-e2e-cluster: tools build ## the five commands of docs/kubernetes.md, and the chart with engines, in a cluster of one node on this machine, with kubelet and containerd (30 minutes of builds, once); needs root
+e2e-cluster: tools build carrier ## the five commands of docs/kubernetes.md, and the chart with engines, in a cluster of one node on this machine, with kubelet and containerd (30 minutes of builds, once); needs root
 	scripts/kube-tools.sh cluster
 	e2e/cluster/run.sh
 

@@ -15,7 +15,7 @@ import (
 )
 
 // One install of the chart leads from an empty namespace to requests over two engines, which are three equal ones, and
-// simulated. Words and their reasons are there, and an upgrade to engines of fixed roles serves, too.
+// simulated. Words and their reasons are there. Upgrades to engines of fixed roles and to Tandem inside Envoy serve, too.
 func TestChartAlone(t *testing.T) {
 	c := &cluster{t: t, dir: t.TempDir(), client: &http.Client{Timeout: time.Minute}}
 	c.env = append(os.Environ(), "PATH="+os.Getenv("TANDEM_KUBE_BIN")+":"+os.Getenv("PATH"), "HOME="+c.dir)
@@ -50,31 +50,44 @@ engines:
 		return c.must("kubectl get pods -n llm -o name -l llm-d.ai/role=both") == ""
 	})
 	c.splits("prefill")
+
+	c.show("helm upgrade router " + chart + " --namespace llm -f " + values + " --set engines.prefill=1,engines.decode=2," +
+		"replicas=1,config.envoy.run=inside,inside.repository=registry.test/tandem-envoy,envoy.enabled=false --wait --timeout 4m")
+	c.await("only Envoys with Tandem in them are left", func() bool {
+		out := c.must("kubectl get pods -n llm -o jsonpath='{.items[*].spec.containers[*].image}'")
+		return strings.Contains(out, "tandem-envoy:v1") && !strings.Contains(out, "registry.test/tandem:v1") && !strings.Contains(out, "tandem.test/envoy")
+	})
+	c.splits("prefill")
 }
 
-// splits sends requests until engines of a role have computed a prompt for another one.
+// splits sends requests until engines of a role have computed one more prompt for another engine.
 func (c *cluster) splits(role string) {
 	c.t.Helper()
+	before := c.prefills(role)
 	c.await("a request is split", func() bool {
-		if status, _ := c.chat("llm.test", "user"); status != "200" {
-			return false
-		}
-		pods := "kubectl get pods -n llm -l llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
-		for ip := range strings.FieldsSeq(c.must(pods)) {
-			resp, err := c.client.Get("http://" + ip + ":8000/sim/requests")
-			if err != nil { // it starts or ends
-				continue
-			}
-			var list []seen
-			err = json.NewDecoder(resp.Body).Decode(&list)
-			resp.Body.Close()
-			require.NoError(c.t, err)
-			for _, s := range list {
-				if s.Leg == "prefill" {
-					return true
-				}
-			}
-		}
-		return false
+		status, _ := c.chat("llm.test", "user")
+		return status == "200" && c.prefills(role) > before
 	})
+}
+
+// prefills counts the prompts that engines of a role have computed for others.
+func (c *cluster) prefills(role string) (n int) {
+	c.t.Helper()
+	pods := "kubectl get pods -n llm -l llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
+	for ip := range strings.FieldsSeq(c.must(pods)) {
+		resp, err := c.client.Get("http://" + ip + ":8000/sim/requests")
+		if err != nil { // it starts or ends
+			continue
+		}
+		var list []seen
+		err = json.NewDecoder(resp.Body).Decode(&list)
+		resp.Body.Close()
+		require.NoError(c.t, err)
+		for _, s := range list {
+			if s.Leg == "prefill" {
+				n++
+			}
+		}
+	}
+	return n
 }

@@ -26,7 +26,7 @@ image() {
   }
   tar --owner=0 --group=0 -C "$work/root" -cf "$work/layer" .
   layer=$(blob "$work/layer")
-  printf '{"architecture":"amd64","os":"linux","config":{"Env":["PATH=/usr/local/bin"],"Entrypoint":%s},"rootfs":{"type":"layers","diff_ids":["%s"]}}' \
+  printf '{"architecture":"amd64","os":"linux","config":{"Env":["PATH=/usr/local/bin","ENVOY_DYNAMIC_MODULES_SEARCH_PATH=/usr/local/bin"],"Entrypoint":%s},"rootfs":{"type":"layers","diff_ids":["%s"]}}' \
     "$entrypoint" "$(cut -d'"' -f4 <<<"$layer")" > "$work/config"
   config=$(blob "$work/config")
   printf '{"schemaVersion":2,"mediaType":"application/vnd.oci.image.manifest.v1+json","config":{"mediaType":"application/vnd.oci.image.config.v1+json",%s},"layers":[{"mediaType":"application/vnd.oci.image.layer.v1.tar",%s}]}' \
@@ -41,6 +41,8 @@ image() {
 
 image tandem.test/pause:1 '["sleep","infinity"]' /bin/sleep
 image tandem.test/envoy:1.40.0 '["envoy"]' "$envoy=envoy"
+# As deploy/Dockerfile --target inside makes it, but of this machine's libraries.
+image registry.test/tandem-envoy:v1 '["envoy"]' "$envoy=envoy" "$root/bin/libtandem.so" "$root/bin/tandem"
 image tandem.test/enginesim:1 '["enginesim"]' "$root/bin/enginesim"
 image tandem.test/redis:1 '["redis-server"]' "$(command -v "${REDIS_SERVER:-redis-server}")=redis-server"
 image tandem.test/ratelimit:1 '["ratelimit"]' "$bin/ratelimit"
