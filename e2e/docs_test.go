@@ -81,6 +81,7 @@ var documentedOnly = map[string]string{
 	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_connector_extra_config":{"kv_lease_duration":120}}'`:             "a GPU; make e2e-vllm runs it on CPU",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealLeases -v ./e2e/vllm":                                                                                                  "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealBoth -v ./e2e/vllm":                                                                                                    "5.5 GiB of vLLM, and minutes",
+	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRoles -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                                    "a cluster",

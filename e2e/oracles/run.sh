@@ -51,7 +51,10 @@ if [ "${1:-}" = newest ]; then
       against "vLLM $version" judge_encode.py "$vllm" "$here/judge_encode.py" "$testdata"
       against "vLLM $version" judge_coercion.py "$vllm" "$here/judge_coercion.py" "$testdata/../../openai/testdata/coerced.json"
       ;;
-    sglang) against "SGLang $version" judge_sglang.py "$sglang" "$here/judge_sglang.py" "$testdata" "$model" ;;
+    sglang)
+      against "SGLang $version" judge_sglang.py "$sglang" "$here/judge_sglang.py" "$testdata" "$model"
+      against "SGLang $version" judge_switch.py "$sglang" "$here/judge_switch.py"
+      ;;
     esac
   done < <(sort -u <<<"$fetched")
   unset PYTHONPATH
@@ -69,6 +72,7 @@ judge "$vllm" judge_vllm.py "$testdata" "$oracles"
 judge "$vllm" judge_encode.py "$testdata"
 judge "$vllm" judge_coercion.py "$here/../../extproc/openai/testdata/coerced.json"
 judge "$sglang" judge_sglang.py "$testdata" "$model"
+judge "$sglang" judge_switch.py
 if [ -n "${TANDEM_TRTLLM:-}" ]; then
   judge "$vllm" judge_trtllm.py "$testdata" "$TANDEM_TRTLLM"
 else

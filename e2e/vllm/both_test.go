@@ -15,8 +15,6 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-
-	"tandem/e2e/realengines"
 )
 
 // TestRealBoth runs two engines that are P and D at once, with KV memory for two prompts each, and more prompts than
@@ -63,15 +61,7 @@ func (s *suite) tokens(t *testing.T, prompt string) float64 {
 
 // crowd sends so many prompts at once, every second one for a stream.
 func (s *suite) crowd(t *testing.T, name string, n, words int, settings string) {
-	pool := "- name: tiny\n  models: [\"*\"]\n  kvTransfer: nixl\n" + settings + "  endpoints:\n"
-	for _, e := range s.engines() {
-		pool += fmt.Sprintf("  - {address: %q, role: both}\n", e.addr)
-	}
-	s.front.addr, s.admin = realengines.Serve(t, pool)
-	require.Eventually(t, func() bool {
-		m, err := scrape(s.admin)
-		return err == nil && m.sum("tandem_scrapes_total", `result="ok"`) >= 2
-	}, time.Minute, 100*time.Millisecond)
+	s.serveBoth(t, s.engines(), settings)
 	requests, want := make([]request, n), make([]answer, n)
 	for i := range requests {
 		requests[i] = request{api: completions, prompt: s.prompts.words(words), tokens: 16, stream: i%2 == 1}

@@ -18,6 +18,8 @@
 #              LEASES       not empty: P has KV memory for one long prompt, D runs 8 requests; go test -run TestRealLeases. default:
 #                           vLLM's own settings; N: the recommended ones, with a lease of N seconds
 #              ENGINES      how many of each role; default 2
+#              DECODES      how many decode engines, if not as many: BOTH=1 ENGINES=1 DECODES=2 are three engines that do both, for
+#                           go test -run TestRealRoles
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
 #                           channels 1000 above; default 28100
@@ -104,10 +106,13 @@ rm -rf "$store"
 mkdir -p "$store"
 export TANDEM_VLLM_STORE=$store
 [ -z "${BOTH:-}" ] || { blocks=260 && export TANDEM_VLLM_BOTH=1; }
-last=$((${ENGINES:-2} - 1))
-for i in $(seq 0 $last); do
+prefill=("${prefill[@]:0:${ENGINES:-2}}")
+decode=("${decode[@]:0:${DECODES:-${ENGINES:-2}}}")
+for i in "${!prefill[@]}"; do
   mapfile -t more < <(ranks "${prefill[i]}")
   engine "prefill-$i" "${prefill[i]}" --kv-transfer-config "$(transfer kv_producer)" ${more[@]+"${more[@]}"}
+done
+for i in "${!decode[@]}"; do
   mapfile -t more < <(ranks "${decode[i]}")
   engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)" ${more[@]+"${more[@]}"} ${more_decode[@]+"${more_decode[@]}"}
 done
@@ -116,13 +121,11 @@ if [ "${REFERENCE:-}" = prefill ]; then
 else
   blocks=2048 engine reference "$reference"
 fi
-for i in $(seq 0 $last); do
-  ready "prefill-$i" "${prefill[i]}"
-  ready "decode-$i" "${decode[i]}"
-done
+for i in "${!prefill[@]}"; do ready "prefill-$i" "${prefill[i]}"; done
+for i in "${!decode[@]}"; do ready "decode-$i" "${decode[i]}"; done
 [ "${REFERENCE:-}" = prefill ] || ready reference "$reference"
 
-addresses() { printf '127.0.0.1:%s\n' "$@" | head -n $((last + 1)) | paste -sd, -; }
+addresses() { printf '127.0.0.1:%s\n' "$@" | paste -sd, -; }
 TANDEM_VLLM_PREFILL=$(addresses "${prefill[@]}")
 TANDEM_VLLM_DECODE=$(addresses "${decode[@]}")
 export TANDEM_VLLM_PREFILL TANDEM_VLLM_DECODE TANDEM_VLLM_DECODE_PID=${pids[decode-0]}
