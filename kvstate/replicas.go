@@ -92,7 +92,7 @@ type Booked struct {
 // with time, except that LocalUntil passes.
 func (e *Endpoint) Booked(now time.Time) Booked {
 	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load()}
-	b.Room = Room{e.memory.room.Held(), e.memory.room.Need()}
+	b.Room = Room{e.memory.room.Held(), e.memory.room.Need(e.Word() == RolePrefill)}
 	if b.Jobs = e.queue.n.Load(); b.Jobs > 0 {
 		b.Work, b.Lead = time.Duration(e.queue.total.Load()), time.Duration(e.queue.lead.Load())
 		b.Since = time.Unix(0, e.queue.since.Load())

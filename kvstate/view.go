@@ -61,7 +61,9 @@ type Learned struct {
 // Room is what hand-overs need of an engine's KV memory, in tokens.
 type Room struct {
 	Held int64 // by prompts that it computes or computed for others, until they have fetched them
-	Need int64 // of the largest request that it answers or will; 0 if it does not prefill
+	// of the largest request that it answers or will; 0 if it does not prefill. Pass 2 sends nothing to an endpoint
+	// whose word is prefill, so only what it answers counts there.
+	Need int64
 }
 
 func (r *Room) add(other Room) { r.Held, r.Need = r.Held+other.Held, max(r.Need, other.Need) }
@@ -192,7 +194,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	}
 	c.Weight = e.Weight()
 	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
-	c.Room = Room{e.memory.room.Held(), e.memory.room.Need()}
+	c.Room = Room{e.memory.room.Held(), e.memory.room.Need(e.Word() == RolePrefill)}
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
 	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)

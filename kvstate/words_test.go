@@ -53,6 +53,30 @@ func TestWords(t *testing.T) {
 	require.Zero(t, s.Pool("chat").Endpoint("b").Word())
 }
 
+// What may come to an endpoint in pass 2 does not count while its word is prefill: pass 2 sends it elsewhere. What it
+// answers already counts, whatever its word, at other replicas as well.
+func TestNeedOfWords(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s, p := fleetOfBoth(t, &now, "a", "b")
+	a, b := p.Endpoint("a"), p.Endpoint("b")
+	need := func() int64 {
+		var v View
+		s.View(p, nil, &v)
+		require.Equal(t, v.Endpoints[0].Room, a.Booked(now).Room)
+		return v.Endpoints[0].Room.Need
+	}
+	s.Reserve(a, Booking{For: RoleDecode, PromptTokens: 640, Need: 1280, From: b, Tentative: true})
+	require.EqualValues(t, 1280, need())
+	s.SetWord(a, RolePrefill)
+	require.Zero(t, need())
+	answer := s.Reserve(a, Booking{For: RoleDecode, PromptTokens: 64, Need: 128, From: b})
+	require.EqualValues(t, 128, need())
+	s.Release(answer)
+	require.Zero(t, need())
+	s.SetWord(a, RoleDecode)
+	require.EqualValues(t, 1280, need())
+}
+
 // Prompts that an endpoint computes for others count in the share of its time that prompts take, and those that run
 // beside answers teach no speed.
 func TestPromptsBesideAnswers(t *testing.T) {

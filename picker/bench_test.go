@@ -46,14 +46,21 @@ func wholeCases() (all []pickCase) {
 		lengths           string // distribution of the held lengths of prompts, a quarter of which is common to all
 		// as in a server: engines report loads and models, requests name a model, prompts are counted
 		served bool
+		words  bool // all endpoints serve both legs, and have words
 	}{
-		{64, 430, "whole", false}, {1024, 8192, "whole", false}, {1024, 8192, "different", false},
-		{64, 430, "whole", true}, {1024, 8192, "whole", true}, {1024, 8192, "different", true},
+		{64, 430, "whole", false, false}, {1024, 8192, "whole", false, false}, {1024, 8192, "different", false, false},
+		{64, 430, "whole", true, false}, {1024, 8192, "whole", true, false}, {1024, 8192, "different", true, false},
+		{64, 430, "whole", true, true}, {1024, 8192, "whole", true, true},
 	} {
 		s, random := kvstate.New(kvstate.Options{}), rand.New(rand.NewPCG(1, 1))
 		var eps []kvstate.EndpointSpec
-		for _, c := range fleet(c.endpoints, 1).Endpoints {
-			eps = append(eps, c.Endpoint.EndpointSpec)
+		var legs []kvstate.Role
+		for _, at := range fleet(c.endpoints, 1).Endpoints {
+			spec := at.Endpoint.EndpointSpec
+			if legs = append(legs, spec.Role); c.words {
+				spec.Role = kvstate.RoleBoth
+			}
+			eps = append(eps, spec)
 		}
 		s.SetPool(kvstate.PoolSpec{Name: "p", Models: []string{"*"}}, eps)
 		p := s.Pool("p")
@@ -68,8 +75,9 @@ func wholeCases() (all []pickCase) {
 		}
 		order := random.Perm(c.endpoints)
 		for i, e := range p.Endpoints() {
+			s.SetWord(e, legs[i]) // of a fixed role: nothing
 			s.Reserve(e, kvstate.Booking{
-				For: e.Role, PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond,
+				For: legs[i], PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond,
 			})
 			if c.served {
 				report(s, e)
@@ -91,6 +99,9 @@ func wholeCases() (all []pickCase) {
 		name := fmt.Sprintf("%d/blocks=%d/%s", c.endpoints, c.blocks, c.lengths)
 		if c.served {
 			r.Model, name = "m", name+"/served"
+			if c.words {
+				name += "/words"
+			}
 			for range 20 * len(prompts) { // popular ones
 				s.CountPrompt(p, prompts[i%len(prompts)])
 				i++

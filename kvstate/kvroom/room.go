@@ -14,7 +14,8 @@ import (
 // Room is the account of one engine. The zero value is an engine without requests. It is safe for concurrent use.
 type Room struct {
 	held atomic.Int64
-	need atomic.Int64
+	need atomic.Int64 // of all claims
+	sent atomic.Int64 // of those whose request was sent here already
 
 	mu     sync.Mutex
 	claims []claim // by slot
@@ -48,8 +49,14 @@ func grains(tokens int64) int64 { return (max(tokens, 0) + grain - 1) &^ (grain 
 // the KV is known to have been fetched, or, where nobody will, until its lease ends.
 func (r *Room) Held() int64 { return r.held.Load() }
 
-// Need returns the tokens of the largest request that the engine answers, or will.
-func (r *Room) Need() int64 { return r.need.Load() }
+// Need returns the tokens of the largest request that the engine answers, or will; sent: of those that were sent here
+// already.
+func (r *Room) Need(sent bool) int64 {
+	if sent {
+		return r.sent.Load()
+	}
+	return r.need.Load()
+}
 
 // Claim records a request that the engine answers, with the tokens that it needs at most at a time, and that the KV of
 // its prompt, of so many tokens, is kept by from until the engine has fetched it; nil: by nobody. since is when the
@@ -70,6 +77,9 @@ func (r *Room) Claim(need int64, from *Room, held, since int64) (slot int32) {
 		r.claims = append(r.claims, c)
 	}
 	r.need.Store(max(r.need.Load(), c.need))
+	if c.since != coming {
+		r.sent.Store(max(r.sent.Load(), c.need))
+	}
 	return slot
 }
 
@@ -82,12 +92,17 @@ func (r *Room) Release(slot int32) {
 	gone := c.need
 	*c = claim{}
 	r.free = append(r.free, slot)
-	if gone > 0 && gone == r.need.Load() {
-		most := int64(0)
+	if gone > 0 && (gone == r.need.Load() || gone == r.sent.Load()) {
+		need, sent := int64(0), int64(0)
 		for i := range r.claims {
-			most = max(most, r.claims[i].need)
+			if c := &r.claims[i]; c.since != coming {
+				sent = max(sent, c.need)
+			} else {
+				need = max(need, c.need)
+			}
 		}
-		r.need.Store(most)
+		r.need.Store(max(need, sent))
+		r.sent.Store(sent)
 	}
 }
 

@@ -16,14 +16,15 @@ import (
 func TestRoom(t *testing.T) {
 	var p, d Room
 	coming := d.Claim(1100, &p, 1000, 0)
-	require.Equal(t, []int64{1024, 0, 0, 1152}, []int64{p.Held(), p.Need(), d.Held(), d.Need()})
+	require.Equal(t, []int64{1024, 0, 0, 1152}, []int64{p.Held(), p.Need(false), d.Held(), d.Need(false)})
+	require.Zero(t, d.Need(true))
 	sent := d.Claim(1100, &p, 1000, 50) // pass 2 claims before it releases
 	d.Release(coming)
-	require.Equal(t, []int64{1024, 1152}, []int64{p.Held(), d.Need()})
+	require.Equal(t, []int64{1024, 1152, 1152}, []int64{p.Held(), d.Need(false), d.Need(true)})
 	require.True(t, d.Waiting(0, 100))
-	require.Equal(t, []int64{0, 1152}, []int64{p.Held(), d.Need()}, "fetched, and answered still")
+	require.Equal(t, []int64{0, 1152}, []int64{p.Held(), d.Need(false)}, "fetched, and answered still")
 	d.Release(sent)
-	require.Equal(t, []int64{0, 0}, []int64{p.Held(), d.Need()})
+	require.Equal(t, []int64{0, 0, 0}, []int64{p.Held(), d.Need(false), d.Need(true)})
 }
 
 // All but the latest of those that wait have been fetched, if they were sent before the last report but one.
@@ -41,7 +42,7 @@ func TestWaiting(t *testing.T) {
 	require.True(t, d.Waiting(0, 25))
 	require.Equal(t, int64(64+64000), p.Held())
 	d.Release(alone)
-	require.Equal(t, int64(64), d.Need())
+	require.Equal(t, int64(64), d.Need(false))
 }
 
 // Whatever comes and goes, nothing is left, and the sums are those of the claims.
@@ -52,6 +53,7 @@ func TestSums(t *testing.T) {
 		at   int
 		slot int32
 		need int64
+		sent bool
 	}
 	var all []open
 	for range 5000 {
@@ -61,19 +63,21 @@ func TestSums(t *testing.T) {
 			all[i] = all[len(all)-1]
 			all = all[:len(all)-1]
 		} else {
-			at, need := r.IntN(3), 64*r.Int64N(100)
-			all = append(all, open{at, rooms[at].Claim(need, &rooms[(at+1)%3], need, r.Int64N(100)), need})
+			at, need, since := r.IntN(3), 64*r.Int64N(100), max(r.Int64N(200)-100, 0) // half of them come later
+			all = append(all, open{at, rooms[at].Claim(need, &rooms[(at+1)%3], need, since), need, since > 0})
 		}
 		if r.IntN(10) == 0 {
 			rooms[r.IntN(3)].Waiting(r.Int64N(20), r.Int64N(100))
 		}
-		most, held := [3]int64{}, [3]int64{}
+		most, sent, held := [3]int64{}, [3]int64{}, [3]int64{}
 		for _, o := range all {
-			most[o.at] = max(most[o.at], o.need)
+			if most[o.at] = max(most[o.at], o.need); o.sent {
+				sent[o.at] = max(sent[o.at], o.need)
+			}
 			held[(o.at+1)%3] += o.need
 		}
 		for i := range rooms {
-			require.Equal(t, most[i], rooms[i].Need())
+			require.Equal(t, []int64{most[i], sent[i]}, []int64{rooms[i].Need(false), rooms[i].Need(true)})
 			require.LessOrEqual(t, rooms[i].Held(), held[i])
 			require.GreaterOrEqual(t, rooms[i].Held(), int64(0))
 		}
@@ -82,7 +86,7 @@ func TestSums(t *testing.T) {
 		rooms[o.at].Release(o.slot)
 	}
 	for i := range rooms {
-		require.Zero(t, rooms[i].Held()+rooms[i].Need())
+		require.Zero(t, rooms[i].Held()+rooms[i].Need(false)+rooms[i].Need(true))
 	}
 }
 

@@ -89,7 +89,8 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 		if c.KVTokens > 0 {
 			e.Capacity = float64(c.KVTokens)
 		}
-		e.KV = float64(c.PromptTokens) + e.Answers*answer/2
+		// the tokens are also those of prompts that wait there to be computed, and they may wait for long
+		e.KV = float64(c.PromptTokens)*e.Answers/max(float64(c.Requests), 1) + e.Answers*answer/2
 		if c.Jobs > 1 { // the first one is at work, and no other engine can take its place
 			e.Backlog = e.Queue * float64(c.Jobs-1) / float64(c.Jobs)
 		}

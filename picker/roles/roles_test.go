@@ -181,6 +181,7 @@ func TestOf(t *testing.T) {
 	require.InDelta(t, 4, f.Engines[0].Queue, 1e-6)
 	require.InDelta(t, 2, f.Engines[0].Backlog, 1e-6, "one of two is at work")
 	require.Zero(t, f.Engines[0].Answers)
+	require.Zero(t, f.Engines[0].KV, "prompts that wait to be computed are no answers")
 	require.InDelta(t, 1, f.Engines[1].Answers, 0)
 	require.InDelta(t, 1128, f.Engines[1].KV, 1e-6)
 	before := f.Arriving
