@@ -9,8 +9,8 @@ import (
 )
 
 // Continue makes the stream ready for the answer of another engine, which is asked for with [Stream.Ask] and fed from
-// now on. If it returns a reason, the answer cannot be continued, and nothing has changed. A copy of the stream that was
-// made before stays as it is: it can follow the engine before, if no other one answers.
+// now on. If it returns a reason, the answer cannot be continued, and nothing has changed. A copy of the stream, made
+// before, stays as it is: it can follow the engine before, if no other one answers.
 func (s *Stream) Continue() Reason {
 	switch {
 	case s.seen.finish:
