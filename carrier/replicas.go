@@ -66,9 +66,9 @@ func open(text []byte) (*configured, error) {
 	return &configured{set.File, r.requests, newCalls()}, nil
 }
 
-// moreProcessors gives Go as many processors more as the machine has: so many workers has Envoy by default. A worker keeps
-// the one with which it called Go until the monitor thread, which naps (hooks.c), takes it away: goroutines must not wait
-// for that. GOMAXPROCS still rules.
+// moreProcessors gives Go as many processors more as the machine has: so many workers has Envoy by default. A worker
+// keeps the one with which it called Go until the monitor thread, which naps (hooks.c), takes it away: goroutines must
+// not wait for that. GOMAXPROCS still rules.
 var moreProcessors = sync.OnceFunc(func() {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + runtime.NumCPU())
