@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -65,8 +66,18 @@ func open(text []byte) (*configured, error) {
 	return &configured{set.File, r.requests, newCalls()}, nil
 }
 
+// moreProcessors gives Go as many processors more as the machine has: so many workers has Envoy by default. A worker
+// keeps the one with which it called Go until the monitor thread, which naps (hooks.c), takes it away: goroutines must
+// not wait for that. GOMAXPROCS still rules.
+var moreProcessors = sync.OnceFunc(func() {
+	if os.Getenv("GOMAXPROCS") == "" {
+		runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + runtime.NumCPU())
+	}
+})
+
 func start(set *settings) (*running, error) {
 	replica.TuneGC()
+	moreProcessors()
 	level := slog.LevelInfo
 	if set.Log != "" {
 		if err := level.UnmarshalText([]byte(set.Log)); err != nil {

@@ -125,6 +125,31 @@ func TestInside(t *testing.T) {
 	})
 }
 
+// Go's threads may nap longer than Envoy's, whose timers stay exact (docs/adr/0087).
+func TestInsideNaps(t *testing.T) {
+	onlyInside(t)
+	f := start(t, options{inside: true, prefills: 1, decodes: 1})
+	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*", f.envoy.cmd.Process.Pid))
+	require.NoError(t, err)
+	own, err := os.ReadFile("/proc/self/timerslack_ns")
+	require.NoError(t, err)
+	slack := map[string]int{} // the first word of a thread's name, and its slack in ns: how many threads
+	for _, task := range tasks {
+		name, _ := os.ReadFile(task + "/comm")
+		text, err := os.ReadFile("/proc/" + filepath.Base(task) + "/timerslack_ns")
+		if err != nil {
+			t.Skip(err) // it takes CAP_SYS_NICE
+		}
+		kind, _, _ := strings.Cut(string(name), ":")
+		slack[strings.TrimSpace(kind)+" "+strings.TrimSpace(string(text))]++
+	}
+	usual := strings.TrimSpace(string(own))
+	require.Positive(t, slack["wrk "+usual], "%v", slack)
+	require.Zero(t, slack["wrk 4000000"], "%v", slack)
+	require.Positive(t, slack["envoy 4000000"], "%v", slack)
+	require.Positive(t, slack["envoy "+usual], "Envoy's main thread: %v", slack)
+}
+
 // One engine of both roles answers alone, and the other D takes over from one that dies.
 func TestInsideOtherFleets(t *testing.T) {
 	onlyInside(t)

@@ -201,11 +201,10 @@ func (in *Insured) goBack() bool {
 	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK,
 		spoke: true, params: s.params}, "", s.hop
 	in.placed.Store(s.placed)
+	in.again.times-- // it was not continued
 	f.s.watchInsured(in, true)
-	if alive := s.leg != 0; alive || s.ended {
-		in.data([][]byte{s.kept}, s.ended)
-	} else {
-		in.data([][]byte{s.kept}, false)
+	in.data([][]byte{s.kept}, s.ended)
+	if s.leg == 0 && !s.ended && f.m == nil { // else an error has it continued already
 		in.reset()
 	}
 	return true

@@ -317,15 +317,15 @@ func (in *Insured) StreamData(id uint64, pieces [][]byte, end bool) {
 	})
 }
 
-// keep keeps what an engine sends while its stream may be continued elsewhere. If that is too much, the stream must be
-// continued.
+// keep keeps what an engine sends while its stream may be continued elsewhere. If that is too much, or if there is no
+// memory for it, the stream must be continued.
 func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
 	for _, p := range pieces {
 		s.kept = append(s.kept, p...)
 	}
 	if s.ended = end; end {
 		s.leg = 0
-	} else if len(s.kept) > maxSpare {
+	} else if len(s.kept) > maxSpare || !in.hold() {
 		in.dropSpare()
 	}
 }

@@ -393,10 +393,19 @@ func TestInsuredStreams(t *testing.T) {
 // An engine that is drained, or fails and is silent, keeps its stream until another one writes; without another one it
 // goes on.
 func TestStreamsAreMoved(t *testing.T) {
+	const failed = `data: {"error": {"message": "died", "code": 500}}` + "\n\n"
 	for name, tt := range map[string]struct {
-		others bool // decode endpoints that take the stream
-		cut    bool // the engine dies while another one is asked
-	}{"another engine": {others: true}, "no other": {}, "no other, and it dies": {cut: true}} {
+		others bool   // decode endpoints that take the stream
+		says   string // the engine's last words, while another one is asked
+		cut    bool   // the engine dies then
+		whole  bool
+	}{
+		"another engine":           {others: true, whole: true},
+		"no other":                 {whole: true},
+		"no other, and it dies":    {cut: true},
+		"it reports an error":      {says: failed, cut: true},
+		"it reports an error once": {says: failed + "data: [DONE]\n\n"},
+	} {
 		t.Run(name, func(t *testing.T) {
 			f := insuredFleet(t, nil)
 			c := newClient(t, f, well, insuredChat)
@@ -417,19 +426,14 @@ func TestStreamsAreMoved(t *testing.T) {
 			require.NotNil(t, in.again.spare)
 			all := writes(t, 1, one.body)
 			in.StreamData(one.id, [][]byte{[]byte(all[4])}, false) // it goes on meanwhile
-			one.pieces, one.stays, one.cut = all[5:], len(all) == 0, tt.cut
-			if tt.cut {
-				one.pieces = nil
-			}
-			if tt.others {
-				one.stays = true
+			if one.pieces, one.stays, one.cut = all[5:], tt.others, tt.cut; !tt.whole {
+				one.pieces = slices.DeleteFunc([]string{tt.says}, func(s string) bool { return s == "" })
 			}
 			c.goOn()
-			if tt.cut {
-				require.True(t, c.broken)
-			} else {
+			require.Equal(t, tt.whole, c.done && !c.broken && !strings.Contains(c.gets.String(), `"error"`))
+			if tt.whole {
 				require.Equal(t, uninterrupted(t), unified(c.gets.String()))
-				require.True(t, c.done)
+				require.Equal(t, tt.others, in.again.times == 1, "what nobody took was not continued")
 			}
 			c.nothingStays()
 		})
@@ -475,9 +479,11 @@ func TestSlowClients(t *testing.T) {
 	})
 }
 
-// A client that leaves ends everything at once, whatever the filter is at.
+// A client that leaves ends everything at once, whatever the filter is at: also while its stream is moved.
 func TestInsuredClientsLeave(t *testing.T) {
-	for steps := range 30 {
+	for steps := range 60 {
+		moved := steps >= 30
+		steps %= 30
 		f := insuredFleet(t, nil)
 		c := newClient(t, f, well, insuredChat)
 		c.play = func(u *startedLeg) {
@@ -485,7 +491,10 @@ func TestInsuredClientsLeave(t *testing.T) {
 			u.pieces, u.cut = u.pieces[:min(5, len(u.pieces))], true
 		}
 		c.begin()
-		for range steps {
+		for i := range steps {
+			if in := c.filter.insured.Load(); moved && in != nil && i%3 == 0 && !c.done && !c.broken {
+				in.move(causeMoved)
+			}
 			if !c.done && !c.broken && !c.deliver() {
 				c.step()
 			}

@@ -2,13 +2,15 @@ package migration
 
 import (
 	"bytes"
+	"slices"
 	"strconv"
 
 	"tandem/extproc/openai"
 )
 
 // Continue makes the stream ready for the answer of another engine, which is asked for with [Stream.Ask] and fed from
-// now on. If it returns a reason, the answer cannot be continued, and nothing has changed.
+// now on. If it returns a reason, the answer cannot be continued, and nothing has changed. A copy of the stream, made
+// before, stays as it is: it can follow the engine before, if no other one answers.
 func (s *Stream) Continue() Reason {
 	switch {
 	case s.seen.finish:
@@ -26,7 +28,7 @@ func (s *Stream) Continue() Reason {
 		return NoTokens
 	}
 	s.base, s.tokens, s.chars = m.tokens, m.tokens, chars
-	s.marks.all, s.marks.open = s.marks.all[:usable], mark{} // the next engine's come behind
+	s.marks.all, s.marks.open = slices.Clone(s.marks.all[:usable]), mark{} // the next engine's come behind
 	s.in, s.broken, s.rest = splitter{}, "", nil
 	s.joined = s.prompt != nil
 	return ""

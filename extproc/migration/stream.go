@@ -343,10 +343,10 @@ func (s *Stream) take(p *parser, e *event) (count int, reason Reason) {
 	if slices.Equal(all[from:from+again], all[old:old+again]) {
 		s.ids = append(all[:old], all[old+again:]...)
 	} else {
-		if s.chars < s.sent || s.of.showIDs && from < s.shown {
+		if s.chars < s.sent || (s.of.showIDs || !p.isNull(e.logprobs)) && from < s.shown {
 			return 0, Different
 		}
-		s.ids = append(all[:from], all[old:]...)
+		s.ids = append(all[:from:from], all[old:]...) // a copy of the stream may still need the others
 		s.shown = from
 	}
 	if s.reason != "" {
@@ -409,7 +409,7 @@ func (m *marks) add(at mark, count int, text []byte, atOnce bool) {
 		m.push(m.open)
 	}
 	m.open = mark{}
-	if count == 1 && !bytes.HasSuffix(text, []byte("\uFFFD\"")) {
+	if count == 1 && !bytes.HasSuffix(text, []byte("\uFFFD\"")) && !bytes.HasSuffix(text, []byte(`\ufffd"`)) {
 		m.push(at)
 	} else if count > 1 {
 		m.open = at

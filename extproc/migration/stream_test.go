@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -146,4 +147,34 @@ func TestCachedTokens(t *testing.T) {
 		require.Contains(t, string(s.Feed(nil, []byte(end))),
 			`"usage":{"prompt_tokens":10,"total_tokens":12,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":`+want+`}}`)
 	}
+}
+
+// TestACopyGoesOn: an engine that still writes goes on with its stream if the one that was asked in its place gives up,
+// also when that has begun to write other tokens.
+func TestACopyGoesOn(t *testing.T) {
+	event := func(who, text string, ids ...int) []byte {
+		list, _ := json.Marshal(ids)
+		delta := map[string]string{"content": text}
+		if text == "" {
+			delta = map[string]string{}
+		}
+		inside, _ := json.Marshal(delta)
+		return fmt.Appendf(nil, `data: {"id":%q,"object":"o","created":1,"model":"m","choices":[{"index":0,"delta":%s,`+
+			`"finish_reason":null,"token_ids":%s}]}`+"\n\n", who, inside, list)
+	}
+	r := scan(t, openai.Chat, `{"messages":[{"role":"user","content":"a"}],"stream":true}`)
+	s := NewStream(r, Policy{})
+	s.Feed(nil, []byte(firstEvent))
+	s.Feed(nil, event("a", "one", 1))
+	s.Feed(nil, event("a", "two", 2))
+	s.ids = slices.Grow(s.ids, 10)
+	s.Feed(nil, event("a", "", 3)) // it begins a character
+	before := s
+	require.Empty(t, s.Continue())
+	require.Empty(t, s.Feed(nil, event("b", "", 4)), "of another character")
+	s.Feed(nil, event("b", "", 5))
+
+	require.NotEmpty(t, before.Feed(nil, event("a", "é", 6)))
+	require.Empty(t, before.Continue())
+	require.Equal(t, "[1,2,3,4,5,6,7,8,9,10,1,2,3,6]", string(before.AppendPrompt(nil)))
 }
