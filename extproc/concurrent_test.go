@@ -194,23 +194,45 @@ func TestPairGoesWell(t *testing.T) {
 	})
 }
 
-// Headers that show that D has P's blocks go at once, and P goes on.
+// Headers that show that D has P's blocks go soon, and P goes on.
 func TestPairHeadersThatSayEnough(t *testing.T) {
-	for name, answers := range map[string]func(d *leg){
-		"a stream that begins with its first token": (*leg).streams,
-		"a whole answer": func(d *leg) { d.headers(false, ":status", "200", "content-type", "application/json") },
+	for name, answers := range map[string]struct {
+		give func(*leg)
+		wait time.Duration
+	}{
+		"a stream that begins with its first token": {(*leg).streams, 100 * time.Millisecond},
+		"a whole answer": {func(d *leg) { d.headers(false, ":status", "200", "content-type", "application/json") }, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
 				q, _ := pass1(s, "enough")
 				d, _ := q.decode(s)
 				p := q.mirror(s)
-				answers(d)
+				began := time.Now()
+				answers.give(d)
+				if answers.wait > 0 {
+					require.NotNil(t, d.receive().GetOverrideMessageTimeout())
+				}
 				require.NotNil(t, d.receive().GetResponseHeaders())
+				require.Equal(t, answers.wait, time.Since(began))
 				d.ended()
 				s.log(q.entry(200, "via_upstream"))
 				p.answer(200, goodPrefill)
 				require.NotNil(t, p.receive().GetResponseHeaders(), "not cut")
+			})
+			inBubble(t, twoAndTwo, func(t *testing.T, s *stand) { // D shows P's failure first
+				if answers.wait == 0 {
+					return
+				}
+				q, _ := pass1(s, "late")
+				d, _ := q.decode(s)
+				p := q.mirror(s)
+				answers.give(d)
+				require.NotNil(t, d.receive().GetOverrideMessageTimeout())
+				time.Sleep(answers.wait / 2)
+				p.answer(500, "oops")
+				d.redirected(q)
+				s.log(q.entry(0, "downstream_remote_disconnect"))
 			})
 		})
 	}
@@ -251,11 +273,12 @@ func TestPairPrefillNeverAnswers(t *testing.T) {
 		q, _ := pass1(s, "never")
 		d, _ := q.decode(s)
 		p := q.mirror(s)
+		began := time.Now()
 		d.streams()
+		d.receive()
 		require.NotNil(t, d.receive().GetResponseHeaders())
 		d.ended()
 		s.log(q.entry(200, "via_upstream"))
-		began := time.Now()
 		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode())
 		require.Equal(t, 31*time.Second, time.Since(began))
 	})

@@ -32,8 +32,8 @@ type decodeLeg struct{ pairLeg }
 // While P is working
 //
 //   - D's headers are held back if their status is 200: most engines answer a stream with 200 before they have done
-//     anything, and what has gone to a client cannot be planned again. Headers that show that D has P's blocks are not
-//     held (docs/adr/0089): P answers later than D has its first token, by a batch of other prompts;
+//     anything, and what has gone to a client cannot be planned again. Headers that show that D has P's blocks, or has
+//     failed, are held for verdictSoon at most (docs/adr/0089): P answers later than D, by a batch of other prompts;
 //   - if P fails or exceeds its time limit, D is cut and the request is planned again, by a 307 with a ticket;
 //   - the same if D fails;
 //   - if the client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
@@ -106,6 +106,10 @@ func (x decodeLeg) streamsLate(t *kvtransfer.Ticket) bool {
 		c.StreamsLate(openai.Classify(string(h.Method), string(h.Path)), d.Transfer.Release, x.stream.body.Bytes())
 }
 
+// verdictSoon is how long P's verdict may take after headers that say that D has P's blocks, or has failed: when P dies,
+// D may show it first.
+const verdictSoon = 100 * time.Millisecond
+
 // watch waits for P's verdict. If it returns nil, Envoy continues without this stream. late: see streamsLate.
 func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) error {
 	received := x.stream.receiveLater() // at most one message comes: D's headers
@@ -113,6 +117,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) er
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	held := false
+	var soon <-chan time.Time
 	for {
 		select {
 		case got := <-received:
@@ -121,16 +126,18 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) er
 			}
 			x.stream.take(got)
 			var err error
-			if held, err = x.holdAnswer(t, p, limit, late); !held || err != nil {
+			if held, err = x.holdAnswer(t, p, limit); !held || err != nil {
 				return err
 			}
-			received = nil
+			if received = nil; late {
+				soon = time.After(verdictSoon)
+			}
+		case <-soon:
+			return x.goOn(t, held)
 		case <-p.Ended:
 			switch {
 			case p.Verdict.OK:
-				x.meter.SpanLegEnded("ok", 0)
-				x.s.passes.PairHolds(t)
-				return x.release(held)
+				return x.goOn(t, held)
 			case plan.ClientsFault(p.Verdict.Status):
 				return x.answerFor(p.Verdict)
 			}
@@ -145,6 +152,13 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) er
 			return io.EOF
 		}
 	}
+}
+
+// goOn ends the leg's watch: D has P's blocks.
+func (x decodeLeg) goOn(t *kvtransfer.Ticket, held bool) error {
+	x.meter.SpanLegEnded("ok", 0)
+	x.s.passes.PairHolds(t)
+	return x.release(held)
 }
 
 // afterPrefillOf sends D's request only after P has done its part, and then ends the stream.
@@ -174,9 +188,8 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
-// extended, unless they show that D has P's blocks: a JSON answer is whole.
-func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit time.Duration,
-	late bool) (held bool, err error) {
+// extended, unless the answer is JSON: that is whole, so P's blocks have come.
+func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit time.Duration) (held bool, err error) {
 	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
 		return false, errors.New("a decode leg went on without an answer")
 	}
@@ -190,14 +203,8 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		// a script of this listener removes Tandem's additions from its body
 		return false, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 	}
-	select {
-	case <-p.Ended: // the verdict counts
-	default:
-		if late || bytes.HasPrefix(x.stream.msg.Headers.ContentType, []byte(envoywire.ContentTypeJSON)) {
-			x.meter.SpanLegEnded("ok", 0)
-			x.s.passes.PairHolds(t)
-			return false, x.release(true)
-		}
+	if bytes.HasPrefix(x.stream.msg.Headers.ContentType, []byte(envoywire.ContentTypeJSON)) {
+		return false, x.goOn(t, true)
 	}
 	return true, x.stream.send(&envoywire.Reply{Patience: limit + time.Second})
 }

@@ -142,6 +142,7 @@ func TestSpansOfLegsAtOnce(t *testing.T) {
 		p := q.mirror(s)
 		d.streams()
 		d.receive()
+		d.receive()
 		d.ended()
 		p.answer(200, goodPrefill)
 		p.receive()
