@@ -105,8 +105,8 @@ bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front a
 
 LONG = $(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -json docs/figures/long.json -peer-policy cache_aware \
   $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d) $$([ ! -x .tools/dynamo/bin/python ] || echo -dynamo .tools/dynamo/bin/python)
-bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, and as many as each can, beside vllm-router, smg, llm-d and Dynamo's selection service if they are installed (bench-peers); some GB of memory, on an idle machine (10 minutes)
-	$(LONG) -clients 64 -rate $${RATE:-20} -requests $${REQUESTS:-200} -idle 10s
+bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, and as many as each can, beside vllm-router, smg, llm-d and Dynamo's selection service if they are installed (bench-peers); 4 GB of memory, on an idle machine (a quarter of an hour)
+	$(LONG) -clients 32 -rate $${RATE:-20} -requests $${REQUESTS:-200} -idle 10s
 	$(LONG) -clients 16 -requests $${REQUESTS:-200}
 	$(PAGE)
 
