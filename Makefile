@@ -95,17 +95,20 @@ ratelimit: ## envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/lim
 	cd .tools && GOBIN=$$PWD/bin $(GO) install github.com/envoyproxy/ratelimit/src/service_cmd@v1.4.1-0.20260122083618-3fb702589d36
 	mv .tools/bin/service_cmd .tools/bin/ratelimit
 
-PEERS = -variant 'redis: redis=yes' -json docs/figures/peers.json -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
-bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem (4 minutes, and builds)
+PEERS = -variant 'redis: redis=yes' -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem: CPU, and what each adds to the first token (10 minutes, and builds)
 	./scripts/tools.sh peers
 	e2e/bench/llm-d.sh .tools/llm-d || echo 'left out, for it cannot be built here: llm-d (LLM_D_ROUTER=FOLDER gives a clone)' >&2
-	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 $(PEERS)
-	$(BENCH) -shapes sse256 -clients 1 $(PEERS)
+	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 -json docs/figures/peers.json $(PEERS)
+	$(BENCH) -first -shapes sse16 -rounds 3 -json docs/figures/first.json $(PEERS)
 	$(PAGE)
 
-bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, beside vllm-router, smg and llm-d if they are installed (bench-peers); some GB of memory, on an idle machine (10 minutes)
-	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -clients 64 -rate $${RATE:-20} -requests $${REQUESTS:-200} -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -idle 10s -peer-policy cache_aware \
-	  $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
+LONG = $(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -json docs/figures/long.json -peer-policy cache_aware \
+  $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d) $$([ ! -x .tools/dynamo/bin/python ] || echo -dynamo .tools/dynamo/bin/python)
+bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, and as many as each can, beside vllm-router, smg, llm-d and Dynamo's selection service if they are installed (bench-peers); 4 GB of memory, on an idle machine (a quarter of an hour)
+	$(LONG) -clients 32 -rate $${RATE:-20} -requests $${REQUESTS:-200} -idle 10s
+	$(LONG) -clients 16 -requests $${REQUESTS:-200}
+	$(PAGE)
 
 load: tools build ## one replica, one with a Redis, and four and eight that share one, each as fast as it can (ten minutes; CLIENTS=1,16,64,256)
 	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k,json220k,json1m,sse256 -clients $${CLIENTS:-16,64} -variant 'redis: redis=yes' -variant 'four: redis=yes replicas=4' -variant 'eight: redis=yes replicas=8'

@@ -66,7 +66,7 @@ var branching = map[string]struct {
 var longLines = map[string]int{
 	"cmd/tandem":       43,
 	"envoy-configs":    32,
-	"extproc":          34,
+	"extproc":          33,
 	"internal/replica": 22,
 	"status":           2,
 }

@@ -1,8 +1,11 @@
 package docs
 
 import (
+	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -22,16 +25,24 @@ type measured struct {
 	Rate, CPUXFloor, P50XFloor, P99XFloor, CPUXTandem, P50MsMore float64
 	EnvoyMs, RouterMs, P50Ms, P99Ms, P999Ms, FirstByteMs         float64
 	Fleet                                                        *fleetLine
+	More                                                         moreLine
+}
+
+type moreLine struct {
+	Engines, FirstByteP99Ms, AddedMs, PerSecond, IdlePercent, PeakMiB float64
 }
 
 type fleetLine struct {
 	EnvoyMs, TandemMs, RedisMs, XOne, LogEntries, RedisCommands, Wakeups, IdleMs float64
 }
 
-// figuresOf reads what was measured of a table.
+// figuresOf reads what was measured of a table; nil if nothing was yet.
 func figuresOf(t *testing.T, table string) (out []measured) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("figures", table+".json"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
 	require.NoError(t, err)
 	require.NoError(t, json.Unmarshal(text, &out))
 	slices.SortStableFunc(out, func(a, b measured) int {
@@ -236,19 +247,81 @@ func tailsTable(t *testing.T) string {
 		out)
 }
 
+// peers are the stacks of the tables beside other routers, in their order.
+var peers = []struct{ stack, head string }{
+	{"tandem", "Envoy + Tandem"}, {"redis", "Envoy + Tandem with Redis"},
+	{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"}, {"smg", "smg"},
+	{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
+	{"envoy+smg", "Envoy + smg"},
+	{"llm-d", "Envoy + llm-d"}, {"dynamo-select", "Envoy + Dynamo's selection service"},
+}
+
+// firstTable is of what each router adds to the first token.
+func firstTable(t *testing.T) string {
+	all := figuresOf(t, "first")
+	if all == nil {
+		return "Not measured yet (`make bench-peers`).\n"
+	}
+	var out [][]string
+	line := func(name, stack string) {
+		one := pick(all, func(m *measured) bool { return m.Stack == stack && m.Clients == 1 })
+		half := pick(all, func(m *measured) bool { return m.Stack == stack && m.Clients > 1 })
+		if len(one) == 0 || len(half) == 0 {
+			return
+		}
+		added := func(l *measured) string { return cmp.Or(timeText(max(l.More.AddedMs, 0)), "0") }
+		out = append(out, []string{
+			name, added(&one[0]), timeText(one[0].FirstByteMs), timeText(one[0].More.FirstByteP99Ms),
+			figure(half[0].More.PerSecond/2, 0), added(&half[0]), timeText(half[0].FirstByteMs),
+			timeText(half[0].More.FirstByteP99Ms),
+		})
+	}
+	line("none: the client asks both engines", "direct")
+	line("plain Envoy whose client makes both hops", "floor")
+	for _, p := range peers {
+		line(p.head, p.stack)
+	}
+	tandem := pick(all, func(m *measured) bool { return m.Stack == "tandem" })
+	return rows(fmt.Sprintf("Envoy and Tandem add %s ms to the first token with one client, and %s ms at half of what they "+
+		"serve", timeText(tandem[0].More.AddedMs), timeText(tandem[1].More.AddedMs)), all,
+		"| router | one client: added, ms | p50 | p99 | half load: requests a second | added, ms | p50 | p99 |", out) +
+		"\n![Bars: time added to the first token.](plots/first.svg)\n"
+}
+
+// longTable is of long prompts over many engines with KV events.
+func longTable(t *testing.T) string {
+	all := figuresOf(t, "long")
+	if all == nil {
+		return "Not measured yet (`make bench-long`).\n"
+	}
+	var out [][]string
+	stacks := append([]struct{ stack, head string }{{"floor", "plain Envoy whose client makes both hops"}}, peers...)
+	for _, p := range stacks {
+		paced := pick(all, func(m *measured) bool { return m.Stack == p.stack && m.Rate > 0 })
+		most := pick(all, func(m *measured) bool { return m.Stack == p.stack && m.Rate == 0 })
+		if len(paced) == 0 || len(most) == 0 {
+			continue
+		}
+		l := paced[0]
+		cpu := cpuText(l.EnvoyMs)
+		if l.RouterMs > 0 {
+			cpu = strings.TrimPrefix(cpu+" + "+cpuText(l.RouterMs), " + ")
+		}
+		out = append(out, []string{
+			p.head, cpu, format((l.EnvoyMs+l.RouterMs)/10, "%.2f"), timeText(l.P50Ms), timeText(l.P99Ms),
+			figure(most[0].More.PerSecond, 0), format(l.More.IdlePercent, "%.1f %%"), figure(l.More.PeakMiB, 0),
+		})
+	}
+	tandem := pick(all, func(m *measured) bool { return m.Stack == "tandem" && m.Rate > 0 })[0]
+	return rows(fmt.Sprintf("With %.0f prompts of 100k tokens a second over %.0f engines, Envoy and Tandem take %.1f ms of CPU "+
+		"for each", tandem.Rate, tandem.More.Engines, tandem.EnvoyMs+tandem.RouterMs), all,
+		"| router | CPU, ms | cores for 100 a second | p50, ms | p99, ms | most a second | idle, of a core | memory, MiB |",
+		out) + "\n![Bars: CPU of a long prompt.](plots/long.svg)\n"
+}
+
 func peersTable(t *testing.T) string {
-	all := figuresOf(t, "peers")
-	if slices.ContainsFunc(all, func(m measured) bool { return m.Stack == "smg" }) { // which followed sglang-router
-		all = pick(all, func(m *measured) bool { return !strings.HasSuffix(m.Stack, "sglang-router") })
-	}
-	peers := []struct{ stack, head string }{
-		{"tandem", "Envoy + Tandem"}, {"redis", "Envoy + Tandem with Redis"},
-		{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"}, {"smg", "smg"},
-		{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
-		{"envoy+smg", "Envoy + smg"},
-		{"llm-d", "Envoy + llm-d"},
-	}
-	peers = slices.DeleteFunc(peers, func(p struct{ stack, head string }) bool {
+	all := routersOf(figuresOf(t, "peers"))
+	peers := slices.DeleteFunc(slices.Clone(peers), func(p struct{ stack, head string }) bool {
 		return !slices.ContainsFunc(all, func(m measured) bool { return m.Stack == p.stack })
 	})
 	head := "| request |"
@@ -316,7 +389,7 @@ func fleetTable(t *testing.T) string {
 // The tables of benchmarks.md that measurements write, each between two comments.
 var tables = map[string]func(*testing.T) string{
 	"floor": floorTable, "redis": redisTable, "streams": streamTable, "tails": tailsTable, "peers": peersTable,
-	"fleet": fleetTable,
+	"fleet": fleetTable, "first": firstTable, "long": longTable,
 }
 
 // results sets the answers of the first table, and of README's, that measurements write; the other rows have other
@@ -353,7 +426,57 @@ func results(t *testing.T, page, readme string) (newPage, newReadme string) {
 		}
 		set(&readme, r.short, text+" | `make bench`")
 	}
-	return page, readme
+	beside := regexp.MustCompile(`(?m)(^\| (CPU of |added to the first token|prompts of 100k)[^\n]*\n)+`)
+	require.Regexp(t, beside, readme)
+	return page, beside.ReplaceAllLiteralString(readme, strings.Join(besideRows(t), ""))
+}
+
+// besideRows are README's rows beside other routers.
+func besideRows(t *testing.T) (out []string) {
+	row := func(question, result, command string) {
+		out = append(out, fmt.Sprintf("| %s | %s | `make %s` |\n", question, result, command))
+	}
+	all := routersOf(figuresOf(t, "peers"))
+	versions, _, _ := strings.Cut(all[0].Versions, ", llm-d")
+	share := func(is func(stack string) bool) string {
+		text, _ := span(pick(all, func(m *measured) bool { return is(m.Stack) && m.Clients == 16 }), "%.2f",
+			func(m *measured) float64 { return m.CPUXTandem })
+		return text
+	}
+	row("CPU of "+versions, share(func(s string) bool { return strings.HasSuffix(s, "-router") && s[0] != 'e' || s == "smg" })+
+		" of ours; behind an Envoy "+share(func(s string) bool { return strings.HasPrefix(s, "envoy+") }), "bench-peers")
+	row("CPU of llm-d: Envoy, picker and sidecar", share(func(s string) bool { return s == "llm-d" })+" of ours", "bench-peers")
+	others := func(lines []measured, value func(*measured) string) string {
+		var texts []string
+		for _, p := range peers {
+			for i := range lines {
+				if lines[i].Stack == p.stack && !strings.HasPrefix(p.stack, "envoy+") && p.stack != "redis" {
+					name := strings.TrimSuffix(strings.TrimPrefix(p.head, "Envoy + "), "'s selection service")
+					texts = append(texts, name+" "+value(&lines[i]))
+				}
+			}
+		}
+		return strings.Join(texts, ", ")
+	}
+	if first := pick(figuresOf(t, "first"), func(m *measured) bool { return m.Clients == 1 }); first != nil {
+		row("added to the first token, one client, ms", others(first, func(m *measured) string { return timeText(m.More.AddedMs) }),
+			"bench-peers")
+	}
+	if long := pick(figuresOf(t, "long"), func(m *measured) bool { return m.Rate > 0 }); long != nil {
+		row(fmt.Sprintf("prompts of 100k tokens over %.0f engines: CPU, ms", long[0].More.Engines),
+			others(long, func(m *measured) string { return cpuText(m.EnvoyMs + m.RouterMs) }), "bench-long")
+	}
+	return out
+}
+
+// routersOf leaves out sglang-router where smg was measured, which followed it.
+func routersOf(all []measured) []measured {
+	if slices.ContainsFunc(all, func(m measured) bool { return m.Stack == "smg" }) {
+		return pick(all, func(m *measured) bool {
+			return !strings.HasSuffix(m.Stack, "sglang-router") && !strings.Contains(m.Versions, "sglang-router")
+		})
+	}
+	return all
 }
 
 func cpuXFloor(m *measured) float64 { return m.CPUXFloor }

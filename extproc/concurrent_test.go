@@ -86,11 +86,21 @@ func (q *request) mirror(s *stand) *leg {
 	return l
 }
 
-// engineAnswer is the engine's, on its way through the leg.
-func (l *leg) answer(status int, body string) {
+// headers are those of the engine's answer, on their way through the leg.
+func (l *leg) headers(end bool, pairs ...string) {
 	require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseHeaders{
-		ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(":status", strconv.Itoa(status)), EndOfStream: body == ""},
+		ResponseHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(pairs...), EndOfStream: end},
 	}}))
+}
+
+// streams are the headers of a stream.
+func (l *leg) streams() {
+	l.headers(false, ":status", "200", "content-type", "text/event-stream; charset=utf-8")
+}
+
+// answer is the engine's answer, on its way through the leg.
+func (l *leg) answer(status int, body string) {
+	l.headers(body == "", ":status", strconv.Itoa(status))
 	if body != "" {
 		require.NoError(l.t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_ResponseBody{
 			ResponseBody: &extprocv3.HttpBody{Body: []byte(body), EndOfStream: true},
@@ -130,7 +140,11 @@ const goodPrefill = `{"choices":[{"finish_reason":"length"}],"usage":{"prompt_to
 
 // pass1 sends a chat request through the main filter.
 func pass1(s *stand, id string) (q *request, v *verdict) {
-	q = s.newRequest("/v1/chat/completions", id, `{"model":"m","messages":[],"stream":true,"max_tokens":9}`)
+	return pass1At(s, id, "/v1/chat/completions")
+}
+
+func pass1At(s *stand, id, path string) (q *request, v *verdict) {
+	q = s.newRequest(path, id, `{"model":"m","messages":[],"stream":true,"max_tokens":9}`)
 	v = q.pass()
 	require.Zero(s.t, v.status(), "%v", v.immediate)
 	return q, v
@@ -158,7 +172,7 @@ var twoAndTwo = []string{"p1", "p2", "d1", "d2"}
 
 func TestPairGoesWell(t *testing.T) {
 	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
-		q, v := pass1(s, "well")
+		q, v := pass1At(s, "well", "/v1/messages")
 		require.Equal(t, plan.LegPair, v.set[envoywire.HeaderLeg])
 		require.Equal(t, envoywire.MirrorCancel, v.set[envoywire.HeaderMirror])
 		require.Equal(t, "well", v.set[envoywire.HeaderClientID])
@@ -169,7 +183,7 @@ func TestPairGoesWell(t *testing.T) {
 		require.Contains(t, string(q.body), `"stream":false`)
 		p := q.mirror(s)
 
-		d.answer(200, "") // a stream's headers come before there is a token
+		d.streams() // before there is a token
 		require.Equal(t, 31*time.Second, d.receive().GetOverrideMessageTimeout().AsDuration(), "held, and Envoy told to be patient")
 		p.answer(200, goodPrefill)
 		require.NotNil(t, p.receive().GetResponseHeaders())
@@ -177,6 +191,96 @@ func TestPairGoesWell(t *testing.T) {
 		require.NotNil(t, d.receive().GetResponseHeaders(), "now they may go")
 		d.ended()
 		s.log(q.entry(200, "via_upstream"))
+	})
+}
+
+// Headers that show that D has P's blocks go soon, and P goes on.
+func TestPairHeadersThatSayEnough(t *testing.T) {
+	for name, answers := range map[string]struct {
+		give func(*leg)
+		wait time.Duration
+	}{
+		"a stream that begins with its first token": {(*leg).streams, 100 * time.Millisecond},
+		"a whole answer": {func(d *leg) { d.headers(false, ":status", "200", "content-type", "application/json") }, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+				q, _ := pass1(s, "enough")
+				d, _ := q.decode(s)
+				p := q.mirror(s)
+				began := time.Now()
+				answers.give(d)
+				if answers.wait > 0 {
+					require.NotNil(t, d.receive().GetOverrideMessageTimeout())
+				}
+				require.NotNil(t, d.receive().GetResponseHeaders())
+				require.Equal(t, answers.wait, time.Since(began))
+				d.ended()
+				s.log(q.entry(200, "via_upstream"))
+				p.answer(200, goodPrefill)
+				require.NotNil(t, p.receive().GetResponseHeaders(), "not cut")
+			})
+			inBubble(t, twoAndTwo, func(t *testing.T, s *stand) { // D shows P's failure first
+				if answers.wait == 0 {
+					return
+				}
+				q, _ := pass1(s, "late")
+				d, _ := q.decode(s)
+				p := q.mirror(s)
+				answers.give(d)
+				require.NotNil(t, d.receive().GetOverrideMessageTimeout())
+				time.Sleep(answers.wait / 2)
+				p.answer(500, "oops")
+				d.redirected(q)
+				s.log(q.entry(0, "downstream_remote_disconnect"))
+			})
+		})
+	}
+}
+
+// A stream of several prompts, or of an engine that answers 200 before it has done anything, says nothing.
+func TestPairHeadersThatSayNothing(t *testing.T) {
+	held := func(t *testing.T, s *stand, q *request) {
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		d.streams()
+		require.NotNil(t, d.receive().GetOverrideMessageTimeout())
+		p.answer(200, goodPrefill)
+		require.NotNil(t, d.receive().GetResponseHeaders())
+		d.ended()
+		s.log(q.entry(200, "via_upstream"))
+	}
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q := s.newRequest("/v1/completions", "batch", `{"model":"m","prompt":["a","b"],"stream":true}`)
+		require.Zero(t, q.pass().status())
+		held(t, s, q)
+	})
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		var eps []kvstate.EndpointSpec
+		for _, e := range twoAndTwo {
+			eps = append(eps, kvstate.EndpointSpec{Name: e, Addr: addressOf(e), Role: roleOf(e),
+				Transfer: kvstate.Transfer{Release: "0.5.9"}})
+		}
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, eps)
+		q, _ := pass1(s, "old")
+		held(t, s, q)
+	})
+}
+
+// A P that never answers is cut some time after its limit, although D has answered.
+func TestPairPrefillNeverAnswers(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, _ := pass1(s, "never")
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		began := time.Now()
+		d.streams()
+		d.receive()
+		require.NotNil(t, d.receive().GetResponseHeaders())
+		d.ended()
+		s.log(q.entry(200, "via_upstream"))
+		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode())
+		require.Equal(t, 31*time.Second, time.Since(began))
 	})
 }
 

@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -30,8 +31,9 @@ type decodeLeg struct{ pairLeg }
 // has done its part. From there on D needs nobody, and the stream ends, so that no answer depends on this replica.
 // While P is working
 //
-//   - D's headers are held back if their status is 200: engines answer a stream with 200 before they have done anything,
-//     and what has gone to a client cannot be planned again. D has no token before P's blocks arrive, so this costs nothing;
+//   - D's headers are held back if their status is 200: most engines answer a stream with 200 before they have done
+//     anything, and what has gone to a client cannot be planned again. Headers that show that D has P's blocks, or has
+//     failed, are held for verdictSoon at most (docs/adr/0089): P answers later than D, by a batch of other prompts;
 //   - if P fails or exceeds its time limit, D is cut and the request is planned again, by a 307 with a ticket;
 //   - the same if D fails;
 //   - if the client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
@@ -61,10 +63,11 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	if c := policy.Dialect.Concurrent; c != nil && c.PrefillFirst {
 		return x.afterPrefillOf(t, p, edits)
 	}
+	late := x.streamsLate(t)
 	if err := x.stream.answerBody(edits); err != nil {
 		return err
 	}
-	return x.watch(t, p)
+	return x.watch(t, p, late)
 }
 
 // openLeg opens the ticket of a leg whose first message is the request headers.
@@ -95,13 +98,26 @@ func (x pairLeg) openPairTicket(ticket, requestID []byte) (*kvtransfer.Ticket, e
 	return t, nil
 }
 
-// watch waits for P's verdict. If it returns nil, Envoy continues without this stream.
-func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
+// streamsLate reports whether D answers with 200 only when it has P's blocks, even if the answer is a stream.
+func (x decodeLeg) streamsLate(t *kvtransfer.Ticket) bool {
+	policy, _ := x.s.passes.Policy(t.Pool)
+	c, d, h := policy.Dialect.Concurrent, plan.EndpointOf(x.s.State, t.Pool, t.Decode), &x.stream.msg.Headers
+	return c != nil && c.StreamsLate != nil && d != nil &&
+		c.StreamsLate(openai.Classify(string(h.Method), string(h.Path)), d.Transfer.Release, x.stream.body.Bytes())
+}
+
+// verdictSoon is how long P's verdict may take after headers that say that D has P's blocks, or has failed: when P dies,
+// D may show it first.
+const verdictSoon = 100 * time.Millisecond
+
+// watch waits for P's verdict. If it returns nil, Envoy continues without this stream. late: see streamsLate.
+func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) error {
 	received := x.stream.receiveLater() // at most one message comes: D's headers
 	limit := x.s.passes.PairLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	held := false
+	var soon <-chan time.Time
 	for {
 		select {
 		case got := <-received:
@@ -113,13 +129,15 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			if held, err = x.holdAnswer(t, p, limit); !held || err != nil {
 				return err
 			}
-			received = nil
+			if received = nil; late {
+				soon = time.After(verdictSoon)
+			}
+		case <-soon:
+			return x.goOn(t, held)
 		case <-p.Ended:
 			switch {
 			case p.Verdict.OK:
-				x.meter.SpanLegEnded("ok", 0)
-				x.s.passes.PairHolds(t)
-				return x.release(held)
+				return x.goOn(t, held)
 			case plan.ClientsFault(p.Verdict.Status):
 				return x.answerFor(p.Verdict)
 			}
@@ -134,6 +152,13 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 			return io.EOF
 		}
 	}
+}
+
+// goOn ends the leg's watch: D has P's blocks.
+func (x decodeLeg) goOn(t *kvtransfer.Ticket, held bool) error {
+	x.meter.SpanLegEnded("ok", 0)
+	x.s.passes.PairHolds(t)
+	return x.release(held)
 }
 
 // afterPrefillOf sends D's request only after P has done its part, and then ends the stream.
@@ -163,7 +188,7 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
-// extended.
+// extended, unless the answer is JSON: that is whole, so P's blocks have come.
 func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit time.Duration) (held bool, err error) {
 	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
 		return false, errors.New("a decode leg went on without an answer")
@@ -177,6 +202,9 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		x.meter.SpanLegEnded("refused", code)
 		// a script of this listener removes Tandem's additions from its body
 		return false, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
+	}
+	if bytes.HasPrefix(x.stream.msg.Headers.ContentType, []byte(envoywire.ContentTypeJSON)) {
+		return false, x.goOn(t, true)
 	}
 	return true, x.stream.send(&envoywire.Reply{Patience: limit + time.Second})
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"log/slog"
 	"strconv"
+	"time"
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
@@ -62,13 +63,16 @@ func (x mirroredLeg) serve() error {
 	return x.dropAnswer(code, v)
 }
 
-// untilAnswer lets the leg start, and waits for P's headers. It cuts the leg if nobody waits for it any more.
+// untilAnswer lets the leg start, and waits for P's headers. It cuts the leg if nobody waits for it any more, and some
+// time after its limit: the decode leg, which holds P to the limit, may have ended before.
 func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	p := x.s.pairs.Enter(t.ID)
 	defer x.s.pairs.Leave(t.ID)
 	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
 		return err
 	}
+	late := time.NewTimer(x.s.passes.PairLimit(t) + time.Second)
+	defer late.Stop()
 	select {
 	case got := <-x.stream.receiveLater():
 		if got.err != nil { // the leg ended without an answer
@@ -80,6 +84,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	case <-x.s.draining:
 		return errAnswered // P continues without this stream
 	case <-p.Over:
+	case <-late.C:
 	}
 	x.s.State.Release(pass.HeldBy(t).Prefill)
 	took, result := x.s.passes.Since(t), "client_gone"

@@ -113,10 +113,11 @@ func (x *stream) receiveLater() <-chan *received {
 	return out
 }
 
-// take makes a message that was read concurrently the current one. The request's headers stay.
+// take makes a message that was read concurrently the current one. The request's headers stay, but its content-type.
 func (x *stream) take(r *received) {
 	x.msg.Phase, x.msg.EndOfStream = r.Phase, r.EndOfStream
-	x.msg.Headers.Status, x.msg.Headers.Final = r.Headers.Status, r.Headers.Final
+	to, from := &x.msg.Headers, &r.Headers
+	to.Status, to.Final, to.ContentType = from.Status, from.Final, from.ContentType
 	x.msg.Attributes = r.Attributes
 }
 

@@ -140,12 +140,12 @@ func TestSpansOfLegsAtOnce(t *testing.T) {
 		q.headers[envoywire.HeaderTraceparent] = v.set[envoywire.HeaderTraceparent]
 		d, _ := q.decode(s)
 		p := q.mirror(s)
-		d.answer(200, "")
+		d.streams()
 		d.receive()
-		p.answer(200, goodPrefill)
-		p.receive()
 		d.receive()
 		d.ended()
+		p.answer(200, goodPrefill)
+		p.receive()
 		s.log(q.entry(200, "via_upstream"))
 		synctest.Wait()
 

@@ -5,7 +5,7 @@
 # and, as root on Debian, redis-server from the distribution, unless there is one ($REDIS_SERVER, PATH). Where it cannot, it says so; the tests
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
-# axe-core, for `make page`; "tools.sh peers" vllm-router and smg, for `make bench-peers`; "tools.sh envoys" older
+# axe-core, for `make page`; "tools.sh peers" vllm-router, smg and Dynamo's selection service, for `make bench-peers` and `bench-long`; "tools.sh envoys" older
 # releases of Envoy, for `make e2e-envoys`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
@@ -81,6 +81,12 @@ peers)
   if [ ! -e "$stamp" ]; then
     python3 -m venv .tools/peers
     .tools/peers/bin/pip install -q --disable-pip-version-check vllm-router==0.1.17 smg==1.13.0
+    touch "$stamp"
+  fi
+  stamp=.tools/.stamp-dynamo-1.6.1
+  if [ ! -e "$stamp" ]; then
+    python3 -m venv .tools/dynamo
+    .tools/dynamo/bin/pip install -q --disable-pip-version-check ai-dynamo-runtime==1.6.1
     touch "$stamp"
   fi
   ;;

@@ -17,7 +17,8 @@ type client struct {
 	conn   net.Conn
 	in     *bufio.Reader
 	head   []byte
-	answer []byte // of the last request
+	answer []byte             // of the last request
+	others map[string]*client // by address, for requests that do not go to the stack's own
 }
 
 func dial(addr string) (*client, error) {
@@ -28,18 +29,43 @@ func dial(addr string) (*client, error) {
 	return &client{conn: conn, in: bufio.NewReaderSize(conn, 64<<10), answer: make([]byte, 0, 64<<10)}, nil
 }
 
-func (c *client) close() { _ = c.conn.Close() }
+func (c *client) close() {
+	_ = c.conn.Close()
+	for _, o := range c.others {
+		o.close()
+	}
+}
 
-// post sends one request, whose body is given in parts, and reads the answer into c.answer. The destination header is
-// for the floor's Envoy. firstByte is the time of the answer body's first byte.
+// at returns the client's connection to another address.
+func (c *client) at(addr string) (*client, error) {
+	if o := c.others[addr]; o != nil {
+		return o, nil
+	}
+	o, err := dial(addr)
+	if err != nil {
+		return nil, err
+	}
+	if c.others == nil {
+		c.others = map[string]*client{}
+	}
+	c.others[addr] = o
+	return o, nil
+}
+
+// post sends a chat completion. The destination header is for the floor's Envoy.
 func (c *client) post(id uint64, destination string, parts ...[]byte) (firstByte time.Time, err error) {
+	return c.send("POST /v1/chat/completions", id, destination, parts...)
+}
+
+// send sends one request, whose body is given in parts, and reads the answer into c.answer. line is its method and
+// path. firstByte is the time of the answer body's first byte.
+func (c *client) send(line string, id uint64, destination string, parts ...[]byte) (firstByte time.Time, err error) {
 	length := 0
 	for _, p := range parts {
 		length += len(p)
 	}
-	h := append(c.head[:0],
-		"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\naccept: "+
-			"*/*\r\nx-request-id: bench-"...)
+	h := append(append(c.head[:0], line...), " HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"+
+		"accept: */*\r\nx-request-id: bench-"...)
 	h = strconv.AppendUint(h, id, 10)
 	if destination != "" {
 		h = append(append(h, "\r\nx-gateway-destination-endpoint: "...), destination...)
@@ -64,7 +90,7 @@ func (c *client) post(id uint64, destination string, parts ...[]byte) (firstByte
 	if err != nil {
 		return firstByte, fmt.Errorf("reading the answer: %w", err)
 	}
-	if status != 200 {
+	if status/100 != 2 {
 		return firstByte, fmt.Errorf("status %d: %.300s", status, c.answer)
 	}
 	return firstByte, nil
@@ -83,17 +109,20 @@ func (c *client) readHead() (status, length int, chunked bool, err error) {
 		if err != nil || len(line) == 0 {
 			return status, length, chunked, err
 		}
-		if value, ok := bytes.CutPrefix(line, []byte("content-length: ")); ok {
+		name, value, _ := bytes.Cut(line, []byte(": "))
+		switch {
+		case bytes.EqualFold(name, []byte("content-length")):
 			length, err = strconv.Atoi(string(value))
 			if err != nil {
 				return 0, 0, false, err
 			}
+		case bytes.EqualFold(name, []byte("transfer-encoding")):
+			chunked = string(value) == "chunked"
 		}
-		chunked = chunked || string(line) == "transfer-encoding: chunked"
 	}
 }
 
-// line reads a line without its end. Envoy writes header names in lower case.
+// line reads a line without its end.
 func (c *client) line() ([]byte, error) {
 	line, err := c.in.ReadSlice('\n')
 	return bytes.TrimRight(line, "\r\n"), err
@@ -134,13 +163,18 @@ func (c *client) readChunks() (firstByte time.Time, err error) {
 	}
 }
 
-// ask sends request id of a shape to a stack: one request through Tandem, two through the floor.
+// ask sends request id of a shape to a stack: one request through a router, two where the client is the router.
 func (c *client) ask(s *stack, sh shape, b *body, id uint64) (firstByte time.Time, err error) {
 	b.number(id)
-	if s.name != floorName {
+	switch pairs := s.pairs[sh.model]; s.name {
+	case floorName:
+		firstByte, err = c.askTwice(c, c, pairs[id%uint64(len(pairs))], b, id)
+	case directName:
+		firstByte, err = c.askDirectly(pairs[id%uint64(len(pairs))], b, id)
+	case dynamoName:
+		firstByte, err = c.askDynamo(s, sh.model, b, id)
+	default:
 		firstByte, err = c.post(id, "", b.client)
-	} else {
-		firstByte, err = c.askTwice(s.pairs[sh.model], b, id)
 	}
 	if err == nil {
 		err = c.check(sh)
@@ -148,17 +182,31 @@ func (c *client) ask(s *stack, sh shape, b *body, id uint64) (firstByte time.Tim
 	return firstByte, err
 }
 
-// askTwice makes the two requests of the floor's client, to the pairs in turn.
-func (c *client) askTwice(pairs []pair, b *body, id uint64) (firstByte time.Time, err error) {
-	p := pairs[id%uint64(len(pairs))]
-	if _, err := c.post(id, p.prefill, b.prefill); err != nil {
+// askTwice makes the two requests of a disaggregated answer over the given connections.
+func (c *client) askTwice(prefill, decode *client, p pair, b *body, id uint64) (firstByte time.Time, err error) {
+	if _, err := prefill.post(id, p.prefill, b.prefill); err != nil {
 		return firstByte, fmt.Errorf("prefill: %w", err)
 	}
-	params, ok := cutParams(c.answer)
+	params, ok := cutParams(prefill.answer)
 	if !ok {
-		return firstByte, fmt.Errorf("prefill: no KV parameters in %.300s", c.answer)
+		return firstByte, fmt.Errorf("prefill: no KV parameters in %.300s", prefill.answer)
 	}
-	return c.post(id, p.decode, []byte(`{"kv_transfer_params":`), params, []byte(","), b.client[1:])
+	firstByte, err = decode.post(id, p.decode, []byte(`{"kv_transfer_params":`), params, []byte(","), b.client[1:])
+	c.answer = decode.answer
+	return firstByte, err
+}
+
+// askDirectly makes them without an Envoy.
+func (c *client) askDirectly(p pair, b *body, id uint64) (firstByte time.Time, err error) {
+	prefill, err := c.at(p.prefill)
+	if err != nil {
+		return firstByte, err
+	}
+	decode, err := c.at(p.decode)
+	if err != nil {
+		return firstByte, err
+	}
+	return c.askTwice(prefill, decode, p, b, id)
 }
 
 // check checks that the measured answer is one.

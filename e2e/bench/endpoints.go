@@ -15,34 +15,35 @@ import (
 // Many endpoints with KV events (-endpoints 100 -kv-events -idle 10s) show what a fleet costs that a pair does not:
 // what each stack takes of the processor without requests, and that the engines' events arrived.
 
-// idle prints what every stack takes of a core while no requests come. All are measured at once, for they do nothing.
-func (l *lab) idle(ctx context.Context, d time.Duration, stdout io.Writer) error {
+// idle prints and returns what every stack takes of a core, in percent, while no requests come. All are measured at
+// once, for they do nothing.
+func (l *lab) idle(ctx context.Context, d time.Duration, stdout io.Writer) (all []float64, err error) {
 	var before []round
 	for _, s := range l.stacks {
 		used, err := s.used()
 		if err != nil {
-			return err
+			return nil, err
 		}
 		before = append(before, used)
 	}
 	if err := pause(ctx, d); err != nil {
-		return err
+		return nil, err
 	}
 	var texts []string
 	for i, s := range l.stacks {
 		now, err := s.used()
 		if err != nil {
-			return err
+			return nil, err
 		}
 		share := func(used time.Duration) float64 { return 100 * used.Seconds() / d.Seconds() }
 		text := fmt.Sprintf("%s: %.1f", s.name, share(now.tandem-before[i].tandem))
 		if s.envoy != nil {
 			text += fmt.Sprintf(" and its Envoy %.1f", share(now.envoy-before[i].envoy))
 		}
-		texts = append(texts, text)
+		texts, all = append(texts, text), append(all, share(now.cpu()-before[i].cpu()))
 	}
 	fmt.Fprintf(stdout, "Without requests, %% of a core: %s.\n\n", strings.Join(texts, "; "))
-	return nil
+	return all, nil
 }
 
 // used is the CPU time of a stack's processes up to now.

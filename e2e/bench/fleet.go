@@ -53,11 +53,11 @@ func (s *spent) cpu() float64 { return s.envoy + s.tandem + s.redis }
 // fleetRow is one round of one size: what a request cost, and a second without requests.
 type fleetRow struct{ request, idle spent }
 
-// fleet measures each number of replicas in o.fleet, o.rounds times, and prints the table.
+// fleet measures each number of replicas in o.mode.fleet, o.rounds times, and prints the table.
 func (l *lab) fleet(ctx context.Context, o options, stdout io.Writer) error {
 	rows := map[int][]fleetRow{}
 	for round := range o.rounds {
-		for _, n := range o.fleet {
+		for _, n := range o.mode.fleet {
 			row, err := l.fleetRound(ctx, o, n)
 			if err != nil {
 				return fmt.Errorf("%d replicas: %w", n, err)
@@ -75,14 +75,14 @@ func (l *lab) fleet(ctx context.Context, o options, stdout io.Writer) error {
 // fleetFigures returns medians over rounds.
 func fleetFigures(o options, rows map[int][]fleetRow) (out []figures) {
 	one := 0.0
-	for i, n := range o.fleet {
+	for i, n := range o.mode.fleet {
 		u := medians(rows[n], func(r *fleetRow) *spent { return &r.request })
 		idle := medians(rows[n], func(r *fleetRow) *spent { return &r.idle })
 		if i == 0 {
 			one = u.cpu()
 		}
 		out = append(out, figures{
-			key: key{Shape: o.shapes[0].name, Replicas: n, Rate: o.rate, Clients: fleetClients, Pinned: o.pin},
+			key: key{Shape: o.shapes[0].name, Replicas: n, Rate: o.rate, Clients: fleetClients, Pinned: o.mode.pin},
 			Fleet: &fleetCost{
 				Envoy: round3(u.envoy), Tandem: round3(u.tandem), Redis: round3(u.redis), One: round3(u.cpu() / one),
 				Logs: round3(u.logs), Commands: round3(u.commands), Wakeups: round3(u.wakeups),
@@ -97,7 +97,7 @@ func (l *lab) fleetRound(ctx context.Context, o options, n int) (row fleetRow, e
 	v := o.variants[0]
 	v.binary = cmp.Or(v.binary, filepath.Join(l.bin, "tandem"))
 	v.name, v.replicas, v.redis = fmt.Sprintf("fleet%d", n), n, true
-	g := &lab{log: l.log, envoyPath: l.envoyPath, pairs: l.pairs, bin: l.bin, pin: o.pin}
+	g := &lab{log: l.log, envoyPath: l.envoyPath, pairs: l.pairs, bin: l.bin, pin: o.mode.pin}
 	g.Dir = l.Dir
 	defer g.Stop()
 	if err := g.startTandem(ctx, o, v); err != nil {
@@ -280,7 +280,7 @@ func writeFleet(stdout io.Writer, o options, rows map[int][]fleetRow) error {
 		"processes together, per second without requests.\n\n", o.rate, o.shapes[0].title, fleetClients)
 	w := tabwriter.NewWriter(stdout, 0, 0, 1, ' ', 0)
 	var table []column
-	for i, n := range o.fleet {
+	for i, n := range o.mode.fleet {
 		request := medians(rows[n], func(r *fleetRow) *spent { return &r.request })
 		idle := medians(rows[n], func(r *fleetRow) *spent { return &r.idle })
 		if i == 0 {

@@ -33,18 +33,32 @@ type origin struct {
 type figures struct {
 	key
 	origin
-	CPU     float64    `json:"cpuXFloor,omitempty"`
-	P50     float64    `json:"p50XFloor,omitempty"`
-	P99     float64    `json:"p99XFloor,omitempty"`
-	Tandem  float64    `json:"cpuXTandem,omitempty"` // of the stacks after the first Tandem
-	More    float64    `json:"p50MsMore,omitempty"`  // than the first Tandem's, ms
-	Envoy   float64    `json:"envoyMs,omitempty"`    // CPU
-	Router  float64    `json:"routerMs,omitempty"`   // CPU of Tandem and its Redis, or of a peer
-	P50ms   float64    `json:"p50Ms,omitempty"`
-	P99ms   float64    `json:"p99Ms,omitempty"`
-	P999ms  float64    `json:"p999Ms,omitempty"`
-	FirstMs float64    `json:"firstByteMs,omitempty"` // p50, of streams
-	Fleet   *fleetCost `json:"fleet,omitempty"`
+	CPU     float64 `json:"cpuXFloor,omitempty"`
+	P50     float64 `json:"p50XFloor,omitempty"`
+	P99     float64 `json:"p99XFloor,omitempty"`
+	Tandem  float64 `json:"cpuXTandem,omitempty"` // of the stacks after the first Tandem
+	More    float64 `json:"p50MsMore,omitempty"`  // than the first Tandem's, ms
+	Envoy   float64 `json:"envoyMs,omitempty"`    // CPU
+	Router  float64 `json:"routerMs,omitempty"`   // CPU of Tandem and its Redis, or of a peer
+	P50ms   float64 `json:"p50Ms,omitempty"`
+	P99ms   float64 `json:"p99Ms,omitempty"`
+	P999ms  float64 `json:"p999Ms,omitempty"`
+	FirstMs float64 `json:"firstByteMs,omitempty"` // p50, of streams
+
+	Fleet *fleetCost   `json:"fleet,omitempty"`
+	Rest  *moreFigures `json:"more,omitempty"` // with -first, and with many engines
+}
+
+// moreFigures are those of the mode -first (the first byte's p99, ms; what the stack adds to FirstMs of a client that
+// asks the engines itself; the most requests a second), and of many engines (their number; requests a second; percent
+// of a core without requests, and most memory, Envoy included).
+type moreFigures struct {
+	Engines   int     `json:"engines,omitempty"`
+	First99   float64 `json:"firstByteP99Ms,omitempty"`
+	Added     float64 `json:"addedMs,omitempty"`
+	PerSecond float64 `json:"perSecond,omitempty"`
+	Idle      float64 `json:"idlePercent,omitempty"`
+	Peak      int64   `json:"peakMiB,omitempty"`
 }
 
 // fleetCost is a line of the fleet mode: CPU (ms) and counts per request, and CPU of a second without requests (ms).

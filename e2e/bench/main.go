@@ -37,12 +37,16 @@
 //	go run ./e2e/bench -shapes json400k -clients 64 -rate 20 -requests 200 -rounds 3 -endpoints 100 -kv-events \
 //	    -documents 200 -idle 10s
 //
+// How much later the first token comes through each stack, with one client and at half of what the stack can serve:
+//
+//	go run ./e2e/bench -first -shapes sse16 -rounds 5 -variant 'redis: redis=yes'
+//
 // With -json FILE the figures are compared with those of the last run, and kept for the next one and for
 // docs/benchmarks.md (last.go).
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
-// report.go the tables, ledgers.go the engines' counts at the end, peers.go other routers, fleet.go
-// several replicas, endpoints.go many endpoints.
+// report.go the tables, ledgers.go the engines' counts at the end, peers.go and dynamo.go other routers, first.go the
+// time to the first token, fleet.go several replicas, endpoints.go many endpoints.
 package main
 
 import (
@@ -91,10 +95,16 @@ type options struct {
 	profiles   string
 	variants   []variant // the first is called tandem
 	peers      []peer
-	fleet      []int // numbers of replicas for the fleet mode; none: the other mode
 	beside     shape // of requests that run all the time beside the measured ones; zero: none
 	last       string
-	pin        bool
+	mode       mode
+}
+
+// mode is another kind of measurement than rounds of requests.
+type mode struct {
+	fleet []int // numbers of replicas, of fleet.go
+	pin   bool  // every process on one processor
+	first bool  // of first.go
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
@@ -134,8 +144,10 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		})
 	f.StringVar(&fleet, "fleet", "", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
 		"second of the first shape (fleet.go)")
-	f.BoolVar(&o.pin, "pin", false, "in the fleet mode: Envoy on the first processor, and all replicas on the "+
+	f.BoolVar(&o.mode.pin, "pin", false, "in the fleet mode: Envoy on the first processor, and all replicas on the "+
 		"second, so that no replica's threads wake each other (Linux, two processors)")
+	f.BoolVar(&o.mode.first, "first", false, "measure what each stack adds to the first token instead, of the first "+
+		"shape (first.go)")
 	f.StringVar(&beside, "beside", "", "shape of requests that are sent beside the measured ones, "+
 		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
 	f.StringVar(&o.last, "json", "", "`file` with the figures of earlier runs (docs/figures/*.json): compare, then "+
@@ -174,7 +186,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	if o.clients, err = numbers(clients); err != nil {
 		return o, fmt.Errorf("-clients: %w", err)
 	}
-	if o.fleet, err = numbers(fleet); err != nil {
+	if o.mode.fleet, err = numbers(fleet); err != nil {
 		return o, fmt.Errorf("-fleet: %w", err)
 	}
 	return o, o.check()
@@ -182,14 +194,11 @@ func parse(args []string, stderr io.Writer) (options, error) {
 
 // check checks the numbers.
 func (o *options) check() error {
-	if len(o.fleet) > 0 && o.rate <= 0 {
+	if len(o.mode.fleet) > 0 && o.rate <= 0 {
 		return errors.New("-fleet needs a -rate")
 	}
 	if o.endpoints < 2 || o.endpoints%2 != 0 || o.documents < 0 {
 		return errors.New("-endpoints is an even number above 0, -documents a number above 0")
-	}
-	if o.last != "" && (o.endpoints > 2 || o.events) {
-		return errors.New("-json keeps figures of a pair of engines only: their names do not say how many there were")
 	}
 	if len(o.clients) == 0 || o.rounds < 1 || o.workers < 1 || o.requests < 0 || o.rate < 0 || o.tokenTime <= 0 {
 		return errors.New("-clients, -rounds, -workers, -requests and -rate are numbers, -token-time a time")
@@ -266,15 +275,19 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if o.endpoints > 2 || o.events {
 		fmt.Fprintf(stdout, "Endpoints: %d. KV events: %t.\n\n", o.endpoints, o.events)
 	}
-	if len(o.fleet) > 0 {
+	if len(o.mode.fleet) > 0 {
 		return l.fleet(ctx, o, stdout)
 	}
 	if o.beside.name != "" {
 		fmt.Fprintf(stdout, "Beside: %s, %d a second. CPU contains theirs.\n\n", o.beside.title, besideRate)
 	}
+	if o.mode.first {
+		return l.firstTokens(ctx, o, stdout)
+	}
 	r := newReport(l.stacks)
+	var idle []float64 // by stack
 	if o.idle > 0 {
-		if err := l.idle(ctx, o.idle, stdout); err != nil {
+		if idle, err = l.idle(ctx, o.idle, stdout); err != nil {
 			return err
 		}
 	}
@@ -285,9 +298,15 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 				return fmt.Errorf("%s, %d clients: %w", s.name, clients, err)
 			}
 			r.add(s, key{Shape: s.name, Clients: clients, Beside: o.beside.name, Rate: o.rate}, results)
+			if o.endpoints > 2 {
+				r.manyEngines(o.endpoints, results)
+			}
 		}
 	}
 	r.memory(l.stacks)
+	if o.endpoints > 2 {
+		r.fleetFigures(l.stacks, idle)
+	}
 	ledgers, err := l.ledgers(ctx, o)
 	if err != nil {
 		return err

@@ -2,9 +2,12 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"flag"
 	"fmt"
+	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -23,6 +26,7 @@ import (
 //     P answers with one token.
 //   - llm-d (built by e2e/bench/llm-d.sh): its endpoint picker behind Envoy's ext_proc, with the Envoy and the scorers
 //     of its own documentation, and its routing sidecar before the decode engine, which makes both hops.
+//   - Dynamo's selection service (PyPI, dynamo.go), which only chooses: the client makes both hops.
 //
 // The first two are a process between client and engines, without Envoy. Each runs a second time behind a plain Envoy
 // with one route to it, for those who have an Envoy in front for TLS and limits. A peer serves one model, so there are
@@ -37,17 +41,19 @@ type peer struct {
 
 // peerFlags adds the flags with the peers' binaries, and returns a function for those that were given.
 func peerFlags(f *flag.FlagSet) func() []peer {
-	var vllm, smg, llmd, policy string
+	var vllm, smg, llmd, dynamo, policy string
 	f.StringVar(&vllm, "vllm-router", "", "vllm-router `binary` (PyPI), to run beside in its P/D mode")
 	f.StringVar(&smg, "smg", "", "smg `binary` (PyPI), likewise")
 	f.StringVar(&llmd, "llm-d", "", "`directory` with llm-d's epp and pd-sidecar (e2e/bench/llm-d.sh), likewise; they "+
 		"listen on all addresses")
+	f.StringVar(&dynamo, "dynamo", "", "`python` with ai-dynamo (PyPI), for its selection service, which takes KV "+
+		"events (dynamo.go); it listens on all addresses")
 	f.StringVar(&policy, "peer-policy", "round_robin", "`policy` of vllm-router and smg, such as cache_aware")
-	return func() []peer { return peersOf(vllm, smg, llmd, policy) }
+	return func() []peer { return peersOf(vllm, smg, llmd, dynamo, policy) }
 }
 
-// peersOf returns the peers whose binaries were given; llmd is the directory of llm-d's.
-func peersOf(vllm, smg, llmd, policy string) (out []peer) {
+// peersOf returns the peers whose binaries were given; llmd is the directory of llm-d's, dynamo a python.
+func peersOf(vllm, smg, llmd, dynamo, policy string) (out []peer) {
 	add := func(p peer) {
 		out = append(out, p)
 		p.name, p.front = "envoy+"+p.name, true
@@ -64,6 +70,9 @@ func peersOf(vllm, smg, llmd, policy string) (out []peer) {
 	if llmd != "" {
 		out = append(out, peer{llmdName, llmd, true, "nixl", "", nil})
 	}
+	if dynamo != "" {
+		out = append(out, peer{dynamoName, dynamo, false, "nixl", "", nil})
+	}
 	return out
 }
 
@@ -74,20 +83,26 @@ type frontListener struct{ Model, Port, Router, Picker string }
 
 // startPeer starts the peer for both kinds of engines.
 func (l *lab) startPeer(ctx context.Context, o options, p peer) error {
+	if p.name == dynamoName {
+		return l.startDynamo(ctx, o, p)
+	}
 	s := &stack{name: p.name, addrs: map[string]string{}}
 	var fronts []frontListener
 	for _, model := range o.models() {
 		engines := l.pairs[model]
-		if p.connector != "nixl" {
-			var err error
-			if engines, err = l.startPairs(ctx, o, model, p.name+"-"+model, p.connector); err != nil {
-				return err
+		if group := p.connector + "-" + model; p.connector != "nixl" {
+			if l.others[group] == nil {
+				var err error
+				if l.others[group], err = l.startPairs(ctx, o, model, group, p.connector); err != nil {
+					return err
+				}
 			}
+			engines = l.others[group]
 		}
 		f := frontListener{Model: model}
 		var err error
 		if p.name == llmdName {
-			f.Picker, err = l.startLLMD(ctx, s, p, model, engines)
+			f.Picker, err = l.startLLMD(ctx, o, s, p, model, engines)
 		} else {
 			f.Router, err = l.startRouter(ctx, s, p, model, engines)
 		}
@@ -130,13 +145,28 @@ func (l *lab) startRouter(ctx context.Context, s *stack, p peer, model string, e
 	return ports[0], router.Wait(ctx, "http://"+ports[0]+"/health")
 }
 
-// llmdConfig is llm-d's deploy/config/pd-epp-config.yaml with its file discovery, and both hops for every request.
-const llmdConfig = `apiVersion: llm-d.ai/v1alpha1
+// llmdConfig is llm-d's deploy/config/pd-epp-config.yaml with its file discovery, and both hops for every request. If
+// engines publish KV events (Events is their port), it has the precise prefixes of epp-precise-prefix-cache-config.yaml
+// in the place of those that it estimates, with the tokens from an engine's render path.
+var llmdConfig = template.Must(template.New("llm-d").Parse(`apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
 plugins:
-- {name: file-discovery, type: file-discovery, parameters: {path: %q}}
+- {name: file-discovery, type: file-discovery, parameters: {path: {{printf "%q" .Path}}}}
+{{- if .Events}}
+- {type: token-producer, parameters: {modelName: {{.Model}}, vllm: {url: "http://{{.Render}}"}}}
+- {type: endpoint-notification-source}
+- {type: metrics-data-source}
+- {type: core-metrics-extractor}
+- type: precise-prefix-cache-producer
+  parameters:
+    speculativeIndexing: true
+    tokenProcessorConfig: {blockSizeTokens: 16}
+    kvEventsConfig: {topicFilter: "kv@", discoverPods: true, podDiscoveryConfig: {socketPort: {{.Events}}}}
+- {type: prefix-cache-scorer, parameters: {prefixMatchInfoProducerName: precise-prefix-cache-producer}}
+{{- else}}
 - {type: approx-prefix-cache-producer, parameters: {maxPrefixTokensToMatch: 16384, lruCapacityPerServer: 31250}}
 - {type: prefix-cache-scorer}
+{{- end}}
 - {type: queue-scorer}
 - {type: prefill-filter}
 - {type: decode-filter}
@@ -150,8 +180,14 @@ schedulingProfiles:
 - name: decode
   plugins: [{pluginRef: decode-filter}, {pluginRef: max-score-picker}, {pluginRef: prefix-cache-scorer, weight: 2},
     {pluginRef: queue-scorer, weight: 1}]
-dataLayer: {discovery: {pluginRef: file-discovery}}
-`
+dataLayer:
+  discovery: {pluginRef: file-discovery}
+{{- if .Events}}
+  sources:
+  - {pluginRef: metrics-data-source, extractors: [{pluginRef: core-metrics-extractor}]}
+  - {pluginRef: endpoint-notification-source, extractors: [{pluginRef: precise-prefix-cache-producer}]}
+{{- end}}
+`))
 
 // startSidecar starts llm-d's sidecar of a decode engine and returns its address.
 func (l *lab) startSidecar(ctx context.Context, s *stack, p peer, model string, e pair) (string, error) {
@@ -170,7 +206,8 @@ func (l *lab) startSidecar(ctx context.Context, s *stack, p peer, model string, 
 }
 
 // startLLMD starts llm-d's endpoint picker and sidecars, and returns the picker's address. All listen on all addresses.
-func (l *lab) startLLMD(ctx context.Context, s *stack, p peer, model string, engines []pair) (string, error) {
+func (l *lab) startLLMD(ctx context.Context, o options, s *stack, p peer, model string,
+	engines []pair) (string, error) {
 	ports, err := process.FreePorts(3)
 	if err != nil {
 		return "", err
@@ -182,16 +219,35 @@ func (l *lab) startLLMD(ctx context.Context, s *stack, p peer, model string, eng
 		if err != nil {
 			return "", err
 		}
-		text += fmt.Sprintf("- {name: prefill%d, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: prefill}}\n"+
-			"- {name: decode%d, address: 127.0.0.1, port: %q, labels: {llm-d.ai/role: decode}}\n",
-			i, port(e.prefill), i, port(sidecar))
+		decodeHost := "127.0.0.1"
+		if o.events { // sidecars listen on all addresses
+			decodeHost = ownHost(2, i)
+			if err := forward(net.JoinHostPort(decodeHost, l.events), "127.0.0.1:"+e.decodeEvents); err != nil {
+				return "", err
+			}
+		}
+		text += fmt.Sprintf("- {name: prefill%d, address: %s, port: %q, labels: {llm-d.ai/role: prefill}}\n"+
+			"- {name: decode%d, address: %s, port: %q, labels: {llm-d.ai/role: decode}}\n",
+			i, host(e.prefill), port(e.prefill), i, decodeHost, port(sidecar))
 	}
 	config := filepath.Join(l.Dir, p.name+"-"+model+".yaml")
 	endpoints := strings.TrimSuffix(config, ".yaml") + "-endpoints.yaml"
 	if err := os.WriteFile(endpoints, []byte(text), 0o600); err != nil {
 		return "", err
 	}
-	if err := os.WriteFile(config, fmt.Appendf(nil, llmdConfig, endpoints), 0o600); err != nil {
+	values := map[string]string{"Path": endpoints, "Model": model}
+	if o.events {
+		render, err := l.renderer(ctx, model)
+		if err != nil {
+			return "", err
+		}
+		values["Events"], values["Render"] = l.events, render
+	}
+	var settings bytes.Buffer
+	if err := llmdConfig.Execute(&settings, values); err != nil {
+		return "", err
+	}
+	if err := os.WriteFile(config, settings.Bytes(), 0o600); err != nil {
 		return "", err
 	}
 	epp, err := l.Start(p.name+"-epp-"+model, nil, filepath.Join(p.binary, "epp"), "--config-file", config,
@@ -203,6 +259,50 @@ func (l *lab) startLLMD(ctx context.Context, s *stack, p peer, model string, eng
 	}
 	s.routers = append(s.routers, epp)
 	return picker, epp.Wait(ctx, "http://"+metrics+"/metrics")
+}
+
+// renderer starts an engine that only tells the tokens of prompts, as `vllm launch render` does, and returns its
+// address. Its CPU counts for nobody.
+func (l *lab) renderer(ctx context.Context, model string) (string, error) {
+	ports, err := process.FreePorts(2)
+	if err != nil {
+		return "", err
+	}
+	e, err := l.Start("render-"+ports[0], nil, filepath.Join(l.bin, "enginesim"), "--listen", ports[0],
+		"--side-channel", ports[1], "--role", "both", "--model", model, "--connector", "nixl", "--record=false",
+		"--keep-alive", "1m")
+	if err != nil {
+		return "", err
+	}
+	return ports[0], e.Wait(ctx, "http://"+ports[0]+"/health")
+}
+
+// forward forwards connections to another address, until this program ends.
+func forward(from, to string) error {
+	listener, err := net.Listen("tcp", from)
+	if err != nil {
+		return err
+	}
+	go func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			other, err := net.Dial("tcp", to)
+			if err != nil {
+				_ = conn.Close()
+				continue
+			}
+			for _, way := range [2][2]net.Conn{{conn, other}, {other, conn}} {
+				go func() {
+					_, _ = io.Copy(way[0], way[1])
+					_ = way[0].Close()
+				}()
+			}
+		}
+	}()
+	return nil
 }
 
 // frontConfig is an Envoy with a listener for each model: with one route to the router, or with llm-d's ext_proc filter
@@ -296,9 +396,11 @@ func (l *lab) peerVersions(ctx context.Context, peers []peer) (out string) {
 			commit, _ := os.ReadFile(filepath.Join(p.binary, "commit"))
 			out += fmt.Sprintf(", llm-d-router %.12s", commit)
 		case !p.front:
+			name := map[string]string{dynamoName: "ai-dynamo-runtime"}[p.name]
+			name = cmp.Or(name, p.name)
 			text, _ := exec.CommandContext(ctx, filepath.Join(filepath.Dir(p.binary), "python"), "-c",
-				fmt.Sprintf("import importlib.metadata as m; print(m.version(%q))", p.name)).Output()
-			out += ", " + p.name + " " + strings.TrimSpace(string(text))
+				fmt.Sprintf("import importlib.metadata as m; print(m.version(%q))", name)).Output()
+			out += ", " + name + " " + strings.TrimSpace(string(text))
 		}
 	}
 	return out

@@ -159,6 +159,34 @@ func (r *report) memory(stacks []*stack) {
 	}
 }
 
+// manyEngines adds what is measured with so many engines to the figures of the last results.
+func (r *report) manyEngines(n int, results [][]round) {
+	last := r.figures[len(r.figures)-len(results):]
+	for i, rounds := range results {
+		rate := median(each(rounds, func(r *round) float64 { return r.rate }))
+		last[i].Rest = &moreFigures{Engines: n, PerSecond: round3(rate)}
+	}
+}
+
+// fleetFigures sets what is measured of a stack with many engines: idle is a share of a core for each, if it was
+// measured.
+func (r *report) fleetFigures(stacks []*stack, idle []float64) {
+	for i, s := range stacks {
+		peak := s.envoy.Peak()
+		for _, p := range slices.Concat(s.routers, s.tandems) {
+			peak += p.Peak()
+		}
+		for k := range r.figures {
+			if f := &r.figures[k]; f.Stack == s.name {
+				f.Rest.Peak = peak >> 20
+				if idle != nil {
+					f.Rest.Idle = round3(idle[i])
+				}
+			}
+		}
+	}
+}
+
 // write prints the tables.
 func (r *report) write(w io.Writer) {
 	fmt.Fprint(w, "CPU is milliseconds per request, median over rounds (least-most); times are milliseconds, for a "+

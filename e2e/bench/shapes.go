@@ -26,6 +26,7 @@ func allShapes() []shape {
 		{"json400k", "400 KB JSON", instant, 400 << 10, 16, false, 60}, // 100k tokens
 		{"json1m", "1 MB JSON", instant, 1 << 20, 16, false, 40},
 		{"sse256", "256-token SSE", paced, 1 << 10, 256, true, 32},
+		{"sse16", "16-token SSE at once", instant, 1 << 10, 16, true, 200},
 		{"sse1024", "1,024-token SSE", paced, 1 << 10, 1024, true, 32},
 		{"sse256burst", "256-token SSE at once", instant, 1 << 10, 256, true, 300},
 	}

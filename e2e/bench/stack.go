@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -26,7 +27,8 @@ const (
 )
 
 // pair is a prefill and a decode engine. bootstrap is the prefill engine's bootstrap server, for SGLang. The last two
-// are the ports of their KV events, if they publish them.
+// are the ports of their KV events, if they publish them. Prefill engines that do have hosts of their own, and one and
+// the same port for events: llm-d knows one port for all.
 type pair struct{ prefill, decode, bootstrap, prefillEvents, decodeEvents string }
 
 // variant is a configuration of Tandem to measure.
@@ -52,6 +54,8 @@ type stack struct {
 	admins        []string           // of all replicas
 	admin         string             // Tandem's, the first replica's
 	envoyAdmin    string
+	selector      string             // of Dynamo
+	renderers     map[string]string  // of Dynamo, by model
 	envoy, tandem *process.Process   // the first replica
 	tandems       []*process.Process // all replicas
 	pairs         map[string][]pair
@@ -67,6 +71,8 @@ type lab struct {
 	rate      float64           // requests per second of all clients; 0: as fast as possible
 	pin       bool              // every process has one processor
 	pairs     map[string][]pair // of the models that the shapes ask for
+	others    map[string][]pair // those of peers with another connector, by model and connector
+	events    string            // the port of prefill engines' KV events
 	engines   []engine          // those of a group together
 	stacks    []*stack          // the floor first
 }
@@ -83,14 +89,14 @@ func (l *lab) start(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	l.pairs = map[string][]pair{}
+	l.pairs, l.others = map[string][]pair{}, map[string][]pair{}
 	l.bin = bin
 	for _, name := range o.models() {
 		if l.pairs[name], err = l.startPairs(ctx, o, name, "nixl-"+name, "nixl"); err != nil {
 			return err
 		}
 	}
-	if len(o.fleet) > 0 {
+	if len(o.mode.fleet) > 0 {
 		return nil
 	}
 	if err := l.startFloor(ctx, o); err != nil {
@@ -155,6 +161,12 @@ func (l *lab) startPair(ctx context.Context, events bool, model, name, connector
 		return p, err
 	}
 	p = pair{ports[0], ports[1], ports[4], port(ports[5]), port(ports[6])}
+	if events && connector == "nixl" {
+		l.events = cmp.Or(l.events, p.prefillEvents)
+		p.prefillEvents = l.events
+		p.prefill = net.JoinHostPort(ownHost(1, len(l.engines)), port(p.prefill))
+		ports[0], ports[5] = p.prefill, l.events
+	}
 	for i, role := range []string{"prefill", "decode"} {
 		args := []string{"--listen", ports[i], "--side-channel", ports[i+2], "--role", role, "--model", model,
 			"--connector", connector, "--bootstrap", p.bootstrap, "--record=false", "--keep-alive", "1m"}
@@ -163,8 +175,8 @@ func (l *lab) startPair(ctx context.Context, events bool, model, name, connector
 		}
 		if events {
 			// a cache of a million tokens, as on large GPUs: prompts evict each other, and events report that
-			args = append(args, "--kv-events", "tcp://*:"+port(ports[i+5]), "--kv-events-buffer", "16",
-				"--blocks", strconv.Itoa(1<<16))
+			args = append(args, "--kv-events", "tcp://*:"+port(ports[i+5]), "--kv-events-topic", "kv@bench@"+model,
+				"--kv-events-buffer", "16", "--blocks", strconv.Itoa(1<<16))
 		}
 		e, err := l.Start(name+"-"+role, nil, filepath.Join(l.bin, "enginesim"), args...)
 		if err != nil {
@@ -348,6 +360,11 @@ func (l *lab) stop() {
 		_ = os.RemoveAll(l.Dir)
 	}
 }
+
+// ownHost is a loopback address for the nth process of a kind.
+func ownHost(kind, n int) string { return fmt.Sprintf("127.%d.%d.%d", kind, n>>8, n&0xff) }
+
+func host(addr string) string { return addr[:strings.LastIndexByte(addr, ':')] }
 
 func port(addr string) string { return addr[strings.LastIndexByte(addr, ':')+1:] }
 

@@ -146,8 +146,13 @@ func (p *Process) Wakeups() (n int64) {
 	return n
 }
 
-// Peak returns the peak resident memory of the process, in bytes; 0 if it is unknown.
-func (p *Process) Peak() int64 { return p.memory("VmHWM:") }
+// Peak returns the peak resident memory of the process, in bytes; 0 if it is unknown, and for nil.
+func (p *Process) Peak() int64 {
+	if p == nil {
+		return 0
+	}
+	return p.memory("VmHWM:")
+}
 
 // memory returns the value of a line of /proc/PID/status (proc_pid_status(5)), in bytes.
 func (p *Process) memory(name string) int64 {

@@ -19,6 +19,10 @@ type Concurrent struct {
 	PrefillFirst   bool // D's leg is sent when P has answered: before that D would only wait, and block other requests
 	JoinsAnswers   bool // the client's answer may contain a part of P's
 	OwnGenerate    bool // its engines serve POST /generate, which names no model, as an API
+	// StreamsLate reports whether D answers a stream of an API with 200 only when it has the first token, and so P's
+	// blocks; nil: D does so before it has done anything. release is D's, "" if it is unknown, body
+	// is P's.
+	StreamsLate func(api openai.API, release string, body []byte) bool
 	// Unpairable returns the reason why a request cannot use two legs, "" if it can. The reasons are label values.
 	Unpairable func(r *openai.Request) string
 	// Plan plans the difference between P's body and the client's, and returns what else the legs need. r has the

@@ -1,6 +1,7 @@
 package kvtransfer
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -38,9 +39,18 @@ func sglangDialect(*Options) (Dialect, error) {
 		Reports: Reports{Alike: []Fact{FactRevision, FactDtype, FactKVDtype, FactBlockSize, FactBackend}},
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan,
-			ReadAnswer: d.ReadAnswer,
+			ReadAnswer: d.ReadAnswer, StreamsLate: d.StreamsLate,
 		},
 	}, nil
+}
+
+// StreamsLate holds for the two APIs whose server takes the first event from the scheduler before it answers 200
+// (openai/serving_chat.py:2426 and serving_completions.py:210 of 0.5.23; in 0.5.10 and newer, sglang#21900). In a
+// batch, whose bodies begin with a list of hosts, that event is of one prompt.
+func (sglang) StreamsLate(api openai.API, release string, body []byte) bool {
+	return (api == openai.Chat || api == openai.Completions) &&
+		bytes.HasPrefix(body, []byte(`{"bootstrap_host":"`)) &&
+		(release == "" || atLeast(release, 0, 5, 10))
 }
 
 // Validate requires one role for each endpoint: an engine is started for one leg, or for none, and neither leg works

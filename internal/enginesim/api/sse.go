@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"strconv"
 
+	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/fault"
 	"tandem/internal/enginesim/jsontext"
@@ -41,17 +42,18 @@ func (c *call) answerer() answerer {
 }
 
 // serveStream answers with server-sent events. As in vLLM the 200 is sent before the engine has done anything, so a
-// failed KV load or a violation can only be reported in an event.
+// failed KV load or a violation can only be reported in an event. SGLang sends it with the first event of chat
+// completions and completions (openai/serving_chat.py:2426 of 0.5.23), which may be that of a failure.
 func (c *call) serveStream() {
 	h := c.w.Header()
 	h.Set("Content-Type", "text/event-stream; charset=utf-8")
 	c.reportLoad()
-	c.w.WriteHeader(http.StatusOK)
-	c.rec.setStatus(http.StatusOK)
 	out := c.answerer()
 	st := stream{c: c, control: http.NewResponseController(c.w), buf: make([]byte, 0, 1024)}
-	if err := st.control.Flush(); err != nil {
-		return
+	if c.s.cfg.Connector != connector.SGLang || c.req.API != request.Chat && c.req.API != request.Completions {
+		if err := st.begin(); err != nil {
+			return
+		}
 	}
 	opened := false
 	open := func() {
@@ -108,11 +110,25 @@ type stream struct {
 	c       *call
 	control *http.ResponseController
 	buf     []byte
+	begun   bool // the 200 was sent
 	broken  bool // the client has gone, or an injected reset is due
 	cut     bool // the latter
 }
 
+// begin sends the 200.
+func (st *stream) begin() error {
+	st.c.w.WriteHeader(http.StatusOK)
+	st.c.rec.setStatus(http.StatusOK)
+	st.begun = true
+	return st.control.Flush()
+}
+
 func (st *stream) flush() error {
+	if !st.begun {
+		if err := st.begin(); err != nil {
+			return err
+		}
+	}
 	cut := st.cutAt()
 	_, err := st.c.w.Write(st.buf[:cut])
 	st.c.rec.set(func() { st.c.rec.AnswerBytes += cut })

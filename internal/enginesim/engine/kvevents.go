@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	stdlog "log" //nolint:depguard // zmq4 takes no other
@@ -18,6 +19,7 @@ import (
 	"github.com/go-zeromq/zmq4"
 	"github.com/go-zeromq/zmq4/security/null"
 	"github.com/vmihailenco/msgpack/v5"
+	"github.com/vmihailenco/msgpack/v5/msgpcode"
 )
 
 // Events publishes the prefix cache's stored and evicted blocks, as vLLM does (vllm/distributed/kv_events.py): a PUB
@@ -28,6 +30,7 @@ type Events struct {
 	mu     sync.Mutex
 	batch  []any // the events of the next batch
 	seq    uint64
+	size   int         // of the next batch, as the last one lets expect
 	kept   []keptBatch // the last cfg.eventSteps, oldest first
 	lose   int         // batches still to be dropped: kept, but not published
 	wake   chan struct{}
@@ -159,15 +162,23 @@ func (e *Events) next() (k keptBatch, lost bool) {
 	if len(batch) == 0 {
 		return k, false
 	}
-	var payload bytes.Buffer
-	enc := msgpack.NewEncoder(&payload)
+	payload := bytes.NewBuffer(make([]byte, 0, e.size))
+	enc := msgpack.NewEncoder(payload)
 	enc.UseCompactInts(true)
 	enc.UseArrayEncodedStructs(e.cfg.EventArrays)
 	at := float64(time.Now().UnixMicro()) / 1e6
-	_ = enc.Encode([]any{at, batch, e.cfg.Rank}) // numbers and text
+	_ = errors.Join(enc.EncodeArrayLen(3), enc.EncodeFloat64(at), enc.EncodeArrayLen(len(batch))) // numbers and text
+	for _, event := range batch {
+		if b, ok := event.(blockRemoved); ok {
+			_ = b.EncodeMsgpack(enc)
+		} else {
+			_ = enc.Encode(event)
+		}
+	}
+	_ = enc.EncodeInt(int64(e.cfg.Rank))
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	k = keptBatch{e.seq, payload.Bytes()}
+	k, e.size = keptBatch{e.seq, payload.Bytes()}, payload.Len()+payload.Len()/8
 	e.seq++
 	if e.kept = append(e.kept, k); len(e.kept) > e.cfg.EventSteps {
 		e.kept = e.kept[len(e.kept)-e.cfg.EventSteps:]
@@ -230,24 +241,56 @@ type (
 		Extra []any   `msgpack:"extra_keys"`
 	}
 	blockRemoved struct {
-		Type   string          `msgpack:"type"`
-		Hashes numbers[uint64] `msgpack:"block_hashes"`
-		Medium string          `msgpack:"medium"`
+		hash   uint64
+		medium string
+		array  bool
 	}
 	allCleared struct {
 		Type string `msgpack:"type"`
 	}
 )
 
-// numbers are encoded in as few bytes as each needs, and without reflection: a prompt has many tokens.
+// EncodeMsgpack implements [msgpack.CustomEncoder], without reflection: a full cache gives up a block for each that it
+// stores, and has an event for each.
+func (b blockRemoved) EncodeMsgpack(enc *msgpack.Encoder) error {
+	begin, name := enc.EncodeMapLen, enc.EncodeString
+	if b.array {
+		begin, name = enc.EncodeArrayLen, func(string) error { return nil }
+	}
+	return errors.Join(begin(3), name("type"), enc.EncodeString("BlockRemoved"),
+		name("block_hashes"), enc.EncodeArrayLen(1), enc.EncodeUint(b.hash), name("medium"), enc.EncodeString(b.medium))
+}
+
+// numbers are encoded in as few bytes as each needs, and many at a time: a prompt has many tokens.
 type numbers[T uint32 | uint64] []T
 
 // EncodeMsgpack implements [msgpack.CustomEncoder].
 func (n numbers[T]) EncodeMsgpack(enc *msgpack.Encoder) error {
-	err := enc.EncodeArrayLen(len(n))
-	for i := 0; i < len(n) && err == nil; i++ {
-		err = enc.EncodeUint(uint64(n[i]))
+	if err := enc.EncodeArrayLen(len(n)); err != nil {
+		return err
 	}
+	out := make([]byte, 0, 1<<10)
+	for _, t := range n {
+		if len(out) > 1<<10-9 {
+			if _, err := enc.Writer().Write(out); err != nil {
+				return err
+			}
+			out = out[:0]
+		}
+		switch v := uint64(t); {
+		case v < 1<<7:
+			out = append(out, byte(v))
+		case v < 1<<8:
+			out = append(out, msgpcode.Uint8, byte(v))
+		case v < 1<<16:
+			out = binary.BigEndian.AppendUint16(append(out, msgpcode.Uint16), uint16(v))
+		case v < 1<<32:
+			out = binary.BigEndian.AppendUint32(append(out, msgpcode.Uint32), uint32(v))
+		default:
+			out = binary.BigEndian.AppendUint64(append(out, msgpcode.Uint64), v)
+		}
+	}
+	_, err := enc.Writer().Write(out)
 	return err
 }
 
@@ -282,7 +325,10 @@ func (e *Events) copied(key uint64) {
 }
 
 func (e *Events) removed(key uint64, medium string) {
-	e.add(blockRemoved{"BlockRemoved", numbers[uint64]{key}, medium})
+	if e == nil {
+		return
+	}
+	e.add(blockRemoved{key, medium, e.cfg.EventArrays})
 }
 
 // cleared adds an event for a reset of the cache. As with vLLM it is sent with the next batch.
