@@ -111,7 +111,6 @@ type writer struct {
 	t        *testing.T
 	comments map[string]string
 	out      strings.Builder
-	at       string            // path of the section
 	sections map[string]string // path of the first one with these rows and notes
 }
 
@@ -154,7 +153,6 @@ const lineWidth = 120
 // are messages themselves get sections of their own.
 func (w *writer) section(path, about string, m protoreflect.Message) {
 	var rows, notes strings.Builder
-	w.at = path
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
 		if f := fields.Get(i); f.Kind() != protoreflect.MessageKind {
@@ -243,9 +241,7 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 		case s == "Required.":
 			byDefault = "required"
 		case strings.HasPrefix(s, "Required"):
-			if except, _, _ := strings.Cut(strings.TrimPrefix(s, "Required, except in "), ","); !strings.HasSuffix(w.at, "."+except) {
-				byDefault = "required"
-			}
+			byDefault = "required"
 			meaning = append(meaning, s)
 		default:
 			meaning = append(meaning, s)
@@ -261,9 +257,13 @@ func (w *writer) describe(f protoreflect.FieldDescriptor, m protoreflect.Message
 	default:
 		byDefault = valueOf(f, m)
 		absent := slices.IndexFunc(meaning, func(s string) bool { return strings.HasPrefix(s, "Absent: ") })
-		if absent >= 0 && byDefault == "`0`" { // which stands for absent
-			byDefault = strings.TrimSuffix(strings.TrimPrefix(meaning[absent], "Absent: "), ".")
-			meaning = slices.Delete(meaning, absent, absent+1)
+		if absent < 0 || byDefault != "`0`" && byDefault != "none" {
+			break
+		}
+		// Zero and empty stand for absent.
+		what := strings.TrimSuffix(strings.TrimPrefix(meaning[absent], "Absent: "), ".")
+		if byDefault == "`0`" || len(what) <= longDefault && absent > 0 {
+			byDefault, meaning = what, slices.Delete(meaning, absent, absent+1)
 		}
 	}
 	return meaning, byDefault

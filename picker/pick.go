@@ -109,7 +109,7 @@ const DefaultAnswerWeight = 0.5
 // DefaultPromise is what a pool promises that says nothing: a first token within 5 s, and one every 50 ms.
 func DefaultPromise() Targets { return Targets{TTFT: 5, TPOT: 0.050} }
 
-// DefaultPolicy places by price, for answers within [DefaultPromise].
+// DefaultPolicy chooses endpoints by price, and splits a request if that is cheaper. Its promise is [DefaultPromise].
 func DefaultPolicy() Policy {
 	return Policy{Model: DefaultModel(), Split: SplitAuto, Promise: DefaultPromise(), AnswerWeight: DefaultAnswerWeight}
 }

@@ -228,7 +228,7 @@ func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
 	if ended(t) || a.noRedis {
 		return nil
 	}
-	over := t.Next > t.Pass && now.Sub(t.Started) > t.Waited+t.PrefillTime+nextPass // and nobody has what followed
+	over := t.Next > t.Pass && now.Sub(t.Started) > t.Waited+t.PrefillTime+nextPass // and no replica has the next pass
 	unseen := t.Prefill != "" && t.PrefillTime == 0 && t.Next == 0 && t.Pass == 0   // no replica saw the leg end
 	for _, g := range slices.Concat(a.gone, a.restarted) {
 		in := t.Started.Before(g.Heard.Add(heardLate))

@@ -35,8 +35,8 @@ func (to Recorder) Record(t *kvtransfer.Ticket, e *envoywire.LogEntry, sealed ti
 	}
 }
 
-// mostKept is the longest answer of which Envoy takes all that an endpoint sends, however slow the client is: half of
-// what a listener keeps at least. The time of longer ones may be the client's.
+// mostKept is the length in bytes up to which Envoy buffers a whole answer for a slow client: half of what a listener
+// buffers at least. The time of a longer answer may be the client's.
 const mostKept = 4 << 20
 
 // learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.

@@ -30,7 +30,7 @@ const (
 	spansShutdown = 2 * time.Second
 )
 
-// newSpans begins to send, if the configuration says where. A collector that does not answer is no reason not to start.
+// newSpans begins to send, if the configuration says where. It succeeds even if the collector does not answer.
 // OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over the attributes that are set here.
 func newSpans(t *configv1.Tracing, release string, log *slog.Logger) (*spans, error) {
 	if t == nil {

@@ -149,7 +149,7 @@ func (e *Events) publish(ctx context.Context) {
 	}
 }
 
-// next takes the next batch. It is encoded without the lock, for which the engine would wait.
+// next takes the next batch. It encodes the batch after it has released the lock, so that the engine need not wait.
 func (e *Events) next() (k keptBatch, lost bool) {
 	e.mu.Lock()
 	batch := e.batch

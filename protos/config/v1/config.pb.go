@@ -43,11 +43,12 @@ type Config struct {
 	Pools []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
 	// Where LMCache's prefill engines send their transfer notifications. Absent: the defaults, if a pool needs it.
 	Notices *Notices `protobuf:"bytes,20,opt,name=notices,proto3" json:"notices,omitempty"`
-	// Tandem as an extension of Envoy Gateway. Absent: it is none.
+	// Envoy Gateway. Absent: Tandem is no extension of it.
 	EnvoyGateway *EnvoyGateway `protobuf:"bytes,41,opt,name=envoy_gateway,json=envoyGateway,proto3" json:"envoy_gateway,omitempty"`
 	// Traces of requests (OpenTelemetry). Absent: there are none, and they cost nothing.
 	Tracing *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
-	// Counts tokens and times of every request, as answers pass Envoy. usage: {} is enough. Absent: they are not.
+	// Counts tokens and times of every request (docs/howto/count-tokens.md). usage: {} is enough. Absent: they are not
+	// counted.
 	Usage         *Usage `protobuf:"bytes,42,opt,name=usage,proto3" json:"usage,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -214,7 +215,7 @@ func (x *Tracing) GetSampleRatio() float64 {
 	return 0
 }
 
-// Tokens and times of every request, as its answer and Envoy's access log report them (docs/howto/count-tokens.md).
+// Envoy reads them as answers pass.
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request header that names the tenant. Only what stands in front of Envoy, or a filter of it, should set it: a
@@ -281,7 +282,7 @@ func (x *Usage) GetLedger() string {
 	return ""
 }
 
-// Tandem as Envoy Gateway's extensionManager (docs/kubernetes.md).
+// Tandem as its extensionManager (docs/kubernetes.md).
 type EnvoyGateway struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// gRPC: Envoy Gateway's extension protocol. EnvoyExtensionPolicies name this port of Tandem's Service. It has
@@ -408,7 +409,7 @@ type ExtProc struct {
 	// With protocol endpointPicker.
 	EndpointPicker *EndpointPicker `protobuf:"bytes,11,opt,name=endpoint_picker,json=endpointPicker,proto3" json:"endpoint_picker,omitempty"`
 	// Write decisions to dynamic metadata too, for Envoy's access logs. The keys are %DYNAMIC_METADATA(tandem:prefill)%,
-	// and pool, route, reason, decode, prompt_tokens, price, waited. Default false.
+	// and pool, route, reason, decode, prompt_tokens, price and waited (both in seconds). Default false.
 	DecisionMetadata bool `protobuf:"varint,50,opt,name=decision_metadata,json=decisionMetadata,proto3" json:"decision_metadata,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -489,11 +490,10 @@ func (x *ExtProc) GetDecisionMetadata() bool {
 type EndpointPicker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How many endpoints follow the picked one, in the order to try them. Only for gateways that take a list
-	// (override_host). A gateway that connects to the header's address fails on a list (ORIGINAL_DST: Envoy AI Gateway).
-	// Default 0.
+	// (override_host), which Envoy AI Gateway (ORIGINAL_DST) does not. Default 0.
 	Fallbacks int32 `protobuf:"varint,1,opt,name=fallbacks,proto3" json:"fallbacks,omitempty"`
-	// How far Tandem follows an answer: body or headers. body: to its end, so that load is counted exactly; this costs a
-	// message for each piece. headers: to its beginning, with the endpoint that served it; Tandem does not see its end.
+	// How far Tandem follows an answer: body or headers. body: to its end, so that load is counted exactly, for a message
+	// for each piece. headers: to its beginning.
 	Responses string `protobuf:"bytes,2,opt,name=responses,proto3" json:"responses,omitempty"`
 	// How many requests every decode endpoint must have before Tandem sheds. It then refuses requests of negative
 	// priority (InferenceObjective) with 429. Only requests reserved on the endpoint count. At least 1.
@@ -767,17 +767,16 @@ type Envoy struct {
 	ExtProcTls *ClientTls `protobuf:"bytes,8,opt,name=ext_proc_tls,json=extProcTls,proto3" json:"ext_proc_tls,omitempty"`
 	// How Envoy reaches endpoints with the scheme https. Absent: encrypted, certificates not verified.
 	EndpointTls *ClientTls `protobuf:"bytes,9,opt,name=endpoint_tls,json=endpointTls,proto3" json:"endpoint_tls,omitempty"`
-	// Prefixes that gateways in front add to paths, such as /llm. Tandem removes them: engines get paths without them.
-	// Paths without a prefix are served too.
+	// Prefixes that gateways in front add to paths, such as /llm. Engines get paths without them. Paths without a prefix
+	// are served too.
 	PathPrefixes []string `protobuf:"bytes,10,rep,name=path_prefixes,json=pathPrefixes,proto3" json:"path_prefixes,omitempty"`
 	// From where Envoys with xDS know the replicas: configured or redis. configured: extProcs and replans. redis: the
 	// replicas that live, as they come and go; needs state.redis. How each is reached: docs/howto/xds.md.
 	Replicas string `protobuf:"bytes,11,opt,name=replicas,proto3" json:"replicas,omitempty"`
-	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine, and what Tandem or
-	// Envoy answers in place of one has no CORS headers.
+	// Which pages of other origins may send requests. Absent: preflights (OPTIONS) go to an engine.
 	Cors *Cors `protobuf:"bytes,13,opt,name=cors,proto3" json:"cors,omitempty"`
-	// Where Envoy shows its statistics and readiness. It serves /stats/prometheus and /ready there, and nothing else of its
-	// admin port. Default: nowhere.
+	// Where Envoy shows its statistics and readiness. It serves /stats/prometheus and /ready there, and nothing else.
+	// Default: nowhere.
 	Stats string `protobuf:"bytes,12,opt,name=stats,proto3" json:"stats,omitempty"`
 	// Where Tandem runs: beside or inside. beside: `tandem serve`, a process of its own that Envoy asks. inside: Envoy
 	// loads libtandem.so, which reads this file; experimental (docs/howto/inside-envoy.md).
@@ -914,7 +913,7 @@ func (x *Envoy) GetRun() string {
 	return ""
 }
 
-// CORS for browsers. Envoy answers preflights on every path, and every answer has the headers, errors included.
+// Envoy answers preflights on every path, and every answer has the headers, errors included.
 type Cors struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Origins that may send requests, such as https://chat.example.com; "*" is any. Required.
@@ -996,7 +995,7 @@ func (x *Cors) GetMaxAge() string {
 	return ""
 }
 
-// TLS from Envoy to others. Envoy reads the files, on its machine.
+// Envoy reads the files, on its machine.
 type ClientTls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// PEM file of the authorities that sign the server's certificate. Absent: any certificate is accepted.
@@ -1115,7 +1114,7 @@ func (x *State) GetRedis() *Redis {
 	return nil
 }
 
-// Tandem does not wait for Redis to start, and no request fails when it stops (docs/operations.md).
+// No request fails when it stops (docs/operations.md).
 type Redis struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// redis://[user:password@]host:port/db, or rediss:// for TLS. For a Cluster or Sentinels name any node. Required.
@@ -1130,8 +1129,7 @@ type Redis struct {
 	PasswordFile string `protobuf:"bytes,5,opt,name=password_file,json=passwordFile,proto3" json:"password_file,omitempty"`
 	// How all keys begin. Installations that share a Redis need different prefixes.
 	KeyPrefix string `protobuf:"bytes,6,opt,name=key_prefix,json=keyPrefix,proto3" json:"key_prefix,omitempty"`
-	// How long a replica's reservations count after its last message. After that another replica takes its endpoints
-	// over.
+	// How long a replica's reservations count after its last message.
 	Lease string `protobuf:"bytes,7,opt,name=lease,proto3" json:"lease,omitempty"`
 	// For rediss://. Absent: the system's authorities.
 	Tls           *RedisTls `protobuf:"bytes,8,opt,name=tls,proto3" json:"tls,omitempty"`
@@ -1299,9 +1297,8 @@ func (x *RedisTls) GetKeyFile() string {
 
 type Tickets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A file with one key a line, 32 bytes in hex or base64. The first key seals tickets, all open them. All replicas
-	// need the same keys. Absent: a key is made at start. It is shared through state.redis, if configured; otherwise it
-	// works for one replica only.
+	// A file with one key a line, 32 bytes in hex or base64. All replicas need the same keys (docs/security.md). Absent:
+	// a key is made at start, which replicas share through state.redis.
 	KeyFile string `protobuf:"bytes,1,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
 	// How long the ticket of a prefill leg is valid. It must be longer than the longest prefill.
 	Ttl           string `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
@@ -1366,8 +1363,8 @@ type Pool struct {
 	// A file with the engines' API key, on one line. It is for Tandem's own requests (metrics, models, tokenization);
 	// clients' requests keep their own. A new key counts at once. Absent: Tandem sends none.
 	ApiKeyFile string `protobuf:"bytes,78,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
-	// Kind of the engines: vllm, sglang, trtllm or any. It says which of their paths clients may use; any allows those of
-	// all. Default: sglang and trtllm with a kvTransfer of that engine; any with none, shared, offload, multi and
+	// Kind of the engines: vllm, sglang, trtllm or any. It says which of their paths clients may use; any: those of all.
+	// Default: sglang and trtllm with a kvTransfer of that engine; any with none, shared, offload, multi and
 	// orchestrated; else vllm.
 	Engine string `protobuf:"bytes,70,opt,name=engine,proto3" json:"engine,omitempty"`
 	// More methods and paths that clients may use; * is any one segment. An example: "POST /v1/things/*". Bodies must be
@@ -1376,8 +1373,8 @@ type Pool struct {
 	// Which requests are split: always, auto or never. always: every request that may be. never: none. auto: those that
 	// cost less over two hops, or would slow down answers with decode alone (docs/decision.md).
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
-	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl the default
-	// is refuse, because their decode endpoints cannot decode alone. Default decodeAlone.
+	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl, whose decode
+	// endpoints cannot decode alone, the default is refuse. Default decodeAlone.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill, decodeAlone or fail. otherPrefill: another prefill endpoint while
 	// there is one, then decode alone. fail: 503.
@@ -1400,20 +1397,18 @@ type Pool struct {
 	AttemptsTime string `protobuf:"bytes,10,opt,name=attempts_time,json=attemptsTime,proto3" json:"attempts_time,omitempty"`
 	// How long a streamed answer may take to begin; then another endpoint is tried. An answer begins with its status,
 	// which engines send before the first token. If decode computes the prompt itself, prefillTimeout.perToken is added.
-	// Answers that are not streamed have answerTimeout.
 	StreamStartTimeout string `protobuf:"bytes,11,opt,name=stream_start_timeout,json=streamStartTimeout,proto3" json:"stream_start_timeout,omitempty"`
-	// How long an answer that is not streamed may take; then another endpoint is tried. The time in which decode may have
-	// to compute the prompt is added. Set this above the longest correct answer. It is needed for engines that hang but
-	// still answer GET /health. Default none, so the limit is envoy.decodeIdleTimeout, after which the client gets 504.
+	// How long an answer that is not streamed may take; then another endpoint is tried. Set this above the longest
+	// correct answer, for engines that hang but still answer GET /health. The time in which decode may have to compute
+	// the prompt is added. Default none, so the limit is envoy.decodeIdleTimeout, after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
 	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer mooncake-0.13 (the engines'
 	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused,
 	// unless it is known that decode had fetched before. Default 480s with mooncake-0.13, 60s with moriio-read.
 	KvTimeout string `protobuf:"bytes,79,opt,name=kv_timeout,json=kvTimeout,proto3" json:"kv_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
-	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode is for releases that keep them for minutes (vLLM 0.12 to
-	// 0.21): a decode endpoint fetches what no other can have received, and discards the answer. Some blocks stay until
-	// the engine's own timeout (docs/operations.md).
+	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode, for releases that keep them for minutes (vLLM 0.12 to
+	// 0.21): a decode endpoint fetches them and discards the answer (docs/operations.md).
 	StrandedBlocks string `protobuf:"bytes,12,opt,name=stranded_blocks,json=strandedBlocks,proto3" json:"stranded_blocks,omitempty"`
 	// How Tandem recognises requests of one session. They go to the endpoints that served the session last, unless those
 	// are busier or failed. Absent: not at all.
@@ -1440,25 +1435,22 @@ type Pool struct {
 	// What the pool promises for its requests. Its time per token limits how many prompts decode computes itself. In the
 	// queue, requests that still can have their first token in time go first (docs/decision.md).
 	Targets *Targets `protobuf:"bytes,43,opt,name=targets,proto3" json:"targets,omitempty"`
-	// Who decides which endpoints prefill: fixed or auto. fixed: their roles. auto: endpoints with the role both compute
-	// prompts or write answers as the traffic needs it; Tandem decides every few seconds, and all replicas agree through
-	// state.redis. At least two endpoints have to have the role both, and the engines have to serve either leg:
-	// kvTransfer nixl (kv_role kv_both), shared or offload.
+	// Who decides which endpoints prefill: fixed or auto. fixed: their roles. auto: endpoints with the role both, two at
+	// least, compute prompts or write answers as the traffic needs it (docs/howto/no-ratio.md). The engines have to serve
+	// either leg: kvTransfer nixl (kv_role kv_both), shared or offload.
 	Roles string `protobuf:"bytes,44,opt,name=roles,proto3" json:"roles,omitempty"`
 	// Whose count of cached tokens clients get in usage: decode or prefill. decode counts what came from prefill, so
-	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. The members are
-	// cached_tokens and created_cache_tokens; for responses cache_write_tokens; for messages input_tokens,
-	// cache_read_input_tokens and cache_creation_input_tokens. With prefill, answers to split requests that have usage
-	// pass through the external processor. Not with a kvTransfer whose legs run at once. Only with handoff envoy. Default
-	// decode.
+	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would. Answers to split
+	// requests that have usage then pass through the external processor (docs/protocols.md). Not with a kvTransfer whose
+	// legs run at once. Only with handoff envoy. Default decode.
 	CachedTokens string `protobuf:"bytes,41,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Where endpoints come from, in place of a list.
 	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
 	// Who makes the second hop: envoy, sidecar or direct. envoy: Envoy itself. sidecar: llm-d's routing sidecar beside
 	// each decode engine. Endpoints that decode are then the sidecars. direct: Tandem calls the prefill endpoint before
-	// it answers Envoy. sidecar and direct are for gateways that cannot make two hops. Neither works with a kvTransfer
-	// whose legs run at once, and direct does not work with lmcache. With extProc.protocol endpointPicker the default is
-	// sidecar. Default envoy.
+	// it answers Envoy. sidecar and direct are for gateways that cannot make two hops (docs/kubernetes.md). Neither works
+	// with a kvTransfer whose legs run at once, nor direct with lmcache. With extProc.protocol endpointPicker the default
+	// is sidecar. Default envoy.
 	Handoff string `protobuf:"bytes,31,opt,name=handoff,proto3" json:"handoff,omitempty"`
 	// When requests get their endpoints: immediate or late. immediate: at once. late: they wait in Tandem until a prefill
 	// endpoint has less than about one step of work ahead (half a second). The shortest go first, and waiting raises a
@@ -1473,12 +1465,10 @@ type Pool struct {
 	EnginePriority string `protobuf:"bytes,53,opt,name=engine_priority,json=enginePriority,proto3" json:"engine_priority,omitempty"`
 	// Chats with images, audio or video go first to an endpoint with the role encode, which makes embeddings of them
 	// (EPD). Absent: the engine that computes the prompt does that. Not with a kvTransfer whose legs run at once, nor
-	// with handoff direct. With handoff sidecar Tandem names the encoders to the sidecar (x-encoder-hosts-ports), which
-	// makes the hop.
+	// with handoff direct. With handoff sidecar the sidecar makes the hop.
 	Encode *Encode `protobuf:"bytes,60,opt,name=encode,proto3" json:"encode,omitempty"`
 	// A request header that names labels which its endpoints must have. Its value is name=value, with commas between
-	// several; endpoints[].labels has the endpoints' labels. Whoever may set this header chooses engines. Absent: there
-	// is none.
+	// several; endpoints[].labels has the endpoints' labels. Whoever may set this header chooses engines.
 	LabelHeader string `protobuf:"bytes,54,opt,name=label_header,json=labelHeader,proto3" json:"label_header,omitempty"`
 	// Streamed answers outlive their engine: if it dies, hangs or is drained, another one continues (docs/continue.md).
 	// Only with envoy.run inside and engine vllm. Absent: a stream ends with its engine.
@@ -2022,8 +2012,8 @@ func (x *Targets) GetTpot() string {
 type Objectives struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether requests name their objectives in headers. docs/decision.md has the headers. Set this only if you trust
-	// clients with these headers, or a gateway in front sets them. With extProc.protocol endpointPicker the headers
-	// always count. Default false.
+	// clients with them, or a gateway in front sets them. With extProc.protocol endpointPicker they always count. Default
+	// false.
 	FromHeaders bool `protobuf:"varint,1,opt,name=from_headers,json=fromHeaders,proto3" json:"from_headers,omitempty"`
 	// For requests that name none of them.
 	Default *Objective `protobuf:"bytes,2,opt,name=default,proto3" json:"default,omitempty"`
@@ -2097,7 +2087,7 @@ func (x *Objectives) GetOnMiss() string {
 
 type Objective struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As requests name it. Required, except in default, which has none.
+	// As requests name it. Default: required in named, none in default.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Higher goes first. Below 0: refused under overload. Default 0.
 	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
@@ -2282,9 +2272,9 @@ type NIXL struct {
 	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time cannot
 	// make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
 	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
-	// The engines run with bidirectional_kv_xfer. Needs vLLM 0.21 or newer on both sides. Prefill fetches an answer's
-	// blocks in the conversation's next turn; docs/protocols.md has what this needs. Only with handoff envoy. Set it
-	// whenever the engines do this: otherwise clients get the description of the blocks. Default false.
+	// The engines run with bidirectional_kv_xfer. Prefill fetches an answer's blocks in the conversation's next turn
+	// (docs/protocols.md). Needs vLLM 0.21 or newer on both sides. Only with handoff envoy. Set it whenever the engines
+	// do this: otherwise clients get the description of the blocks. Default false.
 	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
 	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Default 450s.
 	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
@@ -2373,9 +2363,8 @@ type LMCache struct {
 	// The engines send no notifications (pd_skip_proxy_notification). Decode then starts when prefill has answered.
 	// Default false.
 	SkipNotices bool `protobuf:"varint,2,opt,name=skip_notices,json=skipNotices,proto3" json:"skip_notices,omitempty"`
-	// The client gets prefill's first token, and decode continues after it. LMCache's own proxy does this too
-	// (ret_first_tok). Requests that cannot be continued in this way (docs/protocols.md) are sent as without it. Such an
-	// answer passes through the external processor. Only with handoff envoy. Default false.
+	// The client gets prefill's first token, and decode continues after it. As LMCache's own proxy does (ret_first_tok;
+	// docs/protocols.md). Such an answer passes through the external processor. Only with handoff envoy. Default false.
 	RetFirstToken bool `protobuf:"varint,3,opt,name=ret_first_token,json=retFirstToken,proto3" json:"ret_first_token,omitempty"`
 	// chunk_size of the engines, in tokens. It decides which prompts decode would leave in its buffer.
 	ChunkSize     int64 `protobuf:"varint,4,opt,name=chunk_size,json=chunkSize,proto3" json:"chunk_size,omitempty"`
@@ -2983,8 +2972,8 @@ type InferencePoolDiscovery struct {
 	// How labels name roles. Default: the convention llm-d.
 	Labels *PodLabels `protobuf:"bytes,3,opt,name=labels,proto3" json:"labels,omitempty"`
 	// Whether to follow the pool's InferenceObjectives and model rewrites: watch or none. watch: InferenceObjective
-	// (priorities) and InferenceModelRewrite (other models), which have to be installed (llm-d.ai/v1alpha2, or the older
-	// inference.networking.x-k8s.io/v1alpha2).
+	// (priorities) and InferenceModelRewrite (other models) of llm-d.ai/v1alpha2, or the older
+	// inference.networking.x-k8s.io/v1alpha2.
 	Intents       string `protobuf:"bytes,4,opt,name=intents,proto3" json:"intents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3272,8 +3261,8 @@ type Endpoint struct {
 	ServerName string `protobuf:"bytes,22,opt,name=server_name,json=serverName,proto3" json:"server_name,omitempty"`
 	// In place of the pool's apiKeyFile.
 	ApiKeyFile string `protobuf:"bytes,23,opt,name=api_key_file,json=apiKeyFile,proto3" json:"api_key_file,omitempty"`
-	// How fast Tandem assumes it to be, in per cent. At 50 it counts as half as fast as others, and gets about half of
-	// their work under load. 0: no new work; running requests end as usual.
+	// How fast Tandem assumes it to be, in per cent. At 50 it gets about half of the others' work under load. 0: no new
+	// work; running requests end as usual.
 	Weight *int32 `protobuf:"varint,21,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
 	// Where it runs. Tandem expects faster transfers within a zone than between two. Absent: not known, treated as near.
 	Zone string `protobuf:"bytes,50,opt,name=zone,proto3" json:"zone,omitempty"`
@@ -3562,11 +3551,10 @@ type LMCacheReceiver struct {
 	InitPort int32 `protobuf:"varint,1,opt,name=init_port,json=initPort,proto3" json:"init_port,omitempty"`
 	// pd_peer_alloc_port of rank 0. Default 7400.
 	AllocPort int32 `protobuf:"varint,2,opt,name=alloc_port,json=allocPort,proto3" json:"alloc_port,omitempty"`
-	// pd_peer_query_port of rank 0, with pd_bidirectional. Absent: there is none.
+	// pd_peer_query_port of rank 0, with pd_bidirectional.
 	QueryPort int32 `protobuf:"varint,3,opt,name=query_port,json=queryPort,proto3" json:"query_port,omitempty"`
-	// How many tokens' KV the buffer holds. That is pd_buffer_size divided by the KV bytes of a token. Prompts then wait
-	// for space, and decode computes one that is larger. Several replicas of Tandem each count for themselves. Absent: no
-	// limit.
+	// How many tokens' KV the buffer holds. That is pd_buffer_size divided by the KV bytes of a token
+	// (docs/protocols.md). Several replicas of Tandem each count for themselves. Absent: no limit.
 	BufferTokens  int64 `protobuf:"varint,4,opt,name=buffer_tokens,json=bufferTokens,proto3" json:"buffer_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
