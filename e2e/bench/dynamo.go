@@ -22,7 +22,7 @@ const dynamoName = "dynamo-select"
 
 func (l *lab) startDynamo(ctx context.Context, o options, p peer) error {
 	if !o.events {
-		return errors.New("Dynamo's selection service takes KV events: -kv-events")
+		return errors.New("the selection service of Dynamo takes KV events: -kv-events")
 	}
 	ports, err := process.FreePorts(3)
 	if err != nil {

@@ -169,18 +169,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		v := &o.variants[i]
 		v.bodyMode, v.binary = cmp.Or(v.bodyMode, base.bodyMode), cmp.Or(v.binary, base.binary)
 	}
-	if beside != "" {
-		var err error
-		if o.beside, err = findShape(beside); err != nil {
-			return o, err
-		}
-	}
-	for name := range strings.SplitSeq(shapes, ",") {
-		s, err := findShape(name)
-		if err != nil {
-			return o, err
-		}
-		o.shapes = append(o.shapes, s)
+	if err := o.name(shapes, beside); err != nil {
+		return o, err
 	}
 	var err error
 	if o.clients, err = numbers(clients); err != nil {
@@ -190,6 +180,23 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		return o, fmt.Errorf("-fleet: %w", err)
 	}
 	return o, o.check()
+}
+
+// name finds the shapes that are named, and the one beside them; "": none is.
+func (o *options) name(shapes, beside string) (err error) {
+	if beside != "" {
+		if o.beside, err = findShape(beside); err != nil {
+			return err
+		}
+	}
+	for name := range strings.SplitSeq(shapes, ",") {
+		s, err := findShape(name)
+		if err != nil {
+			return err
+		}
+		o.shapes = append(o.shapes, s)
+	}
+	return nil
 }
 
 // check checks the numbers.
