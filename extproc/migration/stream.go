@@ -409,11 +409,17 @@ func (m *marks) add(at mark, count int, text []byte, atOnce bool) {
 		m.push(m.open)
 	}
 	m.open = mark{}
-	if count == 1 && !bytes.HasSuffix(text, []byte("\uFFFD\"")) && !bytes.HasSuffix(text, []byte(`\ufffd"`)) {
+	if count == 1 && !endsIncomplete(text) {
 		m.push(at)
 	} else if count > 1 {
 		m.open = at
 	}
+}
+
+// endsIncomplete reports whether a JSON string ends with what stands for an incomplete character, escaped or not.
+func endsIncomplete(text []byte) bool {
+	escaped := text[max(len(text)-len(`\ufffd"`), 0):]
+	return bytes.HasSuffix(text, []byte("\uFFFD\"")) || bytes.EqualFold(escaped, []byte(`\ufffd"`))
 }
 
 func (m *marks) push(at mark) {
