@@ -137,8 +137,7 @@ func (s *stage) start(args []string) {
 		client.CloseIdleConnections()
 		bin, err := binaries()
 		require.NoError(s.t, err)
-		// Cleanups run backwards: this Envoy ends before the fleet's account, which only checks that it had not died
-		// before.
+		// cleanups run in reverse order: this Envoy ends before the fleet's own cleanup, which would take it for dead
 		s.t.Cleanup(func() { s.f.envoy = &process{exited: make(chan struct{})} })
 		s.f.startEnvoy(bin, tool(s.t, "ENVOY", "envoy", ".tools/bin/envoy"), s.o)
 		s.t.Cleanup(func() { require.True(s.t, s.f.envoy.running(), "Envoy has died") })

@@ -218,6 +218,18 @@ func TestDemo(t *testing.T) {
 	soon(t, "nothing is left running", func() bool { return len(withTMPDIR(t, dir)) == 0 })
 }
 
+// A program that ends at the start is named at once.
+func TestDemoNamesWhatEnded(t *testing.T) {
+	t.Parallel()
+	bin, err := binaries()
+	require.NoError(t, err)
+	cmd := exec.Command(filepath.Join(bin, "tandem"), "demo", "--envoy", "/bin/false")
+	cmd.Env = append(os.Environ(), "TMPDIR="+t.TempDir())
+	out, err := cmd.CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "envoy has ended: exit status 1; all programs' logs are in ")
+}
+
 // withTMPDIR returns the processes with that directory in their environment, which children inherit: the engines'
 // command lines do not contain it.
 func withTMPDIR(t *testing.T, dir string) (left []string) {

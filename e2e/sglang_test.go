@@ -408,8 +408,8 @@ func TestSGLangRefusals(t *testing.T) {
 	}
 }
 
-// On real engines several choices of one prompt have one room, so that decode waits in vain: only an engine that does
-// both answers them.
+// Real engines give all choices of one prompt the same bootstrap_room, so decode would wait for ever. Only an engine of
+// both roles answers them.
 func TestSGLangChoices(t *testing.T) {
 	t.Parallel()
 	requests := map[string]string{

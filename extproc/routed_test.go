@@ -12,8 +12,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Who is taken to hold a prompt: P from the moment that it is sent it, and the D that pass 2 chooses. What pass 1 had in mind for
-// decode is only that.
+// P holds a prompt from the moment when it is sent, and the D that pass 2 chooses from then on. The D that pass 1 planned
+// does not count.
 func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 	s := newStand(t, Options{})
 	s.pool("chat", splitting(), "p1", "d1", "d2")

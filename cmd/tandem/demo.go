@@ -73,7 +73,7 @@ type demonstration struct {
 	self, envoy, sim string // binaries
 	library          string // the folder of libtandem.so; "": Tandem runs beside Envoy
 	dir              string
-	processes        []*exec.Cmd
+	programs         []program
 	url, admin       string
 	engines          []string
 }
@@ -98,6 +98,13 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 		d.library, err = filepath.Abs(library)
 	}
 	return err
+}
+
+// program is one that the demo has started. ended is closed when it has ended.
+type program struct {
+	name  string
+	cmd   *exec.Cmd
+	ended chan struct{}
 }
 
 func firstProgram(candidates ...string) string {
@@ -204,34 +211,45 @@ func (d *demonstration) run(name, path string, args ...string) error {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("starting %s: %w", name, err)
 	}
-	d.processes = append(d.processes, cmd)
+	p := program{name, cmd, make(chan struct{})}
+	go func() { _ = cmd.Wait(); close(p.ended) }()
+	d.programs = append(d.programs, p)
 	return nil
 }
 
 // stop ends everything, in the order opposite to its start.
 func (d *demonstration) stop() {
-	for _, p := range slices.Backward(d.processes) {
-		_ = p.Process.Signal(syscall.SIGTERM)
-		ended := make(chan struct{})
-		go func() { _ = p.Wait(); close(ended) }()
+	for _, p := range slices.Backward(d.programs) {
+		_ = p.cmd.Process.Signal(syscall.SIGTERM)
 		select {
-		case <-ended:
+		case <-p.ended:
 		case <-time.After(3 * time.Second):
-			_ = p.Process.Kill()
-			<-ended
+			_ = p.cmd.Process.Kill()
+			<-p.ended
 		}
 	}
 }
 
+// wait waits until a URL answers, or a program has ended, as Envoy does at once if a port is in use.
 func (d *demonstration) wait(ctx context.Context, url string) error {
 	deadline := time.Now().Add(time.Minute)
 	for {
 		_, status, err := d.get(ctx, url)
-		if err == nil && status == http.StatusOK {
+		switch {
+		case err == nil && status == http.StatusOK:
 			return nil
+		case err == nil:
+			err = fmt.Errorf("status %d", status)
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("%s does not answer: status %d, %w", url, status, err)
+			return fmt.Errorf("%s does not answer: %w", url, err)
+		}
+		for _, p := range d.programs {
+			select {
+			case <-p.ended:
+				return fmt.Errorf("%s has ended: %s", p.name, p.cmd.ProcessState)
+			default:
+			}
 		}
 		select {
 		case <-ctx.Done():

@@ -229,8 +229,8 @@ func (c *cluster) file(name string) string {
 	return path
 }
 
-// The same on a route that serves requests meanwhile. With the wait that the page asks for, until Envoys without the
-// bootstrap extension are gone, at most the requests of the moment fail in which Envoy looks up Tandem's address.
+// The same on a route that serves requests meanwhile. After the wait that the page asks for, until Envoys without the
+// bootstrap extension are gone, requests fail only while Envoy looks up Tandem's address.
 func TestFiveCommandsOnALiveRoute(t *testing.T) {
 	c := start(t)
 	commands := c.documented()

@@ -12,7 +12,7 @@ import (
 	"tandem/picker"
 )
 
-// wanting is a room whose requests have targets.
+// wanting is a queue whose requests have targets.
 type wanting struct {
 	*room
 	wishes map[uint64]picker.Request
