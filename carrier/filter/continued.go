@@ -3,6 +3,7 @@ package filter
 import (
 	"cmp"
 	"context"
+	"maps"
 	"net/http"
 	"slices"
 	"time"
@@ -34,9 +35,8 @@ func (in *Insured) brokeOff(cause string) {
 	case reason == "" && in.again.times >= in.policy.Limit():
 		reason = resultTimes
 	}
-	if reason != "" {
+	if reason != "" && in.again.spare == nil {
 		passes.Observer.Streams.Continued(t.Pool, cause, string(reason))
-		in.dropSpare()
 		if cause == causeEnded { // the client gets what D says
 			in.d.plain = true
 			in.give(rest, in.d.id == 0)
@@ -47,6 +47,10 @@ func (in *Insured) brokeOff(cause string) {
 	}
 	in.stop()
 	passes.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", passes.Since(t), nil)
+	if reason != "" { // the engine before is still there
+		in.goBack()
+		return
+	}
 	passes.Release(f.hop.held)
 	switch pool := passes.State.Pool(t.Pool); {
 	case cause == causeDifferent: // D is well
@@ -125,15 +129,12 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 func (in *Insured) giveUp(e *openai.Error) {
 	f := in.f
 	f.drop()
-	if in.goBack() {
+	if in.goBack() || in.to.ended {
 		return
 	}
 	if !in.to.begun {
 		f.hop.sent = false
 		f.refuse(e)
-		return
-	}
-	if in.to.ended {
 		return
 	}
 	f.s.Passes.Observer.GivenUp(e)
@@ -168,7 +169,7 @@ func (in *Insured) move(cause string) {
 		return
 	}
 	in.again.spare = &spare{leg: in.d.id, hop: f.hop, placed: in.placed.Load(), stream: before,
-		params: in.d.params}
+		params: in.d.params, times: in.again.times}
 	in.d.id = 0
 	in.goOn(cause, kvtransfer.CauseMoved)
 }
@@ -201,7 +202,7 @@ func (in *Insured) goBack() bool {
 	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK,
 		spoke: true, params: s.params}, "", s.hop
 	in.placed.Store(s.placed)
-	in.again.times-- // it was not continued
+	in.again.times = s.times // it was not continued
 	f.s.watchInsured(in, true)
 	in.data([][]byte{s.kept}, s.ended)
 	if s.leg == 0 && !s.ended && f.m == nil { // else an error has it continued already
@@ -226,10 +227,7 @@ const silentAfter = 2 * time.Second
 // work.
 func (s *Shared) lookAfter() {
 	s.mu.Lock()
-	all := make([]*Insured, 0, len(s.insured))
-	for in := range s.insured {
-		all = append(all, in)
-	}
+	all := slices.Collect(maps.Keys(s.insured))
 	s.mu.Unlock()
 	for _, in := range all {
 		p := in.placed.Load()

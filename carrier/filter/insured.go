@@ -85,6 +85,7 @@ type spare struct {
 	hop    hop
 	placed *place
 	stream migration.Stream
+	times  int    // how often it was continued before
 	kept   []byte // what it sends meanwhile
 	ended  bool   // in the regular way
 	params *answer.WithoutParams

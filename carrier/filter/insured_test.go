@@ -396,24 +396,30 @@ func TestStreamsAreMoved(t *testing.T) {
 	const failed = `data: {"error": {"message": "died", "code": 500}}` + "\n\n"
 	for name, tt := range map[string]struct {
 		others bool   // decode endpoints that take the stream
+		next   string // what they say in place of the answer
+		most   int    // how often it may be continued
 		says   string // the engine's last words, while another one is asked
 		cut    bool   // the engine dies then
 		whole  bool
 	}{
 		"another engine":           {others: true, whole: true},
 		"no other":                 {whole: true},
+		"others report errors":     {next: failed + "data: [DONE]\n\n", whole: true},
+		"one reports an error":     {next: failed + "data: [DONE]\n\n", most: 1, whole: true},
 		"no other, and it dies":    {cut: true},
 		"it reports an error":      {says: failed, cut: true},
 		"it reports an error once": {says: failed + "data: [DONE]\n\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := insuredFleet(t, nil)
+			f := insuredFleet(t, func(p *pass.Policy) { p.Streams.Most = tt.most })
 			c := newClient(t, f, well, insuredChat)
 			c.play = func(u *startedLeg) {
 				u.pieces = writes(t, len(c.legs), u.body)
 				switch {
 				case len(c.legs) == 1:
 					u.pieces, u.stays = u.pieces[:4], true
+				case tt.next != "":
+					u.pieces = []string{tt.next}
 				case !tt.others:
 					u.status, u.kind, u.pieces = 400, "application/json", []string{"no"}
 				}

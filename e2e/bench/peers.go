@@ -142,7 +142,7 @@ func (l *lab) startRouter(ctx context.Context, s *stack, p peer, model string, e
 		return "", err
 	}
 	s.routers = append(s.routers, router)
-	return ports[0], router.Wait(ctx, "http://"+ports[0]+"/health")
+	return ports[0], router.Wait(ctx, "http://"+ports[0]+"/readiness") // /health says nothing of engines
 }
 
 // llmdConfig is llm-d's deploy/config/pd-epp-config.yaml with its file discovery, and both hops for every request. If

@@ -93,7 +93,8 @@ func (c *Cache) link(i int32) {
 	c.ring[first].prev, c.ring[0].next = i, i
 }
 
-// Add stores blocks. If there are more than limit then, pinned ones included, the oldest that are not pinned are evicted.
+// Add stores blocks. If there are more than limit then, pinned ones included, the oldest that are not pinned are
+// evicted.
 func (c *Cache) Add(blocks []uint64, limit int) {
 	for _, b := range slices.Backward(blocks) {
 		if at, ok := c.at[b]; ok {
