@@ -13,7 +13,7 @@ type Policy struct {
 	On bool // streams are continued at all
 	// Header: only those of requests that have this header, in lower case; "": all.
 	Header string
-	// MinAnswer: only those that may have so many tokens: by the request's limit, or because it has none.
+	// MinAnswer: only answers that may become so long, in tokens: the request's limit allows it, or it has none.
 	MinAnswer int64
 	// Most is how often one answer may be continued. Default 8.
 	Most int

@@ -245,7 +245,7 @@ func failedTicket(t *kvtransfer.Ticket) (next kvtransfer.Ticket, hop, failed str
 	return next, "encode", t.Decode
 }
 
-// passTicket returns the ticket with which another replica repeats a pass, whose body has this length.
+// passTicket returns the ticket with which another replica repeats a pass. body is the length of the request's body.
 func passTicket(t *kvtransfer.Ticket, body int) kvtransfer.Ticket {
 	next := *t
 	next.Cause = kvtransfer.CauseRouter
