@@ -249,7 +249,7 @@ func tailsTable(t *testing.T) string {
 
 // peers are the stacks of the tables beside other routers, in their order.
 var peers = []struct{ stack, head string }{
-	{"tandem", "Envoy + Tandem"}, {"redis", "Envoy + Tandem with Redis"},
+	{"tandem", "Envoy + Tandem"}, {"redis", "Tandem with Redis"},
 	{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"}, {"smg", "smg"},
 	{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
 	{"envoy+smg", "Envoy + smg"},

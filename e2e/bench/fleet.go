@@ -33,7 +33,7 @@ type spent struct {
 	envoy, tandem, redis  float64 // CPU, ms
 	wakeups               float64 // of the replicas' threads
 	extProc, extProcBytes float64 // streams of Envoy to replicas, and bytes both ways
-	logs, logBytes        float64 // entries of the access log, counted once for each replica that gets them, and their bytes
+	logs, logBytes        float64 // entries of the access log, once for each replica that gets them, and bytes
 	commands              float64 // of Redis
 	redisIn, redisOut     float64 // bytes to and from it
 	reads                 float64 // XREAD
