@@ -185,7 +185,7 @@ var arrows = map[string][]string{
 	"internal/enginesim/jsontext": {},
 	"internal/enginesim/fault":    {},
 	"e2e":                         {"e2e/loopback (test)"}, // black box
-	"e2e/bench":                   {"e2e/process"},
+	"e2e/bench":                   {"e2e/loopback", "e2e/process"},
 	"e2e/loopback":                {}, // for tests
 	"e2e/process":                 {"e2e/loopback"},
 	"e2e/redisserver":             {"e2e/loopback"}, // for tests

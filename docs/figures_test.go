@@ -3,9 +3,7 @@ package docs
 import (
 	"cmp"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -36,13 +34,10 @@ type fleetLine struct {
 	EnvoyMs, TandemMs, RedisMs, XOne, LogEntries, RedisCommands, Wakeups, IdleMs float64
 }
 
-// figuresOf reads what was measured of a table; nil if nothing was yet.
+// figuresOf reads what was measured of a table.
 func figuresOf(t *testing.T, table string) (out []measured) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("figures", table+".json"))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
 	require.NoError(t, err)
 	require.NoError(t, json.Unmarshal(text, &out))
 	slices.SortStableFunc(out, func(a, b measured) int {
@@ -250,18 +245,14 @@ func tailsTable(t *testing.T) string {
 // peers are the stacks of the tables beside other routers, in their order.
 var peers = []struct{ stack, head string }{
 	{"tandem", "Envoy + Tandem"}, {"redis", "Tandem with Redis"},
-	{"vllm-router", "vllm-router"}, {"sglang-router", "sglang-router"}, {"smg", "smg"},
-	{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+sglang-router", "Envoy + sglang-router"},
-	{"envoy+smg", "Envoy + smg"},
+	{"vllm-router", "vllm-router"}, {"smg", "smg"},
+	{"envoy+vllm-router", "Envoy + vllm-router"}, {"envoy+smg", "Envoy + smg"},
 	{"llm-d", "Envoy + llm-d"}, {"dynamo-select", "Envoy + Dynamo's selection service"},
 }
 
 // firstTable is of what each router adds to the first token.
 func firstTable(t *testing.T) string {
 	all := figuresOf(t, "first")
-	if all == nil {
-		return "Not measured yet (`make bench-peers`).\n"
-	}
 	var out [][]string
 	line := func(name, stack string) {
 		one := pick(all, func(m *measured) bool { return m.Stack == stack && m.Clients == 1 })
@@ -291,9 +282,6 @@ func firstTable(t *testing.T) string {
 // longTable is of long prompts over many engines with KV events.
 func longTable(t *testing.T) string {
 	all := figuresOf(t, "long")
-	if all == nil {
-		return "Not measured yet (`make bench-long`).\n"
-	}
 	var out [][]string
 	stacks := append([]struct{ stack, head string }{{"floor", "plain Envoy whose client makes both hops"}}, peers...)
 	for _, p := range stacks {
@@ -320,7 +308,7 @@ func longTable(t *testing.T) string {
 }
 
 func peersTable(t *testing.T) string {
-	all := routersOf(figuresOf(t, "peers"))
+	all := figuresOf(t, "peers")
 	peers := slices.DeleteFunc(slices.Clone(peers), func(p struct{ stack, head string }) bool {
 		return !slices.ContainsFunc(all, func(m measured) bool { return m.Stack == p.stack })
 	})
@@ -436,7 +424,7 @@ func besideRows(t *testing.T) (out []string) {
 	row := func(question, result, command string) {
 		out = append(out, fmt.Sprintf("| %s | %s | `make %s` |\n", question, result, command))
 	}
-	all := routersOf(figuresOf(t, "peers"))
+	all := figuresOf(t, "peers")
 	versions, _, _ := strings.Cut(all[0].Versions, ", llm-d")
 	share := func(is func(stack string) bool) string {
 		text, _ := span(pick(all, func(m *measured) bool { return is(m.Stack) && m.Clients == 16 }), "%.2f",
@@ -467,16 +455,6 @@ func besideRows(t *testing.T) (out []string) {
 			others(long, func(m *measured) string { return cpuText(m.EnvoyMs + m.RouterMs) }), "bench-long")
 	}
 	return out
-}
-
-// routersOf leaves out sglang-router where smg was measured, which followed it.
-func routersOf(all []measured) []measured {
-	if slices.ContainsFunc(all, func(m measured) bool { return m.Stack == "smg" }) {
-		return pick(all, func(m *measured) bool {
-			return !strings.HasSuffix(m.Stack, "sglang-router") && !strings.Contains(m.Versions, "sglang-router")
-		})
-	}
-	return all
 }
 
 func cpuXFloor(m *measured) float64 { return m.CPUXFloor }

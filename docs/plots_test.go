@@ -21,7 +21,6 @@ type plot struct {
 	file, title, unit string
 	one               bool     // mark the value 1
 	some              bool     // leave out bars whose column the table lacks
-	later             bool     // the table may be missing: nothing was measured yet
 	digits            int      // after the point; -1: as few as there are
 	labels            []string // columns that name a group of bars ...
 	label             string   // ... and how, if not by the first one alone
@@ -104,13 +103,13 @@ var plots = []plot{
 		},
 	},
 	{
-		file: "first.svg", title: "Added to the first token", unit: "milliseconds; lower is better", digits: 1, later: true,
+		file: "first.svg", title: "Added to the first token", unit: "milliseconds; lower is better", digits: 1,
 		labels: []string{"router"},
 		bars:   []bar{{"one client", "one client: added, ms", ""}, {"half load", "added, ms", ""}},
 	},
 	{
 		file: "long.svg", title: "CPU of a prompt of 100k tokens over many engines", unit: "milliseconds; lower is better",
-		later: true, labels: []string{"router"}, bars: []bar{{"CPU", "CPU, ms", ""}},
+		labels: []string{"router"}, bars: []bar{{"CPU", "CPU, ms", ""}},
 	},
 	{
 		file: "load.svg", title: "What Envoy and Tandem serve on two cores with 16 clients", unit: "requests a second",
@@ -171,7 +170,6 @@ func TestPlots(t *testing.T) {
 			tables = append(tables, i)
 		}
 	}
-	plots := slices.DeleteFunc(slices.Clone(plots), func(p plot) bool { return p.later && !strings.Contains(page, p.file) })
 	require.Len(t, tables, len(plots), "each table has a plot")
 	var files []string
 	for i, p := range plots {

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -12,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/e2e/loopback"
 )
 
 // kubelet plays the node of a cluster: its pods are engines on loopback addresses, and it reports them to the API
@@ -180,7 +181,7 @@ func (k *kubelet) thin(i int) *thinPod {
 	p.listener, err = net.Listen("tcp", p.addr)
 	require.NoError(k.t, err)
 	k.t.Cleanup(func() { _ = p.listener.Close() })
-	go forwardTo(p.listener, engines[i%len(engines)].addr)
+	go loopback.Forward(p.listener, engines[i%len(engines)].addr)
 	k.must(http.MethodPost, podsPath, "application/yaml", fmt.Sprintf(`{apiVersion: v1, kind: Pod, `+
 		`metadata: {name: %s, labels: {app: llm, llm-d.ai/role: %s}}, `+
 		`spec: {nodeName: node, terminationGracePeriodSeconds: 300, containers: [{name: engine, image: enginesim}]}}`,
@@ -194,28 +195,6 @@ func (k *kubelet) gone(p *thinPod) {
 	k.must(http.MethodDelete, podsPath+"/"+p.name, "application/json",
 		`{"kind":"DeleteOptions","apiVersion":"v1","gracePeriodSeconds":0}`)
 	_ = p.listener.Close()
-}
-
-// forwardTo takes connections to an address until the listener is closed.
-func forwardTo(l net.Listener, addr string) {
-	for {
-		in, err := l.Accept()
-		if err != nil {
-			return
-		}
-		out, err := net.Dial("tcp", addr)
-		if err != nil {
-			_ = in.Close()
-			continue
-		}
-		for from, to := range map[net.Conn]net.Conn{in: out, out: in} {
-			go func() {
-				_, _ = io.Copy(to, from)
-				_ = to.Close()
-				_ = from.Close()
-			}()
-		}
-	}
 }
 
 // knows waits until Tandem has these endpoints, and no other.

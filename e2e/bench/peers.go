@@ -6,7 +6,6 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -15,6 +14,7 @@ import (
 	"strings"
 	"text/template"
 
+	"tandem/e2e/loopback"
 	"tandem/e2e/process"
 )
 
@@ -222,9 +222,11 @@ func (l *lab) startLLMD(ctx context.Context, o options, s *stack, p peer, model 
 		decodeHost := "127.0.0.1"
 		if o.events { // sidecars listen on all addresses
 			decodeHost = ownHost(2, i)
-			if err := forward(net.JoinHostPort(decodeHost, l.events), "127.0.0.1:"+e.decodeEvents); err != nil {
+			listener, err := net.Listen("tcp", net.JoinHostPort(decodeHost, l.events)) // until this program ends
+			if err != nil {
 				return "", err
 			}
+			go loopback.Forward(listener, "127.0.0.1:"+e.decodeEvents)
 		}
 		text += fmt.Sprintf("- {name: prefill%d, address: %s, port: %q, labels: {llm-d.ai/role: prefill}}\n"+
 			"- {name: decode%d, address: %s, port: %q, labels: {llm-d.ai/role: decode}}\n",
@@ -275,34 +277,6 @@ func (l *lab) renderer(ctx context.Context, model string) (string, error) {
 		return "", err
 	}
 	return ports[0], e.Wait(ctx, "http://"+ports[0]+"/health")
-}
-
-// forward forwards connections to another address, until this program ends.
-func forward(from, to string) error {
-	listener, err := net.Listen("tcp", from)
-	if err != nil {
-		return err
-	}
-	go func() {
-		for {
-			conn, err := listener.Accept()
-			if err != nil {
-				return
-			}
-			other, err := net.Dial("tcp", to)
-			if err != nil {
-				_ = conn.Close()
-				continue
-			}
-			for _, way := range [2][2]net.Conn{{conn, other}, {other, conn}} {
-				go func() {
-					_, _ = io.Copy(way[0], way[1])
-					_ = way[0].Close()
-				}()
-			}
-		}
-	}()
-	return nil
 }
 
 // frontConfig is an Envoy with a listener for each model: with one route to the router, or with llm-d's ext_proc filter

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"tandem/e2e/process"
 )
 
 // report gathers results and writes them as Markdown.
@@ -140,23 +142,24 @@ func (r *report) hold(sh shape, clients int, ours, floor []round) {
 func (r *report) memory(stacks []*stack) {
 	for _, s := range stacks {
 		if s.tandem == nil && len(s.routers) > 0 {
-			peak := int64(0)
-			for _, router := range s.routers {
-				peak += router.Peak()
-			}
-			r.peaks = append(r.peaks, fmt.Sprintf("%s: %d (processes: %d)", s.name, peak>>20, len(s.routers)))
+			text := fmt.Sprintf("%s: %d (processes: %d)", s.name, peakOf(s.routers)>>20, len(s.routers))
+			r.peaks = append(r.peaks, text)
 			continue
 		}
 		text := fmt.Sprintf("%s: Envoy %d", s.name, s.envoy.Peak()>>20)
 		if s.tandem != nil {
-			peak := int64(0)
-			for _, t := range s.tandems {
-				peak += t.Peak()
-			}
-			text += fmt.Sprintf(", Tandem %d", peak>>20)
+			text += fmt.Sprintf(", Tandem %d", peakOf(s.tandems)>>20)
 		}
 		r.peaks = append(r.peaks, text)
 	}
+}
+
+// peakOf returns the sum of processes' peak memory, in bytes.
+func peakOf(all []*process.Process) (sum int64) {
+	for _, p := range all {
+		sum += p.Peak()
+	}
+	return sum
 }
 
 // manyEngines adds what is measured with so many engines to the figures of the last results.
@@ -172,10 +175,7 @@ func (r *report) manyEngines(n int, results [][]round) {
 // measured.
 func (r *report) fleetFigures(stacks []*stack, idle []float64) {
 	for i, s := range stacks {
-		peak := s.envoy.Peak()
-		for _, p := range slices.Concat(s.routers, s.tandems) {
-			peak += p.Peak()
-		}
+		peak := s.envoy.Peak() + peakOf(s.routers) + peakOf(s.tandems)
 		for k := range r.figures {
 			if f := &r.figures[k]; f.Stack == s.name {
 				f.Rest.Peak = peak >> 20

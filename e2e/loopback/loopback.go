@@ -10,6 +10,7 @@ package loopback
 import (
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"strconv"
@@ -70,4 +71,26 @@ func isFree(port int) bool {
 		_ = l.Close()
 	}
 	return err == nil
+}
+
+// Forward forwards a listener's connections to an address, until the listener is closed.
+func Forward(l net.Listener, addr string) {
+	for {
+		in, err := l.Accept()
+		if err != nil {
+			return
+		}
+		out, err := net.Dial("tcp", addr)
+		if err != nil {
+			_ = in.Close()
+			continue
+		}
+		for from, to := range map[net.Conn]net.Conn{in: out, out: in} {
+			go func() {
+				_, _ = io.Copy(to, from)
+				_ = to.Close()
+				_ = from.Close()
+			}()
+		}
+	}
 }
