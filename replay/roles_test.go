@@ -169,5 +169,6 @@ func TestRolesSuite(t *testing.T) {
 	p := rolePlan{engines: []int{2}, steady: []string{"agent"}, loads: []float64{.5}, seeds: []uint64{1}, requests: 200}
 	require.NoError(t, rolesSuite(t.Context(), p, &out, io.Discard))
 	require.Contains(t, out.String(), "| agent, 2, 50 % | 1+1: ")
+	require.Contains(t, out.String(), "Over the steady traces:\n\n- 50 %: goodput of `roles: auto` less the best ratio's ")
 	require.NotContains(t, out.String(), "NaN")
 }

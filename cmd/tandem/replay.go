@@ -46,7 +46,7 @@ func newReplay() *cobra.Command {
 		"`SECONDS` to the first token that tandem's pool promises; 0: none")
 	f.Float64Var(&o.Promise.TPOT, "promise-tpot", o.Promise.TPOT,
 		"`SECONDS` between tokens that tandem's pool promises; 0: none")
-	f.Uint64Var(&o.Seed, "seed", o.Seed, "`SEED` of all random choices")
+	f.Uint64Var(&o.Seed, "seed", o.Seed, "`SEED` of all random choices; of suites for roles alone")
 	f.IntVar(&o.requests, "requests", 12000, "`NUMBER` of requests in a synthetic trace")
 	f.Float64Var(&o.rate, "rate", 1, "arrivals `TIMES` as fast")
 	f.Float64Var(&o.load, "load", 0, "set the rate by the fleet's `LOAD`; 1 saturates it, if its caches were one")
@@ -112,7 +112,7 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	}
 	c := o.Config
 	if o.suite != "" {
-		return replay.Suite(ctx, o.suite, stdout, bars)
+		return replay.Suite(ctx, o.suite, c.Seed, stdout, bars)
 	}
 	c.Late, c.Sharing = !o.immediate, o.sharing.Seconds()
 	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
