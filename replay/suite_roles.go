@@ -88,9 +88,9 @@ func summary(w io.Writer, load float64, rows []roleRow) {
 	}
 	least, dearest := slices.MinFunc(rows, byGoodput), slices.MaxFunc(rows, byCost)
 	slowest := slices.MaxFunc(rows, func(a, b roleRow) int { return cmp.Compare(a.auto.tpot99, b.auto.tpot99) })
-	fmt.Fprintf(w, "- %.0f %%: goodput of `roles: auto` less the best ratio's %+.3f (least %+.3f, %s); first token and half "+
-		"of the rest %.2f times the cheapest ratio's (most %.2f, %s); p99 per token at most %.0f ms (%s).\n", 100*load, gain,
-		least.auto.goodput-least.ratio.goodput, least.trace, cost, dearest.auto.cost()/dearest.cheapest, dearest.trace,
+	fmt.Fprintf(w, "- %.0f %%: goodput of `roles: auto` less the best ratio's %+.3f (least %+.3f, %s); first token and "+
+		"half of the rest %.2f times the cheapest ratio's (most %.2f, %s); p99 per token at most %.0f ms (%s).\n",
+		100*load, gain, least.auto.goodput-least.ratio.goodput, least.trace, cost, dearest.auto.cost()/dearest.cheapest, dearest.trace,
 		slowest.auto.tpot99, slowest.trace)
 }
 

@@ -70,6 +70,9 @@ func filtered(f *Filter, o *Outcome) Status {
 func (f *Filter) ResponseBody(end bool) Status {
 	return f.guarded("response body", func() Status {
 		if f.hop.holding {
+			if !end && openai.IsComment(f.envoy.AppendPiece(nil)) {
+				return Stop // it says nothing of the engine, and waits with the headers
+			}
 			f.hop.holding = false
 			f.envoy.HoldAnswer(false)
 			o := f.envoy.Outcome()

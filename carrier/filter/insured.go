@@ -333,32 +333,30 @@ func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
 
 func (in *Insured) data(pieces [][]byte, end bool) {
 	in.noteSent()
+	in.to.out = in.to.out[:0]
+	if end {
+		in.d.id = 0
+	}
 	switch {
 	case in.d.own:
 		for _, p := range pieces {
 			in.d.reply = append(in.d.reply, p[:min(len(p), maxReply-len(in.d.reply))]...)
 		}
 		if end {
-			in.d.id = 0
 			failure := faults.Of(in.d.status, string(details(in.d.status, in.d.reply)), "")
 			in.failed(&failure)
 		}
 		return
 	case in.d.plain:
-		in.to.out = in.to.out[:0]
 		for _, p := range pieces {
 			in.to.out = append(in.to.out, p...)
 		}
-		if end {
-			in.d.id = 0
-		}
 		in.give(in.to.out, end)
 		return
-	case in.d.late && in.outdated():
+	case in.d.late && !end && openai.IsComment(slices.Concat(pieces...)), in.d.late && in.outdated():
 		return
 	}
 	in.begin()
-	in.to.out = in.to.out[:0]
 	for _, p := range pieces {
 		p, err := in.d.params.Feed(p)
 		if err != nil {
@@ -368,10 +366,9 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 		in.to.out = in.stream.Feed(in.to.out, p)
 	}
 	if end {
-		in.d.id = 0
 		in.to.out = in.stream.End(in.stream.Feed(in.to.out, in.d.params.End()))
 	}
-	if len(in.to.out) > 0 && in.stream.Broken() == "" {
+	if !openai.IsComment(in.to.out) && in.stream.Broken() == "" {
 		in.speaks()
 	}
 	switch broken := in.stream.Broken(); {

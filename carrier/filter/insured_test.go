@@ -406,6 +406,7 @@ func TestStreamsAreMoved(t *testing.T) {
 		"no other":                 {whole: true},
 		"others report errors":     {next: failed + "data: [DONE]\n\n", whole: true},
 		"one reports an error":     {next: failed + "data: [DONE]\n\n", most: 1, whole: true},
+		"a comment is no event":    {next: ": ping\n\n", most: 1, whole: true},
 		"no other, and it dies":    {cut: true},
 		"it reports an error":      {says: failed, cut: true},
 		"it reports an error once": {says: failed + "data: [DONE]\n\n"},
@@ -419,7 +420,7 @@ func TestStreamsAreMoved(t *testing.T) {
 				case len(c.legs) == 1:
 					u.pieces, u.stays = u.pieces[:4], true
 				case tt.next != "":
-					u.pieces = []string{tt.next}
+					u.pieces, u.cut = []string{tt.next}, tt.next[0] == ':'
 				case !tt.others:
 					u.status, u.kind, u.pieces = 400, "application/json", []string{"no"}
 				}
@@ -438,7 +439,7 @@ func TestStreamsAreMoved(t *testing.T) {
 			c.goOn()
 			require.Equal(t, tt.whole, c.done && !c.broken && !strings.Contains(c.gets.String(), `"error"`))
 			if tt.whole {
-				require.Equal(t, uninterrupted(t), unified(c.gets.String()))
+				require.Equal(t, uninterrupted(t), unified(strings.Replace(c.gets.String(), ": ping\n\n", "", 1)))
 				require.Equal(t, tt.others, in.again.times == 1, "what nobody took was not continued")
 			}
 			c.nothingStays()

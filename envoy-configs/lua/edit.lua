@@ -49,6 +49,10 @@ local function cutter()
     return table.concat(out)
   end
 end
+-- begins reports whether a piece has more than comments, which say nothing of the engine.
+local function begins(piece)
+  return piece:length() > 0 and ("\n" .. piece:getBytes(0, piece:length())):find("[\r\n][^:\r\n]") ~= nil
+end
 function envoy_on_response(handle)
   local headers = handle:headers()
   local cuts = headers:get("x-tandem-rule"):find("^%S+ %d+ cut ") ~= nil
@@ -70,12 +74,12 @@ function envoy_on_response(handle)
       text = ""
     elseif (handle:streamInfo():dynamicMetadata():get("tandem.answer") or {})["refused"] then
       told, text = true, gone
-    elseif not cut then
-      return
-    else
+    elseif cut then
       text = chunk:getBytes(0, chunk:length())
       local left = cut(text)
       if left == text then text = nil else text = left end
+    elseif begins(chunk) then
+      return
     end
     if text then chunk:setBytes(text) end
   end

@@ -10,15 +10,21 @@ local function refused(handle, rule)
   }, "", 2000)
   return answer[":status"] ~= "204"
 end
+-- begins reports whether a piece has more than comments, which say nothing of the engine.
+local function begins(piece)
+  return piece:length() > 0 and ("\n" .. piece:getBytes(0, piece:length())):find("[\r\n][^:\r\n]") ~= nil
+end
 function envoy_on_response(handle)
   local rule = handle:headers():get("x-tandem-rule") -- not to be seen once the headers have gone on
   local kind = handle:headers():get("content-type") or ""
   if kind:find("event-stream", 1, true) then
-    for _ in handle:bodyChunks() do
-      if refused(handle, rule) then
-        handle:streamInfo():dynamicMetadata():set("tandem.answer", "refused", "true")
+    for piece in handle:bodyChunks() do
+      if begins(piece) then
+        if refused(handle, rule) then
+          handle:streamInfo():dynamicMetadata():set("tandem.answer", "refused", "true")
+        end
+        return
       end
-      return
     end
     return
   end

@@ -15,6 +15,17 @@ func IsEventStream(contentType string) bool {
 	return strings.EqualFold(strings.TrimSpace(kind), EventStream)
 }
 
+// IsComment reports whether bytes of a stream are comments and empty lines alone, with which servers keep a connection
+// alive. The engine may have done nothing yet.
+func IsComment(b []byte) bool {
+	for line := range bytes.FieldsFuncSeq(b, func(r rune) bool { return r == '\n' || r == '\r' }) {
+		if line[0] != ':' {
+			return false
+		}
+	}
+	return true
+}
+
 // Events cuts a stream of server-sent events (text/event-stream, WHATWG HTML 9.2) into events: one may arrive in
 // pieces, several may arrive at once, and lines may end in LF, CR LF or CR. The zero value is ready. It is for one
 // stream.

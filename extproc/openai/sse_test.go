@@ -33,6 +33,15 @@ func TestIsEventStream(t *testing.T) {
 	}
 }
 
+func TestIsComment(t *testing.T) {
+	for piece, is := range map[string]bool{
+		"": true, "\n": true, ": ping\n\n": true, ":\r\n\r\n": true, ": a\n: b\r\r": true, ": pi": true,
+		"data: a\n\n": false, ": ping\n\ndata: a": false, ": ping\rdata: a": false, "event: x\n": false, "ng\n\n": false,
+	} {
+		require.Equal(t, is, IsComment([]byte(piece)), "%q", piece)
+	}
+}
+
 // However a stream was cut on its way, its events are the same.
 func TestEvents(t *testing.T) {
 	for name, tt := range map[string]struct {

@@ -2,6 +2,7 @@ package api
 
 import (
 	"errors"
+	"io"
 	"net/http"
 	"strconv"
 
@@ -120,6 +121,9 @@ func (st *stream) begin() error {
 	st.c.w.WriteHeader(http.StatusOK)
 	st.c.rec.setStatus(http.StatusOK)
 	st.begun = true
+	if st.c.rule != nil && st.c.rule.Mode == fault.Comment {
+		_, _ = io.WriteString(st.c.w, ": ping\n\n")
+	}
 	return st.control.Flush()
 }
 

@@ -62,6 +62,7 @@ const (
 	NullParams  = "null-params"          // prefill: kv_transfer_params null
 	BadParams   = "malformed-params"     // prefill: kv_transfer_params that would kill a decode engine
 	StreamReset = "stream-reset-after"   // reset a stream after so many events
+	Comment     = "comment"              // begin a stream with a comment, as a server that keeps the connection alive
 	Race        = "keep-alive-race"      // close a connection that was idle, as a request arrives on it
 	Refuse      = "refuse"               // at once: close the HTTP port for a while
 	Die         = "die"                  // at once: exit as a crashed engine does
@@ -72,7 +73,7 @@ const (
 
 var modes = []string{
 	Status, EarlyReset, MidReset, Hang, Slow, Garbage, EmptyParams, NullParams,
-	BadParams, StreamReset, Race, Refuse, Die, Restart, Stall, Unreachable,
+	BadParams, StreamReset, Comment, Race, Refuse, Die, Restart, Stall, Unreachable,
 }
 
 // legs are a request's possible parts in the protocol.
@@ -151,7 +152,7 @@ func (r *Rule) suits(q *Request) bool {
 		if q.Leg != "prefill" {
 			return false
 		}
-	case StreamReset:
+	case StreamReset, Comment:
 		if !q.Stream {
 			return false
 		}
