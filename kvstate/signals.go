@@ -20,7 +20,7 @@ type Signals struct {
 	unbooked int64 // in this scrape alone
 	oldest   int64 // time of the oldest figure, ns. Every decision reads it: with the figures above in one cache line
 
-	// Work is the sum of its counters that rise with whatever it does, since it started; 0: not reported in each step.
+	// Work is 1 and the sum of its counters that rise with whatever it does, since it started; 0: not reported.
 	Work int64
 	// Expired counts the KV that it kept for other engines and freed because nobody had fetched it in time (its lease
 	// ended), since it started.

@@ -16,7 +16,7 @@ func Read(page []byte, rank string) (engine string, s kvstate.Signals, ok bool) 
 		if !bytes.Contains(page, []byte("\n"+e.prefix)) && !bytes.HasPrefix(page, []byte(e.prefix)) {
 			continue
 		}
-		r := reading{running: -1, waiting: -1, usage: -1, tokens: -1, blocks: -1, blockTokens: -1}
+		r := reading{running: -1, waiting: -1, usage: -1, tokens: -1, blocks: -1, blockTokens: -1, work: -1}
 		each(page, e.prefix, e.letters, func(s sample) {
 			if rank == "" || e.rank == "" || s.label(e.rank) == "" || s.label(e.rank) == rank {
 				e.take(&r, s)
@@ -92,8 +92,9 @@ func (r *reading) signals() (kvstate.Signals, bool) {
 	}
 	s := kvstate.Signals{Running: count(r.running), Waiting: count(r.waiting), KVUsage: r.usage,
 		KVTokens: count(r.tokens), Expired: count(r.expired)}
-	if r.steps {
-		s.Work = count(r.work + r.answers.generated + r.answers.answers + r.transfers.transfers + r.transfers.failed)
+	if r.steps { // an engine that has not worked yet has counters, too
+		did := r.answers.generated + r.answers.answers + r.transfers.transfers + r.transfers.failed
+		s.Work = count(r.work + 1 + did)
 	}
 	s.Transfers = kvstate.TransferCounters{
 		Transfers: count(r.transfers.transfers), Bytes: count(r.transfers.bytes),

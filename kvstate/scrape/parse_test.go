@@ -28,7 +28,12 @@ func TestRead(t *testing.T) {
 		page, engine string
 		want         kvstate.Signals
 	}{
-		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{Work: 1239, KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884, Generated: 72}}},
+		"vLLM 0.32": {string(page(t, "vllm-0.32.0.txt")), "vllm", kvstate.Signals{Work: 1240, KVTokens: 16384, Answers: kvstate.AnswerCounters{Answers: 8, Tokens: 72, Gaps: 64, GapTime: 118992884, Generated: 72}}},
+		"vLLM that has not worked yet": {`
+vllm:num_requests_running{engine="0",model_name="m"} 0.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 0.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 0.0
+`, "vllm", kvstate.Signals{Work: 1, Waiting: -1, KVUsage: -1, KVTokens: -1}},
 		"vLLM, two engines behind one server": {`
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 4.0
