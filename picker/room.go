@@ -101,7 +101,7 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 		if !k.prices[i].crowded {
 			continue
 		}
-		over := isOver(c)
+		over := IsOver(c)
 		if at < 0 || over && !most || over == most && before(c, &v.Endpoints[at]) {
 			at, most = i, over
 		}
@@ -115,8 +115,8 @@ func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 	return c
 }
 
-// isOver reports whether an endpoint holds so much for others that the largest request there does not fit.
-func isOver(c *kvstate.Candidate) bool {
+// IsOver reports whether an endpoint holds so much for others that the largest request there does not fit.
+func IsOver(c *kvstate.Candidate) bool {
 	return c.Room.Held > 0 && c.Room.Need > 0 && c.Room.Held+c.Room.Need > c.KVTokens
 }
 
@@ -133,5 +133,5 @@ func (k *Picker) answersItself(r *Request, v *kvstate.View, prefill int, found b
 		return false
 	}
 	c := &v.Endpoints[prefill]
-	return isBoth(c) && (k.full && !found || isOver(c)) && k.why(r, c) == ""
+	return isBoth(c) && (k.full && !found || IsOver(c)) && k.why(r, c) == ""
 }

@@ -3,6 +3,7 @@ package pass
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
@@ -10,6 +11,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
+	"tandem/picker"
 )
 
 // Routed is a committed decision.
@@ -23,10 +25,13 @@ type Routed struct {
 // seals the ticket. It is the only place where a pass changes the state because of its decision. If it fails, nothing
 // stays reserved.
 func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err error) {
+	var why string
+	if d, r.Held, why, err = reserveRoom(ctx, x, d); err != nil {
+		return Routed{}, err
+	}
 	s, t := x.shared, &d.Ticket
 	r.Decision = d
-	var why string
-	if r.Held, why = x.reserve(ctx, d); why != "" {
+	if why != "" {
 		x.Req.Attempt.Why = why
 		if d, err = plan.Alone(&x.Req, &x.view, x.choice, &x.policy.Policy); err != nil {
 			return Routed{}, err
@@ -72,6 +77,41 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 		return r, fmt.Errorf("sealing the ticket of a %s leg: %w", d.Leg, err)
 	}
 	return r, nil
+}
+
+// chosenAgain is how often endpoints are chosen again for a request.
+const chosenAgain = 3
+
+// reserveRoom makes a decision's reservations, if D's receive buffer has space, as reserve does. Requests that are
+// chosen at the same moment see the same room at engines of both roles (docs/adr/0052). If they have reserved too much
+// of it together, they give it back, and are chosen again.
+func reserveRoom(ctx context.Context, x *Pass, d *plan.Decision) (_ *plan.Decision, h Held, why string, err error) {
+	for tries := 0; ; tries++ {
+		if h, why = x.reserve(ctx, d); why != "" || tries == chosenAgain || !tooMuch(x, d) {
+			return d, h, why, nil
+		}
+		x.shared.Release(h)
+		if !x.Req.Attempt.Alone {
+			x.Req.Attempt.Why = ""
+		}
+		if d, err = x.plan(ctx); err != nil {
+			return nil, Held{}, "", err
+		}
+	}
+}
+
+// tooMuch reports whether a new request at an engine of both roles leaves too little room there. In a queue requests
+// are chosen one after the other; what is known to have no room goes there all the same.
+func tooMuch(x *Pass, d *plan.Decision) bool {
+	isBoth := func(e *kvstate.Endpoint) bool { return e != nil && e.Role&kvstate.RoleBoth == kvstate.RoleBoth }
+	if x.policy.queue != nil || x.choice.NoRoom || x.want.way != oneByOne || x.Req.Attempt.Redirects > 0 ||
+		d.Report.Route == "" || x.Req.LastTurn != nil || !isBoth(d.Decode.Endpoint) && !isBoth(d.Prefill.Endpoint) {
+		return false
+	}
+	x.shared.State.View(d.Pool, nil, &x.reserved)
+	return slices.ContainsFunc(x.reserved.Endpoints, func(c kvstate.Candidate) bool {
+		return (c.Endpoint == d.Decode.Endpoint || c.Endpoint == d.Prefill.Endpoint) && picker.IsOver(&c)
+	})
 }
 
 // reserve makes a decision's reservations. If D's receive buffer has no space for what P will push, it reserves nothing

@@ -97,7 +97,8 @@ type Pass struct {
 	want      want
 	asked     picker.Request
 	choice    picker.Choice
-	Prefilled Prefilled // of a prefill leg whose answer came with this pass
+	reserved  kvstate.View // the endpoints, once it has reserved
+	Prefilled Prefilled    // of a prefill leg whose answer came with this pass
 
 	// Rest continues a pass that ended with [latebinding.ErrWaits], for it could not wait.
 	Rest func(ctx context.Context) (*plan.Decision, error)
