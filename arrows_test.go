@@ -92,7 +92,9 @@ var arrows = map[string][]string{
 	},
 	"picker":                     {"kvstate"},
 	"picker/admission":           {"kvstate", "picker"},
-	"replay":                     {"kvstate", "picker", "picker/admission", "replay/engine", "picker/roles"},
+	"replay":                     {"kvstate", "picker", "picker/admission", "replay/engine", "replay/traces", "picker/roles"},
+	"replay/traces":              {"replay/engine"},
+	"replay/report":              {"replay"},
 	"extproc/openai":             {},
 	"extproc/telemetry":          {"extproc/envoywire", "extproc/kvtransfer", "extproc/openai", "extproc/usage", "kvstate", "picker"},
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
@@ -140,7 +142,7 @@ var arrows = map[string][]string{
 	"cmd/tandem": {
 		"envoy-configs", "extproc/kvtransfer", "extproc/telemetry", "internal/config", "internal/livecheck",
 		"internal/logwriter", "internal/orders", "internal/replica", "internal/version", "kvstate/enginehttp",
-		"picker", "picker/admission", "picker/roles", "protos/config/v1", "replay", "status", "status/words",
+		"picker", "picker/admission", "picker/roles", "protos/config/v1", "replay", "replay/report", "replay/traces", "status", "status/words",
 		"e2e/loopback (test)",
 	},
 	// One running replica: all parts, wired.
@@ -419,7 +421,7 @@ var otherWords = map[string]string{
 	"cmd/tandem/replay.go mooncake":    "a trace",
 	"replay/run.go mooncake":           "a peer's policy",
 	"replay/run.go trtllm":             "a peer's policy",
-	"replay/open.go mooncake":          "a trace",
+	"replay/traces/open.go mooncake":   "a trace",
 	"replay/suite.go mooncake":         "a trace",
 	"replay/suite.go shared":           "a size of fleets",
 	"replay/suite_extras.go mooncake":  "a trace",

@@ -7,6 +7,8 @@ import (
 	"math"
 	"slices"
 	"strconv"
+
+	"tandem/replay/traces"
 )
 
 // CheckPolicies returns an error if one of the names is not a policy.
@@ -22,7 +24,7 @@ func CheckPolicies(names []string) error {
 // Prepare opens a trace and sets its rate: rate times its own, or, if load is above 0, the rate that puts that load on
 // the fleet. For endpoints that serve both legs, it is the highest rate that does so on as many endpoints of fixed
 // roles.
-func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, error) {
+func Prepare(name string, requests int, rate, load float64, c Config) (*traces.Trace, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
@@ -33,7 +35,7 @@ func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, e
 		_, t, err := BestRatio(name, requests, c.Both, load, c)
 		return t, err
 	}
-	t, err := Open(name, requests, c.Seed)
+	t, err := traces.Open(name, requests, c.Seed)
 	switch {
 	case err != nil:
 		return nil, err
@@ -48,7 +50,7 @@ func Prepare(name string, requests int, rate, load float64, c Config) (*Trace, e
 }
 
 // RunAll plays a trace under several policies, one after the other, and shows its progress on w.
-func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer) ([]*Result, error) {
+func RunAll(ctx context.Context, t *traces.Trace, names []string, c Config, w io.Writer) ([]*Result, error) {
 	var out []*Result
 	for _, name := range names {
 		c.Progress = NewBar(w, name).Show
@@ -62,7 +64,7 @@ func RunAll(ctx context.Context, t *Trace, names []string, c Config, w io.Writer
 }
 
 // About describes a trace and a fleet in a few lines.
-func About(t *Trace, c Config) []string {
+func About(t *traces.Trace, c Config) []string {
 	lines := []string{fmt.Sprintf("%d requests in %.0f s; caches that never forget would serve %.3f of the prompts' "+
 		"tokens", len(t.Requests), t.Duration(), t.Bound())}
 	fleet := fmt.Sprintf("%d endpoints that prefill, %d that decode", c.Prefill, c.Decode)

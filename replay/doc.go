@@ -5,9 +5,8 @@
 //
 // A request takes these steps:
 //
-//  1. It arrives (trace.go reads a trace in Mooncake's format, generate.go generates one, shift.go joins several) and
-//     the policy binds it, at once or later: tandem.go is Tandem's own, peers.go has those of other routers, from their
-//     published formulae.
+//  1. It arrives (replay/traces reads or generates a trace, shift.go joins several) and the policy binds it, at once or
+//     later: tandem.go is Tandem's own, peers.go has those of other routers, from their published formulae.
 //  2. Its prefill endpoint, an engine of replay/engine, serves first come, first served, in steps of a bounded number
 //     of tokens, long prompts in several. It looks for the prompt's leading blocks in its cache, and holds the KV
 //     until decode has fetched it.

@@ -6,6 +6,7 @@ import (
 
 	"tandem/picker"
 	"tandem/replay/engine"
+	"tandem/replay/traces"
 )
 
 // job is a request on its way.
@@ -22,15 +23,16 @@ type job struct {
 	published      []int32 // hits, as published to the other replicas while the request waits
 	arrived, work  float64 // in the queue: time of arrival, and its work there in seconds
 	uncached       int     // as the policy estimated it when it bound the request
+	asked          *traces.Request
 }
 
 // newJobs returns the requests of a trace, on their way to no endpoint.
-func newJobs(t *Trace) []job {
+func newJobs(t *traces.Trace) []job {
 	jobs := make([]job, len(t.Requests))
 	for i := range jobs {
 		q := &t.Requests[i]
 		jobs[i] = job{Job: engine.Job{ID: uint64(i), Input: q.Input, Output: q.Output, Blocks: q.Blocks},
-			Arrival: q.Arrival, prefill: -1, decode: -1}
+			Arrival: q.Arrival, asked: q, prefill: -1, decode: -1}
 	}
 	return jobs
 }
@@ -92,6 +94,15 @@ func (f *fleet) bind(j *job, prefill, decode int) {
 	}
 	f.prefills[prefill].Add(&j.Job, engine.Prefill)
 }
+
+// refuse ends a request without an answer.
+func refuse(f *fleet, j *job) {
+	j.firstAt, j.endAt = f.Now, f.Now
+	f.ended++
+}
+
+// refused reports whether a request has ended without an endpoint.
+func (j *job) refused() bool { return j.decode < 0 }
 
 func (f *fleet) prefilled(q *engine.Job) {
 	j := &f.jobs[q.ID]

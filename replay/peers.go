@@ -26,17 +26,27 @@ type chooser interface {
 	late() bool // decode is chosen when prefill has ended
 }
 
-func (p *peer) arrive(j *job) {
+// ready makes the counts.
+func ready(p *peer) {
 	if p.booked == nil {
 		n, m := len(p.prefills), len(p.decodes)
 		p.booked, p.tokens, p.work = make([]int, n), make([]int, n), make([]float64, n)
 		p.answers, p.kv = make([]int, m), make([]int, m)
 	}
+}
+
+// whole sends both legs of a request to one endpoint.
+func whole(p *peer, j *job, at int) {
+	p.answers[at]++
+	p.kv[at] += j.Input
+	p.bind(j, -1, at)
+}
+
+func (p *peer) arrive(j *job) {
+	ready(p)
 	if b, ok := p.choose.(interface{ alone(*job) (int, bool) }); ok {
 		if d, alone := b.alone(j); alone {
-			p.answers[d]++
-			p.kv[d] += j.Input
-			p.bind(j, -1, d)
+			whole(p, j, d)
 			return
 		}
 	}

@@ -111,14 +111,17 @@ func newAggregated(name string, p *peer) chooser {
 	}
 	b := newBypass(p, c, math.MaxInt)
 	if name == "dynamo" {
-		b.through = func(j *job) int {
-			return p.argmin(len(p.decodes), func(i int) float64 {
-				credit := j.CachedTokens(p.decodes[i].Held(j.Blocks))
-				return float64(p.decodes[i].Uncomputed() + j.Input - credit + p.kv[i] + j.Input)
-			})
-		}
+		b.through = func(j *job) int { return dynamoWhole(p, j) }
 	}
 	return b
+}
+
+// dynamoWhole is Dynamo's choice of an endpoint that serves both legs.
+func dynamoWhole(p *peer, j *job) int {
+	return p.argmin(len(p.decodes), func(i int) float64 {
+		credit := j.CachedTokens(p.decodes[i].Held(j.Blocks))
+		return float64(p.decodes[i].Uncomputed() + j.Input - credit + p.kv[i] + j.Input)
+	})
 }
 
 // newDynamoBypass returns Dynamo's conditional disaggregation with isl_bounding: effective ISL below 2,048 and below .7

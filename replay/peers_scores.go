@@ -88,6 +88,77 @@ func (s *smg) prefill(j *job) int {
 func (s *smg) decode(*job) int { return s.twoChoices() }
 func (s *smg) late() bool      { return false }
 
+// smg113 is smg 1.13's pair (smg-project/smg, August 2026: policies/cache_aware.rs, power_of_two.rs; pull request
+// 2466). Prefill is the endpoint that holds most of the prompt; if its requests are more than 1.5 times the mean and
+// more than 64 above it, or nobody holds any, the one with the fewest. Decode is the one of two with the shorter wait,
+//
+//	1024 x (requests that wait or come) / (tokens per second, or 2,000) + .15 s x k/(1 - k), k: KV memory in use
+//
+// A request waits until decode's batch has a place for it, for 30 s, and is refused then.
+type smg113 struct {
+	*peer
+	waiting []*job
+}
+
+func (s *smg113) prefill(j *job) int {
+	best := s.argmin(len(s.prefills), func(i int) float64 { return -float64(s.hit(i, j)) + float64(s.booked[i])/1e6 })
+	sum := 0.0
+	for _, n := range s.booked {
+		sum += float64(n)
+	}
+	mean, load := sum/float64(len(s.booked)), float64(s.booked[best])
+	if s.hit(best, j) == 0 || load > 1.5*mean && load > mean+64 {
+		return s.leastBooked()
+	}
+	return best
+}
+
+func (s *smg113) wait(i int) float64 {
+	e := s.decodes[i]
+	answers, _ := e.Requests()
+	k := min(e.Usage(), .999)
+	queued := float64(e.Waiting() + max(s.answers[i]-answers, 0))
+	return 1024*queued/cmp.Or(e.Throughput(), 2000) + .15*k/(1-k)
+}
+
+func (s *smg113) decode(*job) int {
+	n := len(s.decodes)
+	a := s.random.IntN(n)
+	b := (a + 1 + s.random.IntN(max(n-1, 1))) % n
+	if s.wait(b) < s.wait(a) {
+		return b
+	}
+	return a
+}
+
+func (s *smg113) late() bool { return false }
+
+func (s *smg113) arrive(j *job) {
+	ready(s.peer)
+	s.waiting = append(s.waiting, j)
+	s.admit()
+	s.After(30, func() {
+		if slices.Contains(s.waiting, j) {
+			s.waiting = slices.DeleteFunc(s.waiting, func(o *job) bool { return o == j })
+			refuse(s.fleet, j)
+		}
+	})
+}
+
+// admit sends the requests that wait, in order, while some batch has a place.
+func (s *smg113) admit() {
+	for len(s.waiting) > 0 && float64(slices.Min(s.answers)) < s.model.MaxAnswers {
+		next := s.waiting[0]
+		s.waiting = s.waiting[1:]
+		s.peer.arrive(next)
+	}
+}
+
+func (s *smg113) done(j *job) {
+	s.peer.done(j)
+	s.admit()
+}
+
 // aibrix is AIBrix's PD router with its default prefix_cache policy.
 // (pkg/plugins/gateway/algorithms/pd_disaggregation.go: imbalance spread 16, one standard deviation, a tenth of the
 // match against the share of the largest count.)

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/replay/engine"
+	"tandem/replay/traces"
 )
 
 // Policies that may decode alone do so if their own decode endpoint lacks only a few of the prompt's tokens.
@@ -18,15 +19,15 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 	}{
 		{"llm-d-in-flight/2048", 2047, 0, true},
 		{"llm-d-in-flight/2048", 2048, 0, false},
-		{"llm-d-in-flight/8192", 20000, 19 * BlockTokens * 2, true},
-		{"llm-d-in-flight/512", 20000, 39 * BlockTokens, true},
-		{"llm-d-in-flight/512", 20000, 38 * BlockTokens, false},
+		{"llm-d-in-flight/8192", 20000, 19 * engine.BlockTokens * 2, true},
+		{"llm-d-in-flight/512", 20000, 39 * engine.BlockTokens, true},
+		{"llm-d-in-flight/512", 20000, 38 * engine.BlockTokens, false},
 		{"dynamo/2048", 1000, 0, false}, // less than 2,048, but all of the prompt
-		{"dynamo/2048", 2000, 2 * BlockTokens, true},
-		{"dynamo/2048", 10000, 14 * BlockTokens, false},
+		{"dynamo/2048", 2000, 2 * engine.BlockTokens, true},
+		{"dynamo/2048", 10000, 14 * engine.BlockTokens, false},
 		{"trtllm/2048", 1000, 0, false}, // nothing is there
-		{"trtllm/2048", 1000, BlockTokens, true},
-		{"trtllm/2048", 4096, BlockTokens, false},
+		{"trtllm/2048", 1000, engine.BlockTokens, true},
+		{"trtllm/2048", 4096, engine.BlockTokens, false},
 		{"vllm-router/256", 256, 0, true},
 		{"vllm-router/256", 257, 0, false},
 	} {
@@ -34,14 +35,14 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 		config.Prefill, config.Decode = 2, 1
 		jobs := []job{{Job: engine.Job{Input: c.input, Output: 1}, prefill: -1, decode: -1}}
 		j := &jobs[0]
-		for b := range blocksOf(c.input) {
+		for b := range (c.input + engine.BlockTokens - 1) / engine.BlockTokens {
 			j.Blocks = append(j.Blocks, uint64(b+1))
 		}
 		f := newFleet(config, jobs, rand.New(rand.NewPCG(1, 1)))
 		p, err := newPolicy(c.policy, f, config)
 		require.NoError(t, err)
 		f.policy = p
-		f.decodes[0].Add(&engine.Job{Input: max(c.held, 1), Output: 1, Blocks: j.Blocks[:c.held/BlockTokens]}, engine.Both)
+		f.decodes[0].Add(&engine.Job{Input: max(c.held, 1), Output: 1, Blocks: j.Blocks[:c.held/engine.BlockTokens]}, engine.Both)
 		p.arrive(j)
 		require.Equal(t, c.alone, j.alone, "%s: %d tokens, %d of them there", c.policy, c.input, c.held)
 	}
@@ -49,7 +50,7 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 
 // An agent's trace is as AgentX's: in the median 142k tokens in and 444 out, nearly all of it cached.
 func TestAgentX(t *testing.T) {
-	tr, err := Generate("agentx", 4000, 1, 1)
+	tr, err := traces.Generate("agentx", 4000, 1, 1)
 	require.NoError(t, err)
 	var in, out []float64
 	for _, q := range tr.Requests {
@@ -65,7 +66,7 @@ func TestKairos(t *testing.T) {
 	c := DefaultConfig()
 	c.Prefill, c.Decode = 1, 1
 	blocks := func(i int) []uint64 { return blocksFrom(uint64(1000*i), 64) }
-	tr := &Trace{Name: "by hand", Requests: []Request{
+	tr := &traces.Trace{Name: "by hand", Requests: []traces.Request{
 		{Arrival: 0, Input: 100_000, Output: 2, Blocks: blocks(1)},   // computed for 12 s
 		{Arrival: .1, Input: 16_000, Output: 2, Blocks: blocks(2)},   // too late by then
 		{Arrival: 10, Input: 8000, Output: 2, Blocks: blocks(3)},     // in time
@@ -89,7 +90,7 @@ func TestKairos(t *testing.T) {
 func TestDeflection(t *testing.T) {
 	c := DefaultConfig()
 	c.Prefill, c.Decode = 1, 1
-	jobs := newJobs(&Trace{Requests: []Request{
+	jobs := newJobs(&traces.Trace{Requests: []traces.Request{
 		{Input: 60_000, Output: 2, Blocks: blocksFrom(1, 100)}, {Input: 4000, Output: 2, Blocks: blocksFrom(5000, 8)},
 		{Input: 4000, Output: 2, Blocks: blocksFrom(6000, 8)},
 	}})

@@ -13,10 +13,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/picker"
+	"tandem/replay/traces"
 )
 
 // small returns a short generated trace at a load on a small fleet.
-func small(t *testing.T, trace string, load float64) (*Trace, Config) {
+func small(t *testing.T, trace string, load float64) (*traces.Trace, Config) {
 	t.Helper()
 	c := DefaultConfig()
 	c.Prefill, c.Decode = 2, 2
@@ -26,14 +27,14 @@ func small(t *testing.T, trace string, load float64) (*Trace, Config) {
 }
 
 // one plays the given requests.
-func one(t *testing.T, policy string, change func(*Config), requests ...Request) *Result {
+func one(t *testing.T, policy string, change func(*Config), requests ...traces.Request) *Result {
 	t.Helper()
 	c := DefaultConfig()
 	c.Prefill, c.Decode, c.Split = 1, 1, picker.SplitAlways
 	if change != nil {
 		change(&c)
 	}
-	r, err := Run(t.Context(), &Trace{Name: "by hand", Requests: requests}, policy, c)
+	r, err := Run(t.Context(), &traces.Trace{Name: "by hand", Requests: requests}, policy, c)
 	require.NoError(t, err)
 	return r
 }
@@ -41,7 +42,7 @@ func one(t *testing.T, policy string, change func(*Config), requests ...Request)
 // A single request takes the model's time: its prefill in steps, the transfer, and a decode step for each token.
 func TestOneRequest(t *testing.T) {
 	m := picker.DefaultModel()
-	r := one(t, "random", nil, Request{Input: 10000, Output: 3, Blocks: make([]uint64, 20)})
+	r := one(t, "random", nil, traces.Request{Input: 10000, Output: 3, Blocks: make([]uint64, 20)})
 	prefill := 2*m.PrefillStep + 10000*m.PrefillToken + m.PrefillContext*10000*5000
 	transfer := m.TransferLag + 10000*m.TokenBytes/m.Bandwidth
 	step := m.DecodeStep + m.DecodeAnswer + 10000*m.DecodeToken
@@ -53,17 +54,17 @@ func TestOneRequest(t *testing.T) {
 // Alone there is no transfer, and the first token comes with the prefill.
 func TestOneRequestAlone(t *testing.T) {
 	m := picker.DefaultModel()
-	r := one(t, "tandem", func(c *Config) { c.Split = picker.SplitNever }, Request{Input: 1000, Output: 2, Blocks: make([]uint64, 2)})
+	r := one(t, "tandem", func(c *Config) { c.Split = picker.SplitNever }, traces.Request{Input: 1000, Output: 2, Blocks: make([]uint64, 2)})
 	require.InDelta(t, m.PrefillStep+1000*m.PrefillToken+m.PrefillContext*1000*500, r.TTFT.Mean, 1e-9)
 	require.InDelta(t, 1, r.Alone, 0)
 }
 
 // Cached tokens are not computed again, except for the last token.
 func TestPrefixIsComputedOnce(t *testing.T) {
-	q := Request{Input: 2048, Output: 1, Blocks: []uint64{1, 2, 3, 4}}
+	q := traces.Request{Input: 2048, Output: 1, Blocks: []uint64{1, 2, 3, 4}}
 	later := q
 	later.Arrival = 100
-	longer := Request{Arrival: 200, Input: 2148, Output: 1, Blocks: []uint64{1, 2, 3, 4, 5}}
+	longer := traces.Request{Arrival: 200, Input: 2148, Output: 1, Blocks: []uint64{1, 2, 3, 4, 5}}
 	r := one(t, "dynamo", nil, q, later, longer)
 	require.InDelta(t, (2047.0+2048)/(2048+2048+2148), r.HitShare, 1e-9)
 }
@@ -193,45 +194,12 @@ func TestLoadIsWhatWasAskedFor(t *testing.T) {
 
 // The public trace has the properties that its README lists.
 func TestPublicTrace(t *testing.T) {
-	tr, err := Open("mooncake", 0, 1)
+	tr, err := traces.Open("mooncake", 0, 1)
 	require.NoError(t, err)
 	require.Len(t, tr.Requests, 12031)
 	require.InDelta(t, .374, tr.Bound(), .001)
 	require.InDelta(t, 3540, tr.Duration(), 70)
-	require.True(t, slices.IsSortedFunc(tr.Requests, byArrival))
-}
-
-func TestReadTraceErrors(t *testing.T) {
-	const good = `{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}`
-	for text, want := range map[string]string{
-		"":                     "x: no requests",
-		good + "\n\n{\"timest": "x, line 3: unexpected end of JSON input",
-		`{"input_length": 1}`:  "x, line 1: output_length 0 is not between 1 and 16777216",
-		`{"output_length": 1}`: "x, line 1: input_length 0 is not between 1 and 16777216",
-		`{"timestamp": -1}`:    "x, line 1: timestamp -1 is not between 0 and 1e12 ms",
-		`{"input_length": 512, "output_length": 1, "hash_ids": [1, 2]}`: "x, line 1: 2 hash_ids for 512 tokens: one stands for 512",
-	} {
-		_, err := ReadTrace("x", strings.NewReader(text), 1)
-		require.EqualError(t, err, want)
-	}
-	tr, err := ReadTrace("x", strings.NewReader(good+"\n"+good), 1)
-	require.NoError(t, err)
-	require.Len(t, tr.Requests, 2)
-	_, err = AtLoad(tr, DefaultConfig(), .5)
-	require.ErrorIs(t, err, ErrNoDuration)
-}
-
-func FuzzReadTrace(f *testing.F) {
-	f.Add([]byte(`{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}`))
-	f.Fuzz(func(t *testing.T, text []byte) {
-		tr, err := ReadTrace("x", bytes.NewReader(text), 1)
-		if err != nil {
-			return
-		}
-		for _, q := range tr.Requests {
-			require.True(t, q.Input > 0 && q.Output > 0 && len(q.Blocks) <= blocksOf(q.Input) && q.Arrival >= 0 && !math.IsNaN(q.Arrival))
-		}
-	})
+	require.True(t, slices.IsSortedFunc(tr.Requests, traces.ByArrival))
 }
 
 func TestConfigErrors(t *testing.T) {
@@ -258,7 +226,7 @@ func TestConfigErrors(t *testing.T) {
 
 // The JSON output has exactly the documented members.
 func TestJSON(t *testing.T) {
-	r := one(t, "random", nil, Request{Input: 10, Output: 2})
+	r := one(t, "random", nil, traces.Request{Input: 10, Output: 2})
 	text, err := json.Marshal(r)
 	require.NoError(t, err)
 	var got map[string]any
@@ -282,22 +250,6 @@ func TestAboutWritesNumbersAsPeopleDo(t *testing.T) {
 	}
 }
 
-func TestReportIsComplete(t *testing.T) {
-	tr, c := small(t, "agent", .5)
-	var progress bytes.Buffer
-	results, err := RunAll(t.Context(), tr, []string{"tandem", "random"}, c, &progress)
-	require.NoError(t, err)
-	require.Contains(t, progress.String(), "100 %")
-	var page, table bytes.Buffer
-	require.NoError(t, (&Report{Title: "<t>", About: About(tr, c), Results: results}).Write(&page))
-	require.Contains(t, page.String(), "&lt;t&gt;")
-	require.NotContains(t, page.String(), "NaN")
-	require.NotContains(t, page.String(), "http", "it needs nothing else")
-	require.Equal(t, 4, strings.Count(page.String(), "<svg"))
-	Print(&table, results)
-	require.Equal(t, 3, strings.Count(table.String(), "\n"))
-}
-
 // The suite prints its tables, for one scenario.
 func TestSuiteTables(t *testing.T) {
 	s := &played{plan: plan{[]scenario{{trace: "agent", prefill: 2, decode: 2}}, []float64{.3, .8}, []uint64{1}, 120}, results: map[string][]*Result{}}
@@ -314,9 +266,9 @@ func TestSuiteTables(t *testing.T) {
 
 // No request waits longer than the server's limit: a long prompt that short ones overtake is bound after that time.
 func TestWaitEnds(t *testing.T) {
-	requests := []Request{{Input: 100_000, Output: 1}, {Arrival: 0.1, Input: 110_000, Output: 1}}
+	requests := []traces.Request{{Input: 100_000, Output: 1}, {Arrival: 0.1, Input: 110_000, Output: 1}}
 	for i := range 600 {
-		requests = append(requests, Request{Arrival: 0.2 + 0.06*float64(i), Input: 1000, Output: 1})
+		requests = append(requests, traces.Request{Arrival: 0.2 + 0.06*float64(i), Input: 1000, Output: 1})
 	}
 	longest := func(wait float64) float64 {
 		r := one(t, "tandem", func(c *Config) { c.MaxWait = wait }, requests...)
@@ -329,9 +281,9 @@ func TestWaitEnds(t *testing.T) {
 
 // If more arrive than may wait, the first makes space.
 func TestFullQueue(t *testing.T) {
-	requests := make([]Request, 5000)
+	requests := make([]traces.Request, 5000)
 	for i := range requests {
-		requests[i] = Request{Arrival: 1e-6 * float64(i), Input: 200, Output: 1}
+		requests[i] = traces.Request{Arrival: 1e-6 * float64(i), Input: 200, Output: 1}
 	}
 	r := one(t, "tandem", func(c *Config) { c.MaxWait = math.Inf(1) }, requests...)
 	require.Equal(t, len(requests), r.Requests)

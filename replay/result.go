@@ -27,6 +27,9 @@ type Result struct {
 	ttft   []float64
 }
 
+// FirstTokens returns the times to the first token, ascending.
+func (r *Result) FirstTokens() []float64 { return r.ttft }
+
 func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 	r := &Result{Policy: name, Requests: len(jobs), Span: f.Now}
 	var tpot, total []float64
@@ -44,11 +47,11 @@ func newResult(name string, f *fleet, jobs []job, c Config) *Result {
 		first, each := j.firstAt-j.Arrival, 0.0
 		r.ttft = append(r.ttft, first)
 		total = append(total, j.endAt-j.Arrival)
-		if j.Output > 1 {
+		if j.Output > 1 && !j.refused() {
 			each = (j.endAt - j.firstAt) / float64(j.Output-1)
 			tpot = append(tpot, each)
 		}
-		if first <= c.TTFT && each <= c.TPOT && !stuck {
+		if first <= c.TTFT && each <= c.TPOT && !stuck && !j.refused() {
 			good++
 		}
 		if j.alone {

@@ -11,6 +11,7 @@ import (
 	"tandem/kvstate"
 	"tandem/picker"
 	"tandem/picker/roles"
+	"tandem/replay/traces"
 )
 
 // When prompts come back after a time of reasoning, words change to prefill within 20 s. Every request is served, and all end sooner than with half of the engines for either leg.
@@ -89,7 +90,7 @@ func TestShiftingTraces(t *testing.T) {
 		require.True(t, shifts(name))
 		tr, err := Prepare(name, 500, 1, .5, c)
 		require.NoError(t, err)
-		require.True(t, slices.IsSortedFunc(tr.Requests, byArrival))
+		require.True(t, slices.IsSortedFunc(tr.Requests, traces.ByArrival))
 		require.Greater(t, len(tr.Requests), 500, name)
 	}
 	seq, err := Prepare("seq:agent:agent", 500, 1, .5, c)
@@ -119,11 +120,11 @@ func TestStuckFleetsEnd(t *testing.T) {
 	c := DefaultConfig()
 	c.Both, c.Split, c.Late = 2, picker.SplitAlways, false
 	c.Engine.KVTokens = 20_000
-	var requests []Request
+	var requests []traces.Request
 	for i := range 40 {
-		requests = append(requests, Request{Arrival: float64(i) / 100, Input: 6000, Output: 50, Blocks: blocksFrom(uint64(100*i), 12)})
+		requests = append(requests, traces.Request{Arrival: float64(i) / 100, Input: 6000, Output: 50, Blocks: blocksFrom(uint64(100*i), 12)})
 	}
-	r, err := Run(t.Context(), &Trace{Name: "by hand", Requests: requests}, "least-requests", c)
+	r, err := Run(t.Context(), &traces.Trace{Name: "by hand", Requests: requests}, "least-requests", c)
 	require.NoError(t, err)
 	require.Positive(t, r.Stuck)
 	require.LessOrEqual(t, r.Goodput, 1-float64(r.Stuck)/40)

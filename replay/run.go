@@ -13,6 +13,7 @@ import (
 	"tandem/picker/admission"
 	"tandem/picker/roles"
 	"tandem/replay/engine"
+	"tandem/replay/traces"
 )
 
 // Config is the fleet and the settings that a trace is played with.
@@ -67,7 +68,7 @@ func Slower(m picker.Model, times float64) picker.Model {
 // Policies returns the names that [Run] takes.
 func Policies() []string {
 	names := []string{"tandem", "random", "round-robin", "longest-prefix"}
-	return slices.Concat(names, twoHops(), mayBypass(), aggregated())
+	return slices.Concat(names, twoHops(), mayBypass(), aggregated(), []string{"smg-1.13", "dynamo-planner"})
 }
 
 // twoHops returns the peers that split every request.
@@ -88,8 +89,11 @@ func mayBypass() []string {
 
 // aggregated returns the peers that never split, for endpoints that serve both legs: a router of equal engines.
 func aggregated() []string {
-	return []string{"least-requests/never", "llm-d/never", "llm-d-in-flight/never", "dynamo/never"}
+	return append(programAware(), "least-requests/never", "llm-d/never", "llm-d-in-flight/never", "dynamo/never")
 }
+
+// programAware returns those of the aggregated peers that know programs.
+func programAware() []string { return []string{"thunderagent", "autellix", "continuum"} }
 
 // newPolicy returns the policy of that name.
 func newPolicy(name string, f *fleet, c Config) (policy, error) {
@@ -102,7 +106,22 @@ func newPolicy(name string, f *fleet, c Config) (policy, error) {
 	} else {
 		p.choose = newChooser(name, p)
 	}
+	known := programs{p, map[uint64]*program{}, nil}
 	switch name {
+	case "thunderagent":
+		t := &thunderAgent{known}
+		p.After(thunderEvery, t.watch)
+		return t, nil
+	case "autellix":
+		return &inOrder{programs: known, rule: autellix{}}, nil
+	case "continuum":
+		return &inOrder{programs: known, rule: &continuum{}}, nil
+	case "dynamo-planner":
+		return newPlanner(p, c), nil
+	case "smg-1.13":
+		s := &smg113{peer: p}
+		p.choose = s
+		return s, nil
 	case "deflection":
 		p.choose = &deflection{&mooncake{p}, c.TPOT}
 	case "netkv":
@@ -202,7 +221,7 @@ func (c *Config) Check() error {
 }
 
 // Run plays a trace under a policy.
-func Run(ctx context.Context, t *Trace, name string, c Config) (*Result, error) {
+func Run(ctx context.Context, t *traces.Trace, name string, c Config) (*Result, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
@@ -251,10 +270,10 @@ const hangs = 1800.0
 
 // Load returns the share of time that prefill and decode would work if all prefill caches were one. At 1 a fleet
 // saturates at best.
-func Load(t *Trace, c Config) (prefill, decode float64, err error) {
+func Load(t *traces.Trace, c Config) (prefill, decode float64, err error) {
 	duration := t.Duration()
 	if duration <= 0 {
-		return 0, 0, ErrNoDuration
+		return 0, 0, traces.ErrNoDuration
 	}
 	m := &c.Engine
 	blocks := capacity(*m) * c.Prefill
@@ -262,7 +281,7 @@ func Load(t *Trace, c Config) (prefill, decode float64, err error) {
 	work, context, tokens := 0.0, 0.0, 0.0
 	for i := range t.Requests {
 		q := &t.Requests[i]
-		cached := min(pooled.Hit(q.Blocks)*BlockTokens, q.Input-1)
+		cached := min(pooled.Hit(q.Blocks)*engine.BlockTokens, q.Input-1)
 		pooled.Add(q.Blocks, blocks)
 		n := q.Input - cached
 		work += m.PrefillStep*float64(n)/m.StepTokens + engine.ChunkTime(m, n, cached)
@@ -280,11 +299,11 @@ func capacity(m picker.Model) int {
 	if math.IsInf(m.KVTokens, 1) {
 		return 0
 	}
-	return max(int(m.KVTokens)/BlockTokens, 1)
+	return max(int(m.KVTokens)/engine.BlockTokens, 1)
 }
 
 // AtLoad returns the trace with its rate changed: [Load] is then load, on the role that is busier.
-func AtLoad(t *Trace, c Config, load float64) (*Trace, error) {
+func AtLoad(t *traces.Trace, c Config, load float64) (*traces.Trace, error) {
 	if !(load > 0) || math.IsInf(load, 1) {
 		return nil, fmt.Errorf("a load of %v: must be above 0", load)
 	}
@@ -296,7 +315,7 @@ func AtLoad(t *Trace, c Config, load float64) (*Trace, error) {
 		if t, err = t.Faster(load / max(p, d)); err != nil {
 			return nil, err
 		}
-		if t.again == nil {
+		if !t.Generated() {
 			break
 		}
 	}

@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+
+	"tandem/replay/traces"
 )
 
 // Traces whose kind of requests changes, from generated ones at the same load of the fleet's best ratio:
@@ -27,11 +29,11 @@ func shifts(name string) bool {
 
 // BestRatio returns the trace at the highest rate at which its [Load] is load on a fleet of n endpoints of fixed roles,
 // and how many of them prefill there.
-func BestRatio(name string, requests, n int, load float64, c Config) (prefills int, t *Trace, err error) {
+func BestRatio(name string, requests, n int, load float64, c Config) (prefills int, t *traces.Trace, err error) {
 	rate := 0.0
 	for p := 1; p < n; p++ {
 		c.Both, c.Prefill, c.Decode = 0, p, n-p
-		at, err := Open(name, requests, c.Seed)
+		at, err := traces.Open(name, requests, c.Seed)
 		if err != nil {
 			return 0, nil, err
 		}
@@ -46,14 +48,14 @@ func BestRatio(name string, requests, n int, load float64, c Config) (prefills i
 }
 
 // shifting generates a trace that shifts.
-func shifting(name string, requests int, load float64, c Config) (*Trace, error) {
+func shifting(name string, requests int, load float64, c Config) (*traces.Trace, error) {
 	kinds := strings.Split(name, ":")
 	how, kinds := kinds[0], kinds[1:]
 	if how == "wave" && len(kinds) != 2 || how == "day" && len(kinds) != 1 || !(load > 0) {
 		return nil, fmt.Errorf("%s: a wave has two kinds of requests, a day has one, and each needs a load", name)
 	}
 	seconds := map[string]float64{"seq": phaseSeconds, "wave": 2 * waveSeconds, "day": daySeconds}[how]
-	out := &Trace{Name: name}
+	out := &traces.Trace{Name: name}
 	random := rand.New(rand.NewPCG(c.Seed, 7))
 	for i, kind := range kinds {
 		_, like, err := BestRatio(kind, requests, c.endpoints(), load, c)
@@ -61,7 +63,7 @@ func shifting(name string, requests int, load float64, c Config) (*Trace, error)
 			return nil, err
 		}
 		rate := float64(len(like.Requests)) / like.Duration()
-		t, err := Generate(kind, int(rate*seconds)+1, rate, c.Seed)
+		t, err := traces.Generate(kind, int(rate*seconds)+1, rate, c.Seed)
 		if err != nil {
 			return nil, err
 		}
@@ -78,12 +80,15 @@ func shifting(name string, requests int, load float64, c Config) (*Trace, error)
 				share = .6 - .4*math.Cos(2*math.Pi*at/daySeconds)
 			}
 			if at < seconds && random.Float64() < share {
-				q.Blocks = tagged(q.Blocks, i)
+				if q.Blocks = tagged(q.Blocks, i); q.Program > 0 {
+					q.Program ^= uint64(i+1) << 56
+				}
 				out.Requests = append(out.Requests, q)
 			}
 		}
 	}
-	slices.SortStableFunc(out.Requests, byArrival)
+	slices.SortStableFunc(out.Requests, traces.ByArrival)
+	out.MarkLast()
 	return out, nil
 }
 

@@ -18,6 +18,7 @@ type rolePlan struct {
 	engines  []int
 	shifting []string
 	steady   []string
+	agents   []string // whose caches need more memory than there is: no summary has them
 	loads    []float64
 	seeds    []uint64
 	requests int // of a steady trace
@@ -29,6 +30,7 @@ func rolesPlan(seed uint64) rolePlan {
 		engines: []int{8}, loads: []float64{.5, .8, .95}, seeds: []uint64{seed, seed + 1}, requests: 4000,
 		shifting: []string{"seq:agent:reasoning:mixed", "wave:rag:reasoning", "seq:rag:reasoning:rag", "day:mixed"},
 		steady:   []string{"mooncake", "conversation", "agent", "mixed", "hot", "reasoning"},
+		agents:   []string{"agentx"},
 	}
 }
 
@@ -64,12 +66,13 @@ type roleRow struct {
 	trace                            string
 	load                             float64
 	ratio, half, router, price, auto roleFigures
+	planner, smg                     roleFigures
 	cheapest                         float64 // least cost of all ratios
 }
 
 func (x *roleRow) String() string {
-	return fmt.Sprintf("%s: %s | %s | %s: %s | %s | %s |", x.ratio.name, &x.ratio, &x.half, x.router.name, &x.router,
-		&x.price, &x.auto)
+	return fmt.Sprintf("%s: %s | %s | %s: %s | %s | %s | %s | %s |", x.ratio.name, &x.ratio, &x.half, x.router.name,
+		&x.router, &x.planner, &x.smg, &x.price, &x.auto)
 }
 
 // summary says how roles: auto compares with ratios that are known in hindsight, over the rows of a load.
@@ -88,9 +91,10 @@ func summary(w io.Writer, load float64, rows []roleRow) {
 	}
 	least, dearest := slices.MinFunc(rows, byGoodput), slices.MaxFunc(rows, byCost)
 	slowest := slices.MaxFunc(rows, func(a, b roleRow) int { return cmp.Compare(a.auto.tpot99, b.auto.tpot99) })
-	fmt.Fprintf(w, "- %.0f %%: goodput of `roles: auto` less the best ratio's %+.3f (least %+.3f, %s); first token and "+
-		"half of the rest %.2f times the cheapest ratio's (most %.2f, %s); p99 per token at most %.0f ms (%s).\n",
-		100*load, gain, least.auto.goodput-least.ratio.goodput, least.trace, cost, dearest.auto.cost()/dearest.cheapest, dearest.trace,
+	fmt.Fprintf(w, "- %.0f %%: goodput of `roles: auto` less the best ratio's %+.3f (least %+.3f, %s); first token "+
+		"and half of the rest %.2f times the cheapest ratio's (most %.2f, %s); p99 per token at most %.0f ms (%s).\n",
+		100*load, gain, least.auto.goodput-least.ratio.goodput, least.trace, cost,
+		dearest.auto.cost()/dearest.cheapest, dearest.trace,
 		slowest.auto.tpot99, slowest.trace)
 }
 
@@ -99,11 +103,12 @@ func rolesSuite(ctx context.Context, p rolePlan, stdout, stderr io.Writer) error
 	fmt.Fprintf(stdout, "Fleets of engines that may serve both legs: goodput, mean (p99) time to the first token, p99 "+
 		"per token, mean from end to end; %d seeds. The best ratio of fixed roles and the best aggregated router are "+
 		"known in hindsight only, by goodput.\n\n| trace, engines, load | best ratio of fixed roles | half and half | "+
-		"best aggregated router | price alone | roles: auto |\n|---|---|---|---|---|---|\n", len(p.seeds))
+		"best aggregated router | Dynamo's planner | smg 1.13, half and half | price alone | roles: auto |\n"+
+		"|---|---|---|---|---|---|---|---|\n", len(p.seeds))
 	bar, done := NewBar(stderr, "suite"), 0
 	var rows []roleRow
 	for _, n := range p.engines {
-		for _, trace := range append(slices.Clip(p.steady), p.shifting...) {
+		for _, trace := range slices.Concat(p.steady, p.agents, p.shifting) {
 			for _, load := range p.loads {
 				row, err := p.row(ctx, trace, n, load)
 				if err != nil {
@@ -112,7 +117,7 @@ func rolesSuite(ctx context.Context, p rolePlan, stdout, stderr io.Writer) error
 				fmt.Fprintf(stdout, "| %s, %d, %.0f %% | %s\n", trace, n, 100*load, &row)
 				rows = append(rows, row)
 				done++
-				bar.Show(done, len(p.engines)*len(p.loads)*(len(p.steady)+len(p.shifting)))
+				bar.Show(done, len(p.engines)*len(p.loads)*(len(p.steady)+len(p.agents)+len(p.shifting)))
 			}
 		}
 	}
@@ -149,7 +154,8 @@ func (p *rolePlan) row(ctx context.Context, trace string, n int, load float64) (
 	}
 	all = append(all, entry{"tandem/never", "tandem", func(c *Config) { c.Split = picker.SplitNever }})
 	routers := len(all)
-	all = append(all, entry{"price", "tandem", func(*Config) {}},
+	all = append(all, entry{"dynamo-planner", "dynamo-planner", func(*Config) {}}, entry{"smg-1.13", "smg-1.13",
+		func(c *Config) { c.Both, c.Prefill, c.Decode = 0, n/2, n-n/2 }}, entry{"price", "tandem", func(*Config) {}},
 		entry{"auto", "tandem", func(c *Config) { c.Roles = true }})
 	figures := make([]roleFigures, len(all))
 	for _, seed := range p.seeds {
@@ -183,7 +189,8 @@ func (p *rolePlan) row(ctx context.Context, trace string, n int, load float64) (
 	cheapest := slices.MinFunc(figures[:fixed], byCost)
 	return roleRow{
 		trace: trace, load: load, ratio: slices.MaxFunc(figures[:fixed], byGoodput), half: figures[n/2-1],
-		router: slices.MaxFunc(figures[fixed:routers], byGoodput), price: figures[routers], auto: figures[routers+1],
+		router: slices.MaxFunc(figures[fixed:routers], byGoodput), planner: figures[routers], smg: figures[routers+1],
+		price: figures[routers+2], auto: figures[routers+3],
 		cheapest: cheapest.cost(),
 	}, nil
 }

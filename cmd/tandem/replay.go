@@ -18,6 +18,8 @@ import (
 	"tandem/picker"
 	"tandem/picker/admission"
 	"tandem/replay"
+	"tandem/replay/report"
+	"tandem/replay/traces"
 )
 
 // newReplay is `tandem replay`.
@@ -27,7 +29,7 @@ func newReplay() *cobra.Command {
 		Use: "replay", Short: "Play a trace against modelled engines under several routing policies", Args: cobra.NoArgs,
 		Long: "Play a trace against modelled engines under several routing policies.\n\n" +
 			"Traces: mooncake (the public one), a file in Mooncake's format, or a synthetic one:\n" +
-			listed(replay.Kinds()) + ".\n" +
+			listed(traces.Kinds()) + ".\n" +
 			"With --load also seq:agent:reasoning (one after the other), wave:rag:reasoning (in waves), day:mixed.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
 			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
 			"many prompts have), engines (other engines, links and answers) or roles (engines that serve both legs).",
@@ -152,13 +154,13 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 			}
 		}
 	} else {
-		replay.Print(stdout, results)
+		report.Print(stdout, results)
 	}
 	return writeReport(o.html, o.asJSON, t, c, results, stderr)
 }
 
 // writeReport writes the HTML page where it is wanted.
-func writeReport(file string, asJSON bool, t *replay.Trace, c replay.Config, results []*replay.Result, stderr io.Writer) (err error) {
+func writeReport(file string, asJSON bool, t *traces.Trace, c replay.Config, results []*replay.Result, stderr io.Writer) (err error) {
 	if file == "-" || file == "" && asJSON {
 		return nil
 	}
@@ -169,5 +171,5 @@ func writeReport(file string, asJSON bool, t *replay.Trace, c replay.Config, res
 	}
 	defer func() { err = errors.Join(err, out.Close()) }()
 	fmt.Fprintln(stderr, "report:", file)
-	return (&replay.Report{Title: "Replay of " + t.Name, About: replay.About(t, c), Results: results}).Write(out)
+	return (&report.Report{Title: "Replay of " + t.Name, About: replay.About(t, c), Results: results}).Write(out)
 }

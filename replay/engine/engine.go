@@ -105,7 +105,7 @@ func (e *Engine) admit() {
 	}
 	n := 0
 	for _, j := range e.waiting {
-		if budget <= 0 || !e.fits(j) {
+		if budget <= 0 || !e.Fits(j) {
 			break
 		}
 		n++
@@ -126,8 +126,8 @@ func (e *Engine) admit() {
 	e.waiting = slices.Delete(e.waiting, 0, n)
 }
 
-// fits reports whether there is memory for a request. One that is larger than the memory gets it all.
-func (e *Engine) fits(j *Job) bool {
+// Fits reports whether there is memory for a request. One that is larger than the memory gets it all.
+func (e *Engine) Fits(j *Job) bool {
 	if e.requests == 0 && e.held == 0 {
 		return true
 	}
@@ -181,6 +181,15 @@ func free(e *Engine, j *Job) {
 	e.cache.unpin(j.Blocks)
 	e.loose -= j.loose()
 }
+
+// Keep keeps the cached ones of blocks in memory, as if a request had them, until Release.
+func Keep(e *Engine, blocks []uint64) { e.cache.pin(blocks) }
+
+// Release reverses Keep.
+func Release(e *Engine, blocks []uint64) { e.cache.unpin(blocks); e.wake() }
+
+// Forget empties the cache of an engine that does nothing.
+func Forget(e *Engine) { e.cache = NewCache(e.cache.limited) }
 
 // hold caches computed or fetched blocks as prefixes, in the memory that requests leave free.
 func (e *Engine) hold(blocks []uint64) {

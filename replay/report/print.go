@@ -1,13 +1,15 @@
-package replay
+package report
 
 import (
 	"fmt"
 	"io"
 	"text/tabwriter"
+
+	"tandem/replay"
 )
 
 // Print writes results as a table for people.
-func Print(w io.Writer, results []*Result) {
+func Print(w io.Writer, results []*replay.Result) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "policy\tTTFT mean\tp50\tp90\tp99\tTPOT mean\tp99\tend to end\thit "+
 		"share\tmax/mean\tgoodput\talone\t")

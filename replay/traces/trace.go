@@ -1,4 +1,7 @@
-package replay
+// Package traces reads traces of requests, and generates some: what a fleet has to serve, without saying how.
+//
+// Arrows: it imports replay/engine for the size of a block. Package replay plays traces.
+package traces
 
 import (
 	"bufio"
@@ -13,17 +16,17 @@ import (
 	"tandem/replay/engine"
 )
 
-// BlockTokens is the number of tokens that one block of a trace stands for.
-const BlockTokens = engine.BlockTokens
-
 // Request is one line of a trace.
 type Request struct {
 	Arrival float64 // seconds from the start
 	Input   int     // tokens of the prompt, at least 1
 	Output  int     // tokens of the answer, at least 1
-	// Blocks of the prompt, BlockTokens tokens each, the last possibly shorter. Two prompts whose first n blocks are
-	// equal share that prefix.
+	// Blocks of the prompt, engine.BlockTokens tokens each, the last possibly shorter. Two prompts whose first n blocks
+	// are equal share that prefix.
 	Blocks []uint64
+	// The program that makes it: an agent, a subagent, a conversation. 0: unknown. Last: it makes no other.
+	Program uint64
+	Last    bool
 }
 
 // Trace is a sequence of requests in order of arrival.
@@ -36,10 +39,10 @@ type Trace struct {
 // maxLine bounds a line of a trace: a prompt of two million tokens has 4,000 blocks.
 const maxLine = 1 << 20
 
-// ReadTrace reads a trace in Mooncake's format: a JSON object per line, with timestamp (ms), input_length and
+// Read reads a trace in Mooncake's format: a JSON object per line, with timestamp (ms), input_length and
 // output_length (tokens) and hash_ids. Timestamps are often coarse: requests of the same timestamp are spread at
 // random, by seed, until the next one.
-func ReadTrace(name string, r io.Reader, seed uint64) (*Trace, error) {
+func Read(name string, r io.Reader, seed uint64) (*Trace, error) {
 	t := &Trace{Name: name}
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
@@ -82,16 +85,16 @@ func readLine(line []byte) (Request, error) {
 		return Request{}, fmt.Errorf("output_length %d is not between 1 and %d", in.Output, 1<<24)
 	case len(in.Hashes) > blocksOf(in.Input):
 		return Request{}, fmt.Errorf("%d hash_ids for %d tokens: one stands for %d", len(in.Hashes), in.Input,
-			BlockTokens)
+			engine.BlockTokens)
 	}
 	return Request{Arrival: in.Timestamp / 1000, Input: in.Input, Output: in.Output, Blocks: in.Hashes}, nil
 }
 
-func blocksOf(tokens int) int { return (tokens + BlockTokens - 1) / BlockTokens }
+func blocksOf(tokens int) int { return (tokens + engine.BlockTokens - 1) / engine.BlockTokens }
 
 // spread distributes requests of one timestamp over the time until the next, and starts the trace at 0.
 func (t *Trace) spread(random *rand.Rand) {
-	slices.SortStableFunc(t.Requests, byArrival)
+	slices.SortStableFunc(t.Requests, ByArrival)
 	first, gap := t.Requests[0].Arrival, 0.0
 	for from, to := 0, 0; from < len(t.Requests); from = to {
 		at := t.Requests[from].Arrival
@@ -108,10 +111,11 @@ func (t *Trace) spread(random *rand.Rand) {
 			}
 		}
 	}
-	slices.SortStableFunc(t.Requests, byArrival)
+	slices.SortStableFunc(t.Requests, ByArrival)
 }
 
-func byArrival(a, b Request) int {
+// ByArrival orders requests by their arrival.
+func ByArrival(a, b Request) int {
 	switch {
 	case a.Arrival < b.Arrival:
 		return -1
@@ -120,6 +124,19 @@ func byArrival(a, b Request) int {
 	}
 	return 0
 }
+
+// MarkLast marks the last request of each program.
+func (t *Trace) MarkLast() {
+	seen := map[uint64]bool{}
+	for i := len(t.Requests) - 1; i >= 0; i-- {
+		q := &t.Requests[i]
+		q.Last = q.Program == 0 || !seen[q.Program]
+		seen[q.Program] = true
+	}
+}
+
+// Generated reports whether another rate means more sessions at a time, and not arrivals closer together.
+func (t *Trace) Generated() bool { return t.again != nil }
 
 // Duration returns the time from the first arrival to the last, seconds.
 func (t *Trace) Duration() float64 { return t.Requests[len(t.Requests)-1].Arrival }
@@ -153,7 +170,7 @@ func (t *Trace) Bound() float64 {
 		for _, b := range q.Blocks[n:] {
 			seen[b] = true
 		}
-		hit += min(n*BlockTokens, q.Input-1)
+		hit += min(n*engine.BlockTokens, q.Input-1)
 		all += q.Input
 	}
 	return float64(hit) / float64(all)

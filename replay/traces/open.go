@@ -1,4 +1,4 @@
-package replay
+package traces
 
 import (
 	"bytes"
@@ -12,9 +12,9 @@ import (
 	"strings"
 )
 
-// mooncakeTrace is the public conversation trace (traces/README.md).
+// mooncakeTrace is the public conversation trace (README.md).
 //
-//go:embed traces/mooncake-conversation.jsonl.gz
+//go:embed mooncake-conversation.jsonl.gz
 var mooncakeTrace []byte
 
 // Open reads the trace in a file (.gz: compressed), or the built-in public one ("mooncake"), or generates one if name
@@ -28,7 +28,7 @@ func Open(name string, requests int, seed uint64) (*Trace, error) {
 		if err != nil {
 			return nil, fmt.Errorf("the trace that is built in: %w", err)
 		}
-		return ReadTrace(name, r, seed)
+		return Read(name, r, seed)
 	}
 	file, err := os.Open(name)
 	if err != nil {
@@ -44,5 +44,5 @@ func Open(name string, requests int, seed uint64) (*Trace, error) {
 		}
 		r = unpacked
 	}
-	return ReadTrace(filepath.Base(name), r, seed)
+	return Read(filepath.Base(name), r, seed)
 }

@@ -1,4 +1,7 @@
-package replay
+// Package report writes the results of replays for people: a table, and a page with plots.
+//
+// Arrows: it imports replay for the results.
+package report
 
 import (
 	"fmt"
@@ -6,13 +9,15 @@ import (
 	"io"
 	"math"
 	"strings"
+
+	"tandem/replay"
 )
 
 // Report is the content of an HTML report.
 type Report struct {
 	Title   string
 	About   []string // the trace and the fleet, a line each
-	Results []*Result
+	Results []*replay.Result
 }
 
 // palette returns colours that people with colour vision deficiency can distinguish (Okabe and Ito, 2008).
@@ -71,10 +76,10 @@ const (
 )
 
 // distribution plots the share of requests with a time to the first token of at most x, x on a logarithmic axis.
-func distribution(results []*Result) template.HTML {
+func distribution(results []*replay.Result) template.HTML {
 	least, most := 0.01, 0.1
 	for _, r := range results {
-		most = max(most, r.ttft[len(r.ttft)-1])
+		most = max(most, r.FirstTokens()[len(r.FirstTokens())-1])
 	}
 	x := func(seconds float64) float64 {
 		return left + (width-left-10)*math.Log(max(seconds, least)/least)/math.Log(most/least)
@@ -96,7 +101,8 @@ func distribution(results []*Result) template.HTML {
 		fmt.Fprintf(&b, `<path fill="none" stroke-width="2" stroke="%s" d="M`, palette(i))
 		for step := range 201 {
 			q := float64(step) / 200
-			fmt.Fprintf(&b, "%.1f %.1f ", x(r.ttft[min(int(q*float64(len(r.ttft))), len(r.ttft)-1)]), y(q))
+			times := r.FirstTokens()
+			fmt.Fprintf(&b, "%.1f %.1f ", x(times[min(int(q*float64(len(times))), len(times)-1)]), y(q))
 		}
 		fmt.Fprintf(&b, `"><title>%s</title></path>`, template.HTMLEscapeString(r.Policy))
 	}
@@ -105,8 +111,8 @@ func distribution(results []*Result) template.HTML {
 }
 
 // bars plots one number of each policy.
-func bars(results []*Result, what string) template.HTML {
-	value := func(r *Result) float64 {
+func bars(results []*replay.Result, what string) template.HTML {
+	value := func(r *replay.Result) float64 {
 		switch what {
 		case "mean":
 			return r.TTFT.Mean

@@ -1,4 +1,4 @@
-package replay
+package traces
 
 import (
 	"fmt"
@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+
+	"tandem/replay/engine"
 )
 
 // Kinds returns the names that [Generate] takes.
@@ -62,8 +64,9 @@ func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 		g.start = g.random.Float64()*(g.duration+sessionTime) - sessionTime
 		sessions[i%len(sessions)]()
 	}
-	slices.SortStableFunc(g.out, byArrival)
+	slices.SortStableFunc(g.out, ByArrival)
 	t := &Trace{Name: name, Requests: g.out[:n]}
+	t.MarkLast()
 	t.again = func(rate float64) (*Trace, error) { return Generate(name, n, rate, seed) }
 	return t, nil
 }
@@ -78,6 +81,7 @@ const sessionTime = 300.0
 type generator struct {
 	random   *rand.Rand
 	next     uint64 // the next unused block
+	programs uint64
 	start    float64
 	duration float64
 	out      []Request
@@ -91,16 +95,20 @@ func (g *generator) about(median, spread float64) int {
 
 // history is the tokens of a session so far, as whole blocks; the remainder becomes a new block each time.
 type history struct {
-	blocks []uint64
-	tokens int
+	blocks  []uint64
+	tokens  int
+	program uint64
 }
+
+// program returns the number of a program that makes more than one request.
+func (g *generator) program() uint64 { g.programs++; return g.programs }
 
 func (g *generator) fresh() uint64 { g.next++; return g.next }
 
 // grow appends tokens to a history.
 func (g *generator) grow(h *history, tokens int) {
 	h.tokens += tokens
-	for len(h.blocks) < h.tokens/BlockTokens {
+	for len(h.blocks) < h.tokens/engine.BlockTokens {
 		h.blocks = append(h.blocks, g.fresh())
 	}
 }
@@ -111,16 +119,17 @@ func (g *generator) ask(h *history, at float64, answer int) {
 		return
 	}
 	blocks := slices.Clone(h.blocks)
-	if h.tokens%BlockTokens > 0 || len(blocks) == 0 {
+	if h.tokens%engine.BlockTokens > 0 || len(blocks) == 0 {
 		blocks = append(blocks, g.fresh())
 	}
-	g.out = append(g.out, Request{Arrival: at, Input: h.tokens, Output: answer, Blocks: blocks})
+	g.out = append(g.out, Request{Arrival: at, Input: h.tokens, Output: answer, Blocks: blocks,
+		Program: h.program})
 }
 
 // shared returns a history that begins with the same tokens for all sessions of that id.
 func shared(id uint64, tokens int) history {
 	h := history{tokens: tokens}
-	for i := range tokens / BlockTokens {
+	for i := range tokens / engine.BlockTokens {
 		h.blocks = append(h.blocks, id<<16+uint64(i))
 	}
 	return h
@@ -130,7 +139,8 @@ func shared(id uint64, tokens int) history {
 const maxContext = 120_000
 
 func (g *generator) conversation() {
-	h, at := shared(1, 2*BlockTokens), g.start
+	h, at := shared(1, 2*engine.BlockTokens), g.start
+	h.program = g.program()
 	for turn := 0; ; turn++ {
 		if turn == 0 {
 			g.grow(&h, g.about(2500, 1.2)) // often with a document
@@ -152,7 +162,8 @@ func (g *generator) conversation() {
 
 func (g *generator) agent() {
 	kind := g.random.Uint64N(6)
-	h, at := shared(2+kind, int(4+2*kind)*BlockTokens), g.start
+	h, at := shared(2+kind, int(4+2*kind)*engine.BlockTokens), g.start
+	h.program = g.program()
 	g.grow(&h, g.about(400, .8))
 	for {
 		answer := min(g.about(90, .8), 1500)
@@ -171,7 +182,8 @@ func (g *generator) agent() {
 func (g *generator) agentX() {
 	at := g.start
 	turns := g.about(43, .6)
-	h := shared(500, 40*BlockTokens)
+	h := shared(500, 40*engine.BlockTokens)
+	h.program = g.program()
 	g.grow(&h, g.about(20_000, .5))
 	helped := g.random.Float64() < .44
 	for turn := range turns {
@@ -191,7 +203,8 @@ func (g *generator) agentX() {
 
 // subagent emits the requests of an agent that another one began, and returns when the last one is made.
 func (g *generator) subagent(at float64) float64 {
-	h := shared(501, 20*BlockTokens)
+	h := shared(501, 20*engine.BlockTokens)
+	h.program = g.program()
 	g.grow(&h, g.about(4000, .7))
 	for range g.about(10, .5) {
 		answer := min(g.about(300, .8), 4000)
@@ -210,7 +223,7 @@ func (g *generator) single() {
 
 // reasoning emits a single prompt with a long answer, behind a system prompt that all share.
 func (g *generator) reasoning() {
-	h := shared(400, 2*BlockTokens)
+	h := shared(400, 2*engine.BlockTokens)
 	g.grow(&h, min(g.about(600, 1), maxContext/4))
 	g.ask(&h, g.start, min(g.about(3000, .8), 16_384))
 }
@@ -219,7 +232,7 @@ func (g *generator) reasoning() {
 func (g *generator) hot() {
 	h := history{}
 	if g.random.Float64() < .9 {
-		h = shared(8, 64*BlockTokens)
+		h = shared(8, 64*engine.BlockTokens)
 	}
 	g.question(&h)
 }
@@ -233,13 +246,13 @@ func (g *generator) question(h *history) {
 // zipf emits a single prompt behind one of 40 prefixes of 2k to 32k tokens; the k-th is as frequent as 1/k.
 func (g *generator) zipf() {
 	k := g.ranked(40)
-	h := shared(100+k, int(4+(k*37)%61)*BlockTokens)
+	h := shared(100+k, int(4+(k*37)%61)*engine.BlockTokens)
 	g.question(&h)
 }
 
 // app emits a single prompt of one of ten applications with 16k tokens of instructions each.
 func (g *generator) app() {
-	h := shared(200+g.random.Uint64N(10), 32*BlockTokens)
+	h := shared(200+g.random.Uint64N(10), 32*engine.BlockTokens)
 	g.question(&h)
 }
 
@@ -247,9 +260,9 @@ func (g *generator) app() {
 // documents are far more popular than others.
 func (g *generator) document() {
 	k := g.ranked(400)
-	h := shared(300, 2*BlockTokens)
-	h.blocks = append(h.blocks, shared(1000+k, int(2+(k*29)%31)*BlockTokens).blocks...)
-	h.tokens = len(h.blocks) * BlockTokens
+	h := shared(300, 2*engine.BlockTokens)
+	h.blocks = append(h.blocks, shared(1000+k, int(2+(k*29)%31)*engine.BlockTokens).blocks...)
+	h.tokens = len(h.blocks) * engine.BlockTokens
 	g.question(&h)
 }
 
