@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -112,6 +112,11 @@ bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 en
 
 load: tools build ## one replica, one with a Redis, and four and eight that share one, each as fast as it can (ten minutes; CLIENTS=1,16,64,256)
 	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k,json220k,json1m,sse256 -clients $${CLIENTS:-16,64} -variant 'redis: redis=yes' -variant 'four: redis=yes replicas=4' -variant 'eight: redis=yes replicas=8'
+
+CAPACITY = $(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k -clients 1,16,64 -capacity 10,100,1000 -idle 5s -json docs/figures/capacity.json
+capacity: tools build ## what one replica serves with 10, 100 and 1,000 endpoints and 4,096 open streams, and what the limit is; inside Envoy, too, after make carrier; on an idle machine (ten minutes)
+	ulimit -n $$(ulimit -Hn); $(CAPACITY) $$([ ! -e bin/libtandem.so ] || echo -variant inside:inside=$(CURDIR)/bin)
+	$(PAGE)
 
 idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
 	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e

@@ -167,7 +167,8 @@ var arrows = map[string][]string{
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {
 		"internal/enginesim/api", "internal/enginesim/connector", "internal/enginesim/engine",
-		"internal/enginesim/fault", "internal/version", "internal/enginesim/jsontext (test)",
+		"internal/enginesim/fault", "internal/enginesim/handover", "internal/version",
+		"internal/enginesim/jsontext (test)",
 		"kvstate/engineclock (test)",
 	},
 	"internal/enginesim/api": {
@@ -187,7 +188,12 @@ var arrows = map[string][]string{
 	"internal/enginesim/jsontext": {},
 	"internal/enginesim/fault":    {},
 	"e2e":                         {"e2e/loopback (test)"}, // black box
-	"e2e/bench":                   {"e2e/loopback", "e2e/process"},
+	"e2e/bench": {
+		"e2e/bench/capacity", "e2e/bench/http1", "e2e/bench/ledger", "e2e/loopback", "e2e/process",
+	},
+	"e2e/bench/http1":             {},
+	"e2e/bench/capacity":          {},
+	"e2e/bench/ledger":            {"e2e/process"},
 	"e2e/loopback":                {}, // for tests
 	"e2e/process":                 {"e2e/loopback"},
 	"e2e/redisserver":             {"e2e/loopback"}, // for tests

@@ -28,6 +28,9 @@ type measured struct {
 
 type moreLine struct {
 	Engines, FirstByteP99Ms, AddedMs, PerSecond, IdlePercent, PeakMiB float64
+	Size                                                              struct{ Endpoints, Streams int }
+	LowP99Ms, Doubles, EnvoyMiB, RouterMiB                            float64
+	Cores                                                             struct{ Envoy, Router, Engines, Client float64 }
 }
 
 type fleetLine struct {
@@ -50,7 +53,8 @@ func figuresOf(t *testing.T, table string) (out []measured) {
 func (m *measured) order() []string {
 	shape := fmt.Sprint(slices.Index([]string{"json1k", "json220k", "json1m", "sse256"}, m.Shape))
 	number := func(n int) string { return fmt.Sprintf("%9d", n) }
-	return []string{shape, m.Beside, number(int(m.Rate)), number(m.Clients), number(m.Replicas)}
+	return []string{shape, m.Beside, number(int(m.Rate)), number(m.Clients), number(m.Replicas), number(m.More.Size.Endpoints),
+		number(m.More.Size.Streams)}
 }
 
 // pick returns the lines that a condition holds for.
@@ -307,6 +311,87 @@ func longTable(t *testing.T) string {
 		out) + "\n![Bars: CPU of a long prompt.](plots/long.svg)\n"
 }
 
+// capacities are the stacks of the next two tables, in their order.
+var capacities = []struct{ stack, head string }{
+	{"floor", "plain Envoy"}, {"tandem", "Envoy + Tandem"}, {"inside", "Tandem inside"},
+}
+
+// capacityTable is of what one replica serves with so many endpoints. CPU is of the most clients, what is added of one.
+func capacityTable(t *testing.T) string {
+	all := pick(figuresOf(t, "capacity"), func(m *measured) bool { return m.More.Size.Endpoints > 0 })
+	var out [][]string
+	var first, last measured
+	for _, full := range pick(all, func(m *measured) bool { return m.More.Doubles > 0 && m.Stack == "floor" }) {
+		for _, c := range capacities {
+			lines := pick(all, func(m *measured) bool { return m.More.Size.Endpoints == full.More.Size.Endpoints && m.Stack == c.stack })
+			floor := pick(all, func(m *measured) bool { return m.More.Size.Endpoints == full.More.Size.Endpoints && m.Stack == "floor" })
+			if len(lines) == 0 {
+				continue
+			}
+			l := lines[len(lines)-1]
+			if c.stack == "tandem" {
+				first, last = cmp.Or(first, l), l
+			}
+			line := []string{figure(float64(l.More.Size.Endpoints), 0), c.head}
+			for _, m := range []measured{lines[0], l} {
+				line = append(line, figure(m.More.PerSecond, 0))
+			}
+			added := func(ms, floor float64) string {
+				return map[bool]string{false: timeText(max(ms-floor, 0))}[c.stack == "floor"]
+			}
+			cpu := cpuText(l.EnvoyMs)
+			if l.RouterMs > 0 {
+				cpu += " + " + cpuText(l.RouterMs)
+			}
+			out = append(out, append(line, figure(l.More.Doubles, 0), added(lines[0].P50Ms, floor[0].P50Ms),
+				added(lines[0].P99Ms, floor[0].P99Ms), cpu, format(l.More.IdlePercent, "%.1f %%"),
+				figure(l.More.EnvoyMiB+l.More.RouterMiB, 0)))
+		}
+	}
+	return rows(fmt.Sprintf("One replica serves %s requests of 1 KB a second with %s endpoints and %s with %s, where %s",
+		figure(first.More.PerSecond, 0), figure(float64(first.More.Size.Endpoints), 0), figure(last.More.PerSecond, 0),
+		figure(float64(last.More.Size.Endpoints), 0), last.limit()), all, "| endpoints | router | 1 client | 64 clients | p99 doubles | added to p50, ms | p99 | CPU, ms | idle | MiB |", out) +
+		"\n![Bars: requests a second by endpoints.](plots/capacity.svg)\n"
+}
+
+// limit is who takes what of the machine's cores.
+func (m *measured) limit() string {
+	of := func(used float64) string { return fmt.Sprintf("%.0f %%", 100*used) }
+	c := m.More.Cores
+	return fmt.Sprintf("Envoy takes %s of a core, Tandem %s, the engines %s and the client %s", of(c.Envoy), of(c.Router),
+		of(c.Engines), of(c.Client))
+}
+
+// openTable is of requests beside open streams.
+func openTable(t *testing.T) string {
+	all := pick(figuresOf(t, "capacity"), func(m *measured) bool { return m.More.Size.Endpoints == 0 })
+	var out [][]string
+	var alone, most measured
+	for _, c := range capacities {
+		lines := pick(all, func(m *measured) bool { return m.Stack == c.stack })
+		for _, l := range lines {
+			n := l.More.Size.Streams
+			if n == 64 {
+				continue // as without streams
+			}
+			memory := func(m *measured) float64 { return m.More.EnvoyMiB + m.More.RouterMiB }
+			out = append(out, []string{
+				figure(float64(n), 0), c.head, timeText(l.P50Ms), timeText(l.P99Ms),
+				format(100*(l.More.Cores.Envoy+l.More.Cores.Router), "%.0f %%"), figure(memory(&l), 0),
+				figure(max(memory(&l)-memory(&lines[0]), 0)*1024/float64(max(n, 1)), 0),
+			})
+			if c.stack == "tandem" {
+				alone, most = lines[0], l
+			}
+		}
+	}
+	each := (most.More.RouterMiB - alone.More.RouterMiB) * 1024 / float64(most.More.Size.Streams)
+	return rows(fmt.Sprintf("Beside %s open streams p99 of %.0f requests a second is %s ms, and %s ms without them; a stream "+
+		"takes %.1f KiB of Tandem's memory", figure(float64(most.More.Size.Streams), 0), most.Rate, timeText(most.P99Ms),
+		timeText(alone.P99Ms), each), all, "| open streams | router | p50, ms | p99, ms | CPU | MiB | KiB a stream |", out) +
+		"\n![Bars: p99 beside open streams.](plots/open-streams.svg)\n"
+}
+
 func peersTable(t *testing.T) string {
 	all := figuresOf(t, "peers")
 	peers := slices.DeleteFunc(slices.Clone(peers), func(p struct{ stack, head string }) bool {
@@ -377,7 +462,7 @@ func fleetTable(t *testing.T) string {
 // The tables of benchmarks.md that measurements write, each between two comments.
 var tables = map[string]func(*testing.T) string{
 	"floor": floorTable, "redis": redisTable, "streams": streamTable, "tails": tailsTable, "peers": peersTable,
-	"fleet": fleetTable, "first": firstTable, "long": longTable,
+	"fleet": fleetTable, "first": firstTable, "long": longTable, "capacity": capacityTable, "open": openTable,
 }
 
 // results sets the answers of the first table, and of README's, that measurements write; the other rows have other

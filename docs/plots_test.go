@@ -112,9 +112,9 @@ var plots = []plot{
 		labels: []string{"router"}, bars: []bar{{"CPU", "CPU, ms", ""}},
 	},
 	{
-		file: "load.svg", title: "What Envoy and Tandem serve on two cores with 16 clients", unit: "requests a second",
-		labels: []string{"body", "replicas"}, label: "%s; replicas: %s",
-		bars: []bar{{"requests a second", "requests a second", ""}},
+		file: "capacity.svg", title: "What one replica serves on two cores with 64 clients", unit: "requests a second",
+		labels: []string{"endpoints", "router"}, label: "%s endpoints, %s",
+		bars: []bar{{"64 clients", "64 clients", ""}, {"until p99 doubles", "p99 doubles", ""}},
 	},
 	{
 		file: "failures.svg", title: "What fails while engines are killed", unit: "of 10,000 requests",
@@ -129,9 +129,8 @@ var plots = []plot{
 		bars: []bar{{"Envoy", "Envoy's memory, MiB", ""}, {"Tandem", "memory, MiB", ""}},
 	},
 	{
-		file: "open-streams.svg", title: "Memory of Tandem for each open stream", unit: "KiB", digits: -1,
-		labels: []string{"open streams", "endpoints"}, label: "%s streams, %s endpoints",
-		bars: []bar{{"goal", "goal, KiB", ""}, {"measured", "each stream, KiB", ""}},
+		file: "open-streams.svg", title: "p99 of requests beside open streams", unit: "milliseconds; lower is better",
+		digits: 1, labels: []string{"open streams", "router"}, label: "%s streams, %s", bars: []bar{{"p99", "p99, ms", ""}},
 	},
 	{
 		file: "speeds.svg", title: "Expected times of engines that differ from the model", one: true, digits: 2,

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"strconv"
 	"time"
@@ -14,6 +15,7 @@ import (
 	"tandem/internal/enginesim/connector"
 	"tandem/internal/enginesim/engine"
 	"tandem/internal/enginesim/fault"
+	"tandem/internal/enginesim/handover"
 )
 
 // errVersion means that only the version was asked for.
@@ -26,6 +28,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f := flag.NewFlagSet("enginesim", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&c.Listen, "listen", "127.0.0.1:8101", "HTTP `address`")
+	f.IntVar(&c.Hosts, "hosts", 1, "run so many engines, alike: each on the next IP address, at the same ports")
 	f.StringVar(&c.SideChannel, "side-channel", "", "KV side-channel `address` (default: the HTTP port + 1000)")
 	f.StringVar(&c.AdvertiseHost, "advertise-host", "", "remote_host in hand-overs (default: the side channel's host)")
 	f.StringVar(&c.EngineID, "engine-id", "", "engine `id` (default: random)")
@@ -64,15 +67,15 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 // connectorFlags are those of single connectors.
 func connectorFlags(f *flag.FlagSet, c *api.Config) {
 	f.IntVar(&c.Tp, "tp", 1, "lmcache: tensor-parallel `ranks`, each with ports and notices of its own")
-	f.IntVar(&c.InitPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
-	f.IntVar(&c.AllocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
+	f.IntVar(&c.Pd.InitPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
+	f.IntVar(&c.Pd.AllocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
 	f.StringVar(&c.Notices, "notices", "once",
 		"lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
 	f.DurationVar(&c.KvDelay, "kv-delay", 0,
 		"lmcache: push so long after the prompt is computed; below 0: so long before the answer")
 	f.IntVar(&c.Pd.Chunk, "lmcache-chunk", 256, "lmcache: `tokens` of a chunk (chunk_size)")
 	f.IntVar(&c.Pd.Buffer, "pd-buffer", 0, "lmcache: `tokens` that a decode engine's buffer holds; 0: endless")
-	f.DurationVar(&c.PdTimeout, "pd-allocation-timeout", 5*time.Second,
+	f.DurationVar(&c.Pd.Timeout, "pd-allocation-timeout", 5*time.Second,
 		"lmcache: how long an allocation waits for room")
 	f.BoolVar(&c.Bidirectional, "bidirectional", false,
 		"nixl: bidirectional_kv_xfer, on prefill and decode engines")
@@ -222,4 +225,42 @@ func settleSideChannel(c *api.Config) error {
 		}
 	}
 	return nil
+}
+
+// hosts returns the configurations of all engines of the process.
+func hosts(first *api.Config) (all []*api.Config, err error) {
+	if first.Hosts < 1 || first.Hosts > 1 && first.EngineID != "" {
+		return nil, errors.New("-hosts: at least 1, and without -engine-id if there are more")
+	}
+	peers := handover.NewPeers() // or there would be a connection for each two engines
+	for n := range first.Hosts {
+		c := *first
+		c.Peers = peers
+		for _, addr := range []*string{&c.Listen, &c.SideChannel} {
+			if *addr, err = above(*addr, n); err != nil {
+				return nil, err
+			}
+		}
+		if first.Hosts > 1 {
+			c.AdvertiseHost, _, _ = net.SplitHostPort(c.SideChannel)
+		}
+		all = append(all, &c)
+	}
+	return all, nil
+}
+
+// above returns the same port of the nth host from an address on.
+func above(addr string, n int) (string, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil || n == 0 {
+		return addr, err
+	}
+	ip, err := netip.ParseAddr(host)
+	if err != nil {
+		return "", fmt.Errorf("-hosts counts from IP addresses: %w", err)
+	}
+	for range n {
+		ip = ip.Next()
+	}
+	return net.JoinHostPort(ip.String(), port), nil
 }

@@ -42,6 +42,27 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "enginesim:", err)
 		return 2
 	}
+	all, err := hosts(cfg)
+	if err != nil {
+		fmt.Fprintln(stderr, "enginesim:", err)
+		return 2
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	ended := make(chan int, len(all))
+	for _, c := range all {
+		go func() { ended <- serve(ctx, c, stderr) }()
+	}
+	status := 0
+	for range all { // one that ends takes the others with it
+		status = max(status, <-ended)
+		cancel()
+	}
+	return status
+}
+
+// serve runs one engine, and those that start in its place, until ctx ends, and returns the exit status.
+func serve(ctx context.Context, cfg *api.Config, stderr io.Writer) int {
 	for {
 		s, err := api.Start(cfg, stderr)
 		if err != nil {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -385,6 +386,27 @@ func TestRun(t *testing.T) {
 	log.Reset()
 	require.Equal(t, 0, run(ctx, []string{"-listen", "127.0.0.1:0", "-side-channel", "127.0.0.1:0", "-role", "kv_producer"}, io.Discard, &log))
 	require.Regexp(t, `^enginesim ready listen=127.0.0.1:\d+ side-channel=127.0.0.1:\d+ role=prefill engine=[0-9a-f-]{36}\n$`, log.String())
+}
+
+// Several engines of one process: each has a host of its own.
+func TestRunHosts(t *testing.T) {
+	ctx, stop := context.WithCancel(t.Context())
+	log, ended := &readyLog{ready: make(chan string, 3)}, make(chan int, 1)
+	args := []string{"-listen", "127.9.0.255:0", "-side-channel", "127.9.0.255:0", "-hosts", "3"}
+	go func() { ended <- run(ctx, args, io.Discard, log) }()
+	var hosts []string
+	for range 3 {
+		at := regexp.MustCompile(`listen=(\S+):\d+ side-channel=(\S+):`).FindStringSubmatch(<-log.ready)
+		require.Equal(t, at[1], at[2])
+		hosts = append(hosts, at[1])
+	}
+	require.ElementsMatch(t, []string{"127.9.0.255", "127.9.1.0", "127.9.1.1"}, hosts)
+	stop()
+	require.Zero(t, <-ended)
+
+	for _, wrong := range [][]string{{"-hosts", "0"}, {"-hosts", "2", "-engine-id", "a"}, {"-hosts", "2", "-listen", ":8101"}} {
+		require.Equal(t, 2, run(t.Context(), wrong, io.Discard, io.Discard), wrong)
+	}
 }
 
 func TestVersionFlag(t *testing.T) {

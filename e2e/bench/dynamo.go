@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/e2e/bench/http1"
 	"tandem/e2e/process"
 )
 
@@ -86,52 +87,52 @@ func (s *stack) register(ctx context.Context, model, group string, id int, addr,
 
 // askDynamo sends one request over the engines that the service chooses.
 func (c *client) askDynamo(s *stack, model string, b *body, id uint64) (firstByte time.Time, err error) {
-	renderer, err := c.at(s.renderers[model])
+	renderer, err := c.At(s.renderers[model])
 	if err != nil {
 		return firstByte, err
 	}
-	selector, err := c.at(s.selector)
+	selector, err := c.At(s.selector)
 	if err != nil {
 		return firstByte, err
 	}
-	if _, err := renderer.send("POST /v1/chat/completions/render", id, "", b.client); err != nil {
+	if _, err := renderer.Send("POST /v1/chat/completions/render", id, "", b.client); err != nil {
 		return firstByte, fmt.Errorf("render: %w", err)
 	}
-	_, tokens, _ := bytes.Cut(renderer.answer, []byte(`"token_ids":`))
+	_, tokens, _ := bytes.Cut(renderer.Answer, []byte(`"token_ids":`))
 	end := bytes.IndexByte(tokens, ']') + 1
 	if end == 0 {
-		return firstByte, fmt.Errorf("render: no tokens in %.300s", renderer.answer)
+		return firstByte, fmt.Errorf("render: no tokens in %.300s", renderer.Answer)
 	}
-	p, err := selector.reserve(model, "prefill", id, tokens[:end])
+	p, err := reserve(selector, model, "prefill", id, tokens[:end])
 	if err != nil {
 		return firstByte, err
 	}
-	d, err := selector.reserve(model, "decode", id, tokens[:end])
+	d, err := reserve(selector, model, "decode", id, tokens[:end])
 	if err != nil {
 		return firstByte, err
 	}
 	// what is reserved at decode has no prompt to compute
 	line := "POST /reservations/decode" + strconv.FormatUint(id, 10) + "/prefill_complete"
-	if _, err := selector.send(line, id, ""); err != nil {
+	if _, err := selector.Send(line, id, ""); err != nil {
 		return firstByte, fmt.Errorf("%s: %w", line, err)
 	}
-	firstByte, err = c.askTwice(c, c, pair{prefill: p, decode: d}, b, id)
+	firstByte, err = c.askTwice(c.Conn, c.Conn, pair{prefill: p, decode: d}, b, id)
 	for _, group := range [2]string{"prefill", "decode"} {
-		_, failed := selector.send("DELETE /reservations/"+group+strconv.FormatUint(id, 10), id, "")
+		_, failed := selector.Send("DELETE /reservations/"+group+strconv.FormatUint(id, 10), id, "")
 		err = cmp.Or(err, failed)
 	}
 	return firstByte, err
 }
 
 // reserve asks for an engine, and returns its address.
-func (c *client) reserve(model, group string, id uint64, tokens []byte) (string, error) {
+func reserve(c *http1.Conn, model, group string, id uint64, tokens []byte) (string, error) {
 	head := fmt.Appendf(nil, `{"selection_id":"%s%d","model_name":%q,"routing_group":%q,"token_ids":`, group, id, model,
 		group)
-	if _, err := c.send("POST /select_and_reserve", id, "", head, tokens, []byte("}")); err != nil {
+	if _, err := c.Send("POST /select_and_reserve", id, "", head, tokens, []byte("}")); err != nil {
 		return "", fmt.Errorf("choosing for %s: %w", group, err)
 	}
 	var chosen struct{ Endpoint string }
-	if err := json.Unmarshal(c.answer, &chosen); err != nil {
+	if err := json.Unmarshal(c.Answer, &chosen); err != nil {
 		return "", fmt.Errorf("choosing for %s: %w", group, err)
 	}
 	return chosen.Endpoint[len("http://"):], nil

@@ -46,6 +46,15 @@ func (l *lab) idle(ctx context.Context, d time.Duration, stdout io.Writer) (all 
 	return all, nil
 }
 
+// used is the CPU time of a stack's processes up to now, of all engines, and of this program.
+func (l *lab) used(s *stack) (r round, err error) {
+	if r, err = s.used(); err == nil {
+		r.engines, err = cpuOf(l.simulators...)
+	}
+	r.client = process.OwnCPU()
+	return r, err
+}
+
 // used is the CPU time of a stack's processes up to now.
 func (s *stack) used() (r round, err error) {
 	if r.envoy, err = s.envoy.CPU(); err != nil {

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"tandem/e2e/bench/ledger"
 )
 
 // The mode -first measures what a user feels of a router: how much later the first token comes than if the client sent
@@ -86,7 +88,7 @@ func (l *lab) firstTokens(ctx context.Context, o options, stdout io.Writer) erro
 			f.figures(key{Shape: sh.name, Clients: halfClients}, f.half, f.base))
 	}
 	writeFirst(stdout, lines)
-	ledgers, err := l.ledgers(ctx, o)
+	ledgers, err := ledger.Check(ctx, l.engines, o.profiles != "")
 	if err != nil {
 		return err
 	}

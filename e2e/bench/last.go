@@ -20,6 +20,12 @@ type key struct {
 	Pinned   bool    `json:"pinned,omitempty"`   // in the fleet mode: -pin
 }
 
+// size belongs to the key in the mode -capacity: how many endpoints, or open streams, there are.
+type size struct {
+	Endpoints int `json:"endpoints"`
+	Streams   int `json:"streams"`
+}
+
 // origin says when and where a line was measured.
 type origin struct {
 	Date     string `json:"date"`               // UTC
@@ -51,7 +57,8 @@ type figures struct {
 
 // moreFigures are those of the mode -first (the first byte's p99, ms; what the stack adds to FirstMs of a client that
 // asks the engines itself; the most requests a second), and of many engines (their number; requests a second; percent
-// of a core without requests, and most memory, Envoy included).
+// of a core without requests, and most memory, Envoy included), and of -capacity: p99 at the lowest rate (ms), the
+// highest rate at which it is less than twice that, and memory.
 type moreFigures struct {
 	Engines   int     `json:"engines,omitempty"`
 	First99   float64 `json:"firstByteP99Ms,omitempty"`
@@ -59,6 +66,12 @@ type moreFigures struct {
 	PerSecond float64 `json:"perSecond,omitempty"`
 	Idle      float64 `json:"idlePercent,omitempty"`
 	Peak      int64   `json:"peakMiB,omitempty"`
+	Size      size    `json:"size,omitzero"`
+	Low99     float64 `json:"lowP99Ms,omitempty"`
+	Doubles   float64 `json:"doubles,omitempty"`
+	Cores     *cores  `json:"cores,omitempty"`
+	EnvoyMiB  float64 `json:"envoyMiB,omitempty"`
+	RouterMiB float64 `json:"routerMiB,omitempty"`
 }
 
 // fleetCost is a line of the fleet mode: CPU (ms) and counts per request, and CPU of a second without requests (ms).
@@ -98,6 +111,18 @@ func figuresOf(k key, sh shape, rounds, floor, tandem []round) figures {
 
 func round3(v float64) float64 { return math.Round(v*1e3) / 1e3 }
 
+type fullKey struct {
+	key
+	size
+}
+
+func (f *figures) fullKey() fullKey {
+	if f.Rest == nil {
+		return fullKey{key: f.key}
+	}
+	return fullKey{f.key, f.Rest.Size}
+}
+
 // publish prints this run's ratios beside those that a file has of earlier runs, and puts this run's lines in the place
 // of those with the same key. What this run did not measure stays.
 func publish(w io.Writer, file string, from origin, now []figures) error {
@@ -109,7 +134,7 @@ func publish(w io.Writer, file string, from origin, now []figures) error {
 	for i := range now {
 		now[i].origin = from
 	}
-	return process.WriteFigures(file, all, now, func(f *figures) key { return f.key })
+	return process.WriteFigures(file, all, now, (*figures).fullKey)
 }
 
 func writeChanges(w io.Writer, last, now []figures) {
@@ -118,7 +143,7 @@ func writeChanges(w io.Writer, last, now []figures) {
 	for _, n := range now {
 		for _, f := range last {
 			switch {
-			case f.key != n.key:
+			case f.fullKey() != n.fullKey():
 			case f.Fleet != nil && n.Fleet != nil:
 				fmt.Fprintf(w, "| fleet | | %d replicas | %.2f (%.2f) | | | %s |\n", n.Replicas, n.Fleet.One,
 					f.Fleet.One, f.Date)

@@ -41,12 +41,16 @@
 //
 //	go run ./e2e/bench -first -shapes sse16 -rounds 5 -variant 'redis: redis=yes'
 //
+// What one replica serves with many endpoints and open streams, and what the limit is (`make capacity`):
+//
+//	go run ./e2e/bench -capacity 10,100,1000 -streams 64,512,4096 -shapes json1k -clients 1,16,64 -rounds 3 -idle 5s
+//
 // With -json FILE the figures are compared with those of the last run, and kept for the next one and for
 // docs/benchmarks.md (last.go).
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
 // report.go the tables, ledgers.go the engines' counts at the end, peers.go and dynamo.go other routers, first.go the
-// time to the first token, fleet.go several replicas, endpoints.go many endpoints.
+// time to the first token, fleet.go several replicas, endpoints.go many endpoints, capacity.go what the most is.
 package main
 
 import (
@@ -64,6 +68,7 @@ import (
 	"syscall"
 	"time"
 
+	"tandem/e2e/bench/ledger"
 	"tandem/e2e/process"
 )
 
@@ -105,11 +110,13 @@ type mode struct {
 	fleet []int // numbers of replicas, of fleet.go
 	pin   bool  // every process on one processor
 	first bool  // of first.go
+	// of capacity.go: numbers of endpoints, and of streams that are open
+	capacity, streams []int
 }
 
 func parse(args []string, stderr io.Writer) (options, error) {
 	o, base := options{}, variant{name: "tandem"}
-	var shapes, clients, env, fleet, beside string
+	var shapes, clients, env, fleet, beside, capacity, streams string
 	var fresh bool
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
@@ -148,6 +155,9 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		"second, so that no replica's threads wake each other (Linux, two processors)")
 	f.BoolVar(&o.mode.first, "first", false, "measure what each stack adds to the first token instead, of the first "+
 		"shape (first.go)")
+	f.StringVar(&capacity, "capacity", "", "measure what one replica serves with these `numbers` of endpoints "+
+		"instead, of the first shape (capacity.go)")
+	f.StringVar(&streams, "streams", "64,512,4096", "in this mode: `numbers` of open streams")
 	f.StringVar(&beside, "beside", "", "shape of requests that are sent beside the measured ones, "+
 		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
 	f.StringVar(&o.last, "json", "", "`file` with the figures of earlier runs (docs/figures/*.json): compare, then "+
@@ -178,6 +188,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	if o.mode.fleet, err = numbers(fleet); err != nil {
 		return o, fmt.Errorf("-fleet: %w", err)
+	}
+	if o.mode.capacity, err = numbers(capacity); err != nil {
+		return o, fmt.Errorf("-capacity: %w", err)
+	}
+	if o.mode.streams, err = numbers(streams); err != nil {
+		return o, fmt.Errorf("-streams: %w", err)
 	}
 	return o, o.check()
 }
@@ -270,6 +286,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	if len(o.mode.capacity) > 0 {
+		return capacities(ctx, o, stdout, stderr)
+	}
 	l := &lab{log: stderr, tokenTime: o.tokenTime, rate: o.rate}
 	defer l.stop()
 	if err := l.start(ctx, o); err != nil {
@@ -314,7 +333,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if o.endpoints > 2 {
 		r.fleetFigures(l.stacks, idle)
 	}
-	ledgers, err := l.ledgers(ctx, o)
+	ledgers, err := ledger.Check(ctx, l.engines, o.profiles != "")
 	if err != nil {
 		return err
 	}

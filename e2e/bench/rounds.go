@@ -11,12 +11,15 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/e2e/bench/http1"
 	"tandem/e2e/process"
 )
 
 // round is the result of one round of one stack.
 type round struct {
 	envoy, tandem time.Duration   // CPU per request
+	engines       time.Duration   // that of all engines
+	client        time.Duration   // that of this program
 	took          []time.Duration // of every request, sorted
 	first         []time.Duration // until the answer's first byte, sorted
 	rate          float64         // requests per second
@@ -139,7 +142,7 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 		return r, err
 	}
 	time.Sleep(settleTime)
-	before, err := s.used()
+	before, err := l.used(s)
 	if err != nil {
 		return r, err
 	}
@@ -147,8 +150,9 @@ func (l *lab) round(ctx context.Context, s *stack, sh shape, b *body, clients, n
 		return r, err
 	}
 	time.Sleep(settleTime)
-	now, err := s.used()
+	now, err := l.used(s)
 	r.envoy, r.tandem = (now.envoy-before.envoy)/time.Duration(n), (now.tandem-before.tandem)/time.Duration(n)
+	r.engines, r.client = (now.engines-before.engines)/time.Duration(n), (now.client-before.client)/time.Duration(n)
 	return r, err
 }
 
@@ -188,11 +192,12 @@ func (l *lab) load(ctx context.Context, s *stack, sh shape, b *body, clients, n 
 // requests sends the share of client i. At a rate, clients send in turn, at equal intervals.
 func (l *lab) requests(ctx context.Context, s *stack, sh shape, b *body, left *atomic.Int64,
 	i, clients int) (took, first []time.Duration, err error) {
-	c, err := dial(s.address(sh.model))
+	conn, err := http1.Dial(s.address(sh.model))
 	if err != nil {
 		return nil, nil, err
 	}
-	defer c.close()
+	defer conn.Close()
+	c := client{conn}
 	next := time.Now()
 	if l.rate > 0 {
 		next = next.Add(time.Duration(float64(i) / l.rate * float64(time.Second)))

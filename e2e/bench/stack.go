@@ -15,6 +15,7 @@ import (
 	"strings"
 	"time"
 
+	"tandem/e2e/bench/ledger"
 	"tandem/e2e/process"
 )
 
@@ -65,16 +66,17 @@ type stack struct {
 type lab struct {
 	log io.Writer
 	process.Group
-	envoyPath string
-	bin       string
-	tokenTime time.Duration     // of paced engines
-	rate      float64           // requests per second of all clients; 0: as fast as possible
-	pin       bool              // every process has one processor
-	pairs     map[string][]pair // of the models that the shapes ask for
-	others    map[string][]pair // those of peers with another connector, by model and connector
-	events    string            // the port of prefill engines' KV events
-	engines   []engine          // those of a group together
-	stacks    []*stack          // the floor first
+	envoyPath  string
+	bin        string
+	tokenTime  time.Duration      // of paced engines
+	rate       float64            // requests per second of all clients; 0: as fast as possible
+	pin        bool               // every process has one processor
+	pairs      map[string][]pair  // of the models that the shapes ask for
+	others     map[string][]pair  // those of peers with another connector, by model and connector
+	events     string             // the port of prefill engines' KV events
+	simulators []*process.Process // of the engines
+	engines    []ledger.Engine    // those of a group together
+	stacks     []*stack           // the floor first
 }
 
 // start builds the binaries and starts engines, floor and variants.
@@ -144,6 +146,9 @@ func (o *options) models() (out []string) {
 
 // startPairs starts half as many pairs of engines of a model as there shall be endpoints.
 func (l *lab) startPairs(ctx context.Context, o options, model, name, connector string) (out []pair, err error) {
+	if len(o.mode.capacity) > 0 {
+		return l.startMany(ctx, o.endpoints/2, model)
+	}
 	for range o.endpoints / 2 {
 		p, err := l.startPair(ctx, o.events, model, name, connector)
 		if err != nil {
@@ -185,9 +190,41 @@ func (l *lab) startPair(ctx context.Context, events bool, model, name, connector
 		if err := e.Wait(ctx, "http://"+ports[i]+"/health"); err != nil {
 			return p, err
 		}
-		l.engines = append(l.engines, engine{name, ports[i]})
+		l.simulators = append(l.simulators, e)
+		l.engines = append(l.engines, ledger.Engine{Group: name, Addr: ports[i]})
 	}
 	return p, nil
+}
+
+// startMany starts n pairs of a model in two processes, one for each role: every engine has a host of its own.
+func (l *lab) startMany(ctx context.Context, n int, model string) ([]pair, error) {
+	ports, err := process.FreePorts(2)
+	if err != nil {
+		return nil, err
+	}
+	pairs, first := make([]pair, n), len(l.engines)
+	for i, role := range []string{"prefill", "decode"} {
+		at := func(addr string, n int) string { return net.JoinHostPort(ownHost(7+i, first+n), port(addr)) }
+		args := []string{"--hosts", strconv.Itoa(n), "--listen", at(ports[0], 0), "--side-channel", at(ports[1], 0),
+			"--role", role, "--model", model, "--record=false", "--keep-alive", "10m", "--blocks", "16384"}
+		if model == paced && role == "decode" {
+			args = append(args, "--decode-step", l.tokenTime.String())
+		}
+		e, err := l.Start(model+"-"+role, nil, filepath.Join(l.bin, "enginesim"), args...)
+		if err != nil {
+			return nil, err
+		}
+		l.simulators = append(l.simulators, e)
+		for k := range pairs {
+			addr := at(ports[0], k)
+			if err := e.Wait(ctx, "http://"+addr+"/health"); err != nil {
+				return nil, err
+			}
+			*[]*string{&pairs[k].prefill, &pairs[k].decode}[i] = addr
+			l.engines = append(l.engines, ledger.Engine{Group: model, Addr: addr})
+		}
+	}
+	return pairs, nil
 }
 
 // floorConfig is an Envoy that only forwards to the address in a header.

@@ -132,6 +132,13 @@ func (p *Process) CPU() (time.Duration, error) {
 	return time.Duration(t.Nano()), nil
 }
 
+// OwnCPU returns the CPU time that this program has used.
+func OwnCPU() time.Duration {
+	var u syscall.Rusage
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u)
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
 // Wakeups returns how often threads of the process that still run went to sleep and woke up (voluntary context
 // switches).
 func (p *Process) Wakeups() (n int64) {
@@ -152,6 +159,14 @@ func (p *Process) Peak() int64 {
 		return 0
 	}
 	return p.memory("VmHWM:")
+}
+
+// Resident returns the resident memory of the process, in bytes; 0 for nil.
+func (p *Process) Resident() int64 {
+	if p == nil {
+		return 0
+	}
+	return p.memory("VmRSS:")
 }
 
 // memory returns the value of a line of /proc/PID/status (proc_pid_status(5)), in bytes.

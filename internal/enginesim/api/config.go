@@ -13,6 +13,8 @@ import (
 type Config struct {
 	connector.Config
 
+	Hosts int // engines of the process, each on the next host
+
 	ToolParser  bool
 	DevMode     bool // vLLM's VLLM_SERVER_DEV_MODE
 	Record      bool

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"tandem/internal/enginesim/engine"
+	"tandem/internal/enginesim/handover"
 )
 
 // Config is the connector's configuration, in addition to the engine's.
@@ -24,18 +25,20 @@ type Config struct {
 	DpSize          int
 	Proxy           string // address for notifications (lmcache) or registration (p2p-nccl), host:port; "": none
 	Heartbeat       time.Duration
-	Store           string // side channel of the engine that has the store
-	Bidirectional   bool   // nixl: answers are kept for their conversation's next turn
+	Store           string          // side channel of the engine that has the store
+	Peers           *handover.Peers // shared with other engines of the process; nil: its own
+	Bidirectional   bool            // nixl: answers are kept for their conversation's next turn
 	DecoderTTL      time.Duration
 }
 
 // lmcacheConfig is the configuration of LMCache's PD backend.
 type lmcacheConfig struct {
-	Tp        int // tensor-parallel ranks
-	InitPort  int // of the receiver, rank 0
-	AllocPort int
-	Notices   string
-	KvDelay   time.Duration
-	Pd        struct{ Buffer, Chunk int } // tokens: of the receive buffer, and of a chunk (chunk_size)
-	PdTimeout time.Duration
+	Tp      int // tensor-parallel ranks
+	Notices string
+	KvDelay time.Duration
+	Pd      struct {
+		InitPort, AllocPort int           // of the receiver, rank 0
+		Buffer, Chunk       int           // tokens: of the receive buffer, and of a chunk (chunk_size)
+		Timeout             time.Duration // of an allocation
+	}
 }

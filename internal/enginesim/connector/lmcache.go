@@ -75,11 +75,11 @@ func integers(raw []byte) (out []int64) {
 // listenLMCache opens the receiver's ports: one to initialise and one to allocate for each rank.
 func (s *Node) listenLMCache() error {
 	s.buffer = pdbuffer.New(pdbuffer.Options{Ranks: s.cfg.Tp, Tokens: s.cfg.Pd.Buffer, BlockSize: s.cfg.BlockSize,
-		Chunk: s.cfg.Pd.Chunk, Timeout: s.cfg.PdTimeout, Lease: s.cfg.Lease,
+		Chunk: s.cfg.Pd.Chunk, Timeout: s.cfg.Pd.Timeout, Lease: s.cfg.Lease,
 		Faithful: s.cfg.Faithful, Violate: s.Violate})
 	host, _, _ := net.SplitHostPort(s.cfg.Listen)
 	for rank := range s.cfg.Tp {
-		for _, first := range []int{s.cfg.InitPort, s.cfg.AllocPort} {
+		for _, first := range []int{s.cfg.Pd.InitPort, s.cfg.Pd.AllocPort} {
 			l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(first+rank)))
 			if err != nil {
 				return fmt.Errorf("opening the receiver's ports: %w", err)
@@ -163,7 +163,7 @@ func (l *Leg) pushKV() {
 
 // pushRank pushes one rank's part. It keeps no connections: a receiver may be gone at any time.
 func (s *Node) pushRank(spec *disaggSpec, rank int, xid string, blocks []uint64, p pdbuffer.Pushed) error {
-	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.PdTimeout+s.cfg.LoadTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.Pd.Timeout+s.cfg.LoadTimeout)
 	defer cancel()
 	at := func(ports []int64) string { return net.JoinHostPort(spec.host, strconv.FormatInt(ports[rank], 10)) }
 	ask := func(addr string, q *handover.Question) error {

@@ -2,6 +2,7 @@ package connector
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -61,7 +62,7 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	s := &Node{
 		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults,
 		Ledger: handover.NewLedger(e.Pool, &e.Core, cfg.Lease), Rooms: newRendezvous(),
-		inbox: newInbox(), peers: handover.NewPeers(), sideConn: make(map[net.Conn]struct{}),
+		inbox: newInbox(), peers: cmp.Or(cfg.Peers, handover.NewPeers()), sideConn: make(map[net.Conn]struct{}),
 	}
 	s.notifier.Proxy, s.notifier.Notices, s.notifier.Logf = cfg.Proxy, cfg.Notices, e.Logf
 	if s.EngineID == "" {

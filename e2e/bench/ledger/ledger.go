@@ -1,4 +1,5 @@
-package main
+// Package ledger checks, after a measurement, that simulated engines did the work that was measured.
+package ledger
 
 import (
 	"context"
@@ -11,8 +12,8 @@ import (
 	"tandem/e2e/process"
 )
 
-// engine is a running engine. Hand-overs are between engines of a group.
-type engine struct{ group, addr string }
+// Engine is a running engine. Hand-overs are between engines of a group.
+type Engine struct{ Group, Addr string }
 
 // books are an engine's counts of the KV that it handed over or fetched (enginesim's /sim/state). Engines whose legs
 // meet in a room count no hand-overs: there D's tokens show that KV was moved.
@@ -32,12 +33,13 @@ func (b *books) balance() bool { return b.Held == 0 && b.Given == b.Fetched }
 // of -cpuprofile do, leaves blocks behind for the engines' lease, and these are never fetched.
 const ledgerTime = 5 * time.Second
 
-// ledgers checks that the measured requests did their work: every hand-over was fetched once, decode engines got their
-// prompts from prefill, and no rule was broken. It returns a line to print.
-func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
+// Check checks that the measured requests did their work: every hand-over was fetched once, decode engines got their
+// prompts from prefill, and no rule was broken. Those of a group stand together. Where clients left, hand-overs may be
+// pending. It returns a line to print.
+func Check(ctx context.Context, engines []Engine, left bool) (string, error) {
 	var lines []string
-	for rest := l.engines; len(rest) > 0; {
-		n := slices.IndexFunc(rest, func(e engine) bool { return e.group != rest[0].group })
+	for rest := engines; len(rest) > 0; {
+		n := slices.IndexFunc(rest, func(e Engine) bool { return e.Group != rest[0].Group })
 		if n < 0 {
 			n = len(rest)
 		}
@@ -51,18 +53,18 @@ func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 		for _, b := range all {
 			switch {
 			case len(b.Rules) > 0, b.Failed > 0:
-				return "", fmt.Errorf("engines of %s: violations %v, failed transfers %d", group[0].group, b.Rules,
+				return "", fmt.Errorf("engines of %s: violations %v, failed transfers %d", group[0].Group, b.Rules,
 					b.Failed)
-			case o.profiles == "" && !b.balance():
-				return "", fmt.Errorf("engines of %s: %d hand-overs given, %d fetched, %d blocks held", group[0].group,
+			case !left && !b.balance():
+				return "", fmt.Errorf("engines of %s: %d hand-overs given, %d fetched, %d blocks held", group[0].Group,
 					b.Given, b.Fetched, b.Held)
 			}
 			given, moved = given+b.Given, moved+b.External
 		}
 		if moved == 0 {
-			return "", fmt.Errorf("no decode engine of %s got a token from prefill", group[0].group)
+			return "", fmt.Errorf("no decode engine of %s got a token from prefill", group[0].Group)
 		}
-		text := fmt.Sprintf("%s %d tokens moved", group[0].group, moved)
+		text := fmt.Sprintf("%s %d tokens moved", group[0].Group, moved)
 		if given > 0 {
 			text += fmt.Sprintf(" in %d hand-overs", given)
 		}
@@ -72,11 +74,11 @@ func (l *lab) ledgers(ctx context.Context, o options) (string, error) {
 }
 
 // settled returns the books of engines when no hand-over is pending, or after ledgerTime.
-func settled(ctx context.Context, engines []engine) (out []*books, err error) {
+func settled(ctx context.Context, engines []Engine) (out []*books, err error) {
 	for until := time.Now().Add(ledgerTime); ; time.Sleep(20 * time.Millisecond) {
 		out = out[:0]
 		for _, e := range engines {
-			b, err := readBooks(ctx, e.addr)
+			b, err := readBooks(ctx, e.Addr)
 			if err != nil {
 				return nil, err
 			}
