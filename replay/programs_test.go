@@ -33,7 +33,8 @@ func script(t *testing.T, name string, c Config, requests ...traces.Request) ([]
 	for i := range jobs {
 		f.After(jobs[i].Arrival, func() { f.policy.arrive(&jobs[i]) })
 	}
-	for f.ended < len(jobs) && f.Step() {
+	for more := true; more && f.ended < len(jobs); {
+		more = f.Step()
 	}
 	var out strings.Builder
 	for i := range jobs {

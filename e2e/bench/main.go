@@ -116,17 +116,21 @@ type mode struct {
 
 func parse(args []string, stderr io.Writer) (options, error) {
 	o, base := options{}, variant{name: "tandem"}
-	var shapes, clients, env, fleet, beside, capacity, streams string
+	o.clients, o.mode.streams = []int{1, 16}, []int{64, 512, 4096}
+	var shapes, env, beside string
 	var fresh bool
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.SetOutput(stderr)
+	list := func(to *[]int, name, usage string) {
+		f.Func(name, usage, func(s string) (err error) { *to, err = numbers(s); return err })
+	}
 	f.StringVar(&shapes, "shapes", "json1k,json220k,json1m,sse256",
 		"`list` of request shapes; sse256 and sse1024 (not in the default) are a token each -token-time, "+
 			"sse256burst (neither) all at once")
 	f.DurationVar(&o.tokenTime, "token-time", 5*time.Millisecond,
 		"how long a token takes in streams: 5 ms is a fast engine's; with less than 1 ms stacks have their rounds "+
 			"in turn")
-	f.StringVar(&clients, "clients", "1,16", "`list` of how many clients send at the same time")
+	list(&o.clients, "clients", "`list` of how many clients send at the same time (default 1,16)")
 	f.IntVar(&o.rounds, "rounds", 15, "rounds of each shape, number of clients, and stack")
 	f.IntVar(&o.requests, "requests", 0, "requests in a round; 0: about a second's worth")
 	f.Float64Var(&o.rate, "rate", 0, "requests a second of all clients together; 0: each sends when it has its answer")
@@ -149,15 +153,15 @@ func parse(args []string, stderr io.Writer) (options, error) {
 			o.variants = append(o.variants, added)
 			return err
 		})
-	f.StringVar(&fleet, "fleet", "", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
+	list(&o.mode.fleet, "fleet", "measure these `numbers` of replicas with one Redis instead, at -rate requests a "+
 		"second of the first shape (fleet.go)")
 	f.BoolVar(&o.mode.pin, "pin", false, "in the fleet mode: Envoy on the first processor, and all replicas on the "+
 		"second, so that no replica's threads wake each other (Linux, two processors)")
 	f.BoolVar(&o.mode.first, "first", false, "measure what each stack adds to the first token instead, of the first "+
 		"shape (first.go)")
-	f.StringVar(&capacity, "capacity", "", "measure what one replica serves with these `numbers` of endpoints "+
+	list(&o.mode.capacity, "capacity", "measure what one replica serves with these `numbers` of endpoints "+
 		"instead, of the first shape (capacity.go)")
-	f.StringVar(&streams, "streams", "64,512,4096", "in this mode: `numbers` of open streams")
+	list(&o.mode.streams, "streams", "in this mode: `numbers` of open streams (default 64,512,4096)")
 	f.StringVar(&beside, "beside", "", "shape of requests that are sent beside the measured ones, "+
 		strconv.Itoa(besideRate)+" a second: what small requests wait for large ones")
 	f.StringVar(&o.last, "json", "", "`file` with the figures of earlier runs (docs/figures/*.json): compare, then "+
@@ -181,19 +185,6 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	if err := o.name(shapes, beside); err != nil {
 		return o, err
-	}
-	var err error
-	if o.clients, err = numbers(clients); err != nil {
-		return o, fmt.Errorf("-clients: %w", err)
-	}
-	if o.mode.fleet, err = numbers(fleet); err != nil {
-		return o, fmt.Errorf("-fleet: %w", err)
-	}
-	if o.mode.capacity, err = numbers(capacity); err != nil {
-		return o, fmt.Errorf("-capacity: %w", err)
-	}
-	if o.mode.streams, err = numbers(streams); err != nil {
-		return o, fmt.Errorf("-streams: %w", err)
 	}
 	return o, o.check()
 }

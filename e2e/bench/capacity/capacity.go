@@ -38,7 +38,9 @@ func Doubles(
 		}
 		return false
 	}
-	for held = lowest; holds(held * step); {
+	held = lowest
+	for more := true; more; {
+		more = holds(held * step)
 	}
 	if err == nil {
 		holds(held * math.Sqrt(step))
@@ -109,7 +111,8 @@ func (s *Streams) open(ctx context.Context, body []byte) (net.Conn, error) {
 	if err == nil && !strings.Contains(line, " 200 ") {
 		return nil, fmt.Errorf("not a stream: %s", line)
 	}
-	for ; err == nil && !strings.HasPrefix(line, "data: "); line, err = in.ReadString('\n') {
+	for err == nil && !strings.HasPrefix(line, "data: ") {
+		line, err = in.ReadString('\n')
 	}
 	if err != nil {
 		return nil, err
