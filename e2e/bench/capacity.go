@@ -112,7 +112,7 @@ func (l *lab) capacity(ctx context.Context, o options) (lines []figures, err err
 			}
 			p99 := quantile(r.took, .99)
 			fmt.Fprintf(l.log, "%d endpoints, %s: %.0f a second, p99 %s ms\n", o.endpoints, s.name, r.rate, millis(p99))
-			if r.rate < .9*rate {
+			if rate > capacityRate && r.rate < .9*rate { // at the lowest rate it would make every higher one hold
 				p99 = time.Hour // it is not served
 			}
 			return p99, nil
