@@ -100,7 +100,7 @@ var documentedOnly = map[string]string{
 	"enginesim --listen 127.0.0.1:8201 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
 	"enginesim --listen 127.0.0.1:8202 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
 	"envoy --mode validate -c your-envoy.yaml":                                                               "the reader's own file",
-	"go run ./e2e/bench -shapes json1k,json400k,sse256 -clients 1,16 -variant 'inside: inside=/path/to/bin'": "minutes",
+	"go run ./e2e/bench -shapes json1k,json220k,json400k,sse256 -clients 16 -variant 'inside: inside=/path/to/bin'": "minutes",
 	"go test ./internal/replica -run TestMetricsPage -update":                                                "writes to the tree",
 	"tandem serve -f tandem2.yaml":                                                                           "TestReplicas",
 	"tandem serve -f tandem.yaml --check --live":                                                             "TestCheckLive",
