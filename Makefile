@@ -118,7 +118,7 @@ capacity: tools build ## what one replica serves with 10, 100 and 1,000 endpoint
 	ulimit -n $$(ulimit -Hn); $(CAPACITY) $$([ ! -e bin/libtandem.so ] || echo -variant inside:inside=$(CURDIR)/bin)
 	$(PAGE)
 
-idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (2 minutes)
+idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (5 minutes)
 	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e
 
 soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis, SOAK_REPLICAS=4; TANDEM_RUN=inside TANDEM_LIBRARY=FOLDER after make carrier
