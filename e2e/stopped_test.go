@@ -3,6 +3,7 @@ package e2e
 import (
 	"context"
 	"net/http"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -56,16 +57,26 @@ func TestDecodeThatStandsStill(t *testing.T) {
 	}
 }
 
-// slowDecode has two decode engines that show nothing for a while.
+// slowDecode has two decode engines that work, but show nothing of a request for a while.
 func slowDecode(t *testing.T, delay string) *fleet {
 	f := start(t, options{prefills: 1, decodes: 2})
 	for _, d := range f.decodes {
 		f.inject(d, `{"mode":"slow","count":1,"leg":"decode","delay":"`+delay+`"}`)
+		go func() {
+			for t.Context().Err() == nil { // or its core would stand still
+				resp, err := client.Post("http://"+d.addr+"/v1/completions", "application/json",
+					strings.NewReader(`{"model":"tiny","prompt":"others","max_tokens":4}`))
+				if err == nil {
+					_ = resp.Body.Close()
+				}
+				time.Sleep(500 * time.Millisecond)
+			}
+		}()
 	}
 	return f
 }
 
-// A slow decode engine stays in use, however long it sends nothing.
+// A slow decode engine that works stays in use, however long it sends nothing of a request.
 func TestDecodeThatIsSlow(t *testing.T) {
 	t.Parallel()
 	f := slowDecode(t, "22s")
