@@ -48,8 +48,8 @@ const DefaultLease = 30 * time.Second
 
 // Counts are what an engine reports of its work. Any change is progress, a fall too: it was started again.
 type Counts struct {
-	// Work is the sum of counters that rise while it computes: tokens computed, tokens generated, steps, transfers. 0:
-	// not reported.
+	// Work is 1 and the sum of counters that rise while it computes: tokens computed, tokens generated, steps,
+	// transfers. 0: not reported.
 	Work             int64
 	Running, Waiting int64 // requests; -1: not reported
 	Done             int64 // answers that it has finished
@@ -187,12 +187,15 @@ func (t *Tracker) progress(before, s *Sample) Change {
 	return Same
 }
 
-// bound returns how long the engine may show no progress: longer while it computes prompts, and at most three fifths
-// of the lease.
+// bound returns how long the engine may show no progress: longer while it computes prompts, and three fifths of the
+// lease at most, and before it has worked.
 func (t *Tracker) bound(s *Sample) time.Duration {
 	most := DefaultLease * 3 / 5
 	if !t.handOver.Final {
 		most = cmp.Or(t.handOver.Lease, DefaultLease) * 3 / 5
+	}
+	if s.Counts.Work == 1 { // its first request, for which it may compile, and its speed is not known
+		return most
 	}
 	return min(base+max(s.Patience, 0), most)
 }

@@ -28,10 +28,12 @@ func TestStandstill(t *testing.T) {
 		lease    time.Duration
 		partners bool // it waits for others' work
 		silent   bool // the engine reports nothing but its running requests
+		fresh    bool // it has not worked yet
 		stands   int
 	}{
 		"works":                        {scrapes: "3wwwwwwwwwwww"},
 		"stands":                       {scrapes: "3wssssss", stands: 4},
+		"stands before it has worked":  {scrapes: "i1sssssssssss", fresh: true, stands: 10},
 		"the least of scrapes":         {scrapes: "3wfffffs"},
 		"and a failed one":             {scrapes: "3wsfsss", stands: 4},
 		"never longer than the lease":  {scrapes: "3wsssssssssss", patience: time.Hour, stands: 9},
@@ -61,7 +63,9 @@ func TestStandstill(t *testing.T) {
 			var k Tracker
 			k.Configure(HandOver{Lease: tt.lease, Partners: tt.partners})
 			at, s, stood, scrape := time.Unix(1e9, 0), Sample{Patience: tt.patience}, 0, -1
-			s.Counts.Work = 100
+			if s.Counts.Work = 100; tt.fresh {
+				s.Counts.Work = 1
+			}
 			for _, c := range tt.scrapes {
 				if c >= '0' && c <= '9' {
 					s.Reserved = int64(c - '0')
@@ -104,7 +108,7 @@ func TestWaitingProvesNothing(t *testing.T) {
 	var k Tracker
 	at := time.Unix(1e9, 0)
 	for i := range 10 {
-		k.Observe(Sample{At: at.Add(time.Duration(2*i) * time.Second), Reserved: 1, Counts: Counts{Work: 1, Waiting: 1}})
+		k.Observe(Sample{At: at.Add(time.Duration(2*i) * time.Second), Reserved: 1, Counts: Counts{Work: 9, Waiting: 1}})
 	}
 	now := at.Add(19 * time.Second)
 	require.False(t, k.Standing(now))
@@ -157,7 +161,7 @@ func TestLostReservations(t *testing.T) {
 	at, stood := time.Unix(1e9, 0), 0
 	observe := func(reserved int64) {
 		at = at.Add(2 * time.Second)
-		k.Observe(Sample{At: at, Reserved: reserved, Counts: Counts{Work: 1}})
+		k.Observe(Sample{At: at, Reserved: reserved, Counts: Counts{Work: 9}})
 		if k.Standing(at) {
 			stood++
 		}
