@@ -323,8 +323,10 @@ func capacityTable(t *testing.T) string {
 	var first, last measured
 	for _, full := range pick(all, func(m *measured) bool { return m.More.Doubles > 0 && m.Stack == "floor" }) {
 		for _, c := range capacities {
-			lines := pick(all, func(m *measured) bool { return m.More.Size.Endpoints == full.More.Size.Endpoints && m.Stack == c.stack })
-			floor := pick(all, func(m *measured) bool { return m.More.Size.Endpoints == full.More.Size.Endpoints && m.Stack == "floor" })
+			of := func(stack string) []measured {
+				return pick(all, func(m *measured) bool { return m.More.Size == full.More.Size && m.Stack == stack })
+			}
+			lines, floor := of(c.stack), of("floor")
 			if len(lines) == 0 {
 				continue
 			}
@@ -337,7 +339,10 @@ func capacityTable(t *testing.T) string {
 				line = append(line, figure(m.More.PerSecond, 0))
 			}
 			added := func(ms, floor float64) string {
-				return map[bool]string{false: timeText(max(ms-floor, 0))}[c.stack == "floor"]
+				if c.stack == "floor" {
+					return ""
+				}
+				return timeText(max(ms-floor, 0))
 			}
 			cpu := cpuText(l.EnvoyMs)
 			if l.RouterMs > 0 {

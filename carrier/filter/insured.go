@@ -368,7 +368,7 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	if end {
 		in.to.out = in.stream.End(in.stream.Feed(in.to.out, in.d.params.End()))
 	}
-	if !openai.IsComment(in.to.out) && in.stream.Broken() == "" {
+	if !in.d.spoke && !openai.IsComment(in.to.out) && in.stream.Broken() == "" {
 		in.speaks()
 	}
 	switch broken := in.stream.Broken(); {
@@ -386,9 +386,6 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 
 // speaks notes that D has sent an event: from now on it alone serves the request.
 func (in *Insured) speaks() {
-	if in.d.spoke {
-		return
-	}
 	in.d.spoke = true
 	if p := in.placed.Load(); p != nil {
 		p.spoke.Store(true)

@@ -49,7 +49,7 @@
 // docs/benchmarks.md (last.go).
 //
 // Files: stack.go starts the stacks, client.go is the client, shapes.go the requests, rounds.go the measuring,
-// report.go the tables, ledgers.go the engines' counts at the end, peers.go and dynamo.go other routers, first.go the
+// report.go the tables, ledger/ the engines' counts at the end, peers.go and dynamo.go other routers, first.go the
 // time to the first token, fleet.go several replicas, endpoints.go many endpoints, capacity.go what the most is.
 package main
 
