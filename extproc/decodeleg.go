@@ -138,10 +138,8 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) er
 			switch {
 			case p.Verdict.OK:
 				return x.goOn(t, held)
-			case plan.ClientsFault(p.Verdict.Status):
-				return x.answerFor(p.Verdict)
 			}
-			return x.planAgain(t, kvtransfer.CausePrefill, pass.PrefillFailure(p))
+			return x.prefillFailed(t, p)
 		case <-timer.C:
 			x.meter.Observer.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
@@ -166,25 +164,31 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	limit := x.s.passes.PairLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
-	f := &faults.Failure{Unreached: true}
 	select {
 	case <-p.Ended:
-		f = pass.PrefillFailure(p)
-		switch {
-		case p.Verdict.OK:
+		if p.Verdict.OK {
 			x.meter.SpanLegEnded("ok", 0)
 			x.s.passes.PairHolds(t)
 			return x.stream.answerBody(edits)
-		case plan.ClientsFault(p.Verdict.Status):
-			return x.answerFor(p.Verdict)
 		}
+		return x.prefillFailed(t, p)
 	case <-timer.C:
 		x.meter.Observer.PrefillLate(t)
 		x.s.pairs.GiveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
 	}
-	return x.planAgain(t, kvtransfer.CausePrefill, f)
+	return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
+}
+
+// prefillFailed plans the request again after P has failed, or answers the client with P's refusal.
+func (x decodeLeg) prefillFailed(t *kvtransfer.Ticket, p *concurrent.Pair) error {
+	cause := x.s.passes.PairCause(t, &p.Verdict)
+	if cause == "" {
+		return x.answerFor(p.Verdict)
+	}
+	x.s.pairs.GiveUp(t.ID)
+	return x.planAgain(t, cause, pass.PrefillFailure(p))
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
@@ -194,7 +198,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
-	if (code >= 500 || code < 200 || kvstate.Refuses(code)) && len(x.stream.msg.Headers.Final) == 0 {
+	if (code >= 500 || code < 200 || kvstate.Refuses(code) || x.lacksModel(t, code)) && len(x.stream.msg.Headers.Final) == 0 {
 		return false, x.decodeFailed(t, p, code)
 	}
 	if code != http.StatusOK && code != http.StatusPartialContent { // D does no work for this request
@@ -207,6 +211,11 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		return false, x.goOn(t, true)
 	}
 	return true, x.stream.send(&envoywire.Reply{Patience: limit + time.Second})
+}
+
+// lacksModel reports whether D's answer says that it does not serve the model, and another endpoint may be asked.
+func (x decodeLeg) lacksModel(t *kvtransfer.Ticket, code int) bool {
+	return code == http.StatusNotFound && t.Redirects+1 < x.s.MaxRedirects
 }
 
 // decodeFailed plans the request again after an error of D, which may be P's fault.

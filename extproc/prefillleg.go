@@ -49,7 +49,7 @@ func (x prefillLeg) serve() error {
 	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
 	x.answer.ID = x.stream.requestID
 	x.answer.ObserveLoad(t, x.stream.msg.Headers.Load)
-	if plan.ClientsFault(code) {
+	if plan.ClientsFault(code) && !x.s.passes.PlansAgain(t, code) {
 		x.meter.PrefillRefused(t, code, x.s.passes.Since(t))
 		x.s.passes.Release(pass.HeldBy(t))
 		x.stream.dropInline()

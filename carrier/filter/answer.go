@@ -133,7 +133,7 @@ func (f *Filter) refuseOutdated(why string) Status {
 // failed reports whether a status says that the endpoint did not serve the request.
 func failed(status int) bool {
 	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
-		status == http.StatusTooEarly
+		status == http.StatusTooEarly || status == http.StatusNotFound // another may serve the model
 }
 
 // failure returns how D failed, from its own answer or from Envoy's in its place.

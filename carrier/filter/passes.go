@@ -130,7 +130,7 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 	startSpan(ctx, f, telemetry.SpanPrefillAnswer)
 	f.m.meter.SpanTicket(t)
 	x.Prefilled.ObserveLoad(t, a.load)
-	if plan.ClientsFault(a.Code) {
+	if plan.ClientsFault(a.Code) && !passes.PlansAgain(t, a.Code) {
 		f.m.meter.PrefillRefused(t, a.Code, passes.Since(t))
 		passes.Release(f.hop.held)
 		return func() { f.answerRefused(a) }

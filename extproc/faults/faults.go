@@ -13,6 +13,7 @@ package faults
 import (
 	"context"
 	"log/slog"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -90,6 +91,9 @@ func Filtered(details string) bool {
 
 // Full reports whether the endpoint was full.
 func (f *Failure) Full() bool { return kvstate.Refuses(f.Status) }
+
+// NotFound reports whether the endpoint answered 404: it does not serve the model, or the path.
+func (f *Failure) NotFound() bool { return f.Status == http.StatusNotFound }
 
 // Opened records that Envoy logs to this replica. The returned function records the end.
 func (s *Faults) Opened() (closed func()) {

@@ -64,6 +64,10 @@ const (
 	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
 	CauseStream = "stream" // the decode leg failed in the middle of its stream, which is continued
 	CauseMoved  = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
+	// CauseRefused: P refused the body that Tandem had changed. Decode alone decides, and no endpoint is at fault.
+	CauseRefused = "refused"
+	// CauseModel: an endpoint answered 404, so it does not serve the model, or not any more.
+	CauseModel = "model"
 	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
 	CausePoolGone = "pool_gone"
 )
@@ -121,6 +125,7 @@ type Ticket struct {
 	Authority  string   // the client's Host; "": unknown
 	Turn       TurnLeg  // if D keeps answers for the next turn
 	Loads      bool     // of a decode leg: its request names KV of Prefill
+	Shaped     bool     // of a leg to P: the answer is to have a form that one token may not have (openai.Request.Shaped)
 	LeastBytes int      // minimum size of a complete answer of a decode leg; 0: unknown, or not streamed
 }
 
@@ -192,6 +197,7 @@ const (
 	fieldLoads              protowire.Number = 64
 	fieldLeastBytes         protowire.Number = 65
 	fieldAnswerTokens       protowire.Number = 66
+	fieldShaped             protowire.Number = 67
 	fieldAuthority          protowire.Number = 70
 
 	fieldEditStart protowire.Number = 1
@@ -253,6 +259,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldTurnNamed, protowire.EncodeBool(t.Turn.Named))
 	b = appendNumber(b, fieldTurnAnswers, protowire.EncodeBool(t.Turn.Answers))
 	b = appendNumber(b, fieldLoads, protowire.EncodeBool(t.Loads))
+	b = appendNumber(b, fieldShaped, protowire.EncodeBool(t.Shaped))
 	b = appendNumber(b, fieldLeastBytes, uint64(t.LeastBytes))
 	b = appendText(b, fieldAuthority, t.Authority)
 	return appendText(b, fieldModel, t.Model)
@@ -391,7 +398,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
 	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnNamed, fieldTurnAnswers,
-		fieldLoads:
+		fieldLoads, fieldShaped:
 		limit = 255
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
@@ -423,6 +430,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Turn.Answers = v != 0
 	case fieldLoads:
 		t.Loads = v != 0
+	case fieldShaped:
+		t.Shaped = v != 0
 	case fieldLeastBytes:
 		t.LeastBytes = int(v)
 	case fieldRedirects:

@@ -3,6 +3,8 @@ package pass
 import (
 	"context"
 	"log/slog"
+	"net/http"
+	"slices"
 	"time"
 
 	"tandem/extproc/faults"
@@ -178,6 +180,14 @@ func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtrans
 func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
 	f.Unreached, f.Overdue = f.Unreached || a.Cut, a.Overdue
+	switch policy, _ := x.shared.Policy(next.Pool); {
+	case f.NotFound():
+		x.shared.lacksModel(next, next.Prefill)
+		return
+	case policy.DecodeDecides(f.Status, next.Shaped):
+		next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseRefused
+		return
+	}
 	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
 		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.shared.TurnFailed(next, x.ID, a.Code)
@@ -186,23 +196,45 @@ func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	x.shared.Faults.Prefill(next, x.ID, &f)
 }
 
+// PlansAgain reports whether a request is planned again after P has refused it with a status of [plan.ClientsFault]. If
+// not, the client gets P's answer.
+func (s *Shared) PlansAgain(t *kvtransfer.Ticket, status int) bool {
+	policy, ok := s.Policy(t.Pool)
+	return ok && t.Redirects+1 < s.Limits.MaxRedirects &&
+		(status == http.StatusNotFound || policy.DecodeDecides(status, t.Shaped))
+}
+
+// lacksModel makes next the ticket of a request that an endpoint has answered with 404: it is planned again without
+// that endpoint, which is not blamed.
+func (s *Shared) lacksModel(next *kvtransfer.Ticket, addr string) {
+	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseModel
+	next.Excluded, next.Loads = append(slices.Clip(next.Excluded), addr), false
+}
+
 // DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the
 // failure is, the KV parameters of the leg count as consumed.
 func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
 	next := *t
 	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseDecode
 	next.Redirects++
-	s.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", s.Since(t), nil)
+	result := "failed"
+	if f.NotFound() {
+		result = "refused"
+	}
+	s.Observer.HopEnded(t.Pool, "decode", t.Decode, result, s.Since(t), nil)
 	if t.Split {
 		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
 		if kvstate.Unfetched(s.State, HeldBy(t).Decode) {
 			s.Reclaim.Strand(t)
 		}
 	}
-	if f.Overdue {
+	switch {
+	case f.NotFound():
+		s.lacksModel(&next, t.Decode)
+	case f.Overdue:
 		next.Loads = false
 		s.Faults.Endpoint(&next, requestID, t.Decode, f)
-	} else {
+	default:
 		s.Faults.Decode(&next, requestID, f)
 	}
 	return next

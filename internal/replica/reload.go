@@ -301,6 +301,7 @@ func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Op
 	f.peers.set(cfg, live.Pools)
 	o := config.ServerOptions(cfg)
 	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
+	o.Models = f.prober
 	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
 	return o, nil
 }

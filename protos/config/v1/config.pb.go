@@ -1383,8 +1383,7 @@ type Pool struct {
 	// endpoint can take it. fallback: only in that case. byCost: also if it costs less (split auto). Requests that cannot
 	// be split are always decoded alone. With onPrefillFailure fail, no request is decoded alone because prefill failed
 	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over.
-	// Default: byCost with split auto; with split always never, or fallback with onPrefillFailure decodeAlone and if no
-	// two endpoints can share a request.
+	// Default: byCost with split auto, fallback with split always.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
 	// Most prefill legs for one request.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
