@@ -244,7 +244,7 @@ func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
 	if len(i.Body) == 0 {
 		e := openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
-		i.Body = e.JSON()
+		i.Body = e.For(x.stream.msg.Headers.Path).JSON()
 	}
 	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
 	return x.stream.send(&envoywire.Reply{Immediate: i})

@@ -111,6 +111,12 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
+	if m != nil && m.Usage != nil && o.State != nil {
+		m.Usage.Serves = func(pool, model string) bool {
+			p := o.State.Pool(pool)
+			return p != nil && p.Serves(model)
+		}
+	}
 	if m != nil && m.Usage != nil {
 		m.Usage.Promised = func(pool string) usage.Promise {
 			policy, _ := s.passes.Policy(pool)

@@ -122,3 +122,18 @@ func (p *Pool) MayServe(model string) bool {
 		return m == nil || len(m.ids) == 0 || slices.Contains(m.ids, model) || e.HasLoRA(model)
 	})
 }
+
+// Serves reports whether the pool is configured with a model by its name, or an endpoint reports it. Of reports so many
+// names count that nobody needs more.
+func (p *Pool) Serves(model string) bool {
+	if named, _ := p.serves(model); named {
+		return true
+	}
+	return slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool {
+		m := e.models.Load()
+		return e.HasLoRA(model) || m != nil && slices.Contains(m.ids[:min(len(m.ids), maxReserved)], model)
+	})
+}
+
+// maxReserved bounds the names that an endpoint's report makes known.
+const maxReserved = 256

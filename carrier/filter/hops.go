@@ -263,7 +263,7 @@ func (f *Filter) refuse(e *openai.Error) {
 	if e.RetryAfter > 0 {
 		headers = append(headers, Header{envoywire.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
-	f.envoy.Respond(e.Status, headers, e.JSON(), envoywire.DetailsPrefix+"_"+e.Code)
+	f.envoy.Respond(e.Status, headers, e.For([]byte(f.head.get(":path"))).JSON(), envoywire.DetailsPrefix+"_"+e.Code)
 }
 
 // answerList answers with the list of models.

@@ -57,6 +57,7 @@ type LogEntry struct {
 	Pod               bool // the last try went to an endpoint, not to the replan port or an internal listener
 	Replan            bool // the last try went to the replan port
 	Mirror            bool // the try is a mirrored leg's: Envoy (1.40) logs it as one of the request that it mirrors
+	Outdated          bool // Tandem refused the answer: its KV may have been another prompt's
 	Answered
 }
 

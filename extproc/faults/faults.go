@@ -194,7 +194,7 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
 	}
 	ok := telemetry.EndedAs(t, e) == "ok"
 	switch {
-	case !t.Loads || pool == nil:
+	case !t.Loads || pool == nil || e.Outdated:
 	case e.TooShort(t.LeastBytes):
 		s.LoadFailed(pool, t.Prefill, t.Decode, SeenStream)
 	case ok:

@@ -253,8 +253,11 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, a *Attempt, why string) error {
 		return err
 	}
 	if why == "cheaper" && works(pool, kvstate.RolePrefill) && works(pool, kvstate.RoleDecode) {
-		const message = "no pair of endpoints can take this request now: those that are left have failed it"
-		return openai.Unavailable("no_endpoint", message+a.failed(), time.Second)
+		message := "no pair of endpoints can take this request now: those that are left have failed it" + a.failed()
+		if len(a.Excluded) == 0 {
+			message = "no pair of endpoints can take this request now: none of those that work can share it"
+		}
+		return openai.Unavailable("no_endpoint", message, time.Second)
 	}
 	code := "no_prefill"
 	if !works(pool, kvstate.RoleDecode) {
