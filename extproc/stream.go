@@ -1,7 +1,6 @@
 package extproc
 
 import (
-	"bytes"
 	"context"
 	"io"
 	"sync"
@@ -264,11 +263,11 @@ func (x *stream) holdExtra(n int) bool {
 // limitBodyTime makes the stream end with a 408 if the body is not complete in time, or with a 503 if there is no
 // memory to receive it.
 func (x *stream) limitBodyTime() {
-	stream, requestID, path := x.grpc, x.requestID, bytes.Clone(x.msg.Headers.Path)
+	stream, requestID, messages := x.grpc, x.requestID, openai.OfMessages(x.msg.Headers.Path)
 	x.sending.Lock()
-	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout().For(path)) })
+	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout().In(messages)) })
 	x.sending.Unlock()
-	busy := func() { x.endEarly(stream, requestID, openai.ServerBusy().For(path)) }
+	busy := func() { x.endEarly(stream, requestID, openai.ServerBusy().In(messages)) }
 	memory.OnFull(stream.Context(), busy)
 	x.bodies.Begin(&x.receiving, busy)
 }

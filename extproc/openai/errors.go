@@ -19,18 +19,26 @@ type Error struct {
 	messages bool // in Anthropic's shape
 }
 
-// For returns the error in the shape of the API that a path belongs to: Anthropic's for /v1/messages and below, else
-// OpenAI's. Something may stand before the path, as a gateway's prefix.
-func (e *Error) For(path []byte) *Error {
-	path, _, _ = bytes.Cut(path, []byte("?"))
-	const of = "/v1/messages"
-	at := bytes.Index(path, []byte(of))
-	if rest := path[max(at, 0):]; at < 0 || len(rest) > len(of) && rest[len(of)] != '/' {
+// For returns the error in the shape of the API that a path belongs to.
+func (e *Error) For(path []byte) *Error { return e.In(OfMessages(path)) }
+
+// In returns the error in Anthropic's shape, or OpenAI's.
+func (e *Error) In(messages bool) *Error {
+	if !messages {
 		return e
 	}
 	out := *e
 	out.messages = true
 	return &out
+}
+
+// OfMessages reports whether a path is of Anthropic's API: /v1/messages, and below it. Something may stand before it, as
+// a gateway's prefix.
+func OfMessages(path []byte) bool {
+	path, _, _ = bytes.Cut(path, []byte("?"))
+	const of = "/v1/messages"
+	at := bytes.Index(path, []byte(of))
+	return at >= 0 && (len(path) == at+len(of) || path[at+len(of)] == '/')
 }
 
 // anthropicType returns Anthropic's type of an error (docs.anthropic.com/en/api/errors).

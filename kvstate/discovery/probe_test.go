@@ -267,7 +267,7 @@ func TestProbeIntervals(t *testing.T) {
 		require.Len(t, asked["well:1/v1/models"], 2, "known: every minute")
 		require.InDelta(t, 10, len(asked["mute:1/v1/models"]), 1, "not known: every ten seconds")
 		require.Empty(t, asked["hangs:1/v1/models"])
-		require.Empty(t, p.busy)
+		require.Empty(t, p.asking)
 	})
 }
 
