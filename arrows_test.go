@@ -25,7 +25,7 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                         {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
+	"kvstate":                         {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/media", "kvstate/speed"},
 	"envoy-configs/inside":            {},
 	"envoy-configs/lua":               {},
 	"envoy-configs/logwhen":           {},
@@ -46,6 +46,7 @@ var arrows = map[string][]string{
 	"kvstate/kvloads":          {},
 	"kvstate/kvroom":           {},
 	"kvstate/lengths":          {},
+	"kvstate/media":            {},
 	"kvstate/speed":            {},
 	"kvstate/standstill":       {},
 	"kvstate/fleetclock":       {},
@@ -100,7 +101,7 @@ var arrows = map[string][]string{
 	"extproc/envoywire":          {"extproc/openai", "extproc/envoywire/wiretest (test)"},
 	"extproc/envoywire/wiretest": {},
 	"extproc/kvtransfer/packed":  {},
-	"extproc/kvtransfer":         {"extproc/kvtransfer/packed", "extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "protos/ticket/v1 (test)", "kvstate/standstill"},
+	"extproc/kvtransfer":         {"extproc/kvtransfer/packed", "extproc/openai", "internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/media", "protos/ticket/v1 (test)", "kvstate/standstill"},
 	"extproc/plan":               {"extproc/kvtransfer", "extproc/openai", "kvstate", "kvstate/inferencepolicy (test)", "kvstate/prefixindex", "picker"},
 	"extproc/reclaim":            {"extproc/kvtransfer", "internal/guard", "kvstate", "kvstate/enginehttp", "picker"},
 	"extproc/latebinding": {
@@ -117,7 +118,7 @@ var arrows = map[string][]string{
 		"extproc/answer", "extproc/concurrent", "extproc/faults", "extproc/kvtransfer", "extproc/latebinding",
 		"extproc/migration",
 		"extproc/models", "extproc/openai", "extproc/paths", "extproc/plan", "extproc/reclaim", "extproc/telemetry",
-		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/prefixindex", "kvstate/standstill", "picker",
+		"internal/guard", "kvstate", "kvstate/enginehttp", "kvstate/media", "kvstate/prefixindex", "kvstate/standstill", "picker",
 	},
 	"extproc": {
 		"extproc/answer", "extproc/concurrent", "extproc/ended", "extproc/endpointpicker", "extproc/latebinding", "extproc/paths",
