@@ -8,17 +8,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// mediaTrace is the part of /debug/requests about a request's length.
-type mediaTrace struct {
-	ID     string `json:"request_id"`
-	Tokens int64  `json:"prompt_tokens"`
-	Route  string `json:"route"`
-}
-
 // planned returns the tokens that a request was thought to have when it was planned.
 func planned(t *testing.T, f *fleet, body, path string) (route string, tokens float64) {
 	t.Helper()
-	var explained struct {
+	var explained []struct {
 		Route  string  `json:"route"`
 		Tokens float64 `json:"prompt_tokens"`
 	}
@@ -26,7 +19,8 @@ func planned(t *testing.T, f *fleet, body, path string) (route string, tokens fl
 	got := f.post(path, body, "x-request-id", id)
 	require.Equal(t, 200, got.status, got.body)
 	require.NoError(t, getJSON(f.admins[0]+"/debug/requests?id="+id, &explained))
-	return explained.Route, explained.Tokens
+	require.NotEmpty(t, explained)
+	return explained[0].Route, explained[0].Tokens
 }
 
 // TestMedia: an image, a sound or a video is no text, whatever its bytes, in every API. Afterwards texts are thought to be
