@@ -24,13 +24,13 @@ func shapes(key, value []byte) bool {
 	}
 	switch string(key) {
 	case "tool_choice": // required, {"type":"any"}, or the name of a tool; a mode as text or as an object
-		return !isOneOf(kindOf(value), "auto", "none")
+		return !isOneOf(wordOf(value), "auto", "none")
 	case "response_format":
-		return !isOneOf(kindOf(value), "text")
+		return !isOneOf(wordOf(value), "text")
 	case "text": // of Responses; the prompt of SGLang's /generate is no object
 		for k, v := range pairs(value) {
 			if string(k) == "format" && present(v) {
-				return !isOneOf(kindOf(v), "text")
+				return !isOneOf(wordOf(v), "text")
 			}
 		}
 	case "min_tokens", "min_completion_tokens", "min_new_tokens":
@@ -43,8 +43,8 @@ func shapes(key, value []byte) bool {
 	return false
 }
 
-// kindOf returns a word, or the type of an object, without its quotes.
-func kindOf(value []byte) []byte {
+// wordOf returns a word, or the type of an object, without its quotes.
+func wordOf(value []byte) []byte {
 	for k, v := range pairs(value) {
 		if string(k) == "type" {
 			value = v
