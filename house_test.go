@@ -33,7 +33,6 @@ var larger = map[string]struct {
 }{
 	"envoy-configs: lines":               {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
 	"extproc/envoywire.Headers: fields":  {30, "one field for each header that is read"},
-	"extproc/envoywire.LogEntry: fields": {22, "one field for each thing that is read of an entry"},
 	"extproc/kvtransfer.Ticket: fields":  {35, "one field for each of the sealed ticket"},
 	"extproc/kvtransfer: files":          {26, "one file for each dialect"},
 	"extproc/kvtransfer: lines":          {5000, "one file for each dialect"},

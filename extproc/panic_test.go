@@ -5,8 +5,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 )
 
@@ -31,5 +31,5 @@ func TestAPanicCostsOneRequest(t *testing.T) {
 	s.policy("chat", policy)
 	q := s.newRequest("/v1/chat/completions", "r2", chatBody)
 	q.pass()
-	require.Equal(t, "prefill", q.headers[envoywire.HeaderLeg])
+	require.Equal(t, "prefill", q.headers[names.HeaderLeg])
 }

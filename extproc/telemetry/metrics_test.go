@@ -85,8 +85,8 @@ func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 	require.Equal(t, 2, testutil.CollectAndCount(m.hops), "what stays, stays")
 }
 
-func TestCarrierIsOfTwoHeaders(t *testing.T) {
-	var c carrier
+func TestTraceContextIsOfTwoHeaders(t *testing.T) {
+	var c TraceContext
 	c.Set("traceparent", "a")
 	c.Set("tracestate", "b")
 	c.Set("baggage", "c")
