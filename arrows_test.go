@@ -25,16 +25,16 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                         {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
-	"envoy-configs/inside":            {},
-	"envoy-configs/lua":               {},
-	"envoy-configs/logwhen":           {},
-	"envoy-configs/match":             {},
-	"envoy-configs/usage":             {},
-	"extproc/names":                   {},
-	"extproc/ended":                   {"extproc/names"},
+	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
+	"envoy-configs/inside":  {},
+	"envoy-configs/lua":     {},
+	"envoy-configs/logwhen": {},
+	"envoy-configs/match":   {},
+	"envoy-configs/usage":   {},
+	"extproc/names":         {},
+	"extproc/ended":         {"extproc/names"},
 	// The life of a request: it knows neither gRPC nor Envoy's messages.
-	"extproc/journey": {"extproc/ended", "extproc/kvtransfer", "extproc/telemetry", "extproc/usage", "kvstate"},
+	"extproc/journey":                 {"extproc/ended", "extproc/kvtransfer", "extproc/pass", "extproc/reclaim", "extproc/telemetry", "extproc/usage", "kvstate"},
 	"extproc/usage":                   {"extproc/ended", "extproc/kvtransfer", "internal/ledger"},
 	"extproc/usage/reader":            {"extproc/ended", "extproc/names (test)", "extproc/usage/reader/readertest (test)"},
 	"extproc/usage/reader/readertest": {},
@@ -165,7 +165,7 @@ var arrows = map[string][]string{
 		"extproc/answer", "extproc/concurrent", "extproc/ended", "extproc/journey", "extproc/names", "extproc/faults", "extproc/kvtransfer",
 		"extproc/latebinding", "extproc/migration", "extproc/models", "extproc/openai", "extproc/pass", "extproc/paths",
 		"extproc/plan", "extproc/reclaim", "extproc/telemetry", "internal/guard", "internal/memory", "internal/periodic",
-		"carrier/tokens", "kvstate", "extproc (test)", "extproc/usage (test)",
+		"carrier/tokens", "kvstate", "kvstate/enginehttp", "extproc (test)", "extproc/usage (test)",
 	},
 	// The engines of the tests: what they shared with the product they could not catch.
 	"cmd/enginesim": {

@@ -258,9 +258,9 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 		return h.Name == "content-type" && openai.IsEventStream(h.Value)
 	})
 	switch {
-	case !engine && failed(status): // its body says why
+	case !engine && faults.Failed(status): // its body says why
 		in.d.own = true
-	case failed(status):
+	case faults.Failed(status):
 		failure := faults.Of(status, "via_upstream", string(a.RetryAfter))
 		if in.canFail() || in.continues() {
 			in.failed(&failure)
