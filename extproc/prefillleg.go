@@ -108,12 +108,12 @@ func (x prefillLeg) endedByEnvoy() bool {
 
 // answerClient answers the client in P's place, or with P's refusal.
 func (x prefillLeg) answerClient(t *kvtransfer.Ticket, settled *pass.Settled) error {
+	if settled.Err == nil && (!settled.Refused || len(settled.Answer) != x.stream.body.Len()) {
+		x.stream.headers.Remove("content-length")
+	}
 	x.stream.dropInline()
 	if settled.Err != nil {
 		return settled.Err
-	}
-	if !settled.Refused || len(settled.Answer) != x.stream.body.Len() {
-		x.stream.headers.Remove("content-length")
 	}
 	if !settled.Refused && t.Stream {
 		x.stream.headers.Set("content-type", []byte("text/event-stream; charset=utf-8"))
