@@ -25,16 +25,16 @@ const module = "tandem"
 // arrows is what each package may import of ours: what writes state lives under kvstate, what reads it stands above, and
 // nothing points back. What only tests import is marked. A new package needs a row, and what nobody imports is taken out.
 var arrows = map[string][]string{
-	"kvstate":                         {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
-	"envoy-configs/inside":            {},
-	"envoy-configs/lua":               {},
-	"envoy-configs/logwhen":           {},
-	"envoy-configs/match":             {},
-	"envoy-configs/usage":             {},
-	"extproc/names":                   {},
-	"extproc/ended":                   {"extproc/names"},
+	"kvstate":               {"internal/periodic", "kvstate/prefixindex", "kvstate/receivebuffer", "kvstate/kvroom", "kvstate/kvloads", "kvstate/standstill", "kvstate/fleetclock", "kvstate/paramstore", "kvstate/inferencepolicy", "kvstate/lengths", "kvstate/speed"},
+	"envoy-configs/inside":  {},
+	"envoy-configs/lua":     {},
+	"envoy-configs/logwhen": {},
+	"envoy-configs/match":   {},
+	"envoy-configs/usage":   {},
+	"extproc/names":         {},
+	"extproc/ended":         {"extproc/names"},
 	// The life of a request: it knows neither gRPC nor Envoy's messages.
-	"extproc/journey": {"extproc/ended", "extproc/kvtransfer", "extproc/telemetry", "extproc/usage", "kvstate"},
+	"extproc/journey":                 {"extproc/ended", "extproc/kvtransfer", "extproc/telemetry", "extproc/usage", "kvstate"},
 	"extproc/usage":                   {"extproc/ended", "extproc/kvtransfer", "internal/ledger"},
 	"extproc/usage/reader":            {"extproc/ended", "extproc/names (test)", "extproc/usage/reader/readertest (test)"},
 	"extproc/usage/reader/readertest": {},

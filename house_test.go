@@ -31,20 +31,20 @@ var larger = map[string]struct {
 	size   int
 	reason string
 }{
-	"envoy-configs: lines":               {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
-	"extproc/envoywire.Headers: fields":  {30, "one field for each header that is read"},
-	"extproc/kvtransfer.Ticket: fields":  {35, "one field for each of the sealed ticket"},
-	"extproc/kvtransfer: files":          {26, "one file for each dialect"},
-	"extproc/kvtransfer: lines":          {5000, "one file for each dialect"},
-	"extproc/openai: lines":              {3600, "one file for each thing that is read of a body"},
-	"internal/enginesim/api: lines":      {3050, "the answers of six APIs, each in its engine's own form"},
-	"internal/grpcserver.conn: fields":   {23, "the limits of one connection"},
-	"kvstate/prefixindex: lines":         {3126, "one index with its holders and feeds"},
-	"kvstate/redisstore: lines":          {3100, "what replicas exchange, one file for each part"},
-	"kvstate: files":                     {28, "endpoints, reservations, health, load and sessions lie behind one state"},
-	"kvstate: lines":                     {3900, "endpoints, reservations, health, load and sessions lie behind one state"},
-	"replay: files":                      {23, "one file for each peer that is played"},
-	"replay: lines":                      {3100, "one file for each peer that is played"},
+	"envoy-configs: lines":              {3200, "one model of Envoy's configuration, and two ways to hand it to Envoy Gateway"},
+	"extproc/envoywire.Headers: fields": {30, "one field for each header that is read"},
+	"extproc/kvtransfer.Ticket: fields": {35, "one field for each of the sealed ticket"},
+	"extproc/kvtransfer: files":         {26, "one file for each dialect"},
+	"extproc/kvtransfer: lines":         {5000, "one file for each dialect"},
+	"extproc/openai: lines":             {3600, "one file for each thing that is read of a body"},
+	"internal/enginesim/api: lines":     {3050, "the answers of six APIs, each in its engine's own form"},
+	"internal/grpcserver.conn: fields":  {23, "the limits of one connection"},
+	"kvstate/prefixindex: lines":        {3126, "one index with its holders and feeds"},
+	"kvstate/redisstore: lines":         {3100, "what replicas exchange, one file for each part"},
+	"kvstate: files":                    {28, "endpoints, reservations, health, load and sessions lie behind one state"},
+	"kvstate: lines":                    {3900, "endpoints, reservations, health, load and sessions lie behind one state"},
+	"replay: files":                     {23, "one file for each peer that is played"},
+	"replay: lines":                     {3100, "one file for each peer that is played"},
 }
 
 // branching are the functions above maxComplexity, with the reason and the complexity that they must not exceed.
