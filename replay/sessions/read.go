@@ -1,0 +1,118 @@
+package sessions
+
+import (
+	"bufio"
+	"bytes"
+	"compress/gzip"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+)
+
+// maxLine bounds a line: a session of thousands of turns.
+const maxLine = 1 << 26
+
+// maxTokens bounds the tokens of a prompt and of an answer.
+const maxTokens = 1 << 24
+
+// Open reads sessions from a file (.gz: compressed).
+func Open(path string) ([]Session, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening sessions: %w", err)
+	}
+	defer file.Close()
+	var r io.Reader = file
+	if strings.HasSuffix(path, ".gz") {
+		if r, err = gzip.NewReader(file); err != nil {
+			return nil, fmt.Errorf("opening %s: %w", path, err)
+		}
+	}
+	return Read(path, r)
+}
+
+// Read reads sessions, one JSON object per line.
+func Read(name string, r io.Reader) (all []Session, err error) {
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, maxLine)
+	for n := 1; lines.Scan(); n++ {
+		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
+			continue
+		}
+		s, err := condensed(lines.Bytes())
+		if err != nil {
+			return nil, fmt.Errorf("%s, line %d: %w", name, n, err)
+		}
+		all = append(all, s)
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("reading %s: %w", name, err)
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("%s: no sessions", name)
+	}
+	return all, nil
+}
+
+// condensed reads a session as a line with tools and system (tokens, with which the first prompt begins) and turns: for
+// each [time, think, back, shared, in, out, stop, service], of which shared is how many tokens of the prompt equal the
+// beginning of the prompt back turns before.
+func condensed(line []byte) (Session, error) {
+	var in struct {
+		Tools, System int
+		Turns         []row
+	}
+	if err := json.Unmarshal(line, &in); err != nil {
+		return Session{}, err
+	}
+	if len(in.Turns) == 0 {
+		return Session{}, errors.New("a session without turns")
+	}
+	s := Session{Prefix: uint64(in.Tools)<<20 | uint64(in.System), PrefixTokens: in.Tools + in.System}
+	for i, r := range in.Turns {
+		t := r.Turn
+		if t.Input < 1 || t.Input > maxTokens || t.Output < 1 || t.Output > maxTokens || t.Back < 0 || t.Had < 0 ||
+			!(t.Think >= 0) || !(t.Service >= 0) {
+			return Session{}, fmt.Errorf("turn %d: %+v", i, t)
+		}
+		if t.Back > i {
+			t.Back = 0
+		}
+		if t.Back > 0 {
+			t.Had = had(&s.Turns[i-t.Back], &t, t.Had)
+		} else {
+			t.Had = 0
+		}
+		s.Turns = append(s.Turns, t)
+	}
+	return s, nil
+}
+
+type row struct{ Turn }
+
+func (r *row) UnmarshalJSON(text []byte) error {
+	var at float64
+	var stop string
+	t := &r.Turn
+	if err := json.Unmarshal(text, &[]any{&at, &t.Think, &t.Back, &t.Had, &t.Input, &t.Output, &stop, &t.Service}); err != nil {
+		return err
+	}
+	t.Stop = map[string]Stop{"t": Tool, "e": End}[stop]
+	return nil
+}
+
+// rounded is how many tokens of a prompt the next one may not repeat and still contain the answer behind it: what is
+// shared is recorded in units of 64 tokens.
+const rounded = 128
+
+// had returns how many tokens of a prompt are the beginning of an earlier one and its answer, if so many are of the
+// prompt alone.
+func had(from, t *Turn, shared int) int {
+	if t.Back == 1 && from.Input-shared < rounded && t.Input > from.Input {
+		shared = from.Input + from.Output
+	}
+	return min(shared, t.Input-1)
+}
