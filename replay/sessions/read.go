@@ -1,25 +1,47 @@
 package sessions
 
 import (
-	"bufio"
-	"bytes"
 	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 )
-
-// maxLine bounds a line: a session of thousands of turns.
-const maxLine = 1 << 26
 
 // maxTokens bounds the tokens of a prompt and of an answer.
 const maxTokens = 1 << 24
 
-// Open reads sessions from a file (.gz: compressed).
+// Open reads the sessions of a file (.gz: compressed), or of all files of a folder.
 func Open(path string) ([]Session, error) {
+	about, err := os.Stat(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening sessions: %w", err)
+	}
+	if !about.IsDir() {
+		return open(path)
+	}
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening sessions: %w", err)
+	}
+	var all []Session
+	for _, e := range entries {
+		if e.IsDir() {
+			continue
+		}
+		some, err := open(filepath.Join(path, e.Name()))
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, some...)
+	}
+	return all, nil
+}
+
+func open(path string) ([]Session, error) {
 	file, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("opening sessions: %w", err)
@@ -31,52 +53,28 @@ func Open(path string) ([]Session, error) {
 			return nil, fmt.Errorf("opening %s: %w", path, err)
 		}
 	}
-	return Read(path, r)
+	return Read(filepath.Base(path), r)
 }
 
-// Read reads sessions, one JSON object per line.
-func Read(name string, r io.Reader) (all []Session, err error) {
-	lines := bufio.NewScanner(r)
-	lines.Buffer(nil, maxLine)
-	for n := 1; lines.Scan(); n++ {
-		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
-			continue
-		}
-		s, err := condensed(lines.Bytes())
-		if err != nil {
-			return nil, fmt.Errorf("%s, line %d: %w", name, n, err)
-		}
-		all = append(all, s)
-	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("reading %s: %w", name, err)
-	}
-	if len(all) == 0 {
-		return nil, fmt.Errorf("%s: no sessions", name)
-	}
-	return all, nil
-}
-
-// condensed reads a session as a line with tools and system (tokens, with which the first prompt begins) and turns: for
+// condensed reads a session as an object with tools and system (tokens, with which the first prompt begins) and turns: for
 // each [time, think, back, shared, in, out, stop, service], of which shared is how many tokens of the prompt equal the
 // beginning of the prompt back turns before.
-func condensed(line []byte) (Session, error) {
+func condensed(text []byte) (Session, error) {
 	var in struct {
 		Tools, System int
 		Turns         []row
 	}
-	if err := json.Unmarshal(line, &in); err != nil {
+	if err := json.Unmarshal(text, &in); err != nil {
 		return Session{}, err
 	}
 	if len(in.Turns) == 0 {
 		return Session{}, errors.New("a session without turns")
 	}
-	s := Session{Prefix: uint64(in.Tools)<<20 | uint64(in.System), PrefixTokens: in.Tools + in.System}
+	s := Session{Prefix: uint64(in.Tools)<<20 | uint64(in.System), PrefixTokens: max(in.Tools+in.System, 0)}
 	for i, r := range in.Turns {
 		t := r.Turn
-		if t.Input < 1 || t.Input > maxTokens || t.Output < 1 || t.Output > maxTokens || t.Back < 0 || t.Had < 0 ||
-			!(t.Think >= 0) || !(t.Service >= 0) {
-			return Session{}, fmt.Errorf("turn %d: %+v", i, t)
+		if err := t.check(); err != nil {
+			return Session{}, fmt.Errorf("turn %d: %w", i, err)
 		}
 		if t.Back > i {
 			t.Back = 0
