@@ -71,7 +71,7 @@ func (o *Closed) wanted(at float64) int {
 // player plays sessions.
 type player struct {
 	*fleet
-	Closed
+	plan   Closed
 	config Config
 	until  []float64 // sums of the sessions' durations
 	random *rand.Rand
@@ -83,16 +83,16 @@ type player struct {
 
 // playing is a session that is played.
 type playing struct {
-	*sessions.Session
-	number uint64
-	next   int        // turn
-	kept   [][]uint64 // blocks of the turns so far, their answers included
-	counts sessionCounts
+	session *sessions.Session
+	number  uint64
+	next    int        // turn
+	kept    [][]uint64 // blocks of the turns so far, their answers included
+	counts  sessionCounts
 }
 
 // playedTurn is a turn of a session on its way.
 type playedTurn struct {
-	*sessions.Turn
+	turn  *sessions.Turn
 	of    *playing
 	again againTokens
 }
@@ -102,7 +102,7 @@ func RunClosed(ctx context.Context, name string, c Config, o Closed) (*ClosedRes
 	if err := errors.Join(c.Check(), o.Check()); err != nil {
 		return nil, err
 	}
-	p := &player{fleet: newFleet(c, nil, rand.New(rand.NewPCG(c.Seed, 3))), Closed: o, config: c,
+	p := &player{fleet: newFleet(c, nil, rand.New(rand.NewPCG(c.Seed, 3))), plan: o, config: c,
 		random: rand.New(rand.NewPCG(c.Seed, 11)), blocks: 1 << 32}
 	p.counts = newCounts(p)
 	p.fleet.answered, p.fleet.started = p.ended, p.counts.started
@@ -120,7 +120,7 @@ func RunClosed(ctx context.Context, name string, c Config, o Closed) (*ClosedRes
 		sum += o.Sessions[i].Duration()
 		p.until = append(p.until, sum)
 	}
-	for range p.wanted(0) {
+	for range p.plan.wanted(0) {
 		p.begin(true)
 	}
 	if o.PerHour > 0 {
@@ -156,12 +156,12 @@ func (p *player) newPolicy(name string) (policy, error) {
 
 // come lets sessions come at the rate.
 func (p *player) come() {
-	p.After(p.random.ExpFloat64()*3600/p.PerHour, func() { p.begin(false); p.come() })
+	p.After(p.random.ExpFloat64()*3600/p.plan.PerHour, func() { p.begin(false); p.come() })
 }
 
 // follow begins sessions while there are fewer than the time of day wants.
 func (p *player) follow() {
-	for p.active < p.wanted(p.Now) {
+	for p.active < p.plan.wanted(p.Now) {
 		p.begin(false)
 	}
 	p.After(10, p.follow)
@@ -175,34 +175,34 @@ func (p *player) begin(within bool) {
 	p.counts.sessions = append(p.counts.sessions, &s.counts)
 	if !within { // the same session under all policies
 		random := rand.New(rand.NewPCG(p.config.Seed<<32|s.number, 12))
-		s.Session = &p.Sessions[random.IntN(len(p.Sessions))]
+		s.session = &p.plan.Sessions[random.IntN(len(p.plan.Sessions))]
 		p.After(random.Float64()*10, func() { p.ask(s) })
 		return
 	}
 	at := p.random.Float64() * p.until[len(p.until)-1]
 	i, _ := slices.BinarySearch(p.until, at)
-	s.Session = &p.Sessions[i]
+	s.session = &p.plan.Sessions[i]
 	if i > 0 {
 		at -= p.until[i-1]
 	}
-	for ; s.next < len(s.Turns)-1; s.next++ {
-		t := &s.Turns[s.next]
+	for ; s.next < len(s.session.Turns)-1; s.next++ {
+		t := &s.session.Turns[s.next]
 		if at <= t.Think+t.Service {
 			break
 		}
 		at -= t.Think + t.Service
 		p.grow(s)
 	}
-	p.After(max(s.Turns[s.next].Think-at, p.random.Float64()*10), func() { p.ask(s) })
+	p.After(max(s.session.Turns[s.next].Think-at, p.random.Float64()*10), func() { p.ask(s) })
 }
 
 // grow appends the blocks of a session's next turn, and returns those of its prompt.
 func (p *player) grow(s *playing) []uint64 {
-	t := &s.Turns[s.next]
+	t := &s.session.Turns[s.next]
 	var blocks []uint64
 	if t.Back > 0 {
 		from := s.kept[s.next-t.Back]
-		before := &s.Turns[s.next-t.Back]
+		before := &s.session.Turns[s.next-t.Back]
 		if t.Had >= before.Input+before.Output {
 			blocks = from // its last block goes on
 		} else {
@@ -212,8 +212,8 @@ func (p *player) grow(s *playing) []uint64 {
 			blocks = slices.Clip(blocks)
 		}
 	} else if s.next == 0 {
-		for i := range min(s.PrefixTokens, t.Input-1) / engine.BlockTokens {
-			blocks = append(blocks, 1<<62|s.Prefix<<16|uint64(i))
+		for i := range min(s.session.PrefixTokens, t.Input-1) / engine.BlockTokens {
+			blocks = append(blocks, 1<<62|s.session.Prefix<<16|uint64(i))
 		}
 	}
 	count := func(tokens int) int { return (tokens + engine.BlockTokens - 1) / engine.BlockTokens }
@@ -227,14 +227,14 @@ func (p *player) grow(s *playing) []uint64 {
 
 // ask makes a session's next request.
 func (p *player) ask(s *playing) {
-	t := &playedTurn{Turn: &s.Turns[s.next], of: s}
-	q := &traces.Request{Arrival: p.Now, Input: t.Input, Output: t.Output, Program: s.number,
-		Last: s.next == len(s.Turns)-1, Blocks: p.grow(s)}
+	t := &playedTurn{turn: &s.session.Turns[s.next], of: s}
+	q := &traces.Request{Arrival: p.Now, Input: t.turn.Input, Output: t.turn.Output, Program: s.number,
+		Last: s.next == len(s.session.Turns)-1, Blocks: p.grow(s)}
 	j := newJob(len(p.jobs), q)
 	j.turn, j.Kept = t, s.kept[s.next]
 	p.jobs = append(p.jobs, j)
-	if p.Patience > 0 {
-		p.After(p.Patience, func() { p.loseHope(j) })
+	if p.plan.Patience > 0 {
+		p.After(p.plan.Patience, func() { p.loseHope(j) })
 	}
 	p.policy.arrive(j)
 }
@@ -256,10 +256,10 @@ func (p *player) ended(j *job) {
 	if !j.gone {
 		p.counts.turn(j, true)
 		switch s.next++; {
-		case s.next == len(s.Turns), p.Most > 0 && p.active > p.wanted(p.Now):
+		case s.next == len(s.session.Turns), p.plan.Most > 0 && p.active > p.plan.wanted(p.Now):
 			p.close()
 		default:
-			p.After(s.Turns[s.next].Think, func() { p.ask(s) })
+			p.After(s.session.Turns[s.next].Think, func() { p.ask(s) })
 		}
 	}
 	j.Blocks, j.Kept, j.hits, j.asked.Blocks = nil, nil, nil, nil
@@ -267,7 +267,7 @@ func (p *player) ended(j *job) {
 
 // close ends a session, after which another begins if their number is fixed.
 func (p *player) close() {
-	if p.active--; p.PerHour == 0 && p.active < p.wanted(p.Now) {
+	if p.active--; p.plan.PerHour == 0 && p.active < p.plan.wanted(p.Now) {
 		p.begin(false)
 	}
 }

@@ -60,7 +60,7 @@ type sessionCounts struct {
 
 // counts are what a closed loop measures.
 type counts struct {
-	*player
+	of          *player
 	r           ClosedResult
 	sessions    []*sessionCounts
 	ttft, tpot  []float64
@@ -72,9 +72,9 @@ type counts struct {
 }
 
 func newCounts(p *player) *counts {
-	c := &counts{player: p}
-	c.r.Quarters = make([]int, int(p.Measured/900)+1)
-	for i, at := range []float64{p.Warm, p.Warm + p.Measured} {
+	c := &counts{of: p}
+	c.r.Quarters = make([]int, int(p.plan.Measured/900)+1)
+	for i, at := range []float64{p.plan.Warm, p.plan.Warm + p.plan.Measured} {
 		p.After(at, func() {
 			for _, e := range p.engines() {
 				c.loaded[i] += e.Loaded
@@ -86,11 +86,11 @@ func newCounts(p *player) *counts {
 
 // started counts what is computed of a prompt that its session had.
 func (c *counts) started(j *job, cached, computes int) {
-	t := j.turn
-	a := &t.again
+	t := j.turn.turn
+	a := &j.turn.again
 	if a.started {
 		a.preempted += computes
-		a.seconds += engine.ChunkTime(&c.model, computes, cached)
+		a.seconds += engine.ChunkTime(&c.of.model, computes, cached)
 		return
 	}
 	a.started = true
@@ -99,29 +99,32 @@ func (c *counts) started(j *job, cached, computes int) {
 		return
 	}
 	most := cached
-	for _, e := range c.engines() {
+	for _, e := range c.of.engines() {
 		if e != j.at {
 			most = max(most, min(e.Held(j.Blocks)*engine.BlockTokens, t.Had))
 		}
 	}
 	a.elsewhere = most - cached
 	a.evicted = again - a.elsewhere
-	a.seconds += engine.ChunkTime(&c.model, again, cached)
+	a.seconds += engine.ChunkTime(&c.of.model, again, cached)
 }
 
 // in reports whether a moment is in the measured time.
-func (c *counts) in(at float64) bool { return at >= c.Warm && at < c.Warm+c.Measured }
+func (c *counts) in(at float64) bool {
+	return at >= c.of.plan.Warm && at < c.of.plan.Warm+c.of.plan.Measured
+}
 
 // turn counts a turn that has ended, or whose user has given up.
 func (c *counts) turn(j *job, ended bool) {
-	t := j.turn
-	if ended && !j.refused() && c.in(c.Now) {
-		c.r.PerHour += 3600 / c.Measured
+	t := j.turn.turn
+	again := &j.turn.again
+	if ended && !j.refused() && c.in(c.of.Now) {
+		c.r.PerHour += 3600 / c.of.plan.Measured
 		c.had += t.Had
-		c.again.evicted += t.again.evicted
-		c.again.elsewhere += t.again.elsewhere
-		c.again.preempted += t.again.preempted
-		c.again.seconds += t.again.seconds
+		c.again.evicted += again.evicted
+		c.again.elsewhere += again.elsewhere
+		c.again.preempted += again.preempted
+		c.again.seconds += again.seconds
 	}
 	if !c.in(j.Arrival) {
 		return
@@ -132,25 +135,25 @@ func (c *counts) turn(j *job, ended bool) {
 	}
 	first, each := j.firstAt-j.Arrival, 0.0
 	if j.firstAt == 0 {
-		first = c.Now - j.Arrival
+		first = c.of.Now - j.Arrival
 	}
 	if ended && j.Output > 1 {
 		each = (j.endAt - j.firstAt) / float64(j.Output-1)
 		c.tpot = append(c.tpot, each)
 	}
 	c.ttft = append(c.ttft, first)
-	if ended && !j.refused() && first <= c.config.TTFT && each <= c.config.TPOT {
+	if ended && !j.refused() && first <= c.of.config.TTFT && each <= c.of.config.TPOT {
 		c.good++
-		c.r.Quarters[int((j.Arrival-c.Warm)/900)]++
+		c.r.Quarters[int((j.Arrival-c.of.plan.Warm)/900)]++
 	}
-	took, ideal := c.Now-j.Arrival, prefillTime(&c.model, t.Input-t.Had, t.Had)+idleAnswer(c.fleet, t)
+	took, ideal := c.of.Now-j.Arrival, prefillTime(&c.of.model, t.Input-t.Had, t.Had)+idleAnswer(c.of.fleet, t)
 	c.took, c.ideal = c.took+took, c.ideal+ideal
-	s := &t.of.counts
+	s := &j.turn.of.counts
 	s.turns, s.took, s.ideal = s.turns+1, s.took+took, s.ideal+ideal
 }
 
 func (c *counts) result(name string) *ClosedResult {
-	for _, j := range c.jobs {
+	for _, j := range c.of.jobs {
 		if j.endAt == 0 && !j.gone {
 			if c.in(j.Arrival) && j.firstAt == 0 {
 				c.r.Without++
@@ -161,7 +164,7 @@ func (c *counts) result(name string) *ClosedResult {
 	r := &c.r
 	r.Policy = name
 	r.Good = float64(c.good) / float64(max(r.Turns, 1))
-	r.GoodPerHour = float64(c.good) * 3600 / c.Measured
+	r.GoodPerHour = float64(c.good) * 3600 / c.of.plan.Measured
 	r.TTFT, r.TPOT = spread(c.ttft), spread(c.tpot)
 	r.Slowdown = c.took / max(c.ideal, 1e-9)
 	var slow []float64
@@ -177,7 +180,7 @@ func (c *counts) result(name string) *ClosedResult {
 	a := &c.again
 	r.Again = Again{float64(a.evicted+a.elsewhere+a.preempted) / had, float64(a.evicted) / had,
 		float64(a.elsewhere) / had, float64(a.preempted) / had}
-	r.Wasted = a.seconds / float64(c.config.endpoints()) / c.Measured
+	r.Wasted = a.seconds / float64(c.of.config.endpoints()) / c.of.plan.Measured
 	r.Loaded = float64(c.loaded[1]-c.loaded[0]) / had
 	return r
 }

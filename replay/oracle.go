@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"math"
 	"slices"
+
+	"tandem/replay/sessions"
 )
 
 // Oracles returns names that [RunClosed] takes beside those of policies, which say what limits all of them:
@@ -42,7 +44,7 @@ func newOracle(f *fleet, name string) *oracle {
 }
 
 func (o *oracle) arrive(j *job) {
-	s, t := j.turn.of, j.turn
+	s, t := j.turn.of, j.turn.turn
 	j.decode = 0 // an engine, of many
 	r := o.of[s]
 	if r == nil {
@@ -80,8 +82,8 @@ func (o *oracle) done(j *job) {
 	s := j.turn.of
 	r := o.of[s]
 	r.used, r.next = o.Now, math.Inf(1)
-	if s.next+1 < len(s.Turns) {
-		r.next = o.Now + s.Turns[s.next+1].Think
+	if s.next+1 < len(s.session.Turns) {
+		r.next = o.Now + s.session.Turns[s.next+1].Think
 	}
 	o.idle = append(o.idle, r)
 	o.makeRoom()
@@ -90,7 +92,7 @@ func (o *oracle) done(j *job) {
 func (*oracle) prefilled(*job) int { return 0 }
 
 // idleAnswer returns the time from the first to the last token of an answer on an idle engine.
-func idleAnswer(f *fleet, t *playedTurn) float64 {
+func idleAnswer(f *fleet, t *sessions.Turn) float64 {
 	kv := float64(t.Input) + float64(t.Output)/2
 	return float64(t.Output-1) * (f.model.DecodeStep + f.model.DecodeAnswer + f.model.DecodeToken*kv)
 }

@@ -62,7 +62,7 @@ func Read(name string, r io.Reader) (all []Session, err error) {
 		}
 	}
 	for _, x := range order {
-		all = append(all, x.Session)
+		all = append(all, x.session)
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("%s: no sessions", name)
@@ -153,9 +153,9 @@ func ofTester(text []byte) (Session, error) {
 
 // rows are the requests of a session of aiperf so far.
 type rows struct {
-	Session
-	hashed
-	last float64 // ms: timestamp of the last one
+	session Session
+	hashed  hashed
+	last    float64 // ms: timestamp of the last one
 }
 
 func (x *rows) add(text []byte) error {
@@ -170,7 +170,7 @@ func (x *rows) add(text []byte) error {
 		return err
 	}
 	t := Turn{Input: in.Input, Output: max(in.Output, 1)}
-	switch first := len(x.Turns) == 0; {
+	switch first := len(x.session.Turns) == 0; {
 	case in.Delay != nil:
 		t.Think = *in.Delay / 1000
 	case in.Timestamp != nil && !first:
@@ -180,15 +180,15 @@ func (x *rows) add(text []byte) error {
 		x.last = *in.Timestamp
 	}
 	x.hashed.tokens = 512
-	if in.Hashes == nil && len(x.Turns) > 0 {
-		before := &x.Turns[len(x.Turns)-1]
+	if in.Hashes == nil && len(x.session.Turns) > 0 {
+		before := &x.session.Turns[len(x.session.Turns)-1]
 		t.Back, t.Had = 1, before.Input+before.Output
 		t.Input += t.Had
 		if err := t.check(); err != nil {
 			return err
 		}
-		x.Turns, x.blocks = append(x.Turns, t), append(x.blocks, nil)
+		x.session.Turns, x.hashed.blocks = append(x.session.Turns, t), append(x.hashed.blocks, nil)
 		return nil
 	}
-	return x.hashed.add(&x.Session, t, in.Hashes)
+	return x.hashed.add(&x.session, t, in.Hashes)
 }

@@ -72,7 +72,7 @@ func condensed(text []byte) (Session, error) {
 	}
 	s := Session{Prefix: uint64(in.Tools)<<20 | uint64(in.System), PrefixTokens: max(in.Tools+in.System, 0)}
 	for i, r := range in.Turns {
-		t := r.Turn
+		t := r.turn
 		if err := t.check(); err != nil {
 			return Session{}, fmt.Errorf("turn %d: %w", i, err)
 		}
@@ -89,12 +89,12 @@ func condensed(text []byte) (Session, error) {
 	return s, nil
 }
 
-type row struct{ Turn }
+type row struct{ turn Turn }
 
 func (r *row) UnmarshalJSON(text []byte) error {
 	var at float64
 	var stop string
-	t := &r.Turn
+	t := &r.turn
 	if err := json.Unmarshal(text, &[]any{&at, &t.Think, &t.Back, &t.Had, &t.Input, &t.Output, &stop, &t.Service}); err != nil {
 		return err
 	}
