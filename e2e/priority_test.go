@@ -13,8 +13,8 @@ import (
 // client's, in every API and on every path that is never split.
 func TestOperatorsPriority(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{poolOf: map[string]string{"nixl": ", enginePriority: sglang"}})
-	of := func(s served) string {
+	f := start(t, options{poolOf: map[string]string{"nixl": "  enginePriority: sglang\n"}})
+	of := func(s seen) string {
 		var body struct {
 			Priority json.RawMessage `json:"priority"`
 		}
@@ -33,9 +33,9 @@ func TestOperatorsPriority(t *testing.T) {
 	for path, body := range map[string]string{
 		"/tokenize": `{"model":"tiny","prompt":"a","priority":-1000000}`,
 	} {
-		got := f.post(path, body, "x-request-id", "other"+path)
+		got := f.post(path, body, "x-request-id", "other")
 		require.Equal(t, 200, got.status, got.body)
-		for _, s := range f.requests("other"+path, f.engines()...) {
+		for _, s := range f.requests("other", f.engines()...) {
 			require.Equal(t, "0", of(s), path)
 		}
 	}
