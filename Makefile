@@ -178,6 +178,7 @@ e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem 
 	RANKS=2 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRanks -v ./e2e/vllm
 	BOTH=1 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealBoth -v ./e2e/vllm
 	BOTH=1 ENGINES=1 DECODES=2 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRoles -v ./e2e/vllm
+	MISTAKES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles' -v ./e2e/vllm
 	for leases in default 120 30; do LEASES=$$leases ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealLeases -v ./e2e/vllm || exit 1; done
 	$(MAKE) e2e-vllm-pairs e2e-vllm-stores
 

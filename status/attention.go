@@ -81,6 +81,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			words.Count(int(s.Failures), "request"), s.whereFailed())
 	}
 	for _, e := range s.Envoys {
+		if e.Risk != "" {
+			add(true, "security.md#not-held-in-this-release", "Envoy %s: %s.", e.Name, e.Risk)
+		}
 		if e.Refused != "" {
 			add(true, "howto/xds.md", "Envoy %s refused version %s of its configuration and keeps %s: %s",
 				e.Name, e.Refused, cmp.Or(e.Version, "what it had"), e.Why)
@@ -132,6 +135,7 @@ func (s *Status) poolAttention(
 		}
 	}
 	withoutDecode(p, add)
+	pairingAttention(p, add)
 	if p.Short {
 		add(false, "howto/autoscale.md", "%s: %s.", p.Name, p.Wanted)
 	}
@@ -403,7 +407,7 @@ func withoutDecode(p *Pool, add func(bad bool, doc, format string, values ...any
 	}
 	if len(names) > 0 {
 		add(false, "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody",
-			"%s: %s never used: %s. No endpoint that decodes has the same group, release and KV layout.",
+			"%s: %s never used: %s. No endpoint that decodes has the same group and fitting engines.",
 			p.Name, countAre(len(names), "prefill endpoint"), words.List(names))
 	}
 }

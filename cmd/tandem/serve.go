@@ -87,7 +87,7 @@ func serve(
 	replica.TuneGC()
 	if check {
 		if live {
-			report := livecheck.Check(ctx, cfg)
+			report := livecheck.Check(ctx, cfg, true)
 			report.Print(stdout)
 			if err := report.Err(); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)
