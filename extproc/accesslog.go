@@ -32,7 +32,7 @@ func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 	defer s.faults.Opened()()
 	ctx := guard.With(stream.Context(), s.guard)
 	go func() {
-		_, err := guard.Try(ctx, "access log", func() (struct{}, error) { return struct{}{}, s.readAccessLogs(stream) })
+		_, err := guard.Try(ctx, "access log", func() (struct{}, error) { return struct{}{}, s.readAccessLogs(ctx, stream) })
 		ended <- err
 	}()
 	select {
@@ -43,7 +43,7 @@ func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 	}
 }
 
-func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
+func (s *Server) readAccessLogs(ctx context.Context, stream grpc.ServerStream) error {
 	var batch envoywire.LogBatch
 	batch.Tenant = s.observer.Usage.Header()
 	for {
@@ -55,16 +55,22 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.Entries {
-			batch.Entries[i].SetTime(s.passes.Now())
-			switch batch.Name {
-			case envoywire.LogNameMirror:
-				s.mirrorEnded(&batch.Entries[i])
-			case envoywire.LogNameFailed:
-				s.tryFailed(&batch.Entries[i])
-			default:
-				s.hopEnded(&batch.Entries[i])
-			}
+			s.logged(ctx, batch.Name, &batch.Entries[i])
 		}
+	}
+}
+
+// logged handles an entry of a log. A panic costs this entry alone: the others of its batch are other requests'.
+func (s *Server) logged(ctx context.Context, log string, e *envoywire.LogEntry) {
+	defer guard.Recover(ctx, "access log")
+	e.SetTime(s.passes.Now())
+	switch log {
+	case envoywire.LogNameMirror:
+		s.mirrorEnded(e)
+	case envoywire.LogNameFailed:
+		s.tryFailed(e)
+	default:
+		s.hopEnded(e)
 	}
 }
 

@@ -249,7 +249,7 @@ type batch struct {
 
 // batch sets b, for an endpoint that may write answers.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
-	b.answers, b.freeKV = float64(c.Requests-c.Jobs), t.freeKV(c)
+	b.answers, b.freeKV = float64(max(c.Requests-c.Jobs, 0)), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
 	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
 		kv = max(kv+c.Trust*t.steady*(c.Signals.KVUsage*float64(c.KVTokens)-kv), float64(c.PromptTokens))

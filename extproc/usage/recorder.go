@@ -44,7 +44,7 @@ const (
 	kindAnswer = "generation"
 )
 
-// New returns a recorder with its metrics. All of its labels have bounded values, except endpoints: see Forget.
+// New returns a recorder with its metrics. All of its labels have bounded values, except endpoints: see ByEndpoint.
 func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, err error) {
 	to := promauto.With(r)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
@@ -160,15 +160,12 @@ func (r *Recorder) Run(ctx context.Context) {
 	}
 }
 
-// Forget drops the series of an endpoint that has left.
-func (r *Recorder) Forget(endpoint string) {
+// ByEndpoint returns the metrics whose series are of endpoints, so that those of endpoints that have left can be dropped.
+func (r *Recorder) ByEndpoint() []*prometheus.MetricVec {
 	if r == nil {
-		return
+		return nil
 	}
-	of := prometheus.Labels{"endpoint": endpoint}
-	r.endpoints.DeletePartialMatch(of)
-	r.first.DeletePartialMatch(of)
-	r.perToken.DeletePartialMatch(of)
+	return []*prometheus.MetricVec{r.endpoints.MetricVec, r.first.MetricVec, r.perToken.MetricVec}
 }
 
 // Line is a request in the ledger. Times in ms count from the request's arrival.

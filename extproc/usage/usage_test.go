@@ -104,11 +104,10 @@ func TestLabelsAreBounded(t *testing.T) {
 	require.LessOrEqual(t, testutil.CollectAndCount(r.promises), 3+16)
 	require.LessOrEqual(t, testutil.CollectAndCount(r.tokens), (maxModels+1)*(3+16))
 	require.InDelta(t, 5000, testutil.ToFloat64(r.endpoints.WithLabelValues("chat", "d:1", kindPrompt)), 0)
-	r.Forget("d:1")
-	require.Zero(t, testutil.CollectAndCount(r.endpoints))
+	require.Len(t, r.ByEndpoint(), 3)
 	var none *Recorder
 	require.Nil(t, none.Ended(nil, nil, "", "", true))
-	none.Forget("d:1")
+	require.Empty(t, none.ByEndpoint())
 	none.Run(t.Context())
 }
 
