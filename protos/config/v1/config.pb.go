@@ -1473,8 +1473,7 @@ type Pool struct {
 	// Streamed answers outlive their engine: if it dies, hangs or is drained, another one continues (docs/continue.md).
 	// Only with envoy.run inside and engine vllm. Absent: a stream ends with its engine.
 	ContinueStreams *ContinueStreams `protobuf:"bytes,80,opt,name=continue_streams,json=continueStreams,proto3" json:"continue_streams,omitempty"`
-	// Facts in which the engines of a pair may differ, although nobody has shown here that the answers are right then.
-	// Endpoints whose engines report different values of another fact that kvTransfer needs equal are not paired; what an
+	// Facts in which the engines of a pair may differ. Nobody has shown that their answers are right then. Endpoints whose engines report different values of another fact that kvTransfer needs equal are not paired; what an
 	// engine does not report hinders no pair (docs/protocols.md, Which engines fit each other). Some of release, model,
 	// revision, quantization, dtype, kvDtype, blockSize, kvLayout, attentionBackend, slidingWindow, hybridKvCache, hashing,
 	// speculation, tensorParallelSize and transferBackend. Default none.
