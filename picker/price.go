@@ -66,7 +66,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
-	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest)
+	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest+float64(r.Beside))
 	if r.Blocks > 0 {
 		t.perBlock = t.tokens / float64(r.Blocks)
 	}
