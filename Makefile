@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -133,9 +133,12 @@ fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata
 observability: ## alerts and dashboard against Prometheus' own parsers (a module of its own)
 	cd deploy/observability/promql && $(GO) test -count 1 ./... # what it reads lies outside of its module, so go would not see a change
 
-lint: workflows ## golangci-lint, built from source the first time (minutes, then cached), the gates of arrows_test.go and house_test.go, workflows
+lint: workflows ## golangci-lint, built from source the first time (minutes, then cached), the gates of arrows_test.go, workflows
 	$(GO) test .
 	$(GO) run $(GOLANGCI_LINT) run ./...
+
+sizes: ## how large packages, types, functions and docs are, beside the last release: a report, which fails nothing
+	@$(GO) run ./scripts/sizes
 
 workflows: ## actionlint over .github/workflows
 	$(GO) run $(ACTIONLINT)

@@ -24,7 +24,7 @@
 //
 // # How the parts work together
 //
-// This package reads the flags. The rest is in internal/enginesim, and imports go one way: api, request, connector,
+// This package reads the flags. The rest is in e2e/enginesim, and imports go one way: api, request, connector,
 // handover, engine, jsontext; fault, which injects failures, is used by api and connector.
 //
 //  1. request reads a body with jsontext: the members that all five APIs share, the errors that vLLM finds at once,

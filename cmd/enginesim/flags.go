@@ -11,11 +11,11 @@ import (
 	"strconv"
 	"time"
 
-	"tandem/internal/enginesim/api"
-	"tandem/internal/enginesim/connector"
-	"tandem/internal/enginesim/engine"
-	"tandem/internal/enginesim/fault"
-	"tandem/internal/enginesim/handover"
+	"tandem/e2e/enginesim/api"
+	"tandem/e2e/enginesim/connector"
+	"tandem/e2e/enginesim/engine"
+	"tandem/e2e/enginesim/fault"
+	"tandem/e2e/enginesim/handover"
 )
 
 // errVersion means that only the version was asked for.

@@ -9,11 +9,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tandem/internal/config"
-	"tandem/internal/livecheck"
 	"tandem/internal/logwriter"
-	"tandem/internal/replica"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica"
+	"tandem/replica/config"
+	"tandem/replica/livecheck"
 	"tandem/status/words"
 )
 
