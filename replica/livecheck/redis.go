@@ -5,9 +5,9 @@ import (
 	"log/slog"
 	"strings"
 
-	"tandem/replica/config"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 // CheckRedis asks the Redis of a configuration whether it can be reached, knows the password, and grants what replicas
