@@ -11,6 +11,7 @@ import (
 
 	"tandem/kvstate/kvloads"
 	"tandem/kvstate/kvroom"
+	"tandem/kvstate/media"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
 	"tandem/kvstate/speed"
@@ -303,6 +304,7 @@ type Pool struct {
 	index     *prefixindex.Index
 	ratio     *fadingRatio
 	density   *kvroom.Density
+	media     *media.Tokens
 	pace      *fadingRatio
 	tokens    *prefixindex.TokenMemory
 	uses      *prefixindex.Uses // of prompts that were sent to prefill endpoints
@@ -345,7 +347,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next := &Pool{Spec: spec}
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
-		next.density = pools[i].density
+		next.density, next.media = pools[i].density, pools[i].media
 		next.uses = pools[i].uses
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
@@ -357,7 +359,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.uses = prefixindex.NewUses(s.o.Now())
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
-		next.density = &kvroom.Density{}
+		next.density, next.media = &kvroom.Density{}, &media.Tokens{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads = kvloads.New()

@@ -10,9 +10,10 @@ import (
 // Request is the part of a request that a decision needs.
 type Request struct {
 	PromptTokens int64 // estimated
-	// Bytes is the length of the body from which PromptTokens was estimated; 0: an engine has counted them. The
+	// Bytes is the length of the text from which PromptTokens was estimated; 0: an engine has counted them. The
 	// estimate may be old, and the prompt may have View.Load.Densest tokens for each byte.
 	Bytes      int64
+	Beside     int64    // of PromptTokens, those that are not of the text: of media, or counted
 	Blocks     int      // of the prompt, the unit of a candidate's Hit; 0: unknown
 	MinAnswer  int64    // least number of tokens of the answer
 	MaxAnswer  int64    // largest number; 0: unknown

@@ -66,7 +66,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
-	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest)
+	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest+float64(r.Beside))
 	if r.Blocks > 0 {
 		t.perBlock = t.tokens / float64(r.Blocks)
 	}
@@ -249,7 +249,7 @@ type batch struct {
 
 // batch sets b, for an endpoint that may write answers.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
-	b.answers, b.freeKV = float64(c.Requests-c.Jobs), t.freeKV(c)
+	b.answers, b.freeKV = float64(max(c.Requests-c.Jobs, 0)), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
 	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
 		kv = max(kv+c.Trust*t.steady*(c.Signals.KVUsage*float64(c.KVTokens)-kv), float64(c.PromptTokens))
@@ -363,7 +363,16 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+b.step
 	}
-	return t.room(c, b.step, prompt.fill, prompt.longer)
+	return t.appends(uncached) || t.room(c, b.step, prompt.fill, prompt.longer)
+}
+
+// mostNew is the part of a prompt that an endpoint may lack and still append the rest, however full it is.
+const mostNew = 0.1
+
+// appends reports whether a prompt only adds a little to what an endpoint holds, a tenth and a step of it at most. Even a
+// full endpoint has the prompt in its memory then, and another one would compute far more.
+func (t *terms) appends(uncached float64) bool {
+	return uncached <= min(t.m.StepTokens, mostNew*t.tokens)
 }
 
 // room reports whether answers keep their pace on an endpoint with such steps, filled so far (0 to 1), if its steps get

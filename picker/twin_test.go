@@ -342,7 +342,8 @@ func (w *twin) loads(p, d int) bool {
 func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	c, m := &w.v.Endpoints[d], w.p.Model
 	n, _, step, overflow := w.step(d)
-	if guarded && w.fill(d) > .5 {
+	appends := w.tokens()-w.cached(d) <= min(m.StepTokens, w.tokens()/10)
+	if guarded = guarded && !appends; guarded && w.fill(d) > .5 {
 		return 0, false
 	}
 	if guarded && w.tpot() > 0 && step/max(1-c.Share, .01)+w.longer(d)/w.mean() > .9*w.tpot() {

@@ -157,6 +157,7 @@ func newReplica(
 	if metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log); err != nil {
 		return nil, err
 	}
+	metrics.PruneToo(fleet.health)
 	var server *extproc.Server
 	var passes *pass.Shared
 	if config.Inside(cfg) {

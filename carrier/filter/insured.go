@@ -8,10 +8,10 @@ import (
 	"time"
 
 	"tandem/extproc/answer"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/migration"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -191,7 +191,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 			c.Set[i].Value = cmp.Or(f.head.get("accept"), openai.EventStream)
 		}
 	}
-	f.m.meter.Processed(envoywire.RoleMain)
+	f.m.meter.Processed(names.RoleMain)
 	f.drop()
 	f.hop.sent, f.hop.replan = true, false
 	in.d = dLeg{}

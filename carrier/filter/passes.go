@@ -6,10 +6,10 @@ import (
 	"io"
 	"strconv"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/models"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -175,9 +175,9 @@ func (t traceContext) headers() []Header {
 	case t.parent == "":
 		return nil
 	case t.state == "":
-		return []Header{{envoywire.HeaderTraceparent, t.parent}}
+		return []Header{{names.HeaderTraceparent, t.parent}}
 	}
-	return []Header{{envoywire.HeaderTraceparent, t.parent}, {envoywire.HeaderTracestate, t.state}}
+	return []Header{{names.HeaderTraceparent, t.parent}, {names.HeaderTracestate, t.state}}
 }
 
 // startSpan starts the span of a pass, below which the hops after it are.

@@ -95,7 +95,7 @@ func (x *Pass) ask() picker.Request {
 	case w.way == alone:
 		return r.Ask(&x.policy.Policy, r.Tokens, false)
 	case !w.way.waits():
-		ask := r.Ask(&x.policy.Policy, r.Pool.PromptTokens(x.size()), false)
+		ask := r.Ask(&x.policy.Policy, r.Estimate(), false)
 		ask.Model, ask.MinAnswer, ask.MaxAnswer = w.model, 0, 0
 		return ask
 	}

@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
+	"tandem/kvstate/media"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/standstill"
 )
@@ -142,8 +143,10 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		x.shared.MarkGood(pool, t.Prefill)
 		x.learn(pool, t, &got)
 		if got.PromptTokens > 0 {
-			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
-			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
+			learnPrompt(pool, t, got.PromptTokens)
+			if t.Media == (media.Count{}) {
+				pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
+			}
 			next.PromptTokens = got.PromptTokens
 		}
 	}
@@ -151,6 +154,12 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	next.Written = got.WrittenTokens
 	return &next, got.Final
+}
+
+// learnPrompt learns from the number of tokens that P has counted in the prompt of its leg.
+func learnPrompt(pool *kvstate.Pool, t *kvtransfer.Ticket, tokens int64) {
+	size := kvstate.PromptSize{Text: t.BodyBytes - t.OtherBytes, Counted: t.Counted, Media: t.Media}
+	pool.LearnPrompt(t.Model, &size, tokens)
 }
 
 // learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.

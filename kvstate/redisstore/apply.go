@@ -183,7 +183,7 @@ func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
 	micros := func(n int64) time.Duration { return time.Duration(min(max(n, 0), maxWork)) * time.Microsecond }
 	b := kvstate.Booked{
 		Requests: count(l.GetRequests()), PromptTokens: count(l.GetPromptTokens()),
-		Jobs: count(l.GetJobs()), Work: micros(l.GetWorkUs()), Lead: micros(min(l.GetLeadUs(), l.GetWorkUs())),
+		Jobs: min(count(l.GetJobs()), count(l.GetRequests())), Work: micros(l.GetWorkUs()), Lead: micros(min(l.GetLeadUs(), l.GetWorkUs())),
 		Room: kvstate.Room{Held: count(l.GetHeld()), Need: count(l.GetNeed())},
 	}
 	if b.Jobs > 0 {

@@ -25,7 +25,8 @@ const (
 	priorDecay = 0.95
 	bound      = 10.0 // the largest ratio to the model, either way
 	leap       = 4.0  // one observation counts for at most this many times the known ratio ...
-	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them.
+	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them. The work
+	// counts for as many times what was observed, too: it may be an estimate that is far too high.
 	fullStep = 0.5
 )
 
@@ -35,8 +36,8 @@ func (s *Learned) Add(observed, modelled time.Duration, prior float64, now int64
 	if now-s.at > int64(Kept) {
 		*s = Learned{}
 	}
-	model := modelled.Seconds()
-	seen := min(observed.Seconds(), leap*known*max(model, fullStep))
+	seen, model := observed.Seconds(), modelled.Seconds()
+	seen, model = min(seen, leap*known*max(model, fullStep)), min(model, leap/known*max(seen, fullStep))
 	s.observed, s.modelled = s.observed*Decay+seen, s.modelled*Decay+model
 	s.faded, s.at = 1-(1-s.faded)*priorDecay, now
 }
