@@ -32,6 +32,7 @@ type Sharing struct {
 	KeysDiffer int    `json:"keys_differ,omitempty"`
 	NoSlot     bool   `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
 	Text       string `json:"text,omitempty"`    // the state of Redis in words, as /readyz has it
+	Refused    string `json:"refused,omitempty"` // the latest command that Redis refused, with its reason
 
 	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"` // of Redis's
 }
@@ -203,6 +204,10 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 			sharing.Configured, run, cmp.Or(names, "As far as is known the rest was shut down, or not started."))
 	case names != "":
 		add(false, "howto/several-replicas.md", "%s Each is named for an hour.", names)
+	}
+	if sharing.Up && sharing.Refused != "" {
+		add(true, "security.md#redis", "Redis refuses what this replica needs: %s",
+			words.Plain(sharing.Refused))
 	}
 	switch {
 	case !sharing.Redis || sharing.Up:

@@ -89,7 +89,7 @@ func serve(
 		if live {
 			report := livecheck.Check(ctx, cfg, true)
 			report.Print(stdout)
-			if err := report.Err(); err != nil {
+			if err := errors.Join(report.Err(), livecheck.CheckRedis(ctx, cfg)); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)
 			}
 		}
