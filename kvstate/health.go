@@ -70,7 +70,11 @@ func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 	if failed {
 		return since == 0 && e.failed.CompareAndSwap(0, s.now().UnixNano())
 	}
-	if since == 0 || !e.failed.CompareAndSwap(since, 0) {
+	if since == 0 {
+		return false
+	}
+	e.awaitReport(s.now()) // it may have been started anew, with other settings
+	if !e.failed.CompareAndSwap(since, 0) {
 		return false
 	}
 	if how := e.how.Load(); how != nil {

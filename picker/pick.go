@@ -310,7 +310,7 @@ func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []floa
 	zone := ""
 	first, end := 0, len(v.Endpoints)
 	if prefill >= 0 {
-		from, zone = kindOf(v.Endpoints[prefill].Endpoint), v.Endpoints[prefill].Endpoint.Zone
+		from, zone = kindOf(&v.Endpoints[prefill]), v.Endpoints[prefill].Endpoint.Zone
 		first, end = v.GroupAt(prefill)
 	}
 	best := math.Inf(1)

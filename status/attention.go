@@ -32,6 +32,7 @@ type Sharing struct {
 	KeysDiffer int    `json:"keys_differ,omitempty"`
 	NoSlot     bool   `json:"no_slot,omitempty"` // envoy.replicas: redis has as many others as Envoys can have
 	Text       string `json:"text,omitempty"`    // the state of Redis in words, as /readyz has it
+	Refused    string `json:"refused,omitempty"` // the latest command that Redis refused, with its reason
 
 	ClockAhead time.Duration `json:"clock_ahead_ns,omitempty"` // of Redis's
 }
@@ -81,6 +82,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			words.Count(int(s.Failures), "request"), s.whereFailed())
 	}
 	for _, e := range s.Envoys {
+		if e.Risk != "" {
+			add(true, "security.md#not-held-in-this-release", "Envoy %s: %s.", e.Name, e.Risk)
+		}
 		if e.Refused != "" {
 			add(true, "howto/xds.md", "Envoy %s refused version %s of its configuration and keeps %s: %s",
 				e.Name, e.Refused, cmp.Or(e.Version, "what it had"), e.Why)
@@ -132,6 +136,7 @@ func (s *Status) poolAttention(
 		}
 	}
 	withoutDecode(p, add)
+	pairingAttention(p, add)
 	if p.Short {
 		add(false, "howto/autoscale.md", "%s: %s.", p.Name, p.Wanted)
 	}
@@ -199,6 +204,10 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 			sharing.Configured, run, cmp.Or(names, "As far as is known the rest was shut down, or not started."))
 	case names != "":
 		add(false, "howto/several-replicas.md", "%s Each is named for an hour.", names)
+	}
+	if sharing.Up && sharing.Refused != "" {
+		add(true, "security.md#redis", "Redis refuses what this replica needs: %s",
+			words.Plain(sharing.Refused))
 	}
 	switch {
 	case !sharing.Redis || sharing.Up:
@@ -403,7 +412,7 @@ func withoutDecode(p *Pool, add func(bad bool, doc, format string, values ...any
 	}
 	if len(names) > 0 {
 		add(false, "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody",
-			"%s: %s never used: %s. No endpoint that decodes has the same group, release and KV layout.",
+			"%s: %s never used: %s. No endpoint that decodes has the same group and fitting engines.",
 			p.Name, countAre(len(names), "prefill endpoint"), words.List(names))
 	}
 }

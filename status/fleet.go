@@ -398,6 +398,9 @@ func (s *Status) addPool(of *Pool) {
 	if of.Full.After(p.Full) {
 		p.Full = of.Full
 	}
+	if len(p.Apart)+len(p.Allowed)+len(p.Unknown) == 0 { // all replicas ask the same engines
+		p.Pairing = of.Pairing
+	}
 	for _, e := range of.Endpoints {
 		j := slices.IndexFunc(p.Endpoints, func(known Endpoint) bool { return known.Address == e.Address })
 		if j < 0 {

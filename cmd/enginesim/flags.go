@@ -96,6 +96,8 @@ func connectorFlags(f *flag.FlagSet, c *api.Config) {
 func engineFlags(f *flag.FlagSet, c *api.Config) {
 	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel `ranks` behind the HTTP port; their other ports are the next ones")
 	f.IntVar(&c.BlockSize, "block-size", 16, "tokens in a KV block")
+	f.StringVar(&c.KVDtype, "kv-cache-dtype", "auto", "of the KV cache")
+	f.StringVar(&c.Revision, "revision", "", "of the model: engines of two revisions have other weights")
 	f.IntVar(&c.Blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.HostBlocks, "host-blocks", 0, "KV blocks of CPU memory behind them; 0: none")
 	f.Float64Var(&c.LoadRate, "load-rate", 0, "bytes/s of KV from there (a token has 512); 0: instantaneous")
