@@ -353,7 +353,7 @@ func TestPairPrefillReportsItsLoad(t *testing.T) {
 		q, _ := pass1(s, "load")
 		d, _ := q.decode(s)
 		p := q.mirror(s)
-		p.headers(true, ":status", "200", names.HeaderLoad, `{"named_metrics":{"kv_cache_usage_perc":0.5}}`)
+		p.headers(true, ":status", "200", names.HeaderLoad, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5}}`)
 		synctest.Wait()
 		var v kvstate.View
 		s.state.View(s.state.Pool("chat"), nil, &v)

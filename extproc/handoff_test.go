@@ -100,24 +100,20 @@ func TestDirectPrefill(t *testing.T) {
 		require.Equal(t, 1, s.state.Reservations(), "P's is released")
 	})
 	t.Run("learns from the answer", func(t *testing.T) {
-		policy := splitting()
-		policy.LearnTokens = true
-		asked := make(chan string, 1)
-		s := directly(policy, prefiller(t, func(w http.ResponseWriter, r *http.Request) {
-			body, _ := io.ReadAll(r.Body)
-			asked <- string(body)
+		s := directly(splitting(), prefiller(t, func(w http.ResponseWriter, r *http.Request) {
 			if r.Header.Get("endpoint-load-metrics-format") == "JSON" {
-				w.Header().Set(names.HeaderLoad, `{"named_metrics":{"kv_cache_usage_perc":0.5}}`)
+				w.Header().Set(names.HeaderLoad, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5}}`)
 			}
-			_, _ = io.WriteString(w, kvAnswer)
+			const counts = `"prompt_tokens":9`
+			_, _ = io.WriteString(w, strings.Replace(kvAnswer, counts, counts+`,"prompt_tokens_details":{"cached_tokens":4}`, 1))
 		}))
 		s.ask(hello, nil)
-		require.Contains(t, <-asked, `"return_token_ids":true`)
 		var v kvstate.View
 		s.state.View(s.state.Pool("chat"), nil, &v)
 		require.True(t, slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
 			return c.Signals != nil && c.Signals.KVUsage == .5
 		}), "its load")
+		require.InDelta(t, 4, s.count("tandem_cached_tokens_compared_total", "chat", "measured"), 0, "what it had cached")
 	})
 	t.Run("an answer that is cut", func(t *testing.T) {
 		var s *stand

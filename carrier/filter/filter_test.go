@@ -266,27 +266,33 @@ func TestNobodyFetches(t *testing.T) {
 // An answer of P's that is cut after it had begun: P has computed the prompt, and nobody can name the blocks it keeps.
 func TestPrefillIsCut(t *testing.T) {
 	f := newFleet(t, always)
+	cut := 0
 	c := newClient(t, f, func(at string, body []byte) engineAnswer {
 		if prefills(at) {
+			cut++
 			return engineAnswer{breaks: true}
 		}
 		return well(at, body)
 	}, chat)
 	c.run()
 	require.Equal(t, 200, c.status, c.reply)
-	require.InDelta(t, 1, f.orphaned("answer_cut"), 0)
+	require.InDelta(t, cut, f.orphaned("answer_cut"), 0)
+	require.NotZero(t, cut)
 }
 
 // P reports its load along with its answer: alone, and as one of two legs at once.
 func TestPrefillReportsItsLoad(t *testing.T) {
-	for name, policy := range map[string]func(*pass.Policy){"one by one": always, "at once": dialect("mooncake")} {
+	for name, policy := range map[string]func(*pass.Policy){"one by one": always, "at once": dialect("sglang")} {
 		t.Run(name, func(t *testing.T) {
 			f := newFleet(t, policy)
 			var at string
 			c := newClient(t, f, func(endpoint string, body []byte) engineAnswer {
 				a := well(endpoint, body)
 				if prefills(endpoint) {
-					at, a.load = endpoint, `{"named_metrics":{"kv_cache_usage_perc":0.5,"num_requests_waiting":3}}`
+					if name == "at once" {
+						a = pairWell(endpoint)
+					}
+					at, a.load = endpoint, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5,"num_requests_waiting":3}}`
 				}
 				return a
 			}, chat)
