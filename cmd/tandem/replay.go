@@ -23,6 +23,8 @@ import (
 	"tandem/replay/traces"
 )
 
+const defaultTrace = "mooncake"
+
 // newReplay is `tandem replay`.
 func newReplay() *cobra.Command {
 	o := replayOptions{Config: replay.DefaultConfig()}
@@ -44,7 +46,7 @@ func newReplay() *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&o.trace, "trace", "mooncake", "`TRACE` to play: a name from above, or a file (.gz: compressed)")
+	f.StringVar(&o.trace, "trace", defaultTrace, "`TRACE` to play: a name from above, or a file (.gz: compressed)")
 	f.StringVar(&o.policies, "policy", "all", "`NAMES` of policies, separated by commas")
 	f.IntVar(&o.Prefill, "prefill", o.Prefill, "`ENDPOINTS` that prefill")
 	f.IntVar(&o.Decode, "decode", o.Decode, "`ENDPOINTS` that decode")

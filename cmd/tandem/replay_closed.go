@@ -54,7 +54,7 @@ func (o *closedOptions) open(trace string, seed uint64) (all []sessions.Session,
 // agentsSuite plays the suite of agents with the sessions of a file, if one is named.
 func agentsSuite(ctx context.Context, o replayOptions, stdout, bars io.Writer) error {
 	trace := o.trace
-	if trace == "mooncake" {
+	if trace == defaultTrace {
 		trace = "coding"
 	}
 	all, err := o.closed.open(trace, 1)
