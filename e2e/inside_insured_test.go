@@ -478,14 +478,23 @@ func TestInsidePoison(t *testing.T) {
 		}
 	}
 	require.Equal(t, 3, running)
-	require.Contains(t, f.get(f.admins[0]+"/api/status"), "under one request")
+	var status struct {
+		Attention []struct{ Text string }
+	}
+	require.NoError(t, getJSON(f.admins[0]+"/status.json", &status))
+	require.Contains(t, fmt.Sprint(status.Attention), "under one request")
 }
 
 // Engines of two releases in one pool: what one of them does not continue, the other one does, and nobody gets a text
 // twice.
 func TestInsideEnginesThatBeginAnew(t *testing.T) {
 	f := insuredFleet(t, options{prefills: 1, decodes: 3, split: "never", engineArgs: []string{"--decode-step", "2ms"},
-		argsOf: map[string][]string{"d0": {"-begin-anew"}}})
+		engine: func(role string, i int, _ func() string) (args []string, fields string) {
+			if role == "decode" && i == 0 {
+				return []string{"--begin-anew"}, ""
+			}
+			return nil, ""
+		}})
 	for i := range 6 {
 		id := fmt.Sprint("upgrade-", i)
 		path, body := asks([]string{"chat", "completions"}[i%2], id, 150)
