@@ -221,7 +221,9 @@ type condition struct {
 	// until when it gets no request because it was full, Unix ns; refused is the refusal, nil: there was none
 	fullUntil atomic.Int64
 	refused   atomic.Pointer[Refusal]
-	progress  standstill.Tracker
+	// until when it is not asked to continue another one's answer, Unix ns; see [Endpoint.Continues]
+	beginsAnew atomic.Int64
+	progress   standstill.Tracker
 }
 
 // memory accounts for an engine's KV memory.
@@ -248,7 +250,10 @@ func (l *endpointState) learnPrefill(busy, modelled time.Duration, now int64) {
 	if old := l.pace.Load(); old != nil {
 		next = *old
 	}
-	next.Add(busy, modelled, l.load.speed.Ratio(1, now), now)
+	l.load.speed = l.load.speed.Doubted(1, now, speed.DoubtPool)
+	fleet := l.load.speed.Ratio(1, now)
+	next = next.Doubted(fleet, now-int64(busy), speed.DoubtEndpoint) // it was at work since then
+	next.Add(busy, modelled, fleet, now)
 	l.pace.Store(&next)
 	l.load.speed.Add(busy, modelled, 1, now)
 }

@@ -130,7 +130,7 @@ func (s *State) compare(e *Endpoint, before, after *Signals) {
 		e.awaitReport(s.o.Now())
 	}
 	if before.Host != after.Host && e.load != nil {
-		e.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP)
+		e.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP, s.o.Now())
 	}
 	if after.Transfers.Failed > before.Transfers.Failed && after.ScrapedAt.After(before.ScrapedAt) {
 		s.blameTransfers(e, before.ScrapedAt)

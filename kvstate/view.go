@@ -26,6 +26,7 @@ type Candidate struct {
 	Endpoint     *Endpoint
 	Usable       bool     // neither failed nor paused nor draining nor full
 	Full         bool     // it would be usable, but refused a request and gets none for a while
+	Stands       bool     // it would be usable, but its core stands still: it may go on
 	Weight       int      // assumed speed, in per cent; 0 is 100
 	Requests     int64    // reserved by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
@@ -192,6 +193,7 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Loads, c.Session = e, 0, Loads{}, 0
 	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
+	c.Stands = e.stands()
 	if c.Full = c.Usable && e.fullUntil.Load() > now; c.Full {
 		c.Usable = false
 	}

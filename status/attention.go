@@ -135,6 +135,13 @@ func (s *Status) poolAttention(
 				"%s: decode could not load KV (%s). For a while Tandem avoids %s.", p.Name, e.Name, avoided(&e))
 		}
 	}
+	for _, e := range p.Endpoints {
+		if e.BeginsAnew {
+			add(false, "continue.md#engines-that-do-not-continue", "%s: %s (%s) does not continue the streams of other "+
+				"engines: asked to, it began anew. It serves everything else.", p.Name, e.Name, e.Role)
+		}
+	}
+	diedUnder(p, recent, s.Now, add)
 	withoutDecode(p, add)
 	pairingAttention(p, add)
 	if p.Short {
@@ -146,6 +153,34 @@ func (s *Status) poolAttention(
 		add(false, "howto/prefill-idles.md",
 			"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
 	}
+}
+
+// diedUnder adds a notice about the latest request under which engines died one after the other.
+func diedUnder(
+	p *Pool, recent []telemetry.Trace, now time.Time, add func(bad bool, doc, format string, values ...any),
+) {
+	for i := range recent {
+		if t := &recent[i]; t.Pool == p.Name && len(t.DiedUnder) > 0 && now.Sub(t.Started) < time.Hour {
+			var names []string
+			for _, addr := range t.DiedUnder {
+				names = append(names, p.nameOf(addr))
+			}
+			add(true, "continue.md#a-request-that-kills-engines", "%s: engines died, or failed, one after the other under "+
+				"one request: %s. It may be what killed them, and was ended: tandem explain %.40s",
+				p.Name, words.List(names), words.Plain(t.RequestID))
+			return
+		}
+	}
+}
+
+// nameOf returns the name of an endpoint of the pool; its address, if the pool has none with that.
+func (p *Pool) nameOf(addr string) string {
+	for i := range p.Endpoints {
+		if p.Endpoints[i].Address == addr {
+			return p.Endpoints[i].Name
+		}
+	}
+	return addr
 }
 
 // noEnvoy adds a notice if no Envoy is connected, and there was one in the last hour. Before the first one nothing is

@@ -129,6 +129,7 @@ type Endpoint struct {
 	// Failed KV loads: as prefill it is excluded from pairs with these decode endpoints, or from all pairs if NoPairs
 	// says so.
 	UnloadableBy []string `json:"unloadable_by,omitempty"`
+	BeginsAnew   bool     `json:"begins_anew,omitempty"` // it does not continue what other engines have begun
 	NoPairs      string   `json:"no_pairs,omitempty"`
 }
 
@@ -325,6 +326,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			shown.Now = &roles.Word{Word: w.String(), Since: said.Words[e.Addr].Since, Why: said.Words[e.Addr].Why}
 		}
 		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
+		shown.BeginsAnew = !e.Continues(time.Now())
 		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {

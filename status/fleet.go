@@ -428,7 +428,7 @@ func (e *Endpoint) add(o *Endpoint) {
 	if e.KnownBetter(&o.Output) {
 		e.Output = o.Output
 	}
-	e.NoPairs = cmp.Or(e.NoPairs, o.NoPairs)
+	e.NoPairs, e.BeginsAnew = cmp.Or(e.NoPairs, o.NoPairs), e.BeginsAnew || o.BeginsAnew
 	if o.Now != nil && (e.Now == nil || o.Now.Since.After(e.Now.Since)) {
 		e.Now = o.Now
 	}

@@ -158,9 +158,9 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 // again makes the pass of a request ready for the next one.
 func (f *Filter) again(ctx context.Context) {
 	x := &f.m.pass
-	head, id, reserved := x.Head, x.ID, x.ReservedAs
+	head, id, reserved, continues := x.Head, x.ID, x.ReservedAs, x.Continues
 	x.Reset()
-	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID = head, id, reserved, id
+	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID, x.Continues = head, id, reserved, id, continues
 	f.m.meter.EndSpan("")
 	f.m.meter.Begin("", f.s.Tracer)
 	startSpan(ctx, f, telemetry.SpanDecide)

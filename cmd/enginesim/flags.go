@@ -46,6 +46,10 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
 	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
+	f.BoolVar(&c.BeginsAnew, "begin-anew", false,
+		"ignore kv_transfer_params.prompt_token_ids, as vLLM before 0.32: it continues nobody's answer")
+	f.DurationVar(&c.FirstLogprobs, "first-logprobs", 0,
+		"how long the core compiles, and stands still, for the first request with log probabilities (vLLM: 2 to 25 s)")
 	f.BoolVar(&c.ToolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
 	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
 	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")

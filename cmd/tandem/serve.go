@@ -88,6 +88,7 @@ func serve(
 	if check {
 		if live {
 			report := livecheck.Check(ctx, cfg, true)
+			report.AskContinuing(ctx, cfg)
 			report.Print(stdout)
 			if err := errors.Join(report.Err(), livecheck.CheckRedis(ctx, cfg)); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)

@@ -48,6 +48,7 @@ type Info struct {
 	Told      bool     // vLLM told how it was started: an empty Connector means that it has none
 	Connector string   // vLLM's kv_connector
 	KVRole    string   // vLLM's kv_role
+	OnFailure string   // vLLM's kv_load_failure_policy
 	TP        int32    // tensor-parallel ranks
 	NoCaching bool     // vLLM's prefix cache is off
 	NIXL      bool     // its metrics have those of the NIXL connector, which are there from the start (vLLM 0.32.0)
@@ -108,6 +109,7 @@ type serverInfo struct {
 		KV *struct {
 			Connector string `json:"kv_connector"`
 			Role      string `json:"kv_role"`
+			OnFailure string `json:"kv_load_failure_policy"`
 			Extra     Extra  `json:"kv_connector_extra_config"`
 		} `json:"kv_transfer_config"`
 	} `json:"vllm_config"`
@@ -265,6 +267,7 @@ func (i *Info) take(s *serverInfo) {
 		i.Engine, i.Told, i.TP = cmp.Or(i.Engine, VLLM), v.Model.Model != "", v.Parallel.TP
 		if v.KV != nil {
 			i.Connector, i.KVRole, i.Extra = v.KV.Connector, v.KV.Role, v.KV.Extra
+			i.OnFailure = v.KV.OnFailure
 		}
 		i.set(kvstate.FactModel, v.Model.Model)
 		i.set(kvstate.FactRevision, v.Model.Revision)

@@ -145,6 +145,7 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 		}
 		return
 	}
+	a.checkRecompute(at + ".address")
 	takers := dialectsTaking(info.Connector)
 	if len(d.Reports.Connectors) > 0 && !slices.Contains(d.Reports.Connectors, info.Connector) {
 		a.report(at+".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s",
@@ -163,6 +164,24 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 	if e.GetRole() == "both" && d.Engines.EitherLeg && info.KVRole != "" && info.KVRole != "kv_both" {
 		a.report(at+".role", "is both here, and the engine runs with kv_role %s: "+
 			"correct the role, or start the engine with kv_both", info.KVRole)
+	}
+}
+
+// checkRecompute reports an engine that would answer wrongly after a load of KV that failed: vLLM's newer runner, the
+// default on GPUs, does not take back how far a request is computed (0.32.0 and 0.33.0, v1/worker/gpu/model_runner.py,
+// update_requests writes it to the CPU's copy alone; vllm#49250). Connectors that load before a step, and report what
+// failed, meet that; NIXL, Mooncake and the offload tiers load while the request waits, and do not.
+func (a *engineAnswer) checkRecompute(at string) {
+	if a.info.OnFailure != "recompute" {
+		return
+	}
+	const why = "the engine runs with %s and kv_load_failure_policy recompute: with vLLM's newer runner (0.32 and 0.33, " +
+		"the default on GPUs) an answer whose KV could not be loaded in step is wrong, with a 200 (vllm#49250); "
+	switch a.info.Connector {
+	case "LMCacheConnectorV1", "FlexKVConnectorV1":
+		a.report(at, why+"take the policy fail", a.info.Connector)
+	case "MultiConnector":
+		a.warn(at, why+"take the policy fail if one of its members is LMCache or FlexKV", a.info.Connector)
 	}
 }
 

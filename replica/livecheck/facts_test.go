@@ -123,6 +123,15 @@ func TestCheckLiveVLLMFacts(t *testing.T) {
 	require.Len(t, found, 1)
 	require.Contains(t, found[0], "and pairUnlike has blockSize: these two are paired, although nobody has shown")
 
+	// an answer after a failed load would be wrong: with connectors that load in step, and with no others
+	const fails, recomputes = `"kv_load_failure_policy":"fail"`, `"kv_load_failure_policy":"recompute"`
+	for name, wrong := range map[string]bool{"LMCacheConnectorV1": true, "FlexKVConnectorV1": true, "MooncakeStoreConnector": false} {
+		changed := strings.Replace(connector, "NixlConnector", name, 1)
+		found := live(t, pairOf("shared", recorded(t, all, connector, changed), "", recorded(t, all, role, consumer, connector, changed, fails, recomputes)))
+		require.Equal(t, wrong, len(found) == 1 && strings.Contains(found[0], "vllm#49250"), "%s %q", name, found)
+	}
+	require.Empty(t, live(t, pairOf("nixl", prefill, "", recorded(t, all, role, consumer, fails, recomputes))))
+
 	// nothing is compared with an engine that tells that it has no connector
 	found = live(t, pairOf("nixl", prefill, "", recorded(t, all, `"kv_transfer_config"`, `"kv_transfer_config":null,"unused"`)))
 	require.Equal(t, []string{"pools[0].endpoints[1].address: the engine runs without a KV connector, and the pool's kvTransfer is nixl, which needs " +
