@@ -227,7 +227,8 @@ func learnPrompt(pool *kvstate.Pool, t *kvtransfer.Ticket, tokens int64) {
 
 // learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
 func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
-	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
+	// what was expected of a prompt with media is in part what its media were thought to have
+	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 && t.Media == (media.Count{}) {
 		x.shared.State.ObserveCached(e, t.ExpectedCached, got.CachedTokens)
 	}
 	if t.Learn.Bytes == 0 || got.PromptIDs == nil {
