@@ -56,7 +56,15 @@ var apart = map[string][]string{
 	"extproc/pass":       {"extproc", "extproc/envoywire"}, // one pass of a request knows neither gRPC nor Envoy's messages
 	"extproc/plan":       {"extproc", "extproc/envoywire"},
 	"extproc/kvtransfer": {"extproc", "extproc/envoywire"},
-	"carrier/filter":     {"extproc"}, // the second transport, which does not stand on the first
+	"extproc/journey":    {"extproc", "extproc/envoywire"}, // nor does the life of a request
+	// what follows from a request's end reads how it ended, not a message of Envoy's
+	"extproc/ended":     {"extproc/envoywire"},
+	"extproc/telemetry": {"extproc/envoywire"},
+	"extproc/usage":     {"extproc/envoywire"},
+	"extproc/faults":    {"extproc/envoywire"},
+	"extproc/reclaim":   {"extproc/envoywire"},
+	"extproc/replan":    {"extproc/envoywire"},
+	"carrier/filter":    {"extproc", "extproc/envoywire"}, // the second transport, which does not stand on the first
 }
 
 // helpsTests are what the tests of all rooms may import.
@@ -267,7 +275,8 @@ var dialectsMayBeNamed = []string{"extproc/kvtransfer", "replica/config", "e2e/e
 
 // otherWords are names that mean something else in a file.
 var otherWords = map[string]string{
-	"extproc/paths/paths.go sglang":    "an engine, by its paths",
+	"extproc/paths/paths.go sglang":             "an engine, by its paths",
+	"kvstate/enginefacts/enginefacts.go sglang": "an engine, by its report", "kvstate/enginefacts/enginefacts.go trtllm": "an engine, by its report",
 	"kvstate/scrape/engines.go sglang": "an engine, by its metrics",
 	"kvstate/scrape/engines.go trtllm": "an engine, by its metrics",
 	"cmd/tandem/replay.go mooncake":    "a trace",

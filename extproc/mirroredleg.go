@@ -9,6 +9,7 @@ import (
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 )
@@ -52,7 +53,8 @@ func (x mirroredLeg) serve() error {
 	a := &x.stream.msg.Attributes
 	x.answer.ID = x.stream.requestID
 	v, joined := x.answer.SettlePair(t, &pass.Answer{
-		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,
+		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Load: x.stream.msg.Headers.Load,
+		Details: a.Details, RetryAfter: a.RetryAfter,
 	})
 	if joined != nil {
 		if err := x.s.State.PutHandOverAs(t.ID, joined); err != nil {
@@ -92,7 +94,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 		result = "failed"
 	}
 	x.meter.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)
-	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
+	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: names.DetailsPrefix + "_given_up"}}))
 }
 
 // dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's

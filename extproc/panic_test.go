@@ -8,8 +8,8 @@ import (
 	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 )
 
@@ -34,7 +34,7 @@ func TestAPanicCostsOneRequest(t *testing.T) {
 	s.policy("chat", policy)
 	q := s.newRequest("/v1/chat/completions", "r2", chatBody)
 	q.pass()
-	require.Equal(t, "prefill", q.headers[envoywire.HeaderLeg])
+	require.Equal(t, "prefill", q.headers[names.HeaderLeg])
 }
 
 // A panic while one entry of the access log is handled costs that entry: the others of its batch, and of its stream, are

@@ -363,7 +363,16 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+b.step
 	}
-	return t.room(c, b.step, prompt.fill, prompt.longer)
+	return t.appends(uncached) || t.room(c, b.step, prompt.fill, prompt.longer)
+}
+
+// mostNew is the part of a prompt that an endpoint may lack and still append the rest, however full it is.
+const mostNew = 0.1
+
+// appends reports whether a prompt only adds a little to what an endpoint holds, a tenth and a step of it at most. Even a
+// full endpoint has the prompt in its memory then, and another one would compute far more.
+func (t *terms) appends(uncached float64) bool {
+	return uncached <= min(t.m.StepTokens, mostNew*t.tokens)
 }
 
 // room reports whether answers keep their pace on an endpoint with such steps, filled so far (0 to 1), if its steps get

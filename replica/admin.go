@@ -54,6 +54,9 @@ func ready(health *extproc.Health, store *redisstore.Store, keys func() redissto
 		if store != nil { // for people: a replica without Redis is as ready as one with
 			status, _ := store.Status()
 			text += status + "\n"
+			if refused := store.Refused(); refused != "" {
+				text += "redis refuses a command: " + refused + "\n"
+			}
 		}
 		_, _ = w.Write([]byte(text))
 	}

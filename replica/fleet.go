@@ -45,6 +45,7 @@ type fleet struct {
 	operator   *operator.Operator // of orders and questions that are for all replicas; nil: there is no Redis
 	keys       *kvtransfer.Keys
 	health     *fleetmetrics.HealthLog
+	signs      bool                  // with a key file: nothing that others wrote to Redis counts
 	noSlot     atomic.Bool           // envoy.replicas: redis names other replicas to Envoys, and not this one
 	configured int                   // replicas that the configuration names; 0: it does not tell
 	keeping    func(context.Context) // keeps the keys in step; nil: nothing does
@@ -87,6 +88,12 @@ func newFleet(
 	if f.store, err = newStore(cfg, f.state, set.Release, log); err != nil {
 		return nil, err
 	}
+	if f.keys, f.keeping, err = ticketKeys(ctx, cfg, f.store, log); err != nil {
+		return nil, err
+	}
+	if f.signs = f.store != nil && cfg.GetTickets().GetKeyFile() != ""; f.signs {
+		f.store.SignWith(f.keys)
+	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
 	events := kvevents.Options{State: f.state, Log: log, Pools: config.EventSources(cfg)}
 	if f.store != nil {
@@ -100,9 +107,6 @@ func newFleet(
 	}
 	if slices.ContainsFunc(cfg.GetPools(), config.TakesNotices) {
 		f.board = notices.NewWaiters(config.Duration(cfg.GetNotices().GetKeep()), 0)
-	}
-	if f.keys, f.keeping, err = ticketKeys(ctx, cfg, f.store, log); err != nil {
-		return nil, err
 	}
 	if f.store != nil {
 		f.store.CompareKeys(f.keys.Fingerprints, func() {

@@ -2,9 +2,6 @@ package replica
 
 import (
 	"context"
-	"crypto/tls"
-	"crypto/x509"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -41,11 +38,9 @@ func newStore(
 	}
 	o := config.RedisOptions(r, log)
 	o.Name, o.Release = replicaName(cfg), release
-	if r.GetTls() != nil {
-		var err error
-		if o.TLS, err = redisTLS(r.GetTls()); err != nil {
-			return nil, fmt.Errorf("state.redis.tls: %w", err)
-		}
+	var err error
+	if o.TLS, err = config.RedisTLS(r.GetTls()); err != nil {
+		return nil, err
 	}
 	redisstore.LogTo(log)
 	store, err := redisstore.New(o, state)
@@ -112,6 +107,10 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 	case <-ctx.Done():
 		return
 	}
+	// before the engines have said what they are, they share no requests
+	for f.state.AwaitsReports() && ctx.Err() == nil {
+		time.Sleep(50 * time.Millisecond)
+	}
 	differ := 0
 	for ctx.Err() == nil {
 		check := f.keyCheck()
@@ -138,7 +137,7 @@ func (f *fleet) sharing() status.Sharing {
 	return status.Sharing{
 		Redis: true, Up: up, Replicas: f.store.Replicas(), Configured: f.configured,
 		KeysDiffer: len(f.store.KeyCheck().Differ), NoSlot: f.noSlot.Load(), ClockAhead: f.state.Clock.Ahead(),
-		Text: text,
+		Text: text, Refused: f.store.Refused(),
 	}
 }
 
@@ -163,37 +162,15 @@ func (f *fleet) share(ctx context.Context, log *slog.Logger) {
 		close(f.joined)
 		return
 	}
-	bridge := membership.NewBridge(ctx, f.store)
-	close(f.joined)
 	var running sync.WaitGroup
+	if !f.signs { // former records are not signed
+		bridge := membership.NewBridge(ctx, f.store)
+		running.Go(func() { bridge.Run(ctx) })
+	}
+	close(f.joined)
 	running.Go(func() { f.operator.Run(ctx) })
-	running.Go(func() { bridge.Run(ctx) })
 	guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })
 	running.Wait()
-}
-
-func redisTLS(t *configv1.RedisTls) (*tls.Config, error) {
-	c := &tls.Config{MinVersion: tls.VersionTLS12, ServerName: t.GetServerName()}
-	if file := t.GetCaFile(); file != "" {
-		pem, err := os.ReadFile(file)
-		if err != nil {
-			return nil, err
-		}
-		c.RootCAs = x509.NewCertPool()
-		if !c.RootCAs.AppendCertsFromPEM(pem) {
-			return nil, errors.New("caFile: no certificate in it")
-		}
-	}
-	if t.GetCertFile() != "" {
-		c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { // for every new connection: files change
-			pair, err := tls.LoadX509KeyPair(t.GetCertFile(), t.GetKeyFile())
-			return &pair, err
-		}
-		if _, err := c.GetClientCertificate(nil); err != nil {
-			return nil, err
-		}
-	}
-	return c, nil
 }
 
 // ticketKeys are the keys of tickets: from a file, or made here. run keeps them in step with those of other replicas;

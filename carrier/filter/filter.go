@@ -7,11 +7,10 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
-	"tandem/extproc/pass"
 	"tandem/internal/guard"
 )
 
@@ -49,14 +48,13 @@ type Filter struct {
 
 // hop is the current hop of a request.
 type hop struct {
-	ticket   kvtransfer.Ticket // of the last pass that was committed; zero: none was
-	held     pass.Held
-	sent     bool     // to D: the answer is awaited, or has begun
-	replan   bool     // a failure may still be planned again
-	holding  bool     // the answer's headers wait for its first byte
-	answered bool     // by Tandem, or from P's answer
-	pair     *pair    // both legs at once; nil: one leg
-	rewrite  *rewrite // of D's answer; nil: the client gets it as it is
+	ticket   kvtransfer.Ticket // of the last pass that was committed, and what it holds; zero: none was
+	sent     bool              // to D: the answer is awaited, or has begun
+	replan   bool              // a failure may still be planned again
+	holding  bool              // the answer's headers wait for its first byte
+	answered bool              // by Tandem, or from P's answer
+	pair     *pair             // both legs at once; nil: one leg
+	rewrite  *rewrite          // of D's answer; nil: the client gets it as it is
 	trace    traceContext
 	encode   *encode // the call is to an endpoint that encodes media; nil: to P
 	handed   bool    // to another filter, which goes on with it
@@ -98,7 +96,7 @@ func (f *Filter) RequestHeaders(end bool) Status {
 		f.m = f.s.scratch.Get().(*scratch)
 		f.m.meter.Begin("", f.s.Tracer)
 		if f.s.Tracer != nil {
-			f.hop.trace = traceContext{f.head.get(envoywire.HeaderTraceparent), f.head.get(envoywire.HeaderTracestate)}
+			f.hop.trace = traceContext{f.head.get(names.HeaderTraceparent), f.head.get(names.HeaderTracestate)}
 		}
 		if key := f.head.get(headerAttempt); key != "" {
 			f.envoy.RemoveHeader(headerAttempt)

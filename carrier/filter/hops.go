@@ -8,11 +8,12 @@ import (
 	"strconv"
 	"time"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // schemeOf names how an endpoint is spoken to; "": by plain HTTP/1.1. An https engine behind a name gets it as Host, of
@@ -44,15 +45,24 @@ func legCall(
 	c := &Call{
 		Cluster: cluster(e), Body: body, Timeout: limit,
 		Set: []Header{
-			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
+			{":path", path}, {":authority", host}, {names.HeaderEndpoint, e.HostPort()},
 			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
-			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, id},
+			{"accept", names.ContentTypeJSON}, {names.HeaderRequestID, id},
 		},
 	}
 	if rank != "" {
-		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
+		c.Set = append(c.Set, Header{names.HeaderRank, rank})
 	}
 	c.Set = append(c.Set, f.hop.trace.headers()...)
+	return c
+}
+
+// prefillCall is legCall for P, which is asked to report its load.
+func prefillCall(
+	f *Filter, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
+) *Call {
+	c := legCall(f, e, path, body, limit, rank, id)
+	c.Set = append(c.Set, Header{enginehttp.ORCARequestHeader, "JSON"})
 	return c
 }
 
@@ -63,7 +73,7 @@ func notSent() *prefilled {
 
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
-	if !f.envoy.Call(legCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
+	if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
 		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, notSent()) })
 	}
 }
@@ -129,37 +139,37 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	x, e, b := &f.m.pass, r.Endpoint, &f.m.body
 	set := f.envoy.SetHeader
 	rank := e.RankName()
-	set(envoywire.HeaderEndpoint, e.HostPort())
+	set(names.HeaderEndpoint, e.HostPort())
 	leg := r.Leg
 	if leg == plan.LegAnswer {
 		leg = plan.LegDecode
 	}
-	set(envoywire.HeaderLeg, leg)
+	set(names.HeaderLeg, leg)
 	if r.Pair != nil {
 		rank = r.Pair.Plan.DecodeRank
-		set(envoywire.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))
+		set(names.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))
 	}
 	if s := schemeOf(e); s != "" {
-		set(envoywire.HeaderScheme, s)
+		set(names.HeaderScheme, s)
 	} else {
-		f.envoy.RemoveHeader(envoywire.HeaderScheme)
+		f.envoy.RemoveHeader(names.HeaderScheme)
 	}
 	f.setHost(e.ServerNameSent())
 	if rank != "" {
-		set(envoywire.HeaderRank, rank)
-	} else if f.head.Extra(envoywire.HeaderRank) != nil {
-		f.envoy.RemoveHeader(envoywire.HeaderRank)
+		set(names.HeaderRank, rank)
+	} else if f.head.Extra(names.HeaderRank) != nil {
+		f.envoy.RemoveHeader(names.HeaderRank)
 	}
 	if path := cmp.Or(r.Path, string(x.Head.Path)); path != f.head.get(":path") {
 		set(":path", path)
 	}
 	if r.PerTry > 0 {
-		set(envoywire.HeaderPerTry, strconv.FormatInt(r.PerTry.Milliseconds(), 10))
+		set(names.HeaderPerTry, strconv.FormatInt(r.PerTry.Milliseconds(), 10))
 	} else {
-		f.envoy.RemoveHeader(envoywire.HeaderPerTry)
+		f.envoy.RemoveHeader(names.HeaderPerTry)
 	}
-	if f.head.Extra(envoywire.HeaderExplain) != nil {
-		f.envoy.RemoveHeader(envoywire.HeaderExplain)
+	if f.head.Extra(names.HeaderExplain) != nil {
+		f.envoy.RemoveHeader(names.HeaderExplain)
 	}
 	if f.body.whole {
 		if b.changed || len(r.Edits) > 0 {
@@ -172,7 +182,7 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	}
 	f.hop.sent, f.hop.replan = true, r.Leg != plan.LegPass
 	f.hop.ticket.Path, f.hop.ticket.Authority = string(x.Head.Path), string(x.Head.Authority)
-	f.m.meter.Processed(envoywire.RoleMain)
+	f.m.meter.Processed(names.RoleMain)
 	f.drop()
 	f.s.watch(f, true)
 	f.envoy.Continue()
@@ -259,31 +269,26 @@ func (f *Filter) refuse(e *openai.Error) {
 	} else {
 		f.s.Passes.Observer.GivenUp(e)
 	}
-	headers := []Header{{"content-type", envoywire.ContentTypeJSON}}
+	headers := []Header{{"content-type", names.ContentTypeJSON}}
 	if e.RetryAfter > 0 {
-		headers = append(headers, Header{envoywire.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
+		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
-	f.envoy.Respond(e.Status, headers, e.For([]byte(f.head.get(":path"))).JSON(), envoywire.DetailsPrefix+"_"+e.Code)
+	f.envoy.Respond(e.Status, headers, e.For([]byte(f.head.get(":path"))).JSON(), names.DetailsPrefix+"_"+e.Code)
 }
 
 // answerList answers with the list of models.
 func (f *Filter) answerList(body []byte) {
 	f.hop.answered = true
-	kind := []Header{{"content-type", envoywire.ContentTypeJSON}}
-	f.envoy.Respond(200, kind, body, envoywire.DetailsPrefix+"_models")
+	kind := []Header{{"content-type", names.ContentTypeJSON}}
+	f.envoy.Respond(200, kind, body, names.DetailsPrefix+"_models")
 }
 
-// answerRefused passes P's refusal on, without the members that Tandem added for P.
-func (f *Filter) answerRefused(a *prefilled) {
-	if a.Over {
-		f.refuse(openai.BadRequest("prefill_refused", "", "the prefill endpoint refused this request"))
+// answerSettled answers the client in P's place, or with P's refusal. stream: as a stream of events.
+func (f *Filter) answerSettled(a *prefilled, settled *pass.Settled, stream bool) {
+	if settled.Err != nil {
+		f.refuse(settled.Err)
 		return
 	}
-	f.answer(a.headers, openai.CutEcho(nil, a.Body))
-}
-
-// answerFinal answers the client with what is made of P's answer.
-func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 	if stream {
 		for i := range a.headers {
 			if a.headers[i].Name == "content-type" {
@@ -291,7 +296,7 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 			}
 		}
 	}
-	f.answer(a.headers, body)
+	f.answer(a.headers, settled.Answer)
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {

@@ -10,9 +10,9 @@ import (
 	"time"
 
 	"tandem/extproc/concurrent"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
@@ -67,7 +67,7 @@ func (p *pair) begin() {
 	f.hop.pair = p
 	limit := f.s.Passes.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
-	c := legCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
+	c := prefillCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
 	switch {
 	case p.keeps:
 		c.Timeout = f.s.Passes.Limits.TicketTTL
@@ -126,7 +126,6 @@ func (p *pair) settle(a *prefilled) {
 			m.meter.SpanTicket(&p.ticket)
 			m.meter.SpanPair(&p.ticket)
 			m.pass.Prefilled.ID = f.id
-			m.pass.Prefilled.ObserveLoad(&p.ticket, a.load)
 			v.Outcome, v.joined = m.pass.Prefilled.SettlePair(&p.ticket, &a.Answer)
 			m.meter.EndSpan("")
 			f.s.release(m)
@@ -187,14 +186,14 @@ func (p *pair) overdue() {
 }
 
 // named gives the request its client's id again, which Envoy puts into the answer: D's leg may have had another.
-func (p *pair) named() { p.f.envoy.SetHeader(envoywire.HeaderRequestID, p.f.id) }
+func (p *pair) named() { p.f.envoy.SetHeader(names.HeaderRequestID, p.f.id) }
 
 // answers is called when D's answer begins, while it may still be planned again.
 func (p *pair) answers(o *Outcome, end bool) Status {
 	f := p.f
 	p.named()
 	switch {
-	case failed(o.Status):
+	case faults.Failed(o.Status):
 		how := failure(f.envoy, o)
 		if p.ended || how.Full() {
 			p.planAgain(kvtransfer.CauseDecode, how)
@@ -251,8 +250,8 @@ func (p *pair) refuse(v *concurrent.Outcome) {
 		return
 	}
 	f.hop.answered = true
-	f.envoy.Respond(v.Status, []Header{{"content-type", envoywire.ContentTypeJSON}}, v.Answer,
-		envoywire.DetailsPrefix+"_prefill_refused")
+	f.envoy.Respond(v.Status, []Header{{"content-type", names.ContentTypeJSON}}, v.Answer,
+		names.DetailsPrefix+"_prefill_refused")
 }
 
 // headerPair names the pair of D's request, for the filter behind Envoy's router, which takes it away.

@@ -23,7 +23,7 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -89,6 +89,13 @@ func Filtered(details string) bool {
 	return details != "" && !slices.ContainsFunc(routed, by)
 }
 
+// Failed reports whether a status of a decode endpoint says that it did not serve the request, so that it is planned
+// again. Any other one is an answer, or the engine's refusal of the request itself.
+func Failed(status int) bool {
+	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
+		status == http.StatusTooEarly || status == http.StatusNotFound // another may serve the model
+}
+
 // Full reports whether the endpoint was full.
 func (f *Failure) Full() bool { return kvstate.Refuses(f.Status) }
 
@@ -102,7 +109,7 @@ func (s *Faults) Opened() (closed func()) {
 }
 
 // Report records Envoy's log entry of a failed try at an endpoint. All replicas get it.
-func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+func (s *Faults) Report(t *kvtransfer.Ticket, e *ended.Pass) {
 	details := e.Own
 	if len(details) == 0 {
 		details = e.Details
@@ -184,7 +191,7 @@ func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
 
 // DecodeEnded records, at the end of a decode leg, whether its KV load worked. If its answer broke off, the
 // endpoint may have died: it is checked.
-func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 	pool := s.State.Pool(t.Pool)
 	if t.Stage != kvtransfer.DecodeLeg && t.Stage != kvtransfer.PairLegs {
 		return

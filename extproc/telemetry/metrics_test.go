@@ -160,8 +160,8 @@ func labelsOf(v vec) []string {
 	return strings.Split(variableLabels.FindStringSubmatch((<-all).String())[1], ",")
 }
 
-func TestCarrierIsOfTwoHeaders(t *testing.T) {
-	var c carrier
+func TestTraceContextIsOfTwoHeaders(t *testing.T) {
+	var c TraceContext
 	c.Set("traceparent", "a")
 	c.Set("tracestate", "b")
 	c.Set("baggage", "c")

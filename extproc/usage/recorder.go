@@ -8,7 +8,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/ledger"
 )
@@ -104,15 +104,15 @@ func (r *Recorder) Header() string {
 
 // Ended returns what a request has used at its end, and counts it if mine is set: only one replica counts a request.
 // endpoint answered it.
-func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended, endpoint string, mine bool) *Used {
+func (r *Recorder) Ended(t *kvtransfer.Ticket, e *ended.Pass, how, endpoint string, mine bool) *Used {
 	if r == nil {
 		return nil
 	}
-	u := Of(t, e, ended, r.Promised(t.Pool))
+	u := Of(t, e, how, r.Promised(t.Pool))
 	if mine {
-		r.count(t, u, ended, endpoint)
+		r.count(t, u, how, endpoint)
 		if r.ledger != nil {
-			r.ledger.Add(lineOf(t, e, u, ended))
+			r.ledger.Add(lineOf(t, e, u, how))
 		}
 	}
 	return u
@@ -126,8 +126,8 @@ func (r *Recorder) Foreseen(pool string, expected time.Duration, u *Used) {
 	}
 }
 
-func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) {
-	answered := ended == "ok"
+func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, how, endpoint string) {
+	answered := how == "ok"
 	tenant, model := r.tenants.label(u.Tenant, answered), u.Model
 	if !r.Serves(t.Pool, model) { // else it needs no place
 		model = r.models.label(model, answered)
@@ -142,7 +142,7 @@ func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) 
 		}
 	}
 	switch {
-	case ended != "ok":
+	case how != "ok":
 	case u.Absurd:
 		r.without.WithLabelValues(t.Pool, "absurd").Inc()
 	case u.Prompt == nil && u.Answer == nil:
@@ -197,12 +197,12 @@ type Line struct {
 	Promise  string    `json:"promise,omitempty"`
 }
 
-func lineOf(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *Used, ended string) *Line {
+func lineOf(t *kvtransfer.Ticket, e *ended.Pass, u *Used, how string) *Line {
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 	end := e.Start.Add(e.Duration)
 	return &Line{
 		Time: end.UTC(), ID: bounded(string(e.RequestID)), Key: bounded(string(e.Reservation)), Pool: t.Pool,
-		Model: u.Model, Tenant: u.Tenant, Prefill: t.Prefill, Decode: t.Decode, Status: e.Status, Ended: ended,
+		Model: u.Model, Tenant: u.Tenant, Prefill: t.Prefill, Decode: t.Decode, Status: e.Status, Ended: how,
 		Streamed: u.Streamed, Prompt: u.Prompt, Cached: u.Cached, Answer: u.Answer, Bytes: e.Body,
 		First: ms(u.FirstToken), PerToken: ms(u.PerToken), Took: ms(max(end.Sub(t.Started), 0)), Promise: u.Promise,
 	}

@@ -140,21 +140,28 @@ func (a *Assigner) leads() bool {
 
 func (a *Assigner) key() string { return a.redis.Prefix + "words" }
 
+// shared are the words of a pool as they are in Redis.
+type shared struct {
+	Pool  string                `json:"pool"`
+	Words map[string]roles.Word `json:"words"`
+}
+
 // follow applies the words that are in Redis.
 func (a *Assigner) follow(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	texts, err := a.redis.Client.HGetAll(ctx, a.key()).Result()
+	texts, err := a.redis.Client.HVals(ctx, a.key()).Result() // not HGETALL: the documented rights are without it
 	if err != nil {
 		return fmt.Errorf("reading words: %w", err)
 	}
-	for name, text := range texts {
-		var words map[string]roles.Word
-		if len(text) > maxText || json.Unmarshal([]byte(text), &words) != nil || len(words) > maxWords {
+	for _, signed := range texts {
+		var of shared
+		text, ok := a.redis.Genuine(a.key(), signed)
+		if !ok || len(text) > maxText || json.Unmarshal([]byte(text), &of) != nil || len(of.Words) > maxWords {
 			continue
 		}
-		if p := a.o.State.Pool(name); p != nil && a.auto(name) {
-			a.apply(p, words)
+		if p := a.o.State.Pool(of.Pool); p != nil && a.auto(of.Pool) {
+			a.apply(p, of.Words)
 		}
 	}
 	return nil
@@ -236,14 +243,14 @@ func (a *Assigner) change(
 			"role", c.Word.String(), "why", why)
 	}
 	if a.o.Store != nil && len(words) > 0 {
-		text, err := json.Marshal(words)
+		text, err := json.Marshal(shared{pool.Spec.Name, words})
 		if err != nil {
 			return err
 		}
 		ctx, cancel := context.WithTimeout(ctx, within)
 		defer cancel()
 		pipe := a.redis.Client.Pipeline()
-		pipe.HSet(ctx, a.key(), pool.Spec.Name, text)
+		pipe.HSet(ctx, a.key(), pool.Spec.Name, a.redis.Sign(a.key(), text))
 		pipe.PExpire(ctx, a.key(), ttl)
 		if _, err := pipe.Exec(ctx); err != nil { // then nothing changes here, either
 			return fmt.Errorf("writing words: %w", err)

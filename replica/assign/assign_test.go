@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/redisserver"
+	"tandem/extproc/kvtransfer"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
@@ -160,9 +161,31 @@ func TestStrangeWords(t *testing.T) {
 	redis := redisserver.New(t)
 	s, store, a := replica(t, redis.Addr, true)
 	ctx := t.Context()
-	for _, text := range []string{"", "nonsense", `{"10.0.0.1:80": {"word": "encode"}}`, `{"10.0.0.1:80": {"word": "boss"}, "x": {"word": "decode"}}`} {
+	for _, text := range []string{
+		"", "nonsense", `{"10.0.0.1:80": {"word": "decode"}}`, `{"pool": "chat", "words": {"10.0.0.1:80": {"word": "encode"}}}`,
+		`{"pool": "chat", "words": {"10.0.0.1:80": {"word": "boss"}, "x": {"word": "decode"}}}`,
+	} {
 		require.NoError(t, store.Access().Client.HSet(ctx, a.key(), "chat", text, "other", text).Err())
 		require.NoError(t, a.follow(ctx))
 		require.Equal(t, make([]kvstate.Role, 4), wordsOf(s), text)
 	}
+}
+
+// With a key file only words that a replica signed count.
+func TestWordsOfStrangersDoNotCount(t *testing.T) {
+	redis := redisserver.New(t)
+	s, store, a := replica(t, redis.Addr, true)
+	keys, err := kvtransfer.NewKeys([32]byte{1, 2})
+	require.NoError(t, err)
+	store.SignWith(keys)
+	const text = `{"pool": "chat", "words": {"10.0.0.1:80": {"word": "decode"}}}`
+	set := func(value any) {
+		require.NoError(t, store.Access().Client.HSet(t.Context(), a.key(), "chat", value).Err())
+		require.NoError(t, a.follow(t.Context()))
+	}
+	set(text)
+	set(keys.Sign(nil, "for another purpose", []byte(text)))
+	require.Equal(t, make([]kvstate.Role, 4), wordsOf(s))
+	set(keys.Sign(nil, a.key(), []byte(text)))
+	require.Equal(t, kvstate.RoleDecode, wordsOf(s)[0])
 }

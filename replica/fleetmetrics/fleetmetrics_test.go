@@ -149,7 +149,7 @@ func TestTheIndexIsShown(t *testing.T) {
 // Each figure of what passes between this replica and Redis is shown by its own name.
 func TestEachFigureOfRedisIsShown(t *testing.T) {
 	s := redisstore.Stats{
-		Commands: 1, BytesSent: 2, BytesRead: 3, BatchesSent: 4, BatchesRead: 5, Errors: 6, Dropped: 7, EventsDropped: 8, Gaps: 9, Unknown: 10, Snapshots: 11, SpendUnknown: 12, NoticesDropped: 13,
+		Commands: 1, BytesSent: 2, BytesRead: 3, BatchesSent: 4, BatchesRead: 5, Errors: 6, Dropped: 7, EventsDropped: 8, Gaps: 9, Unknown: 10, Snapshots: 11, SpendUnknown: 12, NoticesDropped: 13, Forged: 14,
 	}
 	got := map[string]int64{}
 	for _, c := range storeCounters() {
@@ -159,7 +159,7 @@ func TestEachFigureOfRedisIsShown(t *testing.T) {
 		"tandem_redis_commands_total": 1, "tandem_redis_sent_bytes_total": 2, "tandem_redis_received_bytes_total": 3, "tandem_redis_batches_sent_total": 4,
 		"tandem_redis_batches_received_total": 5, "tandem_redis_errors_total": 6, "tandem_redis_dropped_total": 7, "tandem_redis_kv_events_dropped_total": 8,
 		"tandem_redis_gaps_total": 9, "tandem_redis_unknown_endpoints_total": 10, "tandem_redis_snapshots_total": 11, "tandem_tickets_consumed_locally_total": 12,
-		"tandem_redis_notices_dropped_total": 13,
+		"tandem_redis_notices_dropped_total": 13, "tandem_redis_forged_total": 14,
 	}, got)
 
 	late := lag.Lag{Count: 7, Seconds: 12.5}

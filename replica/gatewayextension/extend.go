@@ -21,7 +21,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	envoyconfigs "tandem/envoy-configs"
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	egv1 "tandem/protos/envoygateway/v1"
 )
 
@@ -88,7 +88,7 @@ func (e *extension) find(raw []byte) error {
 	if !bytes.Contains(raw, []byte(extProcPrefix)) {
 		return nil
 	}
-	logged := bytes.Contains(raw, []byte(envoywire.UsageNamespace))
+	logged := bytes.Contains(raw, []byte(names.UsageNamespace))
 	return eachManager(raw, func(_ *listenerv3.Filter, m *hcmv3.HttpConnectionManager) error {
 		if logged {
 			e.logged[m.GetRds().GetRouteConfigName()] = true
@@ -181,7 +181,7 @@ func (e *extension) count(table string, r *routev3.Route) error {
 	if err != nil {
 		return err
 	}
-	if !e.logged[table] && !bytes.Contains(raw, []byte(envoywire.UsageNamespace)) {
+	if !e.logged[table] && !bytes.Contains(raw, []byte(names.UsageNamespace)) {
 		return nil
 	}
 	enabled, err := anypb.New(&routev3.FilterConfig{Config: &anypb.Any{}})

@@ -1,4 +1,7 @@
-package envoywire
+// Package names has the names on which Tandem and Envoy's configuration agree: headers, metadata, roles of filters, and
+// the keys of what Envoy reports. Package envoyconfigs writes the other side. Names that only one side needs are not
+// here.
+package names
 
 // Header names that Tandem and Envoy's configuration agree on. Package envoyconfigs writes the other side.
 const (
@@ -71,21 +74,6 @@ const (
 	ContentTypeJSON = "application/json"
 )
 
-// Names of the Endpoint Picker protocol (gateway-api-inference-extension, docs/proposals/004-endpoint-picker-protocol,
-// v1.0.0).
-const (
-	namespaceLB         = "envoy.lb"
-	NamespaceSubset     = "envoy.lb.subset_hint"
-	keySubset           = "x-gateway-destination-endpoint-subset"
-	keyServed           = "x-gateway-destination-endpoint-served"
-	ReasonNoEndpoints   = "rejected-no-endpoints"
-	ReasonSaturated     = "rejected-saturated"
-	HeaderDropped       = "x-llm-d-request-dropped-reason"
-	maxSubset           = 4096                                 // endpoints in a hint
-	HeaderTestSelected  = "x-conformance-test-served-endpoint" // the conformance suite reads it of an answer
-	headerTestSelection = "test-epp-endpoint-selection"        // ... and sets on a request
-)
-
 // The headers of the W3C trace context.
 const (
 	HeaderTraceparent = "traceparent"
@@ -100,3 +88,31 @@ const HeaderLoad = "endpoint-load-metrics"
 var FormHeaders = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",
 	"if-range", "if-unmodified-since", "prefer", "range", "te",
 	"want-content-digest", "want-digest", "want-repr-digest"}
+
+// CodeTicketRefused is the code of the error for a request whose ticket a replica cannot read.
+const CodeTicketRefused = "ticket_refused"
+
+// TagUnfollowed tags the access log entry of a redirect that Envoy did not follow. Its value is UnfollowedLocation if
+// the redirect had no usable location.
+const (
+	TagUnfollowed      = "unfollowed"
+	UnfollowedLocation = "location"
+)
+
+// Of dynamic metadata, the namespace with what Envoy read of an answer's usage, and its keys. They are those of
+// envoy-configs/usage.
+const (
+	UsageNamespace    = "tandem.usage"
+	UsageIn           = "in"          // tokens of the prompt
+	UsageOut          = "out"         // of the answer
+	UsageCached       = "cached"      // of the prompt, found in a cache
+	UsageCacheRead    = "cache_read"  // likewise, which "in" does not count (Anthropic's form)
+	UsageCacheWritten = "cache_write" // of the prompt, written to a cache, which "in" does not count
+	UsageTotal        = "total"       // all of them, for limits
+)
+
+// UsageKeys are the keys of the counts, in the order of ended.Usage.Counts.
+var UsageKeys = [...]string{UsageIn, UsageOut, UsageCached, UsageCacheRead, UsageCacheWritten}
+
+// TagFirstBody tags an entry with the time from its start to the first byte of the answer's body, in microseconds.
+const TagFirstBody = "first_body"
