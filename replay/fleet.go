@@ -4,6 +4,7 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"tandem/kvstate/residency"
 	"tandem/picker"
 	"tandem/replay/engine"
 	"tandem/replay/traces"
@@ -24,6 +25,7 @@ type job struct {
 	arrived, work  float64 // in the queue: time of arrival, and its work there in seconds
 	uncached       int     // as the policy estimated it when it bound the request
 	asked          *traces.Request
+	conversation   *residency.Conversation // as Tandem knows it
 }
 
 // newJobs returns the requests of a trace, on their way to no endpoint.
