@@ -5,24 +5,24 @@ import "tandem/kvstate"
 // Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation comes
 // back, and conversations that come back while an engine computes a prompt wait for it.
 
-// twoCopies is the part of the fleet's memory that conversations may take that are expected back, before engines that
-// serve both legs serve whole requests: a pair keeps a second copy, and some memory is for what runs.
-const twoCopies = 0.4
+// twoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
+// serve both legs serve whole requests: a pair keeps a second copy of each, and some memory is for what runs.
+const twoCopies = 0.35
 
 // whole reports whether engines that serve both legs should serve whole requests, because two copies of the
 // conversations that are expected back do not fit into their memory.
 func (t *terms) whole(v *kvstate.View) bool {
-	live, all := 0.0, 0.0
+	all := 0.0
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Memory == nil || !isBoth(c) || c.Used() != kvstate.RoleBoth {
+		if !isBoth(c) || c.Used() != kvstate.RoleBoth {
 			return false
 		}
 		if c.Usable {
-			live, all = live+c.Memory.Live, all+t.freeKV(c)
+			all += t.freeKV(c)
 		}
 	}
-	return live > twoCopies*all
+	return v.Load.Live > twoCopies*all
 }
 
 // evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance that

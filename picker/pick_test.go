@@ -115,8 +115,9 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	}
 	q.Waited = []float64{0, 0, 4.9, 7}[r.IntN(4)]
 	if r.IntN(2) == 0 { // conversations are known
+		v.Load.Live = float64(r.IntN(2)) * 5e6
 		for i := range v.Endpoints {
-			m := &residency.Memory{Free: 500 * float64(r.IntN(5)), Live: float64(r.IntN(2)) * 5e6, Returns: float64(r.IntN(3)) * .1}
+			m := &residency.Memory{Free: 500 * float64(r.IntN(5)), Returns: float64(r.IntN(3)) * .1}
 			for range r.IntN(3) {
 				m.Old = append(m.Old, residency.Part{Tokens: 600, Length: 1000 * float64(1+r.IntN(3)), Back: []float64{0, .5, 1}[r.IntN(3)]})
 			}

@@ -199,17 +199,16 @@ func (w *twin) returns(i int, work float64) float64 {
 
 // whole is whether engines that serve both legs serve whole requests.
 func (w *twin) whole() bool {
-	live, all := 0.0, 0.0
+	all := 0.0
 	for i, c := range w.v.Endpoints {
-		if c.Endpoint.Role != kvstate.RoleBoth || w.used(i) != kvstate.RoleBoth || c.Memory == nil {
+		if c.Endpoint.Role != kvstate.RoleBoth || w.used(i) != kvstate.RoleBoth {
 			return false
 		}
 		if c.Usable {
-			live += c.Memory.Live
 			all += w.room(i)
 		}
 	}
-	return live > .4*all
+	return w.v.Load.Live > .35*all
 }
 
 func (w *twin) steps(i int) float64 {

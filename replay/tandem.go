@@ -138,6 +138,7 @@ func (t *tandem) arrive(j *job) {
 // Fleet implements [admission.Host].
 func (r *replica) Fleet() *kvstate.View {
 	r.state.View(r.pool, nil, &r.view)
+	r.view.Load.Live = r.memory.Live()
 	for i := range r.view.Endpoints {
 		r.view.Endpoints[i].Memory = r.memory.Memory(i, r.Now)
 	}

@@ -52,6 +52,7 @@ type Table struct {
 	returned, idle [bins]float64
 	hazard         [bins]float64 // returns a second
 	swept          float64
+	live           float64 // as of then
 }
 
 type memory struct {
@@ -74,7 +75,6 @@ func New(capacities []float64) *Table {
 // Memory is what an endpoint's KV memory holds.
 type Memory struct {
 	Free    float64 // tokens that no conversation has
-	Live    float64 // tokens of conversations that live here and are expected back within the horizon
 	Returns float64 // conversations that are expected to come back here in the next second
 	Old     []Part  // what it discards to make room, the first first. Do not modify
 }
@@ -117,9 +117,11 @@ func (t *Table) sweep(now float64) {
 	if passed < sweepEvery {
 		return
 	}
-	t.swept = now
+	t.swept, t.live = now, 0
+	soon := t.back(0)
 	t.all = slices.DeleteFunc(t.all, func(c *Conversation) bool {
 		if !c.isIdle() {
+			t.live += (c.tokens - c.shared) * soon
 			return false
 		}
 		idle := now - c.since
@@ -128,6 +130,7 @@ func (t *Table) sweep(now float64) {
 			return true
 		}
 		t.idle[binOf(idle)] += min(passed, idle)
+		t.live += (c.tokens - c.shared) * t.back(idle)
 		return false
 	})
 	for b := range t.idle {
@@ -218,20 +221,21 @@ func (t *Table) Copy(c *Conversation, at int) {
 	m.discard(at)
 }
 
-// discard removes what does not fit into an endpoint's memory, as the engine does: the least recently used, and nothing
-// that requests there need.
+// discard removes what does not fit into an endpoint's memory, as the engine does: the end of the least recently used,
+// and nothing that requests there need.
 func (m *memory) discard(at int) {
 	over := -m.capacity
 	for _, h := range m.held {
 		over += h.tokens
 	}
-	m.held = slices.DeleteFunc(m.held, func(h held) bool {
-		if over <= 0 || h.of.running > 0 && h.of.home == at || h.tokens > over {
-			return false
+	for i := 0; i < len(m.held) && over > 0; i++ {
+		if h := &m.held[i]; h.of.running == 0 || h.of.home != at {
+			n := min(h.tokens, over)
+			h.tokens -= n
+			over -= n
 		}
-		over -= h.tokens
-		return true
-	})
+	}
+	m.held = slices.DeleteFunc(m.held, func(h held) bool { return h.tokens == 0 && h.of.running == 0 })
 }
 
 // End records the end of an answer: the conversation has so many tokens now.
@@ -248,6 +252,9 @@ func (t *Table) outdate(at int) {
 	}
 }
 
+// Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
+func (t *Table) Live() float64 { return t.live }
+
 // Memory returns what an endpoint's memory holds. It is valid until the next call for it.
 func (t *Table) Memory(at int, now float64) *Memory {
 	m := &t.memory[at]
@@ -261,22 +268,16 @@ func (t *Table) Memory(at int, now float64) *Memory {
 func (t *Table) sum(at int, m *memory, now float64) {
 	s := &m.summary
 	*s = Memory{Free: m.capacity, Old: s.Old[:0]}
-	soon := t.back(0)
 	for _, h := range m.held {
 		s.Free -= h.tokens
 		c, lives := h.of, h.of.home == at
-		switch {
-		case lives && c.running > 0:
-			s.Live += h.tokens * soon
-			continue
-		case c.waiting > 0:
-			continue // it counts where it goes
+		if c.waiting > 0 || lives && c.running > 0 {
+			continue // it is not idle
 		}
 		p := Part{Tokens: h.tokens, Length: c.tokens}
 		if lives {
 			idle := now - c.since
 			p.Back = t.back(idle)
-			s.Live += h.tokens * p.Back
 			s.Returns += t.hazard[binOf(idle)]
 		}
 		s.Old = append(s.Old, p)
