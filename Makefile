@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -22,23 +22,26 @@ SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|Tes
 # The race detector needs a C compiler. Where there is none the tests run without it, and say so.
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
 
-help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ##day this list
+	@for group in 'day:Every day' 'measure:Measuring, on an idle machine' 'break:Breaking things' 'real:Against the real thing' 'release:Releasing'; do \
+	  printf '%s\n' "$${group#*:}"; awk -F ":.*##$${group%%:*} " 'NF == 2 && /^[a-z0-9-]+:/ { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST); done
 
-build: ## bin/tandem and bin/enginesim
+build: ##day bin/tandem and bin/enginesim
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X main.builtAs=$$(scripts/version.sh)" -o bin/ ./cmd/tandem ./cmd/enginesim
 
-carrier: ## bin/libtandem.so, which Envoy loads (docs/howto/inside-envoy.md); needs gcc, and minutes the first time
+# bin/libtandem.so, which Envoy loads (docs/howto/inside-envoy.md); needs gcc, and minutes the first time.
+carrier: ##day bin/libtandem.so, which Envoy loads; needs gcc, and minutes the first time
 	$(GO) build -buildmode=c-shared -ldflags "-s -w -X main.builtAs=$$(scripts/version.sh)" -o bin/libtandem.so ./carrier
 
-tools: ## Envoy and the openai client into .tools/, redis-server from Debian (once)
+tools: ##day Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh
 
-demo: tools build ## everything on this machine: simulated engines, Tandem, Envoy, real requests; make carrier demo: inside Envoy, too
+# Everything on this machine: simulated engines, Tandem, Envoy, real requests; make carrier demo: inside Envoy, too.
+demo: tools build ##day everything on this machine, with real requests (inside Envoy after make carrier)
 	bin/tandem demo
 	@if [ -e bin/libtandem.so ]; then echo; bin/tandem demo --inside bin; else echo 'not shown, for the library takes minutes to build: Tandem inside Envoy (make carrier demo)'; fi
 
-test: tools ## go vet and all tests, those with a real Envoy included
+test: tools ##day go vet and all tests, those with a real Envoy included
 	$(GO) vet ./...
 	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
 	GO=$(GO) ./scripts/test.sh $(SEQUENTIAL) -- $(TESTFLAGS)
@@ -55,7 +58,9 @@ BENCH = $(GO) run ./e2e/bench -bin bin -rounds 5
 FLEET = $(GO) run ./e2e/bench -bin bin -fleet 1,2,4,8,16 -rate 500 -shapes json1k -rounds 3 -json docs/figures/fleet.json
 TAILS = $(BENCH) -shapes json1k -clients 1,16,64,256 -rate 200 -requests 400 -json docs/figures/tails.json
 
-bench: tools build ## Tandem beside plain Envoy, compared with the last run: the tables and plots of docs/benchmarks.md anew; on an idle machine (25 minutes)
+# Tandem beside plain Envoy, compared with the last run: the tables and plots of docs/benchmarks.md anew; on an idle
+# machine (25 minutes).
+bench: tools build ##measure Tandem beside plain Envoy, into docs/benchmarks.md and its plots (25 minutes)
 	$(BENCH) -shapes json1k,json220k -clients 1,16,64 -variant 'redis: redis=yes' -json docs/figures/floor.json
 	$(BENCH) -shapes json1k -clients 1,16,64 -rate 200 -requests 400 -variant 'redis: redis=yes' -json docs/figures/floor.json
 	$(BENCH) -shapes sse256 -clients 4,16,64 -json docs/figures/floor.json
@@ -65,38 +70,49 @@ bench: tools build ## Tandem beside plain Envoy, compared with the last run: the
 	$(FLEET) -pin -workers 1
 	$(PAGE)
 
-bench-go: ## Go benchmarks of all packages
+bench-go: ##measure Go benchmarks of all packages
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
-e2e-failures: tools ## the failure matrices, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (25 minutes)
+# The failure matrices, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (25
+# minutes).
+e2e-failures: tools ##break the failure matrices, chaos, and outages of Redis (25 minutes)
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover|TestRolesFollowTraffic' -v ./e2e
 	@mkdir -p .cache # 120 stacks that mostly wait:
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
-e2e-inside: tools carrier ## Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams, clients, tokens, attacks and the matrix of failures in brief
+# Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams, clients, tokens, attacks and
+# the matrix of failures in brief.
+e2e-inside: tools carrier ##break Tandem inside a real Envoy: its own tests, and those of both ways (20 minutes)
 	TANDEM_RUN=inside TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestP2PNCCL|TestOtherPulls|TestTRTLLM|TestCachedTokensOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining|TestDemo$$|TestReloadUnderLoad|TestRedisOutages|TestRedisFailover|TestThePoolChanges' -v ./e2e
 
-e2e-envoys: tools ## the failure matrix in brief in each release of Envoy that Tandem works with (5 minutes)
+e2e-envoys: tools ##break the failure matrix in brief in each supported release of Envoy (5 minutes)
 	./scripts/tools.sh envoys
 	for envoy in .tools/bin/envoy .tools/envoys/*/envoy/_bin/envoy; do echo "== $$envoy"; ENVOY=$(CURDIR)/$$envoy TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -v -run 'TestMatrixInBrief$$' ./e2e || exit 1; done
 
-attack: tools ## attacks on the gRPC port, 6 s each, large bodies from many clients, and the second round: the table of docs/figures/attacks.csv (5 minutes)
+# Attacks on the gRPC port, 6 s each, large bodies from many clients, and the second round: the table of
+# docs/figures/attacks.csv (5 minutes).
+attack: tools ##break attacks on the gRPC port and large bodies from many clients (5 minutes)
 	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals|TestEveryDialects' -v ./e2e
 	$(GO) test -count 1 -run '^$$' -bench 'Renamed|Detached' ./kvstate/prefixindex
 	$(GO) test -count 1 -v -run 'TestStreamsOfAMethod|TestOneConnectionLeaves' ./internal/grpcserver
 
-speed: tools ## what is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes)
+# What is claimed of how soon replicas know something, and the like; on a machine that is idle (3 minutes).
+speed: tools ##measure how soon replicas know something; on an idle machine (3 minutes)
 	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
 
-replay: ## all routing tables of docs/benchmarks.md and decision.md, from traces (half an hour; SUITE=quick: one minute)
+# All routing tables of docs/benchmarks.md and decision.md, from traces (half an hour; SUITE=quick: one minute).
+replay: ##measure all routing tables of docs, from traces (half an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
-ratelimit: ## envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes)
+# envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes).
+ratelimit: ##real envoyproxy/ratelimit to .tools/bin, for the test of limit-tokens.md
 	cd .tools && GOBIN=$$PWD/bin $(GO) install github.com/envoyproxy/ratelimit/src/service_cmd@v1.4.1-0.20260122083618-3fb702589d36
 	mv .tools/bin/service_cmd .tools/bin/ratelimit
 
 PEERS = -variant 'redis: redis=yes' -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d)
-bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem: CPU, and what each adds to the first token (10 minutes, and builds)
+# vllm-router and smg (PyPI), with an Envoy in front and without, and llm-d (GitHub) beside Tandem: CPU, and what
+# each adds to the first token (10 minutes, and builds).
+bench-peers: tools build ##measure vllm-router, smg and llm-d beside Tandem: CPU and first tokens (10 minutes)
 	./scripts/tools.sh peers
 	e2e/bench/llm-d.sh .tools/llm-d || echo 'left out, for it cannot be built here: llm-d (LLM_D_ROUTER=FOLDER gives a clone)' >&2
 	$(BENCH) -shapes json1k,json220k,sse256 -clients 16 -json docs/figures/peers.json $(PEERS)
@@ -105,113 +121,151 @@ bench-peers: tools build ## vllm-router and smg (PyPI), with an Envoy in front a
 
 LONG = $(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json400k -endpoints $${ENDPOINTS:-100} -kv-events -documents 200 -json docs/figures/long.json -peer-policy cache_aware \
   $$([ ! -x .tools/peers/bin/smg ] || echo -vllm-router .tools/peers/bin/vllm-router -smg .tools/peers/bin/smg) $$([ ! -e .tools/llm-d/commit ] || echo -llm-d .tools/llm-d) $$([ ! -x .tools/dynamo/bin/python ] || echo -dynamo .tools/dynamo/bin/python)
-bench-long: tools build ## RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, and as many as each can, beside vllm-router, smg, llm-d and Dynamo's selection service if they are installed (bench-peers); 4 GB of memory, on an idle machine (a quarter of an hour)
+# RATE (20) prompts of 100k tokens a second over 100 engines that publish KV events, and as many as each can, beside
+# vllm-router, smg, llm-d and Dynamo's selection service if they are installed (bench-peers); 4 GB of memory, on an
+# idle machine (a quarter of an hour).
+bench-long: tools build ##measure prompts of 100k tokens over 100 engines, beside the same and Dynamo (15 minutes)
 	$(LONG) -clients 32 -rate $${RATE:-20} -requests $${REQUESTS:-200} -idle 10s
 	$(LONG) -clients 16 -requests $${REQUESTS:-200}
 	$(PAGE)
 
-load: tools build ## one replica, one with a Redis, and four and eight that share one, each as fast as it can (ten minutes; CLIENTS=1,16,64,256)
+# One replica, one with a Redis, and four and eight that share one, each as fast as it can (ten minutes;
+# CLIENTS=1,16,64,256).
+load: tools build ##measure one, four and eight replicas, each as fast as it can (10 minutes)
 	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k,json220k,json1m,sse256 -clients $${CLIENTS:-16,64} -variant 'redis: redis=yes' -variant 'four: redis=yes replicas=4' -variant 'eight: redis=yes replicas=8'
 
 CAPACITY = $(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k -clients 1,16,64 -capacity 10,100,1000 -idle 5s -json docs/figures/capacity.json
-capacity: tools build ## what one replica serves with 10, 100 and 1,000 endpoints and 4,096 open streams, and what the limit is; inside Envoy, too, after make carrier; on an idle machine (ten minutes)
+# What one replica serves with 10, 100 and 1,000 endpoints and 4,096 open streams, and what the limit is; inside
+# Envoy, too, after make carrier; on an idle machine (ten minutes).
+capacity: tools build ##measure one replica with up to 1,000 endpoints and 4,096 open streams (10 minutes)
 	ulimit -n $$(ulimit -Hn); $(CAPACITY) $$([ ! -e bin/libtandem.so ] || echo -variant inside:inside=$(CURDIR)/bin)
 	$(PAGE)
 
-idle: tools ## what Tandem costs with 100 endpoints and nothing to do, and with 512 streams open (5 minutes)
+idle: tools ##measure Tandem with 100 endpoints and nothing to do, and with 512 open streams (5 minutes)
 	IDLE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 10m -run 'TestIdle|TestOpenStreams' -v ./e2e
 
-soak: tools ## under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1 with a Redis, SOAK_REPLICAS=4; TANDEM_RUN=inside TANDEM_LIBRARY=FOLDER after make carrier
+# Under churn for SOAK (20m): memory, goroutines, descriptors, reservations, ledgers flat at the end; SOAK_REDIS=1
+# with a Redis, SOAK_REPLICAS=4; TANDEM_RUN=inside TANDEM_LIBRARY=FOLDER after make carrier.
+soak: tools ##break load and churn for SOAK (20m): everything must be flat at the end
 	SOAK=$${SOAK:-20m} TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 0 -run 'TestSoak$$' -v ./e2e
 
-stress: tools ## unit tests RUNS (5) times beside busy loops: what fails here fails by chance (10 minutes a run); PACKAGES=./e2e
+# Unit tests RUNS (5) times beside busy loops: what fails here fails by chance (10 minutes a run); PACKAGES=./e2e.
+stress: tools ##break unit tests RUNS (5) times beside busy loops; PACKAGES=./e2e (10 minutes a run)
 	RUNS=$${RUNS:-5} GO=$(GO) scripts/stress.sh $(PACKAGES)
 
-fuzz: ## every FuzzXxx for FUZZTIME (30s); what it finds new is kept in testdata/fuzz
+fuzz: ##break every fuzz target for FUZZTIME (30s); what it finds is kept in testdata/fuzz
 	./scripts/fuzz.sh $(FUZZTIME)
 
-observability: ## alerts and dashboard against Prometheus' own parsers (a module of its own)
+# Alerts and dashboard against Prometheus' own parsers (a module of its own).
+observability: ##real alerts and dashboard against Prometheus' own parsers
 	cd deploy/observability/promql && $(GO) test -count 1 ./... # what it reads lies outside of its module, so go would not see a change
 
-lint: workflows ## golangci-lint, built from source the first time (minutes, then cached), the gates of arrows_test.go and house_test.go, workflows
+lint: workflows ##day golangci-lint (built the first time), the gates of arrows_test.go, workflows
 	$(GO) test .
 	$(GO) run $(GOLANGCI_LINT) run ./...
 
-workflows: ## actionlint over .github/workflows
+# How large packages, types, functions and docs are, beside the last release: a report, which fails nothing.
+sizes: ##day how large packages, types, functions and docs are: a report
+	@$(GO) run ./scripts/sizes
+
+workflows: ##day of that, actionlint over .github/workflows
 	$(GO) run $(ACTIONLINT)
 
-release: ## archives of both programs for amd64 and arm64 into dist/, with checksums
+release: ##release archives of both programs for amd64 and arm64 into dist/, with checksums
 	scripts/release.sh dist
 
-vuln: ## known vulnerabilities in what is used; asks vuln.go.dev, or $GOVULNDB
+vuln: ##release known vulnerabilities in what is used; asks vuln.go.dev, or $GOVULNDB
 	$(GO) run $(GOVULNCHECK) ./...
 
-generate: ## Go code of protos/**/*.proto (committed; needed only after a change of one)
+# Go code of protos/**/*.proto (committed; needed only after a change of one).
+generate: ##day Go code of protos/**/*.proto, which is committed
 	./scripts/tools.sh dev
 	./scripts/generate.sh
 
-deploy-check: ## manifests against the real CRDs, with kustomize and Helm built from Go modules, and the OCI archive (minutes the first time)
+# Manifests against the real CRDs, with kustomize and Helm built from Go modules, and the OCI archive (minutes the
+# first time).
+deploy-check: ##real manifests against the real CRDs, kustomize and Helm (minutes the first time)
 	scripts/kube-tools.sh kustomize helm
 	TANDEM_OCI=1 $(GO) test -count 1 -timeout 1h -v ./deploy # the archive's programs are built within, for two platforms
 
-e2e-gateway: tools build ## both hops through a real Envoy Gateway, standalone; built from Go modules (10 minutes or more, once); needs root
+# Both hops through a real Envoy Gateway, standalone; built from Go modules (10 minutes or more, once); needs root.
+e2e-gateway: tools build ##real both hops through Envoy Gateway, standalone; as root (10 minutes of building once)
 	scripts/kube-tools.sh envoy-gateway ratelimit
 	TANDEM_GATEWAY=1 TANDEM_REQUIRE_TOOLS=1 unshare -n sh -c 'ip link set lo up && $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run "TestEnvoyGateway|TestLLMD" -v ./e2e'
 	scripts/e2e-gateway.sh
 	UPSTREAM=override-host scripts/e2e-gateway.sh
 
-e2e-kube: tools ## discovery from a real kube-apiserver and etcd, and every manifest held against it; built from Go modules (10 minutes or more, once)
+# Discovery from a real kube-apiserver and etcd, and every manifest held against it; built from Go modules (10
+# minutes or more, once).
+e2e-kube: tools ##real discovery and manifests with a real kube-apiserver (10 minutes of building once)
 	scripts/kube-tools.sh kustomize helm etcd kube-apiserver
 	TANDEM_KUBE=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run 'TestKube' -v ./e2e
 
-e2e-cluster: tools build carrier ## the five commands of docs/kubernetes.md, and the chart with engines, in a cluster of one node on this machine, with kubelet and containerd (30 minutes of builds, once); needs root
+# The five commands of docs/kubernetes.md, and the chart with engines, in a cluster of one node on this machine,
+# with kubelet and containerd (30 minutes of builds, once); needs root.
+e2e-cluster: tools build carrier ##real a cluster of one node on this machine; as root (30 minutes of building once)
 	scripts/kube-tools.sh cluster
 	e2e/cluster/run.sh
 
-e2e-vllm: tools build ## against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 3 to 5 minutes a dialect
+# Against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 3 to 5 minutes a dialect.
+e2e-vllm: tools build ##real vLLM on CPU: 5.5 GiB once, 9 GiB of memory, 3 to 5 minutes a dialect
 	e2e/vllm/install.sh
 	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
 	BIDIRECTIONAL=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealTurns -v ./e2e/vllm
 	RANKS=2 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRanks -v ./e2e/vllm
 	BOTH=1 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealBoth -v ./e2e/vllm
 	BOTH=1 ENGINES=1 DECODES=2 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRoles -v ./e2e/vllm
+	MISTAKES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles' -v ./e2e/vllm
 	for leases in default 120 30; do LEASES=$$leases ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealLeases -v ./e2e/vllm || exit 1; done
 	$(MAKE) e2e-vllm-pairs e2e-vllm-stores
 
-e2e-vllm-pairs: tools build ## of that, the dialects whose legs run at once: NIXL push, and as root on Linux Mooncake over TCP in a network namespace
+# Of that, the dialects whose legs run at once: NIXL push, and as root on Linux Mooncake over TCP in a network
+# namespace.
+e2e-vllm-pairs: tools build ##real of that, dialects whose legs run at once: NIXL push, Mooncake (as root)
 	e2e/vllm/install.sh
 	CONNECTOR=NixlPushConnector e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealPairs -v ./e2e/vllm
 	@if [ "$$(id -u)" = 0 ]; then e2e/vllm/mooncake.sh; else echo 'skipped, for it takes root: e2e/vllm/mooncake.sh'; fi
 
-e2e-vllm-stores: tools build ## of that, ExampleConnector (kvTransfer shared) and MultiConnector of NIXL and it (multi): 2 engines, 4 minutes
+# Of that, ExampleConnector (kvTransfer shared) and MultiConnector of NIXL and it (multi): 2 engines, 4 minutes.
+e2e-vllm-stores: tools build ##real of that, kvTransfer shared and multi (4 minutes)
 	e2e/vllm/install.sh
 	CONNECTOR=ExampleConnector ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealStores -v ./e2e/vllm
 	CONNECTOR=MultiConnector ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealStores -v ./e2e/vllm
 
-e2e-foreign: tools build ## against llm-d's simulator and AIBrix's mock, built from their repositories (minutes, once)
+# Against llm-d's simulator and AIBrix's mock, built from their repositories (minutes, once).
+e2e-foreign: tools build ##real llm-d's simulator and AIBrix's mock (minutes of building once)
 	e2e/foreign/install.sh
 	TANDEM_FOREIGN=$${TANDEM_FOREIGN:-$${XDG_CACHE_HOME:-$$HOME/.cache}/tandem/foreign} $(GO) test -tags foreign -count 1 -timeout 10m -v ./e2e/foreign
 
-site: ## docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open .cache/site/index.html
+# docs/ as a searchable site in .cache/site, with mkdocs from PyPI; open .cache/site/index.html.
+site: ##day docs/ as a searchable site in .cache/site
 	./scripts/tools.sh site
 	.tools/site/bin/mkdocs build --quiet
 	@echo 'the site: .cache/site/index.html'
 
-page: tools ## the replica's page in headless Chromium: accessibility by axe-core (npm), light, dark and on a phone; docs' screenshots anew
+# The replica's page in headless Chromium: accessibility by axe-core (npm), light, dark and on a phone; docs'
+# screenshots anew.
+page: tools ##day the page of a replica in Chromium: accessibility, and the screenshots of docs
 	./scripts/tools.sh page
 	TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run TestPageInChromium -v ./e2e -screenshots
 
-e2e-sglang: tools build ## against real SGLang on CPU, 2 prefill and 2 decode with NIXL: 6.7 GiB into ~/.cache/tandem once, 9 GiB of memory, 10 minutes on idle cores
+# Against real SGLang on CPU, 2 prefill and 2 decode with NIXL: 6.7 GiB into ~/.cache/tandem once, 9 GiB of memory,
+# 10 minutes on idle cores.
+e2e-sglang: tools build ##real SGLang on CPU, 2+2 with NIXL: 6.7 GiB once, 9 GiB of memory, 10 minutes
 	e2e/sglang/install.sh
 	e2e/sglang/run.sh $(GO) test -tags sglang -count 1 -timeout 40m -v ./e2e/sglang
 
-e2e-oracles: ## the engines' own parsers and connectors read what Tandem sends, and refuse it with a name changed (7 GiB once, then two minutes)
+# The engines' own parsers and connectors read what Tandem sends, and refuse it with a name changed (7 GiB once,
+# then two minutes).
+e2e-oracles: ##real the engines' own parsers read what Tandem sends (7 GiB once, then two minutes)
 	e2e/oracles/install.sh
 	e2e/oracles/run.sh
 
-e2e-releases: ## of that, held releases and the newest of vLLM and SGLang on PyPI: a row for each release and dialect, passed or what changed; SMOKE=1: real vLLM, too
+# Of that, held releases and the newest of vLLM and SGLang on PyPI: a row for each release and dialect, passed or
+# what changed; SMOKE=1: real vLLM, too.
+e2e-releases: ##real of that, held and newest releases of vLLM and SGLang; SMOKE=1: real vLLM, too
 	e2e/oracles/install.sh
 	e2e/oracles/run.sh newest
 
-clean: ## what was built; .tools/ and Go's own caches stay
+clean: ##day what was built; .tools/ and the caches of Go stay
 	rm -rf bin dist .cache

@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"tandem/carrier/filter"
-	"tandem/internal/replica"
 	"tandem/internal/version"
+	"tandem/replica"
 )
 
 // builtAs is set by the linker, as that of cmd/tandem.

@@ -18,7 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
-	"tandem/internal/config"
+	"tandem/replica/config"
 )
 
 var update = flag.Bool("update", false, "rewrite envoy-gateway/resources.yaml, override-host.yaml and testdata")

@@ -14,7 +14,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
-	"tandem/internal/config"
+	"tandem/replica/config"
 )
 
 // This file does the part of Envoy Gateway's translation that resources.yaml makes use of (a route for each rule of the

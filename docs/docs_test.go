@@ -24,8 +24,8 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
-	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 var update = flag.Bool("update", false, "rewrite the reference in configuration.md and the plots")
@@ -442,7 +442,7 @@ func TestWorkedExamples(t *testing.T) {
 	}{
 		{
 			"../extproc/kvtransfer/worked.go", "// handle is", "package kvtransfer\n\nimport (\n\t\"fmt\"\n\n\t\"tandem/extproc/openai\"\n)\n\n", map[string]string{dialect: listed},
-			[]string{"test", "-vet=off", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../internal/config"},
+			[]string{"test", "-vet=off", "-count=1", "-run", "TestNew|TestPrefillEmptyObject|TestDialectDefaults", "../extproc/kvtransfer", "../replica/config"},
 		},
 		{"../picker/worked.go", "const fullFrom", "package picker\n\nimport \"tandem/kvstate\"\n\n", nil, []string{"build", "../picker"}},
 	} {

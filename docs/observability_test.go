@@ -18,7 +18,7 @@ const observability = "../deploy/observability/"
 func metricsOfTheCode(t *testing.T) map[string]bool {
 	t.Helper()
 	out := map[string]bool{}
-	for _, top := range []string{"../internal/replica", "../extproc", "../kvstate", "../picker", "../status", "../internal/fleetmetrics", "../internal/xds", "../internal/gatewayextension"} {
+	for _, top := range []string{"../replica", "../extproc", "../kvstate", "../picker", "../status", "../replica/fleetmetrics", "../replica/xds", "../replica/gatewayextension"} {
 		require.NoError(t, filepath.WalkDir(top, func(file string, _ fs.DirEntry, err error) error {
 			if err != nil || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go") {
 				return err
@@ -65,7 +65,7 @@ func TestAlertsDashboardsAndPagesNameWhatThereIs(t *testing.T) {
 	}
 }
 
-// metrics.md has every metric: what internal/replica's test registers for it is all there is. A panel is a matter of taste;
+// metrics.md has every metric: what replica's test registers for it is all there is. A panel is a matter of taste;
 // which have none is logged.
 func TestEveryMetricHasItsRow(t *testing.T) {
 	known := metricsOfTheCode(t)
@@ -75,7 +75,7 @@ func TestEveryMetricHasItsRow(t *testing.T) {
 	}
 	shown := metricsIn(read(t, observability+"grafana/dashboards/tandem.json")+read(t, observability+"alerts.yaml"), known)
 	for name := range known {
-		require.True(t, rows[name], "metrics.md lacks %s: register it in internal/replica's TestMetricsPage", name)
+		require.True(t, rows[name], "metrics.md lacks %s: register it in replica's TestMetricsPage", name)
 		if !shown[name] {
 			t.Logf("%s is in no panel and no alert", name)
 		}

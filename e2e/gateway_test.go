@@ -189,7 +189,7 @@ func (asBytes) Unmarshal(data mem.BufferSlice, v any) error {
 func (asBytes) Name() string { return "proto" }
 
 // record passes on what Envoy Gateway sends to an extension, and keeps the last translation in a file, from which
-// `go test ./internal/gatewayextension -record FILE` makes a fixture.
+// `go test ./replica/gatewayextension -record FILE` makes a fixture.
 func record(t *testing.T, to, file string) string {
 	t.Helper()
 	conn, err := grpc.NewClient(to, grpc.WithTransportCredentials(insecure.NewCredentials()))

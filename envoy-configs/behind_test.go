@@ -20,8 +20,8 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 // inFront is a bootstrap with a listener that is not ours, as a gateway has one, and all that is behind it. The path

@@ -23,7 +23,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"sigs.k8s.io/yaml"
 
-	"tandem/internal/config"
+	"tandem/replica/config"
 )
 
 var update = flag.Bool("update", false, "rewrite the envoy.yaml files")

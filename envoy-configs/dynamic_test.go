@@ -11,7 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"sigs.k8s.io/yaml"
 
-	"tandem/internal/config"
+	"tandem/replica/config"
 )
 
 // What is served is valid by the rules of Envoy's API, and the real Envoy takes the bootstrap.

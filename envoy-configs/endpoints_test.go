@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/config"
+	"tandem/replica/config"
 )
 
 // With override-host, what Envoy Gateway has to know is printed for it: Backends of what is listed, Services of what is selected.

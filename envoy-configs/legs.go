@@ -15,7 +15,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"tandem/envoy-configs/match"
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 )
 
 // all are listeners without a port: each puts an ordinary ext_proc filter between the main listener and an endpoint.
@@ -54,7 +54,7 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 	l.host.Name, l.host.Domains = "all", []string{"*"}
 	var plain []*corev3.HeaderValueOption
 	if l.read {
-		l.remove = append(l.remove, envoywire.FormHeaders...)
+		l.remove = append(l.remove, names.FormHeaders...)
 		plain = append(plain, setHeader("accept-encoding", "identity", overwriteOrAdd))
 	}
 	if l.json {

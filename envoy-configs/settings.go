@@ -7,8 +7,8 @@ import (
 	"strconv"
 	"time"
 
-	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 // MaxRedirects is Envoy's max_internal_redirects on the legs' routes. The server's own budget ends below it.

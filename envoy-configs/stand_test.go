@@ -27,8 +27,8 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"tandem/e2e/loopback"
-	"tandem/internal/config"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 // The stand: a real Envoy with what Bootstrap renders, two engines that record what they are sent, and, in place of Tandem,

@@ -13,7 +13,9 @@ import (
 	"tandem/extproc/ended"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
@@ -27,23 +29,23 @@ import (
 // streamAccessLogs serves envoy.service.accesslog.v3.AccessLogService. Such a stream never ends by itself, so the
 // server ends it when it drains: the reservations that the entries would release end with the server.
 func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
-	ended := make(chan error, 1)
+	over := make(chan error, 1)
 	defer s.loggers.Opened(stream.Context())()
 	defer s.faults.Opened()()
 	ctx := guard.With(stream.Context(), s.guard)
 	go func() {
-		_, err := guard.Try(ctx, "access log", func() (struct{}, error) { return struct{}{}, s.readAccessLogs(stream) })
-		ended <- err
+		_, err := guard.Try(ctx, "access log", func() (struct{}, error) { return struct{}{}, s.readAccessLogs(ctx, stream) })
+		over <- err
 	}()
 	select {
-	case err := <-ended:
+	case err := <-over:
 		return err
 	case <-s.draining:
 		return nil
 	}
 }
 
-func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
+func (s *Server) readAccessLogs(ctx context.Context, stream grpc.ServerStream) error {
 	var batch envoywire.LogBatch
 	batch.Tenant = s.observer.Usage.Header()
 	for {
@@ -55,22 +57,28 @@ func (s *Server) readAccessLogs(stream grpc.ServerStream) error {
 			return err
 		}
 		for i := range batch.Entries {
-			batch.Entries[i].SetTime(s.passes.Now())
-			switch batch.Name {
-			case envoywire.LogNameMirror:
-				s.mirrorEnded(&batch.Entries[i])
-			case envoywire.LogNameFailed:
-				s.tryFailed(&batch.Entries[i])
-			default:
-				s.hopEnded(&batch.Entries[i])
-			}
+			s.logged(ctx, batch.Name, &batch.Entries[i])
 		}
+	}
+}
+
+// logged handles an entry of a log. A panic costs this entry alone: the others of its batch are other requests'.
+func (s *Server) logged(ctx context.Context, log string, e *envoywire.LogEntry) {
+	defer guard.Recover(ctx, "access log")
+	e.Ended.SetTime(s.passes.Now())
+	switch log {
+	case envoywire.LogNameMirror:
+		s.mirrorEnded(e)
+	case envoywire.LogNameFailed:
+		s.tryFailed(e)
+	default:
+		s.hopEnded(e)
 	}
 }
 
 // passEnd is the end of one pass of a request: what an entry says of it.
 type passEnd struct {
-	entry      *envoywire.LogEntry
+	entry      *ended.Pass
 	ticket     *kvtransfer.Ticket
 	name       string // of the request's reservations
 	redirected bool   // the next pass follows: the request has not ended
@@ -82,8 +90,8 @@ type passEnd struct {
 // it into the request before it logs. Any other entry is the end of the request and shows the ticket of its own
 // pass. If the client left before Envoy had received the server's answer, it shows the ticket of the pass before;
 // then what is held follows from the request.
-func (s *Server) hopEnded(e *envoywire.LogEntry) {
-	t := s.ticketOf(e)
+func (s *Server) hopEnded(entry *envoywire.LogEntry) {
+	e, t := &entry.Ended, s.ticketOf(entry)
 	if t == nil {
 		return
 	}
@@ -106,7 +114,7 @@ func (s *Server) hopEnded(e *envoywire.LogEntry) {
 // requestEnded does what follows from the end of a request. mine: this replica counts it.
 func (s *Server) requestEnded(end *passEnd, mine bool) {
 	t, e := end.ticket, end.entry
-	s.reclaim.Ended(t, end.ofHandOver())
+	s.reclaim.Ended(t, e, end.here)
 	s.faults.DecodeEnded(t, e)
 	if t.Stage == kvtransfer.PrefillLeg { // pass 2 may have read P's inline answer, but Envoy did not receive its decision
 		s.releaseForGood(e, t.Redirects+1)
@@ -120,7 +128,7 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 	if t.Stage.Redirects() {
 		s.releaseForGood(e, t.Redirects)
 	}
-	to := ended.Recorder{State: s.State, Observer: s.observer, Tracer: s.Tracer}
+	to := journey.Recorder{State: s.State, Observer: s.observer, Tracer: s.Tracer}
 	to.Record(t, e, s.passes.SealedAt(t), mine)
 	if mine { // every replica receives every entry; the one with the reservation counts the hop
 		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
@@ -131,7 +139,7 @@ func (s *Server) requestEnded(end *passEnd, mine bool) {
 
 // releaseForGood releases what this replica holds for a pass of a request that is over. If Envoy names the request,
 // nothing is reserved for it any more. A request id alone may belong to other requests, too.
-func (s *Server) releaseForGood(e *envoywire.LogEntry, number int) {
+func (s *Server) releaseForGood(e *ended.Pass, number int) {
 	held := s.passes.Held(reservedAs(e), number)
 	if len(e.Reservation) == 0 {
 		s.passes.Release(held)
@@ -142,11 +150,12 @@ func (s *Server) releaseForGood(e *envoywire.LogEntry, number int) {
 
 // ticketOf opens the ticket of an entry. Without one, or with one that cannot be read, it releases what the request has
 // reserved, and returns nil.
-func (s *Server) ticketOf(e *envoywire.LogEntry) *kvtransfer.Ticket {
-	t, err := s.passes.Keys().Open(string(e.Ticket), string(e.RequestID), s.passes.Now())
+func (s *Server) ticketOf(entry *envoywire.LogEntry) *kvtransfer.Ticket {
+	e := &entry.Ended
+	t, err := s.passes.Keys().Open(string(entry.Ticket), string(e.RequestID), s.passes.Now())
 	switch {
-	case len(e.Ticket) == 0 || t != nil && t.Stage == kvtransfer.Undecided:
-		if !bytes.HasPrefix(e.Details, []byte(envoywire.DetailsPrefix)) { // else Tandem answered it by itself
+	case len(entry.Ticket) == 0 || t != nil && t.Stage == kvtransfer.Undecided:
+		if !bytes.HasPrefix(e.Details, []byte(names.DetailsPrefix)) { // else Tandem answered it by itself
 			s.releaseForGood(e, 0)
 		}
 		return nil
@@ -158,25 +167,17 @@ func (s *Server) ticketOf(e *envoywire.LogEntry) *kvtransfer.Ticket {
 	return t
 }
 
-// ofHandOver returns what the reclaimer needs of the end.
-func (end *passEnd) ofHandOver() *reclaim.End {
-	e := end.entry
-	return &reclaim.End{
-		RequestID: string(e.RequestID), ClientGone: e.ClientGone, Asked: e.Asked(), Tried: e.Tries > 0, BookedHere: end.here,
-	}
-}
-
 // tryFailed handles the access log entry of a failed try.
-func (s *Server) tryFailed(e *envoywire.LogEntry) {
-	t, _ := s.passes.Keys().Open(string(e.Ticket), string(e.RequestID), s.passes.Now())
-	if t == nil || e.Replan || e.Mirror {
+func (s *Server) tryFailed(entry *envoywire.LogEntry) {
+	e := &entry.Ended
+	t, _ := s.passes.Keys().Open(string(entry.Ticket), string(e.RequestID), s.passes.Now())
+	if t == nil || e.Replan || entry.Mirror {
 		return
 	}
 	s.faults.Report(t, e)
 	s.replan.TryFailed(t.ID)
 	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
-		end := passEnd{entry: e, here: s.passes.HeldHere(t, reservedAs(e))}
-		s.reclaim.NotConnected(t, end.ofHandOver())
+		s.reclaim.NotConnected(t, string(e.RequestID), s.passes.HeldHere(t, reservedAs(e)))
 	}
 }
 
@@ -191,11 +192,11 @@ func reservationKey(reservation, requestID []byte) string {
 }
 
 // reservedAs returns the reservation key of the request that an access log entry is about.
-func reservedAs(e *envoywire.LogEntry) string { return reservationKey(e.Reservation, e.RequestID) }
+func reservedAs(e *ended.Pass) string { return reservationKey(e.Reservation, e.RequestID) }
 
 // notFollowed logs and counts such an end. Every replica receives the entry; mine reports whether this one made the
 // reservation, and counts it.
-func (s *Server) notFollowed(t *kvtransfer.Ticket, e *envoywire.LogEntry, mine bool) {
+func (s *Server) notFollowed(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
 	why := replan.NotFollowed(t, e, s.MaxRedirects)
 	s.Log.Warn("Envoy did not follow a redirect", "request_id", string(e.RequestID), "reason", why, "stage", t.Stage.String(), "prefill", t.Prefill,
 		"decode", t.Decode, "redirects", t.Redirects, "body_bytes", t.BodyBytes, "sent_bytes", e.Sent, "sent_header_bytes", e.SentHeaders, "duration", e.Duration)
@@ -206,11 +207,12 @@ func (s *Server) notFollowed(t *kvtransfer.Ticket, e *envoywire.LogEntry, mine b
 
 // mirrorEnded handles the access log entry of a mirrored leg, which every replica receives. The replica that
 // reserved it releases it; the one that watches D learns how it ended.
-func (s *Server) mirrorEnded(e *envoywire.LogEntry) {
-	t, err := s.passes.Keys().Open(string(e.Ticket), string(e.ClientID), s.passes.Now())
+func (s *Server) mirrorEnded(entry *envoywire.LogEntry) {
+	e := &entry.Ended
+	t, err := s.passes.Keys().Open(string(entry.Ticket), string(entry.ClientID), s.passes.Now())
 	if t == nil {
 		s.observer.TicketRefused()
-		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(e.ClientID), "err", err)
+		s.Log.Debug("access log entry of a leg with a ticket that is not ours", "request_id", string(entry.ClientID), "err", err)
 		return
 	}
 	s.State.Release(pass.HeldBy(t).Prefill)

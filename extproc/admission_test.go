@@ -16,6 +16,7 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -160,11 +161,11 @@ func TestARequestThatWaitedGoesOn(t *testing.T) {
 		began := time.Now()
 		require.Zero(t, q.pass().status())
 		require.Equal(t, 3*time.Second, time.Since(began).Truncate(latebinding.Tick))
-		require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
+		require.Equal(t, addressOf("p1"), q.headers[names.HeaderEndpoint])
 		q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(3))})
 		q.follow()
 		require.Zero(t, q.pass().status())
-		require.Equal(t, addressOf("d1"), q.headers[envoywire.HeaderEndpoint])
+		require.Equal(t, addressOf("d1"), q.headers[names.HeaderEndpoint])
 		s.log(q.entry(200, "via_upstream"))
 		require.Zero(t, s.state.Reservations())
 		trace := s.server.Recent(1)[0]
@@ -289,7 +290,7 @@ func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 		time.Sleep(latebinding.Tick)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order)
-		require.Contains(t, []string{addressOf("p0"), addressOf("p2")}, c.ended["a"].set[envoywire.HeaderEndpoint])
+		require.Contains(t, []string{addressOf("p0"), addressOf("p2")}, c.ended["a"].set[names.HeaderEndpoint])
 		time.Sleep(2 * latebinding.Tick)
 	})
 }
@@ -372,8 +373,8 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			time.Sleep(time.Second)
 			end()
 			c.group.Wait()
-			require.Equal(t, addressOf("p1"), c.ended["a"].set[envoywire.HeaderPrefillEndpoint])
-			require.Equal(t, addressOf("d1"), c.ended["a"].set[envoywire.HeaderEndpoint])
+			require.Equal(t, addressOf("p1"), c.ended["a"].set[names.HeaderPrefillEndpoint])
+			require.Equal(t, addressOf("d1"), c.ended["a"].set[names.HeaderEndpoint])
 			c.done("a")
 			time.Sleep(2 * latebinding.Tick)
 			require.Zero(t, s.state.Reservations())

@@ -15,6 +15,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 )
 
 // These tests play the listener answer-leg: D's answer comes in pieces, and they collect what goes on.
@@ -35,7 +36,7 @@ func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body
 	s.t.Helper()
 	sealed, err := s.server.passes.Keys().Seal(nil, t, "r1")
 	require.NoError(s.t, err)
-	l := s.leg(envoywire.RoleAnswerLeg)
+	l := s.leg(names.RoleAnswerLeg)
 	attributes, err := structpb.NewStruct(map[string]any{"request.headers['x-tandem-ticket']": string(sealed), "request.headers['x-request-id']": "r1"})
 	require.NoError(s.t, err)
 	send := func(m *extprocv3.ProcessingRequest) {
@@ -71,7 +72,7 @@ func (s *stand) throughAnswerLeg(t *kvtransfer.Ticket, status, contentType, body
 			i := r.GetImmediateResponse()
 			got.status = int(i.GetStatus().GetCode())
 			for _, h := range i.GetHeaders().GetSetHeaders() {
-				got.final = got.final || h.GetHeader().GetKey() == envoywire.HeaderFinal && string(h.GetHeader().GetRawValue()) == "true"
+				got.final = got.final || h.GetHeader().GetKey() == names.HeaderFinal && string(h.GetHeader().GetRawValue()) == "true"
 			}
 			var e struct{ Error struct{ Code string } }
 			require.NoError(s.t, json.Unmarshal(i.GetBody(), &e))

@@ -16,9 +16,11 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/encoding/protowire"
 
+	"tandem/extproc/ended"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -57,7 +59,7 @@ func (w *wire) SendMsg(m any) error {
 	}
 	w.replies++
 	w.bytes += data.Len()
-	if head := data[0].ReadOnlyData(); bytes.Contains(head, []byte(envoywire.HeaderTicket)) {
+	if head := data[0].ReadOnlyData(); bytes.Contains(head, []byte(names.HeaderTicket)) {
 		w.received = append(w.received[:0], head...)
 	}
 	data.Free()
@@ -66,7 +68,7 @@ func (w *wire) SendMsg(m any) error {
 
 // ticket takes the sealed ticket out of what was received: HeaderValue{1: key, 3: raw_value}.
 func (w *wire) ticket() []byte {
-	at := bytes.Index(w.received, []byte(envoywire.HeaderTicket)) + len(envoywire.HeaderTicket) + 1
+	at := bytes.Index(w.received, []byte(names.HeaderTicket)) + len(names.HeaderTicket) + 1
 	n := 0
 	for shift := 0; ; shift += 7 {
 		b := w.received[at]
@@ -104,7 +106,7 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	c := &course{mode: mode}
 	c.s = New(Options{State: state, Settings: pass.Settings{Keys: keys, Pools: map[string]pass.Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
 	c.main = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(":authority", "tandem")), codec: envoywire.NewCodec()}
-	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(envoywire.MetadataRole, envoywire.RolePrefillLeg)), codec: envoywire.NewCodec()}
+	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(names.MetadataRole, names.RolePrefillLeg)), codec: envoywire.NewCodec()}
 	for _, h := range [][2]string{
 		{":method", "POST"}, {":path", "/v1/chat/completions"}, {":authority", "api.example"}, {":scheme", "http"},
 		{"content-type", "application/json"}, {"user-agent", "OpenAI/Python 1.99"}, {"authorization", "Bearer " + filler(60)},
@@ -151,25 +153,27 @@ func (c *course) run(tb testing.TB) {
 
 // settle is the access log entry at the end.
 func settle(s *Server, ticket []byte) {
-	s.hopEnded(&envoywire.LogEntry{RequestID: []byte("2f3e4d5c-0000-4000-8000-0123456789ab"), Ticket: ticket, Status: 200})
+	s.hopEnded(&envoywire.LogEntry{
+		Ticket: ticket, Ended: ended.Pass{RequestID: []byte("2f3e4d5c-0000-4000-8000-0123456789ab"), Status: 200},
+	})
 }
 
 // begin makes the main stream bring the request's headers, with a ticket in pass 2, and a body message.
 func (c *course) begin(ticket, body []byte) *wire {
 	entries := len(c.headers)
 	if ticket != nil {
-		entries += headerLen(envoywire.HeaderTicket, ticket)
+		entries += headerLen(names.HeaderTicket, ticket)
 		if c.carried != nil {
-			entries += headerLen(envoywire.HeaderPrefilled, c.carried)
+			entries += headerLen(names.HeaderPrefilled, c.carried)
 		}
 	}
 	b := c.scratch[:0]
 	b = openField(b, protowire.Number(envoywire.PhaseRequestHeaders), fieldLen(entries))
 	b = append(openField(b, 1, entries), c.headers...)
 	if ticket != nil {
-		b = appendHeader(b, envoywire.HeaderTicket, ticket)
+		b = appendHeader(b, names.HeaderTicket, ticket)
 		if c.carried != nil {
-			b = appendHeader(b, envoywire.HeaderPrefilled, c.carried)
+			b = appendHeader(b, names.HeaderPrefilled, c.carried)
 		}
 	}
 	b = append(openField(b, 11, 2), 1<<3, byte(c.mode)) // ProtocolConfiguration{1: request_body_mode}

@@ -7,7 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 )
 
 // Two replicas whose hosts' clocks are 700 s apart have Redis's time: a ticket of one is good at the other, and no more
@@ -34,7 +34,7 @@ func TestReplicasWithOtherClocks(t *testing.T) {
 				time.Sleep(c.waited)
 				s.state.Clock.Set(time.Now(), s.state.Clock.Now().Add(-c.back), 0)
 				q.pass()
-				require.Equal(t, c.leg, q.headers[envoywire.HeaderLeg])
+				require.Equal(t, c.leg, q.headers[names.HeaderLeg])
 			})
 		})
 	}

@@ -20,6 +20,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -56,7 +57,7 @@ func (s *stand) leg(role string) *leg {
 
 // decode begins the decode leg, and gives the body that D gets.
 func (q *request) decode(s *stand) (l *leg, body string) {
-	return q.through(s, envoywire.RoleDecodeLeg)
+	return q.through(s, names.RoleDecodeLeg)
 }
 
 // through begins a leg whose filter rewrites the body, and gives what the engine gets.
@@ -75,7 +76,7 @@ func (q *request) through(s *stand, role string) (l *leg, body string) {
 
 // mirror begins the mirrored leg.
 func (q *request) mirror(s *stand) *leg {
-	l := s.leg(envoywire.RoleMirror)
+	l := s.leg(names.RoleMirror)
 	q.mode = filterv3.ProcessingMode_NONE
 	headers, _ := q.messages()
 	q.mode = filterv3.ProcessingMode_FULL_DUPLEX_STREAMED
@@ -129,7 +130,7 @@ func (l *leg) redirected(q *request) {
 	require.NotNil(l.t, i)
 	require.EqualValues(l.t, 307, i.GetStatus().GetCode())
 	for _, h := range i.GetHeaders().GetSetHeaders() {
-		if h.GetHeader().GetKey() == envoywire.HeaderTicket {
+		if h.GetHeader().GetKey() == names.HeaderTicket {
 			q.taken = string(h.GetHeader().GetRawValue())
 		}
 	}
@@ -173,10 +174,10 @@ var twoAndTwo = []string{"p1", "p2", "d1", "d2"}
 func TestPairGoesWell(t *testing.T) {
 	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
 		q, v := pass1At(s, "well", "/v1/messages")
-		require.Equal(t, plan.LegPair, v.set[envoywire.HeaderLeg])
-		require.Equal(t, envoywire.MirrorCancel, v.set[envoywire.HeaderMirror])
-		require.Equal(t, "well", v.set[envoywire.HeaderClientID])
-		require.NotEmpty(t, v.set[envoywire.HeaderPrefillEndpoint])
+		require.Equal(t, plan.LegPair, v.set[names.HeaderLeg])
+		require.Equal(t, names.MirrorCancel, v.set[names.HeaderMirror])
+		require.Equal(t, "well", v.set[names.HeaderClientID])
+		require.NotEmpty(t, v.set[names.HeaderPrefillEndpoint])
 		d, body := q.decode(s)
 		require.Equal(t, room(t, string(q.body)), room(t, body), "one room")
 		require.Contains(t, body, `"model":"m","messages":[],"stream":true,"max_tokens":9}`)
@@ -307,8 +308,8 @@ func TestPairPrefillFails(t *testing.T) {
 				q.mirror(s).answer(answer.status, answer.body)
 				d.redirected(q)
 				second := q.pass()
-				require.Equal(t, plan.LegPair, second.set[envoywire.HeaderLeg])
-				require.NotEqual(t, first.set[envoywire.HeaderPrefillEndpoint], second.set[envoywire.HeaderPrefillEndpoint], "another P")
+				require.Equal(t, plan.LegPair, second.set[names.HeaderLeg])
+				require.NotEqual(t, first.set[names.HeaderPrefillEndpoint], second.set[names.HeaderPrefillEndpoint], "another P")
 				require.NotEqual(t, room(t, body), room(t, string(q.body)), "another room")
 				d, _ = q.decode(s)
 				q.mirror(s).answer(200, goodPrefill)
@@ -355,7 +356,7 @@ func TestPairDecodeFails(t *testing.T) {
 		d.redirected(q)
 		require.EqualValues(t, 503, p.receive().GetImmediateResponse().GetStatus().GetCode(), "cut")
 		second := q.pass()
-		require.NotEqual(t, first.set[envoywire.HeaderEndpoint], second.set[envoywire.HeaderEndpoint], "another D")
+		require.NotEqual(t, first.set[names.HeaderEndpoint], second.set[names.HeaderEndpoint], "another D")
 		s.log(q.entry(0, "downstream_remote_disconnect"))
 	})
 }
@@ -378,8 +379,8 @@ func TestPairWhoseConnectionBreaks(t *testing.T) {
 				require.Equal(t, 503, second.status(), "P is full, and there is no other")
 				return
 			}
-			require.Equal(t, plan.LegPair, second.set[envoywire.HeaderLeg])
-			require.NotEqual(t, first.set[envoywire.HeaderEndpoint], second.set[envoywire.HeaderEndpoint], "another D")
+			require.Equal(t, plan.LegPair, second.set[names.HeaderLeg])
+			require.NotEqual(t, first.set[names.HeaderEndpoint], second.set[names.HeaderEndpoint], "another D")
 			s.log(q.entry(0, "downstream_remote_disconnect"))
 		})
 	}
@@ -450,7 +451,7 @@ func (s *stand) logMirror(q *request, status int) {
 	require.NoError(s.t, err)
 	e := q.entry(status, "via_upstream")
 	e.Request.RequestId = "another"
-	e.Request.RequestHeaders[envoywire.HeaderClientID] = q.headers[envoywire.HeaderClientID]
+	e.Request.RequestHeaders[names.HeaderClientID] = q.headers[names.HeaderClientID]
 	require.NoError(s.t, stream.Send(&logv3.StreamAccessLogsMessage{
 		Identifier: &logv3.StreamAccessLogsMessage_Identifier{LogName: envoywire.LogNameMirror},
 		LogEntries: &logv3.StreamAccessLogsMessage_HttpLogs{HttpLogs: &logv3.StreamAccessLogsMessage_HTTPAccessLogEntries{LogEntry: []*logdatav3.HTTPAccessLogEntry{e}}},
@@ -465,8 +466,8 @@ func TestPairAlternatives(t *testing.T) {
 		s := pairStand(t, "sglang", "p1", "d1", "b1")
 		q := s.newRequest("/v1/responses", "stored", `{"model":"m","input":"x","store":true}`)
 		v := q.pass()
-		require.Equal(t, addressOf("b1"), v.set[envoywire.HeaderEndpoint])
-		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, addressOf("b1"), v.set[names.HeaderEndpoint])
+		require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 		s.log(q.entry(200, "via_upstream"))
 
 		s = pairStand(t, "sglang", "p1", "d1")
@@ -478,7 +479,7 @@ func TestPairAlternatives(t *testing.T) {
 		}
 		s = pairStand(t, "mooncake", "p1", "d1") // whose P is not known: D does it alone
 		q, v = pass1(s, "unknown")
-		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 		s.log(q.entry(200, "via_upstream"))
 	})
 }
@@ -502,10 +503,10 @@ func TestPairForeignTickets(t *testing.T) {
 		sealed, err := s.server.passes.Keys().Seal(nil, &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Expires: time.Now().Add(time.Minute)}, "x")
 		require.NoError(t, err)
 		for _, ticket := range []string{"", "forged", string(sealed)} {
-			for _, role := range []string{envoywire.RoleDecodeLeg, envoywire.RoleMirror} {
+			for _, role := range []string{names.RoleDecodeLeg, names.RoleMirror} {
 				l := s.leg(role)
 				require.NoError(t, l.stream.Send(&extprocv3.ProcessingRequest{Request: &extprocv3.ProcessingRequest_RequestHeaders{
-					RequestHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(envoywire.HeaderTicket, ticket, envoywire.HeaderClientID, "x")},
+					RequestHeaders: &extprocv3.HttpHeaders{Headers: wiretest.HeaderMap(names.HeaderTicket, ticket, names.HeaderClientID, "x")},
 				}}))
 				require.EqualValues(t, 500, l.receive().GetImmediateResponse().GetStatus().GetCode(), "%s with %q", role, ticket)
 			}
@@ -525,7 +526,7 @@ func TestTheOnlyPairIsTriedAgain(t *testing.T) {
 			q := s.newRequest("/v1/chat/completions", "r1", body)
 			v := q.pass()
 			require.Zero(t, v.status(), "%v", v.immediate)
-			require.Equal(t, leg, q.headers[envoywire.HeaderLeg])
+			require.Equal(t, leg, q.headers[names.HeaderLeg])
 		}
 	}
 }

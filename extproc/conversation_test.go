@@ -9,8 +9,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 )
@@ -43,7 +43,7 @@ func ids(n int) string {
 func (s *stand) secondTurn() *request {
 	s.t.Helper()
 	q := s.secondTurnAfter(keptObject)
-	require.True(s.t, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Named)
+	require.True(s.t, s.ticket(q.headers[names.HeaderTicket], "r2").Turn.Named)
 	require.Contains(s.t, string(q.body), `"remote_block_ids":[[1,2,3]]`)
 	return q
 }
@@ -55,11 +55,11 @@ func (s *stand) secondTurnAfter(object string) *request {
 		q := s.newRequest("/v1/completions", id, `{"model":"m","prompt":[`+ids(n)+`],"max_tokens":20,"return_token_ids":true}`)
 		q.headers["x-session"] = "s"
 		q.pass()
-		require.Equal(s.t, plan.LegPrefill, q.headers[envoywire.HeaderLeg])
+		require.Equal(s.t, plan.LegPrefill, q.headers[names.HeaderLeg])
 		return q
 	}
 	first := turn("r1", 20)
-	told := s.ticket(first.headers[envoywire.HeaderTicket], "r1").Turn
+	told := s.ticket(first.headers[names.HeaderTicket], "r1").Turn
 	require.NotZero(s.t, told.Conversation)
 	require.False(s.t, told.Named)
 	s.throughAnswerLeg(&kvtransfer.Ticket{
@@ -91,7 +91,7 @@ func TestTurnThatMayExpire(t *testing.T) {
 				p.Dialect = dialect
 			}), "p1", "d1")
 			q := s.secondTurnAfter(c.object)
-			require.Equal(t, c.told, s.ticket(q.headers[envoywire.HeaderTicket], "r2").Turn.Named)
+			require.Equal(t, c.told, s.ticket(q.headers[names.HeaderTicket], "r2").Turn.Named)
 			unusable := s.count("tandem_turns_total", "chat", pass.TurnUnusable)
 			require.Equal(t, c.told, unusable == 0)
 		})
@@ -113,10 +113,10 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 			q.prefillLeg(engineAnswer{status: 500, body: []byte(`{}`)})
 			q.follow()
 			q.pass()
-			require.Equal(t, plan.LegPrefill, q.headers[envoywire.HeaderLeg])
-			require.Equal(t, addressOf("p1"), q.headers[envoywire.HeaderEndpoint])
+			require.Equal(t, plan.LegPrefill, q.headers[names.HeaderLeg])
+			require.Equal(t, addressOf("p1"), q.headers[names.HeaderEndpoint])
 			require.Contains(t, string(q.body), `"remote_block_ids":null`)
-			again := s.ticket(q.headers[envoywire.HeaderTicket], "r2")
+			again := s.ticket(q.headers[names.HeaderTicket], "r2")
 			require.False(t, again.Turn.Named)
 			require.Equal(t, 1, again.Prefills)
 			require.Empty(t, again.Excluded)
@@ -143,7 +143,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 				q.follow()
 				q.pass()
 			}
-			at := s.ticket(q.headers[envoywire.HeaderTicket], "r2").Prefill
+			at := s.ticket(q.headers[names.HeaderTicket], "r2").Prefill
 			time.Sleep(40 * time.Second)
 			require.Equal(t, 307, q.replan().Code)
 			next := s.ticket(q.taken, "r2")

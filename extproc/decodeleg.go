@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -203,7 +204,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		// a script of this listener removes Tandem's additions from its body
 		return false, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 	}
-	if bytes.HasPrefix(x.stream.msg.Headers.ContentType, []byte(envoywire.ContentTypeJSON)) {
+	if bytes.HasPrefix(x.stream.msg.Headers.ContentType, []byte(names.ContentTypeJSON)) {
 		return false, x.goOn(t, true)
 	}
 	return true, x.stream.send(&envoywire.Reply{Patience: limit + time.Second})
@@ -232,12 +233,12 @@ func (x decodeLeg) release(held bool) error {
 // answerFor answers the client with P's refusal of the request.
 func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 	x.meter.SpanLegEnded("refused", 0)
-	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: envoywire.DetailsPrefix + "_prefill_refused"}
+	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: names.DetailsPrefix + "_prefill_refused"}
 	if len(i.Body) == 0 {
 		e := openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
 		i.Body = e.JSON()
 	}
-	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
+	i.Headers.Set("content-type", []byte(names.ContentTypeJSON))
 	return x.stream.send(&envoywire.Reply{Immediate: i})
 }
 
@@ -251,8 +252,8 @@ func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failu
 		return fmt.Errorf("sealing the ticket of a failed pair: %w", err)
 	}
 	h := &x.stream.msg.Headers
-	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_plan_again"}
+	i := &envoywire.Immediate{Status: 307, Details: names.DetailsPrefix + "_plan_again"}
 	i.Headers.Set("location", replan.Location(h.Path))
-	i.Headers.Set(envoywire.HeaderTicket, sealed)
+	i.Headers.Set(names.HeaderTicket, sealed)
 	return x.stream.send(&envoywire.Reply{Immediate: i})
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/rogpeppe/go-internal/txtar"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/plan"
 )
 
@@ -47,8 +47,8 @@ func encodeLegs(t *testing.T, a *txtar.Archive) *txtar.Archive {
 	q := s.newRequest("/v1/chat/completions", "r1", string(has["request"]))
 	add("request", has["request"])
 
-	require.Equal(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
-	l, body := q.through(s, envoywire.RoleEncodeLeg)
+	require.Equal(t, plan.LegEncode, q.pass().set[names.HeaderLeg])
+	l, body := q.through(s, names.RoleEncodeLeg)
 	add("encode request", []byte(body))
 	add("encode answer", has["encode answer"])
 	l.answer(200, string(has["encode answer"]))
@@ -56,14 +56,14 @@ func encodeLegs(t *testing.T, a *txtar.Archive) *txtar.Archive {
 
 	v := q.pass()
 	if prefilled := has["prefill answer"]; prefilled != nil {
-		require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegPrefill, v.set[names.HeaderLeg])
 		add("prefill request", v.body)
 		add("prefill answer", prefilled)
 		q.prefillLeg(engineAnswer{status: 200, body: prefilled})
 		q.follow()
 		v = q.pass()
 	}
-	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 	add("decode request", v.body)
 	q.settled()
 	return got

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/plan"
 
 	"github.com/stretchr/testify/require"
@@ -36,11 +36,11 @@ func encodeStand(t *testing.T, endpoints ...string) *stand {
 func (q *request) encode(status int, answer string) {
 	t := q.s.t
 	v := q.pass()
-	require.Equal(t, plan.LegEncode, v.set[envoywire.HeaderLeg])
-	require.Equal(t, addressOf("e1"), v.set[envoywire.HeaderEndpoint])
-	require.Equal(t, "7000", v.set[envoywire.HeaderPerTry])
+	require.Equal(t, plan.LegEncode, v.set[names.HeaderLeg])
+	require.Equal(t, addressOf("e1"), v.set[names.HeaderEndpoint])
+	require.Equal(t, "7000", v.set[names.HeaderPerTry])
 	require.Equal(t, string(q.first), string(v.body), "what Envoy keeps for pass 2 is the client's")
-	l, body := q.through(q.s, envoywire.RoleEncodeLeg)
+	l, body := q.through(q.s, names.RoleEncodeLeg)
 	require.Equal(t, `{"model":"m","stream":false,"messages":[{"role":"user","content":[`+picture+`]}]}`, body)
 	l.answer(status, answer)
 	l.redirected(q)
@@ -60,14 +60,14 @@ func TestEncodeThenPrefillThenDecode(t *testing.T) {
 	q.first = []byte(strings.Replace(string(q.body), `"ec_transfer_params":{"theirs":{}},`, "", 1)) // not the client's to say
 	q.encode(200, `{"choices":[],"ec_transfer_params":`+encodedAs+`}`)
 	v := q.pass()
-	require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegPrefill, v.set[names.HeaderLeg])
 	require.Equal(t, 1, strings.Count(string(v.body), `"ec_transfer_params":`+encodedAs))
 	require.NotContains(t, string(v.body), "theirs")
 	require.Contains(t, string(v.body), `"do_remote_decode":true`)
 	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
-	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 	_, rest, ok := strings.Cut(string(v.body), `},"model"`)
 	require.True(t, ok)
 	require.Equal(t, string(q.first), `{"model"`+rest)
@@ -81,7 +81,7 @@ func TestEncodeThenDecodeAlone(t *testing.T) {
 	q := s.newRequest("/v1/chat/completions", "r-1", showing("What?", `"n":2,`))
 	q.encode(200, `{"choices":[],"ec_transfer_params":`+encodedAs+`}`)
 	v := q.pass()
-	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 	require.Equal(t, `{"ec_transfer_params":`+encodedAs+`,`+string(q.first[1:]), string(v.body))
 	require.Equal(t, 307, q.replan().Code)
 	q.follow()
@@ -100,7 +100,7 @@ func TestEncodeFails(t *testing.T) {
 		"names nothing": func(q *request) { q.encode(200, `{"choices":[]}`) },
 		"no object":     func(q *request) { q.encode(200, `{"ec_transfer_params":{"a":[]}}`) },
 		"outright": func(q *request) {
-			require.Equal(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
+			require.Equal(t, plan.LegEncode, q.pass().set[names.HeaderLeg])
 			require.Equal(t, 307, q.replan().Code)
 			q.follow()
 		},
@@ -110,11 +110,11 @@ func TestEncodeFails(t *testing.T) {
 			q := s.newRequest("/v1/chat/completions", "r-1", showing("What?", ""))
 			fail(q)
 			v := q.pass()
-			require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
+			require.Equal(t, plan.LegPrefill, v.set[names.HeaderLeg])
 			require.NotContains(t, string(v.body), "ec_transfer_params")
 			q.prefillLeg(engineAnswer{status: 500})
 			q.follow()
-			require.NotEqual(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
+			require.NotEqual(t, plan.LegEncode, q.pass().set[names.HeaderLeg])
 			q.settled()
 			require.Equal(t, name == "outright", s.state.Pool("chat").Endpoint(addressOf("e1")).Failed())
 		})
@@ -126,9 +126,9 @@ func TestEncodedOnce(t *testing.T) {
 	s := encodeStand(t, "e1", "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r-1", showing("What?", ""))
 	q.encode(200, `{"ec_transfer_params":`+encodedAs+`}`)
-	ticket, body := q.headers[envoywire.HeaderTicket], q.body
+	ticket, body := q.headers[names.HeaderTicket], q.body
 	require.Contains(t, string(q.pass().body), encodedAs)
-	q.headers[envoywire.HeaderTicket], q.body = ticket, body
+	q.headers[names.HeaderTicket], q.body = ticket, body
 	require.NotContains(t, string(q.pass().body), encodedAs)
 	q.settled()
 }
@@ -136,7 +136,7 @@ func TestEncodedOnce(t *testing.T) {
 // Who is not encoded for: text, other APIs, pools without the stage, and where no encode endpoint works.
 func TestNotEncoded(t *testing.T) {
 	leg := func(s *stand, path, body string) string {
-		return s.newRequest(path, "r-1", body).pass().set[envoywire.HeaderLeg]
+		return s.newRequest(path, "r-1", body).pass().set[names.HeaderLeg]
 	}
 	s := encodeStand(t, "e1", "p1", "d1")
 	require.Equal(t, plan.LegPrefill, leg(s, "/v1/chat/completions", hello))
@@ -153,9 +153,9 @@ func TestNotEncoded(t *testing.T) {
 func TestEncodeLegIsPicky(t *testing.T) {
 	s := encodeStand(t, "e1", "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r-1", hello)
-	require.Equal(t, plan.LegPrefill, q.pass().set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegPrefill, q.pass().set[names.HeaderLeg])
 	ended := func(q *request) int {
-		l := s.leg(envoywire.RoleEncodeLeg)
+		l := s.leg(names.RoleEncodeLeg)
 		headers, parts := q.messages()
 		require.NoError(t, l.stream.Send(headers))
 		for _, m := range parts {
@@ -165,7 +165,7 @@ func TestEncodeLegIsPicky(t *testing.T) {
 	}
 	require.Equal(t, 500, ended(q))
 	q = s.newRequest("/v1/chat/completions", "r-2", showing("What?", ""))
-	require.Equal(t, plan.LegEncode, q.pass().set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegEncode, q.pass().set[names.HeaderLeg])
 	q.body = append(q.body, ' ')
 	require.Equal(t, 500, ended(q))
 }

@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 )
 
 // The report of a request's end can be read before the request: it comes over another connection, where no bodies are in its way. Then
@@ -25,12 +25,12 @@ func TestTheEndArrivesBeforeTheRequest(t *testing.T) {
 				s.pool("chat", splitting(), "p1", "d1")
 				request := func(key string) *request {
 					q := s.newRequest("/v1/chat/completions", "one id for all", chatBody)
-					q.headers[envoywire.HeaderReservation] = key
+					q.headers[names.HeaderReservation] = key
 					return q
 				}
 				early := request("first")
 				e := early.entry(c.status, c.details)
-				e.Request.RequestHeaders = map[string]string{envoywire.HeaderReservation: "first"}
+				e.Request.RequestHeaders = map[string]string{names.HeaderReservation: "first"}
 				s.log(e)
 				early.pass()
 				require.Zero(t, s.state.Reservations(), "its end has been reported")

@@ -31,9 +31,9 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -248,9 +248,9 @@ func (q *request) buffered(stream extprocv3.ExternalProcessor_ProcessClient, v *
 	}
 	require.NotNil(q.s.t, r.GetRequestHeaders(), "%v", r)
 	v.take(r.GetRequestHeaders().GetResponse().GetHeaderMutation())
-	q.undecided = v.set[envoywire.HeaderTicket]
-	delete(v.set, envoywire.HeaderTicket)
-	delete(v.set, envoywire.HeaderRequestID)
+	q.undecided = v.set[names.HeaderTicket]
+	delete(v.set, names.HeaderTicket)
+	delete(v.set, names.HeaderRequestID)
 	require.Empty(q.s.t, v.set, "what is set now is not seen by the route that is chosen with the body's answer")
 }
 
@@ -408,8 +408,8 @@ func (q *request) prefillLeg(a engineAnswer) *verdict {
 		Request: &extprocv3.ProcessingRequest_ResponseHeaders{ResponseHeaders: &extprocv3.HttpHeaders{
 			Headers: wiretest.HeaderMap(":status", strconv.Itoa(a.status), "content-type", "application/json", "content-length", strconv.Itoa(len(a.body))), EndOfStream: a.bodyless,
 		}},
-		Attributes: wiretest.Attributes("request.headers['x-tandem-ticket']", q.headers[envoywire.HeaderTicket], "request.headers['x-request-id']", q.headers[envoywire.HeaderRequestID],
-			"request.path", q.headers[":path"], "upstream.address", q.headers[envoywire.HeaderEndpoint],
+		Attributes: wiretest.Attributes("request.headers['x-tandem-ticket']", q.headers[names.HeaderTicket], "request.headers['x-request-id']", q.headers[names.HeaderRequestID],
+			"request.path", q.headers[":path"], "upstream.address", q.headers[names.HeaderEndpoint],
 			"response.code_details", a.details(), "response.headers['retry-after']", a.retryAfter),
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{ResponseBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED},
 	}))
@@ -444,7 +444,7 @@ func (q *request) prefillLeg(a engineAnswer) *verdict {
 	}
 	q.taken = ""
 	for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
-		if h.GetHeader().GetKey() == envoywire.HeaderTicket {
+		if h.GetHeader().GetKey() == names.HeaderTicket {
 			q.taken = string(h.GetHeader().GetRawValue())
 		}
 	}
@@ -453,18 +453,18 @@ func (q *request) prefillLeg(a engineAnswer) *verdict {
 
 // carry is P's answer on its way without the leg's filter: a redirect with pass 1's own ticket, and the answer as it is.
 func (q *request) carry(body []byte) {
-	require.NotEmpty(q.s.t, q.headers[envoywire.HeaderCarry], "pass 1 did not say so")
-	q.taken, q.carried = q.headers[envoywire.HeaderTicket], base64.StdEncoding.EncodeToString(body)
+	require.NotEmpty(q.s.t, q.headers[names.HeaderCarry], "pass 1 did not say so")
+	q.taken, q.carried = q.headers[names.HeaderTicket], base64.StdEncoding.EncodeToString(body)
 }
 
 // replan is the second try of a hop, at the replan port.
 func (q *request) replan() *httptest.ResponseRecorder {
 	r := httptest.NewRequest(q.headers[":method"], "http://"+q.headers[":authority"]+q.headers[":path"], strings.NewReader(string(q.body)))
-	r.Header.Set("x-request-id", q.headers[envoywire.HeaderRequestID])
-	r.Header.Set(envoywire.HeaderTicket, q.headers[envoywire.HeaderTicket])
+	r.Header.Set("x-request-id", q.headers[names.HeaderRequestID])
+	r.Header.Set(names.HeaderTicket, q.headers[names.HeaderTicket])
 	w := httptest.NewRecorder()
 	q.s.server.Replan().ServeHTTP(w, r)
-	q.taken = w.Header().Get(envoywire.HeaderTicket)
+	q.taken = w.Header().Get(names.HeaderTicket)
 	return w
 }
 
@@ -472,12 +472,12 @@ func (q *request) replan() *httptest.ResponseRecorder {
 // pass that ended is logged with that ticket.
 func (q *request) follow() {
 	require.NotEmpty(q.s.t, q.taken, "there is no redirect to follow")
-	q.headers[envoywire.HeaderTicket], q.taken = q.taken, ""
-	delete(q.headers, envoywire.HeaderPrefilled) // a redirect copies what it has of these headers, and removes what it has not
+	q.headers[names.HeaderTicket], q.taken = q.taken, ""
+	delete(q.headers, names.HeaderPrefilled) // a redirect copies what it has of these headers, and removes what it has not
 	if q.carried != "" {
-		q.headers[envoywire.HeaderPrefilled], q.carried = q.carried, ""
+		q.headers[names.HeaderPrefilled], q.carried = q.carried, ""
 	}
-	delete(q.headers, envoywire.HeaderLeg) // the routes' request_headers_to_remove
+	delete(q.headers, names.HeaderLeg) // the routes' request_headers_to_remove
 	q.headers["x-envoy-original-url"] = "http://" + q.headers[":authority"] + q.headers[":path"]
 	q.s.log(q.entry(307, "internal_redirect"))
 }
@@ -486,11 +486,11 @@ func (q *request) follow() {
 func (q *request) entry(status int, details string) *logdatav3.HTTPAccessLogEntry {
 	e := &logdatav3.HTTPAccessLogEntry{
 		CommonProperties: &logdatav3.AccessLogCommon{StartTime: timestamppb.New(q.started), Duration: durationpb.New(time.Since(q.started))},
-		Request:          &logdatav3.HTTPRequestProperties{RequestId: q.headers[envoywire.HeaderRequestID]},
+		Request:          &logdatav3.HTTPRequestProperties{RequestId: q.headers[names.HeaderRequestID]},
 		Response:         &logdatav3.HTTPResponseProperties{ResponseCode: wrapperspb.UInt32(uint32(status)), ResponseCodeDetails: details, ResponseBodyBytes: 4000},
 	}
-	if ticket := q.headers[envoywire.HeaderTicket]; ticket != "" {
-		e.Request.RequestHeaders = map[string]string{envoywire.HeaderTicket: ticket}
+	if ticket := q.headers[names.HeaderTicket]; ticket != "" {
+		e.Request.RequestHeaders = map[string]string{names.HeaderTicket: ticket}
 	}
 	if q.firstByte > 0 {
 		e.CommonProperties.TimeToFirstUpstreamRxByte = durationpb.New(q.firstByte)

@@ -16,8 +16,8 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"tandem/extproc/endpointpicker"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -162,11 +162,11 @@ func TestExplanationForAnOperator(t *testing.T) {
 	for token, shown := range map[string]bool{"secret": true, "guess": false, "": false} {
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 		if token != "" {
-			q.headers[envoywire.HeaderExplain] = token
+			q.headers[names.HeaderExplain] = token
 		}
 		require.Zero(t, q.pass().status())
-		require.NotContains(t, q.headers, envoywire.HeaderExplain)
-		text, ok := q.headers[envoywire.HeaderExplanation]
+		require.NotContains(t, q.headers, names.HeaderExplain)
+		text, ok := q.headers[names.HeaderExplanation]
 		require.Equal(t, shown, ok)
 		if shown {
 			var e struct {
@@ -188,9 +188,9 @@ func TestExplanationForAnOperator(t *testing.T) {
 	require.NoError(t, err)
 	s.pool("chat", both, "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r2", chatBody)
-	q.headers[envoywire.HeaderExplain] = "secret"
+	q.headers[names.HeaderExplain] = "secret"
 	require.Zero(t, q.pass().status())
-	require.Contains(t, q.headers[envoywire.HeaderExplanation], addressOf("p1"), "both legs at once")
+	require.Contains(t, q.headers[names.HeaderExplanation], addressOf("p1"), "both legs at once")
 }
 
 // Decisions in dynamic metadata, as Envoy reads them.

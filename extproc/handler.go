@@ -8,6 +8,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
@@ -85,7 +86,7 @@ func (x handler) head() pass.Head {
 		Method: h.Method, Path: h.Path, Authority: h.Authority,
 		ContentType: h.ContentType, ContentEncoding: h.ContentEncoding, Authorization: h.Authorization,
 		Objective: h.Objective, Fairness: h.Fairness,
-		TTFT: pass.Target{Name: envoywire.HeaderTTFT, Value: h.TTFT}, TPOT: pass.Target{Name: envoywire.HeaderTPOT, Value: h.TPOT},
+		TTFT: pass.Target{Name: names.HeaderTTFT, Value: h.TTFT}, TPOT: pass.Target{Name: names.HeaderTPOT, Value: h.TPOT},
 		Explain: h.Explain, Prefilled: h.Prefilled, Load: h.Load, More: h,
 	}
 }
@@ -102,10 +103,10 @@ func (x handler) checkBody() error {
 // explain adds the explanation of the decision, if an operator asked for it, and removes the operator's token.
 func (x handler) explain(p *pass.Pass) {
 	if len(x.stream.msg.Headers.Explain) > 0 {
-		x.stream.headers.Remove(envoywire.HeaderExplain)
+		x.stream.headers.Remove(names.HeaderExplain)
 	}
 	if p.Explanation != nil {
-		x.stream.headers.Set(envoywire.HeaderExplanation, p.Explanation)
+		x.stream.headers.Set(names.HeaderExplanation, p.Explanation)
 	}
 }
 
@@ -130,7 +131,13 @@ func (x handler) decision(of *pass.Pass) []byte {
 
 // startSpan starts the span of this stream. orphan says whether it may have no parent, when Envoy does not trace.
 func (x handler) startSpan(name string, orphan bool) {
-	x.meter.StartSpan(x.stream.Context(), name, orphan, &x.stream.msg.Headers, x.stream.requestID)
+	if !x.meter.Traces() {
+		return
+	}
+	h := &x.stream.msg.Headers
+	resumed := orphan && len(h.Ticket) > 0
+	x.meter.StartSpan(x.stream.Context(), name, orphan, resumed,
+		telemetry.TraceContext{Traceparent: string(h.Traceparent), Tracestate: string(h.Tracestate)}, x.stream.requestID)
 }
 
 // spanPairLeg starts the span of one of two concurrent legs.
@@ -149,9 +156,9 @@ func (x handler) redirect(t *kvtransfer.Ticket, to []byte) error {
 		return err
 	}
 	x.meter.Observer.TicketSealed(len(sealed))
-	i := &envoywire.Immediate{Status: 307, Details: envoywire.DetailsPrefix + "_redirect"}
+	i := &envoywire.Immediate{Status: 307, Details: names.DetailsPrefix + "_redirect"}
 	i.Headers.Set("location", to)
-	i.Headers.Set(envoywire.HeaderTicket, sealed)
+	i.Headers.Set(names.HeaderTicket, sealed)
 	return x.stream.send(&envoywire.Reply{Immediate: i})
 }
 

@@ -14,8 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/endpointpicker"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -155,14 +155,14 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		s.pool("chat", policy, "p1", "d1", "d2")
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
-		first := v.set[envoywire.HeaderEndpoint]
-		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+		first := v.set[names.HeaderEndpoint]
+		require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 		require.Equal(t, addressOf("p1"), v.set["x-prefiller-host-port"])
 		require.Equal(t, hello, string(v.body))
 		require.Equal(t, 307, q.replan().Code)
 		q.follow()
 		v = q.pass()
-		require.NotEqual(t, first, v.set[envoywire.HeaderEndpoint], "another D")
+		require.NotEqual(t, first, v.set[names.HeaderEndpoint], "another D")
 		require.Equal(t, hello, string(v.body))
 		s.log(q.entry(200, "via_upstream"))
 		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
@@ -177,7 +177,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 			{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}, {Name: "d2", Addr: addressOf("d2"), Role: kvstate.RoleDecode}})
 		q := s.newRequest("/v1/chat/completions", "r-1", hello)
 		v := q.pass()
-		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 		require.Empty(t, v.set["x-prefiller-host-port"])
 		require.Contains(t, string(v.body), `"remote_engine_id":"e"`)
 		require.Equal(t, 307, q.replan().Code)

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 )
@@ -246,7 +247,7 @@ func (q *request) live(r *rand.Rand) (int, string) {
 		if v.status() != 0 {
 			return v.status(), "tandem"
 		}
-		leg := v.set[envoywire.HeaderLeg]
+		leg := v.set[names.HeaderLeg]
 		if leg != plan.LegPrefill {
 			body := string(q.body)
 			if i := strings.Index(body, `"model"`); i > 1 {
@@ -280,7 +281,7 @@ func TestReplanReadsTheBodyFirst(t *testing.T) {
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, port.URL+"/v1/chat/completions?a=b", body)
 	require.NoError(t, err)
 	r.Header.Set("x-request-id", "r1")
-	r.Header.Set(envoywire.HeaderTicket, q.headers[envoywire.HeaderTicket])
+	r.Header.Set(names.HeaderTicket, q.headers[names.HeaderTicket])
 	w, err := http.DefaultTransport.RoundTrip(r)
 	require.NoError(t, err)
 	defer func() { _ = w.Body.Close() }()

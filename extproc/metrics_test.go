@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 )
 
 // TestARequestIsCounted takes one request through both hops and reads what an operator would scrape.
@@ -62,14 +62,14 @@ func TestTimesLeadToTraces(t *testing.T) {
 	s := newStand(t, Options{Log: slog.New(slog.DiscardHandler), Tracer: sdktrace.NewTracerProvider().Tracer("test")})
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "req-1", chatBody)
-	q.headers[envoywire.HeaderTraceparent] = clientsSpan
+	q.headers[names.HeaderTraceparent] = clientsSpan
 	first := q.pass()
 	require.Zero(t, first.status())
 	require.Equal(t, 307, q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))}).status())
 	q.follow()
 	require.Zero(t, q.pass().status())
 	e := q.entry(200, "via_upstream")
-	e.Request.RequestHeaders[envoywire.HeaderTraceparent] = first.set[envoywire.HeaderTraceparent]
+	e.Request.RequestHeaders[names.HeaderTraceparent] = first.set[names.HeaderTraceparent]
 	s.log(e)
 	require.Eventually(t, func() bool { return s.server.observer.Totals().OK == 1 }, 30*time.Second, time.Millisecond)
 

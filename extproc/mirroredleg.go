@@ -9,6 +9,7 @@ import (
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 )
@@ -92,7 +93,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 		result = "failed"
 	}
 	x.meter.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)
-	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: envoywire.DetailsPrefix + "_given_up"}}))
+	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: names.DetailsPrefix + "_given_up"}}))
 }
 
 // dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's

@@ -1,12 +1,15 @@
 package extproc
 
 import (
+	"context"
+	"log/slog"
 	"testing"
 
+	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 )
 
@@ -31,5 +34,40 @@ func TestAPanicCostsOneRequest(t *testing.T) {
 	s.policy("chat", policy)
 	q := s.newRequest("/v1/chat/completions", "r2", chatBody)
 	q.pass()
-	require.Equal(t, "prefill", q.headers[envoywire.HeaderLeg])
+	require.Equal(t, "prefill", q.headers[names.HeaderLeg])
+}
+
+// A panic while one entry of the access log is handled costs that entry: the others of its batch, and of its stream, are
+// other requests'.
+func TestAPanicCostsOneLogEntry(t *testing.T) {
+	s := newStand(t, Options{Log: slog.New(panics{slog.DiscardHandler, "r2"})})
+	s.pool("chat", splitting(), "p1", "d1")
+	var entries []*logdatav3.HTTPAccessLogEntry
+	for _, id := range []string{"r1", "r2", "r3"} {
+		q := s.newRequest("/v1/chat/completions", id, chatBody)
+		q.pass()
+		entries = append(entries, q.entry(200, "via_upstream"))
+	}
+	held := s.server.State.Reservations()
+	s.log(entries...)
+	require.InDelta(t, 1, s.count("tandem_panics_total", "access log"), 0)
+	require.Equal(t, held/3, s.server.State.Reservations(), "those of the second request, which end by their time")
+}
+
+// panics is a log that panics when the end of a request is logged.
+type panics struct {
+	slog.Handler
+	request string
+}
+
+func (panics) Enabled(context.Context, slog.Level) bool { return true }
+
+func (p panics) Handle(_ context.Context, r slog.Record) error {
+	r.Attrs(func(a slog.Attr) bool {
+		if r.Message == "pass ended" && a.Key == "request_id" && a.Value.String() == p.request {
+			panic("broken")
+		}
+		return true
+	})
+	return nil
 }

@@ -11,6 +11,7 @@ import (
 	"tandem/extproc/answer"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/paths"
@@ -58,9 +59,9 @@ func (x endpointPicker) serve() error {
 	p := picked{r, d.Endpoint}
 	defer func() { x.s.passes.Release(p.Held) }()
 	h := &x.stream.headers
-	h.Set(envoywire.HeaderEndpoint, []byte(d.Gateway.List))
+	h.Set(names.HeaderEndpoint, []byte(d.Gateway.List))
 	if x.stream.newID {
-		h.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
+		h.Set(names.HeaderRequestID, []byte(x.stream.requestID))
 	}
 	endpointpicker.SetSidecar(h, d.Sidecar)
 	x.explain(x.pass)
@@ -68,7 +69,7 @@ func (x endpointPicker) serve() error {
 	if err := x.stream.sendOn(d.Edits, metadata); err != nil {
 		return err
 	}
-	x.s.observer.Processed(envoywire.RolePicker, time.Since(began), x.meter.Busy, nil)
+	x.s.observer.Processed(names.RolePicker, time.Since(began), x.meter.Busy, nil)
 	_ = x.followAnswer(&p) // however it ends, nothing more can be reported
 	return errAnswered
 }

@@ -15,6 +15,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
 	"tandem/kvstate"
@@ -40,7 +41,7 @@ func TestCleanupDecode(t *testing.T) {
 			calls := make(chan call, 4)
 			engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				body, _ := io.ReadAll(r.Body)
-				calls <- call{r.URL.Path, r.Header.Get(envoywire.HeaderRequestID), string(body)}
+				calls <- call{r.URL.Path, r.Header.Get(names.HeaderRequestID), string(body)}
 				w.WriteHeader(c.status)
 			}))
 			defer engine.Close()
@@ -58,7 +59,7 @@ func TestCleanupDecode(t *testing.T) {
 			given := randomParams(c.blocks)
 			q.prefillLeg(engineAnswer{status: 200, body: prefilled(given)})
 			q.follow()
-			hanging := s.ticket(q.headers[envoywire.HeaderTicket], "r1")
+			hanging := s.ticket(q.headers[names.HeaderTicket], "r1")
 			require.Equal(t, kvtransfer.HandOver, hanging.Stage)
 			s.log(q.entry(0, "downstream_remote_disconnect"))
 
@@ -161,7 +162,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			calls := make(chan string, 4)
-			engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(envoywire.HeaderRequestID) }))
+			engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(names.HeaderRequestID) }))
 			defer engine.Close()
 			s := newStand(t, Options{})
 			policy := splitting()
@@ -214,7 +215,7 @@ func cleaners(t *testing.T, n int) (replicas []*stand, calls chan string) {
 	keys, err := kvtransfer.GenerateKeys()
 	require.NoError(t, err)
 	calls = make(chan string, 16)
-	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(envoywire.HeaderRequestID) }))
+	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(names.HeaderRequestID) }))
 	t.Cleanup(engine.Close)
 	for range n {
 		s := newStand(t, Options{Settings: pass.Settings{Keys: keys}})

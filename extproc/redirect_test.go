@@ -6,7 +6,7 @@ import (
 	"log/slog"
 	"testing"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 
 	"github.com/stretchr/testify/require"
 )
@@ -22,7 +22,7 @@ func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 		"incomplete":  {tag: "redirect", missing: 1},
 		"not_kept":    {tag: "redirect"},
 		"too_many":    {tag: "redirect", redirects: 8},
-		"no_location": {tag: envoywire.UnfollowedLocation},
+		"no_location": {tag: names.UnfollowedLocation},
 		"":            {}, // any other 503
 	} {
 		t.Run(why, func(t *testing.T) {
@@ -31,18 +31,18 @@ func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.goOn(q.pass())
-			ticket := s.ticket(q.headers[envoywire.HeaderTicket], "r1")
+			ticket := s.ticket(q.headers[names.HeaderTicket], "r1")
 			if given.redirects > 0 {
 				ticket.Redirects = given.redirects
 				sealed, err := s.server.passes.Keys().Seal(nil, ticket, "r1")
 				require.NoError(t, err)
-				q.headers[envoywire.HeaderTicket] = string(sealed)
+				q.headers[names.HeaderTicket] = string(sealed)
 			}
 			e := q.entry(503, "via_upstream")
 			e.Request.UpstreamHeaderBytesSent = 300
 			e.CommonProperties.UpstreamWireBytesSent = uint64(300 + ticket.BodyBytes - given.missing)
 			if given.tag != "" {
-				e.CommonProperties.CustomTags = map[string]string{envoywire.TagUnfollowed: given.tag}
+				e.CommonProperties.CustomTags = map[string]string{names.TagUnfollowed: given.tag}
 			}
 			s.log(e)
 			require.Zero(t, s.state.Reservations())

@@ -9,18 +9,18 @@ import (
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 )
 
 // atReplan sends a ticket to the replan port, as anybody could.
 func (q *request) atReplan(ticket, path string, restart bool) *httptest.ResponseRecorder {
 	r := httptest.NewRequest(http.MethodPost, "http://evil.host"+path, strings.NewReader(string(q.body)))
-	r.Header.Set("x-request-id", q.headers[envoywire.HeaderRequestID])
+	r.Header.Set("x-request-id", q.headers[names.HeaderRequestID])
 	if ticket != "" {
-		r.Header.Set(envoywire.HeaderTicket, ticket)
+		r.Header.Set(names.HeaderTicket, ticket)
 	}
 	if restart {
-		r.Header.Set(envoywire.HeaderRestart, "true")
+		r.Header.Set(names.HeaderRestart, "true")
 	}
 	w := httptest.NewRecorder()
 	q.s.server.Replan().ServeHTTP(w, r)
@@ -34,12 +34,12 @@ func TestReplanPortTakesGenuineTicketsOnce(t *testing.T) {
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.mode = filterv3.ProcessingMode_BUFFERED
 	q.pass()
-	leg, undecided := q.headers[envoywire.HeaderTicket], q.undecided
+	leg, undecided := q.headers[names.HeaderTicket], q.undecided
 	require.NotEmpty(t, undecided)
 	refused := func(w *httptest.ResponseRecorder) {
 		t.Helper()
 		require.Equal(t, 503, w.Code)
-		require.Empty(t, w.Header().Get(envoywire.HeaderTicket))
+		require.Empty(t, w.Header().Get(names.HeaderTicket))
 		require.Empty(t, w.Header().Get("location"))
 	}
 	for _, restart := range []bool{false, true} {
@@ -53,14 +53,14 @@ func TestReplanPortTakesGenuineTicketsOnce(t *testing.T) {
 	w := q.atReplan(leg, "/sleep", false)
 	require.Equal(t, 307, w.Code)
 	require.Equal(t, "http://tandem/v1/chat/completions", w.Header().Get("location"))
-	failed := w.Header().Get(envoywire.HeaderTicket)
+	failed := w.Header().Get(names.HeaderTicket)
 	refused(q.atReplan(leg, "/v1/chat/completions", false)) // a second time
 	refused(q.atReplan(failed, "/v1/chat/completions", false))
 
 	w = q.atReplan(undecided, "/v1/chat/completions", true)
 	require.Equal(t, 307, w.Code)
 	refused(q.atReplan(undecided, "/v1/chat/completions", true))
-	refused(q.atReplan(w.Header().Get(envoywire.HeaderTicket), "/v1/chat/completions", true)) // a pass is restarted once
+	refused(q.atReplan(w.Header().Get(names.HeaderTicket), "/v1/chat/completions", true)) // a pass is restarted once
 }
 
 // The path and host of a pass are those of the ticket, wherever the redirect leads.
@@ -72,15 +72,15 @@ func TestARedirectLeadsToTheClientsPath(t *testing.T) {
 			q := s.newRequest(path, "r1", chatBody)
 			q.mode = filterv3.ProcessingMode_BUFFERED
 			q.pass()
-			ticket := q.headers[envoywire.HeaderTicket]
+			ticket := q.headers[names.HeaderTicket]
 			if restart {
 				ticket, q.body = q.undecided, []byte(chatBody)
 			}
-			q.taken = q.atReplan(ticket, path, restart).Header().Get(envoywire.HeaderTicket)
+			q.taken = q.atReplan(ticket, path, restart).Header().Get(names.HeaderTicket)
 			q.follow()
 			q.headers[":path"], q.headers[":authority"] = "/sleep", "evil.host"
 			q.pass()
-			require.Equal(t, "prefill", q.headers[envoywire.HeaderLeg])
+			require.Equal(t, "prefill", q.headers[names.HeaderLeg])
 			require.Equal(t, path, q.headers[":path"])
 			require.NotEqual(t, "evil.host", q.headers[":authority"])
 		}
@@ -94,12 +94,12 @@ func TestAnotherPathIsDecidedAgain(t *testing.T) {
 	q := s.newRequest("/tokenize", "r1", `{"model":"m","prompt":"a"}`)
 	q.mode = filterv3.ProcessingMode_BUFFERED
 	q.pass()
-	require.Equal(t, "pass", q.headers[envoywire.HeaderLeg])
-	q.taken = q.atReplan(q.undecided, "/tokenize", true).Header().Get(envoywire.HeaderTicket)
+	require.Equal(t, "pass", q.headers[names.HeaderLeg])
+	q.taken = q.atReplan(q.undecided, "/tokenize", true).Header().Get(names.HeaderTicket)
 	q.follow()
 	q.pass()
-	require.Equal(t, "pass", q.headers[envoywire.HeaderLeg])
-	require.Equal(t, addressOf("d1"), q.headers[envoywire.HeaderEndpoint])
+	require.Equal(t, "pass", q.headers[names.HeaderLeg])
+	require.Equal(t, addressOf("d1"), q.headers[names.HeaderEndpoint])
 }
 
 // A ticket that is not ours costs the request, and nothing that it reserved is left: neither where the pass began again,
@@ -117,13 +117,13 @@ func TestForgedTicketsLeaveNothingReserved(t *testing.T) {
 					continue
 				}
 				entry := q.entry(307, "internal_redirect")
-				entry.Request.RequestHeaders[envoywire.HeaderTicket] = ticket
+				entry.Request.RequestHeaders[names.HeaderTicket] = ticket
 				s.log(entry)
 			} else {
-				q.headers[envoywire.HeaderTicket] = ticket
+				q.headers[names.HeaderTicket] = ticket
 				v := q.pass()
 				require.Equal(t, 503, v.status())
-				require.Contains(t, string(v.immediate.GetBody()), envoywire.CodeTicketRefused)
+				require.Contains(t, string(v.immediate.GetBody()), names.CodeTicketRefused)
 			}
 			require.Zero(t, s.state.Reservations())
 		}

@@ -12,6 +12,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/models"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/paths"
@@ -90,7 +91,7 @@ func (x mainRole) first(ctx context.Context, api openai.API) (*plan.Decision, er
 	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
 		return nil, err
 	}
-	if err := replan.Fits(h); err != nil {
+	if err := replan.Fits(h.Authority, h.Path, h.Count, h.Size); err != nil {
 		return nil, err
 	}
 	// the latter may have trailers, which end no BUFFERED body
@@ -126,9 +127,9 @@ func (x mainRole) listModels(ctx context.Context) (*plan.Decision, error) {
 	if body == nil {
 		return x.passThrough(ctx)
 	}
-	i := &envoywire.Immediate{Status: 200, Body: body, Details: envoywire.DetailsPrefix + "_models"}
-	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
-	i.Headers.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
+	i := &envoywire.Immediate{Status: 200, Body: body, Details: names.DetailsPrefix + "_models"}
+	i.Headers.Set("content-type", []byte(names.ContentTypeJSON))
+	i.Headers.Set(names.HeaderRequestID, []byte(x.stream.requestID))
 	if err := x.stream.send(&envoywire.Reply{Immediate: i}); err != nil {
 		return nil, err
 	}
@@ -165,9 +166,9 @@ func (x mainRole) undecided() error {
 	if err != nil {
 		return fmt.Errorf("sealing the ticket of a request that is not decided: %w", err)
 	}
-	x.stream.headers.Set(envoywire.HeaderTicket, sealed)
+	x.stream.headers.Set(names.HeaderTicket, sealed)
 	if x.stream.newID {
-		x.stream.headers.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
+		x.stream.headers.Set(names.HeaderRequestID, []byte(x.stream.requestID))
 	}
 	return nil
 }
@@ -186,16 +187,16 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 	x.meter.Observer.RequestLost(x.stream.requestID)
 	x.s.passes.ReleaseAll(x.pass.ReservedAs) // an engine may have forged it
 	x.s.Log.Warn("ticket refused", "request_id", x.stream.requestID, "err", err)
-	return nil, openai.Unavailable(envoywire.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)
+	return nil, openai.Unavailable(names.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)
 }
 
 // setHeaders sets the headers for Envoy and the next hop. Every header that controls routing is set or removed,
 // whatever the client sent.
 func (x mainRole) setHeaders(r pass.Routed) {
 	h := &x.stream.headers
-	h.Set(envoywire.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
+	h.Set(names.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
 	x.setRank(r)
-	h.Set(envoywire.HeaderLeg, []byte(r.Leg))
+	h.Set(names.HeaderLeg, []byte(r.Leg))
 	x.setHost(r, len(x.stream.msg.Headers.Ticket) > 0) // with a redirect, whose host is not the client's
 	if r.Path != "" {
 		h.Set(":path", []byte(r.Path))
@@ -203,39 +204,44 @@ func (x mainRole) setHeaders(r pass.Routed) {
 		h.Set(":path", x.stream.msg.Headers.Path)
 	}
 	if x.stream.newID {
-		h.Set(envoywire.HeaderRequestID, []byte(x.stream.requestID))
+		h.Set(names.HeaderRequestID, []byte(x.stream.requestID))
 	}
 	if r.Sealed != nil {
-		h.Set(envoywire.HeaderTicket, r.Sealed)
+		h.Set(names.HeaderTicket, r.Sealed)
 	} else {
-		h.Remove(envoywire.HeaderTicket)
+		h.Remove(names.HeaderTicket)
 	}
 	perTry := r.PerTry
 	switch r.Leg {
 	case plan.LegDecode, plan.LegAnswer, plan.LegPair:
 		if perTry == 0 || perTry > replan.HedgeAfter {
 			perTry = replan.HedgeAfter
-			h.Set(envoywire.HeaderHedge, []byte("true"))
+			h.Set(names.HeaderHedge, []byte("true"))
 		}
 	}
 	x.setAnswerRules(r)
 	if perTry > 0 {
-		h.SetInt(envoywire.HeaderPerTry, int(perTry.Milliseconds()))
+		h.SetInt(names.HeaderPerTry, int(perTry.Milliseconds()))
 	} else {
-		h.Remove(envoywire.HeaderPerTry)
+		h.Remove(names.HeaderPerTry)
 	}
 	if r.Inline {
-		h.Set(envoywire.HeaderCarry, replan.Location(x.stream.msg.Headers.Path))
+		h.Set(names.HeaderCarry, replan.Location(x.stream.msg.Headers.Path))
 	} else {
-		h.Remove(envoywire.HeaderCarry)
+		h.Remove(names.HeaderCarry)
 	}
 	if len(x.stream.msg.Headers.Prefilled) > 0 {
-		h.Remove(envoywire.HeaderPrefilled)
-		h.Remove(envoywire.HeaderLoad)
+		h.Remove(names.HeaderPrefilled)
+		h.Remove(names.HeaderLoad)
 	}
 	// another replica may watch a leg of a pair; and what others learn from this log, they learn by Redis otherwise
 	x.s.loggers.Address(x.stream.Context(), h, r.Pair == nil && x.s.State.Shares())
-	x.meter.SetTrace(&x.stream.headers)
+	if parent, state := x.meter.Trace(); parent != "" {
+		h.Set(names.HeaderTraceparent, []byte(parent))
+		if state != "" {
+			h.Set(names.HeaderTracestate, []byte(state))
+		}
+	}
 	if r.Leg != plan.LegEncode { // the next pass decides
 		x.explain(x.pass)
 	}
@@ -244,9 +250,9 @@ func (x mainRole) setHeaders(r pass.Routed) {
 		endpointpicker.SetSidecar(h, r.Sidecar)
 	}
 	if s := r.Endpoint.Scheme; s != "" && s != "http" {
-		h.Set(envoywire.HeaderScheme, []byte(s))
+		h.Set(names.HeaderScheme, []byte(s))
 	} else {
-		h.Remove(envoywire.HeaderScheme)
+		h.Remove(names.HeaderScheme)
 	}
 }
 
@@ -258,9 +264,9 @@ func (x mainRole) setAnswerRules(r pass.Routed) {
 	}
 	policy, _ := x.s.passes.Policy(r.Ticket.Pool)
 	if late := policy.Dialect.LateAfter(); late > 0 {
-		x.stream.headers.SetInt(envoywire.HeaderRule, int(late.Milliseconds()))
+		x.stream.headers.SetInt(names.HeaderRule, int(late.Milliseconds()))
 	} else if policy.Dialect.Expiry != nil {
-		x.stream.headers.Set(envoywire.HeaderRule, []byte("cut"))
+		x.stream.headers.Set(names.HeaderRule, []byte("cut"))
 	}
 }
 
@@ -268,12 +274,12 @@ func (x mainRole) setAnswerRules(r pass.Routed) {
 func (x mainRole) setHost(r pass.Routed, resumed bool) {
 	h, name := &x.stream.headers, []byte(r.Endpoint.ServerNameSent())
 	if len(name) > 0 {
-		h.Set(envoywire.HeaderServerName, name)
+		h.Set(names.HeaderServerName, name)
 		h.Set(":authority", name)
 	} else if resumed {
 		h.Set(":authority", x.stream.msg.Headers.Authority)
 		if r.Endpoint.Scheme == "https" { // an earlier pass may have set it
-			h.Remove(envoywire.HeaderServerName)
+			h.Remove(names.HeaderServerName)
 		}
 	}
 }
@@ -282,8 +288,8 @@ func (x mainRole) setHost(r pass.Routed, resumed bool) {
 // have theirs from their plan. What an earlier pass or a client has set is removed.
 func (x mainRole) setRank(r pass.Routed) {
 	if rank := r.Endpoint.RankName(); rank != "" && r.Pair == nil {
-		x.stream.headers.Set(envoywire.HeaderRank, []byte(rank))
+		x.stream.headers.Set(names.HeaderRank, []byte(rank))
 	} else if len(x.stream.msg.Headers.Rank) > 0 {
-		x.stream.headers.Remove(envoywire.HeaderRank)
+		x.stream.headers.Remove(names.HeaderRank)
 	}
 }

@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
@@ -23,16 +23,16 @@ func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 	holders := func() []string { return s.holders(hashes) }
 	q := s.newRequest("/v1/chat/completions", "r-1", body)
 	v := q.pass()
-	require.Equal(t, plan.LegPrefill, v.set[envoywire.HeaderLeg])
+	require.Equal(t, plan.LegPrefill, v.set[names.HeaderLeg])
 	require.Equal(t, []string{addressOf("p1")}, holders(), "who decodes is not settled")
-	inMind := s.ticket(v.set[envoywire.HeaderTicket], "r-1").Decode
+	inMind := s.ticket(v.set[names.HeaderTicket], "r-1").Decode
 	s.state.MarkFailed(pool.Endpoint(inMind))
 	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
-	require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
-	require.NotEqual(t, inMind, v.set[envoywire.HeaderEndpoint])
-	require.Equal(t, []string{addressOf("p1"), v.set[envoywire.HeaderEndpoint]}, holders())
+	require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
+	require.NotEqual(t, inMind, v.set[names.HeaderEndpoint])
+	require.Equal(t, []string{addressOf("p1"), v.set[names.HeaderEndpoint]}, holders())
 }
 
 // A request counts once as a use of its prompt, however often it is planned.
@@ -92,14 +92,14 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 	pool := s.state.Pool("chat")
 	turn := func(id, body string) string {
 		q := s.newRequest("/v1/chat/completions", id, body)
-		require.Equal(t, plan.LegPrefill, q.pass().set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegPrefill, q.pass().set[names.HeaderLeg])
 		q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 		q.follow()
 		v := q.pass()
-		require.Equal(t, plan.LegDecode, v.set[envoywire.HeaderLeg])
+		require.Equal(t, plan.LegDecode, v.set[names.HeaderLeg])
 		s.server.passes.Release(s.server.passes.Held(id, 0))
 		s.server.passes.Release(s.server.passes.Held(id, 1))
-		return v.set[envoywire.HeaderEndpoint]
+		return v.set[names.HeaderEndpoint]
 	}
 	first := turn("r-1", conversation(""))
 	for i := range 8 { // by chance it would be one time in 65,536
@@ -129,7 +129,7 @@ func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
 		s.state.Reserve(s.state.Pool("chat").Endpoint(addressOf("d1")), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
 	}
 	q.follow()
-	require.Equal(t, addressOf("d1"), q.pass().set[envoywire.HeaderEndpoint])
+	require.Equal(t, addressOf("d1"), q.pass().set[names.HeaderEndpoint])
 }
 
 // Where both legs run at once D has the prompt once P has done its part, and not where P has failed.
@@ -140,13 +140,13 @@ func TestPairsAreRoutedToBoth(t *testing.T) {
 				hashes := textBlocks(t, conversation(""))
 				q := s.newRequest("/v1/chat/completions", "both", conversation(""))
 				v := q.pass()
-				require.Equal(t, plan.LegPair, v.set[envoywire.HeaderLeg])
+				require.Equal(t, plan.LegPair, v.set[names.HeaderLeg])
 				d, _ := q.decode(s)
 				require.Equal(t, []string{addressOf("p1")}, s.holders(hashes))
 				if good {
 					q.mirror(s).answer(200, goodPrefill)
 					d.ended()
-					require.Equal(t, []string{addressOf("p1"), v.set[envoywire.HeaderEndpoint]}, s.holders(hashes))
+					require.Equal(t, []string{addressOf("p1"), v.set[names.HeaderEndpoint]}, s.holders(hashes))
 					s.log(q.entry(200, "via_upstream"))
 					return
 				}

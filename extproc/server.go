@@ -25,6 +25,7 @@ import (
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -257,19 +258,19 @@ func (m *scratch) serveGuarded(role string) (err error) {
 func (m *scratch) serve(role string) error {
 	shared := handler{&m.stream, &m.telemetry, m.s}
 	switch role {
-	case envoywire.RolePrefillLeg:
+	case names.RolePrefillLeg:
 		return prefillLeg{shared, &m.pass.Prefilled}.serve()
-	case envoywire.RoleDecodeLeg:
+	case names.RoleDecodeLeg:
 		return decodeLeg{pairLeg{shared}}.serve()
-	case envoywire.RoleMirror:
+	case names.RoleMirror:
 		return mirroredLeg{pairLeg{shared}, &m.pass.Prefilled}.serve()
-	case envoywire.RoleAnswerLeg:
+	case names.RoleAnswerLeg:
 		return answerLeg{pairLeg{shared}}.serve()
-	case envoywire.RoleEncodeLeg:
+	case names.RoleEncodeLeg:
 		return encodeLeg{shared, &m.pass.Req.Client, &m.pass.Prefilled}.serve()
-	case envoywire.RoleSwitched:
+	case names.RoleSwitched:
 		return shared.switched()
-	case envoywire.RolePicker:
+	case names.RolePicker:
 		return endpointPicker{shared, &m.pass}.serve()
 	}
 	return mainRole{shared, &m.pass}.serve()
@@ -294,20 +295,20 @@ var errAnswered = errors.New("answered")
 
 // roleOf returns the role of the filter that a stream comes from.
 func (s *Server) roleOf(ctx context.Context) string {
-	role := envoywire.RoleMain
+	role := names.RoleMain
 	// copies this value only
-	if values := metadata.ValueFromIncomingContext(ctx, envoywire.MetadataRole); len(values) > 0 {
+	if values := metadata.ValueFromIncomingContext(ctx, names.MetadataRole); len(values) > 0 {
 		role = values[0]
 	}
 	switch role {
-	case envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror, envoywire.RoleAnswerLeg,
-		envoywire.RoleEncodeLeg, envoywire.RoleSwitched:
+	case names.RolePrefillLeg, names.RoleDecodeLeg, names.RoleMirror, names.RoleAnswerLeg,
+		names.RoleEncodeLeg, names.RoleSwitched:
 		return role
 	}
 	if s.Picker != nil {
-		return envoywire.RolePicker
+		return names.RolePicker
 	}
-	return envoywire.RoleMain
+	return names.RoleMain
 }
 
 // refuse turns an error into the client's answer.
@@ -322,7 +323,7 @@ func (s *Server) refuse(x *stream, role string, err error) error {
 	} else {
 		s.observer.Refused(e)
 	}
-	return x.sendError(e, role == envoywire.RoleAnswerLeg)
+	return x.sendError(e, role == names.RoleAnswerLeg)
 }
 
 // release prepares the memory for the next stream.

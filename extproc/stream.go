@@ -11,6 +11,7 @@ import (
 
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
@@ -205,8 +206,8 @@ func (x *stream) passAnswer() error {
 // dropInline removes the headers that the leg's route adds to each answer in case it travels inline: a client must
 // not see the ticket.
 func (x *stream) dropInline() {
-	x.headers.Remove(envoywire.HeaderTicket)
-	x.headers.Remove(envoywire.HeaderCarry)
+	x.headers.Remove(names.HeaderTicket)
+	x.headers.Remove(names.HeaderCarry)
 }
 
 // sendError answers with an error in OpenAI's format and ends the stream. With final, Envoy must not try another
@@ -217,10 +218,10 @@ func (x *stream) sendError(e *openai.Error, final bool) error {
 		endpointpicker.Dropped(i, e)
 	}
 	if final {
-		i.Headers.Set(envoywire.HeaderFinal, []byte("true"))
+		i.Headers.Set(names.HeaderFinal, []byte("true"))
 	}
 	if x.requestID != "" {
-		i.Headers.Set(envoywire.HeaderRequestID, []byte(x.requestID))
+		i.Headers.Set(names.HeaderRequestID, []byte(x.requestID))
 	}
 	return x.send(&envoywire.Reply{Immediate: i})
 }
@@ -270,10 +271,10 @@ func (x *stream) limitBodyTime() {
 
 // errorAnswer is the answer with an error in OpenAI's format.
 func errorAnswer(e *openai.Error) *envoywire.Immediate {
-	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: envoywire.DetailsPrefix + "_" + e.Code}
-	i.Headers.Set("content-type", []byte(envoywire.ContentTypeJSON))
+	i := &envoywire.Immediate{Status: e.Status, Body: e.JSON(), Details: names.DetailsPrefix + "_" + e.Code}
+	i.Headers.Set("content-type", []byte(names.ContentTypeJSON))
 	if e.RetryAfter > 0 {
-		i.Headers.SetInt(envoywire.HeaderRetryAfter, e.RetrySeconds())
+		i.Headers.SetInt(names.HeaderRetryAfter, e.RetrySeconds())
 	}
 	return i
 }
@@ -289,7 +290,7 @@ func (x *stream) endEarly(stream grpc.ServerStream, requestID string, e *openai.
 	x.answered = true
 	x.refused(e)
 	i := errorAnswer(e)
-	i.Headers.Set(envoywire.HeaderRequestID, []byte(requestID))
+	i.Headers.Set(names.HeaderRequestID, []byte(requestID))
 	_ = stream.SendMsg(&envoywire.Reply{Immediate: i})
 }
 

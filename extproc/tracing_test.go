@@ -7,6 +7,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
+	"tandem/extproc/names"
 	"tandem/extproc/telemetry"
 	"tandem/internal/budget"
 
@@ -45,10 +46,10 @@ func attributesIn(s tracetest.SpanStub) map[string]attribute.Value {
 // If Envoy traces, the parent is in the stream's metadata.
 func TestSpansJoinEnvoys(t *testing.T) {
 	c, spans := traced(t)
-	md := metadata.Pairs(envoywire.HeaderTraceparent, envoysSpan)
+	md := metadata.Pairs(names.HeaderTraceparent, envoysSpan)
 	c.main.ctx = metadata.NewIncomingContext(t.Context(), md) //nolint:fatcontext // a stream has its context
-	c.leg.ctx = metadata.NewIncomingContext(t.Context(), metadata.Join(md, metadata.Pairs(envoywire.MetadataRole, envoywire.RolePrefillLeg)))
-	c.headers = appendHeader(c.headers, envoywire.HeaderTraceparent, []byte(clientsSpan))
+	c.leg.ctx = metadata.NewIncomingContext(t.Context(), metadata.Join(md, metadata.Pairs(names.MetadataRole, names.RolePrefillLeg)))
+	c.headers = appendHeader(c.headers, names.HeaderTraceparent, []byte(clientsSpan))
 	c.run(t)
 
 	got := spans.GetSpans()
@@ -72,7 +73,7 @@ func TestSpansJoinEnvoys(t *testing.T) {
 // Where Envoy does not, the client's traceparent is, and engines and pass 2 get the span's own.
 func TestSpansJoinTheClients(t *testing.T) {
 	c, spans := traced(t)
-	c.headers = appendHeader(c.headers, envoywire.HeaderTraceparent, []byte(clientsSpan))
+	c.headers = appendHeader(c.headers, names.HeaderTraceparent, []byte(clientsSpan))
 	require.NoError(t, c.s.process(c.begin(nil, c.client)))
 	got := spans.GetSpans()
 	require.Len(t, got, 1)
@@ -92,7 +93,7 @@ func TestATraceBeginsHereWhereNobodyBeganOne(t *testing.T) {
 // A trace that somebody decided against is not begun anew.
 func TestNotSampledStaysSo(t *testing.T) {
 	c, spans := traced(t)
-	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(envoywire.HeaderTraceparent, notSampled)) //nolint:fatcontext // a stream has its context
+	c.main.ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs(names.HeaderTraceparent, notSampled)) //nolint:fatcontext // a stream has its context
 	c.run(t)
 	require.Empty(t, spans.GetSpans(), "and the prefill leg begins none by itself")
 }
@@ -137,7 +138,7 @@ func TestSpansOfLegsAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, spans := tracedPairs(t, "sglang")
 		q, v := pass1(s, "traced")
-		q.headers[envoywire.HeaderTraceparent] = v.set[envoywire.HeaderTraceparent]
+		q.headers[names.HeaderTraceparent] = v.set[names.HeaderTraceparent]
 		d, _ := q.decode(s)
 		p := q.mirror(s)
 		d.streams()
@@ -173,7 +174,7 @@ func TestSpansOfLegsThatFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, spans := tracedPairs(t, "sglang")
 		q, v := pass1(s, "traced")
-		q.headers[envoywire.HeaderTraceparent] = v.set[envoywire.HeaderTraceparent]
+		q.headers[names.HeaderTraceparent] = v.set[names.HeaderTraceparent]
 		d, _ := q.decode(s)
 		q.mirror(s).answer(500, "oops")
 		d.redirected(q)

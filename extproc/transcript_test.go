@@ -19,8 +19,8 @@ import (
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
@@ -175,7 +175,7 @@ func (p *player) do(words []string, line string) {
 	case "ticket":
 		p.ticket(words[1])
 	case "forget":
-		_, ok := p.s.state.TakeHandOver(p.s.ticket(p.q.taken, p.q.headers[envoywire.HeaderRequestID]).ParamsRef)
+		_, ok := p.s.state.TakeHandOver(p.s.ticket(p.q.taken, p.q.headers[names.HeaderRequestID]).ParamsRef)
 		require.True(p.t, ok)
 	case "wait":
 		d, err := time.ParseDuration(words[1])
@@ -386,7 +386,7 @@ func (p *player) sayVerdict(v *verdict) {
 	if v.immediate != nil {
 		for _, h := range v.immediate.GetHeaders().GetSetHeaders() {
 			value := plainID(string(h.GetHeader().GetRawValue()))
-			if h.GetHeader().GetKey() == envoywire.HeaderTicket {
+			if h.GetHeader().GetKey() == names.HeaderTicket {
 				value = p.describe(string(h.GetHeader().GetRawValue()))
 			}
 			p.say("%s: %s", h.GetHeader().GetKey(), value)
@@ -396,7 +396,7 @@ func (p *player) sayVerdict(v *verdict) {
 	}
 	for _, name := range v.sortedSets() {
 		value := plainID(v.set[name])
-		if name == envoywire.HeaderTicket {
+		if name == names.HeaderTicket {
 			value = p.describe(v.set[name])
 		}
 		p.say("%s: %s", name, value)
@@ -441,7 +441,7 @@ func plainID(s string) string {
 
 // describe shows what a ticket holds.
 func (p *player) describe(sealed string) string {
-	t := p.s.ticket(sealed, p.q.headers[envoywire.HeaderRequestID])
+	t := p.s.ticket(sealed, p.q.headers[names.HeaderRequestID])
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s, pool %s", t.Stage, t.Pool)
 	if t.Split {
@@ -551,7 +551,7 @@ func (p *player) replan() {
 		}
 	}
 	if p.q.taken != "" {
-		p.say("%s: %s", envoywire.HeaderTicket, p.describe(p.q.taken))
+		p.say("%s: %s", names.HeaderTicket, p.describe(p.q.taken))
 	}
 	if w.Body.Len() > 0 {
 		p.say("%s", w.Body)
@@ -569,9 +569,9 @@ func (p *player) ticket(what string) {
 		b[len(b)/2] ^= 1
 		p.q.taken = string(b)
 	case "none":
-		p.q.taken = p.q.headers[envoywire.HeaderTicket] // a redirect of the engine's own: the request keeps the leg's ticket
+		p.q.taken = p.q.headers[names.HeaderTicket] // a redirect of the engine's own: the request keeps the leg's ticket
 	case "borrow":
-		p.q.headers[envoywire.HeaderTicket] = p.kept
+		p.q.headers[names.HeaderTicket] = p.kept
 	default:
 		require.Fail(p.t, "unknown", "ticket %s", what)
 	}

@@ -91,7 +91,8 @@ func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duratio
 		if g.KVTokens <= 0 {
 			kv += float64(prompt)
 		}
-		batch := max(g.Running, e.requests.Load()-e.queue.n.Load()+booked.Requests-booked.Jobs) + 1
+		// Requests and jobs are counted apart, so for a moment there may be more jobs than requests.
+		batch := max(g.Running, e.requests.Load()-e.queue.n.Load()+booked.Requests-booked.Jobs, 0) + 1
 		// An answer is worth as many observations as scrapes would have made of it.
 		n := max(min(int64((took+scrapeInterval-1)/scrapeInterval)/batch, mostScrapes, tokens-1), 1)
 		for range n {
@@ -117,7 +118,10 @@ func learnSteps(e *Endpoint, d AnswerCounters, batch, kv float64, now int64) {
 	if old := e.steps.Load(); old != nil {
 		next = *old
 	}
-	next.Add(observed, modelled, e.load.steps.Ratio(1, now), now)
+	e.load.steps = e.load.steps.Doubted(1, now, speed.DoubtPool)
+	fleet := e.load.steps.Ratio(1, now)
+	next = next.Doubted(fleet, now-int64(float64(d.GapTime)/max(batch, 1)), speed.DoubtEndpoint) // it wrote since then
+	next.Add(observed, modelled, fleet, now)
 	e.steps.Store(&next)
 	e.load.steps.Add(observed, modelled, 1, now)
 }

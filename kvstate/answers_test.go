@@ -282,3 +282,24 @@ func TestReportsThatAreNotLearned(t *testing.T) {
 		require.InDelta(t, 1, c.Step, 1e-9, c.Endpoint.Addr)
 	}
 }
+
+// Requests and jobs are counted one after the other, here and at other replicas, so for a moment there are more jobs than
+// requests; an answer that ends just then still counts.
+func TestAnAnswerCountsWhileAJobHasNoRequest(t *testing.T) {
+	for name, set := range map[string]func(e *Endpoint){
+		"here": func(e *Endpoint) { e.queue.n.Store(1) },
+		"elsewhere": func(e *Endpoint) {
+			all := RemoteLoad{}
+			all.Add(&Booked{Jobs: 1})
+			e.SetRemoteLoad(all)
+		},
+		"many": func(e *Endpoint) { e.queue.n.Store(1 << 40) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := &Endpoint{EndpointSpec: EndpointSpec{Role: RoleBoth}, endpointState: &endpointState{load: &workload{}}}
+			set(e)
+			Answered(e, "m", 10, 20, time.Second, time.Unix(1e9, 0))
+			require.NotNil(t, e.steps.Load())
+		})
+	}
+}

@@ -26,6 +26,8 @@ type Booking struct {
 	Need      int64     // of an answer: most tokens of KV, of prompt and answer, that the endpoint must have room for
 	From      *Endpoint // of an answer: whose memory the prompt's KV is fetched from; nil: none
 	Kept      int64     // most tokens that From keeps; 0: PromptTokens
+	// Media: the prompt has media. Work lacks what it takes to encode them, so nothing is learned from its time.
+	Media bool
 }
 
 // claim claims the room that an answer needs, and what it holds at another endpoint until then.

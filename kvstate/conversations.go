@@ -22,7 +22,7 @@ const maxConversationsBytes = 64 << 20
 func (s *HandOvers) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) error {
 	if s.replicas != nil {
 		if len(turn) > MaxConversationBytes {
-			s.replicas.TakeConversation(conversation)
+			_, _, _ = s.replicas.TakeConversation(conversation)
 			return paramstore.ErrFull
 		}
 		s.replicas.PutConversation(conversation, turn, ttl)
@@ -38,7 +38,8 @@ func (s *HandOvers) PutConversation(conversation [16]byte, turn []byte, ttl time
 // TakeConversation returns and removes the state of a conversation.
 func (s *HandOvers) TakeConversation(conversation [16]byte) ([]byte, bool) {
 	if s.replicas != nil {
-		return s.replicas.TakeConversation(conversation)
+		turn, id, ok := s.replicas.TakeConversation(conversation)
+		return turn, ok && s.Consume(id) // the same state again would be another prompt's blocks by now
 	}
 	return s.conversations.Take(conversation)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/kvstate/media"
 	"tandem/kvstate/paramstore"
 )
 
@@ -350,6 +351,55 @@ func TestPromptTokens(t *testing.T) {
 	require.EqualValues(t, 1000, p.PromptTokens(16000), "within bounds")
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
 	require.EqualValues(t, 1000, s.Pool("p").PromptTokens(16000), "what was learned stays with the pool")
+}
+
+// TestLearnPrompt: only text teaches how many bytes a token has, and what texts are estimated by is the same after any
+// number of prompts with media, with token ids, or of nonsense.
+func TestLearnPrompt(t *testing.T) {
+	s := New(Options{})
+	s.SetPool(PoolSpec{Name: "p"}, nil)
+	p := s.Pool("p")
+	text := PromptSize{Text: 80_000}
+	for range 30 {
+		p.LearnPrompt("m", &PromptSize{Text: 16_000}, 4000)
+	}
+	before, densest := p.EstimateTokens("m", &text), p.density.Most()
+	require.InDelta(t, 20_000, before, 10)
+	image := PromptSize{Text: 48, Media: media.Count{media.Image: 1}}
+	require.EqualValues(t, 1024+12, p.EstimateTokens("m", &image))
+	for range 30 {
+		p.LearnPrompt("m", &image, 1512)
+		p.LearnPrompt("m", &PromptSize{Text: 100, Counted: 50_000}, 50_000)
+		p.LearnPrompt("m", &PromptSize{Text: 100}, 0)
+	}
+	require.Equal(t, before, p.EstimateTokens("m", &text))
+	require.InDelta(t, densest, p.density.Most(), 0)
+	require.InDelta(t, 1512, p.EstimateTokens("m", &image), 50)
+	require.EqualValues(t, 50_000+25, p.EstimateTokens("m", &PromptSize{Text: 100, Counted: 50_000}))
+	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+	require.InDelta(t, 1512, s.Pool("p").EstimateTokens("m", &image), 50, "what was learned stays with the pool")
+}
+
+// TestMediaTeachNoSpeed: Work lacks what it takes to encode media, so the time of such a prompt says nothing.
+func TestMediaTeachNoSpeed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := New(Options{})
+		s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
+		e := s.Pool("p").Endpoints()[0]
+		work := func(media bool, took time.Duration) {
+			id := s.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1500, Uncached: 1500, Work: 100 * time.Millisecond, Media: media})
+			time.Sleep(took)
+			s.Complete(id)
+		}
+		for range 50 {
+			work(true, 3*time.Second)
+		}
+		require.InDelta(t, 1, e.speedAt(time.Now().UnixNano()), 0.001)
+		for range 50 {
+			work(false, 200*time.Millisecond)
+		}
+		require.Greater(t, e.speedAt(time.Now().UnixNano()), 1.5)
+	})
 }
 
 // Everything concurrently, under the race detector; at the end everything is at zero.

@@ -3,7 +3,38 @@ package kvstate
 import (
 	"sync/atomic"
 	"time"
+
+	"tandem/kvstate/media"
 )
+
+// PromptSize is what the tokens of a prompt are estimated from.
+type PromptSize struct {
+	Text    int         // bytes of text
+	Counted int64       // tokens that need no estimate
+	Media   media.Count // whose bytes say nothing
+}
+
+// EstimateTokens estimates the number of tokens of a prompt for a model.
+func (p *Pool) EstimateTokens(model string, s *PromptSize) int64 {
+	return p.PromptTokens(s.Text) + p.TokensBeside(model, s)
+}
+
+// TokensBeside is the part of [Pool.EstimateTokens] that does not come from text.
+func (p *Pool) TokensBeside(model string, s *PromptSize) int64 {
+	return s.Counted + p.media.Estimate(model, s.Media)
+}
+
+// LearnPrompt learns from a prompt in which an engine has counted some tokens: from one of text how many bytes a token
+// has, from one with media how many tokens a medium has.
+func (p *Pool) LearnPrompt(model string, s *PromptSize, tokens int64) {
+	switch {
+	case s.Counted > 0 || tokens <= 0:
+	case s.Media.Any():
+		p.media.Observe(model, s.Media, tokens, p.PromptTokens(s.Text))
+	default:
+		p.ObservePrompt(int64(s.Text), tokens)
+	}
+}
 
 // fadingRatio is a ratio of two sums in which old samples fade. Large samples weigh more than small ones.
 type fadingRatio struct{ above, below atomic.Int64 }
@@ -36,7 +67,7 @@ func (d *fadingRatio) bytesPerToken() float64 {
 	return float64(d.above.Load()) / float64(d.below.Load())
 }
 
-// ObservePrompt records the number of tokens that an engine counted in a body of some bytes.
+// ObservePrompt records the number of tokens that an engine counted in some bytes of text.
 func (p *Pool) ObservePrompt(bytes, tokens int64) {
 	if bytes > 0 && tokens > 0 && tokens <= bytes*4 {
 		p.ratio.add(bytes, tokens, ratioCap)
@@ -44,7 +75,7 @@ func (p *Pool) ObservePrompt(bytes, tokens int64) {
 	}
 }
 
-// PromptTokens estimates the number of tokens of a body: one token has between 1 and 16 bytes.
+// PromptTokens estimates the number of tokens of a text: one token has between 1 and 16 bytes.
 func (p *Pool) PromptTokens(bytes int) int64 {
 	n := int64(float64(bytes) * float64(p.ratio.below.Load()) / float64(p.ratio.above.Load()))
 	return max(min(n, int64(bytes)), int64(bytes)/16, 1)

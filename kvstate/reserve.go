@@ -148,6 +148,9 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 		e.load.booked(b, work, now)
 	}
 	job := prefillJob{uncached: b.Uncached, work: work, model: b.Work}
+	if b.Media {
+		job.model = 0
+	}
 	r.room, r.claimed = b.claim(e, now)
 	for !s.insert(id, r, job, now) {
 		id = randomID()

@@ -15,11 +15,11 @@ func (t *terms) whole(v *kvstate.View) bool {
 	all := 0.0
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if !isBoth(c) || c.Used() != kvstate.RoleBoth {
+		if c.Memory == nil || !isBoth(c) || c.Used() != kvstate.RoleBoth {
 			return false
 		}
 		if c.Usable {
-			all += t.freeKV(c)
+			all += c.Memory.Tokens
 		}
 	}
 	return v.Load.Live > twoCopies*all

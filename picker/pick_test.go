@@ -54,7 +54,10 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			Usable: r.IntN(6) > 0, PromptTokens: 500 * r.Int64N(4), Hit: r.IntN(5),
 		}
 		if odd == 2 {
-			c.Endpoint.Engine, c.Endpoint.Layout = name("e"), name("l")
+			c.Endpoint.Engine, c.Awaits = name("e"), r.IntN(8) == 0
+			if size := name("l"); size != "" {
+				c.Report = &kvstate.Report{kvstate.FactBlockSize: size}
+			}
 			c.Transfer, c.Step = []float64{0, 1, 5}[r.IntN(3)], []float64{0, 1, .5, 3}[r.IntN(4)]
 			c.Share, c.Speed = float64(r.IntN(2))*.6, []float64{0, 1, 3}[r.IntN(3)]
 		}
@@ -117,7 +120,7 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 	if r.IntN(2) == 0 { // conversations are known
 		v.Load.Live = float64(r.IntN(2)) * 5e6
 		for i := range v.Endpoints {
-			m := &residency.Memory{Free: 500 * float64(r.IntN(5)), Returns: float64(r.IntN(3)) * .1}
+			m := &residency.Memory{Tokens: 1e6, Free: 500 * float64(r.IntN(5)), Returns: float64(r.IntN(3)) * .1}
 			for range r.IntN(3) {
 				m.Old = append(m.Old, residency.Part{Tokens: 600, Length: 1000 * float64(1+r.IntN(3)), Back: []float64{0, .5, 1}[r.IntN(3)]})
 			}
@@ -181,7 +184,7 @@ func TestPickAgainstTwin(t *testing.T) {
 			}
 			v.SameNode = sameNodePairs(v)
 			v.Uniform = !slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
-				return c.Endpoint.Engine+c.Endpoint.Layout+c.Endpoint.Zone != ""
+				return c.Endpoint.Engine+c.Endpoint.Zone != "" || c.Report != nil || c.Awaits
 			})
 		}
 		want := sorted((&twin{r: r, v: v, p: policy}).pick())

@@ -66,7 +66,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	if t.fleet <= 0 {
 		t.fleet = 1
 	}
-	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest)
+	t.most = max(t.tokens, float64(r.Bytes)*v.Load.Densest+float64(r.Beside))
 	if r.Blocks > 0 {
 		t.perBlock = t.tokens / float64(r.Blocks)
 	}
@@ -254,7 +254,7 @@ type batch struct {
 
 // batch sets b, for an endpoint that may write answers.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
-	b.answers, b.freeKV = float64(c.Requests-c.Jobs), t.freeKV(c)
+	b.answers, b.freeKV = float64(max(c.Requests-c.Jobs, 0)), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
 	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
 		kv = max(kv+c.Trust*t.steady*(c.Signals.KVUsage*float64(c.KVTokens)-kv), float64(c.PromptTokens))

@@ -19,6 +19,7 @@ type job struct {
 	alone   bool
 
 	firstAt, endAt float64
+	prefilledAt    float64
 	hits           []int32 // blocks of the prompt on each endpoint, at the last lookup
 	lookedAt       float64
 	published      []int32 // hits, as published to the other replicas while the request waits
@@ -26,17 +27,23 @@ type job struct {
 	uncached       int     // as the policy estimated it when it bound the request
 	asked          *traces.Request
 	conversation   *residency.Conversation // as Tandem knows it
+	turn           *playedTurn             // of a session, in a closed loop
+	at             *engine.Engine          // where it is now; nil: it waits in the router
+	gone           bool                    // its user has given up
 }
 
 // newJobs returns the requests of a trace, on their way to no endpoint.
-func newJobs(t *traces.Trace) []job {
-	jobs := make([]job, len(t.Requests))
+func newJobs(t *traces.Trace) []*job {
+	jobs := make([]*job, len(t.Requests))
 	for i := range jobs {
-		q := &t.Requests[i]
-		jobs[i] = job{Job: engine.Job{ID: uint64(i), Input: q.Input, Output: q.Output, Blocks: q.Blocks},
-			Arrival: q.Arrival, asked: q, prefill: -1, decode: -1}
+		jobs[i] = newJob(i, &t.Requests[i])
 	}
 	return jobs
+}
+
+func newJob(id int, q *traces.Request) *job {
+	return &job{Job: engine.Job{ID: uint64(id), Input: q.Input, Output: q.Output, Blocks: q.Blocks},
+		Arrival: q.Arrival, asked: q, prefill: -1, decode: -1}
 }
 
 // fleet is the engines and the requests on their way to them.
@@ -46,10 +53,13 @@ type fleet struct {
 	// engines by role: those that do both are in both lists, at the same positions
 	prefills, decodes []*engine.Engine
 	both              bool
-	jobs              []job
+	jobs              []*job
 	policy            policy
 	random            *rand.Rand
 	ended             int
+	// what a closed loop wants to know; nil in an open one
+	started  func(j *job, cached, computes int) // a prompt is about to be computed
+	answered func(*job)                         // a request has ended
 }
 
 // policy routes. It is called when a request arrives, and binds it with fleet.bind, then or later.
@@ -60,9 +70,9 @@ type policy interface {
 	done(j *job)
 }
 
-func newFleet(c Config, jobs []job, random *rand.Rand) *fleet {
+func newFleet(c Config, jobs []*job, random *rand.Rand) *fleet {
 	f := &fleet{model: c.Engine, random: random, jobs: jobs, both: c.Both > 0}
-	on := engine.Events{Prefilled: f.prefilled, First: f.first, Done: f.done}
+	on := engine.Events{Started: f.start, Prefilled: f.prefilled, First: f.first, Done: f.done}
 	for range c.Both {
 		f.decodes = append(f.decodes, engine.New(&f.Clock, c.Engine, c.LocalTokens, on))
 	}
@@ -90,26 +100,63 @@ func (f *fleet) engines() []*engine.Engine {
 // bind sends a request to its endpoints: to prefill first, or to decode alone if prefill is -1.
 func (f *fleet) bind(j *job, prefill, decode int) {
 	j.prefill, j.decode, j.alone = prefill, decode, prefill < 0
-	if j.alone {
-		f.decodes[decode].Add(&j.Job, engine.Both)
+	if j.gone {
+		f.After(0, func() { f.leave(j) })
 		return
 	}
-	f.prefills[prefill].Add(&j.Job, engine.Prefill)
+	if j.alone {
+		j.at = f.decodes[decode]
+		j.at.Add(&j.Job, engine.Both)
+		return
+	}
+	j.at = f.prefills[prefill]
+	j.at.Add(&j.Job, engine.Prefill)
+}
+
+// giveUp ends a request that has no first token yet, because its user has gone. One that waits in the router ends when
+// the policy binds it, and one whose KV is being fetched when its answer is written.
+func (f *fleet) giveUp(j *job) {
+	if j.gone = true; j.at != nil && j.at.Cancel(&j.Job) {
+		f.leave(j)
+	}
+}
+
+// leave tells the policy that a request that it has bound has ended without an answer.
+func (f *fleet) leave(j *job) {
+	if j.prefill >= 0 && j.prefilledAt == 0 {
+		j.decode = f.policy.prefilled(j)
+	}
+	f.done(&j.Job)
 }
 
 // refuse ends a request without an answer.
 func refuse(f *fleet, j *job) {
 	j.firstAt, j.endAt = f.Now, f.Now
+	f.end(j)
+}
+
+// end counts a request that has ended.
+func (f *fleet) end(j *job) {
 	f.ended++
+	if f.answered != nil {
+		f.answered(j)
+	}
 }
 
 // refused reports whether a request has ended without an endpoint.
 func (j *job) refused() bool { return j.decode < 0 }
 
+func (f *fleet) start(q *engine.Job, cached, computes int) {
+	if f.started != nil {
+		f.started(f.jobs[q.ID], cached, computes)
+	}
+}
+
 func (f *fleet) prefilled(q *engine.Job) {
-	j := &f.jobs[q.ID]
-	j.decode = f.policy.prefilled(j)
-	if d := f.decodes[j.decode]; d == f.prefills[j.prefill] { // it has the KV already
+	j := f.jobs[q.ID]
+	j.decode, j.prefilledAt = f.policy.prefilled(j), f.Now
+	d := f.decodes[j.decode]
+	if j.at = d; d == f.prefills[j.prefill] { // it has the KV already
 		d.Reclaim(q)
 		d.Add(q, engine.Both)
 	} else {
@@ -120,8 +167,8 @@ func (f *fleet) prefilled(q *engine.Job) {
 func (f *fleet) first(q *engine.Job) { f.jobs[q.ID].firstAt = f.Now }
 
 func (f *fleet) done(q *engine.Job) {
-	j := &f.jobs[q.ID]
+	j := f.jobs[q.ID]
 	j.endAt = f.Now
-	f.ended++
 	f.policy.done(j)
+	f.end(j)
 }

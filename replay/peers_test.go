@@ -33,12 +33,11 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 	} {
 		config := DefaultConfig()
 		config.Prefill, config.Decode = 2, 1
-		jobs := []job{{Job: engine.Job{Input: c.input, Output: 1}, prefill: -1, decode: -1}}
-		j := &jobs[0]
+		j := newJob(0, &traces.Request{Input: c.input, Output: 1})
 		for b := range (c.input + engine.BlockTokens - 1) / engine.BlockTokens {
 			j.Blocks = append(j.Blocks, uint64(b+1))
 		}
-		f := newFleet(config, jobs, rand.New(rand.NewPCG(1, 1)))
+		f := newFleet(config, []*job{j}, rand.New(rand.NewPCG(1, 1)))
 		p, err := newPolicy(c.policy, f, config)
 		require.NoError(t, err)
 		f.policy = p
@@ -78,7 +77,7 @@ func TestKairos(t *testing.T) {
 	f.policy, err = newPolicy("kairos", f, c)
 	require.NoError(t, err)
 	for i := range jobs {
-		f.After(jobs[i].Arrival, func() { f.policy.arrive(&jobs[i]) })
+		f.After(jobs[i].Arrival, func() { f.policy.arrive(jobs[i]) })
 	}
 	for f.Step() {
 	}
@@ -98,10 +97,10 @@ func TestDeflection(t *testing.T) {
 	p, err := newPolicy("deflection", f, c)
 	require.NoError(t, err)
 	f.policy = p
-	p.arrive(&jobs[0])
-	p.arrive(&jobs[1])
+	p.arrive(jobs[0])
+	p.arrive(jobs[1])
 	require.Equal(t, []bool{false, true}, []bool{jobs[0].alone, jobs[1].alone})
 	p.(*peer).kv[0] = 999_000
-	p.arrive(&jobs[2])
+	p.arrive(jobs[2])
 	require.False(t, jobs[2].alone, "no room")
 }

@@ -21,7 +21,7 @@ func turn(program uint64, at float64, input, output int) traces.Request {
 
 // script plays requests until all have ended. It returns them, and a line for each: when it began, where, whether its
 // blocks were cached, and when it ended.
-func script(t *testing.T, name string, c Config, requests ...traces.Request) ([]job, policy, string) {
+func script(t *testing.T, name string, c Config, requests ...traces.Request) ([]*job, policy, string) {
 	t.Helper()
 	tr := &traces.Trace{Name: "by hand", Requests: requests}
 	tr.MarkLast()
@@ -31,14 +31,13 @@ func script(t *testing.T, name string, c Config, requests ...traces.Request) ([]
 	f.policy, err = newPolicy(name, f, c)
 	require.NoError(t, err)
 	for i := range jobs {
-		f.After(jobs[i].Arrival, func() { f.policy.arrive(&jobs[i]) })
+		f.After(jobs[i].Arrival, func() { f.policy.arrive(jobs[i]) })
 	}
 	for more := true; more && f.ended < len(jobs); {
 		more = f.Step()
 	}
 	var out strings.Builder
-	for i := range jobs {
-		j := &jobs[i]
+	for _, j := range jobs {
 		fmt.Fprintf(&out, "program %d, %.0fk tokens at %.0f s: first token at %.0f s\n", j.asked.Program, float64(j.Input)/1000, j.Arrival, j.firstAt)
 	}
 	return jobs, f.policy, out.String()
@@ -120,7 +119,7 @@ func TestSmg113(t *testing.T) {
 	f := newFleet(c, newJobs(tr), rand.New(rand.NewPCG(1, 1)))
 	s := &smg113{peer: &peer{fleet: f}}
 	ready(s.peer)
-	j := &f.jobs[0]
+	j := f.jobs[0]
 	f.prefills[1].Add(&engine.Job{Input: 4000, Output: 1, Blocks: j.Blocks}, engine.Prefill)
 	for _, test := range []struct{ booked, want int }{{0, 1}, {64, 1}, {128, 1}, {129, 0}} {
 		s.booked[1] = test.booked

@@ -5,6 +5,7 @@ type Spread struct {
 	Mean float64 `json:"mean"`
 	P50  float64 `json:"p50"`
 	P90  float64 `json:"p90"`
+	P95  float64 `json:"p95"`
 	P99  float64 `json:"p99"`
 }
 
@@ -30,12 +31,11 @@ type Result struct {
 // FirstTokens returns the times to the first token, ascending.
 func (r *Result) FirstTokens() []float64 { return r.ttft }
 
-func newResult(name string, f *fleet, jobs []job, c Config) *Result {
+func newResult(name string, f *fleet, jobs []*job, c Config) *Result {
 	r := &Result{Policy: name, Requests: len(jobs), Span: f.Now}
 	var tpot, total []float64
 	good, alone := 0, 0
-	for i := range jobs {
-		j := &jobs[i]
+	for _, j := range jobs {
 		stuck := j.endAt == 0
 		if stuck {
 			r.Stuck++
@@ -95,7 +95,7 @@ func spread(values []float64) Spread {
 	for _, v := range sorted(values) {
 		s.Mean += v / float64(len(values))
 	}
-	s.P50, s.P90, s.P99 = quantile(values, .5), quantile(values, .9), quantile(values, .99)
+	s.P50, s.P90, s.P95, s.P99 = quantile(values, .5), quantile(values, .9), quantile(values, .95), quantile(values, .99)
 	return s
 }
 

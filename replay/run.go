@@ -234,7 +234,7 @@ func Run(ctx context.Context, t *traces.Trace, name string, c Config) (*Result, 
 	next := 0
 	var arrive func()
 	arrive = func() {
-		j := &jobs[next]
+		j := jobs[next]
 		next++
 		if next < len(jobs) {
 			f.After(jobs[next].Arrival-f.Now, arrive)
@@ -281,8 +281,9 @@ func Load(t *traces.Trace, c Config) (prefill, decode float64, err error) {
 	work, context, tokens := 0.0, 0.0, 0.0
 	for i := range t.Requests {
 		q := &t.Requests[i]
-		cached := min(pooled.Hit(q.Blocks)*engine.BlockTokens, q.Input-1)
-		pooled.Add(q.Blocks, blocks)
+		whole, _ := pooled.Hit(q.Blocks)
+		cached := min(whole*engine.BlockTokens, q.Input-1)
+		pooled.Add(q.Blocks, engine.BlockTokens, blocks)
 		n := q.Input - cached
 		work += m.PrefillStep*float64(n)/m.StepTokens + engine.ChunkTime(m, n, cached)
 		context += float64(q.Output) * (float64(q.Input) + float64(q.Output)/2)

@@ -172,8 +172,10 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	if j.hits == nil || r.Now-j.lookedAt > keepHits {
 		j.hits, j.lookedAt = r.reportedHits(j, j.hits[:0]), r.Now
 	}
+	engines := r.engines()
 	for i := range v.Endpoints {
 		v.Endpoints[i].Hit = int(j.hits[i])
+		v.Endpoints[i].Loads = kvstate.Loads{int32(engines[i].Loads(j.Blocks))}
 	}
 	r.state.FindUses(r.pool, j.Blocks, v)
 	return &r.request

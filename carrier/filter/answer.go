@@ -7,11 +7,11 @@ import (
 	"time"
 
 	"tandem/extproc/ended"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
-	"tandem/extproc/reclaim"
 	"tandem/internal/guard"
 	"tandem/internal/periodic"
 	"tandem/kvstate"
@@ -138,7 +138,7 @@ func failed(status int) bool {
 
 // failure returns how D failed, from its own answer or from Envoy's in its place.
 func failure(e Envoy, o *Outcome) *faults.Failure {
-	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(envoywire.HeaderRetryAfter)))
+	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(names.HeaderRetryAfter)))
 	f.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
 	return &f
 }
@@ -256,16 +256,17 @@ func (f *Filter) record() {
 		t = &f.resumed.ticket
 	}
 	InsuredOf(f).outcome(o)
-	e := &envoywire.LogEntry{
+	e := &ended.Pass{
 		RequestID: []byte(f.id), Details: []byte(o.Details), Status: o.Status, Start: f.began,
 		Duration: time.Since(f.began), ClientGone: o.ClientGone(), Reservation: []byte(f.reservedAs),
 		Traceparent: []byte(f.hop.trace.parent),
-		Answered:    envoywire.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o)},
+		Answered:    ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o)},
 	}
-	passes.Reclaim.Ended(t, &reclaim.End{
-		RequestID: f.id, ClientGone: e.ClientGone, Asked: f.hop.sent, Tried: f.hop.sent, BookedHere: true,
-	})
+	if f.hop.sent {
+		e.Try = ended.Try{Tries: 1, Began: true}
+	}
+	passes.Reclaim.Ended(t, e, true)
 	passes.Faults.DecodeEnded(t, e)
-	to := ended.Recorder{State: passes.State, Observer: passes.Observer, Tracer: f.s.Tracer}
+	to := journey.Recorder{State: passes.State, Observer: passes.Observer, Tracer: f.s.Tracer}
 	to.Record(t, e, passes.SealedAt(t), true)
 }

@@ -19,6 +19,12 @@ type encode struct {
 // newEncode makes the leg's body, and returns a function that sends it.
 func newEncode(f *Filter, r *pass.Routed) func() {
 	x := &f.m.pass
+	if len(r.Edits) > 0 { // what the operator has set is in the leg's body, too
+		f.m.edit(r.Edits)
+		if err := x.Req.Client.Scan(openai.Chat, x.Body.Bytes(), openai.Limits{}); err != nil {
+			return f.refusal(err)
+		}
+	}
 	e := &encode{f, *r, x.Req.Client.AppendEncode(make([]byte, 0, len(x.Body.Bytes())+256))}
 	if !f.s.hold(f.m, len(x.Body.Bytes())+len(e.body)) {
 		return func() { f.refuse(openai.ServerBusy()) }

@@ -7,9 +7,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/internal/guard"
@@ -98,7 +98,7 @@ func (f *Filter) RequestHeaders(end bool) Status {
 		f.m = f.s.scratch.Get().(*scratch)
 		f.m.meter.Begin("", f.s.Tracer)
 		if f.s.Tracer != nil {
-			f.hop.trace = traceContext{f.head.get(envoywire.HeaderTraceparent), f.head.get(envoywire.HeaderTracestate)}
+			f.hop.trace = traceContext{f.head.get(names.HeaderTraceparent), f.head.get(names.HeaderTracestate)}
 		}
 		if key := f.head.get(headerAttempt); key != "" {
 			f.envoy.RemoveHeader(headerAttempt)

@@ -2,6 +2,7 @@ package filter
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -22,8 +23,14 @@ const (
 )
 
 // well is two engines of each role that serve everything.
-func well(endpoint string, _ []byte) engineAnswer {
+func well(endpoint string, body []byte) engineAnswer {
 	if prefills(endpoint) {
+		_, ids, _ := strings.Cut(string(body), `"prompt_token_ids":[`)
+		ids, _, continues := strings.Cut(ids, "]")
+		if continues {
+			tokens := fmt.Sprintf(`"prompt_tokens":%d`, strings.Count(ids, ",")+1)
+			return engineAnswer{status: 200, body: strings.Replace(answered, `"prompt_tokens":12`, tokens, 1)}
+		}
 		return engineAnswer{status: 200, body: answered}
 	}
 	return engineAnswer{status: 200, body: `{"answer":true}`}

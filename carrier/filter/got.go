@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"tandem/carrier/tokens"
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/internal/guard"
 )
 
@@ -51,7 +51,7 @@ func Counted(f *Filter) (within bool) {
 }
 
 // used returns what is known of what the request used, when it has ended.
-func (g *got) used(f *Filter, o *Outcome) envoywire.Usage {
+func (g *got) used(f *Filter, o *Outcome) ended.Usage {
 	u := g.tokens.Used(f.began, o.FirstBody, o.LastBody)
 	if header := f.s.Passes.Observer.Usage.Header(); header != "" {
 		u.Tenant = f.head.Extra(header)

@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"time"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -44,13 +44,13 @@ func legCall(
 	c := &Call{
 		Cluster: cluster(e), Body: body, Timeout: limit,
 		Set: []Header{
-			{":path", path}, {":authority", host}, {envoywire.HeaderEndpoint, e.HostPort()},
+			{":path", path}, {":authority", host}, {names.HeaderEndpoint, e.HostPort()},
 			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
-			{"accept", envoywire.ContentTypeJSON}, {envoywire.HeaderRequestID, id},
+			{"accept", names.ContentTypeJSON}, {names.HeaderRequestID, id},
 		},
 	}
 	if rank != "" {
-		c.Set = append(c.Set, Header{envoywire.HeaderRank, rank})
+		c.Set = append(c.Set, Header{names.HeaderRank, rank})
 	}
 	c.Set = append(c.Set, f.hop.trace.headers()...)
 	return c
@@ -129,37 +129,37 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	x, e, b := &f.m.pass, r.Endpoint, &f.m.body
 	set := f.envoy.SetHeader
 	rank := e.RankName()
-	set(envoywire.HeaderEndpoint, e.HostPort())
+	set(names.HeaderEndpoint, e.HostPort())
 	leg := r.Leg
 	if leg == plan.LegAnswer {
 		leg = plan.LegDecode
 	}
-	set(envoywire.HeaderLeg, leg)
+	set(names.HeaderLeg, leg)
 	if r.Pair != nil {
 		rank = r.Pair.Plan.DecodeRank
-		set(envoywire.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))
+		set(names.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))
 	}
 	if s := schemeOf(e); s != "" {
-		set(envoywire.HeaderScheme, s)
+		set(names.HeaderScheme, s)
 	} else {
-		f.envoy.RemoveHeader(envoywire.HeaderScheme)
+		f.envoy.RemoveHeader(names.HeaderScheme)
 	}
 	f.setHost(e.ServerNameSent())
 	if rank != "" {
-		set(envoywire.HeaderRank, rank)
-	} else if f.head.Extra(envoywire.HeaderRank) != nil {
-		f.envoy.RemoveHeader(envoywire.HeaderRank)
+		set(names.HeaderRank, rank)
+	} else if f.head.Extra(names.HeaderRank) != nil {
+		f.envoy.RemoveHeader(names.HeaderRank)
 	}
 	if path := cmp.Or(r.Path, string(x.Head.Path)); path != f.head.get(":path") {
 		set(":path", path)
 	}
 	if r.PerTry > 0 {
-		set(envoywire.HeaderPerTry, strconv.FormatInt(r.PerTry.Milliseconds(), 10))
+		set(names.HeaderPerTry, strconv.FormatInt(r.PerTry.Milliseconds(), 10))
 	} else {
-		f.envoy.RemoveHeader(envoywire.HeaderPerTry)
+		f.envoy.RemoveHeader(names.HeaderPerTry)
 	}
-	if f.head.Extra(envoywire.HeaderExplain) != nil {
-		f.envoy.RemoveHeader(envoywire.HeaderExplain)
+	if f.head.Extra(names.HeaderExplain) != nil {
+		f.envoy.RemoveHeader(names.HeaderExplain)
 	}
 	if f.body.whole {
 		if b.changed || len(r.Edits) > 0 {
@@ -172,7 +172,7 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	}
 	f.hop.sent, f.hop.replan = true, r.Leg != plan.LegPass
 	f.hop.ticket.Path, f.hop.ticket.Authority = string(x.Head.Path), string(x.Head.Authority)
-	f.m.meter.Processed(envoywire.RoleMain)
+	f.m.meter.Processed(names.RoleMain)
 	f.drop()
 	f.s.watch(f, true)
 	f.envoy.Continue()
@@ -259,18 +259,18 @@ func (f *Filter) refuse(e *openai.Error) {
 	} else {
 		f.s.Passes.Observer.GivenUp(e)
 	}
-	headers := []Header{{"content-type", envoywire.ContentTypeJSON}}
+	headers := []Header{{"content-type", names.ContentTypeJSON}}
 	if e.RetryAfter > 0 {
-		headers = append(headers, Header{envoywire.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
+		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
-	f.envoy.Respond(e.Status, headers, e.JSON(), envoywire.DetailsPrefix+"_"+e.Code)
+	f.envoy.Respond(e.Status, headers, e.JSON(), names.DetailsPrefix+"_"+e.Code)
 }
 
 // answerList answers with the list of models.
 func (f *Filter) answerList(body []byte) {
 	f.hop.answered = true
-	kind := []Header{{"content-type", envoywire.ContentTypeJSON}}
-	f.envoy.Respond(200, kind, body, envoywire.DetailsPrefix+"_models")
+	kind := []Header{{"content-type", names.ContentTypeJSON}}
+	f.envoy.Respond(200, kind, body, names.DetailsPrefix+"_models")
 }
 
 // answerRefused passes P's refusal on, without the members that Tandem added for P.

@@ -10,9 +10,9 @@ import (
 	"time"
 
 	"tandem/extproc/concurrent"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -185,7 +185,7 @@ func (p *pair) overdue() {
 }
 
 // named gives the request its client's id again, which Envoy puts into the answer: D's leg may have had another.
-func (p *pair) named() { p.f.envoy.SetHeader(envoywire.HeaderRequestID, p.f.id) }
+func (p *pair) named() { p.f.envoy.SetHeader(names.HeaderRequestID, p.f.id) }
 
 // answers is called when D's answer begins, while it may still be planned again.
 func (p *pair) answers(o *Outcome, end bool) Status {
@@ -249,8 +249,8 @@ func (p *pair) refuse(v *concurrent.Outcome) {
 		return
 	}
 	f.hop.answered = true
-	f.envoy.Respond(v.Status, []Header{{"content-type", envoywire.ContentTypeJSON}}, v.Answer,
-		envoywire.DetailsPrefix+"_prefill_refused")
+	f.envoy.Respond(v.Status, []Header{{"content-type", names.ContentTypeJSON}}, v.Answer,
+		names.DetailsPrefix+"_prefill_refused")
 }
 
 // headerPair names the pair of D's request, for the filter behind Envoy's router, which takes it away.

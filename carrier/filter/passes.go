@@ -6,10 +6,10 @@ import (
 	"io"
 	"strconv"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/models"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -158,9 +158,9 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 // again makes the pass of a request ready for the next one.
 func (f *Filter) again(ctx context.Context) {
 	x := &f.m.pass
-	head, id, reserved := x.Head, x.ID, x.ReservedAs
+	head, id, reserved, continues := x.Head, x.ID, x.ReservedAs, x.Continues
 	x.Reset()
-	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID = head, id, reserved, id
+	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID, x.Continues = head, id, reserved, id, continues
 	f.m.meter.EndSpan("")
 	f.m.meter.Begin("", f.s.Tracer)
 	startSpan(ctx, f, telemetry.SpanDecide)
@@ -175,9 +175,9 @@ func (t traceContext) headers() []Header {
 	case t.parent == "":
 		return nil
 	case t.state == "":
-		return []Header{{envoywire.HeaderTraceparent, t.parent}}
+		return []Header{{names.HeaderTraceparent, t.parent}}
 	}
-	return []Header{{envoywire.HeaderTraceparent, t.parent}, {envoywire.HeaderTracestate, t.state}}
+	return []Header{{names.HeaderTraceparent, t.parent}, {names.HeaderTracestate, t.state}}
 }
 
 // startSpan starts the span of a pass, below which the hops after it are.

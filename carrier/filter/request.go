@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/paths"
@@ -65,18 +65,18 @@ func (h *head) pass(path []byte) pass.Head {
 		Method: h.Extra(":method"), Path: path, Authority: h.Extra(":authority"),
 		ContentType: h.Extra("content-type"), ContentEncoding: h.Extra("content-encoding"),
 		Authorization: h.Extra("authorization"),
-		Objective:     h.either(envoywire.HeaderObjective, envoywire.HeaderGatewayObjective),
-		Fairness:      h.either(envoywire.HeaderFairness, envoywire.HeaderGatewayFairness),
-		TTFT:          pass.Target{Name: envoywire.HeaderTTFT, Value: h.Extra(envoywire.HeaderTTFT)},
-		TPOT:          pass.Target{Name: envoywire.HeaderTPOT, Value: h.Extra(envoywire.HeaderTPOT)},
-		Explain:       h.Extra(envoywire.HeaderExplain), More: h,
+		Objective:     h.either(names.HeaderObjective, names.HeaderGatewayObjective),
+		Fairness:      h.either(names.HeaderFairness, names.HeaderGatewayFairness),
+		TTFT:          pass.Target{Name: names.HeaderTTFT, Value: h.Extra(names.HeaderTTFT)},
+		TPOT:          pass.Target{Name: names.HeaderTPOT, Value: h.Extra(names.HeaderTPOT)},
+		Explain:       h.Extra(names.HeaderExplain), More: h,
 	}
 }
 
 // identify names the request: by the client's own id if it is valid, else by a new one.
 func (f *Filter) identify() {
 	p := &f.m.pass
-	sent := f.head.get(envoywire.HeaderRequestID)
+	sent := f.head.get(names.HeaderRequestID)
 	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
 	if p.ID = sent; f.resumed != nil { // the leg may have had others
 		p.ID, p.ReservedAs = f.resumed.id, f.resumed.reservedAs
@@ -90,7 +90,7 @@ func (f *Filter) identify() {
 		}
 	}
 	if p.ID != sent {
-		f.envoy.SetHeader(envoywire.HeaderRequestID, p.ID)
+		f.envoy.SetHeader(names.HeaderRequestID, p.ID)
 	}
 	f.id, p.Prefilled.ID = p.ID, p.ID
 	f.reservedAs = p.ReservedAs
@@ -166,10 +166,10 @@ func (f *Filter) limit() int {
 func dropped(name []byte) bool {
 	switch string(name) {
 	case "connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade", "content-length", "host",
-		":authority", ":path", "accept-encoding", envoywire.HeaderEndpoint, envoywire.HeaderRank,
-		envoywire.HeaderExplain:
+		":authority", ":path", "accept-encoding", names.HeaderEndpoint, names.HeaderRank,
+		names.HeaderExplain:
 		return true
 	}
-	return slices.Contains(envoywire.FormHeaders, string(name)) ||
+	return slices.Contains(names.FormHeaders, string(name)) ||
 		bytes.HasPrefix(name, []byte("x-tandem-")) || bytes.HasPrefix(name, []byte("x-envoy-"))
 }

@@ -6,7 +6,8 @@ import (
 	"strings"
 	"time"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/usage/reader"
 )
@@ -16,7 +17,7 @@ type Counter struct {
 	Events bool // the answer is a stream of events
 
 	reader      *reader.Reader // nil: the answer is not counted
-	said        envoywire.Usage
+	said        ended.Usage
 	first, last time.Time // when bytes were given; zero: none were, or Envoy's hooks know
 }
 
@@ -24,7 +25,7 @@ type Counter struct {
 // answer to the request stay.
 func (c *Counter) Begin(status, contentType string) bool {
 	c.Events, c.reader = openai.IsEventStream(contentType), nil
-	if status != "200" || !c.Events && !strings.HasPrefix(contentType, envoywire.ContentTypeJSON) {
+	if status != "200" || !c.Events && !strings.HasPrefix(contentType, names.ContentTypeJSON) {
 		return false
 	}
 	r := reader.New(c.Events)
@@ -52,13 +53,13 @@ func (c *Counter) Read(part []byte, set func(namespace, key string, n float64)) 
 		}
 		more = true
 		if n.Absurd {
-			set(envoywire.UsageNamespace, envoywire.UsageKeys[i], -1)
+			set(names.UsageNamespace, names.UsageKeys[i], -1)
 		} else {
-			set(envoywire.UsageNamespace, envoywire.UsageKeys[i], float64(n.Tokens))
+			set(names.UsageNamespace, names.UsageKeys[i], float64(n.Tokens))
 		}
 	}
 	if more {
-		set(envoywire.UsageNamespace, envoywire.UsageTotal, float64(said.Total()))
+		set(names.UsageNamespace, names.UsageTotal, float64(said.Total()))
 	}
 	c.said = said
 }
@@ -76,7 +77,7 @@ func (c *Counter) Give(part []byte, set func(namespace, key string, n float64)) 
 
 // Used returns what the answer said and when it was given, in times from began. first and last are what Envoy's hooks
 // know of that; zero: nothing.
-func (c *Counter) Used(began, first, last time.Time) envoywire.Usage {
+func (c *Counter) Used(began, first, last time.Time) ended.Usage {
 	u := c.said
 	if first.IsZero() {
 		first, last = c.first, c.last

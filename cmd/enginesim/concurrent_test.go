@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/fault"
+	"tandem/e2e/enginesim/fault"
 )
 
 // roomPair returns an SGLang prefill and decode server.

@@ -14,8 +14,8 @@ import (
 	"github.com/go-zeromq/zmq4"
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/engine"
-	"tandem/internal/enginesim/jsontext"
+	"tandem/e2e/enginesim/engine"
+	"tandem/e2e/enginesim/jsontext"
 )
 
 // manyBlocks fills several blocks.

@@ -7,7 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/api"
+	"tandem/e2e/enginesim/api"
 )
 
 // pictures returns a chat with images, and text if there is any.

@@ -12,7 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/jsontext"
+	"tandem/e2e/enginesim/jsontext"
 )
 
 func (e *simulator) failWith(t *testing.T, rule string) {

@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"tandem/internal/enginesim/api"
+	"tandem/e2e/enginesim/api"
 	"tandem/internal/version"
 )
 

@@ -12,7 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/engine"
+	"tandem/e2e/enginesim/engine"
 	"tandem/internal/version"
 )
 

@@ -14,7 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/jsontext"
+	"tandem/e2e/enginesim/jsontext"
 )
 
 // testdata/vllm-0.32.0 has requests to a real vLLM 0.32.0 (CPU, one tiny model, block size 32, 512 blocks, NIXL 1.5.1)

@@ -21,8 +21,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/enginesim/jsontext"
 	"tandem/internal/budget"
-	"tandem/internal/enginesim/jsontext"
 )
 
 func TestPlainPaths(t *testing.T) {

@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/internal/enginesim/api"
+	"tandem/e2e/enginesim/api"
 )
 
 // patience allows for busy machines.

@@ -16,8 +16,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	"tandem/internal/config"
-	"tandem/internal/orders"
+	"tandem/replica/config"
+	"tandem/replica/orders"
 	"tandem/status"
 	"tandem/status/words"
 )

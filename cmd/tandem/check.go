@@ -10,10 +10,10 @@ import (
 	"strings"
 
 	"tandem/extproc/kvtransfer"
-	"tandem/internal/config"
-	"tandem/internal/orders"
 	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
+	"tandem/replica/orders"
 )
 
 // checkFiles reads the files that a configuration names for the server itself, as the server would.

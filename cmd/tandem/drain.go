@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tandem/internal/orders"
+	"tandem/replica/orders"
 )
 
 // newDrain is `tandem drain`.

@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	envoyconfigs "tandem/envoy-configs"
-	"tandem/internal/config"
+	"tandem/replica/config"
 )
 
 // newEnvoy is `tandem envoy`: it writes the Envoy configuration that belongs to a Tandem configuration to stdout or a

@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tandem/internal/orders"
+	"tandem/replica/orders"
 	"tandem/status/words"
 )
 

@@ -30,7 +30,10 @@ func newReplay() *cobra.Command {
 		Long: "Play a trace against modelled engines under several routing policies.\n\n" +
 			"Traces: mooncake (the public one), a file in Mooncake's format, or a synthetic one:\n" +
 			listed(traces.Kinds()) + ".\n" +
-			"With --load also seq:agent:reasoning (one after the other), wave:rag:reasoning (in waves), day:mixed.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
+			"With --load also seq:agent:reasoning (one after the other), wave:rag:reasoning (in waves), day:mixed.\n\n" +
+			"With --sessions it plays sessions, each of whose requests comes after the answer before it: from a file of\n" +
+			"recorded ones. Policies may then be oracles, too (idle, lru, belady), and say how they split and on what\n" +
+			"fleet: tandem/never, tandem/roles, tandem@2+6, llm-d-in-flight/never@8.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
 			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
 			"many prompts have), engines (other engines, links and answers) or roles (engines that serve both legs).",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -70,6 +73,7 @@ func newReplay() *cobra.Command {
 	f.Float64Var(&o.TPOT, "tpot", o.TPOT, "target of goodput: `SECONDS` between tokens")
 	f.BoolVar(&o.asJSON, "json", false, "print one JSON object per policy, each on one line, and nothing else")
 	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
+	o.closed.flags(f)
 	f.StringVar(&o.suite, "suite", "", "play a `SUITE` instead of one trace")
 	f.Lookup("kv-tokens").DefValue = fmt.Sprintf("%.0f", o.Engine.KVTokens) // pflag would say 1e+06
 	return c
@@ -99,6 +103,7 @@ func listed(names []string) string {
 // replayOptions are the command's flags.
 type replayOptions struct {
 	replay.Config
+	closed                              closedOptions
 	trace, policies, split, html, suite string
 	requests                            int
 	rate, load, bandwidth, slow         float64
@@ -128,6 +133,9 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	var ok bool
 	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[o.split]; !ok {
 		return fmt.Errorf("--split: %q is not always, auto or never", o.split)
+	}
+	if o.closed.active != "" {
+		return replaySessions(ctx, o, c, stdout, bars)
 	}
 	names := replay.Policies()
 	if o.policies != "all" {

@@ -9,11 +9,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tandem/internal/config"
-	"tandem/internal/livecheck"
 	"tandem/internal/logwriter"
-	"tandem/internal/replica"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica"
+	"tandem/replica/config"
+	"tandem/replica/livecheck"
 	"tandem/status/words"
 )
 
@@ -87,9 +87,10 @@ func serve(
 	replica.TuneGC()
 	if check {
 		if live {
-			report := livecheck.Check(ctx, cfg)
+			report := livecheck.Check(ctx, cfg, true)
+			report.AskContinuing(ctx, cfg)
 			report.Print(stdout)
-			if err := report.Err(); err != nil {
+			if err := errors.Join(report.Err(), livecheck.CheckRedis(ctx, cfg)); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)
 			}
 		}

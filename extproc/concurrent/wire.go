@@ -6,6 +6,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 )
@@ -25,9 +26,9 @@ func SetHeaders(h *envoywire.HeaderEdits, in *envoywire.Headers, requestID strin
 			return
 		}
 		for _, name := range [...]string{
-			envoywire.HeaderPrefillEndpoint, envoywire.HeaderPrefillScheme, envoywire.HeaderMirror,
-			envoywire.HeaderClientID, envoywire.HeaderLegID, envoywire.HeaderPrefillRank, envoywire.HeaderDecodeRank,
-			envoywire.HeaderAnswer,
+			names.HeaderPrefillEndpoint, names.HeaderPrefillScheme, names.HeaderMirror,
+			names.HeaderClientID, names.HeaderLegID, names.HeaderPrefillRank, names.HeaderDecodeRank,
+			names.HeaderAnswer,
 		} {
 			h.Remove(name)
 		}
@@ -37,25 +38,25 @@ func SetHeaders(h *envoywire.HeaderEdits, in *envoywire.Headers, requestID strin
 	if scheme == "http" {
 		scheme = ""
 	}
-	set(envoywire.HeaderPrefillEndpoint, p.Prefill.HostPort())
-	set(envoywire.HeaderPrefillScheme, scheme)
+	set(names.HeaderPrefillEndpoint, p.Prefill.HostPort())
+	set(names.HeaderPrefillScheme, scheme)
 	if p.Prefill.Scheme == "https" {
-		set(envoywire.HeaderPrefillName, p.Prefill.ServerNameSent())
+		set(names.HeaderPrefillName, p.Prefill.ServerNameSent())
 	}
-	mirror := envoywire.MirrorKeep
+	mirror := names.MirrorKeep
 	if p.Cancel {
-		mirror = envoywire.MirrorCancel
+		mirror = names.MirrorCancel
 	}
-	set(envoywire.HeaderMirror, mirror)
-	set(envoywire.HeaderClientID, requestID)
-	set(envoywire.HeaderLegID, p.Plan.RequestID)
-	set(envoywire.HeaderPrefillRank, p.Plan.PrefillRank)
-	set(envoywire.HeaderDecodeRank, p.Plan.DecodeRank)
+	set(names.HeaderMirror, mirror)
+	set(names.HeaderClientID, requestID)
+	set(names.HeaderLegID, p.Plan.RequestID)
+	set(names.HeaderPrefillRank, p.Plan.PrefillRank)
+	set(names.HeaderDecodeRank, p.Plan.DecodeRank)
 	joined := ""
 	if p.Plan.Joined {
 		joined = "joined"
 	}
-	set(envoywire.HeaderAnswer, joined)
+	set(names.HeaderAnswer, joined)
 }
 
 // DecodeEdits returns the edits that turn P's body, of so many bytes, into D's: they undo the changes made for P, and

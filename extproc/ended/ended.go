@@ -1,59 +1,81 @@
-// Package ended records the end of a request: its row, its metrics, its span, its line in the ledger, and what later
-// decisions learn from it. The end is known from Envoy's access log, or from the filter inside Envoy.
+// Package ended is how a request ended, whoever reads it: Envoy's access log tells it beside Envoy, the filter inside
+// Envoy sees it. What follows from the end (metrics, usage, faults, what decisions learn) reads nothing else.
 package ended
 
 import (
+	"bytes"
 	"time"
 
-	"tandem/extproc/envoywire"
-	"tandem/extproc/kvtransfer"
-	"tandem/extproc/telemetry"
-	"tandem/extproc/usage"
-	"tandem/kvstate"
+	"tandem/extproc/names"
 )
 
-// Recorder records in these.
-type Recorder struct {
-	State    *kvstate.State
-	Observer *telemetry.Observer
-	Tracer   telemetry.Tracer // nil: no traces
+// Pass is how one pass of a request ended; the end of the last one is the request's. Its slices live as long as the
+// message or the hook that it came with.
+type Pass struct {
+	RequestID   []byte
+	Reservation []byte // the name of the request's reservations, which no other request has
+	Traceparent []byte // if the configuration enables tracing
+	Details     []byte // Envoy's response code details
+	Status      int    // 0: no answer was sent
+	Start       time.Time
+	Duration    time.Duration // from start, the beginning of the request's first pass
+	ClientGone  bool
+	Unfollowed  []byte // the answer was a redirect that Envoy did not follow: the tag that its script set
+	Try
+	Answered
 }
 
-// Record records the end of a request, whose last ticket was made at sealed. mine: this replica counts it.
-func (to Recorder) Record(t *kvtransfer.Ticket, e *envoywire.LogEntry, sealed time.Time, mine bool) {
-	var took, first time.Duration
-	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
-		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)
-		if e.FirstByte > 0 {
-			first = max(e.Start.Add(e.FirstByte).Sub(sealed), 0)
+// Try is the last try at an endpoint.
+type Try struct {
+	Tries             uint64
+	Sent, SentHeaders uint64 // bytes to the endpoint
+	Began             bool   // it had a connection, and sent something
+	Pod               bool   // it went to an endpoint, not to the replan port or an internal listener
+	Replan            bool   // it went to the replan port
+	RetryAfter        []byte // of the answer
+	Own               []byte // of an answer of Envoy's own on a leg's listener, its details there; empty: the engine's
+}
+
+// Asked reports whether an endpoint may have received anything of the pass. A try that waits for a connection has sent
+// nothing (Envoy 1.40). Only the last try is described, so a second try counts as received.
+func (t *Try) Asked() bool { return t.Tries > 1 || t.Began || t.Sent > 0 }
+
+// Refusal returns the code of the error with which Tandem itself ended the request; "" if it did not.
+func (p *Pass) Refusal() string {
+	code, ours := bytes.CutPrefix(p.Details, []byte(names.DetailsPrefix+"_"))
+	if !ours || p.Status < 400 {
+		return ""
+	}
+	return string(code)
+}
+
+// BrokeOff reports whether an answer ended before it was complete. Its status was sent long before; Envoy (1.40)
+// writes the cause into the details: the endpoint's connection broke, or a time limit expired.
+func (p *Pass) BrokeOff() bool {
+	for _, why := range [...]string{
+		"upstream_reset_after_response_started", "stream_idle_timeout",
+		"upstream_per_try_idle_timeout", "response_timeout",
+		"max_duration_timeout", "upstream_max_stream_duration_reached",
+	} {
+		if len(p.Details) >= len(why) && string(p.Details[:len(why)]) == why { // Envoy may add more in braces
+			return true
 		}
 	}
-	used := to.Observer.RequestEnded(t, e, took, first, mine)
-	if mine && used != nil {
-		telemetry.TraceAnswer(to.Tracer, t, e, used)
-		learn(to.State, t, e, used)
-	}
+	return false
 }
 
-// mostKept is the length in bytes up to which Envoy buffers a whole answer for a slow client: half of what a listener
-// buffers at least. The time of a longer answer may be the client's.
-const mostKept = 4 << 20
+// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes than
+// any complete one. Failures after the status was sent end like this, above all failed KV loads.
+func (p *Pass) TooShort(leastBytes int) bool {
+	return p.Status == 200 && p.Body < uint64(leastBytes) && !p.ClientGone && !p.BrokeOff()
+}
 
-// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
-func learn(state *kvstate.State, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
-	pool := state.Pool(t.Pool)
-	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
-		return
-	}
-	var writing time.Duration
-	if e.Body <= mostKept {
-		writing = u.PerToken * time.Duration(*u.Answer-1)
-	}
-	prompt := t.PromptTokens
-	if u.Prompt != nil {
-		prompt = *u.Prompt
-	}
-	if endpoint := pool.Endpoint(telemetry.AnsweredBy(t)); endpoint != nil {
-		kvstate.Answered(endpoint, u.Model, prompt, *u.Answer, writing, time.Now())
+// maxDelay is how late an entry of the access log may come; Envoy sends them every 0.2 s.
+const maxDelay = 2 * time.Second
+
+// SetTime replaces the start of an end that is read now, if Envoy's clock cannot be right.
+func (p *Pass) SetTime(now time.Time) {
+	if late := now.Sub(p.Start.Add(p.Duration)); late < 0 || late > maxDelay {
+		p.Start = now.Add(-p.Duration)
 	}
 }

@@ -1,18 +1,13 @@
 package envoywire
 
 import (
-	"bytes"
 	"strings"
 	"time"
 
 	"google.golang.org/grpc/mem"
-)
 
-// TagUnfollowed tags the entry of a redirect that Envoy did not follow. Its value is UnfollowedLocation if the
-// redirect had no usable location.
-const (
-	TagUnfollowed      = "unfollowed"
-	UnfollowedLocation = "location"
+	"tandem/extproc/ended"
+	"tandem/extproc/names"
 )
 
 // LogBatch is one StreamAccessLogsMessage, reduced to the fields that Tandem uses.
@@ -37,43 +32,12 @@ const (
 	clusterMirror = "tandem-mirror-loop"
 )
 
-// LogEntry is one HTTPAccessLogEntry of the main listener.
+// LogEntry is one HTTPAccessLogEntry.
 type LogEntry struct {
-	RequestID, Ticket []byte
-	Reservation       []byte // Envoy's own id of the request
-	ClientID          []byte // of a mirrored leg: the client's request id
-	Traceparent       []byte // if the configuration enables tracing
-	Details           []byte // response_code_details
-	RetryAfter        []byte // of the answer
-	Own               []byte // of an answer of Envoy's own on a leg's listener, its details there; empty: the engine's
-	Status            int    // 0: no answer was sent
-	Start             time.Time
-	Duration          time.Duration // from start, the beginning of the request's first pass
-	ClientGone        bool          // response flag DC or DR
-	Unfollowed        []byte        // the answer was a redirect that Envoy did not follow: the tag that its script set
-	Sent, SentHeaders uint64        // bytes to the endpoint, by the last try
-	Tries             uint64
-	Began             bool // the last try had a connection, and sent something
-	Pod               bool // the last try went to an endpoint, not to the replan port or an internal listener
-	Replan            bool // the last try went to the replan port
-	Mirror            bool // the try is a mirrored leg's: Envoy (1.40) logs it as one of the request that it mirrors
-	Answered
-}
-
-// Asked reports whether an endpoint may have received anything of the pass. A try that waits for a connection has sent
-// nothing (Envoy 1.40). An entry describes only its last try, so a second try counts as received.
-func (e *LogEntry) Asked() bool { return e.Tries > 1 || e.Began || e.Sent > 0 }
-
-// CodeTicketRefused is the code of the error for a request whose ticket a replica cannot read.
-const CodeTicketRefused = "ticket_refused"
-
-// Refusal returns the code of the error with which Tandem itself ended the request; "" if it did not.
-func (e *LogEntry) Refusal() string {
-	code, ours := bytes.CutPrefix(e.Details, []byte(DetailsPrefix+"_"))
-	if !ours || e.Status < 400 {
-		return ""
-	}
-	return string(code)
+	Ended    ended.Pass
+	Ticket   []byte
+	ClientID []byte // of a mirrored leg: the client's request id
+	Mirror   bool   // the try is a mirrored leg's: Envoy (1.40) logs it as one of the request that it mirrors
 }
 
 // maxKeptBatch is the largest arena that is kept for another batch, in bytes.
@@ -143,15 +107,15 @@ func (b *LogBatch) readTag(c *cursor, end int, e *LogEntry) {
 	var firstBody []byte
 	b.readPair(c, end, func(name []byte) *[]byte {
 		switch string(name) {
-		case TagUnfollowed:
-			return &e.Unfollowed
-		case TagFirstBody:
+		case names.TagUnfollowed:
+			return &e.Ended.Unfollowed
+		case names.TagFirstBody:
 			return &firstBody
 		}
 		return nil
 	})
 	if firstBody != nil {
-		e.Usage.FirstBody = micros(firstBody)
+		e.Ended.Usage.FirstBody = micros(firstBody)
 	}
 }
 
@@ -163,32 +127,32 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
 		case number == 5 && wire == wireBytes:
-			e.Start = time.Unix(0, 0).Add(readDuration(c, c.length(end))) // a Timestamp has a Duration's fields
+			e.Ended.Start = time.Unix(0, 0).Add(readDuration(c, c.length(end))) // a Timestamp has a Duration's fields
 		case number == 7 && wire == wireBytes:
-			e.Began = true
+			e.Ended.Began = true
 			c.skip(wire, end)
 		case number == 17 && wire == wireBytes:
 			b.readFilterMetadata(c, c.length(end), e)
 		case number == 15 && wire == wireBytes:
 			mark := len(b.arena)
 			cluster := string(c.text(&b.arena, end))
-			e.Pod, e.Replan = strings.HasPrefix(cluster, clusterPod), cluster == clusterReplan
+			e.Ended.Pod, e.Ended.Replan = strings.HasPrefix(cluster, clusterPod), cluster == clusterReplan
 			e.Mirror = cluster == clusterMirror
 			b.arena = b.arena[:mark] // the name is not needed again
 		case number == 24 && wire == wireVarint:
-			e.Tries = c.varint()
+			e.Ended.Tries = c.varint()
 		case wire == wireBytes && e.time(number) != nil:
 			*e.time(number) = readDuration(c, c.length(end))
 		case number == 22 && wire == wireBytes:
 			b.readTag(c, c.length(end), e)
 		case number == 31 && wire == wireVarint:
-			e.Sent = c.varint()
+			e.Ended.Sent = c.varint()
 		case number == 16 && wire == wireBytes:
 			flagsEnd := c.length(end)
 			for number, wire := c.field(flagsEnd); number != 0; number, wire = c.field(flagsEnd) {
 				// 15: downstream connection termination, 28: downstream remote reset
 				if (number == 15 || number == 28) && wire == wireVarint {
-					e.ClientGone = c.varint() != 0 || e.ClientGone
+					e.Ended.ClientGone = c.varint() != 0 || e.Ended.ClientGone
 				} else {
 					c.skip(wire, flagsEnd)
 				}
@@ -203,11 +167,11 @@ func (b *LogBatch) readCommon(c *cursor, end int, e *LogEntry) {
 func (e *LogEntry) time(number int) *time.Duration {
 	switch number {
 	case 9:
-		return &e.FirstByte
+		return &e.Ended.FirstByte
 	case 10:
-		return &e.Usage.LastByte
+		return &e.Ended.Usage.LastByte
 	case 23:
-		return &e.Duration
+		return &e.Ended.Duration
 	}
 	return nil
 }
@@ -218,26 +182,26 @@ func (b *LogBatch) readRequest(c *cursor, end int, e *LogEntry) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
 		case number == 9 && wire == wireBytes:
-			e.RequestID = c.text(&b.arena, end)
+			e.Ended.RequestID = c.text(&b.arena, end)
 		case number == 13 && wire == wireBytes:
 			b.readPair(c, c.length(end), func(name []byte) *[]byte {
 				switch string(name) {
-				case HeaderTicket:
+				case names.HeaderTicket:
 					return &e.Ticket
-				case HeaderReservation:
-					return &e.Reservation
-				case HeaderClientID:
+				case names.HeaderReservation:
+					return &e.Ended.Reservation
+				case names.HeaderClientID:
 					return &e.ClientID
-				case HeaderTraceparent:
-					return &e.Traceparent
+				case names.HeaderTraceparent:
+					return &e.Ended.Traceparent
 				}
 				if b.Tenant != "" && string(name) == b.Tenant {
-					return &e.Usage.Tenant
+					return &e.Ended.Usage.Tenant
 				}
 				return nil
 			})
 		case number == 14 && wire == wireVarint:
-			e.SentHeaders = c.varint()
+			e.Ended.SentHeaders = c.varint()
 		default:
 			c.skip(wire, end)
 		}
@@ -269,25 +233,25 @@ func (b *LogBatch) readResponse(c *cursor, end int, e *LogEntry) {
 			valueEnd := c.length(end)
 			for number, wire := c.field(valueEnd); number != 0; number, wire = c.field(valueEnd) {
 				if number == 1 && wire == wireVarint {
-					e.Status = int(c.varint())
+					e.Ended.Status = int(c.varint())
 				} else {
 					c.skip(wire, valueEnd)
 				}
 			}
 		case number == 3 && wire == wireVarint:
-			e.Body = c.varint()
+			e.Ended.Body = c.varint()
 		case number == 4 && wire == wireBytes:
 			b.readPair(c, c.length(end), func(name []byte) *[]byte {
 				switch string(name) {
-				case HeaderRetryAfter:
-					return &e.RetryAfter
-				case HeaderDetails:
-					return &e.Own
+				case names.HeaderRetryAfter:
+					return &e.Ended.RetryAfter
+				case names.HeaderDetails:
+					return &e.Ended.Own
 				}
 				return nil
 			})
 		case number == 6 && wire == wireBytes:
-			e.Details = c.text(&b.arena, end)
+			e.Ended.Details = c.text(&b.arena, end)
 		default:
 			c.skip(wire, end)
 		}
@@ -308,35 +272,4 @@ func readDuration(c *cursor, end int) time.Duration {
 		}
 	}
 	return d
-}
-
-// BrokeOff reports whether an answer ended before it was complete. Its status was sent long before; Envoy (1.40)
-// writes the cause into the details: the endpoint's connection broke, or a time limit expired.
-func (e *LogEntry) BrokeOff() bool {
-	for _, why := range [...]string{
-		"upstream_reset_after_response_started", "stream_idle_timeout",
-		"upstream_per_try_idle_timeout", "response_timeout",
-		"max_duration_timeout", "upstream_max_stream_duration_reached",
-	} {
-		if len(e.Details) >= len(why) && string(e.Details[:len(why)]) == why { // Envoy may add more in braces
-			return true
-		}
-	}
-	return false
-}
-
-// TooShort reports whether an answer is a stream that its engine ended before it was complete: it has fewer bytes than
-// any complete one. Failures after the status was sent end like this, above all failed KV loads.
-func (e *LogEntry) TooShort(leastBytes int) bool {
-	return e.Status == 200 && e.Body < uint64(leastBytes) && !e.ClientGone && !e.BrokeOff()
-}
-
-// maxLogDelay is how late an entry of the access log may come; Envoy sends them every 0.2 s.
-const maxLogDelay = 2 * time.Second
-
-// SetTime replaces the start of an entry that is read now, if Envoy's clock cannot be right.
-func (e *LogEntry) SetTime(now time.Time) {
-	if late := now.Sub(e.Start.Add(e.Duration)); late < 0 || late > maxLogDelay {
-		e.Start = now.Add(-e.Duration)
-	}
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/extproc/envoywire/wiretest"
+	"tandem/extproc/names"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
@@ -37,7 +38,7 @@ func TestMessageReadsRequestHeaders(t *testing.T) {
 	wire := wiretest.Marshal(t, &extprocv3.ProcessingRequest{
 		Request: &extprocv3.ProcessingRequest_RequestHeaders{RequestHeaders: &extprocv3.HttpHeaders{
 			Headers: wiretest.HeaderMap(":method", "POST", ":path", "/v1/completions?x=1", "x-unread", strings.Repeat("z", 300),
-				"content-type", "application/json", "x-request-id", "abc", HeaderTicket, "T"),
+				"content-type", "application/json", "x-request-id", "abc", names.HeaderTicket, "T"),
 			EndOfStream: true,
 		}},
 		ProtocolConfig: &extprocv3.ProtocolConfiguration{RequestBodyMode: filterv3.ProcessingMode_FULL_DUPLEX_STREAMED},
@@ -223,10 +224,10 @@ func TestLogBatchReadsEntries(t *testing.T) {
 						Duration:                  durationpb.New(1500 * time.Millisecond),
 						TimeToFirstUpstreamRxByte: durationpb.New(20 * time.Millisecond),
 						ResponseFlags:             &logdatav3.ResponseFlags{DownstreamConnectionTermination: true},
-						CustomTags:                map[string]string{"other": "x", TagUnfollowed: "redirect"},
+						CustomTags:                map[string]string{"other": "x", names.TagUnfollowed: "redirect"},
 						UpstreamWireBytesSent:     1 << 40,
 					},
-					Request: &logdatav3.HTTPRequestProperties{RequestId: "id", RequestHeaders: map[string]string{"x-other": "1", HeaderTicket: "T"}, UpstreamHeaderBytesSent: 300},
+					Request: &logdatav3.HTTPRequestProperties{RequestId: "id", RequestHeaders: map[string]string{"x-other": "1", names.HeaderTicket: "T"}, UpstreamHeaderBytesSent: 300},
 					Response: &logdatav3.HTTPResponseProperties{ResponseCode: wrapperspb.UInt32(307), ResponseBodyBytes: 128,
 						ResponseCodeDetails: "internal_redirect"},
 				},
@@ -238,19 +239,19 @@ func TestLogBatchReadsEntries(t *testing.T) {
 	require.NoError(t, b.Unmarshal(split(wire, rand.New(rand.NewPCG(5, 6)))))
 	require.Len(t, b.Entries, 2)
 	e := b.Entries[0]
-	require.Equal(t, "id", string(e.RequestID))
+	require.Equal(t, "id", string(e.Ended.RequestID))
 	require.Equal(t, "T", string(e.Ticket))
-	require.Equal(t, "internal_redirect", string(e.Details))
-	require.Equal(t, 307, e.Status)
-	require.EqualValues(t, 128, e.Body)
-	require.Equal(t, 1500*time.Millisecond, e.Duration)
-	require.Equal(t, 20*time.Millisecond, e.FirstByte)
-	require.True(t, e.ClientGone)
-	require.Equal(t, "redirect", string(e.Unfollowed))
-	require.Equal(t, []uint64{1 << 40, 300}, []uint64{e.Sent, e.SentHeaders})
-	require.Equal(t, "id2", string(b.Entries[1].RequestID))
+	require.Equal(t, "internal_redirect", string(e.Ended.Details))
+	require.Equal(t, 307, e.Ended.Status)
+	require.EqualValues(t, 128, e.Ended.Body)
+	require.Equal(t, 1500*time.Millisecond, e.Ended.Duration)
+	require.Equal(t, 20*time.Millisecond, e.Ended.FirstByte)
+	require.True(t, e.Ended.ClientGone)
+	require.Equal(t, "redirect", string(e.Ended.Unfollowed))
+	require.Equal(t, []uint64{1 << 40, 300}, []uint64{e.Ended.Sent, e.Ended.SentHeaders})
+	require.Equal(t, "id2", string(b.Entries[1].Ended.RequestID))
 	require.Empty(t, b.Entries[1].Ticket)
-	require.Empty(t, b.Entries[1].Unfollowed)
+	require.Empty(t, b.Entries[1].Ended.Unfollowed)
 }
 
 func FuzzLogBatch(f *testing.F) {

@@ -2,6 +2,21 @@ package envoywire
 
 import "strings"
 
+// Names of the Endpoint Picker protocol (gateway-api-inference-extension, docs/proposals/004-endpoint-picker-protocol,
+// v1.0.0).
+const (
+	namespaceLB         = "envoy.lb"
+	NamespaceSubset     = "envoy.lb.subset_hint"
+	keySubset           = "x-gateway-destination-endpoint-subset"
+	keyServed           = "x-gateway-destination-endpoint-served"
+	ReasonNoEndpoints   = "rejected-no-endpoints"
+	ReasonSaturated     = "rejected-saturated"
+	HeaderDropped       = "x-llm-d-request-dropped-reason"
+	maxSubset           = 4096                                 // endpoints in a hint
+	HeaderTestSelected  = "x-conformance-test-served-endpoint" // the conformance suite reads it of an answer
+	headerTestSelection = "test-epp-endpoint-selection"        // ... and sets on a request
+)
+
 // Hints are a gateway's additions to the request, in metadata_context.
 type Hints struct {
 	Subset    []string // ip:port, or ip for any port

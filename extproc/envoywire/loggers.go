@@ -6,12 +6,15 @@ import (
 	"sync"
 
 	"google.golang.org/grpc/metadata"
+
+	"tandem/extproc/names"
 )
 
 // Loggers are the access log streams that Envoys have open to this replica. An Envoy that knows several replicas
 // numbers them: its access log streams carry a fingerprint of its list and the replica's number in it
-// (MetadataReplica), its ext_proc streams the fingerprint (MetadataFleet). So a replica knows the number by which the
-// Envoy of a request logs to it alone (HeaderReplica). Zero values are ready to use; they are safe for concurrent use.
+// (names.MetadataReplica), its ext_proc streams the fingerprint (names.MetadataFleet). So a replica knows the number by
+// which the Envoy of a request logs to it alone (names.HeaderReplica). Zero values are ready to use; they are safe for
+// concurrent use.
 type Loggers struct {
 	mu   sync.RWMutex
 	open map[string]*logger // by fingerprint
@@ -25,7 +28,7 @@ type logger struct {
 
 // Opened records an access log stream. The returned function records its end.
 func (l *Loggers) Opened(ctx context.Context) (closed func()) {
-	values := metadata.ValueFromIncomingContext(ctx, MetadataReplica)
+	values := metadata.ValueFromIncomingContext(ctx, names.MetadataReplica)
 	if len(values) == 0 {
 		return func() {}
 	}
@@ -54,7 +57,7 @@ func (l *Loggers) Opened(ctx context.Context) (closed func()) {
 // Number returns this replica's number at the Envoy of an ext_proc stream; nil: that Envoy has no access log stream
 // here now. several reports whether that Envoy knows several replicas.
 func (l *Loggers) Number(ctx context.Context) (number []byte, several bool) {
-	values := metadata.ValueFromIncomingContext(ctx, MetadataFleet)
+	values := metadata.ValueFromIncomingContext(ctx, names.MetadataFleet)
 	if len(values) == 0 {
 		return nil, false
 	}
@@ -70,8 +73,8 @@ func (l *Loggers) Number(ctx context.Context) (number []byte, several bool) {
 // else to all replicas.
 func (l *Loggers) Address(ctx context.Context, h *HeaderEdits, one bool) {
 	if number, several := l.Number(ctx); number != nil && one {
-		h.Set(HeaderReplica, number)
+		h.Set(names.HeaderReplica, number)
 	} else if several {
-		h.Remove(HeaderReplica)
+		h.Remove(names.HeaderReplica)
 	}
 }

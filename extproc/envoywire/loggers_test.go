@@ -6,6 +6,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/metadata"
+
+	"tandem/extproc/names"
 )
 
 // A replica knows its number at an Envoy as long as a log of an Envoy with the same list comes in; lists of other Envoys number it
@@ -15,7 +17,7 @@ func TestLoggers(t *testing.T) {
 		return metadata.NewIncomingContext(t.Context(), metadata.Pairs(name, value))
 	}
 	of := func(l *Loggers, fleet string) string {
-		number, several := l.Number(with(MetadataFleet, fleet))
+		number, several := l.Number(with(names.MetadataFleet, fleet))
 		require.True(t, several)
 		return string(number)
 	}
@@ -25,16 +27,16 @@ func TestLoggers(t *testing.T) {
 	require.Empty(t, of(&l, "aa"), "no log of it comes in")
 	l.Opened(t.Context())()
 
-	first, second := l.Opened(with(MetadataReplica, "aa/3")), l.Opened(with(MetadataReplica, "aa/3")) // two workers
-	other := l.Opened(with(MetadataReplica, "bb/0"))
+	first, second := l.Opened(with(names.MetadataReplica, "aa/3")), l.Opened(with(names.MetadataReplica, "aa/3")) // two workers
+	other := l.Opened(with(names.MetadataReplica, "bb/0"))
 	require.Equal(t, "3", of(&l, "aa"))
 	require.Equal(t, "0", of(&l, "bb"))
 	var one, all, lonely HeaderEdits
-	l.Address(with(MetadataFleet, "aa"), &one, true)
-	l.Address(with(MetadataFleet, "aa"), &all, false)
+	l.Address(with(names.MetadataFleet, "aa"), &one, true)
+	l.Address(with(names.MetadataFleet, "aa"), &all, false)
 	l.Address(t.Context(), &lonely, true)
-	require.Equal(t, HeaderEdits{set: []headerSet{{HeaderReplica, []byte("3")}}}, one)
-	require.Equal(t, HeaderEdits{remove: []string{HeaderReplica}}, all, "an earlier pass may have set it")
+	require.Equal(t, HeaderEdits{set: []headerSet{{names.HeaderReplica, []byte("3")}}}, one)
+	require.Equal(t, HeaderEdits{remove: []string{names.HeaderReplica}}, all, "an earlier pass may have set it")
 	require.Equal(t, HeaderEdits{}, lonely)
 	first()
 	require.Equal(t, "3", of(&l, "aa"))

@@ -2,6 +2,8 @@ package envoywire
 
 import (
 	"google.golang.org/grpc/mem"
+
+	"tandem/extproc/names"
 )
 
 // Phase is the part of an HTTP stream that a message belongs to, with the field numbers of ProcessingRequest's oneof
@@ -94,41 +96,41 @@ func (h *Headers) slot(name []byte) *[]byte {
 		return &h.ContentLength
 	case "x-request-id":
 		return &h.RequestID
-	case HeaderTicket:
+	case names.HeaderTicket:
 		return &h.Ticket
-	case HeaderReservation:
+	case names.HeaderReservation:
 		return &h.Reservation
-	case HeaderPrefilled:
+	case names.HeaderPrefilled:
 		return &h.Prefilled
 	case "upgrade":
 		return &h.Upgrade
-	case HeaderTraceparent:
+	case names.HeaderTraceparent:
 		return &h.Traceparent
-	case HeaderTracestate:
+	case names.HeaderTracestate:
 		return &h.Tracestate
 	case ":authority":
 		return &h.Authority
-	case HeaderClientID:
+	case names.HeaderClientID:
 		return &h.ClientID
-	case HeaderRank:
+	case names.HeaderRank:
 		return &h.Rank
-	case HeaderLoad:
+	case names.HeaderLoad:
 		return &h.Load
 	case "authorization":
 		return &h.Authorization
-	case HeaderGatewayObjective, HeaderObjective:
+	case names.HeaderGatewayObjective, names.HeaderObjective:
 		return &h.Objective
 	case headerTestSelection:
 		return &h.Selection
-	case HeaderFairness, HeaderGatewayFairness:
+	case names.HeaderFairness, names.HeaderGatewayFairness:
 		return &h.Fairness
-	case HeaderTTFT:
+	case names.HeaderTTFT:
 		return &h.TTFT
-	case HeaderTPOT:
+	case names.HeaderTPOT:
 		return &h.TPOT
-	case HeaderExplain:
+	case names.HeaderExplain:
 		return &h.Explain
-	case HeaderFinal:
+	case names.HeaderFinal:
 		return &h.Final
 	}
 	for i, n := range h.Names {

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"google.golang.org/grpc/mem"
+
+	"tandem/extproc/names"
 )
 
 // headerSet is one header to overwrite.
@@ -227,17 +229,17 @@ func appendPatience(b []byte, d time.Duration) []byte {
 
 // Destination returns dynamic_metadata{"envoy.lb": {"x-gateway-destination-endpoint": list}}: a Struct in a Struct.
 func Destination(list string) []byte {
-	value := bytesLen(len(list))                               // Value{3: string_value}
-	entry := bytesLen(len(HeaderEndpoint)) + bytesLen(value)   // map entry {1: key, 2: value}
-	inner := bytesLen(entry)                                   // Struct{1: fields}
-	outerValue := bytesLen(inner)                              // Value{5: struct_value}
-	outer := bytesLen(len(namespaceLB)) + bytesLen(outerValue) // map entry
+	value := bytesLen(len(list))                                   // Value{3: string_value}
+	entry := bytesLen(len(names.HeaderEndpoint)) + bytesLen(value) // map entry {1: key, 2: value}
+	inner := bytesLen(entry)                                       // Struct{1: fields}
+	outerValue := bytesLen(inner)                                  // Value{5: struct_value}
+	outer := bytesLen(len(namespaceLB)) + bytesLen(outerValue)     // map entry
 	b := appendLen(make([]byte, 0, bytesLen(outer)), 1, outer)
 	b = appendText(b, 1, namespaceLB)
 	b = appendLen(b, 2, outerValue)
 	b = appendLen(b, 5, inner)
 	b = appendLen(b, 1, entry)
-	b = appendText(b, 1, HeaderEndpoint)
+	b = appendText(b, 1, names.HeaderEndpoint)
 	b = appendLen(b, 2, value)
 	return appendText(b, 3, list)
 }

@@ -4,48 +4,10 @@ import (
 	"math"
 	"strconv"
 	"time"
+
+	"tandem/extproc/ended"
+	"tandem/extproc/names"
 )
-
-// Of dynamic metadata, the namespace with what Envoy read of an answer's usage, and its keys. They are those of
-// envoy-configs/usage.
-const (
-	UsageNamespace    = "tandem.usage"
-	UsageIn           = "in"          // tokens of the prompt
-	UsageOut          = "out"         // of the answer
-	UsageCached       = "cached"      // of the prompt, found in a cache
-	UsageCacheRead    = "cache_read"  // likewise, which "in" does not count (Anthropic's form)
-	UsageCacheWritten = "cache_write" // of the prompt, written to a cache, which "in" does not count
-	UsageTotal        = "total"       // all of them, for limits ([Usage.Total])
-)
-
-// TagFirstBody tags an entry with the time from its start to the first byte of the answer's body, in microseconds.
-const TagFirstBody = "first_body"
-
-// MaxTokens is the largest number of tokens that is believed of one answer.
-const MaxTokens = 1 << 26
-
-// Count is a number of tokens as an answer says it.
-type Count struct {
-	Tokens int64
-	Said   bool // the answer says it
-	Absurd bool // what it says is not a number of tokens; Tokens is 0
-}
-
-// Answered is what Envoy measured of an answer.
-type Answered struct {
-	FirstByte time.Duration // from start to the first byte of the endpoint's answer; 0: none came
-	Body      uint64        // bytes of the answer's body that went to the client
-	Usage     Usage
-}
-
-// Usage is what Envoy reports in addition, with the configuration's usage.
-type Usage struct {
-	FirstBody time.Duration // from start to the first byte of the answer's body; 0: none came
-	LastByte  time.Duration // from start to the last byte of the endpoint's answer; 0: unknown
-	Tenant    []byte        // the request's header; its name is LogBatch's
-	// as the answer has them; see Usage...
-	In, Out, Cached, CacheRead, CacheWritten Count
-}
 
 // readFilterMetadata reads Metadata{1: map<string, Struct> filter_metadata}.
 func (b *LogBatch) readFilterMetadata(c *cursor, end int, e *LogEntry) {
@@ -58,7 +20,7 @@ func (b *LogBatch) readFilterMetadata(c *cursor, end int, e *LogEntry) {
 		for number, wire := c.field(of); number != 0; number, wire = c.field(of) {
 			switch {
 			case number == 1 && wire == wireBytes:
-				ours = b.isText(c, of, UsageNamespace)
+				ours = b.isText(c, of, names.UsageNamespace)
 			case number == 2 && wire == wireBytes && ours:
 				b.readUsage(c, c.length(of), e)
 			default:
@@ -83,13 +45,13 @@ func (b *LogBatch) readUsage(c *cursor, end int, e *LogEntry) {
 			c.skip(wire, end)
 			continue
 		}
-		var to *Count
+		var to *ended.Count
 		of := c.length(end)
 		for number, wire := c.field(of); number != 0; number, wire = c.field(of) {
 			switch {
 			case number == 1 && wire == wireBytes:
 				mark := len(b.arena)
-				to = e.Usage.count(c.text(&b.arena, of))
+				to = countOf(&e.Ended.Usage, c.text(&b.arena, of))
 				b.arena = b.arena[:mark]
 			case number == 2 && wire == wireBytes && to != nil:
 				*to = readCount(c, c.length(of))
@@ -100,22 +62,9 @@ func (b *LogBatch) readUsage(c *cursor, end int, e *LogEntry) {
 	}
 }
 
-// UsageKeys are the keys of the counts that [Usage.Counts] returns.
-var UsageKeys = [...]string{UsageIn, UsageOut, UsageCached, UsageCacheRead, UsageCacheWritten}
-
-// Counts returns all counts, in the order of [UsageKeys].
-func (a *Usage) Counts() [len(UsageKeys)]*Count {
-	return [...]*Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten}
-}
-
-// Total returns the tokens that a limit counts. Anthropic's form has the tokens of a cache beside those of the prompt.
-func (a *Usage) Total() int64 {
-	return a.In.Tokens + a.Out.Tokens + a.CacheRead.Tokens + a.CacheWritten.Tokens
-}
-
-// count returns the field for a key of the usage; nil: there is none.
-func (a *Usage) count(key []byte) *Count {
-	for i, name := range UsageKeys {
+// countOf returns the field for a key of the usage; nil: there is none.
+func countOf(a *ended.Usage, key []byte) *ended.Count {
+	for i, name := range names.UsageKeys {
 		if string(key) == name {
 			return a.Counts()[i]
 		}
@@ -124,24 +73,16 @@ func (a *Usage) count(key []byte) *Count {
 }
 
 // readCount reads Value{2: double number_value}. A value of another kind is absurd.
-func readCount(c *cursor, end int) Count {
-	out := Count{Said: true, Absurd: true}
+func readCount(c *cursor, end int) ended.Count {
+	out := ended.Count{Said: true, Absurd: true}
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		if number != 2 || wire != wireI64 {
 			c.skip(wire, end)
 			continue
 		}
-		out = CountOf(math.Float64frombits(c.fixed64(end)))
+		out = ended.CountOf(math.Float64frombits(c.fixed64(end)))
 	}
 	return out
-}
-
-// CountOf returns the count that a number of an answer is.
-func CountOf(n float64) Count {
-	if n >= 0 && n <= MaxTokens && n == math.Trunc(n) {
-		return Count{Tokens: int64(n), Said: true}
-	}
-	return Count{Said: true, Absurd: true}
 }
 
 // fixed64 reads 8 bytes, the least significant first; on failure it returns 0 and sets err.

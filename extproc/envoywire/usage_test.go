@@ -13,20 +13,22 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/ended"
 	"tandem/extproc/envoywire/wiretest"
+	"tandem/extproc/names"
 )
 
 // What Envoy says of an answer's tokens is an engine's word: only numbers of tokens are taken.
 func TestLogBatchReadsUsage(t *testing.T) {
-	number, absurd := structpb.NewNumberValue, Count{Said: true, Absurd: true}
+	number, absurd := structpb.NewNumberValue, ended.Count{Said: true, Absurd: true}
 	for name, c := range map[string]struct {
 		value *structpb.Value
-		want  Count
+		want  ended.Count
 	}{
-		"a number":     {number(7), Count{Tokens: 7, Said: true}},
-		"none":         {number(0), Count{Said: true}},
-		"the most":     {number(MaxTokens), Count{Tokens: MaxTokens, Said: true}},
-		"too many":     {number(MaxTokens + 1), absurd},
+		"a number":     {number(7), ended.Count{Tokens: 7, Said: true}},
+		"none":         {number(0), ended.Count{Said: true}},
+		"the most":     {number(ended.MaxTokens), ended.Count{Tokens: ended.MaxTokens, Said: true}},
+		"too many":     {number(ended.MaxTokens + 1), absurd},
 		"negative":     {number(-1), absurd},
 		"half a token": {number(.5), absurd},
 		"not a number": {number(math.NaN()), absurd},
@@ -38,10 +40,10 @@ func TestLogBatchReadsUsage(t *testing.T) {
 			wire := wiretest.Marshal(t, entries(&logdatav3.HTTPAccessLogEntry{
 				CommonProperties: &logdatav3.AccessLogCommon{
 					TimeToLastUpstreamRxByte: durationpb.New(3 * time.Second),
-					CustomTags:               map[string]string{TagFirstBody: "1500"},
+					CustomTags:               map[string]string{names.TagFirstBody: "1500"},
 					Metadata: &corev3.Metadata{FilterMetadata: map[string]*structpb.Struct{
-						"tandem":       {Fields: map[string]*structpb.Value{UsageOut: number(99)}},
-						UsageNamespace: {Fields: map[string]*structpb.Value{UsageOut: c.value, "other": number(1)}},
+						"tandem":             {Fields: map[string]*structpb.Value{names.UsageOut: number(99)}},
+						names.UsageNamespace: {Fields: map[string]*structpb.Value{names.UsageOut: c.value, "other": number(1)}},
 					}},
 				},
 				Request: &logdatav3.HTTPRequestProperties{RequestHeaders: map[string]string{"x-tenant": "a"}},
@@ -49,9 +51,9 @@ func TestLogBatchReadsUsage(t *testing.T) {
 			b := LogBatch{Tenant: "x-tenant"}
 			require.NoError(t, b.Unmarshal(split(wire, rand.New(rand.NewPCG(5, 6)))))
 			require.Len(t, b.Entries, 2)
-			require.Equal(t, Usage{FirstBody: 1500 * time.Microsecond, LastByte: 3 * time.Second, Tenant: []byte("a"), Out: c.want},
-				b.Entries[0].Usage)
-			require.Zero(t, b.Entries[1].Usage)
+			require.Equal(t, ended.Usage{FirstBody: 1500 * time.Microsecond, LastByte: 3 * time.Second, Tenant: []byte("a"), Out: c.want},
+				b.Entries[0].Ended.Usage)
+			require.Zero(t, b.Entries[1].Ended.Usage)
 		})
 	}
 }

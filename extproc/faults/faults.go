@@ -22,7 +22,7 @@ import (
 
 	"github.com/cespare/xxhash/v2"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -98,7 +98,7 @@ func (s *Faults) Opened() (closed func()) {
 }
 
 // Report records Envoy's log entry of a failed try at an endpoint. All replicas get it.
-func (s *Faults) Report(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+func (s *Faults) Report(t *kvtransfer.Ticket, e *ended.Pass) {
 	details := e.Own
 	if len(details) == 0 {
 		details = e.Details
@@ -180,7 +180,7 @@ func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
 
 // DecodeEnded records, at the end of a decode leg, whether its KV load worked. If its answer broke off, the
 // endpoint may have died: it is checked.
-func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry) {
+func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 	pool := s.State.Pool(t.Pool)
 	if t.Stage != kvtransfer.DecodeLeg && t.Stage != kvtransfer.PairLegs {
 		return

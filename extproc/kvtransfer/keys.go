@@ -5,6 +5,7 @@ import (
 	"crypto/aes"
 	"crypto/cipher"
 	"crypto/hkdf"
+	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
@@ -31,6 +32,7 @@ type key struct {
 	id          [4]byte
 	fingerprint uint64
 	aead        cipher.AEAD
+	mac         [32]byte // for what replicas leave each other in Redis
 }
 
 // NewKeys returns Keys that seal with primary and open tickets sealed with primary or an older key.
@@ -110,7 +112,50 @@ func newKey(secret [32]byte) (key, error) {
 	if err != nil {
 		return key{}, fmt.Errorf("setting up GCM: %w", err)
 	}
-	return key{id: [4]byte(id), fingerprint: binary.BigEndian.Uint64(fingerprint), aead: aead}, nil
+	mac, err := derive("redis", 32)
+	if err != nil {
+		return key{}, fmt.Errorf("deriving the key of what is in Redis: %w", err)
+	}
+	return key{
+		id: [4]byte(id), fingerprint: binary.BigEndian.Uint64(fingerprint), aead: aead, mac: [32]byte(mac),
+	}, nil
+}
+
+// macBytes is the length of what Sign adds: the key's id, and HMAC-SHA256 cut to 128 bits.
+const macBytes = 4 + 16
+
+// Sign appends text to dst, behind a code that only who has the key can make for this text and this purpose. It
+// implements [redisstore.Signer] together with Genuine.
+func (k *Keys) Sign(dst []byte, purpose string, text []byte) []byte {
+	first := &(*k.ring.Load())[0]
+	return append(first.sum(append(dst, first.id[:]...), purpose, text), text...)
+}
+
+// Genuine returns the text in what Sign made, under any of the keys, for this purpose.
+func (k *Keys) Genuine(purpose string, signed []byte) (text []byte, ok bool) {
+	if len(signed) < macBytes {
+		return nil, false
+	}
+	text = signed[macBytes:]
+	ring := *k.ring.Load()
+	for i := range ring {
+		if ring[i].id == [4]byte(signed[:4]) && hmac.Equal(ring[i].sum(nil, purpose, text), signed[4:macBytes]) {
+			return text, true
+		}
+	}
+	return nil, false
+}
+
+// sum appends the code. The purpose's length goes before it, so no other purpose and text have the same bytes.
+func (k *key) sum(dst []byte, purpose string, text []byte) []byte {
+	h := hmac.New(sha256.New, k.mac[:])
+	var size [4]byte
+	binary.BigEndian.PutUint32(size[:], uint32(len(purpose)))
+	h.Write(size[:])
+	h.Write([]byte(purpose))
+	h.Write(text)
+	var out [sha256.Size]byte
+	return append(dst, h.Sum(out[:0])[:macBytes-4]...)
 }
 
 // ReadKeyFile reads keys from a file: one to a line, 32 bytes as 64 hex digits or base64, '#' before comments. The

@@ -3,6 +3,7 @@ package kvtransfer
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -80,4 +81,35 @@ func TestGenerateKeys(t *testing.T) {
 	b, err := GenerateKeys()
 	require.NoError(t, err)
 	require.NotEqual(t, (*a.ring.Load())[0].id, (*b.ring.Load())[0].id)
+}
+
+// What one key signs for a purpose, any replica with that key knows, and nobody else makes: not for another purpose, not
+// with another text, not with another key.
+func TestSigned(t *testing.T) {
+	old, next := [32]byte{1, 2}, [32]byte{3, 4}
+	a, err := NewKeys(old)
+	require.NoError(t, err)
+	b, err := NewKeys(next, old)
+	require.NoError(t, err)
+	for _, text := range []string{"", "x", strings.Repeat("KV", 1<<16)} {
+		signed := a.Sign([]byte("before"), "p", []byte(text))
+		require.Equal(t, "before", string(signed[:6]))
+		signed = signed[6:]
+		for _, k := range []*Keys{a, b} {
+			got, ok := k.Genuine("p", signed)
+			require.True(t, ok)
+			require.Equal(t, text, string(got))
+			_, ok = k.Genuine("other", signed)
+			require.False(t, ok)
+			_, ok = k.Genuine("p", append([]byte(nil), signed[:len(signed)-1]...))
+			require.False(t, ok)
+			_, ok = k.Genuine("p", append(slices.Clone(signed), 'x'))
+			require.False(t, ok)
+		}
+		_, ok := a.Genuine("p", b.Sign(nil, "p", []byte(text)))
+		require.False(t, ok, "a has not got the new key yet")
+	}
+	// a purpose and a text that together have the same bytes
+	_, ok := a.Genuine("pur", append(a.Sign(nil, "purpose", []byte("text"))[:macBytes], "posetext"...))
+	require.False(t, ok)
 }

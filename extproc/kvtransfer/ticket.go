@@ -4,12 +4,14 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"tandem/extproc/kvtransfer/packed"
 	"tandem/extproc/openai"
+	"tandem/kvstate/media"
 )
 
 // Stage is a request's position between its passes.
@@ -99,6 +101,11 @@ type Ticket struct {
 
 	Undo      openai.Edits // turns the body of the leg back into the client's
 	BodyBytes int          // length of the body that Undo applies to; 0: unknown
+
+	// of a prefill leg: what is learned of its prompt's size
+	OtherBytes int         // of the body, those that are no text of the prompt
+	Counted    int64       // tokens that are not estimated from text or media
+	Media      media.Count // at most 65,535 of a kind
 
 	Stream      bool // the client wants a stream ...
 	StreamUsage bool // ... with usage at its end
@@ -193,6 +200,9 @@ const (
 	fieldLeastBytes         protowire.Number = 65
 	fieldAnswerTokens       protowire.Number = 66
 	fieldAuthority          protowire.Number = 70
+	fieldOtherBytes         protowire.Number = 71
+	fieldCounted            protowire.Number = 72
+	fieldMedia              protowire.Number = 73
 
 	fieldEditStart protowire.Number = 1
 	fieldEditEnd   protowire.Number = 2
@@ -255,7 +265,25 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldLoads, protowire.EncodeBool(t.Loads))
 	b = appendNumber(b, fieldLeastBytes, uint64(t.LeastBytes))
 	b = appendText(b, fieldAuthority, t.Authority)
+	b = appendNumber(b, fieldOtherBytes, uint64(max(t.OtherBytes, 0)))
+	b = appendNumber(b, fieldCounted, uint64(max(t.Counted, 0)))
+	b = appendFixed(b, fieldMedia, packMedia(t.Media))
 	return appendText(b, fieldModel, t.Model)
+}
+
+// packMedia packs the numbers of media into 16 bits each.
+func packMedia(c media.Count) (packed uint64) {
+	for i, n := range c {
+		packed |= uint64(min(max(n, 0), math.MaxUint16)) << (16 * i)
+	}
+	return packed
+}
+
+func unpackMedia(packed uint64) (c media.Count) {
+	for i := range c {
+		c[i] = int32(packed >> (16 * i) & math.MaxUint16)
+	}
+	return c
 }
 
 // appendParams appends the last field; packed is the output of [packed.Pack] for Params.
@@ -364,6 +392,8 @@ func parseTicket(t *Ticket, b []byte) error {
 				t.Prompt = number
 			case fieldLearnSalt:
 				t.Learn.Salt = number
+			case fieldMedia:
+				t.Media = unpackMedia(number)
 			}
 			return nil
 		case protowire.BytesType:
@@ -396,7 +426,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
 	case fieldBodyBytes, fieldPromptTokens, fieldCached, fieldWritten, fieldExpectedCached, fieldExpectedPrefill,
-		fieldLearnBytes, fieldAnswerTokens:
+		fieldLearnBytes, fieldAnswerTokens, fieldOtherBytes, fieldCounted:
 		limit = maxLength
 	}
 	if v > limit {
@@ -435,6 +465,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.ExpectedPrefill = time.Duration(v) * time.Microsecond
 	case fieldLearnBytes:
 		t.Learn.Bytes = int(v)
+	case fieldOtherBytes:
+		t.OtherBytes = int(v)
 	default:
 		t.setTokens(f, int64(v))
 	}
@@ -454,6 +486,8 @@ func (t *Ticket) setTokens(f protowire.Number, n int64) {
 		t.ExpectedCached = n
 	case fieldAnswerTokens:
 		t.AnswerTokens = n
+	case fieldCounted:
+		t.Counted = n
 	}
 }
 

@@ -52,22 +52,35 @@ func skipSpaces(b []byte, i int) int {
 // maxNesting is the depth that levels can store.
 const maxNesting = 1024
 
-// levels is a stack with a bit for each open array (0) or object (1): nesting costs no recursion.
-type levels [maxNesting / 64]uint64
+// levels is a stack with a bit for each open array (0) or object (1): nesting costs no recursion. It also has where the
+// last name began in each of the outer objects.
+type levels struct {
+	objects [maxNesting / 64]uint64
+	names   [keptNames]int32
+}
+
+// keptNames is the number of outer levels whose names are kept. Parts of a message are at most seven levels deep.
+const keptNames = 16
 
 func (l *levels) set(level int, object bool) {
-	word, bit := uint(level)/64%uint(len(l)), uint64(1)<<(uint(level)%64)
-	if l[word] &^= bit; object {
-		l[word] |= bit
+	word, bit := uint(level)/64%uint(len(l.objects)), uint64(1)<<(uint(level)%64)
+	if l.objects[word] &^= bit; object {
+		l.objects[word] |= bit
 	}
 }
 
 func (l *levels) object(level int) bool {
-	return l[uint(level)/64%uint(len(l))]>>(uint(level)%64)&1 == 1
+	return l.objects[uint(level)/64%uint(len(l.objects))]>>(uint(level)%64)&1 == 1
 }
 
+// named keeps where a name begins in the innermost of the open levels.
+func (l *levels) named(open, i int) { l.names[uint(open-1)%keptNames] = int32(i) }
+
 // skipValue validates the value at i, which may open at most room levels.
-func skipValue(b []byte, i, room int) (end int, f fault) {
+func skipValue(b []byte, i, room int) (end int, f fault) { return skipFinding(b, i, room, nil) }
+
+// skipFinding is skipValue that also finds what is no text in the value; found may be nil.
+func skipFinding(b []byte, i, room int, found *beside) (end int, f fault) {
 	var stack levels
 	open := 0
 	for {
@@ -76,7 +89,10 @@ func skipValue(b []byte, i, room int) (end int, f fault) {
 		}
 		switch c := b[i]; {
 		case c == '"':
-			i, _, f = skipString(b, i)
+			start := i
+			if i, _, f = skipString(b, i); found != nil && f == noFault && mayBeMedium(b, start, i) {
+				found.see(b, start, i, &stack, open)
+			}
 		case c-'0' <= 9 || c == '-':
 			if open > 0 && !stack.object(open-1) {
 				i = skipIntegers(b, i)
@@ -93,6 +109,7 @@ func skipValue(b []byte, i, room int) (end int, f fault) {
 				break
 			}
 			if c == '{' {
+				stack.named(open, i)
 				i, f = skipKey(b, i)
 			}
 			if f != noFault {
@@ -129,6 +146,7 @@ func closeLevels(b []byte, i, open int, stack *levels) (end, stillOpen int, f fa
 		case ',':
 			i = skipSpace(b, i+1)
 			if object {
+				stack.named(open, i)
 				i, f = skipKey(b, i)
 			}
 			return i, open, f

@@ -9,8 +9,8 @@ import (
 // Patch plans changes of a scanned body. The zero value is ready; Reset reuses all memory.
 //
 // Existing members keep their place and get a new value. New members are inserted directly after the opening brace,
-// all of them in one edit, which is then the first of [Patch.Edits]. Nothing else moves. If a member is changed twice,
-// the last change counts.
+// all of them in one edit, which is then the first of [Patch.Edits] but for that of [Patch.Own]. Nothing else moves. If
+// a member is changed twice, the last change counts.
 //
 // The body must not have a changed member twice, and control members must be cut before ([Request.Clean]).
 type Patch struct {
@@ -32,6 +32,7 @@ type changes struct {
 type change struct {
 	what       action
 	start, end int
+	own        bool
 }
 
 type action uint8
@@ -47,6 +48,7 @@ const (
 type insert struct {
 	key        string
 	start, end int
+	own        bool
 }
 
 // Reset prepares the patch for changes of r, which must not change until the edits were applied.
@@ -66,18 +68,26 @@ func (c *changes) reset(members int) {
 // Set gives a top-level member a value: JSON text, which is copied. key is the member's name, which must not need
 // escapes, and f its field.
 func (p *Patch) Set(key string, f Field, value []byte) {
-	p.set(&p.top, scopeTop, key, f, value)
+	p.set(&p.top, scopeTop, key, f, value, false)
+}
+
+// Own is Set for a member that is the operator's and not the client's: [Edits.Inverse] does not undo it, so every later
+// leg of the request has the same value.
+func (p *Patch) Own(key string, f Field, value []byte) {
+	p.set(&p.top, scopeTop, key, f, value, true)
 }
 
 // Insert inserts a top-level member even if the body has one of that name, which then has to be renamed.
-func (p *Patch) Insert(key string, value []byte) { p.set(&p.top, scopeTop, key, fieldUnknown, value) }
+func (p *Patch) Insert(key string, value []byte) {
+	p.set(&p.top, scopeTop, key, fieldUnknown, value, false)
+}
 
 // Rename renames a top-level member, if it exists; its value stays. key must not need escapes.
 func (p *Patch) Rename(f Field, key string) {
 	if i := p.position(scopeTop, f); i >= 0 {
 		start := len(p.text)
 		p.text = append(p.text, key...)
-		p.top.of[i] = change{rename, start, len(p.text)}
+		p.top.of[i] = change{what: rename, start: start, end: len(p.text)}
 	}
 }
 
@@ -87,20 +97,20 @@ func (p *Patch) Delete(f Field) { p.delete(&p.top, scopeTop, f) }
 // SetSampling is Set for a member of sampling_params, which is created if the body has none. If sampling_params is not
 // an object, nothing happens: no engine accepts such a request.
 func (p *Patch) SetSampling(key string, f Field, value []byte) {
-	p.set(&p.sampling, scopeSampling, key, f, value)
+	p.set(&p.sampling, scopeSampling, key, f, value, false)
 }
 
 // DeleteSampling is Delete for a member of sampling_params.
 func (p *Patch) DeleteSampling(f Field) { p.delete(&p.sampling, scopeSampling, f) }
 
-func (p *Patch) set(c *changes, s scope, key string, f Field, value []byte) {
+func (p *Patch) set(c *changes, s scope, key string, f Field, value []byte, own bool) {
 	start := len(p.text)
 	p.text = append(p.text, value...)
 	if i := p.position(s, f); i >= 0 {
-		c.of[i] = change{replace, start, len(p.text)}
+		c.of[i] = change{replace, start, len(p.text), own}
 		return
 	}
-	n := insert{key, start, len(p.text)}
+	n := insert{key, start, len(p.text), own}
 	for i := range c.new {
 		if c.new[i].key == key {
 			c.new[i] = n
@@ -130,7 +140,7 @@ func (p *Patch) Edits() Edits {
 	p.front = p.front[:0]
 	if raw := r.Raw(FieldSamplingParams); !present(raw) && len(p.sampling.new) > 0 {
 		start := len(p.front)
-		p.front = p.appendMembers(append(p.front, '{'), p.sampling.new)
+		p.front = p.appendMembers(append(p.front, '{'), p.sampling.new, false)
 		p.front[len(p.front)-1] = '}' // in place of the last comma
 		p.Set("sampling_params", FieldSamplingParams, p.front[start:])
 	}
@@ -140,14 +150,19 @@ func (p *Patch) Edits() Edits {
 
 // appendEdits appends the edits of one object, whose opening brace is at open, in the order of the body.
 func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
-	if len(c.new) > 0 {
+	followed := slices.ContainsFunc(c.of, func(x change) bool { return x.what != cut })
+	for _, own := range [...]bool{true, false} {
 		from := len(p.front)
-		p.front = p.appendMembers(p.front, c.new)
+		p.front = p.appendMembers(p.front, c.new, own)
 		to := len(p.front)
-		if !slices.ContainsFunc(c.of, func(x change) bool { return x.what != cut }) {
+		if to == from {
+			continue
+		}
+		if !followed && (!own || !slices.ContainsFunc(c.new, func(n insert) bool { return !n.own })) {
 			to-- // remove the last comma too
 		}
-		edits = append(edits, Edit{Start: open + 1, End: open + 1, New: p.front[from:to:to]})
+		// what stays in an object that has nothing else would leave a comma behind when the rest is undone
+		edits = append(edits, Edit{Start: open + 1, End: open + 1, New: p.front[from:to:to], Keep: own && followed})
 	}
 	members := p.r.members[s]
 	cuts := cutter{body: p.r.body, members: members}
@@ -160,7 +175,7 @@ func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
 		cuts.keep()
 		switch value := p.text[x.start:x.end:x.end]; {
 		case x.what == replace && !bytes.Equal(value, p.r.text(m)):
-			edits = append(edits, Edit{Start: int(m.value), End: int(m.valueEnd), New: value})
+			edits = append(edits, Edit{Start: int(m.value), End: int(m.valueEnd), New: value, Keep: x.own})
 		case x.what == rename:
 			edits = append(edits, Edit{Start: int(m.key) + 1, End: int(m.keyEnd) - 1, New: value})
 		case x.what == keep && s == scopeTop && m.field == FieldSamplingParams && p.r.body[m.value] == '{':
@@ -170,9 +185,12 @@ func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
 	return edits
 }
 
-// appendMembers appends members as text, each with a comma behind.
-func (p *Patch) appendMembers(b []byte, members []insert) []byte {
+// appendMembers appends members as text, each with a comma behind: the operator's own or the others.
+func (p *Patch) appendMembers(b []byte, members []insert, own bool) []byte {
 	for _, m := range members {
+		if m.own != own {
+			continue
+		}
 		b = append(append(append(b, '"'), m.key...), '"', ':')
 		b = append(append(b, p.text[m.start:m.end]...), ',')
 	}
@@ -183,6 +201,7 @@ func (p *Patch) appendMembers(b []byte, members []insert) []byte {
 type Edit struct {
 	Start, End int
 	New        []byte
+	Keep       bool // it is not undone
 }
 
 // Edits are changes of one body, sorted by Start and not overlapping. If several have the same Start, all but the last
@@ -218,13 +237,14 @@ func (e Edits) Apply(dst, body []byte) []byte {
 	return append(dst, body[from:]...)
 }
 
-// Inverse appends to dst the edits that turn the edited body back into body: byte offsets of the edited body, New
-// referring to body.
+// Inverse appends to dst the edits that turn the edited body back into body, but for what is to be kept: byte offsets of
+// the edited body, New referring to body.
 func (e Edits) Inverse(dst Edits, body []byte) Edits {
 	shift := 0
 	for _, x := range e {
-		start := x.Start + shift
-		dst = append(dst, Edit{Start: start, End: start + len(x.New), New: body[x.Start:x.End:x.End]})
+		if start := x.Start + shift; !x.Keep {
+			dst = append(dst, Edit{Start: start, End: start + len(x.New), New: body[x.Start:x.End:x.End]})
+		}
 		shift += len(x.New) - (x.End - x.Start)
 	}
 	return dst

@@ -108,8 +108,8 @@ func checkUndo(t testing.TB, edits Edits, body []byte) {
 
 func TestEditsCheck(t *testing.T) {
 	require.NoError(t, Edits(nil).Check(0))
-	require.NoError(t, Edits{{0, 0, nil}, {0, 3, nil}, {3, 3, nil}}.Check(3))
-	for _, e := range []Edits{{{-1, 0, nil}}, {{0, 4, nil}}, {{2, 1, nil}}, {{0, 2, nil}, {1, 3, nil}}, {{4, 4, nil}}} {
+	require.NoError(t, Edits{{0, 0, nil, false}, {0, 3, nil, false}, {3, 3, nil, false}}.Check(3))
+	for _, e := range []Edits{{{Start: -1}}, {{End: 4}}, {{Start: 2, End: 1}}, {{End: 2}, {Start: 1, End: 3}}, {{Start: 4, End: 4}}} {
 		require.Error(t, e.Check(3))
 	}
 }

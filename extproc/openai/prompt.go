@@ -63,8 +63,8 @@ func (r *Request) Prompts() (n int, list bool) {
 	return n, true
 }
 
-// PromptBytes returns the length of the prompt as it stands in the body, 0 if there is none.
-func (r *Request) PromptBytes() int { return len(r.prompt()) }
+// PromptBytes returns the length of the prompt as it stands in the body, 0 if there is none. Media are not counted.
+func (r *Request) PromptBytes() int { return max(len(r.prompt())-r.beside.bytes, 0) }
 
 // PromptIDs returns the prompt if the client gives it as token ids: a JSON array as it stands in the body; else nil.
 func (r *Request) PromptIDs() []byte {
@@ -106,6 +106,9 @@ func (r *Request) PromptIsAll() bool {
 // Two requests share hashes as far as their bytes are equal: in a growing conversation, over all earlier turns. The
 // hashes are the same in every process of a release. They estimate the content of the engine's prefix cache cheaply
 // and without a tokenizer: the same text with other white space or escapes is another prompt.
+//
+// A medium has blocks of its own, which cover it as a whole: an engine computes nothing of two images that merely begin
+// alike. It has as many as a text of its tokens, so that blocks and tokens keep their proportion.
 func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	h := xxhash.Sum64String(r.model)
 	for i, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldReasoningEffort,
@@ -119,12 +122,49 @@ func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 		return dst
 	}
 	b = b[:len(b)-1] // the closing bracket or quote: the next turn continues there
-	for ; len(b) >= blockBytes && maxBlocks > 0; maxBlocks-- {
-		h = chain(h, xxhash.Sum64(b[:blockBytes]))
-		dst = append(dst, h)
-		b = b[blockBytes:]
+	most := len(dst) + maxBlocks
+	if len(r.beside.found) == 0 {
+		dst, _ = textBlocks(dst, h, b, blockBytes, most)
+		return dst
 	}
+	if r.api != Chat && r.api != Messages && r.api != Responses { // its media are beside its text
+		for i := range r.beside.found {
+			_, h = r.beside.found[i].hash(nil, h, r.body, nil, 0)
+		}
+		dst, _ = textBlocks(dst, h, b, blockBytes, most)
+		return dst
+	}
+	at := int(r.promptStart())
+	for i := range r.beside.found {
+		m := &r.beside.found[i]
+		if int(m.start) < at || int(m.end) > at+len(b) {
+			continue
+		}
+		text := b[:int(m.start)-at]
+		dst, h = textBlocks(dst, h, text, blockBytes, most)
+		dst, h = m.hash(dst, h, r.body, text[len(text)-len(text)%blockBytes:], most-len(dst))
+		b, at = b[int(m.end)-at:], int(m.end)
+	}
+	dst, _ = textBlocks(dst, h, b, blockBytes, most)
 	return dst
+}
+
+// promptStart returns where in the body the prompt begins, if it may have media.
+func (r *Request) promptStart() int32 {
+	f := FieldMessages
+	if r.api == Responses {
+		f = FieldInput
+	}
+	return r.member(scopeTop, f).value
+}
+
+// textBlocks appends the hashes of the full blocks of a text, until dst has most of them.
+func textBlocks(dst []uint64, h uint64, text []byte, blockBytes, most int) (_ []uint64, chained uint64) {
+	for ; len(text) >= blockBytes && len(dst) < most; text = text[blockBytes:] {
+		h = chain(h, xxhash.Sum64(text[:blockBytes]))
+		dst = append(dst, h)
+	}
+	return dst, h
 }
 
 // chain combines two hashes; their order matters.

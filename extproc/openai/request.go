@@ -21,12 +21,13 @@ type Request struct {
 	index   [numFields]int16 // 1-based position among the top members; 0: absent
 	control bool
 	model   string
+	size    Size
 }
 
 // Scan validates the body and finds its members. An error is an [*Error] with status 400 (413 beyond 2 GiB), and
 // leaves a request without members.
 func (r *Request) Scan(api API, body []byte, lim Limits) error {
-	r.api, r.control = api, false
+	r.api, r.beside.api, r.control = api, api, false
 	r.index = [numFields]int16{}
 	if err := r.scan(body, lim); err != nil {
 		r.forget()
@@ -46,6 +47,7 @@ func (r *Request) Scan(api API, body []byte, lim Limits) error {
 		r.forget()
 		return err
 	}
+	r.size = r.measure()
 	return nil
 }
 
@@ -56,7 +58,8 @@ func (r *Request) Reset() {
 }
 
 func (r *Request) forget() {
-	r.index, r.control, r.model = [numFields]int16{}, false, ""
+	r.index, r.control, r.model, r.size = [numFields]int16{}, false, "", Size{}
+	r.beside.reset()
 	for s := range r.members {
 		r.members[s] = r.members[s][:0]
 	}
@@ -147,6 +150,7 @@ type document struct {
 	start   int // of the opening brace
 	members [numScopes][]member
 	scratch []byte // an unescaped key
+	beside  beside
 }
 
 // key returns a member's key as it stands in the body, without quotes.
@@ -158,6 +162,7 @@ func (d *document) text(m *member) []byte { return d.body[m.value:m.valueEnd:m.v
 // scan validates the body and finds the members of its scopes. It allocates only where slices must grow.
 func (d *document) scan(body []byte, lim Limits) error {
 	d.body = body
+	d.beside.reset()
 	for i := range d.members {
 		d.members[i] = d.members[i][:0]
 	}
@@ -203,7 +208,7 @@ func (d *document) object(s scope, i, room int, lim Limits) (int, fault) {
 		if within, ok := s.inner(m.field); ok && i < len(b) && b[i] == '{' && room > 0 {
 			i, f = d.object(within, i, room-1, lim)
 		} else {
-			i, f = skipValue(b, i, room)
+			i, f = skipFinding(b, i, room, d.beside.in(s, d.key(&m)))
 		}
 		if f != noFault {
 			return i, f
@@ -364,6 +369,9 @@ func (r *Request) Model() string { return r.model }
 
 // Has reports whether the body has the member, null or not.
 func (r *Request) Has(f Field) bool { return r.index[f] > 0 }
+
+// Empty reports whether there are no members, because the body is an empty object or none.
+func (r *Request) Empty() bool { return len(r.members[scopeTop]) == 0 }
 
 // Raw returns the member's value as it stands in the body, without space around it; nil if it is absent.
 func (r *Request) Raw(f Field) []byte {

@@ -57,6 +57,12 @@ func (x *Pass) choose(ctx context.Context) error {
 func (x *Pass) look() {
 	r := &x.Req
 	x.shared.State.View(r.Pool, r.Hashes, &x.view)
+	if x.Continues {
+		now := time.Now()
+		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool {
+			return !c.Endpoint.Continues(now)
+		})
+	}
 	if r.Session != 0 {
 		x.shared.State.MarkSession(r.Pool, r.Session, &x.view)
 	}
@@ -95,7 +101,7 @@ func (x *Pass) ask() picker.Request {
 	case w.way == alone:
 		return r.Ask(&x.policy.Policy, r.Tokens, false)
 	case !w.way.waits():
-		ask := r.Ask(&x.policy.Policy, r.Pool.PromptTokens(x.size()), false)
+		ask := r.Ask(&x.policy.Policy, r.Estimate(), false)
 		ask.Model, ask.MinAnswer, ask.MaxAnswer = w.model, 0, 0
 		return ask
 	}

@@ -44,11 +44,11 @@ func (x *Pass) decide() (*plan.Decision, error) {
 	}
 	switch w.way {
 	case storedAt:
-		return plan.Pass(r, e, x.size(), "stored_response"), nil
+		return plan.Pass(r, e, x.size(), "stored_response", p), nil
 	case other:
-		return plan.Pass(r, e, x.size(), passThrough), nil
+		return plan.Pass(r, e, x.size(), passThrough, p), nil
 	case storing:
-		return plan.ToHolder(r, e), nil
+		return plan.ToHolder(r, e, p), nil
 	case encoding:
 		return plan.Encode(r, e, p), nil
 	case alone:
@@ -78,6 +78,6 @@ func (x *Pass) decideForGateway() (*plan.Decision, error) {
 		return nil, err
 	}
 	d.Gateway = &plan.Gateway{List: plan.Fallbacks(&x.picker, &x.asked, v, c, x.shared.Gateway)}
-	d.Edits = d.Gateway.Rewrite(r, x.shared.State)
+	d.Edits = d.Gateway.Rewrite(r, x.shared.State, p, d.Edits)
 	return d, nil
 }

@@ -118,7 +118,9 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	x, d := k.pass, k.decision
 	s, r, p, pool := x.shared, &x.Req, &x.policy.Policy, x.Req.Pool
 	e, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
-	booked := s.State.ReserveAs(0, e, c.PrefillBooking(), x.Source)
+	booking := c.PrefillBooking()
+	booking.Media = r.Size.Media.Any()
+	booked := s.State.ReserveAs(0, e, booking, x.Source)
 	defer s.State.Release(booked)
 	x.waiter.Committed()
 	s.State.Routed(pool, e, r.Hashes)
@@ -131,7 +133,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	if d.Gateway != nil && d.Gateway.Model != "" {
 		r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, d.Gateway.Model))
 	}
-	edits := r.Patch.Edits()
+	edits, _, _ := r.Edits(p)
 	limited, cancel := context.WithTimeout(ctx, p.PrefillTimeout+pool.PrefillTime(r.Tokens+before, p.PerToken))
 	defer cancel()
 	began := time.Now()
@@ -162,8 +164,10 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	s.State.MarkGood(e)
 	x.Meter.Observer.Prompt(pool.Spec.Name, got)
 	if got.PromptTokens > 0 {
-		pool.ObservePrompt(int64(edits.Len(len(r.Client.Body()))), got.PromptTokens)
-		pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
+		pool.LearnPrompt(r.Client.Model(), &r.Size, got.PromptTokens)
+		if !r.Size.Media.Any() {
+			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
+		}
 	}
 	if got.Params == nil {
 		return openai.Edits{}, nil

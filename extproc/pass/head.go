@@ -61,18 +61,26 @@ type Objective struct {
 // longestTarget bounds the target in a header; larger values are invalid.
 const longestTarget = time.Hour
 
-// readObjectives reads the request's priority and targets.
-func (x *Pass) readObjectives() error {
-	o, h, w := &x.policy.Objectives, &x.Head, &x.want
-	want := o.Default
-	headers := o.FromHeaders || x.shared.Gateway != nil
+// readPriority reads the request's objective and, from it, the priority, which requests of all ways have.
+func (x *Pass) readPriority() (want Objective, headers bool) {
+	o, h := &x.policy.Objectives, &x.Head
+	want = o.Default
+	headers = o.FromHeaders || x.shared.Gateway != nil
 	if headers && len(h.Objective) > 0 {
 		want = o.named(string(h.Objective), want)
 		if p, known := x.shared.State.Priority(x.Req.Pool.Spec.Name, string(h.Objective)); known {
 			want.Priority = p
 		}
 	}
-	w.priority, w.onMiss = want.Priority, o.Miss
+	x.want.priority, x.Req.Priority = want.Priority, want.Priority
+	return want, headers
+}
+
+// readObjectives reads the request's priority and targets.
+func (x *Pass) readObjectives() error {
+	h, w := &x.Head, &x.want
+	want, headers := x.readPriority()
+	w.onMiss = x.policy.Objectives.Miss
 	w.targets = picker.Targets{TTFT: want.TTFT.Seconds(), TPOT: want.TPOT.Seconds()}
 	if !headers {
 		return nil

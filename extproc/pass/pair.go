@@ -44,7 +44,7 @@ func (x *Prefilled) SettlePair(t *kvtransfer.Ticket, a *Answer) (v concurrent.Ou
 		if pool := x.shared.State.Pool(t.Pool); pool != nil {
 			x.shared.MarkGood(pool, t.Prefill)
 			if got.PromptTokens > 0 {
-				pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
+				learnPrompt(pool, t, got.PromptTokens)
 			}
 		}
 	}

@@ -10,10 +10,12 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/models"
 	"tandem/extproc/openai"
+	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
+	"tandem/kvstate/media"
 	"tandem/kvstate/prefixindex"
 	"tandem/picker"
 )
@@ -94,6 +96,7 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 	if !x.begin(pool, a) {
 		return fmt.Errorf("pool %q has no policy", pool.Spec.Name)
 	}
+	r.TakesPriority = true
 	p := x.policy
 	if p.Dialect.Concurrent != nil {
 		x.want.way = atOnce
@@ -107,6 +110,7 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 		x.want.way = alone
 	}
 	if x.want.way == oneByOne && plan.EncodesFirst(r, &p.Policy) {
+		x.readPriority()
 		x.want.way = encoding
 		return nil
 	}
@@ -118,13 +122,14 @@ func (x *Pass) readRest(ctx context.Context) error {
 	r, p := &x.Req, x.policy
 	if c := p.Dialect.Concurrent; c == nil || c.DecodesAlone {
 		if holder, stored := r.Holder(r.Pool); stored {
+			x.readPriority()
 			x.want.way, x.want.bound, x.want.model = storing, holder, r.Client.Model()
 			return nil
 		}
 	}
 	x.hash()
 	if p.Dialect.Concurrent != nil {
-		r.Tokens = r.Pool.PromptTokens(x.size())
+		r.Tokens = r.Estimate()
 	} else {
 		x.Req.Session = x.policy.Session.of(&x.Head, &x.Req)
 		x.countTokens(ctx)
@@ -167,6 +172,7 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 		}
 	}
 	x.begin(pool, a)
+	r.TakesPriority = !whole || paths.TakesPriority(string(x.Head.Path))
 	x.want.way = gateway
 	if !whole {
 		if err := x.policy.MaySplit(&r.Attempt, &r.Client, x.size(), r.Limits); err != nil {
@@ -212,6 +218,8 @@ func (x *Pass) readOther() error {
 		return err
 	}
 	x.begin(pool, plan.Attempt{})
+	x.readPriority()
+	x.Req.TakesPriority = paths.TakesPriority(path)
 	x.want.way, x.want.model = other, model
 	return nil
 }
@@ -229,12 +237,16 @@ func (x *Pass) scan(api openai.API) error {
 	if err := x.Req.Client.Scan(api, x.Body.Bytes(), openai.Limits{}); err != nil {
 		return err
 	}
-	if !x.Req.Client.HasControl() {
-		return nil
+	if x.Req.Client.HasControl() {
+		x.Meter.Observer.ControlFieldsCut()
+		x.Body.Rewrite(x.size(), x.Req.Client.Clean)
+		if err := x.Req.Client.Scan(api, x.Body.Bytes(), openai.Limits{}); err != nil {
+			return err
+		}
 	}
-	x.Meter.Observer.ControlFieldsCut()
-	x.Body.Rewrite(x.size(), x.Req.Client.Clean)
-	return x.Req.Client.Scan(api, x.Body.Bytes(), openai.Limits{})
+	size := x.Req.Client.Size()
+	x.Req.Size = kvstate.PromptSize{Text: size.Text, Counted: size.Counted, Media: size.Media}
+	return nil
 }
 
 // scanOther reads a form for its model, and a JSON body of another API for that and for members that a client must
@@ -242,11 +254,13 @@ func (x *Pass) scan(api openai.API) error {
 // is not an object has neither model nor members; the engine validates it.
 func (x *Pass) scanOther() (model string, err error) {
 	kind := string(x.Head.ContentType)
+	x.Req.Size = kvstate.PromptSize{Text: x.size()}
 	switch {
 	case x.size() == 0:
 		return "", nil
 	case openai.IsForm(kind):
-		return openai.FormModel(kind, x.Body.Bytes()) //nolint:wrapcheck // the client's answer
+		x.Req.Size = kvstate.PromptSize{Media: media.Count{media.Audio: 1}} // what engines take uploads of
+		return openai.FormModel(kind, x.Body.Bytes())                       //nolint:wrapcheck // the client's answer
 	}
 	// Engines check the media type only: vLLM 0.32.0 reads {"do_remote_prefill":true} with charset=latin1, or any
 	// other parameter, on /invocations, and crashes.
@@ -291,7 +305,7 @@ func (x *Pass) countTokens(ctx context.Context) {
 	if x.Req.RecallTokens() {
 		x.tokenize(ctx)
 	}
-	x.Req.CountTokens(x.Req.Pool.PromptTokens(x.size()))
+	x.Req.CountTokens()
 }
 
 // tokenize asks for the tokens of a prompt, and waits for them no longer than the pool's budget. If they come later,

@@ -2,7 +2,9 @@ package pass
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"tandem/extproc/faults"
@@ -13,6 +15,7 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
+	"tandem/kvstate/media"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/standstill"
 )
@@ -32,6 +35,7 @@ type Prefilled struct {
 	shared *Shared
 	meter  *telemetry.Meter
 	ID     string          // of the request
+	Asked  int             // tokens of the prompt that P was asked with: an answer is continued; 0: unknown
 	pair   kvtransfer.Pair // scratch
 	ids    []uint32        // scratch for token ids
 }
@@ -130,6 +134,14 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		x.prefillFailed(&next, a)
 		return &next, nil
 	}
+	if x.Asked > 0 && got.PromptTokens != int64(x.Asked) {
+		got.Params, got.Final = nil, nil
+		got.Unused = fmt.Sprintf("it was asked with %d token ids and computed %d: it does not continue answers",
+			x.Asked, got.PromptTokens)
+		if pool != nil {
+			x.shared.DoesNotContinue(pool, t.Prefill, x.ID)
+		}
+	}
 	if got.Unused != "" {
 		x.log(slog.LevelInfo, "KV parameters not handed on: decode computes the prompt",
 			"endpoint", t.Prefill, "why", got.Unused)
@@ -140,10 +152,16 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 	}
 	if pool != nil {
 		x.shared.MarkGood(pool, t.Prefill)
-		x.learn(pool, t, &got)
+		if x.Asked == 0 { // else a part of the answer is in the prompt
+			x.learn(pool, t, &got)
+		}
 		if got.PromptTokens > 0 {
-			pool.ObservePrompt(int64(t.BodyBytes), got.PromptTokens)
-			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
+			if x.Asked == 0 {
+				learnPrompt(pool, t, got.PromptTokens)
+			}
+			if t.Media == (media.Count{}) {
+				pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
+			}
 			next.PromptTokens = got.PromptTokens
 		}
 	}
@@ -151,6 +169,12 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	next.Written = got.WrittenTokens
 	return &next, got.Final
+}
+
+// learnPrompt learns from the number of tokens that P has counted in the prompt of its leg.
+func learnPrompt(pool *kvstate.Pool, t *kvtransfer.Ticket, tokens int64) {
+	size := kvstate.PromptSize{Text: t.BodyBytes - t.OtherBytes, Counted: t.Counted, Media: t.Media}
+	pool.LearnPrompt(t.Model, &size, tokens)
 }
 
 // learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
@@ -178,6 +202,10 @@ func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtrans
 func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
 	f.Unreached, f.Overdue = f.Unreached || a.Cut, a.Overdue
+	if pool := x.shared.State.Pool(next.Pool); f.Overdue && pool != nil && next.Media == (media.Count{}) {
+		// else the limit would never learn that it is too short
+		pool.ObservePrefill(next.PromptTokens, x.shared.Since(next))
+	}
 	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
 		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.shared.TurnFailed(next, x.ID, a.Code)
@@ -221,11 +249,23 @@ func (s *Shared) Outdated(t *kvtransfer.Ticket) standstill.Reason {
 }
 
 // Lost reports whether a decode leg without an answer so far will get none: its endpoint has failed for a while, its
-// KV may be another prompt's, or its time is over.
+// KV may be another prompt's, or its time is over. An engine whose core stands still may only be slow: it is waited for
+// where no other one can take the request.
 func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)
-	return e != nil && s.State.FailedFor(e) >= lostAfter || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
+	failed := e != nil && s.State.FailedFor(e) >= lostAfter &&
+		(s.State.FailedBy(e) != kvstate.CauseStill || s.AnotherDecodes(t))
+	return failed || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
+}
+
+// AnotherDecodes reports whether another endpoint than the ticket's may decode, as far as is known.
+func (s *Shared) AnotherDecodes(t *kvtransfer.Ticket) bool {
+	pool := s.State.Pool(t.Pool)
+	return pool != nil && slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {
+		return e.Addr != t.Decode && e.TakesWork() && e.Role&kvstate.RoleDecode != 0 &&
+			!slices.Contains(t.Excluded, e.Addr)
+	})
 }
 
 // lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
@@ -265,6 +305,15 @@ func (x *Prefilled) awaitKV(ctx context.Context, t *kvtransfer.Ticket) {
 // log writes a message about the request to the log.
 func (x *Prefilled) log(level slog.Level, message string, args ...any) {
 	x.shared.Log.Log(context.Background(), level, message, append([]any{"request_id", x.ID}, args...)...)
+}
+
+// DoesNotContinue records that an engine of a pool does not continue what another one has begun.
+func (s *Shared) DoesNotContinue(pool *kvstate.Pool, addr, requestID string) {
+	if e := pool.Endpoint(addr); e != nil && e.DoesNotContinue(time.Now()) {
+		s.Log.Warn("an engine does not continue the answers of others: asked with the token ids of one, it began anew; "+
+			"for a while it is not asked to (docs/continue.md#engines-that-do-not-continue)", "pool", pool.Spec.Name,
+			"endpoint", addr, "request_id", requestID)
+	}
 }
 
 // MarkGood records that an endpoint of a pool has served a request.

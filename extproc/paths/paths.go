@@ -121,6 +121,18 @@ func plainPath(path string) string {
 	return path
 }
 
+// TakesPriority reports whether engines read the member priority of the bodies of a path that is never split (vLLM 0.32,
+// entrypoints/pooling/base/protocol.py and openai/chat_completion/batch; SGLang 0.5.15, EmbeddingRequest and
+// ClassifyRequest of entrypoints/openai/protocol.py).
+func TakesPriority(path string) bool {
+	switch plainPath(path) {
+	case "/v1/embeddings", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+		"/v2/rerank", "/v1/chat/completions/batch":
+		return true
+	}
+	return false
+}
+
 // canonical reports whether all readers interpret a path alike.
 func canonical(path string) bool {
 	control := func(r rune) bool { return r <= ' ' || r == 0x7f }

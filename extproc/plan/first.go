@@ -41,6 +41,13 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	return Alone(r, v, c, p)
 }
 
+// prefillBooking returns the booking of the prefill endpoint of a choice.
+func (r *Request) prefillBooking(c *picker.Choice) kvstate.Booking {
+	b := c.PrefillBooking()
+	b.Media = r.Size.Media.Any()
+	return b
+}
+
 // lacking returns the number of the prompt's tokens that an endpoint does not hold.
 func lacking(r *Request, v *kvstate.View, at int) int64 {
 	blocks := int64(max(len(r.Hashes), 1))
@@ -95,7 +102,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 		Leg: LegPrefill, Pool: r.Pool, Endpoint: prefill, Edits: edits, PerTry: PrefillLimit(r, v, c, p),
 		// a traced hop has a span of its own, which the leg's filter starts
 		Inline:   p.Dialect.Inline && !p.CleanupDecode && !r.Traced,
-		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
+		Prefill:  Reservation{Endpoint: prefill, Booking: r.prefillBooking(&c)},
 		Decode:   Reservation{Endpoint: decode, Booking: c.DecodeBooking(v)},
 		Computes: prefill, // not D: pass 2 may choose another
 		Affinity: Affinity{Session: r.Session, Prefill: prefill},
@@ -109,6 +116,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
 	t.AnswerTokens, t.Prompt, t.Turn = c.AnswerTokens, r.LastBlock(), r.Turn
 	t.Excluded = r.Attempt.avoided(prefill.Addr)
+	r.learnable(t)
 	if c.Named { // pass 2 must ask for the model again
 		t.Model = r.Client.Model()
 	}
@@ -149,6 +157,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	})
 	if r.lastHop() {
 		d.Leg = LegPass
+		d.Edits, d.Ticket.Undo = r.ownEdits(p)
 	} else {
 		d.Edits, d.Ticket.Undo = r.aloneEdits(v, p, d.Ticket.ID, at)
 	}
@@ -170,14 +179,25 @@ func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (e
 		r.SetSource(v, p, at)
 		pulls = r.Sides.Source != nil
 	}
-	if !pulls && p.Priorities == NoEnginePriority && r.Attempt.Encoded == nil {
-		return nil, nil
+	if !pulls && r.Attempt.Encoded == nil {
+		return r.ownEdits(p)
 	}
 	r.Patch.Reset(&r.Client)
 	if pulls {
 		p.Dialect.Pull(&r.Patch, &r.Sides)
 	}
 	r.insertEncoded()
+	edits, undo, _ = r.Edits(p)
+	return edits, undo
+}
+
+// ownEdits returns the edits that give a body what the operator has set, and nothing else, and their undo.
+func (r *Request) ownEdits(p *Policy) (edits, undo openai.Edits) {
+	takes := r.TakesPriority || r.Client.Has(openai.FieldPriority)
+	if p.Priorities == NoEnginePriority || !takes || r.Client.Empty() {
+		return nil, nil
+	}
+	r.Patch.Reset(&r.Client)
 	edits, undo, _ = r.Edits(p)
 	return edits, undo
 }
@@ -206,7 +226,9 @@ func OneHop(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision,
 		}
 	}
 	d.Sidecar = Sidecar(r, v, c, p, asked)
-	d.Ticket.Decode = e.Addr
+	edits, undo := r.ownEdits(p)
+	d.Edits, d.Ticket.Undo = cloned(edits), slices.Clone(undo) // the patch is used again, for the prefill
+	d.Ticket.Decode, d.Ticket.BodyBytes = e.Addr, d.Edits.Len(len(r.Client.Body()))
 	if r.lastHop() {
 		d.Leg = LegPass
 	}
@@ -273,13 +295,14 @@ func PickEncoder(v *kvstate.View) int {
 
 // Encode decides for an encode leg.
 func Encode(r *Request, e *kvstate.Endpoint, p *Policy) *Decision {
-	r.Tokens = r.Pool.PromptTokens(len(r.Client.Body()))
+	r.Tokens = r.Estimate()
 	d := r.Decided(&Decision{
 		Leg: LegEncode, Pool: r.Pool, Endpoint: e, PerTry: p.EncodeTimeout,
 		Decode: Reservation{Endpoint: e, Booking: kvstate.Booking{For: kvstate.RoleEncode, PromptTokens: r.Tokens}},
 		Ticket: r.ticket(kvtransfer.EncodeLeg, len(r.Client.Body())),
 	})
-	d.Ticket.Decode = e.Addr
+	d.Edits, d.Ticket.Undo = r.ownEdits(p)
+	d.Ticket.Decode, d.Ticket.BodyBytes = e.Addr, d.Edits.Len(len(r.Client.Body()))
 	return d
 }
 
@@ -289,9 +312,9 @@ func encodes(c *kvstate.Candidate) bool {
 }
 
 // Pass decides for one hop straight to an endpoint, without retry or redirect. bytes is the length of the body.
-func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
-	tokens := r.Pool.PromptTokens(bytes)
-	return r.Decided(&Decision{
+func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string, p *Policy) *Decision {
+	tokens := r.Estimate()
+	d := r.Decided(&Decision{
 		Leg: LegPass, Pool: r.Pool, Endpoint: e, Decode: Reservation{Endpoint: e, Booking: Decoding(tokens)},
 		Report: Report{Route: route, Decode: e},
 		Ticket: kvtransfer.Ticket{
@@ -301,6 +324,9 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string) *Decision {
 			Model: r.modelIn(r.Client.Model()),
 		},
 	})
+	d.Edits, _ = r.ownEdits(p)
+	d.Ticket.BodyBytes = d.Edits.Len(bytes)
+	return d
 }
 
 // BothLegs decides for a request whose two legs are to run concurrently. It returns nil if they cannot; r.Why is the
@@ -346,7 +372,7 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 	d := r.Decided(&Decision{
 		Leg: LegPair, Pool: r.Pool, Endpoint: decode, Edits: edits,
 		Pair:     &Pair{Prefill: prefill, Cancel: dialect.CancelsPrefill, Plan: how},
-		Prefill:  Reservation{Endpoint: prefill, Booking: c.PrefillBooking()},
+		Prefill:  Reservation{Endpoint: prefill, Booking: r.prefillBooking(&c)},
 		Decode:   Reservation{Endpoint: decode, Booking: bookingAfter(prefill, c.PromptTokens, c.AnswerTokens)},
 		Computes: prefill, Report: Report{Route: "pair", Prefill: prefill, Decode: decode},
 		Ticket: r.ticket(kvtransfer.PairLegs, edits.Len(len(r.Client.Body()))),
@@ -354,6 +380,7 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 	t := &d.Ticket
 	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = legs.ID, prefill.Addr, decode.Addr, true, r.Attempt.Prefills+1
 	t.Undo, t.Params, t.Prompt, t.Loads = undo, how.Decode, r.LastBlock(), true
+	r.learnable(t)
 	t.LeastBytes = p.LeastBytes(r.Client.API(), r.ID, r.Streams() && !how.Joined)
 	return d, nil
 }

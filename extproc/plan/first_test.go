@@ -229,7 +229,7 @@ func TestStoredResponses(t *testing.T) {
 	e, stored := r.Holder(pool)
 	require.Nil(t, e)
 	require.True(t, stored)
-	d := ToHolder(r, d1)
+	d := ToHolder(r, d1, &Policy{})
 	require.Equal(t, LegPass, d.Leg)
 	var again openai.Request
 	require.NoError(t, again.Scan(openai.Responses, d.Edits.Apply(nil, r.Client.Body()), openai.Limits{}))

@@ -87,21 +87,30 @@ func Fallbacks(k *picker.Picker, r *picker.Request, v *kvstate.View, c picker.Ch
 	return strings.Join(list, ",")
 }
 
-// Rewrite replaces the request's model according to the cluster's rewrites, and returns the edits.
-func (g *Gateway) Rewrite(r *Request, state *kvstate.State) openai.Edits {
+// Rewrite replaces the request's model according to the cluster's rewrites. It returns the edits of the body, which the
+// decision had for what the operator has set.
+func (g *Gateway) Rewrite(r *Request, state *kvstate.State, p *Policy, own openai.Edits) openai.Edits {
 	if g.Asked = r.Client.Model(); g.Asked == "" || len(r.Client.Body()) == 0 {
-		return nil
+		return own
 	}
 	to := state.Rewritten(r.Pool.Spec.Name, g.Asked, rand.Uint64())
 	if to == "" || to == g.Asked {
-		return nil
+		return own
 	}
 	g.Model = to
 	r.Patch.Reset(&r.Client)
 	r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, to))
-	edits := slices.Clone(r.Patch.Edits())
+	if len(own) > 0 {
+		r.setPriority(p)
+	}
+	return cloned(r.Patch.Edits()) // the patch is used again, for the prefill
+}
+
+// cloned returns edits that do not refer to the patch that made them.
+func cloned(edits openai.Edits) openai.Edits {
+	edits = slices.Clone(edits)
 	for i := range edits {
-		edits[i].New = bytes.Clone(edits[i].New) // the patch is used again, for the prefill
+		edits[i].New = bytes.Clone(edits[i].New)
 	}
 	return edits
 }

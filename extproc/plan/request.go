@@ -22,21 +22,25 @@ type Request struct {
 	Prompt
 	Foreseen Foreseen
 
-	ID       string // both hops, all logs and the engines have it
-	Pool     *kvstate.Pool
-	Tokens   int64    // of the prompt: exact, or an estimate
-	Session  uint64   // hash of its name; 0: none
-	Labels   []string // that its endpoints must have
-	Priority int32
-	Targets  picker.Targets     // times that the client asks for
-	Began    time.Time          // when this pass began
-	Traced   bool               // its hops have spans
-	Turn     kvtransfer.TurnLeg // of the prefill leg
-	LastTurn *kvtransfer.Turn   // of its conversation, for the prefill leg; nil: none
-	TurnIDs  []byte             // the prompt's token ids for LastTurn, as JSON; nil: the body has them
-	Patch    openai.Patch       // scratch: the changes of a leg's body
-	Sides    kvtransfer.Pair    // scratch: what a dialect knows of an attempt
-	memory   struct {           // that the decision refers to
+	ID   string // both hops, all logs and the engines have it
+	Pool *kvstate.Pool
+	// TakesPriority: engines read the member priority in bodies of the request's path. Elsewhere what the operator sets
+	// only replaces what the client does.
+	TakesPriority bool
+	Size          kvstate.PromptSize // of the prompt, for an estimate of its tokens
+	Tokens        int64              // of the prompt: exact, or an estimate
+	Session       uint64             // hash of its name; 0: none
+	Labels        []string           // that its endpoints must have
+	Priority      int32
+	Targets       picker.Targets     // times that the client asks for
+	Began         time.Time          // when this pass began
+	Traced        bool               // its hops have spans
+	Turn          kvtransfer.TurnLeg // of the prefill leg
+	LastTurn      *kvtransfer.Turn   // of its conversation, for the prefill leg; nil: none
+	TurnIDs       []byte             // the prompt's token ids for LastTurn, as JSON; nil: the body has them
+	Patch         openai.Patch       // scratch: the changes of a leg's body
+	Sides         kvtransfer.Pair    // scratch: what a dialect knows of an attempt
+	memory        struct {           // that the decision refers to
 		undo     openai.Edits
 		params   []byte
 		source   kvtransfer.Side // Sides.Source points at it
@@ -72,6 +76,7 @@ func (r *Request) Reset() {
 	}
 	r.memory.decision = Decision{}
 	r.Attempt, r.Limits, r.Foreseen, r.Known = Attempt{}, Limits{}, Foreseen{}, prefixindex.KnownTokens{}
+	r.Size, r.TakesPriority = kvstate.PromptSize{}, false
 	r.ID, r.Pool, r.Tokens, r.Session, r.Labels, r.Priority, r.Targets = "", nil, 0, 0, nil, 0, picker.Targets{}
 	r.Began, r.Traced, r.Turn, r.LastTurn, r.TurnIDs = time.Time{}, false, kvtransfer.TurnLeg{}, nil, nil
 }
@@ -88,7 +93,8 @@ func (r *Request) Decided(d *Decision) *Decision {
 func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 	q := picker.Request{
 		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Client.Model(), Labels: r.Labels, Split: split,
-		Targets: r.Targets, Rand: rand.Uint64(), Bytes: int64(len(r.Client.Body())),
+		Targets: r.Targets, Rand: rand.Uint64(), Bytes: int64(r.Size.Text),
+		Beside: r.Pool.TokensBeside(r.Client.Model(), &r.Size),
 		Faults: picker.Faults{
 			Excluded: r.Attempt.Excluded, FailedPair: r.Attempt.PairFailed,
 			Trial: !r.Streams(), MustPair: split && p.MustSplit(),
@@ -116,6 +122,14 @@ func (r *Request) ticket(stage kvtransfer.Stage, bytes int) kvtransfer.Ticket {
 	}
 }
 
+// learnable stores in a prefill leg's ticket what is learned of the prompt's size from P's count of its tokens.
+func (r *Request) learnable(t *kvtransfer.Ticket) {
+	t.OtherBytes, t.Counted, t.Media = len(r.Client.Body())-r.Size.Text, r.Size.Counted, r.Size.Media
+	if r.Size.Media.Any() && len(r.Client.Model()) <= maxModelName {
+		t.Model = r.Client.Model()
+	}
+}
+
 // maxModelName is the longest model, in bytes, that a ticket names for what is recorded of the request.
 const maxModelName = 256
 
@@ -138,8 +152,8 @@ func SideOf(e *kvstate.Endpoint) kvtransfer.Side {
 	return kvtransfer.Side{Addr: e.HostPort(), Transfer: e.Transfer}
 }
 
-// Edits ends the changes in r.Patch with the request's priority, and returns them with their undo. ok is false if
-// the undo does not fit a ticket.
+// Edits ends the changes in r.Patch with the request's priority, and returns them with their undo, which leaves the
+// priority. All legs end with it. ok is false if the undo does not fit a ticket.
 func (r *Request) Edits(p *Policy) (edits, undo openai.Edits, ok bool) {
 	r.setPriority(p)
 	edits = r.Patch.Edits()
@@ -196,7 +210,8 @@ const (
 	maxClass  = 1 << 9
 )
 
-// setPriority puts the request's priority into the leg's body, as a change of r.Patch. vLLM gets the priority and,
+// setPriority puts the request's priority into the leg's body, as a change of r.Patch that is not undone: what the
+// operator says is never replaced by what the client says, on no leg. vLLM gets the priority and,
 // within one, the key of the request's position in the queue: a second of work weighs as much as five of age.
 // SGLang interrupts running requests for slightly more urgent ones (--priority-scheduling-preemption-threshold), so
 // it gets the priority only.
@@ -210,7 +225,7 @@ func (r *Request) setPriority(p *Policy) {
 		value = place - min(max(value, -maxClass), maxClass)*classStep
 	case SGLangPriority:
 	}
-	r.Patch.Set("priority", openai.FieldPriority, strconv.AppendInt(nil, value, 10))
+	r.Patch.Own("priority", openai.FieldPriority, strconv.AppendInt(nil, value, 10))
 }
 
 // BlockBytes is the number of bytes of a prompt in one block of the prefix index, MaxBlocks the number of blocks
@@ -248,6 +263,10 @@ func (r *Request) RecallTokens() (ask bool) {
 	if len(r.Pool.TokenBlockSizes()) == 0 || len(r.Hashes) == 0 {
 		return false
 	}
+	if r.Size.Media.Any() { // its token ids do not say which media they are; those before the media may be known
+		r.Known = r.Pool.KnownTokens(r.Hashes)
+		return false
+	}
 	if ids := r.Client.PromptIDs(); ids != nil {
 		var ok bool
 		if r.IDs, ok = openai.TokenIDs(r.IDs[:0], ids); ok && len(r.IDs) > 0 {
@@ -259,16 +278,19 @@ func (r *Request) RecallTokens() (ask bool) {
 	return 2*r.Known.TextBlocks < len(r.Hashes)
 }
 
-// CountTokens sets r.Tokens: to estimate, or to what is known from [Request.RecallTokens].
-func (r *Request) CountTokens(estimate int64) {
+// Estimate estimates the tokens of the prompt.
+func (r *Request) Estimate() int64 { return r.Pool.EstimateTokens(r.Client.Model(), &r.Size) }
+
+// CountTokens sets r.Tokens to an estimate, or to what is known from [Request.RecallTokens].
+func (r *Request) CountTokens() {
 	switch {
 	case r.Known.TextBlocks == 0:
-		r.Tokens = estimate
+		r.Tokens = r.Estimate()
 	case r.Client.PromptIDs() != nil:
 		r.Tokens = int64(len(r.IDs))
 	default:
 		rest := max(r.Client.PromptBytes()-r.Known.TextBlocks*BlockBytes, 0)
-		r.Tokens = int64(r.Known.Tokens) + r.Pool.PromptTokens(rest)
+		r.Tokens = int64(r.Known.Tokens) + r.Pool.PromptTokens(rest) + r.Pool.TokensBeside(r.Client.Model(), &r.Size)
 	}
 }
 
@@ -320,7 +342,7 @@ func (r *Request) TokenPrompt(pool *kvstate.Pool) prefixindex.TokenPrompt {
 // the member.
 func (r *Request) learns(p *Policy) bool {
 	api := r.Client.API()
-	return p.LearnTokens && r.Known.TextBlocks < len(r.Hashes) && (api == openai.Chat || api == openai.Completions)
+	return p.LearnTokens && r.Known.TextBlocks < len(r.Hashes) && !r.Size.Media.Any() && (api == openai.Chat || api == openai.Completions)
 }
 
 // toLearn returns what the ticket of a prefill leg stores in addition, if the prompt's tokens are to be learned

@@ -34,12 +34,13 @@ func (r *Request) Holder(pool *kvstate.Pool) (e *kvstate.Endpoint, stored bool) 
 }
 
 // ToHolder decides for the one hop to the endpoint that holds, or will hold, a request's response.
-func ToHolder(r *Request, e *kvstate.Endpoint) *Decision {
-	d := Pass(r, e, len(r.Client.Body()), "stored_response")
+func ToHolder(r *Request, e *kvstate.Endpoint, p *Policy) *Decision {
+	d := Pass(r, e, len(r.Client.Body()), "stored_response", p)
 	if !r.Client.Has(openai.FieldRequestID) {
 		r.Patch.Reset(&r.Client)
 		r.Patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))
-		d.Edits = r.Patch.Edits()
+		d.Edits, _, _ = r.Edits(p)
+		d.Ticket.BodyBytes = d.Edits.Len(len(r.Client.Body()))
 	}
 	return d
 }

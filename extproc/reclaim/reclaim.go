@@ -27,6 +27,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -194,18 +195,9 @@ func (r *Reclaimer) takeNotFollowed(t *kvtransfer.Ticket, why string) *record {
 	return r.records.end(t.ID, why, time.Now().Add(r.TTL))
 }
 
-// End is the end of a request, or of a try, as the access log reports it.
-type End struct {
-	RequestID  string
-	ClientGone bool
-	Asked      bool // an endpoint may have received the request
-	Tried      bool // an endpoint was tried
-	BookedHere bool // this replica made the pass's reservations
-}
-
 // Ended reclaims the hand-over of a request that has ended, if no decode endpoint received it. t is the ticket that
-// the request ended with.
-func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
+// the request ended with. here: this replica made the pass's reservations.
+func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *ended.Pass, here bool) {
 	why := NoDecode
 	if e.ClientGone {
 		why = ClientGone
@@ -219,25 +211,25 @@ func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *End) {
 	case kvtransfer.HandOver: // pass 2 did not decide, or Envoy did not receive its decision
 		h = r.records.take(t.ID)
 		// this replica's, if another read P's answer too
-		unused = h != nil && h.read && !e.Asked && h.expires.UnixMilli() == t.Expires.UnixMilli()
+		unused = h != nil && h.read && !e.Asked() && h.expires.UnixMilli() == t.Expires.UnixMilli()
 	case kvtransfer.DecodeLeg:
 		h = r.records.take(t.ID)
-		unused = h != nil && h.decided && !e.Asked && e.BookedHere // likewise: the decision that Envoy received
+		unused = h != nil && h.decided && !e.Asked() && here // likewise: the decision that Envoy received
 		if unused {
-			h.unreached = e.Tried
+			h.unreached = e.Tries > 0
 		}
 	}
 	if unused {
-		r.orphaned(t.ID, e.RequestID, h, why)
+		r.orphaned(t.ID, string(e.RequestID), h, why)
 	}
 }
 
 // NotConnected reclaims the hand-over of a decode leg whose endpoint refused the connection: the request continues
-// without the parameters, which are still valid.
-func (r *Reclaimer) NotConnected(t *kvtransfer.Ticket, e *End) {
-	if h := r.records.take(t.ID); h != nil && h.decided && e.BookedHere {
+// without the parameters, which are still valid. here: this replica made the pass's reservations.
+func (r *Reclaimer) NotConnected(t *kvtransfer.Ticket, requestID string, here bool) {
+	if h := r.records.take(t.ID); h != nil && h.decided && here {
 		h.unreached = true
-		r.enqueue(t.ID, e.RequestID, h)
+		r.enqueue(t.ID, requestID, h)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 )
@@ -33,26 +34,28 @@ func ticket(stage kvtransfer.Stage) *kvtransfer.Ticket {
 // TestEnded lists the ends of a request that orphan its hand-over, and those that do not: if a decode endpoint may
 // have been reached, or another replica decides, the blocks stay.
 func TestEnded(t *testing.T) {
+	asked := ended.Try{Tries: 1, Began: true}
 	for name, tt := range map[string]struct {
 		stage   kvtransfer.Stage
 		decided bool
-		end     End
+		here    bool
+		end     ended.Pass
 		want    []string
 	}{
-		"the client left between the hops": {kvtransfer.HandOver, false, End{ClientGone: true}, []string{ClientGone}},
-		"no decode endpoint was asked":     {kvtransfer.HandOver, false, End{}, []string{NoDecode}},
-		"one may have been":                {kvtransfer.HandOver, false, End{Asked: true}, nil},
-		"decided here":                     {kvtransfer.DecodeLeg, true, End{BookedHere: true}, []string{NoDecode}},
-		"decided here, and asked":          {kvtransfer.DecodeLeg, true, End{BookedHere: true, Asked: true}, nil},
-		"decided by another replica":       {kvtransfer.DecodeLeg, true, End{}, nil},
-		"read here, not decided here":      {kvtransfer.DecodeLeg, false, End{BookedHere: true}, nil},
-		"P's answer was not followed":      {kvtransfer.PrefillLeg, false, End{ClientGone: true}, []string{ClientGone}},
+		"the client left between the hops": {kvtransfer.HandOver, false, false, ended.Pass{ClientGone: true}, []string{ClientGone}},
+		"no decode endpoint was asked":     {kvtransfer.HandOver, false, false, ended.Pass{}, []string{NoDecode}},
+		"one may have been":                {kvtransfer.HandOver, false, false, ended.Pass{Try: asked}, nil},
+		"decided here":                     {kvtransfer.DecodeLeg, true, true, ended.Pass{}, []string{NoDecode}},
+		"decided here, and asked":          {kvtransfer.DecodeLeg, true, true, ended.Pass{Try: asked}, nil},
+		"decided by another replica":       {kvtransfer.DecodeLeg, true, false, ended.Pass{}, nil},
+		"read here, not decided here":      {kvtransfer.DecodeLeg, false, true, ended.Pass{}, nil},
+		"P's answer was not followed":      {kvtransfer.PrefillLeg, false, false, ended.Pass{ClientGone: true}, []string{ClientGone}},
 	} {
 		r, o := newReclaimer(t)
 		now := ticket(tt.stage)
 		r.Record(now, "r1", []byte("{}"), "d1", tt.decided)
 		r.Confirm(now.ID, "r1")
-		r.Ended(now, &tt.end)
+		r.Ended(now, &tt.end, tt.here)
 		require.Equal(t, tt.want, o.orphaned, name)
 		require.Len(t, r.queue, len(tt.want), name)
 	}
@@ -62,7 +65,7 @@ func TestEnded(t *testing.T) {
 func TestEndedBeforeTheAnswer(t *testing.T) {
 	r, o := newReclaimer(t)
 	now := ticket(kvtransfer.PrefillLeg)
-	r.Ended(now, &End{ClientGone: true})
+	r.Ended(now, &ended.Pass{ClientGone: true}, false)
 	require.Empty(t, o.orphaned)
 	r.Record(now, "r1", []byte("{}"), "d1", false)
 	require.Empty(t, o.orphaned, "another replica may have read the answer")

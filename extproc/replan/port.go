@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"tandem/extproc/concurrent"
-	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
@@ -47,13 +47,13 @@ func (p *Port) TryFailed(id [16]byte) { p.tries.fail(id) }
 func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s, limit := p.passes, p.maxBody+plan.MaxDecodeMember
 	defer discard(r.Body, limit)
-	id := r.Header.Get(envoywire.HeaderRequestID)
-	t, err := s.Keys().Open(r.Header.Get(envoywire.HeaderTicket), id, s.Now())
+	id := r.Header.Get(names.HeaderRequestID)
+	t, err := s.Keys().Open(r.Header.Get(names.HeaderTicket), id, s.Now())
 	switch {
-	case r.Header.Get(envoywire.HeaderRestart) != "":
+	case r.Header.Get(names.HeaderRestart) != "":
 		p.restart(w, r, t)
 		return
-	case t != nil && r.URL.Path == "/late" && r.Header.Get(envoywire.HeaderRule) == "late": // no hop has both
+	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late": // no hop has both
 		p.checkLate(w, t, id)
 		return
 	case t == nil || !takes(t) || t.Redirects+1 >= s.Limits.MaxRedirects:
@@ -126,17 +126,17 @@ func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) k
 // that another replica repeats the pass. t is the ticket that the pass began with, or that the replica gave it before
 // it got the body. A pass is restarted once only, so a request that crashes replicas reaches two of them at most.
 func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket) {
-	s, h, id := p.passes, r.Header, r.Header.Get(envoywire.HeaderRequestID)
+	s, h, id := p.passes, r.Header, r.Header.Get(names.HeaderRequestID)
 	size := discard(r.Body, p.maxBody+plan.MaxDecodeMember)
-	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(envoywire.HeaderPrefilled) != "") ||
+	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
 		t.Redirects+1 >= s.Limits.MaxRedirects || !s.State.Consume(idOf(t)) {
-		w.Header().Set(envoywire.HeaderFinal, "true")
+		w.Header().Set(names.HeaderFinal, "true")
 		p.giveUp(w, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
 		return
 	}
 	s.Log.Warn("a replica failed while it decided a request; another one is asked", "request_id", id)
 	// a redirect removes the headers that its answer lacks
-	for _, name := range []string{envoywire.HeaderPrefilled, envoywire.HeaderLoad} {
+	for _, name := range []string{names.HeaderPrefilled, names.HeaderLoad} {
 		if v := h.Get(name); v != "" {
 			w.Header().Set(name, v)
 		}
@@ -154,7 +154,7 @@ func (p *Port) redirect(w http.ResponseWriter, next *kvtransfer.Ticket, id, path
 		return
 	}
 	w.Header().Set("location", string(Location([]byte(path))))
-	w.Header().Set(envoywire.HeaderTicket, string(sealed))
+	w.Header().Set(names.HeaderTicket, string(sealed))
 	w.WriteHeader(http.StatusTemporaryRedirect)
 }
 
@@ -173,7 +173,7 @@ func (p *Port) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id string, er
 	if t == nil {
 		p.passes.Observer.TicketRefused()
 	} else { // another replica would answer the same: Envoy must not ask it
-		w.Header().Set(envoywire.HeaderFinal, "true")
+		w.Header().Set(names.HeaderFinal, "true")
 	}
 	const message = "the endpoint failed and there is no other way to answer"
 	p.giveUp(w, openai.Unavailable("endpoint_failed", message, time.Second))
@@ -265,9 +265,9 @@ func discard(body io.Reader, limit int) int {
 
 // refuse answers with an error.
 func refuse(w http.ResponseWriter, e *openai.Error) {
-	w.Header().Set("content-type", envoywire.ContentTypeJSON)
+	w.Header().Set("content-type", names.ContentTypeJSON)
 	if e.RetryAfter > 0 {
-		w.Header().Set(envoywire.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))
+		w.Header().Set(names.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))
 	}
 	w.WriteHeader(e.Status)
 	_, _ = w.Write(e.JSON())

@@ -4,8 +4,9 @@ import (
 	"bytes"
 	"net/http"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 )
 
@@ -29,14 +30,15 @@ const (
 )
 
 // Fits refuses a request that Envoy could not redirect, before an engine works for it.
-func Fits(h *envoywire.Headers) error {
+// count and size are those of all its headers.
+func Fits(authority, path []byte, count, size int) error {
 	switch {
-	case len(h.Authority) > maxHost:
+	case len(authority) > maxHost:
 		return openai.BadRequest("host_too_long", "", "the Host header is too long")
-	case len(h.Path) > maxPath:
+	case len(path) > maxPath:
 		return openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
 			"the path and query of the request are too long")
-	case h.Count > maxHeaders || h.Size > maxHeaderBytes:
+	case count > maxHeaders || size > maxHeaderBytes:
 		return openai.HeadersTooLarge(http.StatusRequestHeaderFieldsTooLarge, "headers_too_large",
 			"the request headers are too large")
 	}
@@ -49,10 +51,10 @@ func Fits(h *envoywire.Headers) error {
 
 // NotFollowed returns the reason for the metric: one of those that Envoy (1.40, Filter::setupRedirect of its
 // router) can have on the routes of our bootstrap. t is the ticket of the pass that the answer ended.
-func NotFollowed(t *kvtransfer.Ticket, e *envoywire.LogEntry, maxRedirects int) string {
+func NotFollowed(t *kvtransfer.Ticket, e *ended.Pass, maxRedirects int) string {
 	body := int64(e.Sent) - int64(e.SentHeaders) // frames included
 	switch {
-	case string(e.Unfollowed) == envoywire.UnfollowedLocation:
+	case string(e.Unfollowed) == names.UnfollowedLocation:
 		return "no_location"
 	case t.Redirects >= maxRedirects:
 		return "too_many"

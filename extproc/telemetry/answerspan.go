@@ -9,8 +9,9 @@ import (
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/usage"
 )
 
@@ -20,19 +21,19 @@ const SpanAnswer = "tandem answer"
 
 // TraceAnswer makes that span, below the last one of the request's trace, if that is recorded. The attributes are those
 // of OpenTelemetry's semantic conventions for GenAI (2026-06, in development).
-func TraceAnswer(tracer trace.Tracer, t *kvtransfer.Ticket, e *envoywire.LogEntry, u *usage.Used) {
+func TraceAnswer(tracer trace.Tracer, t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used) {
 	if tracer == nil || len(e.Traceparent) == 0 {
 		return
 	}
 	parent := propagation.TraceContext{}.Extract(context.Background(),
-		propagation.MapCarrier{envoywire.HeaderTraceparent: string(e.Traceparent)})
+		propagation.MapCarrier{names.HeaderTraceparent: string(e.Traceparent)})
 	if !trace.SpanContextFromContext(parent).IsSampled() {
 		return
 	}
-	ended := EndedAs(t, e)
+	result := EndedAs(t, e)
 	_, span := tracer.Start(parent, SpanAnswer, trace.WithTimestamp(e.Start), trace.WithAttributes(
 		attribute.String("tandem.request_id", string(e.RequestID)), attribute.String("tandem.pool", t.Pool),
-		attribute.String("tandem.decode.endpoint", AnsweredBy(t)), attribute.String("tandem.ended", ended),
+		attribute.String("tandem.decode.endpoint", AnsweredBy(t)), attribute.String("tandem.ended", result),
 		attribute.Int("http.response.status_code", e.Status), attribute.Bool("gen_ai.request.stream", u.Streamed),
 	))
 	defer span.End(trace.WithTimestamp(e.Start.Add(e.Duration)))
@@ -62,7 +63,7 @@ func TraceAnswer(tracer trace.Tracer, t *kvtransfer.Ticket, e *envoywire.LogEntr
 	if u.FirstToken > 0 {
 		span.AddEvent("first token", trace.WithTimestamp(t.Started.Add(u.FirstToken)))
 	}
-	if ended == "failed" {
+	if result == "failed" {
 		span.SetStatus(otelcodes.Error, "answer failed")
 	}
 }

@@ -2,10 +2,12 @@ package telemetry
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 
 	"tandem/kvstate"
 )
@@ -65,11 +67,43 @@ func (c *stateCollector) Collect(out chan<- prometheus.Metric) {
 // new addresses; without this each of them would be exported for ever.
 type departed struct {
 	mu   sync.Mutex
-	seen map[string]time.Time // by address: when it was last in a pool
+	seen map[string]time.Time // by address: when it was last in a pool, or had series although it was in none
+}
+
+// vec is a metric with labels, of which one may be an endpoint's address.
+type vec interface {
+	prometheus.Collector
+	DeletePartialMatch(of prometheus.Labels) int
+}
+
+const endpointLabel = "endpoint"
+
+// PruneToo makes m drop the series of departed endpoints in other metrics than its own. Call it before
+// [Metrics.PruneSeries].
+func (m *Metrics) PruneToo(vecs ...vec) { m.byEndpoint = append(m.byEndpoint, vecs...) }
+
+// addSeries adds to seen the endpoints that have series and are not there. So it does not matter whether an endpoint was
+// ever in a pool while prune ran, nor whether its last request ended after its series were dropped.
+func (d *departed) addSeries(vecs []vec, now time.Time) {
+	for _, v := range vecs {
+		series := make(chan prometheus.Metric, 64)
+		go func() { v.Collect(series); close(series) }()
+		for one := range series {
+			var out dto.Metric
+			if one.Write(&out) != nil {
+				continue
+			}
+			for _, l := range out.GetLabel() {
+				if _, known := d.seen[l.GetValue()]; l.GetName() == endpointLabel && !known {
+					d.seen[l.GetValue()] = now
+				}
+			}
+		}
+	}
 }
 
 // Series of an endpoint stay for keepSeries after it left, so that the last values are scraped: the time after which
-// Prometheus itself takes a series for gone. A longer answer that ends later begins its series anew.
+// Prometheus itself takes a series for gone. An answer that ends later begins its series anew, which stay as long.
 const (
 	keepSeries   = 5 * time.Minute
 	pruneEvery   = time.Minute
@@ -89,19 +123,19 @@ func (m *Metrics) prune(state *kvstate.State, now time.Time) {
 			d.seen[e.Addr] = now
 		}
 	}
+	vecs := slices.Clone(m.byEndpoint)
+	for _, v := range m.Usage.ByEndpoint() {
+		vecs = append(vecs, v)
+	}
+	d.addSeries(vecs, now)
 	for addr, last := range d.seen {
 		if now.Equal(last) || (now.Sub(last) < keepSeries && len(d.seen) <= maxDepartees) {
 			continue
 		}
 		delete(d.seen, addr)
-		of := prometheus.Labels{"endpoint": addr}
-		m.hops.DeletePartialMatch(of)
-		m.firstByte.DeletePartialMatch(of)
-		m.prefillErrors.DeletePartialMatch(of)
-		m.orphaned.DeletePartialMatch(of)
-		m.loadFailures.DeletePartialMatch(of)
-		m.full.DeletePartialMatch(of)
-		m.Usage.Forget(addr)
+		for _, v := range vecs {
+			v.DeletePartialMatch(prometheus.Labels{endpointLabel: addr})
+		}
 	}
 }
 

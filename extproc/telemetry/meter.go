@@ -13,8 +13,8 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc/metadata"
 
-	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/kvstate"
 )
 
@@ -32,8 +32,8 @@ const (
 
 // workRoles are the roles whose phases are measured.
 var workRoles = [...]string{
-	envoywire.RoleMain, envoywire.RolePrefillLeg, envoywire.RoleDecodeLeg, envoywire.RoleMirror,
-	envoywire.RoleAnswerLeg, envoywire.RoleEncodeLeg,
+	names.RoleMain, names.RolePrefillLeg, names.RoleDecodeLeg, names.RoleMirror,
+	names.RoleAnswerLeg, names.RoleEncodeLeg,
 }
 
 // workOf returns the observers of all phases of all roles, so that streams need not look them up.
@@ -57,9 +57,9 @@ type Meter struct {
 	Began    time.Time    // when the stream began
 	since    time.Time    // when the current phase began
 	Busy     time.Duration
-	span     trace.Span // nil: not traced
-	Exemplar exemplar   // of the span; nil: not traced
-	Next     carrier    // the trace context for the next hop, if Envoy has none of its own
+	span     trace.Span   // nil: not traced
+	Exemplar exemplar     // of the span; nil: not traced
+	Next     TraceContext // the trace context for the next hop, if Envoy has none of its own
 }
 
 // Begin starts another stream; tracer is nil without traces.
@@ -71,7 +71,10 @@ func (x *Meter) Begin(role string, tracer trace.Tracer) {
 }
 
 // Reset clears the stream.
-func (x *Meter) Reset() { x.Next, x.Exemplar = carrier{}, nil }
+func (x *Meter) Reset() { x.Next, x.Exemplar = TraceContext{}, nil }
+
+// Traces reports whether streams may be traced at all.
+func (x *Meter) Traces() bool { return x.tracer != nil }
 
 // Recording reports whether the stream is traced.
 func (x *Meter) Recording() bool { return x.span != nil }
@@ -136,43 +139,48 @@ const (
 	SpanEncodeLeg     = "tandem encode leg"
 )
 
-// carrier is a W3C trace context, received or sent (propagation.TextMapCarrier).
-type carrier struct{ Traceparent, tracestate string }
+// TraceContext is a W3C trace context, received or sent (propagation.TextMapCarrier).
+type TraceContext struct{ Traceparent, Tracestate string }
 
-func (c *carrier) Get(key string) string {
+// Get implements propagation.TextMapCarrier.
+func (c *TraceContext) Get(key string) string {
 	switch key {
-	case envoywire.HeaderTraceparent:
+	case names.HeaderTraceparent:
 		return c.Traceparent
-	case envoywire.HeaderTracestate:
-		return c.tracestate
+	case names.HeaderTracestate:
+		return c.Tracestate
 	}
 	return ""
 }
 
-func (c *carrier) Set(key, value string) {
+// Set implements propagation.TextMapCarrier.
+func (c *TraceContext) Set(key, value string) {
 	switch key {
-	case envoywire.HeaderTraceparent:
+	case names.HeaderTraceparent:
 		c.Traceparent = value
-	case envoywire.HeaderTracestate:
-		c.tracestate = value
+	case names.HeaderTracestate:
+		c.Tracestate = value
 	}
 }
 
 // Keys implements propagation.TextMapCarrier.
-func (c *carrier) Keys() []string {
-	return []string{envoywire.HeaderTraceparent, envoywire.HeaderTracestate}
+func (c *TraceContext) Keys() []string {
+	return []string{names.HeaderTraceparent, names.HeaderTracestate}
 }
 
-// StartSpan starts the span of this stream. orphan says whether it may have no parent, if Envoy does not trace.
-func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envoywire.Headers, requestID string) {
+// StartSpan starts the span of this stream. headers are the request's trace context. resumed: it comes from an earlier
+// pass. orphan says whether the span may have no parent, if Envoy does not trace.
+func (x *Meter) StartSpan(
+	ctx context.Context, name string, orphan, resumed bool, headers TraceContext, requestID string,
+) {
 	if x.tracer == nil {
 		return
 	}
-	in := carrier{first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTraceparent)),
-		first(metadata.ValueFromIncomingContext(ctx, envoywire.HeaderTracestate))}
+	in := TraceContext{first(metadata.ValueFromIncomingContext(ctx, names.HeaderTraceparent)),
+		first(metadata.ValueFromIncomingContext(ctx, names.HeaderTracestate))}
 	byEnvoy := in.Traceparent != ""
-	if pass2 := x.role == 0 && len(h.Ticket) > 0; pass2 || !byEnvoy {
-		in = carrier{string(h.Traceparent), string(h.Tracestate)}
+	if resumed || !byEnvoy {
+		in = headers
 	}
 	x.start(ctx, &in, name, requestID, orphan && !byEnvoy, orphan) // the main role can still change the request
 }
@@ -180,18 +188,18 @@ func (x *Meter) StartSpan(ctx context.Context, name string, orphan bool, h *envo
 // StartSpanBelow starts the span of a pass inside Envoy below a W3C trace context; "": a trace begins here.
 func (x *Meter) StartSpanBelow(ctx context.Context, name, traceparent, tracestate, requestID string) {
 	if x.tracer != nil {
-		x.start(ctx, &carrier{traceparent, tracestate}, name, requestID, true, true)
+		x.start(ctx, &TraceContext{traceparent, tracestate}, name, requestID, true, true)
 	}
 }
 
 // Trace returns the trace context for the next hop; "": the request is not traced.
 func (x *Meter) Trace() (traceparent, tracestate string) {
-	return x.Next.Traceparent, x.Next.tracestate
+	return x.Next.Traceparent, x.Next.Tracestate
 }
 
 // start starts a span below a trace context. orphan says whether it may have no parent, next whether the next hop is
 // below it.
-func (x *Meter) start(ctx context.Context, in *carrier, name, requestID string, orphan, next bool) {
+func (x *Meter) start(ctx context.Context, in *TraceContext, name, requestID string, orphan, next bool) {
 	parent := propagation.TraceContext{}.Extract(ctx, in)
 	if !orphan && !trace.SpanContextFromContext(parent).IsValid() {
 		return
@@ -203,17 +211,6 @@ func (x *Meter) start(ctx context.Context, in *carrier, name, requestID string, 
 	}
 	if next {
 		propagation.TraceContext{}.Inject(ctx, &x.Next)
-	}
-}
-
-// SetTrace writes the trace context for the next hop.
-func (x *Meter) SetTrace(h *envoywire.HeaderEdits) {
-	if x.Next.Traceparent == "" {
-		return
-	}
-	h.Set(envoywire.HeaderTraceparent, []byte(x.Next.Traceparent))
-	if x.Next.tracestate != "" {
-		h.Set(envoywire.HeaderTracestate, []byte(x.Next.tracestate))
 	}
 }
 

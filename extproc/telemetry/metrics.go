@@ -7,8 +7,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/openai"
 )
 
@@ -71,7 +72,7 @@ func (m *Metrics) WaitEnded(pool, end string, took time.Duration) {
 // Processed counts one stream that has ended: how long it was open, and how long it was worked on.
 func (m *Metrics) Processed(role string, d, busy time.Duration, of exemplar) {
 	observe(m.Took.stream.WithLabelValues(role), d, of)
-	if role == envoywire.RoleMain || role == envoywire.RolePicker {
+	if role == names.RoleMain || role == names.RolePicker {
 		m.liveTotals.decisions.observe(busy)
 	}
 }
@@ -141,7 +142,7 @@ func (m *Metrics) HopEnded(pool, hop, endpoint, result string, took time.Duratio
 }
 
 // requestEnded counts the end of a request as Envoy logs it. The end of a prefill leg was counted there.
-func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration) {
+func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *ended.Pass, took, first time.Duration) {
 	of := exemplarIn(e.Traceparent)
 	switch {
 	case t.Stage == kvtransfer.DecodeLeg, t.Stage == kvtransfer.PairLegs:
@@ -168,7 +169,7 @@ func (m *Metrics) requestEnded(t *kvtransfer.Ticket, e *envoywire.LogEntry, took
 }
 
 // EndedAs returns how a request ended: ok, refused, failed or client_gone.
-func EndedAs(t *kvtransfer.Ticket, e *envoywire.LogEntry) string {
+func EndedAs(t *kvtransfer.Ticket, e *ended.Pass) string {
 	switch {
 	case e.ClientGone:
 		return "client_gone"

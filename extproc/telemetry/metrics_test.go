@@ -1,7 +1,9 @@
 package telemetry
 
 import (
+	"log/slog"
 	"math/rand/v2"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/usage"
 	"tandem/internal/budget"
 	"tandem/kvstate"
 )
@@ -85,8 +88,80 @@ func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 	require.Equal(t, 2, testutil.CollectAndCount(m.hops), "what stays, stays")
 }
 
-func TestCarrierIsOfTwoHeaders(t *testing.T) {
-	var c carrier
+// An endpoint that came and went between two looks, or whose last request ended long after it left, has series in every
+// kind of metric; they go like all others.
+func TestSeriesGoHoweverShortAnEndpointLived(t *testing.T) {
+	state, registry := kvstate.New(kvstate.Options{}), prometheus.NewRegistry()
+	m := NewMetrics(registry, state)
+	var err error
+	m.Usage, err = usage.New(usage.Options{}, registry, slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	other := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "other", Help: "x"}, []string{"endpoint"})
+	registry.MustRegister(other)
+	m.PruneToo(other)
+	const gone = "10.0.0.9:1"
+	fill := func() {
+		vecs := slices.Clone(m.byEndpoint)
+		for _, v := range m.Usage.ByEndpoint() {
+			vecs = append(vecs, v)
+		}
+		for _, v := range vecs {
+			labels := prometheus.Labels{}
+			for _, name := range labelsOf(v) {
+				labels[name] = "x"
+			}
+			labels[endpointLabel] = gone
+			switch v := v.(type) {
+			case *prometheus.MetricVec:
+				_, err := v.GetMetricWith(labels)
+				require.NoError(t, err)
+			case *prometheus.CounterVec:
+				v.With(labels).Inc()
+			case *prometheus.HistogramVec:
+				v.With(labels).Observe(1)
+			default:
+				t.Fatalf("a metric of another type: %T", v)
+			}
+		}
+	}
+	left := func() (out []string) {
+		all, err := registry.Gather()
+		require.NoError(t, err)
+		for _, family := range all {
+			for _, one := range family.GetMetric() {
+				for _, l := range one.GetLabel() {
+					if l.GetValue() == gone {
+						out = append(out, family.GetName())
+					}
+				}
+			}
+		}
+		return out
+	}
+	now := time.Unix(0, 0)
+	for range 2 { // the second time: its last request ended after its series had gone
+		fill()
+		require.Len(t, left(), 12, left())
+		m.prune(state, now)
+		m.prune(state, now.Add(keepSeries/2))
+		require.Len(t, left(), 12, "its last values are scraped")
+		now = now.Add(keepSeries)
+		m.prune(state, now)
+		require.Empty(t, left())
+	}
+}
+
+var variableLabels = regexp.MustCompile(`variableLabels: \{([^}]*)\}`)
+
+// labelsOf returns the names of a metric's labels.
+func labelsOf(v vec) []string {
+	all := make(chan *prometheus.Desc, 1)
+	v.Describe(all)
+	return strings.Split(variableLabels.FindStringSubmatch((<-all).String())[1], ",")
+}
+
+func TestTraceContextIsOfTwoHeaders(t *testing.T) {
+	var c TraceContext
 	c.Set("traceparent", "a")
 	c.Set("tracestate", "b")
 	c.Set("baggage", "c")

@@ -12,8 +12,9 @@ import (
 
 	"golang.org/x/time/rate"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/usage"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -47,25 +48,25 @@ func AnsweredBy(t *kvtransfer.Ticket) string {
 // RequestEnded reports the end of a request as Envoy logs it, and returns what it used; nil: nobody counts it. took is
 // the time of the last hop, first the time to its first byte; mine says that this replica counts it.
 func (o *Observer) RequestEnded(
-	t *kvtransfer.Ticket, e *envoywire.LogEntry, took, first time.Duration, mine bool,
+	t *kvtransfer.Ticket, e *ended.Pass, took, first time.Duration, mine bool,
 ) *usage.Used {
-	ended := EndedAs(t, e)
-	if ended == "failed" && e.Status > 0 && e.Status < 500 {
-		ended = EndedCut
+	how := EndedAs(t, e)
+	if how == "failed" && e.Status > 0 && e.Status < 500 {
+		how = EndedCut
 	}
 	refused := e.Refusal()
-	if refused == envoywire.CodeTicketRefused {
-		ended = EndedTicketRefused
+	if refused == names.CodeTicketRefused {
+		how = EndedTicketRefused
 	}
 	used := o.Usage.Ended(t, e, EndedAs(t, e), AnsweredBy(t), mine)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
 		o.liveTotals.usage.ended(used)
-		if ended == EndedTicketRefused {
+		if how == EndedTicketRefused {
 			o.liveTotals.ticketFailures.Add(1)
 		}
-		if ended == EndedCut && o.cuts.Allow() {
+		if how == EndedCut && o.cuts.Allow() {
 			o.log.Warn("an answer broke off", "request_id", string(e.RequestID), "pool", t.Pool,
 				"endpoint", AnsweredBy(t), "status", e.Status, "after", whole, "details", string(e.Details))
 		}
@@ -75,7 +76,7 @@ func (o *Observer) RequestEnded(
 		if trace.Used = used; trace.ExpectedFirst > 0 && trace.Replans == 0 {
 			expected = trace.Waited + trace.ExpectedFirst
 		}
-		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, ended, whole
+		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, how, whole
 		trace.Refused = refused
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew
 			trace.Decode = t.Decode
@@ -84,10 +85,15 @@ func (o *Observer) RequestEnded(
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
 	})
-	if mine && ended == "ok" {
+	if mine && how == "ok" {
 		o.Usage.Foreseen(t.Pool, expected, used)
 	}
 	return used
+}
+
+// DiedUnder reports that engines died, or failed, one after the other under one request, which is given up for that.
+func (o *Observer) DiedUnder(requestID string, t *kvtransfer.Ticket, engines []string) {
+	o.change(requestID, t.Started, func(trace *Trace) { trace.DiedUnder = slices.Clone(engines) })
 }
 
 // RequestLost reports that this replica cannot read the ticket of a request, which therefore fails.
@@ -99,9 +105,9 @@ func (o *Observer) RequestLost(requestID string) {
 
 // EntryRefused reports the end of a pass whose ticket this replica cannot read. If another one could not either, the
 // request failed.
-func (o *Observer) EntryRefused(e *envoywire.LogEntry) {
+func (o *Observer) EntryRefused(e *ended.Pass) {
 	o.TicketRefused()
-	if e.Refusal() == envoywire.CodeTicketRefused {
+	if e.Refusal() == names.CodeTicketRefused {
 		o.ticketRefusedOf(string(e.RequestID), e.Status)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
 )
@@ -84,7 +84,7 @@ func TestTicketNamesWhoAnswered(t *testing.T) {
 		}
 		o.record(&Planned{RequestID: want, Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: planned})
 		ticket.Started, ticket.Pool, ticket.Decode = began, "chat", "d2"
-		o.RequestEnded(&ticket, &envoywire.LogEntry{RequestID: []byte(want), Start: began, Status: 200}, time.Second, 0, true)
+		o.RequestEnded(&ticket, &ended.Pass{RequestID: []byte(want), Start: began, Status: 200}, time.Second, 0, true)
 		require.Equal(t, want, o.Latest(1)[0].Decode)
 	}
 }
@@ -115,14 +115,14 @@ func TestAnswersThatBrokeOff(t *testing.T) {
 	var log bytes.Buffer
 	o := NewObserver(NewMetrics(prometheus.NewRegistry(), nil), slog.New(slog.NewTextHandler(&log, nil)))
 	began := time.Now().Truncate(time.Microsecond)
-	end := func(id string, mine bool, e envoywire.LogEntry) Trace {
+	end := func(id string, mine bool, e ended.Pass) Trace {
 		o.record(&Planned{RequestID: id, Started: began, Pool: "chat", Route: "split", Prefill: "p1", Decode: "d1"})
 		e.RequestID, e.Start, e.Duration = []byte(id), began, 3*time.Second
 		ticket := &kvtransfer.Ticket{Started: began, Pool: "chat", Decode: "d1", Stage: kvtransfer.DecodeLeg}
 		o.RequestEnded(ticket, &e, time.Second, 0, mine)
 		return o.Latest(1)[0]
 	}
-	cut := envoywire.LogEntry{Status: 200, Details: []byte("upstream_reset_after_response_started{connection_termination}")}
+	cut := ended.Pass{Status: 200, Details: []byte("upstream_reset_after_response_started{connection_termination}")}
 	for i := range 3 * cutsLogged {
 		got := end(fmt.Sprint("r", i), i > 0, cut)
 		require.Equal(t, "200 cut 3s d1", fmt.Sprint(got.Status, " ", got.Ended, " ", got.Took, " ", got.AnsweredBy()))
@@ -133,7 +133,7 @@ func TestAnswersThatBrokeOff(t *testing.T) {
 	lines := strings.Count(log.String(), "\n")
 	require.GreaterOrEqual(t, lines, cutsLogged)
 	require.Less(t, lines, 2*cutsLogged)
-	for want, e := range map[string]envoywire.LogEntry{
+	for want, e := range map[string]ended.Pass{
 		"ok": {Status: 200}, "refused": {Status: 400}, "failed": {Status: 503}, "client_gone": {ClientGone: true},
 	} {
 		got := end(want, true, e)
@@ -178,7 +178,7 @@ func TestRecentIsBounded(t *testing.T) {
 // it. It is counted once.
 func TestTicketRefused(t *testing.T) {
 	began := time.Now().Add(-time.Second)
-	entry := envoywire.LogEntry{RequestID: []byte("r"), Status: 503, Details: []byte("tandem_ticket_refused"), Start: began,
+	entry := ended.Pass{RequestID: []byte("r"), Status: 503, Details: []byte("tandem_ticket_refused"), Start: began,
 		Duration: time.Second}
 	ticket := &kvtransfer.Ticket{Started: time.UnixMicro(began.UnixMicro()), Pool: "chat", Prefill: "p1", Decode: "d1", Stage: kvtransfer.HandOver}
 	for name, tt := range map[string]struct {

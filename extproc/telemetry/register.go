@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -22,6 +23,7 @@ type Metrics struct {
 	Usage   *usage.Recorder // nil: nobody records what requests use. Set it before requests come
 
 	liveTotals liveTotals
+	byEndpoint []vec // metrics with an endpoint's label
 	endpoints  departed
 }
 
@@ -30,22 +32,35 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	r.MustRegister(newStateCollector(state), prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "tandem_reservations", Help: "Reservations that are held now.",
 	}, func() float64 { return float64(state.Reservations()) }))
-	to := registry{promauto.With(r)}
-	return &Metrics{
-		passMetrics: to.passes(), promptMetrics: to.prompts(), hopMetrics: to.hops(), handOverMetrics: to.handOvers(),
-		streamMetrics: to.streams(), Streams: to.continuing(),
-	}
+	m := &Metrics{}
+	to := registry{promauto.With(r), &m.byEndpoint}
+	m.passMetrics, m.promptMetrics, m.hopMetrics, m.handOverMetrics = to.passes(), to.prompts(), to.hops(), to.handOvers()
+	m.streamMetrics, m.Streams = to.streams(), to.continuing()
+	return m
 }
 
 // registry makes metrics and registers them.
-type registry struct{ promauto.Factory }
+type registry struct {
+	promauto.Factory
+	byEndpoint *[]vec // those whose series are of endpoints
+}
 
 func (r registry) counter(name, help string, labels ...string) *prometheus.CounterVec {
-	return r.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+	v := r.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+	r.note(v, labels)
+	return v
 }
 
 func (r registry) histogram(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	return r.NewHistogramVec(histogramOpts(name, help, buckets), labels)
+	v := r.NewHistogramVec(histogramOpts(name, help, buckets), labels)
+	r.note(v, labels)
+	return v
+}
+
+func (r registry) note(v vec, labels []string) {
+	if slices.Contains(labels, endpointLabel) {
+		*r.byEndpoint = append(*r.byEndpoint, v)
+	}
 }
 
 // Buckets for scrapers without native histograms: 1 ms to 150 s for hops, 10 us to 2.6 s for Tandem's own work.

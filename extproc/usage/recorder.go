@@ -8,7 +8,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/ledger"
 )
@@ -44,7 +44,7 @@ const (
 	kindAnswer = "generation"
 )
 
-// New returns a recorder with its metrics. All of its labels have bounded values, except endpoints: see Forget.
+// New returns a recorder with its metrics. All of its labels have bounded values, except endpoints: see ByEndpoint.
 func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, err error) {
 	to := promauto.With(r)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
@@ -102,15 +102,15 @@ func (r *Recorder) Header() string {
 
 // Ended returns what a request has used at its end, and counts it if mine is set: only one replica counts a request.
 // endpoint answered it.
-func (r *Recorder) Ended(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended, endpoint string, mine bool) *Used {
+func (r *Recorder) Ended(t *kvtransfer.Ticket, e *ended.Pass, how, endpoint string, mine bool) *Used {
 	if r == nil {
 		return nil
 	}
-	u := Of(t, e, ended, r.Promised(t.Pool))
+	u := Of(t, e, how, r.Promised(t.Pool))
 	if mine {
-		r.count(t, u, ended, endpoint)
+		r.count(t, u, how, endpoint)
 		if r.ledger != nil {
-			r.ledger.Add(lineOf(t, e, u, ended))
+			r.ledger.Add(lineOf(t, e, u, how))
 		}
 	}
 	return u
@@ -124,7 +124,7 @@ func (r *Recorder) Foreseen(pool string, expected time.Duration, u *Used) {
 	}
 }
 
-func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) {
+func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, how, endpoint string) {
 	tenant, model := r.tenants.label(u.Tenant), r.models.label(u.Model)
 	for _, of := range []struct {
 		kind string
@@ -136,7 +136,7 @@ func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, ended, endpoint string) 
 		}
 	}
 	switch {
-	case ended != "ok":
+	case how != "ok":
 	case u.Absurd:
 		r.without.WithLabelValues(t.Pool, "absurd").Inc()
 	case u.Prompt == nil && u.Answer == nil:
@@ -160,15 +160,12 @@ func (r *Recorder) Run(ctx context.Context) {
 	}
 }
 
-// Forget drops the series of an endpoint that has left.
-func (r *Recorder) Forget(endpoint string) {
+// ByEndpoint returns the metrics whose series are of endpoints, so that those of endpoints that have left can be dropped.
+func (r *Recorder) ByEndpoint() []*prometheus.MetricVec {
 	if r == nil {
-		return
+		return nil
 	}
-	of := prometheus.Labels{"endpoint": endpoint}
-	r.endpoints.DeletePartialMatch(of)
-	r.first.DeletePartialMatch(of)
-	r.perToken.DeletePartialMatch(of)
+	return []*prometheus.MetricVec{r.endpoints.MetricVec, r.first.MetricVec, r.perToken.MetricVec}
 }
 
 // Line is a request in the ledger. Times in ms count from the request's arrival.
@@ -194,12 +191,12 @@ type Line struct {
 	Promise  string    `json:"promise,omitempty"`
 }
 
-func lineOf(t *kvtransfer.Ticket, e *envoywire.LogEntry, u *Used, ended string) *Line {
+func lineOf(t *kvtransfer.Ticket, e *ended.Pass, u *Used, how string) *Line {
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 	end := e.Start.Add(e.Duration)
 	return &Line{
 		Time: end.UTC(), ID: bounded(string(e.RequestID)), Key: bounded(string(e.Reservation)), Pool: t.Pool,
-		Model: u.Model, Tenant: u.Tenant, Prefill: t.Prefill, Decode: t.Decode, Status: e.Status, Ended: ended,
+		Model: u.Model, Tenant: u.Tenant, Prefill: t.Prefill, Decode: t.Decode, Status: e.Status, Ended: how,
 		Streamed: u.Streamed, Prompt: u.Prompt, Cached: u.Cached, Answer: u.Answer, Bytes: e.Body,
 		First: ms(u.FirstToken), PerToken: ms(u.PerToken), Took: ms(max(end.Sub(t.Started), 0)), Promise: u.Promise,
 	}

@@ -8,7 +8,7 @@ package usage
 import (
 	"time"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -45,8 +45,8 @@ type Promise struct{ FirstToken, PerToken time.Duration }
 // maxName bounds names in bytes.
 const maxName = 128
 
-// Of returns what a request used whose last pass ended with an entry. ended is as telemetry.EndedAs has it.
-func Of(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended string, promise Promise) *Used {
+// Of returns what a request used whose last pass ended so. how is as telemetry.EndedAs has it.
+func Of(t *kvtransfer.Ticket, e *ended.Pass, how string, promise Promise) *Used {
 	u := &Used{Model: bounded(t.Model), Tenant: bounded(string(e.Usage.Tenant)), Streamed: t.Stream}
 	u.count(&e.Usage)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
@@ -56,13 +56,13 @@ func Of(t *kvtransfer.Ticket, e *envoywire.LogEntry, ended string, promise Promi
 			u.PerToken = (last - e.Usage.FirstBody) / time.Duration(*u.Answer-1)
 		}
 	}
-	u.Promise = u.became(ended, whole, promise)
+	u.Promise = u.became(how, whole, promise)
 	return u
 }
 
 // count takes the counts of an answer. Impossible figures are left out, and whatever follows from them.
-func (u *Used) count(a *envoywire.Usage) {
-	for _, c := range []*envoywire.Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten} {
+func (u *Used) count(a *ended.Usage) {
+	for _, c := range []*ended.Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten} {
 		u.Absurd = u.Absurd || c.Absurd
 	}
 	if u.Absurd {
@@ -87,11 +87,11 @@ func (u *Used) count(a *envoywire.Usage) {
 
 // became returns what became of the promise; "": the request does not count, since its client left or the engine
 // refused it.
-func (u *Used) became(ended string, whole time.Duration, p Promise) string {
+func (u *Used) became(how string, whole time.Duration, p Promise) string {
 	switch {
-	case ended == "failed":
+	case how == "failed":
 		return Failed
-	case ended != "ok" || p == Promise{}:
+	case how != "ok" || p == Promise{}:
 		return ""
 	case u.Streamed && u.FirstToken > p.FirstToken && p.FirstToken > 0:
 		return Late

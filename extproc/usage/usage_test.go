@@ -15,13 +15,13 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 )
 
 var came = time.Date(2026, 11, 27, 0, 0, 0, 0, time.UTC)
 
-func said(n int64) envoywire.Count { return envoywire.Count{Tokens: n, Said: true} }
+func said(n int64) ended.Count { return ended.Count{Tokens: n, Said: true} }
 
 func text(n *int64) string {
 	if n == nil {
@@ -32,21 +32,21 @@ func text(n *int64) string {
 
 // The tokens of a request are what its answer says, in any API's form.
 func TestCounts(t *testing.T) {
-	absurd := envoywire.Count{Said: true, Absurd: true}
+	absurd := ended.Count{Said: true, Absurd: true}
 	for name, c := range map[string]struct {
-		usage envoywire.Usage
+		usage ended.Usage
 		want  string // prompt, cached, answer
 	}{
-		"nothing":                {envoywire.Usage{}, "- - -"},
-		"chat":                   {envoywire.Usage{In: said(10), Out: said(3), Cached: said(8)}, "10 8 3"},
-		"without a cache":        {envoywire.Usage{In: said(10), Out: said(3)}, "10 - 3"},
-		"embeddings":             {envoywire.Usage{In: said(10)}, "10 - -"},
-		"messages":               {envoywire.Usage{In: said(2), Out: said(3), CacheRead: said(7), CacheWritten: said(1)}, "10 7 3"},
-		"more cached than there": {envoywire.Usage{In: said(10), Out: said(3), Cached: said(11)}, "- - - absurd"},
-		"no number":              {envoywire.Usage{In: said(10), Out: absurd}, "- - - absurd"},
-		"cached without prompt":  {envoywire.Usage{Out: said(3), Cached: said(8)}, "- - 3"},
+		"nothing":                {ended.Usage{}, "- - -"},
+		"chat":                   {ended.Usage{In: said(10), Out: said(3), Cached: said(8)}, "10 8 3"},
+		"without a cache":        {ended.Usage{In: said(10), Out: said(3)}, "10 - 3"},
+		"embeddings":             {ended.Usage{In: said(10)}, "10 - -"},
+		"messages":               {ended.Usage{In: said(2), Out: said(3), CacheRead: said(7), CacheWritten: said(1)}, "10 7 3"},
+		"more cached than there": {ended.Usage{In: said(10), Out: said(3), Cached: said(11)}, "- - - absurd"},
+		"no number":              {ended.Usage{In: said(10), Out: absurd}, "- - - absurd"},
+		"cached without prompt":  {ended.Usage{Out: said(3), Cached: said(8)}, "- - 3"},
 	} {
-		u := Of(&kvtransfer.Ticket{Started: came}, &envoywire.LogEntry{Answered: envoywire.Answered{Usage: c.usage}}, "ok", Promise{})
+		u := Of(&kvtransfer.Ticket{Started: came}, &ended.Pass{Answered: ended.Answered{Usage: c.usage}}, "ok", Promise{})
 		got := text(u.Prompt) + " " + text(u.Cached) + " " + text(u.Answer)
 		if u.Absurd {
 			got += " absurd"
@@ -80,7 +80,7 @@ func TestTimesAndPromises(t *testing.T) {
 		"whole, of unknown size": {false, time.Second, 1400 * time.Millisecond, -1, "ok", "0s", "0s", Unknown},
 		"whole, soon":            {false, 100 * time.Millisecond, 200 * time.Millisecond, -1, "ok", "0s", "0s", Kept},
 	} {
-		e := &envoywire.LogEntry{Start: came.Add(100 * time.Millisecond), Duration: c.last}
+		e := &ended.Pass{Start: came.Add(100 * time.Millisecond), Duration: c.last}
 		e.Usage.FirstBody, e.Usage.LastByte = c.first, c.last
 		if c.tokens >= 0 {
 			e.Usage.Out = said(c.tokens)
@@ -88,7 +88,7 @@ func TestTimesAndPromises(t *testing.T) {
 		u := Of(&kvtransfer.Ticket{Started: came, Stream: c.stream}, e, c.ended, promise)
 		require.Equal(t, []string{c.token, c.per, c.want}, []string{u.FirstToken.String(), u.PerToken.String(), u.Promise}, name)
 	}
-	require.Empty(t, Of(&kvtransfer.Ticket{}, &envoywire.LogEntry{}, "ok", Promise{}).Promise, "nothing is promised")
+	require.Empty(t, Of(&kvtransfer.Ticket{}, &ended.Pass{}, "ok", Promise{}).Promise, "nothing is promised")
 }
 
 // Labels have bounded values, whatever clients send: the first tenants have series of their own, and the others share
@@ -97,18 +97,17 @@ func TestLabelsAreBounded(t *testing.T) {
 	r, err := New(Options{Tenants: 3}, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
 	for i := range 5000 {
-		e := &envoywire.LogEntry{Status: 200}
+		e := &ended.Pass{Status: 200}
 		e.Usage.In, e.Usage.Tenant = said(1), fmt.Appendf(nil, "tenant %d %s\xff", i, strings.Repeat("x", i))
 		r.Ended(&kvtransfer.Ticket{Pool: "chat", Model: fmt.Sprint("model ", i)}, e, "ok", "d:1", true)
 	}
 	require.LessOrEqual(t, testutil.CollectAndCount(r.promises), 3+16)
 	require.LessOrEqual(t, testutil.CollectAndCount(r.tokens), (maxModels+1)*(3+16))
 	require.InDelta(t, 5000, testutil.ToFloat64(r.endpoints.WithLabelValues("chat", "d:1", kindPrompt)), 0)
-	r.Forget("d:1")
-	require.Zero(t, testutil.CollectAndCount(r.endpoints))
+	require.Len(t, r.ByEndpoint(), 3)
 	var none *Recorder
 	require.Nil(t, none.Ended(nil, nil, "", "", true))
-	none.Forget("d:1")
+	require.Empty(t, none.ByEndpoint())
 	none.Run(t.Context())
 }
 
@@ -118,9 +117,9 @@ func TestLedger(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "ledger")
 	r, err := New(Options{Tenants: 3, Ledger: file}, prometheus.NewRegistry(), slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
-	e := &envoywire.LogEntry{
+	e := &ended.Pass{
 		RequestID: []byte("id"), Reservation: []byte("key"), Status: 200, Start: came, Duration: time.Second,
-		Answered: envoywire.Answered{Body: 900, Usage: envoywire.Usage{
+		Answered: ended.Answered{Body: 900, Usage: ended.Usage{
 			In: said(10), Out: said(3), Cached: said(8), Tenant: []byte("team-a"), FirstBody: 400 * time.Millisecond, LastByte: time.Second,
 		}},
 	}

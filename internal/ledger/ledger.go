@@ -4,10 +4,12 @@ package ledger
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"os"
+	"syscall"
 	"time"
 )
 
@@ -40,17 +42,34 @@ const (
 	Failed  = "failed"  // the file cannot be written
 )
 
-// Open opens a ledger, whose file is made if it is not there. ended is called with the result of each line.
+// writeWithin is the time for which a line waits for who reads a named pipe.
+const writeWithin = time.Second
+
+// Open opens a ledger, whose file is made if it is not there. ended is called with the result of each line. If the path
+// is a named pipe that nobody reads yet, or the disk is full, [Ledger.Run] tries again.
 func Open(path string, log *slog.Logger, ended func(result string)) (*Ledger, error) {
 	l := &Ledger{path: path, log: log, lines: make(chan any, maxLines), to: os.Stdout, loud: true, ended: ended}
 	if path == Stdout {
 		return l, nil
 	}
-	return l, l.open()
+	l.to = io.Discard
+	err := l.open()
+	if passing(err) {
+		l.failed(err)
+		err = nil
+	}
+	return l, err
+}
+
+// passing reports whether opening may go well later, without anybody changing the configuration.
+func passing(err error) bool {
+	return errors.Is(err, syscall.ENXIO) || errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
 }
 
 func (l *Ledger) open() error {
-	file, err := os.OpenFile(l.path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o640) //nolint:gosec // the group may bill
+	// A named pipe that nobody reads would keep a blocking open for ever. Files do not know O_NONBLOCK.
+	const flags = os.O_CREATE | os.O_APPEND | os.O_WRONLY | syscall.O_NONBLOCK
+	file, err := os.OpenFile(l.path, flags, 0o640) //nolint:gosec // the group may bill
 	if err != nil {
 		return fmt.Errorf("opening the ledger: %w", err)
 	}
@@ -102,17 +121,19 @@ func (l *Ledger) run(ctx context.Context) {
 	}
 }
 
-// reopen begins the file anew if it was moved away or removed.
+// reopen begins the file anew if it was moved away or removed, or could not be opened.
 func (l *Ledger) reopen() {
-	if l.file == nil {
+	if l.path == Stdout {
 		return
 	}
-	ours, err := l.file.Stat()
-	if err != nil {
-		return
-	}
-	if there, err := os.Stat(l.path); err == nil && os.SameFile(ours, there) {
-		return
+	if l.file != nil {
+		ours, err := l.file.Stat()
+		if err != nil {
+			return
+		}
+		if there, err := os.Stat(l.path); err == nil && os.SameFile(ours, there) {
+			return
+		}
 	}
 	if err := l.open(); err != nil {
 		l.failed(err)
@@ -121,12 +142,19 @@ func (l *Ledger) reopen() {
 
 func (l *Ledger) write(line any) {
 	text, err := json.Marshal(line)
+	if err == nil && l.file == nil && l.path != Stdout {
+		l.ended(Failed)
+		return
+	}
 	if err == nil {
 		text = append(text, '\n')
 		if l.torn {
 			text = append([]byte("\n"), text...)
 		}
 		var n int
+		if l.file != nil {
+			_ = l.file.SetWriteDeadline(time.Now().Add(writeWithin)) // an error: a file, which has none
+		}
 		n, err = l.to.Write(text) // one write a line: readers and other writers see whole ones
 		l.torn = err != nil && (l.torn || n > 0)
 	}

@@ -165,9 +165,10 @@ func (o *Operator) ask(ctx context.Context, e entry) (of []Answer, silent []uint
 		}
 		for _, m := range streams[0].Messages {
 			from = m.ID
-			text, replica := fields(&m)
+			signed, replica := fields(&m)
 			name, _ := m.Values["n"].(string)
-			if i := slices.Index(silent, replica); i >= 0 && len(text) <= maxAnswer && len(name) <= maxName {
+			text, ok := o.redis.Genuine(o.answersKey(e.question)+" "+name, signed)
+			if i := slices.Index(silent, replica); ok && i >= 0 && len(text) <= maxAnswer && len(name) <= maxName {
 				silent = slices.Delete(silent, i, i+1)
 				of = append(of, Answer{replica, name, []byte(text)})
 			}
@@ -193,6 +194,11 @@ func (o *Operator) forget(ctx context.Context, question string) {
 	_ = o.redis.Client.Unlink(ctx, o.answersKey(question)).Err()
 }
 
+// purpose is what an entry of the stream of questions is signed for.
+func (o *Operator) purpose(kind, about, question string) string {
+	return o.streamKey() + " " + kind + " " + about + " " + question
+}
+
 func (o *Operator) streamKey() string { return o.key("questions") }
 func (o *Operator) answersKey(question string) string {
 	return o.key("answers:" + question)
@@ -206,7 +212,7 @@ func (o *Operator) add(ctx context.Context, e entry) (id string, err error) {
 	added := pipe.XAdd(ctx, &redis.XAddArgs{
 		Stream: o.streamKey(), MaxLen: streamLength, Approx: true,
 		Values: []any{
-			"r", strconv.FormatUint(o.redis.Replica, 16), "k", e.kind, "a", e.about, "q", e.question, "b", e.text,
+			"r", strconv.FormatUint(o.redis.Replica, 16), "k", e.kind, "a", e.about, "q", e.question, "b", o.redis.Sign(o.purpose(e.kind, e.about, e.question), []byte(e.text)),
 		},
 	})
 	pipe.PExpire(ctx, o.streamKey(), streamTTL)
@@ -265,19 +271,23 @@ func (o *Operator) read(ctx context.Context, from string) (next string, err erro
 	synced := false
 	for _, m := range streams[0].Messages {
 		from = m.ID
-		question, replica := fields(&m)
+		signed, replica := fields(&m)
 		if replica == o.redis.Replica {
 			continue
 		}
 		kind, _ := m.Values["k"].(string)
+		about, _ := m.Values["a"].(string)
+		name, _ := m.Values["q"].(string)
+		question, ok := o.redis.Genuine(o.purpose(kind, about, name), signed)
+		if !ok {
+			continue
+		}
 		if kind == kindOrders && !synced { // the hash contains those of later entries too
 			if err := o.syncNow(ctx); err != nil {
 				return "", err
 			}
 			synced = true
 		}
-		about, _ := m.Values["a"].(string)
-		name, _ := m.Values["q"].(string)
 		answer := o.answer[about]
 		if kind == kindAsk && answer != nil && len(question) <= maxQuestion && len(name) == 2*16 {
 			o.reply(ctx, name, answer([]byte(question)))
@@ -301,7 +311,7 @@ func (o *Operator) reply(ctx context.Context, question string, answer []byte) {
 	key := o.answersKey(question)
 	pipe := o.redis.Client.Pipeline()
 	pipe.XAdd(ctx, &redis.XAddArgs{
-		Stream: key, Values: []any{"r", strconv.FormatUint(o.redis.Replica, 16), "n", o.name, "b", answer},
+		Stream: key, Values: []any{"r", strconv.FormatUint(o.redis.Replica, 16), "n", o.name, "b", o.redis.Sign(key+" "+o.name, answer)},
 	})
 	pipe.PExpire(ctx, key, answerTTL)
 	if _, err := pipe.Exec(ctx); err != nil {

@@ -46,7 +46,7 @@ func start(t *testing.T, addr string, answer func([]byte) []byte) *replica {
 	return startNamed(t, addr, "replica", answer)
 }
 
-func startNamed(t *testing.T, addr, name string, answer func([]byte) []byte) *replica {
+func startNamed(t *testing.T, addr, name string, answer func([]byte) []byte, prepare ...func(*redisstore.Store)) *replica {
 	t.Helper()
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}},
@@ -55,6 +55,9 @@ func startNamed(t *testing.T, addr, name string, answer func([]byte) []byte) *re
 		URL: "redis://" + addr, Lease: 10 * time.Second, Name: name,
 	}, state)
 	require.NoError(t, err)
+	for _, p := range prepare {
+		p(store)
+	}
 	r := &replica{t: t, state: state, store: store, Operator: New(store, state, slog.New(slog.DiscardHandler))}
 	if answer != nil {
 		r.Answer("test", answer)
@@ -228,6 +231,36 @@ func TestOrdersThatAreNone(t *testing.T) {
 	require.Eventually(t, func() bool { return a.Sync(t.Context()) == nil }, soon, time.Millisecond)
 	require.False(t, a.paused())
 	require.Equal(t, 100, a.state.Pool("chat").Endpoint(endpoint).Weight())
+}
+
+// With a key file only orders that a replica signed count, and only questions and answers.
+func TestOrdersOfStrangersDoNotCount(t *testing.T) {
+	t.Parallel()
+	addr := redisserver.New(t).Addr
+	a := startNamed(t, addr, "replica", nil, func(s *redisstore.Store) { s.SignWith(prefix{}) })
+	client := redis.NewClient(&redis.Options{Addr: addr})
+	defer client.Close()
+	const order = `{"pool":"chat","endpoint":"10.0.0.1:80","paused":true,"version":7}`
+	set := func(value string) {
+		require.NoError(t, client.HSet(t.Context(), a.ordersKey(), "x", value).Err())
+		require.Eventually(t, func() bool { return a.Sync(t.Context()) == nil }, soon, time.Millisecond)
+	}
+	set(order)
+	set("signed for another purpose " + order)
+	require.False(t, a.paused())
+	set("signed for " + a.ordersKey() + " " + order)
+	require.True(t, a.paused())
+}
+
+// prefix is a signature that shows what it is for.
+type prefix struct{}
+
+func (prefix) Sign(dst []byte, purpose string, text []byte) []byte {
+	return append(append(dst, "signed for "+purpose+" "...), text...)
+}
+
+func (prefix) Genuine(purpose string, signed []byte) ([]byte, bool) {
+	return bytes.CutPrefix(signed, []byte("signed for "+purpose+" "))
 }
 
 // Every living replica answers a question; those that do not are named. A replica that answers has applied the earlier

@@ -30,9 +30,10 @@ func (o *Operator) Sync(ctx context.Context) error {
 	}
 	there := make(map[[2]string]int64, len(texts))
 	var orders []kvstate.Order
-	for _, text := range texts[:min(len(texts), maxOrders)] {
+	for _, signed := range texts[:min(len(texts), maxOrders)] {
 		var order kvstate.Order
-		if len(text) > maxOrder || json.Unmarshal([]byte(text), &order) != nil || order.Pool == "" {
+		text, ok := o.redis.Genuine(o.ordersKey(), signed)
+		if !ok || len(text) > maxOrder || json.Unmarshal([]byte(text), &order) != nil || order.Pool == "" {
 			continue
 		}
 		there[[2]string{order.Pool, order.Endpoint}] = order.Version
@@ -52,7 +53,7 @@ func (o *Operator) Sync(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			pipe.HSet(ctx, o.ordersKey(), order.Pool+"\x00"+order.Endpoint, text)
+			pipe.HSet(ctx, o.ordersKey(), order.Pool+"\x00"+order.Endpoint, o.redis.Sign(o.ordersKey(), text))
 		}
 	}
 	pipe.PExpire(ctx, o.ordersKey(), ordersTTL)

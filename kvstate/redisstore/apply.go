@@ -22,8 +22,12 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 	if len(b.GetBlocks()) > 0 && !before {
 		c.lag.Note(age + time.Duration(min(b.GetWaitedUs(), uint64(maxWork)))*time.Microsecond)
 	}
+	at, unknown := p.endpoints.all(p.endpoints.found[:0], pool, b.GetAddresses())
+	p.endpoints.found = at
+	c.unknown.Add(unknown)
 	m := p.observe(b, age)
 	if m != nil {
+		m.genuine = true
 		if m.seq != 0 && b.GetSeq() > m.seq+1 {
 			c.gaps.Add(1)
 			p.ask()
@@ -33,12 +37,9 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		}
 		m.seq = b.GetSeq()
 		p.noteFingerprints(m, b)
-		p.applyLoads(m, b, now.Add(-age))
-		p.applyWaits(pool, b, now.Add(-age))
+		p.applyLoads(m, b, at, now.Add(-age))
+		p.applyWaits(pool, b, at, now.Add(-age))
 	}
-	at, unknown := p.endpoints.all(p.endpoints.found[:0], pool, b.GetAddresses())
-	p.endpoints.found = at
-	c.unknown.Add(unknown)
 	applyBlocks(p.s.state, pool, b.GetBlocks(), at)
 	p.applyHealth(b.GetHealth(), at)
 	applyKVLoads(p.s.state, pool, b.GetKvLoads(), at)
@@ -149,8 +150,8 @@ const (
 	maxWork = int64(24 * time.Hour / time.Microsecond)
 )
 
-// applyLoads records the reservations of a replica as of the time at.
-func (p *poolReplica) applyLoads(m *remoteReplica, b *statev1.Batch, at time.Time) {
+// applyLoads records the reservations of a replica as of the time sent.
+func (p *poolReplica) applyLoads(m *remoteReplica, b *statev1.Batch, at positions, sent time.Time) {
 	if m.prefillRate != b.GetPrefillRate() || m.localRate != b.GetLocalRate() {
 		m.prefillRate, m.localRate = b.GetPrefillRate(), b.GetLocalRate()
 		p.setRates()
@@ -160,12 +161,12 @@ func (p *poolReplica) applyLoads(m *remoteReplica, b *statev1.Batch, at time.Tim
 		named = make(map[string]bool, len(b.GetLoads()))
 	}
 	for _, l := range b.GetLoads() {
-		if i := int(l.GetAddress()); i < len(b.GetAddresses()) {
-			addr := b.GetAddresses()[i]
+		if e := at.of(l.GetAddress()); e != nil { // of others nothing is kept: a complete batch comes every second
+			addr := e.Addr
 			if named != nil {
 				named[addr] = true
 			}
-			p.set(m, addr, bookedOf(l, at))
+			p.set(m, addr, bookedOf(l, sent))
 		}
 	}
 	if b.GetComplete() {
@@ -183,7 +184,8 @@ func bookedOf(l *statev1.Load, at time.Time) kvstate.Booked {
 	micros := func(n int64) time.Duration { return time.Duration(min(max(n, 0), maxWork)) * time.Microsecond }
 	b := kvstate.Booked{
 		Requests: count(l.GetRequests()), PromptTokens: count(l.GetPromptTokens()),
-		Jobs: count(l.GetJobs()), Work: micros(l.GetWorkUs()), Lead: micros(min(l.GetLeadUs(), l.GetWorkUs())),
+		Jobs: min(count(l.GetJobs()), count(l.GetRequests())), Work: micros(l.GetWorkUs()),
+		Lead: micros(min(l.GetLeadUs(), l.GetWorkUs())),
 		Room: kvstate.Room{Held: count(l.GetHeld()), Need: count(l.GetNeed())},
 	}
 	if b.Jobs > 0 {

@@ -176,7 +176,7 @@ func BenchmarkFeed(b *testing.B) {
 	b.Run("load", func(b *testing.B) {
 		for b.Loop() {
 			x.feed.Clear()
-			require.NoError(b, r.p.loadChunk(r.pool, string(text)))
+			require.NoError(b, r.p.loadChunk(r.pool, text))
 		}
 		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/prompts/blocks, "ns/block")
 	})

@@ -35,7 +35,7 @@ func FuzzTakeIn(f *testing.F) {
 	r.p.joined = true
 	f.Fuzz(func(t *testing.T, id string, b []byte) {
 		r.p.takeIn(message(id, string(b)))
-		_ = r.p.loadChunk(r.pool, string(b))
+		_ = r.p.loadChunk(r.pool, b)
 		for i := range 2 {
 			requests, tokens := r.e(i).RemoteLoad().Requests, r.e(i).RemoteLoad().PromptTokens
 			require.True(t, requests >= 0 && tokens >= 0)

@@ -235,7 +235,7 @@ func (p *poolReplica) publishJoin(ctx context.Context) (streamID, error) {
 	defer cancel()
 	sent := time.Now()
 	reply, err := p.s.client.XAdd(ctx, &redis.XAddArgs{
-		Stream: p.keys.stream(), MaxLen: streamLength, Approx: true, Values: []any{batchField, text},
+		Stream: p.keys.stream(), MaxLen: streamLength, Approx: true, Values: p.entryOf(text),
 	}).Result()
 	if err != nil {
 		return streamID{}, err

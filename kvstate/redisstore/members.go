@@ -21,7 +21,11 @@ type remoteReplica struct {
 	ticketKeys             []uint64 // fingerprints, the sealing key's first; none: it publishes none
 	// so far it has only requested a snapshot: it cannot write one yet, and other starting replicas do not wait for it
 	starting bool
+	genuine  bool // its batches are signed with this replica's keys, if any are
 }
+
+// maxMembers bounds the replicas that somebody can make others believe in.
+const maxMembers = 1024
 
 // observe renews the lease of a replica whose batch has that age. nil: the lease has ended since, and the reservations
 // in the batch are void.
@@ -31,6 +35,9 @@ func (p *poolReplica) observe(b *statev1.Batch, age time.Duration) *remoteReplic
 	m := p.members[b.GetReplica()]
 	if left <= 0 || b.GetLeaving() {
 		p.forget(b.GetReplica())
+		return nil
+	}
+	if m == nil && len(p.members) >= maxMembers {
 		return nil
 	}
 	if m == nil {

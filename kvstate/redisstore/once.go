@@ -111,7 +111,8 @@ func (s *Store) PutHandOver(ref [16]byte, params []byte) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
-	if err := s.client.Set(ctx, s.o.handOverKey(ref), params, handOverTTL).Err(); err != nil {
+	key := s.o.handOverKey(ref)
+	if err := s.client.Set(ctx, key, s.sign(key, params), handOverTTL).Err(); err != nil {
 		s.link.Asked(err)
 		s.log.Warn("a hand-over is kept by this replica alone", "bytes", len(params), "err", err)
 	}
@@ -124,9 +125,13 @@ func (s *Store) TakeHandOver(ref [16]byte) ([]byte, bool) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
-	params, err := s.client.Get(ctx, s.o.handOverKey(ref)).Bytes()
-	if err != nil && !errors.Is(err, redis.Nil) {
-		s.link.Asked(err)
+	key := s.o.handOverKey(ref)
+	signed, err := s.client.Get(ctx, key).Bytes()
+	if err != nil {
+		if !errors.Is(err, redis.Nil) {
+			s.link.Asked(err)
+		}
+		return nil, false
 	}
-	return params, err == nil
+	return s.genuine(key, signed)
 }

@@ -161,7 +161,11 @@ func (p *poolReplica) takeOne(m *redis.XMessage) {
 		p.unsaved++
 	}
 	if err == nil && b.GetReplica() != 0 && b.GetReplica() != p.s.replica {
-		p.apply(b, id)
+		if p.genuineEntry(m, id) {
+			p.apply(b, id)
+		} else {
+			p.stranger(b, id)
+		}
 	}
 	if p.unsaved >= streamLength/2 && p.leads(0) && time.Since(p.saved) >= snapshotSoonest {
 		p.saved = time.Now() // otherwise every later entry would request it again

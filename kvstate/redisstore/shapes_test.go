@@ -189,7 +189,20 @@ func TestTLSAndACL(t *testing.T) {
 		URL: fmt.Sprintf("rediss://tandem@%s/0", encrypted), PasswordFile: password,
 		TLS: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool},
 	}
+	require.NoError(t, CheckRights(t.Context(), o))
 	agree(t, o)
+
+	r.do("ACL", "SETUSER", "tandem", "-hvals", "-mget")
+	missing := CheckRights(t.Context(), o)
+	require.ErrorContains(t, missing, "Redis refuses HVALS: NOPERM")
+	require.ErrorContains(t, missing, "Redis refuses MGET: NOPERM")
+	require.Len(t, strings.Split(missing.Error(), "\n"), 2)
+	refused := apart(t, o, 1)
+	eventually(t, "the refusal is said", func() bool {
+		_ = refused.store.client.HVals(t.Context(), "tandem:1:x").Err()
+		return strings.HasPrefix(refused.store.Refused(), "HVALS: NOPERM")
+	})
+	r.do("ACL", "SETUSER", "tandem", "+hvals", "+mget")
 
 	o.TLS = nil
 	c := apart(t, o, 1)
@@ -197,6 +210,8 @@ func TestTLSAndACL(t *testing.T) {
 	o.TLS, o.PasswordFile = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}, filepath.Join(dir, "cert.pem")
 	c = apart(t, o, 1)
 	require.ErrorContains(t, c.store.Join(context.Background(), patience), "WRONGPASS")
+	require.ErrorContains(t, CheckRights(t.Context(), o), "WRONGPASS")
+	require.ErrorContains(t, CheckRights(t.Context(), Options{URL: "redis://127.0.0.1:1"}), "connection refused")
 }
 
 func strings2any(in []string) (out []any) {

@@ -174,7 +174,7 @@ func (s *snapshots) announce(ctx context.Context, last, n *statev1.SnapshotNotic
 		return fmt.Errorf("encoding the notice of a snapshot: %w", err)
 	}
 	pipe := p.s.client.Pipeline()
-	pipe.Set(ctx, p.keys.snapshot(), text, snapshotTTL)
+	pipe.Set(ctx, p.keys.snapshot(), p.s.sign(p.keys.snapshot(), text), snapshotTTL)
 	for i := range min(int(last.GetPreviousChunks()), maxChunks) {
 		pipe.Unlink(ctx, p.keys.chunk(last.GetPrevious(), i))
 	}
@@ -239,7 +239,8 @@ func (w *chunkWriter) write() {
 	}
 	text, err := proto.Marshal(w.chunk)
 	if err == nil {
-		err = w.p.s.client.Set(w.ctx, w.p.keys.chunk(w.id, w.chunks), text, snapshotTTL).Err()
+		key := w.p.keys.chunk(w.id, w.chunks)
+		err = w.p.s.client.Set(w.ctx, key, w.p.s.sign(key, text), snapshotTTL).Err()
 	}
 	if err != nil {
 		w.err = fmt.Errorf("writing chunk %d of a snapshot: %w", w.chunks, err)
@@ -259,6 +260,10 @@ func (p *poolReplica) lastSnapshot(ctx context.Context) (*statev1.SnapshotNotice
 		return nil, fmt.Errorf("looking for a snapshot: %w", err)
 	}
 	n := &statev1.SnapshotNotice{}
+	text, ok := p.s.genuine(p.keys.snapshot(), text)
+	if !ok {
+		return nil, nil
+	}
 	if err := proto.Unmarshal(text, n); err != nil {
 		return nil, nil //nolint:nilerr // from a later release: treated as none
 	}
@@ -310,10 +315,14 @@ func (p *poolReplica) load(ctx context.Context, n *statev1.SnapshotNotice) error
 		if err != nil {
 			return fmt.Errorf("reading a snapshot: %w", err)
 		}
-		for _, v := range values {
-			text, ok := v.(string)
+		for i, v := range values {
+			signed, ok := v.(string)
 			if !ok {
 				return errors.New("reading a snapshot: a part of it is gone")
+			}
+			text, ok := p.s.genuine(keys[i], []byte(signed))
+			if !ok {
+				return errors.New("reading a snapshot: a part of it is not a replica's")
 			}
 			if err := p.loadChunk(pool, text); err != nil {
 				return err
@@ -325,9 +334,9 @@ func (p *poolReplica) load(ctx context.Context, n *statev1.SnapshotNotice) error
 	return nil
 }
 
-func (p *poolReplica) loadChunk(pool *kvstate.Pool, text string) error {
+func (p *poolReplica) loadChunk(pool *kvstate.Pool, text []byte) error {
 	var chunk statev1.SnapshotChunk
-	if err := proto.Unmarshal([]byte(text), &chunk); err != nil {
+	if err := proto.Unmarshal(text, &chunk); err != nil {
 		return fmt.Errorf("reading a snapshot: %w", err)
 	}
 	p.mu.Lock()

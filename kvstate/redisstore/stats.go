@@ -22,6 +22,7 @@ type Stats struct {
 	Unknown        int64 // unknown endpoints in batches and snapshots
 	Snapshots      int64 // written
 	SpendUnknown   int64 // tickets that were consumed without Redis
+	Forged         int64 // texts in Redis that were not signed with this replica's keys, if it signs
 	Lag            lag.Lag
 }
 
@@ -30,7 +31,7 @@ type counters struct {
 	redisclient.Counts
 	batchesSent, batchesRead                                       atomic.Int64
 	dropped, gaps, unknown, snapshots, spendUnknown, eventsDropped atomic.Int64
-	noticesDropped                                                 atomic.Int64
+	noticesDropped, forged                                         atomic.Int64
 	lag                                                            lag.Counter
 }
 
@@ -42,6 +43,6 @@ func (s *Store) Stats() Stats {
 		BatchesSent: c.batchesSent.Load(), BatchesRead: c.batchesRead.Load(), Errors: c.Errors.Load(),
 		Dropped: c.dropped.Load(), Gaps: c.gaps.Load(), Unknown: c.unknown.Load(), Snapshots: c.snapshots.Load(),
 		SpendUnknown: c.spendUnknown.Load(), EventsDropped: c.eventsDropped.Load(),
-		NoticesDropped: c.noticesDropped.Load(), Lag: c.lag.Read(),
+		NoticesDropped: c.noticesDropped.Load(), Forged: c.forged.Load(), Lag: c.lag.Read(),
 	}
 }

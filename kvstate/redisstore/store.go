@@ -36,6 +36,9 @@ type Store struct {
 	fingerprints func() []uint64 // of this replica's ticket keys; nil: no comparison
 	keysChanged  func()
 
+	signer     Signer // nil: nothing is signed
+	forgedOnce sync.Once
+
 	dirty atomic.Bool
 	wake  chan struct{} // there is something to publish
 	// a batch of any pool has its number and is being sent; held for reading by the first batch of one
@@ -60,6 +63,9 @@ func New(o Options, state *kvstate.State) (*Store, error) {
 		notices: make(chan string, noticesWaiting), byPool: map[string]*poolReplica{},
 	}
 	s.roster = roster.New(roster.Member{Replica: s.replica, Name: o.Name, Version: o.Release, Slot: -1}, s.Changed)
+	s.counters.Refusals.Said = func(command, reason string) {
+		s.log.Warn("redis refuses a command: what it is for does not work", "command", command, "reason", reason)
+	}
 	var err error
 	if s.client, err = o.client(&s.counters.Counts); err != nil {
 		return nil, err
@@ -172,6 +178,8 @@ type Access struct {
 	Lease   time.Duration   // as in [Options]
 	Living  func() []uint64 // the numbers of all living replicas, sorted
 	Roster  *roster.Roster  // their records
+
+	store *Store
 }
 
 // Access returns the store's own connections and its knowledge of the replicas.
@@ -184,7 +192,7 @@ func (s *Store) Access() Access {
 		}
 		slices.Sort(out)
 		return slices.Compact(out)
-	}, s.roster}
+	}, s.roster, s}
 }
 
 // Replicas returns the number of living replicas, this one included.

@@ -2,6 +2,7 @@ package redisstore
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"time"
@@ -22,7 +23,10 @@ func (s *Store) PutConversation(conversation [16]byte, turn []byte, ttl time.Dur
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
-	if err := s.client.Set(ctx, s.o.turnKey(conversation), turn, ttl).Err(); err != nil {
+	key := s.o.turnKey(conversation)
+	nonce := make([]byte, 16, 16+len(turn)) // no two signed turns are the same
+	_, _ = rand.Read(nonce)                 // never fails (crypto/rand)
+	if err := s.client.Set(ctx, key, s.sign(key, append(nonce, turn...)), ttl).Err(); err != nil {
 		s.link.Asked(err)
 		s.log.Warn("a turn of a conversation is not kept", "bytes", len(turn), "err", err)
 	}
@@ -32,16 +36,25 @@ func (s *Store) PutConversation(conversation [16]byte, turn []byte, ttl time.Dur
 const takenTTL = time.Second
 
 // TakeConversation implements [kvstate.Replicas]: one SET GET (Redis 6.2) leaves nothing in its place, so only one of
-// all replicas gets it. If the answer is late, it counts as taken.
-func (s *Store) TakeConversation(conversation [16]byte) ([]byte, bool) {
+// all replicas gets it. If the answer is late, it counts as taken. id is of this turn as it was put: who can write to
+// Redis may put it back.
+func (s *Store) TakeConversation(conversation [16]byte) (turn []byte, id [16]byte, ok bool) {
 	if !s.link.MayAsk() {
-		return nil, false
+		return nil, id, false
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), handOverTime)
 	defer cancel()
-	turn, err := s.client.SetArgs(ctx, s.o.turnKey(conversation), "", redis.SetArgs{Get: true, TTL: takenTTL}).Result()
+	key := s.o.turnKey(conversation)
+	text, err := s.client.SetArgs(ctx, key, "", redis.SetArgs{Get: true, TTL: takenTTL}).Result()
 	if err != nil && !errors.Is(err, redis.Nil) {
 		s.link.Asked(err)
 	}
-	return []byte(turn), err == nil && turn != ""
+	if err != nil || text == "" {
+		return nil, id, false
+	}
+	signed, ok := s.genuine(key, []byte(text))
+	if !ok || len(signed) < len(id) {
+		return nil, id, false
+	}
+	return signed[len(id):], [16]byte(signed), true
 }

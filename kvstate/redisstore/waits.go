@@ -49,30 +49,30 @@ func waitsOf(w *kvstate.Queued, t *addressTable, now time.Time) *statev1.Waits {
 	return out
 }
 
-// applyWaits applies the requests that waited at a replica at the time at. poolReplica.mu is held.
-func (p *poolReplica) applyWaits(pool *kvstate.Pool, b *statev1.Batch, at time.Time) {
+// applyWaits applies the requests that waited at a replica at the time sent. poolReplica.mu is held.
+func (p *poolReplica) applyWaits(pool *kvstate.Pool, b *statev1.Batch, at positions, sent time.Time) {
 	if len(b.GetWaits()) == 0 && len(b.GetWaitsOver())+len(b.GetWaitsSent()) == 0 && !b.GetWaitsAll() {
 		return
 	}
 	said := make([]kvstate.Queued, 0, min(len(b.GetWaits()), kvstate.MaxQueuedPublished))
 	for _, w := range b.GetWaits()[:cap(said)] {
 		if w.GetId() != 0 {
-			said = append(said, readWaits(w, b.GetAddresses(), at))
+			said = append(said, readWaits(w, at, sent))
 		}
 	}
 	pool.ApplyQueued(b.GetReplica(), said, b.GetWaitsOver(), b.GetWaitsSent(), b.GetWaitsAll())
 }
 
-func readWaits(w *statev1.Waits, addresses []string, at time.Time) kvstate.Queued {
+func readWaits(w *statev1.Waits, at positions, sent time.Time) kvstate.Queued {
 	micros := func(n uint64) time.Duration { return time.Duration(min(n, uint64(maxWork))) * time.Microsecond }
 	out := kvstate.Queued{
-		ID: w.GetId(), Arrived: at.Add(-micros(w.GetWaitedUs())), Work: micros(w.GetWorkUs()),
+		ID: w.GetId(), Arrived: sent.Add(-micros(w.GetWaitedUs())), Work: micros(w.GetWorkUs()),
 		Priority: w.GetPriority(), Flow: w.GetFlow(), PromptTokens: min(max(w.GetPromptTokens(), 1), maxPrompt),
 	}
 	for i, position := range w.GetHeldAt() {
-		if i < len(w.GetHeld()) && i < kvstate.MaxHeld && int(position) < len(addresses) {
+		if e := at.of(position); e != nil && i < len(w.GetHeld()) && i < kvstate.MaxHeld {
 			out.Held = append(out.Held,
-				kvstate.Held{Addr: addresses[position], Tokens: min(max(w.GetHeld()[i], 0), out.PromptTokens)})
+				kvstate.Held{Addr: e.Addr, Tokens: min(max(w.GetHeld()[i], 0), out.PromptTokens)})
 		}
 	}
 	return out

@@ -166,7 +166,7 @@ func TestWhatIsHeldOfAPrompt(t *testing.T) {
 		"too much":                   {at, tokens, make([]int64, kvstate.MaxHeld)},
 	} {
 		var got []int64
-		for _, h := range readWaits(&statev1.Waits{PromptTokens: 10, HeldAt: c.at, Held: c.tokens}, []string{"a", "b"}, time.Now()).Held {
+		for _, h := range readWaits(&statev1.Waits{PromptTokens: 10, HeldAt: c.at, Held: c.tokens}, positions{{EndpointSpec: kvstate.EndpointSpec{Addr: "a"}}, {EndpointSpec: kvstate.EndpointSpec{Addr: "b"}}}, time.Now()).Held {
 			got = append(got, h.Tokens)
 		}
 		require.Equal(t, c.want, got, name)

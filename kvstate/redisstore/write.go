@@ -187,12 +187,9 @@ func (p *poolReplica) entry(complete, leaving bool) (*entry, error) {
 	return e, nil
 }
 
-// batchField is the only field of a stream's entry.
-const batchField = "b"
-
 func (e *entry) add(ctx context.Context, pipe redis.Pipeliner, complete bool) {
 	e.reply = pipe.XAdd(ctx, &redis.XAddArgs{
-		Stream: e.p.keys.stream(), MaxLen: streamLength, Approx: true, Values: []any{batchField, e.bytes},
+		Stream: e.p.keys.stream(), MaxLen: streamLength, Approx: true, Values: e.p.entryOf(e.bytes),
 	})
 	if complete && time.Since(e.lives) >= expireEvery {
 		e.expire = pipe.PExpire(ctx, e.p.keys.stream(), streamTTL)

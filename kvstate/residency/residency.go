@@ -62,7 +62,7 @@ type memory struct {
 	at       float64 // of the summary; negative: it is outdated
 }
 
-// New returns a table for endpoints with so many tokens of KV memory each.
+// New returns a table for endpoints that keep so many tokens of KV each, host memory included.
 func New(capacities []float64) *Table {
 	t := &Table{tips: map[uint64]*Conversation{}, memory: make([]memory, len(capacities))}
 	for i, c := range capacities {
@@ -74,7 +74,8 @@ func New(capacities []float64) *Table {
 
 // Memory is what an endpoint's KV memory holds.
 type Memory struct {
-	Free    float64 // tokens that no conversation has
+	Tokens  float64 // that it keeps in all, host memory included
+	Free    float64 // of those, without a conversation
 	Returns float64 // conversations that are expected to come back here in the next second
 	Old     []Part  // what it discards to make room, the first first. Do not modify
 }
@@ -267,7 +268,7 @@ func (t *Table) Memory(at int, now float64) *Memory {
 
 func (t *Table) sum(at int, m *memory, now float64) {
 	s := &m.summary
-	*s = Memory{Free: m.capacity, Old: s.Old[:0]}
+	*s = Memory{Tokens: m.capacity, Free: m.capacity, Old: s.Old[:0]}
 	for _, h := range m.held {
 		s.Free -= h.tokens
 		c, lives := h.of, h.of.home == at

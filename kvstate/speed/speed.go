@@ -20,12 +20,18 @@ const (
 	// Kept is how long observations are used after the last one.
 	Kept = 10 * time.Minute
 
+	// From these ages of its last observation on, what was learned of an endpoint, and of a whole pool, is doubted: it
+	// counts for a quarter at twice the age. A healthy endpoint in use is observed every few seconds.
+	DoubtEndpoint = 30 * time.Second
+	DoubtPool     = 2 * time.Minute
+
 	priorWeight = 2.0 // at first, in modelled seconds
 	// factor on that weight with each observation: the prior fades faster than observations do.
 	priorDecay = 0.95
 	bound      = 10.0 // the largest ratio to the model, either way
 	leap       = 4.0  // one observation counts for at most this many times the known ratio ...
-	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them.
+	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them. The work
+	// counts for as many times what was observed, too: it may be an estimate that is far too high.
 	fullStep = 0.5
 )
 
@@ -35,8 +41,8 @@ func (s *Learned) Add(observed, modelled time.Duration, prior float64, now int64
 	if now-s.at > int64(Kept) {
 		*s = Learned{}
 	}
-	model := modelled.Seconds()
-	seen := min(observed.Seconds(), leap*known*max(model, fullStep))
+	seen, model := observed.Seconds(), modelled.Seconds()
+	seen, model = min(seen, leap*known*max(model, fullStep)), min(model, leap/known*max(seen, fullStep))
 	s.observed, s.modelled = s.observed*Decay+seen, s.modelled*Decay+model
 	s.faded, s.at = 1-(1-s.faded)*priorDecay, now
 }
@@ -53,9 +59,34 @@ func (s *Learned) Ratio(prior float64, now int64) float64 {
 	return min(max(r, 1/bound), bound)
 }
 
+// Trust returns how much what was learned counts, when its last observation is so old: 1 up to the age doubted, less
+// from then on. Without it an endpoint that was slow once would get nothing, and could not show that it has recovered.
+func Trust(age, doubted time.Duration) float64 {
+	if age <= doubted {
+		return 1
+	}
+	part := doubted.Seconds() / age.Seconds()
+	return part * part
+}
+
+// Doubted returns what is left of what was learned at a time in Unix ns: its ratio has moved towards the prior, and its weight is less, so
+// that the next observations count for more.
+func (s Learned) Doubted(prior float64, now int64, doubted time.Duration) Learned {
+	trust := Trust(time.Duration(now-s.at), doubted)
+	if trust == 1 {
+		return s
+	}
+	r := prior + trust*(s.Ratio(prior, now)-prior)
+	s.modelled, s.faded = s.modelled*trust, s.faded*trust
+	weight := priorWeight * (1 - s.faded)
+	s.observed = r*(s.modelled+weight) - weight*prior
+	return s
+}
+
 // Within returns an endpoint's ratio: the fleet's unless it clearly differs.
 func (s *Learned) Within(fleet float64, now int64) float64 {
-	r := s.Ratio(fleet, now)
+	doubted := s.Doubted(fleet, now, DoubtEndpoint)
+	r := doubted.Ratio(fleet, now)
 	if r < fleet*Noise && r > fleet/Noise {
 		return fleet
 	}

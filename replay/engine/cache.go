@@ -16,6 +16,7 @@ type Cache struct {
 type cacheEntry struct {
 	block      uint64
 	prev, next int32
+	tokens     int32 // of the block that are computed
 }
 
 // NewCache returns an empty cache; one that is not limited never evicts.
@@ -24,23 +25,38 @@ func NewCache(limited bool) *Cache {
 		pins: map[uint64]int32{}}
 }
 
-// Hit returns the number of leading blocks that the cache holds. They count as used.
-func (c *Cache) Hit(blocks []uint64) int {
-	n := c.peek(blocks)
-	for i := n - 1; i >= 0; i-- { // the first block last: it is the most useful
+// Hit returns the number of leading blocks that the cache holds whole, and the tokens that it has of the next one. They
+// count as used.
+func (c *Cache) Hit(blocks []uint64) (whole, tokens int) {
+	whole, tokens = c.peek(blocks)
+	last := whole
+	if tokens == 0 {
+		last--
+	}
+	for i := last; i >= 0; i-- { // the first block last: it is the most useful
 		c.touch(c.at[blocks[i]])
 	}
-	return n
+	return whole, tokens
 }
 
 // peek is Hit, but does not count the blocks as used.
-func (c *Cache) peek(blocks []uint64) int {
+func (c *Cache) peek(blocks []uint64) (whole, tokens int) {
 	for i, b := range blocks {
-		if _, ok := c.at[b]; !ok {
-			return i
+		at, ok := c.at[b]
+		if !ok {
+			return i, 0
+		}
+		if n := c.ring[at].tokens; n < BlockTokens {
+			return i, int(n)
 		}
 	}
-	return len(blocks)
+	return len(blocks), 0
+}
+
+// has reports whether the cache holds a block whole.
+func (c *Cache) has(b uint64) bool {
+	at, ok := c.at[b]
+	return ok && c.ring[at].tokens == BlockTokens
 }
 
 // pin counts a running request's blocks.
@@ -93,11 +109,16 @@ func (c *Cache) link(i int32) {
 	c.ring[first].prev, c.ring[0].next = i, i
 }
 
-// Add stores blocks. If there are more than limit then, pinned ones included, the oldest that are not pinned are
-// evicted.
-func (c *Cache) Add(blocks []uint64, limit int) {
-	for _, b := range slices.Backward(blocks) {
+// Add stores blocks, the last of which has so many tokens. If there are more than limit then, pinned ones included, the
+// oldest that are not pinned are evicted.
+func (c *Cache) Add(blocks []uint64, last, limit int) {
+	for i, b := range slices.Backward(blocks) {
+		tokens := int32(BlockTokens)
+		if i == len(blocks)-1 {
+			tokens = int32(last)
+		}
 		if at, ok := c.at[b]; ok {
+			c.ring[at].tokens = max(c.ring[at].tokens, tokens)
 			c.touch(at)
 			continue
 		}
@@ -108,7 +129,7 @@ func (c *Cache) Add(blocks []uint64, limit int) {
 			at = int32(len(c.ring))
 			c.ring = append(c.ring, cacheEntry{})
 		}
-		c.ring[at].block = b
+		c.ring[at].block, c.ring[at].tokens = b, tokens
 		c.at[b] = at
 		c.link(at)
 		if c.pins[b] > 0 {

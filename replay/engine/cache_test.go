@@ -23,14 +23,15 @@ func TestCacheAgainstTwin(t *testing.T) {
 			for n < len(prompt) && slices.Contains(twin, prompt[n]) {
 				n++
 			}
-			require.Equal(t, n, c.Hit(prompt))
+			whole, _ := c.Hit(prompt)
+			require.Equal(t, n, whole)
 			for i := n - 1; i >= 0; i-- {
 				use(prompt[i])
 			}
 			continue
 		}
 		limit := 4 + random.IntN(5)
-		c.Add(prompt, limit)
+		c.Add(prompt, BlockTokens, limit)
 		for _, p := range slices.Backward(prompt) {
 			use(p)
 		}
@@ -68,15 +69,17 @@ func TestPinnedBlocks(t *testing.T) {
 	c.pin([]uint64{1, 3})
 	require.Len(t, c.pins, 3)
 	require.Equal(t, 1, c.unpinned([]uint64{1, 4}))
-	c.Add([]uint64{1, 2}, 10)
-	c.Add([]uint64{7, 8, 9}, 10)
-	c.Add(nil, 4) // block 3 is not computed yet, and takes its place as well
+	c.Add([]uint64{1, 2}, BlockTokens, 10)
+	c.Add([]uint64{7, 8, 9}, BlockTokens, 10)
+	c.Add(nil, 0, 4) // block 3 is not computed yet, and takes its place as well
 	require.Len(t, c.at, 3)
-	require.Equal(t, 2, c.peek([]uint64{1, 2}))
+	whole, _ := c.peek([]uint64{1, 2})
+	require.Equal(t, 2, whole)
 	require.Equal(t, 2, c.pinned)
 	c.unpin([]uint64{1, 2})
 	require.Equal(t, 1, c.pinned, "another request still has block 1")
-	c.Add(nil, 2) // blocks 1 and 3
-	require.Equal(t, 1, c.peek([]uint64{1, 2}), "the pinned one stays")
+	c.Add(nil, 0, 2) // blocks 1 and 3
+	whole, _ = c.peek([]uint64{1, 2})
+	require.Equal(t, 1, whole, "the pinned one stays")
 	require.Len(t, c.at, 1)
 }

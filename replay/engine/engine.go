@@ -30,6 +30,7 @@ type Engine struct {
 	joining []*Job // join at the next step
 	running bool
 
+	host hostMemory
 	kvMemory
 	kv    int // tokens of KV that a step of the answers reads
 	steps int
@@ -46,16 +47,38 @@ type kvMemory struct {
 	held     int // tokens of prompts that were computed for others and are not fetched yet
 }
 
+// hostMemory keeps a copy of what the engine computes, and loads what its KV memory has lost, one prompt after the
+// other.
+type hostMemory struct {
+	cache *Cache // nil: there is none
+	limit int    // blocks
+	rate  float64
+	free  float64 // when the last load ends
+}
+
+// hit returns the number of leading blocks that the memory holds.
+func (h *hostMemory) hit(blocks []uint64) int {
+	if h.cache == nil {
+		return 0
+	}
+	whole, _ := h.cache.Hit(blocks)
+	return whole
+}
+
+func (h *hostMemory) has(b uint64) bool { return h.cache != nil && h.cache.has(b) }
+
 // Events are called as an engine works.
 type Events struct {
-	Prefilled func(*Job) // a prompt has been computed for another engine, whose Add must follow, now or later
-	First     func(*Job) // the first token of an answer
-	Done      func(*Job) // the last one
+	Started   func(j *Job, cached, computes int) // a prompt is about to be computed, but for what is cached; may be nil
+	Prefilled func(*Job)                         // a prompt has been computed for another engine, whose Add must follow, now or later
+	First     func(*Job)                         // the first token of an answer
+	Done      func(*Job)                         // the last one
 }
 
 // Tally is what an engine has done so far.
 type Tally struct {
 	Computed, Cached int // tokens of prompts
+	Loaded           int // of the cached ones, those that came from host memory
 	Preempted        int
 	PromptTime       float64 // seconds that prompts took
 	Alone            float64 // of those, seconds without answers beside them
@@ -71,6 +94,11 @@ func New(c *Clock, m picker.Model, tokens int, on Events) *Engine {
 	e.cache = NewCache(!math.IsInf(m.KVTokens, 1))
 	e.end = e.endStep
 	return e
+}
+
+// Host gives the engine host memory for the KV of so many tokens, which it loads at a rate in tokens per second.
+func Host(e *Engine, tokens, rate float64) {
+	e.host = hostMemory{cache: NewCache(true), limit: int(tokens / BlockTokens), rate: rate}
 }
 
 // Add brings a request's leg to this engine.
@@ -116,14 +144,39 @@ func (e *Engine) admit() {
 			e.fetch(j)
 			continue
 		}
-		j.cached = j.CachedTokens(e.cache.Hit(j.Blocks))
-		j.computed = j.cached
-		e.Cached += j.cached
-		e.Computed += j.length() - j.cached
-		e.prompts = append(e.prompts, j)
+		whole, tokens := e.cache.Hit(j.Blocks)
+		if more := e.host.hit(j.Blocks[whole:]); more > 0 {
+			e.load(j, whole, whole+more)
+			continue
+		}
+		e.start(j, whole, tokens)
 		budget -= j.length() - j.computed
 	}
 	e.waiting = slices.Delete(e.waiting, 0, n)
+}
+
+// start begins to compute a prompt of which so many whole blocks, and tokens of the next one, are cached.
+func (e *Engine) start(j *Job, whole, tokens int) {
+	j.cached = j.cachedTokens(whole, tokens)
+	j.computed = j.cached
+	e.Cached += j.cached
+	e.Computed += j.length() - j.cached
+	e.prompts = append(e.prompts, j)
+	if e.on.Started != nil {
+		e.on.Started(j, j.cached, j.length()-j.cached)
+	}
+}
+
+// load brings the blocks of a prompt between two positions from host memory, and starts it then.
+func (e *Engine) load(j *Job, from, to int) {
+	tokens := (to - from) * BlockTokens
+	e.Loaded += tokens
+	e.host.free = max(e.host.free, e.Now) + float64(tokens)/e.host.rate
+	e.After(e.host.free-e.Now, func() {
+		e.hold(j.Blocks[:to], BlockTokens)
+		e.start(j, to, 0)
+		e.wake()
+	})
 }
 
 // Fits reports whether there is memory for a request. One that is larger than the memory gets it all.
@@ -151,7 +204,7 @@ func (e *Engine) Usage() float64 {
 
 // fetch begins to transfer the part of a prompt's KV that is not here.
 func (e *Engine) fetch(j *Job) {
-	tokens := j.Input - j.CachedTokens(e.cache.Hit(j.Blocks))
+	tokens := j.Input - j.cachedTokens(e.cache.Hit(j.Blocks))
 	seconds := e.model.TransferLag + float64(tokens)*e.model.TokenBytes/e.model.Bandwidth
 	e.After(seconds, func() {
 		// counted as by vLLM's NIXL connector
@@ -163,7 +216,7 @@ func (e *Engine) fetch(j *Job) {
 			from.Reclaim(j)
 			from.wake()
 		}
-		e.hold(j.Blocks)
+		e.hold(j.Blocks, j.ofLast(j.Blocks, j.Input))
 		e.joining = append(e.joining, j)
 		e.wake()
 	})
@@ -191,13 +244,17 @@ func Release(e *Engine, blocks []uint64) { e.cache.unpin(blocks); e.wake() }
 // Forget empties the cache of an engine that does nothing.
 func Forget(e *Engine) { e.cache = NewCache(e.cache.limited) }
 
-// hold caches computed or fetched blocks as prefixes, in the memory that requests leave free.
-func (e *Engine) hold(blocks []uint64) {
+// hold caches computed or fetched blocks as prefixes, the last of which has so many tokens, in the memory that requests
+// leave free.
+func (e *Engine) hold(blocks []uint64, last int) {
 	limit := 0
 	if e.cache.limited {
 		limit = int((e.model.KVTokens - float64(e.loose)) / BlockTokens)
 	}
-	e.cache.Add(blocks, limit)
+	e.cache.Add(blocks, last, limit)
+	if e.host.cache != nil {
+		e.host.cache.Add(blocks, last, e.host.limit)
+	}
 }
 
 // step begins a step, if there is work.
@@ -296,11 +353,7 @@ func (e *Engine) endStep() {
 // complete ends the computation of a prompt. It has produced the first token.
 func (e *Engine) complete(j *Job) {
 	if j.written == 0 {
-		for _, b := range j.Blocks {
-			if e.pending[b]--; e.pending[b] <= 0 {
-				delete(e.pending, b)
-			}
-		}
+		e.arrived(j)
 	}
 	if j.leg == Prefill {
 		j.from = e
@@ -328,6 +381,9 @@ func (e *Engine) finish(j *Job) {
 	e.requests--
 	j.written = j.Output
 	free(e, j)
+	if j.Kept != nil {
+		e.hold(j.Kept, j.ofLast(j.Kept, j.length()))
+	}
 	if j.Output > 1 { // answers of one token are not counted (kvstate.AnswerCounters)
 		e.Written.Answers++
 		e.Written.Tokens += int64(j.Output)
@@ -353,11 +409,61 @@ func (e *Engine) preempt() {
 // will hold when the prompts on their way have been computed.
 func (e *Engine) Held(blocks []uint64) int {
 	for i, b := range blocks {
-		if _, held := e.cache.at[b]; !held && e.pending[b] == 0 {
+		if !e.inMemory(b) && !e.host.has(b) {
 			return i
 		}
 	}
 	return len(blocks)
+}
+
+// Loads returns how many of the leading blocks that it holds come from host memory.
+func (e *Engine) Loads(blocks []uint64) (n int) {
+	if e.host.cache == nil {
+		return 0
+	}
+	for _, b := range blocks[:e.Held(blocks)] {
+		if !e.inMemory(b) {
+			n++
+		}
+	}
+	return n
+}
+
+func (e *Engine) inMemory(b uint64) bool { return e.cache.has(b) || e.pending[b] > 0 }
+
+// Cancel ends a request whose client has gone away, if it waits here or its prompt is being computed; else it returns
+// false. What is computed stays cached.
+func (e *Engine) Cancel(j *Job) bool {
+	if i := slices.Index(e.waiting, j); i >= 0 {
+		e.waiting = slices.Delete(e.waiting, i, i+1)
+		if from := j.from; from != nil {
+			from.Reclaim(j)
+			from.wake()
+		}
+	} else if i := slices.Index(e.prompts, j); i >= 0 {
+		e.prompts = slices.Delete(e.prompts, i, i+1)
+		if i < len(e.chunks) { // the running step takes its time
+			e.chunks = slices.Delete(e.chunks, i, i+1)
+		}
+		e.requests--
+		free(e, j)
+	} else {
+		return false
+	}
+	if j.leg != Decode && j.written == 0 {
+		e.arrived(j)
+	}
+	e.wake()
+	return true
+}
+
+// arrived ends the time in which a prompt is on its way.
+func (e *Engine) arrived(j *Job) {
+	for _, b := range j.Blocks {
+		if e.pending[b]--; e.pending[b] <= 0 {
+			delete(e.pending, b)
+		}
+	}
 }
 
 // Requests returns the answers that run or wait here, and the prompts that are computed or wait.
@@ -384,7 +490,7 @@ func (e *Engine) Uncomputed() (tokens int) {
 	}
 	for _, j := range e.waiting {
 		if j.leg != Decode {
-			tokens += j.length() - j.CachedTokens(e.cache.peek(j.Blocks))
+			tokens += j.length() - j.cachedTokens(e.cache.peek(j.Blocks))
 		}
 	}
 	return tokens

@@ -10,18 +10,25 @@ type Job struct {
 	Output int      // tokens of the answer, at least 1
 	Blocks []uint64 // of the prompt, BlockTokens tokens each, the last possibly shorter
 
+	// Of the prompt and its answer, when a later prompt may contain both: Blocks are its beginning. The last block of the
+	// prompt, if it is shorter, goes on with the answer. nil: nobody asks for the answer's KV.
+	Kept []uint64
+
 	leg      Leg
 	from     *Engine // holds its KV until it is fetched
 	computed int     // tokens of the prompt that are computed or were cached
-	cached   int
-	ends     int // the step of its engine that completes the answer
-	joined   int // its place in the order in which answers began there
-	written  int // tokens of its answer when it was preempted; their KV has to be computed again
+	cached   int     // of those, the ones that were cached when it was given memory the last time
+	ends     int     // the step of its engine that completes the answer
+	joined   int     // its place in the order in which answers began there
+	written  int     // tokens of its answer when it was preempted; their KV has to be computed again
 }
 
 // CachedTokens returns the tokens of the prompt that need not be computed where so many of its blocks are cached. The
 // last token is computed in any case.
-func (j *Job) CachedTokens(blocks int) int { return min(blocks*BlockTokens, j.Input-1) }
+func (j *Job) CachedTokens(blocks int) int { return j.cachedTokens(blocks, 0) }
+
+// cachedTokens is CachedTokens where so many tokens of the next block are cached, too.
+func (j *Job) cachedTokens(whole, tokens int) int { return min(whole*BlockTokens+tokens, j.Input-1) }
 
 // Leg is what an engine does for a request.
 type Leg uint8
@@ -36,12 +43,21 @@ const (
 // length returns the number of tokens to compute: the prompt, and the written part of an answer that was preempted.
 func (j *Job) length() int { return j.Input + j.written }
 
-// have returns the blocks that are computed.
-func (j *Job) have() []uint64 {
+// have returns the blocks that are computed, and the tokens of the last one.
+func (j *Job) have() (blocks []uint64, last int) {
 	if j.computed >= j.Input {
-		return j.Blocks
+		return j.Blocks, j.ofLast(j.Blocks, j.Input)
 	}
-	return j.Blocks[:min(j.computed/BlockTokens, len(j.Blocks))]
+	return j.Blocks[:min(j.computed/BlockTokens, len(j.Blocks))], BlockTokens
+}
+
+// ofLast returns how many of so many tokens the last of their blocks has. It counts as whole if no later prompt
+// continues it.
+func (j *Job) ofLast(blocks []uint64, tokens int) int {
+	if j.Kept == nil || len(blocks) == 0 {
+		return BlockTokens
+	}
+	return tokens - (len(blocks)-1)*BlockTokens
 }
 
 // loose returns the tokens that its blocks do not count: those of the answer, less the empty end of the last block.

@@ -6,7 +6,7 @@ import (
 	"bytes"
 	"strconv"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
 )
 
 // Reader reads one answer, in pieces that end anywhere. It keeps none of it: of JSON it follows only the objects that
@@ -14,7 +14,7 @@ import (
 // engine's own word. What is no JSON says nothing.
 type Reader struct {
 	stream     bool
-	said, next envoywire.Usage // next: of the object that is being read
+	said, next ended.Usage // next: of the object that is being read
 
 	state   state
 	matched int       // of prefix
@@ -83,13 +83,13 @@ func New(stream bool) Reader {
 }
 
 // Said returns the counts that the answer has said so far; its times and tenant are zero.
-func (r *Reader) Said() envoywire.Usage { return r.said }
+func (r *Reader) Said() ended.Usage { return r.said }
 
 // Within reports whether the next byte is not the first of a line.
 func (r *Reader) Within() bool { return r.state != lineBegins || r.matched > 0 }
 
 func (r *Reader) begin() {
-	r.matched, r.depth, r.nested, r.next = 0, 0, 0, envoywire.Usage{}
+	r.matched, r.depth, r.nested, r.next = 0, 0, 0, ended.Usage{}
 	if r.state = before; r.stream {
 		r.state = lineBegins
 	}
@@ -242,9 +242,9 @@ func (r *Reader) digit(c byte) {
 	}
 	if to := r.count(); to != nil {
 		if n, err := strconv.ParseFloat(string(r.number.get()), 64); err != nil {
-			*to = envoywire.Count{Said: true, Absurd: true}
+			*to = ended.Count{Said: true, Absurd: true}
 		} else {
-			*to = envoywire.CountOf(n)
+			*to = ended.CountOf(n)
 		}
 	}
 	r.state = between
@@ -272,7 +272,7 @@ func (r *Reader) inner() object {
 }
 
 // count returns what the last name of the innermost object counts; nil: nothing.
-func (r *Reader) count() *envoywire.Count {
+func (r *Reader) count() *ended.Count {
 	u, in := &r.next, r.open[r.depth-1]
 	if in < ofUsage {
 		return nil
@@ -296,7 +296,7 @@ func (r *Reader) count() *envoywire.Count {
 	return nil
 }
 
-func only(is bool, c *envoywire.Count) *envoywire.Count {
+func only(is bool, c *ended.Count) *ended.Count {
 	if is {
 		return c
 	}

@@ -9,12 +9,13 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/envoywire"
+	"tandem/extproc/ended"
+	"tandem/extproc/names"
 	"tandem/extproc/usage/reader/readertest"
 )
 
 // read reads an answer in pieces of a size.
-func read(answer []byte, stream bool, size int) envoywire.Usage {
+func read(answer []byte, stream bool, size int) ended.Usage {
 	r := New(stream)
 	for len(answer) > 0 {
 		n := min(size, len(answer))
@@ -32,13 +33,13 @@ func TestAnswers(t *testing.T) {
 			if c.Says != "" {
 				require.NoError(t, json.Unmarshal([]byte(c.Says), &says))
 			}
-			var want envoywire.Usage
-			for i, key := range envoywire.UsageKeys {
+			var want ended.Usage
+			for i, key := range names.UsageKeys {
 				if n, ok := says[key]; ok {
-					*want.Counts()[i] = envoywire.CountOf(n)
+					*want.Counts()[i] = ended.CountOf(n)
 				}
 			}
-			require.Equal(t, int64(says[envoywire.UsageTotal]), want.Total())
+			require.Equal(t, int64(says[names.UsageTotal]), want.Total())
 			for _, size := range []int{1, 2, 3, 7, 50, 1 << 30} {
 				require.Equal(t, want, read([]byte(c.Text), !strings.HasPrefix(name, "plain"), size), size)
 			}
@@ -58,7 +59,7 @@ func TestWithin(t *testing.T) {
 }
 
 // twin reads an object of JSON, the simple way: member by member, each with the names of those around it.
-func twin(d *json.Decoder, path string, to *envoywire.Usage) {
+func twin(d *json.Decoder, path string, to *ended.Usage) {
 	for d.More() {
 		name, _ := d.Token()
 		below := path + "/" + name.(string)
@@ -67,7 +68,7 @@ func twin(d *json.Decoder, path string, to *envoywire.Usage) {
 	_, _ = d.Token()
 }
 
-func value(d *json.Decoder, path string, to *envoywire.Usage) {
+func value(d *json.Decoder, path string, to *ended.Usage) {
 	v, _ := d.Token()
 	switch v := v.(type) {
 	case json.Delim:
@@ -87,7 +88,7 @@ func value(d *json.Decoder, path string, to *envoywire.Usage) {
 		for i, names := range twinNames {
 			for _, name := range names {
 				if path == name {
-					*to.Counts()[i] = envoywire.CountOf(n)
+					*to.Counts()[i] = ended.CountOf(n)
 				}
 			}
 		}
@@ -118,7 +119,7 @@ func FuzzReader(f *testing.F) {
 	f.Fuzz(func(t *testing.T, answer []byte, stream bool, size int) {
 		got := read(answer, stream, len(answer)+1)
 		require.Equal(t, got, read(answer, stream, 1+int(uint(size)%64)))
-		var want envoywire.Usage
+		var want ended.Usage
 		objects := [][]byte{answer}
 		if stream {
 			objects = nil

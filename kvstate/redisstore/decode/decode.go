@@ -39,6 +39,7 @@ const (
 const (
 	maxKeptEntry     = 1 << 20 // bytes
 	maxKeptAddresses = 1 << 14
+	maxKeptAddress   = 256 // bytes of one: a longer one is no endpoint's
 )
 
 var (
@@ -163,6 +164,8 @@ func (r *Reader) address(value []byte) (string, error) {
 		r.addresses = map[string]string{}
 	}
 	addr := string(value)
-	r.addresses[addr] = addr
+	if len(addr) <= maxKeptAddress {
+		r.addresses[addr] = addr
+	}
 	return addr, nil
 }

@@ -2,6 +2,8 @@ package decode
 
 import (
 	"fmt"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -58,4 +60,22 @@ func TestReaderForgets(t *testing.T) {
 	_, _ = r.Read(string(make([]byte, 2*maxKeptEntry)))
 	_, _ = r.Read("")
 	require.Less(t, cap(r.text), maxKeptEntry)
+}
+
+// Addresses that no endpoint has are not kept: somebody could make a replica keep as much of them as Redis takes.
+func TestLongAddressesAreNotKept(t *testing.T) {
+	var r Reader
+	kept := 0
+	for i := range 100 {
+		long := strings.Repeat("x", 200_000) + strconv.Itoa(i)
+		text, err := proto.Marshal(&statev1.Batch{Addresses: []string{long, "10.0.0.1:8000"}})
+		require.NoError(t, err)
+		b, err := r.Read(string(text))
+		require.NoError(t, err)
+		require.Equal(t, long, b.GetAddresses()[0])
+	}
+	for addr := range r.addresses {
+		kept += len(addr)
+	}
+	require.Less(t, kept, 1<<10)
 }

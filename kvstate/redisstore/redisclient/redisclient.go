@@ -32,7 +32,11 @@ type Options struct {
 
 // Counts are the traffic of a client since it was made. Commands include those that open connections; Errors are
 // failed and late ones.
-type Counts struct{ Commands, BytesSent, BytesRead, Errors atomic.Int64 }
+type Counts struct {
+	Commands, BytesSent, BytesRead, Errors atomic.Int64
+
+	Refusals Refusals
+}
 
 // New returns a client, which counts in c. It connects when it is used. It fails if the URL cannot be read.
 func New(o Options, c *Counts) (redis.UniversalClient, error) {
@@ -132,7 +136,7 @@ func (h counting) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
 	return func(ctx context.Context, cmd redis.Cmder) error {
 		h.c.Commands.Add(1)
 		err := next(ctx, cmd)
-		h.failed(err)
+		h.failed(cmd, err)
 		return err
 	}
 }
@@ -142,13 +146,14 @@ func (h counting) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proc
 		h.c.Commands.Add(int64(len(cmds)))
 		err := next(ctx, cmds)
 		for _, cmd := range cmds { // err is the first of theirs, and "there is none" is one
-			h.failed(cmd.Err())
+			h.failed(cmd, cmd.Err())
 		}
 		return err
 	}
 }
 
-func (h counting) failed(err error) {
+func (h counting) failed(cmd redis.Cmder, err error) {
+	h.c.Refusals.note(cmd.Name(), err)
 	if err != nil && !errors.Is(err, redis.Nil) && !errors.Is(err, context.Canceled) {
 		h.c.Errors.Add(1)
 	}

@@ -1,3 +1,3 @@
 // Package configv1 is the message of the configuration, generated from config.proto (scripts/generate.sh). Package
-// internal/config reads it.
+// replica/config reads it.
 package configv1

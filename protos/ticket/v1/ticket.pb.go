@@ -170,7 +170,12 @@ type Ticket struct {
 	// With a prefill leg: the expected number of tokens of the answer.
 	AnswerTokens uint64 `protobuf:"varint,66,opt,name=answer_tokens,json=answerTokens,proto3" json:"answer_tokens,omitempty"`
 	// The client's Host: a redirect leads to a constant one.
-	Authority     string `protobuf:"bytes,70,opt,name=authority,proto3" json:"authority,omitempty"`
+	Authority string `protobuf:"bytes,70,opt,name=authority,proto3" json:"authority,omitempty"`
+	// With a prefill leg, to learn from the engine's count of its prompt: bytes of the body that are no text of the prompt; tokens that
+	// are not estimated from text or media; and the numbers of media by kind, 16 bits each, the first kind in the lowest.
+	OtherBytes    uint64 `protobuf:"varint,71,opt,name=other_bytes,json=otherBytes,proto3" json:"other_bytes,omitempty"`
+	CountedTokens int64  `protobuf:"varint,72,opt,name=counted_tokens,json=countedTokens,proto3" json:"counted_tokens,omitempty"`
+	Media         uint64 `protobuf:"fixed64,73,opt,name=media,proto3" json:"media,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -485,6 +490,27 @@ func (x *Ticket) GetAuthority() string {
 	return ""
 }
 
+func (x *Ticket) GetOtherBytes() uint64 {
+	if x != nil {
+		return x.OtherBytes
+	}
+	return 0
+}
+
+func (x *Ticket) GetCountedTokens() int64 {
+	if x != nil {
+		return x.CountedTokens
+	}
+	return 0
+}
+
+func (x *Ticket) GetMedia() uint64 {
+	if x != nil {
+		return x.Media
+	}
+	return 0
+}
+
 // body[start:end] becomes text.
 type Edit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -550,7 +576,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xe9\v\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xc7\f\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -599,7 +625,11 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\vleast_bytes\x18A \x01(\rR\n" +
 	"leastBytes\x12#\n" +
 	"\ranswer_tokens\x18B \x01(\x04R\fanswerTokens\x12\x1c\n" +
-	"\tauthority\x18F \x01(\tR\tauthority\"\xc5\x01\n" +
+	"\tauthority\x18F \x01(\tR\tauthority\x12\x1f\n" +
+	"\vother_bytes\x18G \x01(\x04R\n" +
+	"otherBytes\x12%\n" +
+	"\x0ecounted_tokens\x18H \x01(\x03R\rcountedTokens\x12\x14\n" +
+	"\x05media\x18I \x01(\x06R\x05media\"\xc5\x01\n" +
 	"\x05Stage\x12\x15\n" +
 	"\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11STAGE_PREFILL_LEG\x10\x01\x12\x13\n" +

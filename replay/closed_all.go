@@ -1,0 +1,73 @@
+package replay
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+
+	"tandem/picker"
+)
+
+// Contender is a policy on a fleet.
+type Contender struct {
+	Name   string // as it was written
+	policy string
+	config func(*Config)
+}
+
+// ParseContender reads the name of a policy or an oracle. tandem/never, tandem/always and tandem/auto say when it splits
+// requests, tandem/roles that it gives engines their roles. A fleet may follow: tandem@2+6 has two engines that prefill
+// and six that decode, tandem@8 eight that serve both legs.
+func ParseContender(name string) (Contender, error) {
+	out := Contender{Name: name}
+	var set []func(*Config)
+	policy, fleet, has := strings.Cut(name, "@")
+	if has {
+		var p, d int
+		if n, _ := fmt.Sscanf(fleet+".", "%d+%d.", &p, &d); n == 2 {
+			set = append(set, func(c *Config) { c.Both, c.Prefill, c.Decode = 0, p, d })
+		} else if n, _ := fmt.Sscanf(fleet+".", "%d.", &p); n == 1 {
+			set = append(set, func(c *Config) { c.Both = p })
+		} else {
+			return out, fmt.Errorf("%q: %s is not a fleet such as 2+6 or 8", name, fleet)
+		}
+	}
+	if how, ok := strings.CutPrefix(policy, "tandem/"); ok {
+		policy = "tandem"
+		split, ok := map[string]picker.Split{"never": picker.SplitNever, "always": picker.SplitAlways,
+			"auto": picker.SplitAuto, "roles": picker.SplitAuto}[how]
+		if !ok {
+			return out, fmt.Errorf("%q: tandem/%s is not always, auto, never or roles", name, how)
+		}
+		set = append(set, func(c *Config) { c.Split, c.Roles = split, how == "roles" })
+	}
+	out.policy = policy
+	out.config = func(c *Config) {
+		for _, f := range set {
+			f(c)
+		}
+	}
+	return out, nil
+}
+
+// RunContenders plays sessions under each contender with each of the seeds, and shows its progress on w.
+func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed, w io.Writer) ([][]*ClosedResult, error) {
+	var out [][]*ClosedResult
+	for _, x := range who {
+		var row []*ClosedResult
+		for _, seed := range seeds {
+			c := c
+			x.config(&c)
+			c.Seed, c.Progress = seed, NewBar(w, x.Name).Show
+			r, err := RunClosed(ctx, x.policy, c, o)
+			if err != nil {
+				return nil, err
+			}
+			r.Policy = x.Name
+			row = append(row, r)
+		}
+		out = append(out, row)
+	}
+	return out, nil
+}

@@ -1,0 +1,306 @@
+package replica
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"os/signal"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/proto"
+
+	envoyconfigs "tandem/envoy-configs"
+	"tandem/extproc"
+	"tandem/extproc/kvtransfer"
+	"tandem/kvstate/membership"
+	"tandem/kvstate/tokenize"
+	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
+	"tandem/replica/config/diff"
+	"tandem/replica/gatewayextension"
+	"tandem/replica/orders"
+	"tandem/replica/xds"
+	"tandem/status"
+)
+
+// reloadEvery is how often the files are looked at. A change counts when they have been the same twice in a row: who
+// writes them may not be through yet.
+const reloadEvery = time.Second
+
+// reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that
+// is not valid changes nothing.
+type reloader struct {
+	file    string
+	fleet   *fleet
+	server  *extproc.Server
+	xds     *xds.Server
+	gateway *gatewayextension.Server
+	log     *slog.Logger
+
+	reloads *prometheus.CounterVec // result
+	last    prometheus.Gauge
+
+	mu     sync.Mutex
+	config *configv1.Config // in force; what takes a restart is as it was at the start
+	warned string           // of what takes a restart
+	logged []string         // warnings about the files in force
+
+	living      []membership.Replica
+	livingKnown bool
+}
+
+func newReloader(
+	file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server,
+	gateway *gatewayextension.Server, r prometheus.Registerer, log *slog.Logger,
+) *reloader {
+	l := &reloader{
+		file: file, config: cfg, fleet: fleet, server: server, xds: xds, gateway: gateway, log: log,
+		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
+			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
+		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
+			Help: "Time at which the present configuration was put in force."}),
+	}
+	r.MustRegister(l.reloads, l.last)
+	l.reloads.WithLabelValues("applied")
+	l.reloads.WithLabelValues("refused")
+	l.last.SetToCurrentTime()
+	l.logged = warningsOf(file, cfg)
+	return l
+}
+
+// warningsOf returns the warnings about a configuration and its key file, which a start has logged.
+func warningsOf(file string, cfg *configv1.Config) []string {
+	_, warnings, err := config.Load(file)
+	if err != nil {
+		return nil
+	}
+	if keys := cfg.GetTickets().GetKeyFile(); keys != "" {
+		_, said, _ := kvtransfer.ReadKeyFile(keys) // the start has read it
+		warnings = append(warnings, said...)
+	}
+	return warnings
+}
+
+// run reloads when the files change, or at once when now receives, until ctx ends.
+func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
+	tick := time.NewTicker(reloadEvery)
+	defer tick.Stop()
+	inForce := r.look()
+	before := inForce
+	if r.outdated() {
+		_, _ = r.reload(ctx)
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-now:
+			before, inForce = r.look(), r.look()
+			_, _ = r.reload(ctx)
+		case <-tick.C:
+			seen := r.look()
+			if seen == before && seen != inForce {
+				inForce = seen
+				_, _ = r.reload(ctx)
+			}
+			before = seen
+		}
+	}
+}
+
+// follow reloads when the files change, or on SIGHUP, until ctx ends. Inside Envoy that signal is Envoy's.
+func (r *reloader) follow(ctx context.Context) {
+	if config.Inside(r.config) {
+		r.run(ctx, nil)
+		return
+	}
+	hangup := make(chan os.Signal, 1)
+	signal.Notify(hangup, syscall.SIGHUP)
+	defer signal.Stop(hangup)
+	r.run(ctx, hangup)
+}
+
+// outdated reports whether the file has changed while the server started.
+func (r *reloader) outdated() bool {
+	next, _, err := config.Load(r.file)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return err == nil && len(diff.Difference(r.config, next)) > 0
+}
+
+// stamps tell versions of files apart.
+type stamps [2]struct {
+	modified time.Time
+	size     int64
+}
+
+func (r *reloader) look() (s stamps) {
+	r.mu.Lock()
+	files := [...]string{r.file, r.config.GetTickets().GetKeyFile()}
+	r.mu.Unlock()
+	for i, file := range files {
+		if info, err := os.Stat(file); err == nil { // follows links: a ConfigMap changes by one
+			s[i].modified, s[i].size = info.ModTime(), info.Size()
+		}
+	}
+	return s
+}
+
+// reload reads the files and puts what they say in force, all of it or nothing.
+func (r *reloader) reload(ctx context.Context) ([]diff.Change, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	changes, err := r.apply(ctx)
+	if err != nil {
+		r.reloads.WithLabelValues("refused").Inc()
+		r.log.Error("configuration not reloaded, the one in force stays", "file", r.file, "err", err)
+		r.fleet.note(func(f *status.File) { f.Refused, f.Since = err.Error(), time.Now() })
+		return nil, err
+	}
+	r.reloads.WithLabelValues("applied").Inc()
+	r.last.SetToCurrentTime()
+	r.fleet.note(func(f *status.File) {
+		f.Refused, f.Restart = "", needRestart(changes)
+	})
+	return changes, nil
+}
+
+func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
+	next, warnings, err := config.Load(r.file)
+	if err != nil {
+		return nil, err
+	}
+	pools, err := config.PoolSpecs(next)
+	if err != nil {
+		return nil, err
+	}
+	live, err := r.fleet.liveSettings(next, r.log)
+	if err != nil {
+		return nil, err
+	}
+	keys := live.Keys // made at the start, or other replicas', who keep them in step: they stay
+	if file := r.config.GetTickets().GetKeyFile(); file != "" {
+		read, said, err := kvtransfer.ReadKeyFile(file)
+		if err != nil {
+			return nil, err
+		}
+		keys, warnings = read, append(warnings, said...)
+	}
+	for _, w := range warnings {
+		if !slices.Contains(r.logged, w) { // one that holds on is logged once
+			r.log.Warn(w)
+		}
+	}
+	r.logged = warnings
+	inForce := proto.CloneOf(r.config)
+	diff.TakeEnvoy(inForce, next)
+	if _, err := r.resources(inForce); err != nil {
+		return nil, err
+	}
+	if err := r.gateway.Set(inForce); err != nil {
+		return nil, err
+	}
+	changes := diff.Difference(r.config, next)
+	r.say(changes, keys.ID() != live.Keys.ID())
+	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
+		r.log.Warn("the former Envoy bootstrap lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
+		r.fleet.note(func(f *status.File) { f.Bootstrap, f.Outdated = missing, time.Now() })
+	}
+	if err := r.serveEnvoys(inForce); err != nil {
+		return nil, err
+	}
+	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
+	both := r.server.Settings()
+	both.Keys, both.Pools = live.Keys, maps.Clone(both.Pools)
+	maps.Copy(both.Pools, live.Pools)
+	live.Keys.Take(keys)
+	r.server.Apply(both)
+	r.fleet.pools.set(ctx, pools)
+	r.server.Apply(live)
+	r.fleet.keep(next, live.Pools)
+	r.config.Pools, r.config.Envoy = next.GetPools(), inForce.GetEnvoy()
+	return changes, nil
+}
+
+// say logs what changes, and, once, what would need a restart.
+func (r *reloader) say(changes []diff.Change, keys bool) {
+	var envoys []string
+	restart, n := needRestart(changes), 0
+	for _, c := range changes {
+		if c.Envoy {
+			envoys = append(envoys, c.Path)
+		}
+		if !c.Live {
+			continue
+		}
+		if n++; n <= maxLogged {
+			r.log.Info("configuration changed", "path", c.Path,
+				"before", orUnset(c.Before), "now", orUnset(c.After))
+		}
+	}
+	if n > maxLogged {
+		r.log.Info("configuration changed", "and_more", n-maxLogged)
+	}
+	if keys {
+		r.log.Info("ticket keys changed")
+	}
+	if n == 0 && !keys && len(restart) == 0 {
+		r.log.Info("configuration read again, nothing to change")
+	}
+	if envoys = diff.Outermost(envoys); len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
+		// No warning: they may get it from another replica.
+		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
+		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
+	}
+	switch text := fmt.Sprint(restart); {
+	case len(restart) == 0:
+		r.warned = ""
+	case text == r.warned && n == 0 && !keys:
+		r.log.Info("configuration read again: what differs still takes a restart of tandem", "paths", restart)
+	case text != r.warned:
+		r.log.Warn("these changes take a restart of tandem; the former settings stay in force", "paths", restart)
+		r.warned = text
+	}
+}
+
+// needRestart returns the paths of the changes that take a restart.
+func needRestart(changes []diff.Change) (paths []string) {
+	for _, c := range changes {
+		if !c.Live {
+			paths = append(paths, c.Path)
+		}
+	}
+	return diff.Outermost(paths)
+}
+
+// orUnset is a setting's value for the log.
+func orUnset(value string) string { return cmp.Or(value, "not set") }
+
+// maxLogged bounds the lines about one change.
+const maxLogged = 100
+
+// newParts returns what next's pools need of Envoy's bootstrap and the former pools did not need.
+func newParts(before, next *configv1.Config) []string {
+	known := envoyconfigs.Parts(before.GetPools())
+	return slices.DeleteFunc(envoyconfigs.Parts(next.GetPools()), func(part string) bool { return slices.Contains(known, part) })
+}
+
+// serverOptions returns the options from the configuration, with the parts that run already.
+func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
+	live, err := f.liveSettings(cfg, log)
+	if err != nil {
+		return extproc.Options{}, err
+	}
+	f.peers.set(cfg, live.Pools)
+	o := config.ServerOptions(cfg)
+	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
+	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
+	return o, nil
+}
