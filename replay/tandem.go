@@ -53,7 +53,11 @@ const tickSeconds = 0.020
 
 func newTandem(f *fleet, c Config) *tandem {
 	t := &tandem{fleet: f, config: c, bookings: map[uint64]*bookings{}}
-	t.memory = residency.New(slices.Repeat([]float64{c.Engine.KVTokens}, len(f.engines())))
+	var keeps []float64
+	for _, e := range f.engines() {
+		keeps = append(keeps, e.Keeps())
+	}
+	t.memory = residency.New(keeps)
 	for i := range max(c.Replicas, 1) {
 		t.replicas = append(t.replicas, t.newReplica(i))
 	}

@@ -169,9 +169,11 @@ func (t *Table) Arrive(blocks []uint64, whole int, tokens, shared, now float64) 
 	t.outdate(c.home)
 	c.waiting++
 	c.tokens = tokens
-	if c.tip = 0; whole > 0 {
+	if whole = min(whole, len(blocks)); whole > 0 {
 		c.tip = blocks[whole-1]
 		t.tips[c.tip] = c
+	} else {
+		c.tip = 0
 	}
 	return c
 }
