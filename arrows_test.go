@@ -275,7 +275,8 @@ var dialectsMayBeNamed = []string{"extproc/kvtransfer", "replica/config", "e2e/e
 
 // otherWords are names that mean something else in a file.
 var otherWords = map[string]string{
-	"extproc/paths/paths.go sglang":    "an engine, by its paths",
+	"extproc/paths/paths.go sglang":             "an engine, by its paths",
+	"kvstate/enginefacts/enginefacts.go sglang": "an engine, by its report", "kvstate/enginefacts/enginefacts.go trtllm": "an engine, by its report",
 	"kvstate/scrape/engines.go sglang": "an engine, by its metrics",
 	"kvstate/scrape/engines.go trtllm": "an engine, by its metrics",
 	"cmd/tandem/replay.go mooncake":    "a trace",

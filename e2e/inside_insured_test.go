@@ -169,8 +169,12 @@ func TestInsideStreamsOutliveD(t *testing.T) {
 				for _, at := range []int{0, 1, 2, 100, 150, 151, 152, 153} { // of 153 events or less
 					id := fmt.Sprintf("%s-%d", api, at)
 					path, body := asks(api, id, 150)
-					for _, d := range f.decodes {
-						f.inject(d, fmt.Sprintf(`{"mode":"stream-reset-after","events":%d,"count":1,"contains":"of %s."}`, at, id))
+					decodes := f.decodes // a continuation asks for fewer tokens
+					if at < 2 {
+						decodes = decodes[:1] // than nobody has written yet
+					}
+					for _, d := range decodes {
+						f.inject(d, fmt.Sprintf(`{"mode":"stream-reset-after","events":%d,"count":1,"contains":"\"max_tokens\":150"}`, at))
 					}
 					got := stream(t.Context(), f.url, path, id, body, nil)
 					for _, d := range f.decodes {
@@ -262,7 +266,7 @@ func TestInsideContinuedStreamsCountOnce(t *testing.T) {
 	f := insuredFleet(t, options{prefills: 1, decodes: 3, adminFields: fmt.Sprintf(", tokenFile: %q", token),
 		top: fmt.Sprintf("usage: {ledger: %q}\n", filepath.Join(dir, "ledger-%i"))})
 	for _, d := range f.decodes {
-		f.inject(d, `{"mode":"stream-reset-after","events":40,"count":1}`)
+		f.inject(d, `{"mode":"stream-reset-after","events":40,"count":1,"contains":"\"max_tokens\":150"}`)
 	}
 	path, body := asks("chat", "twice", 150)
 	got := f.post(path, body, "x-request-id", "twice", "tandem-explain", "0123456789abcdef")
@@ -451,4 +455,58 @@ func TestInsideInsuredClients(t *testing.T) {
 		})
 		soon(t, "all is released", func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 })
 	})
+}
+
+// One request that kills the engines that answer it kills two, and its client gets what the first one wrote. It is in the
+// metrics and on the page. Others' streams go on elsewhere.
+func TestInsidePoison(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 1, decodes: 5, engineArgs: []string{"--decode-step", "10ms"}})
+	for _, d := range f.decodes {
+		f.inject(d, `{"mode":"die-in-stream","events":5,"contains":"of poison."}`)
+	}
+	path, body := asks("chat", "poison", 150)
+	got := stream(t.Context(), f.url, path, "poison", body, nil)
+	require.Error(t, got.err)
+	require.NotEmpty(t, got.text)
+	soon(t, "it is counted", func() bool {
+		return metric(t, f.admins[0], "tandem_streams_continued_total", `result="died_again"`) == 1
+	})
+	running := 0
+	for _, d := range f.decodes {
+		if d.running() {
+			running++
+		}
+	}
+	require.Equal(t, 3, running)
+	var status struct {
+		Attention []struct{ Text string }
+	}
+	require.NoError(t, getJSON(f.admins[0]+"/status.json", &status))
+	require.Contains(t, fmt.Sprint(status.Attention), "under one request")
+}
+
+// Engines of two releases in one pool: what one of them does not continue, the other one does, and nobody gets a text
+// twice.
+func TestInsideEnginesThatBeginAnew(t *testing.T) {
+	f := insuredFleet(t, options{prefills: 1, decodes: 3, split: "never", engineArgs: []string{"--decode-step", "2ms"},
+		engine: func(role string, i int, _ func() string) (args []string, fields string) {
+			if role == "decode" && i == 0 {
+				return []string{"--begin-anew"}, ""
+			}
+			return nil, ""
+		}})
+	for i := range 6 {
+		id := fmt.Sprint("upgrade-", i)
+		path, body := asks([]string{"chat", "completions"}[i%2], id, 150)
+		for _, d := range f.decodes[1:] {
+			f.inject(d, `{"mode":"stream-reset-after","events":20,"count":1,"contains":"\"max_tokens\":150"}`)
+		}
+		got := stream(t.Context(), f.url, path, id, body, nil)
+		for _, d := range f.decodes {
+			f.clear(d)
+		}
+		want := stream(t.Context(), "http://"+f.decodes[1].addr, path, "reference-"+id, body, nil)
+		require.Equal(t, want.same(), got.same())
+	}
+	require.Positive(t, metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`))
 }

@@ -118,7 +118,10 @@ func learnSteps(e *Endpoint, d AnswerCounters, batch, kv float64, now int64) {
 	if old := e.steps.Load(); old != nil {
 		next = *old
 	}
-	next.Add(observed, modelled, e.load.steps.Ratio(1, now), now)
+	e.load.steps = e.load.steps.Doubted(1, now, speed.DoubtPool)
+	fleet := e.load.steps.Ratio(1, now)
+	next = next.Doubted(fleet, now-int64(float64(d.GapTime)/max(batch, 1)), speed.DoubtEndpoint) // it wrote since then
+	next.Add(observed, modelled, fleet, now)
 	e.steps.Store(&next)
 	e.load.steps.Add(observed, modelled, 1, now)
 }

@@ -67,7 +67,6 @@ type EndpointSpec struct {
 	Zone   string // where it runs; "": unknown. Transfers within a zone are assumed to be faster than between two
 	Node   string // the machine it runs on; "": that of its IP address. Transfers within it are faster still
 	Engine string // engine release and model revision; if both endpoints of a pair report it, they must be equal
-	Layout string // of its KV (tensor parallelism, type, block size), if the dialect needs it equal on both sides
 	Labels string // name=value, comma-separated: labels that requests may ask for
 
 	Access // what its server wants
@@ -202,7 +201,11 @@ type endpointState struct {
 	transferTime atomic.Pointer[transferRatio] // likewise, of KV transfers
 	loads        atomic.Pointer[LoadFaults]    // nil: none
 	models       atomic.Pointer[reportedModels]
-	blocks       prefixindex.Owner // blocks that it holds according to the pool's prefix index
+	said         atomic.Pointer[Report] // by its engine; nil: nothing
+	report       atomic.Pointer[Report] // of that, what the pool compares; nil: nothing
+	reportDue    atomic.Int64           // until when it is not paired without one, Unix ns; 0: it is
+	reports      bool                   // engines of its pool are asked for one
+	blocks       prefixindex.Owner      // blocks that it holds according to the pool's prefix index
 	queue        prefillQueue
 	local        localWork
 
@@ -218,7 +221,9 @@ type condition struct {
 	// until when it gets no request because it was full, Unix ns; refused is the refusal, nil: there was none
 	fullUntil atomic.Int64
 	refused   atomic.Pointer[Refusal]
-	progress  standstill.Tracker
+	// until when it is not asked to continue another one's answer, Unix ns; see [Endpoint.Continues]
+	beginsAnew atomic.Int64
+	progress   standstill.Tracker
 }
 
 // memory accounts for an engine's KV memory.
@@ -245,7 +250,10 @@ func (l *endpointState) learnPrefill(busy, modelled time.Duration, now int64) {
 	if old := l.pace.Load(); old != nil {
 		next = *old
 	}
-	next.Add(busy, modelled, l.load.speed.Ratio(1, now), now)
+	l.load.speed = l.load.speed.Doubted(1, now, speed.DoubtPool)
+	fleet := l.load.speed.Ratio(1, now)
+	next = next.Doubted(fleet, now-int64(busy), speed.DoubtEndpoint) // it was at work since then
+	next.Add(busy, modelled, fleet, now)
 	l.pace.Store(&next)
 	l.load.speed.Add(busy, modelled, 1, now)
 }
@@ -291,6 +299,9 @@ type PoolSpec struct {
 	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
 	StepTokens int64
 	HandOver   standstill.HandOver
+	// Facts are those that matter for pairs. In those that are in Alike, too, the engines of a pair must not be known to
+	// differ; in the others the operator lets them differ.
+	Facts, Alike FactSet
 }
 
 // defaultStepTokens is vLLM's own default for online serving on large GPUs (0.32: max_num_batched_tokens).
@@ -312,6 +323,7 @@ type Pool struct {
 	queue     *poolQueue
 	loads     *kvloads.Pairs
 	paused    *atomic.Bool // by an operator
+	unlike    *atomic.Bool // its endpoints' reports are not all the same
 	groups    []int32      // as [View.Groups]
 	uniform   bool         // as [View.Uniform]
 
@@ -352,6 +364,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
 		next.paused, next.queue, next.loads = pools[i].paused, pools[i].queue, pools[i].loads
+		next.unlike = pools[i].unlike
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
@@ -362,7 +375,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		next.density, next.media = &kvroom.Density{}, &media.Tokens{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
-		next.loads = kvloads.New()
+		next.loads, next.unlike = kvloads.New(), &atomic.Bool{}
 		next.paused.Store(s.overrides[overrideKey{pool: spec.Name}].Paused) // set earlier by another replica's operator
 		pools = append(pools, next)
 	}
@@ -371,7 +384,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		ep.KeyFile = cmp.Or(ep.KeyFile, spec.KeyFile)
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
-			e := next.endpoint(ep, leaving[ep.Addr])
+			e := next.endpoint(ep, leaving[ep.Addr], s.o.Now())
 			e.progress.Configure(spec.HandOver)
 			e.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
@@ -385,8 +398,13 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		}
 	}
 	next.uniform = !slices.ContainsFunc(next.endpoints, func(e *Endpoint) bool {
-		return e.Engine+e.Layout+e.Zone != ""
+		return e.Engine+e.Zone != ""
 	})
+	for _, e := range next.endpoints { // what is compared may have changed, and who is there
+		if said := e.said.Load(); said != nil {
+			next.setReport(e, said)
+		}
+	}
 	next.sameNode = sameNodePairs(next.endpoints)
 	next.load.setZones(next.endpoints)
 	for addr, e := range leaving {
@@ -399,11 +417,12 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 
 // endpoint returns the pool's endpoint for a spec: old, the one with the same address, if the spec is unchanged;
 // else a new one with the state of old.
-func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint) *Endpoint {
+func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint, now time.Time) *Endpoint {
 	switch {
 	case old == nil:
-		l := &endpointState{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio}
+		l := &endpointState{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio, reports: p.Spec.Facts != 0}
 		setDefault(&l.stepTokens, defaultStepTokens)
+		l.awaitReport(now)
 		p.index.Join(&l.blocks)
 		return &Endpoint{ep, l}
 	case old.EndpointSpec == ep:

@@ -43,6 +43,15 @@ func (s *Health) FailedBy(e *Endpoint) HealthCause {
 	return ""
 }
 
+// stands reports whether an endpoint is marked only because its core stands still.
+func (e *Endpoint) stands() bool {
+	if e.failed.Load() == 0 || e.Paused() || e.Draining {
+		return false
+	}
+	how := e.how.Load()
+	return how != nil && how.cause == CauseStill
+}
+
 // MarkFailed marks an endpoint as failed. It returns true if it was not already.
 func (s *Health) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
 
@@ -70,7 +79,11 @@ func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 	if failed {
 		return since == 0 && e.failed.CompareAndSwap(0, s.now().UnixNano())
 	}
-	if since == 0 || !e.failed.CompareAndSwap(since, 0) {
+	if since == 0 {
+		return false
+	}
+	e.awaitReport(s.now()) // it may have been started anew, with other settings
+	if !e.failed.CompareAndSwap(since, 0) {
 		return false
 	}
 	if how := e.how.Load(); how != nil {
@@ -117,6 +130,7 @@ func (s *Health) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck
 func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 	marked := !e.progress.Standing(s.now()) && s.setFailed(e, false)
 	if marked {
+		e.beginsAnew.Store(0) // it may be another release
 		s.onRecovered(e)
 		s.changed()
 		s.healthChanged(e, true, cause)

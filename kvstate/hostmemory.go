@@ -3,6 +3,8 @@ package kvstate
 import (
 	"cmp"
 	"time"
+
+	"tandem/kvstate/speed"
 )
 
 // HostMemory is the KV that an engine keeps in CPU memory: the capacity, and what it has loaded from there since it
@@ -26,11 +28,14 @@ const (
 	loadsKept    = 256 << 30 // bytes at which old samples are halved
 	slowestLoads = 1e6       // bytes/s; slower ones are a fault of the counters
 	fastestLoads = 1e13
+	// loadsForgotten is how long a rate is used after the last load: hits that look slow are avoided, and then nothing
+	// is loaded that could show otherwise.
+	loadsForgotten = 10 * time.Minute
 )
 
 // learnLoads records what an endpoint of so many tensor-parallel ranks loaded from CPU memory between two scrapes. Each
 // rank loads its part at the same time as the others. Engines of a pool are alike, so they share one rate.
-func (w *workload) learnLoads(now, before *HostMemory, ranks int) {
+func (w *workload) learnLoads(now, before *HostMemory, ranks int, at time.Time) {
 	took := (now.LoadTime - before.LoadTime).Seconds()
 	bytes, tokens := float64(now.LoadedBytes-before.LoadedBytes), float64(now.LoadedTokens-before.LoadedTokens)
 	w.mu.Lock()
@@ -41,6 +46,10 @@ func (w *workload) learnLoads(now, before *HostMemory, ranks int) {
 	if took <= 0 || bytes <= 0 || *before == (HostMemory{}) { // or it has restarted
 		return
 	}
+	if trust := speed.Trust(at.Sub(w.loadedAt), speed.DoubtPool); !w.loadedAt.IsZero() {
+		w.loadedBytes, w.loadTime = w.loadedBytes*trust, w.loadTime*trust
+	}
+	w.loadedAt = at
 	w.loadedBytes, w.loadTime = w.loadedBytes+bytes*float64(max(ranks, 1)), w.loadTime+took
 	if w.loadedBytes > loadsKept {
 		w.loadedBytes, w.loadTime = w.loadedBytes/2, w.loadTime/2
@@ -49,8 +58,8 @@ func (w *workload) learnLoads(now, before *HostMemory, ranks int) {
 
 // loadBandwidth returns the rate of loads from CPU memory in bytes/s, 0 without enough observations. The caller holds
 // w.mu.
-func (w *workload) loadBandwidth() float64 {
-	if w.loadedBytes < loadsNeeded {
+func (w *workload) loadBandwidth(now time.Time) float64 {
+	if w.loadedBytes < loadsNeeded || now.Sub(w.loadedAt) > loadsForgotten {
 		return 0
 	}
 	return min(max(w.loadedBytes/w.loadTime, slowestLoads), fastestLoads)

@@ -127,9 +127,10 @@ func (s *State) compare(e *Endpoint, before, after *Signals) {
 		e.blocks.Forget()
 		e.memory.room.Restarted()
 		e.steps.Store(nil) // the pace was another process's
+		e.awaitReport(s.o.Now())
 	}
 	if before.Host != after.Host && e.load != nil {
-		e.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP)
+		e.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP, s.o.Now())
 	}
 	if after.Transfers.Failed > before.Transfers.Failed && after.ScrapedAt.After(before.ScrapedAt) {
 		s.blameTransfers(e, before.ScrapedAt)

@@ -64,14 +64,25 @@ type transferRatio struct {
 }
 
 // ratio returns the transfer time relative to the assumed one. prior is returned without observations, and again
-// when the last one is too old: otherwise an endpoint that was slow once would get no more transfers, and could not
-// show that it has recovered.
+// when the last one is too old.
 func (t *transferRatio) ratio(prior float64, now int64) float64 {
 	if now-t.at > int64(transferKept) {
 		return prior
 	}
 	r := (t.observed + transferPrior*prior) / (t.assumed + transferPrior)
 	return min(max(r, 1/transferBound), transferBound)
+}
+
+// doubted is [speed.Learned.Doubted].
+func (t transferRatio) doubted(prior float64, now int64, from time.Duration) transferRatio {
+	trust := speed.Trust(time.Duration(now-t.at), from)
+	if trust == 1 {
+		return t
+	}
+	r := prior + trust*(t.ratio(prior, now)-prior)
+	t.assumed *= trust
+	t.observed = r*(t.assumed+transferPrior) - transferPrior*prior
+	return t
 }
 
 // add adds the transfers of some tensor-parallel ranks. Each rank fetches its part of the bytes at the same time as
@@ -93,7 +104,8 @@ func (t *transferRatio) add(d TransferCounters, ranks int, prior float64, now in
 
 // within returns an endpoint's ratio: the pool's unless the endpoint has enough observations and clearly differs.
 func (t *transferRatio) within(pool float64, now int64) float64 {
-	r := t.ratio(pool, now)
+	left := t.doubted(pool, now, speed.DoubtEndpoint)
+	r := left.ratio(pool, now)
 	if t.n < transfersSeen || r < pool*speed.Noise && r > pool/speed.Noise || math.Abs(r-pool) < transferNoise {
 		return pool
 	}
@@ -122,7 +134,10 @@ func (l *endpointState) learnTransfers(d TransferCounters, ranks int, now int64)
 	if old := l.transferTime.Load(); old != nil {
 		next = *old
 	}
-	next.add(d, ranks, w.transferTime.ratio(1, now), now)
+	w.transferTime = w.transferTime.doubted(1, now, speed.DoubtPool)
+	pool := w.transferTime.ratio(1, now)
+	next = next.doubted(pool, now, speed.DoubtEndpoint)
+	next.add(d, ranks, pool, now)
 	w.transferTime.add(d, ranks, 1, now)
 	l.transferTime.Store(&next)
 }

@@ -12,7 +12,7 @@ type View struct {
 	Endpoints []Candidate // in the pool's order
 	Grouped   bool        // endpoints of one group are adjacent, as in all views of a State
 	Groups    []int32     // end of each group of the pool; see GroupAt. Do not modify
-	Uniform   bool        // endpoints of a group differ only in their roles: no engine, layout or zone is known
+	Uniform   bool        // endpoints of a group differ only in their roles: no engine, report or zone sets them apart
 	Load      Utilisation // of the pool
 
 	Uses []UseStep // popularity of the prompt's blocks among prefills; none if only this prompt has them
@@ -26,6 +26,7 @@ type Candidate struct {
 	Endpoint     *Endpoint
 	Usable       bool     // neither failed nor paused nor draining nor full
 	Full         bool     // it would be usable, but refused a request and gets none for a while
+	Stands       bool     // it would be usable, but its core stands still: it may go on
 	Weight       int      // assumed speed, in per cent; 0 is 100
 	Requests     int64    // reserved by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
@@ -46,6 +47,8 @@ type Candidate struct {
 	Learned
 
 	Faults *LoadFaults // failed KV loads with other endpoints; nil: none
+	Report *Report     // what its engine says of the facts that pairs must share; nil: nothing. Do not modify
+	Awaits bool        // its engine's report, and is not paired before
 
 	// what the router uses it for now, of the legs that it may serve; 0: all of them ([Candidate.Used])
 	Word Role
@@ -78,7 +81,7 @@ func (r *Room) add(other Room) { r.Held, r.Need = r.Held+other.Held, max(r.Need,
 // fetched.
 func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	now := s.o.Now()
-	v.Grouped, v.Groups, v.Uniform, v.SameNode = true, p.groups, p.uniform, p.sameNode
+	v.Grouped, v.Groups, v.Uniform, v.SameNode = true, p.groups, p.uniform && !p.unlike.Load(), p.sameNode
 	v.Endpoints = slices.Grow(v.Endpoints[:0], len(p.endpoints))[:len(p.endpoints)]
 	nano := now.UnixNano()
 	fleet, moves, steps := p.load.fleetSpeeds(nano)
@@ -87,6 +90,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	for i, e := range p.endpoints {
 		c := &v.Endpoints[i]
 		e.fill(c, nano, fleet, moves, steps)
+		v.Uniform = v.Uniform && !c.Awaits
 		if c.Full {
 			usable |= e.Role // it works: no reason to try those that failed
 		}
@@ -189,6 +193,7 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Loads, c.Session = e, 0, Loads{}, 0
 	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
+	c.Stands = e.stands()
 	if c.Full = c.Usable && e.fullUntil.Load() > now; c.Full {
 		c.Usable = false
 	}
@@ -198,7 +203,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
 	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
 	c.Local, c.Share = e.local.ahead(now)
-	c.Faults, c.Word = e.loads.Load(), e.Word()
+	c.Faults, c.Word, c.Report, c.Awaits = e.loads.Load(), e.Word(), e.report.Load(), e.awaits(now)
 	if others := e.remoteLoad.Load(); others != nil {
 		others.addTo(c, now)
 	}

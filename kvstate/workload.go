@@ -28,7 +28,8 @@ type workload struct {
 	remotePrefill, remoteLocal float64 // work reserved by other replicas, seconds per second
 	movedBytes, movedTokens    float64 // of KV transfers
 	loadedBytes, loadTime      float64 // of loads from CPU memory; s
-	zoned                      bool    // endpoints run in several zones
+	loadedAt                   time.Time
+	zoned                      bool // endpoints run in several zones
 }
 
 // loadWindow is the period over which a pool's utilisation is measured, and leastWindow the shortest one, since a first
@@ -101,7 +102,14 @@ func (w *workload) rates(now time.Time) (prefill, local float64) {
 func (w *workload) fleetSpeeds(now int64) (prefill, transfer, step float64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.speed.Ratio(1, now), w.transferTime.ratio(1, now), w.steps.Ratio(1, now)
+	moves := w.transferTime.doubted(1, now, speed.DoubtPool)
+	return doubted(&w.speed, now), moves.ratio(1, now), doubted(&w.steps, now)
+}
+
+// doubted returns a pool's ratio to the model.
+func doubted(s *speed.Learned, now int64) float64 {
+	left := s.Doubted(1, now, speed.DoubtPool)
+	return left.Ratio(1, now)
 }
 
 // setZones records whether endpoints run in several zones.
@@ -122,8 +130,8 @@ func (w *workload) utilisation(prefills, decodes, both int, now time.Time) Utili
 	prefill, local = prefill+local*float64(both)/d, local+prefill*float64(both)/p
 	return Utilisation{
 		Prefills: prefills, Decodes: decodes, Work: time.Duration(w.work.value * float64(time.Second)),
-		Speed: w.speed.Ratio(1, now.UnixNano()), Step: w.steps.Ratio(1, now.UnixNano()),
-		TokenBytes: w.tokenBytes(), Answer: w.answers.Value(), LoadBandwidth: w.loadBandwidth(),
+		Speed: doubted(&w.speed, now.UnixNano()), Step: doubted(&w.steps, now.UnixNano()),
+		TokenBytes: w.tokenBytes(), Answer: w.answers.Value(), LoadBandwidth: w.loadBandwidth(now),
 		Prefill: min(prefill/p, 1), Local: min(local/d, 1),
 	}
 }

@@ -112,31 +112,33 @@ func countRoles(v *kvstate.View) (prefills, decodes int) {
 }
 
 // kind is what both endpoints of a pair must share.
-type kind struct{ group, engine, layout string }
+type kind struct {
+	group, engine string
+	report        *kvstate.Report
+	awaits        bool // its report, and pairs with none before
+}
 
-func kindOf(e *kvstate.Endpoint) kind { return kind{e.Group, e.Engine, e.Layout} }
+func kindOf(c *kvstate.Candidate) kind {
+	return kind{c.Endpoint.Group, c.Endpoint.Engine, c.Report, c.Awaits}
+}
 
 // Pairs reports whether two endpoints may pair, whatever their roles and states.
 func Pairs(a, b *kvstate.Endpoint) bool {
-	one, other := kindOf(a), kindOf(b)
-	return one.pairs(&other)
+	return a.Group == b.Group && agree(a.Engine, b.Engine) && a.Report().Fits(b.Report())
 }
 
 // pairs reports whether endpoints of two kinds may pair. Unknown values do not prevent it.
 func (a *kind) pairs(b *kind) bool {
-	return a.group == b.group && agree(a.engine, b.engine) && agree(a.layout, b.layout)
+	return a.group == b.group && agree(a.engine, b.engine) && !a.awaits && !b.awaits && a.report.Fits(b.report)
 }
 
 // pairsWith is pairs with an endpoint.
 func (a *kind) pairsWith(c *kvstate.Candidate) bool {
-	e := &c.Endpoint.EndpointSpec
-	return a.group == e.Group && agree(a.engine, e.Engine) && agree(a.layout, e.Layout)
+	b := kindOf(c)
+	return a.pairs(&b)
 }
 
 // is reports whether an endpoint is of this kind.
-func (a *kind) is(c *kvstate.Candidate) bool {
-	e := &c.Endpoint.EndpointSpec
-	return a.engine == e.Engine && a.layout == e.Layout && a.group == e.Group
-}
+func (a *kind) is(c *kvstate.Candidate) bool { return *a == kindOf(c) }
 
 func agree(a, b string) bool { return a == b || a == "" || b == "" }

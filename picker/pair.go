@@ -35,11 +35,11 @@ func (k *Picker) pair(r *Request, v *kvstate.View, t *terms) Choice {
 func (k *Picker) group(v *kvstate.View, t *terms, from, to int) float64 {
 	k.kinds, k.zones = append(k.kinds[:0], kind{group: v.Endpoints[from].Endpoint.Group}), append(k.zones[:0], "")
 	for i := from; i < to && !(v.Uniform && v.Grouped); i++ {
-		e, p := &v.Endpoints[i].Endpoint.EndpointSpec, &k.prices[i]
+		c, p := &v.Endpoints[i], &k.prices[i]
 		p.kind, p.zone = 0, 0
 		// usually nothing is known that distinguishes them
-		if !v.Grouped || e.Engine != "" || e.Layout != "" || e.Zone != "" {
-			k.intern(&v.Endpoints[i], p)
+		if !v.Grouped || c.Endpoint.Engine != "" || c.Endpoint.Zone != "" || c.Report != nil || c.Awaits {
+			k.intern(c, p)
 		}
 	}
 	k.findPartners(v, t, from, to)
@@ -71,7 +71,7 @@ func (k *Picker) intern(c *kvstate.Candidate, p *prices) {
 		at++
 	}
 	if at == len(k.kinds) {
-		k.kinds = append(k.kinds, kindOf(c.Endpoint))
+		k.kinds = append(k.kinds, kindOf(c))
 	}
 	where := 0
 	for where < len(k.zones) && k.zones[where] != c.Endpoint.Zone {

@@ -3,6 +3,7 @@ package picker
 import (
 	"errors"
 	"math"
+	"slices"
 
 	"tandem/kvstate"
 )
@@ -226,14 +227,20 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 	}
 }
 
-// weighDesperate prices for decode endpoints that have another word, or, if there are none of those, the endpoints that
-// failed this request or do not report its model. Those that lack what it needs stay excluded.
+// weighDesperate prices for decode endpoints that have another word; if there are none of those, endpoints that stand
+// still, for they may go on; and else the endpoints that failed this request or do not report its model. Those that lack
+// what it needs stay excluded.
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
-	for _, failed := range []bool{false, true} {
+	const word, stands, failed = 0, 1, 2
+	for step := range 3 {
 		found := false
 		for i := range v.Endpoints {
 			c, p := &v.Endpoints[i], &k.prices[i]
-			if c.Usable && math.IsInf(p.decode, 1) && (k.why(r, c) == "" || failed && k.unmet(r, c) == "") {
+			able := c.Usable && (k.why(r, c) == "" || step == failed && k.unmet(r, c) == "")
+			if step == stands {
+				able = c.Stands && !c.Usable && !slices.Contains(k.excluded, c.Endpoint.Addr) && k.unmet(r, c) == ""
+			}
+			if able && math.IsInf(p.decode, 1) {
 				k.weighEach(t, c, p, c.Endpoint.Role)
 				found = found || !math.IsInf(p.decode, 1)
 			}
@@ -310,7 +317,7 @@ func (k *Picker) partnersOf(v *kvstate.View, t *terms, prefill int, total []floa
 	zone := ""
 	first, end := 0, len(v.Endpoints)
 	if prefill >= 0 {
-		from, zone = kindOf(v.Endpoints[prefill].Endpoint), v.Endpoints[prefill].Endpoint.Zone
+		from, zone = kindOf(&v.Endpoints[prefill]), v.Endpoints[prefill].Endpoint.Zone
 		first, end = v.GroupAt(prefill)
 	}
 	best := math.Inf(1)

@@ -53,7 +53,10 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 			Usable: r.IntN(6) > 0, PromptTokens: 500 * r.Int64N(4), Hit: r.IntN(5),
 		}
 		if odd == 2 {
-			c.Endpoint.Engine, c.Endpoint.Layout = name("e"), name("l")
+			c.Endpoint.Engine, c.Awaits = name("e"), r.IntN(8) == 0
+			if size := name("l"); size != "" {
+				c.Report = &kvstate.Report{kvstate.FactBlockSize: size}
+			}
 			c.Transfer, c.Step = []float64{0, 1, 5}[r.IntN(3)], []float64{0, 1, .5, 3}[r.IntN(4)]
 			c.Share, c.Speed = float64(r.IntN(2))*.6, []float64{0, 1, 3}[r.IntN(3)]
 		}
@@ -170,7 +173,7 @@ func TestPickAgainstTwin(t *testing.T) {
 			}
 			v.SameNode = sameNodePairs(v)
 			v.Uniform = !slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
-				return c.Endpoint.Engine+c.Endpoint.Layout+c.Endpoint.Zone != ""
+				return c.Endpoint.Engine+c.Endpoint.Zone != "" || c.Report != nil || c.Awaits
 			})
 		}
 		want := sorted((&twin{r: r, v: v, p: policy}).pick())

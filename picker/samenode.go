@@ -35,7 +35,7 @@ func (k *Picker) sameNodeEach(v *kvstate.View, t *terms, p int, total []float64)
 
 func (k *Picker) priceSameNode(v *kvstate.View, t *terms, p, d int) float64 {
 	price, c := k.prices[d].decode, &v.Endpoints[d]
-	if from := kindOf(v.Endpoints[p].Endpoint); math.IsInf(price, 1) || !from.pairsWith(c) || !k.loads(v, p, d) {
+	if from := kindOf(&v.Endpoints[p]); math.IsInf(price, 1) || !from.pairsWith(c) || !k.loads(v, p, d) {
 		return math.Inf(1)
 	}
 	return price + t.transferWithin(c)

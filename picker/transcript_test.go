@@ -185,8 +185,10 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			e.Node = value
 		case "engine":
 			e.Engine = value
-		case "layout":
-			e.Layout = value
+		case "blocks":
+			c.Report = &kvstate.Report{kvstate.FactBlockSize: value}
+		case "awaits": // its engine's first report
+			c.Awaits = true
 		case "hit":
 			c.Hit = int(number(t, value))
 		case "loads": // of those blocks: from CPU memory, disk and a remote store

@@ -325,9 +325,16 @@ func (w *twin) transfer(p, d int) float64 {
 }
 
 func (w *twin) compatible(p, d int) bool {
-	a, b := w.v.Endpoints[p].Endpoint, w.v.Endpoints[d].Endpoint
+	a, b := &w.v.Endpoints[p], &w.v.Endpoints[d]
 	same := func(x, y string) bool { return x == y || x == "" || y == "" }
-	return p != d && a.Group == b.Group && same(a.Engine, b.Engine) && same(a.Layout, b.Layout) && w.loads(p, d)
+	size := func(c *kvstate.Candidate) string {
+		if c.Report == nil {
+			return ""
+		}
+		return c.Report[kvstate.FactBlockSize]
+	}
+	return p != d && a.Endpoint.Group == b.Endpoint.Group && same(a.Endpoint.Engine, b.Endpoint.Engine) &&
+		same(size(a), size(b)) && !a.Awaits && !b.Awaits && w.loads(p, d)
 }
 
 // loads reports whether failed loads allow a pair.

@@ -55,19 +55,27 @@ func ParseContender(name string) (Contender, error) {
 func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed, w io.Writer) ([][]*ClosedResult, error) {
 	var out [][]*ClosedResult
 	for _, x := range who {
-		var row []*ClosedResult
-		for _, seed := range seeds {
-			c := c
-			x.config(&c)
-			c.Seed, c.Progress = seed, NewBar(w, x.Name).Show
-			r, err := RunClosed(ctx, x.policy, c, o)
-			if err != nil {
-				return nil, err
-			}
-			r.Policy = x.Name
-			row = append(row, r)
+		row, err := x.run(ctx, seeds, c, o, w)
+		if err != nil {
+			return nil, err
 		}
 		out = append(out, row)
+	}
+	return out, nil
+}
+
+// run plays sessions with each of the seeds.
+func (x *Contender) run(ctx context.Context, seeds []uint64, c Config, o Closed, w io.Writer) ([]*ClosedResult, error) {
+	x.config(&c)
+	var out []*ClosedResult
+	for _, seed := range seeds {
+		c.Seed, c.Progress = seed, NewBar(w, x.Name).Show
+		r, err := RunClosed(ctx, x.policy, c, o)
+		if err != nil {
+			return nil, err
+		}
+		r.Policy = x.Name
+		out = append(out, r)
 	}
 	return out, nil
 }

@@ -107,6 +107,10 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 	case <-ctx.Done():
 		return
 	}
+	// before the engines have said what they are, they share no requests
+	for f.state.AwaitsReports() && ctx.Err() == nil {
+		time.Sleep(50 * time.Millisecond)
+	}
 	differ := 0
 	for ctx.Err() == nil {
 		check := f.keyCheck()

@@ -82,6 +82,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 			words.Count(int(s.Failures), "request"), s.whereFailed())
 	}
 	for _, e := range s.Envoys {
+		if e.Risk != "" {
+			add(true, "security.md#not-held-in-this-release", "Envoy %s: %s.", e.Name, e.Risk)
+		}
 		if e.Refused != "" {
 			add(true, "howto/xds.md", "Envoy %s refused version %s of its configuration and keeps %s: %s",
 				e.Name, e.Refused, cmp.Or(e.Version, "what it had"), e.Why)
@@ -135,7 +138,15 @@ func (s *Status) poolAttention(
 				"%s: decode could not load KV (%s). For a while Tandem avoids %s.", p.Name, e.Name, avoided(&e))
 		}
 	}
+	for _, e := range p.Endpoints {
+		if e.BeginsAnew {
+			add(false, "continue.md#engines-that-do-not-continue", "%s: %s (%s) does not continue the streams of other "+
+				"engines: asked to, it began anew. It serves everything else.", p.Name, e.Name, e.Role)
+		}
+	}
+	diedUnder(p, recent, s.Now, add)
 	withoutDecode(p, add)
+	pairingAttention(p, add)
 	if p.Short {
 		add(false, "howto/autoscale.md", "%s: %s.", p.Name, p.Wanted)
 	}
@@ -145,6 +156,34 @@ func (s *Status) poolAttention(
 		add(false, "howto/prefill-idles.md",
 			"%s: prefill idles: none of the latest %d requests was split%s.", p.Name, n, reason)
 	}
+}
+
+// diedUnder adds a notice about the latest request under which engines died one after the other.
+func diedUnder(
+	p *Pool, recent []telemetry.Trace, now time.Time, add func(bad bool, doc, format string, values ...any),
+) {
+	for i := range recent {
+		if t := &recent[i]; t.Pool == p.Name && len(t.DiedUnder) > 0 && now.Sub(t.Started) < time.Hour {
+			var names []string
+			for _, addr := range t.DiedUnder {
+				names = append(names, p.nameOf(addr))
+			}
+			add(true, "continue.md#a-request-that-kills-engines", "%s: engines died, or failed, one after the other under "+
+				"one request: %s. It may be what killed them, and was ended: tandem explain %.40s",
+				p.Name, words.List(names), words.Plain(t.RequestID))
+			return
+		}
+	}
+}
+
+// nameOf returns the name of an endpoint of the pool; its address, if the pool has none with that.
+func (p *Pool) nameOf(addr string) string {
+	for i := range p.Endpoints {
+		if p.Endpoints[i].Address == addr {
+			return p.Endpoints[i].Name
+		}
+	}
+	return addr
 }
 
 // noEnvoy adds a notice if no Envoy is connected, and there was one in the last hour. Before the first one nothing is
@@ -424,7 +463,7 @@ func withoutDecode(p *Pool, add func(bad bool, doc, format string, values ...any
 	}
 	if len(names) > 0 {
 		add(false, "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody",
-			"%s: %s never used: %s. No endpoint that decodes has the same group, release and KV layout.",
+			"%s: %s never used: %s. No endpoint that decodes has the same group and fitting engines.",
 			p.Name, countAre(len(names), "prefill endpoint"), words.List(names))
 	}
 }

@@ -78,6 +78,7 @@ type Replica struct {
 type Envoy struct {
 	Name    string    `json:"name"`              // its node id
 	Build   string    `json:"build,omitempty"`   // its release
+	Risk    string    `json:"risk,omitempty"`    // what that release risks, in words
 	Version string    `json:"version"`           // of its configuration; "": none yet
 	Pending bool      `json:"pending"`           // it has not acknowledged the newest version yet
 	Refused string    `json:"refused,omitempty"` // version
@@ -99,6 +100,7 @@ type Pool struct {
 	Wanted    string       `json:"wanted,omitempty"`      // of that, for people: how many engines would serve the load
 	Short     bool         `json:"wanted_more,omitempty"` // there are fewer
 	Endpoints []Endpoint   `json:"endpoints"`
+	Pairing
 }
 
 // Endpoint is one endpoint: its reservations, and its part in the latest requests.
@@ -130,6 +132,7 @@ type Endpoint struct {
 	// Failed KV loads: as prefill it is excluded from pairs with these decode endpoints, or from all pairs if NoPairs
 	// says so.
 	UnloadableBy []string `json:"unloadable_by,omitempty"`
+	BeginsAnew   bool     `json:"begins_anew,omitempty"` // it does not continue what other engines have begun
 	NoPairs      string   `json:"no_pairs,omitempty"`
 }
 
@@ -307,6 +310,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	out := Pool{
 		Name: p.Spec.Name, Models: f.source.State.ModelNames(p), IndexBlocks: p.IndexStats().Blocks,
 		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: written.Output{Rate: -1}, Endpoints: []Endpoint{},
+		Pairing: pairingOf(f.source.State, p),
 	}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
@@ -331,6 +335,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			shown.Now = &roles.Word{Word: w.String(), Since: said.Words[e.Addr].Since, Why: said.Words[e.Addr].Why}
 		}
 		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
+		shown.BeginsAnew = !e.Continues(time.Now())
 		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {

@@ -398,6 +398,9 @@ func (s *Status) addPool(of *Pool) {
 	if of.Full.After(p.Full) {
 		p.Full = of.Full
 	}
+	if len(p.Apart)+len(p.Allowed)+len(p.Unknown) == 0 { // all replicas ask the same engines
+		p.Pairing = of.Pairing
+	}
 	for _, e := range of.Endpoints {
 		j := slices.IndexFunc(p.Endpoints, func(known Endpoint) bool { return known.Address == e.Address })
 		if j < 0 {
@@ -425,7 +428,7 @@ func (e *Endpoint) add(o *Endpoint) {
 	if e.KnownBetter(&o.Output) {
 		e.Output = o.Output
 	}
-	e.NoPairs = cmp.Or(e.NoPairs, o.NoPairs)
+	e.NoPairs, e.BeginsAnew = cmp.Or(e.NoPairs, o.NoPairs), e.BeginsAnew || o.BeginsAnew
 	if o.Now != nil && (e.Now == nil || o.Now.Since.After(e.Now.Since)) {
 		e.Now = o.Now
 	}

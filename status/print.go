@@ -187,6 +187,12 @@ func printPool(w io.Writer, p *Pool, now time.Time) {
 		fmt.Fprintln(t)
 	}
 	_ = t.Flush()
+	for _, text := range p.Unknown {
+		fmt.Fprintf(w, "  not reported by engines, so pairs may differ in it: %s\n", words.Plain(text))
+	}
+	if len(p.Waiting) > 0 {
+		fmt.Fprintf(w, "  not paired yet, since its engine has not said what it is: %s\n", words.Plain(some(p.Waiting)))
+	}
 }
 
 // written1m says what a pool wrote in the last minute.

@@ -242,14 +242,14 @@ func TestUnpaired(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
 	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{
 		{Name: "p1", Addr: "p1:1", Role: kvstate.RolePrefill, Group: "b"}, {Name: "p2", Addr: "p2:1", Role: kvstate.RolePrefill},
-		{Name: "p3", Addr: "p3:1", Role: kvstate.RolePrefill, Engine: "2"}, {Name: "p4", Addr: "p4:1", Role: kvstate.RolePrefill, Layout: "2"},
+		{Name: "p3", Addr: "p3:1", Role: kvstate.RolePrefill, Engine: "2"}, {Name: "p4", Addr: "p4:1", Role: kvstate.RolePrefill},
 		{Name: "d1", Addr: "d1:1", Role: kvstate.RoleDecode, Engine: "1"}, {Name: "d2", Addr: "d2:1", Role: kvstate.RoleDecode, Group: "c"},
 	})
 	f := NewFeed(Source{State: s, Totals: func() telemetry.Totals { return telemetry.Totals{} },
 		Recent: func(int) []telemetry.Trace { return nil }, Ready: func() bool { return true }, Sharing: func() Sharing { return Sharing{} }})
 	now := status(f, 0)
 	require.Equal(t, []Notice{{Text: "chat: 2 prefill endpoints are never used: p3 (group none), p1 (group b). " +
-		"No endpoint that decodes has the same group, release and KV layout.", Doc: "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody"}}, now.Attention)
+		"No endpoint that decodes has the same group and fitting engines.", Doc: "howto/prefill-idles.md#prefill-endpoints-pair-with-nobody"}}, now.Attention)
 	var out bytes.Buffer
 	Print(&out, &now)
 	notes := regexp.MustCompile(`(?m)^  (p\d|d\d).* never used: pairs with no decode endpoint$`).FindAllStringSubmatch(out.String(), -1)

@@ -32,7 +32,13 @@ func (in *Insured) brokeOff(cause string) {
 		passes.Observer.Streams.Continued(t.Pool, cause, resultFinished)
 		in.give(in.stream.Finish(nil), true)
 		return
-	case reason == "" && in.again.times >= in.policy.Limit():
+	case cause == causeDifferent || cause == causeAnew || reason != "": // D is well, or nobody else is asked
+	case in.unloaded(cause):
+	case in.diesAgain():
+		in.endsHere(cause, rest)
+		return
+	}
+	if reason == "" && in.again.times >= in.policy.Limit() {
 		reason = resultTimes
 	}
 	if reason != "" && in.again.spare == nil {
@@ -51,18 +57,81 @@ func (in *Insured) brokeOff(cause string) {
 		in.goBack()
 		return
 	}
-	passes.Release(f.hop.held)
+	passes.Release(pass.HeldBy(t))
 	switch pool := passes.State.Pool(t.Pool); {
-	case cause == causeDifferent: // D is well
+	case cause == causeDifferent, cause == causeAnew: // D is well
 	case cause == causeReset:
 		passes.Faults.Hop(t.Pool, f.id, t.Decode, &faults.Failure{})
-	case pool != nil && t.Loads && in.stream.Empty():
+	case pool != nil && in.notLoaded():
 		passes.Faults.LoadFailed(pool, t.Prefill, t.Decode, faults.SeenStream)
 	default:
 		passes.Faults.Hop(t.Pool, f.id, t.Decode, &faults.Failure{Status: http.StatusInternalServerError})
 	}
 	in.again.said = rest
 	in.goOn(cause, kvtransfer.CauseStream)
+}
+
+// beganAnew has another endpoint continue a stream whose next engine did not: it ignored the token ids.
+func (in *Insured) beganAnew() {
+	t, passes := &in.f.hop.ticket, in.f.s.Passes
+	if pool := passes.State.Pool(t.Pool); pool != nil {
+		passes.DoesNotContinue(pool, t.Decode, in.f.id)
+	}
+	in.brokeOff(causeAnew)
+}
+
+// notLoaded reports whether D's error may be that it could not load P's KV: there is no text yet.
+func (in *Insured) notLoaded() bool { return in.f.hop.ticket.Loads && in.stream.Empty() }
+
+// unloaded counts an error that may be a failed KV load. It reports whether that is no reason to ask nobody else.
+func (in *Insured) unloaded(cause string) bool {
+	const most = 2
+	if cause != causeEnded || !in.notLoaded() {
+		return false
+	}
+	in.again.loads++
+	return in.again.loads <= most
+}
+
+// mostDeaths is how many engines may die under one answer, however long each had written.
+const mostDeaths = 3
+
+// diesAgain counts an engine that has died under the answer, or ended it with an error. It reports whether no other one
+// is asked: the request may be what kills them. The first one is always replaced. The next ones are only if they had
+// written for a while ([migration.Policy.Soon]): what kills engines does so at the same place again.
+func (in *Insured) diesAgain() bool {
+	t := &in.f.hop.ticket
+	in.again.died = append(in.again.died, t.Decode)
+	n := len(in.again.died)
+	return n >= mostDeaths || n > 1 && (!in.d.spoke || time.Since(in.d.since) < in.policy.Soon())
+}
+
+// endsHere ends the answer for that reason. said is the engine's error, if it sent one. If the previous engine is still
+// there, it goes on.
+func (in *Insured) endsHere(cause string, said []byte) {
+	f := in.f
+	if in.again.spare != nil {
+		in.stop()
+		in.goBack()
+		return
+	}
+	t, passes := &f.hop.ticket, f.s.Passes
+	passes.Observer.Streams.Continued(t.Pool, cause, resultDied)
+	passes.Observer.DiedUnder(f.id, t, in.again.died)
+	passes.Log.Warn("engines died, or failed, one after the other under one request: it may be the cause, and no other "+
+		"one is asked (docs/continue.md#a-request-that-kills-engines)", "request_id", f.id, "pool", t.Pool,
+		"endpoints", in.again.died, "cause", cause)
+	passes.Faults.CheckEndpoint(passes.State.Pool(t.Pool), t.Decode)
+	switch {
+	case cause == causeEnded:
+		in.d.plain = true
+		in.give(said, in.d.id == 0)
+	case !in.to.begun:
+		in.giveUp(openai.Unavailable("endpoint_failed", "two engines failed under this request, one after the other",
+			time.Second))
+	default:
+		in.cut(cause + ": " + resultDied)
+	}
 }
 
 // goOn plans a pass that continues the stream on another engine than D.
@@ -93,7 +162,7 @@ func (in *Insured) failed(failure *faults.Failure) {
 		return
 	}
 	next := f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, failure)
-	f.s.Passes.Release(f.hop.held)
+	f.s.Passes.Release(pass.HeldBy(&next))
 	a := plan.Next(&next)
 	a.From = in.again.from
 	in.plan(&next, a)
@@ -104,11 +173,12 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	f := in.f
 	f.s.watchInsured(in, false)
 	in.placed.Store(nil)
-	f.hop.ticket, f.hop.held, f.hop.sent = clone(t), pass.Held{}, false
+	f.hop.ticket, f.hop.sent = clone(t), false
+	f.hop.ticket.Reservations = [2]uint64{} // they are the leg's before, which may still be there
 	f.m = f.s.scratch.Get().(*scratch)
 	f.m.meter.Begin("", nil)
 	x, b := &f.m.pass, &f.m.body
-	x.ID, x.Prefilled.ID, x.ReservedAs = f.id, f.id, f.reservedAs
+	x.ID, x.Prefilled.ID, x.ReservedAs, x.Continues = f.id, f.id, f.reservedAs, in.stream.Continues()
 	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
 	x.Head = f.head.pass(path)
 	n := f.envoy.BodySize()
@@ -160,7 +230,7 @@ func (in *Insured) cut(cause string) {
 // on.
 func (in *Insured) move(cause string) {
 	f := in.f
-	if in.d.id == 0 || in.again.spare != nil || in.to.ended || in.d.plain || f.m != nil || !in.d.spoke ||
+	if in.d.id == 0 || in.again.spare != nil || len(in.again.died) > 1 || in.to.ended || in.d.plain || f.m != nil || !in.d.spoke ||
 		in.again.times >= in.policy.Limit() || time.Now().Before(in.again.rest) {
 		return
 	}
@@ -182,7 +252,7 @@ func (in *Insured) dropSpare() {
 	}
 	in.again.spare = nil
 	passes, t := in.f.s.Passes, &s.hop.ticket
-	passes.Release(s.hop.held)
+	passes.Release(pass.HeldBy(t))
 	passes.Observer.HopEnded(t.Pool, "decode", t.Decode, "moved", passes.Since(t), nil)
 	if s.leg != 0 {
 		in.f.envoy.ResetStream(s.leg)
@@ -198,9 +268,9 @@ func (in *Insured) goBack() bool {
 	in.again.spare = nil
 	in.again.rest = time.Now().Add(5 * time.Second)
 	f.s.Passes.Observer.Streams.Continued(s.hop.ticket.Pool, in.again.cause, resultStayed)
-	f.s.Passes.Release(f.hop.held)
+	f.s.Passes.Release(pass.HeldBy(&f.hop.ticket))
 	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK,
-		spoke: true, params: s.params}, "", s.hop
+		events: true, spoke: true, params: s.params}, "", s.hop
 	in.placed.Store(s.placed)
 	in.again.times = s.times // it was not continued
 	f.s.watchInsured(in, true)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"slices"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -37,15 +38,17 @@ type Insured struct {
 
 // dLeg is the leg to D that is followed now.
 type dLeg struct {
-	id     uint64   // of Envoy's stream; 0: none
-	starts bool     // it is being started: its number is not known yet
-	status int      // of the answer
-	head   []Header // of the answer, for a client that has none yet
-	plain  bool     // the answer passes unread: it is no stream of events
-	own    bool     // the answer is one of Envoy's own in D's place ...
-	reply  []byte   // ... with this body
-	late   bool     // the first event has to be checked for KV that is another prompt's
-	spoke  bool     // D has sent an event
+	id     uint64    // of Envoy's stream; 0: none
+	starts bool      // it is being started: its number is not known yet
+	status int       // of the answer
+	head   []Header  // of the answer, for a client that has none yet
+	plain  bool      // the answer passes unread: it is no stream of events
+	own    bool      // the answer is one of Envoy's own in D's place ...
+	reply  []byte    // ... with this body
+	late   bool      // the first event has to be checked for KV that is another prompt's
+	events bool      // its answer is a stream of events, which has begun
+	spoke  bool      // D has sent an event ...
+	since  time.Time // ... from then on
 	params *answer.WithoutParams
 }
 
@@ -65,6 +68,8 @@ type answering struct {
 // continuing is how the answer goes on at another endpoint.
 type continuing struct {
 	times int       // how often it was continued, or was to be
+	died  []string  // the endpoints that ended it before its time, without another cause that is known
+	loads int       // how often KV that could not be loaded ended it before its first text
 	cause string    // why; "": it does not
 	last  time.Time // when the previous engine last sent something
 	from  time.Time // when another engine was asked to continue
@@ -104,12 +109,14 @@ const (
 	causeReset     = "reset"     // the connection broke
 	causeEnded     = "ended"     // the answer ended without [DONE], or with an error
 	causeDifferent = "different" // the next engine wrote something else
+	causeAnew      = "anew"      // the next engine did not continue: it began anew
 	causeSilent    = "silent"    // its endpoint has failed, and nothing comes
 	causeMoved     = "moved"     // its endpoint gets no more work, by order
 	resultAgain    = "continued"
 	resultFinished = "finished"
 	resultStayed   = "stayed"
 	resultTimes    = "times"       // it was continued too often
+	resultDied     = "died_again"  // the engine that took over ended it, too: the answer may be what kills them
 	resultRefused  = "no_endpoint" // none took it
 	resultSlow     = "slow_client"
 	resultMemory   = "memory"
@@ -155,6 +162,7 @@ func (in *Insured) toPrefill(body []byte) []byte {
 	if in == nil || !in.stream.Continues() {
 		return body
 	}
+	in.f.m.pass.Prefilled.Asked = in.stream.PromptTokens()
 	return in.rewrite(body, false)
 }
 
@@ -254,26 +262,29 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 	a := &prefilled{}
 	status, engine := a.read(headers)
 	in.d.status, in.d.head = status, a.headers
-	events := slices.ContainsFunc(a.headers, func(h Header) bool {
-		return h.Name == "content-type" && openai.IsEventStream(h.Value)
-	})
+	events, coded := false, false
+	for _, h := range a.headers {
+		events = events || h.Name == "content-type" && openai.IsEventStream(h.Value)
+		coded = coded || h.Name == "content-encoding" && !strings.EqualFold(h.Value, "identity")
+	}
 	switch {
-	case !engine && failed(status): // its body says why
+	case !engine && faults.Failed(status): // its body says why
 		in.d.own = true
-	case failed(status):
+	case faults.Failed(status):
 		failure := faults.Of(status, "via_upstream", string(a.RetryAfter))
 		if in.canFail() || in.continues() {
 			in.failed(&failure)
 			return
 		}
 		in.pass()
-	case status != 200 || !events:
+	case status != 200 || !events || coded:
 		if in.continues() {
 			in.failed(&faults.Failure{Status: status})
 			return
 		}
 		in.pass()
 	default:
+		in.d.events = true
 		t := &f.hop.ticket
 		policy, _ := f.s.Passes.Policy(t.Pool)
 		if in.d.late = t.Loads && policy.Dialect.LateAfter() > 0; !in.d.late {
@@ -375,6 +386,8 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	case broken == migration.Failed:
 		in.give(in.to.out, false)
 		in.brokeOff(causeEnded)
+	case broken == migration.OtherStart:
+		in.beganAnew()
 	case broken != "":
 		in.give(in.to.out, false)
 		in.brokeOff(causeDifferent)
@@ -386,7 +399,7 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 
 // speaks notes that D has sent an event: from now on it alone serves the request.
 func (in *Insured) speaks() {
-	in.d.spoke = true
+	in.d.spoke, in.d.since = true, time.Now()
 	if p := in.placed.Load(); p != nil {
 		p.spoke.Store(true)
 	}
@@ -442,6 +455,8 @@ func (in *Insured) reset() {
 		in.cut(causeReset)
 	case in.stream.Done():
 		in.give(nil, true)
+	case !in.d.spoke && in.d.events && in.diesAgain():
+		in.endsHere(causeReset, nil)
 	case !in.d.spoke:
 		in.failed(&faults.Failure{})
 	default:

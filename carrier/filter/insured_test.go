@@ -40,6 +40,7 @@ type startedLeg struct {
 	inline bool // it fails before StartStream returns
 	never  bool // Envoy cannot start it
 	kind   string
+	coded  string   // Content-Encoding
 	pieces []string // of the answer
 	cut    bool     // its connection breaks behind them
 	stays  bool     // nothing comes behind them, for now
@@ -118,6 +119,9 @@ func (c *client) deliver() bool {
 				do([]byte(":status"), []byte(strconv.Itoa(u.status)))
 				do([]byte("content-type"), []byte(u.kind))
 				do([]byte("transfer-encoding"), []byte("chunked"))
+				if u.coded != "" {
+					do([]byte("content-encoding"), []byte(u.coded))
+				}
 				if !u.local {
 					do([]byte("x-envoy-upstream-service-time"), []byte("3"))
 				}
@@ -267,7 +271,7 @@ func TestAStreamOutlivesItsEngines(t *testing.T) {
 	for deaths := range 3 {
 		for cut := range total + 1 {
 			t.Run(fmt.Sprint(deaths, " deaths, behind event ", cut), func(t *testing.T) {
-				f := insuredFleet(t, nil)
+				f := insuredFleet(t, longAfter)
 				c := newClient(t, f, well, insuredChat)
 				c.play = func(u *startedLeg) {
 					u.pieces = writes(t, len(c.legs), u.body)
@@ -276,6 +280,13 @@ func TestAStreamOutlivesItsEngines(t *testing.T) {
 					}
 				}
 				c.stream()
+				if deaths == 2 && cut < 2 { // the second one dies before it has written anything
+					require.True(t, strings.HasPrefix(want, c.gets.String()))
+					require.Len(t, c.legs, 2)
+					require.False(t, c.done)
+					c.nothingStays()
+					return
+				}
 				require.Equal(t, want, unified(c.gets.String()))
 				require.True(t, c.done)
 				if len(c.legs) > 1 {
@@ -286,6 +297,9 @@ func TestAStreamOutlivesItsEngines(t *testing.T) {
 		}
 	}
 }
+
+// longAfter makes no death one that comes soon after the engine took over.
+func longAfter(p *pass.Policy) { p.Streams.DiesWithin = time.Nanosecond }
 
 // unified gives a stream that began at a later engine, since the first ones died before their first event, the name of
 // the first.
@@ -300,6 +314,7 @@ func unified(stream string) string {
 // The other ways in which an engine ends a stream before its time, and what the client gets.
 func TestInsuredStreams(t *testing.T) {
 	const failed = `data: {"error": {"message": "died", "code": 500}}` + "\n\n"
+	var fl *fleet
 	for name, tt := range map[string]struct {
 		policy func(*pass.Policy)
 		play   func(n int, u *startedLeg)
@@ -354,6 +369,17 @@ func TestInsuredStreams(t *testing.T) {
 				u.status, u.kind, u.pieces = 400, "application/json", []string{`{"error":"bad"}`}
 			}
 		}, legs: 3, broken: true},
+		"the next D begins anew": {play: func(n int, u *startedLeg) {
+			switch n {
+			case 1:
+				u.pieces, u.cut = u.pieces[:4], true
+			case 2: // it ignores the ids, and the first one has come back
+				for _, e := range fl.state.Pool("chat").Endpoints() {
+					fl.state.MarkGood(e)
+				}
+				u.pieces = writes(t, 2, []byte(strings.Replace(insuredChat, "{", `{"return_token_ids":true,`, 1)))
+			}
+		}, legs: 3, whole: true},
 		"the next D writes something else": {play: func(n int, u *startedLeg) {
 			switch n {
 			case 1:
@@ -362,12 +388,53 @@ func TestInsuredStreams(t *testing.T) {
 				u.pieces = append(u.pieces[:2], "data: {\"nonsense\n\n")
 			}
 		}, legs: 3, whole: true},
-		"too often": {policy: func(p *pass.Policy) { p.Streams.Most = 2 }, play: func(_ int, u *startedLeg) {
+		"too often": {policy: func(p *pass.Policy) { p.Streams.Most = 1; longAfter(p) }, play: func(_ int, u *startedLeg) {
+			u.pieces, u.cut = u.pieces[:2], true
+		}, legs: 2, broken: true},
+		"two die, one soon after the other": {play: func(_ int, u *startedLeg) {
+			u.pieces, u.cut = u.pieces[:2], true
+		}, legs: 2, broken: true},
+		"the next one dies before its first event": {play: func(n int, u *startedLeg) {
+			u.cut = true
+			if n == 1 {
+				u.pieces = u.pieces[:2]
+			} else {
+				u.pieces = nil
+			}
+		}, legs: 2, broken: true},
+		"two die before their first event": {play: func(_ int, u *startedLeg) { u.pieces, u.cut = nil, true }, legs: 2, status: 503},
+		"three die, long after each other": {policy: longAfter, play: func(_ int, u *startedLeg) {
 			u.pieces, u.cut = u.pieces[:2], true
 		}, legs: 3, broken: true},
+		"two report errors": {play: func(n int, u *startedLeg) {
+			u.pieces = append(u.pieces[:2], failed, "data: [DONE]\n\n")
+		}, legs: 2, reply: `"died"`},
+		"each one's first event is an error": {play: func(_ int, u *startedLeg) {
+			u.pieces = []string{failed, "data: [DONE]\n\n"}
+		}, legs: 4, reply: `"died"`}, // it may be P's KV, twice
+		"D says that the request is at fault": {play: func(_ int, u *startedLeg) {
+			u.pieces = append(u.pieces[:2], `data: {"error": {"message": "too long", "code": 400}}`+"\n\n", "data: [DONE]\n\n")
+		}, legs: 1, reply: "too long"},
+		"an encoded answer": {play: func(_ int, u *startedLeg) {
+			u.coded, u.pieces, u.cut = "gzip", []string{"\x1f\x8b"}, true
+		}, legs: 1, broken: true, reply: "\x1f\x8b"},
+		"a continuation is encoded": {play: func(n int, u *startedLeg) {
+			if u.cut = n == 1; n == 1 {
+				u.pieces = u.pieces[:4]
+			} else if n == 2 {
+				u.coded, u.pieces = "gzip", []string{"\x1f\x8b"}
+			}
+		}, legs: 3, whole: true},
+		"text that is no stream of events, and breaks": {play: func(_ int, u *startedLeg) {
+			u.pieces, u.cut = []string{"HELLO\n\n"}, true
+		}, legs: 1, broken: true, reply: "HELLO"},
+		"text that is no stream of events, and ends": {play: func(_ int, u *startedLeg) {
+			u.pieces = []string{"HELLO\n\n"}
+		}, legs: 1, reply: "HELLO"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := insuredFleet(t, tt.policy)
+			fl = f
 			c := newClient(t, f, well, insuredChat)
 			c.play = func(u *startedLeg) {
 				u.pieces = writes(t, len(c.legs), u.body)
@@ -575,4 +642,45 @@ func FuzzInsured(f *testing.F) {
 		require.True(t, c.done || c.broken || c.status >= 400, "%d", c.status)
 		c.nothingStays()
 	})
+}
+
+// An engine that does not continue, as another release, is not asked again, to decode or to prefill; it serves all else.
+func TestEnginesThatDoNotContinue(t *testing.T) {
+	anew := []byte(strings.Replace(insuredChat, "{", `{"return_token_ids":true,`, 1))
+	f := insuredFleet(t, nil)
+	asked := map[string]int{} // continuations, by endpoint
+	for range 6 {
+		c := newClient(t, f, func(at string, body []byte) engineAnswer {
+			a := well(at, body)
+			if bytes.Contains(body, []byte("prompt_token_ids")) && prefills(at) { // it computes the client's prompt alone
+				asked[at]++
+				a.body = answered
+			}
+			return a
+		}, insuredChat)
+		c.play = func(u *startedLeg) {
+			u.pieces = writes(t, len(c.legs), u.body)
+			f.state.MarkHealthy(f.state.Pool("chat").Endpoint("10.0.2.2:8000")) // nothing checks it
+			switch {
+			case len(c.legs) == 1 && u.at == "10.0.2.2:8000":
+				u.pieces, u.cut = u.pieces[:4], true
+			case len(c.legs) == 1:
+			case u.at == "10.0.2.1:8000":
+				asked[u.at]++
+				u.pieces = writes(t, len(c.legs), anew)
+			default:
+				require.NotContains(t, string(u.body), "remote_block_ids", "no KV of a prompt that is not the one asked for")
+			}
+		}
+		c.stream()
+		require.NotContains(t, c.gets.String(), `"error"`)
+		c.nothingStays()
+	}
+	for at, n := range asked {
+		require.Equal(t, 1, n, "%s is asked once", at)
+	}
+	for _, e := range f.Passes.State.Pools()[0].Endpoints() {
+		require.Equal(t, asked[e.Addr] == 0, e.Continues(time.Now()), e.Addr)
+	}
+	require.Equal(t, 1, asked["10.0.2.1:8000"])
 }

@@ -53,6 +53,15 @@ func (e *simulator) streamed(t *testing.T, path, body string) (s streamed) {
 	return s
 }
 
+// TestBeginsAnew: an engine of another release takes no notice of the ids, and its first event says so.
+func TestBeginsAnew(t *testing.T) {
+	e := startEngine(t, "-begin-anew")
+	const members = `"max_tokens":5,"stream":true,"return_token_ids":true`
+	whole := e.streamed(t, chatPath, chat("hi", members))
+	again := e.streamed(t, chatPath, chat("hi", members+`,"kv_transfer_params":{"prompt_token_ids":[1,2,3]}`))
+	require.Equal(t, whole, again)
+}
+
 // TestContinues: an engine that gets a prompt and the beginning of its answer as token ids writes the rest of that
 // answer, as a real engine does at temperature 0. Text that was held back for a stop string comes from the place where
 // the new engine begins.

@@ -46,6 +46,10 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
 	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
+	f.BoolVar(&c.BeginsAnew, "begin-anew", false,
+		"ignore kv_transfer_params.prompt_token_ids, as vLLM before 0.32: it continues nobody's answer")
+	f.DurationVar(&c.FirstLogprobs, "first-logprobs", 0,
+		"how long the core compiles, and stands still, for the first request with log probabilities (vLLM: 2 to 25 s)")
 	f.BoolVar(&c.ToolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
 	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
 	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")
@@ -96,6 +100,8 @@ func connectorFlags(f *flag.FlagSet, c *api.Config) {
 func engineFlags(f *flag.FlagSet, c *api.Config) {
 	f.IntVar(&c.DpSize, "dp-size", 1, "data-parallel `ranks` behind the HTTP port; their other ports are the next ones")
 	f.IntVar(&c.BlockSize, "block-size", 16, "tokens in a KV block")
+	f.StringVar(&c.KVDtype, "kv-cache-dtype", "auto", "of the KV cache")
+	f.StringVar(&c.Revision, "revision", "", "of the model: engines of two revisions have other weights")
 	f.IntVar(&c.Blocks, "blocks", 1<<19, "KV blocks of the engine")
 	f.IntVar(&c.HostBlocks, "host-blocks", 0, "KV blocks of CPU memory behind them; 0: none")
 	f.Float64Var(&c.LoadRate, "load-rate", 0, "bytes/s of KV from there (a token has 512); 0: instantaneous")

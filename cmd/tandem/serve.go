@@ -87,7 +87,8 @@ func serve(
 	replica.TuneGC()
 	if check {
 		if live {
-			report := livecheck.Check(ctx, cfg)
+			report := livecheck.Check(ctx, cfg, true)
+			report.AskContinuing(ctx, cfg)
 			report.Print(stdout)
 			if err := errors.Join(report.Err(), livecheck.CheckRedis(ctx, cfg)); err != nil {
 				return fmt.Errorf("%s:\n%w", file, err)

@@ -20,6 +20,8 @@
 #              ENGINES      how many of each role; default 2
 #              DECODES      how many decode engines, if not as many: BOTH=1 ENGINES=1 DECODES=2 are three engines that do both, for
 #                           go test -run TestRealRoles
+#              MISTAKES     not empty: one engine of each role with the recommended settings that say how they were started, and two
+#                           decode engines of other settings; go test -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles'
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
 #              PORT         engines listen on PORT+1, +2 (prefill), +101, +102 (decode), +201 (reference), and NIXL's side
 #                           channels 1000 above; default 28100
@@ -52,9 +54,9 @@ ranks() { # PORT: the arguments of an engine with data-parallel ranks
 # engine NAME PORT [argument...]: one vLLM in its own process group. float32, so that text does not hang on the order of additions
 # in a batch; block size 32, as CPU attention refuses the default 16.
 engine() {
-  local name=$1 port=$2
+  local name=$1 port=$2 model=${model:-$dir/model}
   shift 2
-  VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) VLLM_MOONCAKE_BOOTSTRAP_PORT=$((port + 2000)) setsid "$dir/venv/bin/vllm" serve "$dir/model" \
+  VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) VLLM_MOONCAKE_BOOTSTRAP_PORT=$((port + 2000)) setsid "$dir/venv/bin/vllm" serve "$model" \
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override "${blocks:-2048}" \
     --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
@@ -76,6 +78,13 @@ if [ -n "${LEASES:-}" ]; then
     prefills=",\"kv_connector_extra_config\":{\"kv_lease_duration\":$LEASES}"
     decodes=',"kv_load_failure_policy":"recompute","kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":1}'
   fi
+fi
+if [ -n "${MISTAKES:-}" ]; then
+  ENGINES=1
+  export VLLM_SERVER_DEV_MODE=1
+  prefills=',"kv_connector_extra_config":{"kv_lease_duration":120}'
+  decodes=',"kv_load_failure_policy":"recompute","kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":1}'
+  odd=($((port + 103)) $((port + 104)))
 fi
 one() {
   local more=$decodes
@@ -116,6 +125,12 @@ for i in "${!decode[@]}"; do
   mapfile -t more < <(ranks "${decode[i]}")
   engine "decode-$i" "${decode[i]}" --kv-transfer-config "$(transfer kv_consumer)" ${more[@]+"${more[@]}"} ${more_decode[@]+"${more_decode[@]}"}
 done
+if [ -n "${MISTAKES:-}" ]; then
+  decodes=
+  engine odd-0 "${odd[0]}" --kv-transfer-config "$(transfer kv_consumer)" --block-size 64 --no-enable-prefix-caching
+  rm -rf "$dir/other-model" && cp -r "$dir/model" "$dir/other-model"
+  model=$dir/other-model engine odd-1 "${odd[1]}" --kv-transfer-config "$(transfer kv_consumer)" --dtype bfloat16
+fi
 if [ "${REFERENCE:-}" = prefill ]; then
   reference=${prefill[0]}
 else
@@ -124,10 +139,13 @@ fi
 for i in "${!prefill[@]}"; do ready "prefill-$i" "${prefill[i]}"; done
 for i in "${!decode[@]}"; do ready "decode-$i" "${decode[i]}"; done
 [ "${REFERENCE:-}" = prefill ] || ready reference "$reference"
+[ -z "${MISTAKES:-}" ] || { ready odd-0 "${odd[0]}" && ready odd-1 "${odd[1]}"; }
 
 addresses() { printf '127.0.0.1:%s\n' "$@" | paste -sd, -; }
 TANDEM_VLLM_PREFILL=$(addresses "${prefill[@]}")
 TANDEM_VLLM_DECODE=$(addresses "${decode[@]}")
+[ -z "${MISTAKES:-}" ] || TANDEM_VLLM_ODD=$(addresses "${odd[@]}")
+export TANDEM_VLLM_ODD=${TANDEM_VLLM_ODD:-}
 export TANDEM_VLLM_PREFILL TANDEM_VLLM_DECODE TANDEM_VLLM_DECODE_PID=${pids[decode-0]}
 export TANDEM_VLLM_REFERENCE=127.0.0.1:$reference
 case ${CONNECTOR:-} in

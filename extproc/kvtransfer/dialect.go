@@ -122,28 +122,47 @@ const (
 type Reports struct {
 	Connectors []string // names of vLLM's kv_connector; nil: unknown, or another engine
 	Stores     []string // if those are unknown: connectors of other dialects that can use a store
-	Alike      []Fact   // facts in which P and D must agree: otherwise one refuses the other's KV at the handshake
-	Release    bool     // engines of different releases refuse each other's KV, or misread it
-	Ranks      bool     // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
+	// Alike are the facts in which P and D must agree: otherwise one refuses the other's KV, or takes it for what it is
+	// not. [Dialect.Alike] has these, and what the rules of ranks and releases add.
+	Alike   kvstate.FactSet
+	Release bool // engines of different releases refuse each other's KV, or misread it
+	Ranks   bool // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
 }
 
-// Fact is a property that an engine reports, in words for people.
-type Fact string
+// vllmAlike returns the facts in which the engines of a pair must agree with any connector of vLLM. Each but the release
+// changes what a block is, or what its numbers mean. What the engines check themselves, and what not, is in
+// docs/protocols.md#which-engines-fit-each-other.
+func vllmAlike() kvstate.FactSet {
+	return kvstate.FactsOf(kvstate.FactModel, kvstate.FactRevision, kvstate.FactQuantization, kvstate.FactDtype,
+		kvstate.FactKVDtype, kvstate.FactBlockSize, kvstate.FactKVLayout, kvstate.FactAttention,
+		kvstate.FactSlidingWindow, kvstate.FactHybrid, kvstate.FactSpeculation)
+}
 
-// The facts in which engines must agree.
-const (
-	FactModel     Fact = "model"
-	FactRevision  Fact = "model revision"
-	FactDtype     Fact = "dtype"
-	FactKVDtype   Fact = "KV cache dtype"
-	FactBlockSize Fact = "block size"
-	FactBackend   Fact = "transfer backend"
-)
+// storeAlike is vllmAlike of engines that find blocks by their hashes.
+func storeAlike() kvstate.FactSet { return vllmAlike() | kvstate.FactsOf(kvstate.FactHashing) }
 
-// nixlAlike returns the facts that vLLM's NIXL connectors put into the hash that a handshake compares, as far as
-// engines report them (0.32.0, v1/nixl/metadata.py, compute_nixl_compatibility_hash), and the revision, which the hash
-// leaves out: other weights give the wrong text.
-func nixlAlike() []Fact { return []Fact{FactModel, FactRevision, FactDtype, FactKVDtype} }
+// ranks returns the fact that holds a rule of tensor-parallel sizes; none for AnyRanks.
+func (r RankRule) ranks() kvstate.FactSet {
+	switch r {
+	case RankToRank:
+		return kvstate.FactsOf(kvstate.FactRanks)
+	case RankMultiples:
+		return kvstate.FactsOf(kvstate.FactRankMultiples)
+	}
+	return 0
+}
+
+// Alike returns the facts in which the engines of a pair must agree.
+func (d *Dialect) Alike() kvstate.FactSet {
+	if d.Prefill == nil && d.Concurrent == nil {
+		return 0
+	}
+	alike := d.Reports.Alike | d.RankRule.ranks()
+	if d.Reports.Release {
+		alike |= kvstate.FactsOf(kvstate.FactRelease)
+	}
+	return alike
+}
 
 // The engines that a dialect belongs to.
 const (

@@ -64,7 +64,7 @@ func lmcacheDialect(o *Options) (Dialect, error) {
 	}
 	out := Dialect{
 		Name: "lmcache", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true}, RankRule: RankToRank,
-		Reports: Reports{Connectors: []string{"LMCacheConnectorV1"}, Ranks: true},
+		Reports: Reports{Connectors: []string{"LMCacheConnectorV1"}, Alike: vllmAlike(), Ranks: true},
 		Ports: []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort),
 			decodes("queryPort", 0)},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,

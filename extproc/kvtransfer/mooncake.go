@@ -29,7 +29,7 @@ func mooncakeDialect(*Options) (Dialect, error) {
 	return Dialect{
 		Name: "mooncake", Engine: EngineVLLM, Engines: Engines{VLLM: true, DataRanks: true}, Ports: bootstrapPorts(),
 		RankRule: RankMultiples, // vLLM 0.32.0, mooncake_connector.py, _get_tp_ratio
-		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
+		Reports:  Reports{Connectors: []string{"MooncakeConnector"}, Alike: vllmAlike()},
 		Concurrent: &Concurrent{
 			DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
 			Peers: &PeerSource{Ask: queryBootstrap},

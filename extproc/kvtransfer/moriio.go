@@ -32,7 +32,7 @@ func moriioDialect(*Options) (Dialect, error) {
 	d := newMoRIIO()
 	return Dialect{
 		Name: "moriio", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
-		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
+		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Alike: vllmAlike(), Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
 		Concurrent: &Concurrent{DecodesAlone: true, Unpairable: vllmUnpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer},
 	}, nil

@@ -43,7 +43,7 @@ func multiDialect(o *Options) (Dialect, error) {
 	d, err := newMulti(o.Members)
 	out := Dialect{
 		Name: "multi", Engine: EngineAny, Engines: Engines{VLLM: true},
-		Reports: Reports{Connectors: []string{"MultiConnector"}, Release: true},
+		Reports: Reports{Connectors: []string{"MultiConnector"}, Alike: vllmAlike(), Release: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}
 	if d.offload {

@@ -59,7 +59,7 @@ func (d nixl) dialect() Dialect {
 		Name: "nixl", Engine: EngineVLLM, Engines: Engines{VLLM: true, DataRanks: true},
 		RankRule: RankMultiples, // vLLM 0.32.0, kv_connector/utils.py, tp_ratio
 		Reports: Reports{
-			Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: nixlAlike(), Release: true,
+			Connectors: []string{"NixlConnector", "NixlPullConnector"}, Alike: vllmAlike(), Release: true,
 		},
 		Hold: Hold{Inline: true}, Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}

@@ -32,7 +32,7 @@ func nixlPushDialect(*Options) (Dialect, error) {
 	d := newNIXLPush()
 	out := d.nixl.dialect()
 	out.Name, out.Inline = "nixl-push", false
-	out.Reports.Connectors, out.Reports.Release = []string{"NixlPushConnector"}, false
+	out.Reports.Connectors = []string{"NixlPushConnector"}
 	out.Concurrent = &Concurrent{DecodesAlone: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,
 		Peers: &PeerSource{}}
 	return out, nil

@@ -32,7 +32,7 @@ func offloadDialect(*Options) (Dialect, error) {
 	d := newOffload()
 	return Dialect{
 		Name: "offload", Engine: EngineAny, Engines: Engines{VLLM: true, Experimental: true, EitherLeg: true},
-		Reports: Reports{Connectors: []string{"OffloadingConnector"}, Release: true},
+		Reports: Reports{Connectors: []string{"OffloadingConnector"}, Alike: storeAlike(), Release: true},
 		Ports:   p2pPorts(),
 		Hold:    Hold{Inline: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember, Pull: d.Pull,

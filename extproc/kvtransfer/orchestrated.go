@@ -43,6 +43,7 @@ func orchestratedDialect(o *Options) (Dialect, error) {
 	return Dialect{
 		Name: "orchestrated", Engine: EngineAny, Engines: Engines{Experimental: true},
 		APIs:    []openai.API{openai.Chat, openai.Completions},
+		Reports: Reports{Alike: vllmAlike()},
 		Hold:    Hold{Lease: standstill.DefaultLease}, // nothing is known of the engine: it may be vLLM with NIXL
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}, nil

@@ -33,7 +33,7 @@ func p2pNCCLDialect(*Options) (Dialect, error) {
 	return Dialect{
 		Name: "p2p-nccl", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
 		RankRule: RankToRank, // save_kv_layer sends to D's port + P's rank, and D's rank waits for its own part
-		Reports:  Reports{Connectors: []string{"P2pNcclConnector"}},
+		Reports:  Reports{Connectors: []string{"P2pNcclConnector"}, Alike: vllmAlike()},
 		Ports:    []Port{{Name: "transfer.kvPort", Roles: kvstate.RoleBoth}}, Validate: d.Validate,
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, PrefillFirst: true, Unpairable: d.Unpairable, Plan: d.Plan, ReadAnswer: d.ReadAnswer,

@@ -31,7 +31,7 @@ func mooncakePullDialect(o *Options) (Dialect, error) {
 	return Dialect{
 		Name: "mooncake-0.13", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
 		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
-		Reports:  Reports{Connectors: []string{"MooncakeConnector"}},
+		Reports:  Reports{Connectors: []string{"MooncakeConnector"}, Alike: vllmAlike()},
 		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
 		Hold:     Hold{Inline: true, Lease: cmp.Or(o.Lease, mooncakeAbort), Final: true},
 		Prefill:  d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
@@ -56,7 +56,7 @@ func moriioReadDialect(o *Options) (Dialect, error) {
 	d := moriioRead{newNIXL(false), max(o.DecodeTP, 1), max(o.DecodeDP, 1)}
 	return Dialect{
 		Name: "moriio-read", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
-		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Ranks: true},
+		Reports: Reports{Connectors: []string{"MoRIIOConnector"}, Alike: vllmAlike(), Ranks: true},
 		Ports:   moriioPorts(), Validate: sameSizes,
 		Hold:    Hold{Inline: true, Lease: cmp.Or(o.Lease, moriioDefer), Final: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,

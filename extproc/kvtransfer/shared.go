@@ -21,7 +21,7 @@ func sharedDialect(*Options) (Dialect, error) {
 	return Dialect{
 		Name: "shared", Engine: EngineAny, Engines: Engines{EitherLeg: true, DataRanks: true}, Hold: Hold{Inline: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
-		Reports: Reports{Stores: []string{"LMCacheConnectorV1", "MultiConnector"}},
+		Reports: Reports{Stores: []string{"LMCacheConnectorV1", "MultiConnector"}, Alike: storeAlike()},
 	}, nil
 }
 

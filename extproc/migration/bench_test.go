@@ -1,6 +1,7 @@
 package migration
 
 import (
+	"strings"
 	"testing"
 
 	"tandem/extproc/openai"
@@ -26,7 +27,8 @@ func flowing(t testing.TB, joined bool) *Stream {
 			t.Fatal(reason)
 		}
 		s.head.id = []byte(`"chatcmpl-ffff456789abcdef"`)
-		s.Feed(s.Feed(nil, []byte(firstEvent)), []byte(nextEvent))
+		first := strings.Replace(firstEvent, "9,10]", "9,10,31337]", 1)
+		s.Feed(s.Feed(nil, []byte(first)), []byte(nextEvent))
 	}
 	return &s
 }

@@ -1,6 +1,7 @@
 package migration
 
 import (
+	"strconv"
 	"unicode/utf8"
 
 	"tandem/extproc/openai"
@@ -21,7 +22,9 @@ type event struct {
 	role                              bool
 	empty                             bool // a delta without any member
 	other                             bool // a delta with reasoning, tool calls or the like
-	failed                            bool // an error in place of choices
+	unknown                           bool // a member that may have a text, and that nothing is known of
+	failed                            bool // an error in place of choices ...
+	code                              int  // ... with this code; 0: none
 }
 
 // parser reads JSON once, from left to right, and validates it. After bad nothing it returns counts.
@@ -121,17 +124,40 @@ func (p *parser) event() (e event, ok bool) {
 		case "prompt_token_ids":
 			p.once(&e.prompt)
 		case "error":
-			e.failed = !p.isNull(p.value()) || e.failed
+			p.failure(&e)
 		case "choices":
 			for more := p.open('['); more; more = p.more(']') {
 				p.choice(&e)
 				e.choices++
 			}
-		default:
+		case "system_fingerprint", "service_tier", "metrics": // vLLM's, which say nothing of the answer
 			p.value()
+		default:
+			p.strange(&e)
 		}
 	}
 	return e, !p.bad && p.i == len(p.b)
+}
+
+// strange reads the value of a member that is not known. A number is no text.
+func (p *parser) strange(e *event) {
+	text := p.text(p.value())
+	e.unknown = e.unknown || len(text) > 2 && (text[0] == '"' || text[0] == '[' || text[0] == '{')
+}
+
+// failure reads what an engine says in place of an answer.
+func (p *parser) failure(e *event) {
+	if p.bad || p.i >= len(p.b) || p.b[p.i] != '{' {
+		e.failed = !p.isNull(p.value()) || e.failed
+		return
+	}
+	e.failed = true
+	for more := p.open('{'); more; more = p.more('}') {
+		key := string(p.key())
+		if v := p.value(); key == "code" && !p.bad {
+			e.code, _ = strconv.Atoi(string(p.text(v)))
+		}
+	}
 }
 
 func (p *parser) choice(e *event) {
@@ -151,8 +177,10 @@ func (p *parser) choice(e *event) {
 			p.once(&e.ids)
 		case "prompt_token_ids":
 			p.once(&e.prompt)
-		default:
+		case "stop_reason":
 			p.value()
+		default:
+			p.strange(e)
 		}
 	}
 }

@@ -3,6 +3,7 @@ package migration
 import (
 	"bytes"
 	"encoding/json"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -46,7 +47,39 @@ func FuzzFeed(f *testing.F) {
 				pieces.Release(pieces.End(pieces.Feed(nil, stream))) // of another engine, which may write anything
 			}
 		}
+		goesOn(t, stream, a, b)
 	})
+}
+
+// goesOn has another engine continue an answer with a stream of any bytes behind some that are well formed. On the way
+// the memory ends: by [Stream.Forget], or at the bound. What is held stays within that, and a second answer of the same
+// bytes, which is not forgotten, gives the client no other ones.
+func goesOn(t *testing.T, stream []byte, a, b uint16) {
+	t.Helper()
+	good := strings.Replace(firstEvent, "9,10]", "9,10,31337]", 1) + strings.Repeat(nextEvent, int(a)%5)
+	for _, bound := range []bool{false, true} {
+		kept, lost := flowing(t, false), flowing(t, false)
+		for _, s := range []*Stream{kept, lost} {
+			s.Feed(nil, []byte(strings.Repeat(nextEvent, int(b)%5)))
+			require.Empty(t, s.Continue())
+		}
+		var want, got []byte
+		for i, rest := 0, append([]byte(good), stream...); len(rest) > 0; i++ {
+			n := min(int(a)%97+1, len(rest))
+			if i == int(b)%64 && bound {
+				lost.of.maxBytes = 4096
+			} else if i == int(b)%64 {
+				lost.Forget("memory")
+				require.NotEmpty(t, lost.Continue())
+			}
+			want, got, rest = kept.Feed(want, rest[:n]), lost.Feed(got, rest[:n]), rest[n:]
+			if i >= int(b)%64 && bound {
+				require.LessOrEqual(t, lost.bytes(), 4096+len(good))
+			}
+		}
+		want, got = kept.End(want), lost.End(got)
+		require.True(t, bytes.HasPrefix(want, got) || bytes.HasPrefix(got, want), "%q\n%q", want, got)
+	}
 }
 
 // FuzzEvent requires that what is taken for an event is JSON.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"math"
 	"strconv"
+	"time"
 
 	"tandem/extproc/openai"
 )
@@ -17,6 +18,9 @@ type Policy struct {
 	MinAnswer int64
 	// Most is how often one answer may be continued. Default 8.
 	Most int
+	// DiesWithin is how soon after it took over an engine's death may be the answer's doing: then no other engine is
+	// asked. Default 30 s.
+	DiesWithin time.Duration
 	// Inexact also admits requests whose continued answer is valid but may differ from the uninterrupted one: those
 	// with a seed and a temperature, and those with frequency_penalty, presence_penalty or bad_words, which count only
 	// what the engine itself has generated.
@@ -29,10 +33,14 @@ type Policy struct {
 const (
 	defaultMaxBytes = 4 << 20
 	defaultMost     = 8
+	defaultDies     = 30 * time.Second
 )
 
 // Limit returns how often one answer may be continued.
 func (p *Policy) Limit() int { return cmp.Or(p.Most, defaultMost) }
+
+// Soon returns [Policy.DiesWithin], or its default.
+func (p *Policy) Soon() time.Duration { return cmp.Or(p.DiesWithin, defaultDies) }
 
 // maxStop bounds the length of stop strings, in characters: as many places to continue from are remembered.
 const maxStop = 256
@@ -42,16 +50,18 @@ type Reason string
 
 // Reasons that arise while an answer passes. [Refusal] has others.
 const (
-	NoIDs      Reason = "no_ids"     // the engine does not answer token ids
-	NotContent Reason = "not_text"   // reasoning or a tool call, whose parsers begin anew on another engine
-	TooLong    Reason = "too_long"   // Policy.MaxBytes
-	Format     Reason = "format"     // not a stream of one choice in the form of vLLM
-	Sampled    Reason = "sampled"    // text that the client has would have to be generated again, and would differ
-	Complete   Reason = "complete"   // the client has the finish reason: Finish ends the stream
-	Failed     Reason = "failed"     // the engine reported an error, or ended the answer without a finish reason
-	Different  Reason = "different"  // the next engine generated other tokens in place of those that the client has
-	NoTokens   Reason = "limit"      // no token is left of max_tokens
-	secondRole Reason = "role_again" // the role came with other things
+	NoIDs      Reason = "no_ids"        // the engine does not answer token ids
+	NotContent Reason = "not_text"      // reasoning or a tool call, whose parsers begin anew on another engine
+	TooLong    Reason = "too_long"      // Policy.MaxBytes
+	Format     Reason = "format"        // not a stream of one choice in the form of vLLM: the client has unknown bytes
+	Sampled    Reason = "sampled"       // text that the client has would have to be generated again, and would differ
+	Complete   Reason = "complete"      // the client has the finish reason: Finish ends the stream
+	Failed     Reason = "failed"        // the engine reported an error, or ended the answer without a finish reason
+	Refused    Reason = "refused"       // the engine says that the request is at fault: another one would say the same
+	Different  Reason = "different"     // the next engine generated other tokens in place of those that the client has
+	OtherStart Reason = "not_continued" // the next engine had another prompt than the one that it was asked with
+	NoTokens   Reason = "limit"         // no token is left of max_tokens
+	secondRole Reason = "role_again"    // the role came with other things
 )
 
 // Refusal returns the reason why the answer to a request could not be continued, "" if it may be.

@@ -13,11 +13,13 @@ import (
 // before, stays as it is: it can follow the engine before, if no other one answers.
 func (s *Stream) Continue() Reason {
 	switch {
+	case s.reason == Format:
+		return Format
 	case s.seen.finish:
 		return Complete
 	case s.reason != "":
 		return s.reason
-	case s.prompt == nil && s.seen.role:
+	case s.prompt == nil && s.seen.event:
 		return NoIDs
 	}
 	usable, m, chars := s.place()
@@ -30,7 +32,7 @@ func (s *Stream) Continue() Reason {
 	s.base, s.tokens, s.chars = m.tokens, m.tokens, chars
 	s.marks.all, s.marks.open = slices.Clone(s.marks.all[:usable]), mark{} // the next engine's come behind
 	s.in, s.broken, s.rest = splitter{}, "", nil
-	s.joined = s.prompt != nil
+	s.joined, s.proven, s.hushed = s.prompt != nil, false, s.seen.comment
 	return ""
 }
 
@@ -96,6 +98,9 @@ func (s *Stream) limit(p *openai.Patch) {
 	}
 }
 
+// PromptTokens returns the number of token ids that the continuing engine gets.
+func (s *Stream) PromptTokens() int { return s.length + s.base }
+
 // AppendPrompt appends the token ids that the continuing engine gets, as a JSON array: those of the prompt, and of the
 // answer up to the place where [Stream.Continue] goes on.
 func (s *Stream) AppendPrompt(dst []byte) []byte {
@@ -114,14 +119,14 @@ func (s *Stream) Finish(dst []byte) []byte {
 	if s.seen.done || !s.seen.finish {
 		return dst
 	}
-	if s.of.usage && !s.seen.usage && s.prompt != nil {
+	if s.of.usage && !s.seen.usage && s.length > 0 && s.head.id != nil {
 		dst = append(append(dst, `data: {"id":`...), s.head.id...)
 		dst = append(append(dst, `,"object":`...), s.head.object...)
 		dst = append(append(dst, `,"created":`...), s.head.created...)
 		dst = append(append(dst, `,"model":`...), s.head.model...)
 		dst = append(dst, `,"choices":[],"usage":{"prompt_tokens":`...)
-		dst = strconv.AppendInt(dst, int64(len(s.prompt)), 10)
-		dst = strconv.AppendInt(append(dst, `,"total_tokens":`...), int64(len(s.prompt)+s.tokens), 10)
+		dst = strconv.AppendInt(dst, int64(s.length), 10)
+		dst = strconv.AppendInt(append(dst, `,"total_tokens":`...), int64(s.length+s.tokens), 10)
 		dst = strconv.AppendInt(append(dst, `,"completion_tokens":`...), int64(s.tokens), 10)
 		if s.Cached >= 0 {
 			dst = strconv.AppendInt(append(dst, `,"prompt_tokens_details":{"cached_tokens":`...), s.Cached, 10)
@@ -162,7 +167,7 @@ func (s *Stream) countUsage(out *edits, p *parser) {
 		case key == "cached_tokens" && s.Cached >= 0:
 			out.number(v, s.Cached)
 		case key == "cached_tokens":
-			out.number(v, min(n, int64(len(s.prompt))))
+			out.number(v, min(n, int64(s.length)))
 		}
 	}
 }
@@ -236,4 +241,30 @@ func elementsEnd(array []byte, n int) int {
 		}
 	}
 	return len(array)
+}
+
+// numbers returns how many numbers an array has, if it is one.
+func numbers(array []byte) int {
+	if len(array) < 3 || array[0] != '[' {
+		return 0
+	}
+	return bytes.Count(array, []byte(",")) + 1
+}
+
+// sameIDs reports whether an array has the ids of parts.
+func sameIDs(array []byte, parts ...[]uint32) bool {
+	p := parser{b: array}
+	more := p.open('[')
+	for _, ids := range parts {
+		for _, id := range ids {
+			if !more {
+				return false
+			}
+			if n, err := strconv.ParseUint(string(p.text(p.value())), 10, 32); err != nil || uint32(n) != id {
+				return false
+			}
+			more = p.more(']')
+		}
+	}
+	return !more && !p.bad
 }

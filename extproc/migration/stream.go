@@ -2,6 +2,7 @@ package migration
 
 import (
 	"bytes"
+	"cmp"
 	"slices"
 
 	"tandem/extproc/openai"
@@ -18,7 +19,8 @@ type Stream struct {
 	in     splitter
 	head   head
 	seen   seen
-	prompt []uint32
+	prompt []uint32 // nil: not known, or not kept any more
+	length int      // of the prompt, in tokens
 	ids    []uint32 // of the answer. Those from tokens on are of a previous attempt, and should be generated again
 	base   int      // tokens of the answer that the present attempt got with its prompt
 	tokens int      // tokens of the answer up to the present event
@@ -27,6 +29,8 @@ type Stream struct {
 	shown  int      // tokens of the answer whose events the client has
 	marks  marks
 	joined bool   // the client has a part of the answer from an attempt before
+	proven bool   // the present attempt, which continues it, had the prompt that it was asked with
+	hushed bool   // comments of the present attempt are left out, until its first event
 	reason Reason // why it cannot be continued
 	broken Reason // why the present attempt is not followed any more
 	rest   []byte // what a broken attempt wrote from there on
@@ -45,7 +49,8 @@ type terms struct {
 // head has the members of the first event that all events repeat, as JSON text.
 type head struct{ id, object, created, model []byte }
 
-type seen struct{ role, finish, usage, done bool }
+// seen is what the client has got.
+type seen struct{ event, comment, role, finish, usage, done bool }
 
 // NewStream returns the stream of the answer to a request for which [Refusal] had no reason. It does not keep r.
 func NewStream(r *openai.Request, policy Policy) Stream {
@@ -91,7 +96,7 @@ func (s *Stream) Feed(dst, chunk []byte) []byte {
 		chunk = chunk[end:]
 		switch {
 		case s.in.over:
-			if dst = s.overlong(dst, piece); whole {
+			if dst = s.unread(dst, piece, s.reason); whole {
 				s.in.over = false
 			}
 		case whole && len(s.in.held) == 0:
@@ -102,8 +107,8 @@ func (s *Stream) Feed(dst, chunk []byte) []byte {
 			s.in.drop()
 		default:
 			s.in.held = append(s.in.held, piece...)
-			if s.bytes() > s.of.maxBytes {
-				dst = s.overlong(dst, s.in.held)
+			if reason := s.unreadable(); reason != "" {
+				dst = s.unread(dst, s.in.held, reason)
 				s.in.drop()
 				s.in.over = true
 			}
@@ -112,13 +117,29 @@ func (s *Stream) Feed(dst, chunk []byte) []byte {
 	return dst
 }
 
-// overlong passes bytes of an event that is too long to be read.
-func (s *Stream) overlong(dst, piece []byte) []byte {
+// unreadable returns why the beginning of an event is not kept until its end has come, "" if it is.
+func (s *Stream) unreadable() Reason {
+	const most = 4 << 10 // more does not arrive in one piece that was read before
+	if !framed(s.in.held[:min(len(s.in.held), most)]) {
+		return Format
+	}
+	if s.bytes() > s.of.maxBytes && s.joined {
+		s.give(TooLong)
+	}
+	if s.bytes() > s.of.maxBytes {
+		return TooLong
+	}
+	return ""
+}
+
+// unread passes bytes of an event that is not read.
+func (s *Stream) unread(dst, piece []byte, reason Reason) []byte {
 	if s.joined {
-		s.breakOff(TooLong, nil)
+		s.breakOff(cmp.Or(reason, Format), nil)
 		return dst
 	}
-	s.give(TooLong)
+	s.give(reason)
+	s.seen.event, s.hushed = true, false
 	return append(dst, piece...)
 }
 
@@ -135,7 +156,11 @@ func (s *Stream) End(dst []byte) []byte {
 		}
 		s.in = splitter{}
 	}
-	if s.following() && s.broken == "" && !s.seen.done {
+	switch {
+	case !s.following() || s.broken != "" || s.seen.done:
+	case !s.joined && !s.seen.event: // it has ended, and said nothing: another engine is not asked for that
+		s.give(Format)
+	default:
 		s.breakOff(Failed, nil)
 	}
 	return dst
@@ -144,7 +169,7 @@ func (s *Stream) End(dst []byte) []byte {
 // readable reports whether the bytes of an event without its empty line are whole.
 func readable(held []byte) bool {
 	data, ok := dataLine(held)
-	p := parser{b: held[:data.to], i: data.from}
+	p := parser{b: held[:max(data.to, data.from)], i: data.from}
 	if ok && string(p.text(data)) != "[DONE]" && !data.none() {
 		_, ok = p.event()
 	}
@@ -166,8 +191,18 @@ func (s *Stream) give(reason Reason) {
 	if s.reason == "" {
 		s.reason = reason
 	}
-	if !s.joined { // what was sent already is still compared
-		s.prompt, s.ids, s.marks = nil, nil, marks{}
+	s.marks = marks{}
+	s.free()
+}
+
+// free frees what an answer that cannot be continued does not need. One that has been continued still needs the prompt,
+// until the present attempt has proven that it had that, and the ids of what was sent already.
+func (s *Stream) free() {
+	if s.joined && !s.proven {
+		return
+	}
+	if s.prompt = nil; !s.joined || s.tokens >= len(s.ids) {
+		s.ids = nil
 	}
 }
 
@@ -199,13 +234,16 @@ func (s *Stream) pass(dst, raw []byte) []byte {
 		s.breakOff(s.broken, raw)
 		return dst
 	case ok && data.none(): // a comment
+		if s.seen.comment = true; s.hushed {
+			return dst
+		}
 		return append(dst, raw...)
 	case ok && string(raw[data.from:data.to]) == "[DONE]":
 		if s.following() && !s.seen.finish {
 			s.breakOff(Failed, raw)
 			return dst
 		}
-		s.seen.done = true
+		s.seen.done, s.seen.event = true, true
 		return append(dst, raw...)
 	}
 	p := parser{b: raw[:max(data.to, data.from)], i: data.from}
@@ -219,13 +257,29 @@ func (s *Stream) pass(dst, raw []byte) []byte {
 			s.breakOff(reason, raw)
 			return dst
 		case !valid:
-			s.give(reason)
-			return append(dst, raw...)
+			return s.unread(dst, raw, reason)
 		case reason != Failed:
 			s.give(reason)
 		}
 	}
+	if s.joined && !s.proven {
+		if reason := s.prove(&p, &e); reason != "" {
+			s.breakOff(reason, raw)
+			return dst
+		}
+	}
+	s.hushed = false
 	return s.write(dst, raw, &p, &e)
+}
+
+// prove checks that an engine which was asked to continue the answer had the prompt that it was asked with: vLLM tells
+// it in its first event. An engine that ignores the ids (another release) begins the answer anew.
+func (s *Stream) prove(p *parser, e *event) Reason {
+	if p.isNull(e.prompt) || !sameIDs(p.text(e.prompt), s.prompt, s.ids[:s.base]) {
+		return OtherStart
+	}
+	s.proven = true
+	return ""
 }
 
 // check returns the reason why an event's answer cannot be continued, or must not be joined.
@@ -233,11 +287,13 @@ func (s *Stream) check(p *parser, e *event, valid bool) Reason {
 	switch {
 	case !valid:
 		return Format
+	case e.failed && e.code >= 400 && e.code < 500 && e.code != 408 && e.code != 429 && !s.joined:
+		return Refused
 	case e.failed, !p.isNull(e.finish) && string(p.text(e.finish)) == `"abort"`:
 		return Failed
 	case e.other:
 		return NotContent
-	case e.choices > 1, e.choices == 1 && !e.choice:
+	case e.unknown, e.choices > 1, e.choices == 1 && !e.choice:
 		return Format
 	case !p.isNull(e.text) && !p.isString(e.text), p.isNull(e.id), p.isNull(e.created):
 		return Format
@@ -279,6 +335,7 @@ func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
 		return dst
 	}
 	s.cut(&out, p, e, drop, again)
+	s.seen.event = true
 	s.seen.role = s.seen.role || e.role
 	s.seen.finish = s.seen.finish || !p.isNull(e.finish)
 	s.seen.usage = s.seen.usage || !p.isNull(e.usage) && e.choices == 0
@@ -313,7 +370,7 @@ func (s *Stream) remember(p *parser, e *event) {
 		return text
 	}
 	s.head = head{id: cut(e.id), object: cut(e.object), created: cut(e.created), model: cut(e.model)}
-	if s.prompt = ids; s.bytes() > s.of.maxBytes {
+	if s.prompt, s.length = ids, len(ids); s.bytes() > s.of.maxBytes {
 		s.give(TooLong)
 	}
 }
@@ -321,8 +378,8 @@ func (s *Stream) remember(p *parser, e *event) {
 // take adds an event's token ids to the answer's, or compares them with those that an attempt before has generated. It
 // returns a reason if ids are missing, or if the client has text of other ids already.
 func (s *Stream) take(p *parser, e *event) (count int, reason Reason) {
-	if s.reason != "" && !s.joined {
-		return 0, ""
+	if s.reason != "" && (!s.joined || s.tokens >= len(s.ids)) { // nothing is kept, and nothing to compare with
+		return numbers(p.text(e.ids)), ""
 	}
 	if p.isNull(e.ids) {
 		if p.hasText(e.text) {
@@ -330,7 +387,7 @@ func (s *Stream) take(p *parser, e *event) (count int, reason Reason) {
 		}
 		return 0, ""
 	}
-	if s.prompt == nil {
+	if s.length == 0 {
 		return 0, NoIDs
 	}
 	old := len(s.ids)
@@ -350,7 +407,7 @@ func (s *Stream) take(p *parser, e *event) (count int, reason Reason) {
 		s.shown = from
 	}
 	if s.reason != "" {
-		s.ids = s.ids[:max(old, from)] // no more is kept
+		s.ids = s.ids[:min(len(s.ids), old)] // no more is kept
 	} else if s.bytes() > s.of.maxBytes {
 		s.give(TooLong)
 	}
@@ -366,7 +423,9 @@ func (s *Stream) advance(p *parser, e *event, count int) (drop int) {
 	drop = min(max(s.sent-s.chars, 0), n)
 	s.chars, s.tokens = s.chars+n, s.tokens+count
 	s.sent, s.shown = max(s.sent, s.chars), max(s.shown, s.tokens)
-	if s.reason == "" && n > 0 {
+	if s.reason != "" {
+		s.free()
+	} else if n > 0 {
 		s.marks.add(mark{s.tokens, s.chars}, count, p.text(e.text), s.of.hold == 0)
 	}
 	return drop
@@ -466,26 +525,44 @@ func (s *splitter) drop() {
 	}
 }
 
-// dataLine returns the place of an event's data; none: it has no data. ok is false if it has more than one line of it.
+// dataLine returns the place of an event's data; none: it has no data, but comments. ok is false if it has more than one
+// line of data, or a line that is neither, or lines that end in a CR alone.
 func dataLine(raw []byte) (data span, ok bool) {
 	for from := 0; from < len(raw); {
 		end := from + bytes.IndexByte(raw[from:], '\n')
+		next := end + 1
 		if end < from {
-			end = len(raw)
+			end, next = len(raw), len(raw)
 		}
-		if line := raw[from:end]; bytes.HasPrefix(line, []byte("data:")) {
-			if !data.none() {
-				return data, false
-			}
-			data = span{from + len("data:"), end}
+		if end > from && raw[end-1] == '\r' {
+			end--
+		}
+		switch line := raw[from:end]; {
+		case bytes.IndexByte(line, '\r') >= 0:
+			return data, false
+		case len(line) == 0 || line[0] == ':':
+		case !bytes.HasPrefix(line, dataField) || !data.none():
+			return data, false
+		default:
+			data = span{from + len(dataField), end}
 			if data.from < data.to && raw[data.from] == ' ' {
 				data.from++
 			}
-			if data.to > data.from && raw[data.to-1] == '\r' {
-				data.to--
-			}
 		}
-		from = end + 1
+		from = next
 	}
 	return data, true
+}
+
+var dataField = []byte("data:")
+
+// framed reports whether the beginning of an event may become one that [dataLine] reads.
+func framed(held []byte) bool {
+	last := bytes.LastIndexByte(held, '\n') + 1
+	if _, ok := dataLine(held[:last]); !ok {
+		return false
+	}
+	line := bytes.TrimSuffix(held[last:], []byte("\r"))
+	return bytes.IndexByte(line, '\r') < 0 &&
+		(len(line) == 0 || line[0] == ':' || bytes.HasPrefix(line, dataField) || bytes.HasPrefix(dataField, line))
 }

@@ -57,6 +57,12 @@ func (x *Pass) choose(ctx context.Context) error {
 func (x *Pass) look() {
 	r := &x.Req
 	x.shared.State.View(r.Pool, r.Hashes, &x.view)
+	if x.Continues {
+		now := time.Now()
+		x.view.Endpoints = slices.DeleteFunc(x.view.Endpoints, func(c kvstate.Candidate) bool {
+			return !c.Endpoint.Continues(now)
+		})
+	}
 	if r.Session != 0 {
 		x.shared.State.MarkSession(r.Pool, r.Session, &x.view)
 	}

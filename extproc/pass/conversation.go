@@ -123,7 +123,7 @@ func (s *Shared) TurnFailed(next *kvtransfer.Ticket, requestID string, status in
 // sameEngines reports whether two endpoints are known to read each other's blocks. A pair needs less: it is enough that
 // nothing is known against it.
 func sameEngines(a, b *kvstate.Endpoint) bool {
-	return a.Group == b.Group && a.Engine == b.Engine && a.Layout == b.Layout &&
+	return a.Group == b.Group && a.Engine == b.Engine && a.Report() == b.Report() &&
 		a.Transfer.Release == b.Transfer.Release
 }
 

@@ -87,6 +87,7 @@ type Pass struct {
 	Source     *kvstate.Source // the connection that its reservations end with; nil: unknown
 	ID         string          // of the request
 	ReservedAs string          // name of its reservations
+	Continues  bool            // another engine is to go on with an answer that one has begun
 
 	Req    plan.Request
 	view   kvstate.View
@@ -118,9 +119,9 @@ func (x *Pass) Reset() {
 	x.waiter.Committed()
 	x.waiter.Reset()
 	x.Req.Reset()
-	x.Head, x.Source, x.ID, x.ReservedAs = Head{}, nil, "", ""
+	x.Head, x.Source, x.ID, x.ReservedAs, x.Continues = Head{}, nil, "", "", false
 	x.policy, x.want, x.asked, x.choice = nil, want{}, picker.Request{}, picker.Choice{}
-	x.Prefilled.pair, x.Prefilled.ID, x.Rest = kvtransfer.Pair{}, "", nil
+	x.Prefilled.pair, x.Prefilled.ID, x.Prefilled.Asked, x.Rest = kvtransfer.Pair{}, "", 0, nil
 	x.Explanation, x.Planned = nil, telemetry.Planned{}
 }
 

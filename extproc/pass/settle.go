@@ -2,7 +2,9 @@ package pass
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"tandem/extproc/faults"
@@ -24,8 +26,18 @@ type Answer struct {
 	Body                []byte
 	Over                bool // Body is not all
 	Details, RetryAfter []byte
-	Inline              bool // it came with pass 2
-	Cut, Overdue        bool // inside Envoy: it broke off, or did not come in time
+	Load                []byte // that the engine reports with it (ORCA)
+	NoMemory            bool   // Body is not all, because there was no memory for it
+	Inline              bool   // it came with pass 2
+	Cut, Overdue        bool   // inside Envoy: it broke off after it had begun, or did not come in time
+}
+
+// Settled is what P's answer leads to: another pass, or the client's answer.
+type Settled struct {
+	Next    *kvtransfer.Ticket // the request goes on with it; nil: it ends here
+	Err     *openai.Error      // the client gets it; nil: it gets Answer
+	Answer  []byte             // the body that the client gets with the headers of P's answer
+	Refused bool               // Answer is P's own refusal, without what Tandem had added for P
 }
 
 // Prefilled settles prefill legs by P's answers, for one stream.
@@ -33,20 +45,27 @@ type Prefilled struct {
 	shared *Shared
 	meter  *telemetry.Meter
 	ID     string          // of the request
+	Asked  int             // tokens of the prompt that P was asked with: an answer is continued; 0: unknown
 	pair   kvtransfer.Pair // scratch
 	ids    []uint32        // scratch for token ids
 }
 
-// Settle settles a prefill leg that ended with P's answer, for the leg's filter and for pass 2: it releases what P
-// held, counts the result, and returns the next ticket. final is the client's answer, if the request ends here.
-func (x *Prefilled) Settle(
-	ctx context.Context, t *kvtransfer.Ticket, a *Answer,
-) (next *kvtransfer.Ticket, final []byte) {
+// Settle settles a prefill leg that ended with P's answer, for the leg's filter, for the call of P inside Envoy, and for
+// pass 2: it learns from the answer, releases what P held (all that the request held, if that ends here), counts the
+// result, and says how the request goes on.
+func (x *Prefilled) Settle(ctx context.Context, t *kvtransfer.Ticket, a *Answer) Settled {
 	s, took := x.shared, x.shared.Since(t)
-	next, final = x.afterPrefill(t, a)
+	x.observeLoad(t, a.Load)
+	if plan.ClientsFault(a.Code) {
+		x.meter.PrefillRefused(t, a.Code, took)
+		s.Release(HeldBy(t))
+		return refused(a)
+	}
+	next, final := x.afterPrefill(t, a)
 	if final != nil {
+		s.Release(HeldBy(t))
 		x.meter.PrefillEnded(x.ID, t, a.Code, took, nil)
-		return nil, final
+		return Settled{Answer: final}
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(ctx, t)
@@ -57,8 +76,30 @@ func (x *Prefilled) Settle(
 	} else {
 		s.State.Complete(HeldBy(t).Prefill)
 	}
+	if next.Stage == kvtransfer.HandOver && !a.Inline && s.Reclaim.Enabled(t.Pool) {
+		// before it is sent on: the end of the request may be reported at any moment after
+		s.Reclaim.Record(next, x.ID, next.Params, next.Decode, false)
+	}
 	x.meter.PrefillEnded(x.ID, t, a.Code, took, next)
-	return next, nil
+	return Settled{Next: next}
+}
+
+// refused is P's refusal of the request itself, for the client.
+func refused(a *Answer) Settled {
+	switch {
+	case a.NoMemory:
+		return Settled{Err: openai.ServerBusy()}
+	case a.Over || a.Cut:
+		return Settled{Err: openai.BadRequest("prefill_refused", "", "the prefill endpoint refused this request")}
+	}
+	return Settled{Answer: openai.CutEcho(nil, a.Body), Refused: true}
+}
+
+// Cut counts an answer of P's whose rest will not come: P has finished, and nobody can name the blocks that it keeps.
+func (s *Shared) Cut(t *kvtransfer.Ticket) {
+	if policy, _ := s.Policy(t.Pool); policy.Dialect.Prefill != nil {
+		s.Reclaim.Left(t, reclaim.AnswerCut)
+	}
 }
 
 // InlineID derives the id of an inline hand-over from that of the prefill leg's ticket. It differs from the id that
@@ -68,8 +109,8 @@ func InlineID(id [16]byte) [16]byte {
 	return id
 }
 
-// ObserveLoad records the load that P reports with its answer.
-func (x *Prefilled) ObserveLoad(t *kvtransfer.Ticket, load []byte) {
+// observeLoad records the load that P reports with its answer.
+func (x *Prefilled) observeLoad(t *kvtransfer.Ticket, load []byte) {
 	e := plan.EndpointOf(x.shared.State, t.Pool, t.Prefill)
 	if len(load) == 0 || e == nil {
 		return
@@ -112,7 +153,10 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		x.shared.Reclaim.Left(t, next.Cause)
 		return &next, nil
 	}
-	if a.Code != 200 || a.Over {
+	if a.Code != 200 || a.Over || a.Cut {
+		if a.Cut || a.Code == 200 {
+			x.shared.Cut(t)
+		}
 		x.prefillFailed(&next, a)
 		return &next, nil
 	}
@@ -131,6 +175,14 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		x.prefillFailed(&next, a)
 		return &next, nil
 	}
+	if x.Asked > 0 && got.PromptTokens != int64(x.Asked) {
+		got.Params, got.Final = nil, nil
+		got.Unused = fmt.Sprintf("it was asked with %d token ids and computed %d: it does not continue answers",
+			x.Asked, got.PromptTokens)
+		if pool != nil {
+			x.shared.DoesNotContinue(pool, t.Prefill, x.ID)
+		}
+	}
 	if got.Unused != "" {
 		x.log(slog.LevelInfo, "KV parameters not handed on: decode computes the prompt",
 			"endpoint", t.Prefill, "why", got.Unused)
@@ -139,21 +191,32 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		_, peer, _ := c.ReadAnswer(a.Body, nil)
 		policy.LearnEngine(t.Prefill, peer)
 	}
-	if pool != nil {
-		x.shared.MarkGood(pool, t.Prefill)
-		x.learn(pool, t, &got)
-		if got.PromptTokens > 0 {
-			learnPrompt(pool, t, got.PromptTokens)
-			if t.Media == (media.Count{}) {
-				pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
-			}
-			next.PromptTokens = got.PromptTokens
-		}
+	x.computed(pool, t, &got, x.shared.Since(t))
+	if pool != nil && got.PromptTokens > 0 {
+		next.PromptTokens = got.PromptTokens
 	}
-	x.meter.PromptRead(x.ID, t, got, x.shared.Since(t))
 	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
 	next.Written = got.WrittenTokens
 	return &next, got.Final
+}
+
+// computed records that P has computed a prompt in some time, and learns from its answer. pool may be nil: it has left.
+func (x *Prefilled) computed(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer, took time.Duration) {
+	if pool != nil {
+		x.shared.MarkGood(pool, t.Prefill)
+		if x.Asked == 0 { // else a part of the answer is in the prompt
+			x.learn(pool, t, got)
+		}
+		if got.PromptTokens > 0 {
+			if x.Asked == 0 {
+				learnPrompt(pool, t, got.PromptTokens)
+			}
+			if t.Media == (media.Count{}) {
+				pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
+			}
+		}
+	}
+	x.meter.PromptRead(x.ID, t, *got, took)
 }
 
 // learnPrompt learns from the number of tokens that P has counted in the prompt of its leg.
@@ -164,7 +227,8 @@ func learnPrompt(pool *kvstate.Pool, t *kvtransfer.Ticket, tokens int64) {
 
 // learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
 func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
-	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
+	// what was expected of a prompt with media is in part what its media were thought to have
+	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 && t.Media == (media.Count{}) {
 		x.shared.State.ObserveCached(e, t.ExpectedCached, got.CachedTokens)
 	}
 	if t.Learn.Bytes == 0 || got.PromptIDs == nil {
@@ -187,6 +251,10 @@ func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtrans
 func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
 	f.Unreached, f.Overdue = f.Unreached || a.Cut, a.Overdue
+	if pool := x.shared.State.Pool(next.Pool); f.Overdue && pool != nil && next.Media == (media.Count{}) {
+		// else the limit would never learn that it is too short
+		pool.ObservePrefill(next.PromptTokens, x.shared.Since(next))
+	}
 	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
 		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.shared.TurnFailed(next, x.ID, a.Code)
@@ -230,11 +298,23 @@ func (s *Shared) Outdated(t *kvtransfer.Ticket) standstill.Reason {
 }
 
 // Lost reports whether a decode leg without an answer so far will get none: its endpoint has failed for a while, its
-// KV may be another prompt's, or its time is over.
+// KV may be another prompt's, or its time is over. An engine whose core stands still may only be slow: it is waited for
+// where no other one can take the request.
 func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)
-	return e != nil && s.State.FailedFor(e) >= lostAfter || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
+	failed := e != nil && s.State.FailedFor(e) >= lostAfter &&
+		(s.State.FailedBy(e) != kvstate.CauseStill || s.AnotherDecodes(t))
+	return failed || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
+}
+
+// AnotherDecodes reports whether another endpoint than the ticket's may decode, as far as is known.
+func (s *Shared) AnotherDecodes(t *kvtransfer.Ticket) bool {
+	pool := s.State.Pool(t.Pool)
+	return pool != nil && slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {
+		return e.Addr != t.Decode && e.TakesWork() && e.Role&kvstate.RoleDecode != 0 &&
+			!slices.Contains(t.Excluded, e.Addr)
+	})
 }
 
 // lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
@@ -274,6 +354,15 @@ func (x *Prefilled) awaitKV(ctx context.Context, t *kvtransfer.Ticket) {
 // log writes a message about the request to the log.
 func (x *Prefilled) log(level slog.Level, message string, args ...any) {
 	x.shared.Log.Log(context.Background(), level, message, append([]any{"request_id", x.ID}, args...)...)
+}
+
+// DoesNotContinue records that an engine of a pool does not continue what another one has begun.
+func (s *Shared) DoesNotContinue(pool *kvstate.Pool, addr, requestID string) {
+	if e := pool.Endpoint(addr); e != nil && e.DoesNotContinue(time.Now()) {
+		s.Log.Warn("an engine does not continue the answers of others: asked with the token ids of one, it began anew; "+
+			"for a while it is not asked to (docs/continue.md#engines-that-do-not-continue)", "pool", pool.Spec.Name,
+			"endpoint", addr, "request_id", requestID)
+	}
 }
 
 // MarkGood records that an endpoint of a pool has served a request.

@@ -19,7 +19,7 @@ func (r registry) continuing() Streams {
 			"Requests of pools with continueStreams: insured, or why their answer cannot be continued.",
 			"pool", "result"),
 		continued: r.counter("tandem_streams_continued_total",
-			"Insured streams whose engine was to be replaced, by cause (reset, ended, different, silent, moved, "+
+			"Insured streams whose engine was to be replaced, by cause (reset, ended, different, anew, silent, moved, "+
 				"slow_client) and result: continued, finished (only the end was missing), stayed (no other endpoint "+
 				"took it), or why the stream ended.",
 			"pool", "cause", "result"),

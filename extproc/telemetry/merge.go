@@ -67,6 +67,7 @@ func (t *Trace) add(p *Trace) {
 	t.Plans += p.Plans
 	t.Pass, t.Next = p.Pass, max(t.Next, p.Next)
 	t.Failed = append(slices.Clone(t.Failed), p.Failed...)
+	t.DiedUnder = append(slices.Clone(t.DiedUnder), p.DiedUnder...)
 	t.Streamed = t.Streamed || p.Streamed
 	t.Final = t.Final || p.Final
 }

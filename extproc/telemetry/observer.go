@@ -91,6 +91,11 @@ func (o *Observer) RequestEnded(
 	return used
 }
 
+// DiedUnder reports that engines died, or failed, one after the other under one request, which is given up for that.
+func (o *Observer) DiedUnder(requestID string, t *kvtransfer.Ticket, engines []string) {
+	o.change(requestID, t.Started, func(trace *Trace) { trace.DiedUnder = slices.Clone(engines) })
+}
+
 // RequestLost reports that this replica cannot read the ticket of a request, which therefore fails.
 func (o *Observer) RequestLost(requestID string) {
 	o.TicketRefused()

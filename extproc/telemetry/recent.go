@@ -87,6 +87,8 @@ type Served struct {
 	Next  int  `json:"next_pass,omitempty"`     // that follows the end of a prefill leg, here or at another replica
 
 	Failed []FailedHop `json:"failed_hops,omitempty"` // in order; each ended a plan
+	// the engines that died, or failed, under its answer, if it was given up for that
+	DiedUnder []string `json:"died_under,omitempty"`
 }
 
 // FailedHop is a hop of a request that failed, so that the request was planned again or failed as well.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -15,6 +16,7 @@ import (
 
 	"tandem/internal/guard"
 	"tandem/kvstate"
+	"tandem/kvstate/enginefacts"
 	"tandem/kvstate/enginehttp"
 )
 
@@ -24,6 +26,8 @@ const (
 	checkBusyEvery   = 2 * time.Second        // GET /health of endpoints with requests
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
+	askReportEvery   = 10 * time.Second       // what an engine is, until it answers; at once if the endpoint waits for it
+	knownReportEvery = 5 * time.Minute        // ... and after: a restart is noticed otherwise
 	modelsTimeout    = time.Second
 	connectTimeout   = time.Second
 	maxModels        = 1 << 20 // bytes of an answer that are read
@@ -44,6 +48,8 @@ type Prober struct {
 	mu       sync.Mutex
 	asked    map[*kvstate.Endpoint]time.Time // for models
 	busy     map[*kvstate.Endpoint]bool      // being asked for models
+	reported map[*kvstate.Endpoint]time.Time // when it is asked again what it is
+	telling  map[*kvstate.Endpoint]bool      // being asked that
 	refused  map[*kvstate.Endpoint]bool      // they wanted a key for their models
 	checking map[*kvstate.Endpoint]bool
 	next     map[*kvstate.Endpoint]time.Time // when an endpoint with requests is checked again
@@ -60,6 +66,7 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 			t.DialContext, t.DisableKeepAlives = dialer.DialContext, true
 		}),
 		asked: map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+		reported: map[*kvstate.Endpoint]time.Time{}, telling: map[*kvstate.Endpoint]bool{},
 		refused:  map[*kvstate.Endpoint]bool{},
 		checking: map[*kvstate.Endpoint]bool{}, next: map[*kvstate.Endpoint]time.Time{},
 		checks: make(chan *kvstate.Endpoint, maxChecks),
@@ -195,6 +202,9 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 			if p.modelsDue(e, now) {
 				p.start(ctx, p.busy, e, probes, p.askModels)
 			}
+			if pool.Spec.Facts != 0 && p.reportDue(e, now) {
+				p.start(ctx, p.telling, e, probes, p.askReport)
+			}
 		}
 	}
 	p.forget(seen)
@@ -217,6 +227,31 @@ func (p *Prober) modelsDue(e *kvstate.Endpoint, now time.Time) bool {
 	return now.After(p.asked[e])
 }
 
+func (p *Prober) reportDue(e *kvstate.Endpoint, now time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.state.AwaitsReport(e) || now.After(p.reported[e])
+}
+
+// askReport asks an engine what it is. The state gets what it says at once before the slow answer is there.
+func (p *Prober) askReport(ctx context.Context, e *kvstate.Endpoint) {
+	info := enginefacts.Read(ctx, p.client, e, func(i *enginefacts.Info) {
+		if i.Answered {
+			p.state.SetReport(e, i.Report, false)
+		}
+	})
+	next := askReportEvery
+	if info.Answered {
+		next = knownReportEvery
+		p.state.SetReport(e, info.Report, true)
+	} else {
+		p.Check(e)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.reported[e] = time.Now().Add(next)
+}
+
 // forget drops endpoints that are gone.
 func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 	p.mu.Lock()
@@ -236,6 +271,7 @@ func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 			delete(p.refused, e)
 		}
 	}
+	maps.DeleteFunc(p.reported, func(e *kvstate.Endpoint, _ time.Time) bool { return !seen[e] })
 }
 
 func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {

@@ -20,6 +20,11 @@ const (
 	// Kept is how long observations are used after the last one.
 	Kept = 10 * time.Minute
 
+	// From these ages of its last observation on, what was learned of an endpoint, and of a whole pool, is doubted: it
+	// counts for a quarter at twice the age. A healthy endpoint in use is observed every few seconds.
+	DoubtEndpoint = 30 * time.Second
+	DoubtPool     = 2 * time.Minute
+
 	priorWeight = 2.0 // at first, in modelled seconds
 	// factor on that weight with each observation: the prior fades faster than observations do.
 	priorDecay = 0.95
@@ -54,9 +59,34 @@ func (s *Learned) Ratio(prior float64, now int64) float64 {
 	return min(max(r, 1/bound), bound)
 }
 
+// Trust returns how much what was learned counts, when its last observation is so old: 1 up to the age doubted, less
+// from then on. Without it an endpoint that was slow once would get nothing, and could not show that it has recovered.
+func Trust(age, doubted time.Duration) float64 {
+	if age <= doubted {
+		return 1
+	}
+	part := doubted.Seconds() / age.Seconds()
+	return part * part
+}
+
+// Doubted returns what is left of what was learned at a time in Unix ns: its ratio has moved towards the prior, and its weight is less, so
+// that the next observations count for more.
+func (s Learned) Doubted(prior float64, now int64, doubted time.Duration) Learned {
+	trust := Trust(time.Duration(now-s.at), doubted)
+	if trust == 1 {
+		return s
+	}
+	r := prior + trust*(s.Ratio(prior, now)-prior)
+	s.modelled, s.faded = s.modelled*trust, s.faded*trust
+	weight := priorWeight * (1 - s.faded)
+	s.observed = r*(s.modelled+weight) - weight*prior
+	return s
+}
+
 // Within returns an endpoint's ratio: the fleet's unless it clearly differs.
 func (s *Learned) Within(fleet float64, now int64) float64 {
-	r := s.Ratio(fleet, now)
+	doubted := s.Doubted(fleet, now, DoubtEndpoint)
+	r := doubted.Ratio(fleet, now)
 	if r < fleet*Noise && r > fleet/Noise {
 		return fleet
 	}

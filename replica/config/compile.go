@@ -58,6 +58,7 @@ type PoolSpec struct {
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
 	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && p.Spec.HandOver == o.Spec.HandOver &&
+		p.Spec.Facts == o.Spec.Facts && p.Spec.Alike == o.Spec.Alike &&
 		slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
 }
 
@@ -65,7 +66,7 @@ func (p PoolSpec) Equal(o PoolSpec) bool {
 func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	d := DialectOf(p)
 	partners := d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"
-	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(),
+	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), Facts: d.Alike(), Alike: Alike(p),
 		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners}}
 }
 

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -35,6 +36,40 @@ func PairsAs(p *configv1.Pool, e *configv1.Endpoint) string {
 	return strings.TrimPrefix(as, " ")
 }
 
+// Alike returns the facts in which the engines of a pair must not be known to differ. Releases that the file has keep
+// endpoints apart by themselves.
+func Alike(p *configv1.Pool) kvstate.FactSet {
+	d := DialectOf(p)
+	alike := d.Alike()
+	for f := range kvstate.Facts {
+		if slices.Contains(p.GetPairUnlike(), f.Setting()) {
+			alike &^= kvstate.FactsOf(f)
+		}
+	}
+	return alike
+}
+
+// checkUnlike checks pairUnlike: each is a fact that the dialect compares.
+func checkUnlike(v *validator, path string, p *configv1.Pool) {
+	d := DialectOf(p)
+	var known []string
+	for f := range kvstate.Facts {
+		if d.Alike().Has(f) && !slices.Contains(known, f.Setting()) {
+			known = append(known, f.Setting())
+		}
+	}
+	for i, name := range p.GetPairUnlike() {
+		switch {
+		case len(known) == 0:
+			v.m.add(fmt.Sprintf("%s.pairUnlike[%d]", path, i), "kvTransfer %s compares no facts of engines: remove it",
+				p.GetKvTransfer())
+		case !slices.Contains(known, name):
+			v.m.add(fmt.Sprintf("%s.pairUnlike[%d]", path, i), "%.40q is not one of %s, which kvTransfer %s compares",
+				name, strings.Join(known, ", "), p.GetKvTransfer())
+		}
+	}
+}
+
 // pairing is PairsAs in words for people.
 func pairing(p *configv1.Pool, e *configv1.Endpoint) string {
 	text := fmt.Sprintf("group %q", e.Group)
@@ -48,6 +83,7 @@ func pairing(p *configv1.Pool, e *configv1.Endpoint) string {
 }
 
 func checkDialect(v *validator, path string, p *configv1.Pool) {
+	checkUnlike(v, path, p)
 	at := path + ".kvTransfer"
 	switch p.KvTransfer {
 	case "":

@@ -1,72 +1,17 @@
 package livecheck
 
 import (
-	"bytes"
 	"cmp"
-	"context"
-	"encoding/json"
 	"fmt"
-	"net/http"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
-	"tandem/kvstate/enginehttp"
+	"tandem/kvstate/enginefacts"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 )
-
-// engineInfo is an engine's report about itself. "" and 0: not reported.
-type engineInfo struct {
-	Version   string   // vLLM at /version, SGLang at /server_info
-	Mode      string   // SGLang: prefill, decode, null; "": another engine
-	Bootstrap int32    // SGLang's --disaggregation-bootstrap-port
-	Engine    string   // one of kvtransfer's Engine constants, if an answer reveals it
-	Models    []string // ids of GET /v1/models, adapters included
-	NoModels  bool     // GET /v1/models is 404
-	Refused   int      // status of GET /v1/models if it wants a key: 401 or 403
-	Connector string   // vLLM's kv_connector
-	KVRole    string   // vLLM's kv_role
-	TP        int32    // tensor-parallel ranks
-	Extra     transferExtra
-	NoMetrics bool // GET /metrics does not answer 200
-	Facts     map[kvtransfer.Fact]string
-}
-
-// serverInfo is GET /server_info: of SGLang (0.5.23), and with config_format=json of vLLM (0.32) if it runs with
-// VLLM_SERVER_DEV_MODE=1.
-type serverInfo struct {
-	Version   string `json:"version"`
-	Mode      string `json:"disaggregation_mode"`
-	Bootstrap int32  `json:"disaggregation_bootstrap_port"`
-	Backend   string `json:"disaggregation_transfer_backend"`
-	Model     string `json:"model_path"`
-	Revision  string `json:"revision"`
-	Dtype     string `json:"dtype"`
-	KVDtype   string `json:"kv_cache_dtype"`
-	Page      int    `json:"page_size"`
-	TP        int32  `json:"tp_size"`
-	VLLM      struct {
-		Model struct{ Model, Revision, Dtype string } `json:"model_config"`
-		Cache struct {
-			Dtype string `json:"cache_dtype"`
-		} `json:"cache_config"`
-		Parallel struct {
-			TP int32 `json:"tensor_parallel_size"`
-		} `json:"parallel_config"`
-		KV *struct {
-			Connector string        `json:"kv_connector"`
-			Role      string        `json:"kv_role"`
-			Extra     transferExtra `json:"kv_connector_extra_config"`
-		} `json:"kv_transfer_config"`
-	} `json:"vllm_config"`
-}
-
-// cacheConfig is a line of vLLM's metrics: its labels are the cache's configuration (v1/metrics/loggers.py).
-var cacheConfig = regexp.MustCompile(`(?m)^vllm:cache_config_info\{(.*)\}`)
 
 // engineName returns the name of one of kvtransfer's engines for people; "" if it is none of them.
 func engineName(engine string) string {
@@ -79,105 +24,6 @@ func engineName(engine string) string {
 		return "TensorRT-LLM"
 	}
 	return ""
-}
-
-// engineOwning returns the engine that names itself as the owner of its models: vLLM 0.32.0 (protocol.py, ModelCard),
-// SGLang 0.5.23 (srt/entrypoints/openai/protocol.py), TensorRT-LLM 1.0 (serve/openai_protocol.py).
-func engineOwning(owner string) string {
-	return map[string]string{
-		kvtransfer.EngineVLLM: kvtransfer.EngineVLLM, kvtransfer.EngineSGLang: kvtransfer.EngineSGLang,
-		"tensorrt_llm": kvtransfer.EngineTRTLLM,
-	}[owner]
-}
-
-// maxInfo bounds an answer of /server_info or /metrics: SGLang's info has 37 KB, vLLM's 27 KB.
-const maxInfo = 4 << 20
-
-func readInfo(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint) (info engineInfo) {
-	info.Facts = map[kvtransfer.Fact]string{}
-	last := 0 // status
-	read := func(path string, into any) bool {
-		status, body, err := client.GetAll(ctx, engine, path, maxInfo)
-		last = status
-		return err == nil && status == http.StatusOK && json.Unmarshal(body, into) == nil
-	}
-	var version struct{ Version string }
-	if read("/version", &version) {
-		info.Version = version.Version
-	}
-	var reported serverInfo
-	if read("/server_info?config_format=json", &reported) {
-		info.take(&reported)
-	}
-	var models struct {
-		Data []struct {
-			ID, Root string
-			Owner    string `json:"owned_by"`
-		}
-	}
-	if read("/v1/models", &models) && len(models.Data) > 0 {
-		info.know(kvtransfer.FactModel, models.Data[0].Root)
-		info.Engine = cmp.Or(info.Engine, engineOwning(models.Data[0].Owner))
-		for _, m := range models.Data {
-			info.Models = append(info.Models, m.ID)
-		}
-	} else {
-		info.NoModels = last == http.StatusNotFound
-		if last == http.StatusUnauthorized || last == http.StatusForbidden {
-			info.Refused = last
-		}
-	}
-	if info.Mode != "" {
-		return info
-	}
-	status, body, err := client.GetAll(ctx, engine, "/metrics", maxInfo)
-	if info.NoMetrics = err != nil || status != http.StatusOK; !info.NoMetrics {
-		if line := cacheConfig.FindSubmatch(body); line != nil {
-			info.Engine = kvtransfer.EngineVLLM
-			info.know(kvtransfer.FactKVDtype, label(line[1], "cache_dtype"))
-			info.know(kvtransfer.FactBlockSize, label(line[1], "block_size"))
-		}
-	}
-	return info
-}
-
-func (i *engineInfo) take(s *serverInfo) {
-	if s.VLLM.Model.Model != "" {
-		i.Engine = kvtransfer.EngineVLLM
-	}
-	if s.Mode != "" {
-		i.Engine = kvtransfer.EngineSGLang
-	}
-	i.Version, i.Mode, i.Bootstrap = cmp.Or(i.Version, s.Version), s.Mode, s.Bootstrap
-	i.TP = max(s.TP, s.VLLM.Parallel.TP)
-	if s.VLLM.KV != nil {
-		i.Connector, i.KVRole, i.Extra = s.VLLM.KV.Connector, s.VLLM.KV.Role, s.VLLM.KV.Extra
-	}
-	i.know(kvtransfer.FactModel, cmp.Or(s.Model, s.VLLM.Model.Model))
-	i.know(kvtransfer.FactRevision, cmp.Or(s.Revision, s.VLLM.Model.Revision))
-	i.know(kvtransfer.FactDtype, strings.TrimPrefix(cmp.Or(s.Dtype, s.VLLM.Model.Dtype), "torch."))
-	i.know(kvtransfer.FactKVDtype, cmp.Or(s.KVDtype, s.VLLM.Cache.Dtype))
-	i.know(kvtransfer.FactBackend, s.Backend)
-	if s.Page > 0 {
-		i.know(kvtransfer.FactBlockSize, strconv.Itoa(s.Page))
-	}
-}
-
-// know stores a fact, unless it is known already.
-func (i *engineInfo) know(f kvtransfer.Fact, value string) {
-	if value != "" && i.Facts[f] == "" {
-		i.Facts[f] = value
-	}
-}
-
-// label returns the value of a label in a metric's line.
-func label(labels []byte, name string) string {
-	_, rest, found := bytes.Cut(append([]byte(","), labels...), []byte(","+name+`="`))
-	value, _, ended := bytes.Cut(rest, []byte(`"`))
-	if !found || !ended {
-		return ""
-	}
-	return string(value)
 }
 
 // checkEngine reports an engine that does not speak the pool's dialect, or is not the one that the pool names. Nothing
@@ -204,7 +50,7 @@ func (a *engineAnswer) checkEngine(at string, p *configv1.Pool) (right bool) {
 }
 
 // dialectOf names the dialects that fit an engine.
-func dialectOf(info *engineInfo) string {
+func dialectOf(info *enginefacts.Info) string {
 	var names, all []string
 	for _, d := range kvtransfer.All() {
 		if slices.Contains(d.Reports.Connectors, info.Connector) {
@@ -282,12 +128,24 @@ func unservedLeg(p *configv1.Pool, answers []engineAnswer, model, leg string) *n
 func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoint) {
 	d, info := config.DialectOf(p), &a.info
 	if len(d.Reports.Connectors) > 0 {
-		a.note("connector", info.Connector != "")
-		a.note("role", info.KVRole != "")
+		a.note("connector", info.Told)
+		a.note("role", info.Told)
+	}
+	if info.NoCaching && d.Alike() != 0 {
+		a.warn(at+".address", "the engine's prefix cache is off: prompts that begin alike are computed anew each time, and "+
+			"Tandem sends them here for what it thinks is cached; start it without --no-enable-prefix-caching")
 	}
 	if info.Connector == "" {
+		bare := info.Told || usesNIXL(&d) && info.Engine == enginefacts.VLLM && !info.NoMetrics && !info.NIXL &&
+			a.version != "" && !kvtransfer.Older(a.version, 32)
+		if needs := connectorsOf(&d); bare && needs != "" && e.GetRole() != "encode" &&
+			(e.GetRole() != "both" || !d.PairsOnly()) {
+			a.report(at+".address", "the engine runs without a KV connector, and the pool's kvTransfer is %s, which needs %s: "+
+				"start it with --kv-transfer-config, or correct the address", p.GetKvTransfer(), needs)
+		}
 		return
 	}
+	a.checkRecompute(at + ".address")
 	takers := dialectsTaking(info.Connector)
 	if len(d.Reports.Connectors) > 0 && !slices.Contains(d.Reports.Connectors, info.Connector) {
 		a.report(at+".address", "the engine runs with %s, and the pool's kvTransfer is %s, which takes %s: %s",
@@ -303,6 +161,44 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 		a.report(at+".role", "is %s here, and the engine runs with kv_role %s: "+
 			"correct the role, or start the engine otherwise", role, info.KVRole)
 	}
+	if e.GetRole() == "both" && d.Engines.EitherLeg && info.KVRole != "" && info.KVRole != "kv_both" {
+		a.report(at+".role", "is both here, and the engine runs with kv_role %s: "+
+			"correct the role, or start the engine with kv_both", info.KVRole)
+	}
+}
+
+// checkRecompute reports an engine that would answer wrongly after a load of KV that failed: vLLM's newer runner, the
+// default on GPUs, does not take back how far a request is computed (0.32.0 and 0.33.0, v1/worker/gpu/model_runner.py,
+// update_requests writes it to the CPU's copy alone; vllm#49250). Connectors that load before a step, and report what
+// failed, meet that; NIXL, Mooncake and the offload tiers load while the request waits, and do not.
+func (a *engineAnswer) checkRecompute(at string) {
+	if a.info.OnFailure != "recompute" {
+		return
+	}
+	const why = "the engine runs with %s and kv_load_failure_policy recompute: with vLLM's newer runner (0.32 and 0.33, " +
+		"the default on GPUs) an answer whose KV could not be loaded in step is wrong, with a 200 (vllm#49250); "
+	switch a.info.Connector {
+	case "LMCacheConnectorV1", "FlexKVConnectorV1":
+		a.report(at, why+"take the policy fail", a.info.Connector)
+	case "MultiConnector":
+		a.warn(at, why+"take the policy fail if one of its members is LMCache or FlexKV", a.info.Connector)
+	}
+}
+
+// usesNIXL reports whether engines of a dialect run one of vLLM's NIXL connectors, whose metrics are there from the start.
+func usesNIXL(d *kvtransfer.Dialect) bool {
+	return slices.ContainsFunc(d.Reports.Connectors, func(name string) bool { return strings.HasPrefix(name, "Nixl") })
+}
+
+// connectorsOf names the connectors that engines of a dialect need; "": unknown, or none.
+func connectorsOf(d *kvtransfer.Dialect) string {
+	if len(d.Reports.Connectors) > 0 {
+		return strings.Join(d.Reports.Connectors, " or ")
+	}
+	if d.Reports.Stores != nil {
+		return "that of a store, such as " + d.Reports.Stores[0]
+	}
+	return ""
 }
 
 // dialectsTaking returns the names of the dialects that take a connector.
@@ -336,21 +232,29 @@ func (a *engineAnswer) checkRanks(at string, p *configv1.Pool, e *configv1.Endpo
 	}
 }
 
-// unlike returns the differences between endpoint j and an earlier one that it may be paired with, in facts that both
+// unlike returns the differences between endpoint j and earlier ones that it would be paired with, in facts that both
 // must share.
 func unlike(path string, p *configv1.Pool, answers []engineAnswer, j int) (out []finding) {
-	e := p.GetEndpoints()[j]
-	for _, fact := range config.DialectOf(p).Reports.Alike {
-		mine := answers[j].info.Facts[fact]
+	e, d, alike := p.GetEndpoints()[j], config.DialectOf(p), config.Alike(p)
+	for fact := range kvstate.Facts {
+		if !d.Alike().Has(fact) {
+			continue
+		}
+		mine := answers[j].info.Report[fact]
 		for i, other := range p.GetEndpoints()[:j] {
-			theirs := answers[i].info.Facts[fact]
-			if mine == "" || theirs == "" || theirs == mine || !paired(p, e, other) {
+			theirs := answers[i].info.Report[fact]
+			if answers[i].foreign || answers[j].foreign || kvstate.FactFits(fact, mine, theirs) || !paired(p, e, other) {
 				continue
 			}
-			text := fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s: "+
-				"they do not take each other's KV; start them alike, or set different groups",
-				path, j, fact, mine, path, i, theirs)
-			out = append(out, finding{text: text})
+			says := fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s", path, j, fact, mine,
+				path, i, theirs)
+			if alike.Has(fact) {
+				out = append(out, finding{text: says + ": these two are never paired, since nobody has shown that they " +
+					"take each other's KV; start them alike, or set different groups"})
+			} else {
+				out = append(out, finding{note: true, text: says + ", and pairUnlike has " + fact.Setting() +
+					": these two are paired, although nobody has shown that their answers are right"})
+			}
 			break
 		}
 	}

@@ -10,14 +10,6 @@ import (
 	"tandem/replica/config"
 )
 
-// transferExtra are the settings of vLLM's NIXL connector that decide about leases (0.32.0: nixl/base_scheduler.py).
-// nil: not set.
-type transferExtra struct {
-	Lease         *float64 `json:"kv_lease_duration"`     // seconds for which P keeps KV
-	Bidirectional bool     `json:"bidirectional_kv_xfer"` // D looks at when leases end
-	TTL           *float64 `json:"decoder_kv_blocks_ttl"` // seconds for which D keeps its answers' KV, if Bidirectional
-}
-
 const (
 	vllmLease   = 30 * time.Second // vLLM's default of kv_lease_duration
 	keptAnswers = 480              // vLLM's default of decoder_kv_blocks_ttl, in seconds
@@ -38,14 +30,14 @@ func (a *engineAnswer) checkLeases(at string, p *configv1.Pool, e *configv1.Endp
 		return
 	}
 	if e.GetRole() != "decode" {
-		a.note("lease of KV", a.info.Connector != "")
+		a.note("lease of KV", a.info.Told)
 		if a.info.Connector != "" {
 			a.checkLease(at+".address", d.Lease)
 		}
 	}
 	if e.GetRole() != "prefill" {
 		if p.GetNixl().GetDeclineExpired() {
-			a.note("whether it declines expired KV", a.info.Connector != "")
+			a.note("whether it declines expired KV", a.info.Told)
 		}
 		if a.info.Connector != "" {
 			a.checkDeclines(at+".address", p.GetNixl())

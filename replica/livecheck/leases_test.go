@@ -60,7 +60,7 @@ func TestLeasesNotKnown(t *testing.T) {
 			settings, recorded(t, always), recorded(t, always)))
 		require.NoError(t, err)
 		var out strings.Builder
-		r := Check(t.Context(), c)
+		r := Check(t.Context(), c, false)
 		require.NoError(t, r.Err())
 		r.Print(&out)
 		return out.String()

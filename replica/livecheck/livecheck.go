@@ -22,14 +22,15 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
+	"tandem/kvstate/enginefacts"
 	"tandem/kvstate/enginehttp"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 	"tandem/status/words"
 )
 
-// timeout is the time limit of one request to an engine.
-const timeout = 3 * time.Second
+// timeout is the time limit of GET /health, and of a connection. [enginefacts] has those of other questions.
+const timeout = 5 * time.Second
 
 // Report is the result of a check.
 type Report struct {
@@ -59,9 +60,11 @@ type finding struct {
 	note bool // a warning: requests are served nevertheless
 }
 
-// Check asks the engines of all configured endpoints. It takes some seconds at most for each pool.
-func Check(ctx context.Context, cfg *configv1.Config) *Report {
-	client := enginehttp.New(timeout, func(t *http.Transport) { t.DisableKeepAlives = true })
+// Check asks the engines of all configured endpoints. It takes half a minute at most for each pool, mostly less than one
+// second: a vLLM with VLLM_SERVER_DEV_MODE=1 that is asked the first time takes longest. prompts: engines that prefill also
+// compute a short prompt, where that shows what nothing else does.
+func Check(ctx context.Context, cfg *configv1.Config, prompts bool) *Report {
+	client := enginehttp.New(0, func(t *http.Transport) { t.DisableKeepAlives = true })
 	out := &Report{}
 	for i, p := range cfg.GetPools() {
 		if p.GetDiscovery() != nil {
@@ -79,12 +82,11 @@ func Check(ctx context.Context, cfg *configv1.Config) *Report {
 		answers := make([]engineAnswer, len(p.GetEndpoints()))
 		var asking sync.WaitGroup
 		for j, e := range p.GetEndpoints() {
-			asking.Go(func() { answers[j] = askEngine(ctx, client, fmt.Sprintf("%s[%d]", path, j), p, e) })
+			asking.Go(func() { answers[j] = askEngine(ctx, client, fmt.Sprintf("%s[%d]", path, j), p, e, prompts) })
 		}
 		asking.Wait()
 		for j := range answers {
 			a := &answers[j]
-			a.findings = append(a.findings, disagreement(path, p, answers, j)...)
 			a.findings = append(a.findings, unlike(path, p, answers, j)...)
 			out.findings = append(out.findings, a.findings...)
 			out.Engines = append(out.Engines, a.row(p, answers, j))
@@ -114,7 +116,7 @@ func (r *Report) Err() error {
 // Warn checks the engines at a server's start and logs the findings. It does not report engines that do not answer: the
 // server probes them all the time.
 func Warn(ctx context.Context, cfg *configv1.Config, log *slog.Logger) {
-	for _, f := range Check(ctx, cfg).findings {
+	for _, f := range Check(ctx, cfg, false).findings {
 		if !f.down && ctx.Err() == nil {
 			log.Warn(f.text)
 		}
@@ -124,7 +126,7 @@ func Warn(ctx context.Context, cfg *configv1.Config, log *slog.Logger) {
 // engineAnswer is an engine's report about itself, with the results of the comparison.
 type engineAnswer struct {
 	version  string // "": not reported
-	info     engineInfo
+	info     enginefacts.Info
 	down     bool
 	foreign  bool // another engine than the pool's: nothing else is compared
 	compared []string
@@ -148,10 +150,13 @@ func (a *engineAnswer) report(path, format string, args ...any) {
 // askEngine compares what one engine reports with its configuration.
 func askEngine(
 	ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint,
+	prompts bool,
 ) (a engineAnswer) {
 	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
 		Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
-	status, _, err := client.GetAll(ctx, engine, "/health", 64<<10)
+	asking, stop := context.WithTimeout(ctx, timeout)
+	status, _, err := client.GetAll(asking, engine, "/health", 64<<10)
+	stop()
 	if err != nil || status >= http.StatusInternalServerError {
 		why := "status " + strconv.Itoa(status)
 		if err != nil {
@@ -165,7 +170,10 @@ func askEngine(
 		a.findings[0].down, a.down = true, true
 		return a
 	}
-	a.info = readInfo(ctx, client, engine)
+	a.info = enginefacts.Read(ctx, client, engine, nil)
+	for _, path := range a.info.Late {
+		a.warn(at+".address", "GET %s was not answered in time: what the engine would say there is not known", path)
+	}
 	switch {
 	case a.info.Refused == 0:
 	case engine.KeyFile == "":
@@ -205,6 +213,9 @@ func askEngine(
 			continue
 		}
 		_ = conn.Close()
+	}
+	if prompts {
+		a.checkSideChannel(ctx, client, engine, at, p, e)
 	}
 	return a
 }
@@ -281,21 +292,4 @@ func transferPorts(p *configv1.Pool, e *configv1.Endpoint) (out []transferPort) 
 		}
 	}
 	return out
-}
-
-// disagreement returns a finding if endpoint j runs another release than an earlier one that it may be paired with.
-func disagreement(path string, p *configv1.Pool, answers []engineAnswer, j int) []finding {
-	e, mine := p.GetEndpoints()[j], answers[j].version
-	if !config.DialectOf(p).Reports.Release || mine == "" {
-		return nil
-	}
-	for i, other := range p.GetEndpoints()[:j] {
-		theirs := answers[i].version
-		if theirs != "" && theirs != mine && config.PairsAs(p, other) == config.PairsAs(p, e) {
-			return []finding{{text: fmt.Sprintf("%s[%d].release: the engine says %s and that of %s[%d] says %s: "+
-				"they do not take each other's KV; set release on all of the pool, so that only the same are paired",
-				path, j, mine, path, i, theirs)}}
-		}
-	}
-	return nil
 }

@@ -50,7 +50,7 @@ func live(t *testing.T, yaml string) (out []string) {
 	t.Helper()
 	c, _, err := config.Parse([]byte(yaml))
 	require.NoError(t, err)
-	for _, f := range Check(t.Context(), c).findings {
+	for _, f := range Check(t.Context(), c, false).findings {
 		out = append(out, f.text)
 	}
 	return out
@@ -69,8 +69,8 @@ func TestCheckLive(t *testing.T) {
 	require.Equal(t, []string{"pools[0].endpoints[1].address: what answers at " + other + " does not look like an engine: " +
 		"GET /v1/models is 404, and it reports no release; correct the address"}, live(t, pool("nixl", a, other)))
 	require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: none, endpoints: [{address: %q}]}]", other)), "any server will do")
-	require.Equal(t, []string{"pools[0].endpoints[1].release: the engine says 0.31.0 and that of pools[0].endpoints[0] says 0.32.0: they do not take each other's KV; " +
-		"set release on all of the pool, so that only the same are paired"}, live(t, pool("nixl", a, b)))
+	require.Equal(t, []string{"pools[0].endpoints[1].address: the engine's release is 0.31.0 and that of pools[0].endpoints[0] is 0.32.0: these two are never paired, " +
+		"since nobody has shown that they take each other's KV; start them alike, or set different groups"}, live(t, pool("nixl", a, b)))
 	require.Empty(t, live(t, pool("shared", a, b)))
 	require.Contains(t,
 		live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: nixl, endpoints: [{role: prefill, address: %q, release: v0.31.0}, {role: decode, address: %q, release: v0.31.0}]}]", a, b)),

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"text/tabwriter"
 
+	"tandem/kvstate"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 )
@@ -117,18 +118,21 @@ func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engi
 		}
 	}
 	d := config.DialectOf(p)
-	if d.Reports.Release && e.GetRelease() == "" {
-		add("release", func(of *engineAnswer) bool { return of.version != "" },
-			func(other *configv1.Endpoint) bool { return config.PairsAs(p, other) == config.PairsAs(p, e) })
-	}
-	for _, fact := range d.Reports.Alike {
-		add(string(fact), func(of *engineAnswer) bool { return of.info.Facts[fact] != "" },
-			func(other *configv1.Endpoint) bool { return paired(p, e, other) })
+	for fact := range kvstate.Facts {
+		if d.Alike().Has(fact) && !slices.Contains(out.Compared, fact.String()) &&
+			!slices.Contains(out.NotReported, fact.String()) {
+			add(fact.String(), func(of *engineAnswer) bool { return of.info.Report[fact] != "" },
+				func(other *configv1.Endpoint) bool { return paired(p, e, other) })
+		}
 	}
 	return out
 }
 
-// paired reports whether two endpoints of a pool may serve one request together.
+// paired reports whether two endpoints of a pool may serve one request together, as far as the file says.
 func paired(p *configv1.Pool, a, b *configv1.Endpoint) bool {
-	return config.PairsAs(p, a) == config.PairsAs(p, b) && a.GetRole() != b.GetRole()
+	legs := func(prefill, decode *configv1.Endpoint) bool {
+		return slices.Contains([]string{"prefill", "both"}, prefill.GetRole()) &&
+			slices.Contains([]string{"decode", "both"}, decode.GetRole())
+	}
+	return config.PairsAs(p, a) == config.PairsAs(p, b) && (legs(a, b) || legs(b, a))
 }

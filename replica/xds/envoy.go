@@ -19,6 +19,7 @@ import (
 type Envoy struct {
 	Name    string    // its node id
 	Build   string    // its release
+	Risk    string    // what that release risks, in words; "": nothing that is known
 	Version string    // of its configuration; "": none yet
 	Pending bool      // it has not acknowledged the newest version yet
 	Refused string    // the newest version, if it refused that; "": it did not
@@ -109,9 +110,18 @@ func (e *envoy) build() string {
 	return fmt.Sprintf("%d.%d.%d", v.GetMajorNumber(), v.GetMinorNumber(), v.GetPatch())
 }
 
+// risk returns what its release risks.
+func (e *envoy) risk() string {
+	v := e.node.GetUserAgentBuildVersion().GetVersion()
+	if v == nil {
+		return ""
+	}
+	return risk(v.GetMajorNumber(), v.GetMinorNumber(), v.GetPatch())
+}
+
 // report returns the Envoy's state; newest is the version that it should have, nil if there is none.
 func (e *envoy) report(newest *version) Envoy {
-	out := Envoy{Name: e.name(), Build: e.build(), Pending: len(e.waiting) > 0, Since: e.since}
+	out := Envoy{Name: e.name(), Build: e.build(), Risk: e.risk(), Pending: len(e.waiting) > 0, Since: e.since}
 	if v := e.lastGood(); v != nil {
 		out.Version = v.name
 	}

@@ -303,6 +303,9 @@ func (c *callbacks) OnStreamDeltaRequest(id int64, r *discoveryv3.DeltaDiscovery
 		e.node = r.GetNode()
 		delete(s.left, e.name())
 		s.log.Info("Envoy connected for its configuration", "envoy", e.name(), "node_version", e.build())
+		if text := e.risk(); text != "" {
+			s.log.Warn(text, "envoy", e.name())
+		}
 	}
 	r.Node = &corev3.Node{Id: key(id)}
 	switch refused, answered := e.answer(r); {

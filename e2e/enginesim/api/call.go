@@ -68,6 +68,9 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 	s.Records.setBody(rec, body)
 	var room [24]jsontext.Member
 	req, bad := request.Parse(a, body, room[:0], s.cfg.Connector, s.cfg.Faithful)
+	if s.cfg.BeginsAnew {
+		req.Kv.PromptIDs = nil
+	}
 	c := s.newCall(w, r, rec, req)
 	s.cfg.Complete(&req.Kv, req.Raw("kv_transfer_params"), req.MaxTokens == 1, a == request.Responses)
 	c.leg.ThrowsAway = req.ThrowsAway()
@@ -96,6 +99,9 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 		c.leg.Release()
 		c.refuse(bad)
 		return
+	}
+	if s.cfg.FirstLogprobs > 0 && c.req.Logprobs >= 0 {
+		s.compile.Do(func() { s.ranks.stall(s.cfg.FirstLogprobs) })
 	}
 	c.serve()
 }

@@ -15,6 +15,9 @@ type Config struct {
 
 	Hosts int // engines of the process, each on the next host
 
+	BeginsAnew    bool          // it ignores prompt_token_ids in kv_transfer_params, as releases before 0.32 do
+	FirstLogprobs time.Duration // the first request with log probabilities has the core compile for so long
+
 	ToolParser  bool
 	DevMode     bool // vLLM's VLLM_SERVER_DEV_MODE
 	Record      bool

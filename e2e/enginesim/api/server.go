@@ -31,6 +31,7 @@ type Server struct {
 	Records   *recorder
 	responses *responseStore
 	bodies    sync.Pool // *[]byte
+	compile   sync.Once // for log probabilities
 
 	dying atomic.Bool
 	Died  chan struct{}              // closed when the engine has died

@@ -300,7 +300,8 @@ func (s *Server) serveState(w http.ResponseWriter, _ *http.Request) { writeJSONV
 // serveInfo is SGLang's /server_info, with the members that a router reads.
 func (s *Server) serveInfo(w http.ResponseWriter) {
 	writeJSONValue(w, map[string]any{"disaggregation_mode": s.DisaggregationMode(),
-		"dp_size": s.cfg.DpSize, "served_model_name": s.cfg.Models[0], "version": "0.5.23"})
+		"dp_size": s.cfg.DpSize, "served_model_name": s.cfg.Models[0], "version": "0.5.23",
+		"page_size": s.cfg.BlockSize, "kv_cache_dtype": s.cfg.KVDtype, "revision": revision(s.cfg.Revision)})
 }
 
 // serveConfig is vLLM's /server_info, with the members that tandem serve --check --live reads of a connector.
@@ -311,8 +312,21 @@ func (s *Server) serveConfig(w http.ResponseWriter, _ *http.Request) {
 		writeNotFound(w)
 		return
 	}
-	writeJSONValue(w, map[string]any{"vllm_config": map[string]any{"kv_transfer_config": map[string]any{
-		"kv_connector": name, "kv_role": cmp.Or(role, "kv_both")}}})
+	writeJSONValue(w, map[string]any{"vllm_config": map[string]any{
+		"model_config": map[string]any{"model": s.cfg.Models[0], "revision": revision(s.cfg.Revision),
+			"dtype": "torch.float32", "quantization": nil},
+		"cache_config": map[string]any{"block_size": s.cfg.BlockSize, "cache_dtype": s.cfg.KVDtype,
+			"sliding_window": nil, "enable_prefix_caching": true},
+		"parallel_config": map[string]any{"tensor_parallel_size": max(s.cfg.Tp, 1), "pipeline_parallel_size": 1},
+		"kv_transfer_config": map[string]any{"kv_connector": name, "kv_role": cmp.Or(role, "kv_both"),
+			"kv_connector_extra_config": map[string]any{}}}})
+}
+
+func revision(name string) any {
+	if name == "" {
+		return nil
+	}
+	return name
 }
 
 // serveReset is POST /sim/reset: it clears the recorded requests, the failure rules, the prefix cache, held blocks and

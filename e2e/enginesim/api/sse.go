@@ -152,7 +152,7 @@ func (st *stream) flush() error {
 // events and half of the next one.
 func (st *stream) cutAt() int {
 	rule := st.c.rule
-	if rule == nil || rule.Mode != fault.StreamReset && rule.Mode != fault.MidReset {
+	if rule == nil || rule.Mode != fault.StreamReset && rule.Mode != fault.StreamDeath && rule.Mode != fault.MidReset {
 		return len(st.buf)
 	}
 	at := 0 // start of the event
@@ -161,6 +161,9 @@ func (st *stream) cutAt() int {
 			continue
 		}
 		if st.c.sent++; st.c.sent > rule.Events {
+			if rule.Mode == fault.StreamDeath {
+				st.c.s.die("of a request, as POST /sim/fail says")
+			}
 			return (at + i) / 2
 		}
 		at = i + 1

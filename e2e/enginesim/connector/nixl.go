@@ -170,7 +170,7 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	}
 	req := handover.Question{
 		Op: handover.OpPull, EngineID: kv.engineID, RequestID: kv.requestID, Xid: xid, BlockSize: s.cfg.BlockSize,
-		Tokens: p.N, Turn: turn, Ids: kv.blockIDs, Want: make([]uint64, need),
+		KVDtype: s.cfg.KVDtype, Revision: s.cfg.Revision, Tokens: p.N, Turn: turn, Ids: kv.blockIDs, Want: make([]uint64, need),
 	}
 	for i := range req.Want {
 		req.Want[i] = p.Content(i)
@@ -208,6 +208,31 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 		s.Violate(&answer.Violation, xid)
 	}
 	return answer.Actual, nil
+}
+
+// pulled lets a decode engine read blocks, as far as the two engines fit each other. The handshake's hash has the KV
+// cache's dtype, and neither the block size nor the model's revision (0.32.0, nixl/metadata.py,
+// compute_nixl_compatibility_hash).
+func (s *Node) pulled(q *handover.Question) handover.Answer {
+	if q.KVDtype != s.cfg.KVDtype {
+		return handover.Answer{Refused: fmt.Sprintf("NIXL compatibility hash mismatch: KV cache dtypes %s and %s",
+			q.KVDtype, s.cfg.KVDtype)}
+	}
+	a := s.Ledger.Pull(s.EngineID, q)
+	if a.Refused == "" && a.Violation.Kind == "" && s.otherWeights(q) {
+		a = otherWeights(q)
+	}
+	return a
+}
+
+func (s *Node) otherWeights(q *handover.Question) bool {
+	return q.Revision != "" && s.cfg.Revision != "" && q.Revision != s.cfg.Revision
+}
+
+// otherWeights is what a decode engine gets whose model has other weights: no engine compares them.
+func otherWeights(q *handover.Question) handover.Answer {
+	return handover.Answer{Actual: slices.Repeat([]uint64{1}, len(q.Want)), Violation: engine.Violation{
+		Kind: "other_weights", Message: "the model's revision on the prefill engine is not " + q.Revision}}
 }
 
 // expiryMargin is the time for which blocks must still be kept when a read of them begins (_KV_BLOCKS_EXPIRY_SAFETY_

@@ -256,7 +256,7 @@ func (s *Node) answerSide(q *handover.Question, in *bufio.Reader) *handover.Answ
 	mine := q.EngineID == s.EngineID
 	switch q.Op {
 	case handover.OpPull:
-		*out = s.Ledger.Pull(s.EngineID, q)
+		*out = s.pulled(q)
 	case handover.OpJoin:
 		hungUp := make(chan struct{})
 		go func() { // nothing more may arrive before the answer, so a byte or an error means the end

@@ -114,8 +114,8 @@ func (v *rendezvous) close(key string) {
 
 // joinOf returns D's part in a meeting: the content that it expects in the prompt's blocks.
 func (s *Node) joinOf(p *engine.Prompt) *handover.Question {
-	j := &handover.Question{Op: handover.OpJoin, BlockSize: s.cfg.BlockSize, Tokens: p.N,
-		Want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
+	j := &handover.Question{Op: handover.OpJoin, BlockSize: s.cfg.BlockSize, KVDtype: s.cfg.KVDtype,
+		Revision: s.cfg.Revision, Tokens: p.N, Want: make([]uint64, engine.BlocksFor(p.N, s.cfg.BlockSize))}
 	for i := range j.Want {
 		j.Want[i] = p.Content(i)
 	}
@@ -126,8 +126,14 @@ func (s *Node) joinOf(p *engine.Prompt) *handover.Question {
 func (s *Node) send(p *engine.Prompt, want *handover.Question) (a handover.Answer) {
 	own := s.joinOf(p)
 	switch {
-	case want.BlockSize != own.BlockSize:
-		a.Refused = fmt.Sprintf("block sizes differ: %d and %d", want.BlockSize, own.BlockSize)
+	case want.KVDtype != own.KVDtype && s.cfg.Connector != Mooncake,
+		want.BlockSize != own.BlockSize && s.cfg.Connector == SGLang: // 0.5.23, disaggregation/common/conn.py:1320
+		a.Refused = fmt.Sprintf("blocks of %d tokens of %s here, of %d of %s there", own.BlockSize, own.KVDtype,
+			want.BlockSize, want.KVDtype)
+	case want.BlockSize != own.BlockSize, want.KVDtype != own.KVDtype: // of Mooncake no code compares either
+		a = handover.OtherBlocks(own.BlockSize, want)
+	case s.otherWeights(want):
+		a = otherWeights(want)
 	case want.Tokens != own.Tokens || !slices.Equal(want.Want, own.Want):
 		a.Violation = engine.Violation{Kind: "other_prompt",
 			Message: fmt.Sprintf("the KV is of another prompt: %d tokens on the prefill engine, %d on the decode "+

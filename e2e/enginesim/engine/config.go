@@ -9,6 +9,8 @@ type Config struct {
 	Role         Role
 	Models       []string // served names, all of the same model
 	BlockSize    int      // tokens
+	KVDtype      string   // --kv-cache-dtype
+	Revision     string   // of the model
 	Blocks       int
 	HostBlocks   int     // of CPU memory behind them; 0: none
 	LoadRate     float64 // bytes/s at which KV comes from there; 0 is instantaneous

@@ -144,7 +144,7 @@ func newMetrics(model string, rank int) *metrics {
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
 	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused", "decode_before_kv",
-	"incomplete_params", "forbidden_keys", "bad_disagg_id", "first_token_asked", "spec_on_decode", "buffer_exhausted",
+	"incomplete_params", "other_block_size", "other_weights", "forbidden_keys", "bad_disagg_id", "first_token_asked", "spec_on_decode", "buffer_exhausted",
 }
 
 // KVBytesPerToken is the recorded tiny model's: 16,384 bytes for a block of 32.
@@ -254,7 +254,7 @@ func (e *Engine) collectCache(c *Collector) {
 	}
 	n := strconv.Itoa(e.Cfg.Blocks)
 	c.Gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", 1,
-		"block_size", strconv.Itoa(e.Cfg.BlockSize), "cache_dtype", "auto", "enable_prefix_caching", "True",
+		"block_size", strconv.Itoa(e.Cfg.BlockSize), "cache_dtype", e.Cfg.KVDtype, "enable_prefix_caching", "True",
 		"gpu_memory_utilization", "0.92", "hash_block_size", "None",
 		"kv_offloading_backend", "native", "kv_offloading_size", offload,
 		"kv_cache_size_tokens", strconv.Itoa(e.Cfg.Blocks*e.Cfg.BlockSize),

@@ -20,7 +20,7 @@ type Rule struct {
 	// of modes slow, refuse and restart (default 1s), and stall (default: until cleared)
 	Delay  string          `json:"delay,omitempty"`
 	Warmup string          `json:"warmup,omitempty"` // of mode restart: how long the new engine then answers 503
-	Events int             `json:"events,omitempty"` // of mode stream-reset-after
+	Events int             `json:"events,omitempty"` // of modes stream-reset-after and die-in-stream
 	Params json.RawMessage `json:"params,omitempty"` // of mode malformed-params: what to answer with
 	Hits   int             `json:"hits"`             // how often it has struck so far
 
@@ -62,6 +62,7 @@ const (
 	NullParams  = "null-params"          // prefill: kv_transfer_params null
 	BadParams   = "malformed-params"     // prefill: kv_transfer_params that would kill a decode engine
 	StreamReset = "stream-reset-after"   // reset a stream after so many events
+	StreamDeath = "die-in-stream"        // die after so many events of a stream
 	Comment     = "comment"              // begin a stream with a comment, as a server that keeps the connection alive
 	Race        = "keep-alive-race"      // close a connection that was idle, as a request arrives on it
 	Refuse      = "refuse"               // at once: close the HTTP port for a while
@@ -73,7 +74,7 @@ const (
 
 var modes = []string{
 	Status, EarlyReset, MidReset, Hang, Slow, Garbage, EmptyParams, NullParams,
-	BadParams, StreamReset, Comment, Race, Refuse, Die, Restart, Stall, Unreachable,
+	BadParams, StreamReset, StreamDeath, Comment, Race, Refuse, Die, Restart, Stall, Unreachable,
 }
 
 // legs are a request's possible parts in the protocol.
@@ -152,7 +153,7 @@ func (r *Rule) suits(q *Request) bool {
 		if q.Leg != "prefill" {
 			return false
 		}
-	case StreamReset, Comment:
+	case StreamReset, StreamDeath, Comment:
 		if !q.Stream {
 			return false
 		}

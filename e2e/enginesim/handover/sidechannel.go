@@ -37,6 +37,8 @@ type Question struct {
 	RequestID string // or the name under which two legs meet
 	Xid       string // x-request-id of the leg
 	BlockSize int
+	KVDtype   string   // of its KV cache
+	Revision  string   // of its model; "": not told
 	Tokens    int      // of its prompt, or of its beginning that was kept of an earlier answer
 	Turn      bool     // the latter
 	Ids       []int32  // blocks to read, in order

@@ -2,6 +2,7 @@ package request
 
 import (
 	"crypto/sha256"
+	"encoding/binary"
 	"encoding/hex"
 
 	"tandem/e2e/enginesim/engine"
@@ -118,7 +119,19 @@ func (t template) message(m []byte) {
 	})
 }
 
-// content writes a string, or a list of parts: the text of text parts, and other parts as JSON.
+// mediumTokens is the number of tokens of an image, a sound or a video whose text would have more: what a medium costs a
+// real engine depends on its pixels or seconds, and never on its bytes.
+const mediumTokens = 1500
+
+// medium writes a medium as tokens that depend on all of it, as the KV of real engines does.
+func (t template) medium(part []byte) {
+	sum := sha256.Sum256(part)
+	for i := range uint32(mediumTokens) {
+		t.Tokens([]uint32{binary.LittleEndian.Uint32(sum[i%8*4:])%100_000 + i%7})
+	}
+}
+
+// content writes a string, or a list of parts: the text of text parts, large media, and other parts as JSON.
 func (t template) content(raw []byte) {
 	switch {
 	case jsontext.IsString(raw):
@@ -127,6 +140,8 @@ func (t template) content(raw []byte) {
 		jsontext.EachElement(raw, func(part []byte) bool {
 			if txt := jsontext.Get(part, "text"); jsontext.IsString(txt) {
 				t.Piece(jsontext.Unquote(txt))
+			} else if len(part) > 4*mediumTokens {
+				t.medium(part)
 			} else {
 				t.Piece(jsontext.Compact(part))
 			}

@@ -1473,8 +1473,13 @@ type Pool struct {
 	// Streamed answers outlive their engine: if it dies, hangs or is drained, another one continues (docs/continue.md).
 	// Only with envoy.run inside and engine vllm. Absent: a stream ends with its engine.
 	ContinueStreams *ContinueStreams `protobuf:"bytes,80,opt,name=continue_streams,json=continueStreams,proto3" json:"continue_streams,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Facts in which the engines of a pair may differ. Nobody has shown that their answers are right then. Endpoints whose engines report different values of another fact that kvTransfer needs equal are not paired; what an
+	// engine does not report hinders no pair (docs/protocols.md, Which engines fit each other). Some of release, model,
+	// revision, quantization, dtype, kvDtype, blockSize, kvLayout, attentionBackend, slidingWindow, hybridKvCache, hashing,
+	// speculation, tensorParallelSize and transferBackend. Default none.
+	PairUnlike    []string `protobuf:"bytes,81,rep,name=pair_unlike,json=pairUnlike,proto3" json:"pair_unlike,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -1776,6 +1781,13 @@ func (x *Pool) GetLabelHeader() string {
 func (x *Pool) GetContinueStreams() *ContinueStreams {
 	if x != nil {
 		return x.ContinueStreams
+	}
+	return nil
+}
+
+func (x *Pool) GetPairUnlike() []string {
+	if x != nil {
+		return x.PairUnlike
 	}
 	return nil
 }
@@ -3771,7 +3783,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"L\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12&\n" +
-	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xae\x10\n" +
+	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xcf\x10\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3821,7 +3833,9 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x0fengine_priority\x185 \x01(\tB\x1c\x82\xb5\x18\x10none vllm sglang\x92\xb5\x18\x04noneR\x0eenginePriority\x120\n" +
 	"\x06encode\x18< \x01(\v2\x18.tandem.config.v1.EncodeR\x06encode\x12!\n" +
 	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12L\n" +
-	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreamsJ\x04\b=\x10>\"\xb6\x01\n" +
+	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreams\x12\x1f\n" +
+	"\vpair_unlike\x18Q \x03(\tR\n" +
+	"pairUnlikeJ\x04\b=\x10>\"\xb6\x01\n" +
 	"\x0fContinueStreams\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12?\n" +
 	"\x11min_answer_tokens\x18\x02 \x01(\x03B\x13\x8a\xb5\x18\x0f0 to 1000000000R\x0fminAnswerTokens\x12\x18\n" +

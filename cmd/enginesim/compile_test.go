@@ -1,0 +1,33 @@
+package main
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestFirstLogprobs: an engine that compiles for its first request with log probabilities answers nobody meanwhile, and
+// all afterwards; the second such request waits for nothing.
+func TestFirstLogprobs(t *testing.T) {
+	e := startEngine(t, "-first-logprobs", "300ms")
+	first := time.Now()
+	compiles := e.later(t, "first", chat("x", `"max_tokens":4,"logprobs":true`))
+	other := e.later(t, "other", chat("y", `"max_tokens":4`))
+	require.Equal(t, 200, (<-other).status)
+	require.Equal(t, 200, (<-compiles).status)
+	require.GreaterOrEqual(t, time.Since(first), 300*time.Millisecond)
+	e.failWith(t, `{"mode":"stall"}`)
+	e.heal(t)
+	require.Equal(t, 200, e.post(t, chatPath, "second", chat("x", `"max_tokens":4,"logprobs":true`)).status)
+}
+
+// TestDiesInAStream: a request that kills its engine takes all others there with it.
+func TestDiesInAStream(t *testing.T) {
+	e := startEngine(t, "-decode-step", "5ms", "-fail", `{"mode":"die-in-stream","events":3,"contains":"poison"}`)
+	other := e.later(t, "other", chat("y", `"max_tokens":4000,"stream":true`))
+	_, err := e.do("POST", chatPath, "poison", chat("poison", `"max_tokens":9,"stream":true`))
+	require.Error(t, err)
+	require.NotContains(t, string((<-other).body), "[DONE]")
+	<-e.Died
+}
