@@ -67,6 +67,7 @@ func (r *Request) measure() Size {
 			s.Text -= int(m.valueEnd - m.value)
 		}
 	}
+	s.Text = max(s.Text, 0) // a list of ids that has media, too, is refused
 	return s
 }
 
@@ -125,7 +126,7 @@ func (r *Request) isPrompt(m *member) bool {
 	case "suffix", "previous_input_messages": // the latter: vLLM's, of gpt-oss (0.32.0, responses/protocol.py)
 		return true
 	}
-	return false
+	return besidePrompt(r.key(m)) // whose media are left out already
 }
 
 // beside is what was found in a body whose bytes are no text.
