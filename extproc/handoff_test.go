@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -98,6 +99,32 @@ func TestDirectPrefill(t *testing.T) {
 		require.Contains(t, member, `"remote_engine_id":"e"`)
 		require.Equal(t, hello, `{"model"`+rest)
 		require.Equal(t, 1, s.state.Reservations(), "P's is released")
+	})
+	t.Run("learns from the answer", func(t *testing.T) {
+		s := directly(splitting(), prefiller(t, func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get("endpoint-load-metrics-format") == "JSON" {
+				w.Header().Set(names.HeaderLoad, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5}}`)
+			}
+			const counts = `"prompt_tokens":9`
+			_, _ = io.WriteString(w, strings.Replace(kvAnswer, counts, counts+`,"prompt_tokens_details":{"cached_tokens":4}`, 1))
+		}))
+		s.ask(hello, nil)
+		var v kvstate.View
+		s.state.View(s.state.Pool("chat"), nil, &v)
+		require.True(t, slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+			return c.Signals != nil && c.Signals.KVUsage == .5
+		}), "its load")
+		require.InDelta(t, 4, s.count("tandem_cached_tokens_compared_total", "chat", "measured"), 0, "what it had cached")
+	})
+	t.Run("an answer that is cut", func(t *testing.T) {
+		var s *stand
+		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "1000")
+			_, _ = io.WriteString(w, kvAnswer[:40])
+		})
+		s = directly(splitting(), p)
+		require.Equal(t, hello, string(s.ask(hello, nil).body), "decode computes the prompt")
+		require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", p.Addr, "answer_cut"), 0)
 	})
 	t.Run("another prefill, then decode alone", func(t *testing.T) {
 		var asked atomic.Int32
