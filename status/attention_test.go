@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate"
 	"tandem/kvstate/operator"
 )
 
@@ -138,6 +139,13 @@ func TestAttention(t *testing.T) {
 		"one with both roles serves": {change: func(s *Status) { s.Pools[0].Endpoints[0].Role = "both"; pause(s, 1, 2) }},
 		"the pool is paused": {change: func(s *Status) { s.Pools[0].Paused = true; pause(s, 2) }, want: []Notice{
 			{true, "chat: the pool is paused by order: its requests are refused.", "howto/drain.md"}}},
+		"an engine is slow": {change: func(s *Status) {
+			s.Pools[0].Endpoints[0].PrefillSlowness, s.Pools[0].Endpoints[2].DecodeSlowness = 6.04, kvstate.SlowFrom-.1
+		}, want: []Notice{{false, "chat: p1 prefills 6 times slower than its peers.", "operations.md#tandemengineslow"}}},
+		"Redis refuses a command": {change: func(s *Status) {
+			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Refused: "HVALS: NOPERM this user has no permissions"}
+		}, want: []Notice{
+			{Bad: true, Text: "Redis refuses what this replica needs: HVALS: NOPERM this user has no permissions", Doc: "security.md#redis"}}},
 		"a replica is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2} }, want: []Notice{
 			{false, "1 of the 2 replicas in envoy.extProcs runs. As far as is known the rest was shut down, or not started.", "howto/several-replicas.md"}}},
 		"one of three is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2, Configured: 3} }, want: []Notice{
