@@ -87,8 +87,8 @@ func (r *Request) mayBeIDs(f Field) bool {
 	return false
 }
 
-// idsIn returns about how many token ids a list has, or a list of such lists; 0: it has no ids. A long list is judged by
-// its beginning.
+// idsIn returns about how many token ids a list has, or a list of such lists; 0: it has no ids. A long list is judged
+// by its beginning.
 func idsIn(raw []byte) int64 {
 	i := 0
 	for i < len(raw) && raw[i] == '[' {
@@ -319,7 +319,7 @@ func isBase64(value []byte) bool {
 	return len(value) > 0
 }
 
-// mediumBlocks is the number of blocks that a medium has in the hashes of a prompt: as a text of about as many tokens.
+// blocks is the number of blocks that a medium has in the hashes of a prompt: as a text of about as many tokens.
 // It is fixed, because hashes are the same in all processes.
 func (m *medium) blocks() int {
 	switch m.kind {
