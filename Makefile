@@ -16,7 +16,7 @@ TESTFLAGS ?=
 PARALLEL ?= 8
 # Packages without goroutines are tested without the race detector, which makes what only computes ten times slower.
 SEQUENTIAL := . ./docs ./extproc/openai ./picker ./picker/admission ./replay
-SUITE ?= full shared engines roles
+SUITE ?= full shared engines roles agents
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 
 # The race detector needs a C compiler. Where there is none the tests run without it, and say so.
@@ -100,8 +100,8 @@ attack: tools ##break attacks on the gRPC port and large bodies from many client
 speed: tools ##measure how soon replicas know something; on an idle machine (3 minutes)
 	TANDEM_SPEED=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -p 1 -parallel 1 -v -run $(SPEED) ./kvstate/redisstore ./kvstate/scrape ./e2e
 
-# All routing tables of docs/benchmarks.md and decision.md, from traces (half an hour; SUITE=quick: one minute).
-replay: ##measure all routing tables of docs, from traces (half an hour; SUITE=quick: one minute)
+# All routing tables of docs/benchmarks.md and decision.md, from traces (three quarters of an hour; SUITE=quick: one minute).
+replay: ##measure all routing tables of docs, from traces (three quarters of an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
 # envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes).

@@ -29,7 +29,7 @@ func releases() map[string]string {
 		"sigs.k8s.io/gateway-api-inference-extension@v1.5.0":         "config/crd/bases/*.yaml",
 		"github.com/envoyproxy/gateway@v1.9.1":                       "charts/gateway-helm/charts/crds/crds/generated/*.yaml",
 		"istio.io/api@v1.29.0":                                       "kubernetes/customresourcedefinitions.gen.yaml",
-		"github.com/prometheus-operator/prometheus-operator@v0.85.0": "example/prometheus-operator-crd/*servicemonitors.yaml",
+		"github.com/prometheus-operator/prometheus-operator@v0.85.0": "example/prometheus-operator-crd/*s.yaml",
 		"github.com/kedacore/keda/v2@v2.21.0":                        "config/crd/bases/keda.sh_scaledobjects.yaml",
 	}
 }

@@ -169,6 +169,13 @@ func TestKustomize(t *testing.T) {
 	}
 }
 
+// The chart's alerts and dashboard are those of deploy/observability: a chart has no files from outside of its folder. Copy
+// them when you change one.
+func TestTheChartHasTheAlertsAndTheDashboard(t *testing.T) {
+	require.Equal(t, read(t, "observability/alerts.yaml"), read(t, "helm/tandem/files/alerts.yaml"))
+	require.Equal(t, read(t, "observability/grafana/dashboards/tandem.json"), read(t, "helm/tandem/files/dashboard.json"))
+}
+
 func TestHelm(t *testing.T) {
 	helm, known := tool(t, "helm"), loadSchemas(t)
 	every := []string{"--set", "autoscaling.enabled=true,autoscaling.reservations=2000,serviceMonitor.enabled=true,networkPolicy.enabled=true,redis.url=redis://tandem@redis:6379/0,redis.existingSecret=redis",
@@ -179,7 +186,7 @@ func TestHelm(t *testing.T) {
 	template := []string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36"}
 	for name, args := range map[string][]string{"defaults": nil, "everything": every, "endpoint picker": picker, "with Envoy": {"--set", "envoy.enabled=true,networkPolicy.enabled=true"},
 		"inside Envoy": append(every, "--set", "config.envoy.run=inside"), "inside Envoy, alone": {"--set", "config.envoy.run=inside"},
-		"with all": {"--set", "engines.enabled=true,engines.autoscaling.enabled=true,redis.enabled=true,envoy.enabled=true,networkPolicy.enabled=true,serviceMonitor.enabled=true"}} {
+		"with all": {"--set", "engines.enabled=true,engines.autoscaling.enabled=true,redis.enabled=true,envoy.enabled=true,networkPolicy.enabled=true,serviceMonitor.enabled=true,prometheusRule.enabled=true,dashboard.enabled=true"}} {
 		rendered := output(t, helm, append(template, args...)...)
 		require.Empty(t, mistakes(t, known, rendered), name)
 		checkConfigMap(t, rendered)

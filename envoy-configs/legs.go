@@ -131,8 +131,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 		"request.path"}, howAnswered...)
 	ask.MutationRules = &mutationv3.HeaderMutationRules{AllowAllRouting: wrapperspb.Bool(true)}
 	host := noted(m, &routev3.VirtualHost{
-		RequestHeadersToAdd: []*corev3.HeaderValueOption{setHeader("endpoint-load-metrics-format", "JSON",
-			overwriteOrAdd)},
+		RequestHeadersToAdd:     []*corev3.HeaderValueOption{asksLoad()},
 		ResponseHeadersToRemove: []string{"x-tandem-carry", "x-tandem-prefilled"},
 		ResponseHeadersToAdd: []*corev3.HeaderValueOption{
 			setHeader("x-tandem-carry", "%DYNAMIC_METADATA(tandem:carry)%", overwriteOrAdd),
@@ -232,6 +231,11 @@ func ownHeaders(leg string) []*corev3.HeaderValueOption {
 	}
 }
 
+// asksLoad has P report its load along with its answer, if it can (vLLM, ORCA).
+func asksLoad() *corev3.HeaderValueOption {
+	return setHeader("endpoint-load-metrics-format", "JSON", overwriteOrAdd)
+}
+
 // prefillMirror is the other half.
 func (m legs) prefillMirror() *listenerv3.Listener {
 	f := filters(m)
@@ -249,7 +253,7 @@ func (m legs) prefillMirror() *listenerv3.Listener {
 		remove: []string{destination, "x-tandem-scheme", "x-tandem-prefill-scheme",
 			"x-tandem-prefill-rank", "x-tandem-decode-rank", "x-tandem-answer", "x-tandem-mirror",
 			"x-tandem-leg-id"},
-		host:       &routev3.VirtualHost{RequestHeadersToAdd: ownHeaders("prefill"), Routes: routes},
+		host:       &routev3.VirtualHost{RequestHeadersToAdd: append(ownHeaders("prefill"), asksLoad()), Routes: routes},
 		serverName: mirroredName,
 		log:        accessLogs(m).endOfMirror(),
 		filters:    []*hcmv3.HttpFilter{f.filter(extProcFilter, ask)}, read: true, json: true,

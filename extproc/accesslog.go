@@ -17,7 +17,6 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
-	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
 	"tandem/internal/guard"
 )
@@ -76,15 +75,6 @@ func (s *Server) logged(ctx context.Context, log string, e *envoywire.LogEntry) 
 	}
 }
 
-// passEnd is the end of one pass of a request: what an entry says of it.
-type passEnd struct {
-	entry      *ended.Pass
-	ticket     *kvtransfer.Ticket
-	name       string // of the request's reservations
-	redirected bool   // the next pass follows: the request has not ended
-	here       bool   // this replica reserved for the pass
-}
-
 // hopEnded handles the end of one pass and releases its reservations. Every pass makes its own, so this also holds
 // for a pass that ended in a redirect. The entry of such a pass shows the redirect's ticket, because Envoy writes
 // it into the request before it logs. Any other entry is the end of the request and shows the ticket of its own
@@ -95,56 +85,46 @@ func (s *Server) hopEnded(entry *envoywire.LogEntry) {
 	if t == nil {
 		return
 	}
-	end := passEnd{e, t, reservedAs(e), string(e.Details) == "internal_redirect", false}
-	end.here = s.passes.HeldHere(t, end.name)
 	if ctx := context.Background(); s.Log.Enabled(ctx, slog.LevelDebug) {
 		s.Log.DebugContext(ctx, "pass ended", "request_id", string(e.RequestID), "stage", t.Stage.String(), "status", e.Status, "details", string(e.Details),
 			"duration", e.Duration, "first_byte", e.FirstByte, "client_gone", e.ClientGone, "tries", e.Tries, "asked", e.Asked())
 	}
-	mine := s.passes.Release(pass.HeldBy(t)) || end.here
+	redirected := string(e.Details) == "internal_redirect" // the next pass follows
 	pair := t.Stage == kvtransfer.PairLegs || t.Stage == kvtransfer.Failed
-	if pair && (end.redirected || e.ClientGone) {
+	if pair && (redirected || e.ClientGone) {
 		s.pairs.GiveUp(t.ID) // with concurrent legs: nobody waits for P's leg any more
 	}
-	if !end.redirected {
-		s.requestEnded(&end, mine)
+	if redirected {
+		s.passes.Release(pass.HeldBy(t))
+		return
 	}
+	s.requestEnded(t, e)
 }
 
-// requestEnded does what follows from the end of a request. mine: this replica counts it.
-func (s *Server) requestEnded(end *passEnd, mine bool) {
-	t, e := end.ticket, end.entry
-	s.reclaim.Ended(t, e, end.here)
-	s.faults.DecodeEnded(t, e)
+// requestEnded ends a request, once it is clear which pass was its last.
+func (s *Server) requestEnded(t *kvtransfer.Ticket, e *ended.Pass) {
+	over := journey.Over{Ticket: t, Ended: e, Here: s.passes.HeldHere(t, reservedAs(e))}
 	if t.Stage == kvtransfer.PrefillLeg { // pass 2 may have read P's inline answer, but Envoy did not receive its decision
-		s.releaseForGood(e, t.Redirects+1)
-		if e.ClientGone && end.here && !s.State.Consume(pass.InlineID(t.ID)) {
-			t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
-		}
+		s.bar(e, t.Redirects+1)
+		over.HandedOver = e.ClientGone && over.Here && !s.State.Consume(pass.InlineID(t.ID))
 	}
+	mine := s.ends.End(&over)
 	if len(e.Unfollowed) > 0 {
 		s.notFollowed(t, e, mine)
 	}
 	if t.Stage.Redirects() {
-		s.releaseForGood(e, t.Redirects)
-	}
-	to := journey.Recorder{State: s.State, Observer: s.observer, Tracer: s.Tracer}
-	to.Record(t, e, s.passes.SealedAt(t), mine)
-	if mine { // every replica receives every entry; the one with the reservation counts the hop
-		if policy, _ := s.passes.Policy(t.Pool); t.Stage == kvtransfer.HandOver && e.ClientGone && !policy.CleanupDecode {
-			s.reclaim.Left(t, reclaim.ClientGone)
-		}
+		s.bar(e, t.Redirects)
 	}
 }
 
-// releaseForGood releases what this replica holds for a pass of a request that is over. If Envoy names the request,
-// nothing is reserved for it any more. A request id alone may belong to other requests, too.
-func (s *Server) releaseForGood(e *ended.Pass, number int) {
+// bar releases what this replica holds for a pass of a request that is over. If Envoy names the request, nothing is
+// reserved for that pass any more. A request id alone may belong to other requests, too.
+func (s *Server) bar(e *ended.Pass, number int) {
 	held := s.passes.Held(reservedAs(e), number)
 	if len(e.Reservation) == 0 {
 		s.passes.Release(held)
 	} else {
-		s.passes.ReleaseForGood(held)
+		s.passes.Bar(held)
 	}
 }
 
@@ -156,12 +136,12 @@ func (s *Server) ticketOf(entry *envoywire.LogEntry) *kvtransfer.Ticket {
 	switch {
 	case len(entry.Ticket) == 0 || t != nil && t.Stage == kvtransfer.Undecided:
 		if !bytes.HasPrefix(e.Details, []byte(names.DetailsPrefix)) { // else Tandem answered it by itself
-			s.releaseForGood(e, 0)
+			s.bar(e, 0)
 		}
 		return nil
 	case t == nil:
 		s.observer.EntryRefused(e)
-		s.passes.ReleaseAll(reservedAs(e)) // an engine may have forged it
+		s.passes.Revoke(reservedAs(e)) // an engine may have forged it
 		s.Log.Debug("access log entry with a ticket that is not ours", "request_id", string(e.RequestID), "err", err)
 	}
 	return t

@@ -95,7 +95,7 @@ func (x answerLeg) rewriteWhole(c openai.Rewriter) error {
 	case x.stream.noMemory:
 		return openai.ServerBusy()
 	case x.stream.msg.Over:
-		return openai.Unavailable("answer_too_large", fmt.Sprintf("an answer of more than %d bytes cannot be joined with prefill's", maxAnswer), 0)
+		return answer.TooLarge(maxAnswer)
 	}
 	x.stream.spare.Grow(x.stream.body.Len() + 4096)
 	out, err := c.Whole(x.stream.spare.Data[:0], x.stream.body.Bytes())

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"slices"
 	"strconv"
 	"testing"
 	"testing/synctest"
@@ -344,6 +345,40 @@ func TestPairRefused(t *testing.T) {
 		require.Equal(t, `{"error":"of P"}`, string(i.GetBody()))
 		s.log(q.entry(400, "tandem_prefill_refused"))
 	})
+}
+
+// P reports its load along with its answer, which nobody else reads.
+func TestPairPrefillReportsItsLoad(t *testing.T) {
+	inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+		q, _ := pass1(s, "load")
+		d, _ := q.decode(s)
+		p := q.mirror(s)
+		p.headers(true, ":status", "200", names.HeaderLoad, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5}}`)
+		synctest.Wait()
+		var v kvstate.View
+		s.state.View(s.state.Pool("chat"), nil, &v)
+		require.True(t, slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+			return c.Signals != nil && c.Signals.KVUsage == .5
+		}))
+		d.cancel()
+		s.log(q.entry(0, "downstream_remote_disconnect"))
+	})
+}
+
+// D's end is P's too. A 408 or a 425 is no refusal of the request: it says that D did not serve it.
+func TestPairDecodeDoesNotServe(t *testing.T) {
+	for _, status := range []int{408, 425, 429, 500, 503} {
+		inBubble(t, twoAndTwo, func(t *testing.T, s *stand) {
+			q, first := pass1(s, "decode")
+			d, _ := q.decode(s)
+			q.mirror(s)
+			d.answer(status, "")
+			d.redirected(q)
+			second := q.pass()
+			require.NotEqual(t, first.set[names.HeaderEndpoint], second.set[names.HeaderEndpoint], "another D")
+			s.log(q.entry(0, "downstream_remote_disconnect"))
+		})
+	}
 }
 
 // D's end is P's too.

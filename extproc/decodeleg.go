@@ -19,7 +19,6 @@ import (
 	"tandem/extproc/plan"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
-	"tandem/kvstate"
 )
 
 // pairLeg is what the handlers of two concurrent legs share.
@@ -195,7 +194,7 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
-	if (code >= 500 || code < 200 || kvstate.Refuses(code)) && len(x.stream.msg.Headers.Final) == 0 {
+	if faults.Failed(code) && len(x.stream.msg.Headers.Final) == 0 {
 		return false, x.decodeFailed(t, p, code)
 	}
 	if code != http.StatusOK && code != http.StatusPartialContent { // D does no work for this request

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -19,6 +20,7 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
+	"tandem/kvstate/inferencepolicy"
 )
 
 // Hand-overs that Envoy does not make: by llm-d's routing sidecar, or by a call of the server itself.
@@ -97,6 +99,32 @@ func TestDirectPrefill(t *testing.T) {
 		require.Contains(t, member, `"remote_engine_id":"e"`)
 		require.Equal(t, hello, `{"model"`+rest)
 		require.Equal(t, 1, s.state.Reservations(), "P's is released")
+	})
+	t.Run("learns from the answer", func(t *testing.T) {
+		s := directly(splitting(), prefiller(t, func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get("endpoint-load-metrics-format") == "JSON" {
+				w.Header().Set(names.HeaderLoad, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5}}`)
+			}
+			const counts = `"prompt_tokens":9`
+			_, _ = io.WriteString(w, strings.Replace(kvAnswer, counts, counts+`,"prompt_tokens_details":{"cached_tokens":4}`, 1))
+		}))
+		s.ask(hello, nil)
+		var v kvstate.View
+		s.state.View(s.state.Pool("chat"), nil, &v)
+		require.True(t, slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+			return c.Signals != nil && c.Signals.KVUsage == .5
+		}), "its load")
+		require.InDelta(t, 4, s.count("tandem_cached_tokens_compared_total", "chat", "measured"), 0, "what it had cached")
+	})
+	t.Run("an answer that is cut", func(t *testing.T) {
+		var s *stand
+		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "1000")
+			_, _ = io.WriteString(w, kvAnswer[:40])
+		})
+		s = directly(splitting(), p)
+		require.Equal(t, hello, string(s.ask(hello, nil).body), "decode computes the prompt")
+		require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", p.Addr, "answer_cut"), 0)
 	})
 	t.Run("another prefill, then decode alone", func(t *testing.T) {
 		var asked atomic.Int32
@@ -187,4 +215,45 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		s.log(q.entry(200, "via_upstream"))
 		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
+}
+
+// A gateway's requests get the operator's priority, too, whoever asks P: on both legs, beside a model that is rewritten,
+// and on other paths where engines read it. A body that engines would not look into stays as it is.
+func TestGatewaysGetTheOperatorsPriority(t *testing.T) {
+	for _, handoff := range []plan.Handoff{plan.HandoffSidecar, plan.HandoffDirect} {
+		var asked atomic.Value
+		p := prefiller(t, func(w http.ResponseWriter, r *http.Request) {
+			body, _ := io.ReadAll(r.Body)
+			asked.Store(body)
+			_, _ = io.WriteString(w, kvAnswer)
+		})
+		s := newStand(t, Options{Picker: &endpointpicker.Options{WatchBody: true}})
+		policy := splitting()
+		policy.Handoff, policy.Priorities = handoff, plan.SGLangPriority
+		s.pool("chat", policy, "d1")
+		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{*p, {Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}})
+		s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+			{Model: "gold", Targets: []inferencepolicy.Target{{Model: "tiny", Weight: 1}}},
+		}})
+		greedy := strings.Replace(hello, "{", `{"priority":1000000,`, 1)
+		for _, body := range []string{hello, greedy, strings.Replace(greedy, `"m"`, `"gold"`, 1)} {
+			got := membersOf(t, s.ask(body, nil).body)
+			require.Equal(t, "0", string(got["priority"]), body)
+			require.JSONEq(t, `[{"role":"user","content":"Hello, who are you?"}]`, string(got["messages"]))
+			if handoff == plan.HandoffDirect {
+				require.Equal(t, "0", string(membersOf(t, asked.Load().([]byte))["priority"]), body)
+				require.NotNil(t, got["kv_transfer_params"])
+			}
+			if strings.Contains(body, "gold") {
+				require.Equal(t, `"tiny"`, string(got["model"]))
+			}
+		}
+		for path, want := range map[string]string{"/v1/embeddings": "0", "/tokenize": "0"} {
+			got := s.ask(`{"model":"m","input":"a","priority":1000000}`, nil, ":path", path)
+			require.Equal(t, want, string(membersOf(t, got.body)["priority"]), path)
+		}
+		const plain = `{"model":"m","prompt":"a"}`
+		require.Equal(t, plain, string(s.ask(plain, nil, ":path", "/tokenize").body))
+		require.Empty(t, s.ask("", nil, ":path", "/v1/models/m", ":method", "GET").body)
+	}
 }

@@ -53,7 +53,8 @@ func (x mirroredLeg) serve() error {
 	a := &x.stream.msg.Attributes
 	x.answer.ID = x.stream.requestID
 	v, joined := x.answer.SettlePair(t, &pass.Answer{
-		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,
+		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Load: x.stream.msg.Headers.Load,
+		Details: a.Details, RetryAfter: a.RetryAfter,
 	})
 	if joined != nil {
 		if err := x.s.State.PutHandOverAs(t.ID, joined); err != nil {

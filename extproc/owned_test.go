@@ -131,7 +131,7 @@ func TestOwnedMembers(t *testing.T) {
 					q.follow()
 					require.Zero(t, q.pass().status())
 					check(t, plan.OnPrefill, shape.path, []byte(body), q.body, true)
-					s.server.passes.ReleaseAll(id)
+					s.server.passes.Revoke(id)
 				})
 			}
 		}

@@ -11,9 +11,7 @@ import (
 
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
-	"tandem/extproc/openai"
 	"tandem/extproc/pass"
-	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
@@ -47,32 +45,32 @@ func (x prefillLeg) serve() error {
 	x.startSpan(telemetry.SpanPrefillAnswer, false)
 	x.meter.SpanTicket(t)
 	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
-	x.answer.ID = x.stream.requestID
-	x.answer.ObserveLoad(t, x.stream.msg.Headers.Load)
-	if plan.ClientsFault(code) {
-		x.meter.PrefillRefused(t, code, x.s.passes.Since(t))
-		x.s.passes.Release(pass.HeldBy(t))
-		x.stream.dropInline()
-		return x.answerRefused()
-	}
 	if err := x.stream.receiveAnswer(); err != nil {
-		x.answerCut(t, code)
+		if code == 200 {
+			x.s.passes.Cut(t)
+		}
 		return err
 	}
 	x.meter.EndPhase(telemetry.PhaseReceive)
-	next, final := x.answer.Settle(x.stream.Context(), t, &pass.Answer{
-		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,
+	x.answer.ID = x.stream.requestID
+	settled := x.answer.Settle(x.stream.Context(), t, &pass.Answer{
+		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, NoMemory: x.stream.noMemory,
+		Load: x.stream.msg.Headers.Load, Details: a.Details, RetryAfter: a.RetryAfter,
 	})
-	if final != nil {
-		x.s.passes.Release(pass.HeldBy(t))
-		return x.answerClient(t, final)
+	if settled.Next == nil {
+		return x.answerClient(t, &settled)
 	}
-	if next.Stage == kvtransfer.HandOver && x.s.reclaim.Enabled(t.Pool) {
-		return x.handOverRecorded(next)
+	if settled.Next.Stage == kvtransfer.HandOver && x.s.reclaim.Enabled(t.Pool) {
+		return x.handOverRecorded(settled.Next)
 	}
+	return x.handOver(settled.Next)
+}
+
+// handOver sends the request on to the next pass.
+func (x prefillLeg) handOver(next *kvtransfer.Ticket) error {
 	x.meter.EndPhase(telemetry.PhaseDecide)
 	gone := x.stream.Context().Err() // Envoy ended the stream while P's answer waited here
-	err = x.redirect(next, replan.Location(x.stream.msg.Attributes.Path))
+	err := x.redirect(next, replan.Location(x.stream.msg.Attributes.Path))
 	x.meter.EndPhase(telemetry.PhaseAnswer)
 	if next.Stage == kvtransfer.HandOver && (gone != nil || err != nil) {
 		x.s.reclaim.Orphaned(next, x.stream.requestID, reclaim.ClientGone)
@@ -83,8 +81,6 @@ func (x prefillLeg) serve() error {
 // handOverRecorded sends a hand-over on if the pool reclaims orphaned ones. The end of the request decides what
 // became of it, not the end of this stream: if this replica's connection broke, Envoy may ask another one.
 func (x prefillLeg) handOverRecorded(next *kvtransfer.Ticket) error {
-	// before sending: the access log may report the end of the request at any moment after
-	x.s.reclaim.Record(next, x.stream.requestID, next.Params, next.Decode, false)
 	x.meter.EndPhase(telemetry.PhaseDecide)
 	err := x.redirect(next, replan.Location(x.stream.msg.Attributes.Path))
 	x.meter.EndPhase(telemetry.PhaseAnswer)
@@ -110,40 +106,19 @@ func (x prefillLeg) endedByEnvoy() bool {
 	}
 }
 
-// answerCut counts an answer of P's whose rest will not come: P has finished, and nobody can name the blocks that
-// it keeps.
-func (x prefillLeg) answerCut(t *kvtransfer.Ticket, code int) {
-	if policy, _ := x.s.passes.Policy(t.Pool); code == 200 && policy.Dialect.Prefill != nil {
-		x.s.reclaim.Left(t, reclaim.AnswerCut)
-	}
-}
-
-// answerRefused passes P's refusal without the members that Tandem added for P.
-func (x prefillLeg) answerRefused() error {
-	if err := x.stream.receiveAnswer(); err != nil {
-		return err
-	}
-	switch {
-	case x.stream.noMemory:
-		return openai.ServerBusy()
-	case x.stream.msg.Over:
-		return openai.BadRequest("prefill_refused", "", "the prefill endpoint refused this request")
-	}
-	text := openai.CutEcho(nil, x.stream.body.Bytes())
-	if len(text) != x.stream.body.Len() {
+// answerClient answers the client in P's place, or with P's refusal.
+func (x prefillLeg) answerClient(t *kvtransfer.Ticket, settled *pass.Settled) error {
+	if settled.Err == nil && (!settled.Refused || len(settled.Answer) != x.stream.body.Len()) {
 		x.stream.headers.Remove("content-length")
 	}
-	return x.answerWith(text)
-}
-
-// answerClient answers the client in P's place.
-func (x prefillLeg) answerClient(t *kvtransfer.Ticket, body []byte) error {
-	x.stream.headers.Remove("content-length")
 	x.stream.dropInline()
-	if t.Stream {
+	if settled.Err != nil {
+		return settled.Err
+	}
+	if !settled.Refused && t.Stream {
 		x.stream.headers.Set("content-type", []byte("text/event-stream; charset=utf-8"))
 	}
-	return x.answerWith(body)
+	return x.answerWith(settled.Answer)
 }
 
 // answerWith replaces P's body, which was received; it does nothing if there is none.

@@ -185,7 +185,7 @@ func (x mainRole) openTicket() (*kvtransfer.Ticket, error) {
 		return t, err
 	}
 	x.meter.Observer.RequestLost(x.stream.requestID)
-	x.s.passes.ReleaseAll(x.pass.ReservedAs) // an engine may have forged it
+	x.s.passes.Revoke(x.pass.ReservedAs) // an engine may have forged it
 	x.s.Log.Warn("ticket refused", "request_id", x.stream.requestID, "err", err)
 	return nil, openai.Unavailable(names.CodeTicketRefused, "the state of this request cannot be read here; send it again", time.Second)
 }

@@ -24,6 +24,7 @@ import (
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -82,6 +83,7 @@ type Server struct {
 	streams  streamOptions
 	loggers  envoywire.Loggers
 	faults   faults.Faults
+	ends     journey.Ends
 }
 
 // New returns a server over the options' state. It starts no goroutines.
@@ -154,6 +156,7 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}
 	}
 	s.passes = pass.New(passes)
+	s.ends = journey.Ends{Passes: s.passes, Tracer: o.Tracer}
 	s.replan = replan.NewPort(s.passes, s.pairs, s.draining, o.MaxBodyBytes)
 	s.Apply(o.Settings)
 	s.Options.Settings = pass.Settings{} // the initial settings must not be read later

@@ -114,11 +114,12 @@ func (x *stream) receiveLater() <-chan *received {
 	return out
 }
 
-// take makes a message that was read concurrently the current one. The request's headers stay, but its content-type.
+// take makes a message that was read concurrently the current one. The request's headers stay, but for what the answer
+// has of its own.
 func (x *stream) take(r *received) {
 	x.msg.Phase, x.msg.EndOfStream = r.Phase, r.EndOfStream
 	to, from := &x.msg.Headers, &r.Headers
-	to.Status, to.Final, to.ContentType = from.Status, from.Final, from.ContentType
+	to.Status, to.Final, to.ContentType, to.Load = from.Status, from.Final, from.ContentType, from.Load
 	x.msg.Attributes = r.Attributes
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 
 	"tandem/picker"
@@ -24,14 +25,11 @@ func ParseContender(name string) (Contender, error) {
 	var set []func(*Config)
 	policy, fleet, has := strings.Cut(name, "@")
 	if has {
-		var p, d int
-		if n, _ := fmt.Sscanf(fleet+".", "%d+%d.", &p, &d); n == 2 {
-			set = append(set, func(c *Config) { c.Both, c.Prefill, c.Decode = 0, p, d })
-		} else if n, _ := fmt.Sscanf(fleet+".", "%d.", &p); n == 1 {
-			set = append(set, func(c *Config) { c.Both = p })
-		} else {
-			return out, fmt.Errorf("%q: %s is not a fleet such as 2+6 or 8", name, fleet)
+		of, err := parseFleet(fleet)
+		if err != nil {
+			return out, fmt.Errorf("%q: %w", name, err)
 		}
+		set = append(set, of)
 	}
 	if how, ok := strings.CutPrefix(policy, "tandem/"); ok {
 		policy = "tandem"
@@ -51,23 +49,49 @@ func ParseContender(name string) (Contender, error) {
 	return out, nil
 }
 
+// parseFleet reads 2+6, engines that prefill and engines that decode, or 8, engines that serve both legs.
+func parseFleet(text string) (func(*Config), error) {
+	prefill, decode, split := strings.Cut(text, "+")
+	p, err := strconv.Atoi(prefill)
+	d := 0
+	if split && err == nil {
+		d, err = strconv.Atoi(decode)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s is not a fleet such as 2+6 or 8", text)
+	}
+	return func(c *Config) {
+		if c.Both = p; split {
+			c.Both, c.Prefill, c.Decode = 0, p, d
+		}
+	}, nil
+}
+
 // RunContenders plays sessions under each contender with each of the seeds, and shows its progress on w.
 func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed, w io.Writer) ([][]*ClosedResult, error) {
 	var out [][]*ClosedResult
 	for _, x := range who {
-		var row []*ClosedResult
-		for _, seed := range seeds {
-			c := c
-			x.config(&c)
-			c.Seed, c.Progress = seed, NewBar(w, x.Name).Show
-			r, err := RunClosed(ctx, x.policy, c, o)
-			if err != nil {
-				return nil, err
-			}
-			r.Policy = x.Name
-			row = append(row, r)
+		row, err := x.run(ctx, seeds, c, o, w)
+		if err != nil {
+			return nil, err
 		}
 		out = append(out, row)
+	}
+	return out, nil
+}
+
+// run plays sessions with each of the seeds.
+func (x *Contender) run(ctx context.Context, seeds []uint64, c Config, o Closed, w io.Writer) ([]*ClosedResult, error) {
+	x.config(&c)
+	var out []*ClosedResult
+	for _, seed := range seeds {
+		c.Seed, c.Progress = seed, NewBar(w, x.Name).Show
+		r, err := RunClosed(ctx, x.policy, c, o)
+		if err != nil {
+			return nil, err
+		}
+		r.Policy = x.Name
+		out = append(out, r)
 	}
 	return out, nil
 }

@@ -71,9 +71,12 @@ type counts struct {
 	loaded      [2]int // at the beginning and at the end of the measured time
 }
 
+// quarter of an hour, s.
+const quarter = 900.0
+
 func newCounts(p *player) *counts {
 	c := &counts{of: p}
-	c.r.Quarters = make([]int, int(p.plan.Measured/900)+1)
+	c.r.Quarters = make([]int, int(p.plan.Measured/quarter)+1)
 	for i, at := range []float64{p.plan.Warm, p.plan.Warm + p.plan.Measured} {
 		p.After(at, func() {
 			for _, e := range p.engines() {
@@ -144,7 +147,7 @@ func (c *counts) turn(j *job, ended bool) {
 	c.ttft = append(c.ttft, first)
 	if ended && !j.refused() && first <= c.of.config.TTFT && each <= c.of.config.TPOT {
 		c.good++
-		c.r.Quarters[int((j.Arrival-c.of.plan.Warm)/900)]++
+		c.r.Quarters[int((j.Arrival-c.of.plan.Warm)/quarter)]++
 	}
 	took, ideal := c.of.Now-j.Arrival, prefillTime(&c.of.model, t.Input-t.Had, t.Had)+idleAnswer(c.of.fleet, t)
 	c.took, c.ideal = c.took+took, c.ideal+ideal

@@ -54,7 +54,7 @@ func TestComputedAgain(t *testing.T) {
 	require.Less(t, evicted.Elsewhere, .02)
 	elsewhere := closed(t, threeTurns, "random", 4, 1e6, o).Again
 	require.Greater(t, elsewhere.Elsewhere, .1)
-	require.Less(t, elsewhere.Evicted, .01)
+	require.Less(t, elsewhere.Evicted, .03, "what an engine has of a block that it has not whole counts as nowhere")
 	require.InDelta(t, elsewhere.All, elsewhere.Evicted+elsewhere.Elsewhere+elsewhere.Preempted, 1e-9)
 }
 

@@ -47,19 +47,6 @@ func TestPeersThatMayDecodeAlone(t *testing.T) {
 	}
 }
 
-// An agent's trace is as AgentX's: in the median 142k tokens in and 444 out, nearly all of it cached.
-func TestAgentX(t *testing.T) {
-	tr, err := traces.Generate("agentx", 4000, 1, 1)
-	require.NoError(t, err)
-	var in, out []float64
-	for _, q := range tr.Requests {
-		in, out = append(in, float64(q.Input)), append(out, float64(q.Output))
-	}
-	require.InEpsilon(t, 142_000, spread(in).P50, .15)
-	require.InEpsilon(t, 444, spread(out).P50, .1)
-	require.Greater(t, tr.Bound(), .94)
-}
-
 // Kairos sends the prompt with the least slack first, and those that are too late last.
 func TestKairos(t *testing.T) {
 	c := DefaultConfig()

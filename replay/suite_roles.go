@@ -18,7 +18,6 @@ type rolePlan struct {
 	engines  []int
 	shifting []string
 	steady   []string
-	agents   []string // whose caches need more memory than there is: no summary has them
 	loads    []float64
 	seeds    []uint64
 	requests int // of a steady trace
@@ -30,7 +29,6 @@ func rolesPlan(seed uint64) rolePlan {
 		engines: []int{8}, loads: []float64{.5, .8, .95}, seeds: []uint64{seed, seed + 1}, requests: 4000,
 		shifting: []string{"seq:agent:reasoning:mixed", "wave:rag:reasoning", "seq:rag:reasoning:rag", "day:mixed"},
 		steady:   []string{"mooncake", "conversation", "agent", "mixed", "hot", "reasoning"},
-		agents:   []string{"agentx"},
 	}
 }
 
@@ -108,7 +106,7 @@ func rolesSuite(ctx context.Context, p rolePlan, stdout, stderr io.Writer) error
 	bar, done := NewBar(stderr, "suite"), 0
 	var rows []roleRow
 	for _, n := range p.engines {
-		for _, trace := range slices.Concat(p.steady, p.agents, p.shifting) {
+		for _, trace := range slices.Concat(p.steady, p.shifting) {
 			for _, load := range p.loads {
 				row, err := p.row(ctx, trace, n, load)
 				if err != nil {
@@ -117,7 +115,7 @@ func rolesSuite(ctx context.Context, p rolePlan, stdout, stderr io.Writer) error
 				fmt.Fprintf(stdout, "| %s, %d, %.0f %% | %s\n", trace, n, 100*load, &row)
 				rows = append(rows, row)
 				done++
-				bar.Show(done, len(p.engines)*len(p.loads)*(len(p.steady)+len(p.agents)+len(p.shifting)))
+				bar.Show(done, len(p.engines)*len(p.loads)*(len(p.steady)+len(p.shifting)))
 			}
 		}
 	}

@@ -103,6 +103,9 @@ func (s *Status) poolAttention(
 	p *Pool, recent []telemetry.Trace, add func(bad bool, doc, format string, values ...any),
 ) {
 	paused(p, add)
+	for i := range p.Endpoints {
+		slow(p, &p.Endpoints[i], add)
+	}
 	for _, role := range []string{"prefill", "decode", "both"} {
 		if names, of := inState(p, role, "out"); len(names) > 0 {
 			meanwhile := ""
@@ -214,6 +217,19 @@ func noEnvoy(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		add(false, "operations.md#health",
 			"No Envoy is connected: the last one's access log ended %s. If none runs, clients are refused.",
 			words.MinutesAgo(s.Now.Sub(last)))
+	}
+}
+
+// slow adds a notice about an endpoint whose engine is far slower than its peers.
+func slow(p *Pool, e *Endpoint, add func(bad bool, doc, format string, values ...any)) {
+	for _, work := range []struct {
+		what     string
+		slowness float64
+	}{{"prefills", e.PrefillSlowness}, {"decodes", e.DecodeSlowness}} {
+		if work.slowness >= kvstate.SlowFrom {
+			add(false, "operations.md#tandemengineslow", "%s: %s %s %.2g times slower than its peers.", p.Name, e.Name,
+				work.what, work.slowness)
+		}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/telemetry"
+	"tandem/kvstate"
 	"tandem/kvstate/operator"
 )
 
@@ -138,6 +139,13 @@ func TestAttention(t *testing.T) {
 		"one with both roles serves": {change: func(s *Status) { s.Pools[0].Endpoints[0].Role = "both"; pause(s, 1, 2) }},
 		"the pool is paused": {change: func(s *Status) { s.Pools[0].Paused = true; pause(s, 2) }, want: []Notice{
 			{true, "chat: the pool is paused by order: its requests are refused.", "howto/drain.md"}}},
+		"an engine is slow": {change: func(s *Status) {
+			s.Pools[0].Endpoints[0].PrefillSlowness, s.Pools[0].Endpoints[2].DecodeSlowness = 6.04, kvstate.SlowFrom-.1
+		}, want: []Notice{{false, "chat: p1 prefills 6 times slower than its peers.", "operations.md#tandemengineslow"}}},
+		"Redis refuses a command": {change: func(s *Status) {
+			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Refused: "HVALS: NOPERM this user has no permissions"}
+		}, want: []Notice{
+			{Bad: true, Text: "Redis refuses what this replica needs: HVALS: NOPERM this user has no permissions", Doc: "security.md#redis"}}},
 		"a replica is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2} }, want: []Notice{
 			{false, "1 of the 2 replicas in envoy.extProcs runs. As far as is known the rest was shut down, or not started.", "howto/several-replicas.md"}}},
 		"one of three is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2, Configured: 3} }, want: []Notice{
@@ -189,6 +197,12 @@ func TestAttention(t *testing.T) {
 			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true}, {Name: "b:9090", Redis: true, Ready: true, NoSlot: true}}
 		}, want: []Notice{
 			{false, "Envoys send replica b:9090 no requests: they can have 16 replicas (envoy.replicas: redis), and there are more.", "howto/xds.md"}}},
+		"engines died under one request": {recent: []telemetry.Trace{
+			{RequestID: "other", Pool: "chat"}, {RequestID: "poison", Pool: "chat", Served: telemetry.Served{DiedUnder: []string{"d1:1", "gone:1"}}, Started: time.Now()},
+		}, change: func(s *Status) { s.Now = time.Now() }, want: []Notice{
+			{true, "chat: engines died, or failed, one after the other under one request: d1, gone:1. It may be what killed them, and was ended: tandem explain poison", "continue.md#a-request-that-kills-engines"}}},
+		"an engine begins anew": {change: func(s *Status) { s.Pools[0].Endpoints[1].BeginsAnew = true }, want: []Notice{
+			{false, "chat: p2 (prefill) does not continue the streams of other engines: asked to, it began anew. It serves everything else.", "continue.md#engines-that-do-not-continue"}}},
 		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
 			{false, "chat: decode could not load KV (p1). For a while Tandem avoids pairs with d1:1.", "operations.md#when-decode-cannot-load-kv"}}},
 		"keys, failures and no Redis; what fails comes first": {

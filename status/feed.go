@@ -119,12 +119,15 @@ type Endpoint struct {
 	Tokens   int64 `json:"prompt_tokens"`
 	Hops     int   `json:"hops"` // of the latest requests
 	// cached of prompt tokens in those, 0 to 1; -1: unknown
-	HitShare       float64 `json:"hit_share"`
-	Transfer       float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
-	Running        int64   `json:"running"`                             // in the engine's batch; -1: not known
-	Waiting        int64   `json:"waiting"`                             // in the engine's queue; -1: not known
-	KVUsage        float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
-	written.Output         // of the last minute
+	HitShare float64 `json:"hit_share"`
+	Transfer float64 `json:"transfer_bytes_per_second,omitempty"` // KV that comes to it, learned
+	Running  int64   `json:"running"`                             // in the engine's batch; -1: not known
+	Waiting  int64   `json:"waiting"`                             // in the engine's queue; -1: not known
+	KVUsage  float64 `json:"kv_usage"`                            // of its KV cache, 0 to 1; -1: not known
+	// learned times over those of its peers for the same work; 2: twice as slow; 0: not known
+	PrefillSlowness float64 `json:"prefill_slowness,omitempty"`
+	DecodeSlowness  float64 `json:"decode_slowness,omitempty"`
+	written.Output          // of the last minute
 
 	// Failed KV loads: as prefill it is excluded from pairs with these decode endpoints, or from all pairs if NoPairs
 	// says so.
@@ -315,12 +318,18 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	said := f.source.roles(out.Name)
 	out.Advice = said
 	out.Advice.Words = nil
+	slowness := f.source.State.SlownessIn(p)
 	for _, e := range p.Endpoints() {
 		requests, tokens := e.Load()
 		shown := Endpoint{
 			Name: e.DisplayName(), Address: e.Addr, Role: e.Role.String(), Group: e.Group,
 			Up: !e.Failed(), State: stateOf(e, time.Now()), Paused: e.Paused(), Weight: e.Weight(),
 			Requests: requests, Tokens: tokens, HitShare: -1, Transfer: f.source.State.Bandwidth(p, e),
+		}
+		for _, slow := range slowness {
+			if slow.Endpoint == e {
+				shown.PrefillSlowness, shown.DecodeSlowness = slow.Prefill, slow.Decode
+			}
 		}
 		if w := e.Word(); w == kvstate.RolePrefill || w == kvstate.RoleDecode {
 			shown.Now = &roles.Word{Word: w.String(), Since: said.Words[e.Addr].Since, Why: said.Words[e.Addr].Why}

@@ -2,7 +2,6 @@ package filter
 
 import (
 	"context"
-	"net/http"
 	"strings"
 	"time"
 
@@ -12,9 +11,9 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
+	"tandem/extproc/pass"
 	"tandem/internal/guard"
 	"tandem/internal/periodic"
-	"tandem/kvstate"
 )
 
 // watch has [Shared.Run] watch an answer that may not come. With begin false the watch ends.
@@ -49,7 +48,7 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		case f.hop.pair != nil:
 			return f.hop.pair.answers(&o, end)
 		}
-		if failed(o.Status) && f.decodeFailed(failure(f.envoy, &o)) {
+		if faults.Failed(o.Status) && f.decodeFailed(failure(f.envoy, &o)) {
 			return Stop
 		}
 		return f.checkLate(&o, end, end)
@@ -130,12 +129,6 @@ func (f *Filter) refuseOutdated(why string) Status {
 	return Stop
 }
 
-// failed reports whether a status says that the endpoint did not serve the request.
-func failed(status int) bool {
-	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
-		status == http.StatusTooEarly
-}
-
 // failure returns how D failed, from its own answer or from Envoy's in its place.
 func failure(e Envoy, o *Outcome) *faults.Failure {
 	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(names.HeaderRetryAfter)))
@@ -156,7 +149,7 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 		return false
 	}
 	next := failed()
-	f.s.Passes.Release(f.hop.held) // the other filter may end before it plans
+	f.s.Passes.Release(pass.HeldBy(&f.hop.ticket)) // the other filter may end before it plans
 	key := f.s.putRestart(&attempt{next, f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
 	f.envoy.SetHeader(headerAttempt, key)
 	f.hop.handed = true // Envoy may end this filter before Restart returns
@@ -235,20 +228,19 @@ func (f *Filter) finish() {
 	if f.hop.handed {
 		return
 	}
-	f.s.Passes.Release(f.hop.held)
 	if f.hop.sent {
-		f.record()
+		f.end()
 	} else { // it may have to tell Redis
 		go func() {
 			defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter end")
-			f.record()
+			f.end()
 		}()
 	}
 }
 
-// record records what the end of the request shows of its endpoints.
-func (f *Filter) record() {
-	t, passes, o := &f.hop.ticket, f.s.Passes, &f.outcome
+// end ends the request by what Envoy knows of it.
+func (f *Filter) end() {
+	t, o := &f.hop.ticket, &f.outcome
 	if t.ID == ([16]byte{}) {
 		if f.resumed == nil {
 			return // it was refused before endpoints were chosen
@@ -265,8 +257,5 @@ func (f *Filter) record() {
 	if f.hop.sent {
 		e.Try = ended.Try{Tries: 1, Began: true}
 	}
-	passes.Reclaim.Ended(t, e, true)
-	passes.Faults.DecodeEnded(t, e)
-	to := journey.Recorder{State: passes.State, Observer: passes.Observer, Tracer: f.s.Tracer}
-	to.Record(t, e, passes.SealedAt(t), true)
+	f.s.ends.End(&journey.Over{Ticket: t, Ended: e, Here: true})
 }

@@ -57,7 +57,7 @@ func (in *Insured) brokeOff(cause string) {
 		in.goBack()
 		return
 	}
-	passes.Release(f.hop.held)
+	passes.Release(pass.HeldBy(t))
 	switch pool := passes.State.Pool(t.Pool); {
 	case cause == causeDifferent, cause == causeAnew: // D is well
 	case cause == causeReset:
@@ -162,7 +162,7 @@ func (in *Insured) failed(failure *faults.Failure) {
 		return
 	}
 	next := f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, failure)
-	f.s.Passes.Release(f.hop.held)
+	f.s.Passes.Release(pass.HeldBy(&next))
 	a := plan.Next(&next)
 	a.From = in.again.from
 	in.plan(&next, a)
@@ -173,7 +173,8 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	f := in.f
 	f.s.watchInsured(in, false)
 	in.placed.Store(nil)
-	f.hop.ticket, f.hop.held, f.hop.sent = clone(t), pass.Held{}, false
+	f.hop.ticket, f.hop.sent = clone(t), false
+	f.hop.ticket.Reservations = [2]uint64{} // they are the leg's before, which may still be there
 	f.m = f.s.scratch.Get().(*scratch)
 	f.m.meter.Begin("", nil)
 	x, b := &f.m.pass, &f.m.body
@@ -251,7 +252,7 @@ func (in *Insured) dropSpare() {
 	}
 	in.again.spare = nil
 	passes, t := in.f.s.Passes, &s.hop.ticket
-	passes.Release(s.hop.held)
+	passes.Release(pass.HeldBy(t))
 	passes.Observer.HopEnded(t.Pool, "decode", t.Decode, "moved", passes.Since(t), nil)
 	if s.leg != 0 {
 		in.f.envoy.ResetStream(s.leg)
@@ -267,7 +268,7 @@ func (in *Insured) goBack() bool {
 	in.again.spare = nil
 	in.again.rest = time.Now().Add(5 * time.Second)
 	f.s.Passes.Observer.Streams.Continued(s.hop.ticket.Pool, in.again.cause, resultStayed)
-	f.s.Passes.Release(f.hop.held)
+	f.s.Passes.Release(pass.HeldBy(&f.hop.ticket))
 	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK,
 		events: true, spoke: true, params: s.params}, "", s.hop
 	in.placed.Store(s.placed)

@@ -24,7 +24,26 @@ import (
 // fleet is what the requests of a test share: a replica with endpoints p1, p2, d1, d2 (10.0.1.1:8000 and so on).
 type fleet struct {
 	*Shared
-	state *kvstate.State
+	state   *kvstate.State
+	metrics *prometheus.Registry
+}
+
+// orphaned returns how many hand-overs of P were counted as orphaned, for a reason.
+func (f *fleet) orphaned(why string) (n float64) {
+	families, _ := f.metrics.Gather()
+	for _, family := range families {
+		if family.GetName() != "tandem_handovers_orphaned_total" {
+			continue
+		}
+		for _, m := range family.GetMetric() {
+			for _, l := range m.GetLabel() {
+				if l.GetName() == "reason" && l.GetValue() == why {
+					n += m.GetCounter().GetValue()
+				}
+			}
+		}
+	}
+	return n
 }
 
 func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
@@ -38,7 +57,8 @@ func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
 	}
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, fleetEndpoints())
-	metrics := telemetry.NewMetrics(prometheus.NewRegistry(), state)
+	registry := prometheus.NewRegistry()
+	metrics := telemetry.NewMetrics(registry, state)
 	metrics.Usage, err = usage.New(usage.Options{TenantHeader: "x-tenant", Tenants: 5}, prometheus.NewRegistry(), nil)
 	require.NoError(tb, err)
 	s, passes := extproc.NewInside(extproc.Options{
@@ -47,7 +67,7 @@ func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
 	}, metrics)
 	return &fleet{New(Options{
 		Passes: passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, Started: time.Now(),
-	}), state}
+	}), state, registry}
 }
 
 func fleetEndpoints() []kvstate.EndpointSpec {
@@ -79,6 +99,7 @@ type engineAnswer struct {
 	local  string // response code details
 	never  bool   // it does not
 	breaks bool   // it breaks off after its headers
+	load   string // the report of its load, if it is asked for one
 }
 
 // engines answers a request to an endpoint.
@@ -104,6 +125,7 @@ type client struct {
 	kept    []byte // of the answer
 	out     []byte // of the answer, that went on
 	reset   bool
+	gone    bool     // the client has left
 	patient bool     // it waits for an answer that does not come
 	told    []string // names of metadata
 	counts  bool     // pieces of the answer are counted
@@ -348,6 +370,9 @@ func (c *client) Outcome() Outcome {
 	if c.status != 0 {
 		o.Status = c.status
 	}
+	if c.gone {
+		o.Flags = flagClientGone
+	}
 	return o
 }
 
@@ -421,6 +446,10 @@ func (c *client) finishCall(call *Call, done func(*Answer)) {
 	require.Equal(c.tb, strconv.Itoa(len(call.Body)), all["content-length"])
 	at := all["x-gateway-destination-endpoint"]
 	a := c.engines(at, call.Body)
+	if a.breaks {
+		done(&Answer{})
+		return
+	}
 	done(&Answer{
 		OK: true, Body: [][]byte{[]byte(a.body[:len(a.body)/2]), []byte(a.body[len(a.body)/2:])},
 		Headers: func(do func(name, value []byte)) {
@@ -428,6 +457,9 @@ func (c *client) finishCall(call *Call, done func(*Answer)) {
 			do([]byte("content-type"), []byte("application/json"))
 			if a.local == "" {
 				do([]byte("x-envoy-upstream-service-time"), []byte("3"))
+			}
+			if all["endpoint-load-metrics-format"] == "JSON" && a.load != "" {
+				do([]byte("endpoint-load-metrics"), []byte(a.load))
 			}
 		},
 	})

@@ -11,7 +11,6 @@ import (
 	"tandem/extproc/latebinding"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
-	"tandem/extproc/pass"
 	"tandem/internal/guard"
 )
 
@@ -49,14 +48,13 @@ type Filter struct {
 
 // hop is the current hop of a request.
 type hop struct {
-	ticket   kvtransfer.Ticket // of the last pass that was committed; zero: none was
-	held     pass.Held
-	sent     bool     // to D: the answer is awaited, or has begun
-	replan   bool     // a failure may still be planned again
-	holding  bool     // the answer's headers wait for its first byte
-	answered bool     // by Tandem, or from P's answer
-	pair     *pair    // both legs at once; nil: one leg
-	rewrite  *rewrite // of D's answer; nil: the client gets it as it is
+	ticket   kvtransfer.Ticket // of the last pass that was committed, and what it holds; zero: none was
+	sent     bool              // to D: the answer is awaited, or has begun
+	replan   bool              // a failure may still be planned again
+	holding  bool              // the answer's headers wait for its first byte
+	answered bool              // by Tandem, or from P's answer
+	pair     *pair             // both legs at once; nil: one leg
+	rewrite  *rewrite          // of D's answer; nil: the client gets it as it is
 	trace    traceContext
 	encode   *encode // the call is to an endpoint that encodes media; nil: to P
 	handed   bool    // to another filter, which goes on with it

@@ -3,14 +3,17 @@ package filter
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/pass"
 	"tandem/internal/memory"
+	"tandem/kvstate"
 )
 
 const (
@@ -214,6 +217,95 @@ func TestClientsLeave(t *testing.T) {
 		require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond, steps)
 		require.Empty(t, f.waiting)
 		require.Eventually(t, func() bool { return f.Memory.Load() == 0 }, time.Minute, time.Millisecond, steps)
+	}
+}
+
+// A client may leave while the second pass waits for a decode endpoint: nobody fetches what P keeps, so that is counted.
+// Likewise if the second pass is refused.
+func TestNobodyFetches(t *testing.T) {
+	for name, tt := range map[string]struct {
+		leaves bool
+		why    string
+	}{
+		"the client leaves":     {leaves: true, why: "client_gone"},
+		"no endpoint gets free": {why: "no_decode"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFleet(t, always)
+				c := newClient(t, f, well, chat)
+				c.begin()
+				for len(c.calls) == 0 {
+					c.step()
+				}
+				for _, d := range f.state.Pool("chat").Endpoints() {
+					if d.Role == kvstate.RoleDecode {
+						require.True(t, f.state.MarkFull(d, 503, time.Minute))
+					}
+				}
+				c.step() // P answers
+				if tt.leaves {
+					c.step() // the second pass begins, and waits
+					synctest.Wait()
+					c.gone = true
+				} else {
+					for c.status == 0 {
+						c.step()
+					}
+					require.Equal(t, 503, c.status)
+				}
+				c.end()
+				synctest.Wait()
+				require.InDelta(t, 1, f.orphaned(tt.why), 0, "orphaned")
+				require.Zero(t, f.reserved())
+			})
+		})
+	}
+}
+
+// An answer of P's that is cut after it had begun: P has computed the prompt, and nobody can name the blocks it keeps.
+func TestPrefillIsCut(t *testing.T) {
+	f := newFleet(t, always)
+	cut := 0
+	c := newClient(t, f, func(at string, body []byte) engineAnswer {
+		if prefills(at) {
+			cut++
+			return engineAnswer{breaks: true}
+		}
+		return well(at, body)
+	}, chat)
+	c.run()
+	require.Equal(t, 200, c.status, c.reply)
+	require.InDelta(t, cut, f.orphaned("answer_cut"), 0)
+	require.NotZero(t, cut)
+}
+
+// P reports its load along with its answer: alone, and as one of two legs at once.
+func TestPrefillReportsItsLoad(t *testing.T) {
+	for name, policy := range map[string]func(*pass.Policy){"one by one": always, "at once": dialect("sglang")} {
+		t.Run(name, func(t *testing.T) {
+			f := newFleet(t, policy)
+			var at string
+			c := newClient(t, f, func(endpoint string, body []byte) engineAnswer {
+				a := well(endpoint, body)
+				if prefills(endpoint) {
+					if name == "at once" {
+						a = pairWell(endpoint)
+					}
+					at, a.load = endpoint, `JSON {"named_metrics":{"kv_cache_usage_perc":0.5,"num_requests_waiting":3}}`
+				}
+				return a
+			}, chat)
+			c.run()
+			require.NotEmpty(t, at)
+			require.Eventually(t, func() bool {
+				var v kvstate.View
+				f.state.View(f.state.Pool("chat"), nil, &v)
+				return slices.ContainsFunc(v.Endpoints, func(c kvstate.Candidate) bool {
+					return c.Endpoint.Addr == at && c.Signals != nil && c.Signals.KVUsage == .5
+				})
+			}, time.Minute, time.Millisecond)
+		})
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/kvstate"
+	"tandem/kvstate/enginehttp"
 )
 
 // schemeOf names how an endpoint is spoken to; "": by plain HTTP/1.1. An https engine behind a name gets it as Host, of
@@ -56,6 +57,15 @@ func legCall(
 	return c
 }
 
+// prefillCall is legCall for P, which is asked to report its load.
+func prefillCall(
+	f *Filter, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
+) *Call {
+	c := legCall(f, e, path, body, limit, rank, id)
+	c.Set = append(c.Set, Header{enginehttp.ORCARequestHeader, "JSON"})
+	return c
+}
+
 // notSent is the answer of a call that could not be made.
 func notSent() *prefilled {
 	return &prefilled{Answer: pass.Answer{Code: 503, Details: []byte("no_call")}}
@@ -63,7 +73,7 @@ func notSent() *prefilled {
 
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
-	if !f.envoy.Call(legCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
+	if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
 		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, notSent()) })
 	}
 }
@@ -273,17 +283,12 @@ func (f *Filter) answerList(body []byte) {
 	f.envoy.Respond(200, kind, body, names.DetailsPrefix+"_models")
 }
 
-// answerRefused passes P's refusal on, without the members that Tandem added for P.
-func (f *Filter) answerRefused(a *prefilled) {
-	if a.Over {
-		f.refuse(openai.BadRequest("prefill_refused", "", "the prefill endpoint refused this request"))
+// answerSettled answers the client in P's place, or with P's refusal. stream: as a stream of events.
+func (f *Filter) answerSettled(a *prefilled, settled *pass.Settled, stream bool) {
+	if settled.Err != nil {
+		f.refuse(settled.Err)
 		return
 	}
-	f.answer(a.headers, openai.CutEcho(nil, a.Body))
-}
-
-// answerFinal answers the client with what is made of P's answer.
-func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 	if stream {
 		for i := range a.headers {
 			if a.headers[i].Name == "content-type" {
@@ -291,7 +296,7 @@ func (f *Filter) answerFinal(a *prefilled, body []byte, stream bool) {
 			}
 		}
 	}
-	f.answer(a.headers, body)
+	f.answer(a.headers, settled.Answer)
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {

@@ -268,9 +268,9 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 		coded = coded || h.Name == "content-encoding" && !strings.EqualFold(h.Value, "identity")
 	}
 	switch {
-	case !engine && failed(status): // its body says why
+	case !engine && faults.Failed(status): // its body says why
 		in.d.own = true
-	case failed(status):
+	case faults.Failed(status):
 		failure := faults.Of(status, "via_upstream", string(a.RetryAfter))
 		if in.canFail() || in.continues() {
 			in.failed(&failure)

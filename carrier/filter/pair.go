@@ -68,7 +68,7 @@ func (p *pair) begin() {
 	f.hop.pair = p
 	limit := f.s.Passes.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
-	c := legCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
+	c := prefillCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
 	switch {
 	case p.keeps:
 		c.Timeout = f.s.Passes.Limits.TicketTTL
@@ -127,7 +127,6 @@ func (p *pair) settle(a *prefilled) {
 			m.meter.SpanTicket(&p.ticket)
 			m.meter.SpanPair(&p.ticket)
 			m.pass.Prefilled.ID = f.id
-			m.pass.Prefilled.ObserveLoad(&p.ticket, a.load)
 			v.Outcome, v.joined = m.pass.Prefilled.SettlePair(&p.ticket, &a.Answer)
 			m.meter.EndSpan("")
 			f.s.release(m)
@@ -192,7 +191,7 @@ func (p *pair) answers(o *Outcome, end bool) Status {
 	f := p.f
 	p.named()
 	switch {
-	case failed(o.Status):
+	case faults.Failed(o.Status):
 		how := failure(f.envoy, o)
 		if p.ended || how.Full() {
 			p.planAgain(kvtransfer.CauseDecode, how)

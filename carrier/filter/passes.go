@@ -13,7 +13,6 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
-	"tandem/extproc/reclaim"
 	"tandem/extproc/telemetry"
 )
 
@@ -79,7 +78,7 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	if x.Explanation != nil {
 		f.got.explained = string(x.Explanation)
 	}
-	f.hop.held, f.hop.ticket = r.Held, clone(&r.Ticket)
+	f.hop.ticket = clone(&r.Ticket)
 	f.hop.pair, f.hop.encode = nil, nil
 	f.m.meter.EndPhase(telemetry.PhaseDecide)
 	f.m.meter.EndSpan("")
@@ -121,35 +120,25 @@ func (f *Filter) refusal(err error) func() {
 type prefilled struct {
 	pass.Answer
 	headers []Header // that the client gets of a refusal
-	load    []byte
 }
 
 // settle settles P's leg by its answer, and goes on with the second pass.
 func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
-	x, t, passes := &f.m.pass, &f.hop.ticket, f.s.Passes
+	x, t := &f.m.pass, &f.hop.ticket
 	startSpan(ctx, f, telemetry.SpanPrefillAnswer)
 	f.m.meter.SpanTicket(t)
-	x.Prefilled.ObserveLoad(t, a.load)
-	if plan.ClientsFault(a.Code) {
-		f.m.meter.PrefillRefused(t, a.Code, passes.Since(t))
-		passes.Release(f.hop.held)
-		return func() { f.answerRefused(a) }
-	}
-	next, final := x.Prefilled.Settle(ctx, t, &a.Answer)
-	if final != nil {
-		passes.Release(f.hop.held)
-		stream := t.Stream
-		return func() { f.answerFinal(a, final, stream) }
-	}
-	if next.Stage == kvtransfer.HandOver && passes.Reclaim.Enabled(next.Pool) {
-		passes.Reclaim.Record(next, x.ID, next.Params, next.Decode, false)
-	}
-	if next.Stage == kvtransfer.HandOver && ctx.Err() != nil { // nobody is there to fetch it for
-		passes.Reclaim.Orphaned(next, x.ID, reclaim.ClientGone)
-		f.hop.ticket = clone(next)
-		return nil
+	settled := x.Prefilled.Settle(ctx, t, &a.Answer)
+	next := settled.Next
+	if next == nil {
+		stream := t.Stream && !settled.Refused
+		return func() { f.answerSettled(a, &settled, stream) }
 	}
 	kept := clone(next)
+	f.hop.ticket = kept // if the request ends before the next pass is decided, it ends with this
+	f.hop.ticket.Params, f.hop.ticket.Undo = nil, nil
+	if ctx.Err() != nil {
+		return nil // nobody is there to fetch it for
+	}
 	f.again(ctx)
 	d, err := x.Resume(ctx, &kept, nil)
 	return f.commit(ctx, d, err)
@@ -200,8 +189,9 @@ func (a *prefilled) read(headers func(do func(name, value []byte))) (status int,
 			engine = true
 		case "retry-after":
 			a.RetryAfter = append([]byte(nil), value...)
-		case "endpoint-load-metrics":
-			a.load = append([]byte(nil), value...)
+		case names.HeaderLoad:
+			a.Load = append([]byte(nil), value...)
+			return // Tandem has asked for it, not the client
 		}
 		if !hopByHop(name) {
 			a.headers = append(a.headers, Header{string(name), string(value)})

@@ -2,7 +2,6 @@ package filter
 
 import (
 	"context"
-	"fmt"
 	"net/http"
 	"slices"
 
@@ -122,8 +121,7 @@ func (r *rewrite) whole(end bool) Status {
 	switch {
 	case r.begun:
 	case size > maxAnswer:
-		r.refuse(openai.Unavailable("answer_too_large",
-			fmt.Sprintf("an answer of more than %d bytes cannot be joined with prefill's", maxAnswer), 0))
+		r.refuse(answer.TooLarge(maxAnswer))
 	case end && !f.s.Memory.Replace(&r.held, 2*int64(size)):
 		r.refuse(openai.ServerBusy())
 	case end:

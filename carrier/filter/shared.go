@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
@@ -27,6 +28,7 @@ type Options struct {
 // Shared is what all requests of a replica share. It is safe for concurrent use.
 type Shared struct {
 	Options
+	ends    journey.Ends
 	scratch sync.Pool // of *scratch
 
 	mu       sync.Mutex
@@ -38,7 +40,7 @@ type Shared struct {
 // New returns what requests share.
 func New(o Options) *Shared {
 	s := &Shared{Options: o, restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{},
-		insured: map[*Insured]struct{}{}}
+		insured: map[*Insured]struct{}{}, ends: journey.Ends{Passes: o.Passes, Tracer: o.Tracer}}
 	s.scratch.New = func() any {
 		m := &scratch{}
 		m.meter.Observer = o.Passes.Observer

@@ -19,8 +19,11 @@ import (
 	"tandem/picker/admission"
 	"tandem/replay"
 	"tandem/replay/report"
+	"tandem/replay/sessions"
 	"tandem/replay/traces"
 )
+
+const defaultTrace = "mooncake"
 
 // newReplay is `tandem replay`.
 func newReplay() *cobra.Command {
@@ -31,17 +34,19 @@ func newReplay() *cobra.Command {
 			"Traces: mooncake (the public one), a file in Mooncake's format, or a synthetic one:\n" +
 			listed(traces.Kinds()) + ".\n" +
 			"With --load also seq:agent:reasoning (one after the other), wave:rag:reasoning (in waves), day:mixed.\n\n" +
-			"With --sessions it plays sessions, each of whose requests comes after the answer before it: from a file of\n" +
-			"recorded ones. Policies may then be oracles, too (idle, lru, belady), and say how they split and on what\n" +
-			"fleet: tandem/never, tandem/roles, tandem@2+6, llm-d-in-flight/never@8.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
+			"With --sessions it plays sessions, each of whose requests comes after the answer before it:\n" +
+			listed(sessions.Kinds()) + ", or those of a file or folder (kv-cache-tester's, aiperf's, or as\n" +
+			"replay/sessions says). Policies may then be oracles, too (idle, lru, belady), and say how they split and\n" +
+			"on what fleet: tandem/never, tandem/roles, tandem@2+6.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
 			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
-			"many prompts have), engines (other engines, links and answers) or roles (engines that serve both legs).",
+			"many prompts have), engines (other engines, links and answers), roles (engines that serve both legs) or\n" +
+			"agents (sessions of coding agents; with --trace, those of a file).",
 		RunE: func(c *cobra.Command, _ []string) error {
 			return replayTrace(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&o.trace, "trace", "mooncake", "`TRACE` to play: a name from above, or a file (.gz: compressed)")
+	f.StringVar(&o.trace, "trace", defaultTrace, "`TRACE` to play: a name from above, or a file (.gz: compressed)")
 	f.StringVar(&o.policies, "policy", "all", "`NAMES` of policies, separated by commas")
 	f.IntVar(&o.Prefill, "prefill", o.Prefill, "`ENDPOINTS` that prefill")
 	f.IntVar(&o.Decode, "decode", o.Decode, "`ENDPOINTS` that decode")
@@ -118,6 +123,9 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 		bars = io.Discard
 	}
 	c := o.Config
+	if o.suite == "agents" {
+		return agentsSuite(ctx, o, stdout, bars)
+	}
 	if o.suite != "" {
 		return replay.Suite(ctx, o.suite, c.Seed, stdout, bars)
 	}
@@ -136,6 +144,9 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	}
 	if o.closed.active != "" {
 		return replaySessions(ctx, o, c, stdout, bars)
+	}
+	if slices.Contains(sessions.Kinds(), o.trace) {
+		return fmt.Errorf("--trace: %s is sessions: --sessions says how many at a time", o.trace)
 	}
 	names := replay.Policies()
 	if o.policies != "all" {

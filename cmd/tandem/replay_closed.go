@@ -41,6 +41,29 @@ func (o *closedOptions) flags(f *pflag.FlagSet) {
 	f.Float64Var(&o.host, "host-memory", 0, "engines have host memory for so many `TIMES` their KV")
 }
 
+// open reads or generates sessions.
+func (o *closedOptions) open(trace string, seed uint64) (all []sessions.Session, err error) {
+	if slices.Contains(sessions.Kinds(), trace) {
+		all, err = sessions.Generate(trace, generated, seed)
+	} else {
+		all, err = sessions.Open(trace)
+	}
+	return sessions.Within(all, o.limits), err
+}
+
+// agentsSuite plays the suite of agents with the sessions of a file, if one is named.
+func agentsSuite(ctx context.Context, o replayOptions, stdout, bars io.Writer) error {
+	trace := o.trace
+	if trace == defaultTrace {
+		trace = "coding"
+	}
+	all, err := o.closed.open(trace, 1)
+	if err != nil {
+		return err
+	}
+	return replay.AgentsSuite(ctx, all, o.Seed, stdout, bars)
+}
+
 // replaySessions plays sessions in a closed loop.
 func replaySessions(ctx context.Context, o replayOptions, c replay.Config, stdout, bars io.Writer) error {
 	x := o.closed
@@ -50,16 +73,9 @@ func replaySessions(ctx context.Context, o replayOptions, c replay.Config, stdou
 			return fmt.Errorf("--sessions: %q is not a number, or two such as 32-128", x.active)
 		}
 	}
-	var all []sessions.Session
-	if slices.Contains(sessions.Kinds(), o.trace) {
-		all, err = sessions.Generate(o.trace, generated, c.Seed)
-	} else {
-		all, err = sessions.Open(o.trace)
-	}
-	if err != nil {
+	if x.play.Sessions, err = x.open(o.trace, c.Seed); err != nil {
 		return err
 	}
-	x.play.Sessions = sessions.Within(all, x.limits)
 	if x.host > 0 {
 		x.play = x.play.Host(&c, x.host)
 	}

@@ -31,6 +31,12 @@ func Rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	return nil, nil
 }
 
+// TooLarge is the error for an answer that would have to be rewritten, and has more than limit bytes.
+func TooLarge(limit int) *openai.Error {
+	return openai.Unavailable("answer_too_large",
+		fmt.Sprintf("an answer of more than %d bytes cannot be rewritten", limit), 0)
+}
+
 // Cached returns the rewriter that reports P's cached tokens.
 func Cached(t *kvtransfer.Ticket) openai.Rewriter {
 	return openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}

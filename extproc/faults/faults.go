@@ -13,6 +13,7 @@ package faults
 import (
 	"context"
 	"log/slog"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -86,6 +87,13 @@ var routed = []string{answered, "upstream_", "no_healthy_upstream", "cluster_not
 func Filtered(details string) bool {
 	by := func(begin string) bool { return strings.HasPrefix(details, begin) }
 	return details != "" && !slices.ContainsFunc(routed, by)
+}
+
+// Failed reports whether a status of a decode endpoint says that it did not serve the request, so that it is planned
+// again. Any other one is an answer, or the engine's refusal of the request itself.
+func Failed(status int) bool {
+	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
+		status == http.StatusTooEarly
 }
 
 // Full reports whether the endpoint was full.

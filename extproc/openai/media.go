@@ -67,6 +67,7 @@ func (r *Request) measure() Size {
 			s.Text -= int(m.valueEnd - m.value)
 		}
 	}
+	s.Text = max(s.Text, 0) // a list of ids that has media, too, is refused
 	return s
 }
 
@@ -86,8 +87,8 @@ func (r *Request) mayBeIDs(f Field) bool {
 	return false
 }
 
-// idsIn returns about how many token ids a list has, or a list of such lists; 0: it has no ids. A long list is judged by
-// its beginning.
+// idsIn returns about how many token ids a list has, or a list of such lists; 0: it has no ids. A long list is judged
+// by its beginning.
 func idsIn(raw []byte) int64 {
 	i := 0
 	for i < len(raw) && raw[i] == '[' {
@@ -125,7 +126,7 @@ func (r *Request) isPrompt(m *member) bool {
 	case "suffix", "previous_input_messages": // the latter: vLLM's, of gpt-oss (0.32.0, responses/protocol.py)
 		return true
 	}
-	return false
+	return besidePrompt(r.key(m)) // whose media are left out already
 }
 
 // beside is what was found in a body whose bytes are no text.
@@ -318,7 +319,7 @@ func isBase64(value []byte) bool {
 	return len(value) > 0
 }
 
-// mediumBlocks is the number of blocks that a medium has in the hashes of a prompt: as a text of about as many tokens.
+// blocks is the number of blocks that a medium has in the hashes of a prompt: as a text of about as many tokens.
 // It is fixed, because hashes are the same in all processes.
 func (m *medium) blocks() int {
 	switch m.kind {

@@ -1,6 +1,7 @@
 package openai
 
 import (
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"strings"
@@ -56,6 +57,7 @@ func TestSize(t *testing.T) {
 		{"file of Responses", Responses, `{"input":[{"content":[{"type":"input_file","file_data":"%s"}]}]}`, "data:application/pdf;base64," + pic, of(File, 1), false},
 		{"screenshot of Responses", Responses, `{"input":[{"type":"computer_call_output","output":{"type":"computer_screenshot","image_url":"%s"}}]}`, "data:image/png;base64," + pic, of(Image, 1), false},
 		{"images of SGLang", SGLangGenerate, `{"text":"a","image_data":["%s"]}`, pic, of(Image, 1), false},
+		{"images of SGLang, long", SGLangGenerate, `{"text":"` + strings.Repeat("word ", 100) + `","image_data":["%s"]}`, "data:image/png;base64," + pic, of(Image, 1), false},
 		{"image of an embedding", PassThrough, `{"messages":[{"content":[{"type":"image_url","image_url":{"url":"%s"}}]}]}`, "data:image/png;base64," + pic, of(Image, 1), false},
 		{"images of an embedding", PassThrough, `{"images":["%s"]}`, "data:image/png;base64," + pic, of(Image, 1), false},
 		{"documents to rank", PassThrough, `{"query":"q","documents":{"content":[{"type":"image_url","image_url":{"url":"%s"}}]}}`, "data:image/png;base64," + pic, of(Image, 1), false},
@@ -95,6 +97,7 @@ func TestSize(t *testing.T) {
 				require.Equal(t, len(body), s.Text)
 			} else {
 				require.LessOrEqual(t, s.Text, len(c.body))
+				require.Positive(t, s.Text)
 			}
 		})
 	}
@@ -193,4 +196,71 @@ func TestMediaAllocs(t *testing.T) {
 	budget.Allocs(t, 20, 0, pass)
 	r.Reset()
 	require.Equal(t, Size{}, r.Size())
+}
+
+// slowMedia is the dumb twin of how media are found: it decodes the member, and asks for every string.
+func slowMedia(t testing.TB, api API, body []byte) (count [NumMedia]int32) {
+	t.Helper()
+	finder := beside{api: api}
+	var walk func(value string, names []string)
+	walk = func(value string, names []string) {
+		switch {
+		case isObject(value):
+			for _, m := range slowMembers(t, []byte(value)) {
+				walk(m.value, append(names[:len(names):len(names)], m.key))
+			}
+		case strings.HasPrefix(value, "["):
+			var all []json.RawMessage
+			require.NoError(t, json.Unmarshal([]byte(value), &all))
+			for _, one := range all {
+				walk(string(one), names)
+			}
+		case strings.HasPrefix(value, `"`) && mayBeMedium([]byte(value), 0, len(value)):
+			parent := ""
+			if len(names) > 1 {
+				parent = names[len(names)-2]
+			}
+			kind := kindOf([]byte(names[0]), []byte(names[len(names)-1]), []byte(parent), []byte(value[1:len(value)-1]))
+			if kind < NumMedia {
+				count[kind]++
+			}
+		}
+	}
+	for _, m := range slowMembers(t, body) {
+		if finder.in(scopeTop, []byte(m.key)) != nil {
+			walk(m.value, []string{m.key})
+		}
+	}
+	return count
+}
+
+// FuzzSize: whatever the body, what is found is what the twin finds, and no size is below 0.
+func FuzzSize(f *testing.F) {
+	for _, s := range []string{
+		`{"messages":[{"role":"user","content":[{"type":"text","text":"data:a"},{"type":"image_url","image_url":{"detail":"low","url":"data:image/png;base64,AAAA"}}]}]}`,
+		`{"input":[{"content":[{"type":"input_image","image_url":"https://a/b"},{"file_data":"data:application/pdf;base64,AA"}]}]}`,
+		`{"messages":[{"content":[{"source":{"data":"` + picture(3, 600) + `"}},{"type":"tool_use","input":{"image_url":"http://a/b"}}]}]}`,
+		`{"text":"a","image_data":["http://a/b",["data:audio/a,b"],{"url":"data:video/c"}],"input_ids":[1,2]}`,
+		`{"text":"a","image_data":["data:image/png;base64,` + picture(4, 700) + `"],"input":[1,{"image_url":"` + picture(4, 700) + `"}]}`,
+		`{"messages":[[["http://a/b"]]],"prompt":[[1,2],[3]],"prompt_embeds":"AAAA","token_ids":[1]}`,
+	} {
+		for api := PassThrough; api <= SGLangGenerate; api++ {
+			f.Add(byte(api), []byte(s))
+		}
+	}
+	f.Fuzz(func(t *testing.T, api byte, body []byte) {
+		var r Request
+		if api > byte(SGLangGenerate) || r.Scan(API(api), body, Limits{MaxDepth: keptNames}) != nil {
+			return
+		}
+		s := r.Size()
+		require.GreaterOrEqual(t, s.Text, 0)
+		require.LessOrEqual(t, s.Text, len(body))
+		require.GreaterOrEqual(t, s.Counted, int64(0))
+		hashes := r.PromptHash(nil, 64, 100)
+		require.LessOrEqual(t, len(hashes), 100)
+		if !strings.Contains(string(body), `\`) { // names with escapes are not found
+			require.Equal(t, slowMedia(t, API(api), body), s.Media)
+		}
+	})
 }

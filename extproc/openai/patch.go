@@ -237,8 +237,8 @@ func (e Edits) Apply(dst, body []byte) []byte {
 	return append(dst, body[from:]...)
 }
 
-// Inverse appends to dst the edits that turn the edited body back into body, but for what is to be kept: byte offsets of
-// the edited body, New referring to body.
+// Inverse appends to dst the edits that turn the edited body back into body, but for what is to be kept: byte offsets
+// of the edited body, New referring to body.
 func (e Edits) Inverse(dst Edits, body []byte) Edits {
 	shift := 0
 	for _, x := range e {

@@ -206,15 +206,15 @@ func (s *Shared) Release(h Held) (mine bool) {
 	return prefill || decode
 }
 
-// ReleaseForGood is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its
-// stream still waits behind others' bodies.
-func (s *Shared) ReleaseForGood(h Held) {
+// Bar is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its stream still
+// waits behind others' bodies.
+func (s *Shared) Bar(h Held) {
 	s.State.End(h.Prefill)
 	s.State.End(h.Decode)
 }
 
-// ReleaseAll releases what this replica has reserved for any pass of a request whose ticket nobody can read.
-func (s *Shared) ReleaseAll(name string) {
+// Revoke releases what this replica has reserved for any pass of a request whose ticket nobody can read.
+func (s *Shared) Revoke(name string) {
 	for pass := range s.Limits.MaxRedirects + 1 {
 		s.Release(s.Held(name, pass))
 	}

@@ -124,12 +124,10 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	defer s.State.Release(booked)
 	x.waiter.Committed()
 	s.State.Routed(pool, e, r.Hashes)
-	r.Sides = kvtransfer.Pair{
-		RequestID: r.ID, Attempt: plan.NewID(), Prefill: plan.SideOf(e), Decode: plan.SideOf(d.Endpoint),
-	}
-	r.SetSource(&x.view, p, c.Prefill)
-	r.Patch.Reset(&r.Client)
-	p.Dialect.Prefill(&r.Client, &r.Patch, &r.Sides)
+	r.AskPrefill(&x.view, p, c.Prefill, d.Endpoint)
+	t := d.Ticket // as that of a prefill leg
+	t.Stage, t.Prefill, t.Params = kvtransfer.PrefillLeg, e.Addr, nil
+	r.Expect(&t, c, p)
 	if d.Gateway != nil && d.Gateway.Model != "" {
 		r.Patch.Set("model", openai.FieldModel, strconv.AppendQuote(nil, d.Gateway.Model))
 	}
@@ -137,9 +135,15 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	limited, cancel := context.WithTimeout(ctx, p.PrefillTimeout+pool.PrefillTime(r.Tokens+before, p.PerToken))
 	defer cancel()
 	began := time.Now()
-	status, after, body, err := k.post(limited, e, edits.Apply(nil, r.Client.Body()))
-	took := time.Since(began)
+	t.BodyBytes = edits.Len(len(r.Client.Body()))
+	a, err := k.post(limited, e, edits.Apply(nil, r.Client.Body()))
+	took, status := time.Since(began), a.Code
+	x.Prefilled.observeLoad(&t, a.Load)
 	x.Meter.Observer.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
+	switch {
+	case err != nil && status == http.StatusOK:
+		s.Cut(&t)
+	}
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
@@ -149,26 +153,20 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 		return nil, err
 	case plan.ClientsFault(status):
 		return nil, &openai.Error{
-			Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(body),
+			Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(a.Body),
 		}
 	case status != http.StatusOK:
-		f := faults.Of(status, "", after)
+		f := faults.Of(status, "", string(a.RetryAfter))
 		s.Faults.Hop(pool.Spec.Name, r.ID, e.Addr, &f)
 		return nil, fmt.Errorf("status %d", status)
 	}
-	got, err := p.Dialect.ReadAnswer(body, &r.Sides)
+	got, err := p.Dialect.ReadAnswer(a.Body, &r.Sides)
 	if err != nil {
 		return nil, err
 	}
 	s.State.Complete(booked)
-	s.State.MarkGood(e)
-	x.Meter.Observer.Prompt(pool.Spec.Name, got)
-	if got.PromptTokens > 0 {
-		pool.LearnPrompt(r.Client.Model(), &r.Size, got.PromptTokens)
-		if !r.Size.Media.Any() {
-			pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
-		}
-	}
+	x.Prefilled.ID = x.ID
+	x.Prefilled.computed(pool, &t, &got, took)
 	if got.Params == nil {
 		return openai.Edits{}, nil
 	}
@@ -178,23 +176,28 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
 }
 
-// post sends a body to an endpoint, on the client's path, and reads the answer and its Retry-After.
-func (k prefillCall) post(
-	ctx context.Context, e *kvstate.Endpoint, body []byte,
-) (status int, after string, answer []byte, err error) {
+// post sends a body to an endpoint, on the client's path, and reads the answer. If that breaks off, err says so, and the
+// answer has its status.
+func (k prefillCall) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (a Answer, err error) {
 	x, client := k.pass, k.pass.shared.direct.client
 	// the client's own key, or none: Tandem's is not for clients
 	header := http.Header{"X-Request-Id": {x.ID}, "Authorization": nil}
+	header.Set(enginehttp.ORCARequestHeader, "JSON")
 	if len(x.Head.Authorization) > 0 {
 		header.Set("Authorization", string(x.Head.Authorization))
 	}
 	resp, err := client.Post(ctx, e, string(x.Head.Path), body, header) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
-		return 0, "", nil, err
+		return Answer{}, err
 	}
-	answer, err = enginehttp.ReadAll(resp, maxAnswer)
-	return resp.StatusCode, resp.Header.Get("Retry-After"), answer, err
+	a = Answer{
+		Code: resp.StatusCode, RetryAfter: []byte(resp.Header.Get("Retry-After")),
+		Load: []byte(resp.Header.Get(enginehttp.ORCAHeader)),
+	}
+	a.Body, err = enginehttp.ReadAll(resp, maxAnswer)
+	return a, err
 }
+
 func directResult(status int, err error) string {
 	switch {
 	case errors.Is(err, context.Canceled):

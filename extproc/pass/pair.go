@@ -20,6 +20,7 @@ const maxRefusal = 64 << 10
 // SettlePair settles P's leg of a pair by P's answer: it releases what P held, counts the result, and learns from it.
 // joined is the part of P's answer that belongs into the client's; nil: none.
 func (x *Prefilled) SettlePair(t *kvtransfer.Ticket, a *Answer) (v concurrent.Outcome, joined []byte) {
+	x.observeLoad(t, a.Load)
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
 	v = concurrent.Outcome{Status: f.Status, RetryAfter: f.RetryAfter, Unreached: f.Unreached}
 	took := x.shared.Since(t)

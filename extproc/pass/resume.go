@@ -12,6 +12,7 @@ import (
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
+	"tandem/extproc/reclaim"
 	"tandem/kvstate"
 )
 
@@ -71,13 +72,14 @@ func (x *Pass) Resume(ctx context.Context, t *kvtransfer.Ticket, ticketErr error
 // passes the leg's filter. The hand-over's id is derived from the ticket's: it is good for one pass 2.
 func (x *Pass) settleInline(ctx context.Context, t *kvtransfer.Ticket) *kvtransfer.Ticket {
 	x.Prefilled.ID = x.ID
-	x.Prefilled.ObserveLoad(t, x.Head.Load)
 	answer := x.Head.Prefilled
 	// in place: the write position stays behind the read position
 	n, err := base64.StdEncoding.Decode(answer, answer)
-	next, _ := x.Prefilled.Settle(ctx, t, &Answer{Code: 200, Body: answer[:n], Over: err != nil, Inline: true})
-	next.ID = InlineID(t.ID)
-	return next
+	settled := x.Prefilled.Settle(ctx, t, &Answer{
+		Code: 200, Body: answer[:n], Over: err != nil, Load: x.Head.Load, Inline: true,
+	})
+	settled.Next.ID = InlineID(t.ID)
+	return settled.Next
 }
 
 // again plans a request again after one of its hops failed.
@@ -99,9 +101,20 @@ func (x *Pass) restoreBody(t *kvtransfer.Ticket) {
 	x.Body.Rewrite(t.Undo.Len(len(leg)), func(to []byte) []byte { return t.Undo.Apply(to, leg) })
 }
 
-// decode plans the decode leg with the KV parameters from prefill's answer. It chooses D again: the load has
-// changed since pass 1, and pull dialects allow it.
+// decode plans the decode leg with the KV parameters from prefill's answer. If the request is refused, nobody fetches
+// the KV; if its client has left, its end says so.
 func (x *Pass) decode(
+	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte,
+) (*plan.Decision, error) {
+	d, err := x.toDecode(ctx, pool, t, attempt)
+	if err != nil && !errors.Is(err, latebinding.ErrWaits) && ctx.Err() == nil && !x.shared.Reclaim.Enabled(t.Pool) {
+		x.shared.Reclaim.Left(t, reclaim.NoDecode)
+	}
+	return d, err
+}
+
+// toDecode chooses D again: the load has changed since pass 1, and pull dialects allow it.
+func (x *Pass) toDecode(
 	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte,
 ) (*plan.Decision, error) {
 	s, r := x.shared, &x.Req

@@ -26,8 +26,18 @@ type Answer struct {
 	Body                []byte
 	Over                bool // Body is not all
 	Details, RetryAfter []byte
-	Inline              bool // it came with pass 2
-	Cut, Overdue        bool // inside Envoy: it broke off, or did not come in time
+	Load                []byte // that the engine reports with it (ORCA)
+	NoMemory            bool   // Body is not all, because there was no memory for it
+	Inline              bool   // it came with pass 2
+	Cut, Overdue        bool   // inside Envoy: it broke off after it had begun, or did not come in time
+}
+
+// Settled is what P's answer leads to: another pass, or the client's answer.
+type Settled struct {
+	Next    *kvtransfer.Ticket // the request goes on with it; nil: it ends here
+	Err     *openai.Error      // the client gets it; nil: it gets Answer
+	Answer  []byte             // the body that the client gets with the headers of P's answer
+	Refused bool               // Answer is P's own refusal, without what Tandem had added for P
 }
 
 // Prefilled settles prefill legs by P's answers, for one stream.
@@ -40,16 +50,22 @@ type Prefilled struct {
 	ids    []uint32        // scratch for token ids
 }
 
-// Settle settles a prefill leg that ended with P's answer, for the leg's filter and for pass 2: it releases what P
-// held, counts the result, and returns the next ticket. final is the client's answer, if the request ends here.
-func (x *Prefilled) Settle(
-	ctx context.Context, t *kvtransfer.Ticket, a *Answer,
-) (next *kvtransfer.Ticket, final []byte) {
+// Settle settles a prefill leg that ended with P's answer, for the leg's filter, for the call of P inside Envoy, and for
+// pass 2: it learns from the answer, releases what P held (all that the request held, if that ends here), counts the
+// result, and says how the request goes on.
+func (x *Prefilled) Settle(ctx context.Context, t *kvtransfer.Ticket, a *Answer) Settled {
 	s, took := x.shared, x.shared.Since(t)
-	next, final = x.afterPrefill(t, a)
+	x.observeLoad(t, a.Load)
+	if plan.ClientsFault(a.Code) {
+		x.meter.PrefillRefused(t, a.Code, took)
+		s.Release(HeldBy(t))
+		return refused(a)
+	}
+	next, final := x.afterPrefill(t, a)
 	if final != nil {
+		s.Release(HeldBy(t))
 		x.meter.PrefillEnded(x.ID, t, a.Code, took, nil)
-		return nil, final
+		return Settled{Answer: final}
 	}
 	if next.Stage == kvtransfer.HandOver {
 		x.awaitKV(ctx, t)
@@ -60,8 +76,30 @@ func (x *Prefilled) Settle(
 	} else {
 		s.State.Complete(HeldBy(t).Prefill)
 	}
+	if next.Stage == kvtransfer.HandOver && !a.Inline && s.Reclaim.Enabled(t.Pool) {
+		// before it is sent on: the end of the request may be reported at any moment after
+		s.Reclaim.Record(next, x.ID, next.Params, next.Decode, false)
+	}
 	x.meter.PrefillEnded(x.ID, t, a.Code, took, next)
-	return next, nil
+	return Settled{Next: next}
+}
+
+// refused is P's refusal of the request itself, for the client.
+func refused(a *Answer) Settled {
+	switch {
+	case a.NoMemory:
+		return Settled{Err: openai.ServerBusy()}
+	case a.Over || a.Cut:
+		return Settled{Err: openai.BadRequest("prefill_refused", "", "the prefill endpoint refused this request")}
+	}
+	return Settled{Answer: openai.CutEcho(nil, a.Body), Refused: true}
+}
+
+// Cut counts an answer of P's whose rest will not come: P has finished, and nobody can name the blocks that it keeps.
+func (s *Shared) Cut(t *kvtransfer.Ticket) {
+	if policy, _ := s.Policy(t.Pool); policy.Dialect.Prefill != nil {
+		s.Reclaim.Left(t, reclaim.AnswerCut)
+	}
 }
 
 // InlineID derives the id of an inline hand-over from that of the prefill leg's ticket. It differs from the id that
@@ -71,8 +109,8 @@ func InlineID(id [16]byte) [16]byte {
 	return id
 }
 
-// ObserveLoad records the load that P reports with its answer.
-func (x *Prefilled) ObserveLoad(t *kvtransfer.Ticket, load []byte) {
+// observeLoad records the load that P reports with its answer.
+func (x *Prefilled) observeLoad(t *kvtransfer.Ticket, load []byte) {
 	e := plan.EndpointOf(x.shared.State, t.Pool, t.Prefill)
 	if len(load) == 0 || e == nil {
 		return
@@ -115,7 +153,10 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		x.shared.Reclaim.Left(t, next.Cause)
 		return &next, nil
 	}
-	if a.Code != 200 || a.Over {
+	if a.Code != 200 || a.Over || a.Cut {
+		if a.Cut || a.Code == 200 {
+			x.shared.Cut(t)
+		}
 		x.prefillFailed(&next, a)
 		return &next, nil
 	}
@@ -150,25 +191,32 @@ func (x *Prefilled) afterPrefill(t *kvtransfer.Ticket, a *Answer) (_ *kvtransfer
 		_, peer, _ := c.ReadAnswer(a.Body, nil)
 		policy.LearnEngine(t.Prefill, peer)
 	}
+	x.computed(pool, t, &got, x.shared.Since(t))
+	if pool != nil && got.PromptTokens > 0 {
+		next.PromptTokens = got.PromptTokens
+	}
+	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
+	next.Written = got.WrittenTokens
+	return &next, got.Final
+}
+
+// computed records that P has computed a prompt in some time, and learns from its answer. pool may be nil: it has left.
+func (x *Prefilled) computed(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer, took time.Duration) {
 	if pool != nil {
 		x.shared.MarkGood(pool, t.Prefill)
 		if x.Asked == 0 { // else a part of the answer is in the prompt
-			x.learn(pool, t, &got)
+			x.learn(pool, t, got)
 		}
 		if got.PromptTokens > 0 {
 			if x.Asked == 0 {
 				learnPrompt(pool, t, got.PromptTokens)
 			}
 			if t.Media == (media.Count{}) {
-				pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), x.shared.Since(t))
+				pool.ObservePrefill(got.PromptTokens-max(got.CachedTokens, 0), took)
 			}
-			next.PromptTokens = got.PromptTokens
 		}
 	}
-	x.meter.PromptRead(x.ID, t, got, x.shared.Since(t))
-	next.Stage, next.Params, next.Cached = kvtransfer.HandOver, got.Params, got.CachedTokens+1
-	next.Written = got.WrittenTokens
-	return &next, got.Final
+	x.meter.PromptRead(x.ID, t, *got, took)
 }
 
 // learnPrompt learns from the number of tokens that P has counted in the prompt of its leg.
@@ -179,7 +227,8 @@ func learnPrompt(pool *kvstate.Pool, t *kvtransfer.Ticket, tokens int64) {
 
 // learn records from P's answer the prompt's token ids, and how much of the prompt P had in its cache.
 func (x *Prefilled) learn(pool *kvstate.Pool, t *kvtransfer.Ticket, got *kvtransfer.Answer) {
-	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 {
+	// what was expected of a prompt with media is in part what its media were thought to have
+	if e := pool.Endpoint(t.Prefill); e != nil && got.CachedTokens >= 0 && t.Media == (media.Count{}) {
 		x.shared.State.ObserveCached(e, t.ExpectedCached, got.CachedTokens)
 	}
 	if t.Learn.Bytes == 0 || got.PromptIDs == nil {

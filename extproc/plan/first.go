@@ -79,21 +79,34 @@ func PrefillLimit(r *Request, v *kvstate.View, c picker.Choice, p *Policy) time.
 	return p.PrefillTimeout + r.Pool.PrefillTime(r.Tokens+v.Endpoints[c.Prefill].PromptTokens, p.PerToken)
 }
 
-// Split decides for two hops, the first of which is the prefill leg, or returns why that is not possible.
-func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision, why string) {
-	prefill, decode := v.Endpoints[c.Prefill].Endpoint, v.Endpoints[c.Decode].Endpoint
+// AskPrefill makes of the client's body what the prefill endpoint of a view is asked; D is known already.
+func (r *Request) AskPrefill(v *kvstate.View, p *Policy, at int, decode *kvstate.Endpoint) {
 	r.Sides = kvtransfer.Pair{
-		RequestID: r.ID, Attempt: NewID(), Prefill: SideOf(prefill), Decode: SideOf(decode),
+		RequestID: r.ID, Attempt: NewID(), Prefill: SideOf(v.Endpoints[at].Endpoint), Decode: SideOf(decode),
 		Turn: r.LastTurn, TurnIDs: r.TurnIDs,
 	}
-	r.SetSource(v, p, c.Prefill)
+	r.SetSource(v, p, at)
 	r.Patch.Reset(&r.Client)
 	p.Dialect.Prefill(&r.Client, &r.Patch, &r.Sides)
 	r.insertEncoded()
-	learn := r.learns(p)
-	if learn && !slices.Contains(p.Dialect.TokenIDs, r.Client.API()) {
+	if r.learns(p) && !slices.Contains(p.Dialect.TokenIDs, r.Client.API()) {
 		r.Patch.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
 	}
+}
+
+// Expect writes into the ticket of a prefill leg what is expected of it, and what is to be learned from its answer.
+func (r *Request) Expect(t *kvtransfer.Ticket, c picker.Choice, p *Policy) {
+	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
+	if t.Prompt = r.LastBlock(); r.learns(p) {
+		t.Learn = r.toLearn()
+	}
+	r.learnable(t)
+}
+
+// Split decides for two hops, the first of which is the prefill leg, or returns why that is not possible.
+func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision, why string) {
+	prefill, decode := v.Endpoints[c.Prefill].Endpoint, v.Endpoints[c.Decode].Endpoint
+	r.AskPrefill(v, p, c.Prefill, decode)
 	edits, undo, ok := r.Edits(p)
 	if !ok {
 		return nil, "undo_too_large"
@@ -113,16 +126,12 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 	t.ID, t.Prefill, t.Decode, t.Split = r.Sides.Attempt, prefill.Addr, decode.Addr, true
 	t.Prefills, t.Undo = r.Attempt.Prefills+1, undo
 	t.Stream, t.StreamUsage, t.Session = r.Streams(), r.Client.WantsUsage(), r.Session
-	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
-	t.AnswerTokens, t.Prompt, t.Turn = c.AnswerTokens, r.LastBlock(), r.Turn
+	t.AnswerTokens, t.Turn = c.AnswerTokens, r.Turn
 	t.Excluded = r.Attempt.avoided(prefill.Addr)
-	r.learnable(t)
 	if c.Named { // pass 2 must ask for the model again
 		t.Model = r.Client.Model()
 	}
-	if learn {
-		t.Learn = r.toLearn()
-	}
+	r.Expect(t, c, p)
 	push := p.Dialect.Push
 	d.Decode.Booking.Tentative = push == nil // pass 2 chooses D again, and reserves it for the answer
 	if push != nil {

@@ -79,7 +79,8 @@ func (o *Owned) In(leg Leg, api openai.API) bool {
 // Owns returns what is owned of a member; nil: nothing.
 func Owns(member string) *Owned {
 	for _, o := range OwnedMembers() {
-		if begin, all := strings.CutSuffix(o.Member, "*"); member == o.Member || all && strings.HasPrefix(member, begin) {
+		begin, all := strings.CutSuffix(o.Member, "*")
+		if member == o.Member || all && strings.HasPrefix(member, begin) {
 			return &o
 		}
 	}

@@ -290,7 +290,8 @@ func (r *Request) CountTokens() {
 		r.Tokens = int64(len(r.IDs))
 	default:
 		rest := max(r.Client.PromptBytes()-r.Known.TextBlocks*BlockBytes, 0)
-		r.Tokens = int64(r.Known.Tokens) + r.Pool.PromptTokens(rest) + r.Pool.TokensBeside(r.Client.Model(), &r.Size)
+		beside := r.Pool.TokensBeside(r.Client.Model(), &r.Size)
+		r.Tokens = int64(r.Known.Tokens) + r.Pool.PromptTokens(rest) + beside
 	}
 }
 
@@ -342,7 +343,8 @@ func (r *Request) TokenPrompt(pool *kvstate.Pool) prefixindex.TokenPrompt {
 // the member.
 func (r *Request) learns(p *Policy) bool {
 	api := r.Client.API()
-	return p.LearnTokens && r.Known.TextBlocks < len(r.Hashes) && !r.Size.Media.Any() && (api == openai.Chat || api == openai.Completions)
+	return p.LearnTokens && r.Known.TextBlocks < len(r.Hashes) && !r.Size.Media.Any() &&
+		(api == openai.Chat || api == openai.Completions)
 }
 
 // toLearn returns what the ticket of a prefill leg stores in addition, if the prompt's tokens are to be learned

@@ -42,7 +42,7 @@ const (
 	NoDecode     = "no_decode"     // the request ended with an error before a decode endpoint was asked
 	Replanned    = "replanned"     // P answered so late that another endpoint had been asked
 	DecodeFailed = "decode_failed" // possibly after it fetched
-	AnswerCut    = "answer_cut"    // P's answer was cut off: its parameters are unknown
+	AnswerCut    = "answer_cut"    // P's answer was cut off or is too large: its parameters are unknown
 	NoRoom       = "no_room"       // no other endpoint had room for the KV, so P answers
 )
 

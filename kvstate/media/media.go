@@ -31,7 +31,16 @@ func (c Count) Any() bool { return c != Count{} }
 //   - Video: 32 frames are taken of it (multimodal/media/video.py, num_frames), each of which has 196 tokens
 //     (llava_onevision.py: 14 x 14 after pooling).
 //   - File: no engine takes one yet; a page as an image.
-var start = [Kinds]float64{Image: 1024, Audio: 750, Video: 32 * 196, File: 1024}
+func start(k Kind) float64 {
+	switch k {
+	case Audio:
+		return 750
+	case Video:
+		return 32 * 196
+	case Image, File:
+	}
+	return 1024
+}
 
 const (
 	// most is the largest number of tokens that is believed of one medium: an hour of video.
@@ -74,9 +83,9 @@ func (t *Tokens) Estimate(model string, c Count) int64 {
 // mean returns the tokens of a medium; m may be nil.
 func (m *ofModel) mean(k Kind) float64 {
 	if m == nil {
-		return start[k]
+		return start(k)
 	}
-	return (m.kinds[k].tokens + prior*start[k]) / (m.kinds[k].n + prior)
+	return (m.kinds[k].tokens + prior*start(k)) / (m.kinds[k].n + prior)
 }
 
 // Observe learns from a prompt in which an engine has counted some tokens, of which text is the estimate for what is

@@ -30,8 +30,8 @@ const (
 	priorDecay = 0.95
 	bound      = 10.0 // the largest ratio to the model, either way
 	leap       = 4.0  // one observation counts for at most this many times the known ratio ...
-	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them. The work
-	// counts for as many times what was observed, too: it may be an estimate that is far too high.
+	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them. The
+	// work counts for as many times what was observed, too: it may be an estimate that is far too high.
 	fullStep = 0.5
 )
 

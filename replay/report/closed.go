@@ -15,12 +15,7 @@ func PrintClosed(w io.Writer, results [][]*replay.ClosedResult) {
 	fmt.Fprintln(t, "policy\tgood turns/h\tleast-most\tgood\tturns/h\tTTFT p50\tp95\tp99\tTPOT p99\tslowdown\tof sessions: "+
 		"p95\tworst\tagain %\tevicted\telsewhere\tpreempted\twasted %\tgave up\t")
 	for _, seeds := range results {
-		mean := func(f func(*replay.ClosedResult) float64) (sum float64) {
-			for _, r := range seeds {
-				sum += f(r) / float64(len(seeds))
-			}
-			return sum
-		}
+		mean := func(f func(*replay.ClosedResult) float64) float64 { return replay.MeanOf(seeds, f) }
 		least, most := math.Inf(1), 0.0
 		for _, r := range seeds {
 			least, most = min(least, r.GoodPerHour), max(most, r.GoodPerHour)

@@ -12,7 +12,7 @@ import (
 
 // Kinds returns the names that [Generate] takes.
 func Kinds() []string {
-	return []string{"conversation", "agent", "mixed", "hot", "zipf", "apps", "rag", "reasoning", "agentx"}
+	return []string{"conversation", "agent", "mixed", "hot", "zipf", "apps", "rag", "reasoning"}
 }
 
 // Generate generates a trace of n requests. The names:
@@ -25,8 +25,6 @@ func Kinds() []string {
 //	hot            single prompts, nine in ten behind one system prompt of 32k tokens
 //	zipf           single prompts behind one of 40 prefixes of 2k to 32k tokens, the k-th as frequent as 1/k
 //	apps           single prompts of ten applications with 16k tokens of instructions each
-//	agentx         coding agents as in vLLM's AgentX (vllm#57103): 43 turns, prompts of 142k tokens and answers of 444
-//	               in the median; subagents with prompts of their own in 44 of 100 sessions
 //	reasoning      single prompts whose answers have thousands of tokens
 //	rag            questions about 400 documents of 1k to 16k tokens, the k-th as frequent as 1/k
 //
@@ -46,8 +44,6 @@ func Generate(name string, n int, rate float64, seed uint64) (*Trace, error) {
 		sessions = []func(){g.zipf}
 	case "apps":
 		sessions = []func(){g.app}
-	case "agentx":
-		sessions = []func(){g.agentX}
 	case "reasoning":
 		sessions = []func(){g.reasoning}
 	case "rag":
@@ -177,42 +173,6 @@ func (g *generator) agent() {
 		g.grow(&h, answer+g.about(700, 1.1))
 		at += 2 + g.random.ExpFloat64()*6
 	}
-}
-
-func (g *generator) agentX() {
-	at := g.start
-	turns := g.about(43, .6)
-	h := shared(500, 40*engine.BlockTokens)
-	h.program = g.program()
-	g.grow(&h, g.about(20_000, .5))
-	helped := g.random.Float64() < .44
-	for turn := range turns {
-		answer := min(g.about(444, .8), 8000)
-		g.ask(&h, at, answer)
-		if helped && turn == turns/2 { // it waits for them
-			until := at
-			for range 1 + g.random.IntN(3) {
-				until = max(until, g.subagent(at+2))
-			}
-			at = until
-		}
-		g.grow(&h, answer+g.about(3200, 1))
-		at += 4 + g.random.ExpFloat64()*10
-	}
-}
-
-// subagent emits the requests of an agent that another one began, and returns when the last one is made.
-func (g *generator) subagent(at float64) float64 {
-	h := shared(501, 20*engine.BlockTokens)
-	h.program = g.program()
-	g.grow(&h, g.about(4000, .7))
-	for range g.about(10, .5) {
-		answer := min(g.about(300, .8), 4000)
-		g.ask(&h, at, answer)
-		g.grow(&h, answer+g.about(2500, 1))
-		at += 3 + g.random.ExpFloat64()*6
-	}
-	return at
 }
 
 func (g *generator) single() {

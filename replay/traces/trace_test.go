@@ -43,7 +43,7 @@ func FuzzRead(f *testing.F) {
 
 // Requests of one program share its number, no other has it, and its last one says so.
 func TestPrograms(t *testing.T) {
-	tr, err := Generate("agentx", 3000, 1, 1)
+	tr, err := Generate("agent", 3000, 1, 1)
 	require.NoError(t, err)
 	last, first := map[uint64]bool{}, map[uint64]uint64{} // by program: ended, and the first block that is its own
 	for _, q := range tr.Requests {

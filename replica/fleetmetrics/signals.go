@@ -17,6 +17,7 @@ type signals struct {
 	scraper                                         *scrape.Scraper
 	running, waiting, external, usage, age, scrapes *prometheus.Desc
 	bandwidth, tokenBytes, output, perToken         *prometheus.Desc
+	slowness                                        *prometheus.Desc
 }
 
 // Signals returns the collector of the load that engines report.
@@ -48,6 +49,9 @@ func Signals(state *kvstate.State, scraper *scrape.Scraper) prometheus.Collector
 			"Tokens that the engine has written since it started, as it reports them. Absent: not reported."),
 		perToken: gauge("tandem_engine_inter_token_seconds",
 			"Time between two tokens of an answer: sum and count since the engine started. Absent: not reported."),
+		slowness: prometheus.NewDesc("tandem_endpoint_slowness",
+			"Learned time of an endpoint's work (leg: prefill, decode) over that of its peers in the pool: 2 is twice as "+
+				"slow. Absent: not learned, or no peers.", []string{"pool", "endpoint", "leg"}, nil),
 		age: gauge("tandem_engine_signals_age_seconds",
 			"Age of the oldest figure that the engine has reported. Absent: none yet."),
 	}
@@ -57,6 +61,7 @@ func Signals(state *kvstate.State, scraper *scrape.Scraper) prometheus.Collector
 func (s *signals) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		s.running, s.waiting, s.external, s.usage, s.age, s.scrapes, s.bandwidth, s.tokenBytes, s.output, s.perToken,
+		s.slowness,
 	} {
 		out <- d
 	}
@@ -71,6 +76,14 @@ func (s *signals) Collect(out chan<- prometheus.Metric) {
 	for _, p := range s.state.Pools() {
 		if bytes := p.TokenBytes(); bytes > 0 {
 			out <- prometheus.MustNewConstMetric(s.tokenBytes, prometheus.GaugeValue, bytes, p.Spec.Name)
+		}
+		for _, one := range s.state.SlownessIn(p) {
+			for leg, v := range map[string]float64{"prefill": one.Prefill, "decode": one.Decode} {
+				if v > 0 {
+					out <- prometheus.MustNewConstMetric(s.slowness, prometheus.GaugeValue, v, p.Spec.Name,
+						one.Endpoint.Addr, leg)
+				}
+			}
 		}
 		for _, e := range p.Endpoints() {
 			g := e.Signals()

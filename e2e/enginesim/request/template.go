@@ -119,8 +119,8 @@ func (t template) message(m []byte) {
 	})
 }
 
-// mediumTokens is the number of tokens of an image, a sound or a video whose text would have more: what a medium costs a
-// real engine depends on its pixels or seconds, and never on its bytes.
+// mediumTokens is the number of tokens of an image, a sound or a video whose text would have more: what a medium costs
+// a real engine depends on its pixels or seconds, and never on its bytes.
 const mediumTokens = 1500
 
 // medium writes a medium as tokens that depend on all of it, as the KV of real engines does.

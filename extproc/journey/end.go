@@ -1,0 +1,90 @@
+// Package journey is the life of a request, the same for both transports. It knows neither gRPC nor Envoy's messages.
+// So far it has the request's end ([Ends]); the passes are package pass.
+package journey
+
+import (
+	"time"
+
+	"tandem/extproc/ended"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
+	"tandem/extproc/reclaim"
+	"tandem/extproc/telemetry"
+	"tandem/extproc/usage"
+	"tandem/kvstate"
+)
+
+// Ends ends requests. It is safe for concurrent use.
+type Ends struct {
+	Passes *pass.Shared
+	Tracer telemetry.Tracer // nil: no traces
+}
+
+// Over is the end of a request, as a transport knows it.
+type Over struct {
+	Ticket *kvtransfer.Ticket // of the last pass: it says what the request holds
+	Ended  *ended.Pass
+	Here   bool // this replica made the reservations of that pass
+	// HandedOver: the ticket is that of a prefill leg, whose answer the next pass has read without deciding.
+	HandedOver bool
+}
+
+// End ends a request: it releases what the request still holds, frees or counts KV that nobody will fetch, records what
+// the end shows of the endpoints and what the request used, its row, metrics and span, and has later decisions learn
+// from it. It is called once for each request at each replica that learns of its end. It reports whether this replica
+// is the one that counts the request.
+func (x *Ends) End(o *Over) (mine bool) {
+	s, t, e := x.Passes, o.Ticket, o.Ended
+	mine = s.Release(pass.HeldBy(t)) || o.Here
+	s.Reclaim.Ended(t, e, o.Here)
+	s.Faults.DecodeEnded(t, e)
+	if o.HandedOver {
+		t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
+	}
+	x.record(t, e, mine)
+	if mine && t.Stage == kvtransfer.HandOver && e.ClientGone && !s.Reclaim.Enabled(t.Pool) {
+		s.Reclaim.Left(t, reclaim.ClientGone)
+	}
+	return mine
+}
+
+// record records the row, the metrics and the span of a request, and what it used.
+func (x *Ends) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
+	s := x.Passes
+	var took, first time.Duration
+	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
+		sealed := s.SealedAt(t)
+		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)
+		if e.FirstByte > 0 {
+			first = max(e.Start.Add(e.FirstByte).Sub(sealed), 0)
+		}
+	}
+	used := s.Observer.RequestEnded(t, e, took, first, mine)
+	if mine && used != nil {
+		telemetry.TraceAnswer(x.Tracer, t, e, used)
+		learn(s.State, t, e, used)
+	}
+}
+
+// mostKept is the length in bytes up to which Envoy buffers a whole answer for a slow client: half of what a listener
+// buffers at least. The time of a longer answer may be the client's.
+const mostKept = 4 << 20
+
+// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
+func learn(state *kvstate.State, t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used) {
+	pool := state.Pool(t.Pool)
+	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {
+		return
+	}
+	var writing time.Duration
+	if e.Body <= mostKept {
+		writing = u.PerToken * time.Duration(*u.Answer-1)
+	}
+	prompt := t.PromptTokens
+	if u.Prompt != nil {
+		prompt = *u.Prompt
+	}
+	if endpoint := pool.Endpoint(telemetry.AnsweredBy(t)); endpoint != nil {
+		kvstate.Answered(endpoint, u.Model, prompt, *u.Answer, writing, time.Now())
+	}
+}
