@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"tandem/kvstate/prefixindex"
+	"tandem/kvstate/residency"
 )
 
 // View is the input of a decision: a copy of the numbers at one moment. Reusing a View allocates nothing.
@@ -38,6 +39,7 @@ type Candidate struct {
 	// capacity of its KV cache, as reported; 0: not reported. It does not depend on Trust: it stays valid
 	KVTokens int64
 	Room     Room
+	Memory   *residency.Memory // what its KV memory holds of conversations; nil: unknown. Do not modify
 
 	Jobs  int64         // of those requests, waiting and running prefills
 	Queue time.Duration // unfinished work of those jobs
@@ -207,7 +209,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	if others := e.remoteLoad.Load(); others != nil {
 		others.addTo(c, now)
 	}
-	c.Trust, c.KVTokens = 0, 0
+	c.Trust, c.KVTokens, c.Memory = 0, 0, nil
 	if c.Signals = e.signals.Load(); c.Signals != nil {
 		c.Trust, c.KVTokens = trust(time.Duration(now-c.Signals.oldest)), max(c.Signals.KVTokens, 0)
 		c.Signals.addTo(c)

@@ -53,6 +53,9 @@ type Utilisation struct {
 	Densest    float64 // tokens that a byte of a prompt may have; 0: estimates are right
 	Answer     float64 // mean tokens of an answer, as observed; 0: unknown
 
+	// tokens of conversations that are expected back soon, each once; 0: unknown
+	Live float64
+
 	LoadBandwidth float64 // of loads of KV from CPU memory, as observed, bytes/s; 0: unknown
 }
 

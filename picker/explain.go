@@ -233,20 +233,22 @@ func (w *Weighed) Parts() (prefill, decode, alone []Part) {
 	if p := w.Prefill; p != nil {
 		prefill = listed([]Part{
 			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"jobs", p.Jobs},
-			{"answers", p.Answers}, {"late", p.Late}, {"room", p.Room}, {"session", p.Session},
-		}, "load", "answers", "late", "room", "session")
+			{"answers", p.Answers}, {"late", p.Late}, {"room", p.Room}, {"evicts", p.Evicts},
+			{"returns", p.Returns}, {"session", p.Session},
+		}, "load", "answers", "late", "room", "evicts", "returns", "session")
 	}
 	if p := w.Decode; p != nil {
 		decode = listed([]Part{
 			{"transfer", w.Transfer}, {"step", p.Step}, {"answer", p.Answer}, {"overflow", p.Overflow},
-			{"session", p.Session},
-		}, "session")
+			{"evicts", p.Evicts}, {"session", p.Session},
+		}, "evicts", "session")
 	}
 	if p := w.Alone; p != nil {
 		alone = listed([]Part{
 			{"queue", p.Queue}, {"work", p.Work}, {"load", p.Load}, {"others", p.Others}, {"answers", p.Answers},
-			{"decode", p.Decode}, {"overflow", p.Overflow}, {"late", p.Late}, {"session", p.Session},
-		}, "load", "late", "session")
+			{"decode", p.Decode}, {"overflow", p.Overflow}, {"late", p.Late}, {"evicts", p.Evicts},
+			{"returns", p.Returns}, {"session", p.Session},
+		}, "load", "late", "evicts", "returns", "session")
 	}
 	return prefill, decode, alone
 }

@@ -165,7 +165,7 @@ func (k *Picker) pickWith(r *Request, v *kvstate.View) (Choice, error) {
 func (k *Picker) pick(r *Request, v *kvstate.View) (Choice, error) {
 	t := k.weighAll(r, v)
 	pair := none()
-	if r.Split && k.Split != SplitNever {
+	if r.Split && k.Split != SplitNever && (k.Split == SplitAlways || !t.whole(v)) {
 		pair = k.pair(r, v, &t)
 		pair.NoRoom = pair.Prefill >= 0 && k.prices[pair.Prefill].waits
 		if pair.Prefill >= 0 && k.Split == SplitAlways {

@@ -14,6 +14,7 @@ import (
 
 	"tandem/internal/budget"
 	"tandem/kvstate"
+	"tandem/kvstate/residency"
 )
 
 // sameNodePairs returns the same-node pairs of a view, computed in a simple way.
@@ -116,6 +117,16 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		}
 	}
 	q.Waited = []float64{0, 0, 4.9, 7}[r.IntN(4)]
+	if r.IntN(2) == 0 { // conversations are known
+		v.Load.Live = float64(r.IntN(2)) * 5e6
+		for i := range v.Endpoints {
+			m := &residency.Memory{Tokens: 1e6, Free: 500 * float64(r.IntN(5)), Returns: float64(r.IntN(3)) * .1}
+			for range r.IntN(3) {
+				m.Old = append(m.Old, residency.Part{Tokens: 600, Length: 1000 * float64(1+r.IntN(3)), Back: []float64{0, .5, 1}[r.IntN(3)]})
+			}
+			v.Endpoints[i].Memory = m
+		}
+	}
 	return q, v, policy
 }
 

@@ -157,12 +157,15 @@ type PrefillPrice struct {
 	Answers float64 `json:"answers,omitempty"`
 	Late    float64 `json:"late,omitempty"` // the first token would miss the pool's promise
 	Room    float64 `json:"room,omitempty"` // it only prefills, and its KV memory is full: until there is room
+	// to compute again what it discards to make room, where that is asked for
+	Evicts  float64 `json:"evicts,omitempty"`
+	Returns float64 `json:"returns,omitempty"` // conversations that come back meanwhile wait
 
 	Session float64 `json:"session,omitempty"` // below 0: it served the request's session last
 }
 
 func (p *PrefillPrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Evicts + p.Returns + p.Session
 }
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
@@ -195,6 +198,7 @@ func (t *terms) prefill(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
 		t.prefillBeside(c, b, p)
 	}
 	p.Late = t.late(p.Queue + p.Work + p.Load)
+	p.Evicts, p.Returns = t.evicts(c, uncached), t.returns(c, p.Work)
 	if c.Room.Held > 0 && onlyPrefills(c) && t.isFull(c) {
 		p.Room = roomWait
 	}
@@ -230,14 +234,15 @@ func speed(c *kvstate.Candidate, fleet float64) float64 {
 
 // DecodePrice is the price of decode on an endpoint, in seconds, without the transfer.
 type DecodePrice struct {
-	Step     float64 `json:"step"`     // until the first token
-	Answer   float64 `json:"answer"`   // the rest of it, at the pool's weight of answers
-	Overflow float64 `json:"overflow"` // time that requests wait or repeat where KV does not fit
+	Step     float64 `json:"step"`             // until the first token
+	Answer   float64 `json:"answer"`           // the rest of it, at the pool's weight of answers
+	Overflow float64 `json:"overflow"`         // time that requests wait or repeat where KV does not fit
+	Evicts   float64 `json:"evicts,omitempty"` // as in PrefillPrice
 
 	Session float64 `json:"session,omitempty"` // as in PrefillPrice
 }
 
-func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Session }
+func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Evicts + p.Session }
 
 // batch is the batch of a decode endpoint after the request has joined it.
 type batch struct {
@@ -275,6 +280,10 @@ func (t *terms) decode(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 	p.Answer = t.answer * t.out * b.step
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleDecode)
+	if c.Memory != nil {
+		uncached, _ := t.split(c)
+		p.Evicts = t.evicts(c, uncached+t.out)
+	}
 	if c.Share > 0 || c.Endpoint.Role == kvstate.RoleBoth {
 		t.decodeBeside(c, b, p)
 	}
@@ -330,15 +339,18 @@ type AlonePrice struct {
 	Others float64 `json:"others"`         // delay of other prompts
 	// delay of the answers that run there, at least one, at the pool's weight of answers
 	Answers  float64 `json:"answers"`
-	Decode   float64 `json:"decode"`         // as in DecodePrice, without its step
-	Overflow float64 `json:"overflow"`       // likewise
-	Late     float64 `json:"late,omitempty"` // as in PrefillPrice
+	Decode   float64 `json:"decode"`            // as in DecodePrice, without its step
+	Overflow float64 `json:"overflow"`          // likewise
+	Late     float64 `json:"late,omitempty"`    // as in PrefillPrice
+	Evicts   float64 `json:"evicts,omitempty"`  // likewise
+	Returns  float64 `json:"returns,omitempty"` // likewise
 
 	Session float64 `json:"session,omitempty"` // as in PrefillPrice
 }
 
 func (p *AlonePrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Late + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Answers + p.Decode + p.Overflow + p.Late + p.Evicts + p.Returns +
+		p.Session
 }
 
 // alone prices both on one endpoint. allowed is false if its running answers would be delayed more than allowed.
@@ -354,11 +366,16 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 		p.Others -= t.local * t.paid(cached) * t.fleet
 	}
 	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
-	left := max(1-c.Share, minLeft)
+	least := minLeft
+	if c.Used() == kvstate.RoleBoth {
+		least = leastLeft
+	}
+	left := max(1-c.Share, least)
 	p.Answers = prompt.delayed(t, max(b.answers, 1)) / left
 	p.Decode = t.answer * t.out * t.tokenTime(c, b.step)
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)
+	p.Evicts, p.Returns = t.evicts(c, uncached+t.out), t.returns(c, p.Work)
 	p.Late = t.late(p.Queue + p.Work + p.Load)
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+b.step
@@ -383,6 +400,10 @@ func (t *terms) room(c *kvstate.Candidate, step, fill, longer float64) bool {
 
 // minLeft is the least share of a decode endpoint's time that counts as left for answers.
 const minLeft = 0.01
+
+// leastLeft is minLeft for what answers lose on an endpoint that serves both legs. There the share of ten seconds says
+// little of the next ones: one long prompt makes it 1, and would make the endpoint a hundred times as dear.
+const leastLeft = 0.5
 
 // Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an
 // admission queue.

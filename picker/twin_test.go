@@ -131,12 +131,14 @@ func (w *twin) costP(i int) float64 {
 	}
 	price := w.load(i) + float64(c.Jobs)*min(usual, limit)/w.weight(i) +
 		w.phi(w.v.Load.Prefill, kvstate.RolePrefill)*(usual-w.paid(i)*w.fleet())
+	price += w.evicts(i, w.tokens()-w.cached(i))
 	if c.Endpoint.Role != kvstate.RoleBoth {
 		own := (c.Queue.Seconds() + e*w.speed(i)) / w.weight(i)
-		return price + own + w.late(i, own)
+		return price + own + w.late(i, own) + w.returns(i, e*w.speed(i)/w.weight(i))
 	}
 	own := w.promptBeside(i)
-	return price + own + w.late(i, own) + w.p.AnswerWeight*w.answersLose(i, max(w.running(i), 0))
+	alone := own - w.queueBeside(i)
+	return price + w.returns(i, alone) + own + w.late(i, own) + w.p.AnswerWeight*w.answersLose(i, max(w.running(i), 0))
 }
 
 // late is the price of a first token after the promised time; of one that is too late already it does not matter when.
@@ -155,13 +157,58 @@ func (w *twin) running(i int) float64 {
 // promptBeside is the time of this prompt on an endpoint that may write answers: after the prompts that are there, and
 // in the steps of the answers if any run.
 func (w *twin) promptBeside(i int) float64 {
+	if w.running(i) <= 0 {
+		return w.queueBeside(i) + w.e(i)*w.speed(i)/w.weight(i)
+	}
+	_, _, step, _ := w.step(i) //nolint:dogsled // one of what the batch costs
+	return w.queueBeside(i) + w.longer(i) + w.steps(i)*step
+}
+
+func (w *twin) queueBeside(i int) float64 {
 	c, m := &w.v.Endpoints[i], w.p.Model
 	queue := (c.Local + c.Queue).Seconds() / w.weight(i)
 	if w.running(i) <= 0 {
-		return queue + w.e(i)*w.speed(i)/w.weight(i)
+		return queue
 	}
 	_, _, step, _ := w.step(i) //nolint:dogsled // one of what the batch costs
-	return queue*(1+step/(m.StepTokens*m.PrefillToken)) + w.longer(i) + w.steps(i)*step
+	return queue * (1 + step/(m.StepTokens*m.PrefillToken))
+}
+
+// evicts is the time to compute again what endpoint i discards, token by token.
+func (w *twin) evicts(i int, need float64) (seconds float64) {
+	memory, m := w.v.Endpoints[i].Memory, w.p.Model
+	if memory == nil {
+		return 0
+	}
+	need -= memory.Free
+	for _, p := range memory.Old {
+		lost := math.Max(math.Min(need, p.Tokens), 0)
+		before := p.Length - lost
+		seconds += p.Back * (m.PrefillToken*lost + m.PrefillContext*lost*(before+p.Length)/2) * w.fleet()
+		need -= lost
+	}
+	return seconds
+}
+
+func (w *twin) returns(i int, work float64) float64 {
+	if memory := w.v.Endpoints[i].Memory; memory != nil {
+		return work * memory.Returns * work / 2
+	}
+	return 0
+}
+
+// whole is whether engines that serve both legs serve whole requests.
+func (w *twin) whole() bool {
+	all := 0.0
+	for i, c := range w.v.Endpoints {
+		if c.Endpoint.Role != kvstate.RoleBoth || w.used(i) != kvstate.RoleBoth || c.Memory == nil {
+			return false
+		}
+		if c.Usable {
+			all += c.Memory.Tokens
+		}
+	}
+	return w.v.Load.Live > .35*all
 }
 
 func (w *twin) steps(i int) float64 {
@@ -293,6 +340,7 @@ func (w *twin) step(i int) (n, kv, step, overflow float64) {
 func (w *twin) costD(i int) float64 {
 	_, _, step, overflow := w.step(i)
 	c := &w.v.Endpoints[i]
+	overflow += w.evicts(i, w.tokens()-w.cached(i)+w.out())
 	if c.Endpoint.Role == kvstate.RoleBoth || c.Share > 0 {
 		return step + (c.Queue+c.Local).Seconds()/w.weight(i) + w.p.AnswerWeight*w.out()*w.token(i) + overflow
 	}
@@ -366,8 +414,13 @@ func (w *twin) alone(d int, guarded bool) (price float64, ok bool) {
 	if c.Endpoint.Role == kvstate.RoleBoth {
 		e -= w.paid(d)
 	}
-	return w.load(d) + queue + own + others*e + w.late(d, queue+own) +
-		w.p.AnswerWeight*(w.answersLose(d, max(n, 1))/max(1-c.Share, .01)+w.out()*w.token(d)) + overflow, true
+	least := .01
+	if w.used(d) == kvstate.RoleBoth {
+		least = .5
+	}
+	return w.load(d) + queue + own + others*e + w.late(d, queue+own) + w.evicts(d, w.tokens()-w.cached(d)+w.out()) +
+		w.returns(d, own) + w.p.AnswerWeight*(w.answersLose(d, max(n, 1))/max(1-c.Share, least)+w.out()*w.token(d)) +
+		overflow, true
 }
 
 func (w *twin) onlyPrefills(i int) bool {
@@ -436,7 +489,7 @@ func (w *twin) crowd() []Choice {
 func (w *twin) pairs() (pairs offers) {
 	for p := range w.v.Endpoints {
 		for d := range w.v.Endpoints {
-			if w.r.Split && w.p.Split != SplitNever && w.ok(p, kvstate.RolePrefill, asUsed) &&
+			if w.r.Split && w.p.Split != SplitNever && (w.p.Split == SplitAlways || !w.whole()) && w.ok(p, kvstate.RolePrefill, asUsed) &&
 				w.ok(d, kvstate.RoleDecode, asUsed) && w.compatible(p, d) && w.keeps(p) && w.takes(d) {
 				pairs.add(p, d, w.costP(p)+w.waits(p)+w.transfer(p, d)+w.costD(d))
 			}

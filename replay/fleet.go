@@ -4,6 +4,7 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"tandem/kvstate/residency"
 	"tandem/picker"
 	"tandem/replay/engine"
 	"tandem/replay/traces"
@@ -25,9 +26,10 @@ type job struct {
 	arrived, work  float64 // in the queue: time of arrival, and its work there in seconds
 	uncached       int     // as the policy estimated it when it bound the request
 	asked          *traces.Request
-	turn           *playedTurn    // of a session, in a closed loop
-	at             *engine.Engine // where it is now; nil: it waits in the router
-	gone           bool           // its user has given up
+	conversation   *residency.Conversation // as Tandem knows it
+	turn           *playedTurn             // of a session, in a closed loop
+	at             *engine.Engine          // where it is now; nil: it waits in the router
+	gone           bool                    // its user has given up
 }
 
 // newJobs returns the requests of a trace, on their way to no endpoint.

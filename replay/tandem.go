@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/residency"
 	"tandem/picker"
 	"tandem/picker/admission"
+	"tandem/replay/engine"
 )
 
 // tandem is Tandem's own policy: the admission queue and the picker over the state, as the server uses them, in
@@ -20,6 +22,7 @@ type tandem struct {
 	config   Config
 	replicas []*replica
 	bookings map[uint64]*bookings
+	memory   *residency.Table // as all replicas know it at once
 }
 
 // replica is one Tandem.
@@ -50,6 +53,11 @@ const tickSeconds = 0.020
 
 func newTandem(f *fleet, c Config) *tandem {
 	t := &tandem{fleet: f, config: c, bookings: map[uint64]*bookings{}}
+	var keeps []float64
+	for _, e := range f.engines() {
+		keeps = append(keeps, e.Keeps())
+	}
+	t.memory = residency.New(keeps)
 	for i := range max(c.Replicas, 1) {
 		t.replicas = append(t.replicas, t.newReplica(i))
 	}
@@ -104,6 +112,12 @@ func (t *tandem) newReplica(number int) *replica {
 func (t *tandem) arrive(j *job) {
 	r := t.replicas[j.ID%uint64(len(t.replicas))]
 	r.state.CountPrompt(r.pool, j.Blocks)
+	shared := 0
+	for _, e := range t.engines() {
+		shared = max(shared, e.Held(j.Blocks))
+	}
+	j.conversation = t.memory.Arrive(j.Blocks, j.Input/engine.BlockTokens, float64(j.Input),
+		float64(shared*engine.BlockTokens), t.Now)
 	if !t.config.Late {
 		v := r.Fleet()
 		c, err := r.picker.Pick(r.look(j, v), v)
@@ -128,6 +142,10 @@ func (t *tandem) arrive(j *job) {
 // Fleet implements [admission.Host].
 func (r *replica) Fleet() *kvstate.View {
 	r.state.View(r.pool, nil, &r.view)
+	r.view.Load.Live = r.memory.Live()
+	for i := range r.view.Endpoints {
+		r.view.Endpoints[i].Memory = r.memory.Memory(i, r.Now)
+	}
 	return &r.view
 }
 
@@ -234,6 +252,10 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 		// cannot happen: Config.Check
 		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no endpoint: %v", err))
 	}
+	if c.Prefill >= 0 {
+		r.memory.Copy(j.conversation, c.Prefill)
+	}
+	r.memory.Sent(j.conversation, c.Decode)
 	b := &bookings{replica: r}
 	r.bookings[j.ID] = b
 	prefill, d, booking := -1, r.view.Endpoints[c.Decode].Endpoint, c.DecodeBooking(&r.view)
@@ -316,6 +338,7 @@ func (t *tandem) prefilled(j *job) int {
 		// cannot happen: Config.Check
 		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no decode endpoint: %v", err))
 	}
+	r.memory.Move(j.conversation, d)
 	e := r.view.Endpoints[d].Endpoint
 	first := b.decode
 	b.decode = r.book(e, booking, j.Blocks)
@@ -324,6 +347,7 @@ func (t *tandem) prefilled(j *job) int {
 }
 
 func (t *tandem) done(j *job) {
+	t.memory.End(j.conversation, float64(j.Input+j.Output), t.Now)
 	b := t.bookings[j.ID]
 	b.replica.release(b.decode, false)
 	delete(t.bookings, j.ID)

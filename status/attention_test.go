@@ -197,6 +197,12 @@ func TestAttention(t *testing.T) {
 			s.Replicas = []Replica{{Name: "a:9090", Redis: true, Ready: true}, {Name: "b:9090", Redis: true, Ready: true, NoSlot: true}}
 		}, want: []Notice{
 			{false, "Envoys send replica b:9090 no requests: they can have 16 replicas (envoy.replicas: redis), and there are more.", "howto/xds.md"}}},
+		"engines died under one request": {recent: []telemetry.Trace{
+			{RequestID: "other", Pool: "chat"}, {RequestID: "poison", Pool: "chat", Served: telemetry.Served{DiedUnder: []string{"d1:1", "gone:1"}}, Started: time.Now()},
+		}, change: func(s *Status) { s.Now = time.Now() }, want: []Notice{
+			{true, "chat: engines died, or failed, one after the other under one request: d1, gone:1. It may be what killed them, and was ended: tandem explain poison", "continue.md#a-request-that-kills-engines"}}},
+		"an engine begins anew": {change: func(s *Status) { s.Pools[0].Endpoints[1].BeginsAnew = true }, want: []Notice{
+			{false, "chat: p2 (prefill) does not continue the streams of other engines: asked to, it began anew. It serves everything else.", "continue.md#engines-that-do-not-continue"}}},
 		"a pair fails": {faults: []string{"d1:1"}, want: []Notice{
 			{false, "chat: decode could not load KV (p1). For a while Tandem avoids pairs with d1:1.", "operations.md#when-decode-cannot-load-kv"}}},
 		"keys, failures and no Redis; what fails comes first": {

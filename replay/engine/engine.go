@@ -96,6 +96,9 @@ func New(c *Clock, m picker.Model, tokens int, on Events) *Engine {
 	return e
 }
 
+// Keeps returns the tokens of KV that the engine keeps, host memory included.
+func (e *Engine) Keeps() float64 { return e.model.KVTokens + float64(e.host.limit*BlockTokens) }
+
 // Host gives the engine host memory for the KV of so many tokens, which it loads at a rate in tokens per second.
 func Host(e *Engine, tokens, rate float64) {
 	e.host = hostMemory{cache: NewCache(true), limit: int(tokens / BlockTokens), rate: rate}

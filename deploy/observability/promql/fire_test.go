@@ -151,6 +151,7 @@ func TestAlertsFire(t *testing.T) {
 		"TandemSlowToFirstByte": {`tandem_request_first_byte_seconds_bucket{JOB,pool="chat",le="1"} 0x120
 			tandem_request_first_byte_seconds_bucket{JOB,pool="chat",le="60"} 0+60x120
 			tandem_request_first_byte_seconds_bucket{JOB,pool="chat",le="+Inf"} 0+60x120`},
+		"TandemStreamKillsEngines": {`tandem_streams_continued_total{JOB,pool="chat",result="died_again"} 0+1x120`},
 		"TandemTargetsMissed": {`tandem_promises_total{JOB,pool="chat",result="late"} 0+60x120
 			tandem_promises_total{JOB,pool="chat",result="kept"} 0+60x120`},
 		"TandemTokensNotCounted": {`tandem_answers_without_usage_total{JOB,pool="chat",reason="absent"} 0+60x120`},

@@ -1,0 +1,51 @@
+package picker
+
+import "tandem/kvstate"
+
+// Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation comes
+// back, and conversations that come back while an engine computes a prompt wait for it.
+
+// twoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
+// serve both legs serve whole requests: a pair keeps a second copy of each, and some memory is for what runs.
+const twoCopies = 0.35
+
+// whole reports whether engines that serve both legs should serve whole requests, because two copies of the
+// conversations that are expected back do not fit into their memory.
+func (t *terms) whole(v *kvstate.View) bool {
+	all := 0.0
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		if c.Memory == nil || !isBoth(c) || c.Used() != kvstate.RoleBoth {
+			return false
+		}
+		if c.Usable {
+			all += c.Memory.Tokens
+		}
+	}
+	return v.Load.Live > twoCopies*all
+}
+
+// evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance that
+// it is asked for.
+func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
+	if c.Memory == nil || t.latencyOnly {
+		return 0
+	}
+	over := need - c.Memory.Free
+	for i := 0; i < len(c.Memory.Old) && over > 0; i++ {
+		p := &c.Memory.Old[i]
+		n := min(p.Tokens, over)
+		seconds += p.Back * t.m.between(p.Length-n, p.Length)
+		over -= n
+	}
+	return seconds * t.fleet
+}
+
+// returns returns the time for which conversations wait that come back while an endpoint computes for so long: half of
+// it each.
+func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
+	if c.Memory == nil || t.latencyOnly {
+		return 0
+	}
+	return c.Memory.Returns * work * work / 2
+}
