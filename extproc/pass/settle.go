@@ -263,8 +263,8 @@ func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	x.shared.Faults.Prefill(next, x.ID, &f)
 }
 
-// DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the
-// failure is, the KV parameters of the leg count as consumed.
+// DecodeFailed settles a decode leg that failed before its answer began: it releases what the pass held, and returns
+// the next ticket. Whatever the failure is, the KV parameters of the leg count as consumed.
 func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
 	next := *t
 	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseDecode
@@ -276,6 +276,7 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 			s.Reclaim.Strand(t)
 		}
 	}
+	s.Release(HeldBy(t))
 	if f.Overdue {
 		next.Loads = false
 		s.Faults.Endpoint(&next, requestID, t.Decode, f)
