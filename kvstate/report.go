@@ -190,6 +190,9 @@ func (p *Pool) setReport(e *Endpoint, said *Report) {
 	p.unlike.Store(unlike)
 }
 
+// Reports reports whether the endpoint's engine is asked what it is.
+func (e *Endpoint) Reports() bool { return e.endpointState != nil && e.reports }
+
 // Report returns what the endpoint's engine said of the facts in which the engines of a pair must not differ; nil:
 // nothing. Equal reports of a pool are one. Do not modify.
 func (e *Endpoint) Report() *Report {

@@ -11,7 +11,6 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
-	"tandem/extproc/pass"
 	"tandem/internal/guard"
 	"tandem/internal/periodic"
 )
@@ -149,7 +148,6 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 		return false
 	}
 	next := failed()
-	f.s.Passes.Release(pass.HeldBy(&f.hop.ticket)) // the other filter may end before it plans
 	key := f.s.putRestart(&attempt{next, f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
 	f.envoy.SetHeader(headerAttempt, key)
 	f.hop.handed = true // Envoy may end this filter before Restart returns

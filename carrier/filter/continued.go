@@ -162,7 +162,6 @@ func (in *Insured) failed(failure *faults.Failure) {
 		return
 	}
 	next := f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, failure)
-	f.s.Passes.Release(pass.HeldBy(&next))
 	a := plan.Next(&next)
 	a.From = in.again.from
 	in.plan(&next, a)

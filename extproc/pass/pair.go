@@ -91,8 +91,8 @@ func PrefillFailure(p *concurrent.Pair) *faults.Failure {
 	return &faults.Failure{Status: p.Verdict.Status, RetryAfter: p.Verdict.RetryAfter, Unreached: p.Verdict.Unreached}
 }
 
-// PairFailed settles a pair that failed before its answer began, and returns the ticket of the next pass. f is how P
-// failed, or D if the cause says so.
+// PairFailed settles a pair that failed before its answer began: it releases what the pass held, and returns the ticket
+// of the next one. f is how P failed, or D if the cause says so.
 func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID, cause string, f *faults.Failure) kvtransfer.Ticket {
 	policy, _ := s.Policy(t.Pool)
 	if d := plan.EndpointOf(s.State, t.Pool, t.Decode); d != nil && d.Failed() {
@@ -105,6 +105,7 @@ func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID, cause string, f *fa
 	next := *t // its id stays: it names the leg that may still be running
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
+	s.Release(HeldBy(t))
 	switch {
 	case cause == kvtransfer.CauseRefused:
 		next.Loads = false

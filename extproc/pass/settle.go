@@ -287,8 +287,8 @@ func (s *Shared) lacksModel(next *kvtransfer.Ticket, addr string) {
 	next.Excluded, next.Loads = append(slices.Clip(next.Excluded), addr), false
 }
 
-// DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the
-// failure is, the KV parameters of the leg count as consumed.
+// DecodeFailed settles a decode leg that failed before its answer began: it releases what the pass held, and returns
+// the next ticket. Whatever the failure is, the KV parameters of the leg count as consumed.
 func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
 	next := *t
 	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseDecode
@@ -304,6 +304,7 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 			s.Reclaim.Strand(t)
 		}
 	}
+	s.Release(HeldBy(t))
 	switch {
 	case f.NotFound():
 		s.lacksModel(&next, t.Decode)

@@ -161,7 +161,7 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 			return
 		case err == nil && status < http.StatusInternalServerError:
 			if recovers {
-				p.state.MarkHealthy(e)
+				p.welcome(ctx, e)
 			}
 			return
 		case e.Failed(): // asked again in the next round
@@ -177,6 +177,27 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 		case <-asking.Done():
 		case <-time.After(probeFailedEvery):
 		}
+	}
+}
+
+// welcome marks an endpoint that is back, after its engine has said what it is now: it may have been started with other
+// settings, and while that is not known no request is split with it.
+func (p *Prober) welcome(ctx context.Context, e *kvstate.Endpoint) {
+	if !e.Reports() {
+		p.state.MarkHealthy(e)
+		return
+	}
+	asking, stop := context.WithTimeout(ctx, kvstate.ReportWait)
+	info := enginefacts.Read(asking, p.client, e, nil)
+	if asking.Err() != nil { // it has not said all: it is asked again, without a hurry
+		p.mu.Lock()
+		delete(p.reported, e)
+		p.mu.Unlock()
+	}
+	stop()
+	p.state.MarkHealthy(e)
+	if info.Answered {
+		p.state.SetReport(e, info.Report, true)
 	}
 }
 
