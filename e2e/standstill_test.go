@@ -111,7 +111,13 @@ func TestACompilingEngineIsWaitedFor(t *testing.T) {
 			t.Parallel()
 			o := options{
 				prefills: 1, decodes: decodes, pool: "  nixl: {lease: 12s}\n",
-				engineArgs: []string{"--lease", "12s", "--transfer-timeout", "12s", "--faithful", "--first-logprobs", "25s"},
+				engineArgs: []string{"--lease", "12s", "--transfer-timeout", "12s", "--faithful"},
+				engine: func(role string, _ int, _ func() string) (args []string, fields string) {
+					if role == "decode" {
+						args = []string{"--first-logprobs", "25s"}
+					}
+					return args, ""
+				},
 			}
 			if runsInside() {
 				o.pool += insurance
