@@ -55,6 +55,7 @@ type terms struct {
 // promise is what the answers should keep: the pool's promise, or the request's own targets.
 type promise struct {
 	tpot     float64 // s; 0: none
+	asked    bool    // tpot is the request's own: it holds without exception
 	spread   float64 // tokens of a running answer over which a delay is spread
 	promised float64 // time to the first token that the pool promises, s; 0: none
 	inTime   float64 // s from now until it is due; 0 or less: it is too late, or nothing is promised
@@ -98,7 +99,7 @@ func (k *Picker) terms(r *Request, v *kvstate.View, prefills, decodes int) terms
 	}
 	t.spread = t.mean
 	if r.TPOT > 0 {
-		t.tpot, t.spread = r.TPOT, t.mean*askedSpread
+		t.tpot, t.spread, t.asked = r.TPOT, t.mean*askedSpread, true
 	}
 	t.inTime = t.promised - r.Waited
 	t.answer = k.AnswerWeight
@@ -389,7 +390,7 @@ const mostNew = 0.1
 // appends reports whether a prompt only adds a little to what an endpoint holds, a tenth and a step of it at most. Even a
 // full endpoint has the prompt in its memory then, and another one would compute far more.
 func (t *terms) appends(uncached float64) bool {
-	return uncached <= min(t.m.StepTokens, mostNew*t.tokens)
+	return !t.asked && uncached <= min(t.m.StepTokens, mostNew*t.tokens)
 }
 
 // room reports whether answers keep their pace on an endpoint with such steps, filled so far (0 to 1), if its steps get
