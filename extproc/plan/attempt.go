@@ -26,6 +26,7 @@ type Attempt struct {
 	DecodeFailed       bool      // the last failed hop was to decode
 	Last               bool      // no other endpoint is left: what the next one answers is the client's
 	LacksModel         bool      // the last endpoint that was asked answered 404: it does not serve the model
+	Outdated           bool      // its endpoint stood still, is waited for, and should compute the prompt itself
 	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
 }
 
@@ -33,9 +34,10 @@ type Attempt struct {
 func Next(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
-		DecodeFailed: t.Cause == kvtransfer.CauseDecode, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
+		Outdated: t.Cause == kvtransfer.CauseOutdated, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
 		LacksModel: t.Cause == kvtransfer.CauseModel,
 	}
+	a.DecodeFailed = a.Outdated || t.Cause == kvtransfer.CauseDecode
 	if t.Loads && (a.DecodeFailed || t.Cause == kvtransfer.CausePrefill) {
 		a.PairFailed = [2]string{t.Prefill, t.Decode}
 	}
@@ -46,7 +48,8 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // client's answer.
 func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
 	switch t.Cause {
-	case kvtransfer.CauseDecode, kvtransfer.CauseTurn, kvtransfer.CausePoolGone, kvtransfer.CauseModel:
+	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseTurn, kvtransfer.CausePoolGone,
+		kvtransfer.CauseModel:
 		return nil
 	case kvtransfer.CauseRefused:
 		a.decodeAlone("prefill_refused")
