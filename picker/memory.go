@@ -41,7 +41,7 @@ func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	return seconds * t.fleet
 }
 
-// returns returns the time for which conversations wait that come back while an endpoint computes for so long: half of
+// returns is the time for which conversations wait that come back while an endpoint computes for so long: half of
 // it each.
 func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
 	if c.Memory == nil || t.latencyOnly {

@@ -140,8 +140,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	took, status := time.Since(began), a.Code
 	x.Prefilled.observeLoad(&t, a.Load)
 	x.Meter.Observer.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
-	switch {
-	case err != nil && status == http.StatusOK:
+	if err != nil && status == http.StatusOK {
 		s.Cut(&t)
 	}
 	switch {

@@ -26,7 +26,7 @@ func CheckRights(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*commandTime)
 	defer cancel()
 	if err := client.Ping(ctx).Err(); err != nil {
-		return fmt.Errorf("Redis cannot be used: %w", err)
+		return fmt.Errorf("cannot use Redis: %w", err)
 	}
 	var id [8]byte
 	_, _ = rand.Read(id[:])           // never fails (crypto/rand)
@@ -60,7 +60,7 @@ func CheckRights(ctx context.Context, o Options) error {
 		{"UNLINK", func() error { return client.Unlink(ctx, text, hash, stream).Err() }},
 	} {
 		if err := one.do(); err != nil && !errors.Is(err, redis.Nil) {
-			errs = append(errs, fmt.Errorf("Redis refuses %s: %w", one.command, err))
+			errs = append(errs, fmt.Errorf("%s is refused by Redis: %w", one.command, err))
 		}
 	}
 	return errors.Join(errs...)

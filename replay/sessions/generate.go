@@ -17,7 +17,7 @@ func Kinds() []string { return []string{"coding", "agentx", "people"} }
 //	         seconds, most of the time, and people in minutes; the context grows to 105k tokens in the median
 //	agentx   the same with the lengths of vLLM's AgentX (vllm#57103): in the median 43 turns, prompts of 142k tokens and
 //	         answers of 444. Its subagents are left out
-//	people   people who talk: a system prompt that all share, a few turns, a minute's thought between them
+//	people   conversations of people: a system prompt that all share, a few turns, a minute's thought between them
 func Generate(kind string, n int, seed uint64) ([]Session, error) {
 	g := &generator{random: rand.New(rand.NewPCG(seed, 21))}
 	one := map[string]func() Session{"coding": g.coding, "agentx": g.agentX, "people": g.people}[kind]

@@ -57,8 +57,9 @@ func continues(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoi
 		return "it lists no models", false
 	}
 	model, _ := json.Marshal(models.Data[0].ID)
-	resp, err := client.Post(ctx, e, "/v1/chat/completions", fmt.Appendf(nil, `{"model":%s,"messages":[{"role":"user",`+
-		`"content":"a"}],"max_tokens":1,"temperature":0,"return_token_ids":true,"kv_transfer_params":{"prompt_token_ids":%s}}`,
+	resp, err := client.Post(ctx, e, "/v1/chat/completions", fmt.Appendf( //nolint:bodyclose // ReadAll closes it
+		nil, `{"model":%s,"messages":[{"role":"user",`+
+			`"content":"a"}],"max_tokens":1,"temperature":0,"return_token_ids":true,"kv_transfer_params":{"prompt_token_ids":%s}}`,
 		model, asked), nil)
 	if err != nil {
 		return err.Error(), false
