@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -97,4 +99,86 @@ func TestAStandingCoreShowsNoForeignText(t *testing.T) {
 			}, time.Minute, 100*time.Millisecond)
 		})
 	}
+}
+
+// A decode engine that has worked compiles for its first request with log probabilities, for longer than two requests
+// in turn may wait for KV. It is the only one, or the other one is killed meanwhile. Everybody is answered, with the
+// right text: what may be outdated is computed again, and the engine is waited for.
+func TestACompilingEngineIsWaitedFor(t *testing.T) {
+	t.Parallel()
+	for name, decodes := range map[string]int{"1+1": 1, "1+2": 2} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := options{
+				prefills: 1, decodes: decodes, pool: "  nixl: {lease: 12s}\n",
+				engineArgs: []string{"--lease", "12s", "--transfer-timeout", "12s", "--faithful"},
+				engine: func(role string, _ int, _ func() string) (args []string, fields string) {
+					if role == "decode" {
+						args = []string{"--first-logprobs", "25s"}
+					}
+					return args, ""
+				},
+			}
+			if runsInside() {
+				o.pool += insurance
+			}
+			f := start(t, o)
+			f.lenient = true // an engine is killed
+			const path = "/v1/chat/completions"
+			for i := 0; !f.allDecoded(); i++ {
+				require.Equal(t, 200, f.post(path, question(fmt.Sprintf("warm-%d", i), 60)).status)
+			}
+
+			body := func(i int) string {
+				b := question(fmt.Sprintf("compiles-%d", i), 60)
+				switch {
+				case i == 0:
+					b = strings.Replace(b, `{`, `{"logprobs":true,"top_logprobs":1,`, 1)
+				case i%2 > 0 && runsInside(): // beside, the headers of a stream have gone, and it ends with an error
+					b = strings.Replace(b, `{`, `{"stream":true,`, 1)
+				}
+				return b
+			}
+			id := func(i int) string { return fmt.Sprintf("compiles-%d", i) }
+			compiling := func() *engine {
+				for _, d := range f.decodes {
+					if len(f.requests(id(0), d)) > 0 {
+						return d
+					}
+				}
+				return nil
+			}
+			answers := f.burst(8, func(i int) answer {
+				if i > 0 {
+					for compiling() == nil {
+						time.Sleep(10 * time.Millisecond)
+					}
+				}
+				if i == 1 {
+					for _, d := range f.decodes {
+						if d != compiling() {
+							d.stop(syscall.SIGKILL)
+						}
+					}
+				}
+				got, err := f.try(context.Background(), http.MethodPost, path, body(i), "x-request-id", id(i))
+				if err != nil {
+					return answer{body: err.Error(), header: http.Header{}}
+				}
+				return got
+			})
+			for i, got := range answers {
+				t.Log(i, got.status, got.took)
+			}
+			for i, got := range answers {
+				require.Equal(t, 200, got.status, "request %d after %v: %s", i, got.took, got.body)
+				require.Equal(t, f.post(path, body(i)).text(t), got.text(t), "request %d", i)
+			}
+		})
+	}
+}
+
+// allDecoded reports whether each decode engine has served a request.
+func (f *fleet) allDecoded() bool {
+	return !slices.ContainsFunc(f.decodes, func(d *engine) bool { return len(f.requests("", d)) == 0 })
 }

@@ -43,6 +43,12 @@ func (s *Health) FailedBy(e *Endpoint) HealthCause {
 	return ""
 }
 
+// StandsStill reports whether an endpoint is marked because its core stands still, and a recent scrape shows that it
+// still does: an engine that answers no scrapes is no longer thought to go on.
+func (s *Health) StandsStill(e *Endpoint) bool {
+	return s.FailedBy(e) == CauseStill && e.progress.Standing(s.now())
+}
+
 // stands reports whether an endpoint is marked only because its core stands still.
 func (e *Endpoint) stands() bool {
 	if e.failed.Load() == 0 || e.Paused() || e.Draining {

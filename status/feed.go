@@ -448,6 +448,7 @@ func failedHop(h *telemetry.FailedHop) string {
 		"prefill": "prefill", "decode": "decode", "encode": "encode",
 		"stream": "decode, within a stream that was continued", "moved": "decode, whose stream was moved",
 		"turn":              "prefill, which was to fetch the conversation's last turn",
+		"outdated":          "decode, which stood still beyond the lease of the KV and was waited for",
 		"router":            "the replica of Tandem that decided",
 		"hand_over_expired": "the hand-over from prefill to decode was too old",
 		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",

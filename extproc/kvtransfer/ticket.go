@@ -64,8 +64,11 @@ const (
 	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
 	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself
 	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
-	CauseStream = "stream" // the decode leg failed in the middle of its stream, which is continued
-	CauseMoved  = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
+	// CauseOutdated: the decode endpoint stood still until its KV parameters may have been outdated, and no other one
+	// can serve the request. It is waited for, and computes the prompt itself.
+	CauseOutdated = "outdated"
+	CauseStream   = "stream" // the decode leg failed in the middle of its stream, which is continued
+	CauseMoved    = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
 	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
 	CausePoolGone = "pool_gone"
 )

@@ -277,6 +277,11 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 		}
 	}
 	s.Release(HeldBy(t))
+	if s.waitsFor(t, f) {
+		next.Cause, next.Loads = kvtransfer.CauseOutdated, false
+		s.Faults.Hop(t.Pool, requestID, t.Decode, f)
+		return next
+	}
 	if f.Overdue {
 		next.Loads = false
 		s.Faults.Endpoint(&next, requestID, t.Decode, f)
@@ -284,6 +289,16 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 		s.Faults.Decode(&next, requestID, f)
 	}
 	return next
+}
+
+// waitsFor reports whether a decode leg ended only because its endpoint stood still until the KV may have been outdated,
+// and no other endpoint can serve the request: then it has not failed the request, and is asked again.
+func (s *Shared) waitsFor(t *kvtransfer.Ticket, f *faults.Failure) bool {
+	if f.Status != 0 || f.Unreached || f.Overdue || s.Outdated(t) == "" {
+		return false
+	}
+	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
+	return (e.TakesWork() || s.State.StandsStill(e)) && !s.AnotherDecodes(t)
 }
 
 // Outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
@@ -305,7 +320,7 @@ func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)
 	failed := e != nil && s.State.FailedFor(e) >= lostAfter &&
-		(s.State.FailedBy(e) != kvstate.CauseStill || s.AnotherDecodes(t))
+		(!s.State.StandsStill(e) || s.AnotherDecodes(t))
 	return failed || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
 }
 

@@ -24,6 +24,7 @@ type Attempt struct {
 
 	PairFailed         [2]string // addresses of the pair that failed last, if it is unknown which of the two did
 	DecodeFailed       bool      // the last failed hop was to decode
+	Outdated           bool      // its endpoint stood still, is waited for, and should compute the prompt itself
 	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
 }
 
@@ -31,8 +32,9 @@ type Attempt struct {
 func Next(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
-		DecodeFailed: t.Cause == kvtransfer.CauseDecode, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
+		Outdated: t.Cause == kvtransfer.CauseOutdated, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
 	}
+	a.DecodeFailed = a.Outdated || t.Cause == kvtransfer.CauseDecode
 	if t.Loads && (a.DecodeFailed || t.Cause == kvtransfer.CausePrefill) {
 		a.PairFailed = [2]string{t.Prefill, t.Decode}
 	}
@@ -43,7 +45,7 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // client's answer.
 func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
 	switch t.Cause {
-	case kvtransfer.CauseDecode, kvtransfer.CauseTurn, kvtransfer.CausePoolGone:
+	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseTurn, kvtransfer.CausePoolGone:
 		return nil
 	}
 	if !t.Split {

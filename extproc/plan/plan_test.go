@@ -41,6 +41,8 @@ func TestMaySplit(t *testing.T) {
 		"never":                  {policy: func(p *Policy) { p.Split = false }, want: "policy"},
 		"long":                   {bytes: 1001, want: "body_too_long"},
 		"alone already":          {a: Attempt{Alone: true, Why: "prefill_failed"}, want: "prefill_failed"},
+		"decode stood still":     {a: Attempt{Outdated: true}, want: "standstill"},
+		"it must not be alone":   {policy: func(p *Policy) { p.Alone = AloneNever }, a: Attempt{Outdated: true}},
 		"one redirect is left":   {a: Attempt{Redirects: 6}, want: "redirects_spent"},
 		"three prefills":         {a: Attempt{Prefills: 3}, want: "attempts_spent"},
 		"a minute":               {a: Attempt{Prefills: 1, Started: time.Now().Add(-2 * time.Minute)}, want: "time_spent"},
@@ -115,6 +117,11 @@ func TestNextAttempt(t *testing.T) {
 	require.Equal(t, [2]string{"p1", "d1"}, a.PairFailed)
 	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, nil, decode), "its prefill worked")
 	require.True(t, Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).ConversationFailed)
+
+	stood := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CauseOutdated, Prefill: "p1", Decode: "d1"}
+	a = Next(stood)
+	require.Equal(t, Attempt{DecodeFailed: true, Outdated: true}, a)
+	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, nil, stood), "its prefill worked")
 }
 
 func TestExhausted(t *testing.T) {

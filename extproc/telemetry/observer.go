@@ -147,7 +147,8 @@ func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
 	switch t.Cause {
 	case kvtransfer.CausePrefill, kvtransfer.CauseTurn:
 		failed.Endpoint = t.Prefill
-	case kvtransfer.CauseDecode, kvtransfer.CauseStream, kvtransfer.CauseMoved, kvtransfer.CauseEncode: // encode's too
+	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseStream, kvtransfer.CauseMoved,
+		kvtransfer.CauseEncode: // encode's too
 		failed.Endpoint = t.Decode
 	}
 	x.Observer.leg(requestID, t, func(trace *Trace) { trace.Failed = append(trace.Failed, failed) })
