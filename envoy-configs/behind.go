@@ -95,7 +95,7 @@ func repliesInFront(m model) (out []*hcmv3.ResponseMapper) {
 	for _, reply := range append(refusals(), envoysReplies()...) {
 		// An external authorization service writes its answers itself.
 		reply.When = "xds.cluster_name == '" + BehindName + "' && !" + details("ext_authz") + " && (" + reply.When + ")"
-		out = append(out, replies(m).mapper(reply))
+		out = append(out, replies(m).mappers(reply)...)
 	}
 	return out
 }

@@ -30,8 +30,8 @@ func envoysReplies() []localReply {
 		{details("mismatch_between_content_length"), 0, ourFault, "router_failed",
 			"the router wrote a body that does not fit its headers", ""},
 		{details("direct_response"), 0, ourFault, "router_undecided", "the router named no endpoint; try again", "1"},
-		{details("upgrade_failed"), 400, clientsFault, "upgrade_not_supported",
-			"protocol upgrades are not supported here", ""},
+		{details("upgrade_failed"), 426, clientsFault, "upgrade_not_supported",
+			"protocol upgrades are not supported here; use plain HTTP", ""},
 		{"response.code == 400", 0, clientsFault, "bad_request", "the request is not valid HTTP", ""},
 		{"response.code == 404", 0, clientsFault, "not_found", "there is nothing at this address", ""},
 		{"response.code == 408", 0, clientsFault, "request_timeout", "the request did not arrive in time", ""},
@@ -60,13 +60,15 @@ func (m replies) config() *hcmv3.LocalReplyConfig {
 		},
 	}, notes{"": "Tandem's answers pass here too and must not change: the first entry."})}
 	if m.Usage != nil { // docs/howto/limit-tokens.md has a filter of the operator's here
-		mappers = append(mappers, m.mapper(tooManyTokens()))
+		mappers = append(mappers, m.mappers(tooManyTokens())...)
 	}
 	for _, reply := range envoysReplies() {
-		mappers = append(mappers, m.mapper(reply))
+		mappers = append(mappers, m.mappers(reply)...)
 	}
 	other := localReply{Type: ourFault, Code: "internal_error",
 		Message: "the request could not be carried out; its id leads to the cause in the logs"}
+	other.When = "true"
+	mappers = append(mappers, m.mappers(other)[0])
 	return &hcmv3.LocalReplyConfig{Mappers: mappers, BodyFormat: other.format()}
 }
 
@@ -75,6 +77,23 @@ func ownReplies() *hcmv3.LocalReplyConfig {
 	cause := []*corev3.HeaderValueOption{setHeader("x-tandem-details", "%RESPONSE_CODE_DETAILS%", overwriteOrAdd)}
 	mark := &hcmv3.ResponseMapper{Filter: logwhen.StatusFrom(400, "tandem.reply.own"), HeadersToAdd: cause}
 	return &hcmv3.LocalReplyConfig{Mappers: []*hcmv3.ResponseMapper{mark}}
+}
+
+// ofMessages holds for requests to Anthropic's API, behind whatever prefix a gateway adds.
+const ofMessages = "request.url_path.contains('/v1/messages')"
+
+// mappers give an answer of Envoy's the shape of a reply: Anthropic's on the paths of its API, else OpenAI's.
+func (m replies) mappers(reply localReply) []*hcmv3.ResponseMapper {
+	messages := reply
+	messages.When = ofMessages + " && (" + reply.When + ")"
+	if messages.Type != ourFault && messages.Type != clientsFault { // these two have the same names there
+		messages.Type = "rate_limit_error"
+	}
+	first := m.mapper(messages)
+	object := first.GetBodyFormatOverride().GetJsonFormat().GetFields()
+	delete(object["error"].GetStructValue().GetFields(), "param")
+	object["type"] = structpb.NewStringValue("error")
+	return []*hcmv3.ResponseMapper{first, m.mapper(reply)}
 }
 
 // mapper gives an answer of Envoy's the shape of a reply.

@@ -35,10 +35,10 @@ func (m routes) configuration() *routev3.RouteConfiguration {
 		decided = append(decided, m.legRoute("encode", "encode", "tandem-encode", 0, m.retry(m.replanTries())))
 	}
 	if m.Answers {
-		decided = append(decided, m.legRoute("answer", "answer", "tandem-answer", m.IdleTimeout, m.retry(hedgedTries)))
+		decided = append(decided, m.legRoute("answer", "answer", "tandem-answer", m.IdleTimeout, m.retryDecode()))
 	}
 	if m.Pairs {
-		pair := m.legRoute("pair", "pair", "tandem-pair", m.IdleTimeout, m.retry(hedgedTries))
+		pair := m.legRoute("pair", "pair", "tandem-pair", m.IdleTimeout, m.retryDecode())
 		pair.GetRoute().RequestMirrorPolicies = []*routev3.RouteAction_RequestMirrorPolicy{{
 			Cluster: "tandem-mirror-loop", DisableShadowHostSuffixAppend: true,
 		}}
@@ -76,7 +76,7 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	m.note(prefill.GetRoute(), notes{
 		"timeout": "The hop's limit is per try: ext_proc sets it from the prompt's length.",
 	})
-	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retry(hedgedTries), of)
+	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryDecode(), of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.TypedPerFilterConfig, pass.GetRoute().InternalRedirectPolicy = nil, nil
@@ -202,6 +202,14 @@ func (m routes) retry(tries int) *routev3.RetryPolicy {
 		RetriableStatusCodes: []uint32{101, 408, 425, 429},
 		NumRetries:           wrapperspb.UInt32(uint32(tries)), RetryBackOff: backOff,
 	}
+}
+
+// retryDecode is retry for a hop whose answer is the client's: another endpoint may serve the model that this one
+// does not (404). What a prefill or encode leg answers has passed Tandem already.
+func (m routes) retryDecode() *routev3.RetryPolicy {
+	p := m.retry(hedgedTries)
+	p.RetriableStatusCodes = append(p.RetriableStatusCodes, 404)
+	return p
 }
 
 func anyPath(headers ...*routev3.HeaderMatcher) *routev3.RouteMatch {

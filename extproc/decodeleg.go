@@ -138,10 +138,8 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) er
 			switch {
 			case p.Verdict.OK:
 				return x.goOn(t, held)
-			case plan.ClientsFault(p.Verdict.Status):
-				return x.answerFor(p.Verdict)
 			}
-			return x.planAgain(t, kvtransfer.CausePrefill, pass.PrefillFailure(p))
+			return x.prefillFailed(t, p)
 		case <-timer.C:
 			x.meter.Observer.PrefillLate(t)
 			x.s.pairs.GiveUp(t.ID)
@@ -166,25 +164,31 @@ func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edit
 	limit := x.s.passes.PairLimit(t)
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
-	f := &faults.Failure{Unreached: true}
 	select {
 	case <-p.Ended:
-		f = pass.PrefillFailure(p)
-		switch {
-		case p.Verdict.OK:
+		if p.Verdict.OK {
 			x.meter.SpanLegEnded("ok", 0)
 			x.s.passes.PairHolds(t)
 			return x.stream.answerBody(edits)
-		case plan.ClientsFault(p.Verdict.Status):
-			return x.answerFor(p.Verdict)
 		}
+		return x.prefillFailed(t, p)
 	case <-timer.C:
 		x.meter.Observer.PrefillLate(t)
 		x.s.pairs.GiveUp(t.ID)
 	case <-x.stream.Context().Done():
 		return io.EOF
 	}
-	return x.planAgain(t, kvtransfer.CausePrefill, f)
+	return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
+}
+
+// prefillFailed plans the request again after P has failed, or answers the client with P's refusal.
+func (x decodeLeg) prefillFailed(t *kvtransfer.Ticket, p *concurrent.Pair) error {
+	cause := x.s.passes.PairCause(t, &p.Verdict)
+	if cause == "" {
+		return x.answerFor(p.Verdict)
+	}
+	x.s.pairs.GiveUp(t.ID)
+	return x.planAgain(t, cause, pass.PrefillFailure(p))
 }
 
 // holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
@@ -194,7 +198,8 @@ func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit ti
 		return false, errors.New("a decode leg went on without an answer")
 	}
 	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
-	if faults.Failed(code) && len(x.stream.msg.Headers.Final) == 0 {
+	if faults.Failed(code) && (code != http.StatusNotFound || t.Redirects+1 < x.s.MaxRedirects) &&
+		len(x.stream.msg.Headers.Final) == 0 {
 		return false, x.decodeFailed(t, p, code)
 	}
 	if code != http.StatusOK && code != http.StatusPartialContent { // D does no work for this request
@@ -235,7 +240,7 @@ func (x decodeLeg) answerFor(v concurrent.Outcome) error {
 	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: names.DetailsPrefix + "_prefill_refused"}
 	if len(i.Body) == 0 {
 		e := openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
-		i.Body = e.JSON()
+		i.Body = e.For(x.stream.msg.Headers.Path).JSON()
 	}
 	i.Headers.Set("content-type", []byte(names.ContentTypeJSON))
 	return x.stream.send(&envoywire.Reply{Immediate: i})

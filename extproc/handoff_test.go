@@ -142,14 +142,29 @@ func TestDirectPrefill(t *testing.T) {
 		require.EqualValues(t, 503, s.ask(hello, nil).refused.GetStatus().GetCode())
 		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
-	t.Run("the client's fault is the client's answer", func(t *testing.T) {
-		s := directly(splitting(), prefiller(t, func(w http.ResponseWriter, _ *http.Request) {
-			w.WriteHeader(400)
+	refuses := func(status int) *kvstate.EndpointSpec {
+		return prefiller(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(status)
 			_, _ = io.WriteString(w, "max_tokens\nis too large")
-		}))
+		})
+	}
+	t.Run("decode alone decides about what prefill has refused", func(t *testing.T) {
+		s := directly(splitting(), refuses(400))
+		require.Equal(t, hello, string(s.ask(hello, nil).body))
+		require.Equal(t, 1, s.state.Reservations())
+	})
+	t.Run("unless it must not", func(t *testing.T) {
+		policy := splitting()
+		policy.OnFailure = plan.Fail
+		s := directly(policy, refuses(400))
 		g := s.ask(hello, nil)
 		require.EqualValues(t, 400, g.refused.GetStatus().GetCode())
 		require.Contains(t, string(g.refused.GetBody()), "max_tokens is too large")
+	})
+	t.Run("another prefill may have the model", func(t *testing.T) {
+		s := directly(splitting(), refuses(404), prefiller(t, good))
+		g := s.ask(hello, nil, "authorization", "Bearer k")
+		require.Contains(t, string(g.body), `"remote_engine_id":"e"`)
 	})
 	t.Run("a client that leaves ends the prefill", func(t *testing.T) {
 		begun, ended := make(chan struct{}), make(chan struct{})

@@ -61,7 +61,8 @@ type Options struct {
 	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
 
 	// checks an endpoint's health soon, and marks it as failed if the check fails; nil: it is marked at once
-	Check func(*kvstate.Endpoint)
+	Check  func(*kvstate.Endpoint)
+	Models pass.ModelAsker // nil: engines are not asked for the models of requests
 
 	PathPrefixes []string // that gateways in front add to paths
 
@@ -113,6 +114,12 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
 		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
 	}
+	if m != nil && m.Usage != nil && o.State != nil {
+		m.Usage.Serves = func(pool, model string) bool {
+			p := o.State.Pool(pool)
+			return p != nil && p.Serves(model)
+		}
+	}
 	if m != nil && m.Usage != nil {
 		m.Usage.Promised = func(pool string) usage.Promise {
 			policy, _ := s.passes.Policy(pool)
@@ -147,7 +154,7 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 			State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining,
 			ShortOfMemory: s.shortOfMemory,
 		},
-		Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
+		Models: o.Models, Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
 		Inside: inside,
 		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL,
 			Models: m != nil && m.Usage != nil},

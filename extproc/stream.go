@@ -214,7 +214,11 @@ func (x *stream) dropInline() {
 // sendError answers with an error in OpenAI's format and ends the stream. With final, Envoy must not try another
 // endpoint: the one that answered is not at fault.
 func (x *stream) sendError(e *openai.Error, final bool) error {
-	i := errorAnswer(e)
+	path := x.msg.Headers.Path
+	if len(path) == 0 { // of a leg's answer
+		path = x.msg.Attributes.Path
+	}
+	i := errorAnswer(e.For(path))
 	if x.gateway {
 		endpointpicker.Dropped(i, e)
 	}
@@ -261,11 +265,11 @@ func (x *stream) holdExtra(n int) bool {
 // limitBodyTime makes the stream end with a 408 if the body is not complete in time, or with a 503 if there is no
 // memory to receive it.
 func (x *stream) limitBodyTime() {
-	stream, requestID := x.grpc, x.requestID
+	stream, requestID, messages := x.grpc, x.requestID, openai.OfMessages(x.msg.Headers.Path)
 	x.sending.Lock()
-	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout()) })
+	x.timer = time.AfterFunc(x.bodyTimeout, func() { x.endEarly(stream, requestID, openai.Timeout().In(messages)) })
 	x.sending.Unlock()
-	busy := func() { x.endEarly(stream, requestID, openai.ServerBusy()) }
+	busy := func() { x.endEarly(stream, requestID, openai.ServerBusy().In(messages)) }
 	memory.OnFull(stream.Context(), busy)
 	x.bodies.Begin(&x.receiving, busy)
 }

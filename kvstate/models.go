@@ -97,3 +97,43 @@ func (s *State) ModelNames(p *Pool) (names []string) {
 	}
 	return names
 }
+
+// Unlisted reports whether none of the pool's endpoints is known to serve a model, and at least one of them lists what
+// it serves.
+func (p *Pool) Unlisted(model string) bool {
+	listed := false
+	for _, e := range p.endpoints {
+		if e.HasLoRA(model) {
+			return false
+		}
+		if m := e.models.Load(); m != nil {
+			if listed = true; slices.Contains(m.ids, model) {
+				return false
+			}
+		}
+	}
+	return listed
+}
+
+// MayServe reports whether an endpoint of the pool lists a model, is configured with it, or has not said what it serves.
+func (p *Pool) MayServe(model string) bool {
+	return slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool {
+		m := e.models.Load()
+		return m == nil || len(m.ids) == 0 || slices.Contains(m.ids, model) || e.HasLoRA(model)
+	})
+}
+
+// Serves reports whether the pool is configured with a model by its name, or an endpoint reports it. Of reports so many
+// names count that nobody needs more.
+func (p *Pool) Serves(model string) bool {
+	if named, _ := p.serves(model); named {
+		return true
+	}
+	return slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool {
+		m := e.models.Load()
+		return e.HasLoRA(model) || m != nil && slices.Contains(m.ids[:min(len(m.ids), maxReserved)], model)
+	})
+}
+
+// maxReserved bounds the names that an endpoint's report makes known.
+const maxReserved = 256

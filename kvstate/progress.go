@@ -31,7 +31,7 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 		s.markGood(e, CauseStill)
 	case standstill.Same:
 	}
-	if before != nil && after.Expired > before.Expired && !before.ScrapedAt.IsZero() {
+	if before != nil && after.Expired > before.Expired && !before.ScrapedAt.IsZero() && e.expiresForOthers() {
 		e.progress.Expired(after.ScrapedAt)
 		if s.expired != nil {
 			s.expired(e, after.Expired-before.Expired)
@@ -47,4 +47,17 @@ func (s *State) Outdated(prefill, decode *Endpoint, since time.Time) standstill.
 		holder = &prefill.progress
 	}
 	return standstill.Outdated(holder, &decode.progress, since, s.o.Now())
+}
+
+// expiresForOthers reports whether KV that the engine frees because nobody has fetched it in time is what it kept for
+// decode. An engine that decodes and can be asked for its KV keeps each answer's, too, and frees that after a time of
+// its own (vLLM's bidirectional_kv_xfer and decoder_kv_blocks_ttl): its count says nothing of hand-overs.
+func (e *Endpoint) expiresForOthers() bool {
+	switch e.Role & RoleBoth {
+	case RolePrefill:
+		return true
+	case RoleBoth:
+		return !e.progress.KeepsAnswers()
+	}
+	return false
 }

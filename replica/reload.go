@@ -3,13 +3,16 @@ package replica
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
 	"os"
 	"os/signal"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -47,7 +50,10 @@ type reloader struct {
 	reloads *prometheus.CounterVec // result
 	last    prometheus.Gauge
 
+	printed atomic.Bool // the file as it is waits for a new bootstrap of Envoy's
+
 	mu     sync.Mutex
+	start  *configv1.Config // at the start
 	config *configv1.Config // in force; what takes a restart is as it was at the start
 	warned string           // of what takes a restart
 	logged []string         // warnings about the files in force
@@ -61,7 +67,7 @@ func newReloader(
 	gateway *gatewayextension.Server, r prometheus.Registerer, log *slog.Logger,
 ) *reloader {
 	l := &reloader{
-		file: file, config: cfg, fleet: fleet, server: server, xds: xds, gateway: gateway, log: log,
+		file: file, start: proto.CloneOf(cfg), config: cfg, fleet: fleet, server: server, xds: xds, gateway: gateway, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
@@ -106,7 +112,7 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 			_, _ = r.reload(ctx)
 		case <-tick.C:
 			seen := r.look()
-			if seen == before && seen != inForce {
+			if seen == before && (seen != inForce || r.printed.Load() && len(r.xds.Envoys()) > 0) {
 				inForce = seen
 				_, _ = r.reload(ctx)
 			}
@@ -158,6 +164,7 @@ func (r *reloader) reload(ctx context.Context) ([]diff.Change, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	changes, err := r.apply(ctx)
+	r.printed.Store(errors.Is(err, errPrinted))
 	if err != nil {
 		r.reloads.WithLabelValues("refused").Inc()
 		r.log.Error("configuration not reloaded, the one in force stays", "file", r.file, "err", err)
@@ -185,6 +192,9 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := r.printedLacks(next); err != nil {
+		return nil, err
+	}
 	keys := live.Keys // made at the start, or other replicas', who keep them in step: they stay
 	if file := r.config.GetTickets().GetKeyFile(); file != "" {
 		read, said, err := kvtransfer.ReadKeyFile(file)
@@ -209,10 +219,13 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	}
 	changes := diff.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
-	if missing := newParts(r.config, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
+	if missing := newParts(r.start, next); len(missing) > 0 && len(r.xds.Envoys()) == 0 {
 		r.log.Warn("the former Envoy bootstrap lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
 		r.fleet.note(func(f *status.File) { f.Bootstrap, f.Outdated = missing, time.Now() })
+	} else {
+		r.fleet.note(func(f *status.File) { f.Bootstrap = nil })
 	}
+	r.noteEnvoys(next)
 	if err := r.serveEnvoys(inForce); err != nil {
 		return nil, err
 	}
@@ -227,6 +240,41 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	r.fleet.keep(next, live.Pools)
 	r.config.Pools, r.config.Envoy = next.GetPools(), inForce.GetEnvoy()
 	return changes, nil
+}
+
+// noteEnvoys notes what a bootstrap from the start of this server lacks; nothing, if the configuration is again as it was.
+func (r *reloader) noteEnvoys(next *configv1.Config) {
+	var paths []string
+	for _, c := range diff.Difference(r.start, next) {
+		if c.Envoy {
+			paths = append(paths, c.Path)
+		}
+	}
+	if paths = diff.Outermost(paths); len(r.xds.Envoys()) > 0 {
+		paths = nil
+	}
+	r.fleet.note(func(f *status.File) {
+		if !slices.Equal(f.Envoy, paths) {
+			f.Envoy, f.Outdated = paths, time.Now()
+		}
+	})
+}
+
+// errPrinted: a change waits for a new bootstrap of Envoy's.
+var errPrinted = errors.New("the printed bootstrap of Envoy lacks what the pools need now")
+
+// printedLacks returns an error if Envoy has a printed bootstrap without something that the pools of a configuration
+// need: with the change in force their requests would fail. So the change waits: for a restart of Tandem, after Envoy's
+// with a new bootstrap, or until an Envoy asks for its configuration over xDS. With several replicas, Envoys may have it
+// from another one, so nothing waits there. A gateway's Envoy is not ours.
+func (r *reloader) printedLacks(next *configv1.Config) error {
+	missing := newParts(r.start, next)
+	if len(missing) == 0 || len(r.xds.Envoys()) > 0 || r.config.GetState().GetRedis() != nil ||
+		r.config.GetEnvoyGateway() != nil || r.config.GetExtProc().GetProtocol() == "endpointPicker" {
+		return nil
+	}
+	return fmt.Errorf("%w (%s): print it anew (tandem envoy), restart Envoy with it, and then Tandem",
+		errPrinted, strings.Join(missing, ", "))
 }
 
 // say logs what changes, and, once, what would need a restart.
@@ -257,7 +305,6 @@ func (r *reloader) say(changes []diff.Change, keys bool) {
 	if envoys = diff.Outermost(envoys); len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
-		r.fleet.note(func(f *status.File) { f.Envoy, f.Outdated = envoys, time.Now() })
 	}
 	switch text := fmt.Sprint(restart); {
 	case len(restart) == 0:
@@ -301,6 +348,7 @@ func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Op
 	f.peers.set(cfg, live.Pools)
 	o := config.ServerOptions(cfg)
 	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
+	o.Models = f.prober
 	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
 	return o, nil
 }

@@ -136,27 +136,29 @@ func TestReloadWhenFilesChange(t *testing.T) {
 	require.Eventually(t, func() bool { return r.fleet.state.Pool("b") != nil }, 30*time.Second, 5*time.Millisecond)
 }
 
-// A bootstrap does not name pools: if it lacks what they need, a warning names that.
-func TestReloadSaysWhatTheBootstrapLacks(t *testing.T) {
+// A bootstrap does not name pools. A change that needs more than the printed one has waits, and says what is missing;
+// what it said is over when the file is as before. The bootstrap is that of the start, whatever came since.
+func TestReloadWaitsForTheBootstrap(t *testing.T) {
 	r := startReloading(t)
 	for _, c := range []struct{ pools, lacks string }{
 		{strings.Replace(twoPools, "name: b", "name: c", 1), ""},
 		{strings.Replace(twoPools, `"10.0.0.3:1"`, `"10.0.0.3:1", scheme: h2c`, 1), "clusters for h2c"},
-		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: sglang, ", 1), "listener decode-leg listener prefill-mirror listener answer-leg"},
-		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: sglang, ", 1), ""},
+		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: sglang, ", 1), "listener decode-leg, listener prefill-mirror, listener answer-leg"},
 		{twoPools, ""},
 		{strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: nixl, cachedTokens: prefill, ", 1), "listener answer-leg"},
 		{twoPools, ""},
 	} {
-		r.said.Reset()
 		r.write(c.pools)
 		_, err := r.reload(t.Context())
-		require.NoError(t, err)
+		file := r.fleet.config.Load()
 		if c.lacks == "" {
-			require.NotContains(t, r.said.String(), "bootstrap")
-		} else {
-			require.Contains(t, r.said.String(), `missing="[`+c.lacks+`]"`)
+			require.NoError(t, err)
+			require.Empty(t, file.Refused)
+			continue
 		}
+		require.ErrorContains(t, err, "("+c.lacks+")")
+		require.Contains(t, file.Refused, c.lacks)
+		require.NotContains(t, r.server.Settings().Pools["a"].Dialect.Name, "sglang", "the one in force stays")
 	}
 }
 
@@ -165,7 +167,10 @@ func TestReloadKeepsPeers(t *testing.T) {
 	r := startReloading(t)
 	mooncake := strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: mooncake, ", 1)
 	r.write(mooncake)
-	_, err := r.reload(t.Context())
+	start, _, err := config.Load(r.config)
+	require.NoError(t, err)
+	r.start = start // of which Envoy's bootstrap was printed
+	_, err = r.reload(t.Context())
 	require.NoError(t, err)
 	peers := r.server.Settings().Pools["a"].Peers
 	require.NotNil(t, peers)

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/pass"
+	"tandem/extproc/plan"
 	"tandem/internal/memory"
 	"tandem/kvstate"
 )
@@ -86,10 +87,39 @@ func TestAnswers(t *testing.T) {
 		"decode alone": {
 			policy: func(p *pass.Policy) { p.Split = false }, status: 200, reply: "answer", sent: 1, filters: 1,
 		},
-		"P refuses the request": {
+		"P refuses the request, and D does not": {
+			engines: func(at string, _ int) engineAnswer {
+				if prefills(at) {
+					return engineAnswer{status: 400, body: `{"error":{"message":"bad"}}`}
+				}
+				return well(at, nil)
+			}, status: 200, reply: "answer", sent: 1, filters: 1,
+		},
+		"both refuse the request": {
+			engines: func(string, int) engineAnswer {
+				return engineAnswer{status: 400, body: `{"error":{"message":"bad"}}`}
+			}, status: 400, reply: `"message":"bad"`, sent: 1, filters: 1,
+		},
+		"P refuses the request, and D must not be alone": {
+			policy: func(p *pass.Policy) { p.Alone = plan.AloneNever },
 			engines: func(string, int) engineAnswer {
 				return engineAnswer{status: 400, body: `{"error":{"message":"bad","kv_transfer_params":{"do_remote_decode":true}}}`}
 			}, status: 400, reply: `"message":"bad"`, filters: 1,
+		},
+		"D does not serve the model, nor does another": {
+			policy: func(p *pass.Policy) { p.Split = false },
+			engines: func(string, int) engineAnswer {
+				return engineAnswer{status: 404, body: `{"error":{"message":"no such model"}}`}
+			}, status: 404, reply: "no such model", sent: 3, filters: 3,
+		},
+		"D does not serve the model, and another does": {
+			policy: func(p *pass.Policy) { p.Split = false },
+			engines: func(at string, tries int) engineAnswer {
+				if tries == 0 {
+					return engineAnswer{status: 404, body: `{"error":{"message":"no such model"}}`}
+				}
+				return well(at, nil)
+			}, status: 200, reply: "answer", sent: 2, filters: 2,
 		},
 		"P is out": {
 			engines: func(at string, _ int) engineAnswer {

@@ -273,7 +273,7 @@ func (f *Filter) refuse(e *openai.Error) {
 	if e.RetryAfter > 0 {
 		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
-	f.envoy.Respond(e.Status, headers, e.JSON(), names.DetailsPrefix+"_"+e.Code)
+	f.envoy.Respond(e.Status, headers, e.For([]byte(f.head.get(":path"))).JSON(), names.DetailsPrefix+"_"+e.Code)
 }
 
 // answerList answers with the list of models.

@@ -15,7 +15,6 @@ import (
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
-	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 )
@@ -161,10 +160,13 @@ func (p *pair) prefilled(v *concurrent.Outcome, joined []byte) {
 		p.upstream = nil
 		waits.ContinueAnswer()
 	case v.OK:
-	case plan.ClientsFault(v.Status):
-		p.refuse(v)
 	default:
-		p.planAgain(kvtransfer.CausePrefill, &faults.Failure{
+		cause := f.s.Passes.PairCause(&p.ticket, v)
+		if cause == "" {
+			p.refuse(v)
+			return
+		}
+		p.planAgain(cause, &faults.Failure{
 			Status: v.Status, RetryAfter: v.RetryAfter, Unreached: v.Unreached,
 		})
 	}

@@ -53,12 +53,24 @@ func TestPairs(t *testing.T) {
 			}
 			return well(at, nil)
 		}, status: 400, reply: "bad", sent: 1, filters: 1},
-		"P refuses the request that goes on without it": {dialect: "moriio", engines: func(at string, _ int) engineAnswer {
+		"P refuses the request that goes on without it": {dialect: "moriio", engines: func(at string, tries int) engineAnswer {
 			if prefills(at) {
 				return engineAnswer{status: 400, body: rejected}
 			}
-			return engineAnswer{never: true}
-		}, status: 400, reply: "bad", sent: 1, filters: 1},
+			if tries == 0 {
+				return engineAnswer{never: true} // it waits for P
+			}
+			return well(at, nil)
+		}, status: 200, reply: "answer", sent: 2, filters: 2},
+		"P answers that it has given up": {dialect: "sglang", engines: func(at string, tries int) engineAnswer {
+			switch {
+			case prefills(at) && tries <= 1:
+				return engineAnswer{status: 200, body: strings.Replace(sent, "length", "abort", 1)}
+			case tries == 0:
+				return engineAnswer{never: true}
+			}
+			return well(at, nil)
+		}, status: 200, reply: "answer", sent: 2, filters: 2},
 		"D refuses the request": {dialect: "sglang", engines: func(at string, _ int) engineAnswer {
 			if prefills(at) {
 				return engineAnswer{status: 200, body: sent}

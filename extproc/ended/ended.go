@@ -20,6 +20,7 @@ type Pass struct {
 	Start       time.Time
 	Duration    time.Duration // from start, the beginning of the request's first pass
 	ClientGone  bool
+	Outdated    bool   // Tandem refused the answer: its KV may have been another prompt's
 	Unfollowed  []byte // the answer was a redirect that Envoy did not follow: the tag that its script set
 	Try
 	Answered

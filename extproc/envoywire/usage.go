@@ -16,13 +16,18 @@ func (b *LogBatch) readFilterMetadata(c *cursor, end int, e *LogEntry) {
 			c.skip(wire, end)
 			continue
 		}
-		ours, of := false, c.length(end)
+		usage, answer, of := false, false, c.length(end)
 		for number, wire := c.field(of); number != 0; number, wire = c.field(of) {
 			switch {
 			case number == 1 && wire == wireBytes:
-				ours = b.isText(c, of, names.UsageNamespace)
-			case number == 2 && wire == wireBytes && ours:
+				mark := len(b.arena)
+				name := string(c.text(&b.arena, of))
+				b.arena = b.arena[:mark]
+				usage, answer = name == names.UsageNamespace, name == answerNamespace
+			case number == 2 && wire == wireBytes && usage:
 				b.readUsage(c, c.length(of), e)
+			case number == 2 && wire == wireBytes && answer:
+				b.readAnswer(c, c.length(of), e)
 			default:
 				c.skip(wire, of)
 			}
@@ -30,12 +35,31 @@ func (b *LogBatch) readFilterMetadata(c *cursor, end int, e *LogEntry) {
 	}
 }
 
-// isText reads a bytes field and reports whether it is a text, without keeping it.
-func (b *LogBatch) isText(c *cursor, end int, text string) bool {
-	mark := len(b.arena)
-	is := string(c.text(&b.arena, end)) == text
-	b.arena = b.arena[:mark]
-	return is
+// answerNamespace is where Envoy's scripts write what they have done with an answer (envoy-configs/lua); outdatedKey says
+// that Tandem refused it, because its KV may have been another prompt's.
+const (
+	answerNamespace = "tandem.answer"
+	outdatedKey     = "refused"
+)
+
+// readAnswer reads Struct{1: map<string, Value> fields} for its keys.
+func (b *LogBatch) readAnswer(c *cursor, end int, e *LogEntry) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if number != 1 || wire != wireBytes {
+			c.skip(wire, end)
+			continue
+		}
+		of := c.length(end)
+		for number, wire := c.field(of); number != 0; number, wire = c.field(of) {
+			if number != 1 || wire != wireBytes {
+				c.skip(wire, of)
+				continue
+			}
+			mark := len(b.arena)
+			e.Ended.Outdated = string(c.text(&b.arena, of)) == outdatedKey || e.Ended.Outdated
+			b.arena = b.arena[:mark]
+		}
+	}
 }
 
 // readUsage reads Struct{1: map<string, Value> fields}.

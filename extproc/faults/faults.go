@@ -93,11 +93,14 @@ func Filtered(details string) bool {
 // again. Any other one is an answer, or the engine's refusal of the request itself.
 func Failed(status int) bool {
 	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
-		status == http.StatusTooEarly
+		status == http.StatusTooEarly || status == http.StatusNotFound // another may serve the model
 }
 
 // Full reports whether the endpoint was full.
 func (f *Failure) Full() bool { return kvstate.Refuses(f.Status) }
+
+// NotFound reports whether the endpoint answered 404: it does not serve the model, or the path.
+func (f *Failure) NotFound() bool { return f.Status == http.StatusNotFound }
 
 // Opened records that Envoy logs to this replica. The returned function records the end.
 func (s *Faults) Opened() (closed func()) {
@@ -198,7 +201,7 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 	}
 	ok := telemetry.EndedAs(t, e) == "ok"
 	switch {
-	case !t.Loads || pool == nil:
+	case !t.Loads || pool == nil || e.Outdated:
 	case e.TooShort(t.LeastBytes):
 		s.LoadFailed(pool, t.Prefill, t.Decode, SeenStream)
 	case ok:

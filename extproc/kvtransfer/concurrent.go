@@ -2,6 +2,7 @@ package kvtransfer
 
 import (
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"net/netip"
 
@@ -100,4 +101,52 @@ func quote(dst []byte, s string) ([]byte, error) {
 		}
 	}
 	return append(append(append(dst, '"'), s...), '"'), nil
+}
+
+// finish is why an engine has finished an answer, or a part of a batch, in the forms of all APIs.
+type finish struct {
+	Choices []struct {
+		FinishReason json.RawMessage `json:"finish_reason"`
+	} `json:"choices"`
+	StopReason json.RawMessage `json:"stop_reason"` // messages
+	Status     json.RawMessage `json:"status"`      // responses
+	Meta       struct {
+		FinishReason json.RawMessage `json:"finish_reason"` // SGLang's /generate: an object with a type
+	} `json:"meta_info"`
+}
+
+// brokenOff returns why an engine has not finished what it was asked for, although it answered 200: abort (SGLang and
+// vLLM, of a request that was cancelled or could not be served), error (vLLM 0.14), failed and cancelled (responses).
+// "": it has, or the answer does not say.
+func brokenOff(body []byte) string {
+	all := make([]finish, 1)
+	if json.Unmarshal(body, &all[0]) != nil && json.Unmarshal(body, &all) != nil {
+		return ""
+	}
+	for i := range all {
+		reasons := []json.RawMessage{all[i].StopReason, all[i].Status, all[i].Meta.FinishReason}
+		for _, c := range all[i].Choices {
+			reasons = append(reasons, c.FinishReason)
+		}
+		for _, raw := range reasons {
+			switch why := reasonOf(raw); why {
+			case "abort", "error", "failed", "cancelled":
+				return why
+			}
+		}
+	}
+	return ""
+}
+
+// reasonOf reads a reason that is a word, or an object with a type.
+func reasonOf(raw json.RawMessage) string {
+	var word string
+	var object struct {
+		Type string `json:"type"`
+	}
+	if json.Unmarshal(raw, &word) == nil {
+		return word
+	}
+	_ = json.Unmarshal(raw, &object)
+	return object.Type
 }

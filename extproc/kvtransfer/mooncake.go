@@ -127,6 +127,9 @@ func (mooncake) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 		return Answer{}, Peer{},
 			fmt.Errorf("%w: P finished for %q, not for length, and has cancelled the transfer", ErrParams, why)
 	}
+	if why := brokenOff(body); why != "" {
+		return Answer{}, Peer{}, fmt.Errorf("%w: P finished for %q, so D gets no KV", ErrParams, why)
+	}
 	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
 }
 

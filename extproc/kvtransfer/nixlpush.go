@@ -87,6 +87,9 @@ func (nixlPush) ReadAnswer(body, sent []byte) (Answer, Peer, error) {
 	if err != nil {
 		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
+	if why := brokenOff(body); why != "" {
+		return Answer{}, Peer{}, fmt.Errorf("%w: P finished for %q, so D gets no KV", ErrParams, why)
+	}
 	a := counts(&scanned)
 	peer, engine := readPushPeer(scanned.Params)
 	if sent != nil && engine != nil && !bytes.Contains(sent, append([]byte(`"remote_engine_id":`), engine...)) {

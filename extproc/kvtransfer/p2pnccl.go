@@ -107,5 +107,8 @@ func (p2pNCCL) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	if err != nil {
 		return Answer{}, Peer{}, errors.Join(ErrParams, err)
 	}
+	if why := brokenOff(body); why != "" {
+		return Answer{}, Peer{}, fmt.Errorf("%w: P finished for %q, so D gets no KV", ErrParams, why)
+	}
 	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
 }

@@ -194,6 +194,9 @@ func appendRooms(dst []byte, random *rand.PCG, n int, list bool, prefill *kvstat
 // (disaggregation/prefill.py, process_disagg_prefill_inflight_queue).
 func (sglang) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	joined := openai.ReadInputLogprobs(body)
+	if why := brokenOff(body); why != "" {
+		return Answer{}, Peer{}, fmt.Errorf("%w: P finished for %q, so D gets no KV", ErrParams, why)
+	}
 	if len(body) > 0 && body[0] == '[' && json.Valid(body) {
 		return Answer{PromptTokens: -1, CachedTokens: -1, Joined: joined}, Peer{}, nil // /generate of a batch
 	}

@@ -69,6 +69,10 @@ const (
 	CauseOutdated = "outdated"
 	CauseStream   = "stream" // the decode leg failed in the middle of its stream, which is continued
 	CauseMoved    = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
+	// CauseRefused: P refused the body that Tandem had changed. Decode alone decides, and no endpoint is at fault.
+	CauseRefused = "refused"
+	// CauseModel: an endpoint answered 404, so it does not serve the model, or not any more.
+	CauseModel = "model"
 	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
 	CausePoolGone = "pool_gone"
 )
@@ -131,6 +135,7 @@ type Ticket struct {
 	Authority  string   // the client's Host; "": unknown
 	Turn       TurnLeg  // if D keeps answers for the next turn
 	Loads      bool     // of a decode leg: its request names KV of Prefill
+	Shaped     bool     // of a leg to P: the answer is to have a form that one token may not have (openai.Request.Shaped)
 	LeastBytes int      // minimum size of a complete answer of a decode leg; 0: unknown, or not streamed
 }
 
@@ -202,6 +207,7 @@ const (
 	fieldLoads              protowire.Number = 64
 	fieldLeastBytes         protowire.Number = 65
 	fieldAnswerTokens       protowire.Number = 66
+	fieldShaped             protowire.Number = 67
 	fieldAuthority          protowire.Number = 70
 	fieldOtherBytes         protowire.Number = 71
 	fieldCounted            protowire.Number = 72
@@ -266,6 +272,7 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldTurnNamed, protowire.EncodeBool(t.Turn.Named))
 	b = appendNumber(b, fieldTurnAnswers, protowire.EncodeBool(t.Turn.Answers))
 	b = appendNumber(b, fieldLoads, protowire.EncodeBool(t.Loads))
+	b = appendNumber(b, fieldShaped, protowire.EncodeBool(t.Shaped))
 	b = appendNumber(b, fieldLeastBytes, uint64(t.LeastBytes))
 	b = appendText(b, fieldAuthority, t.Authority)
 	b = appendNumber(b, fieldOtherBytes, uint64(max(t.OtherBytes, 0)))
@@ -424,7 +431,7 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
 	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnNamed, fieldTurnAnswers,
-		fieldLoads:
+		fieldLoads, fieldShaped:
 		limit = 255
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
@@ -456,6 +463,8 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Turn.Answers = v != 0
 	case fieldLoads:
 		t.Loads = v != 0
+	case fieldShaped:
+		t.Shaped = v != 0
 	case fieldLeastBytes:
 		t.LeastBytes = int(v)
 	case fieldRedirects:

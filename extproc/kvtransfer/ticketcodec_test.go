@@ -25,7 +25,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
 		Prompt: t.Prompt, LearnBytes: uint64(t.Learn.Bytes), LearnLora: t.Learn.LoRA, LearnSalt: t.Learn.Salt,
 		OwnIds: t.Turn.OwnIDs, TurnNamed: t.Turn.Named, TurnAnswers: t.Turn.Answers, Model: t.Model,
-		Loads: t.Loads, LeastBytes: uint32(t.LeastBytes),
+		Loads: t.Loads, LeastBytes: uint32(t.LeastBytes), Shaped: t.Shaped,
 	}
 	if !t.Expires.IsZero() {
 		m.ExpiresUnixMs = t.Expires.UnixMilli()
@@ -77,6 +77,7 @@ func randomTicket(rng *rand.Rand) *Ticket {
 		t.Prompt, t.Learn = rng.Uint64(), Learn{Bytes: rng.IntN(1 << 20), LoRA: "adapter", Salt: rng.Uint64()}
 		t.Turn = TurnLeg{Conversation: [16]byte{byte(rng.IntN(256)), 1}, OwnIDs: rng.IntN(2) == 0, Named: rng.IntN(2) == 0, Answers: rng.IntN(2) == 0}
 		t.Loads, t.LeastBytes = rng.IntN(2) == 0, rng.IntN(4096)
+		t.Shaped = rng.IntN(2) == 0
 		t.Cause, t.PromptTokens, t.ParamsRef = CausePrefill, rng.Int64N(1<<30), [16]byte{3}
 		t.Params = []byte(goodParams("remote_block_ids", "["+blockIDs(randomIDs(1+rng.IntN(100), 1<<30), ",")+"]"))
 	}

@@ -1,6 +1,7 @@
 package openai
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"time"
@@ -14,6 +15,54 @@ type Error struct {
 	Param      string // the invalid member; may be empty
 	Message    string // for people; quotes nothing of the request but short plain names, and has no line breaks
 	RetryAfter time.Duration
+
+	messages bool // in Anthropic's shape
+}
+
+// For returns the error in the shape of the API that a path belongs to.
+func (e *Error) For(path []byte) *Error { return e.In(OfMessages(path)) }
+
+// In returns the error in Anthropic's shape, or OpenAI's.
+func (e *Error) In(messages bool) *Error {
+	if !messages {
+		return e
+	}
+	out := *e
+	out.messages = true
+	return &out
+}
+
+// OfMessages reports whether a path is of Anthropic's API: /v1/messages, and below it. Something may stand before it, as
+// a gateway's prefix.
+func OfMessages(path []byte) bool {
+	path, _, _ = bytes.Cut(path, []byte("?"))
+	const of = "/v1/messages"
+	at := bytes.Index(path, []byte(of))
+	return at >= 0 && (len(path) == at+len(of) || path[at+len(of)] == '/')
+}
+
+// anthropicType returns Anthropic's type of an error (docs.anthropic.com/en/api/errors).
+func (e *Error) anthropicType() string {
+	switch e.Status {
+	case 401:
+		return "authentication_error"
+	case 403:
+		return "permission_error"
+	case 404:
+		return "not_found_error"
+	case 413:
+		return "request_too_large"
+	case 429:
+		return "rate_limit_error"
+	case 503:
+		return "overloaded_error"
+	case 504:
+		return "timeout_error"
+	}
+	if e.Status < 500 {
+		return "invalid_request_error"
+	}
+	return "api_error"
 }
 
 func (e *Error) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.Code, e.Message) }
@@ -25,6 +74,23 @@ func (e *Error) JSON() []byte {
 		Type    string  `json:"type"`
 		Param   *string `json:"param"`
 		Code    string  `json:"code"`
+	}
+	if e.messages { // the code is Tandem's addition
+		b, err := json.Marshal(struct {
+			Type  string `json:"type"`
+			Error struct {
+				Type    string `json:"type"`
+				Message string `json:"message"`
+				Code    string `json:"code"`
+			} `json:"error"`
+		}{"error", struct {
+			Type    string `json:"type"`
+			Message string `json:"message"`
+			Code    string `json:"code"`
+		}{e.anthropicType(), e.Message, e.Code}})
+		if err == nil { // strings always marshal
+			return b
+		}
 	}
 	d := detail{Message: e.Message, Type: e.Type, Code: e.Code}
 	if e.Param != "" {
@@ -79,9 +145,11 @@ func Trailers() *Error {
 		"trailers after the request body are not supported here; send headers")
 }
 
-// NoUpgrade returns a 400 for a request that asks for another protocol.
+// NoUpgrade returns a 426 for a request that asks for another protocol: what a client that can do without WebSockets
+// (Codex) takes as the answer to go on over HTTP.
 func NoUpgrade() *Error {
-	return BadRequest("upgrade_not_supported", "", "protocol upgrades are not supported here")
+	return &Error{Status: 426, Type: "invalid_request_error", Code: "upgrade_not_supported",
+		Message: "protocol upgrades are not supported here; use plain HTTP"}
 }
 
 // NoBody returns a 400 for a request whose headers are all of it.

@@ -17,6 +17,25 @@ func TestErrorJSON(t *testing.T) {
 	require.EqualError(t, e, "503 no_endpoint: later")
 }
 
+// On Anthropic's paths an error has its shape, whatever stands before the path.
+func TestErrorsOfMessages(t *testing.T) {
+	e := Unavailable("no_endpoint", "later", 2*time.Second)
+	const openai = `{"error":{"message":"later","type":"api_error","param":null,"code":"no_endpoint"}}`
+	const anthropic = `{"type":"error","error":{"type":"overloaded_error","message":"later","code":"no_endpoint"}}`
+	for path, want := range map[string]string{
+		"/v1/messages": anthropic, "/v1/messages?beta=true": anthropic, "/v1/messages/count_tokens": anthropic,
+		"/team/v1/messages": anthropic,
+		"/v1/messagesx":     openai, "/v1/chat/completions": openai, "/v1/chat/completions?x=/v1/messages": openai, "": openai,
+	} {
+		require.Equal(t, want, string(e.For([]byte(path)).JSON()), path)
+	}
+	require.Equal(t, openai, string(e.JSON()), "it is not changed")
+	for status, kind := range map[int]string{400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large",
+		426: "invalid_request_error", 429: "rate_limit_error", 500: "api_error", 504: "timeout_error"} {
+		require.Equal(t, kind, (&Error{Status: status}).anthropicType())
+	}
+}
+
 func TestConstructors(t *testing.T) {
 	for e, want := range map[*Error]string{
 		ModelNotFound("m"):          "404 model_not_found: The model `m` does not exist or is not served here.",

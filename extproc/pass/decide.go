@@ -31,6 +31,9 @@ func (x *Pass) readChosen(ctx context.Context) {
 // once and cannot: then one endpoint is chosen.
 func (x *Pass) decide() (*plan.Decision, error) {
 	r, v, c, p, w := &x.Req, &x.view, x.choice, &x.policy.Policy, &x.want
+	if err := x.unserved(); err != nil {
+		return nil, err
+	}
 	if w.way == atOnce {
 		d, err := plan.BothLegs(r, v, &w.legs, c, p)
 		if d == nil && err == nil {
@@ -63,6 +66,20 @@ func (x *Pass) decide() (*plan.Decision, error) {
 		return plan.OneHop(r, v, c, p)
 	}
 	return plan.First(r, v, c, p)
+}
+
+// unserved ends a request that every endpoint which may have its model has answered with 404: see
+// [plan.Attempt.Unserved].
+func (x *Pass) unserved() error {
+	w, a := &x.want, &x.Req.Attempt
+	if !a.LacksModel || w.way != oneByOne && w.way != atOnce && w.way != alone {
+		return nil
+	}
+	err := a.Unserved(&x.policy.Policy, x.view.Endpoints[x.choice.Decode].Endpoint, x.Req.Client.Model())
+	if err == nil && a.Last {
+		x.choice.Prefill = -1
+	}
+	return err
 }
 
 // decideForGateway decides for the one hop of a gateway's request, and which endpoints it may take instead.

@@ -83,6 +83,10 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 		if err == nil {
 			return edits, nil
 		}
+		if errors.Is(err, errDecodeDecides) {
+			r.Attempt.Why = "prefill_refused"
+			return nil, nil
+		}
 		var answer *openai.Error
 		if errors.As(err, &answer) || ctx.Err() != nil {
 			return nil, err
@@ -111,6 +115,9 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 		c = again
 	}
 }
+
+// errDecodeDecides: P has refused the request in a way that says nothing of the client's own body.
+var errDecodeDecides = errors.New("prefill refused what it was sent: decode alone decides")
 
 // once makes one prefill call, from the reservation to the parameters. An error that wraps *openai.Error is the
 // client's.
@@ -150,6 +157,10 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 		overdue := p.PrefillTimeout > 0 && took >= p.PrefillTimeout
 		s.Faults.Hop(pool.Spec.Name, r.ID, e.Addr, &faults.Failure{Overdue: overdue, Unreached: !overdue})
 		return nil, err
+	case status == http.StatusNotFound: // another one may serve the model
+		return nil, fmt.Errorf("status %d", status)
+	case p.DecodeDecides(status, r.Client.Shaped()):
+		return nil, errDecodeDecides
 	case plan.ClientsFault(status):
 		return nil, &openai.Error{
 			Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(a.Body),

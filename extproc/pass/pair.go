@@ -3,6 +3,7 @@ package pass
 import (
 	"cmp"
 	"log/slog"
+	"net/http"
 	"time"
 
 	"tandem/extproc/concurrent"
@@ -27,7 +28,7 @@ func (x *Prefilled) SettlePair(t *kvtransfer.Ticket, a *Answer) (v concurrent.Ou
 	policy, _ := x.shared.Policy(t.Pool)
 	result := "failed"
 	switch {
-	case plan.ClientsFault(a.Code):
+	case plan.ClientsFault(a.Code), policy.DecodeDecides(f.Status, t.Shaped):
 		result = "refused"
 		if len(a.Body) <= maxRefusal {
 			v.Answer = openai.CutEcho(nil, a.Body)
@@ -72,6 +73,19 @@ func (s *Shared) PairHolds(t *kvtransfer.Ticket) {
 	}
 }
 
+// PairCause returns the cause for which a pair is planned again whose P has failed, or refused the request; "" if the
+// client gets P's answer instead.
+func (s *Shared) PairCause(t *kvtransfer.Ticket, v *concurrent.Outcome) string {
+	policy, _ := s.Policy(t.Pool)
+	switch {
+	case policy.DecodeDecides(v.Status, t.Shaped):
+		return kvtransfer.CauseRefused
+	case plan.ClientsFault(v.Status) && (v.Status != http.StatusNotFound || t.Redirects+1 >= s.Limits.MaxRedirects):
+		return ""
+	}
+	return kvtransfer.CausePrefill
+}
+
 // PrefillFailure returns how P's leg of a pair failed.
 func PrefillFailure(p *concurrent.Pair) *faults.Failure {
 	return &faults.Failure{Status: p.Verdict.Status, RetryAfter: p.Verdict.RetryAfter, Unreached: p.Verdict.Unreached}
@@ -92,11 +106,21 @@ func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID, cause string, f *fa
 	next.Stage, next.Params, next.Cause = kvtransfer.Failed, nil, cause
 	next.Redirects++
 	s.Release(HeldBy(t))
-	switch cause {
-	case kvtransfer.CauseDecode:
+	switch {
+	case cause == kvtransfer.CauseRefused:
+		next.Loads = false
+	case f.NotFound() && cause != kvtransfer.CausePoolGone:
+		at := t.Prefill
+		if cause == kvtransfer.CauseDecode {
+			at = t.Decode
+			s.Observer.HopEnded(t.Pool, "decode", t.Decode, "refused", s.Since(t), nil)
+		}
+		s.lacksModel(&next, at)
+		next.ID = t.ID
+	case cause == kvtransfer.CauseDecode:
 		s.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", s.Since(t), nil)
 		s.Faults.Decode(&next, requestID, f)
-	case kvtransfer.CausePoolGone:
+	case cause == kvtransfer.CausePoolGone:
 		next.Loads = false
 	default:
 		next.Loads = !f.Full() // P may have failed because D did

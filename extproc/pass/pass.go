@@ -43,6 +43,7 @@ type Options struct {
 	Faults      *faults.Faults
 	Reclaim     *reclaim.Reclaimer
 	Waiting     latebinding.Options
+	Models      ModelAsker              // nil: engines are not asked for requests' models
 	Tokenizer   Tokenizer               // for pools whose policy has a token source; may be nil
 	Operator    func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
 	Limits      plan.Limits
@@ -137,7 +138,7 @@ func (x *Pass) First(ctx context.Context, api openai.API, a plan.Attempt) (*plan
 // Other plans a request that is never split (tokenize, embeddings, uploads, health, a stored response): one hop, with
 // the body unchanged.
 func (x *Pass) Other(ctx context.Context) (*plan.Decision, error) {
-	if err := x.readOther(); err != nil {
+	if err := x.readOther(ctx); err != nil {
 		return nil, err
 	}
 	return x.plan(ctx)

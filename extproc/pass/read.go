@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/models"
 	"tandem/extproc/openai"
 	"tandem/extproc/paths"
@@ -84,9 +85,17 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 	}
 	x.Meter.EndPhase(telemetry.PhaseScan)
 	r := &x.Req
-	pool := x.shared.State.PoolFor(r.Client.Model())
-	if pool == nil {
+	pool, waits := x.poolOf(ctx, r.Client.Model(), true)
+	switch {
+	case waits:
+		return x.waits(func(ctx context.Context) (*plan.Decision, error) { return x.First(ctx, api, a) })
+	case pool == nil:
 		return openai.ModelNotFound(r.Client.Model())
+	}
+	if err := x.served(ctx, pool, &a, r.Client.Model()); errors.Is(err, latebinding.ErrWaits) {
+		return x.waits(func(ctx context.Context) (*plan.Decision, error) { return x.First(ctx, api, a) })
+	} else if err != nil {
+		return err
 	}
 	if a.Redirects == 0 { // an admitted request is served to the end
 		if err := closed(pool); err != nil {
@@ -115,6 +124,12 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 		return nil
 	}
 	return x.readRest(ctx)
+}
+
+// waits has the pass go on elsewhere, because it cannot wait here.
+func (x *Pass) waits(rest func(ctx context.Context) (*plan.Decision, error)) error {
+	x.Rest = rest
+	return latebinding.ErrWaits
 }
 
 // readRest reads what a request without an encode leg needs.
@@ -157,7 +172,7 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 	if err != nil {
 		return err
 	}
-	pool := x.shared.State.PoolFor(model)
+	pool, _ := x.poolOf(ctx, model, false) // a gateway's server can wait
 	switch {
 	case pool == nil && !whole:
 		return openai.ModelNotFound(model)
@@ -189,7 +204,7 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 const passThrough = "pass_through"
 
 // readOther reads a request that is never split.
-func (x *Pass) readOther() error {
+func (x *Pass) readOther(ctx context.Context) error {
 	model, err := x.scanOther()
 	if err != nil {
 		return err
@@ -205,8 +220,10 @@ func (x *Pass) readOther() error {
 	if model == "" {
 		model = models.NameIn(path)
 	}
-	pool := x.shared.State.PoolFor(model)
+	pool, waits := x.poolOf(ctx, model, false)
 	switch {
+	case waits:
+		return x.waits(x.Other)
 	case pool == nil && model != "":
 		return openai.ModelNotFound(model)
 	case pool == nil:

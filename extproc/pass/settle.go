@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"slices"
 	"time"
 
@@ -56,7 +57,7 @@ type Prefilled struct {
 func (x *Prefilled) Settle(ctx context.Context, t *kvtransfer.Ticket, a *Answer) Settled {
 	s, took := x.shared, x.shared.Since(t)
 	x.observeLoad(t, a.Load)
-	if plan.ClientsFault(a.Code) {
+	if plan.ClientsFault(a.Code) && !s.PlansAgain(t, a.Code) {
 		x.meter.PrefillRefused(t, a.Code, took)
 		s.Release(HeldBy(t))
 		return refused(a)
@@ -255,6 +256,14 @@ func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 		// else the limit would never learn that it is too short
 		pool.ObservePrefill(next.PromptTokens, x.shared.Since(next))
 	}
+	switch policy, _ := x.shared.Policy(next.Pool); {
+	case f.NotFound():
+		x.shared.lacksModel(next, next.Prefill)
+		return
+	case policy.DecodeDecides(f.Status, next.Shaped):
+		next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseRefused
+		return
+	}
 	if next.Turn.Named && !f.Full() { // the decode endpoint that P should have fetched from may be at fault instead
 		next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
 		x.shared.TurnFailed(next, x.ID, a.Code)
@@ -263,13 +272,32 @@ func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 	x.shared.Faults.Prefill(next, x.ID, &f)
 }
 
+// PlansAgain reports whether a request is planned again after P has refused it with a status of [plan.ClientsFault]. If
+// not, the client gets P's answer.
+func (s *Shared) PlansAgain(t *kvtransfer.Ticket, status int) bool {
+	policy, ok := s.Policy(t.Pool)
+	return ok && t.Redirects+1 < s.Limits.MaxRedirects &&
+		(status == http.StatusNotFound || policy.DecodeDecides(status, t.Shaped))
+}
+
+// lacksModel makes next the ticket of a request that an endpoint has answered with 404: it is planned again without
+// that endpoint, which is not blamed.
+func (s *Shared) lacksModel(next *kvtransfer.Ticket, addr string) {
+	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseModel
+	next.Excluded, next.Loads = append(slices.Clip(next.Excluded), addr), false
+}
+
 // DecodeFailed settles a decode leg that failed before its answer began: it releases what the pass held, and returns
 // the next ticket. Whatever the failure is, the KV parameters of the leg count as consumed.
 func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
 	next := *t
 	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CauseDecode
 	next.Redirects++
-	s.Observer.HopEnded(t.Pool, "decode", t.Decode, "failed", s.Since(t), nil)
+	result := "failed"
+	if f.NotFound() {
+		result = "refused"
+	}
+	s.Observer.HopEnded(t.Pool, "decode", t.Decode, result, s.Since(t), nil)
 	if t.Split {
 		s.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
 		if kvstate.Unfetched(s.State, HeldBy(t).Decode) {
@@ -282,10 +310,13 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 		s.Faults.Hop(t.Pool, requestID, t.Decode, f)
 		return next
 	}
-	if f.Overdue {
+	switch {
+	case f.NotFound():
+		s.lacksModel(&next, t.Decode)
+	case f.Overdue:
 		next.Loads = false
 		s.Faults.Endpoint(&next, requestID, t.Decode, f)
-	} else {
+	default:
 		s.Faults.Decode(&next, requestID, f)
 	}
 	return next

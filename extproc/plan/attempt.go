@@ -24,6 +24,8 @@ type Attempt struct {
 
 	PairFailed         [2]string // addresses of the pair that failed last, if it is unknown which of the two did
 	DecodeFailed       bool      // the last failed hop was to decode
+	Last               bool      // no other endpoint is left: what the next one answers is the client's
+	LacksModel         bool      // the last endpoint that was asked answered 404: it does not serve the model
 	Outdated           bool      // its endpoint stood still, is waited for, and should compute the prompt itself
 	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
 }
@@ -33,6 +35,7 @@ func Next(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
 		Outdated: t.Cause == kvtransfer.CauseOutdated, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
+		LacksModel: t.Cause == kvtransfer.CauseModel,
 	}
 	a.DecodeFailed = a.Outdated || t.Cause == kvtransfer.CauseDecode
 	if t.Loads && (a.DecodeFailed || t.Cause == kvtransfer.CausePrefill) {
@@ -45,7 +48,11 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // client's answer.
 func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
 	switch t.Cause {
-	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseTurn, kvtransfer.CausePoolGone:
+	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseTurn, kvtransfer.CausePoolGone,
+		kvtransfer.CauseModel:
+		return nil
+	case kvtransfer.CauseRefused:
+		a.decodeAlone("prefill_refused")
 		return nil
 	}
 	if !t.Split {
@@ -112,6 +119,21 @@ func (a *Attempt) Exhausted(p *Policy, decode string) error {
 		return nil
 	}
 	return openai.Unavailable("endpoint_failed", why, time.Second)
+}
+
+// Unserved ends a request whose model the last endpoint did not serve, if the next one, which was chosen among those
+// that may have it, has answered 404 before. Then no other is left, and the next answer is the client's: the engine
+// says in its own words what it has not found. An error is the client's answer, if no engine may say that.
+func (a *Attempt) Unserved(p *Policy, decode *kvstate.Endpoint, model string) error {
+	if !a.LacksModel || a.failures(decode.Addr) == 0 {
+		return nil
+	}
+	if !p.MayBeAlone() {
+		return openai.ModelNotFound(model)
+	}
+	a.Last = true
+	a.decodeAlone("model_not_found")
+	return nil
 }
 
 // maxTries is how often one endpoint may fail a request. If every endpoint has failed it, one of them is tried a

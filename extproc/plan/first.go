@@ -127,6 +127,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 	t.Prefills, t.Undo = r.Attempt.Prefills+1, undo
 	t.Stream, t.StreamUsage, t.Session = r.Streams(), r.Client.WantsUsage(), r.Session
 	t.AnswerTokens, t.Turn = c.AnswerTokens, r.Turn
+	t.Shaped = r.Client.Shaped()
 	t.Excluded = r.Attempt.avoided(prefill.Addr)
 	if c.Named { // pass 2 must ask for the model again
 		t.Model = r.Client.Model()
@@ -175,9 +176,10 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 	return d, nil
 }
 
-// lastHop reports whether Envoy could not follow one more redirect, or could not replay the body.
+// lastHop reports whether the next answer is the client's: no endpoint is left, Envoy could not follow one more
+// redirect, or it could not replay the body.
 func (r *Request) lastHop() bool {
-	return r.Attempt.Redirects+1 >= r.Limits.MaxRedirects || len(r.Client.Body()) > r.Limits.SplitBodyBytes
+	return r.Attempt.Last || r.Attempt.Redirects+1 >= r.Limits.MaxRedirects || len(r.Client.Body()) > r.Limits.SplitBodyBytes
 }
 
 // aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
@@ -388,7 +390,7 @@ func bothLegs(r *Request, legs *kvtransfer.Legs, c picker.Choice, p *Policy) (*D
 	})
 	t := &d.Ticket
 	t.ID, t.Prefill, t.Decode, t.Split, t.Prefills = legs.ID, prefill.Addr, decode.Addr, true, r.Attempt.Prefills+1
-	t.Undo, t.Params, t.Prompt, t.Loads = undo, how.Decode, r.LastBlock(), true
+	t.Undo, t.Params, t.Prompt, t.Loads, t.Shaped = undo, how.Decode, r.LastBlock(), true, r.Client.Shaped()
 	r.learnable(t)
 	t.LeastBytes = p.LeastBytes(r.Client.API(), r.ID, r.Streams() && !how.Joined)
 	return d, nil

@@ -199,3 +199,37 @@ func TestOutOfWork(t *testing.T) {
 	state.MarkFailed(pool.Endpoints()[0])
 	require.Contains(t, refusal(), "takes requests: of the 3 of its endpoints, 2 are paused or drained by the operator, 1 has failed")
 }
+
+// Who decides about a request that prefill has refused: what P was sent differs from the client's body.
+func TestDecodeDecides(t *testing.T) {
+	for status, want := range map[int][2]bool{ // of any request, and of one whose answer is to have a form
+		400: {true, true}, 422: {true, true}, 501: {true, true}, 500: {false, true},
+		401: {false, false}, 403: {false, false}, 404: {false, false}, 413: {false, false}, 429: {false, false},
+		502: {false, false}, 503: {false, false},
+	} {
+		p := Policy{}
+		require.Equal(t, want, [2]bool{p.DecodeDecides(status, false), p.DecodeDecides(status, true)}, status)
+		for _, p := range []Policy{{Alone: AloneNever}, {OnFailure: Fail}} {
+			require.False(t, p.DecodeDecides(status, true), "who must not decode alone leaves P's refusal to the client")
+		}
+	}
+	refused := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CauseRefused, Prefill: "p1", Decode: "d1"}
+	a := Next(refused)
+	require.NoError(t, a.Failed(&Policy{}, nil, refused))
+	require.Equal(t, Attempt{Alone: true, Why: "prefill_refused"}, a, "nobody is excluded")
+}
+
+// A 404 is final when those that are left have given it.
+func TestUnserved(t *testing.T) {
+	d1, d2 := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "d1"}}, &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: "d2"}}
+	a := Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseModel, Excluded: []string{"d1"}})
+	require.NoError(t, a.Unserved(&Policy{}, d2, "m"))
+	require.False(t, a.Last, "d2 may have it")
+	require.NoError(t, a.Unserved(&Policy{}, d1, "m"))
+	require.True(t, a.Last && a.Alone, "d1 says it in its own words")
+	a = Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseModel, Excluded: []string{"d1"}})
+	require.ErrorContains(t, a.Unserved(&Policy{Alone: AloneNever}, d1, "m"), "404 model_not_found")
+	a = Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseDecode, Excluded: []string{"d1"}})
+	require.NoError(t, a.Unserved(&Policy{}, d1, "m"))
+	require.False(t, a.Last, "it was no 404")
+}

@@ -109,6 +109,25 @@ func (p *Policy) Placement() picker.Policy {
 	return place
 }
 
+// MayBeAlone reports whether decode may answer alone a request that prefill cannot compute.
+func (p *Policy) MayBeAlone() bool {
+	return p.Alone != AloneNever && p.OnFailure != Fail && !p.Dialect.PairsOnly()
+}
+
+// DecodeDecides reports whether decode alone decides about a request to which P has answered a status. P got another
+// body than the client's: one token, without stop strings and streams, and in some dialects other members too. An
+// engine may refuse that although nothing is wrong with the client's own. A status about what both bodies have in common
+// (the key, the path, the size) stays the client's. shaped: P may fail over its one token (openai.Request.Shaped).
+func (p *Policy) DecodeDecides(status int, shaped bool) bool {
+	switch status {
+	case http.StatusBadRequest, http.StatusUnprocessableEntity, http.StatusNotImplemented:
+		return p.MayBeAlone()
+	case http.StatusInternalServerError:
+		return shaped && p.MayBeAlone()
+	}
+	return false
+}
+
 // MustSplit reports whether a request that can be split is never decoded alone.
 func (p *Policy) MustSplit() bool { return p.Placement().PairsOnly }
 
@@ -236,8 +255,11 @@ func (p *Policy) RefuseAlone(pool *kvstate.Pool, a *Attempt, why string) error {
 		return err
 	}
 	if why == "cheaper" && works(pool, kvstate.RolePrefill) && works(pool, kvstate.RoleDecode) {
-		const message = "no pair of endpoints can take this request now: those that are left have failed it"
-		return openai.Unavailable("no_endpoint", message+a.failed(), time.Second)
+		message := "no pair of endpoints can take this request now: those that are left have failed it" + a.failed()
+		if len(a.Excluded) == 0 {
+			message = "no pair of endpoints can take this request now: none of those that work can share it"
+		}
+		return openai.Unavailable("no_endpoint", message, time.Second)
 	}
 	code := "no_prefill"
 	if !works(pool, kvstate.RoleDecode) {

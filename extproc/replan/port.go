@@ -57,7 +57,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		p.checkLate(w, t, id)
 		return
 	case t == nil || !takes(t) || t.Redirects+1 >= s.Limits.MaxRedirects:
-		p.refuse(w, t, id, err)
+		p.refuse(w, r, t, id, err)
 		return
 	case hedged(t, s.Since(t)):
 		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
@@ -66,11 +66,11 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			panic(http.ErrAbortHandler) // Envoy awaits the other try
 		}
 	case !s.State.Consume(idOf(t)):
-		p.refuse(w, t, id, errTicketConsumed)
+		p.refuse(w, r, t, id, errTicketConsumed)
 		return
 	}
 	next := p.hopFailed(r.Context(), t, id)
-	p.redirect(w, &next, id, cmp.Or(t.Path, r.URL.RequestURI()))
+	p.redirect(w, r, &next, id, cmp.Or(t.Path, r.URL.RequestURI()))
 }
 
 // checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if
@@ -131,7 +131,7 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
 		t.Redirects+1 >= s.Limits.MaxRedirects || !s.State.Consume(idOf(t)) {
 		w.Header().Set(names.HeaderFinal, "true")
-		p.giveUp(w, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
+		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
 		return
 	}
 	s.Log.Warn("a replica failed while it decided a request; another one is asked", "request_id", id)
@@ -142,15 +142,15 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 		}
 	}
 	next := passTicket(t, size)
-	p.redirect(w, &next, id, r.URL.RequestURI())
+	p.redirect(w, r, &next, id, r.URL.RequestURI())
 }
 
 // redirect answers with the next pass's ticket. The path is for Envoy's URL parser; the ticket has the client's.
-func (p *Port) redirect(w http.ResponseWriter, next *kvtransfer.Ticket, id, path string) {
+func (p *Port) redirect(w http.ResponseWriter, r *http.Request, next *kvtransfer.Ticket, id, path string) {
 	sealed, err := p.passes.Keys().Seal(nil, next, id)
 	if err != nil {
 		p.passes.Log.Error("sealing a replan ticket", "request_id", id, "err", err)
-		p.giveUp(w, openai.Internal())
+		p.giveUp(w, r, openai.Internal())
 		return
 	}
 	w.Header().Set("location", string(Location([]byte(path))))
@@ -168,7 +168,7 @@ func (p *Port) limit(t *kvtransfer.Ticket) time.Duration {
 }
 
 // refuse refuses a hop that has no ticket by which it could be planned again.
-func (p *Port) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id string, err error) {
+func (p *Port) refuse(w http.ResponseWriter, r *http.Request, t *kvtransfer.Ticket, id string, err error) {
 	p.passes.Log.Warn("replan refused", "request_id", id, "err", err)
 	if t == nil {
 		p.passes.Observer.TicketRefused()
@@ -176,13 +176,13 @@ func (p *Port) refuse(w http.ResponseWriter, t *kvtransfer.Ticket, id string, er
 		w.Header().Set(names.HeaderFinal, "true")
 	}
 	const message = "the endpoint failed and there is no other way to answer"
-	p.giveUp(w, openai.Unavailable("endpoint_failed", message, time.Second))
+	p.giveUp(w, r, openai.Unavailable("endpoint_failed", message, time.Second))
 }
 
 // giveUp answers with an error, and counts it.
-func (p *Port) giveUp(w http.ResponseWriter, e *openai.Error) {
+func (p *Port) giveUp(w http.ResponseWriter, r *http.Request, e *openai.Error) {
 	p.passes.Observer.GivenUp(e)
-	refuse(w, e)
+	refuse(w, e.For([]byte(r.URL.Path)))
 }
 
 // hedged reports whether a try at the replan port is a hedge: the previous try may still get its answer. Envoy sends

@@ -145,7 +145,9 @@ func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
 	x.Observer.Metrics.Replanned(t)
 	failed := FailedHop{Hop: t.Cause}
 	switch t.Cause {
-	case kvtransfer.CausePrefill, kvtransfer.CauseTurn:
+	case kvtransfer.CauseModel:
+		failed.Endpoint = t.Excluded[len(t.Excluded)-1]
+	case kvtransfer.CausePrefill, kvtransfer.CauseTurn, kvtransfer.CauseRefused:
 		failed.Endpoint = t.Prefill
 	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseStream, kvtransfer.CauseMoved,
 		kvtransfer.CauseEncode: // encode's too
@@ -172,6 +174,9 @@ func (x *Meter) PrefillEnded(
 	result := "ok"
 	if next != nil && next.Stage == kvtransfer.Failed && next.Cause != kvtransfer.CausePoolGone {
 		result = "failed"
+		if next.Cause == kvtransfer.CauseRefused || next.Cause == kvtransfer.CauseModel {
+			result = "refused"
+		}
 	}
 	x.Observer.prefillEnded(t, code, result, took, x.Exemplar)
 	x.Observer.leg(requestID, t, func(trace *Trace) {

@@ -19,8 +19,8 @@ func bounded(name string) string {
 	return strings.ToValidUTF8(name, "?")
 }
 
-// names bounds the values of a label: the first names keep a value of their own, and the rest share a few. It is safe
-// for concurrent use.
+// names bounds the values of a label: the first names that were answered keep a value of their own, and the rest share a
+// few. It is safe for concurrent use.
 type names struct {
 	mu   sync.Mutex
 	most int
@@ -32,14 +32,16 @@ func newNames(most int, rest func(name string) string) *names {
 	return &names{most: most, seen: map[string]struct{}{}, rest: rest}
 }
 
-func (n *names) label(name string) string {
+// label returns the value for a name. answered: a request with it was answered, so it may take a place; else anybody
+// could use the places up with names that nobody knows.
+func (n *names) label(name string, answered bool) string {
 	if name == "" {
 		return ""
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if _, ok := n.seen[name]; !ok {
-		if len(n.seen) >= n.most {
+		if !answered || len(n.seen) >= n.most {
 			return n.rest(name)
 		}
 		n.seen[name] = struct{}{}

@@ -23,7 +23,8 @@ type Options struct {
 // Recorder counts what requests used. It is safe for concurrent use. A nil one counts nothing.
 type Recorder struct {
 	Options
-	Promised func(pool string) Promise // what a pool promises; set before requests come
+	Serves   func(pool, model string) bool // whether a pool is configured with a model, or its engines report it
+	Promised func(pool string) Promise     // what a pool promises; set before requests come
 
 	ledger          *ledger.Ledger // nil: none
 	tenants, models *names
@@ -59,6 +60,7 @@ func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, e
 	const kinds = " by kind (prompt, cached of the prompt's, generation), as answers say it."
 	out = &Recorder{
 		Options: o, Promised: func(string) Promise { return Promise{} },
+		Serves:  func(string, string) bool { return false },
 		tenants: newNames(o.Tenants, group), models: newNames(maxModels, otherModel),
 		tokens: counter("tandem_tokens_total", "Tokens of requests"+kinds, "pool", "model", "tenant", "kind"),
 		endpoints: counter("tandem_endpoint_tokens_total", "Tokens of requests that an endpoint answered,"+kinds,
@@ -125,7 +127,11 @@ func (r *Recorder) Foreseen(pool string, expected time.Duration, u *Used) {
 }
 
 func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, how, endpoint string) {
-	tenant, model := r.tenants.label(u.Tenant), r.models.label(u.Model)
+	answered := how == "ok"
+	tenant, model := r.tenants.label(u.Tenant, answered), u.Model
+	if !r.Serves(t.Pool, model) { // else it needs no place
+		model = r.models.label(model, answered)
+	}
 	for _, of := range []struct {
 		kind string
 		n    *int64

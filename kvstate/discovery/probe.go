@@ -46,11 +46,12 @@ type Prober struct {
 	client *enginehttp.Client
 
 	mu       sync.Mutex
-	asked    map[*kvstate.Endpoint]time.Time // for models
-	busy     map[*kvstate.Endpoint]bool      // being asked for models
-	reported map[*kvstate.Endpoint]time.Time // when it is asked again what it is
-	telling  map[*kvstate.Endpoint]bool      // being asked that
-	refused  map[*kvstate.Endpoint]bool      // they wanted a key for their models
+	due      map[*kvstate.Endpoint]time.Time     // when an endpoint is asked for its models again
+	asked    map[*kvstate.Endpoint]time.Time     // when it was asked last
+	asking   map[*kvstate.Endpoint]chan struct{} // being asked: closed when it has answered
+	reported map[*kvstate.Endpoint]time.Time     // when it is asked again what it is
+	telling  map[*kvstate.Endpoint]bool          // being asked that
+	refused  map[*kvstate.Endpoint]bool          // they wanted a key for their models
 	checking map[*kvstate.Endpoint]bool
 	next     map[*kvstate.Endpoint]time.Time // when an endpoint with requests is checked again
 
@@ -65,7 +66,8 @@ func NewProber(state *kvstate.State, log *slog.Logger) *Prober {
 		client: enginehttp.New(0, func(t *http.Transport) {
 			t.DialContext, t.DisableKeepAlives = dialer.DialContext, true
 		}),
-		asked: map[*kvstate.Endpoint]time.Time{}, busy: map[*kvstate.Endpoint]bool{},
+		due: map[*kvstate.Endpoint]time.Time{}, asked: map[*kvstate.Endpoint]time.Time{},
+		asking:   map[*kvstate.Endpoint]chan struct{}{},
 		reported: map[*kvstate.Endpoint]time.Time{}, telling: map[*kvstate.Endpoint]bool{},
 		refused:  map[*kvstate.Endpoint]bool{},
 		checking: map[*kvstate.Endpoint]bool{}, next: map[*kvstate.Endpoint]time.Time{},
@@ -221,7 +223,7 @@ func (p *Prober) round(ctx context.Context, probes *sync.WaitGroup) (failed bool
 				p.start(ctx, p.checking, e, probes, p.checkHealth)
 			}
 			if p.modelsDue(e, now) {
-				p.start(ctx, p.busy, e, probes, p.askModels)
+				p.ask(ctx, e, 0, probes.Go)
 			}
 			if pool.Spec.Facts != 0 && p.reportDue(e, now) {
 				p.start(ctx, p.telling, e, probes, p.askReport)
@@ -245,7 +247,55 @@ func (p *Prober) checkDue(e *kvstate.Endpoint, now time.Time) bool {
 func (p *Prober) modelsDue(e *kvstate.Endpoint, now time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return now.After(p.asked[e])
+	return now.After(p.due[e])
+}
+
+// Ask asks endpoints for their models whose list is older than a time, and waits for the answers until ctx ends.
+func (p *Prober) Ask(ctx context.Context, endpoints []*kvstate.Endpoint, older time.Duration) {
+	var all []<-chan struct{}
+	for _, e := range endpoints {
+		if !e.Failed() {
+			// others may wait for the same answer, so it does not end with this request
+			all = append(all, p.ask(context.WithoutCancel(ctx), e, older, func(do func()) { go do() }))
+		}
+	}
+	for _, answered := range all {
+		select {
+		case <-answered:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// ask asks an endpoint for its models, once at a time. The returned channel is closed when it has answered, or if it was
+// asked less than a time ago.
+func (p *Prober) ask(
+	ctx context.Context, e *kvstate.Endpoint, older time.Duration, run func(func()),
+) <-chan struct{} {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if answered := p.asking[e]; answered != nil {
+		return answered
+	}
+	answered := make(chan struct{})
+	now := time.Now()
+	if at, ok := p.asked[e]; ok && now.Sub(at) < older {
+		close(answered)
+		return answered
+	}
+	p.asking[e], p.asked[e] = answered, now
+	run(func() {
+		defer func() {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			delete(p.asking, e)
+			close(answered)
+		}()
+		defer guard.Recover(ctx, "probes")
+		p.askModels(ctx, e)
+	})
+	return answered
 }
 
 func (p *Prober) reportDue(e *kvstate.Endpoint, now time.Time) bool {
@@ -277,6 +327,11 @@ func (p *Prober) askReport(ctx context.Context, e *kvstate.Endpoint) {
 func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	for e := range p.due {
+		if !seen[e] {
+			delete(p.due, e)
+		}
+	}
 	for e := range p.asked {
 		if !seen[e] {
 			delete(p.asked, e)
@@ -330,7 +385,7 @@ func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.asked[e] = time.Now().Add(next)
+	p.due[e] = time.Now().Add(next)
 	refused := status == http.StatusUnauthorized || status == http.StatusForbidden
 	if refused && !p.refused[e] {
 		p.log.Warn("an engine does not list its models without the right key: set apiKeyFile of its pool",

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -266,7 +267,7 @@ func TestProbeIntervals(t *testing.T) {
 		require.Len(t, asked["well:1/v1/models"], 2, "known: every minute")
 		require.InDelta(t, 10, len(asked["mute:1/v1/models"]), 1, "not known: every ten seconds")
 		require.Empty(t, asked["hangs:1/v1/models"])
-		require.Empty(t, p.busy)
+		require.Empty(t, p.asking)
 	})
 }
 
@@ -277,4 +278,27 @@ func TestProberForgets(t *testing.T) {
 	s.RemovePool("p")
 	p.round(t.Context(), nil)
 	require.Empty(t, p.asked)
+}
+
+// Engines are asked for their models at once when a request needs it: each once at a time, and not again soon.
+func TestAskForModels(t *testing.T) {
+	e := &engine{}
+	e.list.Store(`{"data":[{"id":"m"}]}`)
+	s, endpoint := e.start(t, "")
+	p := NewProber(s, quiet())
+	p.Ask(t.Context(), s.Pool("p").Endpoints(), time.Minute)
+	require.Equal(t, []string{"m"}, endpoint.Models())
+	e.list.Store(`{"data":[{"id":"m"},{"id":"sql","parent":"m"}]}`)
+	p.Ask(t.Context(), s.Pool("p").Endpoints(), time.Minute)
+	require.EqualValues(t, 1, e.models.Load(), "it was asked a moment ago")
+	var together sync.WaitGroup
+	for range 20 {
+		together.Go(func() { p.Ask(t.Context(), s.Pool("p").Endpoints(), 0) })
+	}
+	together.Wait()
+	require.Equal(t, []string{"m", "sql"}, endpoint.Models())
+	asked := e.models.Load()
+	s.MarkFailed(endpoint)
+	p.Ask(t.Context(), s.Pool("p").Endpoints(), 0)
+	require.Equal(t, asked, e.models.Load(), "one that has failed is not asked")
 }

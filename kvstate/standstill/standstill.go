@@ -73,6 +73,8 @@ type HandOver struct {
 	// Partners: requests are reserved at this engine while another one works for them, and reach it only after that.
 	// Then its reservations say nothing of it.
 	Partners bool
+	// KeepsAnswers: engines that decode keep the KV of their answers for a while, in case somebody fetches it.
+	KeepsAnswers bool
 }
 
 // Tracker follows one engine. The zero value is ready. It is safe for concurrent use.
@@ -246,6 +248,13 @@ func (t *Tracker) Longest(since, now time.Time) (longest time.Duration, ok bool)
 		}
 	}
 	return longest, true
+}
+
+// KeepsAnswers reports whether the engine keeps the KV of answers that it has written: see [HandOver].
+func (t *Tracker) KeepsAnswers() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.handOver.KeepsAnswers
 }
 
 // Expired records that the engine has freed KV that nobody had fetched in time, by a scrape.

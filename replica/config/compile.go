@@ -67,7 +67,8 @@ func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	d := DialectOf(p)
 	partners := d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"
 	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), Facts: d.Alike(), Alike: Alike(p),
-		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners}}
+		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners,
+			KeepsAnswers: p.GetNixl().GetDeclineExpired() || p.GetNixl().GetBidirectional()}}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.

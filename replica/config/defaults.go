@@ -127,13 +127,10 @@ func besides(extProcs []string, replan string) (replans []string) {
 
 // decodeAlone returns the default of a pool's decodeAlone.
 func decodeAlone(p *configv1.Pool) string {
-	switch {
-	case p.Split != "always":
-		return "byCost"
-	case p.OnPrefillFailure == "decodeAlone", len(p.Endpoints) > 0 && !pairs(p):
-		return "fallback" // without a pair nothing else could answer
+	if p.Split == "always" {
+		return "fallback"
 	}
-	return "never"
+	return "byCost"
 }
 
 func setPoolDefaults(p *configv1.Pool) {

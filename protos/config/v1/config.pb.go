@@ -1383,8 +1383,7 @@ type Pool struct {
 	// endpoint can take it. fallback: only in that case. byCost: also if it costs less (split auto). Requests that cannot
 	// be split are always decoded alone. With onPrefillFailure fail, no request is decoded alone because prefill failed
 	// or is missing. An engine of both roles may always answer what it computes, if there is no room to hand its KV over.
-	// Default: byCost with split auto; with split always never, or fallback with onPrefillFailure decodeAlone and if no
-	// two endpoints can share a request.
+	// Default: byCost with split auto, fallback with split always.
 	DecodeAlone string `protobuf:"bytes,72,opt,name=decode_alone,json=decodeAlone,proto3" json:"decode_alone,omitempty"`
 	// Most prefill legs for one request.
 	PrefillAttempts int32 `protobuf:"varint,7,opt,name=prefill_attempts,json=prefillAttempts,proto3" json:"prefill_attempts,omitempty"`
@@ -1473,9 +1472,10 @@ type Pool struct {
 	// Streamed answers outlive their engine: if it dies, hangs or is drained, another one continues (docs/continue.md).
 	// Only with envoy.run inside and engine vllm. Absent: a stream ends with its engine.
 	ContinueStreams *ContinueStreams `protobuf:"bytes,80,opt,name=continue_streams,json=continueStreams,proto3" json:"continue_streams,omitempty"`
-	// Facts in which the engines of a pair may differ. Nobody has shown that their answers are right then. Endpoints whose engines report different values of another fact that kvTransfer needs equal are not paired; what an
-	// engine does not report hinders no pair (docs/protocols.md, Which engines fit each other). Some of release, model,
-	// revision, quantization, dtype, kvDtype, blockSize, kvLayout, attentionBackend, slidingWindow, hybridKvCache, hashing,
+	// Facts in which the engines of a pair may differ. Nobody has shown that their answers are right then. Endpoints whose
+	// engines report different values of another fact that kvTransfer needs equal are not paired; what an engine does not
+	// report hinders no pair (docs/protocols.md, Which engines fit each other). Some of release, model, revision,
+	// quantization, dtype, kvDtype, blockSize, kvLayout, attentionBackend, slidingWindow, hybridKvCache, hashing,
 	// speculation, tensorParallelSize and transferBackend. Default none.
 	PairUnlike    []string `protobuf:"bytes,81,rep,name=pair_unlike,json=pairUnlike,proto3" json:"pair_unlike,omitempty"`
 	unknownFields protoimpl.UnknownFields

@@ -167,6 +167,8 @@ type Ticket struct {
 	// streamed.
 	Loads      bool   `protobuf:"varint,64,opt,name=loads,proto3" json:"loads,omitempty"`
 	LeastBytes uint32 `protobuf:"varint,65,opt,name=least_bytes,json=leastBytes,proto3" json:"least_bytes,omitempty"`
+	// of a leg to P: the answer is to have a form that one token may not have
+	Shaped bool `protobuf:"varint,67,opt,name=shaped,proto3" json:"shaped,omitempty"`
 	// With a prefill leg: the expected number of tokens of the answer.
 	AnswerTokens uint64 `protobuf:"varint,66,opt,name=answer_tokens,json=answerTokens,proto3" json:"answer_tokens,omitempty"`
 	// The client's Host: a redirect leads to a constant one.
@@ -476,6 +478,13 @@ func (x *Ticket) GetLeastBytes() uint32 {
 	return 0
 }
 
+func (x *Ticket) GetShaped() bool {
+	if x != nil {
+		return x.Shaped
+	}
+	return false
+}
+
 func (x *Ticket) GetAnswerTokens() uint64 {
 	if x != nil {
 		return x.AnswerTokens
@@ -576,7 +585,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xc7\f\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xdf\f\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -623,7 +632,8 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\fturn_answers\x18? \x01(\bR\vturnAnswers\x12\x14\n" +
 	"\x05loads\x18@ \x01(\bR\x05loads\x12\x1f\n" +
 	"\vleast_bytes\x18A \x01(\rR\n" +
-	"leastBytes\x12#\n" +
+	"leastBytes\x12\x16\n" +
+	"\x06shaped\x18C \x01(\bR\x06shaped\x12#\n" +
 	"\ranswer_tokens\x18B \x01(\x04R\fanswerTokens\x12\x1c\n" +
 	"\tauthority\x18F \x01(\tR\tauthority\x12\x1f\n" +
 	"\vother_bytes\x18G \x01(\x04R\n" +
