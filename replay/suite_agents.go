@@ -52,8 +52,8 @@ func agentLoops(all []sessions.Session) (out []loop) {
 	return out
 }
 
-// AgentsSuite plays sessions in closed loops with three seeds, from seed on, and prints the tables of docs/decision.md. On
-// one core it takes a quarter of an hour. When it is interrupted, it prints the tables that are complete.
+// AgentsSuite plays sessions in closed loops with three seeds, from seed on, and prints the tables of docs/decision.md.
+// On one core it takes a quarter of an hour. When it is interrupted, it prints the tables that are complete.
 func AgentsSuite(ctx context.Context, all []sessions.Session, seed uint64, stdout, stderr io.Writer) error {
 	loops := agentLoops(all)
 	bar := NewBar(stderr, "suite")

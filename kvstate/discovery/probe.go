@@ -268,8 +268,8 @@ func (p *Prober) Ask(ctx context.Context, endpoints []*kvstate.Endpoint, older t
 	}
 }
 
-// ask asks an endpoint for its models, once at a time. The returned channel is closed when it has answered, or if it was
-// asked less than a time ago.
+// ask asks an endpoint for its models, once at a time. The returned channel is closed when it has answered, or if it
+// was asked less than a time ago.
 func (p *Prober) ask(
 	ctx context.Context, e *kvstate.Endpoint, older time.Duration, run func(func()),
 ) <-chan struct{} {

@@ -13,8 +13,8 @@ import (
 	"tandem/kvstate/redisstore/redisclient"
 )
 
-// CheckRights asks Redis for every command that replicas use, on keys of its own, which it removes. The error names each
-// command that Redis refuses, in Redis's words, or says why Redis cannot be asked.
+// CheckRights asks Redis for every command that replicas use, on keys of its own, which it removes. The error names
+// each command that Redis refuses, in Redis's words, or says why Redis cannot be asked.
 func CheckRights(ctx context.Context, o Options) error {
 	o.setDefaults()
 	var counts redisclient.Counts

@@ -9,7 +9,8 @@ import (
 	"tandem/replay"
 )
 
-// PrintClosed writes the results of closed loops as a table for people: a line for each policy, the mean over its seeds.
+// PrintClosed writes the results of closed loops as a table for people: a line for each policy, the mean over its
+// seeds.
 func PrintClosed(w io.Writer, results [][]*replay.ClosedResult) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "policy\tgood turns/h\tleast-most\tgood\tturns/h\tTTFT p50\tp95\tp99\tTPOT p99\tslowdown\tof sessions: "+

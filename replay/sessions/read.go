@@ -56,9 +56,9 @@ func open(path string) ([]Session, error) {
 	return Read(filepath.Base(path), r)
 }
 
-// condensed reads a session as an object with tools and system (tokens, with which the first prompt begins) and turns: for
-// each [time, think, back, shared, in, out, stop, service], of which shared is how many tokens of the prompt equal the
-// beginning of the prompt back turns before.
+// condensed reads a session as an object with tools and system (tokens, with which the first prompt begins) and turns:
+// for each [time, think, back, shared, in, out, stop, service], of which shared is how many tokens of the prompt equal
+// the beginning of the prompt back turns before.
 func condensed(text []byte) (Session, error) {
 	var in struct {
 		Tools, System int

@@ -185,7 +185,8 @@ func (a *engineAnswer) checkRecompute(at string) {
 	}
 }
 
-// usesNIXL reports whether engines of a dialect run one of vLLM's NIXL connectors, whose metrics are there from the start.
+// usesNIXL reports whether engines of a dialect run one of vLLM's NIXL connectors, whose metrics are there from the
+// start.
 func usesNIXL(d *kvtransfer.Dialect) bool {
 	return slices.ContainsFunc(d.Reports.Connectors, func(name string) bool { return strings.HasPrefix(name, "Nixl") })
 }

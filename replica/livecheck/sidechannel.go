@@ -17,7 +17,8 @@ import (
 	"tandem/replica/config"
 )
 
-// prefillTime is how long an engine may take for one token of a short prompt: the first request of its life may compile.
+// prefillTime is how long an engine may take for one token of a short prompt: the first request of its life may
+// compile.
 const prefillTime = 30 * time.Second
 
 // checkSideChannel has vLLM's NIXL connector compute a short prompt for a decode engine, as requests do, and looks

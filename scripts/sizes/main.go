@@ -1,6 +1,6 @@
-// Sizes prints how large the house is: lines by room, the largest packages and types, long functions, words of docs, each
-// beside what it was at the last release (scripts/sizes/last.json; -update writes it, when a release is made). It is a
-// report: it fails nothing, and a number is a reason to look, not a limit to meet.
+// Sizes prints how large the house is: lines by room, the largest packages and types, long functions, words of docs,
+// each beside what it was at the last release (scripts/sizes/last.json; -update writes it, when a release is made). It
+// is a report: it fails nothing, and a number is a reason to look, not a limit to meet.
 package main
 
 import (
