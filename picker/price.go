@@ -166,7 +166,8 @@ type PrefillPrice struct {
 }
 
 func (p *PrefillPrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Evicts + p.Returns + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Evicts + p.Returns +
+		p.Session
 }
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served

@@ -68,7 +68,8 @@ func parseFleet(text string) (func(*Config), error) {
 }
 
 // RunContenders plays sessions under each contender with each of the seeds, and shows its progress on w.
-func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed, w io.Writer) ([][]*ClosedResult, error) {
+func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed,
+	w io.Writer) ([][]*ClosedResult, error) {
 	var out [][]*ClosedResult
 	for _, x := range who {
 		row, err := x.run(ctx, seeds, c, o, w)

@@ -119,6 +119,7 @@ func Check(t *testing.T, file string) (said string, failed bool) {
 	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
-	out, err := exec.CommandContext(t.Context(), filepath.Join(root, "bin/tandem"), "serve", "-f", file, "--check", "--live").CombinedOutput()
+	out, err := exec.CommandContext(t.Context(), filepath.Join(root, "bin/tandem"), "serve", "-f", file, "--check",
+		"--live").CombinedOutput()
 	return string(out), err != nil
 }

@@ -39,7 +39,8 @@ func sglangDialect(*Options) (Dialect, error) {
 		// asserts what it needs of the ranks of attention, which nobody reports (1452 to 1523). It compares neither
 		// models nor weights.
 		Reports: Reports{Alike: kvstate.FactsOf(kvstate.FactModel, kvstate.FactRevision, kvstate.FactQuantization,
-			kvstate.FactDtype, kvstate.FactKVDtype, kvstate.FactBlockSize, kvstate.FactSpeculation, kvstate.FactBackend)},
+			kvstate.FactDtype, kvstate.FactKVDtype, kvstate.FactBlockSize, kvstate.FactSpeculation,
+			kvstate.FactBackend)},
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan,
 			ReadAnswer: d.ReadAnswer, StreamsLate: d.StreamsLate,

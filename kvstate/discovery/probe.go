@@ -26,8 +26,9 @@ const (
 	checkBusyEvery   = 2 * time.Second        // GET /health of endpoints with requests
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
-	askReportEvery   = 10 * time.Second       // what an engine is, until it answers; at once if the endpoint waits for it
-	knownReportEvery = 5 * time.Minute        // ... and after: a restart is noticed otherwise
+	// what an engine is, until it answers; at once if the endpoint waits for it
+	askReportEvery   = 10 * time.Second
+	knownReportEvery = 5 * time.Minute // ... and after: a restart is noticed otherwise
 	modelsTimeout    = time.Second
 	connectTimeout   = time.Second
 	maxModels        = 1 << 20 // bytes of an answer that are read

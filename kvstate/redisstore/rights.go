@@ -51,7 +51,9 @@ func CheckRights(ctx context.Context, o Options) error {
 		{"HSET", func() error { return client.HSet(ctx, hash, "a", "b").Err() }},
 		{"HVALS", func() error { return client.HVals(ctx, hash).Err() }},
 		{"XADD", func() error {
-			return client.XAdd(ctx, &redis.XAddArgs{Stream: stream, MaxLen: 1, Approx: true, Values: []any{"a", "b"}}).Err()
+			return client.XAdd(ctx, &redis.XAddArgs{
+				Stream: stream, MaxLen: 1, Approx: true, Values: []any{"a", "b"},
+			}).Err()
 		}},
 		{"XREAD", func() error {
 			return client.XRead(ctx, &redis.XReadArgs{Streams: []string{stream, "0"}, Count: 1, Block: -1}).Err()

@@ -39,7 +39,8 @@ func (s *Store) genuine(purpose string, signed []byte) (text []byte, ok bool) {
 	if text, ok = s.signer.Genuine(purpose, signed); !ok {
 		s.counters.forged.Add(1)
 		s.forgedOnce.Do(func() {
-			s.log.Warn("what another writer left in Redis is not used: it is not signed with this replica's ticket keys",
+			s.log.Warn("what another writer left in Redis is not used: it is not signed with this replica's "+
+				"ticket keys",
 				"for", purpose)
 		})
 	}

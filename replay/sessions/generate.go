@@ -150,7 +150,8 @@ type Statistics struct {
 
 // Describe returns the statistics of sessions.
 func Describe(all []Session) []Statistics {
-	names := []string{"turns of a session", "prefix of a session", "first prompt", "longest prompt of a session", "prompt", "answer",
+	names := []string{"turns of a session", "prefix of a session", "first prompt", "longest prompt of a session",
+		"prompt", "answer",
 		"new tokens of a prompt", "s after tool use", "s after the end of a turn", "s after other ends",
 		"share of a prompt that its session had"}
 	of := make([][]float64, len(names))

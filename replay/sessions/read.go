@@ -95,7 +95,8 @@ func (r *row) UnmarshalJSON(text []byte) error {
 	var at float64
 	var stop string
 	t := &r.turn
-	if err := json.Unmarshal(text, &[]any{&at, &t.Think, &t.Back, &t.Had, &t.Input, &t.Output, &stop, &t.Service}); err != nil {
+	if err := json.Unmarshal(text, &[]any{&at, &t.Think, &t.Back, &t.Had, &t.Input, &t.Output, &stop,
+		&t.Service}); err != nil {
 		return err
 	}
 	t.Stop = map[string]Stop{"t": Tool, "e": End}[stop]

@@ -154,7 +154,8 @@ func measure() (map[string]float64, error) {
 
 // hidden reports whether a folder has nothing of ours to measure.
 func hidden(p string, d fs.DirEntry) bool {
-	return d.IsDir() && p != "." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata" || d.Name() == "bin" || d.Name() == "dist")
+	return d.IsDir() && p != "." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata" ||
+		d.Name() == "bin" || d.Name() == "dist")
 }
 
 // sources returns all Go files below the working directory, the repository's root, but tests and generated ones.
@@ -173,7 +174,8 @@ func sources() (out []source, err error) {
 		set := token.NewFileSet()
 		f, err := parser.ParseFile(set, p, text, parser.ParseComments|parser.SkipObjectResolution)
 		if err == nil && !ast.IsGenerated(f) {
-			out = append(out, source{filepath.ToSlash(filepath.Dir(p)), filepath.ToSlash(p), bytes.Count(text, []byte("\n")), set, f})
+			out = append(out, source{filepath.ToSlash(filepath.Dir(p)), filepath.ToSlash(p), bytes.Count(text,
+				[]byte("\n")), set, f})
 		}
 		return err
 	})
