@@ -106,11 +106,18 @@ func TestAStandingCoreShowsNoForeignText(t *testing.T) {
 // right text: what may be outdated is computed again, and the engine is waited for.
 func TestACompilingEngineIsWaitedFor(t *testing.T) {
 	t.Parallel()
-	for name, decodes := range map[string]int{"1+1": 1, "1+2": 2} {
+	for name, tt := range map[string]struct {
+		decodes int
+		split   string
+	}{
+		"1+1":                {1, ""},
+		"1+1, never alone":   {1, "always\n  decodeAlone: never"},
+		"1+2, one is killed": {2, ""},
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			o := options{
-				prefills: 1, decodes: decodes, pool: "  nixl: {lease: 12s}\n",
+				prefills: 1, decodes: tt.decodes, split: tt.split, pool: "  nixl: {lease: 12s}\n",
 				engineArgs: []string{"--lease", "12s", "--transfer-timeout", "12s", "--faithful"},
 				engine: func(role string, _ int, _ func() string) (args []string, fields string) {
 					if role == "decode" {

@@ -63,9 +63,8 @@ func failing(reason string) string {
 	case "prefill_failed":
 		return "its prefill failed, so decode computed the prompt, too"
 	case "standstill":
-		return "decode stood still until the KV may have been outdated, no other endpoint could take it, and so " +
-			"decode " +
-			"computed the prompt once it went on"
+		return "decode stood still until the KV may have been outdated, and no other endpoint could take it, " +
+			"so decode computed the prompt once it went on"
 	case "direct_calls_spent":
 		return "too many prefill calls were under way (handoff: direct makes 1024 at most)"
 	case "attempts_spent":
