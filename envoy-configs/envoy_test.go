@@ -264,7 +264,7 @@ func (s *stand) testLocalReplies(t *testing.T) {
 		"undecided": {"/v1/chat/completions?undecided", "1", nil, 503, "router_undecided"},
 		"headers":   {"/", "", []string{"x", strings.Repeat("x", 200<<10)}, 431, "headers_too_large"},
 		"gone":      {"/v1/embeddings?gone", "1", nil, 503, "endpoint_unavailable"},
-		"upgrade":   {"/v1/realtime", "", []string{"connection", "upgrade", "upgrade", "websocket"}, 400, "upgrade_not_supported"},
+		"upgrade":   {"/v1/realtime", "", []string{"connection", "upgrade", "upgrade", "websocket"}, 426, "upgrade_not_supported"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := s.post(t, tt.path, "application/json", strings.NewReader("{}"), tt.header...)
@@ -272,6 +272,16 @@ func (s *stand) testLocalReplies(t *testing.T) {
 			require.Equal(t, tt.code, codeOf(t, got))
 			require.Equal(t, tt.retryAfter, got.Header.Get("retry-after"))
 		})
+	}
+	for path, want := range map[string]string{ // in Anthropic's shape
+		"/v1/messages?broken":                 `{"error":{"code":"router_unavailable","message":"the router did not answer; try again","type":"api_error"},"type":"error"}`,
+		"/team/v1/messages?undecided":         `{"error":{"code":"router_undecided","message":"the router named no endpoint; try again","type":"api_error"},"type":"error"}`,
+		"/v1/messages/count_tokens?undecided": `{"error":{"code":"router_undecided","message":"the router named no endpoint; try again","type":"api_error"},"type":"error"}`,
+	} {
+		got := s.post(t, path, "application/json", strings.NewReader("{}"))
+		require.Equal(t, 503, got.Status, path)
+		require.JSONEq(t, want, got.Body, path)
+		require.Equal(t, "1", got.Header.Get("retry-after"), path)
 	}
 }
 
