@@ -65,7 +65,7 @@ func continues(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoi
 	resp, err := client.Post(ctx, e, "/v1/chat/completions", fmt.Appendf( //nolint:bodyclose // ReadAll closes it
 		nil, `{"model":%s,"messages":[{"role":"user",`+
 			`"content":"a"}],"max_tokens":1,"temperature":0,"return_token_ids":true,`+
-		`"kv_transfer_params":{"prompt_token_ids":%s}}`,
+			`"kv_transfer_params":{"prompt_token_ids":%s}}`,
 		model, asked), nil)
 	if err != nil {
 		return err.Error(), false
