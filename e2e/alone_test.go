@@ -13,7 +13,7 @@ func TestDecodeAloneOnlyWhereThePoolAllowsIt(t *testing.T) {
 	t.Parallel()
 	const endpoints = ", endpoints: [{role: prefill, address: %P}, {role: decode, address: %D}]}\n"
 	f := start(t, options{prefills: 1, decodes: 3, engineArgs: []string{"--model", "never", "--model", "fallback", "--model", "fail"}, pools: `pools:
-- {name: never, models: [never], kvTransfer: nixl, split: always` + endpoints + `- {name: fallback, models: [fallback], kvTransfer: nixl, split: always, decodeAlone: fallback, endpoints: [{role: prefill, address: "127.0.0.1:1"}, {role: decode, address: %D}]}
+- {name: never, models: [never], kvTransfer: nixl, split: always, decodeAlone: never` + endpoints + `- {name: fallback, models: [fallback], kvTransfer: nixl, split: always, endpoints: [{role: prefill, address: "127.0.0.1:1"}, {role: decode, address: %D}]}
 - {name: fail, models: [fail], kvTransfer: nixl, onPrefillFailure: fail, endpoints: [{role: decode, address: %D}]}
 `})
 	ask := func(model, more string) answer {

@@ -90,7 +90,7 @@ func TestBrokenConnectionsAreNoRefusals(t *testing.T) {
 		for _, role := range []string{"prefill", "decode"} {
 			t.Run(dialect+" "+role, func(t *testing.T) {
 				t.Parallel()
-				f := start(t, options{dialect: dialect, prefills: 1, decodes: 2, split: "always"})
+				f := start(t, options{dialect: dialect, prefills: 1, decodes: 2, split: "always\n  decodeAlone: never"})
 				f.lenient = true
 				require.Equal(t, 200, f.post("/v1/chat/completions", body).status)
 				engines := f.decodes

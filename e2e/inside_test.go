@@ -73,12 +73,12 @@ func TestInside(t *testing.T) {
 		require.Equal(t, "decode", d.Leg)
 		require.Positive(t, d.ExternalTokens)
 	})
-	t.Run("P refuses the request", func(t *testing.T) {
+	t.Run("P refuses the request, and D too", func(t *testing.T) {
 		got := f.post(chat.path, strings.Replace(chat.body, `"max_tokens":12`, `"max_tokens":-1`, 1), "x-request-id", "refused")
 		require.Equal(t, 400, got.status, got.body)
 		require.Contains(t, got.body, `"error"`)
 		require.NotContains(t, got.body, "kv_transfer_params")
-		require.Empty(t, f.requests("refused", f.decodes...))
+		require.Len(t, f.requests("refused", f.decodes...), 1)
 	})
 	t.Run("D fails once", func(t *testing.T) {
 		f.inject(f.decodes[0], `{"mode":"status","status":500,"leg":"decode","count":1}`)

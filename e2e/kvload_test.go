@@ -133,8 +133,8 @@ func (f *fleet) noneLeftOut() {
 	}
 }
 
-// Requests that prefill can refuse are refused before it computes: no blocks are held for them, and decode is not
-// asked.
+// Requests that prefill can refuse are refused before it computes: no blocks are held for them. Decode refuses them, too,
+// and says so in its own words.
 func TestPrefillRefusesWhatDecodeWould(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1})
@@ -152,6 +152,7 @@ func TestPrefillRefusesWhatDecodeWould(t *testing.T) {
 		}
 	}
 	require.Len(t, f.requests("", f.prefills...), 8)
-	require.Empty(t, f.requests("", f.decodes...))
+	require.Len(t, f.requests("", f.decodes...), 8)
+	f.noneLeftOut()
 	require.Zero(t, metric(t, "http://"+f.prefills[0].addr, "enginesim_handovers_total", `outcome="given"`))
 }

@@ -184,12 +184,16 @@ func TestEnginesRefusalsReachTheClient(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{})
 	f.lenient = true
-	for status, want := range map[int]int{405: 405, 417: 417, 431: 431, 422: 422} {
+	for _, status := range []int{405, 417, 431, 422} {
 		for _, leg := range []string{"prefill", "decode"} {
+			want := status
 			for _, e := range f.engines() {
 				f.inject(e, fmt.Sprintf(`{"mode":"status","status":%d,"leg":"%s"}`, status, leg))
 			}
 			got := f.post(apis[0].path, apis[0].body)
+			if status == 422 && leg == "prefill" {
+				want = 200 // P's body is another one than the client's: decode alone decides
+			}
 			require.Equal(t, want, got.status, "%s: %s", leg, got.body)
 			require.Empty(t, got.header.Get("Retry-After"))
 			for _, e := range f.engines() {
