@@ -226,8 +226,9 @@ func (k knownCluster) listener(m model) *listenerv3.Listener {
 
 // overrideHost takes the endpoint that a header names, and no other: KV blocks, ranks and reservations belong to it.
 //
-// It reads the header, not the metadata that endpoint pickers also set: metadata pass neither a redirect nor an internal
-// listener. If the cluster has no such endpoint, the policy falls back on a subset of hosts with a label that none has.
+// It reads the header, not the metadata that endpoint pickers also set: metadata pass neither a redirect nor an
+// internal listener. If the cluster has no such endpoint, the policy falls back on a subset of hosts with a label that
+// none has.
 func (m clusters) overrideHost(header string) *clusterv3.LoadBalancingPolicy {
 	policy := func(name string, config proto.Message) *clusterv3.LoadBalancingPolicy {
 		return &clusterv3.LoadBalancingPolicy{Policies: []*clusterv3.LoadBalancingPolicy_Policy{{

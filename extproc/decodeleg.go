@@ -106,8 +106,8 @@ func (x decodeLeg) streamsLate(t *kvtransfer.Ticket) bool {
 		c.StreamsLate(openai.Classify(string(h.Method), string(h.Path)), d.Transfer.Release, x.stream.body.Bytes())
 }
 
-// verdictSoon is how long P's verdict may take after headers that say that D has P's blocks, or has failed: when P dies,
-// D may show it first.
+// verdictSoon is how long P's verdict may take after headers that say that D has P's blocks, or has failed: when P
+// dies, D may show it first.
 const verdictSoon = 100 * time.Millisecond
 
 // watch waits for P's verdict. If it returns nil, Envoy continues without this stream. late: see streamsLate.

@@ -299,8 +299,8 @@ type PoolSpec struct {
 	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
 	StepTokens int64
 	HandOver   standstill.HandOver
-	// Facts are those that matter for pairs. In those that are in Alike, too, the engines of a pair must not be known to
-	// differ; in the others the operator lets them differ.
+	// Facts are those that matter for pairs. In those that are in Alike, too, the engines of a pair must not be known
+	// to differ; in the others the operator lets them differ.
 	Facts, Alike FactSet
 }
 

@@ -115,7 +115,8 @@ func (p *Pool) Unlisted(model string) bool {
 	return listed
 }
 
-// MayServe reports whether an endpoint of the pool lists a model, is configured with it, or has not said what it serves.
+// MayServe reports whether an endpoint of the pool lists a model, is configured with it, or has not said what it
+// serves.
 func (p *Pool) MayServe(model string) bool {
 	return slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool {
 		m := e.models.Load()

@@ -43,7 +43,8 @@ type Shared interface {
 	TakeHandOver(ref [16]byte) ([]byte, bool)
 	// PutConversation stores the state of a conversation's last turn for ttl, and replaces the previous one.
 	PutConversation(conversation [16]byte, turn []byte, ttl time.Duration)
-	// TakeConversation returns and removes the state of a conversation. id is of the state as it was put, to be consumed.
+	// TakeConversation returns and removes the state of a conversation. id is of the state as it was put, to be
+	// consumed.
 	TakeConversation(conversation [16]byte) (turn []byte, id [16]byte, ok bool)
 }
 

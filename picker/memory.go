@@ -2,8 +2,8 @@ package picker
 
 import "tandem/kvstate"
 
-// Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation comes
-// back, and conversations that come back while an engine computes a prompt wait for it.
+// Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation
+// comes back, and conversations that come back while an engine computes a prompt wait for it.
 
 // twoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
 // serve both legs serve whole requests: a pair keeps a second copy of each, and some memory is for what runs.
@@ -25,8 +25,8 @@ func (t *terms) whole(v *kvstate.View) bool {
 	return v.Load.Live > twoCopies*all
 }
 
-// evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance that
-// it is asked for.
+// evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance
+// that it is asked for.
 func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	if c.Memory == nil || t.latencyOnly {
 		return 0
@@ -41,7 +41,7 @@ func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	return seconds * t.fleet
 }
 
-// returns returns the time for which conversations wait that come back while an endpoint computes for so long: half of
+// returns is the time for which conversations wait that come back while an endpoint computes for so long: half of
 // it each.
 func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
 	if c.Memory == nil || t.latencyOnly {

@@ -228,8 +228,8 @@ func (k *Picker) reweigh(r *Request, v *kvstate.View, t *terms) {
 }
 
 // weighDesperate prices for decode endpoints that have another word; if there are none of those, endpoints that stand
-// still, for they may go on; and else the endpoints that failed this request or do not report its model. Those that lack
-// what it needs stay excluded.
+// still, for they may go on; and else the endpoints that failed this request or do not report its model. Those that
+// lack what it needs stay excluded.
 func (k *Picker) weighDesperate(r *Request, v *kvstate.View, t *terms) {
 	const word, stands, failed = 0, 1, 2
 	for step := range 3 {

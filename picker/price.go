@@ -166,7 +166,8 @@ type PrefillPrice struct {
 }
 
 func (p *PrefillPrice) sum() float64 {
-	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Evicts + p.Returns + p.Session
+	return p.Queue + p.Work + p.Load + p.Others + p.Jobs + p.Answers + p.Late + p.Room + p.Evicts + p.Returns +
+		p.Session
 }
 
 // sessionTokens is how much more work an endpoint may have than another and still be preferred, because it served
@@ -387,8 +388,8 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 // mostNew is the part of a prompt that an endpoint may lack and still append the rest, however full it is.
 const mostNew = 0.1
 
-// appends reports whether a prompt only adds a little to what an endpoint holds, a tenth and a step of it at most. Even a
-// full endpoint has the prompt in its memory then, and another one would compute far more.
+// appends reports whether a prompt only adds a little to what an endpoint holds, a tenth and a step of it at most. Even
+// a full endpoint has the prompt in its memory then, and another one would compute far more.
 func (t *terms) appends(uncached float64) bool {
 	return !t.asked && uncached <= min(t.m.StepTokens, mostNew*t.tokens)
 }

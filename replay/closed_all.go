@@ -17,9 +17,9 @@ type Contender struct {
 	config func(*Config)
 }
 
-// ParseContender reads the name of a policy or an oracle. tandem/never, tandem/always and tandem/auto say when it splits
-// requests, tandem/roles that it gives engines their roles. A fleet may follow: tandem@2+6 has two engines that prefill
-// and six that decode, tandem@8 eight that serve both legs.
+// ParseContender reads the name of a policy or an oracle. tandem/never, tandem/always and tandem/auto say when it
+// splits requests, tandem/roles that it gives engines their roles. A fleet may follow: tandem@2+6 has two engines that
+// prefill and six that decode, tandem@8 eight that serve both legs.
 func ParseContender(name string) (Contender, error) {
 	out := Contender{Name: name}
 	var set []func(*Config)
@@ -68,7 +68,8 @@ func parseFleet(text string) (func(*Config), error) {
 }
 
 // RunContenders plays sessions under each contender with each of the seeds, and shows its progress on w.
-func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed, w io.Writer) ([][]*ClosedResult, error) {
+func RunContenders(ctx context.Context, who []Contender, seeds []uint64, c Config, o Closed,
+	w io.Writer) ([][]*ClosedResult, error) {
 	var out [][]*ClosedResult
 	for _, x := range who {
 		row, err := x.run(ctx, seeds, c, o, w)

@@ -9,7 +9,8 @@ import (
 // ClosedResult is how a policy served sessions.
 type ClosedResult struct {
 	Policy string `json:"policy"`
-	// Of the turns that came in the measured time. A good one has its first token, and a token each, within the targets.
+	// Of the turns that came in the measured time. A good one has its first token, and a token each, within the
+	// targets.
 	Turns       int     `json:"turns"`
 	Good        float64 `json:"good"` // share
 	GoodPerHour float64 `json:"goodPerHour"`

@@ -95,7 +95,8 @@ func spread(values []float64) Spread {
 	for _, v := range sorted(values) {
 		s.Mean += v / float64(len(values))
 	}
-	s.P50, s.P90, s.P95, s.P99 = quantile(values, .5), quantile(values, .9), quantile(values, .95), quantile(values, .99)
+	s.P50, s.P90 = quantile(values, .5), quantile(values, .9)
+	s.P95, s.P99 = quantile(values, .95), quantile(values, .99)
 	return s
 }
 

@@ -25,9 +25,11 @@ type loop struct {
 // agentLoops returns the tables of the suite.
 func agentLoops(all []sessions.Session) (out []loop) {
 	usual := append(Oracles(), "tandem/auto@8", "tandem/never@8", "tandem/roles@8", "tandem@4+4", "tandem@2+6",
-		"llm-d-in-flight/never@8", "llm-d/never@8", "dynamo/never@8", "thunderagent@8", "autellix@8", "continuum@8", "ppd@2+6",
+		"llm-d-in-flight/never@8", "llm-d/never@8", "dynamo/never@8", "thunderagent@8", "autellix@8", "continuum@8",
+		"ppd@2+6",
 		"deflection@2+6", "smg-1.13@4+4", "dynamo-planner@8")
-	few := append(Oracles(), "tandem/auto@8", "tandem/never@8", "tandem@2+6", "llm-d-in-flight/never@8", "thunderagent@8")
+	few := append(Oracles(), "tandem/auto@8", "tandem/never@8", "tandem@2+6", "llm-d-in-flight/never@8",
+		"thunderagent@8")
 	hour := DefaultClosed()
 	hour.Sessions = all
 	add := func(what string, kv, host float64, active int, who []string, set func(*Closed)) {
@@ -52,8 +54,8 @@ func agentLoops(all []sessions.Session) (out []loop) {
 	return out
 }
 
-// AgentsSuite plays sessions in closed loops with three seeds, from seed on, and prints the tables of docs/decision.md. On
-// one core it takes a quarter of an hour. When it is interrupted, it prints the tables that are complete.
+// AgentsSuite plays sessions in closed loops with three seeds, from seed on, and prints the tables of docs/decision.md.
+// On one core it takes a quarter of an hour. When it is interrupted, it prints the tables that are complete.
 func AgentsSuite(ctx context.Context, all []sessions.Session, seed uint64, stdout, stderr io.Writer) error {
 	loops := agentLoops(all)
 	bar := NewBar(stderr, "suite")
@@ -94,8 +96,11 @@ func (l *loop) run(ctx context.Context, seeds []uint64) ([][]*ClosedResult, erro
 
 // print prints a line for each contender: means over seeds.
 func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
-	fmt.Fprintf(w, "%s, %d seeds.\n\n| policy | good turns/h (by seed) | of idle engines' | first token p95, p99 | per token p99 | "+
-		"slowdown; of sessions: p95, worst | computed again: evicted, elsewhere, preempted | wasted |", l.what, len(rows[0]))
+	fmt.Fprintf(w,
+		"%s, %d seeds.\n\n| policy | good turns/h (by seed) | of idle engines' | first token p95, p99 | per "+
+			"token p99 | "+
+			"slowdown; of sessions: p95, worst | computed again: evicted, elsewhere, preempted | wasted |", l.what,
+		len(rows[0]))
 	if l.play.Patience > 0 {
 		fmt.Fprint(w, " gave up |")
 	}
@@ -110,11 +115,15 @@ func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 			least, most = min(least, r.GoodPerHour), max(most, r.GoodPerHour)
 		}
 		mean := func(f func(*ClosedResult) float64) float64 { return MeanOf(row, f) }
-		fmt.Fprintf(w, "| %s | %.0f (%.0f-%.0f) | %.3f | %.1f, %.0f s | %.0f ms | %.2f; %.1f, %.0f | %.1f, %.1f, %.1f %% | %.1f %% |",
+		fmt.Fprintf(w,
+			"| %s | %.0f (%.0f-%.0f) | %.3f | %.1f, %.0f s | %.0f ms | %.2f; %.1f, %.0f | %.1f, %.1f, %.1f %% | "+
+				"%.1f %% |",
 			row[0].Policy, mean(goodPerHour), least, most, mean(goodPerHour)/max(idle, 1),
-			mean(func(r *ClosedResult) float64 { return r.TTFT.P95 }), mean(func(r *ClosedResult) float64 { return r.TTFT.P99 }),
+			mean(func(r *ClosedResult) float64 { return r.TTFT.P95 }),
+			mean(func(r *ClosedResult) float64 { return r.TTFT.P99 }),
 			mean(func(r *ClosedResult) float64 { return 1000 * r.TPOT.P99 }),
-			mean(func(r *ClosedResult) float64 { return r.Slowdown }), mean(func(r *ClosedResult) float64 { return r.Sessions.P95 }),
+			mean(func(r *ClosedResult) float64 { return r.Slowdown }),
+			mean(func(r *ClosedResult) float64 { return r.Sessions.P95 }),
 			mean(func(r *ClosedResult) float64 { return r.Sessions.Worst }),
 			mean(func(r *ClosedResult) float64 { return 100 * r.Again.Evicted }),
 			mean(func(r *ClosedResult) float64 { return 100 * r.Again.Elsewhere }),
@@ -125,7 +134,10 @@ func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 		}
 		if l.play.Most > 0 {
 			peak := int(l.play.Day / 2 / quarter)
-			fmt.Fprintf(w, " %.0f, %.0f |", mean(func(r *ClosedResult) float64 { return sumOf(r.Quarters[peak-4 : peak]) }),
+			fmt.Fprintf(w, " %.0f, %.0f |", mean(func(r *ClosedResult) float64 {
+				return sumOf(
+					r.Quarters[peak-4 : peak])
+			}),
 				mean(func(r *ClosedResult) float64 { return sumOf(r.Quarters[peak : peak+4]) }))
 		}
 		fmt.Fprintln(w)

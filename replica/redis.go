@@ -109,7 +109,10 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 	}
 	// before the engines have said what they are, they share no requests
 	for f.state.AwaitsReports() && ctx.Err() == nil {
-		time.Sleep(50 * time.Millisecond)
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+		}
 	}
 	differ := 0
 	for ctx.Err() == nil {

@@ -242,7 +242,8 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	return changes, nil
 }
 
-// noteEnvoys notes what a bootstrap from the start of this server lacks; nothing, if the configuration is again as it was.
+// noteEnvoys notes what a bootstrap from the start of this server lacks; nothing, if the configuration is again as it
+// was.
 func (r *reloader) noteEnvoys(next *configv1.Config) {
 	var paths []string
 	for _, c := range diff.Difference(r.start, next) {
@@ -265,8 +266,8 @@ var errPrinted = errors.New("the printed bootstrap of Envoy lacks what the pools
 
 // printedLacks returns an error if Envoy has a printed bootstrap without something that the pools of a configuration
 // need: with the change in force their requests would fail. So the change waits: for a restart of Tandem, after Envoy's
-// with a new bootstrap, or until an Envoy asks for its configuration over xDS. With several replicas, Envoys may have it
-// from another one, so nothing waits there. A gateway's Envoy is not ours.
+// with a new bootstrap, or until an Envoy asks for its configuration over xDS. With several replicas, Envoys may have
+// it from another one, so nothing waits there. A gateway's Envoy is not ours.
 func (r *reloader) printedLacks(next *configv1.Config) error {
 	missing := newParts(r.start, next)
 	if len(missing) == 0 || len(r.xds.Envoys()) > 0 || r.config.GetState().GetRedis() != nil ||

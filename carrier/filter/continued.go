@@ -118,8 +118,9 @@ func (in *Insured) endsHere(cause string, said []byte) {
 	t, passes := &f.hop.ticket, f.s.Passes
 	passes.Observer.Streams.Continued(t.Pool, cause, resultDied)
 	passes.Observer.DiedUnder(f.id, t, in.again.died)
-	passes.Log.Warn("engines died, or failed, one after the other under one request: it may be the cause, and no other "+
-		"one is asked (docs/continue.md#a-request-that-kills-engines)", "request_id", f.id, "pool", t.Pool,
+	passes.Log.Warn(
+		"engines died, or failed, one after the other under one request: it may be the cause, and no other "+
+			"one is asked (docs/continue.md#a-request-that-kills-engines)", "request_id", f.id, "pool", t.Pool,
 		"endpoints", in.again.died, "cause", cause)
 	passes.Faults.CheckEndpoint(passes.State.Pool(t.Pool), t.Decode)
 	switch {
@@ -229,7 +230,8 @@ func (in *Insured) cut(cause string) {
 // on.
 func (in *Insured) move(cause string) {
 	f := in.f
-	if in.d.id == 0 || in.again.spare != nil || len(in.again.died) > 1 || in.to.ended || in.d.plain || f.m != nil || !in.d.spoke ||
+	if in.d.id == 0 || in.again.spare != nil || len(in.again.died) > 1 || in.to.ended || in.d.plain || f.m != nil ||
+		!in.d.spoke ||
 		in.again.times >= in.policy.Limit() || time.Now().Before(in.again.rest) {
 		return
 	}

@@ -406,7 +406,7 @@ func TestInsuredStreams(t *testing.T) {
 		"three die, long after each other": {policy: longAfter, play: func(_ int, u *startedLeg) {
 			u.pieces, u.cut = u.pieces[:2], true
 		}, legs: 3, broken: true},
-		"two report errors": {play: func(n int, u *startedLeg) {
+		"two report errors": {play: func(_ int, u *startedLeg) {
 			u.pieces = append(u.pieces[:2], failed, "data: [DONE]\n\n")
 		}, legs: 2, reply: `"died"`},
 		"each one's first event is an error": {play: func(_ int, u *startedLeg) {

@@ -113,11 +113,13 @@ func envoy(t *testing.T, root string) string {
 	return path
 }
 
-// Check runs `tandem serve --check --live` with a configuration file. said is all that it prints; failed: it found an error.
+// Check runs `tandem serve --check --live` with a configuration file. said is all that it prints; failed: it found an
+// error.
 func Check(t *testing.T, file string) (said string, failed bool) {
 	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
-	out, err := exec.CommandContext(t.Context(), filepath.Join(root, "bin/tandem"), "serve", "-f", file, "--check", "--live").CombinedOutput()
+	out, err := exec.CommandContext(t.Context(), filepath.Join(root, "bin/tandem"), "serve", "-f", file, "--check",
+		"--live").CombinedOutput()
 	return string(out), err != nil
 }

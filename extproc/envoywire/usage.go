@@ -35,8 +35,8 @@ func (b *LogBatch) readFilterMetadata(c *cursor, end int, e *LogEntry) {
 	}
 }
 
-// answerNamespace is where Envoy's scripts write what they have done with an answer (envoy-configs/lua); outdatedKey says
-// that Tandem refused it, because its KV may have been another prompt's.
+// answerNamespace is where Envoy's scripts write what they have done with an answer (envoy-configs/lua); outdatedKey
+// says that Tandem refused it, because its KV may have been another prompt's.
 const (
 	answerNamespace = "tandem.answer"
 	outdatedKey     = "refused"

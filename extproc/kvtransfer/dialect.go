@@ -129,8 +129,8 @@ type Reports struct {
 	Ranks   bool // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
 }
 
-// vllmAlike returns the facts in which the engines of a pair must agree with any connector of vLLM. Each but the release
-// changes what a block is, or what its numbers mean. What the engines check themselves, and what not, is in
+// vllmAlike returns the facts in which the engines of a pair must agree with any connector of vLLM. Each but the
+// release changes what a block is, or what its numbers mean. What the engines check themselves, and what not, is in
 // docs/protocols.md#which-engines-fit-each-other.
 func vllmAlike() kvstate.FactSet {
 	return kvstate.FactsOf(kvstate.FactModel, kvstate.FactRevision, kvstate.FactQuantization, kvstate.FactDtype,

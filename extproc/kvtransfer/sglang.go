@@ -35,11 +35,12 @@ func sglangDialect(*Options) (Dialect, error) {
 	return Dialect{
 		Name: "sglang", Engine: EngineSGLang, Engines: Engines{DataRanks: true},
 		Ports: bootstrapPorts(), Validate: d.Validate,
-		// disaggregation/common/conn.py of 0.5.23 refuses another page size or KV dtype (lines 1320 to 1335), and asserts
-		// what it needs of the ranks of attention, which nobody reports (1452 to 1523). It compares neither models nor
-		// weights.
+		// disaggregation/common/conn.py of 0.5.23 refuses another page size or KV dtype (lines 1320 to 1335), and
+		// asserts what it needs of the ranks of attention, which nobody reports (1452 to 1523). It compares neither
+		// models nor weights.
 		Reports: Reports{Alike: kvstate.FactsOf(kvstate.FactModel, kvstate.FactRevision, kvstate.FactQuantization,
-			kvstate.FactDtype, kvstate.FactKVDtype, kvstate.FactBlockSize, kvstate.FactSpeculation, kvstate.FactBackend)},
+			kvstate.FactDtype, kvstate.FactKVDtype, kvstate.FactBlockSize, kvstate.FactSpeculation,
+			kvstate.FactBackend)},
 		Concurrent: &Concurrent{
 			CancelsPrefill: true, JoinsAnswers: true, OwnGenerate: true, Unpairable: d.Unpairable, Plan: d.Plan,
 			ReadAnswer: d.ReadAnswer, StreamsLate: d.StreamsLate,

@@ -127,16 +127,17 @@ type Ticket struct {
 	Prompt uint64
 	Learn  Learn // of a prefill leg
 	// of the hand-over, for D, or the encode leg's result, for P; on a decode leg whose answer is rewritten: how
-	Params     []byte
-	ParamsRef  [16]byte // the name under which Params are stored if they fit no header
-	Cached     int64    // of the prompt, found in P's prefix cache, plus one; 0: unknown
-	Written    int64    // of the prompt, written to P's prefix cache, plus one; 0: unknown
-	Path       string   // the client's, if the leg or the redirect has another; else ""
-	Authority  string   // the client's Host; "": unknown
-	Turn       TurnLeg  // if D keeps answers for the next turn
-	Loads      bool     // of a decode leg: its request names KV of Prefill
-	Shaped     bool     // of a leg to P: the answer is to have a form that one token may not have (openai.Request.Shaped)
-	LeastBytes int      // minimum size of a complete answer of a decode leg; 0: unknown, or not streamed
+	Params    []byte
+	ParamsRef [16]byte // the name under which Params are stored if they fit no header
+	Cached    int64    // of the prompt, found in P's prefix cache, plus one; 0: unknown
+	Written   int64    // of the prompt, written to P's prefix cache, plus one; 0: unknown
+	Path      string   // the client's, if the leg or the redirect has another; else ""
+	Authority string   // the client's Host; "": unknown
+	Turn      TurnLeg  // if D keeps answers for the next turn
+	Loads     bool     // of a decode leg: its request names KV of Prefill
+	// of a leg to P: the answer is to have a form that one token may not have (openai.Request.Shaped)
+	Shaped     bool
+	LeastBytes int // minimum size of a complete answer of a decode leg; 0: unknown, or not streamed
 }
 
 // TurnLeg describes a request's part in its conversation, if D keeps blocks for the next turn (turn.go).

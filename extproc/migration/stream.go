@@ -525,8 +525,8 @@ func (s *splitter) drop() {
 	}
 }
 
-// dataLine returns the place of an event's data; none: it has no data, but comments. ok is false if it has more than one
-// line of data, or a line that is neither, or lines that end in a CR alone.
+// dataLine returns the place of an event's data; none: it has no data, but comments. ok is false if it has more than
+// one line of data, or a line that is neither, or lines that end in a CR alone.
 func dataLine(raw []byte) (data span, ok bool) {
 	for from := 0; from < len(raw); {
 		end := from + bytes.IndexByte(raw[from:], '\n')

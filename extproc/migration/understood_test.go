@@ -105,7 +105,7 @@ func TestAContinuationIsCheckedToBeOne(t *testing.T) {
 		one, two := engine{id: "one", created: 1, perEvent: 1}, engine{id: "two", created: 2, perEvent: 1}
 		want := read(t, one.stream(t, []byte(text)))
 		for name, anew := range map[string]string{
-			"begins anew":        string(two.stream(t, asked(r, ptr(NewStream(r, Policy{}))))),
+			"begins anew":        string(two.stream(t, asked(r, new(NewStream(r, Policy{}))))),
 			"does not say where": string(two.stream(t, []byte(text))), // and answers no ids either
 		} {
 			t.Run(api.String()+" "+name, func(t *testing.T) {
@@ -125,8 +125,6 @@ func TestAContinuationIsCheckedToBeOne(t *testing.T) {
 	}
 }
 
-func ptr[T any](v T) *T { return &v }
-
 // Memory that ends ends only continuing: whenever that is, the client gets the whole answer, and what is held is freed.
 func TestForgottenAnywhere(t *testing.T) {
 	for name, members := range requests {
@@ -143,7 +141,7 @@ func TestForgottenAnywhere(t *testing.T) {
 				}
 				r := scan(t, api, text)
 				want := read(t, one.stream(t, []byte(text)))
-				first := one.stream(t, asked(r, ptr(NewStream(r, Policy{}))))
+				first := one.stream(t, asked(r, new(NewStream(r, Policy{}))))
 				random := rand.New(rand.NewPCG(1, 2))
 				for _, cut := range cuts(first, false) {
 					s := NewStream(r, Policy{})

@@ -32,8 +32,8 @@ func (e *Error) In(messages bool) *Error {
 	return &out
 }
 
-// OfMessages reports whether a path is of Anthropic's API: /v1/messages, and below it. Something may stand before it, as
-// a gateway's prefix.
+// OfMessages reports whether a path is of Anthropic's API: /v1/messages, and below it. Something may stand before it,
+// as a gateway's prefix.
 func OfMessages(path []byte) bool {
 	path, _, _ = bytes.Cut(path, []byte("?"))
 	const of = "/v1/messages"

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 
@@ -207,7 +208,7 @@ func slowMedia(t testing.TB, api API, body []byte) (count [NumMedia]int32) {
 		switch {
 		case isObject(value):
 			for _, m := range slowMembers(t, []byte(value)) {
-				walk(m.value, append(names[:len(names):len(names)], m.key))
+				walk(m.value, append(slices.Clip(names), m.key))
 			}
 		case strings.HasPrefix(value, "["):
 			var all []json.RawMessage

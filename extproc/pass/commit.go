@@ -206,8 +206,8 @@ func (s *Shared) Release(h Held) (mine bool) {
 	return prefill || decode
 }
 
-// Bar is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its stream still
-// waits behind others' bodies.
+// Bar is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its stream
+// still waits behind others' bodies.
 func (s *Shared) Bar(h Held) {
 	s.State.End(h.Prefill)
 	s.State.End(h.Decode)

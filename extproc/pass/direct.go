@@ -147,8 +147,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	took, status := time.Since(began), a.Code
 	x.Prefilled.observeLoad(&t, a.Load)
 	x.Meter.Observer.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
-	switch {
-	case err != nil && status == http.StatusOK:
+	if err != nil && status == http.StatusOK {
 		s.Cut(&t)
 	}
 	switch {
@@ -187,8 +186,8 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
 }
 
-// post sends a body to an endpoint, on the client's path, and reads the answer. If that breaks off, err says so, and the
-// answer has its status.
+// post sends a body to an endpoint, on the client's path, and reads the answer. If that breaks off, err says so, and
+// the answer has its status.
 func (k prefillCall) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (a Answer, err error) {
 	x, client := k.pass, k.pass.shared.direct.client
 	// the client's own key, or none: Tandem's is not for clients

@@ -51,9 +51,9 @@ type Prefilled struct {
 	ids    []uint32        // scratch for token ids
 }
 
-// Settle settles a prefill leg that ended with P's answer, for the leg's filter, for the call of P inside Envoy, and for
-// pass 2: it learns from the answer, releases what P held (all that the request held, if that ends here), counts the
-// result, and says how the request goes on.
+// Settle settles a prefill leg that ended with P's answer, for the leg's filter, for the call of P inside Envoy, and
+// for pass 2: it learns from the answer, releases what P held (all that the request held, if that ends here), counts
+// the result, and says how the request goes on.
 func (x *Prefilled) Settle(ctx context.Context, t *kvtransfer.Ticket, a *Answer) Settled {
 	s, took := x.shared, x.shared.Since(t)
 	x.observeLoad(t, a.Load)
@@ -322,8 +322,8 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 	return next
 }
 
-// waitsFor reports whether a decode leg ended only because its endpoint stood still until the KV may have been outdated,
-// and no other endpoint can serve the request: then it has not failed the request, and is asked again.
+// waitsFor reports whether a decode leg ended only because its endpoint stood still until the KV may have been
+// outdated, and no other endpoint can serve the request: then it has not failed the request, and is asked again.
 func (s *Shared) waitsFor(t *kvtransfer.Ticket, f *faults.Failure) bool {
 	if f.Status != 0 || f.Unreached || f.Overdue || s.Outdated(t) == "" {
 		return false
@@ -351,7 +351,7 @@ func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)
 	failed := e != nil && s.State.FailedFor(e) >= lostAfter &&
-		(!s.State.StandsStill(e) || s.AnotherDecodes(t))
+		(!s.State.StandsStill(e) || s.AnotherDecodes(t) || s.State.FailedFor(e) >= s.stillLimit(t))
 	return failed || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
 }
 
@@ -367,6 +367,13 @@ func (s *Shared) AnotherDecodes(t *kvtransfer.Ticket) bool {
 // lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
 // stalled engine marks it for less.
 const lostAfter = 3 * time.Second
+
+// stillLimit returns how long an endpoint that stands still is waited for where no other one can serve: as long as a
+// stream may take to begin. Real vLLM compiles for 2 to 25 s; what stands for longer hangs.
+func (s *Shared) stillLimit(t *kvtransfer.Ticket) time.Duration {
+	policy, _ := s.Policy(t.Pool)
+	return policy.StreamStart
+}
 
 // answerLimit returns how long the answer may take to begin; 0: no limit. e may be nil.
 func (s *Shared) answerLimit(t *kvtransfer.Ticket, e *kvstate.Endpoint) time.Duration {
@@ -406,7 +413,8 @@ func (x *Prefilled) log(level slog.Level, message string, args ...any) {
 // DoesNotContinue records that an engine of a pool does not continue what another one has begun.
 func (s *Shared) DoesNotContinue(pool *kvstate.Pool, addr, requestID string) {
 	if e := pool.Endpoint(addr); e != nil && e.DoesNotContinue(time.Now()) {
-		s.Log.Warn("an engine does not continue the answers of others: asked with the token ids of one, it began anew; "+
+		s.Log.Warn("an engine does not continue the answers of others: asked with the token ids of one, it began "+
+			"anew; "+
 			"for a while it is not asked to (docs/continue.md#engines-that-do-not-continue)", "pool", pool.Spec.Name,
 			"endpoint", addr, "request_id", requestID)
 	}

@@ -121,8 +121,8 @@ func plainPath(path string) string {
 	return path
 }
 
-// TakesPriority reports whether engines read the member priority of the bodies of a path that is never split (vLLM 0.32,
-// entrypoints/pooling/base/protocol.py and openai/chat_completion/batch; SGLang 0.5.15, EmbeddingRequest and
+// TakesPriority reports whether engines read the member priority of the bodies of a path that is never split (vLLM
+// 0.32, entrypoints/pooling/base/protocol.py and openai/chat_completion/batch; SGLang 0.5.15, EmbeddingRequest and
 // ClassifyRequest of entrypoints/openai/protocol.py).
 func TakesPriority(path string) bool {
 	switch plainPath(path) {

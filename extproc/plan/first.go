@@ -179,7 +179,8 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 // lastHop reports whether the next answer is the client's: no endpoint is left, Envoy could not follow one more
 // redirect, or it could not replay the body.
 func (r *Request) lastHop() bool {
-	return r.Attempt.Last || r.Attempt.Redirects+1 >= r.Limits.MaxRedirects || len(r.Client.Body()) > r.Limits.SplitBodyBytes
+	return r.Attempt.Last || r.Attempt.Redirects+1 >= r.Limits.MaxRedirects ||
+		len(r.Client.Body()) > r.Limits.SplitBodyBytes
 }
 
 // aloneEdits returns the edits of the body for an endpoint that does both, and their undo.

@@ -116,8 +116,9 @@ func (p *Policy) MayBeAlone() bool {
 
 // DecodeDecides reports whether decode alone decides about a request to which P has answered a status. P got another
 // body than the client's: one token, without stop strings and streams, and in some dialects other members too. An
-// engine may refuse that although nothing is wrong with the client's own. A status about what both bodies have in common
-// (the key, the path, the size) stays the client's. shaped: P may fail over its one token (openai.Request.Shaped).
+// engine may refuse that although nothing is wrong with the client's own. A status about what both bodies have in
+// common (the key, the path, the size) stays the client's. shaped: P may fail over its one token
+// (openai.Request.Shaped).
 func (p *Policy) DecodeDecides(status int, shaped bool) bool {
 	switch status {
 	case http.StatusBadRequest, http.StatusUnprocessableEntity, http.StatusNotImplemented:

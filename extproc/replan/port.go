@@ -131,7 +131,8 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
 		t.Redirects+1 >= s.Limits.MaxRedirects || !s.State.Consume(idOf(t)) {
 		w.Header().Set(names.HeaderFinal, "true")
-		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request", time.Second))
+		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request",
+			time.Second))
 		return
 	}
 	s.Log.Warn("a replica failed while it decided a request; another one is asked", "request_id", id)

@@ -82,8 +82,8 @@ const endpointLabel = "endpoint"
 // [Metrics.PruneSeries].
 func (m *Metrics) PruneToo(vecs ...vec) { m.byEndpoint = append(m.byEndpoint, vecs...) }
 
-// addSeries adds to seen the endpoints that have series and are not there. So it does not matter whether an endpoint was
-// ever in a pool while prune ran, nor whether its last request ended after its series were dropped.
+// addSeries adds to seen the endpoints that have series and are not there. So it does not matter whether an endpoint
+// was ever in a pool while prune ran, nor whether its last request ended after its series were dropped.
 func (d *departed) addSeries(vecs []vec, now time.Time) {
 	for _, v := range vecs {
 		series := make(chan prometheus.Metric, 64)

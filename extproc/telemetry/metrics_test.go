@@ -96,7 +96,7 @@ func TestSeriesGoHoweverShortAnEndpointLived(t *testing.T) {
 	var err error
 	m.Usage, err = usage.New(usage.Options{}, registry, slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
-	other := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "other", Help: "x"}, []string{"endpoint"})
+	other := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "other_total", Help: "x"}, []string{"endpoint"})
 	registry.MustRegister(other)
 	m.PruneToo(other)
 	const gone = "10.0.0.9:1"

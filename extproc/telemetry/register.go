@@ -34,7 +34,8 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	}, func() float64 { return float64(state.Reservations()) }))
 	m := &Metrics{}
 	to := registry{promauto.With(r), &m.byEndpoint}
-	m.passMetrics, m.promptMetrics, m.hopMetrics, m.handOverMetrics = to.passes(), to.prompts(), to.hops(), to.handOvers()
+	m.passMetrics, m.promptMetrics, m.hopMetrics, m.handOverMetrics = to.passes(), to.prompts(), to.hops(),
+		to.handOvers()
 	m.streamMetrics, m.Streams = to.streams(), to.continuing()
 	return m
 }

@@ -19,8 +19,8 @@ func bounded(name string) string {
 	return strings.ToValidUTF8(name, "?")
 }
 
-// names bounds the values of a label: the first names that were answered keep a value of their own, and the rest share a
-// few. It is safe for concurrent use.
+// names bounds the values of a label: the first names that were answered keep a value of their own, and the rest share
+// a few. It is safe for concurrent use.
 type names struct {
 	mu   sync.Mutex
 	most int

@@ -166,7 +166,8 @@ func (r *Recorder) Run(ctx context.Context) {
 	}
 }
 
-// ByEndpoint returns the metrics whose series are of endpoints, so that those of endpoints that have left can be dropped.
+// ByEndpoint returns the metrics whose series are of endpoints, so that those of endpoints that have left can be
+// dropped.
 func (r *Recorder) ByEndpoint() []*prometheus.MetricVec {
 	if r == nil {
 		return nil

@@ -26,8 +26,9 @@ const (
 	checkBusyEvery   = 2 * time.Second        // GET /health of endpoints with requests
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
-	askReportEvery   = 10 * time.Second       // what an engine is, until it answers; at once if the endpoint waits for it
-	knownReportEvery = 5 * time.Minute        // ... and after: a restart is noticed otherwise
+	// what an engine is, until it answers; at once if the endpoint waits for it
+	askReportEvery   = 10 * time.Second
+	knownReportEvery = 5 * time.Minute // ... and after: a restart is noticed otherwise
 	modelsTimeout    = time.Second
 	connectTimeout   = time.Second
 	maxModels        = 1 << 20 // bytes of an answer that are read
@@ -268,8 +269,8 @@ func (p *Prober) Ask(ctx context.Context, endpoints []*kvstate.Endpoint, older t
 	}
 }
 
-// ask asks an endpoint for its models, once at a time. The returned channel is closed when it has answered, or if it was
-// asked less than a time ago.
+// ask asks an endpoint for its models, once at a time. The returned channel is closed when it has answered, or if it
+// was asked less than a time ago.
 func (p *Prober) ask(
 	ctx context.Context, e *kvstate.Endpoint, older time.Duration, run func(func()),
 ) <-chan struct{} {

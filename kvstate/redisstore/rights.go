@@ -13,8 +13,8 @@ import (
 	"tandem/kvstate/redisstore/redisclient"
 )
 
-// CheckRights asks Redis for every command that replicas use, on keys of its own, which it removes. The error names each
-// command that Redis refuses, in Redis's words, or says why Redis cannot be asked.
+// CheckRights asks Redis for every command that replicas use, on keys of its own, which it removes. The error names
+// each command that Redis refuses, in Redis's words, or says why Redis cannot be asked.
 func CheckRights(ctx context.Context, o Options) error {
 	o.setDefaults()
 	var counts redisclient.Counts
@@ -26,7 +26,7 @@ func CheckRights(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*commandTime)
 	defer cancel()
 	if err := client.Ping(ctx).Err(); err != nil {
-		return fmt.Errorf("Redis cannot be used: %w", err)
+		return fmt.Errorf("cannot use Redis: %w", err)
 	}
 	var id [8]byte
 	_, _ = rand.Read(id[:])           // never fails (crypto/rand)
@@ -51,7 +51,9 @@ func CheckRights(ctx context.Context, o Options) error {
 		{"HSET", func() error { return client.HSet(ctx, hash, "a", "b").Err() }},
 		{"HVALS", func() error { return client.HVals(ctx, hash).Err() }},
 		{"XADD", func() error {
-			return client.XAdd(ctx, &redis.XAddArgs{Stream: stream, MaxLen: 1, Approx: true, Values: []any{"a", "b"}}).Err()
+			return client.XAdd(ctx, &redis.XAddArgs{
+				Stream: stream, MaxLen: 1, Approx: true, Values: []any{"a", "b"},
+			}).Err()
 		}},
 		{"XREAD", func() error {
 			return client.XRead(ctx, &redis.XReadArgs{Streams: []string{stream, "0"}, Count: 1, Block: -1}).Err()
@@ -60,7 +62,7 @@ func CheckRights(ctx context.Context, o Options) error {
 		{"UNLINK", func() error { return client.Unlink(ctx, text, hash, stream).Err() }},
 	} {
 		if err := one.do(); err != nil && !errors.Is(err, redis.Nil) {
-			errs = append(errs, fmt.Errorf("Redis refuses %s: %w", one.command, err))
+			errs = append(errs, fmt.Errorf("%s is refused by Redis: %w", one.command, err))
 		}
 	}
 	return errors.Join(errs...)

@@ -194,8 +194,8 @@ func TestTLSAndACL(t *testing.T) {
 
 	r.do("ACL", "SETUSER", "tandem", "-hvals", "-mget")
 	missing := CheckRights(t.Context(), o)
-	require.ErrorContains(t, missing, "Redis refuses HVALS: NOPERM")
-	require.ErrorContains(t, missing, "Redis refuses MGET: NOPERM")
+	require.ErrorContains(t, missing, "HVALS is refused by Redis: NOPERM")
+	require.ErrorContains(t, missing, "MGET is refused by Redis: NOPERM")
 	require.Len(t, strings.Split(missing.Error(), "\n"), 2)
 	refused := apart(t, o, 1)
 	eventually(t, "the refusal is said", func() bool {

@@ -11,8 +11,8 @@ import (
 
 // With a key file, everything that replicas read from Redis is signed with its keys, so who can write to Redis without
 // them can withhold what replicas say to each other, and no more. Marks of consumed tickets are not signed: who sets
-// one makes Tandem plan a request again, and who deletes one does what an outage of Redis does. An old text of a replica
-// is not taken for a new one: keys in Redis name what they are for, and an entry of a stream has its time.
+// one makes Tandem plan a request again, and who deletes one does what an outage of Redis does. An old text of a
+// replica is not taken for a new one: keys in Redis name what they are for, and an entry of a stream has its time.
 
 // Signer signs what is written to Redis, for a purpose, and knows what was signed for it (kvtransfer.Keys).
 type Signer interface {
@@ -39,7 +39,8 @@ func (s *Store) genuine(purpose string, signed []byte) (text []byte, ok bool) {
 	if text, ok = s.signer.Genuine(purpose, signed); !ok {
 		s.counters.forged.Add(1)
 		s.forgedOnce.Do(func() {
-			s.log.Warn("what another writer left in Redis is not used: it is not signed with this replica's ticket keys",
+			s.log.Warn("what another writer left in Redis is not used: it is not signed with this replica's "+
+				"ticket keys",
 				"for", purpose)
 		})
 	}

@@ -152,7 +152,6 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 		}())
 	})
 	t.Run("an old batch again", func(t *testing.T) {
-		old := []any{}
 		hashes := prompt(8, 5)
 		batch := forged(func(b *statev1.Batch) {
 			b.Blocks = []*statev1.Blocks{{Address: 0, Kind: statev1.Blocks_KIND_ROUTED, Hashes: hashes}}
@@ -160,8 +159,7 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 		for _, ago := range []time.Duration{sentWithin + time.Second, time.Hour} {
 			sent := strconv.FormatInt(time.Now().Add(-ago).UnixMilli(), 10)
 			code := secret("key").Sign(nil, stream+" "+sent, batch)[:sha256.Size]
-			old = []any{batchField, batch, sentField, sent, codeField, string(code)}
-			w.add(stream, old...)
+			w.add(stream, batchField, batch, sentField, sent, codeField, string(code))
 			w.add(stream, batchField, batch, sentField, strconv.FormatInt(time.Now().UnixMilli(), 10), codeField, string(code))
 		}
 		applied()

@@ -163,7 +163,7 @@ func (t *Table) Arrive(blocks []uint64, whole int, tokens, shared, now float64) 
 		c = &Conversation{home: -1, shared: min(shared, tokens)}
 		t.add(c)
 	case c.isIdle():
-		t.returned[binOf(now-c.since)]++
+		t.returned[binOf(now-c.since)]++ //nolint:gosec // binOf stays below the number of bins
 	}
 	t.forget(c)
 	t.outdate(c.home)

@@ -20,10 +20,11 @@ const (
 	// Kept is how long observations are used after the last one.
 	Kept = 10 * time.Minute
 
-	// From these ages of its last observation on, what was learned of an endpoint, and of a whole pool, is doubted: it
+	// DoubtEndpoint is the age of its last observation from which on what was learned of an endpoint is doubted: it
 	// counts for a quarter at twice the age. A healthy endpoint in use is observed every few seconds.
 	DoubtEndpoint = 30 * time.Second
-	DoubtPool     = 2 * time.Minute
+	// DoubtPool is the same age for what was learned of a whole pool.
+	DoubtPool = 2 * time.Minute
 
 	priorWeight = 2.0 // at first, in modelled seconds
 	// factor on that weight with each observation: the prior fades faster than observations do.
@@ -69,8 +70,8 @@ func Trust(age, doubted time.Duration) float64 {
 	return part * part
 }
 
-// Doubted returns what is left of what was learned at a time in Unix ns: its ratio has moved towards the prior, and its weight is less, so
-// that the next observations count for more.
+// Doubted returns what is left of what was learned at a time in Unix ns: its ratio has moved towards the prior, and its
+// weight is less, so that the next observations count for more.
 func (s Learned) Doubted(prior float64, now int64, doubted time.Duration) Learned {
 	trust := Trust(time.Duration(now-s.at), doubted)
 	if trust == 1 {

@@ -69,10 +69,11 @@ func (h *hostMemory) has(b uint64) bool { return h.cache != nil && h.cache.has(b
 
 // Events are called as an engine works.
 type Events struct {
-	Started   func(j *Job, cached, computes int) // a prompt is about to be computed, but for what is cached; may be nil
-	Prefilled func(*Job)                         // a prompt has been computed for another engine, whose Add must follow, now or later
-	First     func(*Job)                         // the first token of an answer
-	Done      func(*Job)                         // the last one
+	Started func(j *Job, cached, computes int) // a prompt is about to be computed, but for what is cached; may be nil
+	// a prompt has been computed for another engine, whose Add must follow, now or later
+	Prefilled func(*Job)
+	First     func(*Job) // the first token of an answer
+	Done      func(*Job) // the last one
 }
 
 // Tally is what an engine has done so far.

@@ -10,8 +10,8 @@ type Job struct {
 	Output int      // tokens of the answer, at least 1
 	Blocks []uint64 // of the prompt, BlockTokens tokens each, the last possibly shorter
 
-	// Of the prompt and its answer, when a later prompt may contain both: Blocks are its beginning. The last block of the
-	// prompt, if it is shorter, goes on with the answer. nil: nobody asks for the answer's KV.
+	// Of the prompt and its answer, when a later prompt may contain both: Blocks are its beginning. The last block of
+	// the prompt, if it is shorter, goes on with the answer. nil: nobody asks for the answer's KV.
 	Kept []uint64
 
 	leg      Leg

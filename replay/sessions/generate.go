@@ -13,11 +13,13 @@ func Kinds() []string { return []string{"coding", "agentx", "people"} }
 
 // Generate generates n sessions:
 //
-//	coding   agents that write code, with the statistics of 239 recorded ones (TestCoding has the table): tools answer in
+//	coding   agents that write code, with the statistics of 239 recorded ones (TestCoding has the table): tools answer
+//	in
 //	         seconds, most of the time, and people in minutes; the context grows to 105k tokens in the median
-//	agentx   the same with the lengths of vLLM's AgentX (vllm#57103): in the median 43 turns, prompts of 142k tokens and
+//	agentx   the same with the lengths of vLLM's AgentX (vllm#57103): in the median 43 turns, prompts of 142k tokens
+//	and
 //	         answers of 444. Its subagents are left out
-//	people   people who talk: a system prompt that all share, a few turns, a minute's thought between them
+//	people   conversations of people: a system prompt that all share, a few turns, a minute's thought between them
 func Generate(kind string, n int, seed uint64) ([]Session, error) {
 	g := &generator{random: rand.New(rand.NewPCG(seed, 21))}
 	one := map[string]func() Session{"coding": g.coding, "agentx": g.agentX, "people": g.people}[kind]
@@ -148,7 +150,8 @@ type Statistics struct {
 
 // Describe returns the statistics of sessions.
 func Describe(all []Session) []Statistics {
-	names := []string{"turns of a session", "prefix of a session", "first prompt", "longest prompt of a session", "prompt", "answer",
+	names := []string{"turns of a session", "prefix of a session", "first prompt", "longest prompt of a session",
+		"prompt", "answer",
 		"new tokens of a prompt", "s after tool use", "s after the end of a turn", "s after other ends",
 		"share of a prompt that its session had"}
 	of := make([][]float64, len(names))

@@ -56,9 +56,9 @@ func open(path string) ([]Session, error) {
 	return Read(filepath.Base(path), r)
 }
 
-// condensed reads a session as an object with tools and system (tokens, with which the first prompt begins) and turns: for
-// each [time, think, back, shared, in, out, stop, service], of which shared is how many tokens of the prompt equal the
-// beginning of the prompt back turns before.
+// condensed reads a session as an object with tools and system (tokens, with which the first prompt begins) and turns:
+// for each [time, think, back, shared, in, out, stop, service], of which shared is how many tokens of the prompt equal
+// the beginning of the prompt back turns before.
 func condensed(text []byte) (Session, error) {
 	var in struct {
 		Tools, System int
@@ -95,7 +95,8 @@ func (r *row) UnmarshalJSON(text []byte) error {
 	var at float64
 	var stop string
 	t := &r.turn
-	if err := json.Unmarshal(text, &[]any{&at, &t.Think, &t.Back, &t.Had, &t.Input, &t.Output, &stop, &t.Service}); err != nil {
+	if err := json.Unmarshal(text, &[]any{&at, &t.Think, &t.Back, &t.Had, &t.Input, &t.Output, &stop,
+		&t.Service}); err != nil {
 		return err
 	}
 	t.Stop = map[string]Stop{"t": Tool, "e": End}[stop]

@@ -66,7 +66,8 @@ func (p PoolSpec) Equal(o PoolSpec) bool {
 func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	d := DialectOf(p)
 	partners := d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"
-	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), Facts: d.Alike(), Alike: Alike(p),
+	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), Facts: d.Alike(),
+		Alike: Alike(p),
 		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners,
 			KeepsAnswers: p.GetNixl().GetDeclineExpired() || p.GetNixl().GetBidirectional()}}
 }

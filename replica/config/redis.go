@@ -27,7 +27,8 @@ func RedisTLS(t *configv1.RedisTls) (*tls.Config, error) {
 		}
 	}
 	if t.GetCertFile() != "" {
-		c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { // for every new connection: files change
+		// for every new connection: files change
+		c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
 			pair, err := tls.LoadX509KeyPair(t.GetCertFile(), t.GetKeyFile())
 			return &pair, err
 		}

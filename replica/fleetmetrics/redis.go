@@ -78,7 +78,8 @@ func storeCounters() []storeCounter {
 			"Times that another replica's batch named an endpoint that this replica does not have.",
 			func(s redisstore.Stats) int64 { return s.Unknown }},
 		{"tandem_redis_forged_total",
-			"Texts in Redis that were not used, because they are not signed with this replica's keys (tickets.keyFile).",
+			"Texts in Redis that were not used, because they are not signed with this replica's keys " +
+				"(tickets.keyFile).",
 			func(s redisstore.Stats) int64 { return s.Forged }},
 		{"tandem_redis_snapshots_total",
 			"Snapshots and feeds of KV events written for other replicas.",

@@ -22,7 +22,8 @@ const asked = "[1,2,3,4,5]"
 // AskContinuing asks every configured engine of pools with continueStreams for one token behind some token ids, and
 // warns of those that do not take these: they are not asked to continue streams.
 func (r *Report) AskContinuing(ctx context.Context, cfg *configv1.Config) {
-	client := enginehttp.New(30*time.Second, func(t *http.Transport) { t.DisableKeepAlives = true }) // it may compile first
+	// it may compile first
+	client := enginehttp.New(30*time.Second, func(t *http.Transport) { t.DisableKeepAlives = true })
 	for i, p := range cfg.GetPools() {
 		if p.GetContinueStreams() == nil {
 			continue
@@ -33,15 +34,19 @@ func (r *Report) AskContinuing(ctx context.Context, cfg *configv1.Config) {
 				continue
 			}
 			engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
-				Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
+				Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(),
+					p.GetApiKeyFile())}}}
 			at := fmt.Sprintf("pools[%d].endpoints[%d]", i, j)
 			switch why, known := continues(ctx, client, engine); {
 			case !known:
-				r.NotAsked = append(r.NotAsked, words.Plain(fmt.Sprintf("%s: whether it continues streams: %s", at, why)))
+				r.NotAsked = append(r.NotAsked, words.Plain(fmt.Sprintf("%s: whether it continues streams: %s", at,
+					why)))
 			case why != "":
-				r.findings = append(r.findings, finding{note: true, text: words.Plain(fmt.Sprintf("%s.address: the engine at %s "+
-					"does not continue streams: %s; it serves everything else, and continueStreams uses the others "+
-					"(vLLM 0.32 and later do)", at, e.GetAddress(), why))})
+				r.findings = append(r.findings, finding{note: true,
+					text: words.Plain(fmt.Sprintf("%s.address: the engine at %s "+
+						"does not continue streams: %s; it serves everything else, and continueStreams uses the "+
+						"others "+
+						"(vLLM 0.32 and later do)", at, e.GetAddress(), why))})
 			}
 		}
 	}
@@ -57,8 +62,10 @@ func continues(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoi
 		return "it lists no models", false
 	}
 	model, _ := json.Marshal(models.Data[0].ID)
-	resp, err := client.Post(ctx, e, "/v1/chat/completions", fmt.Appendf(nil, `{"model":%s,"messages":[{"role":"user",`+
-		`"content":"a"}],"max_tokens":1,"temperature":0,"return_token_ids":true,"kv_transfer_params":{"prompt_token_ids":%s}}`,
+	resp, err := client.Post(ctx, e, "/v1/chat/completions", fmt.Appendf( //nolint:bodyclose // ReadAll closes it
+		nil, `{"model":%s,"messages":[{"role":"user",`+
+			`"content":"a"}],"max_tokens":1,"temperature":0,"return_token_ids":true,`+
+			`"kv_transfer_params":{"prompt_token_ids":%s}}`,
 		model, asked), nil)
 	if err != nil {
 		return err.Error(), false

@@ -132,16 +132,18 @@ func (a *engineAnswer) checkVLLM(at string, p *configv1.Pool, e *configv1.Endpoi
 		a.note("role", info.Told)
 	}
 	if info.NoCaching && d.Alike() != 0 {
-		a.warn(at+".address", "the engine's prefix cache is off: prompts that begin alike are computed anew each time, and "+
-			"Tandem sends them here for what it thinks is cached; start it without --no-enable-prefix-caching")
+		a.warn(at+".address",
+			"the engine's prefix cache is off: prompts that begin alike are computed anew each time, and "+
+				"Tandem sends them here for what it thinks is cached; start it without --no-enable-prefix-caching")
 	}
 	if info.Connector == "" {
 		bare := info.Told || usesNIXL(&d) && info.Engine == enginefacts.VLLM && !info.NoMetrics && !info.NIXL &&
 			a.version != "" && !kvtransfer.Older(a.version, 32)
 		if needs := connectorsOf(&d); bare && needs != "" && e.GetRole() != "encode" &&
 			(e.GetRole() != "both" || !d.PairsOnly()) {
-			a.report(at+".address", "the engine runs without a KV connector, and the pool's kvTransfer is %s, which needs %s: "+
-				"start it with --kv-transfer-config, or correct the address", p.GetKvTransfer(), needs)
+			a.report(at+".address",
+				"the engine runs without a KV connector, and the pool's kvTransfer is %s, which needs %s: "+
+					"start it with --kv-transfer-config, or correct the address", p.GetKvTransfer(), needs)
 		}
 		return
 	}
@@ -175,7 +177,8 @@ func (a *engineAnswer) checkRecompute(at string) {
 	if a.info.OnFailure != "recompute" {
 		return
 	}
-	const why = "the engine runs with %s and kv_load_failure_policy recompute: with vLLM's newer runner (0.32 and 0.33, " +
+	const why = "the engine runs with %s and kv_load_failure_policy recompute: with vLLM's newer runner (0.32 " +
+		"and 0.33, " +
 		"the default on GPUs) an answer whose KV could not be loaded in step is wrong, with a 200 (vllm#49250); "
 	switch a.info.Connector {
 	case "LMCacheConnectorV1", "FlexKVConnectorV1":
@@ -185,7 +188,8 @@ func (a *engineAnswer) checkRecompute(at string) {
 	}
 }
 
-// usesNIXL reports whether engines of a dialect run one of vLLM's NIXL connectors, whose metrics are there from the start.
+// usesNIXL reports whether engines of a dialect run one of vLLM's NIXL connectors, whose metrics are there from the
+// start.
 func usesNIXL(d *kvtransfer.Dialect) bool {
 	return slices.ContainsFunc(d.Reports.Connectors, func(name string) bool { return strings.HasPrefix(name, "Nixl") })
 }
@@ -243,13 +247,15 @@ func unlike(path string, p *configv1.Pool, answers []engineAnswer, j int) (out [
 		mine := answers[j].info.Report[fact]
 		for i, other := range p.GetEndpoints()[:j] {
 			theirs := answers[i].info.Report[fact]
-			if answers[i].foreign || answers[j].foreign || kvstate.FactFits(fact, mine, theirs) || !paired(p, e, other) {
+			if answers[i].foreign || answers[j].foreign || kvstate.FactFits(fact, mine, theirs) || !paired(p, e,
+				other) {
 				continue
 			}
 			says := fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s", path, j, fact, mine,
 				path, i, theirs)
 			if alike.Has(fact) {
-				out = append(out, finding{text: says + ": these two are never paired, since nobody has shown that they " +
+				out = append(out, finding{text: says +
+					": these two are never paired, since nobody has shown that they " +
 					"take each other's KV; start them alike, or set different groups"})
 			} else {
 				out = append(out, finding{note: true, text: says + ", and pairUnlike has " + fact.Setting() +

@@ -60,9 +60,9 @@ type finding struct {
 	note bool // a warning: requests are served nevertheless
 }
 
-// Check asks the engines of all configured endpoints. It takes half a minute at most for each pool, mostly less than one
-// second: a vLLM with VLLM_SERVER_DEV_MODE=1 that is asked the first time takes longest. prompts: engines that prefill also
-// compute a short prompt, where that shows what nothing else does.
+// Check asks the engines of all configured endpoints. It takes half a minute at most for each pool, mostly less than
+// one second: a vLLM with VLLM_SERVER_DEV_MODE=1 that is asked the first time takes longest. prompts: engines that
+// prefill also compute a short prompt, where that shows what nothing else does.
 func Check(ctx context.Context, cfg *configv1.Config, prompts bool) *Report {
 	client := enginehttp.New(0, func(t *http.Transport) { t.DisableKeepAlives = true })
 	out := &Report{}

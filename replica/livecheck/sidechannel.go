@@ -17,7 +17,8 @@ import (
 	"tandem/replica/config"
 )
 
-// prefillTime is how long an engine may take for one token of a short prompt: the first request of its life may compile.
+// prefillTime is how long an engine may take for one token of a short prompt: the first request of its life may
+// compile.
 const prefillTime = 30 * time.Second
 
 // checkSideChannel has vLLM's NIXL connector compute a short prompt for a decode engine, as requests do, and looks
@@ -28,7 +29,8 @@ func (a *engineAnswer) checkSideChannel(
 	e *configv1.Endpoint,
 ) {
 	d := config.DialectOf(p)
-	if !pulls(&d) || e.GetRole() == "decode" || e.GetRole() == "encode" || len(a.info.Models) == 0 || len(a.findings) > 0 {
+	if !pulls(&d) || e.GetRole() == "decode" || e.GetRole() == "encode" || len(a.info.Models) == 0 ||
+		len(a.findings) > 0 {
 		return
 	}
 	answer, err := prefill(ctx, client, engine, a.info.Models[0])
@@ -43,8 +45,9 @@ func (a *engineAnswer) checkSideChannel(
 		a.report(at+".address", "what the engine says of the KV that it keeps is not understood: %v", err)
 		return
 	case read.Params == nil && read.Unused == "":
-		a.report(at+".address", "the engine kept no KV for decode, so it runs without a KV connector, and the pool's kvTransfer "+
-			"is %s, which needs %s: start it with --kv-transfer-config, or correct the address", p.GetKvTransfer(),
+		a.report(at+".address",
+			"the engine kept no KV for decode, so it runs without a KV connector, and the pool's kvTransfer "+
+				"is %s, which needs %s: start it with --kv-transfer-config, or correct the address", p.GetKvTransfer(),
 			connectorsOf(&d))
 		return
 	case read.Params == nil:

@@ -1,6 +1,6 @@
-// Sizes prints how large the house is: lines by room, the largest packages and types, long functions, words of docs, each
-// beside what it was at the last release (scripts/sizes/last.json; -update writes it, when a release is made). It is a
-// report: it fails nothing, and a number is a reason to look, not a limit to meet.
+// Sizes prints how large the house is: lines by room, the largest packages and types, long functions, words of docs,
+// each beside what it was at the last release (scripts/sizes/last.json; -update writes it, when a release is made). It
+// is a report: it fails nothing, and a number is a reason to look, not a limit to meet.
 package main
 
 import (
@@ -13,7 +13,7 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
-	"log"
+	"log/slog"
 	"maps"
 	"os"
 	"path"
@@ -40,24 +40,31 @@ type source struct {
 func main() {
 	update := flag.Bool("update", false, "write what is measured to "+last+", for a release")
 	flag.Parse()
-	log.SetFlags(0)
+	if err := report(*update); err != nil {
+		slog.Error("sizes", "error", err)
+		os.Exit(1)
+	}
+}
+
+// report prints all sizes; update writes them, too.
+func report(update bool) error {
 	now, err := measure()
 	if err != nil {
-		log.Fatal(err)
+		return err
 	}
-	if *update {
+	if update {
 		text, err := json.MarshalIndent(now, "", "  ")
 		if err != nil {
-			log.Fatal(err)
+			return err
 		}
 		if err := os.WriteFile(last, append(text, '\n'), 0o600); err != nil {
-			log.Fatal(err)
+			return err
 		}
 	}
 	before := map[string]float64{}
 	if text, err := os.ReadFile(last); err == nil {
 		if err := json.Unmarshal(text, &before); err != nil {
-			log.Fatalf("%s: %v", last, err)
+			return fmt.Errorf("%s: %w", last, err)
 		}
 	}
 	fmt.Printf("%-52s %10s %10s\n", "", "now", "last")
@@ -68,6 +75,7 @@ func main() {
 		}
 		fmt.Printf("%-52s %10s %10s\n", name, number(now[name]), was)
 	}
+	return nil
 }
 
 func number(n float64) string { return strings.TrimSuffix(fmt.Sprintf("%.2f", n), ".00") }
@@ -134,7 +142,7 @@ func measure() (map[string]float64, error) {
 			return cmp.Or(err, fs.SkipDir)
 		}
 		if path.Ext(p) == ".md" && !strings.HasPrefix(p, filepath.Join("docs", "adr")) {
-			text, err := os.ReadFile(p)
+			text, err := os.ReadFile(p) //nolint:gosec // the repository's own files
 			if err != nil {
 				return err
 			}
@@ -146,7 +154,8 @@ func measure() (map[string]float64, error) {
 
 // hidden reports whether a folder has nothing of ours to measure.
 func hidden(p string, d fs.DirEntry) bool {
-	return d.IsDir() && p != "." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata" || d.Name() == "bin" || d.Name() == "dist")
+	return d.IsDir() && p != "." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata" ||
+		d.Name() == "bin" || d.Name() == "dist")
 }
 
 // sources returns all Go files below the working directory, the repository's root, but tests and generated ones.
@@ -158,14 +167,15 @@ func sources() (out []source, err error) {
 		if path.Ext(p) != ".go" || strings.HasSuffix(p, "_test.go") {
 			return nil
 		}
-		text, err := os.ReadFile(p)
+		text, err := os.ReadFile(p) //nolint:gosec // the repository's own files
 		if err != nil {
 			return err
 		}
 		set := token.NewFileSet()
 		f, err := parser.ParseFile(set, p, text, parser.ParseComments|parser.SkipObjectResolution)
 		if err == nil && !ast.IsGenerated(f) {
-			out = append(out, source{filepath.ToSlash(filepath.Dir(p)), filepath.ToSlash(p), bytes.Count(text, []byte("\n")), set, f})
+			out = append(out, source{filepath.ToSlash(filepath.Dir(p)), filepath.ToSlash(p), bytes.Count(text,
+				[]byte("\n")), set, f})
 		}
 		return err
 	})

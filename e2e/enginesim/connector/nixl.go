@@ -170,7 +170,8 @@ func (s *Node) fetch(ctx context.Context, xid string, kv *Params, p *engine.Prom
 	}
 	req := handover.Question{
 		Op: handover.OpPull, EngineID: kv.engineID, RequestID: kv.requestID, Xid: xid, BlockSize: s.cfg.BlockSize,
-		KVDtype: s.cfg.KVDtype, Revision: s.cfg.Revision, Tokens: p.N, Turn: turn, Ids: kv.blockIDs, Want: make([]uint64, need),
+		KVDtype: s.cfg.KVDtype, Revision: s.cfg.Revision, Tokens: p.N, Turn: turn, Ids: kv.blockIDs,
+		Want: make([]uint64, need),
 	}
 	for i := range req.Want {
 		req.Want[i] = p.Content(i)

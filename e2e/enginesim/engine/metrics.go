@@ -144,7 +144,8 @@ func newMetrics(model string, rank int) *metrics {
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
 	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused", "decode_before_kv",
-	"incomplete_params", "other_block_size", "other_weights", "forbidden_keys", "bad_disagg_id", "first_token_asked", "spec_on_decode", "buffer_exhausted",
+	"incomplete_params", "other_block_size", "other_weights", "forbidden_keys", "bad_disagg_id", "first_token_asked",
+	"spec_on_decode", "buffer_exhausted",
 }
 
 // KVBytesPerToken is the recorded tiny model's: 16,384 bytes for a block of 32.

@@ -10,8 +10,8 @@ import (
 )
 
 // Refusals are the commands that Redis refused lately although it answers: for missing rights or memory, or because it
-// takes no writes. What a refused command was for does not work, and everything else does, so nothing else shows it. The
-// zero value is ready.
+// takes no writes. What a refused command was for does not work, and everything else does, so nothing else shows it.
+// The zero value is ready.
 type Refusals struct {
 	Said func(command, reason string) // called for a command that was not refused lately; nil: nobody is told
 
