@@ -57,11 +57,4 @@ func wordOf(value []byte) []byte {
 	return value[1 : len(value)-1]
 }
 
-func isOneOf(word []byte, words ...string) bool {
-	for _, w := range words {
-		if string(word) == w {
-			return true
-		}
-	}
-	return false
-}
+func isOneOf(word []byte, words ...string) bool { return slices.Contains(words, string(word)) }

@@ -271,5 +271,5 @@ func refuse(w http.ResponseWriter, e *openai.Error) {
 		w.Header().Set(names.HeaderRetryAfter, strconv.Itoa(int(e.RetryAfter.Seconds())))
 	}
 	w.WriteHeader(e.Status)
-	_, _ = w.Write(e.JSON())
+	_, _ = w.Write(e.JSON()) //nolint:gosec // JSON, said to be JSON
 }

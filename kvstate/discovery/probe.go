@@ -26,7 +26,7 @@ const (
 	checkBusyEvery   = 2 * time.Second        // GET /health of endpoints with requests
 	askModelsEvery   = 10 * time.Second       // GET /v1/models until known ...
 	knownModelsEvery = time.Minute            // ... and after
-	// what an engine is, until it answers; at once if the endpoint waits for it
+	// What an engine is, until it answers; at once if the endpoint waits for it.
 	askReportEvery   = 10 * time.Second
 	knownReportEvery = 5 * time.Minute // ... and after: a restart is noticed otherwise
 	modelsTimeout    = time.Second

@@ -163,14 +163,14 @@ func (t *Table) Arrive(blocks []uint64, whole int, tokens, shared, now float64) 
 		c = &Conversation{home: -1, shared: min(shared, tokens)}
 		t.add(c)
 	case c.isIdle():
-		t.returned[binOf(now-c.since)]++ //nolint:gosec // binOf stays below the number of bins
+		t.returned[binOf(now-c.since)]++
 	}
 	t.forget(c)
 	t.outdate(c.home)
 	c.waiting++
 	c.tokens = tokens
 	if whole = min(whole, len(blocks)); whole > 0 {
-		c.tip = blocks[whole-1]
+		c.tip = blocks[whole-1] //nolint:gosec // whole is at most their number
 		t.tips[c.tip] = c
 	} else {
 		c.tip = 0
