@@ -170,7 +170,7 @@ func TestOwnedMembersAreDocumented(t *testing.T) {
 	for _, o := range plan.OwnedMembers() {
 		fmt.Fprintf(&table, "| `%s`", o.Member)
 		if o.APIs != nil {
-			table.WriteString(" of " + strings.Trim(fmt.Sprint(o.APIs), "[]"))
+			table.WriteString(" of " + strings.Trim(fmt.Sprint(o.APIs), "[]")) //nolint:staticcheck // names of APIs, not bytes
 		}
 		if o.If != "" {
 			fmt.Fprintf(&table, ", with `%s`", o.If)

@@ -1,5 +1,7 @@
 package openai
 
+import "slices"
+
 // Shaped reports whether the answer is to have a form that one token may not have: a forced tool call, structured
 // output, a least length, a budget of thoughts. An engine that is asked for one token of it may fail over what it has
 // written, although nothing is wrong with the request: vLLM before 0.18 answers a forced tool call that its limit cuts
