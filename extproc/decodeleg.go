@@ -135,8 +135,7 @@ func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) er
 		case <-soon:
 			return x.goOn(t, held)
 		case <-p.Ended:
-			switch {
-			case p.Verdict.OK:
+			if p.Verdict.OK {
 				return x.goOn(t, held)
 			}
 			return x.prefillFailed(t, p)

@@ -1,5 +1,7 @@
 package openai
 
+import "slices"
+
 // Shaped reports whether the answer is to have a form that one token may not have: a forced tool call, structured
 // output, a least length, a budget of thoughts. An engine that is asked for one token of it may fail over what it has
 // written, although nothing is wrong with the request: vLLM before 0.18 answers a forced tool call that its limit cuts
@@ -57,11 +59,4 @@ func wordOf(value []byte) []byte {
 	return value[1 : len(value)-1]
 }
 
-func isOneOf(word []byte, words ...string) bool {
-	for _, w := range words {
-		if string(word) == w {
-			return true
-		}
-	}
-	return false
-}
+func isOneOf(word []byte, words ...string) bool { return slices.Contains(words, string(word)) }
