@@ -62,6 +62,10 @@ func failing(reason string) string {
 		return "no pair of engines of both roles had room for its KV, so one engine computed the prompt and answered"
 	case "prefill_failed":
 		return "its prefill failed, so decode computed the prompt, too"
+	case "prefill_refused":
+		return "prefill refused what it was sent, which is not the client's own body, so decode decided"
+	case "model_not_found":
+		return "an engine answered that it does not have the model, so one that may have it answered alone"
 	case "standstill":
 		return "decode stood still until the KV may have been outdated, and no other endpoint could take it, " +
 			"so decode computed the prompt once it went on"
