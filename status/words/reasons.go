@@ -65,7 +65,7 @@ func failing(reason string) string {
 	case "prefill_refused":
 		return "prefill refused what it was sent, which is not the client's own body, so decode decided"
 	case "model_not_found":
-		return "an engine answered that it does not have the model, so one that may have it answered alone"
+		return "every endpoint that may have its model answered 404, so the next answer was the client's"
 	case "standstill":
 		return "decode stood still until the KV may have been outdated, and no other endpoint could take it, " +
 			"so decode computed the prompt once it went on"
