@@ -3,6 +3,7 @@ package tandem_test
 import (
 	"fmt"
 	"go/ast"
+	"go/types"
 	"os"
 	"path"
 	"regexp"
@@ -145,19 +146,7 @@ func receiver(d *ast.FuncDecl) string {
 	if d.Recv == nil {
 		return ""
 	}
-	typ := d.Recv.List[0].Type
-	for {
-		switch of := typ.(type) {
-		case *ast.StarExpr:
-			typ = of.X
-		case *ast.IndexExpr:
-			typ = of.X
-		case *ast.IndexListExpr:
-			typ = of.X
-		case *ast.Ident:
-			return of.Name
-		default:
-			return fmt.Sprintf("%T", of)
-		}
-	}
+	typ := strings.TrimPrefix(types.ExprString(d.Recv.List[0].Type), "*")
+	name, _, _ := strings.Cut(typ, "[") // without type parameters
+	return name
 }

@@ -33,8 +33,8 @@ const (
 // factNames are the facts in words for people, and the values of the setting pairUnlike.
 func factNames() [Facts][2]string {
 	return [Facts][2]string{
-		FactRelease: {"release", "release"}, FactModel: {"model", "model"}, FactRevision: {"model revision",
-			"revision"},
+		FactRelease: {"release", "release"}, FactModel: {"model", "model"},
+		FactRevision:     {"model revision", "revision"},
 		FactQuantization: {"quantization", "quantization"}, FactDtype: {"dtype", "dtype"},
 		FactKVDtype: {"KV cache dtype", "kvDtype"}, FactBlockSize: {"block size", "blockSize"},
 		FactKVLayout: {"KV cache layout", "kvLayout"}, FactSlidingWindow: {"sliding window", "slidingWindow"},

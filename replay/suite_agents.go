@@ -97,10 +97,9 @@ func (l *loop) run(ctx context.Context, seeds []uint64) ([][]*ClosedResult, erro
 // print prints a line for each contender: means over seeds.
 func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 	fmt.Fprintf(w,
-		"%s, %d seeds.\n\n| policy | good turns/h (by seed) | of idle engines' | first token p95, p99 | per "+
-			"token p99 | "+
-			"slowdown; of sessions: p95, worst | computed again: evicted, elsewhere, preempted | wasted |", l.what,
-		len(rows[0]))
+		"%s, %d seeds.\n\n| policy | good turns/h (by seed) | of idle engines' | first token p95, p99 | "+
+			"per token p99 | slowdown; of sessions: p95, worst | computed again: evicted, elsewhere, preempted "+
+			"| wasted |", l.what, len(rows[0]))
 	if l.play.Patience > 0 {
 		fmt.Fprint(w, " gave up |")
 	}
@@ -135,8 +134,7 @@ func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 		if l.play.Most > 0 {
 			peak := int(l.play.Day / 2 / quarter)
 			fmt.Fprintf(w, " %.0f, %.0f |", mean(func(r *ClosedResult) float64 {
-				return sumOf(
-					r.Quarters[peak-4 : peak])
+				return sumOf(r.Quarters[peak-4 : peak])
 			}),
 				mean(func(r *ClosedResult) float64 { return sumOf(r.Quarters[peak : peak+4]) }))
 		}

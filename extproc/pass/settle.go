@@ -413,10 +413,9 @@ func (x *Prefilled) log(level slog.Level, message string, args ...any) {
 // DoesNotContinue records that an engine of a pool does not continue what another one has begun.
 func (s *Shared) DoesNotContinue(pool *kvstate.Pool, addr, requestID string) {
 	if e := pool.Endpoint(addr); e != nil && e.DoesNotContinue(time.Now()) {
-		s.Log.Warn("an engine does not continue the answers of others: asked with the token ids of one, it began "+
-			"anew; "+
-			"for a while it is not asked to (docs/continue.md#engines-that-do-not-continue)", "pool", pool.Spec.Name,
-			"endpoint", addr, "request_id", requestID)
+		s.Log.Warn("an engine does not continue the answers of others: asked with the token ids of one, "+
+			"it began anew; for a while it is not asked to (docs/continue.md#engines-that-do-not-continue)",
+			"pool", pool.Spec.Name, "endpoint", addr, "request_id", requestID)
 	}
 }
 

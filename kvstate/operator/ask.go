@@ -212,8 +212,8 @@ func (o *Operator) add(ctx context.Context, e entry) (id string, err error) {
 	added := pipe.XAdd(ctx, &redis.XAddArgs{
 		Stream: o.streamKey(), MaxLen: streamLength, Approx: true,
 		Values: []any{
-			"r", strconv.FormatUint(o.redis.Replica, 16), "k", e.kind, "a", e.about, "q", e.question, "b",
-			o.redis.Sign(o.purpose(e.kind, e.about, e.question), []byte(e.text)),
+			"r", strconv.FormatUint(o.redis.Replica, 16), "k", e.kind, "a", e.about, "q", e.question,
+			"b", o.redis.Sign(o.purpose(e.kind, e.about, e.question), []byte(e.text)),
 		},
 	})
 	pipe.PExpire(ctx, o.streamKey(), streamTTL)
@@ -312,8 +312,8 @@ func (o *Operator) reply(ctx context.Context, question string, answer []byte) {
 	key := o.answersKey(question)
 	pipe := o.redis.Client.Pipeline()
 	pipe.XAdd(ctx, &redis.XAddArgs{
-		Stream: key, Values: []any{"r", strconv.FormatUint(o.redis.Replica, 16), "n", o.name, "b",
-			o.redis.Sign(key+" "+o.name, answer)},
+		Stream: key, Values: []any{"r", strconv.FormatUint(o.redis.Replica, 16), "n", o.name,
+			"b", o.redis.Sign(key+" "+o.name, answer)},
 	})
 	pipe.PExpire(ctx, key, answerTTL)
 	if _, err := pipe.Exec(ctx); err != nil {

@@ -51,8 +51,7 @@ func Signals(state *kvstate.State, scraper *scrape.Scraper) prometheus.Collector
 			"Time between two tokens of an answer: sum and count since the engine started. Absent: not reported."),
 		slowness: prometheus.NewDesc("tandem_endpoint_slowness",
 			"Learned time of an endpoint's work (leg: prefill, decode) over that of its peers in the pool: 2 is "+
-				"twice as "+
-				"slow. Absent: not learned, or no peers.", []string{"pool", "endpoint", "leg"}, nil),
+				"twice as slow. Absent: not learned, or no peers.", []string{"pool", "endpoint", "leg"}, nil),
 		age: gauge("tandem_engine_signals_age_seconds",
 			"Age of the oldest figure that the engine has reported. Absent: none yet."),
 	}

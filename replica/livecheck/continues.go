@@ -39,14 +39,13 @@ func (r *Report) AskContinuing(ctx context.Context, cfg *configv1.Config) {
 			at := fmt.Sprintf("pools[%d].endpoints[%d]", i, j)
 			switch why, known := continues(ctx, client, engine); {
 			case !known:
-				r.NotAsked = append(r.NotAsked, words.Plain(fmt.Sprintf("%s: whether it continues streams: %s", at,
-					why)))
+				r.NotAsked = append(r.NotAsked, words.Plain(
+					fmt.Sprintf("%s: whether it continues streams: %s", at, why)))
 			case why != "":
 				r.findings = append(r.findings, finding{note: true,
 					text: words.Plain(fmt.Sprintf("%s.address: the engine at %s "+
 						"does not continue streams: %s; it serves everything else, and continueStreams uses the "+
-						"others "+
-						"(vLLM 0.32 and later do)", at, e.GetAddress(), why))})
+						"others (vLLM 0.32 and later do)", at, e.GetAddress(), why))})
 			}
 		}
 	}

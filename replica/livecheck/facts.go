@@ -177,9 +177,9 @@ func (a *engineAnswer) checkRecompute(at string) {
 	if a.info.OnFailure != "recompute" {
 		return
 	}
-	const why = "the engine runs with %s and kv_load_failure_policy recompute: with vLLM's newer runner (0.32 " +
-		"and 0.33, " +
-		"the default on GPUs) an answer whose KV could not be loaded in step is wrong, with a 200 (vllm#49250); "
+	const why = "the engine runs with %s and kv_load_failure_policy recompute: with vLLM's newer runner " +
+		"(0.32 and 0.33, the default on GPUs) an answer whose KV could not be loaded in step is wrong, " +
+		"with a 200 (vllm#49250); "
 	switch a.info.Connector {
 	case "LMCacheConnectorV1", "FlexKVConnectorV1":
 		a.report(at, why+"take the policy fail", a.info.Connector)
@@ -247,8 +247,8 @@ func unlike(path string, p *configv1.Pool, answers []engineAnswer, j int) (out [
 		mine := answers[j].info.Report[fact]
 		for i, other := range p.GetEndpoints()[:j] {
 			theirs := answers[i].info.Report[fact]
-			if answers[i].foreign || answers[j].foreign || kvstate.FactFits(fact, mine, theirs) || !paired(p, e,
-				other) {
+			if answers[i].foreign || answers[j].foreign || kvstate.FactFits(fact, mine, theirs) ||
+				!paired(p, e, other) {
 				continue
 			}
 			says := fmt.Sprintf("%s[%d].address: the engine's %s is %s and that of %s[%d] is %s", path, j, fact, mine,

@@ -1,8 +1,8 @@
 package main
 
 import (
-	"fmt"
 	"go/ast"
+	"go/types"
 	"maps"
 	"path"
 	"strconv"
@@ -122,19 +122,7 @@ func receiver(d *ast.FuncDecl) string {
 	if d.Recv == nil {
 		return ""
 	}
-	typ := d.Recv.List[0].Type
-	for {
-		switch of := typ.(type) {
-		case *ast.StarExpr:
-			typ = of.X
-		case *ast.IndexExpr:
-			typ = of.X
-		case *ast.IndexListExpr:
-			typ = of.X
-		case *ast.Ident:
-			return of.Name
-		default:
-			return fmt.Sprintf("%T", of)
-		}
-	}
+	typ := strings.TrimPrefix(types.ExprString(d.Recv.List[0].Type), "*")
+	name, _, _ := strings.Cut(typ, "[") // without type parameters
+	return name
 }
