@@ -51,7 +51,7 @@ func (x *Prefilled) SettlePair(t *kvtransfer.Ticket, a *Answer) (v concurrent.Ou
 		}
 	}
 	x.meter.MirrorEnded(x.ID, t, a.Code, result, took)
-	x.shared.State.Release(HeldBy(t).Prefill)
+	x.shared.State.Bookings.Release(HeldBy(t).Prefill)
 	return v, joined
 }
 
@@ -140,7 +140,7 @@ func (x *Prefilled) SettleEncode(t *kvtransfer.Ticket, a *Answer) *kvtransfer.Ti
 	next.Redirects++
 	next.Stage, next.Cause = kvtransfer.Failed, kvtransfer.CauseEncode
 	took, result := x.shared.Since(t), "failed"
-	x.shared.State.Release(HeldBy(t).Decode)
+	x.shared.State.Bookings.Release(HeldBy(t).Decode)
 	switch {
 	case plan.ClientsFault(a.Code): // prefill will report it, in terms of the client's own body
 		result = "refused"

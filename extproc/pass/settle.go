@@ -73,9 +73,9 @@ func (x *Prefilled) Settle(ctx context.Context, t *kvtransfer.Ticket, a *Answer)
 		x.dateHandOver(ctx, next, took)
 	}
 	if next.Stage == kvtransfer.Failed {
-		s.State.Release(HeldBy(t).Prefill)
+		s.State.Bookings.Release(HeldBy(t).Prefill)
 	} else {
-		s.State.Complete(HeldBy(t).Prefill)
+		s.State.Bookings.Complete(HeldBy(t).Prefill)
 	}
 	if next.Stage == kvtransfer.HandOver && !a.Inline && s.Reclaim.Enabled(t.Pool) {
 		// before it is sent on: the end of the request may be reported at any moment after
@@ -329,7 +329,7 @@ func (s *Shared) waitsFor(t *kvtransfer.Ticket, f *faults.Failure) bool {
 		return false
 	}
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
-	return (e.TakesWork() || s.State.StandsStill(e)) && !s.AnotherDecodes(t)
+	return (e.TakesWork() || s.State.Health.StandsStill(e)) && !s.AnotherDecodes(t)
 }
 
 // Outdated returns why the KV that a decode leg was to fetch may be another prompt's by now, if it has not fetched it;
@@ -350,8 +350,8 @@ func (s *Shared) Outdated(t *kvtransfer.Ticket) standstill.Reason {
 func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)
-	failed := e != nil && s.State.FailedFor(e) >= lostAfter &&
-		(!s.State.StandsStill(e) || s.AnotherDecodes(t) || s.State.FailedFor(e) >= s.stillLimit(t))
+	failed := e != nil && s.State.Health.FailedFor(e) >= lostAfter &&
+		(!s.State.Health.StandsStill(e) || s.AnotherDecodes(t) || s.State.Health.FailedFor(e) >= s.stillLimit(t))
 	return failed || s.Outdated(t) != "" || limit > 0 && s.Since(t) >= limit
 }
 
@@ -422,6 +422,6 @@ func (s *Shared) DoesNotContinue(pool *kvstate.Pool, addr, requestID string) {
 // MarkGood records that an endpoint of a pool has served a request.
 func (s *Shared) MarkGood(pool *kvstate.Pool, addr string) {
 	if e := pool.Endpoint(addr); e != nil {
-		s.State.MarkGood(e)
+		s.State.Health.MarkGood(e)
 	}
 }
