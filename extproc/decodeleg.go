@@ -5,17 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
 	"strconv"
 	"time"
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
-	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
@@ -28,15 +27,9 @@ type pairLeg struct{ handler }
 type decodeLeg struct{ pairLeg }
 
 // serve serves the decode leg's filter when both legs run concurrently. It sends D's body, and watches D until P
-// has done its part. From there on D needs nobody, and the stream ends, so that no answer depends on this replica.
-// While P is working
-//
-//   - D's headers are held back if their status is 200: most engines answer a stream with 200 before they have done
-//     anything, and what has gone to a client cannot be planned again. Headers that show that D has P's blocks, or has
-//     failed, are held for verdictSoon at most (docs/adr/0089): P answers later than D, by a batch of other prompts;
-//   - if P fails or exceeds its time limit, D is cut and the request is planned again, by a 307 with a ticket;
-//   - the same if D fails;
-//   - if the client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
+// has done its part, as [journey.Pair] has it. From there on D needs nobody, and the stream ends, so that no answer
+// depends on this replica. If the pair fails, D is cut and the request is planned again, by a 307 with a ticket. If the
+// client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
 func (x decodeLeg) serve() error {
 	t, err := x.openLeg()
 	if err != nil {
@@ -59,15 +52,13 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	if err != nil {
 		return err
 	}
+	rules := journey.PairRules{Early: true, StreamsLate: x.streamsLate(t)}
 	policy, _ := x.s.passes.Policy(t.Pool)
-	if c := policy.Dialect.Concurrent; c != nil && c.PrefillFirst {
-		return x.afterPrefillOf(t, p, edits)
+	if c := policy.Dialect.Concurrent; c != nil {
+		rules.PrefillFirst = c.PrefillFirst
 	}
-	late := x.streamsLate(t)
-	if err := x.stream.answerBody(edits); err != nil {
-		return err
-	}
-	return x.watch(t, p, late)
+	w := watched{x, t, journey.NewPair(x.s.passes, t, rules), x.s.passes.PairLimit(t), edits, nil, false}
+	return w.watch(p)
 }
 
 // openLeg opens the ticket of a leg whose first message is the request headers.
@@ -106,140 +97,107 @@ func (x decodeLeg) streamsLate(t *kvtransfer.Ticket) bool {
 		c.StreamsLate(openai.Classify(string(h.Method), string(h.Path)), d.Transfer.Release, x.stream.body.Bytes())
 }
 
-// verdictSoon is how long P's verdict may take after headers that say that D has P's blocks, or has failed: when P
-// dies, D may show it first.
-const verdictSoon = 100 * time.Millisecond
+// watched is a decode leg that is watched until D needs nobody any more.
+type watched struct {
+	decodeLeg
+	ticket   *kvtransfer.Ticket
+	pair     *journey.Pair
+	limit    time.Duration // of P's leg
+	edits    openai.Edits  // make D's body
+	received <-chan *received
+	answered bool // D's headers have come
+}
 
-// watch waits for P's verdict. If it returns nil, Envoy continues without this stream. late: see streamsLate.
-func (x decodeLeg) watch(t *kvtransfer.Ticket, p *concurrent.Pair, late bool) error {
-	received := x.stream.receiveLater() // at most one message comes: D's headers
-	limit := x.s.passes.PairLimit(t)
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
-	held := false
-	var soon <-chan time.Time
-	for {
+// watch has the pair judge what happens, and carries out what follows. If it returns nil, Envoy continues without this
+// stream.
+func (x *watched) watch(p *concurrent.Pair) error {
+	limit := time.NewTimer(x.limit)
+	defer limit.Stop()
+	var elapsed <-chan time.Time
+	ended, draining := p.Ended, x.s.draining
+	for next := x.pair.Begin(); ; {
+		if over, err := x.carryOut(&next); over || err != nil {
+			return err
+		}
+		if next.After > 0 {
+			elapsed = time.After(next.After)
+		}
 		select {
-		case got := <-received:
+		case got := <-x.received:
 			if got.err != nil {
 				return got.err
 			}
+			x.received, x.answered = nil, true
 			x.stream.take(got)
-			var err error
-			if held, err = x.holdAnswer(t, p, limit); !held || err != nil {
-				return err
+			if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
+				return errors.New("a decode leg went on without an answer")
 			}
-			if received = nil; late {
-				soon = time.After(verdictSoon)
-			}
-		case <-soon:
-			return x.goOn(t, held)
-		case <-p.Ended:
-			if p.Verdict.OK {
-				return x.goOn(t, held)
-			}
-			return x.prefillFailed(t, p)
-		case <-timer.C:
-			x.meter.Observer.PrefillLate(t)
-			x.s.pairs.GiveUp(t.ID)
-			return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
-		case <-x.s.draining:
-			return x.release(held)
+			next = x.pair.DecodeAnswers(x.answerHead())
+		case <-ended:
+			next, ended = x.pair.PrefillEnded(&p.Verdict), nil
+		case <-elapsed:
+			next = x.pair.Elapsed()
+		case <-limit.C:
+			next = x.pair.PrefillOverdue()
+		case <-draining:
+			next, draining = x.pair.Drained(), nil
 		case <-x.stream.Context().Done():
 			return io.EOF
 		}
 	}
 }
 
-// goOn ends the leg's watch: D has P's blocks.
-func (x decodeLeg) goOn(t *kvtransfer.Ticket, held bool) error {
-	x.meter.SpanLegEnded("ok", 0)
-	x.s.passes.PairHolds(t)
-	return x.release(held)
-}
-
-// afterPrefillOf sends D's request only after P has done its part, and then ends the stream.
-func (x decodeLeg) afterPrefillOf(t *kvtransfer.Ticket, p *concurrent.Pair, edits openai.Edits) error {
-	limit := x.s.passes.PairLimit(t)
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
-	select {
-	case <-p.Ended:
-		if p.Verdict.OK {
-			x.meter.SpanLegEnded("ok", 0)
-			x.s.passes.PairHolds(t)
-			return x.stream.answerBody(edits)
+// carryOut does what follows from an event. over: the stream has nothing left to do.
+func (x *watched) carryOut(a *journey.PairAction) (over bool, err error) {
+	if a.Abandon {
+		x.s.pairs.GiveUp(x.ticket.ID)
+	}
+	if a.Holds {
+		x.meter.SpanLegEnded("ok", 0)
+		x.s.passes.PairHolds(x.ticket)
+	}
+	switch a.Do {
+	case journey.SendDecode:
+		if err := x.stream.answerBody(x.edits); err != nil || a.Holds {
+			return true, err
 		}
-		return x.prefillFailed(t, p)
-	case <-timer.C:
-		x.meter.Observer.PrefillLate(t)
-		x.s.pairs.GiveUp(t.ID)
-	case <-x.stream.Context().Done():
-		return io.EOF
+		x.received = x.stream.receiveLater() // at most one message comes: D's headers
+		return false, nil
+	case journey.Hold:
+		return false, x.stream.send(&envoywire.Reply{Patience: x.limit + time.Second})
+	case journey.LetGo:
+		if !x.answered {
+			return true, nil
+		}
+		if a.Abandon { // a script of this listener removes Tandem's additions from its body
+			code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
+			x.meter.SpanLegEnded("refused", code)
+		}
+		return true, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
+	case journey.PlanAgain:
+		return true, x.planAgain(x.ticket, a.Cause, a.Failure)
+	case journey.Refuse:
+		return true, x.answerFor(a.Refusal)
+	default:
+		return false, nil
 	}
-	return x.planAgain(t, kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
 }
 
-// prefillFailed plans the request again after P has failed, or answers the client with P's refusal.
-func (x decodeLeg) prefillFailed(t *kvtransfer.Ticket, p *concurrent.Pair) error {
-	cause := x.s.passes.PairCause(t, &p.Verdict)
-	if cause == "" {
-		return x.answerFor(p.Verdict)
+// answerHead returns the head of D's answer, which was received.
+func (x *watched) answerHead() *journey.DecodeHead {
+	h, a := &x.stream.msg.Headers, &x.stream.msg.Attributes
+	code, _ := strconv.Atoi(string(h.Status))
+	return &journey.DecodeHead{
+		Status: code, Failure: faults.Of(code, string(a.Details), string(a.RetryAfter)), Final: len(h.Final) > 0,
+		Whole: bytes.HasPrefix(h.ContentType, []byte(names.ContentTypeJSON)),
 	}
-	x.s.pairs.GiveUp(t.ID)
-	return x.planAgain(t, cause, pass.PrefillFailure(p))
-}
-
-// holdAnswer handles D's headers, which arrived before P's verdict. Good ones are held back, and Envoy's timeout is
-// extended, unless the answer is JSON: that is whole, so P's blocks have come.
-func (x decodeLeg) holdAnswer(t *kvtransfer.Ticket, p *concurrent.Pair, limit time.Duration) (held bool, err error) {
-	if x.stream.msg.Phase != envoywire.PhaseResponseHeaders {
-		return false, errors.New("a decode leg went on without an answer")
-	}
-	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
-	if faults.Failed(code) && (code != http.StatusNotFound || t.Redirects+1 < x.s.MaxRedirects) &&
-		len(x.stream.msg.Headers.Final) == 0 {
-		return false, x.decodeFailed(t, p, code)
-	}
-	if code != http.StatusOK && code != http.StatusPartialContent { // D does no work for this request
-		x.s.pairs.GiveUp(t.ID)
-		x.meter.SpanLegEnded("refused", code)
-		// a script of this listener removes Tandem's additions from its body
-		return false, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
-	}
-	if bytes.HasPrefix(x.stream.msg.Headers.ContentType, []byte(names.ContentTypeJSON)) {
-		return false, x.goOn(t, true)
-	}
-	return true, x.stream.send(&envoywire.Reply{Patience: limit + time.Second})
-}
-
-// decodeFailed plans the request again after an error of D, which may be P's fault.
-func (x decodeLeg) decodeFailed(t *kvtransfer.Ticket, p *concurrent.Pair, code int) error {
-	a := &x.stream.msg.Attributes
-	f := faults.Of(code, string(a.Details), string(a.RetryAfter))
-	cause := kvtransfer.CauseDecode
-	if !f.Full() && p.PrefillFailed(x.stream.Context()) {
-		cause, f = kvtransfer.CausePrefill, *pass.PrefillFailure(p) // D failed because P did
-	}
-	x.s.pairs.GiveUp(t.ID)
-	return x.planAgain(t, cause, &f)
-}
-
-// release releases D's answer if it is held back, and ends the stream without error, so that Envoy continues.
-func (x decodeLeg) release(held bool) error {
-	if !held {
-		return nil
-	}
-	return x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 }
 
 // answerFor answers the client with P's refusal of the request.
-func (x decodeLeg) answerFor(v concurrent.Outcome) error {
+func (x decodeLeg) answerFor(v *concurrent.Outcome) error {
 	x.meter.SpanLegEnded("refused", 0)
-	i := &envoywire.Immediate{Status: v.Status, Body: v.Answer, Details: names.DetailsPrefix + "_prefill_refused"}
-	if len(i.Body) == 0 {
-		e := openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused", Message: "the prefill endpoint refused this request"}
-		i.Body = e.For(x.stream.msg.Headers.Path).JSON()
+	i := &envoywire.Immediate{
+		Status: v.Status, Body: journey.Refusal(v, x.stream.msg.Headers.Path), Details: names.DetailsPrefix + "_prefill_refused",
 	}
 	i.Headers.Set("content-type", []byte(names.ContentTypeJSON))
 	return x.stream.send(&envoywire.Reply{Immediate: i})

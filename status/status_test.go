@@ -24,6 +24,12 @@ import (
 
 var update = flag.Bool("update", false, "rewrite testdata/status.txt")
 
+// TestMain has the transcripts show the same time of day everywhere.
+func TestMain(m *testing.M) {
+	time.Local = time.UTC
+	os.Exit(m.Run())
+}
+
 // fleet is a source with two pools and some requests.
 func fleet(totals func() telemetry.Totals) Source {
 	state := kvstate.New(kvstate.Options{})

@@ -144,7 +144,7 @@ func (f *Filter) decodeFailed(how *faults.Failure) bool {
 // false: there is no way.
 func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	f.begun()
-	if f.hop.ticket.Redirects+1 >= f.s.Passes.Limits.MaxRedirects {
+	if !f.s.Passes.MayPlanAgain(&f.hop.ticket) {
 		return false
 	}
 	next := failed()
@@ -163,7 +163,7 @@ func (f *Filter) lost() {
 	switch {
 	case !f.hop.replan:
 	case f.hop.pair != nil:
-		f.hop.pair.planAgain(kvtransfer.CauseDecode, &faults.Failure{})
+		f.hop.pair.carryOut(f.hop.pair.journey.DecodeLost())
 	case !f.decodeFailed(&faults.Failure{}):
 		f.hop.sent = false
 		f.refuse(openai.Unavailable("endpoint_failed", "the endpoint did not answer; try again", time.Second))

@@ -151,7 +151,7 @@ func (in *Insured) goOn(cause, planned string) {
 
 // canFail reports whether there may be one more pass after D's leg has failed before its first event.
 func (in *Insured) canFail() bool {
-	return in.f.hop.ticket.Redirects+1 < in.f.s.Passes.Limits.MaxRedirects
+	return in.f.s.Passes.MayPlanAgain(&in.f.hop.ticket)
 }
 
 // failed plans the request again after its leg failed before its first event.

@@ -11,6 +11,7 @@ import (
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -19,27 +20,26 @@ import (
 	"tandem/internal/guard"
 )
 
-// pair is a request both of whose legs are under way: P's is a call, D's the request itself. D has no token before P
-// has done its part, so its answer waits for that: engines answer a stream with 200 before they have done anything, and
-// what has gone to a client cannot be planned again. It waits in a filter behind Envoy's router ([Answers]): in front
-// of it, an answer that breaks off while it waits would be an error that nobody can take back. All of it runs on the
-// worker, except where a comment says otherwise.
+// pair is a request both of whose legs are under way: P's is a call, D's the request itself. What follows from what
+// happens to them is [journey.Pair]'s; here it is carried out. D's good answer waits for P in a filter behind Envoy's
+// router ([Answers]): in front of it, an answer that breaks off while it waits would be an error that nobody can take
+// back. All of it runs on the worker, except where a comment says otherwise.
 type pair struct {
 	f          *Filter
+	journey    *journey.Pair
 	trace      traceContext
 	ticket     kvtransfer.Ticket // of P's body; never changed, so any goroutine may read it
 	routed     pass.Routed
 	edits      openai.Edits // make D's body of P's
 	undo       openai.Edits // make the client's body of D's
-	first      bool         // D's leg is sent when P has answered
-	keeps      bool         // P's leg goes on without the request: D frees its blocks only when P has sent
-	keptBytes  int64        // of the budget, for P's body; whoever sends it
-	abandoned  atomic.Bool  // nobody waits for P any more
-	ended      bool         // P's leg has
-	joined     []byte       // the part of P's answer that belongs into the client's; nil: none
-	key        string       // of its waiting answer
-	upstream   Continuer    // D's answer, which waits for P behind Envoy's router; nil: it does not
-	failing    *faults.Failure
+	rules      journey.PairRules
+	keeps      bool        // P's leg goes on without the request: D frees its blocks only when P has sent
+	keptBytes  int64       // of the budget, for P's body; whoever sends it
+	abandoned  atomic.Bool // nobody waits for P any more
+	ended      bool        // P's leg has
+	joined     []byte      // the part of P's answer that belongs into the client's; nil: none
+	key        string      // of its waiting answer
+	upstream   Continuer   // D's answer, which waits for P behind Envoy's router; nil: it does not
 	late, over *time.Timer // nil: not set
 }
 
@@ -56,7 +56,7 @@ func newPair(f *Filter, r *pass.Routed) func() {
 	}
 	policy, _ := f.s.Passes.Policy(t.Pool)
 	if c := policy.Dialect.Concurrent; c != nil {
-		p.first = c.PrefillFirst
+		p.rules.PrefillFirst = c.PrefillFirst
 	}
 	return p.begin
 }
@@ -77,11 +77,34 @@ func (p *pair) begin() {
 		}
 		p.late = time.AfterFunc(limit, func() { f.wake(p.overdue) })
 	case !f.envoy.Call(c):
-		p.first = true // D would wait in vain
+		p.rules.PrefillFirst = true // D would wait in vain
 		p.settle(notSent())
 	}
-	if !p.first {
+	p.journey = journey.NewPair(f.s.Passes, &p.ticket, p.rules)
+	p.carryOut(p.journey.Begin())
+}
+
+// carryOut does what follows from an event.
+func (p *pair) carryOut(a journey.PairAction) {
+	if a.Abandon {
+		p.abandoned.Store(true)
+	}
+	if a.After > 0 {
+		p.over = time.AfterFunc(a.After, func() { p.f.wake(p.elapsed) })
+	}
+	switch a.Do {
+	case journey.SendDecode:
 		p.send()
+	case journey.LetGo:
+		if waits := p.upstream; waits != nil {
+			p.upstream = nil
+			waits.ContinueAnswer()
+		}
+	case journey.PlanAgain:
+		p.planAgain(a.Cause, a.Failure)
+	case journey.Refuse:
+		p.refuse(a.Refusal)
+	case journey.Await, journey.Hold:
 	}
 }
 
@@ -137,52 +160,37 @@ func (p *pair) settle(a *prefilled) {
 	}()
 }
 
-// waits reports whether the request still waits for P.
-func (p *pair) waits() bool {
-	return !p.ended && p.f.hop.pair == p && !p.f.hop.answered && !p.f.hop.handed
+// isCurrent reports whether the request still depends on this pair.
+func (p *pair) isCurrent() bool {
+	h := &p.f.hop
+	return h.pair == p && !h.answered && !h.handed && (h.replan || !h.sent)
 }
 
 // prefilled goes on after P's leg has ended.
 func (p *pair) prefilled(v *concurrent.Outcome, joined []byte) {
-	if !p.waits() {
+	if p.ended || !p.isCurrent() {
 		return
 	}
-	f := p.f
 	p.ended, p.joined = true, joined
-	switch {
-	case f.hop.sent && !f.hop.replan: // D has refused the request
-	case v.OK && !f.hop.sent:
-		p.send()
-	case v.OK && p.failing != nil:
-		p.planAgain(kvtransfer.CauseDecode, p.failing)
-	case v.OK && p.upstream != nil:
-		waits := p.upstream
-		p.upstream = nil
-		waits.ContinueAnswer()
-	case v.OK:
-	default:
-		cause := f.s.Passes.PairCause(&p.ticket, v)
-		if cause == "" {
-			p.refuse(v)
-			return
-		}
-		p.planAgain(cause, &faults.Failure{
-			Status: v.Status, RetryAfter: v.RetryAfter, Unreached: v.Unreached,
-		})
-	}
+	p.carryOut(p.journey.PrefillEnded(v))
 }
 
 // overdue plans the request again because P has exceeded its time.
 func (p *pair) overdue() {
-	if !p.waits() || p.f.hop.sent && !p.f.hop.replan {
+	if p.ended || !p.isCurrent() {
 		return
 	}
-	o := p.f.s.Passes.Observer
-	o.PrefillLate(&p.ticket)
 	if p.ended = !p.keeps; p.ended { // Envoy has cut it
-		o.HopEnded(p.ticket.Pool, "prefill", p.ticket.Prefill, "failed", p.f.s.Passes.Since(&p.ticket), nil)
+		o, took := p.f.s.Passes.Observer, p.f.s.Passes.Since(&p.ticket)
+		o.HopEnded(p.ticket.Pool, "prefill", p.ticket.Prefill, "failed", took, nil)
 	}
-	p.planAgain(kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
+	p.carryOut(p.journey.PrefillOverdue())
+}
+
+func (p *pair) elapsed() {
+	if p.isCurrent() {
+		p.carryOut(p.journey.Elapsed())
+	}
 }
 
 // named gives the request its client's id again, which Envoy puts into the answer: D's leg may have had another.
@@ -190,28 +198,16 @@ func (p *pair) named() { p.f.envoy.SetHeader(names.HeaderRequestID, p.f.id) }
 
 // answers is called when D's answer begins, while it may still be planned again.
 func (p *pair) answers(o *Outcome, end bool) Status {
-	f := p.f
 	p.named()
-	switch {
-	case faults.Failed(o.Status):
-		how := failure(f.envoy, o)
-		if p.ended || how.Full() {
-			p.planAgain(kvtransfer.CauseDecode, how)
-			return Stop
-		}
-		p.failing = how // when P dies, D often fails first
-		p.over = time.AfterFunc(concurrent.VerdictWait, func() { f.wake(p.decodeFailed) })
+	a := p.journey.DecodeAnswers(&journey.DecodeHead{Status: o.Status, Failure: *failure(p.f.envoy, o)})
+	p.carryOut(a)
+	switch a.Do {
+	case journey.LetGo, journey.Hold: // a good one would have been held behind the router
+		return answers(p.f, o, end)
+	case journey.PlanAgain, journey.Refuse:
+		return Stop
+	default:
 		return Pause
-	case o.Status != http.StatusOK && o.Status != http.StatusPartialContent:
-		p.abandoned.Store(true)
-	}
-	return answers(f, o, end)
-}
-
-// decodeFailed plans the request again after D has failed, and P has not.
-func (p *pair) decodeFailed() {
-	if p.failing != nil && p.waits() {
-		p.planAgain(kvtransfer.CauseDecode, p.failing)
 	}
 }
 
@@ -219,7 +215,6 @@ func (p *pair) decodeFailed() {
 // again with the body that D got, else with P's, which is here.
 func (p *pair) planAgain(cause string, how *faults.Failure) {
 	f := p.f
-	p.abandoned.Store(true)
 	if !f.hop.sent {
 		f.beside("plan again", true, func(ctx context.Context) func() {
 			next := f.s.Passes.PairFailed(&p.ticket, f.id, cause, how)
@@ -244,14 +239,9 @@ func (p *pair) refuse(v *concurrent.Outcome) {
 	f.begun()
 	p.named()
 	f.hop.sent = false
-	if len(v.Answer) == 0 {
-		f.refuse(&openai.Error{Status: v.Status, Type: "invalid_request_error", Code: "prefill_refused",
-			Message: "the prefill endpoint refused this request"})
-		return
-	}
 	f.hop.answered = true
-	f.envoy.Respond(v.Status, []Header{{"content-type", names.ContentTypeJSON}}, v.Answer,
-		names.DetailsPrefix+"_prefill_refused")
+	f.envoy.Respond(v.Status, []Header{{"content-type", names.ContentTypeJSON}},
+		journey.Refusal(v, f.head.Extra(":path")), names.DetailsPrefix+"_prefill_refused")
 }
 
 // headerPair names the pair of D's request, for the filter behind Envoy's router, which takes it away.
@@ -274,7 +264,7 @@ func Answers(key string, status int, answer Continuer) Status {
 }
 
 func (p *pair) hold(answer Continuer) Status {
-	if !p.waits() {
+	if p.ended || !p.isCurrent() || p.journey.DecodeAnswers(&journey.DecodeHead{Status: http.StatusOK}).Do != journey.Hold {
 		return Continue
 	}
 	p.upstream = answer

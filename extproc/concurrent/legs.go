@@ -9,7 +9,6 @@
 package concurrent
 
 import (
-	"context"
 	"sync"
 	"time"
 )
@@ -46,19 +45,6 @@ type Outcome struct {
 // VerdictWait is how long a failed D waits for the verdict on P: when P dies, D often fails first. Other replicas
 // learn the verdict from Envoy's access log, which is sent every 0.2 s.
 const VerdictWait = 500 * time.Millisecond
-
-// PrefillFailed reports whether P has failed, or fails within [VerdictWait].
-func (p *Pair) PrefillFailed(ctx context.Context) bool {
-	wait := time.NewTimer(VerdictWait)
-	defer wait.Stop()
-	select {
-	case <-p.Ended:
-		return !p.Verdict.OK
-	case <-wait.C:
-	case <-ctx.Done():
-	}
-	return false
-}
 
 type idlePair struct {
 	id    [16]byte

@@ -80,15 +80,10 @@ func (s *Shared) PairCause(t *kvtransfer.Ticket, v *concurrent.Outcome) string {
 	switch {
 	case policy.DecodeDecides(v.Status, t.Shaped):
 		return kvtransfer.CauseRefused
-	case plan.ClientsFault(v.Status) && (v.Status != http.StatusNotFound || t.Redirects+1 >= s.Limits.MaxRedirects):
+	case plan.ClientsFault(v.Status) && (v.Status != http.StatusNotFound || !s.MayPlanAgain(t)):
 		return ""
 	}
 	return kvtransfer.CausePrefill
-}
-
-// PrefillFailure returns how P's leg of a pair failed.
-func PrefillFailure(p *concurrent.Pair) *faults.Failure {
-	return &faults.Failure{Status: p.Verdict.Status, RetryAfter: p.Verdict.RetryAfter, Unreached: p.Verdict.Unreached}
 }
 
 // PairFailed settles a pair that failed before its answer began: it releases what the pass held, and returns the ticket

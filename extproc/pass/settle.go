@@ -276,8 +276,13 @@ func (x *Prefilled) prefillFailed(next *kvtransfer.Ticket, a *Answer) {
 // not, the client gets P's answer.
 func (s *Shared) PlansAgain(t *kvtransfer.Ticket, status int) bool {
 	policy, ok := s.Policy(t.Pool)
-	return ok && t.Redirects+1 < s.Limits.MaxRedirects &&
+	return ok && s.MayPlanAgain(t) &&
 		(status == http.StatusNotFound || policy.DecodeDecides(status, t.Shaped))
+}
+
+// MayPlanAgain reports whether there may be one more pass after that of a ticket.
+func (s *Shared) MayPlanAgain(t *kvtransfer.Ticket) bool {
+	return t.Redirects+1 < s.Limits.MaxRedirects
 }
 
 // lacksModel makes next the ticket of a request that an endpoint has answered with 404: it is planned again without

@@ -16,6 +16,7 @@ import (
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -56,7 +57,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late": // no hop has both
 		p.checkLate(w, t, id)
 		return
-	case t == nil || !takes(t) || t.Redirects+1 >= s.Limits.MaxRedirects:
+	case t == nil || !takes(t) || !s.MayPlanAgain(t):
 		p.refuse(w, r, t, id, err)
 		return
 	case hedged(t, s.Since(t)):
@@ -69,7 +70,14 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		p.refuse(w, r, t, id, errTicketConsumed)
 		return
 	}
-	next := p.hopFailed(r.Context(), t, id)
+	next, refusal := p.hopFailed(r.Context(), t, id)
+	if refusal != nil {
+		w.Header().Set("content-type", names.ContentTypeJSON)
+		w.Header().Set(names.HeaderFinal, "true")
+		w.WriteHeader(refusal.Status)
+		_, _ = w.Write(journey.Refusal(refusal, []byte(r.URL.Path))) //nolint:gosec // JSON, said to be JSON
+		return
+	}
 	p.redirect(w, r, &next, id, cmp.Or(t.Path, r.URL.RequestURI()))
 }
 
@@ -93,19 +101,22 @@ var errTicketConsumed = errors.New("the ticket was consumed here before")
 
 // hopFailed records that the hop of a ticket failed, and returns the next pass's ticket. An endpoint that exceeded
 // the hop's time limit counts as hanging; but a P that had to fetch a stored turn may have waited for the endpoint
-// that holds it.
-func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) kvtransfer.Ticket {
+// that holds it. refusal is P's refusal of the request, for the client in place of another pass; nil: none.
+func (p *Port) hopFailed(
+	ctx context.Context, t *kvtransfer.Ticket, id string,
+) (next kvtransfer.Ticket, refusal *concurrent.Outcome) {
 	s := p.passes
 	took := s.Since(t)
 	late := overdue(took, p.limit(t))
 	switch t.Stage {
 	case kvtransfer.DecodeLeg:
 		f := p.decodeFailure(ctx, t, late)
-		return s.DecodeFailed(t, id, &f)
+		return s.DecodeFailed(t, id, &f), nil
 	case kvtransfer.PairLegs:
 		return p.pairFailed(ctx, t, id, late)
 	}
-	next, hop, failed := failedTicket(t)
+	var hop, failed string
+	next, hop, failed = failedTicket(t)
 	if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
 		s.Reclaim.NotFollowed(t, id, reclaim.Replanned)
 	}
@@ -119,7 +130,7 @@ func (p *Port) hopFailed(ctx context.Context, t *kvtransfer.Ticket, id string) k
 	} else {
 		s.Faults.Endpoint(&next, id, failed, &faults.Failure{Overdue: late, Unreached: !late})
 	}
-	return next
+	return next, nil
 }
 
 // restart answers a request that no replica decided, because the one that had its body died or hung: with a 307, so
@@ -129,7 +140,7 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 	s, h, id := p.passes, r.Header, r.Header.Get(names.HeaderRequestID)
 	size := discard(r.Body, p.maxBody+plan.MaxDecodeMember)
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
-		t.Redirects+1 >= s.Limits.MaxRedirects || !s.State.HandOvers.Consume(idOf(t)) {
+		!s.MayPlanAgain(t) || !s.State.HandOvers.Consume(idOf(t)) {
 		w.Header().Set(names.HeaderFinal, "true")
 		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request",
 			time.Second))
@@ -214,15 +225,31 @@ func idOf(t *kvtransfer.Ticket) [16]byte {
 	return id
 }
 
-// pairFailed is hopFailed for D of a pair: P may have failed first.
-func (p *Port) pairFailed(ctx context.Context, t *kvtransfer.Ticket, id string, late bool) kvtransfer.Ticket {
+// pairFailed is hopFailed for D of a pair: P may have failed first. refusal is P's of the request, for the client.
+func (p *Port) pairFailed(
+	ctx context.Context, t *kvtransfer.Ticket, id string, late bool,
+) (next kvtransfer.Ticket, refusal *concurrent.Outcome) {
 	pair := p.pairs.Enter(t.ID)
 	defer p.pairs.Leave(t.ID)
-	if e := plan.EndpointOf(p.passes.State, t.Pool, t.Decode); (e == nil || !e.Failed()) && pair.PrefillFailed(ctx) {
-		return p.passes.PairFailed(t, id, kvtransfer.CausePrefill, pass.PrefillFailure(pair))
-	}
 	f := p.decodeFailure(ctx, t, late)
-	return p.passes.PairFailed(t, id, kvtransfer.CauseDecode, &f)
+	j := journey.NewPair(p.passes, t, journey.PairRules{})
+	a := j.DecodeFails(&f)
+	if a.After > 0 {
+		wait := time.NewTimer(a.After)
+		defer wait.Stop()
+		select {
+		case <-pair.Ended:
+			a = j.PrefillEnded(&pair.Verdict)
+		case <-wait.C:
+			a = j.Elapsed()
+		case <-ctx.Done():
+			a = j.Elapsed()
+		}
+	}
+	if a.Do == journey.Refuse {
+		return next, a.Refusal
+	}
+	return p.passes.PairFailed(t, id, a.Cause, a.Failure), nil
 }
 
 // decodeFailure returns how D of a ticket failed. late: it exceeded its time limit.
