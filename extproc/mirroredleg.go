@@ -59,7 +59,7 @@ func (x mirroredLeg) serve() error {
 		Details: a.Details, RetryAfter: a.RetryAfter,
 	})
 	if joined != nil {
-		if err := x.s.State.PutHandOverAs(t.ID, joined); err != nil {
+		if err := x.s.State.HandOvers.PutHandOverAs(t.ID, joined); err != nil {
 			x.log(slog.LevelWarn, "no room for prefill's log probabilities: the client gets decode's alone", "err", err)
 		}
 	}
@@ -90,7 +90,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	case <-p.Over:
 	case <-late.C:
 	}
-	x.s.State.Release(pass.HeldBy(t).Prefill)
+	x.s.State.Bookings.Release(pass.HeldBy(t).Prefill)
 	took, result := x.s.passes.Since(t), "client_gone"
 	if took >= x.s.journeys.PairLimit(t) { // P exceeded its time limit
 		result = "failed"

@@ -137,7 +137,7 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 			s.observer.Expired(e.Addr, n)
 			s.Log.Warn("an engine freed KV that no other had fetched in time", "endpoint", e.Addr, "requests", n)
 		})
-		o.State.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) {
+		o.State.KVLoads.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) {
 			s.faults.LoadFailed(p, prefill, decode, faults.SeenCount)
 		})
 	}

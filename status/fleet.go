@@ -80,7 +80,7 @@ func (f *Feed) report(q question) report {
 		out.File = f.source.Config()
 		out.Config = out.File.Fingerprint
 	}
-	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Reservations()
+	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Bookings.Reservations()
 	if f.source.Logs != nil {
 		out.Logs, out.Logged = f.source.Logs()
 	}
@@ -171,19 +171,29 @@ func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
 	return merge(f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone), time.Now())
 }
 
-// Requests returns the latest n requests of all replicas, newest first. alone limits them to those that this replica
-// planned, failed to those that failed.
-func (f *Feed) Requests(ctx context.Context, n int, alone, failed bool) ([]telemetry.Trace, Asked) {
-	q := question{Since: -1, Traces: min(n, allRecent)}
-	if failed {
+// Wanted is which of the latest requests are wanted.
+type Wanted struct {
+	N      int  // at most
+	Alone  bool // only those that this replica planned
+	Failed bool // only those that failed
+	Slow   bool // those that lost most time first
+}
+
+// Requests returns the latest requests of all replicas, newest first unless the slow ones are wanted.
+func (f *Feed) Requests(ctx context.Context, w Wanted) ([]telemetry.Trace, Asked) {
+	q := question{Since: -1, Traces: min(w.N, allRecent)}
+	if w.Failed || w.Slow {
 		q.Traces = allRecent
 	}
-	got := f.gather(ctx, q, alone)
+	got := f.gather(ctx, q, w.Alone)
 	all := got.traces(time.Now())
-	if failed {
+	if w.Failed {
 		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool { return !t.HasFailed() })
 	}
-	return all[:min(n, len(all))], f.asked(&got)
+	if w.Slow {
+		bySlowness(all)
+	}
+	return all[:min(w.N, len(all))], f.asked(&got)
 }
 
 // traces merges the traces of all reports.
@@ -428,6 +438,8 @@ func (e *Endpoint) add(o *Endpoint) {
 	if e.KnownBetter(&o.Output) {
 		e.Output = o.Output
 	}
+	e.PrefillSlowness = max(e.PrefillSlowness, o.PrefillSlowness) // each has learned of what it sent
+	e.DecodeSlowness = max(e.DecodeSlowness, o.DecodeSlowness)
 	e.NoPairs, e.BeginsAnew = cmp.Or(e.NoPairs, o.NoPairs), e.BeginsAnew || o.BeginsAnew
 	if o.Now != nil && (e.Now == nil || o.Now.Since.After(e.Now.Since)) {
 		e.Now = o.Now

@@ -14,7 +14,8 @@ import (
 var page embed.FS
 
 // Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
-// /debug/requests?n=20 (failed=true: those that failed), or those with an id at /debug/requests?id=ID, and where a
+// /debug/requests?n=20 (failed=true: those that failed; slow=true: of all that are kept, those that lost most time
+// first), or those with an id at /debug/requests?id=ID, and where a
 // prompt would go now at /debug/explain?pool=NAME&tokens=1000. With
 // scope=replica the last two are about this replica only; [ScopeHeader] says so.
 func Handler(f *Feed) http.Handler {
@@ -52,7 +53,8 @@ func Handler(f *Feed) http.Handler {
 				return
 			}
 		}
-		recent, asked := f.Requests(r.Context(), n, alone(r), r.URL.Query().Get("failed") == "true")
+		recent, asked := f.Requests(r.Context(), Wanted{N: n, Alone: alone(r),
+			Failed: r.URL.Query().Get("failed") == "true", Slow: r.URL.Query().Get("slow") == "true"})
 		asked.head(w)
 		_ = enc.Encode(recent)
 	})

@@ -157,7 +157,7 @@ func printPool(w io.Writer, p *Pool, now time.Time) {
 		end = "\tnote\n"
 	}
 	fmt.Fprint(t, "  endpoint\trole\thealth\trequests\tprompt tokens\tof latest\tcache hits\tKV comes at\twrites\t"+
-		"each token in"+end)
+		"each token in\tof its peers' time"+end)
 	for _, e := range p.Endpoints {
 		hits, group, transfer, word := "-", "", "-", ""
 		if e.Now != nil {
@@ -176,9 +176,9 @@ func printPool(w io.Writer, p *Pool, now time.Time) {
 		if e.Rate >= 0 {
 			output = words.Number(e.Rate) + " tokens/s"
 		}
-		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s", words.Plain(e.Name), words.Plain(group),
+		fmt.Fprintf(t, "  %s%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s\t%s", words.Plain(e.Name), words.Plain(group),
 			words.Role(e.Role, word), words.State(e.State, e.Paused), e.Requests, e.Tokens, e.Hops, hits, transfer,
-			output, words.Millis(e.PerToken))
+			output, words.Millis(e.PerToken), besidePeers(&e))
 		if e.Unpaired {
 			fmt.Fprint(t, "\tnever used: pairs with no decode endpoint")
 		} else if e.Now != nil {
@@ -193,6 +193,17 @@ func printPool(w io.Writer, p *Pool, now time.Time) {
 	if len(p.Waiting) > 0 {
 		fmt.Fprintf(w, "  not paired yet, since its engine has not said what it is: %s\n", words.Plain(some(p.Waiting)))
 	}
+}
+
+// besidePeers returns how long an engine takes beside its peers: for prefill, for decode, or both.
+func besidePeers(e *Endpoint) string {
+	var of []string
+	for _, times := range []float64{e.PrefillSlowness, e.DecodeSlowness} {
+		if times > 0 {
+			of = append(of, fmt.Sprintf("%.1fx", times))
+		}
+	}
+	return cmp.Or(strings.Join(of, " / "), "-")
 }
 
 // written1m says what a pool wrote in the last minute.
@@ -232,11 +243,12 @@ func printRecent(w io.Writer, recent []Decided) {
 	for i := range shown {
 		shown[i] = recent[i].Trace
 	}
-	PrintRequests(w, shown, false)
+	PrintRequests(w, shown, false, false)
 }
 
-// PrintRequests writes a table of requests for a terminal; with failed they are those that failed.
-func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
+// PrintRequests writes a table of requests for a terminal; with failed they are those that failed, with slow those that
+// lost most time first, and why.
+func PrintRequests(w io.Writer, recent []telemetry.Trace, failed, slow bool) {
 	if len(recent) == 0 && failed {
 		fmt.Fprintln(w, "No request failed among the latest 256 that each replica keeps.\n"+
 			"Requests that Tandem refused are not kept: their answer says why.")
@@ -248,9 +260,14 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 		return
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "  status\troute\tprefill\tdecode\ttokens\tcached\thop 1 (expected)\thop 2\trequest id")
+	why := ""
+	if slow {
+		why = "took\tlost\tbecause of\t"
+	}
+	fmt.Fprintln(t, "  status\tat\troute\tprefill\tdecode\ttokens\tcached\thop 1 (expected)\thop 2\t"+why+"request id")
+	now := time.Now()
 	for _, r := range recent {
-		status, cached := statusOf(&r, time.Now()), "-"
+		status, cached := statusOf(&r, now), "-"
 		if r.CachedTokens >= 0 {
 			cached = fmt.Sprint(r.CachedTokens)
 		}
@@ -258,9 +275,13 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed bool) {
 		if r.CachedTokens < 0 { // P has not counted them
 			tokens = "~" + tokens
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.40s\n", status, routeOf(&r),
+		if slow {
+			v := verdictOf(&r)
+			why = fmt.Sprintf("%s\t%s\t%s\t", took(r.Took), took(v.lost), cmp.Or(v.because, "-"))
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s%.40s\n", status, words.At(now, r.Started), routeOf(&r),
 			cmp.Or(r.Prefill, "-"), cmp.Or(r.Decode, "-"), tokens, cached,
-			hop1(&r), words.Millis(milliseconds(r.DecodeTime)), words.Plain(r.RequestID))
+			hop1(&r), took(r.DecodeTime), why, words.Plain(r.RequestID))
 	}
 	_ = t.Flush()
 }
@@ -317,14 +338,14 @@ func routeOf(r *telemetry.Trace) string {
 
 // hop1 returns the time of prefill, followed by the expected one.
 func hop1(r *telemetry.Trace) string {
-	took := words.Millis(milliseconds(r.PrefillTime))
-	switch {
+	switch of := took(r.PrefillTime); {
 	case r.Prefill == "" && r.PrefillTime > 0:
-		return took + " (former plan)"
+		return of + " (former plan)"
 	case r.Prefill == "" || r.ExpectedPrefill <= 0:
-		return took
+		return of
+	default:
+		return of + " (" + took(r.ExpectedPrefill) + ")"
 	}
-	return took + " (" + words.Millis(milliseconds(r.ExpectedPrefill)) + ")"
 }
 
 // Blocks of [spark], and the points in each: the last minute.

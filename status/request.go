@@ -82,6 +82,7 @@ func PrintDecided(w io.Writer, requests []telemetry.Trace, now map[string]roles.
 		t := &requests[i]
 		printDecided(w, t, time.Now())
 		printRoles(w, now[t.Pool].Words, func(addr string) string { return addr }, time.Now(), t.Started)
+		printVerdict(w, t)
 	}
 }
 
@@ -103,6 +104,7 @@ func inWords(requests []telemetry.Trace) []Decided {
 		var said strings.Builder
 		printWay(&said, &requests[i])
 		printBusy(&said, &requests[i])
+		printVerdict(&said, &requests[i])
 		out[i] = Decided{requests[i], said.String()}
 	}
 	return out
@@ -167,7 +169,6 @@ func places(here, remote int) string {
 
 // printTimes prints how long the hops took, as far as it is known, and how long they were expected to take.
 func printTimes(w io.Writer, t *telemetry.Trace) {
-	took := func(d time.Duration) string { return words.Millis(milliseconds(d)) }
 	switch {
 	case t.Prefill != "" && t.Decode == "" && !t.Final && t.PrefillTime > 0:
 		fmt.Fprintf(w, "prefill failed after %s, ", took(t.PrefillTime))

@@ -143,7 +143,7 @@ func (s *Faults) Failed(ctx context.Context, t *kvtransfer.Ticket) Failure {
 
 // full records that an endpoint was full.
 func (s *Faults) full(pool, addr string, f *Failure) {
-	if e := plan.EndpointOf(s.State, pool, addr); e != nil && s.State.MarkFull(e, f.Status, f.RetryAfter) {
+	if e := plan.EndpointOf(s.State, pool, addr); e != nil && s.State.Health.MarkFull(e, f.Status, f.RetryAfter) {
 		s.Observer.EndpointFull(pool, addr, f.Status)
 		s.Log.LogAttrs(context.Background(), slog.LevelInfo, "an endpoint is full and gets no request for a while",
 			slog.String("endpoint", addr), slog.Int("status", f.Status), slog.Duration("retry_after", f.RetryAfter))
@@ -166,7 +166,7 @@ func (s *Faults) Blame(next *kvtransfer.Ticket, requestID, addr string, f *Failu
 	pool := s.State.Pool(next.Pool)
 	next.Loads = next.Loads && m.Loads && pool != nil
 	if next.Loads && m.Suspects &&
-		s.State.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
+		s.State.KVLoads.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
 		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
 	}
 }
@@ -179,10 +179,10 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 	case f.Full():
 		s.full(pool, addr, f)
 	case f.Overdue:
-		s.State.MarkHung(e)
+		s.State.Health.MarkHung(e)
 	case e.Failed(): // else it would not count as hanging any more
 	case f.Unreached || s.Check == nil && f.Status == 0 || f.Status >= 500 && s.errors.again(addr, requestID):
-		s.State.MarkFailed(e)
+		s.State.Health.MarkFailed(e)
 	case s.Check != nil:
 		s.Check(e)
 	}
@@ -204,7 +204,7 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 	case e.TooShort(t.LeastBytes):
 		s.LoadFailed(pool, t.Prefill, t.Decode, SeenStream)
 	case ok:
-		s.State.LoadSucceeded(pool, t.Prefill, t.Decode)
+		s.State.KVLoads.LoadSucceeded(pool, t.Prefill, t.Decode)
 	}
 	if ok {
 		s.errors.clear(t.Prefill, t.Decode)
@@ -213,7 +213,7 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 
 // LoadFailed records that a pair's KV load failed, and how that was seen.
 func (s *Faults) LoadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
-	if s.State.LoadFailed(pool, prefill, decode) {
+	if s.State.KVLoads.LoadFailed(pool, prefill, decode) {
 		s.loadFailed(pool, prefill, decode, seen)
 	} else if seen != SeenCount { // a count also rises for failures that were seen as they happened
 		s.Observer.LoadFailed(pool.Spec.Name, prefill, seen)

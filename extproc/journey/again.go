@@ -61,7 +61,7 @@ func (s *Shared) waitsFor(t *kvtransfer.Ticket, f *faults.Failure) bool {
 		return false
 	}
 	e := plan.EndpointOf(s.Passes.State, t.Pool, t.Decode)
-	return (e.TakesWork() || s.Passes.State.StandsStill(e)) && !s.AnotherDecodes(t)
+	return (e.TakesWork() || s.Passes.State.Health.StandsStill(e)) && !s.AnotherDecodes(t)
 }
 
 // HopLost settles a prefill or an encode leg that failed without an answer, and returns the next ticket. An endpoint

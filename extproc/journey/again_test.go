@@ -53,10 +53,10 @@ func TestStandingIsNoFailureWithoutAnother(t *testing.T) {
 				time.Sleep(2 * time.Second)
 				scrape(3)
 				if !tt.other {
-					state.MarkFailed(state.Pool("chat").Endpoint("d2:1"))
+					state.Health.MarkFailed(state.Pool("chat").Endpoint("d2:1"))
 				}
 				if tt.dies {
-					state.MarkFailed(d)
+					state.Health.MarkFailed(d)
 				}
 				leg := &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Pool: "chat", Prefill: "p1:1", Decode: "d1:1", Loads: tt.loads}
 				leg.Expires = time.Now().Add(s.Passes.Limits.TicketTTL)

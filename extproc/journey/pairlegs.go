@@ -51,7 +51,7 @@ func (x *Legs) SettlePair(t *kvtransfer.Ticket, a *pass.Answer) (v concurrent.Ou
 		}
 	}
 	x.learner.Meter.MirrorEnded(x.learner.ID, t, a.Code, result, took)
-	x.shared.Passes.State.Release(pass.HeldBy(t).Prefill)
+	x.shared.Passes.State.Bookings.Release(pass.HeldBy(t).Prefill)
 	return v, joined
 }
 

@@ -91,13 +91,13 @@ func (x *Legs) Settle(ctx context.Context, t *kvtransfer.Ticket, a *pass.Answer)
 	case next.Stage == kvtransfer.HandOver:
 		x.awaitKV(ctx, t)
 		x.dateHandOver(ctx, next, took)
-		s.State.Complete(pass.HeldBy(t).Prefill)
+		s.State.Bookings.Complete(pass.HeldBy(t).Prefill)
 		if !a.Inline && s.Reclaim.Enabled(t.Pool) {
 			// before it is sent on: the end of the request may be reported at any moment after
 			s.Reclaim.Record(next, x.learner.ID, next.Params, next.Decode, false)
 		}
 	default:
-		s.State.Release(pass.HeldBy(t).Prefill)
+		s.State.Bookings.Release(pass.HeldBy(t).Prefill)
 	}
 	x.learner.Meter.PrefillEnded(x.learner.ID, t, a.Code, took, next)
 	return Settled{Next: next}

@@ -63,7 +63,7 @@ func (k conversation) lastTurn(
 ) (*kvtransfer.Turn, []byte) {
 	x := k.pass
 	r, pool := &x.Req, x.Req.Pool
-	text, ok := x.shared.State.TakeConversation(name)
+	text, ok := x.shared.State.HandOvers.TakeConversation(name)
 	if !ok {
 		return nil, nil
 	}
@@ -89,7 +89,7 @@ func (k conversation) lastTurn(
 	if !turn.Begins(r.IDs) {
 		if left := time.Until(until); left > 0 { // an engine returned the ids meanwhile
 			// another request of the session may continue the turn
-			_ = x.shared.State.PutConversation(name, text, left)
+			_ = x.shared.State.HandOvers.PutConversation(name, text, left)
 		}
 		return k.unused(TurnOtherPrompt, nil)
 	}
@@ -168,7 +168,7 @@ func (s *Shared) StoreTurn(requestID string, t *kvtransfer.Ticket, params []byte
 			"request_id", requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
-	if err := s.State.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
+	if err := s.State.HandOvers.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
 		s.Observer.Turn(t.Pool, TurnFull)
 		return
 	}

@@ -59,8 +59,8 @@ func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (
 	alone := x.choice
 	alone.Prefill = -1
 	d.Report.Route, d.Decode.Booking = "decode_alone", alone.DecodeBooking(&x.view)
-	x.shared.State.Release(held)
-	return x.shared.State.ReserveAs(held, d.Decode.Endpoint, d.Decode.Booking, x.Source), nil
+	x.shared.State.Bookings.Release(held)
+	return x.shared.State.Bookings.ReserveAs(held, d.Decode.Endpoint, d.Decode.Booking, x.Source), nil
 }
 
 // prefill calls P to compute the prompt, and returns the edits that turn the client's body into D's. If a prefill fails
@@ -127,8 +127,8 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	e, before := x.view.Endpoints[c.Prefill].Endpoint, x.view.Endpoints[c.Prefill].PromptTokens
 	booking := c.PrefillBooking()
 	booking.Media = r.Size.Media.Any()
-	booked := s.State.ReserveAs(0, e, booking, x.Source)
-	defer s.State.Release(booked)
+	booked := s.State.Bookings.ReserveAs(0, e, booking, x.Source)
+	defer s.State.Bookings.Release(booked)
 	x.waiter.Committed()
 	s.State.Routed(pool, e, r.Hashes)
 	r.AskPrefill(&x.view, p, c.Prefill, d.Endpoint)
@@ -160,7 +160,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	if err != nil {
 		return nil, err
 	}
-	s.State.Complete(booked)
+	s.State.Bookings.Complete(booked)
 	x.Prefilled.ID = x.ID
 	x.Prefilled.Computed(pool, &t, &got, took)
 	if got.Params == nil {

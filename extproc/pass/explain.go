@@ -118,7 +118,7 @@ func (x *Pass) report(ctx context.Context, d *plan.Decision) {
 		RequestID: x.ID, Started: t.Started, Pass: t.Redirects, Pool: d.Pool.Spec.Name,
 		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Foreseen.Prefilled, ExpectedFirst: r.Foreseen.FirstToken,
-			PromptBlocks: len(r.Hashes)},
+			ExpectedToken: r.Foreseen.Token, PromptBlocks: len(r.Hashes)},
 		Queued: x.queued(), Streamed: r.Streams(), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
 	}
 	p.Cheaper, p.NotAlone = telemetry.MarginOf(r.Foreseen.Price, r.Foreseen.Other, how.Prefill != nil)

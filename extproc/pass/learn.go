@@ -115,6 +115,6 @@ func (s *Shared) DoesNotContinue(pool *kvstate.Pool, addr, requestID string) {
 // MarkGood records that an endpoint of a pool has served a request.
 func (s *Shared) MarkGood(pool *kvstate.Pool, addr string) {
 	if e := pool.Endpoint(addr); e != nil {
-		s.State.MarkGood(e)
+		s.State.Health.MarkGood(e)
 	}
 }

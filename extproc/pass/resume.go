@@ -105,8 +105,8 @@ func (x *Pass) toDecode(
 ) (*plan.Decision, error) {
 	s, r := x.shared, &x.Req
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}
-	s.State.Release(HeldBy(t).Prefill) // if it is not ours, the prefill leg released it
-	defer s.releaseDecode(t)           // until then P's memory counts as held
+	s.State.Bookings.Release(HeldBy(t).Prefill) // if it is not ours, the prefill leg released it
+	defer s.releaseDecode(t)                    // until then P's memory counts as held
 	x.begin(pool, plan.Attempt{})
 	p := &x.policy.Policy
 	// the prompt's text blocks: none, if this replica does not receive updates from the one that routed it
@@ -147,7 +147,7 @@ func (s *Shared) Params(t *kvtransfer.Ticket) []byte {
 	if t.ParamsRef == ([16]byte{}) {
 		return t.Params
 	}
-	if kept, ok := s.State.TakeHandOver(t.ParamsRef); ok {
+	if kept, ok := s.State.HandOvers.TakeHandOver(t.ParamsRef); ok {
 		return kept
 	}
 	return nil

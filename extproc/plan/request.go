@@ -55,12 +55,13 @@ type Foreseen struct {
 	Other      float64       // as [picker.Choice.Other]
 	Prefilled  time.Duration // until the prefill endpoint has answered; 0: no prefill endpoint
 	FirstToken time.Duration
+	Token      time.Duration // from one token of the answer to the next
 }
 
 // Foresee returns the estimates of a choice.
 func Foresee(c *picker.Choice) Foreseen {
 	return Foreseen{kvstate.Seconds(c.Work), c.Price, c.Other,
-		kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken)}
+		kvstate.Seconds(c.PrefillTime), kvstate.Seconds(c.FirstToken), kvstate.Seconds(c.TokenTime)}
 }
 
 // maxKeptParams bounds the memory of decode members that is kept for the next request, in bytes.

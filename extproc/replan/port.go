@@ -63,10 +63,10 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case hedged(t, s.Since(t)):
 		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
 		isLost := func() bool { return p.journeys.Lost(t) }
-		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.Consume(idOf(t)) {
+		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.HandOvers.Consume(idOf(t)) {
 			panic(http.ErrAbortHandler) // Envoy awaits the other try
 		}
-	case !s.State.Consume(idOf(t)):
+	case !s.State.HandOvers.Consume(idOf(t)):
 		p.refuse(w, r, t, id, errTicketConsumed)
 		return
 	}
@@ -125,7 +125,7 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 	s, h, id := p.passes, r.Header, r.Header.Get(names.HeaderRequestID)
 	size := discard(r.Body, p.maxBody+plan.MaxDecodeMember)
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
-		!p.journeys.Another(t) || !s.State.Consume(idOf(t)) {
+		!p.journeys.Another(t) || !s.State.HandOvers.Consume(idOf(t)) {
 		w.Header().Set(names.HeaderFinal, "true")
 		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request",
 			time.Second))

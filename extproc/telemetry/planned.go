@@ -39,6 +39,7 @@ const (
 type Foreseen struct {
 	ExpectedPrefill time.Duration `json:"expected_prefill_ns,omitempty"`     // until the prefill endpoint has answered
 	ExpectedFirst   time.Duration `json:"expected_first_token_ns,omitempty"` // until the first token
+	ExpectedToken   time.Duration `json:"expected_per_token_ns,omitempty"`   // from one token to the next
 	// share of the last minute or so that prefill endpoints were busy, 0 to 1; only with Weighed
 	PrefillBusy float64 `json:"prefill_busy,omitempty"`
 	// blocks of the prompt, of which endpoints hold Weighed.Hit

@@ -169,13 +169,14 @@ function pools(all) {
         el('span', { class: 'pill ' + ({ up: 'good', out: e.paused ? 'warn' : 'bad' }[e.state] || 'warn') }, e.state + (e.state === 'out' && e.paused ? ', paused' : '')),
         count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
         e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share),
-        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', ms(e.time_per_output_token_ms)] };
+        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', ms(e.time_per_output_token_ms),
+        [e.prefill_slowness, e.decode_slowness].filter(Boolean).map(times => times.toFixed(1) + '×').join(' / ') || '–'] };
     });
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
       + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '') + (p.wanted ? ' · ' + p.wanted : '')
       + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
         + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
-      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest 256'], ['cache hits, latest 256'], ['writes, last minute'], ['each token in, last minute']], rows));
+      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest 256'], ['cache hits, latest 256'], ['writes, last minute'], ['each token in, last minute'], ['of its peers’ time']], rows));
   });
 }
 
@@ -198,7 +199,7 @@ function decision(t) {
   const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, end(t)), el('b', {}, t.route.replace('_', ' ') + (reason ? ` (${reason})` : '')),
     el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
-    el('span', { class: 'id soft' }, t.request_id)));
+    el('span', { class: 'soft' }, new Date(t.started).toLocaleTimeString()), el('span', { class: 'id soft' }, t.request_id)));
   const gone = (t.end_gone_with || []).join(', ');
   d.append(el('p', { class: 'words' }, t.words + (gone ? `Its end was lost when ${gone} ended without a shutdown.` : '')));
   d.append(t.weighed ? weighed(t) : '');

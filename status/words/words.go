@@ -87,6 +87,14 @@ func Ago(now, then time.Time) string {
 	return max(now.Sub(then), 0).Round(time.Second).String() + " ago"
 }
 
+// At returns a time of day in the terminal's zone, with the date if it is not within the last half of a day.
+func At(now, then time.Time) string {
+	if now.Sub(then) > 12*time.Hour {
+		return then.Local().Format("Jan 2 15:04:05")
+	}
+	return then.Local().Format(time.TimeOnly)
+}
+
 // Since returns how long something has lasted.
 func Since(now, from time.Time) string { return max(now.Sub(from), 0).Round(time.Second).String() }
 
