@@ -11,6 +11,7 @@ import (
 	earlyv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/http/early_header_mutation/header_mutation/v3"
 	uuidv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/request_id/uuid/v3"
 	samplersv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/tracers/opentelemetry/samplers/v3"
+	tracingv3 "github.com/envoyproxy/go-control-plane/envoy/type/tracing/v3"
 	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
@@ -143,7 +144,12 @@ func (m listeners) traced() *hcmv3.HttpConnectionManager_Tracing {
 			WrappedSampler: m.extension(sampler+"trace_id_ratio_based", chance),
 		}),
 	}
+	url := noted(m, &tracingv3.CustomTag{Tag: "http.url",
+		Type: &tracingv3.CustomTag_Value{Value: "%REQ(:SCHEME)%://%REQ(:AUTHORITY)%%PATH(NQ)%"}}, notes{
+		"": "In place of Envoy's own, which has the query: some clients send their key there.",
+	})
 	return &hcmv3.HttpConnectionManager_Tracing{SpawnUpstreamSpan: wrapperspb.Bool(true),
+		CustomTags: []*tracingv3.CustomTag{url},
 		Provider: &tracev3.Tracing_Http{
 			Name:       "envoy.tracers.opentelemetry",
 			ConfigType: &tracev3.Tracing_Http_TypedConfig{TypedConfig: m.pack(config)},

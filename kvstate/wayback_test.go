@@ -79,9 +79,9 @@ func TestASpeedComesBack(t *testing.T) {
 	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, pd(2, 0))
 	p := s.Pool("chat")
 	prefill := func(e *Endpoint, slow float64) {
-		id := s.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: time.Second})
+		id := s.Bookings.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: time.Second})
 		now = now.Add(Seconds(slow))
-		s.Complete(id)
+		s.Bookings.Complete(id)
 	}
 	speeds := func() (a, b float64) {
 		var v View
@@ -241,8 +241,8 @@ func TestContinuingComesBack(t *testing.T) {
 	require.False(t, e.DoesNotContinue(now), "known")
 	require.False(t, e.Continues(now))
 	require.True(t, e.Continues(now.Add(ContinuesAgain+time.Second)))
-	s.MarkFailed(e)
-	s.MarkGood(e)
+	s.Health.MarkFailed(e)
+	s.Health.MarkGood(e)
 	require.True(t, e.Continues(now), "it may be another release")
 }
 
@@ -251,8 +251,8 @@ func TestStandingEndpointsMayGoOn(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, decoders("a", "b", "c"))
 	p := s.Pool("p")
-	s.markFailed(p.Endpoint("a"), true, CauseStill)
-	s.MarkFailed(p.Endpoint("b"))
+	s.Health.markFailed(p.Endpoint("a"), true, CauseStill)
+	s.Health.MarkFailed(p.Endpoint("b"))
 	var v View
 	s.View(p, nil, &v)
 	require.True(t, v.Endpoints[0].Stands)

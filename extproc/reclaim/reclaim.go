@@ -139,7 +139,7 @@ func (r *Reclaimer) reclaimOver(id [16]byte, requestID string, h *record) {
 // Orphaned records that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the
 // ticket. It consumes the ticket: the request cannot use these parameters any more.
 func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
-	if !r.State.Consume(t.ID) {
+	if !r.State.HandOvers.Consume(t.ID) {
 		return
 	}
 	r.Left(t, why)
@@ -181,7 +181,7 @@ func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []b
 // NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's
 // ticket.
 func (r *Reclaimer) NotFollowed(t *kvtransfer.Ticket, requestID, why string) {
-	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.Consume(t.ID) {
+	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.HandOvers.Consume(t.ID) {
 		r.orphaned(t.ID, requestID, h, why)
 	}
 }
@@ -243,7 +243,7 @@ func (r *Reclaimer) orphaned(id [16]byte, requestID string, h *record, why strin
 // enqueue schedules a hand-over to be fetched and discarded. Its ticket may be consumed, but no decode endpoint was
 // asked or will be.
 func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
-	r.State.Consume(id)
+	r.State.HandOvers.Consume(id)
 	result := "no_room"
 	if h.params != nil {
 		result = "too_many"
@@ -264,7 +264,7 @@ func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 // another request its text.
 func (r *Reclaimer) claims(c cleanup) bool {
 	c.id[0] ^= 0x80
-	first, known := r.State.ConsumeConfirmed(c.id)
+	first, known := r.State.HandOvers.ConsumeConfirmed(c.id)
 	if !known {
 		r.Observer.Reclaimed(c.record.pool, unsure)
 	}
