@@ -240,7 +240,8 @@ func (f *Filter) end() {
 		RequestID: []byte(f.id), Details: []byte(o.Details), Status: o.Status, Start: f.began,
 		Duration: time.Since(f.began), ClientGone: o.ClientGone(), Reservation: []byte(f.reservedAs),
 		Traceparent: []byte(f.hop.trace.parent),
-		Answered:    ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o)},
+		Answered: ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o),
+			Continued: InsuredOf(f).joins()},
 	}
 	if f.hop.sent {
 		e.Try = ended.Try{Tries: 1, Began: true}
