@@ -112,8 +112,8 @@ func (s *stand) timed(name string) map[string]string {
 // busy books work on an endpoint that ends with the function returned.
 func (s *stand) busy(name string, work time.Duration) (end func()) {
 	e := s.state.Pool("chat").Endpoint(addressOf(name))
-	id := s.state.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: work})
-	return func() { s.state.Release(id); synctest.Wait() }
+	id := s.state.Bookings.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: work})
+	return func() { s.state.Bookings.Release(id); synctest.Wait() }
 }
 
 // A request waits while every prefill endpoint has a step of work ahead, with its body counted and nothing booked. When one
@@ -126,13 +126,13 @@ func TestRequestsAreBoundLate(t *testing.T) {
 		c.send("first", 16_000)
 		require.Equal(t, []string{"first"}, c.order, "nothing is ahead of it")
 		require.Zero(t, c.after["first"])
-		booked := s.state.Reservations()
+		booked := s.state.Bookings.Reservations()
 		c.send("long", 16_000)
 		c.send("short", 2000)
 		c.send("middling", 9000)
 		require.Equal(t, []string{"first"}, c.order)
 		require.Equal(t, 3, c.waiting())
-		require.Equal(t, booked, s.state.Reservations())
+		require.Equal(t, booked, s.state.Bookings.Reservations())
 		require.InDelta(t, 4*27_000, s.server.Memory.Load(), 1000)
 
 		c.done("first")
@@ -146,7 +146,7 @@ func TestRequestsAreBoundLate(t *testing.T) {
 		time.Sleep(2 * latebinding.Tick)
 		require.Zero(t, c.waiting())
 		require.Zero(t, s.server.Memory.Load())
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 	})
 }
 
@@ -167,7 +167,7 @@ func TestARequestThatWaitedGoesOn(t *testing.T) {
 		require.Zero(t, q.pass().status())
 		require.Equal(t, addressOf("d1"), q.headers[names.HeaderEndpoint])
 		s.log(q.entry(200, "via_upstream"))
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 		trace := s.server.Recent(1)[0]
 		require.Equal(t, 3*time.Second, trace.Waited.Truncate(latebinding.Tick))
 		waited := trace.Waited.Round(time.Millisecond).String()
@@ -266,7 +266,7 @@ func TestWaitingEnds(t *testing.T) {
 				synctest.Wait()
 				require.Zero(t, c.waiting())
 				require.Zero(t, s.server.Memory.Load())
-				require.Zero(t, s.state.Reservations())
+				require.Zero(t, s.state.Bookings.Reservations())
 				require.Equal(t, ends[name], s.timed("tandem_queue_wait_seconds"))
 			})
 		})
@@ -352,7 +352,7 @@ func TestWaitingAtRandom(t *testing.T) {
 			synctest.Wait()
 			require.Zero(t, s.count("tandem_queue_requests", "chat"))
 			require.Zero(t, s.server.Memory.Load())
-			require.Zero(t, s.state.Reservations())
+			require.Zero(t, s.state.Bookings.Reservations())
 			require.Zero(t, queueOf(s).Status().Committed)
 		})
 	}
@@ -377,7 +377,7 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 			require.Equal(t, addressOf("d1"), c.ended["a"].set[names.HeaderEndpoint])
 			c.done("a")
 			time.Sleep(2 * latebinding.Tick)
-			require.Zero(t, s.state.Reservations())
+			require.Zero(t, s.state.Bookings.Reservations())
 		})
 	})
 	t.Run("endpoint picker", func(t *testing.T) {

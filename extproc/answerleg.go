@@ -70,7 +70,7 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 	p := x.s.pairs.Enter(t.ID)
 	defer x.s.pairs.Leave(t.ID)
-	timer := time.NewTimer(x.s.passes.PairLimit(t))
+	timer := time.NewTimer(x.s.journeys.PairLimit(t))
 	defer timer.Stop()
 	select {
 	case <-p.Ended:
@@ -78,7 +78,7 @@ func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 	case <-x.s.draining:
 	case <-x.stream.Context().Done():
 	}
-	prefill, ok := x.s.State.TakeHandOver(t.ID)
+	prefill, ok := x.s.State.HandOvers.TakeHandOver(t.ID)
 	if !ok && x.stream.Context().Err() == nil {
 		x.log(slog.LevelWarn, "prefill's log probabilities are not known here: the client gets decode's alone",
 			"prefill", t.Prefill)

@@ -247,7 +247,7 @@ func TestARequestKeepsItsAllocationBudget(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			c := newCourse(t, tt.size, tt.mode, tt.carried)
 			budget.Allocs(t, 50, tt.allocs, func() { c.run(t) })
-			require.Zero(t, c.s.State.Reservations())
+			require.Zero(t, c.s.State.Bookings.Reservations())
 			require.Zero(t, c.s.Memory.Load())
 		})
 	}

@@ -30,7 +30,7 @@ func TestDecodeCountsWhatComesToIt(t *testing.T) {
 				q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 				require.Zero(t, q.pass().status())
 				require.Equal(t, [2]int64{1, atFirst}, booked())
-				require.Equal(t, 2, s.state.Reservations(), "its place on D is held")
+				require.Equal(t, 2, s.state.Bookings.Reservations(), "its place on D is held")
 				answered := engineAnswer{status: 200, body: prefilled(params(3))}
 				q.prefillLeg(answered)
 				q.follow()
@@ -38,7 +38,7 @@ func TestDecodeCountsWhatComesToIt(t *testing.T) {
 				require.Equal(t, [2]int64{0, 1}, booked())
 				s.log(q.entry(200, "via_upstream"))
 				require.Equal(t, [2]int64{}, booked())
-				require.Zero(t, s.state.Reservations())
+				require.Zero(t, s.state.Bookings.Reservations())
 			})
 		})
 	}

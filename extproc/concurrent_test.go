@@ -165,7 +165,7 @@ func inBubble(t *testing.T, endpoints []string, test func(t *testing.T, s *stand
 		s := pairStand(t, "sglang", endpoints...)
 		test(t, s)
 		synctest.Wait()
-		require.Zero(t, s.state.Reservations(), "something stays booked")
+		require.Zero(t, s.state.Bookings.Reservations(), "something stays booked")
 		require.Zero(t, s.server.Memory.Load())
 	})
 }
@@ -476,7 +476,7 @@ func TestPairOverTwoReplicas(t *testing.T) {
 		d.ended()
 		one.log(q.entry(200, "via_upstream"))
 		synctest.Wait()
-		require.Zero(t, one.state.Reservations())
+		require.Zero(t, one.state.Bookings.Reservations())
 	})
 }
 
@@ -526,7 +526,7 @@ func TestPairWithoutEndpoints(t *testing.T) {
 			s := pairStand(t, dialect, endpoints...)
 			v := s.newRequest("/v1/chat/completions", "r1", chatBody).pass()
 			require.Equal(t, 503, v.status(), "%s %v", dialect, endpoints)
-			require.Zero(t, s.state.Reservations())
+			require.Zero(t, s.state.Bookings.Reservations())
 		}
 	}
 }
@@ -557,7 +557,7 @@ func TestTheOnlyPairIsTriedAgain(t *testing.T) {
 			policy := s.server.Settings().Pools["chat"]
 			policy.Alone = plan.AloneNever
 			s.policy("chat", policy)
-			s.state.LoadFailed(s.state.Pool("chat"), addressOf("p1"), addressOf("d1"))
+			s.state.KVLoads.LoadFailed(s.state.Pool("chat"), addressOf("p1"), addressOf("d1"))
 			q := s.newRequest("/v1/chat/completions", "r1", body)
 			v := q.pass()
 			require.Zero(t, v.status(), "%v", v.immediate)

@@ -245,7 +245,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 		require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "pool_gone"), 0)
 		require.InDelta(t, 1, s.count("tandem_replans_total", "chat", "pool_gone"), 0)
 		s.log(q.entry(503, ""))
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 	})
 }
 

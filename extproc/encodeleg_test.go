@@ -49,7 +49,7 @@ func (q *request) encode(status int, answer string) {
 // settled ends a request: nothing is booked any more.
 func (q *request) settled() {
 	q.s.log(q.entry(200, "via_upstream"))
-	require.Eventually(q.s.t, func() bool { return q.s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	require.Eventually(q.s.t, func() bool { return q.s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 }
 
 // Encode, prefill, decode: prefill is sent the encode endpoint's answer, byte for byte; decode is sent the client's
@@ -141,7 +141,7 @@ func TestNotEncoded(t *testing.T) {
 	s := encodeStand(t, "e1", "p1", "d1")
 	require.Equal(t, plan.LegPrefill, leg(s, "/v1/chat/completions", hello))
 	require.Equal(t, plan.LegPrefill, leg(s, "/v1/completions", `{"model":"m","prompt":"image_url","max_tokens":3}`))
-	s.state.MarkFailed(s.state.Pool("chat").Endpoint(addressOf("e1")))
+	s.state.Health.MarkFailed(s.state.Pool("chat").Endpoint(addressOf("e1")))
 	require.Equal(t, plan.LegPrefill, leg(s, "/v1/chat/completions", showing("What?", "")))
 	require.Equal(t, plan.LegPrefill, leg(encodeStand(t, "p1", "d1"), "/v1/chat/completions", showing("What?", "")))
 	without := newStand(t, Options{})

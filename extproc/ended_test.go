@@ -33,9 +33,9 @@ func TestTheEndArrivesBeforeTheRequest(t *testing.T) {
 				e.Request.RequestHeaders = map[string]string{names.HeaderReservation: "first"}
 				s.log(e)
 				early.pass()
-				require.Zero(t, s.state.Reservations(), "its end has been reported")
+				require.Zero(t, s.state.Bookings.Reservations(), "its end has been reported")
 				request("second").pass()
-				require.Equal(t, 2, s.state.Reservations(), "another request's has not")
+				require.Equal(t, 2, s.state.Bookings.Reservations(), "another request's has not")
 			})
 		})
 	}

@@ -33,7 +33,7 @@ func TestExplain(t *testing.T) {
 		{Name: "p2", Addr: "10.0.1.2:8000", Role: kvstate.RolePrefill},
 		{Name: "d1", Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode},
 	})
-	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
+	state.Health.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
 	s := New(Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
@@ -44,7 +44,7 @@ func TestExplain(t *testing.T) {
 	require.Len(t, e.Candidates, 3)
 	require.Equal(t, "failed", e.Candidates[1].Out)
 	require.InDelta(t, .266, e.Candidates[0].Prefill.Work, .01)
-	require.Zero(t, state.Reservations())
+	require.Zero(t, state.Bookings.Reservations())
 	require.Equal(t, "no_kv_transfer", e.NotSplit)
 	require.False(t, e.Paused)
 	require.NoError(t, state.PausePool("chat", true))

@@ -172,7 +172,7 @@ func (x handler) sealHandOver(t *kvtransfer.Ticket) ([]byte, error) {
 		}
 	}
 	var err error
-	if t.ParamsRef, err = x.s.State.PutHandOver(t.Params); err != nil {
+	if t.ParamsRef, err = x.s.State.HandOvers.PutHandOver(t.Params); err != nil {
 		const message = "hand-over too large for a header and no room to keep it: decode computes the prompt"
 		x.log(slog.LevelWarn, message, "err", err)
 		t.ParamsRef = [16]byte{}

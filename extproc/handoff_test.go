@@ -52,7 +52,7 @@ func TestSidecarIsToldOfEncodersAndSources(t *testing.T) {
 	first := s.ask(media, nil)
 	require.Equal(t, []string{addressOf("e1"), addressOf("e2")}, strings.Split(first.set["x-encoder-hosts-ports"], ","))
 	held := first.set["x-prefiller-host-port"]
-	s.state.Reserve(s.state.Pool("chat").Endpoint(held), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 1 << 20, Uncached: 1 << 20, Work: time.Minute})
+	s.state.Bookings.Reserve(s.state.Pool("chat").Endpoint(held), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 1 << 20, Uncached: 1 << 20, Work: time.Minute})
 	second := s.ask(media, nil)
 	require.NotEqual(t, held, second.set["x-prefiller-host-port"])
 	require.Equal(t, held, second.set["x-kv-cache-source-host-port"])
@@ -98,7 +98,7 @@ func TestDirectPrefill(t *testing.T) {
 		require.True(t, ok, string(g.body))
 		require.Contains(t, member, `"remote_engine_id":"e"`)
 		require.Equal(t, hello, `{"model"`+rest)
-		require.Equal(t, 1, s.state.Reservations(), "P's is released")
+		require.Equal(t, 1, s.state.Bookings.Reservations(), "P's is released")
 	})
 	t.Run("learns from the answer", func(t *testing.T) {
 		s := directly(splitting(), prefiller(t, func(w http.ResponseWriter, r *http.Request) {
@@ -133,14 +133,14 @@ func TestDirectPrefill(t *testing.T) {
 		g := s.ask(hello, nil)
 		require.Equal(t, hello, string(g.body))
 		require.EqualValues(t, 2, asked.Load())
-		require.Equal(t, 1, s.state.Reservations())
+		require.Equal(t, 1, s.state.Bookings.Reservations())
 	})
 	t.Run("fails where the pool says so", func(t *testing.T) {
 		policy := splitting()
 		policy.OnFailure = plan.Fail
 		s := directly(policy, prefiller(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }))
 		require.EqualValues(t, 503, s.ask(hello, nil).refused.GetStatus().GetCode())
-		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
 	refuses := func(status int) *kvstate.EndpointSpec {
 		return prefiller(t, func(w http.ResponseWriter, _ *http.Request) {
@@ -151,7 +151,7 @@ func TestDirectPrefill(t *testing.T) {
 	t.Run("decode alone decides about what prefill has refused", func(t *testing.T) {
 		s := directly(splitting(), refuses(400))
 		require.Equal(t, hello, string(s.ask(hello, nil).body))
-		require.Equal(t, 1, s.state.Reservations())
+		require.Equal(t, 1, s.state.Bookings.Reservations())
 	})
 	t.Run("unless it must not", func(t *testing.T) {
 		policy := splitting()
@@ -184,7 +184,7 @@ func TestDirectPrefill(t *testing.T) {
 		<-begun
 		leave()
 		<-ended
-		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
 }
 
@@ -208,7 +208,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		require.NotEqual(t, first, v.set[names.HeaderEndpoint], "another D")
 		require.Equal(t, hello, string(v.body))
 		s.log(q.entry(200, "via_upstream"))
-		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
 	t.Run("direct", func(t *testing.T) {
 		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, kvAnswer) })
@@ -228,7 +228,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 		v = q.pass()
 		require.Equal(t, 1, strings.Count(string(v.body), "remote_engine_id"), "parameters of its own, those of the first try are spent")
 		s.log(q.entry(200, "via_upstream"))
-		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	})
 }
 
@@ -247,7 +247,7 @@ func TestGatewaysGetTheOperatorsPriority(t *testing.T) {
 		policy.Handoff, policy.Priorities = handoff, plan.SGLangPriority
 		s.pool("chat", policy, "d1")
 		s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{*p, {Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}})
-		s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+		s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
 			{Model: "gold", Targets: []inferencepolicy.Target{{Model: "tiny", Weight: 1}}},
 		}})
 		greedy := strings.Replace(hello, "{", `{"priority":1000000,`, 1)

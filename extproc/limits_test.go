@@ -66,7 +66,7 @@ func TestABodyThatDoesNotArriveIsA408(t *testing.T) {
 				cancel() // as Envoy does with an immediate response in hand
 				synctest.Wait()
 				require.Zero(t, s.server.Memory.Load())
-				require.Zero(t, s.state.Reservations())
+				require.Zero(t, s.state.Bookings.Reservations())
 			})
 		})
 	}
@@ -91,7 +91,7 @@ func TestABodyThatArrivesAtItsDeadline(t *testing.T) {
 			if late := r.GetImmediateResponse(); late != nil {
 				require.EqualValues(t, 408, late.GetStatus().GetCode())
 				synctest.Wait()
-				require.Zero(t, s.state.Reservations(), "what the handler booked in vain")
+				require.Zero(t, s.state.Bookings.Reservations(), "what the handler booked in vain")
 			} else {
 				require.NotNil(t, r.GetRequestHeaders())
 				_, err = stream.Recv()
@@ -101,7 +101,7 @@ func TestABodyThatArrivesAtItsDeadline(t *testing.T) {
 			cancel()
 			synctest.Wait()
 		}
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 	})
 }
 
@@ -227,7 +227,7 @@ func TestManyRequestsAtOnceLeaveNothing(t *testing.T) {
 		}
 		all.Wait()
 		synctest.Wait() // streams whose clients have left end by themselves
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 		require.Zero(t, s.server.Memory.Load())
 	})
 }
@@ -290,7 +290,7 @@ func TestReplanReadsTheBodyFirst(t *testing.T) {
 	require.Equal(t, "http://tandem/v1/chat/completions", w.Header.Get("location"), "the ticket has the rest")
 	require.Zero(t, body.Len())
 	s.log(q.entry(502, ""))
-	require.Zero(t, s.state.Reservations())
+	require.Zero(t, s.state.Bookings.Reservations())
 }
 
 // TestPiecesAreTheEditedBody holds cutting against applying the edits, whatever the edits.

@@ -63,7 +63,7 @@ func TestTargetsShed(t *testing.T) {
 		end()
 		c.done("a")
 		c.done("d")
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 	})
 }
 
@@ -122,7 +122,7 @@ func TestShedFirst(t *testing.T) {
 		policy := wishing(picker.MissGoOn)
 		policy.Place.Late, policy.Waiting = true, latebinding.Limits{Max: 2, MaxTime: 10 * time.Second}
 		s.pool("chat", policy, "p1", "d1")
-		s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"nightly": -7}})
+		s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"nightly": -7}})
 		end := s.busy("p1", time.Hour)
 		const objective = "x-llm-d-inference-objective"
 		c := newCrowd(s)

@@ -48,10 +48,10 @@ func TestAPanicCostsOneLogEntry(t *testing.T) {
 		q.pass()
 		entries = append(entries, q.entry(200, "via_upstream"))
 	}
-	held := s.server.State.Reservations()
+	held := s.server.State.Bookings.Reservations()
 	s.log(entries...)
 	require.InDelta(t, 1, s.count("tandem_panics_total", "access log"), 0)
-	require.Equal(t, held/3, s.server.State.Reservations(), "those of the second request, which end by their time")
+	require.Equal(t, held/3, s.server.State.Bookings.Reservations(), "those of the second request, which end by their time")
 }
 
 // panics is a log that panics when the end of a request is logged.

@@ -167,14 +167,14 @@ func (x endpointPicker) answerBegins(p *picked) {
 		served = e
 	}
 	if served != p.endpoint { // the gateway used a fallback
-		x.s.State.MarkFailed(p.endpoint)
+		x.s.State.Health.MarkFailed(p.endpoint)
 		x.pass.Move(&p.Held, served, p.Ticket.PromptTokens)
 		p.endpoint = served
 	}
 	if code > 0 && code < 500 {
-		x.s.State.MarkGood(served)
+		x.s.State.Health.MarkGood(served)
 	} else if code == 503 && x.stream.msg.Hints.Served == "" && !strings.Contains(p.Gateway.List, ",") {
-		x.s.State.MarkFailed(served) // no endpoint answered: the gateway could not connect
+		x.s.State.Health.MarkFailed(served) // no endpoint answered: the gateway could not connect
 	}
 	if code >= 500 && p.Sidecar != nil && p.Sidecar.Prefill != "" && x.s.Check != nil {
 		x.s.Check(p.Report.Prefill) // the sidecar may have failed for want of it

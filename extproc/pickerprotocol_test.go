@@ -29,12 +29,12 @@ func TestPickerPicks(t *testing.T) {
 		require.Equal(t, hello, string(g.body))
 		require.Subset(t, g.removed, []string{"x-prefiller-host-port", "x-encoder-hosts-ports", "x-kv-cache-source-host-port", "x-data-parallel-host-port"},
 			"a client must not name hosts for a sidecar to fetch from")
-		require.Equal(t, 1, s.state.Reservations())
+		require.Equal(t, 1, s.state.Bookings.Reservations())
 		long := strings.Repeat("x", 200_000)
 		client, headers := g.answer(addressOf("d1"), 200, trailers, "data: 1\n\n", long, "data: [DONE]\n\n")
 		require.Equal(t, "data: 1\n\n"+long+"data: [DONE]\n\n", client)
 		require.Empty(t, headers)
-		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	}
 }
 
@@ -48,7 +48,7 @@ func TestPickerPassesOthersAnswers(t *testing.T) {
 		client, headers := g.answer("", 401, trailers, `{"error":`, `"who are you?"}`)
 		require.Equal(t, `{"error":"who are you?"}`, client)
 		require.Empty(t, headers)
-		require.Zero(t, s.state.Reservations())
+		require.Zero(t, s.state.Bookings.Reservations())
 	}
 }
 
@@ -73,7 +73,7 @@ func TestPickerHeadersTwice(t *testing.T) {
 			require.Nil(t, r.GetImmediateResponse())
 		}
 		require.Zero(t, s.count("tandem_panics_total", "ext_proc endpoint-picker"))
-		require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 	}
 }
 
@@ -136,7 +136,7 @@ func TestPickerSubset(t *testing.T) {
 			}
 			require.EqualValues(t, 503, g.refused.GetStatus().GetCode())
 			require.Equal(t, "rejected-no-endpoints", header(g.refused, "x-llm-d-request-dropped-reason"))
-			require.Zero(t, s.state.Reservations())
+			require.Zero(t, s.state.Bookings.Reservations())
 		})
 	}
 }
@@ -180,7 +180,7 @@ func TestPickerFallbacks(t *testing.T) {
 	require.EqualValues(t, 1, requests)
 	g.answer(second, 200, false, "{}")
 	require.True(t, pool.Endpoint(first).Failed(), "the gateway went down the list")
-	require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 
 	few := pickerStand(t, endpointpicker.Options{Fallbacks: 5}, "d1", "d2")
 	require.Len(t, strings.Split(few.ask(hello, nil).destination(), ","), 2, "no more than there are")
@@ -189,7 +189,7 @@ func TestPickerFallbacks(t *testing.T) {
 // Row: 429 for what may be shed when the pool is full, and for nothing else.
 func TestPickerSheds(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{ShedRequests: 2, WatchBody: true}, "d1")
-	s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"batch": -1, "gold": 10}})
+	s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"batch": -1, "gold": 10}})
 	for range 2 {
 		require.Equal(t, addressOf("d1"), s.ask(hello, nil, "x-gateway-inference-objective", "batch").destination())
 	}
@@ -205,7 +205,7 @@ func TestPickerSheds(t *testing.T) {
 // Row: a model is rewritten on the way there, and back in the answer, wherever the pieces are cut.
 func TestPickerRewrites(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{}, "d1")
-	s.state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+	s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
 		{Targets: []inferencepolicy.Target{{Model: "any"}}},
 		{Model: "m", Targets: []inferencepolicy.Target{{Model: "m-v2", Weight: 1}, {Model: "never", Weight: 0}}},
 	}})
@@ -227,16 +227,16 @@ func TestPickerLetsGo(t *testing.T) {
 	g := s.ask(hello, nil)
 	client, _ := g.answer(addressOf("d1"), 200, false)
 	require.Empty(t, client)
-	require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 }
 
 // Row: what is booked is released when the client leaves, at whatever moment.
 func TestPickerAbort(t *testing.T) {
 	s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1")
 	g := s.ask(hello, nil)
-	require.Equal(t, 1, s.state.Reservations())
+	require.Equal(t, 1, s.state.Bookings.Reservations())
 	g.cancel()
-	require.Eventually(t, func() bool { return s.state.Reservations() == 0 }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 }
 
 // Row: the conformance suite's headers, behind their flag alone.

@@ -68,7 +68,7 @@ func TestCleanupDecode(t *testing.T) {
 			}, 30*time.Second, time.Millisecond)
 			if !c.cleanup {
 				require.Empty(t, calls)
-				require.True(t, s.state.Consume(hanging.ID), "left as it was")
+				require.True(t, s.state.HandOvers.Consume(hanging.ID), "left as it was")
 				return
 			}
 			require.Eventually(t, func() bool {
@@ -79,7 +79,7 @@ func TestCleanupDecode(t *testing.T) {
 			require.Equal(t, "r1", got.id)
 			require.Regexp(t, `^\{"prompt":"a","max_tokens":1,"cache_salt":"[A-Z2-7]{26}","kv_transfer_params":`, got.body)
 			require.Contains(t, got.body, given)
-			require.False(t, s.state.Consume(hanging.ID), "nothing else may use the parameters")
+			require.False(t, s.state.HandOvers.Consume(hanging.ID), "nothing else may use the parameters")
 			require.Empty(t, calls)
 		})
 	}
@@ -380,7 +380,7 @@ func TestAnswerCut(t *testing.T) {
 	}, 30*time.Second, time.Millisecond)
 	s.log(q.entry(0, "downstream_remote_disconnect"))
 	require.Zero(t, s.count("tandem_cleanup_decodes_total"))
-	require.Zero(t, s.state.Reservations())
+	require.Zero(t, s.state.Bookings.Reservations())
 }
 
 // noClocks are engines whose side channels do not answer.
@@ -439,7 +439,7 @@ func TestWhatNobodyFetchesTakesRoom(t *testing.T) {
 				require.Equal(t, 307, q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))}).status())
 				c.end(s, q)
 				synctest.Wait()
-				require.Zero(t, s.state.Reservations())
+				require.Zero(t, s.state.Bookings.Reservations())
 				require.Equal(t, c.left, p.Booked(time.Now()).Room.Held > 0)
 				time.Sleep(lease)
 				synctest.Wait()

@@ -45,7 +45,7 @@ func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 				e.CommonProperties.CustomTags = map[string]string{names.TagUnfollowed: given.tag}
 			}
 			s.log(e)
-			require.Zero(t, s.state.Reservations())
+			require.Zero(t, s.state.Bookings.Reservations())
 			if why == "" {
 				require.Zero(t, s.count("tandem_redirects_not_followed_total"))
 				require.Empty(t, log.String())

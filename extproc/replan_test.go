@@ -111,7 +111,7 @@ func TestForgedTicketsLeaveNothingReserved(t *testing.T) {
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.pass()
-			require.Positive(t, s.state.Reservations())
+			require.Positive(t, s.state.Bookings.Reservations())
 			if logged {
 				if ticket == "" {
 					continue
@@ -125,7 +125,7 @@ func TestForgedTicketsLeaveNothingReserved(t *testing.T) {
 				require.Equal(t, 503, v.status())
 				require.Contains(t, string(v.immediate.GetBody()), names.CodeTicketRefused)
 			}
-			require.Zero(t, s.state.Reservations())
+			require.Zero(t, s.state.Bookings.Reservations())
 		}
 	}
 }

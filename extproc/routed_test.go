@@ -26,7 +26,7 @@ func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 	require.Equal(t, plan.LegPrefill, v.set[names.HeaderLeg])
 	require.Equal(t, []string{addressOf("p1")}, holders(), "who decodes is not settled")
 	inMind := s.ticket(v.set[names.HeaderTicket], "r-1").Decode
-	s.state.MarkFailed(pool.Endpoint(inMind))
+	s.state.Health.MarkFailed(pool.Endpoint(inMind))
 	q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(4))})
 	q.follow()
 	v = q.pass()
@@ -106,7 +106,7 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 		require.Equal(t, first, turn(fmt.Sprint("later-", i), conversation(filler((i+1)*plan.BlockBytes))))
 	}
 	for range 100 {
-		s.state.Reserve(pool.Endpoint(first), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
+		s.state.Bookings.Reserve(pool.Endpoint(first), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
 	}
 	require.NotEqual(t, first, turn("crowded", conversation("")))
 }
@@ -126,7 +126,7 @@ func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
 	s.pool("chat", splitting(), "p1", "d1", "d2")
 	tell("d2", "another")
 	for range 100 {
-		s.state.Reserve(s.state.Pool("chat").Endpoint(addressOf("d1")), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
+		s.state.Bookings.Reserve(s.state.Pool("chat").Endpoint(addressOf("d1")), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 4000})
 	}
 	q.follow()
 	require.Equal(t, addressOf("d1"), q.pass().set[names.HeaderEndpoint])

@@ -122,10 +122,10 @@ func (p *player) settle() {
 	}
 	require.True(p.t, p.ended, "request %d has no `done`", p.n)
 	synctest.Wait()
-	if p.s.state.Reservations() != len(p.loads) {
+	if p.s.state.Bookings.Reservations() != len(p.loads) {
 		p.t.Log(p.out.String())
 	}
-	require.Equal(p.t, len(p.loads), p.s.state.Reservations(), "request %d leaves something booked", p.n)
+	require.Equal(p.t, len(p.loads), p.s.state.Bookings.Reservations(), "request %d leaves something booked", p.n)
 	require.Zero(p.t, p.s.server.Memory.Load(), "request %d leaves bytes counted", p.n)
 	p.q, p.ended = nil, false
 }
@@ -152,9 +152,9 @@ func (p *player) do(words []string, line string) {
 		if e.Role == kvstate.RolePrefill {
 			b = kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: int64(tokens), Uncached: int64(tokens), Work: time.Duration(tokens) * time.Second / 16000}
 		}
-		p.loads = append(p.loads, p.s.state.Reserve(e, b))
+		p.loads = append(p.loads, p.s.state.Bookings.Reserve(e, b))
 	case "fail":
-		p.s.state.MarkFailed(p.endpoint(words[1]))
+		p.s.state.Health.MarkFailed(p.endpoint(words[1]))
 	case "request":
 		p.request(words[1:])
 	case "body":
@@ -175,7 +175,7 @@ func (p *player) do(words []string, line string) {
 	case "ticket":
 		p.ticket(words[1])
 	case "forget":
-		_, ok := p.s.state.TakeHandOver(p.s.ticket(p.q.taken, p.q.headers[names.HeaderRequestID]).ParamsRef)
+		_, ok := p.s.state.HandOvers.TakeHandOver(p.s.ticket(p.q.taken, p.q.headers[names.HeaderRequestID]).ParamsRef)
 		require.True(p.t, ok)
 	case "wait":
 		d, err := time.ParseDuration(words[1])

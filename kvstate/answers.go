@@ -48,12 +48,12 @@ func (w *AnswerCounters) Written() int64 { return max(w.Generated, w.Tokens) }
 
 // learnAnswers records what an endpoint generated between two scrapes.
 func (e *Endpoint) learnAnswers(d AnswerCounters, before, after *Signals) {
-	if e.load == nil || e.Role&RoleDecode == 0 {
+	if e.state.load == nil || e.Role&RoleDecode == 0 {
 		return
 	}
-	e.load.mu.Lock()
-	defer e.load.mu.Unlock()
-	e.load.answers.Add(d.Answers, d.Tokens)
+	e.state.load.mu.Lock()
+	defer e.state.load.mu.Unlock()
+	e.state.load.answers.Add(d.Answers, d.Tokens)
 	apart := after.ScrapedAt.Sub(before.ScrapedAt).Seconds()
 	if before.ScrapedAt.IsZero() || apart <= 0 {
 		return
@@ -72,18 +72,18 @@ const (
 // the time from the first to the last of its own, 0 if that is not known. An engine's own counters cover all answers
 // and are better: where they exist, only the length for the model is new.
 func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duration, now time.Time) {
-	if e.load == nil || e.Role&RoleDecode == 0 || tokens <= 0 {
+	if e.state.load == nil || e.Role&RoleDecode == 0 || tokens <= 0 {
 		return
 	}
-	e.load.byModel.Add(model, tokens)
+	e.state.load.byModel.Add(model, tokens)
 	g, booked := UnknownSignals(), e.RemoteLoad()
-	if known := e.signals.Load(); known.Trust(now) > 0 {
+	if known := e.state.signals.Load(); known.Trust(now) > 0 {
 		g = *known
 	}
-	e.load.mu.Lock()
-	defer e.load.mu.Unlock()
+	e.state.load.mu.Lock()
+	defer e.state.load.mu.Unlock()
 	if g.Answers.Answers == 0 {
-		e.load.answers.Add(1, tokens)
+		e.state.load.answers.Add(1, tokens)
 	}
 	if g.Answers.Gaps == 0 && tokens <= lengths.Longest {
 		// The reservation of this one has ended, and with it its KV.
@@ -92,7 +92,7 @@ func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duratio
 			kv += float64(prompt)
 		}
 		// Requests and jobs are counted apart, so for a moment there may be more jobs than requests.
-		batch := max(g.Running, e.requests.Load()-e.queue.n.Load()+booked.Requests-booked.Jobs, 0) + 1
+		batch := max(g.Running, e.state.requests.Load()-e.state.queue.n.Load()+booked.Requests-booked.Jobs, 0) + 1
 		// An answer is worth as many observations as scrapes would have made of it.
 		n := max(min(int64((took+scrapeInterval-1)/scrapeInterval)/batch, mostScrapes, tokens-1), 1)
 		for range n {
@@ -112,18 +112,18 @@ func learnSteps(e *Endpoint, d AnswerCounters, batch, kv float64, now int64) {
 		return
 	}
 	step := DecodeStep + DecodeAnswer*max(batch, 1) + DecodeToken*kv
-	_, share := e.local.ahead(now) // prompts are not part of its decode steps
+	_, share := e.state.local.ahead(now) // prompts are not part of its decode steps
 	observed, modelled := Seconds(d.GapTime.Seconds()*(1-share)), Seconds(float64(d.Gaps)*step)
 	var next speed.Learned
-	if old := e.steps.Load(); old != nil {
+	if old := e.state.steps.Load(); old != nil {
 		next = *old
 	}
-	e.load.steps = e.load.steps.Doubted(1, now, speed.DoubtPool)
-	fleet := e.load.steps.Ratio(1, now)
+	e.state.load.steps = e.state.load.steps.Doubted(1, now, speed.DoubtPool)
+	fleet := e.state.load.steps.Ratio(1, now)
 	next = next.Doubted(fleet, now-int64(float64(d.GapTime)/max(batch, 1)), speed.DoubtEndpoint) // it wrote since then
 	next.Add(observed, modelled, fleet, now)
-	e.steps.Store(&next)
-	e.load.steps.Add(observed, modelled, 1, now)
+	e.state.steps.Store(&next)
+	e.state.load.steps.Add(observed, modelled, 1, now)
 }
 
 // kvBetween returns the tokens of KV that an endpoint's answers had between two scrapes.
@@ -131,7 +131,7 @@ func (e *Endpoint) kvBetween(before, after *Signals) float64 {
 	if after.KVTokens > 0 && before.KVUsage >= 0 && after.KVUsage >= 0 {
 		return (before.KVUsage + after.KVUsage) / 2 * float64(after.KVTokens)
 	}
-	return float64(e.tokens.Load() + e.RemoteLoad().PromptTokens)
+	return float64(e.state.tokens.Load() + e.RemoteLoad().PromptTokens)
 }
 
 // stepWithin returns [Candidate.Step].

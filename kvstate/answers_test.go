@@ -102,14 +102,14 @@ func TestEnvoyTeachesWhatEnginesDoNotCount(t *testing.T) {
 					p := s.Pool("chat")
 					d := p.Endpoint("d")
 					for range running - 1 { // that run beside the one that ends
-						s.Reserve(d, Booking{For: RoleDecode, PromptTokens: kv / running})
+						s.Bookings.Reserve(d, Booking{For: RoleDecode, PromptTokens: kv / running})
 					}
 					w := &writer{slow: slow, running: running}
 					scraped, ends := now, int64(0)
 					for now.Sub(began) < time.Hour {
 						var v View
 						s.View(p, nil, &v)
-						if pace == 0 && math.Abs(v.Endpoints[0].Step-slow) < .15*slow && d.steps.Load() != nil {
+						if pace == 0 && math.Abs(v.Endpoints[0].Step-slow) < .15*slow && d.state.steps.Load() != nil {
 							pace = now.Sub(began)
 						}
 						if length == 0 && v.Load.Answer > 0 {
@@ -252,7 +252,7 @@ func TestLocalPrefillDoesNotCountAsSlowDecode(t *testing.T) {
 	e, w := p.Endpoint("a"), &writer{slow: 2, running: 8} // half of its time goes into prompts
 	for range 60 {
 		now = now.Add(2 * time.Second)
-		s.Release(s.Reserve(e, Booking{For: RoleBoth, Work: time.Second}))
+		s.Bookings.Release(s.Bookings.Reserve(e, Booking{For: RoleBoth, Work: time.Second}))
 		w.look(s, e, now)
 	}
 	var v View
@@ -287,19 +287,19 @@ func TestReportsThatAreNotLearned(t *testing.T) {
 // requests; an answer that ends just then still counts.
 func TestAnAnswerCountsWhileAJobHasNoRequest(t *testing.T) {
 	for name, set := range map[string]func(e *Endpoint){
-		"here": func(e *Endpoint) { e.queue.n.Store(1) },
+		"here": func(e *Endpoint) { e.state.queue.n.Store(1) },
 		"elsewhere": func(e *Endpoint) {
 			all := RemoteLoad{}
 			all.Add(&Booked{Jobs: 1})
 			e.SetRemoteLoad(all)
 		},
-		"many": func(e *Endpoint) { e.queue.n.Store(1 << 40) },
+		"many": func(e *Endpoint) { e.state.queue.n.Store(1 << 40) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			e := &Endpoint{EndpointSpec: EndpointSpec{Role: RoleBoth}, endpointState: &endpointState{load: &workload{}}}
+			e := &Endpoint{EndpointSpec: EndpointSpec{Role: RoleBoth}, state: &endpointState{load: &workload{}}}
 			set(e)
 			Answered(e, "m", 10, 20, time.Second, time.Unix(1e9, 0))
-			require.NotNil(t, e.steps.Load())
+			require.NotNil(t, e.state.steps.Load())
 		})
 	}
 }

@@ -33,7 +33,7 @@ func Refuses(status int) bool {
 // true if the endpoint was not full already.
 func (s *Health) MarkFull(e *Endpoint, status int, after time.Duration) (isNew bool) {
 	now := s.now()
-	old := e.refused.Load()
+	old := e.state.condition.refused.Load()
 	next := Refusal{Status: status, pause: firstPause}
 	isNew = old == nil || !now.Before(old.Until)
 	switch {
@@ -48,18 +48,18 @@ func (s *Health) MarkFull(e *Endpoint, status int, after time.Duration) (isNew b
 	if !isNew && next.Until.Before(old.Until) {
 		return false
 	}
-	e.refused.Store(&next)
-	e.fullUntil.Store(next.Until.UnixNano())
+	e.state.condition.refused.Store(&next)
+	e.state.condition.fullUntil.Store(next.Until.UnixNano())
 	return isNew
 }
 
 // FullFor returns how long an endpoint still gets no request because it refused one, and with which status; 0: it gets
 // requests.
 func (e *Endpoint) FullFor(now time.Time) (left time.Duration, status int) {
-	if e.endpointState == nil {
+	if e.state == nil {
 		return 0, 0
 	}
-	r := e.refused.Load()
+	r := e.state.condition.refused.Load()
 	if r == nil || !now.Before(r.Until) || e.Failed() {
 		return 0, 0
 	}
@@ -68,7 +68,7 @@ func (e *Endpoint) FullFor(now time.Time) (left time.Duration, status int) {
 
 // JustFull returns the status of a refusal that an endpoint gave a moment ago, though it gets requests again; 0: none.
 func (e *Endpoint) JustFull(now time.Time) (status int) {
-	if r := e.refused.Load(); r != nil && now.Sub(r.Until) < 2*longestPause {
+	if r := e.state.condition.refused.Load(); r != nil && now.Sub(r.Until) < 2*longestPause {
 		return r.Status
 	}
 	return 0

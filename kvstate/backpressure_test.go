@@ -42,7 +42,7 @@ func TestMarkFull(t *testing.T) {
 		{time.Minute, time.Hour, true, 30 * time.Second, "10.0.2.1 answers 503, tried again in 30 s"},
 	} {
 		now = now.Add(step.wait)
-		require.Equal(t, step.isNew, s.MarkFull(d, 503, step.after), "%+v", step)
+		require.Equal(t, step.isNew, s.Health.MarkFull(d, 503, step.after), "%+v", step)
 		require.Equal(t, step.says, d.Refusing(now))
 		left, status := d.FullFor(now)
 		require.Equal(t, step.pause, left)
@@ -55,8 +55,8 @@ func TestMarkFull(t *testing.T) {
 
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "d1", Role: RoleDecode}, {Addr: "d2", Role: RoleDecode}})
 	p = s.Pool("p")
-	s.MarkFailed(p.Endpoint("d2"))
-	s.MarkFull(p.Endpoint("d1"), 429, 0)
+	s.Health.MarkFailed(p.Endpoint("d2"))
+	s.Health.MarkFull(p.Endpoint("d1"), 429, 0)
 	var v View
 	s.View(p, nil, &v)
 	require.False(t, v.Endpoints[1].Usable, "one that is full works: a failed one is not tried for that")

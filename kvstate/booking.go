@@ -37,13 +37,13 @@ func (b *Booking) claim(e *Endpoint, now time.Time) (slot int32, claimed bool) {
 	}
 	var from *kvroom.Room
 	if b.From != nil {
-		from = &b.From.memory.room
+		from = &b.From.state.memory.room
 	}
 	sent := now.UnixNano()
 	if b.Tentative {
 		sent = 0
 	}
-	return e.memory.room.Claim(max(b.Need, b.PromptTokens), from, cmp.Or(b.Kept, b.PromptTokens), sent), true
+	return e.state.memory.room.Claim(max(b.Need, b.PromptTokens), from, cmp.Or(b.Kept, b.PromptTokens), sent), true
 }
 
 // counts returns the number of requests and tokens that the booking adds to the endpoint's load.

@@ -33,7 +33,7 @@ func see(s *State, p *Pool) (prefill, decode Candidate, load Utilisation) {
 func TestQueueOfPrefills(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
-	first, second, third := s.Reserve(e, prefillOf(1, 600)), s.Reserve(e, prefillOf(2, 400)), s.Reserve(e, prefillOf(4, 5000))
+	first, second, third := s.Bookings.Reserve(e, prefillOf(1, 600)), s.Bookings.Reserve(e, prefillOf(2, 400)), s.Bookings.Reserve(e, prefillOf(4, 5000))
 	p, _, _ := see(s, pool)
 	require.EqualValues(t, 3, p.Jobs)
 	require.Equal(t, 7*time.Second, p.Queue)
@@ -45,16 +45,16 @@ func TestQueueOfPrefills(t *testing.T) {
 	p, _, _ = see(s, pool)
 	require.Equal(t, 4*time.Second, p.Queue, "the first two share a step and may both be done; the third has not begun")
 
-	require.True(t, s.Release(second))
+	require.True(t, s.Bookings.Release(second))
 	p, _, _ = see(s, pool)
 	require.Equal(t, 4*time.Second, p.Queue)
-	require.True(t, s.Complete(first))
+	require.True(t, s.Bookings.Complete(first))
 	p, _, _ = see(s, pool)
 	require.Equal(t, 4*time.Second, p.Queue, "the third is the first now, and has just begun")
 	*now = now.Add(time.Second)
 	p, _, _ = see(s, pool)
 	require.Equal(t, 3*time.Second, p.Queue, "one longer than a step is under way all the same")
-	require.True(t, s.Release(third))
+	require.True(t, s.Bookings.Release(third))
 	p, _, _ = see(s, pool)
 	require.Zero(t, p.Queue)
 	require.Zero(t, p.Jobs)
@@ -76,7 +76,7 @@ func TestQueueAgainstTwin(t *testing.T) {
 		*now = now.Add(time.Duration(random.IntN(100)) * time.Millisecond)
 		if len(all) > 0 && random.IntN(2) == 0 {
 			i := random.IntN(min(len(all), 3))
-			require.True(t, s.Release(all[i].id))
+			require.True(t, s.Bookings.Release(all[i].id))
 			all = append(all[:i], all[i+1:]...)
 			if i == 0 {
 				since = *now
@@ -86,7 +86,7 @@ func TestQueueAgainstTwin(t *testing.T) {
 			if len(all) == 0 {
 				since = *now
 			}
-			h.id = s.Reserve(e, Booking{For: RolePrefill, Uncached: h.tokens, Work: h.work})
+			h.id = s.Bookings.Reserve(e, Booking{For: RolePrefill, Uncached: h.tokens, Work: h.work})
 			all = append(all, h)
 		}
 		var total, lead time.Duration
@@ -107,8 +107,8 @@ func TestQueueAgainstTwin(t *testing.T) {
 func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 	s, pool, now := clocked()
 	d := pool.Endpoints()[1]
-	one := s.Reserve(d, Booking{For: RoleBoth, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
-	two := s.Reserve(d, Booking{For: RoleBoth, PromptTokens: 100, Uncached: 100, Work: 3 * time.Second})
+	one := s.Bookings.Reserve(d, Booking{For: RoleBoth, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
+	two := s.Bookings.Reserve(d, Booking{For: RoleBoth, PromptTokens: 100, Uncached: 100, Work: 3 * time.Second})
 	_, c, load := see(s, pool)
 	require.Equal(t, 5*time.Second, c.Local)
 	require.InDelta(t, .5, c.Share, .001, "5 s of the last 10")
@@ -117,10 +117,10 @@ func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 	require.Greater(t, load.Local, 0.0)
 	require.Zero(t, load.Prefill)
 	*now = now.Add(4 * time.Second)
-	require.True(t, s.Release(two), "its client left: a second of it was still to do")
+	require.True(t, s.Bookings.Release(two), "its client left: a second of it was still to do")
 	_, c, _ = see(s, pool)
 	require.Zero(t, c.Local)
-	require.True(t, s.Release(one))
+	require.True(t, s.Bookings.Release(one))
 	*now = now.Add(time.Minute)
 	_, c, _ = see(s, pool)
 	require.Less(t, c.Share, .01)
@@ -130,19 +130,19 @@ func TestWorkOnDecodeEndpointsDrainsByItself(t *testing.T) {
 func TestTentativeBookingsDoNotCount(t *testing.T) {
 	s, pool, now := clocked()
 	d := pool.Endpoints()[1]
-	coming := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 1000, Tentative: true})
-	there := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 100})
+	coming := s.Bookings.Reserve(d, Booking{For: RoleDecode, PromptTokens: 1000, Tentative: true})
+	there := s.Bookings.Reserve(d, Booking{For: RoleDecode, PromptTokens: 100})
 	_, c, _ := see(s, pool)
 	require.Equal(t, []int64{1, 100}, []int64{c.Requests, c.PromptTokens})
 	require.Equal(t, Booked{Requests: 1, PromptTokens: 100}, d.Booked(*now))
-	require.Equal(t, 2, s.Reservations())
-	require.True(t, s.Release(coming))
-	require.False(t, s.Release(coming))
-	require.True(t, s.Release(there))
+	require.Equal(t, 2, s.Bookings.Reservations())
+	require.True(t, s.Bookings.Release(coming))
+	require.False(t, s.Bookings.Release(coming))
+	require.True(t, s.Bookings.Release(there))
 	_, c, _ = see(s, pool)
 	require.Zero(t, c.Requests)
 	require.Zero(t, c.PromptTokens)
-	require.Zero(t, s.Reservations())
+	require.Zero(t, s.Bookings.Reservations())
 }
 
 // Utilisation is the work of the last minute over the endpoints' time, also in the first minute. Work of the first ten
@@ -151,7 +151,7 @@ func TestUtilisation(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
 	for second := range 300 {
-		s.Release(s.Reserve(e, prefillOf(.4, 100)))
+		s.Bookings.Release(s.Bookings.Reserve(e, prefillOf(.4, 100)))
 		*now = now.Add(time.Second)
 		_, _, load := see(s, pool)
 		require.InDelta(t, .04*float64(min(second+1, 10)), load.Prefill, .05, "after %d s", second+1)
@@ -178,11 +178,11 @@ func TestSpeedIsARatioOfSums(t *testing.T) {
 		for range 1 + random.IntN(6) {
 			w := math.Exp(random.NormFloat64()) / 10
 			work += w
-			ids = append(ids, s.Reserve(e, prefillOf(w, 100)))
+			ids = append(ids, s.Bookings.Reserve(e, prefillOf(w, 100)))
 		}
 		*now = now.Add(Seconds(work * 2)) // twice the model's time, and all end at once
 		for _, id := range ids {
-			require.True(t, s.Complete(id))
+			require.True(t, s.Bookings.Complete(id))
 		}
 	}
 	p, d, load := see(s, pool)
@@ -194,21 +194,21 @@ func TestSpeedIsARatioOfSums(t *testing.T) {
 func TestSpeedNeedsEvidence(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
-	id := s.Reserve(e, prefillOf(.005, 10))
+	id := s.Bookings.Reserve(e, prefillOf(.005, 10))
 	*now = now.Add(50 * time.Millisecond)
-	s.Complete(id)
+	s.Bookings.Complete(id)
 	p, _, _ := see(s, pool)
 	require.InDelta(t, 1, p.Speed, .03, "ten times the model for one small job is noise")
 	for range 100 {
-		id := s.Reserve(e, prefillOf(1, 1000))
+		id := s.Bookings.Reserve(e, prefillOf(1, 1000))
 		*now = now.Add(20 * time.Second)
-		s.Complete(id)
+		s.Bookings.Complete(id)
 	}
 	p, _, _ = see(s, pool)
 	require.InDelta(t, 10, p.Speed, 0, "within bounds")
-	id = s.Reserve(e, prefillOf(1, 1000))
+	id = s.Bookings.Reserve(e, prefillOf(1, 1000))
 	*now = now.Add(20 * time.Second)
-	s.Release(id)
+	s.Bookings.Release(id)
 	require.InDelta(t, 10, p.Speed, 0, "a prefill that failed says nothing")
 }
 
@@ -220,9 +220,9 @@ func TestSpeedIsLearnedFromShortPrompts(t *testing.T) {
 		e, random := pool.Endpoints()[0], rand.New(rand.NewPCG(1, 1))
 		for range 100 {
 			work := .005 + .0125
-			id := s.Reserve(e, prefillOf(work, 200))
+			id := s.Bookings.Reserve(e, prefillOf(work, 200))
 			*now = now.Add(Seconds(work * truth * (.9 + .2*random.Float64())))
-			s.Complete(id)
+			s.Bookings.Complete(id)
 		}
 		p, _, load := see(s, pool)
 		require.InEpsilon(t, truth, p.Speed, .15)
@@ -236,9 +236,9 @@ func TestSpeedForgets(t *testing.T) {
 	s, pool, now := clocked()
 	e := pool.Endpoints()[0]
 	prefill := func(took float64) float64 {
-		id := s.Reserve(e, prefillOf(.1, 1600))
+		id := s.Bookings.Reserve(e, prefillOf(.1, 1600))
 		*now = now.Add(Seconds(took))
-		s.Complete(id)
+		s.Bookings.Complete(id)
 		p, _, _ := see(s, pool)
 		return p.Speed
 	}
@@ -264,7 +264,7 @@ func TestQueueInRealTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{})
 		s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
-		s.Reserve(s.Pool("p").Endpoints()[0], prefillOf(3, 100))
+		s.Bookings.Reserve(s.Pool("p").Endpoints()[0], prefillOf(3, 100))
 		<-time.After(2 * time.Second)
 		p, _, _ := see(s, s.Pool("p"))
 		require.Equal(t, time.Second, p.Queue)

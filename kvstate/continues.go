@@ -9,10 +9,10 @@ const ContinuesAgain = 10 * time.Minute
 // DoesNotContinue records that an engine does not continue what another one has begun: asked to, it began anew. It
 // serves everything else. It reports whether that is new.
 func (e *Endpoint) DoesNotContinue(now time.Time) bool {
-	return e.beginsAnew.Swap(now.Add(ContinuesAgain).UnixNano()) < now.UnixNano()
+	return e.state.condition.beginsAnew.Swap(now.Add(ContinuesAgain).UnixNano()) < now.UnixNano()
 }
 
 // Continues reports whether an engine may be asked to continue what another one has begun.
 func (e *Endpoint) Continues(now time.Time) bool {
-	return e.endpointState == nil || e.beginsAnew.Load() < now.UnixNano()
+	return e.state == nil || e.state.condition.beginsAnew.Load() < now.UnixNano()
 }

@@ -20,12 +20,12 @@ const maxConversationsBytes = 64 << 20
 // PutConversation stores a copy of the state of a conversation's last turn for ttl, and replaces the previous one.
 // With [paramstore.ErrFull] nothing is stored, and the previous one is removed.
 func (s *HandOvers) PutConversation(conversation [16]byte, turn []byte, ttl time.Duration) error {
-	if s.replicas != nil {
+	if s.link.replicas != nil {
 		if len(turn) > MaxConversationBytes {
-			_, _, _ = s.replicas.TakeConversation(conversation)
+			_, _, _ = s.link.replicas.TakeConversation(conversation)
 			return paramstore.ErrFull
 		}
-		s.replicas.PutConversation(conversation, turn, ttl)
+		s.link.replicas.PutConversation(conversation, turn, ttl)
 		return nil
 	}
 	s.conversations.Take(conversation)
@@ -37,8 +37,8 @@ func (s *HandOvers) PutConversation(conversation [16]byte, turn []byte, ttl time
 
 // TakeConversation returns and removes the state of a conversation.
 func (s *HandOvers) TakeConversation(conversation [16]byte) ([]byte, bool) {
-	if s.replicas != nil {
-		turn, id, ok := s.replicas.TakeConversation(conversation)
+	if s.link.replicas != nil {
+		turn, id, ok := s.link.replicas.TakeConversation(conversation)
 		return turn, ok && s.Consume(id) // the same state again would be another prompt's blocks by now
 	}
 	return s.conversations.Take(conversation)

@@ -2,9 +2,9 @@
 // health, the reservations on them ([Bookings.Reserve]), and which endpoint holds the KV cache of which prompt
 // prefixes.
 //
-// The request path makes three calls: it takes a [View], a copy of the numbers that a decision needs; it reserves the
-// chosen endpoints; and it releases the reservations. Discovery, probes and other replicas update the state
-// concurrently. The in-memory state is complete: it is the default store, not a test double.
+// A decision takes a [View], a copy of the numbers that it needs ([State.View]), and reserves the endpoints that it
+// chooses ([Bookings.Reserve]). The end of a request releases what is reserved. Discovery, probes and other replicas
+// update the state concurrently. The in-memory state is complete: it is the default store, not a test double.
 //
 // The prefix index (package prefixindex) has two sources: the prompts that were routed to an endpoint, which is a
 // guess, and the engines' KV events ([Pool.Feed]), which are exact. Events name token blocks; the known tokens of a
@@ -14,7 +14,7 @@
 // exceeds its bytes, the oldest known tokens are dropped first, and consumed tickets and hand-overs are kept only
 // while they can be used.
 //
-// A [State] has parts with one job each: [Health], [Bookings] (reservations), [HandOvers] (tickets, KV parameters,
-// conversations), [Sessions], [KVLoads] (pairs whose transfers fail) and [inferencepolicy.Policies]. Its own methods
-// are about pools, views, the prefix index and signals.
+// A [State] has parts with one job each, which are named fields: [Health], [Bookings] (reservations), [HandOvers]
+// (tickets, KV parameters, conversations), [Sessions], [KVLoads] (pairs whose transfers fail) and
+// [inferencepolicy.Policies]. Its own methods are about pools, views, the prefix index and signals.
 package kvstate

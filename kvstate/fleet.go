@@ -182,14 +182,14 @@ type Transfer struct {
 // Endpoint is one engine address of a pool. The pointer stays the same until its spec changes.
 type Endpoint struct {
 	EndpointSpec
-	*endpointState
+	state *endpointState
 }
 
 // endpointState is the state of an address while it stays in its pool, even if its spec changes. The fields that every
 // view reads come first: with a thousand endpoints each of them is a cache miss.
 type endpointState struct {
-	condition
-	instructions
+	condition    condition
+	instructions instructions
 
 	requests     atomic.Int64 // reservations held
 	tokens       atomic.Int64 // prompt tokens of those
@@ -277,8 +277,8 @@ func (l *endpointState) speedWithin(fleet float64, now int64) float64 {
 // Models returns the model names that the endpoint reported, adapters included; none before the first report. Do
 // not modify.
 func (e *Endpoint) Models() []string {
-	if e.endpointState != nil {
-		if m := e.models.Load(); m != nil {
+	if e.state != nil {
+		if m := e.state.models.Load(); m != nil {
 			return m.ids
 		}
 	}
@@ -286,10 +286,12 @@ func (e *Endpoint) Models() []string {
 }
 
 // Failed reports whether the endpoint is marked as failed.
-func (e *Endpoint) Failed() bool { return e.endpointState != nil && e.failed.Load() != 0 }
+func (e *Endpoint) Failed() bool { return e.state != nil && e.state.condition.failed.Load() != 0 }
 
 // Load returns this replica's reservations on the endpoint: requests and their prompt tokens.
-func (e *Endpoint) Load() (requests, tokens int64) { return e.requests.Load(), e.tokens.Load() }
+func (e *Endpoint) Load() (requests, tokens int64) {
+	return e.state.requests.Load(), e.state.tokens.Load()
+}
 
 // PoolSpec describes a pool.
 type PoolSpec struct {
@@ -315,6 +317,7 @@ type Pool struct {
 	index     *prefixindex.Index
 	ratio     *fadingRatio
 	density   *kvroom.Density
+	forgot    *atomic.Int64 // when what was learned of prompts' sizes was doubted last, Unix ns
 	media     *media.Tokens
 	pace      *fadingRatio
 	tokens    *prefixindex.TokenMemory
@@ -360,7 +363,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
 		next.density, next.media = pools[i].density, pools[i].media
-		next.uses = pools[i].uses
+		next.uses, next.forgot = pools[i].uses, pools[i].forgot
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
 		next.paused, next.queue, next.loads = pools[i].paused, pools[i].queue, pools[i].loads
@@ -372,7 +375,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.uses = prefixindex.NewUses(s.o.Now())
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
-		next.density, next.media = &kvroom.Density{}, &media.Tokens{}
+		next.density, next.media, next.forgot = &kvroom.Density{}, &media.Tokens{}, &atomic.Int64{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads, next.unlike = kvloads.New(), &atomic.Bool{}
@@ -385,8 +388,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		if !seen[ep.Addr] {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr], s.o.Now())
-			e.progress.Configure(spec.HandOver)
-			e.applyOverride(s.overrideOf(spec.Name, e))
+			e.state.condition.progress.Configure(spec.HandOver)
+			e.state.applyOverride(s.overrideOf(spec.Name, e))
 			next.endpoints = append(next.endpoints, e)
 			delete(leaving, ep.Addr)
 		}
@@ -401,7 +404,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		return e.Engine+e.Zone != ""
 	})
 	for _, e := range next.endpoints { // what is compared may have changed, and who is there
-		if said := e.said.Load(); said != nil {
+		if said := e.state.said.Load(); said != nil {
 			next.setReport(e, said)
 		}
 	}
@@ -409,7 +412,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next.load.setZones(next.endpoints)
 	for addr, e := range leaving {
 		next.loads.Forget(addr)
-		e.blocks.Leave()
+		e.state.blocks.Leave()
 	}
 	next.index.Resize()
 	s.pools.Store(&pools)
@@ -428,7 +431,7 @@ func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint, now time.Time) *Endpoint
 	case old.EndpointSpec == ep:
 		return old
 	}
-	return &Endpoint{ep, old.endpointState}
+	return &Endpoint{ep, old.state}
 }
 
 // RemovePool removes a pool.

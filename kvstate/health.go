@@ -4,7 +4,7 @@ import "time"
 
 // Health marks endpoints that fail, so that no request chooses them, and those that have recovered.
 type Health struct {
-	*link
+	link        *link
 	now         func() time.Time
 	notify      func(e *Endpoint, good bool, cause HealthCause) // may be nil
 	onRecovered func(*Endpoint)
@@ -33,11 +33,11 @@ type failure struct {
 func (f *failure) hangs() bool { return f != nil && f.hung }
 
 // Hung reports whether an endpoint is marked because it did not answer in time.
-func Hung(e *Endpoint) bool { return e.Failed() && e.how.Load().hangs() }
+func Hung(e *Endpoint) bool { return e.Failed() && e.state.condition.how.Load().hangs() }
 
 // FailedBy returns the cause for which an endpoint is marked as failed; "" if it is not.
 func (s *Health) FailedBy(e *Endpoint) HealthCause {
-	if how := e.how.Load(); how != nil && e.Failed() {
+	if how := e.state.condition.how.Load(); how != nil && e.Failed() {
 		return how.cause
 	}
 	return ""
@@ -46,15 +46,15 @@ func (s *Health) FailedBy(e *Endpoint) HealthCause {
 // StandsStill reports whether an endpoint is marked because its core stands still, and a recent scrape shows that it
 // still does: an engine that answers no scrapes is no longer thought to go on.
 func (s *Health) StandsStill(e *Endpoint) bool {
-	return s.FailedBy(e) == CauseStill && e.progress.Standing(s.now())
+	return s.FailedBy(e) == CauseStill && e.state.condition.progress.Standing(s.now())
 }
 
 // stands reports whether an endpoint is marked only because its core stands still.
 func (e *Endpoint) stands() bool {
-	if e.failed.Load() == 0 || e.Paused() || e.Draining {
+	if e.state.condition.failed.Load() == 0 || e.Paused() || e.Draining {
 		return false
 	}
-	how := e.how.Load()
+	how := e.state.condition.how.Load()
 	return how != nil && how.cause == CauseStill
 }
 
@@ -72,7 +72,7 @@ func (s *Health) MarkUnresponsive(e *Endpoint) bool { return s.markFailed(e, tru
 
 // FailedFor returns how long an endpoint has been marked as failed.
 func (s *Health) FailedFor(e *Endpoint) time.Duration {
-	since := e.failed.Load()
+	since := e.state.condition.failed.Load()
 	if since == 0 {
 		return 0
 	}
@@ -81,26 +81,26 @@ func (s *Health) FailedFor(e *Endpoint) time.Duration {
 
 // setFailed sets the mark. It returns false if it was set so before.
 func (s *Health) setFailed(e *Endpoint, failed bool) bool {
-	since := e.failed.Load()
+	since := e.state.condition.failed.Load()
 	if failed {
-		return since == 0 && e.failed.CompareAndSwap(0, s.now().UnixNano())
+		return since == 0 && e.state.condition.failed.CompareAndSwap(0, s.now().UnixNano())
 	}
 	if since == 0 {
 		return false
 	}
-	e.awaitReport(s.now()) // it may have been started anew, with other settings
-	if !e.failed.CompareAndSwap(since, 0) {
+	e.state.awaitReport(s.now()) // it may have been started anew, with other settings
+	if !e.state.condition.failed.CompareAndSwap(since, 0) {
 		return false
 	}
-	if how := e.how.Load(); how != nil {
-		e.how.CompareAndSwap(how, &failure{how.hung, how.cause, s.now()})
+	if how := e.state.condition.how.Load(); how != nil {
+		e.state.condition.how.CompareAndSwap(how, &failure{how.hung, how.cause, s.now()})
 	}
 	return true
 }
 
 // Back returns when an endpoint that had failed came back; zero if it never failed, or has failed again.
 func Back(e *Endpoint) time.Time {
-	if how := e.how.Load(); how != nil {
+	if how := e.state.condition.how.Load(); how != nil {
 		return how.over
 	}
 	return time.Time{}
@@ -108,13 +108,13 @@ func Back(e *Endpoint) time.Time {
 
 func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
 	next := failure{hung: hung, cause: cause}
-	if old := e.how.Load(); old != nil && e.Failed() {
+	if old := e.state.condition.how.Load(); old != nil && e.Failed() {
 		next.cause = old.cause // the first one counts
 	}
-	e.how.Store(&next)
+	e.state.condition.how.Store(&next)
 	marked := s.setFailed(e, true)
 	if marked {
-		s.changed()
+		s.link.changed()
 		s.healthChanged(e, false, cause)
 	}
 	return marked
@@ -134,24 +134,24 @@ func (s *Health) MarkHealthy(e *Endpoint) bool { return s.markGood(e, CauseCheck
 
 // markGood does nothing to an endpoint that stands still: its API server may answer all the same.
 func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
-	marked := !e.progress.Standing(s.now()) && s.setFailed(e, false)
+	marked := !e.state.condition.progress.Standing(s.now()) && s.setFailed(e, false)
 	if marked {
-		e.beginsAnew.Store(0) // it may be another release
+		e.state.condition.beginsAnew.Store(0) // it may be another release
 		s.onRecovered(e)
-		s.changed()
+		s.link.changed()
 		s.healthChanged(e, true, cause)
 	}
 	return marked
 }
 
-// ApplyFailed applies [State.MarkFailed], [State.MarkHung] or [State.MarkGood] of another replica.
+// ApplyFailed applies [Health.MarkFailed], [Health.MarkHung] or [Health.MarkGood] of another replica.
 func (s *Health) ApplyFailed(e *Endpoint, failed, hung bool) {
-	if !failed && e.progress.Standing(s.now()) {
+	if !failed && e.state.condition.progress.Standing(s.now()) {
 		return
 	}
 	changed := s.setFailed(e, failed)
 	if failed && (changed || hung && !Hung(e)) {
-		e.how.Store(&failure{hung: hung, cause: CauseReplica})
+		e.state.condition.how.Store(&failure{hung: hung, cause: CauseReplica})
 	}
 	if changed {
 		s.healthChanged(e, !failed, CauseReplica)

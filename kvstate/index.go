@@ -38,7 +38,7 @@ func (p *Pool) find(hashes []uint64, v *View, of func(*prefixindex.Owner) []int3
 		return nil
 	}
 	return v.lookup.Find(p.index, hashes, len(v.Endpoints), func(i int) []int32 {
-		return of(&v.Endpoints[i].Endpoint.blocks)
+		return of(&v.Endpoints[i].Endpoint.state.blocks)
 	})
 }
 
@@ -64,7 +64,7 @@ func (s *State) FindUses(p *Pool, hashes []uint64, v *View) {
 // that were routed there moments ago still count. Call [Pool.TokenHits] next.
 func (p *Pool) DropGuesses(text []uint64, known int, v *View) {
 	for i := range v.Endpoints {
-		if c := &v.Endpoints[i]; c.Hit <= known && c.Endpoint.blocks.Reported() {
+		if c := &v.Endpoints[i]; c.Hit <= known && c.Endpoint.state.blocks.Reported() {
 			c.SetHeld(HeldBlocks{})
 		}
 	}
@@ -90,7 +90,7 @@ func (p *Pool) TokenHits(hashes []uint64, blockSize int, promptTokens int64, tex
 		if hit < c.Hit-1 { // a prompt that was routed to it moments ago, which it has not reported yet
 			continue
 		}
-		held := c.Endpoint.blocks.Tiers(hashes, depth)
+		held := c.Endpoint.state.blocks.Tiers(hashes, depth)
 		for tier := range c.Loads {
 			c.Loads[tier] = int32(scaled(held[tier+1]) - scaled(held[tier]))
 		}
@@ -102,7 +102,7 @@ func (p *Pool) TokenHits(hashes []uint64, blockSize int, promptTokens int64, tex
 // an endpoint repeatedly holds less than expected, the index lowers its estimate of what the endpoint keeps.
 func (s *State) ObserveCached(e *Endpoint, promised, found int64) {
 	const slack = 256 // tokens: the engine's blocks have other boundaries
-	e.blocks.Learn(promised, found, slack+promised/16)
+	e.state.blocks.Learn(promised, found, slack+promised/16)
 }
 
 // textBlockBytes is the number of bytes of a prompt in one block of the routed index.
@@ -129,13 +129,17 @@ func (p *Pool) ReserveBlocks(blocks int) { p.index.Reserve(blocks) }
 
 // Feed returns a new feed for the KV events of an endpoint. The caller closes it. It has no effect after the
 // endpoint has left the pool.
-func (p *Pool) Feed(e *Endpoint) *prefixindex.Feed { return e.blocks.NewFeed() }
+func (p *Pool) Feed(e *Endpoint) *prefixindex.Feed { return e.state.blocks.NewFeed() }
 
 // EachBlock calls f for the blocks of prompts routed to an endpoint; see [prefixindex.Owner.EachBlock].
-func (p *Pool) EachBlock(e *Endpoint, f func(parent uint64, hashes []uint64)) { e.blocks.EachBlock(f) }
+func (p *Pool) EachBlock(e *Endpoint, f func(parent uint64, hashes []uint64)) {
+	e.state.blocks.EachBlock(f)
+}
 
 // LoadBlocks adds blocks from [Pool.EachBlock] of another replica; see [prefixindex.Owner.Load].
-func (p *Pool) LoadBlocks(e *Endpoint, parent uint64, hashes []uint64) { e.blocks.Load(parent, hashes) }
+func (p *Pool) LoadBlocks(e *Endpoint, parent uint64, hashes []uint64) {
+	e.state.blocks.Load(parent, hashes)
+}
 
 // KnownTokens returns the known tokens of a prompt, given the hashes of its text blocks. It does not wait: while
 // the tokens of a prompt are being recorded, it returns none.
@@ -156,8 +160,8 @@ func (p *Pool) TextOf(dst []uint64, last uint64, most int) []uint64 {
 // LearnTokens records the tokens of a prompt and publishes them to other replicas. It does nothing without KV
 // events, or if they are known already.
 func (s *State) LearnTokens(p *Pool, text prefixindex.TextPrompt, prompt *prefixindex.TokenPrompt) {
-	if learned, isNew := p.tokens.Learn(text, p.TokenBlockSizes(), prompt); isNew && s.replicas != nil {
-		s.replicas.Learned(p, learned)
+	if learned, isNew := p.tokens.Learn(text, p.TokenBlockSizes(), prompt); isNew && s.link.replicas != nil {
+		s.link.replicas.Learned(p, learned)
 	}
 }
 

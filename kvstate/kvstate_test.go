@@ -50,19 +50,19 @@ func TestReserveAndRelease(t *testing.T) {
 	e := s.Pool("p").Endpoints()[0]
 	load := func() [2]int64 { r, n := e.Load(); return [2]int64{r, n} }
 
-	a, b := s.Reserve(e, answer(100)), s.Reserve(e, answer(-7))
+	a, b := s.Bookings.Reserve(e, answer(100)), s.Bookings.Reserve(e, answer(-7))
 	require.NotEqual(t, a, b)
 	require.Equal(t, [2]int64{2, 100}, load(), "a negative number of tokens is none")
-	require.Zero(t, s.Reserve(e, answer(5)), "no room for a third")
-	require.Equal(t, 2, s.Reservations())
+	require.Zero(t, s.Bookings.Reserve(e, answer(5)), "no room for a third")
+	require.Equal(t, 2, s.Bookings.Reservations())
 
-	require.False(t, s.Release(0))
-	require.False(t, s.Release(a^1<<40), "an id that was never given")
-	require.True(t, s.Release(a))
-	require.False(t, s.Release(a), "once")
-	require.True(t, s.Release(b))
+	require.False(t, s.Bookings.Release(0))
+	require.False(t, s.Bookings.Release(a^1<<40), "an id that was never given")
+	require.True(t, s.Bookings.Release(a))
+	require.False(t, s.Bookings.Release(a), "once")
+	require.True(t, s.Bookings.Release(b))
 	require.Equal(t, [2]int64{0, 0}, load())
-	require.Zero(t, s.Reservations())
+	require.Zero(t, s.Bookings.Reservations())
 }
 
 func TestReservationsExpire(t *testing.T) {
@@ -72,16 +72,16 @@ func TestReservationsExpire(t *testing.T) {
 		e := s.Pool("p").Endpoints()[0]
 		ctx, stop := context.WithCancel(t.Context())
 		go s.Run(ctx)
-		lost := s.Reserve(e, answer(100))
+		lost := s.Bookings.Reserve(e, answer(100))
 		<-time.After(30 * time.Second)
-		held := s.Reserve(e, answer(10))
+		held := s.Bookings.Reserve(e, answer(10))
 		<-time.After(29 * time.Second)
-		require.Equal(t, 2, s.Reservations())
+		require.Equal(t, 2, s.Bookings.Reservations())
 		<-time.After(3 * time.Second)
 		requests, tokens := e.Load()
 		require.Equal(t, []int64{1, 10}, []int64{requests, tokens})
-		require.False(t, s.Release(lost), "expired already")
-		require.True(t, s.Release(held))
+		require.False(t, s.Bookings.Release(lost), "expired already")
+		require.True(t, s.Bookings.Release(held))
 		stop()
 		synctest.Wait() // Run ends, or the bubble deadlocks
 	})
@@ -96,9 +96,9 @@ func TestSetPool(t *testing.T) {
 	prompt := long(8, 0, 1)
 	var booked []ReservationID
 	for _, e := range before.Endpoints() {
-		booked = append(booked, s.Reserve(e, answer(10)))
+		booked = append(booked, s.Bookings.Reserve(e, answer(10)))
 		s.Routed(before, e, prompt)
-		s.MarkFailed(e)
+		s.Health.MarkFailed(e)
 		s.SetModels(e, []Model{{ID: e.Name}})
 	}
 
@@ -128,7 +128,7 @@ func TestSetPool(t *testing.T) {
 
 	s.Routed(p, goes, prompt) // too late: no effect
 	for _, id := range booked {
-		require.True(t, s.Release(id), "also on those that left or changed")
+		require.True(t, s.Bookings.Release(id), "also on those that left or changed")
 	}
 	for _, e := range []*Endpoint{stays, changes, goes, changed} {
 		requests, tokens := e.Load()
@@ -220,8 +220,8 @@ func TestHealth(t *testing.T) {
 			for _, e := range p.Endpoints() {
 				for _, name := range c.failed {
 					if e.Name == name {
-						require.True(t, s.MarkFailed(e))
-						require.False(t, s.MarkFailed(e), "no news")
+						require.True(t, s.Health.MarkFailed(e))
+						require.False(t, s.Health.MarkFailed(e), "no news")
 					}
 				}
 			}
@@ -232,8 +232,8 @@ func TestHealth(t *testing.T) {
 				if !c.Usable {
 					out = append(out, c.Endpoint.Name)
 				}
-				s.MarkGood(c.Endpoint)
-				require.False(t, s.MarkGood(c.Endpoint), "no news")
+				s.Health.MarkGood(c.Endpoint)
+				require.False(t, s.Health.MarkGood(c.Endpoint), "no news")
 			}
 			require.Equal(t, c.out, out)
 			s.View(p, nil, &v)
@@ -252,26 +252,26 @@ func ticket(n uint64) (id [16]byte) {
 func TestConsume(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{ConsumedTTL: time.Minute, MaxConsumed: 8})
-		require.True(t, s.Consume(ticket(1)))
-		require.False(t, s.Consume(ticket(1)))
+		require.True(t, s.HandOvers.Consume(ticket(1)))
+		require.False(t, s.HandOvers.Consume(ticket(1)))
 		<-time.After(59 * time.Second)
 		for i := range uint64(3) {
-			require.True(t, s.Consume(ticket(10+i)))
+			require.True(t, s.HandOvers.Consume(ticket(10+i)))
 		}
-		require.False(t, s.Consume(ticket(20)), "a generation is full: no ticket is forgotten for another")
+		require.False(t, s.HandOvers.Consume(ticket(20)), "a generation is full: no ticket is forgotten for another")
 		<-time.After(2 * time.Second)
-		require.True(t, s.Consume(ticket(20)), "and a new one begins")
+		require.True(t, s.HandOvers.Consume(ticket(20)), "and a new one begins")
 		for i := range uint64(3) {
-			require.False(t, s.Consume(ticket(10+i)), "still remembered")
+			require.False(t, s.HandOvers.Consume(ticket(10+i)), "still remembered")
 		}
 		<-time.After(58 * time.Second)
-		require.False(t, s.Consume(ticket(12)), "for a whole time to live")
+		require.False(t, s.HandOvers.Consume(ticket(12)), "for a whole time to live")
 		<-time.After(3 * time.Minute)
 		s.sweep(time.Now())
 		<-time.After(3 * time.Minute)
 		s.sweep(time.Now())
-		require.Empty(t, s.consumed.now)
-		require.Empty(t, s.consumed.old)
+		require.Empty(t, s.HandOvers.consumed.now)
+		require.Empty(t, s.HandOvers.consumed.old)
 	})
 }
 
@@ -282,7 +282,7 @@ func TestConsumeOnceAmongMany(t *testing.T) {
 	for range 8 {
 		group.Go(func() {
 			for n := range uint64(500) {
-				if s.Consume(ticket(n)) {
+				if s.HandOvers.Consume(ticket(n)) {
 					_, again := first.LoadOrStore(n, true)
 					require.False(t, again)
 				}
@@ -300,29 +300,29 @@ func TestHandOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := New(Options{HandOverTTL: time.Minute, MaxHandOverBytes: 100})
 		params := []byte(`{"remote_block_ids":[1,2,3]}`)
-		ref, err := s.PutHandOver(params)
+		ref, err := s.HandOvers.PutHandOver(params)
 		require.NoError(t, err)
 		params[0] = 'x'
-		got, ok := s.TakeHandOver(ref)
+		got, ok := s.HandOvers.TakeHandOver(ref)
 		require.True(t, ok)
 		require.Equal(t, `{"remote_block_ids":[1,2,3]}`, string(got), "a copy was kept")
-		_, ok = s.TakeHandOver(ref)
+		_, ok = s.HandOvers.TakeHandOver(ref)
 		require.False(t, ok, "once")
-		_, ok = s.TakeHandOver([16]byte{})
+		_, ok = s.HandOvers.TakeHandOver([16]byte{})
 		require.False(t, ok)
 
-		late, err := s.PutHandOver(make([]byte, 60))
+		late, err := s.HandOvers.PutHandOver(make([]byte, 60))
 		require.NoError(t, err)
-		_, err = s.PutHandOver(make([]byte, 41))
+		_, err = s.HandOvers.PutHandOver(make([]byte, 41))
 		require.ErrorIs(t, err, paramstore.ErrFull)
 		<-time.After(61 * time.Second)
-		_, ok = s.TakeHandOver(late)
+		_, ok = s.HandOvers.TakeHandOver(late)
 		require.False(t, ok, "expired")
-		_, err = s.PutHandOver(make([]byte, 100))
+		_, err = s.HandOvers.PutHandOver(make([]byte, 100))
 		require.NoError(t, err, "its room is free again")
 		<-time.After(61 * time.Second)
 		s.sweep(time.Now())
-		entries, bytes := s.handOvers.Held()
+		entries, bytes := s.HandOvers.handOvers.Held()
 		require.Zero(t, entries+bytes)
 	})
 }
@@ -387,18 +387,18 @@ func TestMediaTeachNoSpeed(t *testing.T) {
 		s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
 		e := s.Pool("p").Endpoints()[0]
 		work := func(media bool, took time.Duration) {
-			id := s.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1500, Uncached: 1500, Work: 100 * time.Millisecond, Media: media})
+			id := s.Bookings.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1500, Uncached: 1500, Work: 100 * time.Millisecond, Media: media})
 			time.Sleep(took)
-			s.Complete(id)
+			s.Bookings.Complete(id)
 		}
 		for range 50 {
 			work(true, 3*time.Second)
 		}
-		require.InDelta(t, 1, e.speedAt(time.Now().UnixNano()), 0.001)
+		require.InDelta(t, 1, e.state.speedAt(time.Now().UnixNano()), 0.001)
 		for range 50 {
 			work(false, 200*time.Millisecond)
 		}
-		require.Greater(t, e.speedAt(time.Now().UnixNano()), 1.5)
+		require.Greater(t, e.state.speedAt(time.Now().UnixNano()), 1.5)
 	})
 }
 
@@ -435,17 +435,17 @@ func TestStress(t *testing.T) {
 				}
 				e := v.Endpoints[r.IntN(len(v.Endpoints))].Endpoint
 				everSeen.Store(e, true)
-				id := s.Reserve(e, Booking{For: Role(1 + r.IntN(3)), PromptTokens: int64(r.IntN(1000)), Uncached: 10, Work: time.Duration(r.IntN(1000))})
+				id := s.Bookings.Reserve(e, Booking{For: Role(1 + r.IntN(3)), PromptTokens: int64(r.IntN(1000)), Uncached: 10, Work: time.Duration(r.IntN(1000))})
 				s.Routed(p, e, hashes)
 				if r.IntN(4) == 0 {
-					s.MarkFailed(e)
+					s.Health.MarkFailed(e)
 				} else {
-					s.MarkGood(e)
+					s.Health.MarkGood(e)
 				}
 				s.SetModels(e, []Model{{ID: "m"}})
 				p.ObservePrompt(400, 100)
-				requests.Go(func() { s.Release(id) })
-				if s.Release(id) && s.Release(id) { //nolint:staticcheck // the second must say no
+				requests.Go(func() { s.Bookings.Release(id) })
+				if s.Bookings.Release(id) && s.Bookings.Release(id) { //nolint:staticcheck // the second must say no
 					t.Error("released twice")
 				}
 			}
@@ -454,13 +454,13 @@ func TestStress(t *testing.T) {
 	requests.Wait()
 	stop()
 	background.Wait()
-	require.Zero(t, s.Reservations())
+	require.Zero(t, s.Bookings.Reservations())
 	everSeen.Range(func(e, _ any) bool {
 		requests, tokens := e.(*Endpoint).Load()
 		require.Zero(t, requests)
 		require.Zero(t, tokens)
-		require.Zero(t, e.(*Endpoint).queue.n.Load())
-		require.Zero(t, e.(*Endpoint).queue.total.Load())
+		require.Zero(t, e.(*Endpoint).state.queue.n.Load())
+		require.Zero(t, e.(*Endpoint).state.queue.total.Load())
 		return true
 	})
 }
@@ -469,7 +469,7 @@ func TestReserveAllocates(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, pd(1, 1))
 	e := s.Pool("p").Endpoints()[0]
-	budget.Allocs(t, 1000, 0, func() { s.Release(s.Reserve(e, answer(10))) })
+	budget.Allocs(t, 1000, 0, func() { s.Bookings.Release(s.Bookings.Reserve(e, answer(10))) })
 }
 
 func BenchmarkReserve(b *testing.B) {
@@ -479,7 +479,7 @@ func BenchmarkReserve(b *testing.B) {
 	b.ReportAllocs()
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
-			s.Release(s.Reserve(e, answer(10)))
+			s.Bookings.Release(s.Bookings.Reserve(e, answer(10)))
 		}
 	})
 }

@@ -30,7 +30,7 @@ func TestCountsOfFailedTransfersBlameAPair(t *testing.T) {
 			pool := s.Pool("p")
 			for p, at := range tt.asks {
 				now = start.Add(at)
-				s.LoadStarted(pool, p, "d1:1")
+				s.KVLoads.LoadStarted(pool, p, "d1:1")
 			}
 			for i, n := range tt.failed {
 				now = start.Add(10*time.Second + time.Duration(i)*2*time.Second)

@@ -9,7 +9,7 @@ import (
 
 // KVLoads records which pairs fail to transfer KV, and excludes them for a while (package kvloads).
 type KVLoads struct {
-	*link
+	link           *link
 	now            func() time.Time
 	pools          func() []*Pool
 	transferFailed func(p *Pool, prefill, decode string) // nil: LoadFailed
@@ -33,8 +33,8 @@ func (f *LoadFaults) Excludes(part Role) bool { return f != nil && f.Parts&part 
 // LoadFailed records that a decode endpoint could not load the KV of a prefill endpoint. It reports whether this is
 // new: several requests may fail before the first failure is known. What is new is published.
 func (s *KVLoads) LoadFailed(p *Pool, prefill, decode string) (isNew bool) {
-	if isNew = s.ApplyLoadFailed(p, prefill, decode); isNew && s.replicas != nil {
-		s.replicas.KVLoaded(p, prefill, decode, true)
+	if isNew = s.ApplyLoadFailed(p, prefill, decode); isNew && s.link.replicas != nil {
+		s.link.replicas.KVLoaded(p, prefill, decode, true)
 	}
 	return isNew
 }
@@ -83,8 +83,8 @@ func (s *KVLoads) blameTransfers(e *Endpoint, since time.Time) {
 // LoadSucceeded records that a decode endpoint has loaded the KV of a prefill endpoint. Other pairs of that prefill
 // endpoint may be tried at once. If it had failed before, this is published.
 func (s *KVLoads) LoadSucceeded(p *Pool, prefill, decode string) {
-	if s.ApplyLoadSucceeded(p, prefill, decode) && s.replicas != nil {
-		s.replicas.KVLoaded(p, prefill, decode, false)
+	if s.ApplyLoadSucceeded(p, prefill, decode) && s.link.replicas != nil {
+		s.link.replicas.KVLoaded(p, prefill, decode, false)
 	}
 }
 
@@ -114,7 +114,7 @@ func (p *Pool) LoadTrial(prefill, decode string, attempt [16]byte) bool {
 // loadFailed reports whether a load of the endpoint's KV has failed.
 func (p *Pool) loadFailed(prefill string) bool {
 	e := p.Endpoint(prefill)
-	return e != nil && e.loads.Load() != nil
+	return e != nil && e.state.loads.Load() != nil
 }
 
 // forgetLoadFaults removes the failed loads of an endpoint that has recovered: it may be another process.
@@ -145,7 +145,7 @@ func (p *Pool) publishFaults(now time.Time) {
 			if f != nil {
 				f.Trial = loadFaultsOf(trial[e.Addr])
 			}
-			e.loads.Store(f)
+			e.state.loads.Store(f)
 		}
 	})
 }
@@ -165,4 +165,4 @@ func loadFaultsOf(a *kvloads.Avoided) *LoadFaults {
 }
 
 // LoadFaults returns what the endpoint is excluded from; nil: nothing.
-func (e *Endpoint) LoadFaults() *LoadFaults { return e.loads.Load() }
+func (e *Endpoint) LoadFaults() *LoadFaults { return e.state.loads.Load() }

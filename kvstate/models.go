@@ -26,8 +26,8 @@ type reportedModels struct {
 func (s *State) SetModels(e *Endpoint, list []Model) {
 	for _, p := range s.Pools() {
 		for _, other := range p.endpoints {
-			if known := other.models.Load(); known != nil && slices.Equal(known.list, list) {
-				e.models.Store(known)
+			if known := other.state.models.Load(); known != nil && slices.Equal(known.list, list) {
+				e.state.models.Store(known)
 				return
 			}
 		}
@@ -36,13 +36,13 @@ func (s *State) SetModels(e *Endpoint, list []Model) {
 	for _, m := range list {
 		next.ids = append(next.ids, m.ID)
 	}
-	e.models.Store(next)
+	e.state.models.Store(next)
 }
 
 // reported returns what an endpoint of the pool reports of a model; nil if none does.
 func (p *Pool) reported(model string) *Model {
 	for _, e := range p.endpoints {
-		if m := e.models.Load(); m != nil {
+		if m := e.state.models.Load(); m != nil {
 			if i := slices.Index(m.ids, model); i >= 0 {
 				return &m.list[i]
 			}
@@ -70,7 +70,7 @@ func (s *State) Models(p *Pool) []Model {
 		}
 	}
 	for _, e := range p.endpoints {
-		reported := e.models.Load()
+		reported := e.state.models.Load()
 		if reported == nil {
 			continue
 		}
@@ -106,7 +106,7 @@ func (p *Pool) Unlisted(model string) bool {
 		if e.HasLoRA(model) {
 			return false
 		}
-		if m := e.models.Load(); m != nil {
+		if m := e.state.models.Load(); m != nil {
 			if listed = true; slices.Contains(m.ids, model) {
 				return false
 			}
@@ -119,7 +119,7 @@ func (p *Pool) Unlisted(model string) bool {
 // serves.
 func (p *Pool) MayServe(model string) bool {
 	return slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool {
-		m := e.models.Load()
+		m := e.state.models.Load()
 		return m == nil || len(m.ids) == 0 || slices.Contains(m.ids, model) || e.HasLoRA(model)
 	})
 }
@@ -131,7 +131,7 @@ func (p *Pool) Serves(model string) bool {
 		return true
 	}
 	return slices.ContainsFunc(p.endpoints, func(e *Endpoint) bool {
-		m := e.models.Load()
+		m := e.state.models.Load()
 		return e.HasLoRA(model) || m != nil && slices.Contains(m.ids[:min(len(m.ids), maxReserved)], model)
 	})
 }

@@ -104,7 +104,7 @@ func (s *State) ApplyOrders(orders []Order) (changed int) {
 		if p := s.pool(name); p != nil {
 			p.paused.Store(s.overrides[overrideKey{pool: name}].Paused)
 			for _, e := range p.endpoints {
-				e.applyOverride(s.overrideOf(name, e))
+				e.state.applyOverride(s.overrideOf(name, e))
 			}
 		}
 	}
@@ -147,7 +147,7 @@ func (s *State) SetOverride(pool, endpoint string, change func(*Override)) ([]*E
 	change(&o)
 	s.overrides[key] = versioned{o, s.nextVersion()}
 	for _, e := range found {
-		e.applyOverride(o)
+		e.state.applyOverride(o)
 	}
 	return found, nil
 }
@@ -164,12 +164,14 @@ func (s *State) overrideOf(pool string, e *Endpoint) Override {
 }
 
 func (l *endpointState) applyOverride(o Override) {
-	l.paused.Store(o.Paused)
-	l.weight.Store(int32(min(max(o.Weight, 0), maxWeight)))
+	l.instructions.paused.Store(o.Paused)
+	l.instructions.weight.Store(int32(min(max(o.Weight, 0), maxWeight)))
 }
 
 // Paused reports whether the endpoint gets no new requests, by its spec or by an operator.
-func (e *Endpoint) Paused() bool { return e.Drained || e.endpointState != nil && e.paused.Load() }
+func (e *Endpoint) Paused() bool {
+	return e.Drained || e.state != nil && e.state.instructions.paused.Load()
+}
 
 // TakesWork reports whether an endpoint may get new requests: it is not paused, has not failed, and does not terminate.
 func (e *Endpoint) TakesWork() bool { return !e.Paused() && !e.Failed() && !e.Draining }
@@ -182,7 +184,7 @@ func (e *Endpoint) Weight() int {
 	if e.Drained {
 		return 0
 	}
-	if w := e.weight.Load(); w > 0 {
+	if w := e.state.instructions.weight.Load(); w > 0 {
 		return int(w)
 	}
 	if e.EndpointSpec.Weight > 0 {

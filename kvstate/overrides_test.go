@@ -35,9 +35,9 @@ func TestOrders(t *testing.T) {
 
 	require.Equal(t, 1, order(a.Addr, pause))
 	require.Equal(t, []string{b.Addr}, usable())
-	s.MarkFailed(s.Pool("p").Endpoint(b.Addr))
+	s.Health.MarkFailed(s.Pool("p").Endpoint(b.Addr))
 	require.Equal(t, []string{b.Addr}, usable(), "one that failed is a last resort, one that is paused is none")
-	s.MarkGood(s.Pool("p").Endpoint(b.Addr))
+	s.Health.MarkGood(s.Pool("p").Endpoint(b.Addr))
 	s.SetPool(spec, []EndpointSpec{b})
 	s.SetPool(spec, []EndpointSpec{b, a})
 	require.Equal(t, []string{b.Addr}, usable(), "it left and came back")
@@ -79,7 +79,7 @@ func TestDrainedBySpec(t *testing.T) {
 	spec := PoolSpec{Name: "p"}
 	e := EndpointSpec{Name: "a", Addr: "10.0.0.1:80", Role: RoleBoth, Drained: true}
 	s.SetPool(spec, []EndpointSpec{e})
-	booked := s.Reserve(s.Pool("p").Endpoints()[0], Booking{For: RoleDecode, PromptTokens: 10})
+	booked := s.Bookings.Reserve(s.Pool("p").Endpoints()[0], Booking{For: RoleDecode, PromptTokens: 10})
 	require.True(t, s.Pool("p").Endpoints()[0].Paused())
 	e.Drained, e.Weight = false, 200
 	s.SetPool(spec, []EndpointSpec{e})
@@ -87,7 +87,7 @@ func TestDrainedBySpec(t *testing.T) {
 	require.Equal(t, 200, s.Pool("p").Endpoints()[0].Weight())
 	requests, _ := s.Pool("p").Endpoints()[0].Load()
 	require.EqualValues(t, 1, requests)
-	require.True(t, s.Release(booked))
+	require.True(t, s.Bookings.Release(booked))
 }
 
 // The others keep their order, which determines the pool of requests without a model.

@@ -18,21 +18,21 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 		return
 	}
 	remote, now := e.RemoteLoad(), s.o.Now().UnixNano()
-	switch e.progress.Observe(standstill.Sample{
-		At: after.ScrapedAt, Reserved: e.requests.Load() + remote.Requests,
+	switch e.state.condition.progress.Observe(standstill.Sample{
+		At: after.ScrapedAt, Reserved: e.state.requests.Load() + remote.Requests,
 		Counts: standstill.Counts{Work: after.Work, Running: after.Running, Waiting: after.Waiting,
 			Usage: after.KVUsage, Done: after.Answers.Answers},
-		Patience: max(time.Duration(e.queue.lead.Load()), remote.Lead) +
-			max(time.Duration(e.local.until.Load()-now), remote.Local, 0),
+		Patience: max(time.Duration(e.state.queue.lead.Load()), remote.Lead) +
+			max(time.Duration(e.state.local.until.Load()-now), remote.Local, 0),
 	}) {
 	case standstill.Stood:
-		s.markFailed(e, true, CauseStill)
+		s.Health.markFailed(e, true, CauseStill)
 	case standstill.Moved:
-		s.markGood(e, CauseStill)
+		s.Health.markGood(e, CauseStill)
 	case standstill.Same:
 	}
 	if before != nil && after.Expired > before.Expired && !before.ScrapedAt.IsZero() && e.expiresForOthers() {
-		e.progress.Expired(after.ScrapedAt)
+		e.state.condition.progress.Expired(after.ScrapedAt)
 		if s.expired != nil {
 			s.expired(e, after.Expired-before.Expired)
 		}
@@ -44,9 +44,9 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 func (s *State) Outdated(prefill, decode *Endpoint, since time.Time) standstill.Reason {
 	var holder *standstill.Tracker
 	if prefill != nil {
-		holder = &prefill.progress
+		holder = &prefill.state.condition.progress
 	}
-	return standstill.Outdated(holder, &decode.progress, since, s.o.Now())
+	return standstill.Outdated(holder, &decode.state.condition.progress, since, s.o.Now())
 }
 
 // expiresForOthers reports whether KV that the engine frees because nobody has fetched it in time is what it kept for
@@ -57,7 +57,7 @@ func (e *Endpoint) expiresForOthers() bool {
 	case RolePrefill:
 		return true
 	case RoleBoth:
-		return !e.progress.KeepsAnswers()
+		return !e.state.condition.progress.KeepsAnswers()
 	}
 	return false
 }

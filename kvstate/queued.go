@@ -67,7 +67,7 @@ func (s *State) PublishQueued(p *Pool, w Queued) {
 	w.Version = p.queue.version
 	p.queue.local[w.ID] = w
 	p.queue.mu.Unlock()
-	s.changed()
+	s.link.changed()
 }
 
 // PublishDequeued publishes that it no longer waits, and whether it was dispatched. Its reservations must be
@@ -76,12 +76,12 @@ func (s *State) PublishDequeued(p *Pool, id uint64, sent bool) {
 	p.queue.mu.Lock()
 	_, known := p.queue.local[id]
 	delete(p.queue.local, id)
-	if known && sent && s.replicas != nil && len(p.queue.dispatched) < maxDispatched {
+	if known && sent && s.link.replicas != nil && len(p.queue.dispatched) < maxDispatched {
 		p.queue.dispatched = append(p.queue.dispatched, id)
 	}
 	p.queue.mu.Unlock()
 	if known {
-		s.changed()
+		s.link.changed()
 	}
 }
 

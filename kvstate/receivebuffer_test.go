@@ -20,7 +20,7 @@ func TestReserveRoom(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 			defer cancel()
 			began := time.Now()
-			id, ok := s.ReserveBuffer(ctx, 0, d, Booking{For: RoleDecode, PromptTokens: tokens}, 1000, nil)
+			id, ok := s.Bookings.ReserveBuffer(ctx, 0, d, Booking{For: RoleDecode, PromptTokens: tokens}, 1000, nil)
 			return id, time.Since(began), ok
 		}
 		first, took, ok := reserve(600)
@@ -42,13 +42,13 @@ func TestReserveRoom(t *testing.T) {
 				order = append(order, tokens)
 				mu.Unlock()
 				time.Sleep(time.Second)
-				s.Release(id)
+				s.Bookings.Release(id)
 			}()
 			synctest.Wait()
 		}
 		time.Sleep(2 * time.Second)
 		require.Empty(t, order)
-		require.True(t, s.Release(first))
+		require.True(t, s.Bookings.Release(first))
 		synctest.Wait()
 		require.ElementsMatch(t, []int64{700, 300}, order)
 		time.Sleep(time.Second)
@@ -58,16 +58,16 @@ func TestReserveRoom(t *testing.T) {
 		_, took, ok = reserve(1)
 		require.False(t, ok, "nobody let go")
 		require.Equal(t, 10*time.Second, took)
-		require.True(t, s.Release(all))
+		require.True(t, s.Bookings.Release(all))
 		last, took, ok := reserve(1000)
 		require.True(t, ok, "who gave up left nothing behind")
 		require.Zero(t, took)
-		s.sweepReservations(time.Now().Add(time.Hour)) // its holders are gone
-		require.False(t, s.Release(last))
+		s.Bookings.sweepReservations(time.Now().Add(time.Hour)) // its holders are gone
+		require.False(t, s.Bookings.Release(last))
 		again, took, ok := reserve(1000)
 		require.True(t, ok)
 		require.Zero(t, took)
-		s.Release(again)
-		require.Zero(t, s.Reservations())
+		s.Bookings.Release(again)
+		require.Zero(t, s.Bookings.Reservations())
 	})
 }

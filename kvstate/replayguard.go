@@ -10,7 +10,7 @@ import (
 // HandOvers holds what passes between the hops of a request, and from one turn of a conversation to the next: consumed
 // tickets, KV parameters too large for a header, and the state of conversations' last turns.
 type HandOvers struct {
-	*link
+	link          *link
 	consumed      replayGuard
 	handOvers     *paramstore.Store
 	conversations *paramstore.Store // empty if there are other replicas
@@ -40,8 +40,8 @@ func (s *HandOvers) Consume(ticket [16]byte) bool {
 	if !s.consumed.consume(ticket) {
 		return false
 	}
-	if s.replicas != nil {
-		if first, known := s.replicas.Consume(ticket, false); known {
+	if s.link.replicas != nil {
+		if first, known := s.link.replicas.Consume(ticket, false); known {
 			return first
 		}
 	}
@@ -54,8 +54,8 @@ func (s *HandOvers) ConsumeConfirmed(ticket [16]byte) (first, known bool) {
 	if !s.consumed.consume(ticket) {
 		return false, true
 	}
-	if s.replicas != nil {
-		return s.replicas.Consume(ticket, true)
+	if s.link.replicas != nil {
+		return s.link.replicas.Consume(ticket, true)
 	}
 	return true, true
 }
@@ -97,8 +97,8 @@ func (p *replayGuard) sweep(now time.Time) {
 
 // PutHandOver stores a copy of params for all replicas and returns a reference to it, or [paramstore.ErrFull].
 func (s *HandOvers) PutHandOver(params []byte) (ref [16]byte, err error) {
-	if ref, err = s.handOvers.Put(params); err == nil && s.replicas != nil {
-		s.replicas.PutHandOver(ref, params)
+	if ref, err = s.handOvers.Put(params); err == nil && s.link.replicas != nil {
+		s.link.replicas.PutHandOver(ref, params)
 	}
 	return ref, err
 }
@@ -106,8 +106,8 @@ func (s *HandOvers) PutHandOver(params []byte) (ref [16]byte, err error) {
 // PutHandOverAs is PutHandOver with a reference that the reader already knows.
 func (s *HandOvers) PutHandOverAs(ref [16]byte, params []byte) error {
 	err := s.handOvers.PutAs(ref, params)
-	if err == nil && s.replicas != nil {
-		s.replicas.PutHandOver(ref, params)
+	if err == nil && s.link.replicas != nil {
+		s.link.replicas.PutHandOver(ref, params)
 	}
 	return err
 }
@@ -115,8 +115,8 @@ func (s *HandOvers) PutHandOverAs(ref [16]byte, params []byte) error {
 // TakeHandOver returns and removes the entry with a reference, here or at another replica.
 func (s *HandOvers) TakeHandOver(ref [16]byte) ([]byte, bool) {
 	params, ok := s.handOvers.Take(ref)
-	if !ok && s.replicas != nil {
-		return s.replicas.TakeHandOver(ref)
+	if !ok && s.link.replicas != nil {
+		return s.link.replicas.TakeHandOver(ref)
 	}
 	return params, ok
 }

@@ -10,13 +10,13 @@ import (
 func TestPutHandOverAs(t *testing.T) {
 	s := New(Options{})
 	ref := [16]byte{1}
-	require.NoError(t, s.PutHandOverAs(ref, []byte("first")))
-	require.NoError(t, s.PutHandOverAs(ref, []byte("second one")))
-	got, ok := s.TakeHandOver(ref)
+	require.NoError(t, s.HandOvers.PutHandOverAs(ref, []byte("first")))
+	require.NoError(t, s.HandOvers.PutHandOverAs(ref, []byte("second one")))
+	got, ok := s.HandOvers.TakeHandOver(ref)
 	require.True(t, ok)
 	require.Equal(t, "second one", string(got))
-	_, ok = s.TakeHandOver(ref)
+	_, ok = s.HandOvers.TakeHandOver(ref)
 	require.False(t, ok)
-	_, bytes := s.handOvers.Held()
+	_, bytes := s.HandOvers.handOvers.Held()
 	require.Zero(t, bytes)
 }

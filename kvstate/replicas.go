@@ -51,25 +51,25 @@ type Shared interface {
 // link is the connection to the other replicas, which the parts of a state share.
 type link struct{ replicas Replicas } // nil: none
 
-// Connect connects the state to other replicas. Call it once, before the state is in use.
-func (l *link) Connect(p Replicas) { l.replicas = p }
-
 func (l *link) changed() {
 	if l.replicas != nil {
 		l.replicas.Changed()
 	}
 }
 
+// Connect connects the state to other replicas. Call it once, before the state is in use.
+func (s *State) Connect(p Replicas) { s.link.replicas = p }
+
 // HasReplicas reports whether there may be other replicas. Then [HandOvers.Consume], [HandOvers.TakeHandOver] and
 // [HandOvers.PutHandOver] may wait for Redis.
-func (l *link) HasReplicas() bool { return l.replicas != nil }
+func (s *State) HasReplicas() bool { return s.link.replicas != nil }
 
 // Shares reports whether other replicas receive now what this one publishes.
-func (l *link) Shares() bool { return l.replicas != nil && l.replicas.Reachable() }
+func (s *State) Shares() bool { return s.link.replicas != nil && s.link.replicas.Reachable() }
 
 // ApplyRouted applies [State.Routed] of another replica.
 func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {
-	e.blocks.Add(hashes)
+	e.state.blocks.Add(hashes)
 	if e.Role&RolePrefill != 0 {
 		p.uses.Note(hashes, s.o.Now())
 	}
@@ -92,13 +92,13 @@ type Booked struct {
 // Booked returns this replica's load on the endpoint. Equal values mean equal reservations: nothing in it changes
 // with time, except that LocalUntil passes.
 func (e *Endpoint) Booked(now time.Time) Booked {
-	b := Booked{Requests: e.requests.Load(), PromptTokens: e.tokens.Load()}
-	b.Room = Room{e.memory.room.Held(), e.memory.room.Need(e.Word() == RolePrefill)}
-	if b.Jobs = e.queue.n.Load(); b.Jobs > 0 {
-		b.Work, b.Lead = time.Duration(e.queue.total.Load()), time.Duration(e.queue.lead.Load())
-		b.Since = time.Unix(0, e.queue.since.Load())
+	b := Booked{Requests: e.state.requests.Load(), PromptTokens: e.state.tokens.Load()}
+	b.Room = Room{e.state.memory.room.Held(), e.state.memory.room.Need(e.Word() == RolePrefill)}
+	if b.Jobs = e.state.queue.n.Load(); b.Jobs > 0 {
+		b.Work, b.Lead = time.Duration(e.state.queue.total.Load()), time.Duration(e.state.queue.lead.Load())
+		b.Since = time.Unix(0, e.state.queue.since.Load())
 	}
-	if until := e.local.until.Load(); until > now.UnixNano() {
+	if until := e.state.local.until.Load(); until > now.UnixNano() {
 		b.LocalUntil = time.Unix(0, until)
 	}
 	return b
@@ -142,11 +142,11 @@ func (o *RemoteLoad) addTo(c *Candidate, now int64) {
 }
 
 // SetRemoteLoad sets the load of all other replicas on an endpoint.
-func (e *Endpoint) SetRemoteLoad(o RemoteLoad) { e.remoteLoad.Store(&o) }
+func (e *Endpoint) SetRemoteLoad(o RemoteLoad) { e.state.remoteLoad.Store(&o) }
 
 // RemoteLoad returns the load of other replicas on the endpoint.
 func (e *Endpoint) RemoteLoad() RemoteLoad {
-	if o := e.remoteLoad.Load(); o != nil {
+	if o := e.state.remoteLoad.Load(); o != nil {
 		return *o
 	}
 	return RemoteLoad{}

@@ -138,7 +138,7 @@ func (s *State) AwaitsReports() bool {
 	now := s.o.Now().UnixNano()
 	for _, p := range s.Pools() {
 		for _, e := range p.endpoints {
-			if e.awaits(now) && !e.Failed() {
+			if e.state.awaits(now) && !e.Failed() {
 				return true
 			}
 		}
@@ -151,62 +151,62 @@ func (l *endpointState) awaits(now int64) bool { return l.reportDue.Load() > now
 
 // AwaitsReport reports whether an endpoint is not paired yet, since its engine has not reported what it is.
 func (s *State) AwaitsReport(e *Endpoint) bool {
-	return e.endpointState != nil && e.awaits(s.o.Now().UnixNano())
+	return e.state != nil && e.state.awaits(s.o.Now().UnixNano())
 }
 
 // SetReport records what an endpoint's engine says of itself, as far as its pool compares that. all: it was asked
 // everything, so that the endpoint can be paired.
 func (s *State) SetReport(e *Endpoint, r Report, all bool) {
-	due := e.reportDue.Load()
+	due := e.state.reportDue.Load()
 	s.mu.Lock()
 	for _, p := range s.Pools() {
-		if at := p.Endpoint(e.Addr); at != nil && at.endpointState == e.endpointState {
+		if at := p.Endpoint(e.Addr); at != nil && at.state == e.state {
 			p.setReport(at, &r)
 		}
 	}
 	s.mu.Unlock()
 	if all && due != 0 {
-		e.reportDue.CompareAndSwap(due, 0) // unless it was away meanwhile
-		s.changed()
+		e.state.reportDue.CompareAndSwap(due, 0) // unless it was away meanwhile
+		s.link.changed()
 	}
 }
 
 // setReport stores a report. Equal reports of a pool are one, so that decisions compare pointers.
 func (p *Pool) setReport(e *Endpoint, said *Report) {
-	e.said.Store(said)
+	e.state.said.Store(said)
 	r := said.only(p.Spec.Alike)
 	if *r == (Report{}) {
 		r = nil
 	}
 	for _, o := range p.endpoints {
-		if of := o.report.Load(); of != nil && r != nil && *of == *r {
+		if of := o.state.report.Load(); of != nil && r != nil && *of == *r {
 			r = of
 		}
 	}
-	e.report.Store(r)
+	e.state.report.Store(r)
 	unlike := false
 	for _, o := range p.endpoints {
-		unlike = unlike || o.report.Load() != r
+		unlike = unlike || o.state.report.Load() != r
 	}
 	p.unlike.Store(unlike)
 }
 
 // Reports reports whether the endpoint's engine is asked what it is.
-func (e *Endpoint) Reports() bool { return e.endpointState != nil && e.reports }
+func (e *Endpoint) Reports() bool { return e.state != nil && e.state.reports }
 
 // Report returns what the endpoint's engine said of the facts in which the engines of a pair must not differ; nil:
 // nothing. Equal reports of a pool are one. Do not modify.
 func (e *Endpoint) Report() *Report {
-	if e.endpointState == nil {
+	if e.state == nil {
 		return nil
 	}
-	return e.report.Load()
+	return e.state.report.Load()
 }
 
 // Said returns all that the endpoint's engine said of itself; nil: nothing. Do not modify.
 func (e *Endpoint) Said() *Report {
-	if e.endpointState == nil {
+	if e.state == nil {
 		return nil
 	}
-	return e.said.Load()
+	return e.state.said.Load()
 }

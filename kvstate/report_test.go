@@ -58,9 +58,9 @@ func TestReportIsAwaited(t *testing.T) {
 		require.False(t, view().Uniform)
 		require.False(t, p.Report().Fits(d.Report()))
 
-		s.MarkFailed(d)
+		s.Health.MarkFailed(d)
 		require.False(t, s.AwaitsReports())
-		s.MarkHealthy(d)
+		s.Health.MarkHealthy(d)
 		require.True(t, s.AwaitsReport(d))
 		time.Sleep(ReportWait)
 		require.False(t, s.AwaitsReport(d), "it goes on with what was known")

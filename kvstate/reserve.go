@@ -27,7 +27,7 @@ func (s *shards) of(id ReservationID) *bookingShard { return &s[(id>>8)%bookingS
 
 // Bookings holds the reservations that this replica has made.
 type Bookings struct {
-	*link
+	link            *link
 	now             func() time.Time
 	ttl             time.Duration
 	maxReservations int
@@ -35,6 +35,14 @@ type Bookings struct {
 	bookings shards
 	booked   atomic.Int64
 	ended    replayGuard // reservations that must not be made any more
+}
+
+func (s *Bookings) init(l *link, o Options) {
+	s.link, s.now, s.ttl, s.maxReservations = l, o.Now, o.ReservationTTL, o.MaxReservations
+	s.ended = newReplayGuard(maxEnded, endedTTL)
+	for i := range s.bookings {
+		s.bookings[i].held = map[ReservationID]reservation{}
+	}
 }
 
 // reservation is a booking that has not been released.
@@ -82,12 +90,12 @@ func (s *Bookings) ReserveAs(id ReservationID, e *Endpoint, b Booking, from *Sou
 func (s *Bookings) ReserveBuffer(ctx context.Context, id ReservationID, e *Endpoint, b Booking, limit int64,
 	from *Source) (ReservationID, bool) {
 	promptTokens := max(b.PromptTokens, 0)
-	if !e.memory.buffer.Acquire(ctx, promptTokens, limit) {
+	if !e.state.memory.buffer.Acquire(ctx, promptTokens, limit) {
 		return 0, false
 	}
 	id = s.reserve(id, e, b, promptTokens, from)
 	if id == 0 {
-		e.memory.buffer.Release(promptTokens)
+		e.state.memory.buffer.Release(promptTokens)
 	}
 	return s.unlessEnded(id), true
 }
@@ -131,21 +139,21 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 		id = randomID()
 	}
 	now := s.now()
-	work := time.Duration(float64(b.Work) * e.speedAt(now.UnixNano()))
+	work := time.Duration(float64(b.Work) * e.state.speedAt(now.UnixNano()))
 	r := reservation{
-		on: e.endpointState, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.ttl),
+		on: e.state, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.ttl),
 	}
 	r.counted, r.tokens = b.counts()
-	e.requests.Add(r.counted)
-	e.tokens.Add(r.tokens)
+	e.state.requests.Add(r.counted)
+	e.state.tokens.Add(r.tokens)
 	switch {
 	case b.For == RoleBoth:
-		r.until = e.local.add(work, now)
+		r.until = e.state.local.add(work, now)
 	case b.For == RolePrefill && e.Role == RoleBoth:
-		e.local.count(work, now)
+		e.state.local.count(work, now)
 	}
-	if b.For&RolePrefill != 0 && e.load != nil {
-		e.load.booked(b, work, now)
+	if b.For&RolePrefill != 0 && e.state.load != nil {
+		e.state.load.booked(b, work, now)
 	}
 	job := prefillJob{uncached: b.Uncached, work: work, model: b.Work}
 	if b.Media {
@@ -155,7 +163,7 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 	for !s.insert(id, r, job, now) {
 		id = randomID()
 	}
-	s.changed()
+	s.link.changed()
 	return id
 }
 
@@ -212,7 +220,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	if r.claimed {
 		r.on.memory.room.Release(r.room)
 	}
-	s.changed()
+	s.link.changed()
 	defer r.on.load.signalFreed() // after the numbers have changed
 	switch r.leg {
 	case RolePrefill:
@@ -227,14 +235,14 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 
 // Strand counts KV of so many tokens in an endpoint's memory, which no other will fetch, until its lease ends.
 func Strand(s *State, e *Endpoint, tokens int64, lease time.Duration) {
-	e.memory.room.Strand(tokens, lease, s.changed)
-	s.changed()
+	e.state.memory.room.Strand(tokens, lease, s.link.changed)
+	s.link.changed()
 }
 
 // Unfetched reports whether this replica holds a reservation of an answer whose KV is still at another endpoint, as far
 // as is known.
 func Unfetched(s *State, id ReservationID) bool {
-	shard := s.bookings.of(id)
+	shard := s.Bookings.bookings.of(id)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
 	r, ok := shard.held[id]
@@ -244,8 +252,8 @@ func Unfetched(s *State, id ReservationID) bool {
 // ReleaseAnywhere releases a reservation of any replica. The replica that made it is notified; it would also learn
 // it from Envoy's access log, but up to a second later.
 func (s *Bookings) ReleaseAnywhere(p *Pool, id ReservationID) {
-	if id != 0 && !s.Release(id) && s.replicas != nil {
-		s.replicas.Released(p, id)
+	if id != 0 && !s.Release(id) && s.link.replicas != nil {
+		s.link.replicas.Released(p, id)
 	}
 }
 

@@ -7,7 +7,7 @@ import (
 
 // Sessions holds the endpoints that served each session last.
 type Sessions struct {
-	*link
+	link     *link
 	sessions *sessionSet
 }
 
@@ -78,8 +78,8 @@ func (t *sessionSet) sweep(now time.Time) {
 // may be nil.
 func (s *Sessions) SetAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
 	s.ApplyAffinity(p, name, prefill, decode)
-	if s.replicas != nil {
-		s.replicas.SessionServed(p, name, prefill, decode)
+	if s.link.replicas != nil {
+		s.link.replicas.SessionServed(p, name, prefill, decode)
 	}
 }
 
@@ -87,10 +87,10 @@ func (s *Sessions) SetAffinity(p *Pool, name uint64, prefill, decode *Endpoint) 
 func (s *Sessions) ApplyAffinity(p *Pool, name uint64, prefill, decode *Endpoint) {
 	var next session
 	if prefill != nil {
-		next.prefill = prefill.endpointState
+		next.prefill = prefill.state
 	}
 	if decode != nil {
-		next.decode = decode.endpointState
+		next.decode = decode.state
 	}
 	s.sessions.put(sessionKey{p.Spec.Name, name}, next)
 }
@@ -104,10 +104,10 @@ func (s *Sessions) MarkSession(p *Pool, name uint64, v *View) {
 	}
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Endpoint.endpointState == found.prefill {
+		if c.Endpoint.state == found.prefill {
 			c.Session |= RolePrefill
 		}
-		if c.Endpoint.endpointState == found.decode {
+		if c.Endpoint.state == found.decode {
 			c.Session |= RoleDecode
 		}
 	}
@@ -118,7 +118,7 @@ func (s *Sessions) MarkSession(p *Pool, name uint64, v *View) {
 func (s *Sessions) EachSession(p *Pool, f func(name uint64, prefill, decode *Endpoint)) {
 	byLive := make(map[*endpointState]*Endpoint, len(p.endpoints))
 	for _, e := range p.endpoints {
-		byLive[e.endpointState] = e
+		byLive[e.state] = e
 	}
 	s.sessions.mu.RLock()
 	defer s.sessions.mu.RUnlock()

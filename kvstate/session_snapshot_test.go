@@ -35,8 +35,8 @@ func TestSnapshotRoundTrip(t *testing.T) {
 			from.Routed(p, p.Endpoints()[(i*7+j*31)%endpoints], prompts[i])
 		}
 	}
-	from.SetAffinity(p, 5, p.Endpoint("e03"), nil)
-	from.SetAffinity(p, 6, p.Endpoint("e01"), p.Endpoint("e69"))
+	from.Sessions.SetAffinity(p, 5, p.Endpoint("e03"), nil)
+	from.Sessions.SetAffinity(p, 6, p.Endpoint("e01"), p.Endpoint("e69"))
 
 	copied := 0
 	for _, e := range p.Endpoints() {
@@ -46,21 +46,21 @@ func TestSnapshotRoundTrip(t *testing.T) {
 		})
 	}
 	require.Positive(t, copied)
-	from.EachSession(p, func(name uint64, prefill, decode *Endpoint) {
+	from.Sessions.EachSession(p, func(name uint64, prefill, decode *Endpoint) {
 		var there [2]*Endpoint
 		for i, e := range []*Endpoint{prefill, decode} {
 			if e != nil {
 				there[i] = q.Endpoint(e.Addr)
 			}
 		}
-		to.ApplyAffinity(q, name, there[0], there[1])
+		to.Sessions.ApplyAffinity(q, name, there[0], there[1])
 	})
 	for i, prompt := range prompts {
 		var v, w View
 		from.View(p, prompt, &v)
 		to.View(q, prompt, &w)
-		from.MarkSession(p, uint64(i), &v)
-		to.MarkSession(q, uint64(i), &w)
+		from.Sessions.MarkSession(p, uint64(i), &v)
+		to.Sessions.MarkSession(q, uint64(i), &w)
 		for k := range v.Endpoints {
 			require.Equal(t, v.Endpoints[k].Hit, w.Endpoints[k].Hit, "prompt %d on %s", i, v.Endpoints[k].Endpoint.Addr)
 			require.Equal(t, v.Endpoints[k].Session, w.Endpoints[k].Session)

@@ -18,15 +18,15 @@ func TestSessions(t *testing.T) {
 		at := func(name uint64) [2]Role {
 			var v View
 			s.View(p, nil, &v)
-			s.MarkSession(p, name, &v)
+			s.Sessions.MarkSession(p, name, &v)
 			return [2]Role{v.Endpoints[0].Session, v.Endpoints[1].Session}
 		}
 		require.Equal(t, [2]Role{}, at(1))
-		s.SetAffinity(p, 1, a, nil)
+		s.Sessions.SetAffinity(p, 1, a, nil)
 		require.Equal(t, [2]Role{RolePrefill, 0}, at(1))
-		s.SetAffinity(p, 1, nil, b)
+		s.Sessions.SetAffinity(p, 1, nil, b)
 		require.Equal(t, [2]Role{RolePrefill, RoleDecode}, at(1), "prefill stays when decode is told")
-		s.SetAffinity(p, 1, b, b)
+		s.Sessions.SetAffinity(p, 1, b, b)
 		require.Equal(t, [2]Role{0, RoleBoth}, at(1))
 		require.Equal(t, [2]Role{}, at(2))
 
@@ -34,7 +34,7 @@ func TestSessions(t *testing.T) {
 			time.Sleep(40 * time.Second)
 			s.sweep(time.Now())
 			require.Equal(t, [2]Role{0, RoleBoth}, at(1))
-			s.SetAffinity(p, 1, b, b)
+			s.Sessions.SetAffinity(p, 1, b, b)
 		}
 		time.Sleep(3 * time.Minute)
 		s.sweep(time.Now())
@@ -42,18 +42,18 @@ func TestSessions(t *testing.T) {
 		require.Equal(t, [2]Role{}, at(1), "not in use any more")
 
 		for name := range uint64(100) {
-			s.SetAffinity(p, name+10, a, a)
+			s.Sessions.SetAffinity(p, name+10, a, a)
 		}
 		require.Equal(t, [2]Role{RoleBoth, 0}, at(109))
 		require.Equal(t, [2]Role{}, at(10))
-		require.LessOrEqual(t, len(s.sessions.now)+len(s.sessions.old), 8)
+		require.LessOrEqual(t, len(s.Sessions.sessions.now)+len(s.Sessions.sessions.old), 8)
 
 		s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "b", Role: RoleBoth}})
 		p = s.Pool("p")
 		require.Equal(t, [2]Role{}, func() [2]Role {
 			var v View
 			s.View(p, nil, &v)
-			s.MarkSession(p, 109, &v)
+			s.Sessions.MarkSession(p, 109, &v)
 			return [2]Role{v.Endpoints[0].Session}
 		}(), "its endpoint has left")
 	})

@@ -83,7 +83,7 @@ func (s *State) Observe(e *Endpoint, g Signals) {
 		}
 		return external, unbooked
 	}) {
-		s.changed()
+		s.link.changed()
 	}
 }
 
@@ -99,21 +99,21 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 		g.ScrapedAt = g.At
 	}
 	for {
-		known := e.signals.Load()
+		known := e.state.signals.Load()
 		next, isNew := g.mergeInto(known, count)
 		if !isNew {
 			return false
 		}
-		if e.signals.CompareAndSwap(known, &next) {
+		if e.state.signals.CompareAndSwap(known, &next) {
 			if known == nil || known.KVTokens != next.KVTokens || known.Host != next.Host {
-				e.sizeRouted(&next)
+				e.state.sizeRouted(&next)
 			}
 			if known != nil {
 				s.compare(e, known, &next)
 			}
 			if known != nil && next.ScrapedAt.After(known.ScrapedAt) && next.Waiting >= 0 &&
-				e.memory.room.Waiting(next.Waiting, known.ScrapedAt.UnixNano()) {
-				s.changed()
+				e.state.memory.room.Waiting(next.Waiting, known.ScrapedAt.UnixNano()) {
+				s.link.changed()
 			}
 			s.follow(e, known, &next)
 			return true
@@ -124,22 +124,22 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 // compare learns from what an engine's counters have moved since its last report.
 func (s *State) compare(e *Endpoint, before, after *Signals) {
 	if after.Answers.restarted(before.Answers) {
-		e.blocks.Forget()
-		e.memory.room.Restarted()
-		e.steps.Store(nil) // the pace was another process's
-		e.awaitReport(s.o.Now())
+		e.state.blocks.Forget()
+		e.state.memory.room.Restarted()
+		e.state.steps.Store(nil) // the pace was another process's
+		e.state.awaitReport(s.o.Now())
 	}
-	if before.Host != after.Host && e.load != nil {
-		e.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP, s.o.Now())
+	if before.Host != after.Host && e.state.load != nil {
+		e.state.load.learnLoads(&after.Host, &before.Host, e.Transfer.TP, s.o.Now())
 	}
 	if after.Transfers.Failed > before.Transfers.Failed && after.ScrapedAt.After(before.ScrapedAt) {
-		s.blameTransfers(e, before.ScrapedAt)
+		s.KVLoads.blameTransfers(e, before.ScrapedAt)
 	}
 	if e.Role&RoleDecode == 0 {
 		return
 	}
 	if d, ok := after.Transfers.since(before.Transfers); ok {
-		e.learnTransfers(d, e.Transfer.TP, s.o.Now().UnixNano())
+		e.state.learnTransfers(d, e.Transfer.TP, s.o.Now().UnixNano())
 	}
 	if d, ok := after.Answers.since(before.Answers); ok && !before.ScrapedAt.IsZero() {
 		e.learnAnswers(d, before, after)
@@ -203,7 +203,7 @@ func (e *Endpoint) unbooked(g *Signals) int64 {
 	if g.Running < 0 || g.Waiting < 0 {
 		return -1
 	}
-	return max(g.Running+g.Waiting-e.requests.Load()-e.RemoteLoad().Requests, 0)
+	return max(g.Running+g.Waiting-e.state.requests.Load()-e.RemoteLoad().Requests, 0)
 }
 
 // addTo adds external requests to a candidate, weighted by trust. On a decode endpoint they count as answers as
@@ -228,4 +228,4 @@ func (g *Signals) addTo(c *Candidate) {
 const externalTokens = 1000
 
 // Signals returns the endpoint's last report; nil if there is none. Do not modify.
-func (e *Endpoint) Signals() *Signals { return e.signals.Load() }
+func (e *Endpoint) Signals() *Signals { return e.state.signals.Load() }

@@ -98,7 +98,7 @@ func TestExternalLoad(t *testing.T) {
 		s.View(pool, nil, &v)
 		return [2]Candidate(v.Endpoints)
 	}
-	booked := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 300})
+	booked := s.Bookings.Reserve(d, Booking{For: RoleDecode, PromptTokens: 300})
 	look(5, 2)
 	require.Equal(t, int64(1), view()[1].Requests, "one look may have met requests on their way")
 	look(4, 2)
@@ -115,7 +115,7 @@ func TestExternalLoad(t *testing.T) {
 	require.Equal(t, int64(1+3+2), view()[1].Requests, "three of them are another replica's")
 	look(1, 0)
 	require.Equal(t, int64(1+3), view()[1].Requests)
-	s.Release(booked)
+	s.Bookings.Release(booked)
 
 	look(9, 0)
 	look(9, 0)
@@ -147,9 +147,9 @@ func TestHeldUntilFetched(t *testing.T) {
 			s.Observe(d, Signals{Running: 3, Waiting: waiting, KVUsage: .5, KVTokens: 1000, At: time.Now()})
 		}
 		scrape(0)
-		id := s.Reserve(d, Booking{For: RoleDecode, PromptTokens: 64, From: p})
-		other := s.Reserve(b, Booking{For: RoleDecode, PromptTokens: 64, Need: 128, From: p, Tentative: true})
-		alone := s.Reserve(b, Booking{For: RoleBoth, PromptTokens: 300, Need: 320})
+		id := s.Bookings.Reserve(d, Booking{For: RoleDecode, PromptTokens: 64, From: p})
+		other := s.Bookings.Reserve(b, Booking{For: RoleDecode, PromptTokens: 64, Need: 128, From: p, Tentative: true})
+		alone := s.Bookings.Reserve(b, Booking{For: RoleBoth, PromptTokens: 300, Need: 320})
 		require.Equal(t, [3]Room{{Held: 128}, {Need: 64}, {Need: 320}}, rooms())
 		require.Equal(t, Room{Held: 128}, p.Booked(time.Now()).Room)
 		scrape(0)
@@ -162,7 +162,7 @@ func TestHeldUntilFetched(t *testing.T) {
 		require.Equal(t, Room{Held: 1064, Need: 1}, rooms()[0], "of all replicas")
 		p.SetRemoteLoad(RemoteLoad{})
 		for _, id := range []ReservationID{id, other, alone} {
-			require.True(t, s.Release(id))
+			require.True(t, s.Bookings.Release(id))
 		}
 		require.Equal(t, [3]Room{}, rooms())
 	})

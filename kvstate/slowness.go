@@ -20,10 +20,10 @@ func (s *State) SlownessIn(p *Pool) []Slowness {
 	speeds, steps := make([]float64, len(out)), make([]float64, len(out))
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if c.Endpoint.Role&RolePrefill != 0 && c.Endpoint.pace.Load() != nil { // else it has the fleet's
+		if c.Endpoint.Role&RolePrefill != 0 && c.Endpoint.state.pace.Load() != nil { // else it has the fleet's
 			speeds[i] = c.Speed
 		}
-		if c.Endpoint.Role&RoleDecode != 0 && c.Endpoint.steps.Load() != nil {
+		if c.Endpoint.Role&RoleDecode != 0 && c.Endpoint.state.steps.Load() != nil {
 			steps[i] = c.Step
 		}
 	}

@@ -72,15 +72,15 @@ func setDefault[T int | int64 | time.Duration](v *T, d T) {
 // State is everything that one replica knows of the fleet. Its own methods are about pools, views and the prefix
 // index; the rest is in its parts, each with one job. It is safe for concurrent use.
 type State struct {
-	Health
-	Bookings
-	HandOvers
-	Sessions
-	KVLoads
-	inferencepolicy.Policies
-	Clock fleetclock.Clock // of what replicas give each other with a time
+	Health    Health
+	Bookings  Bookings
+	HandOvers HandOvers
+	Sessions  Sessions
+	KVLoads   KVLoads
+	Policies  inferencepolicy.Policies
+	Clock     fleetclock.Clock // of what replicas give each other with a time
 
-	*link
+	link      *link
 	o         Options
 	mu        sync.Mutex // held while the set of pools or the overrides change
 	pools     atomic.Pointer[[]*Pool]
@@ -95,12 +95,8 @@ func New(o Options) *State {
 	s := &State{o: o, link: l, overrides: map[overrideKey]versioned{}}
 	s.pools.Store(&[]*Pool{})
 	s.KVLoads = KVLoads{link: l, now: o.Now, pools: s.Pools}
-	s.Health = Health{link: l, now: o.Now, notify: o.HealthChanged, onRecovered: s.forgetLoadFaults}
-	s.Bookings.link, s.Bookings.now, s.ttl, s.maxReservations = l, o.Now, o.ReservationTTL, o.MaxReservations
-	s.ended = newReplayGuard(maxEnded, endedTTL)
-	for i := range s.bookings {
-		s.bookings[i].held = map[ReservationID]reservation{}
-	}
+	s.Health = Health{link: l, now: o.Now, notify: o.HealthChanged, onRecovered: s.KVLoads.forgetLoadFaults}
+	s.Bookings.init(l, o)
 	s.HandOvers = HandOvers{
 		link: l, consumed: newReplayGuard(o.MaxConsumed, o.ConsumedTTL),
 		handOvers:     paramstore.New(o.MaxHandOverBytes, o.HandOverTTL),
@@ -116,14 +112,14 @@ func (s *State) Run(ctx context.Context) {
 }
 
 func (s *State) sweep(now time.Time) {
-	s.sweepReservations(now)
-	s.handOvers.Sweep(now)
-	s.conversations.Sweep(now)
-	s.consumed.sweep(now)
-	s.ended.sweep(now)
+	s.Bookings.sweepReservations(now)
+	s.HandOvers.handOvers.Sweep(now)
+	s.HandOvers.conversations.Sweep(now)
+	s.HandOvers.consumed.sweep(now)
+	s.Bookings.ended.sweep(now)
 	for _, p := range s.Pools() {
 		p.index.Sweep(now)
 		p.sweepLoads(s.o.Now())
 	}
-	s.sessions.sweep(now)
+	s.Sessions.sessions.sweep(now)
 }

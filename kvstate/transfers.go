@@ -172,7 +172,7 @@ func (l *endpointState) transferWithin(pool float64, now int64) float64 {
 // each transfer; 0: not learned.
 func (s *State) Bandwidth(p *Pool, e *Endpoint) float64 {
 	now := s.o.Now().UnixNano()
-	m := e.transferTime.Load()
+	m := e.state.transferTime.Load()
 	if m == nil || now-m.at > int64(transferKept) {
 		return 0
 	}

@@ -106,6 +106,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 		prefills, decodes, both = v.dropWords() // those of one word have failed: the others serve both
 	}
 	v.Load = p.load.utilisation(prefills, decodes, both, now)
+	p.forget(nano)
 	v.Load.Densest = p.density.Most()
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
@@ -194,23 +195,23 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 // was just written.
 func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Endpoint, c.Hit, c.Loads, c.Session = e, 0, Loads{}, 0
-	c.Usable = e.failed.Load() == 0 && !e.Paused() && !e.Draining
+	c.Usable = e.state.condition.failed.Load() == 0 && !e.Paused() && !e.Draining
 	c.Stands = e.stands()
-	if c.Full = c.Usable && e.fullUntil.Load() > now; c.Full {
+	if c.Full = c.Usable && e.state.condition.fullUntil.Load() > now; c.Full {
 		c.Usable = false
 	}
 	c.Weight = e.Weight()
-	c.Requests, c.PromptTokens = e.requests.Load(), e.tokens.Load()
-	c.Room = Room{e.memory.room.Held(), e.memory.room.Need(e.Word() == RolePrefill)}
-	c.Jobs, c.Queue = e.queue.n.Load(), e.queue.ahead(now)
-	c.Speed, c.Transfer, c.Step = e.speedWithin(fleet, now), e.transferWithin(moves, now), e.stepWithin(steps, now)
-	c.Local, c.Share = e.local.ahead(now)
-	c.Faults, c.Word, c.Report, c.Awaits = e.loads.Load(), e.Word(), e.report.Load(), e.awaits(now)
-	if others := e.remoteLoad.Load(); others != nil {
+	c.Requests, c.PromptTokens = e.state.requests.Load(), e.state.tokens.Load()
+	c.Room = Room{e.state.memory.room.Held(), e.state.memory.room.Need(e.Word() == RolePrefill)}
+	c.Jobs, c.Queue = e.state.queue.n.Load(), e.state.queue.ahead(now)
+	c.Speed, c.Transfer, c.Step = e.state.speedWithin(fleet, now), e.state.transferWithin(moves, now), e.state.stepWithin(steps, now)
+	c.Local, c.Share = e.state.local.ahead(now)
+	c.Faults, c.Word, c.Report, c.Awaits = e.state.loads.Load(), e.Word(), e.state.report.Load(), e.state.awaits(now)
+	if others := e.state.remoteLoad.Load(); others != nil {
 		others.addTo(c, now)
 	}
 	c.Trust, c.KVTokens, c.Memory = 0, 0, nil
-	if c.Signals = e.signals.Load(); c.Signals != nil {
+	if c.Signals = e.state.signals.Load(); c.Signals != nil {
 		c.Trust, c.KVTokens = trust(time.Duration(now-c.Signals.oldest)), max(c.Signals.KVTokens, 0)
 		c.Signals.addTo(c)
 	}
@@ -237,9 +238,9 @@ func (v *View) Prefills() bool {
 // Routed records that an endpoint will hold the prompt's blocks, because the prompt was just sent to it. Bursts of
 // requests with one prefix find it at once. If the engine does not keep the blocks, the entry expires.
 func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
-	e.blocks.Add(hashes)
-	e.blocks.AddFresh(hashes)
-	if s.replicas != nil {
-		s.replicas.Routed(p, e, hashes)
+	e.state.blocks.Add(hashes)
+	e.state.blocks.AddFresh(hashes)
+	if s.link.replicas != nil {
+		s.link.replicas.Routed(p, e, hashes)
 	}
 }

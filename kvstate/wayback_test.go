@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/media"
 )
 
 // Nothing that is learned lasts for ever: who was slow once gets work again, though nothing new is seen of it until
@@ -77,9 +79,9 @@ func TestASpeedComesBack(t *testing.T) {
 	s.SetPool(PoolSpec{Name: "chat", Models: []string{"*"}}, pd(2, 0))
 	p := s.Pool("chat")
 	prefill := func(e *Endpoint, slow float64) {
-		id := s.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: time.Second})
+		id := s.Bookings.Reserve(e, Booking{For: RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: time.Second})
 		now = now.Add(Seconds(slow))
-		s.Complete(id)
+		s.Bookings.Complete(id)
 	}
 	speeds := func() (a, b float64) {
 		var v View
@@ -165,6 +167,55 @@ func TestATimeLimitComesBack(t *testing.T) {
 	require.Less(t, overdue, 50)
 }
 
+// How many tokens bytes of text and media have is learned from what P counts. Estimates that were so wrong that nothing is
+// split any more come back while requests go elsewhere, and those of which P counts prompts do not change.
+func TestSizesComeBack(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "p"}, decoders("a"))
+	p, image := s.Pool("p"), media.Count{media.Image: 1}
+	text, pictures := &PromptSize{Text: 64_000}, &PromptSize{Media: image}
+	plan := func(count func()) {
+		for range 6 * 60 { // an hour
+			now = now.Add(10 * time.Second)
+			var v View
+			s.View(p, nil, &v)
+			count()
+		}
+	}
+	none := func() {}
+	var v View
+	s.View(p, nil, &v)
+	for range 1000 { // as if each token had 16 bytes, an image 20 tokens; and one prompt of a token in each byte
+		p.LearnPrompt("m", text, 4000)
+		p.LearnPrompt("m", pictures, 20)
+	}
+	p.LearnPrompt("m", &PromptSize{Text: 1000}, 4000)
+	s.View(p, nil, &v)
+	require.InDelta(t, 4000, p.EstimateTokens("m", text), 100)
+	require.Less(t, p.EstimateTokens("m", pictures), int64(50))
+	require.Greater(t, v.Load.Densest, 3.)
+
+	plan(func() { p.LearnPrompt("m", text, 4000) })
+	require.InDelta(t, 4000, p.EstimateTokens("m", text), 100, "it is still counted")
+	require.Greater(t, p.EstimateTokens("m", pictures), int64(700), "nobody counts them")
+	plan(none)
+	s.View(p, nil, &v)
+	require.InDelta(t, 16_000, p.EstimateTokens("m", text), 1500, "as in the beginning")
+	require.Greater(t, p.EstimateTokens("m", pictures), int64(1000))
+	require.Less(t, v.Load.Densest, 1.)
+	for range 10 {
+		p.LearnPrompt("m", text, 8000)
+	}
+	require.InDelta(t, 8000, p.EstimateTokens("m", text), 500, "and it learns soon")
+
+	p.LearnPrompt("m", pictures, 5000)
+	now = now.Add(24 * time.Hour) // a pool without requests
+	before := p.EstimateTokens("m", pictures)
+	s.View(p, nil, &v)
+	require.Equal(t, before, p.EstimateTokens("m", pictures))
+}
+
 // Lengths of answers are learned from all, wherever they went.
 func TestLengthsComeBack(t *testing.T) {
 	s := New(Options{})
@@ -190,8 +241,8 @@ func TestContinuingComesBack(t *testing.T) {
 	require.False(t, e.DoesNotContinue(now), "known")
 	require.False(t, e.Continues(now))
 	require.True(t, e.Continues(now.Add(ContinuesAgain+time.Second)))
-	s.MarkFailed(e)
-	s.MarkGood(e)
+	s.Health.MarkFailed(e)
+	s.Health.MarkGood(e)
 	require.True(t, e.Continues(now), "it may be another release")
 }
 
@@ -200,8 +251,8 @@ func TestStandingEndpointsMayGoOn(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, decoders("a", "b", "c"))
 	p := s.Pool("p")
-	s.markFailed(p.Endpoint("a"), true, CauseStill)
-	s.MarkFailed(p.Endpoint("b"))
+	s.Health.markFailed(p.Endpoint("a"), true, CauseStill)
+	s.Health.MarkFailed(p.Endpoint("b"))
 	var v View
 	s.View(p, nil, &v)
 	require.True(t, v.Endpoints[0].Stands)

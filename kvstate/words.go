@@ -6,15 +6,15 @@ package kvstate
 // SetWord sets what an endpoint of [RoleBoth] is used for: [RolePrefill], [RoleDecode], or RoleBoth for either. It is
 // ignored for other endpoints. It reports whether the word changed.
 func (s *State) SetWord(e *Endpoint, word Role) bool {
-	if e.Role != RoleBoth || word&RoleBoth == 0 || Role(e.word.Swap(uint32(word))) == word {
+	if e.Role != RoleBoth || word&RoleBoth == 0 || Role(e.state.instructions.word.Swap(uint32(word))) == word {
 		return false
 	}
-	e.load.signalFreed() // what waits may go there now
+	e.state.load.signalFreed() // what waits may go there now
 	return true
 }
 
 // Word returns the endpoint's word; 0 if it has none.
-func (e *Endpoint) Word() Role { return Role(e.word.Load()) & e.Role }
+func (e *Endpoint) Word() Role { return Role(e.state.instructions.word.Load()) & e.Role }
 
 // Used returns the legs that the endpoint is used for now: its word's, or all that it may serve.
 func (c *Candidate) Used() Role {

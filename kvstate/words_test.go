@@ -42,7 +42,7 @@ func TestWords(t *testing.T) {
 	require.Equal(t, []Role{RolePrefill, RoleDecode, RoleDecode}, used())
 	require.Equal(t, [2]int{1, 2}, [2]int{v.Load.Prefills, v.Load.Decodes})
 
-	s.MarkFailed(p.Endpoint("a"))
+	s.Health.MarkFailed(p.Endpoint("a"))
 	require.Equal(t, []Role{RoleBoth, RoleBoth, RoleBoth}, used(), "the others compute prompts, too")
 	require.Equal(t, [2]int{2, 2}, [2]int{v.Load.Prefills, v.Load.Decodes})
 	require.Equal(t, RolePrefill, p.Endpoint("a").Word(), "the words are kept")
@@ -65,13 +65,13 @@ func TestNeedOfWords(t *testing.T) {
 		require.Equal(t, v.Endpoints[0].Room, a.Booked(now).Room)
 		return v.Endpoints[0].Room.Need
 	}
-	s.Reserve(a, Booking{For: RoleDecode, PromptTokens: 640, Need: 1280, From: b, Tentative: true})
+	s.Bookings.Reserve(a, Booking{For: RoleDecode, PromptTokens: 640, Need: 1280, From: b, Tentative: true})
 	require.EqualValues(t, 1280, need())
 	s.SetWord(a, RolePrefill)
 	require.Zero(t, need())
-	answer := s.Reserve(a, Booking{For: RoleDecode, PromptTokens: 64, Need: 128, From: b})
+	answer := s.Bookings.Reserve(a, Booking{For: RoleDecode, PromptTokens: 64, Need: 128, From: b})
 	require.EqualValues(t, 128, need())
-	s.Release(answer)
+	s.Bookings.Release(answer)
 	require.Zero(t, need())
 	s.SetWord(a, RoleDecode)
 	require.EqualValues(t, 1280, need())
@@ -83,9 +83,9 @@ func TestPromptsBesideAnswers(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s, p := fleetOfBoth(t, &now, "a", "b")
 	prompt := func(addr string, took time.Duration) {
-		id := s.Reserve(p.Endpoint(addr), Booking{For: RolePrefill, PromptTokens: 8000, Uncached: 8000, Work: time.Second})
+		id := s.Bookings.Reserve(p.Endpoint(addr), Booking{For: RolePrefill, PromptTokens: 8000, Uncached: 8000, Work: time.Second})
 		now = now.Add(took)
-		s.Complete(id)
+		s.Bookings.Complete(id)
 	}
 	var v View
 	for range 30 {
@@ -96,7 +96,7 @@ func TestPromptsBesideAnswers(t *testing.T) {
 	require.Zero(t, v.Endpoints[1].Share)
 	require.InDelta(t, 1, v.Load.Speed, .01)
 
-	s.Reserve(p.Endpoint("a"), Booking{For: RoleDecode, PromptTokens: 100})
+	s.Bookings.Reserve(p.Endpoint("a"), Booking{For: RoleDecode, PromptTokens: 100})
 	for range 30 {
 		prompt("a", 3*time.Second)
 	}
@@ -108,8 +108,8 @@ func TestPromptsBesideAnswers(t *testing.T) {
 func TestUtilisationOfBoth(t *testing.T) {
 	now := time.Unix(1e9, 0)
 	s, p := fleetOfBoth(t, &now, "a", "b")
-	s.Reserve(p.Endpoint("a"), Booking{For: RolePrefill, Work: 4 * time.Second})
-	s.Reserve(p.Endpoint("b"), Booking{For: RoleBoth, Work: 2 * time.Second})
+	s.Bookings.Reserve(p.Endpoint("a"), Booking{For: RolePrefill, Work: 4 * time.Second})
+	s.Bookings.Reserve(p.Endpoint("b"), Booking{For: RoleBoth, Work: 2 * time.Second})
 	var v View
 	s.View(p, nil, &v)
 	all := v.Load.Prefill

@@ -76,7 +76,7 @@ func wholeCases() (all []pickCase) {
 		order := random.Perm(c.endpoints)
 		for i, e := range p.Endpoints() {
 			s.SetWord(e, legs[i]) // of a fixed role: nothing
-			s.Reserve(e, kvstate.Booking{
+			s.Bookings.Reserve(e, kvstate.Booking{
 				For: legs[i], PromptTokens: 5000, Uncached: 5000, Work: time.Duration(random.IntN(3000)) * time.Millisecond,
 			})
 			if c.served {
@@ -125,8 +125,8 @@ func wholeCases() (all []pickCase) {
 func report(s *kvstate.State, e *kvstate.Endpoint) {
 	s.SetModels(e, []kvstate.Model{{ID: "m"}})
 	s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .3, KVTokens: 1e6, At: time.Now(), ScrapedAt: time.Now()})
-	id := s.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Millisecond})
-	s.Release(id)
+	id := s.Bookings.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Millisecond})
+	s.Bookings.Release(id)
 }
 
 // bothCases returns picks over endpoints that all serve both legs, without words and with them, half of them busy with

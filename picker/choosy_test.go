@@ -71,7 +71,7 @@ func TestExplainState(t *testing.T) {
 		s.Observe(p.Endpoint("p1"), kvstate.Signals{Running: 1, KVTokens: -1, At: time.Now()})
 		time.Sleep(6 * time.Second)
 		s.Observe(p.Endpoint("p2"), kvstate.Signals{Running: 1, KVTokens: -1, At: time.Now()})
-		s.MarkFailed(p.Endpoint("d1"))
+		s.Health.MarkFailed(p.Endpoint("d1"))
 		explain := func() map[string][2]string {
 			var v kvstate.View
 			s.View(p, nil, &v)
@@ -83,7 +83,7 @@ func TestExplainState(t *testing.T) {
 		}
 		want := map[string][2]string{"d1": {"failed", ""}, "d2": {}, "p1": {"", "stale"}, "p2": {}}
 		require.Equal(t, want, explain())
-		s.MarkFailed(p.Endpoint("d2"))
+		s.Health.MarkFailed(p.Endpoint("d2"))
 		want["d1"], want["d2"] = [2]string{"", "failed"}, [2]string{"", "failed"}
 		require.Equal(t, want, explain(), "all decode endpoints failed")
 	})

@@ -129,11 +129,11 @@ func (m *roomPlay) arrive(r *playRequest, step int) {
 	if c.Prefill < 0 {
 		m.enqueue(c.Decode, &playJob{r: r, kind: "alone"})
 	} else {
-		r.booked[0] = q.state.Reserve(v.Endpoints[c.Prefill].Endpoint, c.PrefillBooking())
+		r.booked[0] = q.state.Bookings.Reserve(v.Endpoints[c.Prefill].Endpoint, c.PrefillBooking())
 		b.Tentative = true
 		m.enqueue(c.Prefill, &playJob{r: r, kind: "prefill"})
 	}
-	r.booked[1] = q.state.Reserve(v.Endpoints[c.Decode].Endpoint, b)
+	r.booked[1] = q.state.Bookings.Reserve(v.Endpoints[c.Decode].Endpoint, b)
 	r.stage = "sent"
 }
 
@@ -153,9 +153,9 @@ func (m *roomPlay) resume(r *playRequest, step int) {
 	require.NoError(m.t, err)
 	m.enqueue(d, &playJob{r: r, kind: kind})
 	before, booked := r.by, r.booked
-	r.by, r.booked = q, [2]kvstate.ReservationID{0, q.state.Reserve(v.Endpoints[d].Endpoint, b)}
-	before.state.Complete(booked[0])
-	before.state.Release(booked[1])
+	r.by, r.booked = q, [2]kvstate.ReservationID{0, q.state.Bookings.Reserve(v.Endpoints[d].Endpoint, b)}
+	before.state.Bookings.Complete(booked[0])
+	before.state.Bookings.Release(booked[1])
 	r.stage = "sent"
 }
 
@@ -258,7 +258,7 @@ func (m *roomPlay) run(steps int) bool {
 			case r.stage == "computed":
 				m.resume(r, step)
 			case r.stage == "ended" && step >= r.ends:
-				r.by.state.Release(r.booked[1])
+				r.by.state.Bookings.Release(r.booked[1])
 				r.stage = "over"
 			}
 			open = open || r.stage != "over"
@@ -344,7 +344,7 @@ func TestRoomAtRandom(t *testing.T) {
 		}
 		require.True(t, m.run(limit), "seed %d: not all end\n%s", seed, m)
 		for _, q := range m.replicas {
-			require.Zero(t, q.state.Reservations())
+			require.Zero(t, q.state.Bookings.Reservations())
 			for _, e := range q.pool.Endpoints() {
 				require.Equal(t, kvstate.Room{}, e.Booked(m.now).Room, "nothing is held in the end")
 			}

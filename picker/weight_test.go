@@ -40,7 +40,7 @@ func weightsShare(t *testing.T, role kvstate.Role) {
 		}
 		e := v.Endpoints[at].Endpoint
 		given[e.Addr]++
-		s.Reserve(e, kvstate.Booking{For: role, PromptTokens: 100, Uncached: 100, Work: time.Duration(c.Work * float64(time.Second))})
+		s.Bookings.Reserve(e, kvstate.Booking{For: role, PromptTokens: 100, Uncached: 100, Work: time.Duration(c.Work * float64(time.Second))})
 	}
 	require.InDelta(t, 100, given["10.0.0.1:1"], 10)
 	require.InDelta(t, 200, given["10.0.0.2:1"], 10)

@@ -280,13 +280,13 @@ func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) 
 
 // reserve reserves an endpoint on this replica now, and on the others after the delay.
 func reserve(r *replica, e *kvstate.Endpoint, b kvstate.Booking) kvstate.ReservationID {
-	id := r.state.Reserve(e, b)
+	id := r.state.Bookings.Reserve(e, b)
 	r.publish(func(other *replica) {
 		b := b
 		if b.From != nil {
 			b.From = other.pool.Endpoint(b.From.Addr)
 		}
-		other.state.ReserveAs(id, other.pool.Endpoint(e.Addr), b, nil)
+		other.state.Bookings.ReserveAs(id, other.pool.Endpoint(e.Addr), b, nil)
 	})
 	return id
 }
@@ -307,9 +307,9 @@ func (r *replica) publish(do func(other *replica)) {
 func (r *replica) release(id kvstate.ReservationID, done bool) {
 	end := func(s *kvstate.State) {
 		if done {
-			s.Complete(id)
+			s.Bookings.Complete(id)
 		} else {
-			s.Release(id)
+			s.Bookings.Release(id)
 		}
 	}
 	end(r.state)

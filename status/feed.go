@@ -336,7 +336,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 		}
 		shown.Drained, shown.Unpaired, shown.Full = e.Drained, unpaired(e, p.Endpoints()), e.Refusing(time.Now())
 		shown.BeginsAnew = !e.Continues(time.Now())
-		shown.FailedBy, shown.FailedS = string(f.source.State.FailedBy(e)), f.source.State.FailedFor(e).Seconds()
+		shown.FailedBy, shown.FailedS = string(f.source.State.Health.FailedBy(e)), f.source.State.Health.FailedFor(e).Seconds()
 		if faults := e.LoadFaults(); faults != nil {
 			if shown.UnloadableBy = faults.Decodes; faults.Parts != 0 {
 				shown.NoPairs = faults.Parts.String()

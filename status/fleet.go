@@ -80,7 +80,7 @@ func (f *Feed) report(q question) report {
 		out.File = f.source.Config()
 		out.Config = out.File.Fingerprint
 	}
-	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Reservations()
+	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Bookings.Reservations()
 	if f.source.Logs != nil {
 		out.Logs, out.Logged = f.source.Logs()
 	}

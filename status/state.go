@@ -63,7 +63,7 @@ func State(state *kvstate.State) any {
 	out := struct {
 		Reservations int    `json:"reservations"`
 		Pools        []pool `json:"pools"`
-	}{Reservations: state.Reservations()}
+	}{Reservations: state.Bookings.Reservations()}
 	for _, p := range state.Pools() {
 		shown := pool{Name: p.Spec.Name, Models: state.ModelNames(p), Paused: p.Paused(), Blocks: p.Blocks()}
 		for _, e := range p.Endpoints() {

@@ -38,9 +38,9 @@ func fleet(totals func() telemetry.Totals) Source {
 	})
 	state.SetPool(kvstate.PoolSpec{Name: "small", Models: []string{"qwen"}}, []kvstate.EndpointSpec{{Name: "b\x1b[31m", Addr: "10.0.3.1:8000", Role: kvstate.RoleBoth}})
 	chat := state.Pool("chat")
-	state.Reserve(chat.Endpoints()[0], kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 700})
+	state.Bookings.Reserve(chat.Endpoints()[0], kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 700})
 	state.Routed(chat, chat.Endpoints()[0], []uint64{1, 2, 3})
-	state.MarkFailed(state.Pool("small").Endpoints()[0])
+	state.Health.MarkFailed(state.Pool("small").Endpoints()[0])
 	now := time.Now()
 	recent := []telemetry.Trace{
 		{RequestID: "req-2", Pool: "chat", Route: "split", Prefill: "10.0.1.1:8000", Decode: "10.0.2.1:8000", PromptTokens: 100, CachedTokens: 25, PrefillTime: 12 * time.Millisecond, Foreseen: telemetry.Foreseen{ExpectedPrefill: 15 * time.Millisecond}, DecodeTime: 2 * time.Second, Status: 200, Started: now},
@@ -219,7 +219,7 @@ func TestStates(t *testing.T) {
 	_, err := s.SetOverride("chat", e.Addr, func(o *kvstate.Override) { o.Paused = true })
 	require.NoError(t, err)
 	require.Equal(t, "paused", stateOf(e, now))
-	s.MarkFailed(e)
+	s.Health.MarkFailed(e)
 	require.Equal(t, "out", stateOf(e, now))
 }
 
@@ -230,15 +230,15 @@ func TestStateAfterFailure(t *testing.T) {
 		s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
 		e := s.Pool("chat").Endpoint("10.0.0.1:1")
 		s.Observe(e, kvstate.Signals{Running: 1, Waiting: 0, KVUsage: .5, KVTokens: -1, At: time.Now()})
-		s.MarkFailed(e)
+		s.Health.MarkFailed(e)
 		time.Sleep(time.Minute)
 		require.Equal(t, "out", stateOf(e, time.Now()))
-		s.MarkHealthy(e)
+		s.Health.MarkHealthy(e)
 		time.Sleep(staleAfter)
 		require.Equal(t, "up", stateOf(e, time.Now()))
 		time.Sleep(time.Millisecond)
 		require.Equal(t, "stale", stateOf(e, time.Now()), "it came back without a word")
-		s.MarkFailed(e)
+		s.Health.MarkFailed(e)
 		require.Equal(t, "out", stateOf(e, time.Now()))
 	})
 }
@@ -275,7 +275,7 @@ func TestSaturated(t *testing.T) {
 		run := func(seconds int, share float64) (most float64, notices []string) {
 			for range seconds {
 				for _, e := range s.Pool("chat").Endpoints()[:2] {
-					s.Release(s.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Duration(share * float64(time.Second))}))
+					s.Bookings.Release(s.Bookings.Reserve(e, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: time.Duration(share * float64(time.Second))}))
 				}
 				time.Sleep(time.Second)
 				f.sample()

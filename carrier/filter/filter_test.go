@@ -270,7 +270,7 @@ func TestNobodyFetches(t *testing.T) {
 				}
 				for _, d := range f.state.Pool("chat").Endpoints() {
 					if d.Role == kvstate.RoleDecode {
-						require.True(t, f.state.MarkFull(d, 503, time.Minute))
+						require.True(t, f.state.Health.MarkFull(d, 503, time.Minute))
 					}
 				}
 				c.step() // P answers
@@ -358,7 +358,7 @@ func TestLostAnswersArePlannedAgain(t *testing.T) {
 	}
 	c.filter.hop.ticket.Expires = c.filter.hop.ticket.Expires.Add(-time.Minute) // it was sent a minute ago
 	e := f.state.Pool("chat").Endpoint(c.sent[0])
-	f.state.MarkHung(e)
+	f.state.Health.MarkHung(e)
 	go f.Run(ctx)
 	c.answer = engineAnswer{}
 	for c.status == 0 {

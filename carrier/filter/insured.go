@@ -150,6 +150,9 @@ func insure(f *Filter, d *plan.Decision) {
 // continues reports whether the client has a part of the answer: what fails from now on is not its error.
 func (in *Insured) continues() bool { return in != nil && (in.to.begun || in.again.spare != nil) }
 
+// joins reports whether several engines wrote the answer.
+func (in *Insured) joins() bool { return in != nil && in.again.times > 0 }
+
 // unlearn keeps a pass from learning the ids of a prompt that has a part of the answer in it.
 func (in *Insured) unlearn(d *plan.Decision) {
 	if in != nil && in.stream.Continues() {
@@ -426,7 +429,7 @@ func (in *Insured) outdated() bool {
 	if passes.Since(t) <= policy.Dialect.LateAfter() {
 		return false
 	}
-	why := passes.Outdated(t)
+	why := f.s.journeys.Outdated(t)
 	if why == "" {
 		return false
 	}

@@ -375,7 +375,7 @@ func TestInsuredStreams(t *testing.T) {
 				u.pieces, u.cut = u.pieces[:4], true
 			case 2: // it ignores the ids, and the first one has come back
 				for _, e := range fl.state.Pool("chat").Endpoints() {
-					fl.state.MarkGood(e)
+					fl.state.Health.MarkGood(e)
 				}
 				u.pieces = writes(t, 2, []byte(strings.Replace(insuredChat, "{", `{"return_token_ids":true,`, 1)))
 			}
@@ -660,7 +660,7 @@ func TestEnginesThatDoNotContinue(t *testing.T) {
 		}, insuredChat)
 		c.play = func(u *startedLeg) {
 			u.pieces = writes(t, len(c.legs), u.body)
-			f.state.MarkHealthy(f.state.Pool("chat").Endpoint("10.0.2.2:8000")) // nothing checks it
+			f.state.Health.MarkHealthy(f.state.Pool("chat").Endpoint("10.0.2.2:8000")) // nothing checks it
 			switch {
 			case len(c.legs) == 1 && u.at == "10.0.2.2:8000":
 				u.pieces, u.cut = u.pieces[:4], true

@@ -6,6 +6,8 @@
 //   - A connection that broke is a broken connection: the request is planned again, and the endpoint checked.
 //   - An endpoint that cannot be reached, or exceeded its time, has failed.
 //
+// [Means] is where that is decided, as values, for every leg and both transports; [Faults.Blame] records it.
+//
 // A failed KV load is only what the engine says is one: by a stream that ends before it is complete, or by its own
 // count.
 package faults
@@ -154,22 +156,32 @@ func (s *Faults) Failed(ctx context.Context, t *kvtransfer.Ticket) Failure {
 
 // full records that an endpoint was full.
 func (s *Faults) full(pool, addr string, f *Failure) {
-	if e := plan.EndpointOf(s.State, pool, addr); e != nil && s.State.MarkFull(e, f.Status, f.RetryAfter) {
+	if e := plan.EndpointOf(s.State, pool, addr); e != nil && s.State.Health.MarkFull(e, f.Status, f.RetryAfter) {
 		s.Observer.EndpointFull(pool, addr, f.Status)
 		s.Log.LogAttrs(context.Background(), slog.LevelInfo, "an endpoint is full and gets no request for a while",
 			slog.String("endpoint", addr), slog.Int("status", f.Status), slog.Duration("retry_after", f.RetryAfter))
 	}
 }
 
-// Endpoint records how an endpoint failed a hop, and adds it to those that the request excludes unless it is only
-// full.
-func (s *Faults) Endpoint(next *kvtransfer.Ticket, requestID, addr string, f *Failure) {
-	if !f.Full() {
-		next.Excluded = append(next.Excluded, addr)
-	} else if next.Prefill != "" && next.Prefills > 0 {
-		next.Prefills-- // being refused is no attempt: only redirects bound those
+// Blame records what a failed leg of a request means, for the endpoint at an address and for the ticket of the next
+// pass.
+func (s *Faults) Blame(next *kvtransfer.Ticket, requestID, addr string, f *Failure, m *Meaning) {
+	next.Cause = m.Cause
+	if m.Excludes {
+		next.Excluded = append(slices.Clip(next.Excluded), addr)
 	}
-	s.Hop(next.Pool, requestID, addr, f)
+	if m.Blames {
+		if f.Full() && next.Prefill != "" && next.Prefills > 0 {
+			next.Prefills-- // being refused is no attempt: only redirects bound those
+		}
+		s.Hop(next.Pool, requestID, addr, f)
+	}
+	pool := s.State.Pool(next.Pool)
+	next.Loads = next.Loads && m.Loads && pool != nil
+	if next.Loads && m.Suspects &&
+		s.State.KVLoads.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
+		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
+	}
 }
 
 // Hop records how an endpoint failed a hop of a request.
@@ -180,25 +192,13 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 	case f.Full():
 		s.full(pool, addr, f)
 	case f.Overdue:
-		s.State.MarkHung(e)
+		s.State.Health.MarkHung(e)
 	case e.Failed(): // else it would not count as hanging any more
-	case f.Unreached || s.Check == nil && f.Status == 0 || (f.Status >= 500 || Redirects(f.Status)) && s.errors.again(addr, requestID):
-		s.State.MarkFailed(e)
+	case f.Unreached || s.Check == nil && f.Status == 0,
+		(f.Status >= 500 || Redirects(f.Status)) && s.errors.again(addr, requestID):
+		s.State.Health.MarkFailed(e)
 	case s.Check != nil:
 		s.Check(e)
-	}
-}
-
-// Decode is Endpoint for the decode endpoint of a leg. A status other than that of a full one may mean that its KV
-// could not be loaded; next.Loads is true if nothing rules that out.
-func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
-	s.Endpoint(next, requestID, next.Decode, f)
-	pool := s.State.Pool(next.Pool)
-	answered := f.Status != 0 && !f.Full() && !Redirects(f.Status)
-	next.Loads = next.Loads && pool != nil && (answered || f.Unknown)
-	if next.Loads && answered &&
-		s.State.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
-		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
 	}
 }
 
@@ -218,7 +218,7 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 	case e.TooShort(t.LeastBytes):
 		s.LoadFailed(pool, t.Prefill, t.Decode, SeenStream)
 	case ok:
-		s.State.LoadSucceeded(pool, t.Prefill, t.Decode)
+		s.State.KVLoads.LoadSucceeded(pool, t.Prefill, t.Decode)
 	}
 	if ok {
 		s.errors.clear(t.Prefill, t.Decode)
@@ -227,7 +227,7 @@ func (s *Faults) DecodeEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 
 // LoadFailed records that a pair's KV load failed, and how that was seen.
 func (s *Faults) LoadFailed(pool *kvstate.Pool, prefill, decode, seen string) {
-	if s.State.LoadFailed(pool, prefill, decode) {
+	if s.State.KVLoads.LoadFailed(pool, prefill, decode) {
 		s.loadFailed(pool, prefill, decode, seen)
 	} else if seen != SeenCount { // a count also rises for failures that were seen as they happened
 		s.Observer.LoadFailed(pool.Spec.Name, prefill, seen)
@@ -251,12 +251,6 @@ func (s *Faults) CheckEndpoint(pool *kvstate.Pool, addr string) {
 	if e := pool.Endpoint(addr); e != nil {
 		s.Check(e)
 	}
-}
-
-// Prefill records how a prefill leg failed, and makes next the ticket of a request that is planned again without P.
-func (s *Faults) Prefill(next *kvtransfer.Ticket, requestID string, f *Failure) {
-	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CausePrefill
-	s.Endpoint(next, requestID, next.Prefill, f)
 }
 
 // repeated counts the errors of endpoints in a row, each of another request. The zero value is ready to use.

@@ -112,7 +112,7 @@ func (q *Queue) look(r *Waiter, v *kvstate.View) *picker.Request {
 	}
 	q.State.FindUses(q.pool, r.of.Hashes, v)
 	if r.of.Session != 0 {
-		q.State.MarkSession(q.pool, r.of.Session, v)
+		q.State.Sessions.MarkSession(q.pool, r.of.Session, v)
 	}
 	r.request.Waited, r.request.Rand = now.Sub(r.of.Began).Seconds(), admission.Chance(r.id)
 	return &r.request

@@ -53,7 +53,7 @@ func TestChoose(t *testing.T) {
 					Started: time.Now(), Draining: draining, ShortOfMemory: func() bool { return false },
 				}, "chat")
 				q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Split: true, Place: picker.Policy{Late: true}}, tt.limits)
-				busy := state.Reserve(pool.Endpoint("p1:1"), kvstate.Booking{
+				busy := state.Bookings.Reserve(pool.Endpoint("p1:1"), kvstate.Booking{
 					For: kvstate.RolePrefill, PromptTokens: 1000, Uncached: 1000, Work: time.Minute,
 				})
 				ctx, leave := context.WithCancel(t.Context())
@@ -75,7 +75,7 @@ func TestChoose(t *testing.T) {
 				}()
 				synctest.Wait()
 				require.Equal(t, Status{Waiting: 1, Running: true}, q.Status())
-				tt.do(func() { state.Release(busy) }, leave, func() { close(draining) })
+				tt.do(func() { state.Bookings.Release(busy) }, leave, func() { close(draining) })
 				<-done
 				require.Equal(t, ends{tt.end: 1}, counted)
 				require.ErrorIs(t, err, tt.err)
@@ -161,7 +161,7 @@ func TestARefusedRequestRests(t *testing.T) {
 				var v kvstate.View
 				state.View(r.Pool, nil, &v)
 				if tt.full {
-					state.MarkFull(r.Pool.Endpoint("d1:1"), 503, 0)
+					state.Health.MarkFull(r.Pool.Endpoint("d1:1"), 503, 0)
 					time.Sleep(time.Second)
 				}
 				_, waited, err := q.Choose(t.Context(), &waiter, r, &v, &picker.Request{PromptTokens: 10})
@@ -186,11 +186,11 @@ func TestNobodyWaitsForEndpointsThatAreOut(t *testing.T) {
 		}
 	}
 	for name, out := range map[string]func(*kvstate.State, *kvstate.Pool){
-		"failed": all(func(s *kvstate.State, e *kvstate.Endpoint) { s.MarkFailed(e) }),
-		"hung":   all(func(s *kvstate.State, e *kvstate.Endpoint) { s.MarkHung(e) }),
+		"failed": all(func(s *kvstate.State, e *kvstate.Endpoint) { s.Health.MarkFailed(e) }),
+		"hung":   all(func(s *kvstate.State, e *kvstate.Endpoint) { s.Health.MarkHung(e) }),
 		"hung, as another replica says": all(func(s *kvstate.State, e *kvstate.Endpoint) {
-			s.ApplyFailed(e, true, false)
-			s.ApplyFailed(e, true, true)
+			s.Health.ApplyFailed(e, true, false)
+			s.Health.ApplyFailed(e, true, true)
 		}),
 		"gone": func(s *kvstate.State, pool *kvstate.Pool) {
 			s.SetPool(pool.Spec, []kvstate.EndpointSpec{{Name: "new", Addr: "new:1", Role: d}})
@@ -215,7 +215,7 @@ func TestNobodyWaitsForEndpointsThatAreOut(t *testing.T) {
 					q.Apply(&plan.Policy{Dialect: kvtransfer.Named("nixl"), Split: true, Place: late}, Limits{})
 					for _, e := range pool.Endpoints() {
 						if e.Role != d {
-							state.Reserve(e, kvstate.Booking{For: p, PromptTokens: 9000, Uncached: 9000, Work: time.Hour})
+							state.Bookings.Reserve(e, kvstate.Booking{For: p, PromptTokens: 9000, Uncached: 9000, Work: time.Hour})
 						}
 					}
 					waits := func() (*Waiter, chan error) {
@@ -257,7 +257,7 @@ func TestARefusedRequestWaitsNoLonger(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			state, q, r := oneDecode(t, plan.Attempt{Redirects: 4, Started: time.Now().Add(-spent)})
-			state.MarkFull(r.Pool.Endpoint("d1:1"), 503, 30*time.Second)
+			state.Health.MarkFull(r.Pool.Endpoint("d1:1"), 503, 30*time.Second)
 			var waiter Waiter
 			var v kvstate.View
 			state.View(r.Pool, nil, &v)

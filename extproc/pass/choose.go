@@ -64,7 +64,7 @@ func (x *Pass) look() {
 		})
 	}
 	if r.Session != 0 {
-		x.shared.State.MarkSession(r.Pool, r.Session, &x.view)
+		x.shared.State.Sessions.MarkSession(r.Pool, r.Session, &x.view)
 	}
 	r.MatchTokens(r.Pool, &x.view)
 }

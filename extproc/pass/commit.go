@@ -51,7 +51,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 	}
 	x.waiter.Committed()
 	if t.Loads && d.Decode.Endpoint != nil {
-		s.State.LoadStarted(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
+		s.State.KVLoads.LoadStarted(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
 	}
 	if d.Sidecar != nil && d.Sidecar.Prefill != "" {
 		s.State.Routed(d.Pool, d.Report.Prefill, x.Req.Hashes)
@@ -60,7 +60,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 		s.State.Routed(d.Pool, d.Computes, x.Req.Hashes)
 	}
 	if a := d.Affinity; a.Session != 0 {
-		s.State.SetAffinity(d.Pool, a.Session, a.Prefill, a.Decode)
+		s.State.Sessions.SetAffinity(d.Pool, a.Session, a.Prefill, a.Decode)
 	}
 	if d.Report.Route != "" {
 		x.report(ctx, d)
@@ -125,11 +125,11 @@ func (x *Pass) reserve(ctx context.Context, d *plan.Decision) (h Held, why strin
 			return Held{}, why
 		}
 	case d.Decode.Endpoint != nil:
-		h.Decode = s.State.ReserveAs(ids.Decode, d.Decode.Endpoint, d.Decode.Booking, x.Source)
+		h.Decode = s.State.Bookings.ReserveAs(ids.Decode, d.Decode.Endpoint, d.Decode.Booking, x.Source)
 	}
 	if d.Prefill.Endpoint != nil {
-		s.State.ClaimTrial(d.Pool, d.Prefill.Endpoint.Addr, d.Decode.Endpoint.Addr, d.Ticket.ID)
-		h.Prefill = s.State.ReserveAs(ids.Prefill, d.Prefill.Endpoint, d.Prefill.Booking, x.Source)
+		s.State.KVLoads.ClaimTrial(d.Pool, d.Prefill.Endpoint.Addr, d.Decode.Endpoint.Addr, d.Ticket.ID)
+		h.Prefill = s.State.Bookings.ReserveAs(ids.Prefill, d.Prefill.Endpoint, d.Prefill.Booking, x.Source)
 	}
 	return h, ""
 }
@@ -143,7 +143,7 @@ func (x *Pass) reserveBuffer(
 	}
 	ctx, cancel := context.WithTimeout(ctx, d.Patience)
 	defer cancel()
-	id, ok := x.shared.State.ReserveBuffer(ctx, id, d.Endpoint, d.Booking, d.Buffer, x.Source)
+	id, ok := x.shared.State.Bookings.ReserveBuffer(ctx, id, d.Endpoint, d.Booking, d.Buffer, x.Source)
 	if !ok {
 		return 0, "buffer_full"
 	}
@@ -154,7 +154,7 @@ func (x *Pass) reserveBuffer(
 func (x *Pass) Move(h *Held, to *kvstate.Endpoint, tokens int64) {
 	x.shared.Release(*h)
 	id := x.shared.reservation(x.ReservedAs, 1, kvstate.RoleDecode)
-	*h = Held{Decode: x.shared.State.ReserveAs(id, to, plan.Decoding(tokens), x.Source)}
+	*h = Held{Decode: x.shared.State.Bookings.ReserveAs(id, to, plan.Decoding(tokens), x.Source)}
 }
 
 // Side returns what is known of the endpoint at an address, which may have left the pool.
@@ -202,15 +202,15 @@ func (s *Shared) reservation(name string, pass int, role kvstate.Role) kvstate.R
 
 // Release releases what is held. mine reports whether this replica held any of it.
 func (s *Shared) Release(h Held) (mine bool) {
-	prefill, decode := s.State.Release(h.Prefill), s.State.Release(h.Decode)
+	prefill, decode := s.State.Bookings.Release(h.Prefill), s.State.Bookings.Release(h.Decode)
 	return prefill || decode
 }
 
 // Bar is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its stream
 // still waits behind others' bodies.
 func (s *Shared) Bar(h Held) {
-	s.State.End(h.Prefill)
-	s.State.End(h.Decode)
+	s.State.Bookings.End(h.Prefill)
+	s.State.Bookings.End(h.Decode)
 }
 
 // Revoke releases what this replica has reserved for any pass of a request whose ticket nobody can read.
@@ -222,14 +222,14 @@ func (s *Shared) Revoke(name string) {
 
 // consume consumes a ticket, and reports whether this was the first time. A ticket that no other replica can have needs
 // no record.
-func (s *Shared) consume(id [16]byte) bool { return s.Inside || s.State.Consume(id) }
+func (s *Shared) consume(id [16]byte) bool { return s.Inside || s.State.HandOvers.Consume(id) }
 
 // releaseDecode releases what a ticket's pass has reserved for decode, here or at the replica that served it.
 func (s *Shared) releaseDecode(t *kvtransfer.Ticket) {
 	if pool := s.State.Pool(t.Pool); pool != nil {
-		s.State.ReleaseAnywhere(pool, HeldBy(t).Decode)
+		s.State.Bookings.ReleaseAnywhere(pool, HeldBy(t).Decode)
 	} else {
-		s.State.Release(HeldBy(t).Decode)
+		s.State.Bookings.Release(HeldBy(t).Decode)
 	}
 }
 

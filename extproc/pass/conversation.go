@@ -63,7 +63,7 @@ func (k conversation) lastTurn(
 ) (*kvtransfer.Turn, []byte) {
 	x := k.pass
 	r, pool := &x.Req, x.Req.Pool
-	text, ok := x.shared.State.TakeConversation(name)
+	text, ok := x.shared.State.HandOvers.TakeConversation(name)
 	if !ok {
 		return nil, nil
 	}
@@ -89,7 +89,7 @@ func (k conversation) lastTurn(
 	if !turn.Begins(r.IDs) {
 		if left := time.Until(until); left > 0 { // an engine returned the ids meanwhile
 			// another request of the session may continue the turn
-			_ = x.shared.State.PutConversation(name, text, left)
+			_ = x.shared.State.HandOvers.PutConversation(name, text, left)
 		}
 		return k.unused(TurnOtherPrompt, nil)
 	}
@@ -108,16 +108,6 @@ func (k conversation) unused(why string, err error) (*kvtransfer.Turn, []byte) {
 		x.log(slog.LevelWarn, "what was kept of a conversation's last turn is of no use", "err", err)
 	}
 	return nil, nil
-}
-
-// TurnFailed makes next the ticket of a request without a stored turn, after a prefill leg that used one failed. The
-// pool's policy for failed prefills does not apply: the reuse caused the prefill.
-func (s *Shared) TurnFailed(next *kvtransfer.Ticket, requestID string, status int) {
-	next.Cause, next.Turn.Named = kvtransfer.CauseTurn, false
-	next.Prefills = max(next.Prefills-1, 0)
-	s.Observer.Turn(next.Pool, TurnFailed)
-	s.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without",
-		"request_id", requestID, "endpoint", next.Prefill, "status", status)
 }
 
 // sameEngines reports whether two endpoints are known to read each other's blocks. A pair needs less: it is enough that
@@ -178,7 +168,7 @@ func (s *Shared) StoreTurn(requestID string, t *kvtransfer.Ticket, params []byte
 			"request_id", requestID, "endpoint", t.Decode, "err", err)
 		return
 	}
-	if err := s.State.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
+	if err := s.State.HandOvers.PutConversation(t.Turn.Conversation, text, turns.TTL); err != nil {
 		s.Observer.Turn(t.Pool, TurnFull)
 		return
 	}

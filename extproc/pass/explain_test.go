@@ -19,7 +19,7 @@ func TestDecisionsAreLogged(t *testing.T) {
 		{Name: "p2", Addr: "10.0.1.2:8000", Role: kvstate.RolePrefill},
 		{Name: "d1", Addr: "10.0.2.1:8000", Role: kvstate.RoleDecode},
 	})
-	state.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
+	state.Health.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
 	x := Pass{ID: "r1", shared: &Shared{Options: Options{
 		State: state, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})),

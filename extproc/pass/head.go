@@ -68,7 +68,7 @@ func (x *Pass) readPriority() (want Objective, headers bool) {
 	headers = o.FromHeaders || x.shared.Gateway != nil
 	if headers && len(h.Objective) > 0 {
 		want = o.named(string(h.Objective), want)
-		if p, known := x.shared.State.Priority(x.Req.Pool.Spec.Name, string(h.Objective)); known {
+		if p, known := x.shared.State.Policies.Priority(x.Req.Pool.Spec.Name, string(h.Objective)); known {
 			want.Priority = p
 		}
 	}

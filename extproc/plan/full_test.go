@@ -83,7 +83,7 @@ func TestFullEndpointsAnswer(t *testing.T) {
 				if name == "d2" {
 					after = 5 * time.Second
 				}
-				state.MarkFull(pool.Endpoint(name+":1"), status, after)
+				state.Health.MarkFull(pool.Endpoint(name+":1"), status, after)
 			}
 			p := splitting("nixl")
 			p.Alone = AloneNever

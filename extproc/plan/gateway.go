@@ -93,7 +93,7 @@ func (g *Gateway) Rewrite(r *Request, state *kvstate.State, p *Policy, own opena
 	if g.Asked = r.Client.Model(); g.Asked == "" || len(r.Client.Body()) == 0 {
 		return own
 	}
-	to := state.Rewritten(r.Pool.Spec.Name, g.Asked, rand.Uint64())
+	to := state.Policies.Rewritten(r.Pool.Spec.Name, g.Asked, rand.Uint64())
 	if to == "" || to == g.Asked {
 		return own
 	}

@@ -15,7 +15,7 @@ func TestRewriteOutlivesThePatch(t *testing.T) {
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, nil)
 	r := &Request{Pool: state.Pool("chat")}
-	state.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+	state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
 		{Model: "gold", Targets: []inferencepolicy.Target{{Model: "tiny", Weight: 1}}},
 	}})
 	body := []byte(`{"model":"gold","messages":[]}`)

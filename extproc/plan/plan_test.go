@@ -196,7 +196,7 @@ func TestOutOfWork(t *testing.T) {
 	}
 	refusal := func() string { return (&Policy{}).NoEndpoint(pool, picker.ErrNoEndpoint).Error() }
 	require.Contains(t, refusal(), "takes requests: all 3 of its endpoints are paused or drained by the operator")
-	state.MarkFailed(pool.Endpoints()[0])
+	state.Health.MarkFailed(pool.Endpoints()[0])
 	require.Contains(t, refusal(), "takes requests: of the 3 of its endpoints, 2 are paused or drained by the operator, 1 has failed")
 }
 

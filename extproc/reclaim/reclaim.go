@@ -44,6 +44,7 @@ const (
 	DecodeFailed = "decode_failed" // possibly after it fetched
 	AnswerCut    = "answer_cut"    // P's answer was cut off or is too large: its parameters are unknown
 	NoRoom       = "no_room"       // no other endpoint had room for the KV, so P answers
+	Standstill   = "standstill"    // decode stands still, would fetch it too late, and computes the prompt instead
 )
 
 // Observer counts the results of hand-overs.
@@ -138,7 +139,7 @@ func (r *Reclaimer) reclaimOver(id [16]byte, requestID string, h *record) {
 // Orphaned records that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the
 // ticket. It consumes the ticket: the request cannot use these parameters any more.
 func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
-	if !r.State.Consume(t.ID) {
+	if !r.State.HandOvers.Consume(t.ID) {
 		return
 	}
 	r.Left(t, why)
@@ -164,22 +165,23 @@ func (r *Reclaimer) Strand(t *kvtransfer.Ticket) {
 	}
 }
 
-// Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself. Nobody gets the parameters.
-func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte) {
+// Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself, or to a decode endpoint that computes
+// the prompt. Nobody gets the parameters.
+func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte, why string) {
 	if !r.Enabled(t.Pool) {
-		r.Left(t, NoRoom)
+		r.Left(t, why)
 		return
 	}
 	r.Record(t, requestID, params, t.Prefill, true)
 	if h := r.records.take(t.ID); h != nil {
-		r.orphaned(t.ID, requestID, h, NoRoom)
+		r.orphaned(t.ID, requestID, h, why)
 	}
 }
 
 // NotFollowed is Orphaned for a prefill leg whose answer came too late to be followed, if it came. t is the leg's
 // ticket.
 func (r *Reclaimer) NotFollowed(t *kvtransfer.Ticket, requestID, why string) {
-	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.Consume(t.ID) {
+	if h := r.takeNotFollowed(t, why); h != nil && h.read && r.State.HandOvers.Consume(t.ID) {
 		r.orphaned(t.ID, requestID, h, why)
 	}
 }
@@ -241,7 +243,7 @@ func (r *Reclaimer) orphaned(id [16]byte, requestID string, h *record, why strin
 // enqueue schedules a hand-over to be fetched and discarded. Its ticket may be consumed, but no decode endpoint was
 // asked or will be.
 func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
-	r.State.Consume(id)
+	r.State.HandOvers.Consume(id)
 	result := "no_room"
 	if h.params != nil {
 		result = "too_many"
@@ -262,7 +264,7 @@ func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 // another request its text.
 func (r *Reclaimer) claims(c cleanup) bool {
 	c.id[0] ^= 0x80
-	first, known := r.State.ConsumeConfirmed(c.id)
+	first, known := r.State.HandOvers.ConsumeConfirmed(c.id)
 	if !known {
 		r.Observer.Reclaimed(c.record.pool, unsure)
 	}

@@ -31,7 +31,7 @@ type Metrics struct {
 func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 	r.MustRegister(newStateCollector(state), prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "tandem_reservations", Help: "Reservations that are held now.",
-	}, func() float64 { return float64(state.Reservations()) }))
+	}, func() float64 { return float64(state.Bookings.Reservations()) }))
 	m := &Metrics{}
 	to := registry{promauto.With(r), &m.byEndpoint}
 	m.passMetrics, m.promptMetrics, m.hopMetrics, m.handOverMetrics = to.passes(), to.prompts(), to.hops(),

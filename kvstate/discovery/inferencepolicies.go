@@ -68,7 +68,7 @@ func (i *InferencePolicies) Run(ctx context.Context) {
 	}
 	factory.Start(ctx.Done())
 	for next(ctx, changed, 0) {
-		i.state.SetInferencePolicy(i.pool, readInferencePolicy(i.ref.Name,
+		i.state.Policies.SetInferencePolicy(i.pool, readInferencePolicy(i.ref.Name,
 			merge(all(listers[0]), all(listers[1])), merge(all(listers[2]), all(listers[3]))))
 	}
 }

@@ -39,7 +39,7 @@ const (
 // An exact match precedes a generic one, the oldest resource precedes others, weights are shares.
 func TestReadInferencePolicy(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})
-	s.SetInferencePolicy("p", readInferencePolicy("llm",
+	s.Policies.SetInferencePolicy("p", readInferencePolicy("llm",
 		[]*unstructured.Unstructured{policyObject(t, batch), policyObject(t, foreign), policyObject(t, unset)},
 		[]*unstructured.Unstructured{policyObject(t, younger), policyObject(t, older)}))
 	require.EqualValues(t, -1, priorityOf(s, "batch"))
@@ -47,15 +47,15 @@ func TestReadInferencePolicy(t *testing.T) {
 	require.Zero(t, priorityOf(s, "plain"))
 	shares := map[string]int{}
 	for i := range uint64(100) {
-		shares[s.Rewritten("p", "m", i)]++
+		shares[s.Policies.Rewritten("p", "m", i)]++
 	}
 	require.Equal(t, map[string]int{"m-1": 75, "m-2": 25}, shares)
-	require.Equal(t, "any", s.Rewritten("p", "x", 7))
-	require.Empty(t, s.Rewritten("q", "m", 0), "a pool of which nothing is wanted")
+	require.Equal(t, "any", s.Policies.Rewritten("p", "x", 7))
+	require.Empty(t, s.Policies.Rewritten("q", "m", 0), "a pool of which nothing is wanted")
 }
 
 func priorityOf(s *kvstate.State, objective string) int32 {
-	p, _ := s.Priority("p", objective)
+	p, _ := s.Policies.Priority("p", objective)
 	return p
 }
 

@@ -188,7 +188,7 @@ func TestKubernetes(t *testing.T) {
 		require.Len(t, addrs(s, "p"), 6)
 
 		stays := s.Pool("p").Endpoint("10.0.0.2:8000")
-		booked := s.Reserve(stays, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+		booked := s.Bookings.Reserve(stays, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 		_, err = pods.Update(ctx, leaving(pod("b", "10.0.0.2", d)), metav1.UpdateOptions{})
 		require.NoError(t, err)
 		later()
@@ -212,7 +212,7 @@ func TestKubernetes(t *testing.T) {
 		require.NoError(t, err)
 		later()
 		require.Contains(t, shown(s), "decode 10.0.0.3:8000", "ready again")
-		require.True(t, s.Release(booked), "what runs on a pod that left ends as usual")
+		require.True(t, s.Bookings.Release(booked), "what runs on a pod that left ends as usual")
 		stop()
 		<-ended
 	})

@@ -168,10 +168,10 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 		case e.Failed(): // asked again in the next round
 			return
 		case err == nil || errors.Is(err, syscall.ECONNREFUSED):
-			p.markFailed(e, p.state.MarkUnhealthy, status, err)
+			p.markFailed(e, p.state.Health.MarkUnhealthy, status, err)
 			return
 		case asking.Err() != nil:
-			p.markFailed(e, p.state.MarkUnresponsive, status, err)
+			p.markFailed(e, p.state.Health.MarkUnresponsive, status, err)
 			return
 		}
 		select { // a broken connection may be an accident
@@ -185,7 +185,7 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 // settings, and while that is not known no request is split with it.
 func (p *Prober) welcome(ctx context.Context, e *kvstate.Endpoint) {
 	if !e.Reports() {
-		p.state.MarkHealthy(e)
+		p.state.Health.MarkHealthy(e)
 		return
 	}
 	asking, stop := context.WithTimeout(ctx, kvstate.ReportWait)
@@ -196,7 +196,7 @@ func (p *Prober) welcome(ctx context.Context, e *kvstate.Endpoint) {
 		p.mu.Unlock()
 	}
 	stop()
-	p.state.MarkHealthy(e)
+	p.state.Health.MarkHealthy(e)
 	if info.Answered {
 		p.state.SetReport(e, info.Report, true)
 	}

@@ -91,7 +91,7 @@ func TestProber(t *testing.T) {
 			require.Zero(t, e.health.Load(), "nobody asks those that are well")
 
 			asked := e.models.Load()
-			s.MarkFailed(endpoint)
+			s.Health.MarkFailed(endpoint)
 			require.Eventually(t, func() bool { return e.health.Load() >= 2 }, 30*time.Second, 5*time.Millisecond)
 			require.True(t, endpoint.Failed())
 			e.status.Store(0)
@@ -127,7 +127,7 @@ func TestBusyEndpointsAreChecked(t *testing.T) {
 			go p.Run(ctx)
 			time.Sleep(time.Minute)
 			require.Zero(t, asked.Load(), "it has nothing to do")
-			booked := s.Reserve(e, kvstate.Booking{For: kvstate.RoleDecode})
+			booked := s.Bookings.Reserve(e, kvstate.Booking{For: kvstate.RoleDecode})
 			time.Sleep(2 * time.Minute)
 			require.Greater(t, asked.Load(), int64(10))
 			require.False(t, e.Failed())
@@ -136,7 +136,7 @@ func TestBusyEndpointsAreChecked(t *testing.T) {
 			} else {
 				require.Empty(t, changes)
 			}
-			s.Release(booked)
+			s.Bookings.Release(booked)
 			stop()
 			synctest.Wait()
 			require.Empty(t, p.checking)
@@ -201,7 +201,7 @@ func TestFailedEndpointsComeBack(t *testing.T) {
 		e := &engine{}
 		e.status.Store(status)
 		s, endpoint := e.start(t, "")
-		s.MarkFailed(endpoint)
+		s.Health.MarkFailed(endpoint)
 		p := NewProber(s, quiet())
 		p.checkHealth(t.Context(), endpoint)
 		require.Equal(t, back, !endpoint.Failed(), "status %d", status)
@@ -251,7 +251,7 @@ func TestProbeIntervals(t *testing.T) {
 			}
 			return &http.Response{StatusCode: 200, Body: io.NopCloser(strings.NewReader(body)), Request: r}, nil
 		}), 0)
-		s.MarkFailed(s.Pool("p").Endpoints()[0])
+		s.Health.MarkFailed(s.Pool("p").Endpoints()[0])
 		ctx, stop := context.WithCancel(t.Context())
 		go p.Run(ctx)
 		<-time.After(100 * time.Second)
@@ -298,7 +298,7 @@ func TestAskForModels(t *testing.T) {
 	together.Wait()
 	require.Equal(t, []string{"m", "sql"}, endpoint.Models())
 	asked := e.models.Load()
-	s.MarkFailed(endpoint)
+	s.Health.MarkFailed(endpoint)
 	p.Ask(t.Context(), s.Pool("p").Endpoints(), 0)
 	require.Equal(t, asked, e.models.Load(), "one that has failed is not asked")
 }

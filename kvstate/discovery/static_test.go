@@ -90,7 +90,7 @@ func TestStaticWatches(t *testing.T) {
 		source := asking(s, func(string) []netip.Addr { return *dns.Load() }, "pods:80")
 		source.Resolve(t.Context())
 		stays, goes := s.Pool("p").Endpoints()[0], s.Pool("p").Endpoints()[1]
-		booked := s.Reserve(goes, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+		booked := s.Bookings.Reserve(goes, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 		ctx, stop := context.WithCancel(t.Context())
 		go source.Run(ctx)
 		later := func(now []netip.Addr) {
@@ -101,7 +101,7 @@ func TestStaticWatches(t *testing.T) {
 		later(ips("10.0.0.3", "10.0.0.1"))
 		require.Equal(t, []string{"10.0.0.1:80", "10.0.0.3:80"}, addrs(s, "p"))
 		require.Same(t, stays, s.Pool("p").Endpoints()[0])
-		require.True(t, s.Release(booked), "what runs on an endpoint that left ends as usual")
+		require.True(t, s.Bookings.Release(booked), "what runs on an endpoint that left ends as usual")
 		requests, _ := goes.Load()
 		require.Zero(t, requests)
 

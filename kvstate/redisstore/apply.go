@@ -49,13 +49,13 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		}
 	}
 	for _, session := range b.GetSessions() {
-		p.s.state.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
+		p.s.state.Sessions.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
 	}
 	for _, t := range b.GetTokens() {
 		p.s.state.ApplyLearned(pool, learnedOf(t))
 	}
 	for _, id := range b.GetReleased() {
-		p.s.state.Release(kvstate.ReservationID(id))
+		p.s.state.Bookings.Release(kvstate.ReservationID(id))
 	}
 	if !before { // otherwise the loaded feed contains them
 		p.applyForwarded(pool, b.GetEvents(), at)
@@ -95,9 +95,9 @@ func applyKVLoads(s *kvstate.State, pool *kvstate.Pool, loads []*statev1.KVLoad,
 		switch {
 		case prefill == nil || decode == nil:
 		case l.GetFailed():
-			s.ApplyLoadFailed(pool, prefill.Addr, decode.Addr)
+			s.KVLoads.ApplyLoadFailed(pool, prefill.Addr, decode.Addr)
 		default:
-			s.ApplyLoadSucceeded(pool, prefill.Addr, decode.Addr)
+			s.KVLoads.ApplyLoadSucceeded(pool, prefill.Addr, decode.Addr)
 		}
 	}
 }
@@ -215,7 +215,7 @@ func learnedOf(t *statev1.Tokens) *prefixindex.LearnedTokens {
 func (p *poolReplica) applyHealth(all []*statev1.Health, at positions) {
 	for _, h := range all {
 		if e := at.of(h.GetAddress()); e != nil {
-			p.s.state.ApplyFailed(e, h.GetFailed(), h.GetHung())
+			p.s.state.Health.ApplyFailed(e, h.GetFailed(), h.GetHung())
 			t := p.published[e.Addr]
 			t.failed, t.hung = h.GetFailed(), h.GetHung()
 			p.published[e.Addr] = t

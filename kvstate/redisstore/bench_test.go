@@ -68,13 +68,13 @@ func BenchmarkShared(b *testing.B) {
 
 func route(at *replica, i int) {
 	p, d := at.e(i%16), at.e((i+5)%16)
-	first := at.state.Reserve(p, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 12800, Uncached: 12800, Work: time.Second})
-	second := at.state.Reserve(d, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 12800})
+	first := at.state.Bookings.Reserve(p, kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 12800, Uncached: 12800, Work: time.Second})
+	second := at.state.Bookings.Reserve(d, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 12800})
 	at.state.Routed(at.pool, p, prompt(i, 100))
 	at.state.Routed(at.pool, d, prompt(i, 100))
-	at.state.Release(first)
-	at.state.Consume([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})
-	at.state.Release(second)
+	at.state.Bookings.Release(first)
+	at.state.HandOvers.Consume([16]byte{1, byte(i), byte(i >> 8), byte(i >> 16)})
+	at.state.Bookings.Release(second)
 }
 
 // BenchmarkTell is what a request pays to have others told: no I/O, a copy of its blocks.

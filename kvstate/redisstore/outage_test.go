@@ -84,7 +84,7 @@ func TestWhoStartsAloneInherits(t *testing.T) {
 	require.Equal(t, 300, b.hit(0, first), "from the snapshot")
 	b.state.Routed(b.pool, b.e(1), second)
 	b.publishedOf(r, 1, 2, second)
-	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	b.state.Bookings.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	b.kill()
 	time.Sleep(brief + 50*time.Millisecond) // nobody lives any more, as far as Redis knows
 
@@ -148,19 +148,19 @@ func TestOutages(t *testing.T) {
 			a, b := join(t, briefly(r), 2), join(t, briefly(r), 2)
 			before, meanwhile, after := prompt(1, 20), prompt(2, 20), prompt(3, 20)
 			a.state.Routed(a.pool, a.e(0), before)
-			held := a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+			held := a.state.Bookings.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 			eventually(t, "it is known", func() bool { return b.hit(0, before) == 20 && b.booked(0) == 1 })
 
 			outage.begin(r)
 			a.state.Routed(a.pool, a.e(1), meanwhile)
-			a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-			require.True(t, a.state.Consume([16]byte{1}), "service goes on")
+			a.state.Bookings.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+			require.True(t, a.state.HandOvers.Consume([16]byte{1}), "service goes on")
 			require.Equal(t, 20, a.hit(1, meanwhile), "with what it knows itself")
 			time.Sleep(brief / 2)
 			outage.end(r)
 
 			a.state.Routed(a.pool, a.e(0), after)
-			a.state.Release(held)
+			a.state.Bookings.Release(held)
 			eventually(t, "all is known", func() bool {
 				return b.hit(0, before) == 20 && b.hit(1, meanwhile) == 20 && b.hit(0, after) == 20 && b.booked(0) == 0 && b.booked(1) == 1
 			})
@@ -172,7 +172,7 @@ func TestOutages(t *testing.T) {
 			ticket := uint64(0)
 			eventually(t, "and tickets are spent for all", func() bool {
 				ticket++
-				return a.state.Consume(ticketOf(ticket)) && !b.state.Consume(ticketOf(ticket))
+				return a.state.HandOvers.Consume(ticketOf(ticket)) && !b.state.HandOvers.Consume(ticketOf(ticket))
 			})
 		})
 	}
@@ -182,7 +182,7 @@ func TestOutages(t *testing.T) {
 func TestLongOutage(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, briefly(r), 2), join(t, briefly(r), 2)
-	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	a.state.Bookings.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "it is known", func() bool { return b.booked(0) == 1 })
 	r.Signal(syscall.SIGSTOP)
 	eventually(t, "it is void", func() bool { return b.booked(0) == 0 && b.store.Replicas() == 1 })

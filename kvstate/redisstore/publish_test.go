@@ -222,9 +222,9 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	x := record(r)
 	require.NoError(t, r.flush(true))
 	r.state.Routed(r.pool, r.e(0), prompt(1, 2))
-	r.state.SetAffinity(r.pool, 7, r.e(0), r.e(1))
-	r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-	r.state.MarkFailed(r.e(1))
+	r.state.Sessions.SetAffinity(r.pool, 7, r.e(0), r.e(1))
+	r.state.Bookings.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	r.state.Health.MarkFailed(r.e(1))
 	r.state.Observe(r.e(0), kvstate.Signals{Running: 3, At: time.Now()})
 	r.state.PublishQueued(r.pool, kvstate.Queued{ID: 5})
 	r.store.Released(r.pool, 11)
@@ -241,7 +241,7 @@ func TestWhatWasNotTakenIsToldAgain(t *testing.T) {
 	r.state.Routed(r.pool, r.e(1), prompt(2, 2))
 	r.store.Released(r.pool, 12)
 	r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 22})
-	r.state.SetAffinity(r.pool, 8, r.e(0), nil)
+	r.state.Sessions.SetAffinity(r.pool, 8, r.e(0), nil)
 	require.NoError(t, r.flush(false))
 	b := x.last()
 	require.EqualValues(t, 2, b.GetSeq(), "what was not taken has no number")
@@ -306,16 +306,18 @@ func TestWhatIsOnItsWayAtTheEndIsTold(t *testing.T) {
 func TestEachThingIsToldByItself(t *testing.T) {
 	for name, happens := range map[string]func(r *replica){
 		"a prompt":            func(r *replica) { r.state.Routed(r.pool, r.e(0), prompt(1, 1)) },
-		"a session":           func(r *replica) { r.state.SetAffinity(r.pool, 1, r.e(0), nil) },
+		"a session":           func(r *replica) { r.state.Sessions.SetAffinity(r.pool, 1, r.e(0), nil) },
 		"a release":           func(r *replica) { r.store.Released(r.pool, 1) },
 		"what was learned":    func(r *replica) { r.store.Learned(r.pool, prefixindex.LearnedTokens{Prompt: 1}) },
 		"a forwarded batch":   func(r *replica) { r.store.Forward(r.pool, kvstate.EventBatch{Endpoint: r.e(0)}) },
 		"where a snapshot is": func(r *replica) { r.p.out.notice = &statev1.SnapshotNotice{Id: 1}; r.store.Changed() },
 		"hello":               func(r *replica) { r.p.requestSnapshot() },
-		"a booking":           func(r *replica) { r.state.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1}) },
-		"a failure":           func(r *replica) { r.state.MarkFailed(r.e(0)) },
-		"signals":             func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
-		"who waits":           func(r *replica) { r.state.PublishQueued(r.pool, kvstate.Queued{ID: 1}) },
+		"a booking": func(r *replica) {
+			r.state.Bookings.Reserve(r.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+		},
+		"a failure": func(r *replica) { r.state.Health.MarkFailed(r.e(0)) },
+		"signals":   func(r *replica) { r.state.Observe(r.e(0), kvstate.Signals{Running: 1, At: time.Now()}) },
+		"who waits": func(r *replica) { r.state.PublishQueued(r.pool, kvstate.Queued{ID: 1}) },
 	} {
 		r := lonely(t, 1)
 		x := record(r)
@@ -351,18 +353,18 @@ func TestFailedKVLoadsAreShared(t *testing.T) {
 	a, b := lonely(t, 2), lonely(t, 2)
 	xa, xb := record(a), record(b)
 	p, d := a.e(0).Addr, a.e(1).Addr
-	require.True(t, a.state.LoadFailed(a.pool, p, d))
+	require.True(t, a.state.KVLoads.LoadFailed(a.pool, p, d))
 	require.NoError(t, a.flush(false))
 	b.hears(xa.last())
 	require.True(t, b.e(0).LoadFaults().Avoids(d))
 	require.NoError(t, b.flush(true))
 	require.Empty(t, xb.last().GetKvLoads())
 
-	b.state.LoadSucceeded(b.pool, p, d)
+	b.state.KVLoads.LoadSucceeded(b.pool, p, d)
 	require.NoError(t, b.flush(false))
 	a.hears(xb.last())
 	require.False(t, a.e(0).LoadFaults().Avoids(d))
-	b.state.LoadSucceeded(b.pool, p, d) // as nearly always: nothing had failed
+	b.state.KVLoads.LoadSucceeded(b.pool, p, d) // as nearly always: nothing had failed
 	require.NoError(t, b.flush(true))
 	require.Empty(t, xb.last().GetKvLoads())
 }
@@ -373,7 +375,7 @@ func TestBytesOfARequest(t *testing.T) {
 	x := record(r)
 	require.NoError(t, r.flush(true))
 	for i := range 2 {
-		r.state.Reserve(r.e(i), kvstate.Booking{For: []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode}[i], PromptTokens: 12800, Uncached: 12800, Work: time.Second})
+		r.state.Bookings.Reserve(r.e(i), kvstate.Booking{For: []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode}[i], PromptTokens: 12800, Uncached: 12800, Work: time.Second})
 		r.state.Routed(r.pool, r.e(i), prompt(1, 100))
 	}
 	before := len(x.published)

@@ -76,10 +76,10 @@ func TestWhatIsToldIsKnown(t *testing.T) {
 		a.state.Routed(a.pool, a.e(0), text)
 		ids := make([]uint32, 640)
 		a.state.LearnTokens(a.pool, prefixindex.TextPrompt{Blocks: text, BlockBytes: 512, Bytes: 4 * 512}, &prefixindex.TokenPrompt{IDs: ids})
-		held := b.state.Reserve(b.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-		a.state.ReleaseAnywhere(a.pool, held) // its answer came by here
-		a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 5000, Uncached: 5000, Work: 20 * time.Second})
-		a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 5000, Uncached: 5000, Work: 30 * time.Second})
+		held := b.state.Bookings.Reserve(b.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+		a.state.Bookings.ReleaseAnywhere(a.pool, held) // its answer came by here
+		a.state.Bookings.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 5000, Uncached: 5000, Work: 20 * time.Second})
+		a.state.Bookings.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 5000, Uncached: 5000, Work: 30 * time.Second})
 		time.Sleep(4 * time.Second)
 		require.NoError(t, a.flush(true))
 		b.hears(x.last())

@@ -30,22 +30,22 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 	a, b = join(t, o, 2), join(t, o, 2)
 	hashes := prompt(7, 40)
 	a.state.Routed(a.pool, a.e(1), hashes)
-	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 5})
+	a.state.Bookings.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 5})
 	eventually(t, "prefix and booking are known", func() bool { return b.hit(1, hashes) == 40 && b.booked(0) == 1 })
 	ticket := uint64(0)
 	eventually(t, "tickets are spent for all", func() bool {
 		ticket++
-		return a.state.Consume(ticketOf(ticket)) && !b.state.Consume(ticketOf(ticket))
+		return a.state.HandOvers.Consume(ticketOf(ticket)) && !b.state.HandOvers.Consume(ticketOf(ticket))
 	})
 	eventually(t, "hand-overs are found", func() bool {
-		ref, err := a.state.PutHandOver([]byte("params"))
+		ref, err := a.state.HandOvers.PutHandOver([]byte("params"))
 		require.NoError(t, err)
-		_, ok := b.state.TakeHandOver(ref)
+		_, ok := b.state.HandOvers.TakeHandOver(ref)
 		return ok
 	})
 	eventually(t, "turns are taken", func() bool {
-		require.NoError(t, a.state.PutConversation([16]byte{9}, []byte("turn"), time.Minute))
-		turn, ok := b.state.TakeConversation([16]byte{9})
+		require.NoError(t, a.state.HandOvers.PutConversation([16]byte{9}, []byte("turn"), time.Minute))
+		turn, ok := b.state.HandOvers.TakeConversation([16]byte{9})
 		return ok && string(turn) == "turn"
 	})
 	eventually(t, "keys are everybody's", func() bool {
@@ -133,10 +133,10 @@ func TestClusterFailover(t *testing.T) {
 	owner.Kill()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
-	require.True(t, a.state.Consume([16]byte{1}))
+	require.True(t, a.state.HandOvers.Consume([16]byte{1}))
 	took := eventually(t, "it is told to the new master", func() bool { return b.hit(0, hashes) == 20 })
 	t.Logf("told %v after the old one died", took)
-	require.True(t, b.state.Consume([16]byte{2}))
+	require.True(t, b.state.HandOvers.Consume([16]byte{2}))
 }
 
 // Sentinels say which server is the master, and find another when it dies.
@@ -165,7 +165,7 @@ func TestSentinel(t *testing.T) {
 	master.Kill()
 	hashes := prompt(1, 20)
 	a.state.Routed(a.pool, a.e(0), hashes)
-	require.True(t, a.state.Consume([16]byte{1, 1}))
+	require.True(t, a.state.HandOvers.Consume([16]byte{1, 1}))
 	took := eventually(t, "it is told to the new master", func() bool { return b.hit(0, hashes) == 20 })
 	t.Logf("told %v after the old one died", took)
 	c := follower.client()

@@ -106,14 +106,14 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 		var used string
 		eventually(t, "it is taken", func() bool {
 			name[0]++
-			require.NoError(t, a.state.PutConversation(name, []byte("turn"), time.Minute))
+			require.NoError(t, a.state.HandOvers.PutConversation(name, []byte("turn"), time.Minute))
 			used = w.Get(context.Background(), o.turnKey(name)).Val()
-			got, ok := b.state.TakeConversation(name)
+			got, ok := b.state.HandOvers.TakeConversation(name)
 			return used != "" && ok && string(got) == "turn"
 		})
 		for _, bad := range []string{used, "0123456789abcdef evil", used[:40]} {
 			w.set(o.turnKey(name), bad)
-			_, ok := b.state.TakeConversation(name)
+			_, ok := b.state.HandOvers.TakeConversation(name)
 			require.False(t, ok)
 		}
 	})

@@ -138,7 +138,7 @@ func (s *snapshots) write(ctx context.Context, wish snapshotWish) error {
 		pool.EachBlock(e, func(parent uint64, hashes []uint64) { w.blocks(e.Addr, parent, hashes) })
 	}
 	var sessions []affinity
-	p.s.state.EachSession(pool, func(name uint64, prefill, decode *kvstate.Endpoint) {
+	p.s.state.Sessions.EachSession(pool, func(name uint64, prefill, decode *kvstate.Endpoint) {
 		item := affinity{name: name}
 		if prefill != nil {
 			item.prefill = prefill.Addr
@@ -351,7 +351,7 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text []byte) error {
 		}
 	}
 	for _, session := range chunk.GetSessions() {
-		p.s.state.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
+		p.s.state.Sessions.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
 	}
 	if joined { // otherwise the snapshot is old, and the engine may have dropped the batches since
 		p.loadFeeds(pool, chunk.GetFeeds(), at)

@@ -26,10 +26,10 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	for i := range prompts {
 		a.state.ApplyRouted(a.pool, a.e(i%3), prompt(i, 1000))
 	}
-	a.state.ApplyAffinity(a.pool, 71, a.e(0), a.e(2))
-	a.state.ApplyAffinity(a.pool, 72, nil, a.e(1))
-	a.state.ApplyAffinity(a.pool, 73, a.e(1), nil)
-	a.state.MarkHung(a.e(1))
+	a.state.Sessions.ApplyAffinity(a.pool, 71, a.e(0), a.e(2))
+	a.state.Sessions.ApplyAffinity(a.pool, 72, nil, a.e(1))
+	a.state.Sessions.ApplyAffinity(a.pool, 73, a.e(1), nil)
+	a.state.Health.MarkHung(a.e(1))
 	ctx := context.Background()
 	require.ErrorIs(t, a.p.snapshots.write(ctx, snapshotWish{}), errNotJoined, "it knows less than what is there")
 	eventually(t, "it joins", func() bool { return a.p.joinOnce(ctx) == nil })
@@ -45,7 +45,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	for session, want := range map[uint64][]kvstate.Role{71: {kvstate.RolePrefill, 0, kvstate.RoleDecode}, 72: {0, kvstate.RoleDecode, 0}, 73: {0, kvstate.RolePrefill, 0}, 74: {0, 0, 0}} {
 		var v kvstate.View
 		b.state.View(b.pool, nil, &v)
-		b.state.MarkSession(b.pool, session, &v)
+		b.state.Sessions.MarkSession(b.pool, session, &v)
 		require.Equal(t, want, []kvstate.Role{v.Endpoints[0].Session, v.Endpoints[1].Session, v.Endpoints[2].Session}, session)
 	}
 	require.Equal(t, []bool{false, true, false}, []bool{b.e(0).Failed(), b.e(1).Failed(), b.e(2).Failed()})

@@ -54,14 +54,14 @@ func TestBookingsAreShared(t *testing.T) {
 	long := redisURL(r)
 	long.Lease = maxLease
 	a, b, c := join(t, long, 4), join(t, long, 4), join(t, long, 4)
-	id := a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
-	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
+	id := a.state.Bookings.Reserve(a.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
+	b.state.Bookings.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
 	eventually(t, "the bookings are known", func() bool { return a.booked(0) == 2 && b.booked(0) == 2 && c.booked(0) == 2 })
 	others := c.e(0).RemoteLoad()
 	require.Equal(t, []int64{2, 1100}, []int64{others.Requests, others.PromptTokens})
-	a.state.Release(id)
+	a.state.Bookings.Release(id)
 	eventually(t, "the release is known", func() bool { return c.booked(0) == 1 && b.booked(0) == 1 && a.booked(0) == 1 })
-	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	a.state.Bookings.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "the booking is known", func() bool { return c.booked(1) == 1 })
 	require.Equal(t, 3, c.store.Replicas())
 	a.stop()
@@ -75,8 +75,8 @@ func TestBookingsAreShared(t *testing.T) {
 func TestBookingsHoldForALease(t *testing.T) {
 	r := startRedis(t)
 	a, b, c := join(t, briefly(r), 2), join(t, briefly(r), 2), join(t, briefly(r), 2)
-	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-	b.state.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	a.state.Bookings.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
+	b.state.Bookings.Reserve(b.e(0), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
 	eventually(t, "the bookings are known", func() bool { return c.booked(0) == 1 && c.booked(1) == 1 })
 	b.kill()
 	took := eventually(t, "what the killed one had booked is void", func() bool { return c.booked(0) == 0 && a.booked(0) == 0 })
@@ -91,9 +91,9 @@ func TestWorkIsShared(t *testing.T) {
 	a, b, c := join(t, redisURL(r), 4), join(t, redisURL(r), 4), join(t, redisURL(r), 4)
 	const work, paused = 200 * time.Second, 50. // what may have been done of it, in seconds, when a busy machine looks
 	prefill := kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 5000, Uncached: 5000, Work: work}
-	id := a.state.Reserve(a.e(0), prefill)
-	b.state.Reserve(b.e(0), prefill)
-	a.state.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 5000, Uncached: 5000, Work: work})
+	id := a.state.Bookings.Reserve(a.e(0), prefill)
+	b.state.Bookings.Reserve(b.e(0), prefill)
+	a.state.Bookings.Reserve(a.e(1), kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 5000, Uncached: 5000, Work: work})
 	see := func(r *replica) *kvstate.View {
 		var v kvstate.View
 		r.state.View(r.pool, nil, &v)
@@ -119,7 +119,7 @@ func TestWorkIsShared(t *testing.T) {
 			busy[0].Local > 0 && math.Abs(busy[0].Local-busy[2].Local) < .05
 	})
 
-	a.state.Complete(id)
+	a.state.Bookings.Complete(id)
 	eventually(t, "the release is known", func() bool { return see(c).Endpoints[0].Jobs == 1 })
 	require.InDelta(t, work.Seconds(), see(c).Endpoints[0].Queue.Seconds(), 2*paused)
 	b.kill()
@@ -130,15 +130,15 @@ func TestWorkIsShared(t *testing.T) {
 func TestFailuresAreShared(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 2), join(t, redisURL(r), 2)
-	a.state.MarkFailed(a.e(1))
+	a.state.Health.MarkFailed(a.e(1))
 	eventually(t, "the failure is known", func() bool { return b.e(1).Failed() })
 	require.False(t, kvstate.Hung(b.e(1)))
-	a.state.MarkHung(a.e(1))
+	a.state.Health.MarkHung(a.e(1))
 	eventually(t, "that it hangs is known", func() bool { return kvstate.Hung(b.e(1)) })
 	// Again and again, as probes do: what b hears of a's complete state may be older than its own word.
-	eventually(t, "the return is known", func() bool { b.state.MarkGood(b.e(1)); return !a.e(1).Failed() })
+	eventually(t, "the return is known", func() bool { b.state.Health.MarkGood(b.e(1)); return !a.e(1).Failed() })
 	c := apart(t, redisURL(r), 2)
-	a.state.MarkFailed(a.e(0))
+	a.state.Health.MarkFailed(a.e(0))
 	eventually(t, "the failure is known", func() bool { return b.e(0).Failed() })
 	c.joins()
 	require.True(t, c.e(0).Failed(), "a replica that comes later knows it too")
@@ -183,11 +183,11 @@ func TestSignalsAreShared(t *testing.T) {
 func TestSessionsAreShared(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 3), join(t, redisURL(r), 3)
-	a.state.SetAffinity(a.pool, 77, a.e(0), a.e(2))
+	a.state.Sessions.SetAffinity(a.pool, 77, a.e(0), a.e(2))
 	marked := func(of *replica) []kvstate.Role {
 		var v kvstate.View
 		of.state.View(of.pool, nil, &v)
-		of.state.MarkSession(of.pool, 77, &v)
+		of.state.Sessions.MarkSession(of.pool, 77, &v)
 		return []kvstate.Role{v.Endpoints[0].Session, v.Endpoints[1].Session, v.Endpoints[2].Session}
 	}
 	want := []kvstate.Role{kvstate.RolePrefill, 0, kvstate.RoleDecode}
@@ -204,9 +204,9 @@ func TestTicketsAreSpentOnce(t *testing.T) {
 	twice := int64(0)
 	for i := range 100 {
 		ticket := [16]byte{1, byte(i)}
-		require.True(t, a.state.Consume(ticket))
-		require.False(t, a.state.Consume(ticket))
-		if b.state.Consume(ticket) {
+		require.True(t, a.state.HandOvers.Consume(ticket))
+		require.False(t, a.state.HandOvers.Consume(ticket))
+		if b.state.HandOvers.Consume(ticket) {
 			twice++
 		}
 	}
@@ -222,13 +222,13 @@ func TestTicketsAreSpentOnce(t *testing.T) {
 func TestSpendingDoesNotWaitForAFrozenRedis(t *testing.T) {
 	r := startRedis(t)
 	a := join(t, redisURL(r), 1)
-	require.True(t, a.state.Consume([16]byte{0}))
+	require.True(t, a.state.HandOvers.Consume([16]byte{0}))
 	r.Signal(syscall.SIGSTOP)
 	defer r.Signal(syscall.SIGCONT)
 	var all, worst time.Duration
 	for i := range 200 {
 		began := time.Now()
-		require.True(t, a.state.Consume([16]byte{1, byte(i)}))
+		require.True(t, a.state.HandOvers.Consume([16]byte{1, byte(i)}))
 		took := time.Since(began)
 		all, worst = all+took, max(worst, took)
 	}
@@ -244,15 +244,15 @@ func TestHandOversAreFoundByAll(t *testing.T) {
 	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
 	params := make([]byte, 1<<20)
 	eventually(t, "Redis takes it and gives it in the 50 ms that it has for either", func() bool {
-		ref, err := a.state.PutHandOver(params)
+		ref, err := a.state.HandOvers.PutHandOver(params)
 		require.NoError(t, err)
-		got, ok := b.state.TakeHandOver(ref)
+		got, ok := b.state.HandOvers.TakeHandOver(ref)
 		if ok {
 			require.Equal(t, params, got)
 		}
 		return ok
 	})
-	_, ok := b.state.TakeHandOver([16]byte{1})
+	_, ok := b.state.HandOvers.TakeHandOver([16]byte{1})
 	require.False(t, ok)
 }
 
@@ -261,18 +261,18 @@ func TestTurnsAreTakenOnce(t *testing.T) {
 	r := startRedis(t)
 	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
 	conversation := ticketOf(0)
-	_, ok := b.state.TakeConversation(conversation)
+	_, ok := b.state.HandOvers.TakeConversation(conversation)
 	require.False(t, ok)
 	// Redis has 50 ms for each of these; on a busy machine it takes a few tries until it is in time for all.
 	eventually(t, "one of them gets the latest", func() bool {
 		conversation[0]++
-		require.NoError(t, a.state.PutConversation(conversation, []byte("first"), time.Minute))
-		require.NoError(t, a.state.PutConversation(conversation, []byte("second"), time.Minute))
+		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("first"), time.Minute))
+		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("second"), time.Minute))
 		var taken, latest atomic.Int32
 		var replicas sync.WaitGroup
 		for i := range 8 {
 			replicas.Go(func() {
-				if turn, ok := []*replica{a, b}[i%2].state.TakeConversation(conversation); ok {
+				if turn, ok := []*replica{a, b}[i%2].state.HandOvers.TakeConversation(conversation); ok {
 					taken.Add(1)
 					if string(turn) == "second" {
 						latest.Add(1)
@@ -286,22 +286,22 @@ func TestTurnsAreTakenOnce(t *testing.T) {
 	})
 
 	eventually(t, "what has no room takes the place of what was kept", func() bool {
-		require.NoError(t, a.state.PutConversation(conversation, []byte("third"), time.Minute))
-		require.ErrorIs(t, b.state.PutConversation(conversation, make([]byte, kvstate.MaxConversationBytes+1), time.Minute), paramstore.ErrFull)
-		_, ok := a.state.TakeConversation(conversation)
+		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("third"), time.Minute))
+		require.ErrorIs(t, b.state.HandOvers.PutConversation(conversation, make([]byte, kvstate.MaxConversationBytes+1), time.Minute), paramstore.ErrFull)
+		_, ok := a.state.HandOvers.TakeConversation(conversation)
 		return !ok
 	})
 
 	conversation = [16]byte{1: 1}
-	require.NoError(t, a.state.PutConversation(conversation, []byte("fourth"), 50*time.Millisecond))
+	require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("fourth"), 50*time.Millisecond))
 	c := r.client()
 	defer c.Close()
 	eventually(t, "its time is over", func() bool { return c.Exists(context.Background(), a.store.o.turnKey(conversation)).Val() == 0 })
-	_, ok = b.state.TakeConversation(conversation)
+	_, ok = b.state.HandOvers.TakeConversation(conversation)
 	require.False(t, ok, "its time is over")
 	for _, ttl := range []time.Duration{0, -time.Second} { // which Redis would keep for ever
-		require.NoError(t, a.state.PutConversation(conversation, []byte("fifth"), ttl))
-		_, ok = b.state.TakeConversation(conversation)
+		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("fifth"), ttl))
+		_, ok = b.state.HandOvers.TakeConversation(conversation)
 		require.False(t, ok, "its time was over before it was kept")
 	}
 }

@@ -43,7 +43,7 @@ func TestWhoWaitsIsKnownEverywhere(t *testing.T) {
 	w.Held = nil
 	a.state.PublishQueued(a.pool, w)
 	eventually(t, "what has changed is known", func() bool { return c.received()[5].Held == nil })
-	a.state.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 4000, Uncached: 4000, Work: time.Second})
+	a.state.Bookings.Reserve(a.e(0), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 4000, Uncached: 4000, Work: time.Second})
 	a.state.PublishDequeued(a.pool, 5, true)
 	eventually(t, "it waits no more", func() bool { _, waits := c.received()[5]; return !waits })
 	require.Equal(t, int64(1), c.booked(0))

@@ -168,9 +168,9 @@ func TestOf(t *testing.T) {
 		{Addr: "p", Role: kvstate.RolePrefill},
 	})
 	p := s.Pool("p")
-	s.Reserve(p.Endpoint("a"), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
-	s.Reserve(p.Endpoint("a"), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
-	s.Reserve(p.Endpoint("b"), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
+	s.Bookings.Reserve(p.Endpoint("a"), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
+	s.Bookings.Reserve(p.Endpoint("a"), kvstate.Booking{For: kvstate.RolePrefill, PromptTokens: 100, Uncached: 100, Work: 2 * time.Second})
+	s.Bookings.Reserve(p.Endpoint("b"), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1000})
 	policy := picker.DefaultPolicy()
 	var v kvstate.View
 	s.View(p, nil, &v)
@@ -195,8 +195,8 @@ func TestOf(t *testing.T) {
 
 	// The only engines that prefill are out: others do both legs until they are back or others have the word. Only one
 	// word changes.
-	s.MarkUnhealthy(p.Endpoint("a"))
-	s.MarkUnhealthy(p.Endpoint("p"))
+	s.Health.MarkUnhealthy(p.Endpoint("a"))
+	s.Health.MarkUnhealthy(p.Endpoint("p"))
 	s.SetWord(p.Endpoint("a"), kvstate.RolePrefill)
 	s.View(p, nil, &v)
 	f = Of(&v, &policy, 0)

@@ -71,7 +71,7 @@ func TestAlone(t *testing.T) {
 		require.Equal(t, make([]kvstate.Role, 4), wordsOf(fixed))
 
 		for range 400 { // answers that need more than half of the fleet
-			s.Reserve(s.Pool("chat").Endpoint("10.0.0.1:80"), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 6000})
+			s.Bookings.Reserve(s.Pool("chat").Endpoint("10.0.0.1:80"), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 6000})
 		}
 		time.Sleep(7 * time.Second)
 		prefills := 0
@@ -137,7 +137,7 @@ func TestReplicasAgree(t *testing.T) {
 	require.Eventually(t, func() bool { return b.leads() }, soon, 10*time.Millisecond)
 	before := wordsOf(other)
 	for range 400 {
-		other.Reserve(other.Pool("chat").Endpoint("10.0.0.1:80"), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 6000})
+		other.Bookings.Reserve(other.Pool("chat").Endpoint("10.0.0.1:80"), kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 6000})
 	}
 	require.Eventually(t, func() bool {
 		changed := 0

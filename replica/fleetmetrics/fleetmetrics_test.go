@@ -58,7 +58,7 @@ func TestWhatEnginesSayIsShown(t *testing.T) {
 		state := kvstate.New(kvstate.Options{})
 		state.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "p", Role: kvstate.RolePrefill}, {Addr: "d", Role: kvstate.RoleDecode}, {Addr: "x", Role: kvstate.RoleDecode}})
 		p, d := state.Pool("chat").Endpoint("p"), state.Pool("chat").Endpoint("d")
-		state.Reserve(d, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
+		state.Bookings.Reserve(d, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 100})
 		for i := range 2 { // two looks
 			time.Sleep(2 * time.Second)
 			state.Observe(d, kvstate.Signals{Running: 5, Waiting: 2 + int64(i), KVUsage: .25, KVTokens: 1000, At: time.Now()})

@@ -26,15 +26,15 @@ func TestHealthChangesAreToldOnce(t *testing.T) {
 	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:80", Role: kvstate.RolePrefill}})
 	e := s.Pool("chat").Endpoint("10.0.0.1:80")
 	for range 3 {
-		s.MarkFailed(e)
-		s.MarkHung(e)
-		s.ApplyFailed(e, true, false)
+		s.Health.MarkFailed(e)
+		s.Health.MarkHung(e)
+		s.Health.ApplyFailed(e, true, false)
 	}
-	s.MarkGood(e)
-	s.MarkGood(e)
-	s.MarkHung(e)
-	s.ApplyFailed(e, false, false)
-	s.MarkUnhealthy(e)
+	s.Health.MarkGood(e)
+	s.Health.MarkGood(e)
+	s.Health.MarkHung(e)
+	s.Health.ApplyFailed(e, false, false)
+	s.Health.MarkUnhealthy(e)
 	require.Equal(t, []string{
 		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=request`,
 		`level=INFO msg="endpoint is back" endpoint=10.0.0.1:80 role=prefill cause=answer`,

@@ -89,7 +89,7 @@ func TestOrders(t *testing.T) {
 	var log bytes.Buffer
 	o, h := ordersOn(tokenFile(t, goodToken), &log)
 	const d1 = "/api/pools/chat/endpoints/10.0.0.1:80/"
-	booked := o.State.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+	booked := o.State.Bookings.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
 	for _, c := range []struct {
 		method, path, body string
 		status             int
@@ -123,7 +123,7 @@ func TestOrders(t *testing.T) {
 			require.Contains(t, log.String(), `level=WARN msg="order refused" method=`+c.method+" path="+path)
 		}
 	}
-	require.True(t, o.State.Release(booked))
+	require.True(t, o.State.Bookings.Release(booked))
 }
 
 // An order to drain is answered when the last request has ended.
@@ -131,10 +131,10 @@ func TestDrainWaits(t *testing.T) {
 	file := tokenFile(t, goodToken)
 	synctest.Test(t, func(t *testing.T) {
 		o, h := ordersOn(file, io.Discard)
-		booked := o.State.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
+		booked := o.State.Bookings.Reserve(o.State.Pool("chat").Endpoints()[0], kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 1})
 		go func() {
 			<-time.After(3 * time.Second)
-			o.State.Release(booked)
+			o.State.Bookings.Release(booked)
 		}()
 		began := time.Now()
 		status, _ := tell(h, "POST", "/api/pools/chat/endpoints/10.0.0.1:80/drain", "Bearer "+goodToken, "")
@@ -225,7 +225,7 @@ func TestStatesOfEndpoints(t *testing.T) {
 		return w
 	}
 	require.Empty(t, order("resume").Header().Get(Warning))
-	o.State.MarkFailed(o.State.Pool("chat").Endpoints()[0])
+	o.State.Health.MarkFailed(o.State.Pool("chat").Endpoints()[0])
 	w := order("resume")
 	require.Equal(t, "d1:80 failed, and gets no requests until it answers Tandem's probes: look whether its engine runs", w.Header().Get(Warning))
 	var found []Ordered
