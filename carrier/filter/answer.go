@@ -42,16 +42,29 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		switch {
 		case faults.Filtered(o.Details):
 			return filtered(f, &o)
+		case !f.hop.replan && faults.Redirects(o.Status):
+			return f.refuseRedirect()
 		case !f.hop.replan:
 			return answers(f, &o, end)
 		case f.hop.pair != nil:
 			return f.hop.pair.answers(&o, end)
 		}
-		if faults.Failed(o.Status) && f.decodeFailed(failure(f.envoy, &o)) {
+		switch failed := faults.Failed(o.Status); {
+		case failed && f.decodeFailed(failure(f.envoy, &o)):
 			return Stop
+		case faults.Redirects(o.Status):
+			return f.refuseRedirect()
 		}
 		return f.checkLate(&o, end, end)
 	})
+}
+
+// refuseRedirect answers in place of an endpoint's redirect.
+func (f *Filter) refuseRedirect() Status {
+	f.begun()
+	f.hop.sent = false
+	f.refuse(openai.Redirected())
+	return Stop
 }
 
 // filtered lets the answer of another filter go to the client.

@@ -54,6 +54,9 @@ func legCall(
 	if rank != "" {
 		c.Set = append(c.Set, Header{names.HeaderRank, rank})
 	}
+	if via := f.head.Extra("x-forwarded-for"); via != nil {
+		c.Set = append(c.Set, Header{names.HeaderForwarded, string(via)})
+	}
 	c.Set = append(c.Set, f.hop.trace.headers()...)
 	return c
 }

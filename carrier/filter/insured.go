@@ -279,6 +279,11 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 			in.failed(&failure)
 			return
 		}
+		if faults.Redirects(status) {
+			in.stop()
+			in.giveUp(openai.Redirected())
+			return
+		}
 		in.pass()
 	case status != 200 || !events || coded:
 		if in.continues() {
