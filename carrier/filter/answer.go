@@ -103,9 +103,8 @@ func (f *Filter) ResponseBody(end bool) Status {
 // then it has begun. bare: the answer has no body.
 func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 	t := &f.hop.ticket
-	policy, _ := f.s.Passes.Policy(t.Pool)
-	late := policy.Dialect.LateAfter()
-	if !t.Loads || late == 0 {
+	late := f.s.journeys.AnswerRule(t).Late
+	if late == 0 {
 		return answers(f, o, bare)
 	}
 	if !begun && openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
@@ -113,10 +112,8 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 		f.envoy.HoldAnswer(true)
 		return Stop
 	}
-	if f.s.Passes.Since(t) > late {
-		if why := f.s.journeys.Outdated(t); why != "" {
-			return f.refuseOutdated(string(why))
-		}
+	if f.s.Passes.Since(t) > late && f.s.journeys.IsOutdated(t, f.id) {
+		return f.refuseOutdated()
 	}
 	return answers(f, o, bare)
 }
@@ -128,11 +125,7 @@ func (f *Filter) begun() {
 }
 
 // refuseOutdated has an answer that may be another prompt's planned again or, if that cannot be, replaced by an error.
-func (f *Filter) refuseOutdated(why string) Status {
-	t, passes := &f.hop.ticket, f.s.Passes
-	passes.Observer.Outdated(t.Pool, t.Decode, why)
-	passes.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
-		"request_id", f.id, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
+func (f *Filter) refuseOutdated() Status {
 	if !f.decodeFailed(&faults.Failure{}) {
 		f.hop.sent, f.hop.replan = false, false
 		const message = "the endpoint stood still until the KV of this prompt may have been freed; try again"
