@@ -184,7 +184,7 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	x, b := &f.m.pass, &f.m.body
 	x.ID, x.Prefilled.ID, x.ReservedAs, x.Continues = f.id, f.id, f.reservedAs, in.stream.Continues()
 	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
-	x.Head = f.head.pass(path)
+	x.Head = f.head.pass(path, f.s.Passes.Headers())
 	n := f.envoy.BodySize()
 	if !f.s.hold(f.m, n) {
 		in.giveUp(openai.ServerBusy())
