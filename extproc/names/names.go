@@ -56,6 +56,9 @@ const (
 	HeaderDecodeRank  = "x-tandem-decode-rank"
 	HeaderAnswer      = "x-tandem-answer" // the decode leg goes through answer-leg, which joins its answer with P's
 
+	// HeaderForwarded is x-forwarded-for as a call inside Envoy should have it: Envoy's client adds to that itself.
+	HeaderForwarded = "x-tandem-forwarded-for"
+
 	MirrorCancel = "cancel" // Tandem cancels the leg when nobody needs its blocks any more
 	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again if it fails
 
@@ -82,6 +85,23 @@ const (
 
 // HeaderLoad is an engine's load report in an answer (ORCA).
 const HeaderLoad = "endpoint-load-metrics"
+
+// OneValue reports whether a client's header must have one value: those that Tandem reads, and more, which settings name.
+// If one comes twice with different values, the request is refused: what stands behind Tandem (an engine, Envoy's log
+// and rate limit) may read the other one. So it is with the two names of an objective and of a flow.
+func OneValue(name []byte, more []string) bool {
+	for _, n := range more {
+		if n == string(name) {
+			return n != "cookie" // HTTP/2 splits it
+		}
+	}
+	switch string(name) { // does not allocate
+	case "content-type", "content-encoding", "authorization", HeaderObjective, HeaderGatewayObjective, HeaderFairness,
+		HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, HeaderExplain:
+		return true
+	}
+	return false
+}
 
 // FormHeaders are request headers that change the form of an answer (RFC 9110, 3229, 7240, 9530). A leg whose answer
 // Tandem reads goes without them.
