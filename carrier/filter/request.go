@@ -133,7 +133,7 @@ func (f *Filter) identify() {
 }
 
 // admit refuses requests that can be refused without their body, and reports whether the body has to be read.
-func (f *Filter) admit() (reads bool, err error) {
+func (f *Filter) admit(bodyless bool) (reads bool, err error) {
 	h, passes := &f.m.pass.Head, f.s.Passes
 	if f.resumed != nil {
 		return true, nil
@@ -150,7 +150,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		if !passes.Serves(string(h.Method), string(h.Path)) {
 			return false, openai.NotServed()
 		}
-		if f.body.none {
+		if bodyless {
 			return false, nil
 		}
 		if reads = readsOther(string(h.ContentType), len(passes.State.Pools())); reads && large {
@@ -165,7 +165,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		return false, openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
 			"the path and query of the request are too long")
 	}
-	if f.body.none || f.head.get("content-length") == "0" {
+	if bodyless || f.head.get("content-length") == "0" {
 		return false, openai.NoBody()
 	}
 	if large {
