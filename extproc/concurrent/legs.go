@@ -11,6 +11,8 @@ package concurrent
 import (
 	"sync"
 	"time"
+
+	"tandem/extproc/kvtransfer"
 )
 
 // Pairs connects the two legs of one attempt when they run concurrently. Each leg is a stream of its own and must
@@ -18,7 +20,7 @@ import (
 // receive, reports its end.
 type Pairs struct {
 	mu   sync.Mutex
-	live map[[16]byte]*Pair
+	live map[kvtransfer.ID]*Pair
 	idle []idlePair // pairs without a stream, oldest first
 }
 
@@ -47,7 +49,7 @@ type Outcome struct {
 const VerdictWait = 500 * time.Millisecond
 
 type idlePair struct {
-	id    [16]byte
+	id    kvtransfer.ID
 	since time.Time
 }
 
@@ -59,10 +61,10 @@ const (
 )
 
 // NewPairs returns an empty registry.
-func NewPairs() *Pairs { return &Pairs{live: map[[16]byte]*Pair{}} }
+func NewPairs() *Pairs { return &Pairs{live: map[kvtransfer.ID]*Pair{}} }
 
 // Enter is called by a stream that serves a leg; Leave must follow.
-func (ps *Pairs) Enter(id [16]byte) *Pair {
+func (ps *Pairs) Enter(id kvtransfer.ID) *Pair {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	p := ps.at(id)
@@ -71,7 +73,7 @@ func (ps *Pairs) Enter(id [16]byte) *Pair {
 }
 
 // Leave ends what [Pairs.Enter] began.
-func (ps *Pairs) Leave(id [16]byte) {
+func (ps *Pairs) Leave(id kvtransfer.ID) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	if p := ps.live[id]; p != nil {
@@ -82,7 +84,7 @@ func (ps *Pairs) Leave(id [16]byte) {
 }
 
 // Report sets the verdict on P's leg. The first one counts.
-func (ps *Pairs) Report(id [16]byte, v Outcome) {
+func (ps *Pairs) Report(id kvtransfer.ID, v Outcome) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	p := ps.at(id)
@@ -99,7 +101,7 @@ func (ps *Pairs) Report(id [16]byte, v Outcome) {
 }
 
 // GiveUp records that nobody waits for P's leg any more, which may not have begun.
-func (ps *Pairs) GiveUp(id [16]byte) {
+func (ps *Pairs) GiveUp(id kvtransfer.ID) {
 	ps.mu.Lock()
 	defer ps.mu.Unlock()
 	p := ps.at(id)
@@ -114,7 +116,7 @@ func (ps *Pairs) GiveUp(id [16]byte) {
 }
 
 // at finds a pair, or creates it. The caller holds the lock.
-func (ps *Pairs) at(id [16]byte) *Pair {
+func (ps *Pairs) at(id kvtransfer.ID) *Pair {
 	p := ps.live[id]
 	if p == nil {
 		p = &Pair{Ended: make(chan struct{}), Over: make(chan struct{})}
@@ -125,7 +127,7 @@ func (ps *Pairs) at(id [16]byte) *Pair {
 
 // expire records that no stream uses a pair now, and forgets pairs without streams for long. The caller holds the
 // lock.
-func (ps *Pairs) expire(id [16]byte) {
+func (ps *Pairs) expire(id kvtransfer.ID) {
 	now := time.Now()
 	ps.idle = append(ps.idle, idlePair{id, now})
 	done := 0

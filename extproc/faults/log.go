@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	"tandem/extproc/kvtransfer"
 )
 
 // The replan port gets Envoy's next try, which does not say how the one before it failed. Envoy's log of failed tries
@@ -18,19 +20,19 @@ const (
 // tries has the failures of the latest tries, by their ticket's id. The zero value is ready to use.
 type tries struct {
 	mu    sync.Mutex
-	known map[[16]byte]*entry
+	known map[kvtransfer.ID]*entry
 	order []*entry // oldest first
 }
 
 type entry struct {
-	id      [16]byte
+	id      kvtransfer.ID
 	at      time.Time
 	known   chan struct{} // closed when failure is set
 	failure Failure
 }
 
 // report records how a try failed. The first report of a ticket counts.
-func (l *tries) report(id [16]byte, f Failure) {
+func (l *tries) report(id kvtransfer.ID, f Failure) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	e := l.at(id)
@@ -43,7 +45,7 @@ func (l *tries) report(id [16]byte, f Failure) {
 }
 
 // await returns how the try of a ticket failed, once that is known; false if it is not within a time.
-func (l *tries) await(ctx context.Context, id [16]byte, within time.Duration) (Failure, bool) {
+func (l *tries) await(ctx context.Context, id kvtransfer.ID, within time.Duration) (Failure, bool) {
 	l.mu.Lock()
 	e := l.at(id)
 	l.mu.Unlock()
@@ -59,7 +61,7 @@ func (l *tries) await(ctx context.Context, id [16]byte, within time.Duration) (F
 }
 
 // at finds an entry, or creates it. The caller holds the lock.
-func (l *tries) at(id [16]byte) *entry {
+func (l *tries) at(id kvtransfer.ID) *entry {
 	now, old := time.Now(), 0
 	for old < len(l.order) && (now.Sub(l.order[old].at) > keptFor || len(l.order)-old >= maxKept) {
 		delete(l.known, l.order[old].id)
@@ -70,7 +72,7 @@ func (l *tries) at(id [16]byte) *entry {
 	if e == nil {
 		e = &entry{id: id, at: now, known: make(chan struct{})}
 		if l.known == nil {
-			l.known = map[[16]byte]*entry{}
+			l.known = map[kvtransfer.ID]*entry{}
 		}
 		l.known[id], l.order = e, append(l.order, e)
 	}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tandem/extproc/journey"
+	"tandem/extproc/kvtransfer"
 )
 
 // An answer that is not streamed sends nothing until it is complete, so no timeout can tell a slow decode endpoint
@@ -25,11 +26,11 @@ const (
 // tries are the tries that are held, by their hop's ticket.
 type tries struct {
 	mu   sync.Mutex
-	held map[[16]byte]*try
+	held map[kvtransfer.ID]*try
 }
 
 // newTries returns no tries.
-func newTries() *tries { return &tries{held: map[[16]byte]*try{}} }
+func newTries() *tries { return &tries{held: map[kvtransfer.ID]*try{}} }
 
 // try is the latest held try of a hop.
 type try struct {
@@ -38,7 +39,7 @@ type try struct {
 }
 
 // enter starts to hold a try, and replaces an earlier one of the hop.
-func (hs *tries) enter(id [16]byte) *try {
+func (hs *tries) enter(id kvtransfer.ID) *try {
 	h := &try{failed: make(chan struct{}), over: make(chan struct{})}
 	hs.mu.Lock()
 	defer hs.mu.Unlock()
@@ -49,7 +50,7 @@ func (hs *tries) enter(id [16]byte) *try {
 	return h
 }
 
-func (hs *tries) leave(id [16]byte, h *try) {
+func (hs *tries) leave(id kvtransfer.ID, h *try) {
 	hs.mu.Lock()
 	defer hs.mu.Unlock()
 	if hs.held[id] == h {
@@ -58,7 +59,7 @@ func (hs *tries) leave(id [16]byte, h *try) {
 }
 
 // fail ends the wait of a hop's held try, because its try at the endpoint has failed.
-func (hs *tries) fail(id [16]byte) {
+func (hs *tries) fail(id kvtransfer.ID) {
 	hs.mu.Lock()
 	defer hs.mu.Unlock()
 	if h := hs.held[id]; h != nil {
@@ -69,7 +70,7 @@ func (hs *tries) fail(id [16]byte) {
 
 // awaitLoss holds a hedge until lost says that the try at the endpoint is. It returns false if the hedge needs no
 // answer any more: Envoy or the server has given it up.
-func (hs *tries) awaitLoss(ctx context.Context, id [16]byte, draining <-chan struct{}, lost func() bool) bool {
+func (hs *tries) awaitLoss(ctx context.Context, id kvtransfer.ID, draining <-chan struct{}, lost func() bool) bool {
 	h := hs.enter(id)
 	defer hs.leave(id, h)
 	look := time.NewTicker(interval)
