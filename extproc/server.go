@@ -112,7 +112,7 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 	}
 	s := &Server{
 		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
-		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
+		pairs: &concurrent.Pairs{}, guard: guard.New(o.Log, m.Panicked),
 	}
 	if m != nil && m.Usage != nil && o.State != nil {
 		m.Usage.Serves = func(pool, model string) bool {

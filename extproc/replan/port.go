@@ -31,14 +31,14 @@ type Port struct {
 	journeys *journey.Shared
 	passes   *pass.Shared
 	pairs    *concurrent.Pairs
-	tries    *tries
+	tries    tries
 	draining <-chan struct{}
 	maxBody  int
 }
 
 // NewPort returns a port. Its tries end when draining is closed; bodies have maxBody bytes at most.
 func NewPort(journeys *journey.Shared, pairs *concurrent.Pairs, draining <-chan struct{}, maxBody int) *Port {
-	return &Port{journeys, journeys.Passes, pairs, newTries(), draining, maxBody}
+	return &Port{journeys, journeys.Passes, pairs, tries{}, draining, maxBody}
 }
 
 // TryFailed ends the wait of a hop's hedge, because Envoy reports that its try at the endpoint has failed.
