@@ -57,7 +57,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late": // no hop has both
 		p.checkLate(w, t, id)
 		return
-	case t == nil || !takes(t) || !p.journeys.Another(t):
+	case t == nil || journey.StateOf(t) == journey.Waiting || !p.journeys.Another(t):
 		p.refuse(w, r, t, id, err)
 		return
 	case hedged(t, s.Since(t)):
@@ -84,16 +84,11 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if
 // the KV that it is made from may have been another prompt's.
 func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
-	s := p.passes
-	why := p.journeys.Outdated(t)
-	if why == "" {
+	if p.journeys.IsOutdated(t, id) {
+		w.WriteHeader(http.StatusConflict)
+	} else {
 		w.WriteHeader(http.StatusNoContent)
-		return
 	}
-	s.Observer.Outdated(t.Pool, t.Decode, string(why))
-	s.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
-		"request_id", id, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
-	w.WriteHeader(http.StatusConflict)
 }
 
 // errTicketConsumed: a ticket was at the replan port before.
@@ -185,17 +180,7 @@ func (p *Port) giveUp(w http.ResponseWriter, r *http.Request, e *openai.Error) {
 // hedged reports whether a try at the replan port is a hedge: the previous try may still get its answer. Envoy sends
 // the retry of a failed try sooner.
 func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
-	return took >= HedgeAfter-early && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
-}
-
-// takes reports whether a ticket belongs to a hop that may have failed.
-func takes(t *kvtransfer.Ticket) bool {
-	switch t.Stage {
-	case kvtransfer.PrefillLeg, kvtransfer.DecodeLeg, kvtransfer.PairLegs, kvtransfer.EncodeLeg:
-		return true
-	default:
-		return false
-	}
+	return took >= HedgeAfter-early && journey.StateOf(t).IsSent()
 }
 
 // takesPass reports whether a pass may have begun with a ticket; inline: together with P's answer.
