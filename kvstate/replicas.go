@@ -77,6 +77,7 @@ func (s *State) Shares() bool { return s.link.replicas != nil && s.link.replicas
 
 // ApplyRouted applies [State.Routed] of another replica.
 func (s *State) ApplyRouted(p *Pool, e *Endpoint, hashes []uint64) {
+	p.routedElsewhere(e, hashes, s.o.Now())
 	e.state.blocks.Add(hashes)
 	if e.Role&RolePrefill != 0 {
 		p.uses.Note(hashes, s.o.Now())
