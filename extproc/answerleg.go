@@ -70,7 +70,7 @@ func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 	p := x.s.pairs.Enter(t.ID)
 	defer x.s.pairs.Leave(t.ID)
-	timer := time.NewTimer(x.s.passes.PairLimit(t))
+	timer := time.NewTimer(x.s.journeys.PairLimit(t))
 	defer timer.Stop()
 	select {
 	case <-p.Ended:

@@ -57,7 +57,7 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 	if c := policy.Dialect.Concurrent; c != nil {
 		rules.PrefillFirst = c.PrefillFirst
 	}
-	w := watched{x, t, journey.NewPair(x.s.passes, t, rules), x.s.passes.PairLimit(t), edits, nil, false}
+	w := watched{x, t, x.s.journeys.NewPair(t, rules), x.s.journeys.PairLimit(t), edits, nil, false}
 	return w.watch(p)
 }
 
@@ -154,7 +154,7 @@ func (x *watched) carryOut(a *journey.PairAction) (over bool, err error) {
 	}
 	if a.Holds {
 		x.meter.SpanLegEnded("ok", 0)
-		x.s.passes.PairHolds(x.ticket)
+		x.s.journeys.PairHolds(x.ticket)
 	}
 	switch a.Do {
 	case journey.SendDecode:
@@ -175,7 +175,7 @@ func (x *watched) carryOut(a *journey.PairAction) (over bool, err error) {
 		}
 		return true, x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders})
 	case journey.PlanAgain:
-		return true, x.planAgain(x.ticket, a.Cause, a.Failure)
+		return true, x.planAgain(x.ticket, a.Leg, a.Failure)
 	case journey.Refuse:
 		return true, x.answerFor(a.Refusal)
 	default:
@@ -204,8 +204,8 @@ func (x decodeLeg) answerFor(v *concurrent.Outcome) error {
 }
 
 // planAgain cuts D with a redirect to pass 2, which plans another attempt. f is how P, or D, failed.
-func (x decodeLeg) planAgain(t *kvtransfer.Ticket, cause string, f *faults.Failure) error {
-	next := x.s.passes.PairFailed(t, x.stream.requestID, cause, f)
+func (x decodeLeg) planAgain(t *kvtransfer.Ticket, leg faults.Leg, f *faults.Failure) error {
+	next := x.s.journeys.PairFailed(t, x.stream.requestID, leg, f)
 	x.meter.SpanLegEnded("failed", 0)
 	x.meter.SpanCause(next.Cause)
 	sealed, err := x.s.passes.Keys().Seal(nil, &next, x.stream.requestID)

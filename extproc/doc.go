@@ -29,7 +29,7 @@
 //
 //   - mainRole (route.go) receives both passes, has a [pass.Pass] read, choose, decide and commit, and renders the
 //     decision for Envoy. endpointPicker (pickerprotocol.go) does the same for gateways.
-//   - prefillLeg (prefillleg.go) has a [pass.Prefilled] settle P's answer.
+//   - prefillLeg (prefillleg.go) has [journey.Legs] settle P's answer.
 //   - decodeLeg, mirroredLeg: concurrent legs; package concurrent is where they meet.
 //   - answerLeg, encodeLeg.
 //

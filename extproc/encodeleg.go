@@ -6,6 +6,7 @@ import (
 	"strconv"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
@@ -25,6 +26,7 @@ type encodeLeg struct {
 	handler
 	req    *openai.Request
 	answer *pass.Prefilled
+	legs   *journey.Legs
 }
 
 // serve serves the encode leg's filter: it sends the engine's body, and turns its answer into a redirect.
@@ -63,7 +65,7 @@ func (x encodeLeg) serve() error {
 	x.meter.EndPhase(telemetry.PhaseReceive)
 	h, a := &x.stream.msg.Headers, &x.stream.msg.Attributes // still the request's headers, except for the status
 	x.answer.ID = x.stream.requestID
-	next := x.answer.SettleEncode(t, &pass.Answer{
+	next := x.legs.SettleEncode(t, &pass.Answer{
 		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,
 	})
 	err = x.redirect(next, replan.Location(h.Path))

@@ -8,6 +8,7 @@ import (
 
 	"tandem/extproc/concurrent"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
@@ -18,6 +19,7 @@ import (
 type mirroredLeg struct {
 	pairLeg
 	answer *pass.Prefilled
+	legs   *journey.Legs
 }
 
 // serve serves the filter of the mirrored prefill leg. Envoy ignores the leg's answer, so this handler observes P's
@@ -52,7 +54,7 @@ func (x mirroredLeg) serve() error {
 	}
 	a := &x.stream.msg.Attributes
 	x.answer.ID = x.stream.requestID
-	v, joined := x.answer.SettlePair(t, &pass.Answer{
+	v, joined := x.legs.SettlePair(t, &pass.Answer{
 		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Load: x.stream.msg.Headers.Load,
 		Details: a.Details, RetryAfter: a.RetryAfter,
 	})
@@ -73,7 +75,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseRequestHeaders}); err != nil {
 		return err
 	}
-	late := time.NewTimer(x.s.passes.PairLimit(t) + time.Second)
+	late := time.NewTimer(x.s.journeys.PairLimit(t) + time.Second)
 	defer late.Stop()
 	select {
 	case got := <-x.stream.receiveLater():
@@ -90,7 +92,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	}
 	x.s.State.Bookings.Release(pass.HeldBy(t).Prefill)
 	took, result := x.s.passes.Since(t), "client_gone"
-	if took >= x.s.passes.PairLimit(t) { // P exceeded its time limit
+	if took >= x.s.journeys.PairLimit(t) { // P exceeded its time limit
 		result = "failed"
 	}
 	x.meter.LegEnded(t.Pool, "prefill", t.Prefill, result, 0, took)

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tandem/extproc/envoywire"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/pass"
 	"tandem/extproc/reclaim"
@@ -21,6 +22,7 @@ import (
 type prefillLeg struct {
 	handler
 	answer *pass.Prefilled
+	legs   *journey.Legs
 }
 
 // serve serves the prefill leg's filter: it turns P's answer, or Envoy's own in its place, into the redirect.
@@ -53,7 +55,7 @@ func (x prefillLeg) serve() error {
 	}
 	x.meter.EndPhase(telemetry.PhaseReceive)
 	x.answer.ID = x.stream.requestID
-	settled := x.answer.Settle(x.stream.Context(), t, &pass.Answer{
+	settled := x.legs.Settle(x.stream.Context(), t, &pass.Answer{
 		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, NoMemory: x.stream.noMemory,
 		Load: x.stream.msg.Headers.Load, Details: a.Details, RetryAfter: a.RetryAfter,
 	})
@@ -107,7 +109,7 @@ func (x prefillLeg) endedByEnvoy() bool {
 }
 
 // answerClient answers the client in P's place, or with P's refusal.
-func (x prefillLeg) answerClient(t *kvtransfer.Ticket, settled *pass.Settled) error {
+func (x prefillLeg) answerClient(t *kvtransfer.Ticket, settled *journey.Settled) error {
 	if settled.Err == nil && (!settled.Refused || len(settled.Answer) != x.stream.body.Len()) {
 		x.stream.headers.Remove("content-length")
 	}

@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/concurrent"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/models"
 	"tandem/extproc/names"
@@ -25,6 +26,7 @@ import (
 type mainRole struct {
 	handler
 	pass *pass.Pass
+	legs *journey.Legs
 }
 
 // serve serves pass 1 and pass 2 of a request.
@@ -152,7 +154,7 @@ func (x mainRole) resume(ctx context.Context) (*plan.Decision, error) {
 		h.Path, x.stream.newPath = []byte(t.Path), true
 	}
 	x.pass.Head = x.head()
-	return x.pass.Resume(ctx, t, ticketErr)
+	return x.legs.Resume(ctx, x.pass, t, ticketErr)
 }
 
 // undecided gives pass 1 a ticket, with the reply to its headers. Envoy keeps a buffered body: if the replica that

@@ -84,7 +84,7 @@ type Server struct {
 	streams  streamOptions
 	loggers  envoywire.Loggers
 	faults   faults.Faults
-	ends     journey.Ends
+	journeys *journey.Shared
 }
 
 // New returns a server over the options' state. It starts no goroutines.
@@ -163,8 +163,8 @@ func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
 		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}
 	}
 	s.passes = pass.New(passes)
-	s.ends = journey.Ends{Passes: s.passes, Tracer: o.Tracer}
-	s.replan = replan.NewPort(s.passes, s.pairs, s.draining, o.MaxBodyBytes)
+	s.journeys = &journey.Shared{Passes: s.passes, Tracer: o.Tracer}
+	s.replan = replan.NewPort(s.journeys, s.pairs, s.draining, o.MaxBodyBytes)
 	s.Apply(o.Settings)
 	s.Options.Settings = pass.Settings{} // the initial settings must not be read later
 	s.scratch.New = func() any { return newScratch(s) }
@@ -220,12 +220,14 @@ type scratch struct {
 	stream    stream
 	telemetry telemetry.Meter
 	pass      pass.Pass
+	legs      journey.Legs
 	spoiled   bool // a panic may have left it in any state
 }
 
 func newScratch(s *Server) *scratch {
 	m := &scratch{s: s, stream: stream{streamOptions: &s.streams}, telemetry: telemetry.Meter{Observer: s.observer}}
 	s.passes.Begin(&m.pass, &m.stream, &m.telemetry)
+	s.journeys.Begin(&m.legs, &m.pass)
 	return m
 }
 
@@ -269,21 +271,21 @@ func (m *scratch) serve(role string) error {
 	shared := handler{&m.stream, &m.telemetry, m.s}
 	switch role {
 	case names.RolePrefillLeg:
-		return prefillLeg{shared, &m.pass.Prefilled}.serve()
+		return prefillLeg{shared, &m.pass.Prefilled, &m.legs}.serve()
 	case names.RoleDecodeLeg:
 		return decodeLeg{pairLeg{shared}}.serve()
 	case names.RoleMirror:
-		return mirroredLeg{pairLeg{shared}, &m.pass.Prefilled}.serve()
+		return mirroredLeg{pairLeg{shared}, &m.pass.Prefilled, &m.legs}.serve()
 	case names.RoleAnswerLeg:
 		return answerLeg{pairLeg{shared}}.serve()
 	case names.RoleEncodeLeg:
-		return encodeLeg{shared, &m.pass.Req.Client, &m.pass.Prefilled}.serve()
+		return encodeLeg{shared, &m.pass.Req.Client, &m.pass.Prefilled, &m.legs}.serve()
 	case names.RoleSwitched:
 		return shared.switched()
 	case names.RolePicker:
 		return endpointPicker{shared, &m.pass}.serve()
 	}
-	return mainRole{shared, &m.pass}.serve()
+	return mainRole{shared, &m.pass, &m.legs}.serve()
 }
 
 // errorCode returns the code of the client's error; "": none; gone: the client's stream had ended.

@@ -101,7 +101,7 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 		return Stop
 	}
 	if f.s.Passes.Since(t) > late {
-		if why := f.s.Passes.Outdated(t); why != "" {
+		if why := f.s.journeys.Outdated(t); why != "" {
 			return f.refuseOutdated(string(why))
 		}
 	}
@@ -137,14 +137,14 @@ func failure(e Envoy, o *Outcome) *faults.Failure {
 
 // decodeFailed plans the request again after its endpoint failed before the answer began. false: that is not possible.
 func (f *Filter) decodeFailed(how *faults.Failure) bool {
-	return f.planAgain(func() kvtransfer.Ticket { return f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, how) })
+	return f.planAgain(func() kvtransfer.Ticket { return f.s.journeys.DecodeFailed(&f.hop.ticket, f.id, how) })
 }
 
 // planAgain begins the request again, in another filter that continues the attempt, with the ticket of the failed hop.
 // false: there is no way.
 func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	f.begun()
-	if !f.s.Passes.MayPlanAgain(&f.hop.ticket) {
+	if !f.s.journeys.Another(&f.hop.ticket) {
 		return false
 	}
 	next := failed()
@@ -170,14 +170,11 @@ func (f *Filter) lost() {
 	}
 }
 
-// silence is how long to wait for an answer before checking whether it will come.
-const silence = 10 * time.Second
-
 // Run looks after requests whose answers do not come, until ctx ends.
 func (s *Shared) Run(ctx context.Context) {
 	periodic.Run(ctx, 250*time.Millisecond, func(time.Time) {
 		for _, f := range s.silent() {
-			if s.Passes.Lost(&f.hop.ticket) {
+			if s.journeys.Lost(&f.hop.ticket) {
 				f.wake(f.lost)
 			}
 		}
@@ -190,7 +187,7 @@ func (s *Shared) silent() (out []*Filter) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for f := range s.waiting {
-		if s.Passes.Since(&f.hop.ticket) >= silence {
+		if s.Passes.Since(&f.hop.ticket) >= journey.Silence {
 			out = append(out, f)
 		}
 	}
@@ -255,5 +252,5 @@ func (f *Filter) end() {
 	if f.hop.sent {
 		e.Try = ended.Try{Tries: 1, Began: true}
 	}
-	f.s.ends.End(&journey.Over{Ticket: t, Ended: e, Here: true})
+	f.s.journeys.End(&journey.Over{Ticket: t, Ended: e, Here: true})
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/migration"
 	"tandem/extproc/openai"
@@ -151,7 +152,7 @@ func (in *Insured) goOn(cause, planned string) {
 
 // canFail reports whether there may be one more pass after D's leg has failed before its first event.
 func (in *Insured) canFail() bool {
-	return in.f.s.Passes.MayPlanAgain(&in.f.hop.ticket)
+	return in.f.s.journeys.Another(&in.f.hop.ticket)
 }
 
 // failed plans the request again after its leg failed before its first event.
@@ -162,7 +163,7 @@ func (in *Insured) failed(failure *faults.Failure) {
 		in.giveUp(openai.Unavailable("endpoint_failed", "no endpoint answered; try again", time.Second))
 		return
 	}
-	next := f.s.Passes.DecodeFailed(&f.hop.ticket, f.id, failure)
+	next := f.s.journeys.DecodeFailed(&f.hop.ticket, f.id, failure)
 	a := plan.Next(&next)
 	a.From = in.again.from
 	in.plan(&next, a)
@@ -309,7 +310,7 @@ func (s *Shared) lookAfter() {
 		e := plan.EndpointOf(s.Passes.State, p.ticket.Pool, p.ticket.Decode)
 		switch {
 		case !p.spoke.Load():
-			if quiet >= silence && s.Passes.Lost(&p.ticket) {
+			if quiet >= journey.Silence && s.journeys.Lost(&p.ticket) {
 				in.f.wake(func() {
 					if in.d.id != 0 && in.placed.Load() == p && !p.spoke.Load() {
 						in.failed(&faults.Failure{})

@@ -50,10 +50,10 @@ func (e *encode) called(a *prefilled) {
 		f.s.hold(f.m, len(x.Body.Bytes()))
 		startSpan(ctx, f, telemetry.SpanEncodeLeg)
 		f.m.meter.SpanTicket(&f.hop.ticket)
-		next := x.Prefilled.SettleEncode(&f.hop.ticket, &a.Answer)
+		next := f.m.legs.SettleEncode(&f.hop.ticket, &a.Answer)
 		kept := clone(next)
 		f.again(ctx)
-		d, err := x.Resume(ctx, &kept, nil)
+		d, err := f.m.legs.Resume(ctx, x, &kept, nil)
 		return f.commit(ctx, d, err)
 	})
 }

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"time"
 
+	"tandem/extproc/journey"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
@@ -284,7 +285,7 @@ func (f *Filter) answerList(body []byte) {
 }
 
 // answerSettled answers the client in P's place, or with P's refusal. stream: as a stream of events.
-func (f *Filter) answerSettled(a *prefilled, settled *pass.Settled, stream bool) {
+func (f *Filter) answerSettled(a *prefilled, settled *journey.Settled, stream bool) {
 	if settled.Err != nil {
 		f.refuse(settled.Err)
 		return

@@ -421,7 +421,7 @@ func (in *Insured) outdated() bool {
 	if passes.Since(t) <= policy.Dialect.LateAfter() {
 		return false
 	}
-	why := passes.Outdated(t)
+	why := f.s.journeys.Outdated(t)
 	if why == "" {
 		return false
 	}

@@ -65,7 +65,7 @@ func newPair(f *Filter, r *pass.Routed) func() {
 func (p *pair) begin() {
 	f, how := p.f, &p.routed.Pair.Plan
 	f.hop.pair = p
-	limit := f.s.Passes.PairLimit(&p.ticket)
+	limit := f.s.journeys.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
 	c := prefillCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
 	switch {
@@ -80,7 +80,7 @@ func (p *pair) begin() {
 		p.rules.PrefillFirst = true // D would wait in vain
 		p.settle(notSent())
 	}
-	p.journey = journey.NewPair(f.s.Passes, &p.ticket, p.rules)
+	p.journey = f.s.journeys.NewPair(&p.ticket, p.rules)
 	p.carryOut(p.journey.Begin())
 }
 
@@ -101,7 +101,7 @@ func (p *pair) carryOut(a journey.PairAction) {
 			waits.ContinueAnswer()
 		}
 	case journey.PlanAgain:
-		p.planAgain(a.Cause, a.Failure)
+		p.planAgain(a.Leg, a.Failure)
 	case journey.Refuse:
 		p.refuse(a.Refusal)
 	case journey.Await, journey.Hold:
@@ -149,13 +149,13 @@ func (p *pair) settle(a *prefilled) {
 			m.meter.SpanTicket(&p.ticket)
 			m.meter.SpanPair(&p.ticket)
 			m.pass.Prefilled.ID = f.id
-			v.Outcome, v.joined = m.pass.Prefilled.SettlePair(&p.ticket, &a.Answer)
+			v.Outcome, v.joined = m.legs.SettlePair(&p.ticket, &a.Answer)
 			m.meter.EndSpan("")
 			f.s.release(m)
 			return v, nil
 		})
 		if f.wake(func() { p.prefilled(&v.Outcome, v.joined) }) && v.OK && !p.abandoned.Load() {
-			f.s.Passes.PairHolds(&p.ticket)
+			f.s.journeys.PairHolds(&p.ticket)
 		}
 	}()
 }
@@ -213,18 +213,18 @@ func (p *pair) answers(o *Outcome, end bool) Status {
 
 // planAgain plans the request again after P or, if the cause says so, D has failed. If D's leg was sent, it begins
 // again with the body that D got, else with P's, which is here.
-func (p *pair) planAgain(cause string, how *faults.Failure) {
+func (p *pair) planAgain(leg faults.Leg, how *faults.Failure) {
 	f := p.f
 	if !f.hop.sent {
 		f.beside("plan again", true, func(ctx context.Context) func() {
-			next := f.s.Passes.PairFailed(&p.ticket, f.id, cause, how)
+			next := f.s.journeys.PairFailed(&p.ticket, f.id, leg, how)
 			f.again(ctx)
-			d, err := f.m.pass.Resume(ctx, &next, nil)
+			d, err := f.m.legs.Resume(ctx, &f.m.pass, &next, nil)
 			return f.commit(ctx, d, err)
 		})
 		return
 	}
-	again := func() kvtransfer.Ticket { return f.s.Passes.PairFailed(&f.hop.ticket, f.id, cause, how) }
+	again := func() kvtransfer.Ticket { return f.s.journeys.PairFailed(&f.hop.ticket, f.id, leg, how) }
 	if !f.planAgain(again) {
 		p.named()
 		f.hop.sent = false

@@ -29,7 +29,7 @@ func (f *Filter) decide(ctx context.Context) func() {
 	startSpan(ctx, f, telemetry.SpanDecide)
 	if f.resumed != nil {
 		t := f.resumed.ticket
-		d, err := x.Resume(ctx, &t, nil)
+		d, err := f.m.legs.Resume(ctx, x, &t, nil)
 		return f.commit(ctx, d, err)
 	}
 	var d *plan.Decision
@@ -127,7 +127,7 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 	x, t := &f.m.pass, &f.hop.ticket
 	startSpan(ctx, f, telemetry.SpanPrefillAnswer)
 	f.m.meter.SpanTicket(t)
-	settled := x.Prefilled.Settle(ctx, t, &a.Answer)
+	settled := f.m.legs.Settle(ctx, t, &a.Answer)
 	next := settled.Next
 	if next == nil {
 		stream := t.Stream && !settled.Refused
@@ -140,7 +140,7 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 		return nil // nobody is there to fetch it for
 	}
 	f.again(ctx)
-	d, err := x.Resume(ctx, &kept, nil)
+	d, err := f.m.legs.Resume(ctx, x, &kept, nil)
 	return f.commit(ctx, d, err)
 }
 

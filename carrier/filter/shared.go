@@ -28,8 +28,8 @@ type Options struct {
 // Shared is what all requests of a replica share. It is safe for concurrent use.
 type Shared struct {
 	Options
-	ends    journey.Ends
-	scratch sync.Pool // of *scratch
+	journeys *journey.Shared
+	scratch  sync.Pool // of *scratch
 
 	mu       sync.Mutex
 	restarts map[string]*attempt // by their keys: requests that begin again at this moment
@@ -40,11 +40,12 @@ type Shared struct {
 // New returns what requests share.
 func New(o Options) *Shared {
 	s := &Shared{Options: o, restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{},
-		insured: map[*Insured]struct{}{}, ends: journey.Ends{Passes: o.Passes, Tracer: o.Tracer}}
+		insured: map[*Insured]struct{}{}, journeys: &journey.Shared{Passes: o.Passes, Tracer: o.Tracer}}
 	s.scratch.New = func() any {
 		m := &scratch{}
 		m.meter.Observer = o.Passes.Observer
 		o.Passes.Begin(&m.pass, &m.body, &m.meter)
+		s.journeys.Begin(&m.legs, &m.pass)
 		return m
 	}
 	return s
@@ -53,6 +54,7 @@ func New(o Options) *Shared {
 // scratch is the memory of a request until it is on its way to D. Later requests use it again.
 type scratch struct {
 	pass    pass.Pass
+	legs    journey.Legs
 	meter   telemetry.Meter
 	body    body
 	answer  []byte // P's

@@ -6,6 +6,8 @@
 //   - A connection that broke is a broken connection: the request is planned again, and the endpoint checked.
 //   - An endpoint that cannot be reached, or exceeded its time, has failed.
 //
+// [Means] is where that is decided, as values, for every leg and both transports; [Faults.Blame] records it.
+//
 // A failed KV load is only what the engine says is one: by a stream that ends before it is complete, or by its own
 // count.
 package faults
@@ -148,15 +150,25 @@ func (s *Faults) full(pool, addr string, f *Failure) {
 	}
 }
 
-// Endpoint records how an endpoint failed a hop, and adds it to those that the request excludes unless it is only
-// full.
-func (s *Faults) Endpoint(next *kvtransfer.Ticket, requestID, addr string, f *Failure) {
-	if !f.Full() {
-		next.Excluded = append(next.Excluded, addr)
-	} else if next.Prefill != "" && next.Prefills > 0 {
-		next.Prefills-- // being refused is no attempt: only redirects bound those
+// Blame records what a failed leg of a request means, for the endpoint at an address and for the ticket of the next
+// pass.
+func (s *Faults) Blame(next *kvtransfer.Ticket, requestID, addr string, f *Failure, m *Meaning) {
+	next.Cause = m.Cause
+	if m.Excludes {
+		next.Excluded = append(slices.Clip(next.Excluded), addr)
 	}
-	s.Hop(next.Pool, requestID, addr, f)
+	if m.Blames {
+		if f.Full() && next.Prefill != "" && next.Prefills > 0 {
+			next.Prefills-- // being refused is no attempt: only redirects bound those
+		}
+		s.Hop(next.Pool, requestID, addr, f)
+	}
+	pool := s.State.Pool(next.Pool)
+	next.Loads = next.Loads && m.Loads && pool != nil
+	if next.Loads && m.Suspects &&
+		s.State.KVLoads.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
+		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
+	}
 }
 
 // Hop records how an endpoint failed a hop of a request.
@@ -173,19 +185,6 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 		s.State.Health.MarkFailed(e)
 	case s.Check != nil:
 		s.Check(e)
-	}
-}
-
-// Decode is Endpoint for the decode endpoint of a leg. A status other than that of a full one may mean that its KV
-// could not be loaded; next.Loads is true if nothing rules that out.
-func (s *Faults) Decode(next *kvtransfer.Ticket, requestID string, f *Failure) {
-	s.Endpoint(next, requestID, next.Decode, f)
-	pool := s.State.Pool(next.Pool)
-	answered := f.Status != 0 && !f.Full()
-	next.Loads = next.Loads && pool != nil && (answered || f.Unknown)
-	if next.Loads && answered &&
-		s.State.KVLoads.LoadSuspected(pool, next.Prefill, next.Decode, xxhash.Sum64String(requestID)) {
-		s.loadFailed(pool, next.Prefill, next.Decode, SeenAnswer)
 	}
 }
 
@@ -238,12 +237,6 @@ func (s *Faults) CheckEndpoint(pool *kvstate.Pool, addr string) {
 	if e := pool.Endpoint(addr); e != nil {
 		s.Check(e)
 	}
-}
-
-// Prefill records how a prefill leg failed, and makes next the ticket of a request that is planned again without P.
-func (s *Faults) Prefill(next *kvtransfer.Ticket, requestID string, f *Failure) {
-	next.ID, next.Stage, next.Params, next.Cause = plan.NewID(), kvtransfer.Failed, nil, kvtransfer.CausePrefill
-	s.Endpoint(next, requestID, next.Prefill, f)
 }
 
 // repeated counts the errors of endpoints in a row, each of another request. The zero value is ready to use.

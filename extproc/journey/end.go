@@ -14,8 +14,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Ends ends requests. It is safe for concurrent use.
-type Ends struct {
+// Shared is what the journeys of a server share. It is safe for concurrent use.
+type Shared struct {
 	Passes *pass.Shared
 	Tracer telemetry.Tracer // nil: no traces
 }
@@ -33,7 +33,7 @@ type Over struct {
 // the end shows of the endpoints and what the request used, its row, metrics and span, and has later decisions learn
 // from it. It is called once for each request at each replica that learns of its end. It reports whether this replica
 // is the one that counts the request.
-func (x *Ends) End(o *Over) (mine bool) {
+func (x *Shared) End(o *Over) (mine bool) {
 	s, t, e := x.Passes, o.Ticket, o.Ended
 	mine = s.Release(pass.HeldBy(t)) || o.Here
 	s.Reclaim.Ended(t, e, o.Here)
@@ -49,7 +49,7 @@ func (x *Ends) End(o *Over) (mine bool) {
 }
 
 // record records the row, the metrics and the span of a request, and what it used.
-func (x *Ends) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
+func (x *Shared) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
 	s := x.Passes
 	var took, first time.Duration
 	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {

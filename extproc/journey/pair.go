@@ -8,7 +8,6 @@ import (
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
-	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 )
 
@@ -20,7 +19,7 @@ import (
 // Each method is an event, and returns what the transport does next. After [LetGo], [PlanAgain] and [Refuse] nothing
 // follows. It is not safe for concurrent use.
 type Pair struct {
-	passes *pass.Shared
+	shared *Shared
 	ticket *kvtransfer.Ticket // of P's body
 	rules  PairRules
 	d      decodeLeg
@@ -52,11 +51,11 @@ const (
 type PairAction struct {
 	Do    PairStep
 	After time.Duration // > 0: [Pair.Elapsed] follows after it, if the pair is not over before
-	// Holds: D has the prompt now, as [pass.Shared.PairHolds] is to record.
+	// Holds: D has the prompt now, as [Shared.PairHolds] is to record.
 	Holds   bool
 	Abandon bool            // nobody waits for P's leg any more
-	Cause   string          // of [PlanAgain]: one of kvtransfer's
-	Failure *faults.Failure // of [PlanAgain]: how the leg of the cause failed
+	Leg     faults.Leg      // of [PlanAgain]: which leg failed ...
+	Failure *faults.Failure // ... and how
 	// Refusal is P's refusal of the request, of [Refuse].
 	Refusal *concurrent.Outcome
 }
@@ -75,8 +74,8 @@ const (
 )
 
 // NewPair returns the pair of a ticket.
-func NewPair(passes *pass.Shared, t *kvtransfer.Ticket, r PairRules) *Pair {
-	return &Pair{passes: passes, ticket: t, rules: r}
+func (s *Shared) NewPair(t *kvtransfer.Ticket, r PairRules) *Pair {
+	return &Pair{shared: s, ticket: t, rules: r}
 }
 
 // Begin is the first event: P's leg is under way.
@@ -105,7 +104,7 @@ func (p *Pair) PrefillEnded(v *concurrent.Outcome) PairAction {
 	case decodeUnsent:
 		return p.send()
 	case decodeFailing:
-		return p.planAgain(kvtransfer.CauseDecode, &p.failed)
+		return p.planAgain(faults.Decode, &p.failed)
 	case decodeHeld:
 		return p.letGo(true)
 	default:
@@ -114,21 +113,21 @@ func (p *Pair) PrefillEnded(v *concurrent.Outcome) PairAction {
 }
 
 func (p *Pair) prefillFailed(v *concurrent.Outcome) PairAction {
-	cause := p.passes.PairCause(p.ticket, v)
-	if cause == "" {
+	f := &faults.Failure{Status: v.Status, RetryAfter: v.RetryAfter, Unreached: v.Unreached}
+	if p.shared.pairMeans(p.ticket, faults.Prefill, f).Client {
 		p.d = decodeOver
 		return PairAction{Do: Refuse, Refusal: v, Abandon: true}
 	}
-	return p.planAgain(cause, &faults.Failure{Status: v.Status, RetryAfter: v.RetryAfter, Unreached: v.Unreached})
+	return p.planAgain(faults.Prefill, f)
 }
 
-// PrefillOverdue is the event that P has exceeded its time limit ([pass.Shared.PairLimit]).
+// PrefillOverdue is the event that P has exceeded its time limit ([Shared.PairLimit]).
 func (p *Pair) PrefillOverdue() PairAction {
 	if p.d == decodeOver || p.sent {
 		return PairAction{}
 	}
-	p.passes.Observer.PrefillLate(p.ticket)
-	return p.planAgain(kvtransfer.CausePrefill, &faults.Failure{Unreached: true})
+	p.shared.Passes.Observer.PrefillLate(p.ticket)
+	return p.planAgain(faults.Prefill, &faults.Failure{Unreached: true})
 }
 
 // DecodeHead is the head of D's answer, or of Envoy's in its place.
@@ -144,7 +143,7 @@ func (p *Pair) DecodeAnswers(h *DecodeHead) PairAction {
 	switch {
 	case p.d == decodeOver:
 		return PairAction{Do: LetGo}
-	case faults.Failed(h.Status) && !h.Final && (h.Status != http.StatusNotFound || p.passes.MayPlanAgain(p.ticket)):
+	case faults.Failed(h.Status) && !h.Final && (h.Status != http.StatusNotFound || p.shared.Another(p.ticket)):
 		return p.DecodeFails(&h.Failure)
 	case h.Status != http.StatusOK && h.Status != http.StatusPartialContent: // D does no work for this request
 		p.d = decodeOver
@@ -168,9 +167,9 @@ const verdictSoon = 100 * time.Millisecond
 
 // DecodeFails is the event that D has failed before its answer began.
 func (p *Pair) DecodeFails(how *faults.Failure) PairAction {
-	d := plan.EndpointOf(p.passes.State, p.ticket.Pool, p.ticket.Decode)
+	d := plan.EndpointOf(p.shared.Passes.State, p.ticket.Pool, p.ticket.Decode)
 	if p.sent || how.Full() || d != nil && d.Failed() { // whatever P's verdict is, D is at fault
-		return p.planAgain(kvtransfer.CauseDecode, how)
+		return p.planAgain(faults.Decode, how)
 	}
 	p.d, p.failed = decodeFailing, *how
 	return PairAction{After: concurrent.VerdictWait}
@@ -181,14 +180,14 @@ func (p *Pair) DecodeLost() PairAction {
 	if p.d == decodeOver {
 		return PairAction{}
 	}
-	return p.planAgain(kvtransfer.CauseDecode, &faults.Failure{})
+	return p.planAgain(faults.Decode, &faults.Failure{})
 }
 
 // Elapsed is the event that the time of an action is over.
 func (p *Pair) Elapsed() PairAction {
 	switch p.d {
 	case decodeFailing:
-		return p.planAgain(kvtransfer.CauseDecode, &p.failed)
+		return p.planAgain(faults.Decode, &p.failed)
 	case decodeHeld:
 		return p.letGo(true)
 	default:
@@ -225,7 +224,7 @@ func (p *Pair) letGo(holds bool) PairAction {
 	return PairAction{Do: LetGo, Holds: holds}
 }
 
-func (p *Pair) planAgain(cause string, how *faults.Failure) PairAction {
+func (p *Pair) planAgain(leg faults.Leg, how *faults.Failure) PairAction {
 	p.d = decodeOver
-	return PairAction{Do: PlanAgain, Cause: cause, Failure: how, Abandon: true}
+	return PairAction{Do: PlanAgain, Leg: leg, Failure: how, Abandon: true}
 }

@@ -19,8 +19,8 @@ import (
 	"tandem/kvstate"
 )
 
-// passes returns passes over a pool "chat" of SGLang engines p1 and d1.
-func passes(t *testing.T) *pass.Shared {
+// shared returns what journeys share, over a pool "chat" of SGLang engines p1 and d1.
+func shared(t *testing.T) *Shared {
 	t.Helper()
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
@@ -32,7 +32,7 @@ func passes(t *testing.T) *pass.Shared {
 	})
 	policy := pass.Policy{Policy: plan.Policy{Split: true, Dialect: kvtransfer.Named("sglang")}}
 	s.Apply(pass.Settings{Pools: map[string]pass.Policy{"chat": policy.WithDefaults()}})
-	return s
+	return &Shared{Passes: s}
 }
 
 // What follows from each event of a pair. Events: begin; P's verdict: P ok, P STATUS, P gone, P late; D's answer: D STATUS,
@@ -82,12 +82,12 @@ func TestPair(t *testing.T) {
 		"the replica stops before D answers": {events: "begin; drained", follow: "send; let go"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := passes(t)
+			s := shared(t)
 			ticket := &kvtransfer.Ticket{Pool: "chat", Prefill: "p1", Decode: "d1", Stage: kvtransfer.PairLegs}
 			if tt.last {
-				ticket.Redirects = s.Limits.MaxRedirects - 1
+				ticket.Redirects = s.Passes.Limits.MaxRedirects - 1
 			}
-			p := NewPair(s, ticket, tt.rules)
+			p := s.NewPair(ticket, tt.rules)
 			var follow []string
 			for event := range strings.SplitSeq(tt.events, "; ") {
 				a := step(p, event)
@@ -133,14 +133,14 @@ func said(a *PairAction) string {
 		s += " " + a.After.String()
 	}
 	if f := a.Failure; f != nil {
-		how := strconv.Itoa(f.Status)
+		leg, how := [...]string{"prefill", "decode"}[a.Leg], strconv.Itoa(f.Status)
 		switch {
 		case f.Unreached:
 			how = "unreached"
 		case f.Status == 0:
 			how = "broken"
 		}
-		s += fmt.Sprintf(" %s %s", a.Cause, how)
+		s += fmt.Sprintf(" %s %s", leg, how)
 	}
 	if a.Refusal != nil {
 		s += " " + strconv.Itoa(a.Refusal.Status)

@@ -110,16 +110,6 @@ func (k conversation) unused(why string, err error) (*kvtransfer.Turn, []byte) {
 	return nil, nil
 }
 
-// TurnFailed makes next the ticket of a request without a stored turn, after a prefill leg that used one failed. The
-// pool's policy for failed prefills does not apply: the reuse caused the prefill.
-func (s *Shared) TurnFailed(next *kvtransfer.Ticket, requestID string, status int) {
-	next.Cause, next.Turn.Named = kvtransfer.CauseTurn, false
-	next.Prefills = max(next.Prefills-1, 0)
-	s.Observer.Turn(next.Pool, TurnFailed)
-	s.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without",
-		"request_id", requestID, "endpoint", next.Prefill, "status", status)
-}
-
 // sameEngines reports whether two endpoints are known to read each other's blocks. A pair needs less: it is enough that
 // nothing is known against it.
 func sameEngines(a, b *kvstate.Endpoint) bool {

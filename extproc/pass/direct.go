@@ -145,7 +145,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	t.BodyBytes = edits.Len(len(r.Client.Body()))
 	a, err := k.post(limited, e, edits.Apply(nil, r.Client.Body()))
 	took, status := time.Since(began), a.Code
-	x.Prefilled.observeLoad(&t, a.Load)
+	x.Prefilled.ObserveLoad(&t, a.Load)
 	x.Meter.Observer.HopEnded(pool.Spec.Name, "prefill", e.Addr, directResult(status, err), took, x.Meter.Exemplar)
 	if err != nil && status == http.StatusOK {
 		s.Cut(&t)
@@ -153,22 +153,8 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
-	case err != nil:
-		overdue := p.PrefillTimeout > 0 && took >= p.PrefillTimeout
-		s.Faults.Hop(pool.Spec.Name, r.ID, e.Addr, &faults.Failure{Overdue: overdue, Unreached: !overdue})
-		return nil, err
-	case status == http.StatusNotFound: // another one may serve the model
-		return nil, fmt.Errorf("status %d", status)
-	case p.DecodeDecides(status, r.Client.Shaped()):
-		return nil, errDecodeDecides
-	case plan.ClientsFault(status):
-		return nil, &openai.Error{
-			Status: status, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(a.Body),
-		}
-	case status != http.StatusOK:
-		f := faults.Of(status, "", string(a.RetryAfter))
-		s.Faults.Hop(pool.Spec.Name, r.ID, e.Addr, &f)
-		return nil, fmt.Errorf("status %d", status)
+	case err != nil || status != http.StatusOK:
+		return nil, k.failed(e, &a, took, err)
 	}
 	got, err := p.Dialect.ReadAnswer(a.Body, &r.Sides)
 	if err != nil {
@@ -176,7 +162,7 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	}
 	s.State.Bookings.Complete(booked)
 	x.Prefilled.ID = x.ID
-	x.Prefilled.computed(pool, &t, &got, took)
+	x.Prefilled.Computed(pool, &t, &got, took)
 	if got.Params == nil {
 		return openai.Edits{}, nil
 	}
@@ -184,6 +170,34 @@ func (k prefillCall) once(ctx context.Context, c picker.Choice) (openai.Edits, e
 	// P answered 200, so its body is not an empty object and the comma is valid
 	at := bytes.IndexByte(r.Client.Body(), '{') + 1
 	return openai.Edits{{Start: at, End: at, New: member}}, nil
+}
+
+// failed records what a failed call says of P, and returns what it means for the request. broke is why it has no whole
+// answer; nil: it has.
+func (k prefillCall) failed(e *kvstate.Endpoint, a *Answer, took time.Duration, broke error) error {
+	x, p := k.pass, &k.pass.policy.Policy
+	f := faults.Of(a.Code, "", string(a.RetryAfter))
+	if broke != nil {
+		overdue := p.PrefillTimeout > 0 && took >= p.PrefillTimeout
+		f = faults.Failure{Overdue: overdue, Unreached: !overdue}
+	}
+	m := faults.Means(faults.Prefill, &f, faults.Facts{
+		DecodeDecides: p.DecodeDecides(f.Status, x.Req.Client.Shaped()),
+	})
+	switch {
+	case m.Client:
+		return &openai.Error{
+			Status: a.Code, Type: "invalid_request_error", Code: "prefill_refused", Message: printableAnswer(a.Body),
+		}
+	case m.Cause == kvtransfer.CauseRefused:
+		return errDecodeDecides
+	case m.Blames:
+		x.shared.Faults.Hop(x.Req.Pool.Spec.Name, x.Req.ID, e.Addr, &f)
+	}
+	if broke != nil {
+		return broke
+	}
+	return fmt.Errorf("status %d", a.Code)
 }
 
 // post sends a body to an endpoint, on the client's path, and reads the answer. If that breaks off, err says so, and

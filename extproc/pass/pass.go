@@ -8,8 +8,8 @@
 //     prefill where no second hop of Envoy's does that (direct.go). [Held] says what a pass has reserved.
 //
 // [Pass.First] and [Pass.Other] begin with a body, [Pass.Gateway] with one of a gateway that makes one hop, and
-// [Pass.Resume] with the ticket of a leg that has ended (resume.go); [Prefilled] makes the ticket of a prefill leg's
-// answer (settle.go).
+// [Pass.Resume] with the ticket of a leg that has ended (resume.go); [Prefilled] learns from P's answers (learn.go).
+// What happens to a request between its passes is package journey's.
 //
 // It knows neither gRPC nor Envoy's messages: a transport fills [Head], and is a [Body].
 package pass
@@ -23,7 +23,6 @@ import (
 	"time"
 
 	"tandem/extproc/faults"
-	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -100,7 +99,7 @@ type Pass struct {
 	asked     picker.Request
 	choice    picker.Choice
 	reserved  kvstate.View // the endpoints, once it has reserved
-	Prefilled Prefilled    // of a prefill leg whose answer came with this pass
+	Prefilled Prefilled    // learns from the answer of P that this pass, or a leg of the same stream, has
 
 	// Rest continues a pass that ended with [latebinding.ErrWaits], for it could not wait.
 	Rest func(ctx context.Context) (*plan.Decision, error)
@@ -112,7 +111,7 @@ type Pass struct {
 // Begin begins another pass, of a stream that meter measures.
 func (s *Shared) Begin(x *Pass, body Body, meter *telemetry.Meter) {
 	x.shared, x.Body, x.Meter = s, body, meter
-	x.Prefilled.shared, x.Prefilled.meter = s, meter
+	x.Prefilled.shared, x.Prefilled.Meter = s, meter
 }
 
 // Reset clears the pass; the memory stays.
@@ -122,7 +121,7 @@ func (x *Pass) Reset() {
 	x.Req.Reset()
 	x.Head, x.Source, x.ID, x.ReservedAs, x.Continues = Head{}, nil, "", "", false
 	x.policy, x.want, x.asked, x.choice = nil, want{}, picker.Request{}, picker.Choice{}
-	x.Prefilled.pair, x.Prefilled.ID, x.Prefilled.Asked, x.Rest = kvtransfer.Pair{}, "", 0, nil
+	x.Prefilled.ID, x.Prefilled.Asked, x.Rest = "", 0, nil
 	x.Explanation, x.Planned = nil, telemetry.Planned{}
 }
 

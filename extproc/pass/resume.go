@@ -2,7 +2,6 @@ package pass
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -16,21 +15,24 @@ import (
 	"tandem/kvstate"
 )
 
-// Resume continues a request whose leg has ended, by its ticket: the body is the one that the leg was sent. ticketErr
-// says why the ticket is too old to be used.
-func (x *Pass) Resume(ctx context.Context, t *kvtransfer.Ticket, ticketErr error) (*plan.Decision, error) {
-	s := x.shared
+// Returns checks the body that came with a ticket: it is the one that the ticket's leg was sent.
+func (x *Pass) Returns(t *kvtransfer.Ticket) error {
 	if x.size() != t.BodyBytes {
-		return nil, fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.size(), t.BodyBytes)
+		return fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.size(), t.BodyBytes)
 	}
 	if err := t.Undo.Check(x.size()); err != nil {
-		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
+		return fmt.Errorf("undoing a leg's edits: %w", err)
 	}
 	x.Meter.SpanTicket(t)
-	attempt := t.ID // an inline answer gets another
-	if t.Stage == kvtransfer.PrefillLeg {
-		t = x.settleInline(ctx, t)
-	}
+	return nil
+}
+
+// Resume continues a request whose leg has ended, by the ticket that this has led to, after [Pass.Returns]. attempt is
+// the id of the leg's own ticket. ticketErr says why the ticket is too old to be used.
+func (x *Pass) Resume(
+	ctx context.Context, t *kvtransfer.Ticket, attempt [16]byte, ticketErr error,
+) (*plan.Decision, error) {
+	s := x.shared
 	s.Release(s.Held(x.ReservedAs, t.Redirects)) // of a stream that Envoy gave up and retries
 	pool := s.State.Pool(t.Pool)                 // nil if the configuration changed between the hops
 	if t.Expires.Sub(s.Now()) > s.HandOverTTL+time.Second && t.Stage != kvtransfer.Failed {
@@ -64,22 +66,6 @@ func (x *Pass) Resume(ctx context.Context, t *kvtransfer.Ticket, ticketErr error
 		return nil, err
 	}
 	return x.again(ctx, t, a)
-}
-
-// settleInline settles a prefill leg whose answer came with pass 1's ticket. A short answer of P's travels so: if
-// pass 1 allows it, Envoy makes the redirect by itself, with the answer in a header. That saves the prefill leg's
-// stream and the sealing of a second ticket. An answer longer than the configured limit, and any answer but a 200,
-// passes the leg's filter. The hand-over's id is derived from the ticket's: it is good for one pass 2.
-func (x *Pass) settleInline(ctx context.Context, t *kvtransfer.Ticket) *kvtransfer.Ticket {
-	x.Prefilled.ID = x.ID
-	answer := x.Head.Prefilled
-	// in place: the write position stays behind the read position
-	n, err := base64.StdEncoding.Decode(answer, answer)
-	settled := x.Prefilled.Settle(ctx, t, &Answer{
-		Code: 200, Body: answer[:n], Over: err != nil, Load: x.Head.Load, Inline: true,
-	})
-	settled.Next.ID = InlineID(t.ID)
-	return settled.Next
 }
 
 // again plans a request again after one of its hops failed.

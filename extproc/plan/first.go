@@ -179,7 +179,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 // lastHop reports whether the next answer is the client's: no endpoint is left, Envoy could not follow one more
 // redirect, or it could not replay the body.
 func (r *Request) lastHop() bool {
-	return r.Attempt.Last || r.Attempt.Redirects+1 >= r.Limits.MaxRedirects ||
+	return r.Attempt.Last || !r.Limits.Another(r.Attempt.Redirects) ||
 		len(r.Client.Body()) > r.Limits.SplitBodyBytes
 }
 

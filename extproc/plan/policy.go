@@ -140,6 +140,9 @@ type Limits struct {
 	Models         bool          // tickets say what is recorded of the request: its model, and whether it is streamed
 }
 
+// Another reports whether a request that came back so often may do so once more.
+func (l *Limits) Another(redirects int) bool { return redirects+1 < l.MaxRedirects }
+
 // MaySplit sets a.Why if the request, with a body of so many bytes, must not be split into two hops. An error is
 // the client's answer.
 func (p *Policy) MaySplit(a *Attempt, r *openai.Request, bytes int, l Limits) error {
@@ -183,7 +186,7 @@ func (p *Policy) MayPair(a *Attempt, r *openai.Request, bytes int, l Limits) err
 		why = "policy"
 	case bytes > l.SplitBodyBytes:
 		why = "body_too_long"
-	case a.Redirects+1 >= l.MaxRedirects: // one for a leg that fails
+	case !l.Another(a.Redirects): // one for a leg that fails
 		why = "redirects_spent"
 	case a.Prefills >= cmp.Or(p.PrefillAttempts, 3):
 		why = "attempts_spent"

@@ -88,7 +88,7 @@ func (h *HandOver) AtPrefill() bool { return h.Decode.Addr == h.Ticket.Prefill }
 // P's first token, or gets a completion with P's token ids.
 func (h *HandOver) Restores(p *Policy, l Limits) bool {
 	return h.Params != nil && h.Paired &&
-		(p.Dialect.Continue != nil && h.Ticket.Redirects+1 < l.MaxRedirects || h.completion(p))
+		(p.Dialect.Continue != nil && l.Another(h.Ticket.Redirects) || h.completion(p))
 }
 
 func (h *HandOver) completion(p *Policy) bool {
@@ -130,7 +130,7 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 			return nil, err
 		}
 	}
-	if t.Redirects+1 >= r.Limits.MaxRedirects {
+	if !r.Limits.Another(t.Redirects) {
 		d.Leg = LegPass
 	}
 	leg.Cached, leg.Written = cachedTokens(d, h, p)

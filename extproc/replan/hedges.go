@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	"tandem/extproc/journey"
 )
 
 // An answer that is not streamed sends nothing until it is complete, so no timeout can tell a slow decode endpoint
@@ -14,7 +16,7 @@ import (
 
 const (
 	// HedgeAfter is how long decode is silent before Envoy hedges.
-	HedgeAfter = 10 * time.Second
+	HedgeAfter = journey.Silence
 	early      = time.Second // how much sooner Envoy's timers may fire when its threads get no CPU
 
 	interval = 250 * time.Millisecond // how often a held try checks the endpoint

@@ -22,13 +22,13 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
-	"tandem/extproc/reclaim"
 )
 
 // Port handles the second try of a hop that failed outright (composite clusters send it here). It answers 307 with a
 // ticket that says what failed, and pass 2 plans again. It learns from Envoy's log how the first try failed. In any
 // case the KV parameters of the first try count as consumed. It is safe for concurrent use.
 type Port struct {
+	journeys *journey.Shared
 	passes   *pass.Shared
 	pairs    *concurrent.Pairs
 	tries    *tries
@@ -37,8 +37,8 @@ type Port struct {
 }
 
 // NewPort returns a port. Its tries end when draining is closed; bodies have maxBody bytes at most.
-func NewPort(passes *pass.Shared, pairs *concurrent.Pairs, draining <-chan struct{}, maxBody int) *Port {
-	return &Port{passes, pairs, newTries(), draining, maxBody}
+func NewPort(journeys *journey.Shared, pairs *concurrent.Pairs, draining <-chan struct{}, maxBody int) *Port {
+	return &Port{journeys, journeys.Passes, pairs, newTries(), draining, maxBody}
 }
 
 // TryFailed ends the wait of a hop's hedge, because Envoy reports that its try at the endpoint has failed.
@@ -57,12 +57,12 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late": // no hop has both
 		p.checkLate(w, t, id)
 		return
-	case t == nil || !takes(t) || !s.MayPlanAgain(t):
+	case t == nil || !takes(t) || !p.journeys.Another(t):
 		p.refuse(w, r, t, id, err)
 		return
 	case hedged(t, s.Since(t)):
 		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
-		isLost := func() bool { return s.Lost(t) }
+		isLost := func() bool { return p.journeys.Lost(t) }
 		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.HandOvers.Consume(idOf(t)) {
 			panic(http.ErrAbortHandler) // Envoy awaits the other try
 		}
@@ -85,7 +85,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // the KV that it is made from may have been another prompt's.
 func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
 	s := p.passes
-	why := s.Outdated(t)
+	why := p.journeys.Outdated(t)
 	if why == "" {
 		w.WriteHeader(http.StatusNoContent)
 		return
@@ -111,26 +111,11 @@ func (p *Port) hopFailed(
 	switch t.Stage {
 	case kvtransfer.DecodeLeg:
 		f := p.decodeFailure(ctx, t, late)
-		return s.DecodeFailed(t, id, &f), nil
+		return p.journeys.DecodeFailed(t, id, &f), nil
 	case kvtransfer.PairLegs:
 		return p.pairFailed(ctx, t, id, late)
 	}
-	var hop, failed string
-	next, hop, failed = failedTicket(t)
-	if t.Stage == kvtransfer.PrefillLeg { // P has answered after all, but too late to be followed
-		s.Reclaim.NotFollowed(t, id, reclaim.Replanned)
-	}
-	s.Observer.HopEnded(t.Pool, hop, failed, "failed", took, nil)
-	turn := t.Stage == kvtransfer.PrefillLeg && t.Turn.Named
-	if turn {
-		s.TurnFailed(&next, id, 0)
-	}
-	if late && turn {
-		next.Excluded = append(next.Excluded, failed)
-	} else {
-		s.Faults.Endpoint(&next, id, failed, &faults.Failure{Overdue: late, Unreached: !late})
-	}
-	return next, nil
+	return p.journeys.HopLost(t, id, late), nil
 }
 
 // restart answers a request that no replica decided, because the one that had its body died or hung: with a 307, so
@@ -140,7 +125,7 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 	s, h, id := p.passes, r.Header, r.Header.Get(names.HeaderRequestID)
 	size := discard(r.Body, p.maxBody+plan.MaxDecodeMember)
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
-		!s.MayPlanAgain(t) || !s.State.HandOvers.Consume(idOf(t)) {
+		!p.journeys.Another(t) || !s.State.HandOvers.Consume(idOf(t)) {
 		w.Header().Set(names.HeaderFinal, "true")
 		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request",
 			time.Second))
@@ -232,7 +217,7 @@ func (p *Port) pairFailed(
 	pair := p.pairs.Enter(t.ID)
 	defer p.pairs.Leave(t.ID)
 	f := p.decodeFailure(ctx, t, late)
-	j := journey.NewPair(p.passes, t, journey.PairRules{})
+	j := p.journeys.NewPair(t, journey.PairRules{})
 	a := j.DecodeFails(&f)
 	if a.After > 0 {
 		wait := time.NewTimer(a.After)
@@ -249,7 +234,7 @@ func (p *Port) pairFailed(
 	if a.Do == journey.Refuse {
 		return next, a.Refusal
 	}
-	return p.passes.PairFailed(t, id, a.Cause, a.Failure), nil
+	return p.journeys.PairFailed(t, id, a.Leg, a.Failure), nil
 }
 
 // decodeFailure returns how D of a ticket failed. late: it exceeded its time limit.
@@ -258,19 +243,6 @@ func (p *Port) decodeFailure(ctx context.Context, t *kvtransfer.Ticket, late boo
 		return faults.Failure{Overdue: true}
 	}
 	return p.passes.Faults.Failed(ctx, t)
-}
-
-// failedTicket returns the ticket of the pass after a failed prefill or encode leg, and which hop and address failed.
-func failedTicket(t *kvtransfer.Ticket) (next kvtransfer.Ticket, hop, failed string) {
-	next = *t
-	next.ID, next.Stage, next.Params = plan.NewID(), kvtransfer.Failed, nil
-	next.Redirects++
-	if t.Stage == kvtransfer.PrefillLeg {
-		next.Cause = kvtransfer.CausePrefill
-		return next, "prefill", t.Prefill
-	}
-	next.Cause = kvtransfer.CauseEncode
-	return next, "encode", t.Decode
 }
 
 // passTicket returns the ticket with which another replica repeats a pass. body is the length of the request's body.

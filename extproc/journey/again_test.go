@@ -1,4 +1,4 @@
-package pass
+package journey
 
 import (
 	"testing"
@@ -9,6 +9,8 @@ import (
 
 	"tandem/extproc/faults"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/pass"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 )
 
@@ -39,10 +41,10 @@ func TestStandingIsNoFailureWithoutAnother(t *testing.T) {
 					{Addr: "p1:1", Role: kvstate.RolePrefill}, {Addr: "d1:1", Role: kvstate.RoleDecode},
 					{Addr: "d2:1", Role: kvstate.RoleDecode},
 				})
-				s := &Shared{Options: Options{State: state}, Now: time.Now}
-				policy := &Policy{}
-				policy.Dialect = kvtransfer.Named("nixl")
-				s.settings.Store(&activeSettings{policies: map[string]*Policy{"chat": policy}})
+				s := &Shared{Passes: pass.New(pass.Options{State: state})}
+				s.Passes.Apply(pass.Settings{Pools: map[string]pass.Policy{
+					"chat": {Policy: plan.Policy{Dialect: kvtransfer.Named("nixl")}},
+				}})
 				d := state.Pool("chat").Endpoint("d1:1")
 				scrape := func(work int64) {
 					state.Observe(d, kvstate.Signals{Running: 1, Work: work, At: time.Now()})
@@ -57,7 +59,7 @@ func TestStandingIsNoFailureWithoutAnother(t *testing.T) {
 					state.Health.MarkFailed(d)
 				}
 				leg := &kvtransfer.Ticket{Stage: kvtransfer.DecodeLeg, Pool: "chat", Prefill: "p1:1", Decode: "d1:1", Loads: tt.loads}
-				leg.Expires = time.Now().Add(s.Limits.TicketTTL)
+				leg.Expires = time.Now().Add(s.Passes.Limits.TicketTTL)
 				for range tt.stands / (2 * time.Second) {
 					time.Sleep(2 * time.Second)
 					scrape(3)
