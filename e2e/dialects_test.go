@@ -422,7 +422,13 @@ func TestCachedTokensOfPrefill(t *testing.T) {
 // add up.
 func TestUsageOfPrefill(t *testing.T) {
 	t.Parallel()
-	f := startKind(t, kind{engine: "shared", kv: "shared", pool: "  cachedTokens: prefill\n"}, 1, 1)
+	for _, dialect := range []string{"shared", "nixl"} { // whose D counts what it fetched, and what P had cached
+		t.Run(dialect, func(t *testing.T) { t.Parallel(); usageOfPrefill(t, dialect) })
+	}
+}
+
+func usageOfPrefill(t *testing.T, dialect string) {
+	f := startKind(t, kind{engine: dialect, kv: dialect, pool: "  cachedTokens: prefill\n"}, 1, 1)
 	alone := start(t, options{dialect: "none", decodes: 1})
 	usage := func(got answer) (all string) {
 		require.Equal(t, 200, got.status, got.body)

@@ -1,6 +1,8 @@
 package e2e
 
 import (
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -8,42 +10,87 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Engines see of Tandem's headers only those that the way of their answer needs: the ticket, the name of the request's
-// reservations, and for pairs where the other leg goes. A body that Envoy buffers has a length.
+// What engines see beyond the client's own headers, which they all get. Envoy adds the two x-forwarded-*.
+var (
+	clientsOwn = []string{"Accept", "Accept-Encoding", "Content-Length", "Content-Type", "User-Agent", "X-Client",
+		"X-Forwarded-For", "X-Forwarded-Proto", "X-Request-Id"}
+	// beside Envoy the way of an answer needs the ticket, the name of the request's reservations and the destination
+	besideOwn = []string{"X-Tandem-Ticket", "X-Tandem-Reservation", "X-Gateway-Destination-Endpoint"}
+	// and for pairs where the other leg goes
+	pairsOwn  = append(slices.Clone(besideOwn), "X-Tandem-Request-Id", "X-Tandem-Mirror", "X-Tandem-Prefill-Endpoint")
+	asksLoad  = "Endpoint-Load-Metrics-Format"                                         // of P, which reports its load with its answer
+	pickerOwn = []string{"X-Gateway-Destination-Endpoint", "X-Envoy-External-Address"} // the gateway's, at D
+)
+
+// Engines see of Tandem's and Envoy's headers only those that the way of their answer needs: inside Envoy none. A body
+// that Envoy buffers has a length.
 func TestHeadersAtEngines(t *testing.T) {
 	t.Parallel()
-	known := map[string]bool{
-		"X-Tandem-Ticket": true, "X-Tandem-Reservation": true, "X-Tandem-Request-Id": true, "X-Tandem-Mirror": true,
-		"X-Tandem-Prefill-Endpoint": true,
-	}
-	for dialect, mode := range map[string]string{
-		"nixl": "auto", "none": "auto", "trtllm": "auto", "sglang": "auto", "mooncake": "duplex", "nixl-push": "buffered",
+	for name, kind := range map[string]struct {
+		options
+		beside []string
+	}{
+		"nixl":      {options{dialect: "nixl", envoyFields: ", bodyMode: auto"}, besideOwn},
+		"none":      {options{dialect: "none", envoyFields: ", bodyMode: auto"}, besideOwn},
+		"trtllm":    {options{dialect: "trtllm", envoyFields: ", bodyMode: auto"}, besideOwn},
+		"sglang":    {options{dialect: "sglang", envoyFields: ", bodyMode: auto"}, pairsOwn},
+		"mooncake":  {options{dialect: "mooncake", envoyFields: ", bodyMode: duplex"}, pairsOwn},
+		"nixl-push": {options{dialect: "nixl-push", envoyFields: ", bodyMode: buffered"}, pairsOwn},
+		"encode":    {options{prefills: 1, decodes: 1, encodes: 1, pool: "  encode: {timeout: 5s}\n"}, besideOwn},
+		"continued": {options{prefills: 1, decodes: 1, pool: insurance}, nil},
+		"picker": {options{prefills: 1, decodes: 1, extProcFields: ", protocol: endpointPicker", pool: "  handoff: direct\n",
+			bootstrap: gatewayTo()}, pickerOwn},
 	} {
-		t.Run(dialect+" "+mode, func(t *testing.T) {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel() // mostly waits
-			f := start(t, options{dialect: dialect, envoyFields: ", bodyMode: " + mode})
+			if runsInside() && kind.bootstrap != nil || !runsInside() && kind.pool == insurance {
+				t.Skip("only the other way")
+			}
+			f := start(t, kind.options)
+			f.lenient = true // embeddings are no leg of the account
 			const long = 200_000
-			for _, filler := range []string{"", strings.Repeat(" long", long/5)} {
-				body := strings.Replace(pairBody, " long", " long"+filler, 1)
+			short := strings.Replace(pairBody, `"max_tokens"`, `"stream":true,"max_tokens"`, 1)
+			for _, r := range []asked{
+				{path: "/v1/chat/completions", body: short},
+				{path: "/v1/chat/completions", body: strings.Replace(pairBody, " long", " long"+strings.Repeat(" long", long/5), 1)},
+				show(1, 1, 1, ""),
+				{path: "/v1/embeddings", body: `{"model":"tiny","input":"x"}`},
+			} {
 				for range 3 {
-					got := f.post("/v1/chat/completions", body)
+					got := f.post(r.path, r.body, "x-client", "1", "x-forwarded-for", "192.0.2.1", "x-envoy-upstream-rq-timeout-ms", "9")
 					require.Equal(t, 200, got.status, got.body)
 				}
 			}
-			legs := 0
+			allowed := map[string]bool{}
+			for _, h := range slices.Concat(clientsOwn, kind.beside) {
+				allowed[h] = true
+			}
+			if runsInside() {
+				for _, h := range kind.beside {
+					delete(allowed, h)
+				}
+			}
+			legs := map[string]int{}
 			for _, s := range f.requests("", f.engines()...) {
-				if s.Path != "/v1/chat/completions" {
+				if s.Path != "/v1/chat/completions" && s.Path != "/v1/embeddings" {
 					continue
 				}
-				legs++
-				for header := range s.Headers {
-					require.True(t, !strings.HasPrefix(header, "X-Tandem-") || known[header], "%s %s", s.Leg, header)
+				legs[s.Leg]++
+				names := slices.Sorted(maps.Keys(s.Headers))
+				for _, header := range names {
+					require.True(t, allowed[header] || header == asksLoad && s.Leg == "prefill", "%s has %s of %v", s.Leg, header, names)
 				}
-				if mode == "buffered" || mode == "auto" && s.BodyBytes > long {
+				if from := s.Headers["X-Forwarded-For"]; len(from) > 0 && (runsInside() || !slices.Equal(kind.beside, pairsOwn)) {
+					require.Len(t, strings.Split(strings.Join(from, ","), ","), 2, "%s: %v: the client's, and Envoy's once", s.Leg, from)
+				}
+				if mode := kind.envoyFields; strings.Contains(mode, "buffered") || strings.Contains(mode, "auto") && s.BodyBytes > long {
 					require.Equal(t, []string{strconv.Itoa(s.BodyBytes)}, s.Headers["Content-Length"], s.Leg)
 				}
 			}
-			require.GreaterOrEqual(t, legs, 6)
+			require.GreaterOrEqual(t, legs["decode"]+legs["plain"], 12, "%v", legs)
+			if name != "none" {
+				require.GreaterOrEqual(t, legs["prefill"], 6, "%v", legs)
+			}
 		})
 	}
 }

@@ -190,6 +190,62 @@ func TestACompilingEngineIsWaitedFor(t *testing.T) {
 	}
 }
 
+// Streams that come while the only decode engine is known to compile are whole, beside Envoy too, where they have their
+// headers long before it goes on: it computes their prompts, and waits for no KV whose lease ends meanwhile.
+func TestStreamsThatComeWhileTheLastCompiles(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{
+		prefills: 1, decodes: 1, pool: "  nixl: {lease: 12s}\n",
+		engineArgs: []string{"--lease", "12s", "--transfer-timeout", "12s", "--faithful"},
+		engine: func(role string, _ int, _ func() string) (args []string, fields string) {
+			if role == "decode" {
+				args = []string{"--first-logprobs", "35s"}
+			}
+			return args, ""
+		},
+	})
+	const path = "/v1/chat/completions"
+	require.Equal(t, 200, f.post(path, question("warm", 60)).status)
+	body := func(i int) string {
+		return strings.Replace(question(fmt.Sprintf("comes-%d", i), 60), `{`, `{"stream":true,`, 1)
+	}
+	before := make(chan []answer, 1)
+	go func() {
+		before <- f.burst(4, func(i int) answer { // it must have requests that it does not see
+			ask := question(fmt.Sprintf("compiles-%d", i), 60)
+			if i == 0 {
+				ask = strings.Replace(ask, `{`, `{"logprobs":true,"top_logprobs":1,`, 1)
+			} else {
+				soon(t, "it compiles", func() bool { return len(f.requests("compiles", f.decodes[0])) > 0 })
+			}
+			got, err := f.try(context.Background(), http.MethodPost, path, ask, "x-request-id", []string{"compiles", fmt.Sprint(i)}[min(i, 1)])
+			if err != nil {
+				return answer{body: err.Error(), header: http.Header{}}
+			}
+			return got
+		})
+	}()
+	soon(t, "the engine is known to stand still", func() bool {
+		return metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `cause="standstill"`, `to="out"`) > 0
+	})
+	answers := f.burst(4, func(i int) answer {
+		got, err := f.try(context.Background(), http.MethodPost, path, body(i))
+		if err != nil {
+			return answer{body: err.Error(), header: http.Header{}}
+		}
+		return got
+	})
+	for i, got := range answers {
+		require.Equal(t, 200, got.status, got.body)
+		require.NotContains(t, got.body, "kv_outdated", "request %d after %v", i, got.took)
+		require.Equal(t, f.post(path, body(i)).text(t), got.text(t), "request %d", i)
+	}
+	for i, got := range <-before {
+		require.Equal(t, 200, got.status, "request %d: %s", i, got.body)
+	}
+	require.Positive(t, metric(t, f.admins[0], "tandem_decisions_total", `reason="standstill"`))
+}
+
 // allDecoded reports whether each decode engine has served a request.
 func (f *fleet) allDecoded() bool {
 	return !slices.ContainsFunc(f.decodes, func(d *engine) bool { return len(f.requests("", d)) == 0 })

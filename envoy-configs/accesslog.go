@@ -121,7 +121,9 @@ func (m accessLogs) failedTries() []*accesslogv3.AccessLog {
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
 		when: func() *accesslogv3.AccessLogFilter {
 			return logwhen.And(
-				logwhen.Or(logwhen.Flagged("UF", "UC", "UR", "UPE"), logwhen.StatusFrom(400, "tandem.log.failed")),
+				logwhen.Or(logwhen.Flagged("UF", "UC", "UR", "UPE"), logwhen.StatusFrom(400, "tandem.log.failed"),
+					logwhen.And(logwhen.StatusFrom(300, "tandem.log.redirected"),
+						m.cel("!('x-tandem-ticket' in response.headers)"))),
 				logwhen.Header(present("x-tandem-ticket")))
 		},
 	})

@@ -9,6 +9,7 @@ import (
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	endpointv3 "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
 	compositev3 "github.com/envoyproxy/go-control-plane/envoy/extensions/clusters/composite/v3"
+	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	internalupstreamv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/internal_upstream/v3"
 	rawbufferv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/raw_buffer/v3"
 	httpv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/upstreams/http/v3"
@@ -16,8 +17,6 @@ import (
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
-
-	"tandem/envoy-configs/inside"
 )
 
 // all are the clusters that requests, questions to Tandem, logs and spans go to.
@@ -197,7 +196,7 @@ func (m clusters) composite(name, hop string, tries int) *clusterv3.Cluster {
 }
 
 // endpoints is whichever endpoint a header names.
-func (m clusters) endpoints(name, header string, s scheme) *clusterv3.Cluster {
+func (m clusters) endpoints(name, header string, s scheme, filters ...*hcmv3.HttpFilter) *clusterv3.Cluster {
 	idle := &corev3.HttpProtocolOptions{IdleTimeout: durationpb.New(4 * time.Second)}
 	options := &httpv3.HttpProtocolOptions{CommonHttpProtocolOptions: idle,
 		UpstreamProtocolOptions: &httpv3.HttpProtocolOptions_ExplicitHttpConfig_{
@@ -214,9 +213,7 @@ func (m clusters) endpoints(name, header string, s scheme) *clusterv3.Cluster {
 		options.UpstreamHttpProtocolOptions = &corev3.UpstreamHttpProtocolOptions{AutoSni: true,
 			AutoSanValidation: m.Engines.TLS != nil && m.Engines.TLS.CAFile != ""}
 	}
-	if name == holding {
-		options.HttpFilters = inside.Hold(m.pack)
-	}
+	options.HttpFilters = filters
 	c := noted(m, &clusterv3.Cluster{
 		Name: name + s.Suffix, ConnectTimeout: durationpb.New(time.Second),
 		CleanupInterval:      durationpb.New(time.Minute),

@@ -264,13 +264,15 @@ func (m filters) mainExtProc() *hcmv3.HttpFilter {
 	})
 }
 
-// unfollowed ends redirects that Envoy could not follow, on routes that enable it.
+// unfollowed ends redirects that Envoy could not follow, and engines' own, on routes that enable it.
 func (m filters) unfollowed() *hcmv3.HttpFilter {
 	script := &luav3.Lua{SourceCodes: map[string]*corev3.DataSource{"unfollowed": inline(lua.Unfollowed)}}
-	return noted(m, m.filterUnless(luaFilter, luaFilter, script, match.Not(m.statusIs("307"))), notes{
+	redirect := m.input("status", &envoymatcherv3.HttpResponseStatusCodeClassMatchInput{}, match.Text("3xx"))
+	return noted(m, m.filterUnless(luaFilter, luaFilter, script, match.Not(redirect)), notes{
 		"": "A redirect that Envoy could not follow (too many of them, or a body over the buffer) ends here, as an " +
-			"error, and the access log says so, from which the server works out why. The matcher keeps all other " +
-			"answers from the script, which would cost each a coroutine.",
+			"error, and the access log says so, from which the server works out why. So does an engine's own: where " +
+			"it leads is no client's business. The matcher keeps all other answers from the script, which would cost " +
+			"each a coroutine.",
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 
 	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
 	clusterv3 "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
+	mutationv3 "github.com/envoyproxy/go-control-plane/envoy/config/common/mutation_rules/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
 	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
@@ -96,7 +97,23 @@ const holding = "tandem-pair"
 // pods are the clusters that the filter's legs go to.
 func (m clusters) pods() (out []*clusterv3.Cluster) {
 	for _, s := range m.Engines.Schemes {
-		out = append(out, m.endpoints("tandem-pod", destination, s), m.endpoints(holding, destination, s))
+		for _, name := range []string{"tandem-pod", holding} {
+			c := m.endpoints(name, destination, s, inside.Upstream(name == holding, m.unseen(), m.pack)...)
+			out = append(out, c)
+		}
 	}
 	return out
+}
+
+// unseen has engines see no header of Envoy's or Tandem's: not those that Envoy's HTTP client adds to the filter's calls
+// (1.40, AsyncStreamImpl: x-envoy-internal, and its own address in x-forwarded-for), nor those that said where the
+// request goes.
+func (m clusters) unseen() []*mutationv3.HeaderMutation {
+	via := setHeader("x-forwarded-for", "%REQ(x-tandem-forwarded-for)%", overwrite)
+	return []*mutationv3.HeaderMutation{
+		noted(m, &mutationv3.HeaderMutation{Action: &mutationv3.HeaderMutation_Append{Append: via}}, notes{
+			"": "Envoy's HTTP client has added its own address to that of a call; this is as it was.",
+		}),
+		removePrefix("x-tandem-"), removePrefix("x-envoy-"), remove(destination),
+	}
 }

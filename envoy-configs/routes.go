@@ -81,7 +81,7 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryDecode(), of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
-	pass.TypedPerFilterConfig, pass.GetRoute().InternalRedirectPolicy = nil, nil
+	pass.GetRoute().InternalRedirectPolicy = nil
 	if s.Name == "https" {
 		for _, r := range []*routev3.Route{decode, pass} {
 			r.RequestHeadersToRemove = append(r.RequestHeadersToRemove, "x-tandem-server-name")
@@ -207,10 +207,15 @@ func (m routes) retry(tries int) *routev3.RetryPolicy {
 }
 
 // retryDecode is retry for a hop whose answer is the client's: another endpoint may serve the model that this one
-// does not (404). What a prefill or encode leg answers has passed Tandem already.
+// does not (404), or not answer with a redirect. What a prefill or encode leg answers has passed Tandem already.
 func (m routes) retryDecode() *routev3.RetryPolicy {
 	p := m.retry(hedgedTries)
 	p.RetriableStatusCodes = append(p.RetriableStatusCodes, 404)
+	p.RetryOn += ",retriable-headers"
+	p.RetriableHeaders = []*routev3.HeaderMatcher{noted(m, &routev3.HeaderMatcher{Name: "location", InvertMatch: true,
+		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
+			MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: "http://tandem/"},
+		}}}, notes{"": "An engine's redirect. Tandem's own lead there."})}
 	return p
 }
 

@@ -4,11 +4,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"strconv"
 	"time"
 
 	"tandem/extproc/answer"
 	"tandem/extproc/envoywire"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
 )
@@ -51,19 +53,15 @@ func (x answerLeg) serve() error {
 
 // rewriter returns how to rewrite D's answer, according to the ticket.
 func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
-	if t.Stage == kvtransfer.PairLegs {
-		return &answer.Joined{Prefill: func() ([]byte, bool) { return x.awaitJoined(t) }}, nil
-	}
-	if t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers {
-		kept := func(params []byte, ids []uint32) { x.s.passes.StoreTurn(x.stream.requestID, t, params, ids) }
-		return answer.Conversation(t, kept, x.stream.holdExtra), nil
-	}
-	r, err := answer.Rewriter(t)
+	r, err := x.s.journeys.Rewriter(t, &journey.Rewriting{
+		RequestID: x.stream.requestID, Status: http.StatusOK, Room: x.stream.holdExtra,
+		Joined: func() ([]byte, bool) { return x.awaitJoined(t) },
+	})
 	if r == nil && err == nil {
 		x.meter.Observer.TicketRefused()
 		return nil, fmt.Errorf("an answer leg came with a ticket of stage %v that says nothing of its answer", t.Stage)
 	}
-	return r, err
+	return r, err //nolint:wrapcheck // it says all
 }
 
 // awaitJoined returns P's answer to a request whose legs run concurrently; false: it is not known here.
@@ -123,9 +121,8 @@ func (x answerLeg) rewriteStream(c openai.Rewriter) error {
 	if err := x.stream.send(&envoywire.Reply{Phase: envoywire.PhaseResponseHeaders, Headers: &x.stream.headers}); err != nil {
 		return err
 	}
-	var events openai.Events
-	begun := false
-	each := func(event []byte) { x.stream.spare.Data = c.Event(x.stream.spare.Data, event) }
+	// Envoy (1.40) ends the stream if a body message is not a reply to one, so nothing is sent before a piece has come
+	rewritten := answer.NewStream(c)
 	for !x.stream.msg.EndOfStream {
 		x.stream.body.Reset()
 		x.stream.msg.Body, x.stream.msg.BodyLimit, x.stream.msg.Over = &x.stream.body, maxAnswer, false
@@ -137,14 +134,10 @@ func (x answerLeg) rewriteStream(c openai.Rewriter) error {
 		}
 		x.stream.spare.Grow(2*x.stream.body.Len() + 1024)
 		// not earlier: Envoy (1.40) ends the stream if a body message is not a reply to one
-		if !begun && x.stream.body.Len() > 0 {
-			begun, x.stream.spare.Data = true, c.Begin(x.stream.spare.Data)
-		}
-		if err := events.Feed(x.stream.body.Bytes(), each); err != nil {
-			return fmt.Errorf("decode's answer: %w", err)
-		}
-		if x.stream.msg.EndOfStream {
-			events.End(each)
+		var err error
+		x.stream.spare.Data, err = rewritten.Append(x.stream.spare.Data, x.stream.body.Bytes(), x.stream.msg.EndOfStream)
+		if err != nil {
+			return err //nolint:wrapcheck // it says all
 		}
 		trailers := x.stream.msg.Phase == envoywire.PhaseResponseTrailers
 		if len(x.stream.spare.Data) > 0 || x.stream.msg.EndOfStream && !trailers {

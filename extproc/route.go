@@ -260,13 +260,9 @@ func (x mainRole) setHeaders(r pass.Routed) {
 // setAnswerRules says what Envoy does to D's answer. No pass has to remove them again: they change only answers
 // that use P's KV.
 func (x mainRole) setAnswerRules(r pass.Routed) {
-	if !r.Ticket.Loads || r.Ticket.Stage != kvtransfer.DecodeLeg {
-		return
-	}
-	policy, _ := x.s.passes.Policy(r.Ticket.Pool)
-	if late := policy.Dialect.LateAfter(); late > 0 {
-		x.stream.headers.SetInt(names.HeaderRule, int(late.Milliseconds()))
-	} else if policy.Dialect.Expiry != nil {
+	if rule := x.s.journeys.AnswerRule(&r.Ticket); rule.Late > 0 {
+		x.stream.headers.SetInt(names.HeaderRule, int(rule.Late.Milliseconds()))
+	} else if rule.Cut {
 		x.stream.headers.Set(names.HeaderRule, []byte("cut"))
 	}
 }

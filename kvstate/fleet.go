@@ -317,6 +317,7 @@ type Pool struct {
 	index     *prefixindex.Index
 	ratio     *fadingRatio
 	density   *kvroom.Density
+	forgot    *atomic.Int64 // when what was learned of prompts' sizes was doubted last, Unix ns
 	media     *media.Tokens
 	pace      *fadingRatio
 	tokens    *prefixindex.TokenMemory
@@ -362,7 +363,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	leaving := map[string]*Endpoint{}
 	if i >= 0 {
 		next.density, next.media = pools[i].density, pools[i].media
-		next.uses = pools[i].uses
+		next.uses, next.forgot = pools[i].uses, pools[i].forgot
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
 		next.paused, next.queue, next.loads = pools[i].paused, pools[i].queue, pools[i].loads
@@ -374,7 +375,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	} else {
 		next.uses = prefixindex.NewUses(s.o.Now())
 		next.index, next.ratio = prefixindex.New(s.o.indexLimits()), newTokenRatio()
-		next.density, next.media = &kvroom.Density{}, &media.Tokens{}
+		next.density, next.media, next.forgot = &kvroom.Density{}, &media.Tokens{}, &atomic.Int64{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
 		next.loads, next.unlike = kvloads.New(), &atomic.Bool{}

@@ -37,12 +37,18 @@ func (p *Pool) LearnPrompt(model string, s *PromptSize, tokens int64) {
 }
 
 // fadingRatio is a ratio of two sums in which old samples fade. Large samples weigh more than small ones.
-type fadingRatio struct{ above, below atomic.Int64 }
+type fadingRatio struct {
+	above, below atomic.Int64
+	fresh        atomic.Bool // it had a sample lately; see forget
+}
 
 // add adds a sample. When the lower sum exceeds limit, both are halved. Two concurrent callers may halve twice,
 // which changes the ratio little.
 func (d *fadingRatio) add(above, below, limit int64) {
 	d.above.Add(above)
+	if !d.fresh.Load() {
+		d.fresh.Store(true)
+	}
 	if d.below.Add(below) > limit {
 		d.above.Store(d.above.Load() / 2)
 		d.below.Store(d.below.Load() / 2)

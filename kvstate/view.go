@@ -106,6 +106,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 		prefills, decodes, both = v.dropWords() // those of one word have failed: the others serve both
 	}
 	v.Load = p.load.utilisation(prefills, decodes, both, now)
+	p.forget(nano)
 	v.Load.Densest = p.density.Most()
 	if usable != RoleBoth {
 		for i := range v.Endpoints {

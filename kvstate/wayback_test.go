@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/kvstate/media"
 )
 
 // Nothing that is learned lasts for ever: who was slow once gets work again, though nothing new is seen of it until
@@ -163,6 +165,55 @@ func TestATimeLimitComesBack(t *testing.T) {
 		p.ObservePrefill(1000, p.PrefillTime(1000, perToken))
 	}
 	require.Less(t, overdue, 50)
+}
+
+// How many tokens bytes of text and media have is learned from what P counts. Estimates that were so wrong that nothing is
+// split any more come back while requests go elsewhere, and those of which P counts prompts do not change.
+func TestSizesComeBack(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	s := New(Options{Now: func() time.Time { return now }})
+	s.SetPool(PoolSpec{Name: "p"}, decoders("a"))
+	p, image := s.Pool("p"), media.Count{media.Image: 1}
+	text, pictures := &PromptSize{Text: 64_000}, &PromptSize{Media: image}
+	plan := func(count func()) {
+		for range 6 * 60 { // an hour
+			now = now.Add(10 * time.Second)
+			var v View
+			s.View(p, nil, &v)
+			count()
+		}
+	}
+	none := func() {}
+	var v View
+	s.View(p, nil, &v)
+	for range 1000 { // as if each token had 16 bytes, an image 20 tokens; and one prompt of a token in each byte
+		p.LearnPrompt("m", text, 4000)
+		p.LearnPrompt("m", pictures, 20)
+	}
+	p.LearnPrompt("m", &PromptSize{Text: 1000}, 4000)
+	s.View(p, nil, &v)
+	require.InDelta(t, 4000, p.EstimateTokens("m", text), 100)
+	require.Less(t, p.EstimateTokens("m", pictures), int64(50))
+	require.Greater(t, v.Load.Densest, 3.)
+
+	plan(func() { p.LearnPrompt("m", text, 4000) })
+	require.InDelta(t, 4000, p.EstimateTokens("m", text), 100, "it is still counted")
+	require.Greater(t, p.EstimateTokens("m", pictures), int64(700), "nobody counts them")
+	plan(none)
+	s.View(p, nil, &v)
+	require.InDelta(t, 16_000, p.EstimateTokens("m", text), 1500, "as in the beginning")
+	require.Greater(t, p.EstimateTokens("m", pictures), int64(1000))
+	require.Less(t, v.Load.Densest, 1.)
+	for range 10 {
+		p.LearnPrompt("m", text, 8000)
+	}
+	require.InDelta(t, 8000, p.EstimateTokens("m", text), 500, "and it learns soon")
+
+	p.LearnPrompt("m", pictures, 5000)
+	now = now.Add(24 * time.Hour) // a pool without requests
+	before := p.EstimateTokens("m", pictures)
+	s.View(p, nil, &v)
+	require.Equal(t, before, p.EstimateTokens("m", pictures))
 }
 
 // Lengths of answers are learned from all, wherever they went.

@@ -29,8 +29,8 @@ type Front interface {
 	Publish(cfg *configv1.Config) error
 	// Envoys are those that ask for their configuration, and those that did until lately.
 	Envoys() []status.Envoy
-	// Serves reports whether an Envoy asks for its configuration now.
-	Serves() bool
+	// Serves returns how many Envoys ask for their configuration now.
+	Serves() int
 	// AccessLogs returns how many streams report the ends of requests, and when the last one came or went.
 	AccessLogs() (int, time.Time)
 	// SetReady tells who asks whether the replica takes requests.
@@ -76,7 +76,7 @@ func (loaded) Parts(pools []*configv1.Pool) (out []string) {
 func (loaded) Check(*configv1.Config) error           { return nil }
 func (loaded) Publish(*configv1.Config) error         { return nil }
 func (loaded) Envoys() []status.Envoy                 { return []status.Envoy{} }
-func (loaded) Serves() bool                           { return false }
+func (loaded) Serves() int                            { return 0 }
 func (loaded) AccessLogs() (int, time.Time)           { return 0, time.Time{} }
 func (loaded) SetReady(bool)                          {}
 func (loaded) Listen(context.Context) error           { return nil }

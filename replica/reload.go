@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/signal"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,6 +22,7 @@ import (
 
 	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate/operator"
 	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
@@ -65,6 +67,9 @@ func newReloader(
 			Help: "Time at which the present configuration was put in force."}),
 	}
 	r.MustRegister(l.reloads, l.last)
+	if fleet.operator != nil {
+		fleet.operator.Answer(aboutEnvoys, func([]byte) []byte { return strconv.AppendInt(nil, int64(front.Serves()), 10) })
+	}
 	l.reloads.WithLabelValues("applied")
 	l.reloads.WithLabelValues("refused")
 	l.last.SetToCurrentTime()
@@ -91,6 +96,7 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 	defer tick.Stop()
 	inForce := r.look()
 	before := inForce
+	asked := time.Now()
 	if r.outdated() {
 		_, _ = r.reload(ctx)
 	}
@@ -103,7 +109,11 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 			_, _ = r.reload(ctx)
 		case <-tick.C:
 			seen := r.look()
-			if seen == before && (seen != inForce || r.printed.Load() && r.front.Serves()) {
+			again := r.printed.Load() && r.front.Serves() > 0
+			if !again && r.printed.Load() && time.Since(asked) >= askEnvoysEvery {
+				again, asked = r.envoysElsewhere(ctx), time.Now()
+			}
+			if seen == before && (seen != inForce || again) {
 				inForce = seen
 				_, _ = r.reload(ctx)
 			}
@@ -159,13 +169,15 @@ func (r *reloader) reload(ctx context.Context) ([]diff.Change, error) {
 	if err != nil {
 		r.reloads.WithLabelValues("refused").Inc()
 		r.log.Error("configuration not reloaded, the one in force stays", "file", r.file, "err", err)
-		r.fleet.note(func(f *status.File) { f.Refused, f.Since = err.Error(), time.Now() })
+		r.fleet.note(func(f *status.File) {
+			f.Refused, f.Since, f.Waits = err.Error(), time.Now(), errors.Is(err, errPrinted)
+		})
 		return nil, err
 	}
 	r.reloads.WithLabelValues("applied").Inc()
 	r.last.SetToCurrentTime()
 	r.fleet.note(func(f *status.File) {
-		f.Refused, f.Restart = "", needRestart(changes)
+		f.Refused, f.Waits, f.Restart = "", false, needRestart(changes)
 	})
 	return changes, nil
 }
@@ -183,7 +195,7 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := r.printedLacks(next); err != nil {
+	if err := r.printedLacks(ctx, next); err != nil {
 		return nil, err
 	}
 	keys := live.Keys // made at the start, or other replicas', who keep them in step: they stay
@@ -207,12 +219,6 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	}
 	changes := diff.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
-	if missing := r.newParts(next); len(missing) > 0 && !r.front.Serves() {
-		r.log.Warn("the former Envoy bootstrap lacks what pools need now: write it anew (tandem envoy)", "missing", missing)
-		r.fleet.note(func(f *status.File) { f.Bootstrap, f.Outdated = missing, time.Now() })
-	} else {
-		r.fleet.note(func(f *status.File) { f.Bootstrap = nil })
-	}
 	r.noteEnvoys(next)
 	if err := r.front.Publish(inForce); err != nil {
 		return nil, err
@@ -239,7 +245,7 @@ func (r *reloader) noteEnvoys(next *configv1.Config) {
 			paths = append(paths, c.Path)
 		}
 	}
-	if paths = diff.Outermost(paths); r.front.Serves() {
+	if paths = diff.Outermost(paths); r.front.Serves() > 0 {
 		paths = nil
 	}
 	r.fleet.note(func(f *status.File) {
@@ -254,16 +260,35 @@ var errPrinted = errors.New("the printed bootstrap of Envoy lacks what the pools
 
 // printedLacks returns an error if Envoy has a printed bootstrap without something that the pools of a configuration
 // need: with the change in force their requests would fail. So the change waits: for a restart of Tandem, after Envoy's
-// with a new bootstrap, or until an Envoy asks for its configuration over xDS. With several replicas, Envoys may have
-// it from another one, so nothing waits there. A gateway's Envoy is not ours.
-func (r *reloader) printedLacks(next *configv1.Config) error {
+// with a new bootstrap, or until an Envoy asks for its configuration over xDS, here or at another replica. A gateway's
+// Envoy is not ours.
+func (r *reloader) printedLacks(ctx context.Context, next *configv1.Config) error {
 	missing := r.newParts(next)
-	if len(missing) == 0 || r.front.Serves() || r.config.GetState().GetRedis() != nil ||
-		r.config.GetEnvoyGateway() != nil || r.config.GetExtProc().GetProtocol() == "endpointPicker" {
+	if len(missing) == 0 || r.config.GetEnvoyGateway() != nil ||
+		r.config.GetExtProc().GetProtocol() == "endpointPicker" || r.front.Serves() > 0 || r.envoysElsewhere(ctx) {
 		return nil
 	}
 	return fmt.Errorf("%w (%s): print it anew (tandem envoy), restart Envoy with it, and then Tandem",
 		errPrinted, strings.Join(missing, ", "))
+}
+
+// aboutEnvoys is the question how many Envoys have their configuration from a replica.
+const aboutEnvoys = "envoys"
+
+// askEnvoysEvery is how often the other replicas are asked whether Envoys have come to them, while a change waits for that.
+const askEnvoysEvery = 10 * time.Second
+
+// envoysElsewhere reports whether an Envoy has its configuration over xDS from another replica. It asks them for a second
+// at most: of one that does not answer, or without Redis, nothing is known, and the change waits.
+func (r *reloader) envoysElsewhere(ctx context.Context) bool {
+	if r.fleet.operator == nil {
+		return false
+	}
+	got, _ := r.fleet.operator.Ask(ctx, aboutEnvoys, nil)
+	return slices.ContainsFunc(got.Of, func(a operator.Answer) bool {
+		n, err := strconv.Atoi(string(a.Body))
+		return err == nil && n > 0
+	})
 }
 
 // say logs what changes, and, once, what would need a restart.
@@ -291,7 +316,7 @@ func (r *reloader) say(changes []diff.Change, keys bool) {
 	if n == 0 && !keys && len(restart) == 0 {
 		r.log.Info("configuration read again, nothing to change")
 	}
-	if envoys = diff.Outermost(envoys); len(envoys) > 0 && !r.front.Serves() {
+	if envoys = diff.Outermost(envoys); len(envoys) > 0 && r.front.Serves() == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 	}

@@ -6,13 +6,16 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/redisserver"
 	envoyconfigs "tandem/envoy-configs"
 	"tandem/extproc/core"
 	"tandem/extproc/telemetry"
@@ -41,11 +44,13 @@ pools:
 - {name: b, kvTransfer: none, endpoints: [{address: "10.0.0.3:1"}]}
 `
 
-func startReloading(t *testing.T) *reloading {
+func startReloading(t *testing.T) *reloading { return startReloadingWith(t, twoPools) }
+
+func startReloadingWith(t *testing.T, text string) *reloading {
 	dir := t.TempDir()
 	r := &reloading{t: t, config: filepath.Join(dir, "tandem.yaml"), key: filepath.Join(dir, "key")}
 	require.NoError(t, os.WriteFile(r.key, []byte(strings.Repeat("ab", 31)+"01\n"), 0o600))
-	r.write(twoPools)
+	r.write(text)
 	log := slog.New(slog.NewTextHandler(&r.said, nil))
 	cfg, _, err := config.Load(r.config)
 	require.NoError(t, err)
@@ -178,6 +183,39 @@ func TestReloadWaitsForTheBootstrapInside(t *testing.T) {
 	r.write(strings.Replace(twoPools, `"10.0.0.3:1"`, `"10.0.0.3:1", scheme: h2c`, 1))
 	_, err = r.reload(t.Context())
 	require.ErrorContains(t, err, "(clusters for h2c)")
+}
+
+// With Redis a change waits likewise, unless another replica says that an Envoy has its configuration from it. While Redis
+// does not answer nobody says so.
+func TestReloadAsksOthersForEnvoys(t *testing.T) {
+	redis := redisserver.New(t)
+	with := twoPools + "state: {redis: {url: \"redis://" + redis.Addr + "\"}}\n"
+	mine, other := startReloadingWith(t, with), startReloadingWith(t, with)
+	var envoys atomic.Int64
+	other.fleet.operator.Answer(aboutEnvoys, func([]byte) []byte { return strconv.AppendInt(nil, envoys.Load(), 10) })
+	for _, r := range []*reloading{mine, other} {
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { defer close(done); r.fleet.share(ctx, slog.New(slog.DiscardHandler)) }()
+		t.Cleanup(func() { stop(); <-done })
+	}
+	require.Eventually(t, func() bool { return mine.fleet.store.Replicas() == 2 }, time.Minute, 10*time.Millisecond)
+
+	mine.write(strings.Replace(with, "kvTransfer: nixl, ", "kvTransfer: nixl, cachedTokens: prefill, ", 1))
+	_, err := mine.reload(t.Context())
+	require.ErrorContains(t, err, "(listener answer-leg)")
+	require.True(t, mine.fleet.config.Load().Waits)
+	redis.Kill()
+	_, err = mine.reload(t.Context())
+	require.ErrorContains(t, err, "(listener answer-leg)")
+	redis.Start()
+	envoys.Store(1)
+	require.Eventually(t, func() bool { // run asks again from time to time
+		_, err = mine.reload(t.Context())
+		return err == nil
+	}, time.Minute, 100*time.Millisecond, "%v", err)
+	require.False(t, mine.fleet.config.Load().Waits)
+	require.Empty(t, mine.fleet.config.Load().Refused)
 }
 
 // What a pool's dialect has learned of its engines stays while the dialect does.

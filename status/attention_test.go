@@ -73,14 +73,13 @@ func TestAttention(t *testing.T) {
 				"Print it again (tandem envoy) and restart them. This is said for an hour.", "operations.md#change-without-restart"}}},
 		"Envoys over xDS": {change: func(s *Status) {
 			s.Envoys = []Envoy{{Name: "edge-1", Version: "1"}}
-			s.Replicas = []Replica{{File: File{Envoy: []string{"envoy.extProcs"}, Bootstrap: []string{"https"}, Outdated: now}}}
+			s.Replicas = []Replica{{File: File{Envoy: []string{"envoy.extProcs"}, Outdated: now}}}
 		}},
 		"an old bootstrap": {change: func(s *Status) {
-			s.Replicas = []Replica{{File: File{Bootstrap: []string{"https"}, Outdated: now.Add(-time.Minute)}}, {Redis: true, Ready: true,
-				File: File{Bootstrap: []string{"https"}, Outdated: now.Add(-2 * time.Hour)}}}
+			s.Replicas = []Replica{{File: File{Waits: true, Refused: "the printed bootstrap lacks https: print it anew", Since: now.Add(-time.Minute)}}}
 		}, want: []Notice{
-			{true, "The pools need parts that a bootstrap of Envoy from before the last change lacks (1 min ago): https. " +
-				"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.", "operations.md#change-without-restart"}}},
+			{true, "This replica waits with a change of its configuration file (1 min ago) and goes on with the one before: " +
+				"the printed bootstrap lacks https: print it anew.", "operations.md#change-without-restart"}}},
 		"few alone":     {recent: requests(9, alone)},
 		"few are split": {recent: slices.Concat(requests(20, alone), requests(1, split), requests(30, alone))},
 		"prefill idles": {recent: append(requests(20, alone), requests(3, telemetry.Trace{Route: "pass_through"})...), want: []Notice{

@@ -9,13 +9,13 @@ import (
 
 // File compares a replica's configuration file with what is in force.
 type File struct {
-	Fingerprint string    `json:"-"`                   // of the pools' configuration in force
-	Refused     string    `json:"refused,omitempty"`   // why the file as it is now is not in force; "": it is
-	Since       time.Time `json:"since,omitzero"`      // when it was refused
-	Restart     []string  `json:"restart,omitempty"`   // paths of its settings that take a restart of Tandem
-	Bootstrap   []string  `json:"bootstrap,omitempty"` // what its pools need of a new one
-	Envoy       []string  `json:"envoy,omitempty"`     // paths of its settings that printed bootstraps do not have yet
-	Outdated    time.Time `json:"outdated,omitzero"`   // when one of the last two came
+	Fingerprint string    `json:"-"`                 // of the pools' configuration in force
+	Refused     string    `json:"refused,omitempty"` // why the file as it is now is not in force; "": it is
+	Waits       bool      `json:"waits,omitempty"`   // it is valid, and in force after a restart of Envoy and Tandem
+	Since       time.Time `json:"since,omitzero"`    // when it was refused
+	Restart     []string  `json:"restart,omitempty"` // paths of its settings that take a restart of Tandem
+	Envoy       []string  `json:"envoy,omitempty"`   // paths of its settings that printed bootstraps do not have yet
+	Outdated    time.Time `json:"outdated,omitzero"` // when the last one came
 }
 
 // The age to which a bootstrap is called outdated: Tandem does not see when Envoy gets a new one. And the longest
@@ -34,7 +34,7 @@ func files(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		}
 		file := s.Replicas[i].File
 		if len(s.Envoys) > 0 { // they have their configuration over xDS
-			file.Envoy, file.Bootstrap = nil, nil
+			file.Envoy = nil
 		}
 		file.notices(s.Now, who, add)
 	}
@@ -49,6 +49,11 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 			reason = strings.ToValidUTF8(reason[:maxRefusal], "") + " ..."
 		}
 		reason = strings.TrimSuffix(strings.ReplaceAll(reason, ":; ", ": "), ".")
+		if f.Waits {
+			add(true, doc, "%s waits with a change of its configuration file (%s) and goes on with the one before: %s.",
+				who, words.MinutesAgo(now.Sub(f.Since)), reason)
+			return
+		}
 		add(true, doc, "%s refused its configuration file (%s) and goes on with the one before; "+
 			"it would not start with this one: %s.", who, words.MinutesAgo(now.Sub(f.Since)), reason)
 	}
@@ -60,10 +65,5 @@ func (f *File) notices(now time.Time, who string, add func(bad bool, doc, format
 		add(false, doc, "Envoys with a printed bootstrap lack these changes of the configuration (%s): %s. "+
 			"Print it again (tandem envoy) and restart them. This is said for an hour.",
 			words.MinutesAgo(now.Sub(f.Outdated)), words.List(f.Envoy))
-	}
-	if len(f.Bootstrap) > 0 && now.Sub(f.Outdated) < outdatedFor {
-		add(true, doc, "The pools need parts that a bootstrap of Envoy from before the last change lacks (%s): %s. "+
-			"If Envoy has no new one (tandem envoy), their requests fail. This is said for an hour.",
-			words.MinutesAgo(now.Sub(f.Outdated)), words.List(f.Bootstrap))
 	}
 }

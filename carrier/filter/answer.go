@@ -42,16 +42,29 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		switch {
 		case faults.Filtered(o.Details):
 			return filtered(f, &o)
+		case !f.hop.replan && faults.Redirects(o.Status):
+			return f.refuseRedirect()
 		case !f.hop.replan:
 			return answers(f, &o, end)
 		case f.hop.pair != nil:
 			return f.hop.pair.answers(&o, end)
 		}
-		if faults.Failed(o.Status) && f.decodeFailed(failure(f.envoy, &o)) {
+		switch failed := faults.Failed(o.Status); {
+		case failed && f.decodeFailed(failure(f.envoy, &o)):
 			return Stop
+		case faults.Redirects(o.Status):
+			return f.refuseRedirect()
 		}
 		return f.checkLate(&o, end, end)
 	})
+}
+
+// refuseRedirect answers in place of an endpoint's redirect.
+func (f *Filter) refuseRedirect() Status {
+	f.begun()
+	f.hop.sent = false
+	f.refuse(openai.Redirected())
+	return Stop
 }
 
 // filtered lets the answer of another filter go to the client.
@@ -90,9 +103,8 @@ func (f *Filter) ResponseBody(end bool) Status {
 // then it has begun. bare: the answer has no body.
 func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 	t := &f.hop.ticket
-	policy, _ := f.s.Passes.Policy(t.Pool)
-	late := policy.Dialect.LateAfter()
-	if !t.Loads || late == 0 {
+	late := f.s.journeys.AnswerRule(t).Late
+	if late == 0 {
 		return answers(f, o, bare)
 	}
 	if !begun && openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
@@ -100,10 +112,8 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 		f.envoy.HoldAnswer(true)
 		return Stop
 	}
-	if f.s.Passes.Since(t) > late {
-		if why := f.s.journeys.Outdated(t); why != "" {
-			return f.refuseOutdated(string(why))
-		}
+	if f.s.Passes.Since(t) > late && f.s.journeys.IsOutdated(t, f.id) {
+		return f.refuseOutdated()
 	}
 	return answers(f, o, bare)
 }
@@ -115,11 +125,7 @@ func (f *Filter) begun() {
 }
 
 // refuseOutdated has an answer that may be another prompt's planned again or, if that cannot be, replaced by an error.
-func (f *Filter) refuseOutdated(why string) Status {
-	t, passes := &f.hop.ticket, f.s.Passes
-	passes.Observer.Outdated(t.Pool, t.Decode, why)
-	passes.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
-		"request_id", f.id, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
+func (f *Filter) refuseOutdated() Status {
 	if !f.decodeFailed(&faults.Failure{}) {
 		f.hop.sent, f.hop.replan = false, false
 		const message = "the endpoint stood still until the KV of this prompt may have been freed; try again"
@@ -247,7 +253,8 @@ func (f *Filter) end() {
 		RequestID: []byte(f.id), Details: []byte(o.Details), Status: o.Status, Start: f.began,
 		Duration: time.Since(f.began), ClientGone: o.ClientGone(), Reservation: []byte(f.reservedAs),
 		Traceparent: []byte(f.hop.trace.parent),
-		Answered:    ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o)},
+		Answered: ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o),
+			Continued: InsuredOf(f).joins()},
 	}
 	if f.hop.sent {
 		e.Try = ended.Try{Tries: 1, Began: true}

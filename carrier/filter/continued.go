@@ -174,7 +174,7 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	f := in.f
 	f.s.watchInsured(in, false)
 	in.placed.Store(nil)
-	f.hop.ticket, f.hop.sent = clone(t), false
+	f.hop.ticket, f.hop.sent = t.Clone(), false
 	f.hop.ticket.Reservations = [2]uint64{} // they are the leg's before, which may still be there
 	f.m = f.s.scratch.Get().(*scratch)
 	f.m.meter.Begin("", nil)

@@ -51,7 +51,7 @@ func (e *encode) called(a *prefilled) {
 		startSpan(ctx, f, telemetry.SpanEncodeLeg)
 		f.m.meter.SpanTicket(&f.hop.ticket)
 		next := f.m.legs.SettleEncode(&f.hop.ticket, &a.Answer)
-		kept := clone(next)
+		kept := next.Clone()
 		f.again(ctx)
 		d, err := f.m.legs.Resume(ctx, x, &kept, nil)
 		return f.commit(ctx, d, err)

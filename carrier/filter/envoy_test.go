@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
@@ -133,7 +134,8 @@ type client struct {
 	mu      sync.Mutex
 	closed  int // wakers
 	wakers  int
-	started int // filters
+	started int                          // filters
+	asked   func(at string, body []byte) // is told of each request to an endpoint; nil: nobody
 	streams
 
 	status  int // of the client's answer
@@ -180,14 +182,30 @@ func (c *client) Call(call *Call) bool {
 	copied := *call
 	copied.Body = slices.Clone(call.Body)
 	c.calls = append(c.calls, copied)
+	c.tells(call)
 	return true
+}
+
+// tells tells of a call.
+func (c *client) tells(call *Call) {
+	if i := slices.IndexFunc(call.Set, func(h Header) bool { return h.Name == names.HeaderEndpoint }); c.asked != nil {
+		c.asked(call.Set[i].Value, call.Body)
+	}
 }
 
 func (c *client) Continue() {
 	at := c.header("x-gateway-destination-endpoint")
 	c.sent, c.got = append(c.sent, at), slices.Clone(c.body)
 	require.Equal(c.tb, strconv.Itoa(len(c.body)), c.header("content-length"))
-	c.answer = c.engines(at, c.body)
+	if c.asked != nil {
+		c.asked(at, c.body)
+	}
+	c.arrives(c.engines(at, c.body))
+}
+
+// arrives is the answer of the endpoint to which the request went on.
+func (c *client) arrives(a engineAnswer) {
+	c.answer = a
 	if c.answer.never {
 		return
 	}
@@ -315,6 +333,7 @@ func (c *client) Detach(call *Call) Detached {
 
 // Send has the call answered in the next step.
 func (s *sending) Send(done func(*Answer)) {
+	s.client.tells(s.call)
 	s.client.mu.Lock()
 	s.client.outside = append(s.client.outside, sending{s.client, s.call, done})
 	s.client.mu.Unlock()

@@ -54,6 +54,9 @@ func legCall(
 	if rank != "" {
 		c.Set = append(c.Set, Header{names.HeaderRank, rank})
 	}
+	if via := f.head.Extra("x-forwarded-for"); via != nil {
+		c.Set = append(c.Set, Header{names.HeaderForwarded, string(via)})
+	}
 	c.Set = append(c.Set, f.hop.trace.headers()...)
 	return c
 }
@@ -117,7 +120,7 @@ func readAnswer(answer *Answer, memory []byte) (*prefilled, []byte) {
 	a.Body = memory
 	switch {
 	case !answer.OK:
-		a.Code, a.Details, a.Cut = 502, []byte("upstream_reset"), true
+		a.Code, a.Details, a.Cut = 503, []byte("upstream_reset"), true
 	case !engine:
 		a.Details, a.Overdue = details(a.Code, a.Body), a.Code == 504
 	}

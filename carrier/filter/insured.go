@@ -150,6 +150,9 @@ func insure(f *Filter, d *plan.Decision) {
 // continues reports whether the client has a part of the answer: what fails from now on is not its error.
 func (in *Insured) continues() bool { return in != nil && (in.to.begun || in.again.spare != nil) }
 
+// joins reports whether several engines wrote the answer.
+func (in *Insured) joins() bool { return in != nil && in.again.times > 0 }
+
 // unlearn keeps a pass from learning the ids of a prompt that has a part of the answer in it.
 func (in *Insured) unlearn(d *plan.Decision) {
 	if in != nil && in.stream.Continues() {
@@ -203,12 +206,11 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	f.drop()
 	f.hop.sent, f.hop.replan = true, false
 	in.d = dLeg{}
-	t := &f.hop.ticket
-	if policy, _ := f.s.Passes.Policy(t.Pool); t.Loads && policy.Dialect.Expiry != nil {
+	if f.s.journeys.AnswerRule(&f.hop.ticket).Cut {
 		in.d.params = &answer.WithoutParams{}
 	}
 	in.noteSent()
-	in.placed.Store(&place{ticket: clone(&f.hop.ticket)})
+	in.placed.Store(&place{ticket: f.hop.ticket.Clone()})
 	f.s.watchInsured(in, true)
 	in.d.starts = true
 	id, ok := f.envoy.StartStream(c)
@@ -276,6 +278,11 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 			in.failed(&failure)
 			return
 		}
+		if faults.Redirects(status) {
+			in.stop()
+			in.giveUp(openai.Redirected())
+			return
+		}
 		in.pass()
 	case status != 200 || !events || coded:
 		if in.continues() {
@@ -285,9 +292,7 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 		in.pass()
 	default:
 		in.d.events = true
-		t := &f.hop.ticket
-		policy, _ := f.s.Passes.Policy(t.Pool)
-		if in.d.late = t.Loads && policy.Dialect.LateAfter() > 0; !in.d.late {
+		if in.d.late = f.s.journeys.AnswerRule(&f.hop.ticket).Late > 0; !in.d.late {
 			in.begin()
 		}
 	}
@@ -414,18 +419,11 @@ func (in *Insured) speaks() {
 
 // outdated plans the request again if its answer may be made from KV that is another prompt's by now.
 func (in *Insured) outdated() bool {
-	f := in.f
-	t, passes := &f.hop.ticket, f.s.Passes
-	policy, _ := passes.Policy(t.Pool)
+	t, s := &in.f.hop.ticket, in.f.s
 	in.d.late = false
-	if passes.Since(t) <= policy.Dialect.LateAfter() {
+	if s.Passes.Since(t) <= s.journeys.AnswerRule(t).Late || !s.journeys.IsOutdated(t, in.f.id) {
 		return false
 	}
-	why := f.s.journeys.Outdated(t)
-	if why == "" {
-		return false
-	}
-	passes.Observer.Outdated(t.Pool, t.Decode, string(why))
 	in.failed(&faults.Failure{})
 	return true
 }

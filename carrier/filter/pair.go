@@ -47,8 +47,8 @@ type pair struct {
 func newPair(f *Filter, r *pass.Routed) func() {
 	f.m.edit(r.Edits)
 	body := f.m.body.data
-	p := &pair{f: f, trace: f.hop.trace, ticket: clone(&r.Ticket), routed: *r, keeps: !r.Pair.Cancel}
-	t := clone(&p.ticket)
+	p := &pair{f: f, trace: f.hop.trace, ticket: r.Ticket.Clone(), routed: *r, keeps: !r.Pair.Cancel}
+	t := p.ticket.Clone()
 	p.undo = concurrent.DecodeUndo(&p.ticket)
 	var err error
 	if p.edits, err = concurrent.DecodeEdits(&t, len(body)); err != nil {

@@ -78,7 +78,7 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	if x.Explanation != nil {
 		f.got.explained = string(x.Explanation)
 	}
-	f.hop.ticket = clone(&r.Ticket)
+	f.hop.ticket = r.Ticket.Clone()
 	f.hop.pair, f.hop.encode = nil, nil
 	f.m.meter.EndPhase(telemetry.PhaseDecide)
 	f.m.meter.EndSpan("")
@@ -133,7 +133,7 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 		stream := t.Stream && !settled.Refused
 		return func() { f.answerSettled(a, &settled, stream) }
 	}
-	kept := clone(next)
+	kept := next.Clone()
 	f.hop.ticket = kept // if the request ends before the next pass is decided, it ends with this
 	f.hop.ticket.Params, f.hop.ticket.Undo = nil, nil
 	if ctx.Err() != nil {

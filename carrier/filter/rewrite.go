@@ -2,14 +2,10 @@ package filter
 
 import (
 	"context"
-	"net/http"
-	"slices"
 
 	"tandem/extproc/answer"
-	"tandem/extproc/kvtransfer"
+	"tandem/extproc/journey"
 	"tandem/extproc/openai"
-	"tandem/internal/guard"
-	"tandem/kvstate"
 )
 
 // rewrite is an answer of D's that the client does not get as it is: a stream event by event, in the hook of each
@@ -17,9 +13,8 @@ import (
 type rewrite struct {
 	f      *Filter
 	by     openai.Rewriter
-	stream bool
+	events *answer.Stream // nil: the answer is no stream
 	begun  bool
-	events openai.Events
 	piece  []byte // scratch
 	out    []byte // scratch
 	held   int64  // of the budget of all requests, bytes
@@ -32,14 +27,15 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 	if end || f.hop.ticket.Stage == 0 {
 		return Continue
 	}
-	r := &rewrite{f: f, stream: openai.IsEventStream(string(f.envoy.ResponseHeader("content-type")))}
+	r := &rewrite{f: f}
 	if r.by = r.rewriter(o.Status); r.by == nil {
 		return Continue
 	}
 	f.hop.rewrite = r
 	f.envoy.HoldAnswer(true)
 	f.envoy.SetResponseHeader("content-length", "")
-	if r.stream {
+	if openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
+		r.events = answer.NewStream(r.by)
 		return Continue
 	}
 	return Stop
@@ -48,67 +44,32 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 // rewriter returns how to rewrite an answer with a status; nil: it stays.
 func (r *rewrite) rewriter(status int) openai.Rewriter {
 	f := r.f
-	t, p := &f.hop.ticket, f.hop.pair
-	if status != http.StatusOK {
-		if p != nil && status >= 400 && status < 500 && !kvstate.Refuses(status) {
-			return refusal{}
-		}
-		return nil
+	how := journey.Rewriting{
+		RequestID: f.id, Status: status, Inside: true,
+		Room: func(n int) bool { return f.s.Memory.Replace(&r.ids, int64(n)) },
 	}
-	switch {
-	case t.Stage == kvtransfer.PairLegs:
-		if p == nil || p.joined == nil {
-			return nil
-		}
-		return openai.InputLogprobs{Prefill: p.joined}
-	case t.Turn.Answers:
-		return r.conversation(t)
+	if p := f.hop.pair; p != nil && p.joined != nil {
+		how.Joined = func() ([]byte, bool) { return p.joined, true }
 	}
-	by, err := answer.Rewriter(t)
+	by, err := f.s.journeys.Rewriter(&f.hop.ticket, &how)
 	if err != nil {
 		f.s.Passes.Log.Error("decode's answer stays as it is", "request_id", f.id, "err", err)
-		return nil
-	}
-	if policy, _ := f.s.Passes.Policy(t.Pool); by == nil && t.Loads && policy.Dialect.Expiry != nil {
-		return &answer.CutParams{}
 	}
 	return by
 }
 
-// conversation returns the rewriter of an answer that has a description of D's blocks, which is kept for the
-// conversation's next turn.
-func (r *rewrite) conversation(t *kvtransfer.Ticket) openai.Rewriter {
-	f, of := r.f, clone(t)
-	id, passes := f.id, f.s.Passes
-	kept := func(params []byte, ids []uint32) { // StoreTurn may ask Redis
-		params, ids = slices.Clone(params), slices.Clone(ids)
-		go func() {
-			defer guard.Recover(guard.With(context.Background(), passes.Guard), "envoy filter turn")
-			passes.StoreTurn(id, &of, params, ids)
-		}()
-	}
-	return answer.Conversation(t, kept, func(n int) bool { return f.s.Memory.Replace(&r.ids, int64(n)) })
-}
-
 // body is called for each piece of the answer. end: it is the last.
 func (r *rewrite) body(end bool) Status {
-	if !r.stream {
+	if r.events == nil {
 		return r.whole(end)
 	}
 	envoy := r.f.envoy
 	r.piece = envoy.AppendPiece(r.piece[:0])
-	r.out = r.out[:0]
-	if !r.begun && len(r.piece) > 0 {
-		r.begun, r.out = true, r.by.Begin(r.out)
-	}
-	each := func(event []byte) { r.out = r.by.Event(r.out, event) }
-	if err := r.events.Feed(r.piece, each); err != nil {
+	var err error
+	if r.out, err = r.events.Append(r.out[:0], r.piece, end); err != nil {
 		r.f.s.Passes.Log.Error("decode's answer is cut", "request_id", r.f.id, "err", err)
 		envoy.Reset()
 		return Stop
-	}
-	if end {
-		r.events.End(each)
 	}
 	envoy.ReplacePiece(r.out)
 	return Continue
@@ -154,15 +115,3 @@ func (r *rewrite) close() {
 	r.f.s.Memory.Replace(&r.held, 0)
 	r.f.s.Memory.Replace(&r.ids, 0)
 }
-
-// refusal is D's refusal of a request, without the members that Tandem added for D.
-type refusal struct{}
-
-// Begin implements [openai.Rewriter].
-func (refusal) Begin(dst []byte) []byte { return dst }
-
-// Whole implements [openai.Rewriter].
-func (refusal) Whole(dst, answer []byte) ([]byte, error) { return openai.CutEcho(dst, answer), nil }
-
-// Event implements [openai.Rewriter].
-func (refusal) Event(dst, event []byte) []byte { return append(append(dst, event...), "\n\n"...) }

@@ -2,7 +2,6 @@ package filter
 
 import (
 	"crypto/rand"
-	"slices"
 	"sync"
 	"time"
 
@@ -135,16 +134,4 @@ func (m *scratch) edit(edits openai.Edits) {
 		client := m.body.data
 		m.body.Rewrite(edits.Len(len(client)), func(to []byte) []byte { return edits.Apply(to, client) })
 	}
-}
-
-// clone returns a ticket that does not refer to the memory of a pass.
-func clone(t *kvtransfer.Ticket) kvtransfer.Ticket {
-	out := *t
-	out.Params = slices.Clone(t.Params) // nil is not the same as empty
-	out.Undo = append(out.Undo[:0:0], t.Undo...)
-	for i := range out.Undo {
-		out.Undo[i].New = append([]byte(nil), out.Undo[i].New...)
-	}
-	out.Excluded = append([]string(nil), t.Excluded...)
-	return out
 }

@@ -2,8 +2,10 @@
 package inside
 
 import (
+	mutationv3 "github.com/envoyproxy/go-control-plane/envoy/config/common/mutation_rules/v3"
 	modulesv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/dynamic_modules/v3"
 	modulefilterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/dynamic_modules/v3"
+	headermutationv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/header_mutation/v3"
 	codecv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/upstream_codec/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 	"google.golang.org/protobuf/proto"
@@ -30,13 +32,17 @@ func Module(name, config string, pack Pack) *modulefilterv3.DynamicModuleFilter 
 	}
 }
 
-// Hold are the filters of a cluster whose answers wait until the library lets them go on.
-func Hold(pack Pack) []*hcmv3.HttpFilter {
+// Upstream are the filters of a cluster behind Envoy's router. With hold its answers wait until the library lets them go
+// on. clean changes the headers of requests: engines get none of Envoy's or Tandem's own.
+func Upstream(hold bool, clean []*mutationv3.HeaderMutation, pack Pack) []*hcmv3.HttpFilter {
 	filter := func(name string, config proto.Message) *hcmv3.HttpFilter {
 		return &hcmv3.HttpFilter{Name: name, ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: pack(config)}}
 	}
-	return []*hcmv3.HttpFilter{
-		filter("tandem", Module("hold", "{}", pack)),
-		filter("envoy.filters.http.upstream_codec", &codecv3.UpstreamCodec{}),
+	var out []*hcmv3.HttpFilter
+	if hold {
+		out = append(out, filter("tandem", Module("hold", "{}", pack)))
 	}
+	return append(out, filter("envoy.filters.http.header_mutation", &headermutationv3.HeaderMutation{
+		Mutations: &headermutationv3.Mutations{RequestMutations: clean},
+	}), filter("envoy.filters.http.upstream_codec", &codecv3.UpstreamCodec{}))
 }

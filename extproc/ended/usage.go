@@ -29,6 +29,7 @@ func CountOf(n float64) Count {
 type Answered struct {
 	FirstByte time.Duration // from start to the first byte of the endpoint's answer; 0: none came
 	Body      uint64        // bytes of the answer's body that went to the client
+	Continued bool          // several engines wrote it, so its times are of none of them
 	Usage     Usage
 }
 

@@ -95,7 +95,20 @@ func Filtered(details string) bool {
 // again. Any other one is an answer, or the engine's refusal of the request itself.
 func Failed(status int) bool {
 	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
-		status == http.StatusTooEarly || status == http.StatusNotFound // another may serve the model
+		status == http.StatusTooEarly || status == http.StatusNotFound || // another may serve the model
+		Redirects(status)
+}
+
+// Redirects reports whether a status sends the client elsewhere. No engine's does: what stands in its place may (a proxy
+// that asks for a login), or an engine that serves the path by another spelling. The address is of inside the fleet, so
+// no client gets it, and Tandem and Envoy follow none.
+func Redirects(status int) bool {
+	switch status {
+	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect,
+		http.StatusPermanentRedirect:
+		return true
+	}
+	return false
 }
 
 // Full reports whether the endpoint was full.
@@ -181,7 +194,8 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 	case f.Overdue:
 		s.State.Health.MarkHung(e)
 	case e.Failed(): // else it would not count as hanging any more
-	case f.Unreached || s.Check == nil && f.Status == 0 || f.Status >= 500 && s.errors.again(addr, requestID):
+	case f.Unreached || s.Check == nil && f.Status == 0,
+		(f.Status >= 500 || Redirects(f.Status)) && s.errors.again(addr, requestID):
 		s.State.Health.MarkFailed(e)
 	case s.Check != nil:
 		s.Check(e)

@@ -79,7 +79,7 @@ func decodeMeans(f *Failure, x *Facts) Meaning {
 	case f.Overdue:
 		return Meaning{Cause: kvtransfer.CauseDecode, Excludes: true, Blames: true}
 	}
-	answered := f.Status != 0 && !f.Full()
+	answered := f.Status != 0 && !f.Full() && !Redirects(f.Status) // a redirect is no word of the engine
 	return Meaning{
 		Cause: kvtransfer.CauseDecode, Excludes: !f.Full(), Blames: true, Loads: answered || f.Unknown, Suspects: answered,
 	}

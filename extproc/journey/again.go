@@ -69,12 +69,14 @@ func (s *Shared) waitsFor(t *kvtransfer.Ticket, f *faults.Failure) bool {
 func (s *Shared) HopLost(t *kvtransfer.Ticket, requestID string, overdue bool) kvtransfer.Ticket {
 	next, x := *t, s.Passes
 	next.Redirects++
-	leg, hop, addr := faults.Encode, "encode", t.Decode
+	leg, addr := faults.Encode, t.Decode
 	if t.Stage == kvtransfer.PrefillLeg {
-		leg, hop, addr = faults.Prefill, "prefill", t.Prefill
+		leg, addr = faults.Prefill, t.Prefill
 		x.Reclaim.NotFollowed(t, requestID, reclaim.Replanned) // P has answered after all, but too late to be followed
+		x.Observer.PrefillLost(t, overdue, x.Since(t))
+	} else {
+		x.Observer.HopEnded(t.Pool, "encode", addr, "failed", x.Since(t), nil)
 	}
-	x.Observer.HopEnded(t.Pool, hop, addr, "failed", x.Since(t), nil)
 	f := faults.Failure{Overdue: overdue, Unreached: !overdue}
 	m := faults.Means(leg, &f, faults.Facts{Turn: t.Turn.Named})
 	s.planAgain(&next, requestID, addr, &f, &m)

@@ -77,7 +77,7 @@ func learn(state *kvstate.State, t *kvtransfer.Ticket, e *ended.Pass, u *usage.U
 		return
 	}
 	var writing time.Duration
-	if e.Body <= mostKept {
+	if e.Body <= mostKept && !e.Continued {
 		writing = u.PerToken * time.Duration(*u.Answer-1)
 	}
 	prompt := t.PromptTokens

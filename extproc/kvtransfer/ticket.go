@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
@@ -138,6 +139,18 @@ type Ticket struct {
 	// of a leg to P: the answer is to have a form that one token may not have (openai.Request.Shaped)
 	Shaped     bool
 	LeastBytes int // minimum size of a complete answer of a decode leg; 0: unknown, or not streamed
+}
+
+// Clone returns a ticket that shares no memory with t.
+func (t *Ticket) Clone() Ticket {
+	out := *t
+	out.Params = slices.Clone(t.Params) // nil is not the same as empty
+	out.Undo = append(out.Undo[:0:0], t.Undo...)
+	for i := range out.Undo {
+		out.Undo[i].New = append([]byte(nil), out.Undo[i].New...)
+	}
+	out.Excluded = append([]string(nil), t.Excluded...)
+	return out
 }
 
 // TurnLeg describes a request's part in its conversation, if D keeps blocks for the next turn (turn.go).

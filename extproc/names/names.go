@@ -56,6 +56,9 @@ const (
 	HeaderDecodeRank  = "x-tandem-decode-rank"
 	HeaderAnswer      = "x-tandem-answer" // the decode leg goes through answer-leg, which joins its answer with P's
 
+	// HeaderForwarded is x-forwarded-for as a call inside Envoy should have it: Envoy's client adds to that itself.
+	HeaderForwarded = "x-tandem-forwarded-for"
+
 	MirrorCancel = "cancel" // Tandem cancels the leg when nobody needs its blocks any more
 	MirrorKeep   = "keep"   // the leg runs to its end, and is sent again if it fails
 

@@ -190,6 +190,12 @@ func NotServed() *Error {
 		Message: "this path is not served here"}
 }
 
+// Redirected returns a 502 for an endpoint that sends the client elsewhere.
+func Redirected() *Error {
+	return &Error{Status: 502, Type: "api_error", Code: "endpoint_redirected",
+		Message: "the endpoint answered with a redirect, which is not followed"}
+}
+
 // Internal returns a 500. The log has the cause, under the request id.
 func Internal() *Error {
 	return &Error{Status: 500, Type: "api_error", Code: "internal_error",

@@ -134,7 +134,9 @@ func (x *Pass) toDecode(
 	}
 	x.Meter.HandedOver(x.ID, t, h.Decode, d.Ticket.Loads)
 	if h.AtPrefill() {
-		s.Reclaim.Unfetched(t, x.ID, h.Params)
+		s.Reclaim.Unfetched(t, x.ID, h.Params, reclaim.NoRoom)
+	} else if h.Late {
+		s.Reclaim.Unfetched(t, x.ID, h.Params, reclaim.Standstill)
 	} else if h.Paired && s.Reclaim.Enabled(t.Pool) {
 		s.Reclaim.Record(t, x.ID, h.Params, h.Decode.Addr, true)
 	}

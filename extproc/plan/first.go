@@ -28,6 +28,10 @@ func First(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		}
 		return Alone(r, v, c, p)
 	}
+	if p.fetchesLate(&v.Endpoints[c.Decode]) {
+		r.Attempt.Why, c.Uncached = standstill, lacking(r, v, c.Decode)
+		return Alone(r, v, c, p)
+	}
 	if lacks := lacking(r, v, c.Decode); p.Dialect.Push != nil && p.Dialect.Push.LeavesAll(r.Tokens, r.Tokens-lacks) &&
 		p.RefuseAlone(r.Pool, &r.Attempt, "cheaper") == nil {
 		r.Attempt.Why, c.Uncached = "held_by_decode", lacks
@@ -67,6 +71,16 @@ func (p *Policy) Unpaired(v *kvstate.View, uncached int64) string {
 
 // NoRoom is why an engine of both roles answers a request alone: there is no room to hand its KV over (docs/adr/0052).
 const NoRoom = "no_room"
+
+// standstill is why decode computes a prompt whose KV it would fetch too late, since it stands still.
+const standstill = "standstill"
+
+// fetchesLate reports whether a decode endpoint that is chosen may fetch P's KV after its lease, and had better compute
+// the prompt itself once it goes on: it stands still, and is chosen only since no other one can take the request. Beside
+// Envoy a stream has its headers by the time the KV is outdated, so it could not be planned again.
+func (p *Policy) fetchesLate(c *kvstate.Candidate) bool {
+	return c.Stands && p.Dialect.Lease > 0 && p.MayBeAlone()
+}
 
 // short reports whether decode lacks too few tokens for a split, whatever that costs.
 func (p *Policy) short(uncached int64) bool {

@@ -389,3 +389,47 @@ func TestResumeWithTokenIDs(t *testing.T) {
 		})
 	}
 }
+
+// A decode endpoint that stands still is chosen only where no other one is left. It gets no KV that has a lease, in pass
+// 1 and in pass 2, unless the pool never lets decode compute a prompt.
+func TestWhoStandsFetchesNothing(t *testing.T) {
+	for name, tt := range map[string]struct {
+		policy func(*Policy)
+		stands bool
+		split  bool
+	}{
+		"it works":                 {split: true},
+		"it stands":                {stands: true},
+		"never alone":              {stands: true, policy: func(p *Policy) { p.Alone = AloneNever }, split: true},
+		"no fallback":              {stands: true, policy: func(p *Policy) { p.OnFailure = Fail }, split: true},
+		"KV that has no lease":     {stands: true, policy: func(p *Policy) { p.Dialect.Lease = 0 }, split: true},
+		"pushed before it is late": {stands: true, policy: func(p *Policy) { p.Dialect = splitting("nixl-push").Dialect }, split: splitting("nixl-push").Dialect.Lease == 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := splitting("nixl")
+			if tt.policy != nil {
+				tt.policy(&p)
+			}
+			r, v := asked(t, Attempt{}, hello)
+			for i := range v.Endpoints {
+				if c := &v.Endpoints[i]; c.Endpoint.Role == kvstate.RoleDecode {
+					c.Usable, c.Stands = !tt.stands, tt.stands
+				}
+			}
+			d, err := First(r, v, picker.Choice{Prefill: 0, Decode: 2}, &p)
+			require.NoError(t, err)
+			if tt.split {
+				require.Equal(t, LegPrefill, d.Leg)
+			} else {
+				require.Equal(t, [2]string{LegDecode, "standstill"}, [2]string{d.Leg, d.Report.Reason})
+			}
+			if p.Dialect.Push != nil {
+				return
+			}
+			h := HandOver{Ticket: &kvtransfer.Ticket{Prefill: "p1:1", PromptTokens: 9}, Params: []byte(`{}`)}
+			var k picker.Picker
+			require.NoError(t, h.Choose(r, v, &k, &p))
+			require.Equal(t, [2]bool{tt.split, !tt.split}, [2]bool{h.Paired, h.Late})
+		})
+	}
+}

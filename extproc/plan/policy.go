@@ -157,7 +157,7 @@ func (p *Policy) MaySplit(a *Attempt, r *openai.Request, bytes int, l Limits) er
 	case bytes > l.SplitBodyBytes:
 		a.decodeAlone("body_too_long")
 	case a.Outdated && p.Alone != AloneNever && p.OnFailure != Fail: // a hand-over would be outdated again
-		a.decodeAlone("standstill")
+		a.decodeAlone(standstill)
 	case a.Redirects+2 >= l.MaxRedirects: // one for the hand-over, and one for a decode that fails
 		a.decodeAlone("redirects_spent")
 	case a.Prefills >= p.PrefillAttempts:

@@ -20,6 +20,7 @@ type HandOver struct {
 	Params  []byte            // KV parameters; nil: D computes the prompt
 	Decode  *kvstate.Endpoint // D; nil: none was chosen yet
 	Paired  bool              // D may get the parameters
+	Late    bool              // it does not get them, since it would fetch P's KV after its lease
 	API     openai.API        // of the client's request
 	// Body is the prefill leg's or, if Restored, the client's, which r.Request has then scanned.
 	Body     []byte
@@ -69,6 +70,9 @@ func (h *HandOver) Choose(r *Request, v *kvstate.View, k *picker.Picker, p *Poli
 		return err
 	}
 	h.Decode, h.Paired = v.Endpoints[i].Endpoint, prefill >= 0 && p.Dialect.Push == nil
+	if h.Late = h.Paired && p.fetchesLate(&v.Endpoints[i]); h.Late {
+		h.Paired = false
+	}
 	return nil
 }
 

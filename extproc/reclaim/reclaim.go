@@ -44,6 +44,7 @@ const (
 	DecodeFailed = "decode_failed" // possibly after it fetched
 	AnswerCut    = "answer_cut"    // P's answer was cut off or is too large: its parameters are unknown
 	NoRoom       = "no_room"       // no other endpoint had room for the KV, so P answers
+	Standstill   = "standstill"    // decode stands still, would fetch it too late, and computes the prompt instead
 )
 
 // Observer counts the results of hand-overs.
@@ -164,15 +165,16 @@ func (r *Reclaimer) Strand(t *kvtransfer.Ticket) {
 	}
 }
 
-// Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself. Nobody gets the parameters.
-func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte) {
+// Unfetched reclaims the hand-over of a request in pass 2 that goes to P itself, or to a decode endpoint that computes
+// the prompt. Nobody gets the parameters.
+func (r *Reclaimer) Unfetched(t *kvtransfer.Ticket, requestID string, params []byte, why string) {
 	if !r.Enabled(t.Pool) {
-		r.Left(t, NoRoom)
+		r.Left(t, why)
 		return
 	}
 	r.Record(t, requestID, params, t.Prefill, true)
 	if h := r.records.take(t.ID); h != nil {
-		r.orphaned(t.ID, requestID, h, NoRoom)
+		r.orphaned(t.ID, requestID, h, why)
 	}
 }
 

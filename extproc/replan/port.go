@@ -84,16 +84,11 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // checkLate answers a question of Envoy's about a decode leg that begins its answer late: 204 if it may go on, 409 if
 // the KV that it is made from may have been another prompt's.
 func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string) {
-	s := p.passes
-	why := p.journeys.Outdated(t)
-	if why == "" {
+	if p.journeys.IsOutdated(t, id) {
+		w.WriteHeader(http.StatusConflict)
+	} else {
 		w.WriteHeader(http.StatusNoContent)
-		return
 	}
-	s.Observer.Outdated(t.Pool, t.Decode, string(why))
-	s.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
-		"request_id", id, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
-	w.WriteHeader(http.StatusConflict)
 }
 
 // errTicketConsumed: a ticket was at the replan port before.

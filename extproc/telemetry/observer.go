@@ -167,6 +167,16 @@ func (x *Meter) PrefillRefused(t *kvtransfer.Ticket, code int, took time.Duratio
 	x.Observer.prefillEnded(t, code, "refused", took, x.Exemplar)
 }
 
+// PrefillLost reports a prefill leg of which no answer came. overdue: it exceeded its time limit. Envoy's status stands
+// for it.
+func (o *Observer) PrefillLost(t *kvtransfer.Ticket, overdue bool, took time.Duration) {
+	code := http.StatusServiceUnavailable
+	if overdue {
+		code = http.StatusGatewayTimeout
+	}
+	o.prefillEnded(t, code, "failed", took, nil)
+}
+
 // PrefillEnded reports how a prefill leg ended. next is the redirect's ticket; nil: P's answer is the client's.
 func (x *Meter) PrefillEnded(
 	requestID string, t *kvtransfer.Ticket, code int, took time.Duration, next *kvtransfer.Ticket,

@@ -9,7 +9,10 @@ import (
 // average is too low for half of them, and may be for all until the first ones have been counted; engines whose memory
 // was given away by such estimates wait for each other. The zero value has seen no prompt. It is safe for concurrent
 // use.
-type Density struct{ most atomic.Uint64 } // tokens in a byte, the bits of a float64; 0: none seen
+type Density struct {
+	most  atomic.Uint64 // tokens in a byte, the bits of a float64; 0: none seen
+	fresh atomic.Bool   // it had a sample lately; see Forget
+}
 
 const (
 	leastSample = 64 // tokens: the template is most of a shorter prompt
@@ -25,6 +28,16 @@ func (d *Density) Observe(bytes, tokens int64) {
 	seen := float64(tokens) / float64(bytes)
 	most := math.Float64frombits(d.most.Load())
 	d.most.Store(math.Float64bits(max(seen, most+(seen-most)*fading)))
+	d.fresh.Store(true)
+}
+
+// Forget doubts what was seen if nothing was since the last call: it goes three quarters of the way down to the mean, of
+// so many tokens in a byte. A prompt that was far denser than others would keep others out for ever.
+func (d *Density) Forget(mean float64) {
+	most := math.Float64frombits(d.most.Load())
+	if !d.fresh.Swap(false) && most > mean {
+		d.most.Store(math.Float64bits(mean + (most-mean)/4))
+	}
 }
 
 // Most returns how many tokens a byte may have. Until prompts have been counted, a token has one byte at least.

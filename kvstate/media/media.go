@@ -61,8 +61,11 @@ type Tokens struct {
 }
 
 type ofModel struct {
-	kinds [Kinds]struct{ n, tokens float64 }
-	at    uint64 // how many observations there had been when it got its last one
+	kinds [Kinds]struct {
+		n, tokens float64
+		fresh     bool // since the last Forget
+	}
+	at uint64 // how many observations there had been when it got its last one
 }
 
 // Estimate returns the number of tokens that media have for a model.
@@ -120,8 +123,26 @@ func (t *Tokens) Observe(model string, c Count, tokens, text int64) {
 	}
 	m.at = t.asked
 	k := &m.kinds[kind]
+	k.fresh = true
 	if k.n, k.tokens = k.n+float64(n), k.tokens+of; k.n > kept {
 		k.n, k.tokens = k.n/2, k.tokens/2
+	}
+}
+
+// Forget doubts what was learned of each model's media of which no prompt was counted since the last call: it counts for a
+// quarter, and for no more than a few media.
+func (t *Tokens) Forget() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, m := range t.models {
+		for i := range m.kinds {
+			k := &m.kinds[i]
+			if !k.fresh && k.n > 0 {
+				left := min(k.n, 16*prior) / 4 / k.n
+				k.n, k.tokens = k.n*left, k.tokens*left
+			}
+			k.fresh = false
+		}
 	}
 }
 

@@ -134,4 +134,4 @@ func (f *front) Envoys() []status.Envoy {
 }
 
 // Serves implements [replica.Front].
-func (f *front) Serves() bool { return len(f.envoys.xds.Envoys()) > 0 }
+func (f *front) Serves() int { return len(f.envoys.xds.Envoys()) }

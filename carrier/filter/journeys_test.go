@@ -1,0 +1,138 @@
+package filter
+
+import (
+	"flag"
+	"net/http"
+	"testing"
+	"testing/synctest"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/journey/script"
+	"tandem/extproc/pass"
+	"tandem/kvstate"
+)
+
+var update = flag.Bool("update", false, "rewrite the scripts of journeys")
+
+// TestJourneys plays the scripts of package journey over the filter, as Envoy would. The gRPC streams play the same ones
+// (extproc).
+func TestJourneys(t *testing.T) {
+	script.Run(t, "../../extproc/journey/testdata", "inside", *update, func(t *testing.T, s *script.Script) {
+		f := newFleet(t, func(p *pass.Policy) { *p = s.Policy })
+		f.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
+		j := &journeyer{Script: s, f: f}
+		j.c = newClient(t, f, j.engines, s.Body)
+		j.c.SetHeader(":path", s.Path)
+		j.c.asked = j.asked
+		j.play()
+		synctest.Wait()
+		require.Zero(t, f.reserved(), "something stays booked")
+		require.Zero(t, f.Memory.Load())
+		s.Counted(f.metrics)
+	})
+}
+
+// journeyer is Envoy's worker, with the engines of a script behind it.
+type journeyer struct {
+	*script.Script
+	f      *fleet
+	c      *client
+	answer script.Answer // that comes next
+	at     string        // D's address
+}
+
+// asked writes which engine is asked. D's answer waits for its turn.
+func (j *journeyer) asked(at string, body []byte) {
+	role := map[string]byte{"10.0.1": 'P', "10.0.2": 'D', "10.0.3": 'E'}[at[:6]]
+	if role == 'D' {
+		j.at = at
+	}
+	j.Asked(role, at, string(body))
+}
+
+// engines are asked when it is their turn, and D when the request goes on to it, which is before.
+func (j *journeyer) engines(at string, _ []byte) engineAnswer {
+	a := &j.answer
+	if at == j.at {
+		return engineAnswer{never: true}
+	}
+	switch a.How {
+	case "unreached":
+		return engineAnswer{status: http.StatusServiceUnavailable, body: "reset reason: connection failure", local: "reset"}
+	case "cut":
+		return engineAnswer{breaks: true}
+	}
+	return engineAnswer{status: a.Status, body: a.Body}
+}
+
+// play plays the request to its end.
+func (j *journeyer) play() {
+	c := j.c
+	c.begin()
+	for c.settle(); c.status == 0; c.settle() {
+		asked := ""
+		if c.answer.never {
+			asked = "D"
+		}
+		if len(c.calls) > 0 || len(c.outside) > 0 {
+			asked += "PE"
+		}
+		a := j.Next(asked)
+		j.answer = a
+		switch {
+		case a.How == "leaves":
+			j.Client(0, "")
+			c.gone = true
+			c.end()
+			return
+		case a.Role == 'D':
+			a.Stand(j.f.state, j.at)
+			j.decode(&a)
+		case a.Role != 0:
+			c.finishOne()
+		}
+	}
+	j.Client(c.status, c.reply)
+	if j.answer.How == "breaks" {
+		c.answer.local = "upstream_reset_after_response_started{connection_termination}"
+	}
+	c.end()
+}
+
+// decode is D's answer.
+func (j *journeyer) decode(a *script.Answer) {
+	answer := engineAnswer{status: a.Status, body: a.Body}
+	if a.How == "unreached" {
+		answer = engineAnswer{status: http.StatusServiceUnavailable, local: "upstream_reset_before_response_started{connection_failure}"}
+	}
+	j.c.arrives(answer)
+}
+
+// settle does all that Envoy's worker has to do until somebody answers.
+func (c *client) settle() {
+	for {
+		synctest.Wait()
+		select {
+		case <-c.woken:
+			if len(c.outside) == 0 {
+				c.filter.Woken()
+			}
+		default:
+			return
+		}
+	}
+}
+
+// finishOne answers one call.
+func (c *client) finishOne() {
+	if len(c.calls) > 0 {
+		call := c.calls[0]
+		c.calls = c.calls[1:]
+		c.finishCall(&call, c.filter.CallDone)
+		return
+	}
+	next := c.outside[0]
+	c.outside = c.outside[1:]
+	c.finishCall(next.call, next.done)
+}

@@ -1,0 +1,52 @@
+package answer
+
+import (
+	"fmt"
+
+	"tandem/extproc/openai"
+)
+
+// Stream rewrites a streamed answer event by event, however its bytes arrive.
+type Stream struct {
+	by     openai.Rewriter
+	events openai.Events
+	begun  bool
+	out    []byte // while a piece is rewritten
+	each   func(event []byte)
+}
+
+// NewStream returns a stream that is rewritten by a rewriter.
+func NewStream(by openai.Rewriter) *Stream {
+	s := &Stream{by: by}
+	s.each = func(event []byte) { s.out = s.by.Event(s.out, event) }
+	return s
+}
+
+// Append appends to dst what the client gets for the next piece of the answer. end marks the last one. An incomplete
+// event waits for its end. The error is that of an event that is too long.
+func (s *Stream) Append(dst, piece []byte, end bool) ([]byte, error) {
+	s.out = dst
+	if !s.begun && len(piece) > 0 {
+		s.begun, s.out = true, s.by.Begin(s.out)
+	}
+	err := s.events.Feed(piece, s.each)
+	if end && err == nil {
+		s.events.End(s.each)
+	}
+	if dst, s.out = s.out, nil; err != nil {
+		err = fmt.Errorf("decode's answer: %w", err)
+	}
+	return dst, err
+}
+
+// WithoutEcho is the rewriter of an engine's refusal: without the members that Tandem had added for the engine.
+type WithoutEcho struct{}
+
+// Begin implements [openai.Rewriter].
+func (WithoutEcho) Begin(dst []byte) []byte { return dst }
+
+// Whole implements [openai.Rewriter].
+func (WithoutEcho) Whole(dst, answer []byte) ([]byte, error) { return openai.CutEcho(dst, answer), nil }
+
+// Event implements [openai.Rewriter].
+func (WithoutEcho) Event(dst, event []byte) []byte { return append(append(dst, event...), "\n\n"...) }

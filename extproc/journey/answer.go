@@ -1,0 +1,94 @@
+package journey
+
+import (
+	"context"
+	"net/http"
+	"slices"
+	"time"
+
+	"tandem/extproc/answer"
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/internal/guard"
+	"tandem/kvstate"
+)
+
+// What becomes of D's answer on its way to the client.
+
+// AnswerRule says what is done to the answer of a decode leg that uses P's KV.
+type AnswerRule struct {
+	Late time.Duration // if it begins later, it is checked ([Shared.IsOutdated]); 0: it may begin at any time
+	Cut  bool          // the engine's own KV parameters are removed from it
+}
+
+// AnswerRule returns the rule for the answer to a ticket's leg.
+func (s *Shared) AnswerRule(t *kvtransfer.Ticket) AnswerRule {
+	if !t.Loads || t.Stage != kvtransfer.DecodeLeg {
+		return AnswerRule{}
+	}
+	policy, _ := s.Passes.Policy(t.Pool)
+	return AnswerRule{Late: policy.Dialect.LateAfter(), Cut: policy.Dialect.Expiry != nil}
+}
+
+// IsOutdated reports whether an answer that begins late may be made from KV that is another prompt's by now. Then it is
+// counted, and the client must not get it.
+func (s *Shared) IsOutdated(t *kvtransfer.Ticket, requestID string) bool {
+	why := s.Outdated(t)
+	if why == "" {
+		return false
+	}
+	s.Passes.Observer.Outdated(t.Pool, t.Decode, string(why))
+	s.Passes.Log.Warn("an answer is refused: its KV may have been another prompt's (docs/security.md#wrong-text)",
+		"request_id", requestID, "reason", why, "prefill", t.Prefill, "decode", t.Decode)
+	return true
+}
+
+// Rewriting is what a transport gives to have an answer rewritten.
+type Rewriting struct {
+	RequestID string
+	Status    int // of the answer
+	// Joined waits for the part of P's answer that belongs into a pair's; nil: there is none.
+	Joined func() (prefill []byte, ok bool)
+	Room   func(bytes int) bool // reports whether there is memory for so many bytes of token ids
+	// Inside: no scripts of Envoy's take from answers what only Tandem may see, and nothing may wait for Redis.
+	Inside bool
+}
+
+// Rewriter returns how D's answer to the leg of a ticket is rewritten; nil: it stays as it is.
+func (s *Shared) Rewriter(t *kvtransfer.Ticket, r *Rewriting) (openai.Rewriter, error) {
+	pair := t.Stage == kvtransfer.PairLegs
+	switch {
+	case r.Status != http.StatusOK:
+		if r.Inside && pair && r.Status >= 400 && r.Status < 500 && !kvstate.Refuses(r.Status) {
+			return answer.WithoutEcho{}, nil
+		}
+		return nil, nil
+	case pair && r.Joined != nil:
+		return &answer.Joined{Prefill: r.Joined}, nil
+	case pair:
+		return nil, nil
+	case t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers:
+		return answer.Conversation(t, s.keepTurn(t, r), r.Room), nil
+	}
+	by, err := answer.Rewriter(t)
+	if by == nil && err == nil && r.Inside && s.AnswerRule(t).Cut {
+		return &answer.CutParams{}, nil
+	}
+	return by, err
+}
+
+// keepTurn returns what keeps a description of D's blocks for the conversation's next turn, which may ask Redis.
+func (s *Shared) keepTurn(t *kvtransfer.Ticket, r *Rewriting) func(params []byte, ids []uint32) {
+	id := r.RequestID
+	if !r.Inside {
+		return func(params []byte, ids []uint32) { s.Passes.StoreTurn(id, t, params, ids) }
+	}
+	of := t.Clone()
+	return func(params []byte, ids []uint32) {
+		params, ids = slices.Clone(params), slices.Clone(ids)
+		go func() {
+			defer guard.Recover(guard.With(context.Background(), s.Passes.Guard), "envoy filter turn")
+			s.Passes.StoreTurn(id, &of, params, ids)
+		}()
+	}
+}
