@@ -103,7 +103,7 @@ func (s *Server) hopEnded(entry *envoywire.LogEntry) {
 
 // requestEnded ends a request, once it is clear which pass was its last.
 func (s *Server) requestEnded(t *kvtransfer.Ticket, e *ended.Pass) {
-	over := journey.Over{Ticket: t, Ended: e, Here: s.passes.HeldHere(t, reservedAs(e))}
+	over := journey.Ending{Ticket: t, Ended: e, Here: s.passes.HeldHere(t, reservedAs(e))}
 	if t.Stage == kvtransfer.PrefillLeg { // pass 2 may have read P's inline answer, but Envoy did not receive its decision
 		s.bar(e, t.Redirects+1)
 		over.HandedOver = e.ClientGone && over.Here && !s.State.HandOvers.Consume(journey.InlineID(t.ID))

@@ -89,7 +89,7 @@ func (x handler) head() pass.Head {
 		ContentType: h.ContentType, ContentEncoding: h.ContentEncoding, Authorization: h.Authorization,
 		Objective: h.Objective, Fairness: h.Fairness,
 		TTFT: pass.Target{Name: names.HeaderTTFT, Value: h.TTFT}, TPOT: pass.Target{Name: names.HeaderTPOT, Value: h.TPOT},
-		Explain: h.Explain, Prefilled: h.Prefilled, Load: h.Load, More: h,
+		Explain: h.Explain, Prefilled: h.Prefilled, Load: h.Load, Twice: h.Twice, More: h,
 	}
 }
 

@@ -17,7 +17,7 @@ import (
 
 // watch has [Shared.Run] watch an answer that may not come. With begin false the watch ends.
 func (s *Shared) watch(f *Filter, begin bool) {
-	if !f.hop.replan {
+	if !f.state.MayFail() {
 		return
 	}
 	s.mu.Lock()
@@ -29,7 +29,7 @@ func (s *Shared) watch(f *Filter, begin bool) {
 
 // ResponseHeaders is called when an answer begins: D's, or Envoy's own in its place.
 func (f *Filter) ResponseHeaders(end bool) Status {
-	if !f.hop.sent {
+	if !f.state.IsSent() {
 		return Continue
 	}
 	return f.guarded("response headers", func() Status {
@@ -42,9 +42,9 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		switch {
 		case faults.Filtered(o.Details):
 			return filtered(f, &o)
-		case !f.hop.replan && faults.Redirects(o.Status):
+		case !f.state.MayFail() && faults.Redirects(o.Status):
 			return f.refuseRedirect()
-		case !f.hop.replan:
+		case !f.state.MayFail():
 			return answers(f, &o, end)
 		case f.hop.pair != nil:
 			return f.hop.pair.answers(&o, end)
@@ -61,8 +61,7 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 
 // refuseRedirect answers in place of an endpoint's redirect.
 func (f *Filter) refuseRedirect() Status {
-	f.begun()
-	f.hop.sent = false
+	f.takeBack()
 	f.refuse(openai.Redirected())
 	return Stop
 }
@@ -72,19 +71,20 @@ func filtered(f *Filter, o *Outcome) Status {
 	if f.hop.pair != nil {
 		f.hop.pair.abandoned.Store(true)
 	}
-	f.hop.sent = false
-	return answers(f, o, true) // as it is
+	f.begun()
+	f.state = journey.Answered
+	return Continue // as it is
 }
 
 // ResponseBody is called for the pieces of an answer that is rewritten, and for the first one if the headers wait for
 // it. end: it is the last.
 func (f *Filter) ResponseBody(end bool) Status {
 	return f.guarded("response body", func() Status {
-		if f.hop.holding {
+		if f.state == journey.Checking {
 			if !end && openai.IsComment(f.envoy.AppendPiece(nil)) {
 				return Stop // it says nothing of the engine, and waits with the headers
 			}
-			f.hop.holding = false
+			f.state = journey.Decoding
 			f.envoy.HoldAnswer(false)
 			o := f.envoy.Outcome()
 			if status := f.checkLate(&o, true, false); status != Continue {
@@ -108,7 +108,7 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 		return answers(f, o, bare)
 	}
 	if !begun && openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
-		f.hop.holding = true
+		f.state = journey.Checking
 		f.envoy.HoldAnswer(true)
 		return Stop
 	}
@@ -120,14 +120,23 @@ func (f *Filter) checkLate(o *Outcome, begun, bare bool) Status {
 
 // begun records that an answer is D's for good.
 func (f *Filter) begun() {
-	f.s.watch(f, false)
-	f.hop.replan = false
+	if f.state.MayFail() {
+		f.s.watch(f, false)
+		f.state = journey.Answering
+	}
+}
+
+// takeBack takes the request back from D, whose answer the client does not get.
+func (f *Filter) takeBack() {
+	if f.begun(); f.state.IsSent() {
+		f.state = journey.Waiting
+	}
 }
 
 // refuseOutdated has an answer that may be another prompt's planned again or, if that cannot be, replaced by an error.
 func (f *Filter) refuseOutdated() Status {
 	if !f.decodeFailed(&faults.Failure{}) {
-		f.hop.sent, f.hop.replan = false, false
+		f.takeBack()
 		const message = "the endpoint stood still until the KV of this prompt may have been freed; try again"
 		f.refuse(openai.Unavailable("kv_outdated", message, time.Second))
 	}
@@ -156,10 +165,11 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	next := failed()
 	key := f.s.putRestart(&attempt{next, f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
 	f.envoy.SetHeader(headerAttempt, key)
-	f.hop.handed = true // Envoy may end this filter before Restart returns
+	was := f.state
+	f.state = journey.Handed // Envoy may end this filter before Restart returns
 	ok := f.envoy.Restart()
 	if f.s.takeRestart(key) != nil { // the other filter did not come
-		f.hop.handed = false
+		f.state = was
 	}
 	return ok
 }
@@ -167,11 +177,11 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 // lost plans the request again because its answer does not come.
 func (f *Filter) lost() {
 	switch {
-	case !f.hop.replan:
+	case !f.state.MayFail():
 	case f.hop.pair != nil:
 		f.hop.pair.carryOut(f.hop.pair.journey.DecodeLost())
 	case !f.decodeFailed(&faults.Failure{}):
-		f.hop.sent = false
+		f.takeBack()
 		f.refuse(openai.Unavailable("endpoint_failed", "the endpoint did not answer; try again", time.Second))
 	}
 }
@@ -181,7 +191,7 @@ func (s *Shared) Run(ctx context.Context) {
 	periodic.Run(ctx, 250*time.Millisecond, func(time.Time) {
 		for _, f := range s.silent() {
 			if s.journeys.Lost(&f.hop.ticket) {
-				f.wake(f.lost)
+				f.worker.wake(f.lost)
 			}
 		}
 		s.lookAfter()
@@ -200,25 +210,14 @@ func (s *Shared) silent() (out []*Filter) {
 	return out
 }
 
-// wake has the worker do something, unless the request has ended: then it returns false.
-func (f *Filter) wake(do func()) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.gone {
-		return false
-	}
-	f.todo = append(f.todo, do)
-	f.waker.Wake()
-	return true
-}
-
 // finish records the end of the request, once, when nothing runs for it any more.
 func (f *Filter) finish() {
-	if f.ended {
+	if f.state == journey.Over {
 		return
 	}
-	f.ended = true
 	f.begun()
+	was := f.state
+	f.state = journey.Over
 	f.drop()
 	if p := f.hop.pair; p != nil {
 		p.close()
@@ -226,22 +225,21 @@ func (f *Filter) finish() {
 	if r := f.hop.rewrite; r != nil {
 		r.close()
 	}
-	if f.hop.handed {
-		return
-	}
-	if f.hop.sent {
-		f.end()
-	} else { // it may have to tell Redis
+	switch {
+	case was == journey.Handed:
+	case was.IsSent():
+		f.end(true)
+	default: // it may have to tell Redis
 		go func() {
 			defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter end")
-			f.end()
+			f.end(false)
 		}()
 	}
 }
 
-// end ends the request by what Envoy knows of it.
-func (f *Filter) end() {
-	t, o := &f.hop.ticket, &f.outcome
+// end ends the request by what Envoy knows of it. sent: an endpoint that decodes had it.
+func (f *Filter) end(sent bool) {
+	t, o := &f.hop.ticket, f.worker.outcome
 	if t.ID == ([16]byte{}) {
 		if f.resumed == nil {
 			return // it was refused before endpoints were chosen
@@ -256,8 +254,8 @@ func (f *Filter) end() {
 		Answered: ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o),
 			Continued: InsuredOf(f).joins()},
 	}
-	if f.hop.sent {
+	if sent {
 		e.Try = ended.Try{Tries: 1, Began: true}
 	}
-	f.s.journeys.End(&journey.Over{Ticket: t, Ended: e, Here: true})
+	f.s.journeys.End(&journey.Ending{Ticket: t, Ended: e, Here: true})
 }

@@ -174,14 +174,17 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	f := in.f
 	f.s.watchInsured(in, false)
 	in.placed.Store(nil)
-	f.hop.ticket, f.hop.sent = t.Clone(), false
+	f.hop.ticket, f.state = t.Clone(), journey.Waiting
+	if in.continues() {
+		f.state = journey.Continuing
+	}
 	f.hop.ticket.Reservations = [2]uint64{} // they are the leg's before, which may still be there
 	f.m = f.s.scratch.Get().(*scratch)
 	f.m.meter.Begin("", nil)
 	x, b := &f.m.pass, &f.m.body
 	x.ID, x.Prefilled.ID, x.ReservedAs, x.Continues = f.id, f.id, f.reservedAs, in.stream.Continues()
 	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
-	x.Head = f.head.pass(path)
+	x.Head = f.head.pass(path, f.s.Passes.Headers())
 	n := f.envoy.BodySize()
 	if !f.s.hold(f.m, n) {
 		in.giveUp(openai.ServerBusy())
@@ -189,9 +192,9 @@ func (in *Insured) plan(t *kvtransfer.Ticket, a plan.Attempt) {
 	}
 	b.data, b.changed = f.envoy.AppendBody(slices.Grow(b.data[:0], n)), false
 	f.m.meter.Replanned(f.id, t)
-	f.beside("continue", true, func(ctx context.Context) func() {
+	f.beside("continue", true, func(p passing, ctx context.Context) onWorker {
 		d, err := x.First(ctx, in.api, a)
-		return f.commit(ctx, d, err)
+		return p.commit(ctx, d, err)
 	})
 }
 
@@ -204,13 +207,13 @@ func (in *Insured) giveUp(e *openai.Error) {
 		return
 	}
 	if !in.to.begun {
-		f.hop.sent = false
+		f.takeBack()
 		f.refuse(e)
 		return
 	}
 	f.s.Passes.Observer.GivenUp(e)
 	f.s.Passes.Observer.Streams.Continued(f.hop.ticket.Pool, cmp.Or(in.again.cause, causeReset), resultRefused)
-	f.hop.sent = true
+	f.state = journey.Answering
 	if in.again.cause == causeEnded && len(in.again.said) > 0 {
 		in.stop()
 		in.give(in.again.said, true)
@@ -273,6 +276,7 @@ func (in *Insured) goBack() bool {
 	f.s.Passes.Release(pass.HeldBy(&f.hop.ticket))
 	in.stream, in.d, in.again.cause, f.hop = s.stream, dLeg{id: s.leg, status: http.StatusOK,
 		events: true, spoke: true, params: s.params}, "", s.hop
+	f.state = journey.Answering
 	in.placed.Store(s.placed)
 	in.again.times = s.times // it was not continued
 	f.s.watchInsured(in, true)
@@ -311,16 +315,16 @@ func (s *Shared) lookAfter() {
 		switch {
 		case !p.spoke.Load():
 			if quiet >= journey.Silence && s.journeys.Lost(&p.ticket) {
-				in.f.wake(func() {
+				in.f.worker.wake(func() {
 					if in.d.id != 0 && in.placed.Load() == p && !p.spoke.Load() {
 						in.failed(&faults.Failure{})
 					}
 				})
 			}
 		case e != nil && e.Failed() && quiet >= silentAfter && s.another(&p.ticket):
-			in.f.wake(func() { in.move(causeSilent) })
+			in.f.worker.wake(func() { in.move(causeSilent) })
 		case (e == nil || e.Paused() || e.Draining) && s.another(&p.ticket):
-			in.f.wake(func() { in.move(causeMoved) })
+			in.f.worker.wake(func() { in.move(causeMoved) })
 		}
 	}
 }

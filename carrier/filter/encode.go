@@ -3,6 +3,7 @@ package filter
 import (
 	"context"
 
+	"tandem/extproc/journey"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
@@ -16,13 +17,13 @@ type encode struct {
 	body []byte
 }
 
-// newEncode makes the leg's body, and returns a function that sends it.
-func newEncode(f *Filter, r *pass.Routed) func() {
-	x := &f.m.pass
+// encode makes the leg's body, and has it sent.
+func (p passing) encode(r *pass.Routed) onWorker {
+	f, x := p.f, &p.f.m.pass
 	if len(r.Edits) > 0 { // what the operator has set is in the leg's body, too
 		f.m.edit(r.Edits)
 		if err := x.Req.Client.Scan(openai.Chat, x.Body.Bytes(), openai.Limits{}); err != nil {
-			return f.refusal(err)
+			return p.refusal(err)
 		}
 	}
 	e := &encode{f, *r, x.Req.Client.AppendEncode(make([]byte, 0, len(x.Body.Bytes())+256))}
@@ -34,7 +35,7 @@ func newEncode(f *Filter, r *pass.Routed) func() {
 
 func (e *encode) send() {
 	f, to := e.f, e.r.Endpoint
-	f.hop.encode = e
+	f.hop.encode, f.state = e, journey.Prefilling
 	sent := f.envoy.Call(legCall(f, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id))
 	e.body = nil
 	if !sent {
@@ -45,15 +46,12 @@ func (e *encode) send() {
 // called goes on with the second pass.
 func (e *encode) called(a *prefilled) {
 	f := e.f
-	f.beside("encode answer", true, func(ctx context.Context) func() {
+	f.state = journey.Waiting
+	f.beside("encode answer", true, func(p passing, ctx context.Context) onWorker {
 		x := &f.m.pass
 		f.s.hold(f.m, len(x.Body.Bytes()))
 		startSpan(ctx, f, telemetry.SpanEncodeLeg)
 		f.m.meter.SpanTicket(&f.hop.ticket)
-		next := f.m.legs.SettleEncode(&f.hop.ticket, &a.Answer)
-		kept := next.Clone()
-		f.again(ctx)
-		d, err := f.m.legs.Resume(ctx, x, &kept, nil)
-		return f.commit(ctx, d, err)
+		return p.again(ctx, f.m.legs.SettleEncode(&f.hop.ticket, &a.Answer).Clone())
 	})
 }

@@ -3,10 +3,10 @@ package filter
 import (
 	"cmp"
 	"context"
-	"sync"
 	"sync/atomic"
 	"time"
 
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/names"
@@ -14,50 +14,34 @@ import (
 	"tandem/internal/guard"
 )
 
-// Filter is one request. Envoy calls its hooks on one worker, one after the other; Woken too.
+// Filter is one request. Its methods run on Envoy's worker; see worker.go.
 type Filter struct {
 	Called time.Time // when Envoy called the hook; zero: just now
 
 	s     *Shared
 	envoy Envoy
-	waker Waker // nil: nothing had to wait yet
+	state journey.State
 	head  head
 	began time.Time // when the client's request came
 	id    string    // of the request
 
 	reservedAs string // name of its reservations
 
-	body struct {
-		none  bool // it has none
-		whole bool // it is read, and has come
-	}
-
 	m       *scratch // nil: the request is on its way to D, or has been answered
 	resumed *attempt // the attempt that this request continues; nil: this is its first pass
 	hop     hop      // in progress, or the last
 	insured atomic.Pointer[Insured]
 	got     got
-	ended   bool // its end has been recorded
-
-	mu      sync.Mutex
-	cancel  context.CancelFunc // of what runs; nil: nothing does
-	todo    []func()           // what the worker does next
-	gone    bool               // Envoy has ended the request
-	outcome Outcome            // of a request that is gone
+	worker  worker
 }
 
 // hop is the current hop of a request.
 type hop struct {
-	ticket   kvtransfer.Ticket // of the last pass that was committed, and what it holds; zero: none was
-	sent     bool              // to D: the answer is awaited, or has begun
-	replan   bool              // a failure may still be planned again
-	holding  bool              // the answer's headers wait for its first byte
-	answered bool              // by Tandem, or from P's answer
-	pair     *pair             // both legs at once; nil: one leg
-	rewrite  *rewrite          // of D's answer; nil: the client gets it as it is
-	trace    traceContext
-	encode   *encode // the call is to an endpoint that encodes media; nil: to P
-	handed   bool    // to another filter, which goes on with it
+	ticket  kvtransfer.Ticket // of the last pass that was committed, and what it holds; zero: none was
+	pair    *pair             // both legs at once; nil: one leg
+	rewrite *rewrite          // of D's answer; nil: the client gets it as it is
+	trace   traceContext
+	encode  *encode // the call is to an endpoint that encodes media; nil: to P
 }
 
 // NewFilter returns the filter of a request.
@@ -84,14 +68,13 @@ func (f *Filter) guarded(hook string, do func() Status) (status Status) {
 // fail answers after a panic. If that panics too, the client waits until its own time is up.
 func (f *Filter) fail(e *openai.Error) {
 	defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter answer")
-	f.hop.sent, f.hop.replan = false, false
+	f.takeBack()
 	f.refuse(e)
 }
 
 // RequestHeaders is called once, first. end: there is no body.
 func (f *Filter) RequestHeaders(end bool) Status {
 	return f.guarded("request headers", func() Status {
-		f.body.none = end
 		f.head.read(f.envoy)
 		f.m = f.s.scratch.Get().(*scratch)
 		f.m.meter.Begin("", f.s.Tracer)
@@ -107,14 +90,15 @@ func (f *Filter) RequestHeaders(end bool) Status {
 			}
 		}
 		f.identify()
-		reads, err := f.admit()
+		reads, err := f.admit(end)
 		switch {
 		case err != nil:
-			f.refusal(err)()
+			passing{f}.refusal(err)()
 		case reads:
 			return Stop
 		default:
-			f.beside("decide", false, f.decide)
+			f.state = journey.Waiting
+			f.beside("decide", false, passing.decide)
 			if !end {
 				return Pause
 			}
@@ -125,12 +109,12 @@ func (f *Filter) RequestHeaders(end bool) Status {
 
 // RequestBody is called for each piece of the body of a request that is read. end: it is the last.
 func (f *Filter) RequestBody(end bool) Status {
-	if f.hop.sent {
+	if f.state.IsSent() {
 		return Continue
 	}
 	return f.guarded("request body", func() Status {
 		switch {
-		case f.hop.answered || f.body.whole:
+		case f.state != journey.Reading:
 		case f.envoy.BodySize() > f.limit():
 			f.refuse(openai.TooLarge(f.limit()))
 		case end:
@@ -142,11 +126,11 @@ func (f *Filter) RequestBody(end bool) Status {
 
 // RequestTrailers is called if the body has trailers.
 func (f *Filter) RequestTrailers() Status {
-	if f.hop.sent {
+	if f.state.IsSent() {
 		return Continue
 	}
 	return f.guarded("request trailers", func() Status {
-		if !f.hop.answered {
+		if !f.state.IsAnswered() {
 			f.refuse(openai.Trailers())
 		}
 		return Stop
@@ -155,7 +139,7 @@ func (f *Filter) RequestTrailers() Status {
 
 // take takes the whole body, and decides.
 func (f *Filter) take() {
-	f.body.whole = true
+	f.state = journey.Waiting
 	n := f.envoy.BodySize()
 	if !f.s.hold(f.m, n) {
 		f.refuse(openai.ServerBusy())
@@ -166,24 +150,16 @@ func (f *Filter) take() {
 		b.data = make([]byte, 0, n+n/8)
 	}
 	b.data, b.changed = f.envoy.AppendBody(b.data[:0]), false
-	f.beside("decide", false, f.decide)
+	f.beside("decide", false, passing.decide)
 }
 
 // Woken is called after the filter was woken.
 func (f *Filter) Woken() {
 	f.guarded("woken", func() Status {
-		for {
-			f.mu.Lock()
-			if f.gone || len(f.todo) == 0 {
-				f.todo = nil
-				f.mu.Unlock()
-				return Continue
-			}
-			do := f.todo[0]
-			f.todo = f.todo[1:]
-			f.mu.Unlock()
+		for do := f.worker.next(); do != nil; do = f.worker.next() {
 			do()
 		}
+		return Continue
 	})
 }
 
@@ -193,13 +169,14 @@ const maxOnWorker = 128 << 10
 
 // beside runs work in a goroutine, and what it returns on the worker, unless the request has ended by then. Work that
 // is short and need not wait runs on the worker, too: handing it to another thread takes longer.
-func (f *Filter) beside(what string, waits bool, work func(ctx context.Context) func()) {
-	if f.waker == nil {
-		f.waker = f.envoy.Waker()
+func (f *Filter) beside(what string, waits bool, work func(p passing, ctx context.Context) onWorker) {
+	w := &f.worker
+	if w.waker == nil {
+		w.waker = f.envoy.Waker()
 	}
 	base := guard.With(context.Background(), f.s.Passes.Guard)
-	run := func(ctx context.Context) func() {
-		then, err := guard.Try(ctx, "envoy filter "+what, func() (func(), error) { return work(ctx), nil })
+	run := func(ctx context.Context) onWorker {
+		then, err := guard.Try(ctx, "envoy filter "+what, func() (onWorker, error) { return work(passing{f}, ctx), nil })
 		if err == nil {
 			return then
 		}
@@ -210,27 +187,15 @@ func (f *Filter) beside(what string, waits bool, work func(ctx context.Context) 
 	}
 	if !waits && f.resumed == nil && len(f.m.body.data) <= maxOnWorker && !f.s.Passes.Asks() {
 		// Envoy's functions that go on with a request are not for its hooks.
-		f.wake(run(latebinding.AtOnce(base)))
+		w.wake(run(latebinding.AtOnce(base)))
 		return
 	}
 	ctx, cancel := context.WithCancel(base)
-	f.mu.Lock()
-	f.cancel = cancel
-	f.mu.Unlock()
+	w.begins(cancel)
 	go func() {
 		then := run(ctx)
 		cancel()
-		f.mu.Lock()
-		f.cancel = nil
-		gone := f.gone
-		if !gone {
-			if then != nil {
-				f.todo = append(f.todo, then)
-			}
-			f.waker.Wake()
-		}
-		f.mu.Unlock()
-		if gone {
+		if !w.ends(then) {
 			f.finish()
 		}
 	}()
@@ -250,25 +215,15 @@ func (f *Filter) Destroy() {
 		f.leave(Outcome{})
 		return Continue
 	})
-	if f.waker != nil {
-		f.waker.Close()
+	if f.worker.waker != nil {
+		f.worker.waker.Close()
 	}
 }
 
 // leave ends the request here. If something still runs for the request, that records the end.
 func (f *Filter) leave(o Outcome) {
-	f.mu.Lock()
-	if f.gone {
-		f.mu.Unlock()
-		return
-	}
-	f.gone, f.outcome = true, o
-	cancel := f.cancel
-	f.mu.Unlock()
 	InsuredOf(f).close()
-	if cancel != nil {
-		cancel()
-		return
+	if first, busy := f.worker.leave(o); first && !busy {
+		f.finish()
 	}
-	f.finish()
 }

@@ -77,9 +77,16 @@ func notSent() *prefilled {
 
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
+	f.state = journey.Prefilling
 	if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
-		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, notSent()) })
+		f.prefillAnswers(notSent())
 	}
+}
+
+// prefillAnswers settles P's leg.
+func (f *Filter) prefillAnswers(a *prefilled) {
+	f.state = journey.Waiting
+	f.beside("prefill answer", false, func(p passing, ctx context.Context) onWorker { return p.settle(ctx, a) })
 }
 
 // CallDone is called when the call of a leg has ended: P's, or that of an endpoint that encodes.
@@ -96,7 +103,7 @@ func (f *Filter) CallDone(answer *Answer) {
 			e.called(a)
 			return Continue
 		}
-		f.beside("prefill answer", false, func(ctx context.Context) func() { return f.settle(ctx, a) })
+		f.prefillAnswers(a)
 		return Continue
 	})
 }
@@ -175,7 +182,7 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	if f.head.Extra(names.HeaderExplain) != nil {
 		f.envoy.RemoveHeader(names.HeaderExplain)
 	}
-	if f.body.whole {
+	if len(b.data) > 0 { // else it has none, or Envoy passes it on unread
 		if b.changed || len(r.Edits) > 0 {
 			f.envoy.ReplaceBody(pieces(b.data, r.Edits)...)
 		}
@@ -184,7 +191,14 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	for _, h := range f.hop.trace.headers() {
 		set(h.Name, h.Value)
 	}
-	f.hop.sent, f.hop.replan = true, r.Leg != plan.LegPass
+	switch {
+	case r.Leg == plan.LegPass:
+		f.state = journey.Answering
+	case f.hop.pair != nil:
+		f.state = journey.BothLegs
+	default:
+		f.state = journey.Decoding
+	}
 	f.hop.ticket.Path, f.hop.ticket.Authority = string(x.Head.Path), string(x.Head.Authority)
 	f.m.meter.Processed(names.RoleMain)
 	f.drop()
@@ -200,7 +214,7 @@ const explanation = "explanation"
 
 // tellDecision returns a function that writes the decision of a pass into Envoy's dynamic metadata, without empty
 // fields, and then takes the next step.
-func tellDecision(e Envoy, x *pass.Pass, then func()) func() {
+func tellDecision(e Envoy, x *pass.Pass, then onWorker) onWorker {
 	p, price := x.Planned, x.Req.Foreseen.Price
 	if p.Route == "" {
 		return then
@@ -264,10 +278,10 @@ func (f *Filter) refuse(e *openai.Error) {
 		in.giveUp(e)
 		return
 	}
-	if f.hop.answered || f.hop.sent {
+	if f.state.IsAnswered() || f.state.IsSent() {
 		return
 	}
-	f.hop.answered = true
+	f.state = journey.Answered
 	if f.hop.ticket.Stage == 0 && f.resumed == nil {
 		f.s.Passes.Observer.Refused(e)
 	} else {
@@ -282,7 +296,7 @@ func (f *Filter) refuse(e *openai.Error) {
 
 // answerList answers with the list of models.
 func (f *Filter) answerList(body []byte) {
-	f.hop.answered = true
+	f.state = journey.Answered
 	kind := []Header{{"content-type", names.ContentTypeJSON}}
 	f.envoy.Respond(200, kind, body, names.DetailsPrefix+"_models")
 }
@@ -308,7 +322,7 @@ func (f *Filter) answer(headers []Header, body []byte) {
 		in.giveUp(openai.Unavailable("prefill_failed", "prefill answered the rest of a stream", time.Second))
 		return
 	}
-	f.hop.answered = true
+	f.state = journey.Answered
 	headers = append(headers, Header{"content-length", strconv.Itoa(len(body))})
 	f.got.sends(f, headers)
 	f.got.tokens.Give(body, f.envoy.SetMetadataNumber)

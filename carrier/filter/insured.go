@@ -10,12 +10,12 @@ import (
 
 	"tandem/extproc/answer"
 	"tandem/extproc/faults"
+	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/migration"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
-	"tandem/extproc/plan"
 )
 
 // Insured is D's answer to a request whose stream shall outlive its engine (docs/continue.md). The filter makes D's leg
@@ -125,73 +125,11 @@ const (
 // InsuredOf returns the insured answer of a request; nil: it is not insured, or not yet.
 func InsuredOf(f *Filter) *Insured { return f.insured.Load() }
 
-// insure decides whether a request is insured, in the goroutine of its first pass.
-func insure(f *Filter, d *plan.Decision) {
-	policy, _ := f.s.Passes.Policy(d.Pool.Spec.Name)
-	p, r := policy.Streams, &f.m.pass.Req.Client
-	if !p.On || f.resumed != nil || p.Header != "" && f.head.Extra(p.Header) == nil {
-		return
-	}
-	reason := migration.Refusal(r, p)
-	switch dialect := &policy.Dialect; { // D's leg may be another than the one that is made here
-	case dialect.Concurrent != nil:
-		reason = "legs_at_once"
-	case dialect.Continue != nil, dialect.Turns != nil, policy.PrefillCached:
-		reason = "rewritten"
-	}
-	if reason != "" {
-		f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, string(reason))
-		return
-	}
-	f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, "insured")
-	f.insured.Store(&Insured{f: f, api: r.API(), policy: p, stream: migration.NewStream(r, p)})
-}
-
 // continues reports whether the client has a part of the answer: what fails from now on is not its error.
 func (in *Insured) continues() bool { return in != nil && (in.to.begun || in.again.spare != nil) }
 
 // joins reports whether several engines wrote the answer.
 func (in *Insured) joins() bool { return in != nil && in.again.times > 0 }
-
-// unlearn keeps a pass from learning the ids of a prompt that has a part of the answer in it.
-func (in *Insured) unlearn(d *plan.Decision) {
-	if in != nil && in.stream.Continues() {
-		d.Ticket.Learn = kvtransfer.Learn{}
-	}
-}
-
-// toPrefill returns the body of P's leg with the ids of the answer that is continued, if one is.
-func (in *Insured) toPrefill(body []byte) []byte {
-	if in == nil || !in.stream.Continues() {
-		return body
-	}
-	in.f.m.pass.Prefilled.Asked = in.stream.PromptTokens()
-	return in.rewrite(body, false)
-}
-
-// rewrite returns a leg's body with what its engine needs. d: it is D's. It runs in the pass's goroutine, while nobody
-// else uses the stream.
-func (in *Insured) rewrite(body []byte, d bool) []byte {
-	var r openai.Request
-	var p openai.Patch
-	if r.Scan(in.api, body, openai.Limits{}) != nil {
-		return body // a dialect's leg is JSON
-	}
-	p.Reset(&r)
-	if d {
-		in.stream.Ask(&r, &p)
-	} else {
-		in.stream.AskPrompt(&r, &p)
-	}
-	return p.Edits().Apply(nil, body)
-}
-
-// toDecode returns how the request goes on to D.
-func (in *Insured) toDecode(r *pass.Routed) func() {
-	x := &in.f.m.pass
-	body := in.rewrite(r.Edits.Apply(nil, x.Body.Bytes()), true)
-	return func() { in.start(r, body) }
-}
 
 // start starts D's leg.
 func (in *Insured) start(r *pass.Routed, body []byte) {
@@ -204,7 +142,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	}
 	f.m.meter.Processed(names.RoleMain)
 	f.drop()
-	f.hop.sent, f.hop.replan = true, false
+	f.state = journey.Answering // a failure is the stream's to mend
 	in.d = dLeg{}
 	if f.s.journeys.AnswerRule(&f.hop.ticket).Cut {
 		in.d.params = &answer.WithoutParams{}

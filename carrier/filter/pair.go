@@ -43,28 +43,29 @@ type pair struct {
 	late, over *time.Timer // nil: not set
 }
 
-// newPair makes the bodies of both legs, and returns a function that sends them.
-func newPair(f *Filter, r *pass.Routed) func() {
+// pair makes the bodies of both legs, and has them sent.
+func (p passing) pair(r *pass.Routed) onWorker {
+	f := p.f
 	f.m.edit(r.Edits)
 	body := f.m.body.data
-	p := &pair{f: f, trace: f.hop.trace, ticket: r.Ticket.Clone(), routed: *r, keeps: !r.Pair.Cancel}
-	t := p.ticket.Clone()
-	p.undo = concurrent.DecodeUndo(&p.ticket)
+	legs := &pair{f: f, trace: f.hop.trace, ticket: r.Ticket.Clone(), routed: *r, keeps: !r.Pair.Cancel}
+	t := legs.ticket.Clone()
+	legs.undo = concurrent.DecodeUndo(&legs.ticket)
 	var err error
-	if p.edits, err = concurrent.DecodeEdits(&t, len(body)); err != nil {
-		return f.refusal(err)
+	if legs.edits, err = concurrent.DecodeEdits(&t, len(body)); err != nil {
+		return p.refusal(err)
 	}
 	policy, _ := f.s.Passes.Policy(t.Pool)
 	if c := policy.Dialect.Concurrent; c != nil {
-		p.rules.PrefillFirst = c.PrefillFirst
+		legs.rules.PrefillFirst = c.PrefillFirst
 	}
-	return p.begin
+	return legs.begin
 }
 
 // begin sends P's leg, and D's unless that waits for P.
 func (p *pair) begin() {
 	f, how := p.f, &p.routed.Pair.Plan
-	f.hop.pair = p
+	f.hop.pair, f.state = p, journey.Prefilling
 	limit := f.s.journeys.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
 	c := prefillCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
@@ -75,7 +76,7 @@ func (p *pair) begin() {
 			f.refuse(openai.ServerBusy())
 			return
 		}
-		p.late = time.AfterFunc(limit, func() { f.wake(p.overdue) })
+		p.late = time.AfterFunc(limit, func() { f.worker.wake(p.overdue) })
 	case !f.envoy.Call(c):
 		p.rules.PrefillFirst = true // D would wait in vain
 		p.settle(notSent())
@@ -90,7 +91,7 @@ func (p *pair) carryOut(a journey.PairAction) {
 		p.abandoned.Store(true)
 	}
 	if a.After > 0 {
-		p.over = time.AfterFunc(a.After, func() { p.f.wake(p.elapsed) })
+		p.over = time.AfterFunc(a.After, func() { p.f.worker.wake(p.elapsed) })
 	}
 	switch a.Do {
 	case journey.SendDecode:
@@ -154,7 +155,7 @@ func (p *pair) settle(a *prefilled) {
 			f.s.release(m)
 			return v, nil
 		})
-		if f.wake(func() { p.prefilled(&v.Outcome, v.joined) }) && v.OK && !p.abandoned.Load() {
+		if f.worker.wake(func() { p.prefilled(&v.Outcome, v.joined) }) && v.OK && !p.abandoned.Load() {
 			f.s.journeys.PairHolds(&p.ticket)
 		}
 	}()
@@ -162,8 +163,8 @@ func (p *pair) settle(a *prefilled) {
 
 // isCurrent reports whether the request still depends on this pair.
 func (p *pair) isCurrent() bool {
-	h := &p.f.hop
-	return h.pair == p && !h.answered && !h.handed && (h.replan || !h.sent)
+	s := p.f.state
+	return p.f.hop.pair == p && (s == journey.Prefilling || s == journey.BothLegs)
 }
 
 // prefilled goes on after P's leg has ended.
@@ -215,19 +216,17 @@ func (p *pair) answers(o *Outcome, end bool) Status {
 // again with the body that D got, else with P's, which is here.
 func (p *pair) planAgain(leg faults.Leg, how *faults.Failure) {
 	f := p.f
-	if !f.hop.sent {
-		f.beside("plan again", true, func(ctx context.Context) func() {
-			next := f.s.journeys.PairFailed(&p.ticket, f.id, leg, how)
-			f.again(ctx)
-			d, err := f.m.legs.Resume(ctx, &f.m.pass, &next, nil)
-			return f.commit(ctx, d, err)
+	if !f.state.IsSent() {
+		f.state = journey.Waiting
+		f.beside("plan again", true, func(x passing, ctx context.Context) onWorker {
+			return x.again(ctx, f.s.journeys.PairFailed(&p.ticket, f.id, leg, how))
 		})
 		return
 	}
 	again := func() kvtransfer.Ticket { return f.s.journeys.PairFailed(&f.hop.ticket, f.id, leg, how) }
 	if !f.planAgain(again) {
 		p.named()
-		f.hop.sent = false
+		f.takeBack()
 		f.refuse(openai.Unavailable("endpoint_failed", "the endpoints failed and there is no other way to answer",
 			time.Second))
 	}
@@ -238,8 +237,7 @@ func (p *pair) refuse(v *concurrent.Outcome) {
 	f := p.f
 	f.begun()
 	p.named()
-	f.hop.sent = false
-	f.hop.answered = true
+	f.state = journey.Answered
 	f.envoy.Respond(v.Status, []Header{{"content-type", names.ContentTypeJSON}},
 		journey.Refusal(v, f.head.Extra(":path")), names.DetailsPrefix+"_prefill_refused")
 }

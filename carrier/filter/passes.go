@@ -23,14 +23,14 @@ const maxLegMore = kvtransfer.MaxUndoBytes + plan.MaxDecodeMember
 const maxAnswer = 16 << 20
 
 // decide decides about a request whose body, if it is read, is there: in its first pass, or after a failed hop to D.
-func (f *Filter) decide(ctx context.Context) func() {
-	x := &f.m.pass
+func (p passing) decide(ctx context.Context) onWorker {
+	f, x := p.f, &p.f.m.pass
 	f.m.meter.EndPhase(telemetry.PhaseReceive)
 	startSpan(ctx, f, telemetry.SpanDecide)
 	if f.resumed != nil {
 		t := f.resumed.ticket
 		d, err := f.m.legs.Resume(ctx, x, &t, nil)
-		return f.commit(ctx, d, err)
+		return p.commit(ctx, d, err)
 	}
 	var d *plan.Decision
 	var err error
@@ -47,33 +47,25 @@ func (f *Filter) decide(ctx context.Context) func() {
 		d, err = x.Other(ctx)
 	default:
 		if d, err = x.First(ctx, api, plan.Attempt{Started: f.s.Passes.Now()}); err == nil {
-			insure(f, d)
+			p.insure(d)
 		}
 	}
-	return f.commit(ctx, d, err)
+	return p.commit(ctx, d, err)
 }
 
 // commit carries a decision out, and returns how the request goes on. err is why there is none.
-func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func() {
-	x := &f.m.pass
+func (p passing) commit(ctx context.Context, d *plan.Decision, err error) onWorker {
+	f, x := p.f, &p.f.m.pass
 	if errors.Is(err, latebinding.ErrWaits) {
-		return func() {
-			f.beside("decide", true, func(ctx context.Context) func() {
-				d, err := x.Rest(ctx)
-				if err == nil && f.hop.ticket.Stage == 0 { // the first pass
-					insure(f, d)
-				}
-				return f.commit(ctx, d, err)
-			})
-		}
+		return func() { f.beside("decide", true, passing.rest) }
 	}
 	var r pass.Routed
 	if err == nil {
-		InsuredOf(f).unlearn(d)
+		p.unlearn(d)
 		r, err = x.Commit(ctx, d)
 	}
 	if err != nil {
-		return f.refusal(err)
+		return p.refusal(err)
 	}
 	if x.Explanation != nil {
 		f.got.explained = string(x.Explanation)
@@ -82,19 +74,19 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	f.hop.pair, f.hop.encode = nil, nil
 	f.m.meter.EndPhase(telemetry.PhaseDecide)
 	f.m.meter.EndSpan("")
-	then := func() { f.sendOn(&r) }
+	then := onWorker(func() { f.sendOn(&r) })
 	switch r.Leg {
 	case plan.LegPrefill:
 		f.m.edit(r.Edits)
-		body := InsuredOf(f).toPrefill(x.Body.Bytes())
+		body := p.toPrefill(x.Body.Bytes())
 		then = func() { f.callPrefill(&r, body) }
 	case plan.LegPair:
-		then = newPair(f, &r)
+		then = p.pair(&r)
 	case plan.LegEncode:
-		then = newEncode(f, &r)
+		then = p.encode(&r)
 	case plan.LegDecode, plan.LegPass:
 		if in := InsuredOf(f); in != nil {
-			then = in.toDecode(&r)
+			then = p.toDecode(in, &r)
 		}
 	}
 	if f.s.Decisions {
@@ -103,8 +95,18 @@ func (f *Filter) commit(ctx context.Context, d *plan.Decision, err error) func()
 	return then
 }
 
-// refusal returns a function that answers a request with an error.
-func (f *Filter) refusal(err error) func() {
+// rest is the part of a pass that waits.
+func (p passing) rest(ctx context.Context) onWorker {
+	d, err := p.f.m.pass.Rest(ctx)
+	if err == nil && p.f.hop.ticket.Stage == 0 { // the first pass
+		p.insure(d)
+	}
+	return p.commit(ctx, d, err)
+}
+
+// refusal has a request answered with an error.
+func (p passing) refusal(err error) onWorker {
+	f := p.f
 	e, ok := errors.AsType[*openai.Error](err)
 	if !ok {
 		if !errors.Is(err, context.Canceled) && !errors.Is(err, io.EOF) { // else the client has left
@@ -123,8 +125,8 @@ type prefilled struct {
 }
 
 // settle settles P's leg by its answer, and goes on with the second pass.
-func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
-	x, t := &f.m.pass, &f.hop.ticket
+func (p passing) settle(ctx context.Context, a *prefilled) onWorker {
+	f, t := p.f, &p.f.hop.ticket
 	startSpan(ctx, f, telemetry.SpanPrefillAnswer)
 	f.m.meter.SpanTicket(t)
 	settled := f.m.legs.Settle(ctx, t, &a.Answer)
@@ -133,26 +135,24 @@ func (f *Filter) settle(ctx context.Context, a *prefilled) func() {
 		stream := t.Stream && !settled.Refused
 		return func() { f.answerSettled(a, &settled, stream) }
 	}
-	kept := next.Clone()
-	f.hop.ticket = kept // if the request ends before the next pass is decided, it ends with this
-	f.hop.ticket.Params, f.hop.ticket.Undo = nil, nil
+	f.hop.ticket = settled.Ends()
 	if ctx.Err() != nil {
 		return nil // nobody is there to fetch it for
 	}
-	f.again(ctx)
-	d, err := f.m.legs.Resume(ctx, x, &kept, nil)
-	return f.commit(ctx, d, err)
+	return p.again(ctx, next.Clone())
 }
 
-// again makes the pass of a request ready for the next one.
-func (f *Filter) again(ctx context.Context) {
-	x := &f.m.pass
+// again makes the next pass of a request, which goes on with a ticket.
+func (p passing) again(ctx context.Context, t kvtransfer.Ticket) onWorker {
+	f, x := p.f, &p.f.m.pass
 	head, id, reserved, continues := x.Head, x.ID, x.ReservedAs, x.Continues
 	x.Reset()
 	x.Head, x.ID, x.ReservedAs, x.Prefilled.ID, x.Continues = head, id, reserved, id, continues
 	f.m.meter.EndSpan("")
 	f.m.meter.Begin("", f.s.Tracer)
 	startSpan(ctx, f, telemetry.SpanDecide)
+	d, err := f.m.legs.Resume(ctx, x, &t, nil)
+	return p.commit(ctx, d, err)
 }
 
 // traceContext is a W3C trace context; "": none.

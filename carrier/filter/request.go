@@ -39,14 +39,46 @@ func (h *head) read(e Envoy) {
 	})
 }
 
-// Extra returns a header; nil: the request has none.
+// Extra returns a header; nil: the request has none, or an empty one.
 func (h *head) Extra(name string) []byte {
 	for _, at := range h.list {
-		if string(h.memory[at.name:at.value]) == name {
+		if at.end > at.value && string(h.memory[at.name:at.value]) == name {
 			return h.memory[at.value:at.end:at.end]
 		}
 	}
 	return nil
+}
+
+// twice returns a header that must have one value and has several; "": there is none. more are headers that settings
+// name.
+func (h *head) twice(more []string) string {
+	for i, at := range h.list {
+		name := h.memory[at.name:at.value]
+		if at.end == at.value || !names.OneValue(name, more) {
+			continue
+		}
+		for _, before := range h.list[:i] {
+			if before.end > before.value && sameHeader(h.memory[before.name:before.value], name) &&
+				!bytes.Equal(h.memory[before.value:before.end], h.memory[at.value:at.end]) {
+				return string(name)
+			}
+		}
+	}
+	return ""
+}
+
+// sameHeader reports whether two names are of one header.
+func sameHeader(a, b []byte) bool { return bytes.Equal(a, b) || bytes.Equal(primary(a), primary(b)) }
+
+// primary returns the name by which a header with two names goes.
+func primary(name []byte) []byte {
+	switch string(name) {
+	case names.HeaderGatewayObjective:
+		return []byte(names.HeaderObjective)
+	case names.HeaderGatewayFairness:
+		return []byte(names.HeaderFairness)
+	}
+	return name
 }
 
 // either returns a header that has two names.
@@ -59,8 +91,8 @@ func (h *head) either(name, other string) []byte {
 
 func (h *head) get(name string) string { return string(h.Extra(name)) }
 
-// pass returns the headers that a pass reads. path is without a gateway's prefix.
-func (h *head) pass(path []byte) pass.Head {
+// pass returns the headers that a pass reads. path is without a gateway's prefix; more are headers that settings name.
+func (h *head) pass(path []byte, more []string) pass.Head {
 	return pass.Head{
 		Method: h.Extra(":method"), Path: path, Authority: h.Extra(":authority"),
 		ContentType: h.Extra("content-type"), ContentEncoding: h.Extra("content-encoding"),
@@ -69,7 +101,7 @@ func (h *head) pass(path []byte) pass.Head {
 		Fairness:      h.either(names.HeaderFairness, names.HeaderGatewayFairness),
 		TTFT:          pass.Target{Name: names.HeaderTTFT, Value: h.Extra(names.HeaderTTFT)},
 		TPOT:          pass.Target{Name: names.HeaderTPOT, Value: h.Extra(names.HeaderTPOT)},
-		Explain:       h.Extra(names.HeaderExplain), More: h,
+		Explain:       h.Extra(names.HeaderExplain), More: h, Twice: h.twice(more),
 	}
 }
 
@@ -94,14 +126,14 @@ func (f *Filter) identify() {
 	}
 	f.id, p.Prefilled.ID = p.ID, p.ID
 	f.reservedAs = p.ReservedAs
-	p.Head = f.head.pass(path)
+	p.Head = f.head.pass(path, f.s.Passes.Headers())
 	if f.resumed != nil && f.resumed.ticket.Authority != "" {
 		p.Head.Authority = []byte(f.resumed.ticket.Authority)
 	}
 }
 
 // admit refuses requests that can be refused without their body, and reports whether the body has to be read.
-func (f *Filter) admit() (reads bool, err error) {
+func (f *Filter) admit(bodyless bool) (reads bool, err error) {
 	h, passes := &f.m.pass.Head, f.s.Passes
 	if f.resumed != nil {
 		return true, nil
@@ -118,7 +150,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		if !passes.Serves(string(h.Method), string(h.Path)) {
 			return false, openai.NotServed()
 		}
-		if f.body.none {
+		if bodyless {
 			return false, nil
 		}
 		if reads = readsOther(string(h.ContentType), len(passes.State.Pools())); reads && large {
@@ -133,7 +165,7 @@ func (f *Filter) admit() (reads bool, err error) {
 		return false, openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
 			"the path and query of the request are too long")
 	}
-	if f.body.none || f.head.get("content-length") == "0" {
+	if bodyless || f.head.get("content-length") == "0" {
 		return false, openai.NoBody()
 	}
 	if large {

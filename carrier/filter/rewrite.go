@@ -88,7 +88,7 @@ func (r *rewrite) whole(end bool) Status {
 	case end:
 		r.begun = true
 		got := f.envoy.AppendAnswer(make([]byte, 0, size))
-		f.beside("answer", true, func(context.Context) func() {
+		f.beside("answer", true, func(passing, context.Context) onWorker {
 			out, err := r.by.Whole(make([]byte, 0, size+4096), got)
 			if err != nil {
 				f.s.Passes.Log.Error("decode's answer stays as it is", "request_id", f.id, "err", err)
@@ -106,7 +106,7 @@ func (r *rewrite) whole(end bool) Status {
 
 func (r *rewrite) refuse(e *openai.Error) {
 	r.begun = true
-	r.f.hop.sent = false
+	r.f.takeBack()
 	r.f.refuse(e)
 }
 

@@ -1,6 +1,8 @@
 package envoywire
 
 import (
+	"bytes"
+
 	"google.golang.org/grpc/mem"
 
 	"tandem/extproc/names"
@@ -54,6 +56,8 @@ type Headers struct {
 
 	Count int // number of all headers
 	Size  int // bytes of all headers, as they are encoded in the message
+
+	Twice string // a header that must have one value ([names.OneValue], Names), and has several; "": none
 
 	Names  []string // more headers to read: those of sessions and labels
 	values [][]byte // by position in Names
@@ -260,15 +264,22 @@ func (m *Message) readHeaders(c *cursor, end int) {
 
 func (m *Message) readHeader(c *cursor, end int) {
 	var slot *[]byte
+	var name []byte
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
 		switch {
 		case number == 1 && wire == wireBytes:
 			mark := len(m.arena)
-			slot = m.Headers.slot(c.text(&m.arena, end))
-			m.arena = m.arena[:mark] // the name is not needed again
+			name = c.text(&m.arena, end)
+			if slot = m.Headers.slot(name); slot == nil || *slot == nil {
+				m.arena = m.arena[:mark] // the name is not needed again
+			}
 		case (number == 2 || number == 3) && wire == wireBytes && slot != nil && *slot == nil:
 			if v := c.text(&m.arena, end); len(v) > 0 {
 				*slot = v
+			}
+		case (number == 2 || number == 3) && wire == wireBytes && slot != nil && names.OneValue(name, m.Headers.Names):
+			if v := c.text(&m.arena, end); len(v) > 0 && !bytes.Equal(v, *slot) {
+				m.Headers.Twice = string(name)
 			}
 		default:
 			c.skip(wire, end)

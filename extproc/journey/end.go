@@ -1,5 +1,3 @@
-// Package journey is the life of a request, the same for both transports. It knows neither gRPC nor Envoy's messages.
-// So far it has the request's end ([Ends]); the passes are package pass.
 package journey
 
 import (
@@ -20,8 +18,8 @@ type Shared struct {
 	Tracer telemetry.Tracer // nil: no traces
 }
 
-// Over is the end of a request, as a transport knows it.
-type Over struct {
+// Ending is the end of a request, as a transport knows it.
+type Ending struct {
 	Ticket *kvtransfer.Ticket // of the last pass: it says what the request holds
 	Ended  *ended.Pass
 	Here   bool // this replica made the reservations of that pass
@@ -33,7 +31,7 @@ type Over struct {
 // the end shows of the endpoints and what the request used, its row, metrics and span, and has later decisions learn
 // from it. It is called once for each request at each replica that learns of its end. It reports whether this replica
 // is the one that counts the request.
-func (x *Shared) End(o *Over) (mine bool) {
+func (x *Shared) End(o *Ending) (mine bool) {
 	s, t, e := x.Passes, o.Ticket, o.Ended
 	mine = s.Release(pass.HeldBy(t)) || o.Here
 	s.Reclaim.Ended(t, e, o.Here)

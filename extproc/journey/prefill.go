@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"time"
 
 	"tandem/extproc/faults"
@@ -22,6 +23,14 @@ type Settled struct {
 	Err     *openai.Error      // the client gets it; nil: it gets Answer
 	Answer  []byte             // the body that the client gets with the headers of P's answer
 	Refused bool               // Answer is P's own refusal, without what Tandem had added for P
+}
+
+// Ends returns the ticket with which a request ends, if it does before the next pass has decided.
+func (s *Settled) Ends() kvtransfer.Ticket {
+	t := *s.Next
+	t.Params, t.Undo = nil, nil
+	t.Excluded = slices.Clone(t.Excluded)
+	return t
 }
 
 // Legs settles the legs of requests by their engines' answers, for one stream after the other.

@@ -86,6 +86,23 @@ const (
 // HeaderLoad is an engine's load report in an answer (ORCA).
 const HeaderLoad = "endpoint-load-metrics"
 
+// OneValue reports whether a client's header must have one value: those that Tandem reads, and more, which settings name.
+// If one comes twice with different values, the request is refused: what stands behind Tandem (an engine, Envoy's log
+// and rate limit) may read the other one. So it is with the two names of an objective and of a flow.
+func OneValue(name []byte, more []string) bool {
+	for _, n := range more {
+		if n == string(name) {
+			return n != "cookie" // HTTP/2 splits it
+		}
+	}
+	switch string(name) { // does not allocate
+	case "content-type", "content-encoding", "authorization", HeaderObjective, HeaderGatewayObjective, HeaderFairness,
+		HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, HeaderExplain:
+		return true
+	}
+	return false
+}
+
 // FormHeaders are request headers that change the form of an answer (RFC 9110, 3229, 7240, 9530). A leg whose answer
 // Tandem reads goes without them.
 var FormHeaders = []string{"a-im", "accept-charset", "expect", "if-match", "if-modified-since", "if-none-match",

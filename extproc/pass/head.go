@@ -25,6 +25,15 @@ type Head struct {
 	Prefilled                    []byte                                 // P's inline answer, base64
 	Load                         []byte                                 // that P reports with it (ORCA)
 	More                         interface{ Extra(name string) []byte } // headers that settings name
+	Twice                        string                                 // has several values, and must have one ([names.OneValue]); "": none
+}
+
+// checkTwice refuses a request with a header that other readers may understand otherwise.
+func (h *Head) checkTwice() error {
+	if h.Twice == "" {
+		return nil
+	}
+	return openai.BadRequest("duplicate_header", "", "the header "+h.Twice+" has several values; send one")
 }
 
 // extra returns a header that settings name; nil: it is absent.
@@ -154,6 +163,9 @@ func sessionHeaders(pools map[string]Policy) (names []string) {
 		}
 		if p.LabelHeader != "" {
 			names = append(names, p.LabelHeader)
+		}
+		if p.Streams.Header != "" {
+			names = append(names, p.Streams.Header)
 		}
 	}
 	return names

@@ -128,6 +128,9 @@ func (x *Pass) Reset() {
 // First plans a request to one of the APIs that can be split from its body: in pass 1 and, after a failed hop, in
 // another attempt.
 func (x *Pass) First(ctx context.Context, api openai.API, a plan.Attempt) (*plan.Decision, error) {
+	if err := x.Head.checkTwice(); err != nil {
+		return nil, err
+	}
 	if err := x.readPrompt(ctx, api, a); err != nil {
 		return nil, err
 	}
@@ -137,6 +140,9 @@ func (x *Pass) First(ctx context.Context, api openai.API, a plan.Attempt) (*plan
 // Other plans a request that is never split (tokenize, embeddings, uploads, health, a stored response): one hop, with
 // the body unchanged.
 func (x *Pass) Other(ctx context.Context) (*plan.Decision, error) {
+	if err := x.Head.checkTwice(); err != nil {
+		return nil, err
+	}
 	if err := x.readOther(ctx); err != nil {
 		return nil, err
 	}
@@ -148,6 +154,9 @@ func (x *Pass) Other(ctx context.Context) (*plan.Decision, error) {
 func (x *Pass) Gateway(
 	ctx context.Context, api openai.API, whole bool, only []string, limited bool,
 ) (*plan.Decision, error) {
+	if err := x.Head.checkTwice(); err != nil {
+		return nil, err
+	}
 	if err := x.readForGateway(ctx, api, whole); err != nil {
 		return nil, err
 	}

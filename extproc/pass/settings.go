@@ -64,7 +64,7 @@ type Settings struct {
 type activeSettings struct {
 	current  Settings
 	policies map[string]*Policy // of Pools
-	names    []string           // headers with session names or labels
+	names    []string           // headers that settings name: of sessions, labels, tenants, streams that go on
 	asks     bool               // a pass may ask an engine or Redis for something, and wait for it
 }
 
@@ -80,7 +80,11 @@ func (s *Shared) Apply(l Settings) {
 		pools[name], policies[name] = p, &p
 		asks = asks || asksOthers(&p)
 	}
-	s.settings.Store(&activeSettings{Settings{Keys: l.Keys, Pools: pools}, policies, sessionHeaders(pools), asks})
+	headers := sessionHeaders(pools)
+	if o := s.Observer; o != nil && o.Metrics != nil && o.Usage.Header() != "" {
+		headers = append(headers, o.Usage.Header())
+	}
+	s.settings.Store(&activeSettings{Settings{Keys: l.Keys, Pools: pools}, policies, headers, asks})
 }
 
 // asksOthers reports whether a pass of a pool may ask an engine or Redis for something, and wait for the answer.
@@ -113,7 +117,7 @@ func (s *Shared) queueFor(pool string, p *Policy) *latebinding.Queue {
 // Settings returns the current settings. Do not modify.
 func (s *Shared) Settings() Settings { return s.settings.Load().current }
 
-// Headers returns the names of the headers with session names or labels.
+// Headers returns the names of the headers that settings name: of sessions, labels, tenants and streams that go on.
 func (s *Shared) Headers() []string { return s.settings.Load().names }
 
 // Keys returns the keys of tickets.

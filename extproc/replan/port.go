@@ -57,7 +57,7 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late": // no hop has both
 		p.checkLate(w, t, id)
 		return
-	case t == nil || !takes(t) || !p.journeys.Another(t):
+	case t == nil || journey.StateOf(t) == journey.Waiting || !p.journeys.Another(t):
 		p.refuse(w, r, t, id, err)
 		return
 	case hedged(t, s.Since(t)):
@@ -180,17 +180,7 @@ func (p *Port) giveUp(w http.ResponseWriter, r *http.Request, e *openai.Error) {
 // hedged reports whether a try at the replan port is a hedge: the previous try may still get its answer. Envoy sends
 // the retry of a failed try sooner.
 func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
-	return took >= HedgeAfter-early && (t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs)
-}
-
-// takes reports whether a ticket belongs to a hop that may have failed.
-func takes(t *kvtransfer.Ticket) bool {
-	switch t.Stage {
-	case kvtransfer.PrefillLeg, kvtransfer.DecodeLeg, kvtransfer.PairLegs, kvtransfer.EncodeLeg:
-		return true
-	default:
-		return false
-	}
+	return took >= HedgeAfter-early && journey.StateOf(t).IsSent()
 }
 
 // takesPass reports whether a pass may have begun with a ticket; inline: together with P's answer.

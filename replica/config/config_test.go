@@ -279,6 +279,29 @@ func TestDiscoveryAndPicker(t *testing.T) {
 	}
 }
 
+// What nothing in a cluster can be called, and selectors that cannot be parsed, are refused: the pool would stay empty.
+func TestNamesOfTheCluster(t *testing.T) {
+	pool := func(discovery string) string {
+		return "pools: [{name: a, kvTransfer: nixl, discovery: {" + discovery + "}}]"
+	}
+	for text, want := range map[string]string{
+		pool("kubernetes: {selector: \"a in (b\", ports: [8000]}"):            `pools[0].discovery.kubernetes.selector: "a in (b" cannot be read as labels, as kubectl -l takes them: unable to parse requirement: found '', expected: ',' or ')'`,
+		pool("kubernetes: {selector: \"a=b,c notin (d),!e\", ports: [8000]}"): "",
+		pool("kubernetes: {selector: a=b, ports: [8000], namespace: Prod}"):   `pools[0].discovery.kubernetes.namespace: nothing in a cluster can be called "Prod": a lowercase RFC 1123`,
+		pool("inferencePool: {name: a_b}"):                                    `pools[0].discovery.inferencePool.name: nothing in a cluster can be called "a_b": a lowercase RFC 1123`,
+		pool("inferencePool: {name: a, labels: {roleLabel: \"a b\"}}"):        `pools[0].discovery.inferencePool.labels.roleLabel: nothing in a cluster can be called "a b": name part must`,
+		pool("inferencePool: {name: a, labels: {prefill: [\"a/b\"]}}"):        `pools[0].discovery.inferencePool.labels.prefill[0]: nothing in a cluster can be called "a/b": a valid label`,
+		pool("inferencePool: {name: a, labels: {keep: [gpu, \"-x\"]}}"):       `pools[0].discovery.inferencePool.labels.keep[1]: nothing in a cluster can be called "-x": name part must`,
+	} {
+		_, _, err := Parse([]byte(text))
+		if want == "" {
+			require.NoError(t, err, text)
+		} else {
+			require.ErrorContains(t, err, want, text)
+		}
+	}
+}
+
 // A configuration that is accepted, and what it is warned of. Errors are in TestValidationErrors.
 func TestWarnings(t *testing.T) {
 	for name, tt := range map[string]struct {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 
+	"tandem/kvstate/discovery"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -68,6 +69,7 @@ func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	}
 	if i := d.InferencePool; i != nil {
 		checkNeeded(v, path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
+		checkClusterNames(v, path+".inferencePool", i.Labels, clusterName{"name", i.Name}, clusterName{"namespace", i.Namespace})
 		if i.Labels.RanksLabel != "" {
 			checkRanksNamed(v, path+".inferencePool.labels.ranksLabel", pool, p)
 		}
@@ -89,6 +91,10 @@ func checkNameDiscovery(v *validator, path string, n *configv1.NameDiscovery) {
 
 func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery) {
 	checkNeeded(v, path+".selector", k.Selector, "labels of the engines' pods, as kubectl -l takes them")
+	if err := discovery.CheckSelector(k.Selector); err != nil {
+		v.m.add(path+".selector", "%.100q cannot be read as labels, as kubectl -l takes them: %v", k.Selector, err)
+	}
+	checkClusterNames(v, path, k.Labels, clusterName{"namespace", k.Namespace})
 	if len(k.Ports) == 0 && k.Labels.PortLabel == "" && k.Labels.Convention != "aibrix" {
 		v.m.add(path+".ports", "is missing: the ports of the engines, or labels.portLabel")
 	}
@@ -109,4 +115,36 @@ func PoolSchemes(p *configv1.Pool) []string {
 		all = append(all, e.GetScheme())
 	}
 	return all
+}
+
+// clusterName is a field with the name of something in the cluster; empty: its default.
+type clusterName struct{ field, name string }
+
+// checkClusterNames refuses names and labels that nothing in a cluster can have: without that the pool would stay empty.
+func checkClusterNames(v *validator, path string, l *configv1.PodLabels, names ...clusterName) {
+	check := func(field, value string, valid func(string) error) {
+		if err := valid(value); value != "" && err != nil {
+			v.m.add(path+"."+field, "nothing in a cluster can be called %.100q: %v", value, err)
+		}
+	}
+	for _, n := range names {
+		check(n.field, n.name, discovery.CheckName)
+	}
+	for _, n := range []clusterName{
+		{"roleLabel", l.GetRoleLabel()}, {"groupLabel", l.GetGroupLabel()}, {"portLabel", l.GetPortLabel()},
+		{"zoneLabel", l.GetZoneLabel()}, {"ranksLabel", l.GetRanksLabel()},
+	} {
+		check("labels."+n.field, n.name, discovery.CheckLabel)
+	}
+	for i, name := range l.GetKeep() {
+		check(fmt.Sprintf("labels.keep[%d]", i), name, discovery.CheckLabel)
+	}
+	for _, values := range []struct {
+		field string
+		list  []string
+	}{{"prefill", l.GetPrefill()}, {"decode", l.GetDecode()}, {"both", l.GetBoth()}} {
+		for i, value := range values.list {
+			check(fmt.Sprintf("labels.%s[%d]", values.field, i), value, discovery.CheckLabelValue)
+		}
+	}
 }

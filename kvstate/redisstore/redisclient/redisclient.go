@@ -84,7 +84,7 @@ func withoutURL(err error) error {
 	return err
 }
 
-// dialer connects, with TLS if configured, and counts bytes.
+// dialer connects, with TLS if configured, counts bytes, and bounds replies.
 func dialer(encrypted *tls.Config, c *Counts) func(context.Context, string, string) (net.Conn, error) {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		d := net.Dialer{Timeout: Timeout, KeepAlive: 30 * time.Second}
@@ -94,7 +94,7 @@ func dialer(encrypted *tls.Config, c *Counts) func(context.Context, string, stri
 		}
 		conn = &countedConn{conn, c}
 		if encrypted == nil {
-			return conn, nil
+			return &boundedConn{Conn: conn}, nil
 		}
 		host, _, err := net.SplitHostPort(addr)
 		if err != nil {
@@ -105,7 +105,7 @@ func dialer(encrypted *tls.Config, c *Counts) func(context.Context, string, stri
 		if own.ServerName == "" {
 			own.ServerName = host
 		}
-		return tls.Client(conn, own), nil
+		return &boundedConn{Conn: tls.Client(conn, own)}, nil
 	}
 }
 
