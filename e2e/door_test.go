@@ -71,6 +71,7 @@ func TestRefusals(t *testing.T) {
 		got := raw(t, f, "GET /v1/realtime HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
 		require.Contains(t, got, "HTTP/1.1 426 ")
 		require.Contains(t, got, `"code":"upgrade_not_supported"`)
+		require.Contains(t, strings.ToLower(got), "\r\nupgrade: http/1.1\r\n", "RFC 9110, 15.5.22")
 	})
 	for _, path := range []string{"/metrics", "/sleep?level=1", "/v1/load_lora_adapter", "/inference/v1/abort_requests", "/reset_prefix_cache", "//sl%65ep"} {
 		t.Run("operators' path "+path, func(t *testing.T) {

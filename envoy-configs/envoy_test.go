@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -213,6 +214,7 @@ func (s *stand) testCircle(t *testing.T) {
 	require.Equal(t, 503, got.Status, "not the redirect")
 	require.Equal(t, "attempts_exhausted", codeOf(t, got))
 	require.Equal(t, "1", got.Header.Get("retry-after"))
+	require.Equal(t, strconv.Itoa(len(got.Body)), got.Header.Get("content-length"))
 	require.Empty(t, got.Header.Get("location"))
 	require.Empty(t, got.Header.Get("x-tandem-ticket"))
 	passes, _ := s.take()
@@ -273,6 +275,7 @@ func (s *stand) testLocalReplies(t *testing.T) {
 			require.Equal(t, tt.status, got.Status)
 			require.Equal(t, tt.code, codeOf(t, got))
 			require.Equal(t, tt.retryAfter, got.Header.Get("retry-after"))
+			require.Equal(t, tt.status == 426, got.Header.Get("upgrade") == "HTTP/1.1")
 		})
 	}
 	for path, want := range map[string]string{ // in Anthropic's shape

@@ -17,5 +17,6 @@ function envoy_on_response(handle)
   end
   headers:remove("location")
   headers:replace("content-type", "application/json")
-  headers:replace("content-length", handle:body(true):setBytes(answer))
+  local length = handle:body(true):setBytes(answer) -- the headers from before are not to be used behind it
+  handle:headers():replace("content-length", length)
 end

@@ -1,0 +1,37 @@
+package e2e
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// P's answer is cut, before its headers or after: decode alone answers, and what P may hold is accounted for. After its
+// headers it has finished, and nobody can name the blocks that it keeps. Beside Envoy and inside it is the same.
+func TestPrefillIsCut(t *testing.T) {
+	t.Parallel()
+	for _, dialect := range []string{"nixl", "sglang"} {
+		t.Run(dialect, func(t *testing.T) {
+			t.Parallel()
+			f := start(t, options{dialect: dialect, prefills: 2, decodes: 1})
+			f.lenient = true // P keeps blocks that nobody fetches
+			for i, mode := range []string{"reset-before-headers", "reset-mid-body"} {
+				for _, e := range f.prefills {
+					f.inject(e, fmt.Sprintf(`{"mode":%q,"leg":"prefill","count":1}`, mode))
+				}
+				id := fmt.Sprint("cut-", i)
+				got := f.post("/v1/chat/completions", pairBody, "x-request-id", id)
+				require.Equal(t, 200, got.status, "%s: %s", mode, got.body)
+				require.NotEmpty(t, f.requests(id, f.prefills...), "P was asked")
+				if dialect == "nixl" && mode == "reset-mid-body" && runsInside() { // beside, a short answer is read in Envoy, which does not say
+					require.Positive(t, metric(t, f.admins[0], "tandem_handovers_orphaned_total", `reason="answer_cut"`))
+				}
+				for _, e := range f.prefills {
+					f.clear(e)
+				}
+			}
+			soon(t, "all is released", func() bool { return metric(t, f.admins[0], "tandem_reservations") == 0 })
+		})
+	}
+}
