@@ -28,6 +28,7 @@ func TestJourneys(t *testing.T) {
 		e.s.policy("chat", s.Policy)
 		e.s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
 		defer e.s.server.faults.Opened()() // Envoy's log of failed tries
+		s.State = e.s.state
 		e.q = e.s.newRequest(s.Path, "r-1", s.Body)
 		e.play()
 		synctest.Wait()
@@ -48,7 +49,16 @@ type journeyer struct {
 
 // play plays the request to its end.
 func (e *journeyer) play() {
-	for over := false; !over; {
+	for over, first := false, true; !over; first = false {
+		if e.Leaves() {
+			sent := 0
+			if !first {
+				sent = len(e.q.body)
+			}
+			e.q.leave(sent, synctest.Wait)
+			e.leaves()
+			return
+		}
 		v := e.q.pass()
 		if e.last = v; v.immediate != nil {
 			e.ends(v.status(), string(v.immediate.GetBody()), v.immediate.GetDetails())
@@ -89,7 +99,14 @@ func (e *journeyer) leaves() bool {
 
 func (e *journeyer) prefill() (over bool) {
 	e.Asked('P', e.last.set[names.HeaderEndpoint], string(e.q.body))
-	a := e.next("P")
+	a := e.Next("P")
+	limit, _ := strconv.Atoi(e.last.set[names.HeaderPerTry])
+	switch {
+	case a.Role == 0 && a.Wait >= time.Duration(limit)*time.Millisecond:
+		return e.replans()
+	case a.Role == 0:
+		a = e.next("P")
+	}
 	switch a.How {
 	case "leaves":
 		return e.leaves()
@@ -133,6 +150,9 @@ func (e *journeyer) encode() (over bool) {
 // decode is D's answer, with no stream between that could hold it.
 func (e *journeyer) decode(a script.Answer) (over bool) {
 	v := e.last
+	if took := time.Since(e.q.started); took >= time.Second { // else it is the stand-in's own
+		e.q.firstByte = took
+	}
 	if a.Wait > 0 {
 		a.Stand(e.s.state, v.set[names.HeaderEndpoint])
 		e.q.firstByte = time.Since(e.q.started)

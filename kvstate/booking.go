@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tandem/kvstate/kvroom"
+	"tandem/kvstate/residency"
 )
 
 // Booking is the cost of a request to the endpoint that it is reserved on.
@@ -26,6 +27,8 @@ type Booking struct {
 	Need      int64     // of an answer: most tokens of KV, of prompt and answer, that the endpoint must have room for
 	From      *Endpoint // of an answer: whose memory the prompt's KV is fetched from; nil: none
 	Kept      int64     // most tokens that From keeps; 0: PromptTokens
+	// Of is the conversation that an answer is of ([State.Arrived]); nil: unknown.
+	Of *residency.Conversation
 	// Media: the prompt has media. Work lacks what it takes to encode them, so nothing is learned from its time.
 	Media bool
 }

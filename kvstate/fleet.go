@@ -14,6 +14,7 @@ import (
 	"tandem/kvstate/media"
 	"tandem/kvstate/prefixindex"
 	"tandem/kvstate/receivebuffer"
+	"tandem/kvstate/residency"
 	"tandem/kvstate/speed"
 	"tandem/kvstate/standstill"
 )
@@ -212,6 +213,7 @@ type endpointState struct {
 	load       *workload // the pool's
 	stepTokens int64
 	ratio      *fadingRatio // bytes per token; the pool's
+	residents  *residency.Table
 }
 
 // condition is whether an endpoint works, and takes requests.
@@ -228,7 +230,8 @@ type condition struct {
 
 // memory accounts for an engine's KV memory.
 type memory struct {
-	room   kvroom.Room // of the KV cache, for hand-overs
+	room   kvroom.Room      // of the KV cache, for hand-overs
+	holds  residency.Engine // conversations
 	buffer receivebuffer.Buffer
 }
 
@@ -325,10 +328,11 @@ type Pool struct {
 	load      *workload
 	queue     *poolQueue
 	loads     *kvloads.Pairs
-	paused    *atomic.Bool // by an operator
-	unlike    *atomic.Bool // its endpoints' reports are not all the same
-	groups    []int32      // as [View.Groups]
-	uniform   bool         // as [View.Uniform]
+	residents *residency.Table // conversations, and what endpoints hold of them
+	paused    *atomic.Bool     // by an operator
+	unlike    *atomic.Bool     // its endpoints' reports are not all the same
+	groups    []int32          // as [View.Groups]
+	uniform   bool             // as [View.Uniform]
 
 	sameNode [][]int32 // as [View.Neighbours]
 }
@@ -367,7 +371,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		old := pools[i]
 		next.index, next.ratio, next.pace, next.tokens, next.load = old.index, old.ratio, old.pace, old.tokens, old.load
 		next.paused, next.queue, next.loads = pools[i].paused, pools[i].queue, pools[i].loads
-		next.unlike = pools[i].unlike
+		next.unlike, next.residents = pools[i].unlike, pools[i].residents
 		for _, e := range pools[i].endpoints {
 			leaving[e.Addr] = e
 		}
@@ -378,7 +382,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 		next.density, next.media, next.forgot = &kvroom.Density{}, &media.Tokens{}, &atomic.Int64{}
 		next.pace, next.tokens = &fadingRatio{}, prefixindex.NewTokenMemory(s.o.MaxTokenBytes)
 		next.load, next.paused, next.queue = newWorkload(), &atomic.Bool{}, newPoolQueue()
-		next.loads, next.unlike = kvloads.New(), &atomic.Bool{}
+		next.loads, next.unlike, next.residents = kvloads.New(), &atomic.Bool{}, residency.New()
 		next.paused.Store(s.overrides[overrideKey{pool: spec.Name}].Paused) // set earlier by another replica's operator
 		pools = append(pools, next)
 	}
@@ -412,6 +416,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	next.load.setZones(next.endpoints)
 	for addr, e := range leaving {
 		next.loads.Forget(addr)
+		next.residents.Empty(&e.state.memory.holds, true)
 		e.state.blocks.Leave()
 	}
 	next.index.Resize()
@@ -423,7 +428,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint, now time.Time) *Endpoint {
 	switch {
 	case old == nil:
-		l := &endpointState{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio, reports: p.Spec.Facts != 0}
+		l := &endpointState{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio, residents: p.residents,
+			reports: p.Spec.Facts != 0}
 		setDefault(&l.stepTokens, defaultStepTokens)
 		l.awaitReport(now)
 		p.index.Join(&l.blocks)

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"tandem/kvstate/residency"
 )
 
 // ReservationID identifies a reservation. It is random, so that a forged id, or one of another replica, releases
@@ -58,6 +60,8 @@ type reservation struct {
 	from         *Source // nil: unknown
 	until        int64   // when work that a decode endpoint does itself will be done, Unix ns
 	expires      time.Time
+	of           *residency.Conversation // nil: of none, or not answered here
+	began        time.Time
 }
 
 // Source is the connection of an Envoy that reservations were made for. When it closes, nothing reports the end of
@@ -144,8 +148,12 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 		on: e.state, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.ttl),
 	}
 	r.counted, r.tokens = b.counts()
+	if b.For&RoleDecode != 0 && !b.Tentative {
+		r.of, r.began = b.Of, now
+	}
 	e.state.requests.Add(r.counted)
 	e.state.tokens.Add(r.tokens)
+	e.state.answers(&r)
 	switch {
 	case b.For == RoleBoth:
 		r.until = e.state.local.add(work, now)
@@ -213,6 +221,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	now := s.now()
 	r.on.requests.Add(-r.counted)
 	r.on.tokens.Add(-r.tokens)
+	r.on.answered(&r, now)
 	s.booked.Add(-1)
 	if r.bufferTokens > 0 {
 		r.on.memory.buffer.Release(r.bufferTokens)

@@ -107,6 +107,7 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 		if e.state.signals.CompareAndSwap(known, &next) {
 			if known == nil || known.KVTokens != next.KVTokens || known.Host != next.Host {
 				e.state.sizeRouted(&next)
+				e.state.resizeMemory(&next, s.o.Now())
 			}
 			if known != nil {
 				s.compare(e, known, &next)
@@ -125,6 +126,7 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 func (s *State) compare(e *Endpoint, before, after *Signals) {
 	if after.Answers.restarted(before.Answers) {
 		e.state.blocks.Forget()
+		e.state.emptyMemory()
 		e.state.memory.room.Restarted()
 		e.state.steps.Store(nil) // the pace was another process's
 		e.state.awaitReport(s.o.Now())

@@ -120,6 +120,7 @@ func (s *State) sweep(now time.Time) {
 	for _, p := range s.Pools() {
 		p.index.Sweep(now)
 		p.sweepLoads(s.o.Now())
+		p.SweepMemory(s.o.Now())
 	}
 	s.Sessions.sessions.sweep(now)
 }

@@ -40,6 +40,7 @@ type Candidate struct {
 	KVTokens int64
 	Room     Room
 	Memory   *residency.Memory // what its KV memory holds of conversations; nil: unknown. Do not modify
+	Coming   float64           // tokens of conversations that will come there, and are not in Memory yet
 
 	Jobs  int64         // of those requests, waiting and running prefills
 	Queue time.Duration // unfinished work of those jobs
@@ -107,7 +108,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 	}
 	v.Load = p.load.utilisation(prefills, decodes, both, now)
 	p.forget(nano)
-	v.Load.Densest = p.density.Most()
+	v.Load.Densest, v.Load.Live = p.density.Most(), p.residents.Live()
 	if usable != RoleBoth {
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
@@ -210,7 +211,7 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	if others := e.state.remoteLoad.Load(); others != nil {
 		others.addTo(c, now)
 	}
-	c.Trust, c.KVTokens, c.Memory = 0, 0, nil
+	c.Trust, c.KVTokens, c.Memory, c.Coming = 0, 0, e.state.memory.holds.Memory(), 0
 	if c.Signals = e.state.signals.Load(); c.Signals != nil {
 		c.Trust, c.KVTokens = trust(time.Duration(now-c.Signals.oldest)), max(c.Signals.KVTokens, 0)
 		c.Signals.addTo(c)
@@ -240,6 +241,7 @@ func (v *View) Prefills() bool {
 func (s *State) Routed(p *Pool, e *Endpoint, hashes []uint64) {
 	e.state.blocks.Add(hashes)
 	e.state.blocks.AddFresh(hashes)
+	e.state.hold(hashes, s.o.Now())
 	if s.link.replicas != nil {
 		s.link.replicas.Routed(p, e, hashes)
 	}

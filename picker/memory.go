@@ -34,8 +34,12 @@ func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	over := need - c.Memory.Free
 	for i := 0; i < len(c.Memory.Old) && over > 0; i++ {
 		p := &c.Memory.Old[i]
+		if p.Tokens <= 0 {
+			break
+		}
 		n := min(p.Tokens, over)
-		seconds += p.Back * t.m.between(p.Length-n, p.Length)
+		position := p.End - (p.End-p.Middle)*n/p.Tokens
+		seconds += p.Back * n * (t.m.PrefillToken + t.m.PrefillContext*position)
 		over -= n
 	}
 	return seconds * t.fleet
@@ -48,4 +52,33 @@ func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
 		return 0
 	}
 	return c.Memory.Returns * work * work / 2
+}
+
+// overcommitted is the part of the fleet's memory that conversations take which are expected back, above which cold
+// prompts wait for room, and roomy the part of an engine's above which it has none. What is admitted beyond that evicts
+// what comes back, which is computed again and evicts more: a fleet that admits everything collapses, and stays so.
+const (
+	overcommitted = 0.5
+	roomy         = 0.6
+)
+
+// noMemory reports whether a request should wait, because the conversations at the endpoint that would answer it leave
+// no room. One that finds most of its prompt at some endpoint never waits.
+func (k *Picker) noMemory(r *Request, v *kvstate.View, c *Choice) bool {
+	if !k.Late || r.Blocks == 0 || float64(c.Uncached) <= k.Model.StepTokens {
+		return false
+	}
+	e := &v.Endpoints[c.Decode]
+	if e.Memory == nil || e.Memory.Live+e.Coming+float64(r.PromptTokens) <= roomy*e.Memory.Tokens {
+		return false
+	}
+	all, most := 0.0, 0
+	for i := range v.Endpoints {
+		if e := &v.Endpoints[i]; e.Usable && e.Memory != nil {
+			all, most = all+e.Memory.Tokens, max(most, e.Hit)
+		}
+	}
+	held := float64(r.PromptTokens) / float64(r.Blocks) * float64(most)
+	cold := float64(r.PromptTokens)-held > k.Model.StepTokens && 2*held <= float64(r.PromptTokens)
+	return cold && v.Load.Live > overcommitted*all
 }

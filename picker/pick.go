@@ -59,7 +59,9 @@ type Choice struct {
 	Wait bool
 	// Its endpoints have no room for its KV now. It is better to wait, and safe not to.
 	NoRoom bool
-	Full   bool // some endpoints were not offered because they have no room
+	// Conversations that are expected back leave it no room where it would be answered: it is better to wait.
+	NoMemory bool
+	Full     bool // some endpoints were not offered because they have no room
 }
 
 // PrefillBooking returns the booking of the prefill endpoint.
@@ -157,6 +159,7 @@ func (k *Picker) pickWith(r *Request, v *kvstate.View) (Choice, error) {
 	c, err := k.pick(r, v)
 	if err == nil {
 		c, err = k.meetTargets(r, v, c)
+		c.NoMemory = k.noMemory(r, v, &c)
 	}
 	return c, err
 }

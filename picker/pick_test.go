@@ -121,9 +121,11 @@ func randomCase(r *rand.Rand) (*Request, *kvstate.View, Policy) {
 		v.Load.Live = float64(r.IntN(2)) * 5e6
 		for i := range v.Endpoints {
 			m := &residency.Memory{Tokens: 1e6, Free: 500 * float64(r.IntN(5)), Returns: float64(r.IntN(3)) * .1}
-			for range r.IntN(3) {
-				m.Old = append(m.Old, residency.Part{Tokens: 600, Length: 1000 * float64(1+r.IntN(3)), Back: []float64{0, .5, 1}[r.IntN(3)]})
+			for at := range r.IntN(3) {
+				end := 1000 * float64(1+r.IntN(3))
+				m.Old[at] = residency.Part{Tokens: 600, End: end, Middle: end - 300, Back: []float64{0, .5, 1}[r.IntN(3)]}
 			}
+			m.Live = float64(r.IntN(3)) * 4e5
 			v.Endpoints[i].Memory = m
 		}
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/residency"
 )
 
 var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
@@ -25,7 +26,9 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	endpoint NAME prefill|decode|both [answers=REQUESTS/TOKENS] [kv=TOKENS of capacity] [queue=JOBS/DURATION] [local=DURATION] [share=X] [speed=X]
 //	         [hit=BLOCKS] [group=NAME] [zone=NAME] [engine=NAME] [layout=NAME] [loras=NAME,NAME] [labels=NAME=VALUE,...] [out|full]
 //	         [unloadable[=NAME,NAME] [trial]]
+//	         [memory=FREE/TOKENS] [live=TOKENS] [returns=PER SECOND] [coming=TOKENS] [old=TOKENS/LENGTH/CHANCE of a conversation]...
 //	fleet [load=X] [work=DURATION] [local=X]    (utilisation of prefill, mean prefill, utilisation by local prefills)
+//	      [live=TOKENS]    (of conversations that are expected back)
 //	uses BLOCKS=N ...    (that many blocks of the prompt were in N recent prompts)
 //	policy [split=always|auto|never] [min=TOKENS] [tpot=DURATION] [answer=WEIGHT] [late]    (holds until the next)
 //	pick [tokens=N] [blocks=N] [answer=N] [unsplit] [excluded=NAME,NAME] [twice=NAME,NAME]
@@ -142,6 +145,9 @@ func choice(v *kvstate.View, c Choice, err error) string {
 	if c.Wait {
 		times += ", may wait"
 	}
+	if c.NoMemory {
+		times += ", waits for memory"
+	}
 	if c.Prefill < 0 {
 		return v.Endpoints[c.Decode].Endpoint.Name + " alone" + times
 	}
@@ -211,6 +217,22 @@ func candidate(t *testing.T, words []string) kvstate.Candidate {
 			} else {
 				c.Faults.Decodes = strings.Split(value, ",")
 			}
+		case "memory":
+			c.Memory = &residency.Memory{}
+			_, err := fmt.Sscanf(value, "%g/%g", &c.Memory.Free, &c.Memory.Tokens)
+			require.NoError(t, err)
+		case "live":
+			c.Memory.Live = float(t, value)
+		case "returns":
+			c.Memory.Returns = float(t, value)
+		case "coming":
+			c.Coming = float(t, value)
+		case "old":
+			at := slices.IndexFunc(c.Memory.Old[:], func(p residency.Part) bool { return p.Tokens == 0 })
+			p := &c.Memory.Old[at]
+			_, err := fmt.Sscanf(value, "%g/%g/%g", &p.Tokens, &p.End, &p.Back)
+			require.NoError(t, err)
+			p.Middle = p.End - p.Tokens/2
 		case "trial": // the first pause of its pairs is over
 			c.Faults.Trial = &kvstate.LoadFaults{}
 		default:
@@ -286,6 +308,8 @@ func utilisation(t *testing.T, words []string) (u kvstate.Utilisation) {
 			u.Answer = float(t, value)
 		case "step":
 			u.Step = float(t, value)
+		case "live":
+			u.Live = float(t, value)
 		default:
 			t.Fatalf("cannot read %q", w)
 		}

@@ -183,8 +183,8 @@ func (w *twin) evicts(i int, need float64) (seconds float64) {
 	need -= memory.Free
 	for _, p := range memory.Old {
 		lost := math.Max(math.Min(need, p.Tokens), 0)
-		before := p.Length - lost
-		seconds += p.Back * (m.PrefillToken*lost + m.PrefillContext*lost*(before+p.Length)/2) * w.fleet()
+		before := p.End - lost
+		seconds += p.Back * (m.PrefillToken*lost + m.PrefillContext*lost*(before+p.End)/2) * w.fleet()
 		need -= lost
 	}
 	return seconds

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"tandem/kvstate"
-	"tandem/kvstate/residency"
 	"tandem/picker"
 	"tandem/picker/admission"
 	"tandem/replay/engine"
@@ -22,7 +21,6 @@ type tandem struct {
 	config   Config
 	replicas []*replica
 	bookings map[uint64]*bookings
-	memory   *residency.Table // as all replicas know it at once
 }
 
 // replica is one Tandem.
@@ -53,11 +51,6 @@ const tickSeconds = 0.020
 
 func newTandem(f *fleet, c Config) *tandem {
 	t := &tandem{fleet: f, config: c, bookings: map[uint64]*bookings{}}
-	var keeps []float64
-	for _, e := range f.engines() {
-		keeps = append(keeps, e.Keeps())
-	}
-	t.memory = residency.New(keeps)
 	for i := range max(c.Replicas, 1) {
 		t.replicas = append(t.replicas, t.newReplica(i))
 	}
@@ -105,21 +98,19 @@ func (t *tandem) newReplica(number int) *replica {
 	// engines report their capacity; the other constants Tandem does not know
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens
 	r.tick = func() { r.ticking = false; r.dispatch() }
-	r.After(scrapeSeconds, r.scrape)
+	r.After(0, r.scrape)
+	r.After(0, r.sweep)
 	return r
 }
 
 func (t *tandem) arrive(j *job) {
 	r := t.replicas[j.ID%uint64(len(t.replicas))]
 	r.state.CountPrompt(r.pool, j.Blocks)
-	shared := 0
-	for _, e := range t.engines() {
-		shared = max(shared, e.Held(j.Blocks))
-	}
-	j.conversation = t.memory.Arrive(j.Blocks, j.Input/engine.BlockTokens, float64(j.Input),
-		float64(shared*engine.BlockTokens), t.Now)
+	v := r.Fleet()
+	r.look(j, v)
+	whole := j.Blocks[:min(j.Input/engine.BlockTokens, len(j.Blocks))]
+	j.conversation = r.state.Arrived(r.pool, whole, int64(j.Input), 0, v)
 	if !t.config.Late {
-		v := r.Fleet()
 		c, err := r.picker.Pick(r.look(j, v), v)
 		r.send(j, c, err)
 		return
@@ -130,22 +121,25 @@ func (t *tandem) arrive(j *job) {
 		j.arrived, j.work = t.Now, r.picker.Work(&r.request, &r.view)
 		r.publishQueued(j, &r.view)
 		if !math.IsInf(t.config.MaxWait, 1) {
-			r.After(t.config.MaxWait, func() {
-				j.lookedAt = -1
-				r.queue.Expire(&r.picker, r, j.ID)
-			})
+			r.After(t.config.MaxWait, func() { r.expire(j, t.config.MaxWait) })
 		}
 	}
 	r.wake()
 }
 
+// expire ends the wait of a request that has waited for so long.
+func (r *replica) expire(j *job, waited float64) {
+	if longest := admission.MemoryWaits * r.config.MaxWait; r.queue.WaitsForMemory(j.ID) && waited < longest {
+		r.After(1, func() { r.expire(j, waited+1) })
+		return
+	}
+	j.lookedAt = -1
+	r.queue.Expire(&r.picker, r, j.ID)
+}
+
 // Fleet implements [admission.Host].
 func (r *replica) Fleet() *kvstate.View {
 	r.state.View(r.pool, nil, &r.view)
-	r.view.Load.Live = r.memory.Live()
-	for i := range r.view.Endpoints {
-		r.view.Endpoints[i].Memory = r.memory.Memory(i, r.Now)
-	}
 	return &r.view
 }
 
@@ -201,10 +195,17 @@ func (r *replica) scrape() {
 		g.Waiting = int64(d.Waiting())
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
+			g.Host.Tokens = int64(d.Keeps()) - g.KVTokens
 		}
 		r.state.Observe(e, g)
 	}
 	r.After(scrapeSeconds, r.scrape)
+}
+
+// sweep has the state learn of conversations' idle times.
+func (r *replica) sweep() {
+	r.pool.SweepMemory(time.Unix(0, int64(r.Now*float64(time.Second))))
+	r.After(1, r.sweep)
 }
 
 // keepHits is how long a waiting request caches the result of its prefix lookup, in seconds.
@@ -252,13 +253,10 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 		// cannot happen: Config.Check
 		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no endpoint: %v", err))
 	}
-	if c.Prefill >= 0 {
-		r.memory.Copy(j.conversation, c.Prefill)
-	}
-	r.memory.Sent(j.conversation, c.Decode)
 	b := &bookings{replica: r}
 	r.bookings[j.ID] = b
 	prefill, d, booking := -1, r.view.Endpoints[c.Decode].Endpoint, c.DecodeBooking(&r.view)
+	booking.Of = j.conversation
 	if c.Prefill < 0 {
 		b.decode = r.book(d, booking, j.Blocks)
 	} else { // D is chosen again, and counts the request then
@@ -274,7 +272,7 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 // book reserves a request on this replica now, and on the others after the delay.
 func (r *replica) book(e *kvstate.Endpoint, b kvstate.Booking, blocks []uint64) kvstate.ReservationID {
 	r.state.Routed(r.pool, e, blocks)
-	r.publish(func(other *replica) { other.state.Routed(other.pool, other.pool.Endpoint(e.Addr), blocks) })
+	r.publish(func(other *replica) { other.state.ApplyRouted(other.pool, other.pool.Endpoint(e.Addr), blocks) })
 	return reserve(r, e, b)
 }
 
@@ -283,6 +281,7 @@ func reserve(r *replica, e *kvstate.Endpoint, b kvstate.Booking) kvstate.Reserva
 	id := r.state.Bookings.Reserve(e, b)
 	r.publish(func(other *replica) {
 		b := b
+		b.Of = nil
 		if b.From != nil {
 			b.From = other.pool.Endpoint(b.From.Addr)
 		}
@@ -329,7 +328,7 @@ func (t *tandem) prefilled(j *job) int {
 	request.MinAnswer, request.MaxAnswer = b.answer, b.answer
 	p := r.view.Endpoints[at].Endpoint
 	booking := kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: int64(j.Input),
-		Need: int64(j.Input) + b.answer, From: p}
+		Need: int64(j.Input) + b.answer, From: p, Of: j.conversation}
 	d, err := r.picker.PickDecode(request, v, at)
 	if errors.Is(err, picker.ErrNoRoom) { // P answers, from its prefix cache
 		d, booking.From, err = at, nil, nil
@@ -338,7 +337,6 @@ func (t *tandem) prefilled(j *job) int {
 		// cannot happen: Config.Check
 		panic(fmt.Sprintf("replay: a fleet in which nothing fails has no decode endpoint: %v", err))
 	}
-	r.memory.Move(j.conversation, d)
 	e := r.view.Endpoints[d].Endpoint
 	first := b.decode
 	b.decode = r.book(e, booking, j.Blocks)
@@ -347,7 +345,6 @@ func (t *tandem) prefilled(j *job) int {
 }
 
 func (t *tandem) done(j *job) {
-	t.memory.End(j.conversation, float64(j.Input+j.Output), t.Now)
 	b := t.bookings[j.ID]
 	b.replica.release(b.decode, false)
 	delete(t.bookings, j.ID)

@@ -15,7 +15,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
-	"tandem/e2e/redisserver"
 	"tandem/extproc"
 	"tandem/extproc/telemetry"
 	"tandem/replica/config"
@@ -170,18 +169,10 @@ func TestReloadWaitsForTheBootstrap(t *testing.T) {
 // With Redis a change waits likewise, unless another replica says that an Envoy has its configuration from it. While Redis
 // does not answer nobody says so.
 func TestReloadAsksOthersForEnvoys(t *testing.T) {
-	redis := redisserver.New(t)
-	with := twoPools + "state: {redis: {url: \"redis://" + redis.Addr + "\"}}\n"
-	mine, other := startReloadingWith(t, with), startReloadingWith(t, with)
+	mine, other, with, redis := startSharing(t)
 	var envoys atomic.Int64
 	other.fleet.operator.Answer(aboutEnvoys, func([]byte) []byte { return strconv.AppendInt(nil, envoys.Load(), 10) })
-	for _, r := range []*reloading{mine, other} {
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() { defer close(done); r.fleet.share(ctx, slog.New(slog.DiscardHandler)) }()
-		t.Cleanup(func() { stop(); <-done })
-	}
-	require.Eventually(t, func() bool { return mine.fleet.store.Replicas() == 2 }, time.Minute, 10*time.Millisecond)
+	share(t, mine, other)
 
 	mine.write(strings.Replace(with, "kvTransfer: nixl, ", "kvTransfer: nixl, cachedTokens: prefill, ", 1))
 	_, err := mine.reload(t.Context())

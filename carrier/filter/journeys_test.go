@@ -21,6 +21,7 @@ func TestJourneys(t *testing.T) {
 	script.Run(t, "../../extproc/journey/testdata", "inside", *update, func(t *testing.T, s *script.Script) {
 		f := newFleet(t, func(p *pass.Policy) { *p = s.Policy })
 		f.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
+		s.State = f.state
 		j := &journeyer{Script: s, f: f}
 		j.c = newClient(t, f, j.engines, s.Body)
 		j.c.SetHeader(":path", s.Path)
@@ -60,6 +61,8 @@ func (j *journeyer) engines(at string, _ []byte) engineAnswer {
 	switch a.How {
 	case "unreached":
 		return engineAnswer{status: http.StatusServiceUnavailable, body: "reset reason: connection failure", local: "reset"}
+	case "overdue":
+		return engineAnswer{status: http.StatusGatewayTimeout, local: "response_timeout"}
 	case "cut":
 		return engineAnswer{breaks: true}
 	}
@@ -69,6 +72,12 @@ func (j *journeyer) engines(at string, _ []byte) engineAnswer {
 // play plays the request to its end.
 func (j *journeyer) play() {
 	c := j.c
+	if j.Leaves() {
+		c.filter = j.f.NewFilter(c)
+		c.filter.RequestHeaders(false)
+		j.leaves()
+		return
+	}
 	c.begin()
 	for c.settle(); c.status == 0; c.settle() {
 		asked := ""
@@ -82,14 +91,17 @@ func (j *journeyer) play() {
 		j.answer = a
 		switch {
 		case a.How == "leaves":
-			j.Client(0, "")
-			c.gone = true
-			c.end()
+			j.leaves()
 			return
+		case a.Role == 0:
+			if len(c.calls) > 0 && a.Wait >= c.calls[0].Timeout {
+				j.answer = script.Answer{How: "overdue"}
+				c.finishOne()
+			}
 		case a.Role == 'D':
 			a.Stand(j.f.state, j.at)
 			j.decode(&a)
-		case a.Role != 0:
+		default:
 			c.finishOne()
 		}
 	}
@@ -98,6 +110,12 @@ func (j *journeyer) play() {
 		c.answer.local = "upstream_reset_after_response_started{connection_termination}"
 	}
 	c.end()
+}
+
+func (j *journeyer) leaves() {
+	j.Client(0, "")
+	j.c.gone = true
+	j.c.end()
 }
 
 // decode is D's answer.

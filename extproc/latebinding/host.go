@@ -70,6 +70,7 @@ func (q *Queue) fill(v *kvstate.View) {
 			}
 			if c.Endpoint.Addr == l.decode.Addr {
 				c.Requests, c.PromptTokens = c.Requests+1, c.PromptTokens+l.choice.PromptTokens
+				c.Coming += float64(l.choice.PromptTokens)
 				c.Room.Need = max(c.Room.Need, l.choice.MostTokens+l.choice.AnswerTokens)
 				if l.prefill == nil {
 					c.Local += l.work

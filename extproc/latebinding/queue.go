@@ -31,6 +31,8 @@ import (
 type Limits struct {
 	MaxTime time.Duration // after which a request is dispatched before its turn; default admission.MaxWait
 	Max     int           // requests that may wait at one time; default 4096
+	// Memory is MaxTime for requests that wait for the memory of engines ([picker.Choice.NoMemory]); at least MaxTime.
+	Memory time.Duration
 }
 
 const (
@@ -74,6 +76,7 @@ type Queue struct {
 
 	mu        sync.Mutex
 	maxTime   time.Duration
+	maxMemory time.Duration // [Limits.Memory]
 	requests  admission.Queue
 	picker    picker.Picker
 	pairs     bool // endpoints with both roles are excluded
@@ -174,6 +177,7 @@ func (q *Queue) Apply(p *plan.Policy, l Limits) {
 	if q.maxTime == 0 {
 		q.maxTime = kvstate.Seconds(admission.MaxWait)
 	}
+	q.maxMemory = max(l.Memory, q.maxTime)
 }
 
 // ErrWaits is the error of what would have to wait, for a caller that cannot ([AtOnce]).
@@ -377,15 +381,37 @@ func (q *Queue) restoreView(r *Waiter) {
 func (q *Queue) wait(ctx context.Context, r *Waiter, limit time.Duration) {
 	timer := time.NewTimer(limit - time.Since(r.came))
 	defer timer.Stop()
-	select {
-	case <-r.done:
-	case <-timer.C:
-		q.leave(r, expired)
-	case <-q.Draining:
-		q.leave(r, early)
-	case <-ctx.Done():
-		q.leave(r, gone)
+	for {
+		select {
+		case <-r.done:
+		case <-timer.C:
+			if more := q.expire(r, limit); more > 0 {
+				timer.Reset(more)
+				continue
+			}
+		case <-q.Draining:
+			q.leave(r, early)
+		case <-ctx.Done():
+			q.leave(r, gone)
+		}
+		return
 	}
+}
+
+// recheck is how often a request that has waited for longer than others is asked whether it still waits for memory.
+const recheck = time.Second
+
+// expire ends the wait of a request that has waited for as long as others may, or returns for how long it waits on:
+// what waits for the memory of engines has more time. limit is what it had.
+func (q *Queue) expire(r *Waiter, limit time.Duration) (more time.Duration) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	left := limit + q.maxMemory - q.maxTime - time.Since(r.came)
+	if left > 0 && q.requests.WaitsForMemory(r.id) {
+		return min(left, recheck)
+	}
+	q.requests.Expire(&q.picker, q, r.id)
+	return 0
 }
 
 // leave ends a request's wait before its turn, unless it was dispatched a moment ago.
@@ -399,8 +425,6 @@ func (q *Queue) leave(r *Waiter, why string) {
 		}
 		q.commit(r)
 		r.end, r.err = gone, io.EOF
-	case expired:
-		q.requests.Expire(&q.picker, q, r.id)
 	default:
 		q.requests.DispatchEarly(&q.picker, q, r.id)
 	}
@@ -454,6 +478,7 @@ func (q *Queue) dispatch() (freed <-chan struct{}, more bool) {
 // Status is how many requests wait.
 type Status struct {
 	Waiting, Remote int     // in this replica, and in others
+	Memory          int     // of those in this replica, that wait for the memory of engines
 	Longest         float64 // wait of one of this replica's, s
 	Committed       int     // chosen, but not reserved yet
 	Running         bool    // a goroutine dispatches
@@ -468,6 +493,9 @@ func (q *Queue) Status() Status {
 	}
 	s := Status{Waiting: len(q.waiters), Remote: q.requests.Remote(), Committed: len(q.committed), Running: q.running}
 	for _, r := range q.waiters {
+		if q.requests.WaitsForMemory(r.id) {
+			s.Memory++
+		}
 		s.Longest = max(s.Longest, time.Since(r.came).Seconds())
 	}
 	return s

@@ -19,6 +19,9 @@ func (x *Pass) choose(ctx context.Context) error {
 		return nil
 	}
 	x.look()
+	if r.Attempt.Redirects == 0 && r.Conversation == nil && len(r.Hashes) > 0 {
+		r.Conversation = x.shared.State.Arrived(r.Pool, r.Hashes, r.Tokens, r.Named, &x.view)
+	}
 	if w.way == encoding {
 		at := plan.PickEncoder(&x.view)
 		if x.choice = (picker.Choice{Prefill: -1, Decode: at}); at >= 0 {

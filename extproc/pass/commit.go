@@ -118,6 +118,10 @@ func tooMuch(x *Pass, d *plan.Decision) bool {
 // and returns why.
 func (x *Pass) reserve(ctx context.Context, d *plan.Decision) (h Held, why string) {
 	s, pass := x.shared, d.Ticket.Redirects
+	if x.Req.Conversation == nil {
+		x.Req.Conversation = d.Pool.Conversation(x.Req.Hashes)
+	}
+	d.Decode.Booking.Of = x.Req.Conversation
 	ids := s.Held(x.ReservedAs, pass)
 	switch {
 	case d.Decode.Buffer > 0:

@@ -59,6 +59,7 @@ func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (
 	alone := x.choice
 	alone.Prefill = -1
 	d.Report.Route, d.Decode.Booking = "decode_alone", alone.DecodeBooking(&x.view)
+	d.Decode.Booking.Of = x.Req.Conversation
 	x.shared.State.Bookings.Release(held)
 	return x.shared.State.Bookings.ReserveAs(held, d.Decode.Endpoint, d.Decode.Booking, x.Source), nil
 }

@@ -110,7 +110,11 @@ func (s *Shared) queueFor(pool string, p *Policy) *latebinding.Queue {
 	if queue == nil {
 		queue = latebinding.New(&s.Waiting, pool)
 	}
-	queue.Apply(&p.Policy, p.Waiting)
+	limits := p.Waiting
+	if s.Gateway != nil { // it waits for its picker, nobody knows for how long
+		limits.Memory = limits.MaxTime
+	}
+	queue.Apply(&p.Policy, limits)
 	return queue
 }
 

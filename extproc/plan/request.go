@@ -10,6 +10,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/kvstate"
 	"tandem/kvstate/prefixindex"
+	"tandem/kvstate/residency"
 	"tandem/picker"
 )
 
@@ -27,10 +28,12 @@ type Request struct {
 	// TakesPriority: engines read the member priority in bodies of the request's path. Elsewhere what the operator sets
 	// only replaces what the client does.
 	TakesPriority bool
-	Size          kvstate.PromptSize // of the prompt, for an estimate of its tokens
-	Tokens        int64              // of the prompt: exact, or an estimate
-	Session       uint64             // hash of its name; 0: none
-	Labels        []string           // that its endpoints must have
+	Size          kvstate.PromptSize      // of the prompt, for an estimate of its tokens
+	Tokens        int64                   // of the prompt: exact, or an estimate
+	Session       uint64                  // hash of its name; 0: none
+	Named         uint64                  // hash of what its client calls its conversation; 0: nothing
+	Conversation  *residency.Conversation // nil: unknown
+	Labels        []string                // that its endpoints must have
 	Priority      int32
 	Targets       picker.Targets     // times that the client asks for
 	Began         time.Time          // when this pass began
@@ -78,6 +81,7 @@ func (r *Request) Reset() {
 	r.memory.decision = Decision{}
 	r.Attempt, r.Limits, r.Foreseen, r.Known = Attempt{}, Limits{}, Foreseen{}, prefixindex.KnownTokens{}
 	r.Size, r.TakesPriority = kvstate.PromptSize{}, false
+	r.Named, r.Conversation = 0, nil
 	r.ID, r.Pool, r.Tokens, r.Session, r.Labels, r.Priority, r.Targets = "", nil, 0, 0, nil, 0, picker.Targets{}
 	r.Began, r.Traced, r.Turn, r.LastTurn, r.TurnIDs = time.Time{}, false, kvtransfer.TurnLeg{}, nil, nil
 }

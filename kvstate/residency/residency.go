@@ -1,12 +1,14 @@
 // Package residency knows which conversations the KV memory of engines holds, and how likely each is to come back. It
-// needs prompts alone: one that extends an earlier prompt continues its conversation.
+// needs prompts alone: one that extends an earlier prompt continues its conversation. A client's name for it only says
+// more about that client's own conversations.
 //
 // Arrows: it imports nothing of Tandem. What fleets do with it is in package picker (docs/decision.md, Memory).
 package residency
 
 import (
 	"math"
-	"slices"
+	"sync"
+	"sync/atomic"
 )
 
 const (
@@ -17,123 +19,196 @@ const (
 	// Bins of idle time: powers of two of a second.
 	bins       = 12
 	forgotten  = 3600.0 // s: what was idle for so long is a new conversation if it returns
-	sweepEvery = 1.0    // s
-	fresh      = 0.25   // s for which a summary of an endpoint's memory stays valid
+	sweepEvery = 1.0    // s ...
+	sweepRate  = 8192.0 // ... or longer, so that no more conversations are swept in a second
+	// For so long what is said of an engine's memory is not said anew, s: at least, for each conversation that it holds,
+	// and, if nothing has changed, for each of them.
+	fresh, freshEach, steadyEach = 0.020, 1e-4, 1e-3
 	// What is believed before anything is observed: in 15 s of idle time .05 conversations return.
 	priorReturns, priorIdle = 0.05, 15.0
 	learnedIdle             = 20000.0 // s of idle time in a bin at which old observations are halved
-	// Conversations that are known; beyond that the one that was idle longest is forgotten.
-	maxConversations = 1 << 16
+	// Conversations that are known; beyond that the one that changed longest ago is forgotten. With its places, two on
+	// average at most, one takes some 400 bytes: 13 MB for a pool.
+	maxConversations = 1 << 15
+	maxPlaces        = 2 * maxConversations
+	// For so long a request that has arrived may wait for an engine, s. Then it counts as one that has left.
+	waits = 60.0
+	// What is believed of the time of a request at an engine before one has ended, s.
+	priorTurn = 10.0
 )
 
 // Conversation is a conversation: prompts of which each extends the one before.
 type Conversation struct {
-	tip     uint64 // the last whole block of its latest prompt; 0: none
-	home    int    // endpoint that holds all of it; -1: none
+	tip     uint64 // the last block of its latest prompt ...
+	length  int    // ... which has so many; 0: none
+	name    uint64 // that its client gave it; 0: none
+	home    *Engine
 	tokens  float64
 	shared  float64 // of those, at the beginning, that others have too
-	running int     // requests that an endpoint has
-	waiting int     // requests that have none yet
-	since   float64 // when its last answer ended
+	running int     // requests that engines have, as far as this table was told of their ends
+	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
+	// request runs.
+	since   float64
+	guessed bool // since is of a request of another replica
+	left    bool // its client has gone on without it: it will not come back
+	places  *place
+
+	older, newer *Conversation // by their last change
+	gone         bool
 }
 
-// held is what an endpoint's memory holds of a conversation, in tokens, without what is shared.
-type held struct {
-	of     *Conversation
-	tokens float64
+// place is what an engine's memory holds of a conversation.
+type place struct {
+	of           *Conversation
+	at           *Engine
+	tokens       float64 // without what is shared
+	older, newer *place  // of the engine, by their last use
+	also         *place  // of the conversation
 }
 
-// Table is the conversations of a pool. It is not safe for concurrent use.
+// Table is the conversations of a pool. It is safe for concurrent use.
 type Table struct {
-	tips   map[uint64]*Conversation
-	all    []*Conversation
-	memory []memory // by endpoint
+	mu             sync.Mutex
+	tips, names    map[uint64]*Conversation
+	lengths        []int32         // how many conversations have a prompt of so many blocks
+	shared         map[uint64]bool // names that several conversations have at once
+	oldest, newest *Conversation
+	known, placed  int
+	sparePlaces    *place    // linked by newer
+	outdated       []*Engine // whose summaries lack something
 	// By bin: conversations that returned, and seconds for which conversations were idle.
 	returned, idle [bins]float64
-	hazard         [bins]float64 // returns a second
+	hazard         [bins]float64     // returns a second
+	edges          [bins + 1]float64 // chance of a return, by the idle time at which a bin begins
+	turn           float64           // mean time of a request at an engine, s
 	swept          float64
-	live           float64 // as of then
+	live           atomic.Uint64 // bits of a float64
 }
 
-type memory struct {
-	capacity float64
-	held     []held // the least recently used first
-	summary  Memory
-	at       float64 // of the summary; negative: it is outdated
+// Engine is the KV memory of an engine. The zero value is one of unknown size, of which nothing is said.
+type Engine struct {
+	capacity       float64
+	oldest, newest *place
+	used           float64
+	places         int
+	summary        atomic.Pointer[Memory]
+	at             float64 // of the summary
+	outdated, left bool
 }
 
-// New returns a table for endpoints that keep so many tokens of KV each, host memory included.
-func New(capacities []float64) *Table {
-	t := &Table{tips: map[uint64]*Conversation{}, memory: make([]memory, len(capacities))}
-	for i, c := range capacities {
-		t.memory[i].capacity, t.memory[i].at = c, -1
-	}
+// New returns an empty table.
+func New() *Table {
+	t := &Table{tips: map[uint64]*Conversation{}, names: map[uint64]*Conversation{}, shared: map[uint64]bool{},
+		turn: priorTurn}
 	t.learn()
 	return t
 }
 
-// Memory is what an endpoint's KV memory holds.
+// Parts is the number of parts in which [Memory] says what an engine would discard.
+const Parts = 12
+
+// Memory is what an engine's KV memory holds. It does not change.
 type Memory struct {
-	Tokens  float64 // that it keeps in all, host memory included
-	Free    float64 // of those, without a conversation
-	Returns float64 // conversations that are expected to come back here in the next second
-	Old     []Part  // what it discards to make room, the first first. Do not modify
+	Tokens  float64     // that it keeps in all, host memory included
+	Free    float64     // of those, without a conversation
+	Live    float64     // of conversations that live here, by the chance that they are back within the horizon
+	Returns float64     // conversations that are expected to come back here in the next second
+	Old     [Parts]Part // what it discards to make room, the first first
 }
 
-// Part is a conversation that an engine may discard.
+// Part is what an engine may discard: conversations, or the end of one.
 type Part struct {
-	Tokens float64 // that discarding it frees, at the conversation's end
-	Length float64 // of the conversation, tokens
-	Back   float64 // chance that it comes back within the horizon; 0: another endpoint holds all of it
+	Tokens float64
+	Back   float64 // chance that they come back within the horizon; 0: other engines hold them, too, and all of them
+	// Position of the tokens in their conversations, on average, of those that are discarded first, and of all.
+	End, Middle float64
 }
 
 func binOf(idle float64) int { return min(max(math.Ilogb(max(idle, 1)), 0), bins-1) }
 
+// begins returns the idle time at which a bin begins.
+func begins(bin int) float64 {
+	if bin == 0 {
+		return 0
+	}
+	return math.Exp2(float64(bin))
+}
+
 // back returns the chance that a conversation returns within the horizon after it has been idle for so long.
 func (t *Table) back(idle float64) float64 {
-	sum := 0.0
-	for at, end := idle, idle+Horizon; at < end; {
-		b := binOf(at)
-		to := end
-		if b < bins-1 {
-			to = min(math.Exp2(float64(b+1)), end)
-		}
-		sum += t.hazard[b] * (to - at)
-		at = to
-	}
-	return 1 - math.Exp(-sum)
+	b := binOf(idle)
+	from, to := begins(b), begins(b+1)
+	part := min(max((idle-from)/(to-from), 0), 1)
+	return t.edges[b] + part*(t.edges[b+1]-t.edges[b])
 }
 
 func (t *Table) learn() {
 	for b := range t.hazard {
 		t.hazard[b] = (t.returned[b] + priorReturns) / (t.idle[b] + priorIdle)
 	}
+	for b := range t.edges {
+		sum := 0.0
+		for at, end := begins(b), begins(b)+Horizon; at < end; {
+			in := binOf(at)
+			to := end
+			if in < bins-1 {
+				to = min(begins(in+1), end)
+			}
+			sum += t.hazard[in] * (to - at)
+			at = to
+		}
+		t.edges[b] = 1 - math.Exp(-sum)
+	}
 }
 
-func (c *Conversation) isIdle() bool { return c.running == 0 && c.waiting == 0 }
+func (c *Conversation) isIdle(now float64) bool { return c.running == 0 && c.since <= now }
 
-// sweep counts for how long conversations have been idle, and forgets old ones.
-func (t *Table) sweep(now float64) {
-	passed := now - t.swept
-	if passed < sweepEvery {
-		return
+// chance returns the chance that a conversation returns within the horizon, or does so again if it is busy.
+func (t *Table) chance(c *Conversation, now float64) float64 {
+	switch {
+	case c.left:
+		return 0
+	case c.isIdle(now):
+		return t.back(now - c.since)
 	}
-	t.swept, t.live = now, 0
-	soon := t.back(0)
-	t.all = slices.DeleteFunc(t.all, func(c *Conversation) bool {
-		if !c.isIdle() {
-			t.live += (c.tokens - c.shared) * soon
-			return false
+	return t.edges[0]
+}
+
+// Sweep counts for how long conversations have been idle, forgets old ones, and brings what is said of engines up to
+// date. Call it every second.
+func (t *Table) Sweep(now float64, engines func(yield func(*Engine) bool)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	passed := now - t.swept
+	if passed >= max(sweepEvery, float64(t.known)/sweepRate)-.01 {
+		t.count(now, passed)
+	}
+	for e := range engines {
+		if now-e.at > steadyEach*float64(e.places) {
+			t.outdate(e)
 		}
-		idle := now - c.since
-		if idle >= forgotten {
-			t.forget(c)
-			return true
+	}
+	t.refresh(now)
+}
+
+func (t *Table) count(now, passed float64) {
+	t.swept = now
+	live := 0.0
+	for c, next := t.oldest, (*Conversation)(nil); c != nil; c = next {
+		next = c.newer
+		if c.isIdle(now) {
+			idle := now - c.since
+			if idle >= forgotten {
+				t.forget(c)
+				continue
+			}
+			if !c.left {
+				t.idle[binOf(idle)] += min(passed, idle)
+			}
 		}
-		t.idle[binOf(idle)] += min(passed, idle)
-		t.live += (c.tokens - c.shared) * t.back(idle)
-		return false
-	})
+		live += (c.tokens - c.shared) * t.chance(c, now)
+	}
+	t.live.Store(math.Float64bits(live))
 	for b := range t.idle {
 		if t.idle[b] > learnedIdle {
 			t.idle[b], t.returned[b] = t.idle[b]/2, t.returned[b]/2
@@ -142,148 +217,403 @@ func (t *Table) sweep(now float64) {
 	t.learn()
 }
 
-func (t *Table) forget(c *Conversation) {
-	if t.tips[c.tip] == c {
-		delete(t.tips, c.tip)
-	}
+// Prompt is a prompt that has arrived.
+type Prompt struct {
+	Blocks []uint64 // hashes, each of a block and all before it
+	Held   int      // of those, at the beginning, that some engine holds
+	Tokens float64
+	Name   uint64 // that its client gives its conversation, with its tenant; 0: none
 }
 
-// Arrive returns the conversation of a prompt that has just arrived: of so many tokens, of which others share some at
-// the beginning, with these blocks, of which the first whole ones are full.
-func (t *Table) Arrive(blocks []uint64, whole int, tokens, shared, now float64) *Conversation {
-	t.sweep(now)
-	var c *Conversation
-	for _, b := range slices.Backward(blocks) {
-		if c = t.tips[b]; c != nil {
-			break
-		}
+// Arrive returns the conversation of a prompt that has just arrived: nil, if it has no blocks.
+func (t *Table) Arrive(p *Prompt, now float64) *Conversation {
+	if len(p.Blocks) == 0 {
+		return nil
 	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	c := t.find(p)
 	switch {
-	case c == nil:
-		c = &Conversation{home: -1, shared: min(shared, tokens)}
-		t.add(c)
-	case c.isIdle():
+	case c.isIdle(now):
 		t.returned[binOf(now-c.since)]++
+	case c.running == 0 && c.guessed: // sooner than was thought
+		t.returned[0]++
 	}
-	t.forget(c)
+	c.since, c.guessed = now+waits, false
+	t.extend(c, p)
 	t.outdate(c.home)
-	c.waiting++
-	c.tokens = tokens
-	if whole = min(whole, len(blocks)); whole > 0 {
-		c.tip = blocks[whole-1] //nolint:gosec // whole is at most their number
-		t.tips[c.tip] = c
-	} else {
-		c.tip = 0
-	}
+	t.refresh(now)
 	return c
 }
 
-// add adds a conversation, in place of the one that was idle longest if there are too many.
-func (t *Table) add(c *Conversation) {
-	if len(t.all) < maxConversations {
-		t.all = append(t.all, c)
+// Elsewhere records that another replica has sent a prompt to an engine. answers: which will answer it. shared returns
+// how many blocks of the prompt engines hold; it is asked if the conversation is new.
+func (t *Table) Elsewhere(p *Prompt, at *Engine, answers bool, shared func() int, now float64) {
+	if len(p.Blocks) == 0 {
 		return
 	}
-	oldest := 0
-	for i, o := range t.all {
-		if o.isIdle() && (!t.all[oldest].isIdle() || o.since < t.all[oldest].since) {
-			oldest = i
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tipOf(p) == nil {
+		p.Held = shared()
+	}
+	c := t.find(p)
+	t.extend(c, p)
+	if c.since = now + waits; answers {
+		t.outdate(c.home)
+		c.since, c.guessed, c.home = now+t.turn, true, at
+	}
+	t.place(c, at)
+	t.refresh(now)
+}
+
+// tipOf returns the conversation that a prompt extends; nil: none.
+func (t *Table) tipOf(p *Prompt) *Conversation {
+	for n := min(len(p.Blocks), len(t.lengths)-1); n > 0; n-- {
+		if t.lengths[n] == 0 {
+			continue
+		}
+		if c := t.tips[p.Blocks[n-1]]; c != nil && c.length == n {
+			return c
 		}
 	}
-	t.forget(t.all[oldest])
-	t.all[oldest] = c
+	return nil
 }
 
-// Sent records that a request of a conversation was sent to an endpoint that will answer it, and so hold all of the
-// conversation.
-func (t *Table) Sent(c *Conversation, home int) {
-	c.waiting--
-	c.running++
-	t.Move(c, home)
+// find returns the conversation of a prompt, and a new one if it extends none.
+func (t *Table) find(p *Prompt) *Conversation {
+	if c := t.tipOf(p); c != nil {
+		if c.left { // it goes on: its name is of several
+			c.left = false
+			t.ambiguous(c.name)
+		}
+		return c
+	}
+	c := t.fresh()
+	c.name = p.Name
+	c.shared = p.Tokens * float64(min(p.Held, len(p.Blocks))) / float64(len(p.Blocks))
+	if p.Name == 0 {
+		return c
+	}
+	before := t.names[p.Name]
+	if before == nil && len(t.names) >= maxConversations {
+		c.name = 0
+		return c
+	}
+	if before != nil && before.running == 0 && !t.shared[p.Name] { // its history was written anew
+		before.left = true
+		t.outdate(before.home)
+	}
+	t.names[p.Name] = c
+	return c
 }
 
-// Left records that a request of a conversation has ended without an endpoint.
-func (t *Table) Left(c *Conversation, now float64) {
-	c.waiting--
-	c.since = now
+// ambiguous records that several conversations have a name at once, so that it says nothing of any.
+func (t *Table) ambiguous(name uint64) {
+	if len(t.shared) >= maxConversations {
+		clear(t.shared)
+	}
+	t.shared[name] = true
 }
 
-// Move records that another endpoint answers.
-func (t *Table) Move(c *Conversation, home int) {
+// fresh returns a new conversation, in place of the one that changed longest ago if there are too many.
+func (t *Table) fresh() *Conversation {
+	if t.known >= maxConversations {
+		t.forget(t.oldest)
+	}
+	c := &Conversation{} // not an old one: a request may still refer to it
+	c.since = math.Inf(1)
+	t.known++
+	t.append(c)
+	return c
+}
+
+// append makes a conversation the one that changed last.
+func (t *Table) append(c *Conversation) {
+	if c.older = t.newest; c.older != nil {
+		c.older.newer = c
+	} else {
+		t.oldest = c
+	}
+	c.newer, t.newest = nil, c
+}
+
+func (t *Table) unlink(c *Conversation) {
+	if c.older != nil {
+		c.older.newer = c.newer
+	} else {
+		t.oldest = c.newer
+	}
+	if c.newer != nil {
+		c.newer.older = c.older
+	} else {
+		t.newest = c.older
+	}
+}
+
+// forget forgets a conversation. Requests of it that run do not count any more.
+func (t *Table) forget(c *Conversation) {
+	t.dropTip(c)
+	if t.names[c.name] == c {
+		delete(t.names, c.name)
+		delete(t.shared, c.name)
+	}
+	for c.places != nil {
+		t.remove(c.places)
+	}
+	t.unlink(c)
+	t.known--
+	c.gone = true
+}
+
+// extend records a conversation's latest prompt.
+func (t *Table) extend(c *Conversation, p *Prompt) {
+	t.dropTip(c)
+	c.length = len(p.Blocks)
+	c.tip, c.tokens = p.Blocks[c.length-1], p.Tokens
+	c.shared = min(c.shared, c.tokens)
+	if before := t.tips[c.tip]; before != nil { // the same prompt, of a fork
+		t.dropTip(before)
+	}
+	t.tips[c.tip] = c
+	for len(t.lengths) <= c.length {
+		t.lengths = append(t.lengths, 0)
+	}
+	t.lengths[c.length]++
+	t.unlink(c)
+	t.append(c)
+}
+
+// dropTip forgets by what a conversation's next prompt is known.
+func (t *Table) dropTip(c *Conversation) {
+	if c.length > 0 {
+		delete(t.tips, c.tip)
+		t.lengths[c.length]--
+		c.tip, c.length = 0, 0
+	}
+}
+
+// Of returns the conversation whose latest prompt ends with a block; nil: none that is known.
+func (t *Table) Of(last uint64) *Conversation {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.tips[last]
+}
+
+// Sent records that an engine has a request of a conversation, will answer it, and so hold all of the conversation. End
+// must follow.
+func (t *Table) Sent(c *Conversation, home *Engine, now float64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if c.running++; c.gone {
+		return
+	}
 	t.outdate(c.home)
-	c.home = home
-	t.Copy(c, home)
+	c.home, c.guessed = home, false
+	t.place(c, home)
+	t.refresh(now)
 }
 
-// Copy records that an endpoint holds a conversation's latest prompt, too.
-func (t *Table) Copy(c *Conversation, at int) {
-	m := &t.memory[at]
-	m.at = -1
-	m.held = slices.DeleteFunc(m.held, func(h held) bool { return h.of == c })
-	m.held = append(m.held, held{c, max(c.tokens-c.shared, 0)})
-	m.discard(at)
-}
-
-// discard removes what does not fit into an endpoint's memory, as the engine does: the end of the least recently used,
-// and nothing that requests there need.
-func (m *memory) discard(at int) {
-	over := -m.capacity
-	for _, h := range m.held {
-		over += h.tokens
+// Holds records that an engine holds a conversation's latest prompt.
+func (t *Table) Holds(last uint64, at *Engine, now float64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if c := t.tips[last]; c != nil {
+		t.place(c, at)
+		t.refresh(now)
 	}
-	for i := 0; i < len(m.held) && over > 0; i++ {
-		if h := &m.held[i]; h.of.running == 0 || h.of.home != at {
-			n := min(h.tokens, over)
-			h.tokens -= n
-			over -= n
+}
+
+// End records the end of a request that was sent so many seconds ago, with an answer of so many tokens.
+func (t *Table) End(c *Conversation, answer, took, now float64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.turn += (took - t.turn) / 64
+	if c.running--; c.gone {
+		return
+	}
+	c.tokens += answer
+	if c.running == 0 {
+		c.since = now
+	}
+	if c.home != nil {
+		t.place(c, c.home)
+	}
+	t.refresh(now)
+}
+
+// place records that an engine holds all of a conversation, used last.
+func (t *Table) place(c *Conversation, at *Engine) {
+	t.outdate(at)
+	for p := c.places; p != nil; p = p.also {
+		if p.at == at {
+			t.remove(p)
+			break
 		}
 	}
-	m.held = slices.DeleteFunc(m.held, func(h held) bool { return h.tokens == 0 && h.of.running == 0 })
-}
-
-// End records the end of an answer: the conversation has so many tokens now.
-func (t *Table) End(c *Conversation, tokens, now float64) {
-	c.running--
-	c.tokens = max(c.tokens, tokens)
-	c.since = now
-	t.Copy(c, c.home)
-}
-
-func (t *Table) outdate(at int) {
-	if at >= 0 {
-		t.memory[at].at = -1
+	if at.capacity <= 0 || at.left {
+		return
 	}
+	if t.placed >= maxPlaces {
+		if at.oldest == nil {
+			return
+		}
+		t.remove(at.oldest)
+	}
+	p := t.sparePlaces
+	if p != nil {
+		t.sparePlaces = p.newer
+	} else {
+		p = &place{}
+	}
+	*p = place{of: c, at: at, tokens: max(c.tokens-c.shared, 0), also: c.places, older: at.newest}
+	c.places = p
+	if p.older != nil {
+		p.older.newer = p
+	} else {
+		at.oldest = p
+	}
+	at.newest = p
+	at.used += p.tokens
+	at.places++
+	t.placed++
+	t.discard(at)
+}
+
+// remove removes what an engine holds of a conversation.
+func (t *Table) remove(p *place) {
+	at := p.at
+	for of := &p.of.places; *of != nil; of = &(*of).also {
+		if *of == p {
+			*of = p.also
+			break
+		}
+	}
+	if p.older != nil {
+		p.older.newer = p.newer
+	} else {
+		at.oldest = p.newer
+	}
+	if p.newer != nil {
+		p.newer.older = p.older
+	} else {
+		at.newest = p.older
+	}
+	if at.used -= p.tokens; at.oldest == nil {
+		at.used = 0
+	}
+	at.places--
+	t.placed--
+	*p = place{newer: t.sparePlaces}
+	t.sparePlaces = p
+	t.outdate(at)
+}
+
+// discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used,
+// and nothing that requests there need.
+func (t *Table) discard(at *Engine) {
+	for p, next := at.oldest, (*place)(nil); p != nil && at.used > at.capacity; p = next {
+		next = p.newer
+		if p.of.home == at && p.of.running > 0 {
+			continue
+		}
+		n := min(p.tokens, at.used-at.capacity)
+		p.tokens -= n
+		if at.used -= n; p.tokens <= 0 {
+			t.remove(p)
+		}
+	}
+}
+
+// Resize sets how many tokens of KV an engine keeps, host memory included.
+func (t *Table) Resize(e *Engine, tokens, now float64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e.capacity = tokens
+	t.discard(e)
+	t.outdate(e)
+	t.refresh(now)
+}
+
+// Empty records that an engine holds nothing any more. left: it will not come back.
+func (t *Table) Empty(e *Engine, left bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e.left = left
+	for e.oldest != nil {
+		t.remove(e.oldest)
+	}
+	e.summary.Store(nil)
 }
 
 // Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
-func (t *Table) Live() float64 { return t.live }
+func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
 
-// Memory returns what an endpoint's memory holds. It is valid until the next call for it.
-func (t *Table) Memory(at int, now float64) *Memory {
-	m := &t.memory[at]
-	if m.at < 0 || now-m.at > fresh {
-		m.at = now
-		t.sum(at, m, now)
+// Memory returns what an engine's memory holds; nil: its size is unknown.
+func (e *Engine) Memory() *Memory { return e.summary.Load() }
+
+// outdate notes that what is said of an engine's memory is no longer true.
+func (t *Table) outdate(e *Engine) {
+	if e != nil && !e.outdated {
+		e.outdated = true
+		t.outdated = append(t.outdated, e)
 	}
-	return &m.summary
 }
 
-func (t *Table) sum(at int, m *memory, now float64) {
-	s := &m.summary
-	*s = Memory{Tokens: m.capacity, Free: m.capacity, Old: s.Old[:0]}
-	for _, h := range m.held {
-		s.Free -= h.tokens
-		c, lives := h.of, h.of.home == at
-		if c.waiting > 0 || lives && c.running > 0 {
-			continue // it is not idle
+// refresh brings what is said of engines up to date, of each not too often.
+func (t *Table) refresh(now float64) {
+	kept := t.outdated[:0]
+	for _, e := range t.outdated {
+		if now-e.at < fresh+freshEach*float64(e.places) && e.summary.Load() != nil {
+			kept = append(kept, e)
+			continue
 		}
-		p := Part{Tokens: h.tokens, Length: c.tokens}
-		if lives {
-			idle := now - c.since
-			p.Back = t.back(idle)
-			s.Returns += t.hazard[binOf(idle)]
-		}
-		s.Old = append(s.Old, p)
+		e.outdated = false
+		t.sum(e, now)
 	}
-	s.Free = max(s.Free, 0)
+	clear(t.outdated[len(kept):])
+	t.outdated = kept
+}
+
+// sum says anew what an engine's memory holds.
+func (t *Table) sum(e *Engine, now float64) {
+	if e.capacity <= 0 || e.left {
+		e.summary.Store(nil)
+		return
+	}
+	e.at = now
+	s := &Memory{Tokens: e.capacity, Free: max(e.capacity-e.used, 0)}
+	at, step := 0, e.capacity/(2*Parts)
+	for p := e.oldest; p != nil; p = p.newer {
+		c := p.of
+		back, lives := t.chance(c, now), c.home == e
+		if lives {
+			s.Live += p.tokens * back
+		}
+		if waits := c.running == 0 && !c.guessed; !c.isIdle(now) && (lives || waits) {
+			continue
+		}
+		if lives {
+			s.Returns += t.hazard[binOf(now-c.since)]
+		} else {
+			back = 0
+		}
+		s.Old[at].add(p.tokens, back, c.tokens)
+		if s.Old[at].Tokens >= step && at < Parts-1 {
+			at++
+		}
+	}
+	e.summary.Store(s)
+}
+
+// add adds the last tokens of a conversation of some length.
+func (p *Part) add(tokens, back, length float64) {
+	if tokens <= 0 {
+		return
+	}
+	weight := tokens / (p.Tokens + tokens)
+	p.Tokens += tokens
+	p.Back += (back - p.Back) * weight
+	p.End += (length - p.End) * weight
+	p.Middle += (length - tokens/2 - p.Middle) * weight
 }

@@ -3,71 +3,201 @@ package residency
 import (
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tandem/internal/budget"
 )
 
-// turn plays a turn of a conversation whose prompt has so many blocks of 100 tokens, and returns its conversation.
-func turn(t *Table, at, name, blocks int, now float64) *Conversation {
-	prompt := make([]uint64, blocks)
-	for i := range prompt {
-		prompt[i] = uint64(name*1000 + i + 1)
+// fleet is a table with engines of some memory.
+type fleet struct {
+	*Table
+	engines []*Engine
+	seen    map[uint64]bool // blocks of prompts
+}
+
+func newFleet(tokens ...float64) *fleet {
+	f := &fleet{Table: New(), seen: map[uint64]bool{}}
+	for _, n := range tokens {
+		e := &Engine{}
+		f.Resize(e, n, 0)
+		f.engines = append(f.engines, e)
 	}
-	c := t.Arrive(prompt, blocks, float64(blocks*100), 0, now)
-	t.Sent(c, at)
-	t.End(c, float64(blocks*100), now)
+	return f
+}
+
+// prompt returns the blocks of a prompt of a conversation, of 100 tokens each.
+func prompt(name, blocks int) []uint64 {
+	out := make([]uint64, blocks)
+	for i := range out {
+		out[i] = uint64(name*1000 + i + 1)
+	}
+	return out
+}
+
+// arrive lets a prompt of so many blocks arrive.
+func (f *fleet) arrive(name, blocks int, now float64) *Conversation {
+	return f.ask(prompt(name, blocks), 0, now)
+}
+
+// ask lets a prompt arrive whose client names its conversation.
+func (f *fleet) ask(blocks []uint64, name uint64, now float64) *Conversation {
+	held := 0
+	for held < len(blocks) && f.seen[blocks[held]] {
+		held++
+	}
+	for _, b := range blocks {
+		f.seen[b] = true
+	}
+	return f.Arrive(&Prompt{Blocks: blocks, Held: held, Tokens: float64(len(blocks) * 100), Name: name}, now)
+}
+
+// turn plays a turn of a conversation whose prompt has so many blocks, and returns its conversation.
+func (f *fleet) turn(at, name, blocks int, now float64) *Conversation {
+	c := f.arrive(name, blocks, now)
+	f.Sent(c, f.engines[at], now)
+	f.End(c, 0, 1, now)
 	return c
 }
 
+// memory returns what an engine holds, as of now.
+func (f *fleet) memory(at int, now float64) *Memory {
+	f.engines[at].at = math.Inf(-1) // else it may be said later
+	f.Sweep(now, slices.Values(f.engines))
+	return f.engines[at].Memory()
+}
+
 func TestPromptThatExtendsAnotherContinuesItsConversation(t *testing.T) {
-	table := New([]float64{10_000, 10_000})
-	c := turn(table, 0, 1, 10, 0)
-	require.Same(t, c, turn(table, 0, 1, 12, 5))
-	require.NotSame(t, c, turn(table, 0, 2, 12, 6))
-	require.NotSame(t, c, turn(table, 0, 1, 10, 7), "an older prompt again: a fork")
+	f := newFleet(10_000, 10_000)
+	c := f.turn(0, 1, 10, 0)
+	require.Same(t, c, f.turn(0, 1, 12, 5))
+	require.NotSame(t, c, f.turn(0, 2, 12, 6))
+	require.NotSame(t, c, f.turn(0, 1, 10, 7), "an older prompt again: a fork")
+	require.Nil(t, f.Arrive(&Prompt{Tokens: 10}, 8), "too short for a block")
 }
 
 func TestEngineDiscardsTheLeastRecentlyUsed(t *testing.T) {
-	table := New([]float64{3000})
+	f := newFleet(3000)
 	for name := range 3 {
-		turn(table, 0, name, 10, float64(name))
+		f.turn(0, name, 10, float64(name))
 	}
-	m := table.Memory(0, 3)
-	require.Zero(t, m.Free)
-	require.Len(t, m.Old, 3)
-	turn(table, 0, 0, 11, 4) // the oldest becomes the newest, and grows: the end of 1 is discarded
-	m = table.Memory(0, 4)
-	require.Len(t, m.Old, 3)
-	require.Equal(t, []float64{900, 1000, 1100}, []float64{m.Old[0].Tokens, m.Old[1].Tokens, m.Old[2].Tokens})
+	require.Zero(t, f.memory(0, 3).Free)
+	f.turn(0, 0, 11, 4) // the oldest becomes the newest, and grows: the end of 1 is discarded
+	m := f.memory(0, 4)
+	require.Equal(t, []float64{900, 1000, 1100, 0}, []float64{m.Old[0].Tokens, m.Old[1].Tokens, m.Old[2].Tokens, m.Old[3].Tokens})
+	require.Equal(t, []float64{1000, 550}, []float64{m.Old[0].End, m.Old[0].Middle})
+}
+
+// Many small conversations are said together, by their means.
+func TestSmallConversationsAreSaidTogether(t *testing.T) {
+	f := newFleet(24_000)
+	for name := range 100 {
+		f.turn(0, name, 2, float64(name)/10)
+	}
+	m, sum := f.memory(0, 100), 0.0
+	for _, p := range m.Old {
+		sum += p.Tokens
+	}
+	require.InDelta(t, 20_000, sum, 1e-6)
+	require.Equal(t, []float64{1000, 200, 100}, []float64{m.Old[0].Tokens, m.Old[0].End, m.Old[0].Middle})
 }
 
 func TestCopyOfWhatLivesElsewhereIsWorthNothing(t *testing.T) {
-	table := New([]float64{5000, 5000})
-	c := table.Arrive([]uint64{1, 2}, 2, 200, 0, 0)
-	table.Copy(c, 0) // computed there
-	table.Sent(c, 1) // answered here
-	table.End(c, 300, 1)
-	require.Zero(t, table.Memory(0, 1).Old[0].Back)
-	require.Zero(t, table.Memory(0, 1).Returns)
-	require.Positive(t, table.Memory(1, 1).Old[0].Back)
+	f := newFleet(5000, 5000)
+	c := f.arrive(1, 2, 0)
+	f.Holds(2, f.engines[0], 0) // computed there: no block 2 of this prompt
+	f.Holds(1002, f.engines[0], 0)
+	f.Sent(c, f.engines[1], 0) // answered here
+	f.End(c, 100, 1, 1)
+	require.Zero(t, f.memory(0, 1).Old[0].Back)
+	require.Zero(t, f.memory(0, 1).Returns)
+	require.Positive(t, f.memory(1, 1).Old[0].Back)
+	require.Equal(t, []float64{200, 300}, []float64{f.memory(0, 1).Old[0].Tokens, f.memory(1, 1).Old[0].Tokens})
+	require.Zero(t, f.memory(0, 1).Live)
+	require.Positive(t, f.memory(1, 1).Live)
 }
 
 func TestRunningConversationsAreNotDiscarded(t *testing.T) {
-	table := New([]float64{1500})
-	c := table.Arrive([]uint64{1}, 1, 1000, 0, 0)
-	table.Sent(c, 0)
-	require.Empty(t, table.Memory(0, 0).Old)
-	turn(table, 0, 2, 10, 1)
-	require.InDelta(t, 500, table.Memory(0, 1).Old[0].Tokens, 0, "half of 2 fits beside 1")
-	table.End(c, 1000, 2)
-	require.Len(t, table.Memory(0, 2).Old, 2)
+	f := newFleet(1500)
+	c := f.arrive(1, 10, 0)
+	f.Sent(c, f.engines[0], 0)
+	require.Zero(t, f.memory(0, 0).Old[0])
+	f.turn(0, 2, 10, 1)
+	require.InDelta(t, 500, f.memory(0, 1).Old[0].Tokens, 0, "half of 2 fits beside 1")
+	f.End(c, 0, 2, 2)
+	require.Positive(t, f.memory(0, 2).Old[1].Tokens)
+}
+
+// What waits for an engine is not discarded either, but not for ever: its client may have left.
+func TestARequestThatNeverGoesIsForgotten(t *testing.T) {
+	f := newFleet(5000)
+	f.turn(0, 1, 10, 0)
+	f.arrive(1, 12, 10)
+	require.Zero(t, f.memory(0, 11).Old[0])
+	require.Positive(t, f.memory(0, 11+waits).Old[0].Tokens)
+}
+
+// A conversation is idle when all of its requests have ended.
+func TestOverlappingRequests(t *testing.T) {
+	f := newFleet(5000)
+	c := f.arrive(1, 10, 0)
+	f.Sent(c, f.engines[0], 0)
+	require.Same(t, c, f.arrive(1, 12, 1))
+	f.Sent(c, f.engines[0], 1)
+	f.End(c, 0, 1, 2)
+	require.Zero(t, f.memory(0, 2).Old[0])
+	f.End(c, 0, 1, 3)
+	require.Positive(t, f.memory(0, 3).Old[0].Tokens)
+}
+
+// A name that a client gives says that a conversation was written anew, so that nobody will ask for what it was.
+func TestNames(t *testing.T) {
+	f := newFleet(10_000)
+	ask := func(prompt []uint64, name uint64, now float64) {
+		c := f.ask(prompt, name, now)
+		f.Sent(c, f.engines[0], now)
+		f.End(c, 0, 1, now)
+	}
+	ask(prompt(1, 10), 7, 0)
+	ask(prompt(2, 10), 8, 1)
+	ask(prompt(3, 5), 7, 2)
+	m := f.memory(0, 3)
+	require.Zero(t, m.Old[0].Back, "the first of name 7")
+	require.Positive(t, m.Old[1].Back)
+	require.Positive(t, m.Old[2].Back)
+
+	ask(prompt(1, 12), 7, 4) // it goes on: the name is of both
+	ask(prompt(4, 5), 7, 5)
+	m = f.memory(0, 6)
+	for i := range 4 {
+		require.Positive(t, m.Old[i].Back, i)
+	}
+}
+
+// Another replica tells that it has sent a prompt, and never when the answer ends.
+func TestAnotherReplica(t *testing.T) {
+	f := newFleet(5000, 5000)
+	none := func() int { return 0 }
+	f.Elsewhere(&Prompt{Blocks: prompt(1, 10), Tokens: 1000}, f.engines[0], false, none, 0)
+	f.Elsewhere(&Prompt{Blocks: prompt(1, 10), Tokens: 1000}, f.engines[1], true, none, 0)
+	require.Zero(t, f.memory(1, 1).Old[0], "its answer is being written")
+	require.Positive(t, f.memory(0, 1).Old[0].Tokens, "a copy")
+	m := f.memory(1, 1+priorTurn)
+	require.InDelta(t, 1000, m.Old[0].Tokens, 0)
+	require.Positive(t, m.Old[0].Back)
+	c := f.turn(0, 1, 12, 20)
+	require.InDelta(t, 1200, c.tokens, 0)
+	require.Same(t, f.engines[0], c.home)
+	f.Elsewhere(&Prompt{Blocks: prompt(1, 14), Tokens: 1400}, f.engines[0], true, func() int { panic("it is known") }, 30)
+	require.InDelta(t, 1400, c.tokens, 0)
 }
 
 // What is learned comes near to the chance with which conversations really return.
 func TestReturnsAreLearned(t *testing.T) {
 	for name, chance := range map[string]float64{"agents": 0.9, "single questions": 0} {
-		table, random, now := New([]float64{1e9}), rand.New(rand.NewPCG(1, 2)), 0.0
+		f, random, now := newFleet(1e9), rand.New(rand.NewPCG(1, 2)), 0.0
 		type due struct {
 			at           float64
 			name, blocks int
@@ -83,51 +213,181 @@ func TestReturnsAreLearned(t *testing.T) {
 				if d.at > now {
 					continue
 				}
-				turn(table, 0, d.name, d.blocks, now)
+				f.turn(0, d.name, d.blocks, now)
 				waiting = append(waiting[:k], waiting[k+1:]...)
 				if random.Float64() < chance && d.blocks < 40 {
 					waiting = append(waiting, due{now + 5 + 10*random.Float64(), d.name, d.blocks + 1})
 				}
 				k--
 			}
-			table.sweep(now)
+			f.Sweep(now, slices.Values(f.engines))
 		}
-		require.InDelta(t, chance, table.back(0), 0.1, name)
-		require.Less(t, table.back(200), 0.1, name)
+		require.InDelta(t, chance, f.back(0), 0.1, name)
+		require.Less(t, f.back(200), 0.1, name)
 	}
 }
 
-// What is free and what is held add up to the memory, whatever happens.
+// What is free and what is held add up to the memory, whatever happens, and every list is whole.
 func TestMemoryAddsUp(t *testing.T) {
 	random := rand.New(rand.NewPCG(3, 4))
-	table, now := New([]float64{20_000, 20_000, 20_000}), 0.0
+	f, now := newFleet(20_000, 20_000, 20_000), 0.0
 	sizes := map[int]int{}
-	for range 500 {
+	var running []*Conversation
+	for range 2000 {
 		now += random.Float64() * 3
-		name := random.IntN(30)
+		name, at := random.IntN(30), random.IntN(3)
 		sizes[name] = min(sizes[name]+1+random.IntN(5), 50)
-		turn(table, random.IntN(3), name, sizes[name], now)
-		at := random.IntN(3)
-		used := 0.0
-		for _, h := range table.memory[at].held {
-			used += h.tokens
+		c := f.arrive(name, sizes[name], now)
+		switch random.IntN(6) {
+		case 0:
+			f.Holds(uint64(name*1000+sizes[name]), f.engines[at], now)
+		case 1:
+			f.Empty(f.engines[at], false)
+			f.Resize(f.engines[at], 20_000, now)
+		case 2:
+			f.forget(f.oldest)
+		case 3:
+		default:
+			f.Sent(c, f.engines[at], now)
+			running = append(running, c)
 		}
-		require.LessOrEqual(t, used, 20_000.0)
-		m := table.Memory(at, now)
-		require.InDelta(t, 20_000-used, m.Free, 1e-6)
+		if n := len(running); n > 10 {
+			i := random.IntN(n)
+			f.End(running[i], 10, 1, now)
+			running = slices.Delete(running, i, i+1)
+		}
+		f.check(t, now)
+	}
+}
+
+// check checks that the lists agree.
+func (f *fleet) check(t *testing.T, now float64) {
+	places, known := 0, 0
+	for i, e := range f.engines {
+		used := 0.0
+		var before *place
+		for p := e.oldest; p != nil; p = p.newer {
+			require.Same(t, e, p.at)
+			require.Same(t, before, p.older)
+			require.False(t, p.of.gone)
+			used, before, places = used+p.tokens, p, places+1
+		}
+		require.Same(t, before, e.newest)
+		require.InDelta(t, used, e.used, 1e-6)
+		m := f.memory(i, now)
+		require.InDelta(t, max(20_000-used, 0), m.Free, 1e-6)
 		for _, p := range m.Old {
-			require.False(t, p.Back < 0 || p.Back > 1 || math.IsNaN(p.Back))
+			require.True(t, p.Back >= 0 && p.Back <= 1 && p.Middle <= p.End && p.Tokens <= 20_000, p)
 		}
 	}
+	for c := f.oldest; c != nil; c = c.newer {
+		known++
+		for p := c.places; p != nil; p = p.also {
+			places--
+		}
+	}
+	require.Zero(t, places)
+	require.Equal(t, f.known, known)
+	require.LessOrEqual(t, len(f.tips), known)
 }
 
 func TestOldConversationsAreForgotten(t *testing.T) {
-	table := New([]float64{1e9})
+	f := newFleet(1e9)
 	for i := range 100 {
-		turn(table, 0, i, 3, float64(i))
+		f.turn(0, i, 3, float64(i))
 	}
-	table.sweep(forgotten + 200)
-	require.Empty(t, table.all)
-	require.Empty(t, table.tips)
-	require.Zero(t, table.Live())
+	f.memory(0, forgotten+200)
+	require.Zero(t, f.known)
+	require.Nil(t, f.oldest)
+	require.Empty(t, f.tips)
+	require.Zero(t, f.Live())
+	require.Zero(t, f.placed)
+}
+
+// Conversations and what engines hold of them are bounded; so are names.
+func TestBounds(t *testing.T) {
+	f := newFleet(1e9, 1e9, 1e9)
+	for i := range maxConversations + 1000 {
+		c := f.Arrive(&Prompt{Blocks: []uint64{uint64(i + 1)}, Tokens: 10, Name: uint64(i + 1)}, 1)
+		for _, e := range f.engines {
+			f.Holds(uint64(i+1), e, 1)
+		}
+		f.Sent(c, f.engines[0], 1)
+		f.End(c, 1, 1, 1)
+	}
+	require.Equal(t, maxConversations, f.known)
+	require.LessOrEqual(t, f.placed, maxPlaces)
+	require.LessOrEqual(t, len(f.tips), maxConversations)
+	require.LessOrEqual(t, len(f.names), maxConversations)
+}
+
+// A turn of a known conversation costs no memory but what is said anew of its engine, and that not more than fifty
+// times a second; a prompt that nobody knows is found out by few look-ups.
+func TestTurnAllocates(t *testing.T) {
+	f, now, blocks := newFleet(1e6), 0.0, prompt(1, 2000)
+	for i := range 200 {
+		f.turn(0, i+2, 20, 0)
+	}
+	n := 100
+	budget.Allocs(t, 1000, 0, func() {
+		n, now = n%1900+100, now+1e-6
+		c := f.Arrive(&Prompt{Blocks: blocks[:n], Held: n, Tokens: float64(n * 100)}, now)
+		f.Sent(c, f.engines[0], now)
+		f.Holds(blocks[n-1], f.engines[0], now)
+		f.End(c, 0, 1, now)
+	})
+}
+
+func BenchmarkTurn(b *testing.B) {
+	for name, known := range map[string]int{"agents": 100, "chat": 20_000} {
+		b.Run(name, func(b *testing.B) {
+			f := newFleet(1e6, 1e6, 1e6, 1e6)
+			for i := range known {
+				f.turn(i%4, i+1, 10, 0)
+			}
+			prompts := make([][]uint64, known)
+			for i := range prompts {
+				prompts[i] = prompt(i+1, 10)
+			}
+			b.ReportAllocs()
+			now, i := 10.0, 0
+			for b.Loop() {
+				i, now = i+1, now+.001
+				name := i % known
+				if i/known%2 == 1 {
+					prompts[name] = append(prompts[name], uint64((name+1)*1000+len(prompts[name])+1))
+				}
+				n := len(prompts[name])
+				c := f.Arrive(&Prompt{Blocks: prompts[name], Held: n - 1, Tokens: float64(n * 100)}, now)
+				f.Sent(c, f.engines[i%4], now)
+				f.Holds(c.tip, f.engines[i%4], now)
+				f.End(c, 100, 1, now)
+			}
+		})
+	}
+}
+
+// A prompt that nobody knows.
+func BenchmarkNew(b *testing.B) {
+	f, now := newFleet(1e6), 0.0
+	blocks := prompt(1, 2000)
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		now += .001
+		blocks[1999] = uint64(i)<<20 | 7
+		f.Arrive(&Prompt{Blocks: blocks, Held: 1900, Tokens: 1e5}, now)
+	}
+}
+
+func BenchmarkSweep(b *testing.B) {
+	f := newFleet(1e6, 1e6, 1e6, 1e6, 1e6, 1e6, 1e6, 1e6)
+	for i := range 8000 {
+		f.turn(i%8, i+1, 10, 0)
+	}
+	now := 10.0
+	b.ReportAllocs()
+	for b.Loop() {
+		now++
+		f.Sweep(now, slices.Values(f.engines))
+	}
 }

@@ -138,7 +138,7 @@ func (q *Queue) bind(k *picker.Picker, h Host, id uint64, how Outcome) {
 // Dispatch sends the requests whose turn it is. Call it every few milliseconds while any wait: endpoints are kept a
 // step ahead, so none is without work for that long. It walks the first requests in order. Each is placed as if
 // those before it that wait were at work already, and dispatched if its endpoint has less than a step of work
-// ahead. A request that waits for its targets, or for
+// ahead. A request that waits for its targets, for the memory of engines, or for
 // endpoints that are full, blocks no others. While memory is short, the first requests are
 // dispatched early. now is in seconds, as in [Waiting].
 func (q *Queue) Dispatch(k *picker.Picker, h Host, now, enough float64) {
@@ -163,10 +163,18 @@ func (q *Queue) walk(k *picker.Picker, h Host, now, enough float64) {
 		if !late && q.misses(w, now) {
 			late, q.inTime = true, append(q.inTime[:0], q.ahead...)
 		}
+		if now < w.look {
+			held++
+			continue
+		}
 		r := h.Look(w.ID, v)
 		c, err := k.Pick(r, v)
 		switch may := mayGo(k, v, c, err, enough); {
 		case errors.Is(err, picker.ErrFull):
+			held++
+			continue
+		case err == nil && c.NoMemory:
+			w.look = now + lookEvery
 			held++
 			continue
 		case w.Replica != 0:
@@ -237,7 +245,7 @@ func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough
 		return false
 	case err != nil, v.Endpoints[firstLeg(&c)].Endpoint.Failed():
 		return true
-	case c.NoRoom && k.Late:
+	case (c.NoRoom || c.NoMemory) && k.Late:
 		return false
 	}
 	return !k.Late || c.Prefill < 0 || queued(v, c.Prefill) < enough

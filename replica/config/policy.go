@@ -12,6 +12,7 @@ import (
 	"tandem/extproc/paths"
 	"tandem/extproc/plan"
 	"tandem/picker"
+	"tandem/picker/admission"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -143,6 +144,9 @@ func setObjectives(policy *pass.Policy, p *configv1.Pool) {
 	policy.Place.Late = p.GetBinding() == "late"
 	if q := p.GetQueue(); q != nil {
 		policy.Waiting = latebinding.Limits{MaxTime: Duration(q.GetMaxWait()), Max: int(q.GetMaxWaiting())}
+		if policy.Waiting.MaxTime > maxBufferedWait { // else Envoy may not wait for longer
+			policy.Waiting.Memory = admission.MemoryWaits * policy.Waiting.MaxTime
+		}
 	}
 	policy.LabelHeader = p.GetLabelHeader()
 	switch p.GetEnginePriority() {

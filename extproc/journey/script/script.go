@@ -13,6 +13,8 @@
 //	             D breaks BODY        the same of D's answer, of which the client has got the body
 //	             D leaves             the client leaves while this leg works
 //	             D stands 16s         time passes in which D does nothing that its engine reports, and then it answers
+//	             full D               every D is full from now on, for a minute
+//	             client leaves        while the body comes, or a pass waits
 //	             wait 500ms
 //	journey   what happens: what each engine is asked, in order of being asked (P1 is the first P), what the client
 //	          gets, and what is counted
@@ -43,7 +45,7 @@ import (
 
 // Answer is what an engine does next.
 type Answer struct {
-	Role   byte   // P, D or E; 0: only time passes
+	Role   byte   // P, D or E; C: the client, which leaves; 0: only time passes
 	How    string // "", "unreached", "cut", "breaks" or "leaves"
 	Status int
 	Body   string
@@ -56,6 +58,7 @@ type Script struct {
 	Endpoints []kvstate.EndpointSpec
 	Path      string
 	Body      string
+	State     *kvstate.State // of the replica, which the transport sets
 
 	t       testing.TB
 	only    string // the transport that has this journey; "": both
@@ -82,7 +85,7 @@ func Run(t *testing.T, dir, transport string, update bool, play func(t *testing.
 					return
 				}
 				play(t, s)
-				require.Empty(t, s.answers, "answers that nobody has asked for")
+				require.Empty(t, s.answers, "answers that nobody has asked for\n%s", s.said.String())
 				got = s.said.String()
 			})
 			if update {
@@ -143,6 +146,8 @@ func (s *Script) setting(words []string) {
 			s.Policy.Split = false
 		case w == "never-alone":
 			s.Policy.Alone = plan.AloneNever
+		case w == "late-binding":
+			s.Policy.Place.Late = true
 		case w == "encode":
 			s.Policy.EncodeTimeout = 7 * time.Second
 		case w == "cached":
@@ -167,10 +172,15 @@ const (
 func (s *Script) answer(line string) Answer {
 	word, rest, _ := strings.Cut(line, " ")
 	how, body, _ := strings.Cut(rest, " ")
-	if word == "wait" {
+	switch word {
+	case "wait":
 		d, err := time.ParseDuration(how)
 		require.NoError(s.t, err)
 		return Answer{Wait: d}
+	case "full":
+		return Answer{How: "full"}
+	case "client":
+		return Answer{Role: 'C', How: "leaves"}
 	}
 	a := Answer{Role: word[0], How: how, Status: 200, Body: body}
 	switch how {
@@ -200,12 +210,34 @@ func (s *Script) Next(asked string) Answer {
 	require.NotEmpty(s.t, s.answers, "%s: nothing more is said of engines\n%s", asked, s.said.String())
 	a := s.answers[0]
 	s.answers = s.answers[1:]
-	if a.Role == 0 {
-		time.Sleep(a.Wait)
-	} else {
+	switch a.Role {
+	case 0:
+		if time.Sleep(a.Wait); a.How == "full" {
+			s.fill()
+		}
+	case 'C':
+	default:
 		require.Contains(s.t, asked, string(a.Role), "who is to answer was not asked\n%s", s.said.String())
 	}
 	return a
+}
+
+// Leaves reports whether the client leaves next, before it or an engine has an answer.
+func (s *Script) Leaves() bool {
+	leaves := len(s.answers) > 0 && s.answers[0].Role == 'C'
+	if leaves {
+		s.answers = s.answers[1:]
+	}
+	return leaves
+}
+
+// fill has every decode endpoint be full.
+func (s *Script) fill() {
+	for _, e := range s.State.Pool("chat").Endpoints() {
+		if e.Role == kvstate.RoleDecode {
+			s.State.Health.MarkFull(e, 503, time.Minute)
+		}
+	}
 }
 
 // Stand has time pass in which an engine does nothing, and reports it.

@@ -1,0 +1,116 @@
+package kvstate
+
+import (
+	"time"
+
+	"tandem/kvstate/prefixindex"
+	"tandem/kvstate/residency"
+)
+
+// What engines' KV memory holds of conversations (package residency), for the price of what a placement discards. It is
+// fed by what happens anyway: prompts that arrive, are routed and reserved, and reservations that end.
+
+// usualAnswer is the length of an answer of which nothing is known, tokens.
+const usualAnswer = 256.
+
+// inSeconds returns a moment in the unit of package residency.
+func inSeconds(t time.Time) float64 { return float64(t.UnixNano()) * 1e-9 }
+
+// Arrived records that a prompt of so many tokens has arrived, and returns its conversation, for [Booking.Of]. name is
+// what its client calls it, hashed with its tenant; 0: nothing. v has the prompt's hits, and says then what engines'
+// memory holds beside this conversation. Call it once for each request.
+func (s *State) Arrived(p *Pool, hashes []uint64, tokens int64, name uint64, v *View) *residency.Conversation {
+	prompt := residency.Prompt{Blocks: hashes, Tokens: float64(tokens), Name: name}
+	for i := range v.Endpoints {
+		prompt.Held = max(prompt.Held, v.Endpoints[i].Hit)
+	}
+	c := p.residents.Arrive(&prompt, inSeconds(s.o.Now()))
+	for i := range v.Endpoints {
+		e := &v.Endpoints[i]
+		e.Memory = e.Endpoint.state.memory.holds.Memory()
+	}
+	return c
+}
+
+// Conversation returns the conversation of a prompt that has arrived here or was routed by another replica; nil: none
+// that is known.
+func (p *Pool) Conversation(hashes []uint64) *residency.Conversation {
+	if len(hashes) == 0 {
+		return nil
+	}
+	return p.residents.Of(hashes[len(hashes)-1])
+}
+
+// hold records that an endpoint computes a prompt, or has fetched it.
+func (e *endpointState) hold(hashes []uint64, now time.Time) {
+	if len(hashes) > 0 && e.residents != nil {
+		e.residents.Holds(hashes[len(hashes)-1], &e.memory.holds, inSeconds(now))
+	}
+}
+
+// routedElsewhere records that another replica has sent a prompt to an endpoint. The prompt's length is known by its
+// blocks only, and nobody will say when its answer ends.
+func (p *Pool) routedElsewhere(e *Endpoint, hashes []uint64, now time.Time) {
+	prompt := residency.Prompt{
+		Blocks: hashes, Tokens: float64(len(hashes)) * textBlockBytes / p.ratio.bytesPerToken(),
+	}
+	p.residents.Elsewhere(&prompt, &e.state.memory.holds, e.Role&RoleDecode != 0, func() (most int) {
+		var of prefixindex.Lookup
+		for _, depth := range of.Find(p.index, hashes, len(p.endpoints), func(i int) []int32 {
+			return p.endpoints[i].state.blocks.Routed()
+		}) {
+			most = max(most, int(depth))
+		}
+		return most
+	}, inSeconds(now))
+}
+
+// answers records that an endpoint answers a reservation's request, and will have all of its conversation.
+func (e *endpointState) answers(r *reservation) {
+	if r.of != nil {
+		e.residents.Sent(r.of, &e.memory.holds, inSeconds(r.began))
+	}
+}
+
+// answered records that the answer has ended.
+func (e *endpointState) answered(r *reservation, now time.Time) {
+	if r.of == nil {
+		return
+	}
+	tokens := usualAnswer
+	if e.load != nil {
+		e.load.mu.Lock()
+		if mean := e.load.answers.Value(); mean > 0 {
+			tokens = mean
+		}
+		e.load.mu.Unlock()
+	}
+	e.residents.End(r.of, tokens, now.Sub(r.began).Seconds(), inSeconds(now))
+}
+
+// resizeMemory sets how much an endpoint keeps, as its engine reports.
+func (e *endpointState) resizeMemory(g *Signals, now time.Time) {
+	if e.residents == nil || g.KVTokens <= 0 {
+		return
+	}
+	tokens := g.KVTokens + g.Host.capacity(e.load.learnedTokenBytes())
+	e.residents.Resize(&e.memory.holds, float64(tokens), inSeconds(now))
+}
+
+// SweepMemory learns how likely conversations are to return.
+func (p *Pool) SweepMemory(now time.Time) {
+	p.residents.Sweep(inSeconds(now), func(yield func(*residency.Engine) bool) {
+		for _, e := range p.endpoints {
+			if !yield(&e.state.memory.holds) {
+				return
+			}
+		}
+	})
+}
+
+// emptyMemory records that an engine has restarted.
+func (e *endpointState) emptyMemory() {
+	if e.residents != nil {
+		e.residents.Empty(&e.memory.holds, false)
+	}
+}
