@@ -215,6 +215,44 @@ func TestHelm(t *testing.T) {
 	}
 }
 
+// Under any release's name the chart gives Prometheus the alerts and Grafana the dashboard as they are, in objects of that
+// name, and its targets are one job: the alerts name it.
+func TestHelmObserves(t *testing.T) {
+	helm := tool(t, "helm")
+	for _, release := range []string{"tandem", "router", "a-7"} {
+		rendered := output(t, helm, "template", release, "helm/tandem", "--namespace", "llm", "--kube-version", "1.36", "--show-only",
+			"templates/optional.yaml", "--set", "serviceMonitor.enabled=true,prometheusRule.enabled=true,prometheusRule.labels.prometheus=main,"+
+				"dashboard.enabled=true,podDisruptionBudget.enabled=false")
+		found := map[string]string{}
+		for doc := range strings.SplitSeq(rendered, "\n---") {
+			var object struct {
+				Kind     string
+				Metadata struct {
+					Name   string
+					Labels map[string]string
+				}
+				Spec any
+				Data map[string]string
+			}
+			require.NoError(t, yaml.Unmarshal([]byte(doc), &object))
+			switch found[object.Kind] = object.Metadata.Name; object.Kind {
+			case "PrometheusRule":
+				var rules any
+				require.NoError(t, yaml.Unmarshal([]byte(read(t, "observability/alerts.yaml")), &rules))
+				require.Equal(t, rules, object.Spec, release)
+				require.Equal(t, "main", object.Metadata.Labels["prometheus"])
+			case "ConfigMap":
+				require.Equal(t, read(t, "observability/grafana/dashboards/tandem.json"), object.Data["tandem.json"], release)
+				require.NotEmpty(t, object.Metadata.Labels["grafana_dashboard"], "Grafana's sidecar finds it")
+			case "ServiceMonitor":
+				require.Equal(t, "app.kubernetes.io/name", object.Spec.(map[string]any)["jobLabel"])
+				require.Equal(t, "tandem", object.Metadata.Labels["app.kubernetes.io/name"], "up{job=\"tandem\"}")
+			}
+		}
+		require.Equal(t, map[string]string{"PrometheusRule": release, "ConfigMap": release + "-dashboard", "ServiceMonitor": release}, found)
+	}
+}
+
 // What a chart computes from its values.
 func TestHelmValues(t *testing.T) {
 	helm := tool(t, "helm")
@@ -309,9 +347,9 @@ func checkConfigMap(t *testing.T, manifest string) {
 			Data             map[string]string `json:"data"`
 		}
 		require.NoError(t, yaml.Unmarshal([]byte(doc), &object))
-		if object.Kind == "ConfigMap" {
-			_, _, err := config.Parse([]byte(object.Data["tandem.yaml"]))
-			require.NoError(t, err, object.Data["tandem.yaml"])
+		if text, ours := object.Data["tandem.yaml"]; ours || object.Kind == "ConfigMap" && object.Data["tandem.json"] == "" {
+			_, _, err := config.Parse([]byte(text))
+			require.NoError(t, err, text)
 		}
 	}
 }

@@ -40,6 +40,30 @@ func TestDecodeDecidesWhatPrefillRefuses(t *testing.T) {
 	}
 }
 
+// An engine that really refuses a forced tool with one token (vLLM before 0.18): P is asked for one, D for what the client
+// wants.
+func TestOldEnginesRefuseForcedTools(t *testing.T) {
+	t.Parallel()
+	f := start(t, options{prefills: 2, decodes: 1, engineArgs: []string{"--old-forced-tools"}})
+	for i, r := range []asked{
+		{path: "/v1/chat/completions", body: `{"model":"tiny","tool_choice":"required","max_tokens":40,` +
+			`"tools":[{"type":"function","function":{"name":"now","parameters":{}}}],"messages":[{"role":"user","content":"hi"}]}`},
+		{path: "/v1/messages", body: `{"model":"tiny","tool_choice":{"type":"any"},"max_tokens":40,` +
+			`"tools":[{"name":"now","input_schema":{"type":"object"}}],"messages":[{"role":"user","content":"hi"}]}`},
+		{path: "/v1/responses", body: `{"model":"tiny","tool_choice":"required","store":false,"max_output_tokens":40,` +
+			`"tools":[{"type":"function","name":"now","parameters":{}}],"input":"hi"}`},
+	} {
+		for n := range 4 { // more in a row than an engine may fail
+			id := fmt.Sprintf("old-%d-%d", i, n)
+			got := f.post(r.path, r.body, "x-request-id", id)
+			require.Equal(t, 200, got.status, "%s: %s", r.path, got.body)
+			require.Len(t, f.requests(id, f.prefills...), 1)
+			require.GreaterOrEqual(t, f.requests(id, f.prefills...)[0].Status, 400, r.path)
+		}
+	}
+	f.noneLeftOut()
+}
+
 // split: always falls back to decode alone when no prefill endpoint is left.
 func TestSplitAlwaysFallsBack(t *testing.T) {
 	t.Parallel()

@@ -105,9 +105,9 @@ func (m clusters) pods() (out []*clusterv3.Cluster) {
 	return out
 }
 
-// unseen has engines see no header of Envoy's or Tandem's: not those that Envoy's HTTP client adds to the filter's calls
-// (1.40, AsyncStreamImpl: x-envoy-internal, and its own address in x-forwarded-for), nor those that said where the
-// request goes.
+// unseen has engines see no header of Envoy's or Tandem's: not those that Envoy's HTTP client adds to the filter's
+// calls (1.40, AsyncStreamImpl: x-envoy-internal, and its own address in x-forwarded-for), nor those that said where
+// the request goes.
 func (m clusters) unseen() []*mutationv3.HeaderMutation {
 	via := setHeader("x-forwarded-for", "%REQ(x-tandem-forwarded-for)%", overwrite)
 	return []*mutationv3.HeaderMutation{

@@ -102,7 +102,7 @@ func (m replies) mapper(reply localReply) *hcmv3.ResponseMapper {
 	if reply.Status != 0 {
 		mapper.StatusCode = wrapperspb.UInt32(reply.Status)
 	}
-	if reply.Status == 426 { // RFC 9110, 15.5.22: it names the protocol to use; without the other header Envoy takes it away
+	if reply.Status == 426 { // RFC 9110, 15.5.22; without the other header Envoy takes it away
 		mapper.HeadersToAdd = []*corev3.HeaderValueOption{
 			setHeader("upgrade", "HTTP/1.1", overwriteOrAdd), setHeader("connection", "upgrade", overwriteOrAdd),
 		}

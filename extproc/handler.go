@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"time"
 
+	"google.golang.org/grpc/metadata"
+
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
@@ -110,23 +112,16 @@ func (x handler) explain(p *pass.Pass) {
 	}
 }
 
-// namespaceDecision is the namespace of the dynamic metadata with decisions, for Envoy's access logs.
-const namespaceDecision = "tandem"
-
-// decision returns the decision as dynamic metadata, {"tandem": {"pool": ..., ...}}, if it is configured. Empty fields
-// are omitted.
+// decision returns the decision as dynamic metadata, {"tandem": {"pool": ..., ...}}, if it is configured.
 func (x handler) decision(of *pass.Pass) []byte {
-	p := &of.Planned
-	if !x.s.DecisionMetadata || p.Route == "" {
+	if !x.s.DecisionMetadata {
 		return nil
 	}
-	return envoywire.Metadata(namespaceDecision,
-		envoywire.MetadataField{Name: "pool", Text: p.Pool}, envoywire.MetadataField{Name: "route", Text: p.Route},
-		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
-		envoywire.MetadataField{Name: "decode", Text: p.Decode},
-		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
-		envoywire.MetadataField{Name: "price", Number: of.Req.Foreseen.Price},
-		envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
+	told := of.Told()
+	if told == nil {
+		return nil
+	}
+	return envoywire.Metadata(names.Decisions, told)
 }
 
 // startSpan starts the span of this stream. orphan says whether it may have no parent, when Envoy does not trace.
@@ -136,7 +131,10 @@ func (x handler) startSpan(name string, orphan bool) {
 	}
 	h := &x.stream.msg.Headers
 	resumed := orphan && len(h.Ticket) > 0
-	x.meter.StartSpan(x.stream.Context(), name, orphan, resumed,
+	envoys, _ := metadata.FromIncomingContext(x.stream.Context())
+	x.meter.StartSpan(x.stream.Context(), name, orphan, resumed, telemetry.TraceContext{
+		Traceparent: first(envoys.Get(names.HeaderTraceparent)), Tracestate: first(envoys.Get(names.HeaderTracestate)),
+	},
 		telemetry.TraceContext{Traceparent: string(h.Traceparent), Tracestate: string(h.Tracestate)}, x.stream.requestID)
 }
 
@@ -194,3 +192,10 @@ func (x handler) switched() error {
 
 // maxHeaderParams is the length from which on KV parameters never fit a header, however they are packed.
 const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
+
+func first(values []string) string {
+	if len(values) == 0 {
+		return ""
+	}
+	return values[0]
+}

@@ -92,8 +92,8 @@ func (*silentReplicas) Consume([16]byte, bool) (first, known bool)        { retu
 func (*silentReplicas) PutHandOver([16]byte, []byte)                      {}
 func (*silentReplicas) TakeHandOver([16]byte) (params []byte, _ bool)     { return nil, false }
 func (*silentReplicas) PutConversation([16]byte, []byte, time.Duration)   {}
-func (*silentReplicas) TakeConversation([16]byte) (turn []byte, _ [16]byte, _ bool) {
-	return nil, [16]byte{}, false
+func (*silentReplicas) TakeConversation([16]byte) (turn []byte, _ bool) {
+	return nil, false
 }
 
 // The first of the requests that wait here are published, by priority and position; without other replicas none is.

@@ -93,6 +93,7 @@ func newFleet(
 	}
 	if f.signs = f.store != nil && cfg.GetTickets().GetKeyFile() != ""; f.signs {
 		f.store.SignWith(f.keys)
+		f.state.KeepTurnsHere()
 	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
 	events := kvevents.Options{State: f.state, Log: log, Pools: config.EventSources(cfg)}

@@ -50,6 +50,7 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 		"ignore kv_transfer_params.prompt_token_ids, as vLLM before 0.32: it continues nobody's answer")
 	f.DurationVar(&c.FirstLogprobs, "first-logprobs", 0,
 		"how long the core compiles, and stands still, for the first request with log probabilities (vLLM: 2 to 25 s)")
+	f.BoolVar(&c.OldForced, "old-forced-tools", false, "refuse forced tools with one token, as vLLM before 0.18")
 	f.BoolVar(&c.ToolParser, "tool-call-parser", true, "as vLLM with --enable-auto-tool-choice --tool-call-parser")
 	f.BoolVar(&c.Record, "record", true, "keep the last requests for GET /sim/requests")
 	f.IntVar(&c.RecordCount, "record-count", 1000, "how many requests to keep")

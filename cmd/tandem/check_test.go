@@ -1,11 +1,14 @@
 package main
 
 import (
+	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/x509"
 	"encoding/pem"
+	"fmt"
+	"io"
 	"math/big"
 	"os"
 	"path/filepath"
@@ -13,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/e2e/redisserver"
 	configv1 "tandem/protos/config/v1"
 )
 
@@ -85,4 +89,27 @@ func TestCheckLedger(t *testing.T) {
 	require.Zero(t, errors("-"))
 	require.Zero(t, errors(filepath.Join(t.TempDir(), "ledger")))
 	require.Equal(t, 1, errors(filepath.Join(t.TempDir(), "no", "ledger")))
+}
+
+// `tandem serve --check --live` asks Redis: one that grants everything, one that refuses a command, another password, and
+// none. There is no engine, so it always fails.
+func TestCheckLiveAsksRedis(t *testing.T) {
+	r := redisserver.New(t, "--user", "tandem", "on", ">s3cret", "~tandem:*", "+@all", "--user", "less", "on", ">s3cret", "~tandem:*", "+@all", "-hvals")
+	dir := t.TempDir()
+	check := func(user, password string) string {
+		file := filepath.Join(dir, "tandem.yaml")
+		require.NoError(t, os.WriteFile(filepath.Join(dir, "password"), []byte(password), 0o600))
+		require.NoError(t, os.WriteFile(file, fmt.Appendf(nil, `
+pools: [{name: a, kvTransfer: none, endpoints: [{address: "127.0.0.1:1"}]}]
+state: {redis: {url: "redis://%s@%s", passwordFile: %q}}
+`, user, r.Addr, filepath.Join(dir, "password")), 0o600))
+		err := run(context.WithoutCancel(t.Context()), []string{"serve", "-f", file, "--check", "--live"}, io.Discard, io.Discard)
+		require.Error(t, err)
+		return err.Error()
+	}
+	require.NotContains(t, check("tandem", "s3cret"), "state.redis")
+	require.Contains(t, check("less", "s3cret"), "state.redis: HVALS is refused by Redis: NOPERM")
+	require.Contains(t, check("tandem", "wrong"), "WRONGPASS")
+	r.Kill()
+	require.Contains(t, check("tandem", "s3cret"), "connection refused: replicas would go on by themselves")
 }

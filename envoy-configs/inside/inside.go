@@ -32,8 +32,8 @@ func Module(name, config string, pack Pack) *modulefilterv3.DynamicModuleFilter 
 	}
 }
 
-// Upstream are the filters of a cluster behind Envoy's router. With hold its answers wait until the library lets them go
-// on. clean changes the headers of requests: engines get none of Envoy's or Tandem's own.
+// Upstream are the filters of a cluster behind Envoy's router. With hold its answers wait until the library lets them
+// go on. clean changes the headers of requests: engines get none of Envoy's or Tandem's own.
 func Upstream(hold bool, clean []*mutationv3.HeaderMutation, pack Pack) []*hcmv3.HttpFilter {
 	filter := func(name string, config proto.Message) *hcmv3.HttpFilter {
 		return &hcmv3.HttpFilter{Name: name, ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: pack(config)}}

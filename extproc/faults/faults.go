@@ -99,9 +99,9 @@ func Failed(status int) bool {
 		Redirects(status)
 }
 
-// Redirects reports whether a status sends the client elsewhere. No engine's does: what stands in its place may (a proxy
-// that asks for a login), or an engine that serves the path by another spelling. The address is of inside the fleet, so
-// no client gets it, and Tandem and Envoy follow none.
+// Redirects reports whether a status sends the client elsewhere. No engine's does: what stands in its place may (a
+// proxy that asks for a login), or an engine that serves the path by another spelling. The address is of inside the
+// fleet, so no client gets it, and Tandem and Envoy follow none.
 func Redirects(status int) bool {
 	switch status {
 	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect,

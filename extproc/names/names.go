@@ -86,9 +86,9 @@ const (
 // HeaderLoad is an engine's load report in an answer (ORCA).
 const HeaderLoad = "endpoint-load-metrics"
 
-// OneValue reports whether a client's header must have one value: those that Tandem reads, and more, which settings name.
-// If one comes twice with different values, the request is refused: what stands behind Tandem (an engine, Envoy's log
-// and rate limit) may read the other one. So it is with the two names of an objective and of a flow.
+// OneValue reports whether a client's header must have one value: those that Tandem reads, and more, which settings
+// name. If one comes twice with different values, the request is refused: what stands behind Tandem (an engine, Envoy's
+// log and rate limit) may read the other one. So it is with the two names of an objective and of a flow.
 func OneValue(name []byte, more []string) bool {
 	for _, n := range more {
 		if n == string(name) {

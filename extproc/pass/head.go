@@ -25,7 +25,7 @@ type Head struct {
 	Prefilled                    []byte                                 // P's inline answer, base64
 	Load                         []byte                                 // that P reports with it (ORCA)
 	More                         interface{ Extra(name string) []byte } // headers that settings name
-	Twice                        string                                 // has several values, and must have one ([names.OneValue]); "": none
+	Twice                        string                                 // see [names.OneValue]; "": no header
 }
 
 // checkTwice refuses a request with a header that other readers may understand otherwise.

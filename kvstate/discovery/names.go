@@ -11,7 +11,7 @@ import (
 // CheckSelector returns why a label selector cannot be parsed; nil: it can.
 func CheckSelector(selector string) error {
 	_, err := labels.Parse(selector)
-	return err //nolint:wrapcheck // it says all
+	return err
 }
 
 // CheckLabel returns why no pod can have such a label; nil: one can.
@@ -28,5 +28,5 @@ func invalid(said []string) error {
 	if len(said) == 0 {
 		return nil
 	}
-	return errors.New(strings.Join(said, "; ")) //nolint:err113 // for people
+	return errors.New(strings.Join(said, "; "))
 }

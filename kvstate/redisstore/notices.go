@@ -85,7 +85,7 @@ func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, er
 	pipe := s.client.Pipeline()
 	added := pipe.XAdd(ctx, &redis.XAddArgs{
 		Stream: s.o.noticesKey(), MaxLen: noticesLength, Approx: true,
-		Values: []any{"r", strconv.FormatUint(s.replica, 16), noticesField, strings.Join(ids, " ")},
+		Values: []any{"r", strconv.FormatUint(s.replica, 16), noticesField, s.sign(s.o.noticesKey(), []byte(strings.Join(ids, " ")))},
 	})
 	pipe.PExpire(ctx, s.o.noticesKey(), noticesTTL)
 	if _, err := pipe.Exec(ctx); err != nil {
@@ -127,8 +127,11 @@ func (s *Store) receiveNotices(ctx context.Context, received func(id string)) {
 				if m.Values["r"] == own {
 					continue
 				}
-				for id := range strings.FieldsSeq(ids) {
-					received(id)
+				// an old entry again is of requests that have had their KV
+				if text, ok := s.genuine(s.o.noticesKey(), []byte(ids)); ok {
+					for id := range strings.FieldsSeq(string(text)) {
+						received(id)
+					}
 				}
 			}
 		}

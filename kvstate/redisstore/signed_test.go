@@ -61,6 +61,7 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 	signing := func() *replica {
 		s := apart(t, redisURL(r), 4)
 		s.store.SignWith(secret("key"))
+		s.state.KeepTurnsHere()
 		s.joins()
 		s.run()
 		return s
@@ -103,18 +104,27 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 	})
 	t.Run("another turn, or one that was used", func(t *testing.T) {
 		name := ticketOf(3)
-		var used string
-		eventually(t, "it is taken", func() bool {
-			name[0]++
-			require.NoError(t, a.state.HandOvers.PutConversation(name, []byte("turn"), time.Minute))
-			used = w.Get(context.Background(), o.turnKey(name)).Val()
-			got, ok := b.state.HandOvers.TakeConversation(name)
-			return used != "" && ok && string(got) == "turn"
-		})
-		for _, bad := range []string{used, "0123456789abcdef evil", used[:40]} {
-			w.set(o.turnKey(name), bad)
-			_, ok := b.state.HandOvers.TakeConversation(name)
-			require.False(t, ok)
+		require.NoError(t, a.state.HandOvers.PutConversation(name, []byte("turn"), time.Minute))
+		require.Zero(t, w.Exists(context.Background(), o.turnKey(name)).Val(), "none lies in Redis")
+		w.set(o.turnKey(name), "evil")
+		_, ok := b.state.HandOvers.TakeConversation(name)
+		require.False(t, ok, "nor is one used from there")
+		got, ok := a.state.HandOvers.TakeConversation(name)
+		require.True(t, ok)
+		require.Equal(t, "turn", string(got))
+		_, ok = a.state.HandOvers.TakeConversation(name)
+		require.False(t, ok, "once")
+	})
+	t.Run("notices of KV that has not arrived", func(t *testing.T) {
+		_, heard := a.sharing(t), b.sharing(t)
+		key, evil := o.noticesKey(), attempt(666)
+		until(t, a, heard, 0)
+		for _, bad := range []any{evil, string(secret("other").Sign(nil, key, []byte(evil))), string(secret("key").Sign(nil, key+"x", []byte(evil)))} {
+			w.add(key, "r", "1", noticesField, bad)
+		}
+		until(t, a, heard, 1000) // what comes after is heard
+		for len(heard) > 0 {
+			require.NotEqual(t, evil, <-heard)
 		}
 	})
 	t.Run("forged batches", func(t *testing.T) {

@@ -69,7 +69,8 @@ func checkDiscovery(v *validator, path string, p *configv1.Pool) {
 	}
 	if i := d.InferencePool; i != nil {
 		checkNeeded(v, path+".inferencePool.name", i.Name, "an InferencePool of the cluster")
-		checkClusterNames(v, path+".inferencePool", i.Labels, clusterName{"name", i.Name}, clusterName{"namespace", i.Namespace})
+		checkClusterNames(v, path+".inferencePool", i.Labels, clusterName{"name", i.Name},
+			clusterName{"namespace", i.Namespace})
 		if i.Labels.RanksLabel != "" {
 			checkRanksNamed(v, path+".inferencePool.labels.ranksLabel", pool, p)
 		}
@@ -108,10 +109,19 @@ func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery)
 	}
 }
 
+// PoolSchemes returns the schemes of a pool's engines; "http" may be missing, and some may be there twice.
+func PoolSchemes(p *configv1.Pool) []string {
+	all := Schemes(p.GetDiscovery())
+	for _, e := range p.GetEndpoints() {
+		all = append(all, e.GetScheme())
+	}
+	return all
+}
+
 // clusterName is a field with the name of something in the cluster; empty: its default.
 type clusterName struct{ field, name string }
 
-// checkClusterNames refuses names and labels that nothing in a cluster can have: without that the pool would stay empty.
+// checkClusterNames refuses names and labels that nothing in a cluster can have: the pool would stay empty.
 func checkClusterNames(v *validator, path string, l *configv1.PodLabels, names ...clusterName) {
 	check := func(field, value string, valid func(string) error) {
 		if err := valid(value); value != "" && err != nil {

@@ -28,7 +28,7 @@ func CheckRedis(ctx context.Context, cfg *configv1.Config) error {
 	var errs config.ValidationErrors
 	for line := range strings.SplitSeq(err.Error(), "\n") {
 		hint := line + " (docs/security.md, Redis, has the rights)"
-		if !strings.Contains(line, "refuses") {
+		if !strings.Contains(line, " is refused by Redis") {
 			hint = line + ": replicas would go on by themselves"
 		}
 		errs = append(errs, config.ValidationError{Path: "state.redis", Hint: hint})

@@ -19,6 +19,7 @@ type Config struct {
 	FirstLogprobs time.Duration // the first request with log probabilities has the core compile for so long
 
 	ToolParser  bool
+	OldForced   bool // see request.Limits.OldForcedTools
 	DevMode     bool // vLLM's VLLM_SERVER_DEV_MODE
 	Record      bool
 	RecordCount int
@@ -32,5 +33,6 @@ type Config struct {
 
 // limits returns this engine's limits.
 func (c *Config) limits() *request.Limits {
-	return &request.Limits{Models: c.Models, MaxModelLen: c.MaxModelLen, ToolParser: c.ToolParser}
+	return &request.Limits{Models: c.Models, MaxModelLen: c.MaxModelLen, ToolParser: c.ToolParser,
+		OldForcedTools: c.OldForced}
 }

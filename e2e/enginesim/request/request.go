@@ -36,6 +36,8 @@ type Limits struct {
 	Models      []string
 	MaxModelLen int  // tokens
 	ToolParser  bool // as vLLM with --enable-auto-tool-choice --tool-call-parser
+	// OldForcedTools: a forced call that one token cuts off is an error, as in vLLM before 0.18 (vllm#36794)
+	OldForcedTools bool
 }
 
 // Request is a parsed body: the common members of the five APIs, under one name each.
@@ -342,7 +344,20 @@ func (q *Request) CheckModel(c *Limits) *engine.Error {
 	return q.checkTools(c)
 }
 
+// forcesTool reports whether the request forces a call that its engine parses: any tool, not a named one.
+func (q *Request) forcesTool() bool {
+	return string(q.ToolChoice) == `"required"` ||
+		jsontext.IsObject(q.ToolChoice) && string(jsontext.Text(jsontext.Get(q.ToolChoice, "type"))) == "any"
+}
+
 func (q *Request) checkTools(c *Limits) *engine.Error {
+	if c.OldForcedTools && q.MaxTokens == 1 && q.forcesTool() {
+		const message = "1 validation error for list[FunctionDefinition]\n  Invalid JSON: EOF while parsing a list"
+		if q.API == Responses {
+			return &engine.Error{Status: 500, Typ: "InternalServerError", Message: message}
+		}
+		return engine.BadRequest(message)
+	}
 	if q.API != Chat || c.ToolParser || jsontext.IsNull(q.Tools) {
 		return nil
 	}

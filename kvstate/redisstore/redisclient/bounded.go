@@ -8,8 +8,8 @@ import (
 	"sync/atomic"
 )
 
-// Bounds of what is read of Redis, in bytes: whoever else can write there may put anything under the keys that are read.
-// The largest values of Tandem's own are P's answers (16 MiB), and answers to operators (8 MiB).
+// Bounds of what is read of Redis, in bytes: whoever else can write there may put anything under the keys that are
+// read. The largest values of Tandem's own are P's answers (16 MiB), and answers to operators (8 MiB).
 const (
 	maxReply = 64 << 20 // of all replies to what was written at once
 	maxValue = 32 << 20 // of one value in them
@@ -34,7 +34,7 @@ const maxLine = 32
 
 func (c *boundedConn) Write(b []byte) (int, error) {
 	c.read.Store(0)
-	return c.Conn.Write(b) //nolint:wrapcheck // it is a connection's
+	return c.Conn.Write(b)
 }
 
 func (c *boundedConn) Read(b []byte) (int, error) {
@@ -44,12 +44,12 @@ func (c *boundedConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
 	read := c.read.Add(int64(n))
 	if c.err = c.follow(b[:n], int(read)); c.err == nil && read > maxReply {
-		c.err = fmt.Errorf("a reply of Redis is larger than %d MiB", maxReply>>20) //nolint:err113 // for people
+		c.err = fmt.Errorf("a reply of Redis is larger than %d MiB", maxReply>>20)
 	}
 	if c.err != nil {
 		return 0, c.err
 	}
-	return n, err //nolint:wrapcheck // it is a connection's
+	return n, err
 }
 
 // follow reads the lines between the values of what has come. read is how much that is since the last Write.
@@ -90,12 +90,12 @@ func (c *boundedConn) says(before int) error {
 	switch line[0] {
 	case '$', '=', '!':
 		if n > maxValue || before+n > maxReply {
-			return fmt.Errorf("a value in Redis has %d bytes, which is too much", n) //nolint:err113 // for people
+			return fmt.Errorf("a value in Redis has %d bytes, which is too much", n)
 		}
 		c.skip = n + len("\r\n")
 	case '*', '~', '>', '%', '|':
 		if n > maxReply/perElement {
-			return fmt.Errorf("a list in Redis has %d elements, which is too much", n) //nolint:err113 // for people
+			return fmt.Errorf("a list in Redis has %d elements, which is too much", n)
 		}
 	}
 	return nil
