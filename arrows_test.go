@@ -64,7 +64,14 @@ var apart = map[string][]string{
 	"extproc/faults":    {"extproc/envoywire"},
 	"extproc/reclaim":   {"extproc/envoywire"},
 	"extproc/replan":    {"extproc/envoywire"},
-	"carrier/filter":    {"extproc", "extproc/envoywire"}, // the second transport, which does not stand on the first
+	// the second transport does not stand on the first, nor does what both are made of
+	"carrier/filter":     {"extproc", "extproc/envoywire"},
+	"carrier":            {"replica/beside"},
+	"extproc/core":       {"extproc", "extproc/envoywire"},
+	"extproc/concurrent": {"extproc/envoywire"},
+	"replica":            {"envoy-configs", "extproc", "internal/grpcserver", "replica/gatewayextension", "replica/xds"},
+	"replica/config":     {"extproc"},
+	"replica/assign":     {"extproc"},
 }
 
 // helpsTests are what the tests of all rooms may import.
@@ -80,10 +87,10 @@ var guarded = map[string][]string{
 		"kvstate/discovery", "deploy (test)",
 	},
 	"go.opentelemetry.io/": {
-		"extproc", "extproc/telemetry", "replica", "e2e (test)",
+		"extproc/core", "extproc/telemetry", "extproc (test)", "replica", "e2e (test)",
 	},
 	"google.golang.org/grpc": {
-		"replica/xds", "replica/gatewayextension", "extproc/telemetry", "extproc", "extproc/envoywire",
+		"replica/xds", "replica/gatewayextension", "extproc", "extproc/envoywire",
 		"internal/grpcserver", "e2e (test)", "envoy-configs (test)",
 	},
 	"github.com/prometheus/": {

@@ -11,7 +11,6 @@ import (
 	"runtime"
 	"strings"
 	"sync"
-	"time"
 
 	"tandem/carrier/filter"
 	"tandem/internal/version"
@@ -91,11 +90,7 @@ func start(set *settings) (*running, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := inside.Server
-	requests := filter.New(filter.Options{
-		Passes: inside.Passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, PathPrefixes: s.PathPrefixes,
-		Decisions: s.DecisionMetadata, Started: time.Now(), Tracer: s.Tracer,
-	})
+	requests := filter.New(inside.Core)
 	ctx, stop := context.WithCancel(context.Background())
 	go requests.Run(ctx)
 	return &running{inside, requests, stop, 0}, nil

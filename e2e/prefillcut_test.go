@@ -35,3 +35,21 @@ func TestPrefillIsCut(t *testing.T) {
 		})
 	}
 }
+
+// P says with a 200 that it has given its leg up, as SGLang does: D, which waits for its KV, is not waited for.
+func TestPrefillAborts(t *testing.T) {
+	t.Parallel()
+	for _, dialect := range []string{"sglang", "mooncake"} {
+		t.Run(dialect, func(t *testing.T) {
+			t.Parallel()
+			f := start(t, options{dialect: dialect, prefills: 2, decodes: 1})
+			f.lenient = true // D waited for blocks that did not come
+			f.inject(f.prefills[0], `{"mode":"abort","leg":"prefill","path":"/v1/chat/completions"}`)
+			soon(t, "a request meets it, and is answered all the same", func() bool {
+				got := f.post("/v1/chat/completions", pairBody)
+				require.Equal(t, 200, got.status, got.body)
+				return metric(t, f.admins[0], "tandem_replans_total", `cause="prefill"`) > 0
+			})
+		})
+	}
+}

@@ -14,6 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+
+	"tandem/replica/config"
 )
 
 const standConfig = `{extProc: {listen: $EXTPROC}, replan: {listen: $REPLAN}, envoy: {listen: $LISTEN, admin: $ADMIN, maxBodyBytes: 200000, bodyMode: auto},
@@ -216,7 +218,7 @@ func (s *stand) testCircle(t *testing.T) {
 	require.Empty(t, got.Header.Get("location"))
 	require.Empty(t, got.Header.Get("x-tandem-ticket"))
 	passes, _ := s.take()
-	require.Len(t, passes, MaxRedirects+1)
+	require.Len(t, passes, config.MaxRedirects+1)
 	// A body over the buffer cannot be redirected at all.
 	got = s.post(t, "/v1/chat/completions", "application/json", bytes.NewReader(make([]byte, 200000+bufferMargin+1)))
 	require.Equal(t, 503, got.Status)

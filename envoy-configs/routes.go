@@ -10,6 +10,8 @@ import (
 	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"tandem/replica/config"
 )
 
 // replanTries is how many tries tandem-replan gets after a failed hop. With several replicas there are four: one that
@@ -178,7 +180,7 @@ func (m routes) bufferedRoute(name string, headers ...*routev3.HeaderMatcher) *r
 // redirects are followed if they are Tandem's: an engine's has no ticket, so it leads to none of these routes.
 func (m routes) redirects() *routev3.InternalRedirectPolicy {
 	return &routev3.InternalRedirectPolicy{
-		MaxInternalRedirects: wrapperspb.UInt32(MaxRedirects), RedirectResponseCodes: []uint32{307},
+		MaxInternalRedirects: wrapperspb.UInt32(config.MaxRedirects), RedirectResponseCodes: []uint32{307},
 		AllowCrossSchemeRedirect: true,
 		ResponseHeadersToCopy:    []string{"x-tandem-ticket", "x-tandem-prefilled", "endpoint-load-metrics"},
 		Predicates: []*corev3.TypedExtensionConfig{m.extension("tandem", &allowlistedv3.AllowListedRoutesConfig{

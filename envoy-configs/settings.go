@@ -11,9 +11,6 @@ import (
 	"tandem/replica/config"
 )
 
-// MaxRedirects is Envoy's max_internal_redirects on the legs' routes. The server's own budget ends below it.
-const MaxRedirects = 8
-
 // bufferMargin is what a body may grow by on its way, in bytes: the prefill leg's edits, and the KV parameters on the
 // decode leg.
 const bufferMargin = 8 << 20
@@ -229,11 +226,7 @@ func Parts(pools []*configv1.Pool) (out []string) {
 func schemes(pools []*configv1.Pool) []scheme {
 	out := []scheme{{"http", ""}}
 	for _, p := range pools {
-		all := config.Schemes(p.GetDiscovery())
-		for _, e := range p.GetEndpoints() {
-			all = append(all, e.GetScheme())
-		}
-		for _, s := range all {
+		for _, s := range config.PoolSchemes(p) {
 			if s != "http" && !slices.Contains(out, scheme{s, "-" + s}) {
 				out = append(out, scheme{s, "-" + s})
 			}

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
-	"tandem/extproc/endpointpicker"
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/names"
@@ -120,7 +120,7 @@ func (s *stand) busy(name string, work time.Duration) (end func()) {
 // is free, the shortest is bound, and counts before it has booked.
 func TestRequestsAreBoundLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		c := newCrowd(s)
 		c.send("first", 16_000)
@@ -153,7 +153,7 @@ func TestRequestsAreBoundLate(t *testing.T) {
 // A request that waited is bound as any other: pass 2 follows, and both hops end.
 func TestARequestThatWaitedGoesOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		end := s.busy("p1", time.Minute)
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
@@ -168,7 +168,7 @@ func TestARequestThatWaitedGoesOn(t *testing.T) {
 		require.Equal(t, addressOf("d1"), q.headers[names.HeaderEndpoint])
 		s.log(q.entry(200, "via_upstream"))
 		require.Zero(t, s.state.Bookings.Reservations())
-		trace := s.server.Recent(1)[0]
+		trace := s.core.Recent(1)[0]
 		require.Equal(t, 3*time.Second, trace.Waited.Truncate(latebinding.Tick))
 		waited := trace.Waited.Round(time.Millisecond).String()
 		require.Equal(t, map[string]string{"bound chat": "1, " + waited}, s.timed("tandem_queue_wait_seconds"))
@@ -226,7 +226,7 @@ func TestWaitingEnds(t *testing.T) {
 		},
 		"when the server ends": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
-			c.server.Drain()
+			c.core.Drain()
 			synctest.Wait()
 			require.Equal(t, []string{"a"}, c.order)
 		},
@@ -239,7 +239,7 @@ func TestWaitingEnds(t *testing.T) {
 		},
 		"when binding is immediate": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
-			live := c.server.Settings()
+			live := c.core.Settings()
 			policy := live.Pools["chat"]
 			policy.Place.Late = false
 			c.policy("chat", policy)
@@ -251,7 +251,7 @@ func TestWaitingEnds(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newStand(t, Options{HeldBytes: 1_000_000})
+				s := newStand(t, core.Options{HeldBytes: 1_000_000})
 				s.pool("chat", late(latebinding.Limits{MaxTime: 5 * time.Second, Max: 2}), "p1", "d1")
 				end := s.busy("p1", time.Hour)
 				c := newCrowd(s)
@@ -276,7 +276,7 @@ func TestWaitingEnds(t *testing.T) {
 // Other endpoints may come while requests wait, and theirs may go.
 func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		s.busy("p1", time.Hour)
 		c := newCrowd(s)
@@ -298,7 +298,7 @@ func TestWaitingSeesTheFleetAsItIs(t *testing.T) {
 // What other replicas have booked counts, and what they have no more is seen with the next tick.
 func TestWaitingSeesOtherReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		p := s.state.Pool("chat").Endpoint(addressOf("p1"))
 		p.SetRemoteLoad(kvstate.RemoteLoad{Requests: 1, PromptTokens: 50_000, Jobs: 1, Queue: 4 * time.Second, At: time.Now()})
@@ -321,7 +321,7 @@ func TestWaitingAtRandom(t *testing.T) {
 	for seed := range uint64(5) {
 		synctest.Test(t, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(seed, 3))
-			s := newStand(t, Options{HeldBytes: 3_000_000})
+			s := newStand(t, core.Options{HeldBytes: 3_000_000})
 			s.pool("chat", late(latebinding.Limits{MaxTime: 3 * time.Second, Max: 30}), "p1", "p2", "d1", "d2")
 			var all sync.WaitGroup
 			for i := range 150 {
@@ -363,7 +363,7 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 	t.Run("both legs at once", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			s := pairStand(t, "sglang", "p1", "d1", "b1")
-			policy := s.server.Settings().Pools["chat"]
+			policy := s.core.Settings().Pools["chat"]
 			policy.Place.Late = true
 			s.policy("chat", policy)
 			end := s.busy("p1", time.Hour)
@@ -382,7 +382,7 @@ func TestOtherWaysAreBoundLateToo(t *testing.T) {
 	})
 	t.Run("endpoint picker", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
-			s := newStand(t, Options{Picker: &endpointpicker.Options{}})
+			s := newStand(t, core.Options{Picker: &plan.GatewayOptions{}})
 			policy := late(latebinding.Limits{})
 			policy.Handoff = plan.HandoffSidecar
 			s.pool("chat", policy, "p1", "d1", "d2")

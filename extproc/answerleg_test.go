@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
@@ -103,7 +104,7 @@ func legTicket(params string) *kvtransfer.Ticket {
 }
 
 func TestAnswerLeg(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	chunk := func(text string) string {
 		return `data: {"id":"cmpl-1","object":"text_completion","created":2,"model":"m","choices":[{"index":0,"text":"` + text + `","finish_reason":null}]}`
@@ -161,7 +162,7 @@ func TestAnswerLegBlamesNobody(t *testing.T) {
 		"no memory": {held: 1 << 20, answer: 2 << 20, code: "server_busy"},
 		"both":      {held: 1 << 20, answer: maxAnswer + 1, code: "server_busy"},
 	} {
-		s := newStand(t, Options{HeldBytes: c.held})
+		s := newStand(t, core.Options{HeldBytes: c.held})
 		s.pool("chat", splitting(), "p1", "d1")
 		got := s.throughAnswerLeg(cached, "200", "application/json", strings.Repeat(" ", c.answer), 512<<10, false)
 		require.Equal(t, 503, got.status, name)

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/encoding/protowire"
 
+	"tandem/extproc/core"
 	"tandem/extproc/ended"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
@@ -104,7 +105,7 @@ func newCourse(tb testing.TB, size int, mode envoywire.BodyMode, carried bool) *
 	policy := splitting()
 	policy.Dialect = dialect
 	c := &course{mode: mode}
-	c.s = New(Options{State: state, Settings: pass.Settings{Keys: keys, Pools: map[string]pass.Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state))
+	c.s = New(core.New(core.Options{State: state, Settings: pass.Settings{Keys: keys, Pools: map[string]pass.Policy{"chat": policy}}}, telemetry.NewMetrics(prometheus.NewRegistry(), state)))
 	c.main = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(":authority", "tandem")), codec: envoywire.NewCodec()}
 	c.leg = wire{ctx: metadata.NewIncomingContext(tb.Context(), metadata.Pairs(names.MetadataRole, names.RolePrefillLeg)), codec: envoywire.NewCodec()}
 	for _, h := range [][2]string{

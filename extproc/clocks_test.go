@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/names"
 )
 
@@ -24,7 +25,7 @@ func TestReplicasWithOtherClocks(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newStand(t, Options{})
+				s := newStand(t, core.Options{})
 				s.pool("chat", splitting(), "p1", "p2", "d1")
 				s.state.Clock.Set(time.Now(), time.Now().Add(-700*time.Second), 0)
 				q := s.newRequest("/v1/chat/completions", "r1", chatBody)

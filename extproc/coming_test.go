@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 )
 
@@ -15,7 +16,7 @@ func TestDecodeCountsWhatComesToIt(t *testing.T) {
 	for name, atFirst := range map[string]int64{"nixl": 0, "lmcache": 1} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newStand(t, Options{})
+				s := newStand(t, core.Options{})
 				policy := splitting()
 				var err error
 				policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: name, Arrivals: &player{t: t}})

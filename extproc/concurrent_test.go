@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/metadata"
 
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
@@ -31,7 +32,7 @@ import (
 
 // pairStand is a server with a pool of SGLang endpoints.
 func pairStand(t *testing.T, dialect string, endpoints ...string) *stand {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.policy("chat", pass.Policy{Policy: plan.Policy{Dialect: kvtransfer.Named(dialect), Split: true, PrefillAttempts: 3, PrefillTimeout: 30 * time.Second}})
 	var eps []kvstate.EndpointSpec
 	for _, e := range endpoints {
@@ -450,7 +451,7 @@ func TestPairOverTwoReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		one := pairStand(t, "sglang", twoAndTwo...)
 		two := pairStand(t, "sglang", twoAndTwo...)
-		two.server.Apply(pass.Settings{Keys: one.server.passes.Keys(), Pools: two.server.Settings().Pools})
+		two.core.Apply(pass.Settings{Keys: one.server.passes.Keys(), Pools: two.core.Settings().Pools})
 
 		q, _ := pass1(one, "prefill-fails")
 		d, _ := q.decode(one)
@@ -554,7 +555,7 @@ func TestTheOnlyPairIsTriedAgain(t *testing.T) {
 	for dialect, leg := range map[string]string{"sglang": plan.LegPair, "nixl": plan.LegPrefill} {
 		for _, body := range []string{chatBody, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Hi"}]}`} {
 			s := pairStand(t, dialect, "p1", "d1")
-			policy := s.server.Settings().Pools["chat"]
+			policy := s.core.Settings().Pools["chat"]
 			policy.Alone = plan.AloneNever
 			s.policy("chat", policy)
 			s.state.KVLoads.LoadFailed(s.state.Pool("chat"), addressOf("p1"), addressOf("d1"))

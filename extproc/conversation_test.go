@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
@@ -84,7 +85,7 @@ func TestTurnThatMayExpire(t *testing.T) {
 		"nobody knows it": {keptObject[:len(keptObject)-1] + `,"remote_blocks_expiry_time":null}`, 20 * time.Second, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			s.pool("chat", conversing(t, func(p *pass.Policy) {
 				dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl", Bidirectional: true, TurnTTL: c.ttl})
 				require.NoError(t, err)
@@ -107,7 +108,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 		"one attempt":     func(p *pass.Policy) { p.PrefillAttempts = 1 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			s.pool("chat", conversing(t, change), "p1", "d1")
 			q := s.secondTurn()
 			q.prefillLeg(engineAnswer{status: 500, body: []byte(`{}`)})
@@ -135,7 +136,7 @@ func TestTurnThatCannotBeFetched(t *testing.T) {
 func TestTurnThatTakesTooLong(t *testing.T) {
 	for name, told := range map[string]bool{"told": true, "not told": false} {
 		synctest.Test(t, func(t *testing.T) {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			s.pool("chat", conversing(t, func(p *pass.Policy) { p.OnFailure = plan.Fail }), "p1", "p2", "d1")
 			q := s.secondTurn()
 			if !told {
@@ -161,7 +162,7 @@ func TestTurnThatTakesTooLong(t *testing.T) {
 
 // What is remembered of an answer under way counts as memory; where there is too little the turn is not kept, and the answer goes on.
 func TestTurnOfNoMemory(t *testing.T) {
-	s := newStand(t, Options{HeldBytes: 32 << 10})
+	s := newStand(t, core.Options{HeldBytes: 32 << 10})
 	s.pool("chat", conversing(t, func(*pass.Policy) {}), "p1", "d1")
 	var stream strings.Builder
 	stream.WriteString(`data: {"choices":[],"prompt_token_ids":[` + ids(1000) + "]}\n\n")

@@ -11,6 +11,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/kvstate"
 )
 
@@ -218,7 +219,7 @@ func TestPairsAreCounted(t *testing.T) {
 // A hand-over that nobody can fetch any more is counted by why, and by what came of having it fetched.
 func TestStrandedHandOversAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		policy := splitting()
 		policy.CleanupDecode = true
 		s.pool("chat", policy, "p1", "d1")
@@ -252,7 +253,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 // Waiting for a client that takes its time to send, or for P, is no work of ours; each stream is counted by the filter that it came from.
 func TestPhasesOfWorkAreTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", splitting(), "p1", "d1")
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 		stream, rest := q.open(t.Context(), 0)

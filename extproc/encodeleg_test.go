@@ -5,10 +5,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/core"
 	"tandem/extproc/names"
 	"tandem/extproc/plan"
-
-	"github.com/stretchr/testify/require"
 )
 
 // These tests play the listener encode-leg: what an encode endpoint is sent and answers, and what becomes of a chat with media.
@@ -25,7 +26,7 @@ func showing(text, more string) string {
 }
 
 func encodeStand(t *testing.T, endpoints ...string) *stand {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	policy := splitting()
 	policy.EncodeTimeout = 7 * time.Second
 	s.pool("chat", policy, endpoints...)
@@ -144,7 +145,7 @@ func TestNotEncoded(t *testing.T) {
 	s.state.Health.MarkFailed(s.state.Pool("chat").Endpoint(addressOf("e1")))
 	require.Equal(t, plan.LegPrefill, leg(s, "/v1/chat/completions", showing("What?", "")))
 	require.Equal(t, plan.LegPrefill, leg(encodeStand(t, "p1", "d1"), "/v1/chat/completions", showing("What?", "")))
-	without := newStand(t, Options{})
+	without := newStand(t, core.Options{})
 	without.pool("chat", splitting(), "e1", "p1", "d1")
 	require.Equal(t, plan.LegPrefill, leg(without, "/v1/chat/completions", showing("What?", "")))
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/names"
 )
 
@@ -21,7 +22,7 @@ func TestTheEndArrivesBeforeTheRequest(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newStand(t, Options{})
+				s := newStand(t, core.Options{})
 				s.pool("chat", splitting(), "p1", "d1")
 				request := func(key string) *request {
 					q := s.newRequest("/v1/chat/completions", "one id for all", chatBody)

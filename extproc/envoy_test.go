@@ -31,6 +31,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
@@ -47,6 +48,7 @@ import (
 type stand struct {
 	t      *testing.T
 	state  *kvstate.State
+	core   *core.Core
 	server *Server
 	grpc   *grpc.Server
 	dial   func() (client *grpc.ClientConn, sever func()) // a connection of its own
@@ -58,7 +60,7 @@ type stand struct {
 }
 
 // newStand starts a server with the options, which need neither state nor keys. It ends with the test.
-func newStand(t *testing.T, o Options) *stand {
+func newStand(t *testing.T, o core.Options) *stand {
 	t.Helper()
 	s := &stand{t: t, state: o.State}
 	if s.state == nil {
@@ -74,10 +76,12 @@ func newStand(t *testing.T, o Options) *stand {
 		o.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
 	s.registry = prometheus.NewRegistry()
-	s.server = New(o, telemetry.NewMetrics(s.registry, s.state))
+	s.core = core.New(o, telemetry.NewMetrics(s.registry, s.state))
+	s.server = New(s.core)
 	s.grpc = grpc.NewServer(grpc.ForceServerCodecV2(Codec()), grpc.MaxRecvMsgSize(64<<20), grpc.MaxSendMsgSize(64<<20),
 		grpc.InitialWindowSize(16<<20), grpc.InitialConnWindowSize(64<<20))
 	s.server.Register(s.grpc)
+	go s.core.Run(t.Context())
 	go s.server.Run(t.Context())
 	listener := bufconn.Listen(1 << 20)
 	go func() { _ = s.grpc.Serve(Sources(listener)) }()
@@ -104,14 +108,14 @@ func newStand(t *testing.T, o Options) *stand {
 
 // policy puts a pool's policy in force.
 func (s *stand) policy(name string, policy pass.Policy) {
-	live := s.server.Settings()
+	live := s.core.Settings()
 	pools := map[string]pass.Policy{name: policy}
 	for other, p := range live.Pools {
 		if other != name {
 			pools[other] = p
 		}
 	}
-	s.server.Apply(pass.Settings{Keys: live.Keys, Pools: pools})
+	s.core.Apply(pass.Settings{Keys: live.Keys, Pools: pools})
 }
 
 // pool adds a pool of NIXL endpoints, "p..." for prefill, "d..." for decode and "b..." for both: p1 is 10.0.1.1:8000.

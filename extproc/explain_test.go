@@ -15,7 +15,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/structpb"
 
-	"tandem/extproc/endpointpicker"
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
@@ -35,7 +35,7 @@ func TestExplain(t *testing.T) {
 	})
 	state.Health.MarkFailed(state.Pool("chat").Endpoint("10.0.1.2:8000"))
 	var log bytes.Buffer
-	s := New(Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
+	s := core.New(core.Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: plan.Policy{Split: true}}}}, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, nil)
 
 	e, err := s.Explain("", 4000)
 	require.NoError(t, err)
@@ -57,12 +57,12 @@ func TestExplain(t *testing.T) {
 
 // Of a request that decode alone served because that was cheaper, the prices of both ways are kept.
 func TestBothWaysAreKept(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	policy := splitting()
 	policy.Place = picker.DefaultPolicy()
 	s.pool("chat", policy, "p1", "d1")
 	s.newRequest("/v1/chat/completions", "r-1", `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`).pass()
-	trace := s.server.Recent(1)[0]
+	trace := s.core.Recent(1)[0]
 	require.Equal(t, []string{"decode_alone", "cheaper"}, []string{trace.Route, trace.Reason})
 	require.Len(t, trace.Weighed, 2)
 	require.NotEmpty(t, trace.Weighed[0].Prefill, "what a pair would have cost")
@@ -75,14 +75,14 @@ func TestBothWaysAreKept(t *testing.T) {
 		require.GreaterOrEqual(t, at, 0, parts)
 		return parts[at].Value
 	}
-	bounded := s.server.Recent(1)[0]
+	bounded := s.core.Recent(1)[0]
 	require.Less(t, answer(bounded.Weighed[1].Decode), answer(trace.Weighed[1].Decode)/100, "max_tokens bounds the answer")
 
 	long := `{"model":"m","messages":[{"role":"user","content":"` + strings.Repeat("Hi ", 500) + `"}]}`
 	for _, id := range []string{"r-3", "r-4"} {
 		s.newRequest("/v1/chat/completions", id, long).pass()
 	}
-	again := s.server.Recent(1)[0]
+	again := s.core.Recent(1)[0]
 	require.GreaterOrEqual(t, again.PromptBlocks, 2)
 	require.True(t, slices.ContainsFunc(again.Weighed, func(w telemetry.Weighed) bool {
 		return w.Hit == again.PromptBlocks
@@ -120,7 +120,7 @@ func TestExplainNotSplit(t *testing.T) {
 				tt.endpoints = []kvstate.EndpointSpec{prefill, decode}
 			}
 			state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, tt.endpoints)
-			s := New(Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: tt.policy}}}}, nil)
+			s := core.New(core.Options{State: state, Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": {Policy: tt.policy}}}}, nil)
 			e, err := s.Explain("chat", 4000)
 			require.NoError(t, err)
 			require.Equal(t, tt.notSplit, e.NotSplit)
@@ -133,7 +133,7 @@ func TestExplainNotSplit(t *testing.T) {
 
 // While nobody knows who the prefill engine is, an explanation says that requests are not split, and why.
 func TestExplainAnUnknownPeer(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	policy := splitting()
 	var err error
 	policy.Dialect, err = kvtransfer.New(kvtransfer.Options{Name: "mooncake"})
@@ -143,21 +143,21 @@ func TestExplainAnUnknownPeer(t *testing.T) {
 	}}
 	policy.Peers = source.NewPeers(slog.New(slog.DiscardHandler))
 	s.pool("chat", policy, "p1", "d1")
-	e, err := s.server.Explain("chat", 4000)
+	e, err := s.core.Explain("chat", 4000)
 	require.NoError(t, err)
 	require.Equal(t, []string{"unknown_peer", "", addressOf("d1")}, []string{e.NotSplit, e.Prefill, e.Decode})
 	require.Empty(t, e.Refused)
 
 	policy.Peers = nil
 	s.pool("chat", policy, "p1", "d1")
-	e, err = s.server.Explain("chat", 4000)
+	e, err = s.core.Explain("chat", 4000)
 	require.NoError(t, err)
 	require.Equal(t, []string{"", addressOf("p1"), addressOf("d1")}, []string{e.NotSplit, e.Prefill, e.Decode})
 }
 
 // An operator who shows the token gets the decision in a header; nobody else does, and the token goes no further.
 func TestExplanationForAnOperator(t *testing.T) {
-	s := newStand(t, Options{Operator: func(token []byte) bool { return string(token) == "secret" }})
+	s := newStand(t, core.Options{Operator: func(token []byte) bool { return string(token) == "secret" }})
 	s.pool("chat", splitting(), "p1", "p2", "d1")
 	for token, shown := range map[string]bool{"secret": true, "guess": false, "": false} {
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
@@ -195,7 +195,7 @@ func TestExplanationForAnOperator(t *testing.T) {
 
 // Decisions in dynamic metadata, as Envoy reads them.
 func TestDecisionMetadata(t *testing.T) {
-	x := handler{s: &Server{Options: Options{DecisionMetadata: true}}}
+	x := handler{s: &Server{Options: core.Options{DecisionMetadata: true}}}
 	var got structpb.Struct
 	require.NoError(t, proto.Unmarshal(x.decision(&pass.Pass{
 		Req: plan.Request{Foreseen: plan.Foreseen{Price: .25}},
@@ -208,7 +208,7 @@ func TestDecisionMetadata(t *testing.T) {
 		"pool": "chat", "route": "split", "prefill": "10.0.1.1:8000", "decode": "10.0.2.1:8000", "prompt_tokens": 4000., "price": .25, "waited": 1.5,
 	}}, got.AsMap())
 
-	s := newStand(t, Options{DecisionMetadata: true, Picker: &endpointpicker.Options{}})
+	s := newStand(t, core.Options{DecisionMetadata: true, Picker: &plan.GatewayOptions{}})
 	policy := splitting()
 	policy.Handoff = plan.HandoffSidecar
 	s.pool("chat", policy, "p1", "d1")

@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"time"
 
+	"google.golang.org/grpc/metadata"
+
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
@@ -136,7 +138,10 @@ func (x handler) startSpan(name string, orphan bool) {
 	}
 	h := &x.stream.msg.Headers
 	resumed := orphan && len(h.Ticket) > 0
-	x.meter.StartSpan(x.stream.Context(), name, orphan, resumed,
+	envoys, _ := metadata.FromIncomingContext(x.stream.Context())
+	x.meter.StartSpan(x.stream.Context(), name, orphan, resumed, telemetry.TraceContext{
+		Traceparent: first(envoys.Get(names.HeaderTraceparent)), Tracestate: first(envoys.Get(names.HeaderTracestate)),
+	},
 		telemetry.TraceContext{Traceparent: string(h.Traceparent), Tracestate: string(h.Tracestate)}, x.stream.requestID)
 }
 
@@ -194,3 +199,10 @@ func (x handler) switched() error {
 
 // maxHeaderParams is the length from which on KV parameters never fit a header, however they are packed.
 const maxHeaderParams = 8 * kvtransfer.MaxHeaderBytes
+
+func first(values []string) string {
+	if len(values) == 0 {
+		return ""
+	}
+	return values[0]
+}

@@ -14,7 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc/endpointpicker"
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
@@ -27,7 +27,7 @@ import (
 
 // handoff: sidecar. D's sidecar gets P in one authoritative header, and the body stays the client's.
 func TestSidecarIsToldOfPrefill(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{}, "p1", "d1")
+	s := pickerStand(t, plan.GatewayOptions{}, "p1", "d1")
 	g := s.ask(hello, nil, "x-prefiller-host-port", "6.6.6.6:1")
 	require.Equal(t, addressOf("d1"), g.destination())
 	require.Equal(t, addressOf("p1"), g.set["x-prefiller-host-port"])
@@ -39,7 +39,7 @@ func TestSidecarIsToldOfPrefill(t *testing.T) {
 
 // And of encoders where the request has media, and of who holds most of the prompt's beginning where the dialect fetches it.
 func TestSidecarIsToldOfEncodersAndSources(t *testing.T) {
-	s := newStand(t, Options{Picker: &endpointpicker.Options{}})
+	s := newStand(t, core.Options{Picker: &plan.GatewayOptions{}})
 	policy := splitting()
 	dialect, err := kvtransfer.New(kvtransfer.Options{Name: "offload"})
 	require.NoError(t, err)
@@ -72,7 +72,7 @@ const kvAnswer = `{"id":"x","choices":[],"usage":{"prompt_tokens":9},"kv_transfe
 // handoff: direct. The server asks P itself; P's parameters go to D with the client's own body.
 func TestDirectPrefill(t *testing.T) {
 	directly := func(policy pass.Policy, p ...*kvstate.EndpointSpec) *stand {
-		s := newStand(t, Options{Picker: &endpointpicker.Options{WatchBody: true}})
+		s := newStand(t, core.Options{Picker: &plan.GatewayOptions{WatchBody: true}})
 		policy.Handoff = plan.HandoffDirect
 		s.pool("chat", policy, "d1")
 		eps := []kvstate.EndpointSpec{{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode}}
@@ -192,7 +192,7 @@ func TestDirectPrefill(t *testing.T) {
 // when it fails outright.
 func TestHandoffsBehindOurEnvoy(t *testing.T) {
 	t.Run("sidecar", func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		policy := splitting()
 		policy.Handoff = plan.HandoffSidecar
 		s.pool("chat", policy, "p1", "d1", "d2")
@@ -212,7 +212,7 @@ func TestHandoffsBehindOurEnvoy(t *testing.T) {
 	})
 	t.Run("direct", func(t *testing.T) {
 		p := prefiller(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, kvAnswer) })
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		policy := splitting()
 		policy.Handoff = plan.HandoffDirect
 		s.pool("chat", policy)
@@ -242,7 +242,7 @@ func TestGatewaysGetTheOperatorsPriority(t *testing.T) {
 			asked.Store(body)
 			_, _ = io.WriteString(w, kvAnswer)
 		})
-		s := newStand(t, Options{Picker: &endpointpicker.Options{WatchBody: true}})
+		s := newStand(t, core.Options{Picker: &plan.GatewayOptions{WatchBody: true}})
 		policy := splitting()
 		policy.Handoff, policy.Priorities = handoff, plan.SGLangPriority
 		s.pool("chat", policy, "d1")

@@ -12,6 +12,7 @@ import (
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/journey/script"
@@ -24,7 +25,7 @@ import (
 // the same ones (carrier/filter).
 func TestJourneys(t *testing.T) {
 	script.Run(t, "journey/testdata", "ext_proc", *update, func(t *testing.T, s *script.Script) {
-		e := &journeyer{Script: s, t: t, s: newStand(t, Options{})}
+		e := &journeyer{Script: s, t: t, s: newStand(t, core.Options{})}
 		e.s.policy("chat", s.Policy)
 		e.s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
 		defer e.s.server.faults.Opened()() // Envoy's log of failed tries

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -44,7 +45,7 @@ func TestABodyThatDoesNotArriveIsA408(t *testing.T) {
 	for _, mode := range []filterv3.ProcessingMode_BodySendMode{filterv3.ProcessingMode_FULL_DUPLEX_STREAMED, filterv3.ProcessingMode_BUFFERED} {
 		t.Run(mode.String(), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newStand(t, Options{BodyTimeout: time.Minute})
+				s := newStand(t, core.Options{BodyTimeout: time.Minute})
 				s.pool("chat", splitting(), "p1", "d1")
 				q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 				q.mode, q.piece = mode, 10
@@ -75,7 +76,7 @@ func TestABodyThatDoesNotArriveIsA408(t *testing.T) {
 // TestABodyThatArrivesAtItsDeadline has the handler and the deadline at work at the same moment: one answer comes of it.
 func TestABodyThatArrivesAtItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{BodyTimeout: time.Second})
+		s := newStand(t, core.Options{BodyTimeout: time.Second})
 		s.pool("chat", splitting(), "p1", "d1")
 		for i := range 100 {
 			q := s.newRequest("/v1/chat/completions", "r"+strconv.Itoa(i), chatBody)
@@ -107,7 +108,7 @@ func TestABodyThatArrivesAtItsDeadline(t *testing.T) {
 
 func TestBodiesOfAllStreamsShareABudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{HeldBytes: 50_000})
+		s := newStand(t, core.Options{HeldBytes: 50_000})
 		s.pool("chat", splitting(), "p1", "d1")
 		body := strings.Replace(chatBody, "hi", filler(30_000), 1)
 		first := s.newRequest("/v1/chat/completions", "r1", body)
@@ -133,7 +134,7 @@ func TestBodiesOfAllStreamsShareABudget(t *testing.T) {
 // TestABodyWithoutEndIsRefusedAtItsLimit: the client sends on and on, and is refused at once.
 func TestABodyWithoutEndIsRefusedAtItsLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{SplitBodyBytes: 1000, MaxBodyBytes: 1000})
+		s := newStand(t, core.Options{SplitBodyBytes: 1000, MaxBodyBytes: 1000})
 		s.pool("chat", splitting(), "p1", "d1")
 		q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 		q.trailers = true // so that no message of the body is its last
@@ -152,7 +153,7 @@ func TestABodyWithoutEndIsRefusedAtItsLimit(t *testing.T) {
 // TestStreamsThatMakeNoSense end with an answer and an error in the log; they must not end the server.
 func TestStreamsThatMakeNoSense(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", splitting(), "p1", "d1")
 		for name, first := range map[string]*extprocv3.ProcessingRequest{
 			"a body first":      requestBody([]byte("x"), true),
@@ -175,7 +176,7 @@ func TestStreamsThatMakeNoSense(t *testing.T) {
 // TestDrainLetsAccessLogStreamsGo: they have no end of their own, and a graceful stop waits for every stream.
 func TestDrainLetsAccessLogStreamsGo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", splitting(), "p1", "d1")
 		logs, err := s.logs.StreamAccessLogs(t.Context())
 		require.NoError(t, err)
@@ -185,7 +186,7 @@ func TestDrainLetsAccessLogStreamsGo(t *testing.T) {
 		synctest.Wait()
 
 		stopped := make(chan struct{})
-		s.server.Drain()
+		s.core.Drain()
 		go func() { s.grpc.GracefulStop(); close(stopped) }()
 		synctest.Wait()
 		select {
@@ -211,7 +212,7 @@ func TestDrainLetsAccessLogStreamsGo(t *testing.T) {
 // TestManyRequestsAtOnceLeaveNothing sends requests with all kinds of ends at the same time.
 func TestManyRequestsAtOnceLeaveNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", splitting(), "p1", "p2", "d1", "d2", "b1")
 		var all sync.WaitGroup
 		for i := range 150 {
@@ -272,7 +273,7 @@ func (q *request) live(r *rand.Rand) (int, string) {
 
 // TestReplanReadsTheBodyFirst: Envoy follows a redirect only once the request was sent in full.
 func TestReplanReadsTheBodyFirst(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.pass()

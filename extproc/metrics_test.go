@@ -12,12 +12,13 @@ import (
 	"github.com/stretchr/testify/require"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 
+	"tandem/extproc/core"
 	"tandem/extproc/names"
 )
 
 // TestARequestIsCounted takes one request through both hops and reads what an operator would scrape.
 func TestARequestIsCounted(t *testing.T) {
-	s := newStand(t, Options{Log: slog.New(slog.DiscardHandler)})
+	s := newStand(t, core.Options{Log: slog.New(slog.DiscardHandler)})
 	registry := s.registry
 	s.pool("chat", splitting(), "p1", "d1")
 	s.state.Pool("chat").ObservePrefill(1<<20, time.Hour) // so a time is expected
@@ -59,7 +60,7 @@ tandem_reservations 0
 
 // TestTimesLeadToTraces: a scraper that asks for OpenMetrics finds, in the buckets, requests to look at.
 func TestTimesLeadToTraces(t *testing.T) {
-	s := newStand(t, Options{Log: slog.New(slog.DiscardHandler), Tracer: sdktrace.NewTracerProvider().Tracer("test")})
+	s := newStand(t, core.Options{Log: slog.New(slog.DiscardHandler), Tracer: sdktrace.NewTracerProvider().Tracer("test")})
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "req-1", chatBody)
 	q.headers[names.HeaderTraceparent] = clientsSpan

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
@@ -41,7 +42,7 @@ func (v *verdict) header(name string) string {
 // A request that nothing can serve in time is refused, with when to come again; one that does not mind goes on.
 func TestTargetsShed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", wishing(picker.MissShed), "p1", "d1")
 		end := s.busy("p1", 7*time.Second)
 		c := newCrowd(s)
@@ -70,7 +71,7 @@ func TestTargetsShed(t *testing.T) {
 // With objectives.onMiss queue it waits, where waiting helps, until it can be served in time; others are not kept by it.
 func TestTargetsWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.pool("chat", wishing(picker.MissWait), "p1", "d1")
 		s.busy("p1", 7*time.Second) // front of the queue: it is worked off as time goes by
 		c := newCrowd(s)
@@ -95,7 +96,7 @@ func TestTargetsWait(t *testing.T) {
 
 // A client's objectives count only if the pool reads them, and are validated only then.
 func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	policy := wishing(picker.MissShed)
 	s.pool("chat", policy, "p1", "d1")
 	for header, value := range map[string]string{names.HeaderTTFT: "soon", names.HeaderTPOT: "-1"} {
@@ -108,7 +109,7 @@ func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
 		}
 	}
 	policy.Objectives.FromHeaders = false
-	policy.Dialect = s.server.Settings().Pools["chat"].Dialect
+	policy.Dialect = s.core.Settings().Pools["chat"].Dialect
 	s.policy("chat", policy)
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.headers[names.HeaderTTFT], q.headers["x-llm-d-inference-objective"] = "soon", "gold"
@@ -118,7 +119,7 @@ func TestTargetsCountOnlyWhereThePoolListens(t *testing.T) {
 // A full queue: what may be shed goes first, whoever came first. Priorities are the pool's own or the cluster's.
 func TestShedFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		policy := wishing(picker.MissGoOn)
 		policy.Place.Late, policy.Waiting = true, latebinding.Limits{Max: 2, MaxTime: 10 * time.Second}
 		s.pool("chat", policy, "p1", "d1")
@@ -157,7 +158,7 @@ func TestEnginesAreToldOfPriority(t *testing.T) {
 		"none":   {plan.NoEnginePriority, ``, ``},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			policy := wishing(picker.MissGoOn)
 			policy.Priorities = tt.engine
 			s.pool("chat", policy, "p1", "d1")
@@ -189,7 +190,7 @@ func TestEnginesAreToldOfPriority(t *testing.T) {
 
 // The model is named again when D is chosen again, so that an adapter is found on both legs; labels too.
 func TestAdaptersAndLabelsOnBothLegs(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	policy := splitting()
 	policy.LabelHeader = "X-Engine-Labels"
 	s.pool("chat", policy, "p1", "d1")

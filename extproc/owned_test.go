@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/picker"
@@ -66,7 +67,7 @@ func membersOf(t *testing.T, body []byte) (m map[string]json.RawMessage) {
 // the client's, whatever that sends; and everything else reaches the engine exactly as the client has sent it.
 func TestOwnedMembers(t *testing.T) {
 	for _, priorities := range []plan.EnginePriority{plan.NoEnginePriority, plan.VLLMPriority, plan.SGLangPriority} {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		policy := wishing(picker.MissGoOn)
 		policy.Priorities = priorities
 		s.pool("chat", policy, "p1", "d1", "d2")

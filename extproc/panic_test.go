@@ -8,6 +8,7 @@ import (
 	logdatav3 "github.com/envoyproxy/go-control-plane/envoy/data/accesslog/v3"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -15,9 +16,9 @@ import (
 
 // A panic while a request is decided is that request's 500. The replica goes on, and the panic is counted.
 func TestAPanicCostsOneRequest(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1")
-	policy := s.server.Settings().Pools["chat"]
+	policy := s.core.Settings().Pools["chat"]
 	good := policy.Dialect
 	policy.Dialect.Prefill = func(*openai.Request, *openai.Patch, *kvtransfer.Pair) { panic("broken") }
 	s.policy("chat", policy)
@@ -40,7 +41,7 @@ func TestAPanicCostsOneRequest(t *testing.T) {
 // A panic while one entry of the access log is handled costs that entry: the others of its batch, and of its stream, are
 // other requests'.
 func TestAPanicCostsOneLogEntry(t *testing.T) {
-	s := newStand(t, Options{Log: slog.New(panics{slog.DiscardHandler, "r2"})})
+	s := newStand(t, core.Options{Log: slog.New(panics{slog.DiscardHandler, "r2"})})
 	s.pool("chat", splitting(), "p1", "d1")
 	var entries []*logdatav3.HTTPAccessLogEntry
 	for _, id := range []string{"r1", "r2", "r3"} {

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
-	"tandem/extproc/endpointpicker"
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire/wiretest"
 	"tandem/extproc/plan"
 )
@@ -35,8 +35,8 @@ type gateway struct {
 const hello = `{"model":"m","messages":[{"role":"user","content":"Hello, who are you?"}],"max_tokens":5}`
 
 // pickerStand is a server that speaks the protocol, with one pool.
-func pickerStand(t *testing.T, o endpointpicker.Options, endpoints ...string) *stand {
-	s := newStand(t, Options{Picker: &o})
+func pickerStand(t *testing.T, o plan.GatewayOptions, endpoints ...string) *stand {
+	s := newStand(t, core.Options{Picker: &o})
 	policy := splitting()
 	policy.Handoff = plan.HandoffSidecar
 	s.pool("chat", policy, endpoints...)

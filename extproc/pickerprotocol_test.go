@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/structpb"
 
-	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire/wiretest"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/inferencepolicy"
 )
@@ -23,7 +23,7 @@ import (
 // Row: header and metadata. Row: responses in full duplex, by pieces, with and without trailers.
 func TestPickerPicks(t *testing.T) {
 	for _, trailers := range []bool{false, true} {
-		s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1")
+		s := pickerStand(t, plan.GatewayOptions{WatchBody: true}, "d1")
 		g := s.ask(hello, nil, "x-prefiller-host-port", "6.6.6.6:1")
 		require.Equal(t, addressOf("d1"), g.destination())
 		require.Equal(t, hello, string(g.body))
@@ -41,7 +41,7 @@ func TestPickerPicks(t *testing.T) {
 // Row: a stream that begins with a response, which an earlier filter gave (401, 403, 429), passes untouched.
 func TestPickerPassesOthersAnswers(t *testing.T) {
 	for _, trailers := range []bool{false, true} {
-		s := pickerStand(t, endpointpicker.Options{}, "d1")
+		s := pickerStand(t, plan.GatewayOptions{}, "d1")
 		stream, err := s.ext.Process(t.Context())
 		require.NoError(t, err)
 		g := &gateway{t: t, stream: stream, full: true}
@@ -56,7 +56,7 @@ func TestPickerPassesOthersAnswers(t *testing.T) {
 // was reserved is released, once.
 func TestPickerHeadersTwice(t *testing.T) {
 	for _, asked := range []bool{false, true} {
-		s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1")
+		s := pickerStand(t, plan.GatewayOptions{WatchBody: true}, "d1")
 		stream, err := s.ext.Process(t.Context())
 		require.NoError(t, err)
 		if asked {
@@ -80,7 +80,7 @@ func TestPickerHeadersTwice(t *testing.T) {
 // Row: a 5xx of the sidecar has the prefill endpoint checked that it was to ask; other answers do not.
 func TestPickerChecksPrefill(t *testing.T) {
 	for status, checked := range map[int]string{200: "", 404: "", 500: addressOf("p1"), 502: addressOf("p1")} {
-		s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "p1", "d1")
+		s := pickerStand(t, plan.GatewayOptions{WatchBody: true}, "p1", "d1")
 		var asked []string
 		s.server.Check = func(e *kvstate.Endpoint) { asked = append(asked, e.Addr) }
 		g := s.ask(hello, nil)
@@ -92,7 +92,7 @@ func TestPickerChecksPrefill(t *testing.T) {
 
 // Row: a request without body is answered in the header phase.
 func TestPickerHeaderOnly(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1", "p1")
+	s := pickerStand(t, plan.GatewayOptions{WatchBody: true}, "d1", "p1")
 	g := s.ask("", nil, ":method", "GET", ":path", "/v1/models")
 	require.Equal(t, addressOf("d1"), g.destination())
 	client, _ := g.answer(addressOf("d1"), 200, false, `{"data":[]}`)
@@ -103,7 +103,7 @@ func TestPickerHeaderOnly(t *testing.T) {
 func TestPickerBodyModes(t *testing.T) {
 	for mode, tokens := range map[filterv3.ProcessingMode_BodySendMode]string{filterv3.ProcessingMode_BUFFERED: "with its body", filterv3.ProcessingMode_NONE: "without"} {
 		t.Run(mode.String()+", "+tokens, func(t *testing.T) {
-			s := pickerStand(t, endpointpicker.Options{}, "d1")
+			s := pickerStand(t, plan.GatewayOptions{}, "d1")
 			q := s.newRequest("/v1/chat/completions", "r-1", hello)
 			q.mode = mode
 			if mode == filterv3.ProcessingMode_NONE {
@@ -128,7 +128,7 @@ func TestPickerSubset(t *testing.T) {
 		"none that is there": {`{"x-gateway-destination-endpoint-subset":["10.9.9.9:8000"]}`, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := pickerStand(t, endpointpicker.Options{}, "d1", "d2", "d3")
+			s := pickerStand(t, plan.GatewayOptions{}, "d1", "d2", "d3")
 			g := s.ask(hello, map[string]*structpb.Struct{"envoy.lb.subset_hint": object(t, c.hint)})
 			if c.want != "" {
 				require.Equal(t, addressOf(c.want), g.destination())
@@ -143,7 +143,7 @@ func TestPickerSubset(t *testing.T) {
 
 // Row: no ready endpoint is a 503 and never no answer; a model that nobody serves is a 404, a body that is none a 400.
 func TestPickerRefuses(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{}, "p1")
+	s := pickerStand(t, plan.GatewayOptions{}, "p1")
 	require.EqualValues(t, 503, s.ask(hello, nil).refused.GetStatus().GetCode())
 	s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"other"}}, nil)
 	require.EqualValues(t, 404, s.ask(hello, nil).refused.GetStatus().GetCode())
@@ -153,7 +153,7 @@ func TestPickerRefuses(t *testing.T) {
 
 // Row: a paused pool takes no new requests.
 func TestPickerRefusesForAPausedPool(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{}, "d1")
+	s := pickerStand(t, plan.GatewayOptions{}, "d1")
 	require.NoError(t, s.state.PausePool("chat", true))
 	refused := s.ask(hello, nil).refused
 	require.EqualValues(t, 503, refused.GetStatus().GetCode())
@@ -167,7 +167,7 @@ func TestPickerRefusesForAPausedPool(t *testing.T) {
 
 // Row: the fallback list, and the endpoint that served, which moves the booking and tells of the one that failed.
 func TestPickerFallbacks(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{Fallbacks: 2, WatchBody: true}, "d1", "d2", "d3", "d4")
+	s := pickerStand(t, plan.GatewayOptions{Fallbacks: 2, WatchBody: true}, "d1", "d2", "d3", "d4")
 	g := s.ask(hello, nil)
 	list := strings.Split(g.destination(), ",")
 	require.Len(t, list, 3)
@@ -182,13 +182,13 @@ func TestPickerFallbacks(t *testing.T) {
 	require.True(t, pool.Endpoint(first).Failed(), "the gateway went down the list")
 	require.Eventually(t, func() bool { return s.state.Bookings.Reservations() == 0 }, 30*time.Second, time.Millisecond)
 
-	few := pickerStand(t, endpointpicker.Options{Fallbacks: 5}, "d1", "d2")
+	few := pickerStand(t, plan.GatewayOptions{Fallbacks: 5}, "d1", "d2")
 	require.Len(t, strings.Split(few.ask(hello, nil).destination(), ","), 2, "no more than there are")
 }
 
 // Row: 429 for what may be shed when the pool is full, and for nothing else.
 func TestPickerSheds(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{ShedRequests: 2, WatchBody: true}, "d1")
+	s := pickerStand(t, plan.GatewayOptions{ShedRequests: 2, WatchBody: true}, "d1")
 	s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Objectives: map[string]int32{"batch": -1, "gold": 10}})
 	for range 2 {
 		require.Equal(t, addressOf("d1"), s.ask(hello, nil, "x-gateway-inference-objective", "batch").destination())
@@ -204,7 +204,7 @@ func TestPickerSheds(t *testing.T) {
 
 // Row: a model is rewritten on the way there, and back in the answer, wherever the pieces are cut.
 func TestPickerRewrites(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{}, "d1")
+	s := pickerStand(t, plan.GatewayOptions{}, "d1")
 	s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
 		{Targets: []inferencepolicy.Target{{Model: "any"}}},
 		{Model: "m", Targets: []inferencepolicy.Target{{Model: "m-v2", Weight: 1}, {Model: "never", Weight: 0}}},
@@ -223,7 +223,7 @@ func TestPickerRewrites(t *testing.T) {
 
 // Row: an EPP that needs no more of the answer closes the stream once it has begun.
 func TestPickerLetsGo(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{WatchBody: false}, "d1")
+	s := pickerStand(t, plan.GatewayOptions{WatchBody: false}, "d1")
 	g := s.ask(hello, nil)
 	client, _ := g.answer(addressOf("d1"), 200, false)
 	require.Empty(t, client)
@@ -232,7 +232,7 @@ func TestPickerLetsGo(t *testing.T) {
 
 // Row: what is booked is released when the client leaves, at whatever moment.
 func TestPickerAbort(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{WatchBody: true}, "d1")
+	s := pickerStand(t, plan.GatewayOptions{WatchBody: true}, "d1")
 	g := s.ask(hello, nil)
 	require.Equal(t, 1, s.state.Bookings.Reservations())
 	g.cancel()
@@ -241,13 +241,13 @@ func TestPickerAbort(t *testing.T) {
 
 // Row: the conformance suite's headers, behind their flag alone.
 func TestPickerConformance(t *testing.T) {
-	s := pickerStand(t, endpointpicker.Options{WatchBody: true, Conformance: true}, "d1", "d2")
+	s := pickerStand(t, plan.GatewayOptions{WatchBody: true, Conformance: true}, "d1", "d2")
 	for range 5 {
 		g := s.ask(hello, nil, "test-epp-endpoint-selection", "10.0.2.2")
 		require.Equal(t, addressOf("d2"), g.destination())
 		_, headers := g.answer(addressOf("d2"), 200, false, "{}")
 		require.Equal(t, addressOf("d2"), headers["x-conformance-test-served-endpoint"])
 	}
-	plain := pickerStand(t, endpointpicker.Options{}, "d1")
+	plain := pickerStand(t, plan.GatewayOptions{}, "d1")
 	require.Equal(t, addressOf("d1"), plain.ask(hello, nil, "test-epp-endpoint-selection", "10.0.2.2").destination())
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
@@ -46,7 +47,7 @@ func TestCleanupDecode(t *testing.T) {
 			}))
 			defer engine.Close()
 
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			policy := splitting()
 			policy.CleanupDecode = c.cleanup
 			s.pool("chat", policy)
@@ -164,7 +165,7 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 			calls := make(chan string, 4)
 			engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(names.HeaderRequestID) }))
 			defer engine.Close()
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			policy := splitting()
 			policy.CleanupDecode = true
 			s.pool("chat", policy)
@@ -218,7 +219,7 @@ func cleaners(t *testing.T, n int) (replicas []*stand, calls chan string) {
 	engine := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { calls <- r.Header.Get(names.HeaderRequestID) }))
 	t.Cleanup(engine.Close)
 	for range n {
-		s := newStand(t, Options{Settings: pass.Settings{Keys: keys}})
+		s := newStand(t, core.Options{Settings: pass.Settings{Keys: keys}})
 		policy := splitting()
 		policy.CleanupDecode = true
 		s.pool("chat", policy)
@@ -350,7 +351,7 @@ func TestNoCleanupWithoutTheOthersWord(t *testing.T) {
 func TestStrandedIsCountedOnce(t *testing.T) {
 	for _, first := range []string{"leg", "log"} {
 		t.Run(first, func(t *testing.T) {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.goOn(q.pass())
@@ -370,7 +371,7 @@ func TestStrandedIsCountedOnce(t *testing.T) {
 
 // An answer of prefill's that breaks off names nothing that could be cleaned up, and is counted.
 func TestAnswerCut(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.goOn(q.pass())
@@ -427,7 +428,7 @@ func TestWhatNobodyFetchesTakesRoom(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newStand(t, Options{})
+				s := newStand(t, core.Options{})
 				dialect, err := kvtransfer.New(kvtransfer.Options{Name: "nixl", Lease: lease, Clocks: c.clocks})
 				require.NoError(t, err)
 				policy := splitting()

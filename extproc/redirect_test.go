@@ -6,9 +6,10 @@ import (
 	"log/slog"
 	"testing"
 
-	"tandem/extproc/names"
-
 	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/core"
+	"tandem/extproc/names"
 )
 
 // TestRedirectsNotFollowedHaveReasons: what Envoy's access log tells of a redirect that it did not follow becomes a reason, in the log
@@ -27,7 +28,7 @@ func TestRedirectsNotFollowedHaveReasons(t *testing.T) {
 	} {
 		t.Run(why, func(t *testing.T) {
 			var log bytes.Buffer
-			s := newStand(t, Options{Log: slog.New(slog.NewTextHandler(&log, nil))})
+			s := newStand(t, core.Options{Log: slog.New(slog.NewTextHandler(&log, nil))})
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.goOn(q.pass())

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/latebinding"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -38,7 +39,7 @@ func (silentReplicas) TakeConversation([16]byte) (_ []byte, _ bool) {
 // Waiting requests are published to other replicas, with the endpoints' hits, until they are reserved.
 func TestOthersAreToldWhoWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.state.Connect(silentReplicas{})
 		s.pool("chat", late(latebinding.Limits{}), "p1", "p2", "d1")
 		pool := s.state.Pool("chat")
@@ -82,7 +83,7 @@ func TestOthersAreToldWhoWaits(t *testing.T) {
 // others.
 func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.state.Connect(silentReplicas{})
 		policy := late(latebinding.Limits{})
 		policy.LabelHeader = "x-engine-labels"
@@ -128,7 +129,7 @@ func TestOthersAreNotToldWhoIsChoosy(t *testing.T) {
 // not waited for.
 func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStand(t, Options{})
+		s := newStand(t, core.Options{})
 		s.state.Connect(silentReplicas{})
 		s.pool("chat", late(latebinding.Limits{}), "p1", "d1")
 		pool := s.state.Pool("chat")
@@ -137,7 +138,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		pool.ApplyQueued(9, []kvstate.Queued{short}, nil, nil, false)
 		c := newCrowd(s)
 		c.send("a", 16_000)
-		e, err := s.server.Explain("chat", 100)
+		e, err := s.core.Explain("chat", 100)
 		require.NoError(t, err)
 		require.Equal(t, []int{1, 1}, []int{e.Waiting, e.Remote})
 		end()
@@ -148,7 +149,7 @@ func TestRequestsStandBehindThoseOfOtherReplicas(t *testing.T) {
 		time.Sleep(2 * latebinding.Pause)
 		synctest.Wait()
 		require.Equal(t, []string{"a"}, c.order, "the other has been sent, to somewhere else")
-		trace := s.server.Recent(1)[0]
+		trace := s.core.Recent(1)[0]
 		require.Equal(t, addressOf("p1"), trace.WaitedFor)
 		require.Equal(t, []int{0, 1}, []int{trace.Behind, trace.BehindRemote})
 		c.done("a")

@@ -9,6 +9,7 @@ import (
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/names"
 )
 
@@ -29,7 +30,7 @@ func (q *request) atReplan(ticket, path string, restart bool) *httptest.Response
 
 // The replan port gives nothing without a genuine ticket of the right stage, and takes each once.
 func TestReplanPortTakesGenuineTicketsOnce(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "p2", "d1")
 	q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 	q.mode = filterv3.ProcessingMode_BUFFERED
@@ -67,7 +68,7 @@ func TestReplanPortTakesGenuineTicketsOnce(t *testing.T) {
 func TestARedirectLeadsToTheClientsPath(t *testing.T) {
 	for _, restart := range []bool{false, true} {
 		for _, path := range []string{"/v1/chat/completions", "/v1/chat/completions?a=b"} {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			s.pool("chat", splitting(), "p1", "p2", "d1")
 			q := s.newRequest(path, "r1", chatBody)
 			q.mode = filterv3.ProcessingMode_BUFFERED
@@ -89,7 +90,7 @@ func TestARedirectLeadsToTheClientsPath(t *testing.T) {
 
 // A request on a path that is never split begins again as what it was, and is checked again.
 func TestAnotherPathIsDecidedAgain(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	q := s.newRequest("/tokenize", "r1", `{"model":"m","prompt":"a"}`)
 	q.mode = filterv3.ProcessingMode_BUFFERED
@@ -107,7 +108,7 @@ func TestAnotherPathIsDecidedAgain(t *testing.T) {
 func TestForgedTicketsLeaveNothingReserved(t *testing.T) {
 	for _, ticket := range []string{"", "A", strings.Repeat("A", 100)} {
 		for _, logged := range []bool{false, true} {
-			s := newStand(t, Options{})
+			s := newStand(t, core.Options{})
 			s.pool("chat", splitting(), "p1", "d1")
 			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
 			q.pass()

@@ -7,7 +7,6 @@ import (
 	"io"
 	"time"
 
-	"tandem/extproc/concurrent"
 	"tandem/extproc/endpointpicker"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/journey"
@@ -247,7 +246,7 @@ func (x mainRole) setHeaders(r pass.Routed) {
 	if r.Leg != plan.LegEncode { // the next pass decides
 		x.explain(x.pass)
 	}
-	concurrent.SetHeaders(&x.stream.headers, &x.stream.msg.Headers, x.stream.requestID, r.Pair)
+	setPairHeaders(&x.stream.headers, &x.stream.msg.Headers, x.stream.requestID, r.Pair)
 	if r.Sidecar != nil {
 		endpointpicker.SetSidecar(h, r.Sidecar)
 	}

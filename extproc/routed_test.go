@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
@@ -15,7 +16,7 @@ import (
 // P holds a prompt from the moment when it is sent, and the D that pass 2 chooses from then on. The D that pass 1 planned
 // does not count.
 func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1", "d2")
 	pool := s.state.Pool("chat")
 	body := conversation("")
@@ -37,7 +38,7 @@ func TestRoutedToTheDecodeThatAnswers(t *testing.T) {
 
 // A request counts once as a use of its prompt, however often it is planned.
 func TestRequestsAreCountedOnce(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "p2", "d1")
 	body := conversation("")
 	hashes := textBlocks(t, body)
@@ -87,7 +88,7 @@ func (s *stand) holders(hashes []uint64) (addrs []string) {
 
 // The D of the turn before is chosen again in pass 2, since it has most of the KV, unless it has much more to do than others.
 func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1", "d2", "d3", "d4")
 	pool := s.state.Pool("chat")
 	turn := func(id, body string) string {
@@ -113,7 +114,7 @@ func TestPassTwoKnowsWhatDecodeHolds(t *testing.T) {
 
 // An endpoint that comes between the passes and does not serve the model is not the D, idle as it is.
 func TestPassTwoMindsTheModelOfWhoCame(t *testing.T) {
-	s := newStand(t, Options{})
+	s := newStand(t, core.Options{})
 	s.pool("chat", splitting(), "p1", "d1")
 	tell := func(name, model string) {
 		s.state.SetModels(s.state.Pool("chat").Endpoint(addressOf(name)), []kvstate.Model{{ID: model}})

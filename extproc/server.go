@@ -4,14 +4,12 @@ import (
 	"context"
 	"errors"
 	"io"
-	"log/slog"
 	"math/rand/v2"
 	"net"
 	"net/http"
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/encoding"
@@ -21,161 +19,55 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tandem/extproc/concurrent"
-	"tandem/extproc/endpointpicker"
+	"tandem/extproc/core"
 	"tandem/extproc/envoywire"
 	"tandem/extproc/faults"
 	"tandem/extproc/journey"
-	"tandem/extproc/latebinding"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/extproc/pass"
-	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
 	"tandem/extproc/replan"
 	"tandem/extproc/telemetry"
-	"tandem/extproc/usage"
 	"tandem/internal/guard"
 	"tandem/internal/memory"
 	"tandem/kvstate"
 )
 
-// Options are the options of a Server. Zero durations and sizes mean the defaults named.
-type Options struct {
-	State    *kvstate.State
-	Log      *slog.Logger
-	Tracer   trace.Tracer  // nil: no traces
-	Settings pass.Settings // initial settings; every pool of State needs a policy
-
-	Tokenizer pass.Tokenizer // for pools whose policy has a token source; may be nil
-
-	SplitBodyBytes int            // larger bodies are never split, because Envoy could not replay them; default 16 MiB
-	MaxBodyBytes   int            // larger bodies are refused with 413; default 4 x SplitBodyBytes
-	HeldBytes      int            // of all bodies in memory; more is refused with 503; default 1 GiB
-	Memory         *memory.Budget // the same, shared with other users of memory; nil: one of HeldBytes
-	BodyTimeout    time.Duration  // how long receiving a request's body may take; default 5 m
-	TicketTTL      time.Duration  // lifetime of a leg's ticket; default 10 m
-	HandOverTTL    time.Duration  // lifetime of KV parameters after P's answer, a third of their lease at most; default 20 s
-	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 8
-
-	DecisionMetadata bool                    // also write decisions into dynamic metadata
-	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may
-
-	// checks an endpoint's health soon, and marks it as failed if the check fails; nil: it is marked at once
-	Check  func(*kvstate.Endpoint)
-	Models pass.ModelAsker // nil: engines are not asked for the models of requests
-
-	PathPrefixes []string // that gateways in front add to paths
-
-	Picker *endpointpicker.Options // not nil: serve the Endpoint Picker protocol instead of the main role
-}
-
 // Server answers Envoy. It is safe for concurrent use.
 type Server struct {
-	Options
-	passes   *pass.Shared
-	observer *telemetry.Observer
-	started  time.Time
-	scratch  sync.Pool // of *scratch
+	core.Options
 	draining chan struct{}
 	replan   *replan.Port
-	reclaim  *reclaim.Reclaimer
 	pairs    *concurrent.Pairs
-	guard    *guard.Guard
 	streams  streamOptions
 	loggers  envoywire.Loggers
-	faults   faults.Faults
+	scratch  sync.Pool // of *scratch
+
+	// of the core
+	passes   *pass.Shared
 	journeys *journey.Shared
+	observer *telemetry.Observer
+	reclaim  *reclaim.Reclaimer
+	guard    *guard.Guard
+	faults   *faults.Faults
+	started  time.Time
 }
 
-// New returns a server over the options' state. It starts no goroutines.
-func New(o Options, m *telemetry.Metrics) *Server { return newServer(o, m, false) }
-
-// NewInside is New for an Envoy that has Tandem loaded, and asks by no gRPC: package carrier makes the passes.
-func NewInside(o Options, m *telemetry.Metrics) (*Server, *pass.Shared) {
-	s := newServer(o, m, true)
-	return s, s.passes
-}
-
-func newServer(o Options, m *telemetry.Metrics, inside bool) *Server {
-	orDefault(&o.SplitBodyBytes, 16<<20)
-	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
-	orDefault(&o.HeldBytes, 1<<30)
-	if o.Memory == nil {
-		o.Memory = memory.New(int64(o.HeldBytes))
-	}
-	orDefault(&o.BodyTimeout, 5*time.Minute)
-	orDefault(&o.TicketTTL, 10*time.Minute)
-	orDefault(&o.HandOverTTL, 20*time.Second)
-	orDefault(&o.MaxRedirects, 8)
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
+// New returns a server of the core. It starts no goroutines.
+func New(c *core.Core) *Server {
 	s := &Server{
-		Options: o, observer: telemetry.NewObserver(m, o.Log), started: time.Now(), draining: make(chan struct{}),
-		pairs: concurrent.NewPairs(), guard: guard.New(o.Log, m.Panicked),
-	}
-	if m != nil && m.Usage != nil && o.State != nil {
-		m.Usage.Serves = func(pool, model string) bool {
-			p := o.State.Pool(pool)
-			return p != nil && p.Serves(model)
-		}
-	}
-	if m != nil && m.Usage != nil {
-		m.Usage.Promised = func(pool string) usage.Promise {
-			policy, _ := s.passes.Policy(pool)
-			promise := policy.Placement().Promise
-			return usage.Promise{FirstToken: kvstate.Seconds(promise.TTFT), PerToken: kvstate.Seconds(promise.TPOT)}
-		}
+		Options: c.Options, draining: c.Draining, pairs: concurrent.NewPairs(),
+		passes: c.Passes, journeys: c.Journeys, observer: c.Observer, reclaim: c.Reclaim, guard: c.Guard,
+		faults: c.Faults, started: c.Started,
 	}
 	s.streams = streamOptions{
-		memory: o.Memory, bodies: memory.NewBodies(o.Memory), guard: s.guard, bodyTimeout: o.BodyTimeout, gateway: o.Picker != nil,
-		refused: s.observer.Refused,
+		memory: c.Memory, bodies: memory.NewBodies(c.Memory), guard: s.guard, bodyTimeout: c.BodyTimeout,
+		gateway: c.Picker != nil, refused: s.observer.Refused,
 	}
-	s.faults = faults.Faults{State: o.State, Observer: s.observer, Log: o.Log, Check: o.Check}
-	if o.State != nil {
-		o.State.OnExpired(func(e *kvstate.Endpoint, n int64) {
-			s.observer.Expired(e.Addr, n)
-			s.Log.Warn("an engine freed KV that no other had fetched in time", "endpoint", e.Addr, "requests", n)
-		})
-		o.State.KVLoads.OnTransferFailed(func(p *kvstate.Pool, prefill, decode string) {
-			s.faults.LoadFailed(p, prefill, decode, faults.SeenCount)
-		})
-	}
-	s.reclaim = reclaim.New(reclaim.Options{
-		State: o.State, Log: o.Log, Observer: s.observer, TTL: o.HandOverTTL,
-		Policy: func(pool string) reclaim.Policy {
-			policy, _ := s.passes.Policy(pool)
-			return reclaim.Policy{Cleanup: policy.CleanupDecode, Dialect: policy.Dialect, Place: policy.Placement()}
-		},
-	})
-	passes := pass.Options{
-		State: o.State, Log: o.Log, Guard: s.guard, Observer: s.observer, Faults: &s.faults, Reclaim: s.reclaim,
-		Waiting: latebinding.Options{
-			State: o.State, Guard: s.guard, Observer: s.observer, Started: s.started, Draining: s.draining,
-			ShortOfMemory: s.shortOfMemory,
-		},
-		Models: o.Models, Tokenizer: o.Tokenizer, Operator: o.Operator, HandOverTTL: o.HandOverTTL,
-		Inside: inside,
-		Limits: plan.Limits{SplitBodyBytes: o.SplitBodyBytes, MaxRedirects: o.MaxRedirects, TicketTTL: o.TicketTTL,
-			Models: m != nil && m.Usage != nil},
-	}
-	if o.Picker != nil {
-		passes.Gateway = &plan.GatewayOptions{Fallbacks: o.Picker.Fallbacks, ShedRequests: o.Picker.ShedRequests}
-	}
-	s.passes = pass.New(passes)
-	s.journeys = &journey.Shared{Passes: s.passes, Tracer: o.Tracer}
-	s.replan = replan.NewPort(s.journeys, s.pairs, s.draining, o.MaxBodyBytes)
-	s.Apply(o.Settings)
-	s.Options.Settings = pass.Settings{} // the initial settings must not be read later
+	s.replan = replan.NewPort(s.journeys, s.pairs, s.draining, c.MaxBodyBytes)
 	s.scratch.New = func() any { return newScratch(s) }
 	return s
-}
-
-func orDefault[T comparable](v *T, d T) {
-	var zero T
-	if *v == zero {
-		*v = d
-	}
 }
 
 // Codec returns the codec of the gRPC server that serves this package.
@@ -352,39 +244,11 @@ func (m *scratch) release() {
 // random makes ids and seeds, and breaks the picker's ties.
 func random() uint64 { return rand.Uint64() }
 
-// Drain ends the streams that never end by themselves. Call it once, before a graceful stop of the gRPC server.
-func (s *Server) Drain() { close(s.draining) }
-
-// Run does the server's periodic work until ctx ends: it removes expired reservations, tickets and hand-overs, and
-// reclaims orphaned ones.
-func (s *Server) Run(ctx context.Context) {
-	var workers sync.WaitGroup
-	defer workers.Wait()
-	workers.Go(func() { s.reclaim.Run(ctx) })
-	workers.Go(func() { s.streams.bodies.Run(ctx) })
-	workers.Go(func() { s.observer.PruneSeries(ctx, s.State) })
-	s.State.Run(ctx)
-}
-
-// Recent returns the traces of the latest requests, newest first, at most n.
-func (s *Server) Recent(n int) []telemetry.Trace { return s.observer.Latest(n) }
+// Run does the server's periodic work until ctx ends. The core has its own.
+func (s *Server) Run(ctx context.Context) { s.streams.bodies.Run(ctx) }
 
 // Replan handles the second try of a hop that failed outright.
 func (s *Server) Replan() http.Handler { return s.replan }
-
-// Apply replaces the settings, for requests in progress as well.
-func (s *Server) Apply(l pass.Settings) { s.passes.Apply(l) }
-
-// Settings returns the current settings. Do not modify.
-func (s *Server) Settings() pass.Settings { return s.passes.Settings() }
-
-// Explain returns where a request with so many uncached prompt tokens would be placed in a pool now.
-func (s *Server) Explain(pool string, promptTokens int64) (pass.Explanation, error) {
-	return s.passes.Explain(pool, promptTokens)
-}
-
-// shortOfMemory reports whether so much of the memory for bodies is in use that no request should wait with its body.
-func (s *Server) shortOfMemory() bool { return s.Memory.Load() > s.Memory.Limit()/4*3 }
 
 // Envoy's access log reports how a hop ended. An Envoy that is killed or stopped reports nothing any more, and the
 // reservations of its requests would stay until they expire. So a reservation refers to the connection that it was

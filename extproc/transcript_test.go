@@ -19,6 +19,7 @@ import (
 	filterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/plan"
@@ -76,7 +77,7 @@ type player struct {
 	t          *testing.T
 	out        bytes.Buffer
 	s          *stand
-	o          Options
+	o          core.Options
 	spec       kvstate.PoolSpec
 	eps        []kvstate.EndpointSpec
 	loads      []kvstate.ReservationID

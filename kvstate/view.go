@@ -205,7 +205,8 @@ func (e *Endpoint) fill(c *Candidate, now int64, fleet, moves, steps float64) {
 	c.Requests, c.PromptTokens = e.state.requests.Load(), e.state.tokens.Load()
 	c.Room = Room{e.state.memory.room.Held(), e.state.memory.room.Need(e.Word() == RolePrefill)}
 	c.Jobs, c.Queue = e.state.queue.n.Load(), e.state.queue.ahead(now)
-	c.Speed, c.Transfer, c.Step = e.state.speedWithin(fleet, now), e.state.transferWithin(moves, now), e.state.stepWithin(steps, now)
+	c.Speed, c.Transfer = e.state.speedWithin(fleet, now), e.state.transferWithin(moves, now)
+	c.Step = e.state.stepWithin(steps, now)
 	c.Local, c.Share = e.state.local.ahead(now)
 	c.Faults, c.Word, c.Report, c.Awaits = e.state.loads.Load(), e.Word(), e.state.report.Load(), e.state.awaits(now)
 	if others := e.state.remoteLoad.Load(); others != nil {

@@ -10,7 +10,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"tandem/docs"
-	"tandem/extproc"
 	"tandem/kvstate/redisstore"
 	"tandem/replica/orders"
 	"tandem/status"
@@ -19,11 +18,11 @@ import (
 
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
 // It is for the inside; put no client near it.
-func newAdmin(registry *prometheus.Registry, health *extproc.Health, fleet *fleet,
+func newAdmin(registry *prometheus.Registry, isReady func() bool, fleet *fleet,
 	operator *orders.Orders, page, words http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
-	mux.HandleFunc("GET /readyz", ready(health, fleet.store, fleet.keyCheck))
+	mux.HandleFunc("GET /readyz", ready(isReady, fleet.store, fleet.keyCheck))
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{EnableOpenMetrics: true}))
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
@@ -40,13 +39,13 @@ func newAdmin(registry *prometheus.Registry, health *extproc.Health, fleet *flee
 }
 
 // ready is readiness, in words too; store may be nil.
-func ready(health *extproc.Health, store *redisstore.Store, keys func() redisstore.KeyCheck) http.HandlerFunc {
+func ready(isReady func() bool, store *redisstore.Store, keys func() redisstore.KeyCheck) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		text, check := "", keys()
 		if n := len(check.Differ); n > 0 {
 			text = fmt.Sprintf("tickets: the keys are not those of %d other replicas: give all of them the same tickets.keyFile\n", n)
 		}
-		if !health.Ready() {
+		if !isReady() {
 			http.Error(w, "not ready\n"+text, http.StatusServiceUnavailable)
 			return
 		}

@@ -7,7 +7,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
 	"tandem/kvstate/redisstore"
 )
 
@@ -24,10 +23,8 @@ func TestReadinessTellsOfKeys(t *testing.T) {
 		"differ, serves":   {true, redisstore.KeyCheck{Differ: []uint64{1}}, 200, "ok\ntickets: the keys are not those of 1 other replicas: give all of them the same tickets.keyFile\n"},
 		"differ, does not": {false, redisstore.KeyCheck{Differ: []uint64{1, 2}, Yields: true}, 503, "not ready\ntickets: the keys are not those of 2 other replicas: give all of them the same tickets.keyFile\n\n"},
 	} {
-		health := extproc.NewHealth()
-		health.SetReady(c.ready)
 		w := httptest.NewRecorder()
-		ready(health, nil, func() redisstore.KeyCheck { return c.check })(w, httptest.NewRequest(http.MethodGet, "/readyz", nil))
+		ready(func() bool { return c.ready }, nil, func() redisstore.KeyCheck { return c.check })(w, httptest.NewRequest(http.MethodGet, "/readyz", nil))
 		require.Equal(t, c.code, w.Code, name)
 		require.Equal(t, c.body, w.Body.String(), name)
 	}

@@ -6,15 +6,13 @@ import (
 	"log/slog"
 	"time"
 
-	"tandem/extproc"
-	"tandem/extproc/pass"
+	"tandem/extproc/core"
 	"tandem/replica/config"
 )
 
 // Inside is a replica inside an Envoy.
 type Inside struct {
-	Server  *extproc.Server
-	Passes  *pass.Shared
+	Core    *core.Core
 	stop    context.CancelFunc
 	stopped chan struct{}
 }
@@ -44,7 +42,8 @@ func StartInside(file string, set Settings, log *slog.Logger) (*Inside, error) {
 		cancel()
 		spans.close()
 	}
-	r, err := newReplica(ctx, file, cfg, set, spans.tracer(), log)
+	r, err := newReplica(ctx, file, cfg, set,
+		func(Behind) (Front, error) { return loaded{}, nil }, spans.tracer(), log)
 	if err != nil {
 		stop()
 		return nil, err
@@ -54,7 +53,7 @@ func StartInside(file string, set Settings, log *slog.Logger) (*Inside, error) {
 		stop()
 		return nil, err
 	}
-	i := &Inside{r.server, r.passes, stop, make(chan struct{})}
+	i := &Inside{r.core, stop, make(chan struct{})}
 	var ended error
 	go func() {
 		defer close(i.stopped)
@@ -62,7 +61,7 @@ func StartInside(file string, set Settings, log *slog.Logger) (*Inside, error) {
 			log.Error("the replica inside Envoy has ended", "err", ended)
 		}
 	}()
-	for end := time.Now().Add(readyTime); !r.health.Ready() && time.Now().Before(end); {
+	for end := time.Now().Add(readyTime); !r.ready.Load() && time.Now().Before(end); {
 		select {
 		case <-i.stopped:
 			stop()

@@ -2,7 +2,9 @@ package replica
 
 import (
 	"log/slog"
+	"math"
 	"runtime"
+	"runtime/debug"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -55,4 +57,16 @@ func (f *fleet) register(r prometheus.Registerer) {
 	if f.board != nil {
 		fleetmetrics.RegisterNotices(r, f.board)
 	}
+}
+
+// newBudget returns the budget of everything that is received and not handled: 1 GiB, or half of GOMEMLIMIT where that
+// is less, and registers it with its metrics.
+func newBudget(r prometheus.Registerer) *memory.Budget {
+	limit := int64(1 << 30)
+	if total := debug.SetMemoryLimit(-1); total != math.MaxInt64 {
+		limit = min(limit, total/2)
+	}
+	budget := memory.New(limit)
+	registerMemory(r, budget)
+	return budget
 }

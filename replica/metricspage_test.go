@@ -15,12 +15,13 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
+	"tandem/extproc/core"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/replica/config"
 	"tandem/replica/fleetmetrics"
 	"tandem/replica/gatewayextension"
+	"tandem/replica/xds"
 )
 
 var update = flag.Bool("update", false, "rewrite docs/metrics.md")
@@ -51,17 +52,16 @@ func metricsRegistered(t *testing.T) map[string]string {
 	require.NoError(t, err)
 	fleet.register(registry)
 	registry.MustRegister(fleetmetrics.Words(nil)) // described only
-	options, err := serverOptions(cfg, fleet, log)
+	options, err := coreOptions(cfg, fleet, log)
 	require.NoError(t, err)
 	options.Memory = newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log)
 	require.NoError(t, err)
-	envoys, err := newXDS(cfg, registry, log)
+	xds.New(registry, log)
+	_, err = gatewayextension.New(cfg, guard.New(log, metrics.Panicked), registry, log)
 	require.NoError(t, err)
-	gateway, err := gatewayextension.New(cfg, guard.New(log, metrics.Panicked), registry, log)
-	require.NoError(t, err)
-	newReloader("", cfg, fleet, extproc.New(options, metrics), envoys, gateway, registry, log)
+	newReloader("", cfg, fleet, core.New(options, metrics), loaded{}, registry, log)
 
 	descs := make(chan *prometheus.Desc)
 	go func() { registry.Describe(descs); close(descs) }()

@@ -87,7 +87,7 @@ func replicaName(cfg *configv1.Config) string {
 
 // configuredReplicas returns how many replicas envoy.extProcs names; 0 if there may be more: behind a name, in Redis.
 func configuredReplicas(cfg *configv1.Config) int {
-	if replicasFromRedis(cfg) {
+	if config.ReplicasFromRedis(cfg) {
 		return 0
 	}
 	all := cfg.GetEnvoy().GetExtProcs()

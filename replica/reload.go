@@ -20,18 +20,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/protobuf/proto"
 
-	envoyconfigs "tandem/envoy-configs"
-	"tandem/extproc"
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
-	"tandem/kvstate/membership"
 	"tandem/kvstate/operator"
 	"tandem/kvstate/tokenize"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 	"tandem/replica/config/diff"
-	"tandem/replica/gatewayextension"
 	"tandem/replica/orders"
-	"tandem/replica/xds"
 	"tandem/status"
 )
 
@@ -42,12 +38,11 @@ const reloadEvery = time.Second
 // reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that
 // is not valid changes nothing.
 type reloader struct {
-	file    string
-	fleet   *fleet
-	server  *extproc.Server
-	xds     *xds.Server
-	gateway *gatewayextension.Server
-	log     *slog.Logger
+	file  string
+	fleet *fleet
+	core  *core.Core
+	front Front
+	log   *slog.Logger
 
 	reloads *prometheus.CounterVec // result
 	last    prometheus.Gauge
@@ -59,17 +54,13 @@ type reloader struct {
 	config *configv1.Config // in force; what takes a restart is as it was at the start
 	warned string           // of what takes a restart
 	logged []string         // warnings about the files in force
-
-	living      []membership.Replica
-	livingKnown bool
 }
 
 func newReloader(
-	file string, cfg *configv1.Config, fleet *fleet, server *extproc.Server, xds *xds.Server,
-	gateway *gatewayextension.Server, r prometheus.Registerer, log *slog.Logger,
+	file string, cfg *configv1.Config, fleet *fleet, core *core.Core, front Front, r prometheus.Registerer, log *slog.Logger,
 ) *reloader {
 	l := &reloader{
-		file: file, start: proto.CloneOf(cfg), config: cfg, fleet: fleet, server: server, xds: xds, gateway: gateway, log: log,
+		file: file, start: proto.CloneOf(cfg), config: cfg, fleet: fleet, core: core, front: front, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
@@ -78,7 +69,7 @@ func newReloader(
 	r.MustRegister(l.reloads, l.last)
 	if fleet.operator != nil {
 		fleet.operator.Answer(aboutEnvoys, func([]byte) []byte {
-			return strconv.AppendInt(nil, int64(len(xds.Envoys())), 10)
+			return strconv.AppendInt(nil, int64(front.Serves()), 10)
 		})
 	}
 	l.reloads.WithLabelValues("applied")
@@ -120,7 +111,7 @@ func (r *reloader) run(ctx context.Context, now <-chan os.Signal) {
 			_, _ = r.reload(ctx)
 		case <-tick.C:
 			seen := r.look()
-			again := r.printed.Load() && len(r.xds.Envoys()) > 0
+			again := r.printed.Load() && r.front.Serves() > 0
 			if !again && r.printed.Load() && time.Since(asked) >= askEnvoysEvery {
 				again, asked = r.envoysElsewhere(ctx), time.Now()
 			}
@@ -225,26 +216,23 @@ func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
 	r.logged = warnings
 	inForce := proto.CloneOf(r.config)
 	diff.TakeEnvoy(inForce, next)
-	if _, err := r.resources(inForce); err != nil {
-		return nil, err
-	}
-	if err := r.gateway.Set(inForce); err != nil {
+	if err := r.front.Check(inForce); err != nil {
 		return nil, err
 	}
 	changes := diff.Difference(r.config, next)
 	r.say(changes, keys.ID() != live.Keys.ID())
 	r.noteEnvoys(next)
-	if err := r.serveEnvoys(inForce); err != nil {
+	if err := r.front.Publish(inForce); err != nil {
 		return nil, err
 	}
 	// Every pool that a request can find must have a policy: the old ones stay until nobody finds their pools any more.
-	both := r.server.Settings()
+	both := r.core.Settings()
 	both.Keys, both.Pools = live.Keys, maps.Clone(both.Pools)
 	maps.Copy(both.Pools, live.Pools)
 	live.Keys.Take(keys)
-	r.server.Apply(both)
+	r.core.Apply(both)
 	r.fleet.pools.set(ctx, pools)
-	r.server.Apply(live)
+	r.core.Apply(live)
 	r.fleet.keep(next, live.Pools)
 	r.config.Pools, r.config.Envoy = next.GetPools(), inForce.GetEnvoy()
 	return changes, nil
@@ -259,7 +247,7 @@ func (r *reloader) noteEnvoys(next *configv1.Config) {
 			paths = append(paths, c.Path)
 		}
 	}
-	if paths = diff.Outermost(paths); len(r.xds.Envoys()) > 0 {
+	if paths = diff.Outermost(paths); r.front.Serves() > 0 {
 		paths = nil
 	}
 	r.fleet.note(func(f *status.File) {
@@ -277,9 +265,9 @@ var errPrinted = errors.New("the printed bootstrap of Envoy lacks what the pools
 // with a new bootstrap, or until an Envoy asks for its configuration over xDS, here or at another replica. A gateway's
 // Envoy is not ours.
 func (r *reloader) printedLacks(ctx context.Context, next *configv1.Config) error {
-	missing := newParts(r.start, next)
+	missing := r.newParts(next)
 	if len(missing) == 0 || r.config.GetEnvoyGateway() != nil ||
-		r.config.GetExtProc().GetProtocol() == "endpointPicker" || len(r.xds.Envoys()) > 0 || r.envoysElsewhere(ctx) {
+		r.config.GetExtProc().GetProtocol() == "endpointPicker" || r.front.Serves() > 0 || r.envoysElsewhere(ctx) {
 		return nil
 	}
 	return fmt.Errorf("%w (%s): print it anew (tandem envoy), restart Envoy with it, and then Tandem",
@@ -331,7 +319,7 @@ func (r *reloader) say(changes []diff.Change, keys bool) {
 	if n == 0 && !keys && len(restart) == 0 {
 		r.log.Info("configuration read again, nothing to change")
 	}
-	if envoys = diff.Outermost(envoys); len(envoys) > 0 && len(r.xds.Envoys()) == 0 {
+	if envoys = diff.Outermost(envoys); len(envoys) > 0 && r.front.Serves() == 0 {
 		// No warning: they may get it from another replica.
 		r.log.Info("Envoys that do not get their configuration over xDS need a new bootstrap (tandem envoy)", "paths", envoys)
 	}
@@ -362,22 +350,22 @@ func orUnset(value string) string { return cmp.Or(value, "not set") }
 // maxLogged bounds the lines about one change.
 const maxLogged = 100
 
-// newParts returns what next's pools need of Envoy's bootstrap and the former pools did not need.
-func newParts(before, next *configv1.Config) []string {
-	known := envoyconfigs.Parts(before.GetPools())
-	return slices.DeleteFunc(envoyconfigs.Parts(next.GetPools()), func(part string) bool { return slices.Contains(known, part) })
+// newParts returns what next's pools need of Envoy's bootstrap and those at the start did not need.
+func (r *reloader) newParts(next *configv1.Config) []string {
+	known := r.front.Parts(r.start.GetPools())
+	return slices.DeleteFunc(r.front.Parts(next.GetPools()), func(part string) bool { return slices.Contains(known, part) })
 }
 
-// serverOptions returns the options from the configuration, with the parts that run already.
-func serverOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (extproc.Options, error) {
+// coreOptions returns the options from the configuration, with the parts that run already.
+func coreOptions(cfg *configv1.Config, f *fleet, log *slog.Logger) (core.Options, error) {
 	live, err := f.liveSettings(cfg, log)
 	if err != nil {
-		return extproc.Options{}, err
+		return core.Options{}, err
 	}
 	f.peers.set(cfg, live.Pools)
-	o := config.ServerOptions(cfg)
+	o := config.CoreOptions(cfg)
 	o.State, o.Log, o.Settings, o.Tokenizer, o.Check = f.state, log, live, tokenize.New(log), f.prober.Check
 	o.Models = f.prober
-	o.MaxRedirects, o.Operator = envoyconfigs.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
+	o.MaxRedirects, o.Operator = config.MaxRedirects, orders.OperatorToken(cfg.GetAdmin().GetTokenFile())
 	return o, nil
 }

@@ -15,8 +15,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
+	envoyconfigs "tandem/envoy-configs"
+	"tandem/extproc/core"
 	"tandem/extproc/telemetry"
+	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 )
 
@@ -28,6 +30,11 @@ type reloading struct {
 	said        bytes.Buffer
 	config, key string
 }
+
+// printed is the front of Envoys whose bootstrap was printed.
+type printed struct{ loaded }
+
+func (printed) Parts(pools []*configv1.Pool) []string { return envoyconfigs.Parts(pools) }
 
 const twoPools = `
 tickets: {keyFile: KEY}
@@ -48,12 +55,11 @@ func startReloadingWith(t *testing.T, text string) *reloading {
 	require.NoError(t, err)
 	r.fleet, err = newFleet(t.Context(), cfg, Settings{}, log)
 	require.NoError(t, err)
-	options, err := serverOptions(cfg, r.fleet, log)
+	options, err := coreOptions(cfg, r.fleet, log)
 	require.NoError(t, err)
 	registry := prometheus.NewRegistry()
-	envoys, err := newXDS(cfg, registry, log)
-	require.NoError(t, err)
-	r.reloader = newReloader(r.config, cfg, r.fleet, extproc.New(options, telemetry.NewMetrics(registry, r.fleet.state)), envoys, nil, registry, log)
+	made := core.New(options, telemetry.NewMetrics(registry, r.fleet.state))
+	r.reloader = newReloader(r.config, cfg, r.fleet, made, printed{}, registry, log)
 	return r
 }
 
@@ -73,14 +79,14 @@ func TestReload(t *testing.T) {
 	require.True(t, r.fleet.state.Pool("a").Endpoint("10.0.0.2:1").Paused())
 	require.Nil(t, r.fleet.state.Pool("b"))
 	require.NotNil(t, r.fleet.state.Pool("c"))
-	require.Contains(t, r.server.Settings().Pools, "c")
-	require.NotContains(t, r.server.Settings().Pools, "b", "once nobody can find the pool")
+	require.Contains(t, r.core.Settings().Pools, "c")
+	require.NotContains(t, r.core.Settings().Pools, "b", "once nobody can find the pool")
 
-	before := r.server.Settings().Keys.ID()
+	before := r.core.Settings().Keys.ID()
 	r.write(strings.Replace(twoPools, "kvTransfer: nixl", "kvTransfer: nixle", 1))
 	_, err = r.reload(t.Context())
 	require.ErrorContains(t, err, "pools[0].kvTransfer")
-	require.Equal(t, before, r.server.Settings().Keys.ID())
+	require.Equal(t, before, r.core.Settings().Keys.ID())
 	require.NotNil(t, r.fleet.state.Pool("c"), "what is not valid changes nothing")
 	require.Contains(t, r.fleet.config.Load().Refused, "pools[0].kvTransfer", "operators see it")
 
@@ -94,7 +100,7 @@ func TestReload(t *testing.T) {
 	r.write("admin: {listen: 127.0.0.1:9191}\n" + twoPools)
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	require.NotEqual(t, before, r.server.Settings().Keys.ID())
+	require.NotEqual(t, before, r.core.Settings().Keys.ID())
 	require.Contains(t, r.said.String(), "paths=[admin.listen]")
 	require.Empty(t, r.fleet.config.Load().Refused)
 	require.Equal(t, []string{"admin.listen"}, r.fleet.config.Load().Restart)
@@ -162,8 +168,20 @@ func TestReloadWaitsForTheBootstrap(t *testing.T) {
 		}
 		require.ErrorContains(t, err, "("+c.lacks+")")
 		require.Contains(t, file.Refused, c.lacks)
-		require.NotContains(t, r.server.Settings().Pools["a"].Dialect.Name, "sglang", "the one in force stays")
+		require.NotContains(t, r.core.Settings().Pools["a"].Dialect.Name, "sglang", "the one in force stays")
 	}
+}
+
+// An Envoy that has Tandem loaded needs no listeners for legs.
+func TestReloadWaitsForTheBootstrapInside(t *testing.T) {
+	r := startReloading(t)
+	r.front = loaded{}
+	r.write(strings.Replace(twoPools, "kvTransfer: nixl, ", "kvTransfer: sglang, ", 1))
+	_, err := r.reload(t.Context())
+	require.NoError(t, err)
+	r.write(strings.Replace(twoPools, `"10.0.0.3:1"`, `"10.0.0.3:1", scheme: h2c`, 1))
+	_, err = r.reload(t.Context())
+	require.ErrorContains(t, err, "(clusters for h2c)")
 }
 
 // With Redis a change waits likewise, unless another replica says that an Envoy has its configuration from it. While Redis
@@ -201,13 +219,13 @@ func TestReloadKeepsPeers(t *testing.T) {
 	r.start = start // of which Envoy's bootstrap was printed
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	peers := r.server.Settings().Pools["a"].Peers
+	peers := r.core.Settings().Pools["a"].Peers
 	require.NotNil(t, peers)
 
 	r.write(strings.Replace(mooncake, "name: b", "name: c", 1))
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	require.Same(t, peers, r.server.Settings().Pools["a"].Peers)
+	require.Same(t, peers, r.core.Settings().Pools["a"].Peers)
 
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -215,7 +233,7 @@ func TestReloadKeepsPeers(t *testing.T) {
 	r.write(twoPools)
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
-	require.Nil(t, r.server.Settings().Pools["a"].Peers)
+	require.Nil(t, r.core.Settings().Pools["a"].Peers)
 	stop()
 	require.NoError(t, <-done)
 }

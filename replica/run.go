@@ -8,27 +8,23 @@ import (
 	"net/http"
 	"os"
 	"runtime/debug"
+	"sync/atomic"
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 
-	"tandem/extproc"
-	"tandem/extproc/pass"
+	"tandem/extproc/core"
 	"tandem/extproc/telemetry"
 	"tandem/extproc/usage"
-	"tandem/internal/grpcserver"
 	"tandem/internal/guard"
-	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/assign"
 	"tandem/replica/config"
 	"tandem/replica/fleetmetrics"
-	"tandem/replica/gatewayextension"
 	"tandem/replica/hostcheck"
 	"tandem/replica/livecheck"
 	"tandem/replica/orders"
-	"tandem/replica/xds"
 	"tandem/status"
 )
 
@@ -40,17 +36,14 @@ type replica struct {
 	log   *slog.Logger
 
 	fleet  *fleet
-	server *extproc.Server
-	passes *pass.Shared // nil: Envoy asks the server
-	health *extproc.Health
-	envoys *xds.Server
+	core   *core.Core
+	front  Front
+	ready  atomic.Bool // it takes requests
 	feed   *status.Feed
 	reload *reloader
 	words  *assign.Assigner
 	usage  *usage.Recorder // may be nil
-
-	grpc, extension *grpcserver.Server // for Envoy, for Envoy Gateway
-	replan, admin   *http.Server
+	admin  *http.Server
 }
 
 // Settings are those that the configuration file does not have.
@@ -85,14 +78,17 @@ func TuneGC() {
 	}
 }
 
-// Serve runs a replica of the configuration that was loaded from file, until ctx ends or one of its parts fails.
-func Serve(ctx context.Context, file string, cfg *configv1.Config, set Settings, log *slog.Logger) error {
+// Serve runs a replica of the configuration that was loaded from file, behind a front, until ctx ends or one of its
+// parts fails.
+func Serve(
+	ctx context.Context, file string, cfg *configv1.Config, set Settings, front func(Behind) (Front, error), log *slog.Logger,
+) error {
 	spans, err := newSpans(cfg.GetTracing(), set.Release, log)
 	if err != nil {
 		return err
 	}
 	defer spans.close()
-	r, err := newReplica(ctx, file, cfg, set, spans.tracer(), log)
+	r, err := newReplica(ctx, file, cfg, set, front, spans.tracer(), log)
 	if err != nil {
 		return err
 	}
@@ -124,7 +120,7 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 	readinessKept := make(chan struct{})
 	group.Go(func() error {
 		defer close(readinessKept)
-		r.fleet.keepReady(running, r.health.SetReady, log)
+		r.fleet.keepReady(running, r.setReady, log)
 		return nil
 	})
 
@@ -137,7 +133,8 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 
 // newReplica wires the parts together. Only the fleet's have begun to work when it returns.
 func newReplica(
-	ctx context.Context, file string, cfg *configv1.Config, set Settings, tracer trace.Tracer, log *slog.Logger,
+	ctx context.Context, file string, cfg *configv1.Config, set Settings, front func(Behind) (Front, error),
+	tracer trace.Tracer, log *slog.Logger,
 ) (*replica, error) {
 	registry := newRegistry(set.Release)
 	fleet, err := newFleet(ctx, cfg, set, log)
@@ -145,7 +142,7 @@ func newReplica(
 		return nil, err
 	}
 	fleet.register(registry)
-	options, err := serverOptions(cfg, fleet, log)
+	options, err := coreOptions(cfg, fleet, log)
 	if err != nil {
 		return nil, err
 	}
@@ -158,101 +155,77 @@ func newReplica(
 		return nil, err
 	}
 	metrics.PruneToo(fleet.health)
-	var server *extproc.Server
-	var passes *pass.Shared
-	if config.Inside(cfg) {
-		server, passes = extproc.NewInside(options, metrics)
-	} else {
-		server = extproc.New(options, metrics)
-	}
-	health := extproc.NewHealth()
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
-		fleet: fleet, server: server, passes: passes, health: health, usage: metrics.Usage,
+		fleet: fleet, core: core.New(options, metrics), usage: metrics.Usage,
 	}
-	if r.envoys, err = newXDS(cfg, registry, log); err != nil {
+	if r.front, err = front(Behind{
+		Config: cfg, Settings: set, Core: r.core, Store: fleet.store, Joined: fleet.joined, Ready: r.ready.Load,
+		NoSlot: fleet.noSlot.Swap, Guard: r.guard, Registry: registry, Log: log,
+	}); err != nil {
 		return nil, err
 	}
 	r.words = assign.New(assign.Options{
-		State: fleet.state, Pools: assign.PoolsOf(server), Store: fleet.store, Log: log,
+		State: fleet.state, Pools: assign.PoolsOf(r.core.Settings), Store: fleet.store, Log: log,
 	})
 	r.feed = status.NewFeed(status.Source{
 		Version: set.Release, Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
-		Totals: metrics.Totals, Recent: server.Recent, Ready: health.Ready, Sharing: fleet.sharing,
-		Envoys: envoysOf(r.envoys), Config: func() status.File { return *fleet.config.Load() },
-		Roles: r.words.Advice, Explain: server.Explain,
-		Logs: func() (int, time.Time) { return r.grpc.Streams(extproc.AccessLogMethod) },
+		Totals: metrics.Totals, Recent: r.core.Recent, Ready: r.ready.Load, Sharing: fleet.sharing,
+		Envoys: r.front.Envoys, Config: func() status.File { return *fleet.config.Load() },
+		Roles: r.words.Advice, Explain: r.core.Explain,
+		Logs: r.front.AccessLogs,
 	})
 	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
-	gateway, err := gatewayextension.New(cfg, r.guard, registry, log)
-	if err != nil {
-		return nil, err
-	}
-	if r.grpc, r.extension, err = newGRPC(cfg, server, r.envoys, gateway, health); err != nil {
-		return nil, err
-	}
-	r.reload = newReloader(file, cfg, fleet, server, r.envoys, gateway, registry, log)
+	r.reload = newReloader(file, cfg, fleet, r.core, r.front, registry, log)
 	operator := &orders.Orders{
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
 		Replicas: fleet.operator, Log: log, StateOf: status.StateOf,
 	}
-	r.replan = &http.Server{
-		Handler: r.guard.HTTP("replan", replanPort(server, health)), ReadHeaderTimeout: 10 * time.Second,
-		MaxHeaderBytes: 256 << 10, Protocols: cleartext(),
-	}
-	admin := newAdmin(registry, health, fleet, operator, status.Handler(r.feed), r.words)
+	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words)
 	admin = hostcheck.New(cfg, set.Advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
 }
 
-// listeners are a replica's ports; nil: the configuration has no use for it.
-type listeners struct{ extProc, replan, admin, notices, extension net.Listener }
+// listeners are a replica's own ports; nil: the configuration has no use for it.
+type listeners struct{ admin, notices net.Listener }
+
+func (l listeners) close() {
+	for _, open := range []net.Listener{l.admin, l.notices} {
+		if open != nil {
+			_ = open.Close()
+		}
+	}
+}
 
 // listen opens all ports, or none.
 func (r *replica) listen(ctx context.Context) (l listeners, err error) {
-	type port struct {
-		listener *net.Listener
-		address  string
+	if err = r.front.Listen(ctx); err != nil {
+		return listeners{}, err
 	}
-	ports := []port{
-		{&l.extProc, r.cfg.GetExtProc().GetListen()}, {&l.replan, r.cfg.GetReplan().GetListen()},
-		{&l.admin, r.cfg.GetAdmin().GetListen()},
+	if l.admin, err = r.set.listen(ctx, r.cfg.GetAdmin().GetListen()); err == nil && r.fleet.board != nil {
+		l.notices, err = r.set.listen(ctx, r.cfg.GetNotices().GetListen())
 	}
-	if config.Inside(r.cfg) {
-		ports = ports[2:] // Envoy needs no port to ask at
-	}
-	if r.fleet.board != nil {
-		ports = append(ports, port{&l.notices, r.cfg.GetNotices().GetListen()})
-	}
-	if g := r.cfg.GetEnvoyGateway(); g != nil {
-		ports = append(ports, port{&l.extension, g.GetListen()})
-	}
-	for i, p := range ports {
-		if *p.listener, err = r.set.listen(ctx, p.address); err != nil {
-			for _, open := range ports[:i] {
-				_ = (*open.listener).Close()
-			}
-			return listeners{}, err
-		}
+	if err != nil {
+		l.close()
+		r.front.Drain(0)
+		return listeners{}, err
 	}
 	return l, nil
 }
 
-// serve serves all ports. The servers for Envoy, operators and replans end with drain, the others with ctx.
+// serve serves all ports. Those for Envoy and operators end with drain, the others with ctx.
 func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
-	if l.extProc != nil {
-		group.Go(func() error { return r.grpc.Serve(extproc.Sources(l.extProc)) })
-		group.Go(func() error { return serveHTTP(r.replan, l.replan) })
-	}
-	group.Go(func() error { return serveHTTP(r.admin, l.admin) })
+	r.front.Serve(ctx, group)
+	group.Go(func() error { return ServeHTTP(r.admin, l.admin) })
 	if l.notices != nil {
 		group.Go(func() error { return r.fleet.takeNotices(ctx, l.notices, r.log) })
 	}
-	if l.extension != nil {
-		context.AfterFunc(ctx, r.extension.Stop)
-		group.Go(func() error { return r.extension.Serve(l.extension) })
-	}
+}
+
+func (r *replica) setReady(ready bool) {
+	r.ready.Store(ready)
+	r.front.SetReady(ready)
 }
 
 // work does a replica's background work until ctx ends.
@@ -260,12 +233,11 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 	group.Go(func() error { return r.fleet.watch(ctx, r.log) })
 	for _, run := range []func(){
 		func() { livecheck.Warn(ctx, r.cfg, r.log) },
-		func() { r.server.Run(ctx) },
+		func() { r.core.Run(ctx) },
 		func() { r.feed.Run(ctx) },
 		func() { r.words.Run(ctx) },
 		func() { r.usage.Run(ctx) },
 		func() { r.reload.follow(ctx) },
-		func() { r.fleet.followReplicas(ctx, r.cfg, r.set.Advertise, r.reload) },
 	} {
 		group.Go(func() error { run(); return nil })
 	}
@@ -273,21 +245,16 @@ func (r *replica) work(ctx context.Context, group *errgroup.Group) {
 
 // drain reports that the replica is not ready, and lets running streams end, with a deadline each.
 func (r *replica) drain() {
-	r.health.SetReady(false)
-	picker := r.server.Picker
+	r.setReady(false)
+	picker := r.core.Picker
 	deadline := r.set.drainTime(picker != nil && picker.WatchBody)
 	r.log.Info("draining", "linger", r.set.Linger, "deadline", deadline)
 	time.Sleep(r.set.Linger) //nolint:forbidigo // until every Envoy has seen that this replica is not ready
-	r.server.Drain()
-	r.envoys.Close()
-	if !config.Inside(r.cfg) { // else nobody has a stream, and it would wait for one
-		stopGRPC(r.grpc, deadline)
-	}
+	r.core.Drain()
+	r.front.Drain(deadline)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
-	for _, s := range []*http.Server{r.replan, r.admin} {
-		_ = s.Shutdown(ctx)
-	}
+	_ = r.admin.Shutdown(ctx)
 }
 
 // unlessCanceled returns err, but nil for the end of a context: a replica is meant to end so.
@@ -298,43 +265,10 @@ func unlessCanceled(err error) error {
 	return err
 }
 
-// replanPort serves replans and, for Envoy's health checks, readiness: a failed second try is not repeated, so none
-// should come to a replica that is about to leave.
-func replanPort(server *extproc.Server, health *extproc.Health) http.Handler {
-	replan, ready := server.Replan(), ready(health, nil, func() redisstore.KeyCheck { return redisstore.KeyCheck{} })
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
-		if r.Method == http.MethodGet && r.URL.Path == "/readyz" {
-			ready(w, r)
-			return
-		}
-		replan.ServeHTTP(w, r)
-	})
-}
-
-// cleartext are HTTP/1.1 and HTTP/2 without TLS. Envoy speaks HTTP/2 to several replicas, because its pings find one
-// that hangs.
-func cleartext() *http.Protocols {
-	p := new(http.Protocols)
-	p.SetHTTP1(true)
-	p.SetUnencryptedHTTP2(true)
-	return p
-}
-
-func serveHTTP(s *http.Server, l net.Listener) error {
+// ServeHTTP serves a port until the server is shut down.
+func ServeHTTP(s *http.Server, l net.Listener) error {
 	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
 	return nil
-}
-
-// stopGRPC lets running streams end, but not for longer than deadline. Access log streams have no end of their own.
-func stopGRPC(s *grpcserver.Server, deadline time.Duration) {
-	stopped := make(chan struct{})
-	go func() { s.GracefulStop(); close(stopped) }()
-	select {
-	case <-stopped:
-	case <-time.After(deadline):
-		s.Stop()
-		<-stopped
-	}
 }

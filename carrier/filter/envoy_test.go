@@ -12,7 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
-	"tandem/extproc"
+	"tandem/extproc/core"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
 	"tandem/extproc/pass"
@@ -62,13 +62,10 @@ func newFleet(tb testing.TB, change func(*pass.Policy)) *fleet {
 	metrics := telemetry.NewMetrics(registry, state)
 	metrics.Usage, err = usage.New(usage.Options{TenantHeader: "x-tenant", Tenants: 5}, prometheus.NewRegistry(), nil)
 	require.NoError(tb, err)
-	s, passes := extproc.NewInside(extproc.Options{
-		State: state, SplitBodyBytes: 1 << 20, MaxBodyBytes: 2 << 20,
+	return &fleet{New(core.New(core.Options{
+		State: state, Inside: true, SplitBodyBytes: 1 << 20, MaxBodyBytes: 2 << 20,
 		Settings: pass.Settings{Pools: map[string]pass.Policy{"chat": policy}},
-	}, metrics)
-	return &fleet{New(Options{
-		Passes: passes, Memory: s.Memory, MaxBodyBytes: s.MaxBodyBytes, Started: time.Now(),
-	}), state, registry}
+	}, metrics)), state, registry}
 }
 
 func fleetEndpoints() []kvstate.EndpointSpec {

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"time"
 
+	"tandem/extproc/core"
 	"tandem/extproc/journey"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -13,20 +14,16 @@ import (
 	"tandem/internal/memory"
 )
 
-// Options are the options of a [Shared].
-type Options struct {
-	Passes       *pass.Shared // made with Options.Inside
+// Shared is what all requests of a replica share. It is safe for concurrent use.
+type Shared struct {
+	Passes       *pass.Shared
 	Memory       *memory.Budget
 	MaxBodyBytes int // larger bodies are refused with 413
 	PathPrefixes []string
 	Decisions    bool             // also write decisions into dynamic metadata
 	Started      time.Time        // of the replica
 	Tracer       telemetry.Tracer // nil: no traces
-}
 
-// Shared is what all requests of a replica share. It is safe for concurrent use.
-type Shared struct {
-	Options
 	journeys *journey.Shared
 	scratch  sync.Pool // of *scratch
 
@@ -36,14 +33,17 @@ type Shared struct {
 	insured  map[*Insured]struct{} // whose leg to D is open
 }
 
-// New returns what requests share.
-func New(o Options) *Shared {
-	s := &Shared{Options: o, restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{},
-		insured: map[*Insured]struct{}{}, journeys: &journey.Shared{Passes: o.Passes, Tracer: o.Tracer}}
+// New returns what requests share. The core's options say Inside.
+func New(c *core.Core) *Shared {
+	s := &Shared{
+		Passes: c.Passes, Memory: c.Memory, MaxBodyBytes: c.MaxBodyBytes, PathPrefixes: c.PathPrefixes,
+		Decisions: c.DecisionMetadata, Started: c.Started, Tracer: c.Tracer, journeys: c.Journeys,
+		restarts: map[string]*attempt{}, waiting: map[*Filter]struct{}{}, insured: map[*Insured]struct{}{},
+	}
 	s.scratch.New = func() any {
 		m := &scratch{}
-		m.meter.Observer = o.Passes.Observer
-		o.Passes.Begin(&m.pass, &m.body, &m.meter)
+		m.meter.Observer = c.Observer
+		c.Passes.Begin(&m.pass, &m.body, &m.meter)
 		s.journeys.Begin(&m.legs, &m.pass)
 		return m
 	}

@@ -150,7 +150,7 @@
 //
 //	{"mode":"status","status":503,"leg":"prefill","count":2,"retry_after":1}
 //
-// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, empty-params, null-params,
+// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, abort, empty-params, null-params,
 // malformed-params (params: the value to answer with), die-in-stream and stream-reset-after (events: complete events to
 // send; half of another follows), comment (streams begin with one), keep-alive-race (close a kept HTTP/1.1 connection
 // as a request arrives on it), refuse (delay: how long the port stays closed), die, restart (die, and after delay start

@@ -12,6 +12,7 @@ import (
 	"tandem/internal/logwriter"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica"
+	"tandem/replica/beside"
 	"tandem/replica/config"
 	"tandem/replica/livecheck"
 	"tandem/status/words"
@@ -100,7 +101,7 @@ func serve(
 	if config.Inside(cfg) {
 		return fmt.Errorf("%s: envoy.run is inside: Envoy loads Tandem itself, with what `tandem envoy` prints", file)
 	}
-	return replica.Serve(ctx, file, cfg, set, log)
+	return beside.Serve(ctx, file, cfg, set, log)
 }
 
 func logger(w io.Writer, level, format string) (*slog.Logger, error) {

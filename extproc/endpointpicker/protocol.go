@@ -10,16 +10,8 @@ import (
 	"tandem/extproc/plan"
 )
 
-// Options are options of the Endpoint Picker protocol.
-type Options struct {
-	Fallbacks    int  // endpoints listed after the chosen one
-	ShedRequests int  // reservations on every decode endpoint from which on requests of negative priority get 429
-	WatchBody    bool // keep the stream until the answer ends, instead of until it begins
-	Conformance  bool // support the headers of the Inference Extension's conformance suite; for tests only
-}
-
 // Subset returns the endpoints that the gateway, or a conformance test, limits the request to.
-func Subset(m *envoywire.Message, o *Options) (only []string, limited bool) {
+func Subset(m *envoywire.Message, o *plan.GatewayOptions) (only []string, limited bool) {
 	if s := m.Headers.Selection; o.Conformance && len(s) > 0 {
 		return envoywire.Addresses(nil, string(s)), true
 	}

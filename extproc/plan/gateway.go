@@ -21,10 +21,12 @@ type Gateway struct {
 	Asked string
 }
 
-// GatewayOptions are the options of requests of such gateways.
+// GatewayOptions are the options of requests of such gateways: of the Endpoint Picker protocol.
 type GatewayOptions struct {
-	Fallbacks    int // endpoints listed after the chosen one
-	ShedRequests int // reservations on every decode endpoint from which on requests of negative priority get 429
+	Fallbacks    int  // endpoints listed after the chosen one
+	ShedRequests int  // reservations on every decode endpoint from which on requests of negative priority get 429
+	WatchBody    bool // keep the stream until the answer ends, instead of until it begins
+	Conformance  bool // support the headers of the Inference Extension's conformance suite; for tests only
 }
 
 // Allow removes from the view what a gateway's subset does not name. If the subset names decode endpoints only, prefill

@@ -11,7 +11,6 @@ import (
 	otelcodes "go.opentelemetry.io/otel/codes"
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
-	"google.golang.org/grpc/metadata"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
@@ -168,16 +167,15 @@ func (c *TraceContext) Keys() []string {
 	return []string{names.HeaderTraceparent, names.HeaderTracestate}
 }
 
-// StartSpan starts the span of this stream. headers are the request's trace context. resumed: it comes from an earlier
-// pass. orphan says whether the span may have no parent, if Envoy does not trace.
+// StartSpan starts the span of this stream. envoys is Envoy's own trace context, headers the request's. resumed: it
+// comes from an earlier pass. orphan says whether the span may have no parent, if Envoy does not trace.
 func (x *Meter) StartSpan(
-	ctx context.Context, name string, orphan, resumed bool, headers TraceContext, requestID string,
+	ctx context.Context, name string, orphan, resumed bool, envoys, headers TraceContext, requestID string,
 ) {
 	if x.tracer == nil {
 		return
 	}
-	in := TraceContext{first(metadata.ValueFromIncomingContext(ctx, names.HeaderTraceparent)),
-		first(metadata.ValueFromIncomingContext(ctx, names.HeaderTracestate))}
+	in := envoys
 	byEnvoy := in.Traceparent != ""
 	if resumed || !byEnvoy {
 		in = headers
@@ -212,13 +210,6 @@ func (x *Meter) start(ctx context.Context, in *TraceContext, name, requestID str
 	if next {
 		propagation.TraceContext{}.Inject(ctx, &x.Next)
 	}
-}
-
-func first(values []string) string {
-	if len(values) == 0 {
-		return ""
-	}
-	return values[0]
 }
 
 // EndSpan ends the span; code is the code of the client's error, "" if there is none.

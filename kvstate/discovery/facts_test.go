@@ -14,7 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes/fake"
 
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
@@ -45,14 +44,14 @@ func factsOf(n http.RoundTripper, sameRelease bool) *Facts {
 // watching runs discovery of pods with the label app=llm, whose engines are asked, while do runs.
 func watching(t *testing.T, facts *Facts, convention string, do func(s *kvstate.State, pods func(...*corev1.Pod)), there ...*corev1.Pod) {
 	synctest.Test(t, func(t *testing.T) {
-		client := fake.NewClientset()
+		client := clusterOf()
 		create := func(all ...*corev1.Pod) {
 			for _, p := range all {
 				if p.Labels == nil {
 					p.Labels = map[string]string{}
 				}
 				p.Labels["app"] = "llm"
-				_, err := client.CoreV1().Pods("llm").Create(t.Context(), p, metav1.CreateOptions{})
+				_, err := client.Resource(podResource).Namespace("llm").Create(t.Context(), raw(p), metav1.CreateOptions{})
 				require.NoError(t, err)
 			}
 		}
@@ -60,7 +59,7 @@ func watching(t *testing.T, facts *Facts, convention string, do func(s *kvstate.
 		labels, err := Conventions(convention)
 		require.NoError(t, err)
 		s := kvstate.New(kvstate.Options{})
-		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, Cluster{Typed: client}, Pods{Namespace: "llm", Selector: "app=llm", Ports: []int{80}, Labels: labels}, quiet())
+		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, client, Pods{Namespace: "llm", Selector: "app=llm", Ports: []int{80}, Labels: labels}, quiet())
 		k.Ask(facts)
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})

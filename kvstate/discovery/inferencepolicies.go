@@ -8,11 +8,9 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/client-go/dynamic/dynamicinformer"
-	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/dynamic"
 
 	"tandem/kvstate"
 	"tandem/kvstate/inferencepolicy"
@@ -25,13 +23,13 @@ import (
 type InferencePolicies struct {
 	state   *kvstate.State
 	pool    string
-	cluster Cluster
+	cluster dynamic.Interface
 	ref     PoolRef
 	log     *slog.Logger
 }
 
 // NewInferencePolicies returns the watch for one pool.
-func NewInferencePolicies(state *kvstate.State, pool string, cluster Cluster, ref PoolRef,
+func NewInferencePolicies(state *kvstate.State, pool string, cluster dynamic.Interface, ref PoolRef,
 	log *slog.Logger) *InferencePolicies {
 	return &InferencePolicies{state, pool, cluster, ref, log}
 }
@@ -52,24 +50,22 @@ func rewrites(group string) schema.GroupVersionResource {
 
 // Run watches until ctx ends.
 func (i *InferencePolicies) Run(ctx context.Context) {
-	factory := dynamicinformer.NewFilteredDynamicSharedInformerFactory(i.cluster.Dynamic, 0, i.ref.Namespace, nil)
-	defer factory.Shutdown()
 	changed := make(chan struct{}, 1)
-	var listers []cache.GenericLister
-	for _, resource := range []schema.GroupVersionResource{objectives(llmdGroup), objectives(olderGroup),
+	var known [4]*watched
+	for n, resource := range []schema.GroupVersionResource{objectives(llmdGroup), objectives(olderGroup),
 		rewrites(llmdGroup), rewrites(olderGroup)} {
-		informer := factory.ForResource(resource)
-		if err := watchChanges(informer.Informer(), i.log.With("resource", resource.GroupResource().String()),
-			changed); err != nil {
+		w, err := watch(ctx, i.cluster, resource, i.ref.Namespace, watchOptions{},
+			i.log.With("resource", resource.GroupResource().String()), changed)
+		if err != nil {
 			i.log.Error("watching inference objectives and model rewrites", "pool", i.pool, "err", err)
 			return
 		}
-		listers = append(listers, informer.Lister())
+		defer w.stop()
+		known[n] = w
 	}
-	factory.Start(ctx.Done())
 	for next(ctx, changed, 0) {
 		i.state.Policies.SetInferencePolicy(i.pool, readInferencePolicy(i.ref.Name,
-			merge(all(listers[0]), all(listers[1])), merge(all(listers[2]), all(listers[3]))))
+			merge(all(known[0]), all(known[1])), merge(all(known[2]), all(known[3]))))
 	}
 }
 
@@ -87,9 +83,8 @@ func merge(first, second []*unstructured.Unstructured) []*unstructured.Unstructu
 	return first
 }
 
-func all(l cache.GenericLister) (out []*unstructured.Unstructured) {
-	objects, _ := l.List(labels.Everything()) // from the cache, which cannot fail
-	for _, o := range objects {
+func all(w *watched) (out []*unstructured.Unstructured) {
+	for _, o := range w.GetStore().List() {
 		if u, ok := o.(*unstructured.Unstructured); ok {
 			out = append(out, u)
 		}

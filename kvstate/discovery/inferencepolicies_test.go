@@ -69,7 +69,7 @@ func TestInferencePoliciesAreWatched(t *testing.T) {
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() {
-			NewInferencePolicies(s, "p", Cluster{Dynamic: client}, PoolRef{Namespace: "llm", Name: "llm"}, quiet()).Run(ctx)
+			NewInferencePolicies(s, "p", client, PoolRef{Namespace: "llm", Name: "llm"}, quiet()).Run(ctx)
 			close(ended)
 		}()
 		later := func() { time.Sleep(time.Second); synctest.Wait() }

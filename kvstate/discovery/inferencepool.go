@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/client-go/dynamic/dynamicinformer"
+	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/tools/cache"
 
 	"tandem/internal/guard"
@@ -39,32 +39,29 @@ var inferencePools = schema.GroupVersionResource{Group: "inference.networking.k8
 	Resource: "inferencepools"}
 
 // NewInferencePool returns the source of one pool, which exists and is empty until Run has seen the cluster.
-func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, ref PoolRef,
+func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster dynamic.Interface, ref PoolRef,
 	log *slog.Logger) *InferencePool {
 	return &InferencePool{Kubernetes: NewKubernetes(state, spec, cluster, Pods{}, log), ref: ref}
 }
 
 // Run watches until ctx ends.
 func (i *InferencePool) Run(ctx context.Context) {
-	factory := dynamicinformer.NewFilteredDynamicSharedInformerFactory(i.cluster.Dynamic, 0, i.ref.Namespace,
-		func(o *metav1.ListOptions) {
-			o.FieldSelector = fields.OneTermEqualSelector("metadata.name", i.ref.Name).String()
-		})
-	defer factory.Shutdown()
-	informer := factory.ForResource(inferencePools)
 	changed := make(chan struct{}, 1)
-	if err := watchChanges(informer.Informer(), i.log, changed); err != nil {
+	pools, err := watch(ctx, i.cluster, inferencePools, i.ref.Namespace, watchOptions{tweak: func(o *metav1.ListOptions) {
+		o.FieldSelector = fields.OneTermEqualSelector("metadata.name", i.ref.Name).String()
+	}}, i.log, changed)
+	if err != nil {
 		i.log.Error("watching an InferencePool", "pool", i.spec.Name, "err", err)
 		return
 	}
-	factory.Start(ctx.Done())
-	if !cache.WaitForCacheSync(ctx.Done(), informer.Informer().HasSynced) {
+	defer pools.stop()
+	if !cache.WaitForCacheSync(ctx.Done(), pools.HasSynced) {
 		return
 	}
-	watched := podWatch{source: i.Kubernetes}
-	defer watched.stop()
+	pods := podWatch{source: i.Kubernetes}
+	defer pods.stop()
 	for {
-		i.follow(ctx, informer.Lister(), &watched)
+		i.follow(ctx, pools, &pods)
 		if !next(ctx, changed, 0) {
 			return
 		}
@@ -72,11 +69,11 @@ func (i *InferencePool) Run(ctx context.Context) {
 }
 
 // follow watches the pods that the resource selects now.
-func (i *InferencePool) follow(ctx context.Context, lister cache.GenericLister, watched *podWatch) {
-	object, err := lister.ByNamespace(i.ref.Namespace).Get(i.ref.Name)
-	if err != nil { // the lister's only error: no resource of that name
+func (i *InferencePool) follow(ctx context.Context, pools *watched, podWatch *podWatch) {
+	object, exists, _ := pools.GetStore().GetByKey(i.ref.Namespace + "/" + i.ref.Name) // in memory, which cannot fail
+	if !exists {
 		i.log.Warn("no such InferencePool", "pool", i.spec.Name, "name", i.ref.Namespace+"/"+i.ref.Name)
-		watched.stop()
+		podWatch.stop()
 		clear(i.left)
 		i.write(nil)
 		i.once.Do(func() { close(i.synced) })
@@ -87,7 +84,7 @@ func (i *InferencePool) follow(ctx context.Context, lister cache.GenericLister, 
 		i.log.Error("InferencePool not taken, going on with what is known", "pool", i.spec.Name, "err", err)
 		return
 	}
-	watched.follow(ctx, pods)
+	podWatch.follow(ctx, pods)
 }
 
 // podWatch is the current watch of pods, if any.
@@ -131,7 +128,7 @@ type inferencePool struct {
 }
 
 // readInferencePool returns the pods that the resource selects.
-func readInferencePool(object runtime.Object, ref PoolRef) (Pods, error) {
+func readInferencePool(object any, ref PoolRef) (Pods, error) {
 	raw, ok := object.(*unstructured.Unstructured)
 	if !ok {
 		return Pods{}, fmt.Errorf("unexpected object %T", object)

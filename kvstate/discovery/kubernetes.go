@@ -2,49 +2,21 @@ package discovery
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/dynamic"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"tandem/kvstate"
 )
-
-// Cluster is a client of a Kubernetes API server.
-type Cluster struct {
-	Typed   kubernetes.Interface
-	Dynamic dynamic.Interface
-}
-
-// Connect returns a Cluster with the pod's own service account if there is one, else with $KUBECONFIG or
-// ~/.kube/config. It does not contact the server.
-func Connect() (Cluster, error) {
-	config, err := rest.InClusterConfig()
-	if err != nil {
-		loading := clientcmd.NewDefaultClientConfigLoadingRules()
-		config, err = clientcmd.NewNonInteractiveDeferredLoadingClientConfig(loading, nil).ClientConfig()
-	}
-	if err != nil {
-		return Cluster{}, err
-	}
-	config.UserAgent = "tandem"
-	typed, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return Cluster{}, err
-	}
-	dyn, err := dynamic.NewForConfig(config)
-	return Cluster{typed, dyn}, err
-}
 
 // Pods selects the pods that are a pool's endpoints.
 type Pods struct {
@@ -55,14 +27,11 @@ type Pods struct {
 	Labels    Labels
 }
 
-// settle is how long a change may wait for others: a rollout is hundreds of events.
-const settle = 20 * time.Millisecond
-
 // Kubernetes is a pool whose endpoints are the ready pods that labels select. It uses an informer (list and watch
 // of pods only); a server that cannot be reached changes nothing.
 type Kubernetes struct {
 	target
-	cluster Cluster
+	cluster dynamic.Interface
 	pods    Pods
 	facts   *Facts // nil: engines are not asked
 	left    departures
@@ -71,7 +40,7 @@ type Kubernetes struct {
 }
 
 // NewKubernetes returns the source of one pool, which exists and is empty until Run has seen the cluster.
-func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster Cluster, pods Pods,
+func NewKubernetes(state *kvstate.State, spec kvstate.PoolSpec, cluster dynamic.Interface, pods Pods,
 	log *slog.Logger) *Kubernetes {
 	k := &Kubernetes{target: target{state: state, spec: spec, log: log}, cluster: cluster, pods: pods,
 		left: departures{}, synced: make(chan struct{})}
@@ -96,33 +65,26 @@ func (k *Kubernetes) watchPods(ctx context.Context, pods Pods) {
 		return
 	}
 	pool := podPool{ports: pods.Ports, scheme: pods.Scheme, labels: pods.Labels}
-	factory := informers.NewSharedInformerFactoryWithOptions(k.cluster.Typed, 0,
-		informers.WithNamespace(pods.Namespace),
-		informers.WithTransform(essentials),
-		informers.WithTweakListOptions(func(o *metav1.ListOptions) { o.LabelSelector = pods.Selector }))
-	defer factory.Shutdown()
-	informer := factory.Core().V1().Pods()
 	changed := make(chan struct{}, 1)
-	if err := watchChanges(informer.Informer(), k.log, changed); err != nil {
+	resources, err := watch(ctx, k.cluster, podResource, pods.Namespace, watchOptions{
+		tweak: func(o *metav1.ListOptions) { o.LabelSelector = pods.Selector }, keep: essentials,
+	}, k.log, changed)
+	if err != nil {
 		k.log.Error("watching pods", "pool", k.spec.Name, "err", err)
 		return
 	}
-	factory.Start(ctx.Done())
-	if !cache.WaitForCacheSync(ctx.Done(), informer.Informer().HasSynced) {
+	defer resources.stop()
+	if !cache.WaitForCacheSync(ctx.Done(), resources.HasSynced) {
 		return
 	}
 	var warned map[string]string
 	for {
-		all, err := informer.Lister().Pods(pods.Namespace).List(selector)
-		var again time.Duration
-		if err == nil {
-			endpoints := k.facts.fill(ctx, pool.endpoints(all), pods.Labels.Default, changed)
-			k.warnUnknown(pool.unknown, warned, pods.Labels.Role)
-			warned = pool.unknown
-			endpoints, again = k.left.keep(k.current, endpoints, time.Now())
-			k.write(endpoints)
-			k.once.Do(func() { close(k.synced) })
-		}
+		endpoints := k.facts.fill(ctx, pool.endpoints(podsIn(resources, selector)), pods.Labels.Default, changed)
+		k.warnUnknown(pool.unknown, warned, pods.Labels.Role)
+		warned = pool.unknown
+		endpoints, again := k.left.keep(k.current, endpoints, time.Now())
+		k.write(endpoints)
+		k.once.Do(func() { close(k.synced) })
 		if !next(ctx, changed, again) {
 			return
 		}
@@ -139,58 +101,28 @@ func (k *Kubernetes) warnUnknown(unknown, before map[string]string, label string
 	}
 }
 
-// watchChanges makes an informer signal its changes to changed. A resource that is not installed is logged once: the
-// informer keeps asking for it, with growing pauses.
-func watchChanges(informer cache.SharedIndexInformer, log *slog.Logger, changed chan<- struct{}) error {
-	warn := func() {
-		select {
-		case changed <- struct{}{}:
-		default: // signalled already
+// podResource is the watched resource.
+var podResource = corev1.SchemeGroupVersion.WithResource("pods")
+
+// podsIn returns the pods that are known now. A label that has changed takes a pod out before the server says so.
+func podsIn(resources *watched, selector labels.Selector) (out []*corev1.Pod) {
+	for _, o := range resources.GetStore().List() {
+		if pod, ok := o.(*corev1.Pod); ok && selector.Matches(labels.Set(pod.Labels)) {
+			out = append(out, pod)
 		}
 	}
-	var missing sync.Once
-	if err := informer.SetWatchErrorHandler(func(_ *cache.Reflector, err error) {
-		if apierrors.IsNotFound(err) {
-			missing.Do(func() { log.Info("not installed in the cluster", "err", err) })
-			return
-		}
-		log.Warn("watching the cluster, going on with what is known", "err", err)
-	}); err != nil {
-		return err
-	}
-	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: func(any) { warn() }, UpdateFunc: func(any, any) { warn() }, DeleteFunc: func(any) { warn() },
-	})
-	return err
+	return out
 }
 
-// next waits for a change, plus a little for those that follow immediately, or until the time at (if not 0); false
-// when ctx ends.
-func next(ctx context.Context, changed <-chan struct{}, at time.Duration) bool {
-	var passed <-chan time.Time
-	if at > 0 {
-		passed = time.After(at)
-	}
-	select {
-	case <-ctx.Done():
-		return false
-	case <-passed:
-		return true
-	case <-changed:
-	}
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(settle):
-		return true
-	}
-}
-
-// essentials drops the parts of a pod that are not read: a fleet's pods would take megabytes.
+// essentials keeps the parts of a pod that are read: a fleet's whole pods would take megabytes.
 func essentials(object any) (any, error) {
-	pod, ok := object.(*corev1.Pod)
+	raw, ok := object.(*unstructured.Unstructured)
 	if !ok {
 		return object, nil
+	}
+	var pod corev1.Pod
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(raw.Object, &pod); err != nil {
+		return nil, fmt.Errorf("pod %s/%s: %w", raw.GetNamespace(), raw.GetName(), err)
 	}
 	return &corev1.Pod{
 		TypeMeta: pod.TypeMeta,

@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	dynamicfake "k8s.io/client-go/dynamic/fake"
-	"k8s.io/client-go/kubernetes/fake"
 
 	"tandem/kvstate"
 )
@@ -29,6 +28,29 @@ func pod(name, ip string, labels map[string]string) *corev1.Pod {
 			{Type: corev1.PodReady, Status: corev1.ConditionTrue},
 		}},
 	}
+}
+
+// raw is a pod as the dynamic client has it.
+func raw(p *corev1.Pod) *unstructured.Unstructured {
+	p.APIVersion, p.Kind = "v1", "Pod"
+	o, err := runtime.DefaultUnstructuredConverter.ToUnstructured(p)
+	if err != nil {
+		panic(err)
+	}
+	return &unstructured.Unstructured{Object: o}
+}
+
+// clusterOf is an API server that has these pods.
+func clusterOf(pods ...*corev1.Pod) *dynamicfake.FakeDynamicClient {
+	client := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
+		podResource: "PodList", inferencePools: "InferencePoolList",
+	})
+	for _, p := range pods {
+		if err := client.Tracker().Create(podResource, raw(p), p.Namespace); err != nil {
+			panic(err)
+		}
+	}
+	return client
 }
 
 func unready(p *corev1.Pod) *corev1.Pod {
@@ -117,9 +139,9 @@ func TestUnknownRolesAndNodes(t *testing.T) {
 		require.NoError(t, err)
 		a := pod("a", "10.0.0.1", map[string]string{"llm-d.ai/role": "decode"})
 		a.Spec.NodeName = "node-7"
-		client := fake.NewClientset(a, pod("b", "10.0.0.2", map[string]string{"llm-d.ai/role": "decoder"}))
+		client := clusterOf(a, pod("b", "10.0.0.2", map[string]string{"llm-d.ai/role": "decoder"}))
 		s := kvstate.New(kvstate.Options{})
-		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, Cluster{Typed: client}, Pods{Namespace: "llm", Ports: []int{8000}, Labels: labels},
+		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, client, Pods{Namespace: "llm", Ports: []int{8000}, Labels: labels},
 			slog.New(slog.NewTextHandler(&log, nil)))
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
@@ -128,7 +150,7 @@ func TestUnknownRolesAndNodes(t *testing.T) {
 		synctest.Wait()
 		require.Equal(t, []string{"decode 10.0.0.1:8000"}, shown(s))
 		require.Equal(t, "node-7", s.Pool("p").Endpoints()[0].Node)
-		_, err = client.CoreV1().Pods("llm").Create(ctx, pod("c", "10.0.0.3", map[string]string{"llm-d.ai/role": "decoder"}), metav1.CreateOptions{})
+		_, err = client.Resource(podResource).Namespace("llm").Create(ctx, raw(pod("c", "10.0.0.3", map[string]string{"llm-d.ai/role": "decoder"})), metav1.CreateOptions{})
 		require.NoError(t, err)
 		time.Sleep(time.Second)
 		stop()
@@ -166,11 +188,11 @@ func TestKubernetes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		app := map[string]string{"app": "vllm", "llm-d.ai/role": "prefill"}
 		d := map[string]string{"app": "vllm", "llm-d.ai/role": "decode"}
-		client := fake.NewClientset(pod("a", "10.0.0.1", app), pod("b", "10.0.0.2", d), pod("z", "10.0.0.9", map[string]string{"app": "other"}))
+		client := clusterOf(pod("a", "10.0.0.1", app), pod("b", "10.0.0.2", d), pod("z", "10.0.0.9", map[string]string{"app": "other"}))
 		labels, err := Conventions("llm-d")
 		require.NoError(t, err)
 		s := kvstate.New(kvstate.Options{})
-		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, Cluster{Typed: client},
+		k := NewKubernetes(s, kvstate.PoolSpec{Name: "p"}, client,
 			Pods{Namespace: "llm", Selector: "app=vllm", Ports: []int{8000, 8001}, Labels: labels}, quiet())
 		require.Empty(t, addrs(s, "p"), "there, and empty: 503 and not 404")
 		ctx, stop := context.WithCancel(t.Context())
@@ -180,16 +202,16 @@ func TestKubernetes(t *testing.T) {
 		synctest.Wait() // also until it watches: client-go's fake reports nothing that happened before
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001", "decode 10.0.0.2:8000", "decode 10.0.0.2:8001"}, shown(s))
 
-		pods := client.CoreV1().Pods("llm")
+		pods := client.Resource(podResource).Namespace("llm")
 		later := func() { time.Sleep(time.Second); synctest.Wait() }
-		_, err = pods.Create(ctx, pod("c", "10.0.0.3", d), metav1.CreateOptions{})
+		_, err = pods.Create(ctx, raw(pod("c", "10.0.0.3", d)), metav1.CreateOptions{})
 		require.NoError(t, err)
 		later()
 		require.Len(t, addrs(s, "p"), 6)
 
 		stays := s.Pool("p").Endpoint("10.0.0.2:8000")
 		booked := s.Bookings.Reserve(stays, kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: 10})
-		_, err = pods.Update(ctx, leaving(pod("b", "10.0.0.2", d)), metav1.UpdateOptions{})
+		_, err = pods.Update(ctx, raw(leaving(pod("b", "10.0.0.2", d))), metav1.UpdateOptions{})
 		require.NoError(t, err)
 		later()
 		require.Contains(t, shown(s), "decode 10.0.0.2:8000 draining", "it answers still, and gets nothing new")
@@ -199,7 +221,7 @@ func TestKubernetes(t *testing.T) {
 			require.Equal(t, !c.Endpoint.Draining, c.Usable, c.Endpoint.Addr)
 		}
 		require.NoError(t, pods.Delete(ctx, "b", metav1.DeleteOptions{}))
-		_, err = pods.Update(ctx, unready(pod("c", "10.0.0.3", d)), metav1.UpdateOptions{})
+		_, err = pods.Update(ctx, raw(unready(pod("c", "10.0.0.3", d))), metav1.UpdateOptions{})
 		require.NoError(t, err)
 		later()
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001", "decode 10.0.0.3:8000 draining", "decode 10.0.0.3:8001 draining"}, shown(s),
@@ -208,7 +230,7 @@ func TestKubernetes(t *testing.T) {
 		require.Len(t, shown(s), 4)
 		time.Sleep(2 * time.Second)
 		require.Equal(t, []string{"prefill 10.0.0.1:8000", "prefill 10.0.0.1:8001"}, shown(s))
-		_, err = pods.Update(ctx, pod("c", "10.0.0.3", d), metav1.UpdateOptions{})
+		_, err = pods.Update(ctx, raw(pod("c", "10.0.0.3", d)), metav1.UpdateOptions{})
 		require.NoError(t, err)
 		later()
 		require.Contains(t, shown(s), "decode 10.0.0.3:8000", "ready again")
@@ -234,13 +256,12 @@ func inferencePoolObject(selector string, ports ...int64) *unstructured.Unstruct
 
 func TestInferencePool(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		client := fake.NewClientset(pod("a", "10.0.0.1", map[string]string{"app": "vllm"}), pod("b", "10.0.0.2", map[string]string{"app": "sglang"}))
-		resources := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(),
-			map[schema.GroupVersionResource]string{inferencePools: "InferencePoolList"}, inferencePoolObject("vllm", 8000))
+		client := clusterOf(pod("a", "10.0.0.1", map[string]string{"app": "vllm"}), pod("b", "10.0.0.2", map[string]string{"app": "sglang"}))
+		require.NoError(t, client.Tracker().Create(inferencePools, inferencePoolObject("vllm", 8000), "llm"))
 		labels, err := Conventions("llm-d")
 		require.NoError(t, err)
 		s := kvstate.New(kvstate.Options{})
-		source := NewInferencePool(s, kvstate.PoolSpec{Name: "p"}, Cluster{client, resources}, PoolRef{Namespace: "llm", Name: "llm", Labels: labels}, quiet())
+		source := NewInferencePool(s, kvstate.PoolSpec{Name: "p"}, client, PoolRef{Namespace: "llm", Name: "llm", Labels: labels}, quiet())
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() { source.Run(ctx); close(ended) }()
@@ -249,7 +270,7 @@ func TestInferencePool(t *testing.T) {
 		require.Equal(t, []string{"decode 10.0.0.1:8000"}, shown(s))
 		require.Equal(t, "h2c", s.Pool("p").Endpoints()[0].Scheme)
 
-		pools := resources.Resource(inferencePools).Namespace("llm")
+		pools := client.Resource(inferencePools).Namespace("llm")
 		later := func() { time.Sleep(time.Second); synctest.Wait() }
 		change := func(o *unstructured.Unstructured) {
 			_, err := pools.Update(ctx, o, metav1.UpdateOptions{})

@@ -49,7 +49,8 @@ func (p *poolReplica) apply(b *statev1.Batch, id streamID) {
 		}
 	}
 	for _, session := range b.GetSessions() {
-		p.s.state.Sessions.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
+		prefill, decode := at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1)
+		p.s.state.Sessions.ApplyAffinity(pool, session.GetKey(), prefill, decode)
 	}
 	for _, t := range b.GetTokens() {
 		p.s.state.ApplyLearned(pool, learnedOf(t))

@@ -351,7 +351,8 @@ func (p *poolReplica) loadChunk(pool *kvstate.Pool, text []byte) error {
 		}
 	}
 	for _, session := range chunk.GetSessions() {
-		p.s.state.Sessions.ApplyAffinity(pool, session.GetKey(), at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1))
+		prefill, decode := at.of(session.GetPrefill()-1), at.of(session.GetDecode()-1)
+		p.s.state.Sessions.ApplyAffinity(pool, session.GetKey(), prefill, decode)
 	}
 	if joined { // otherwise the snapshot is old, and the engine may have dropped the batches since
 		p.loadFeeds(pool, chunk.GetFeeds(), at)

@@ -21,7 +21,7 @@ import (
 	"sync"
 	"time"
 
-	"tandem/extproc"
+	"tandem/extproc/pass"
 	"tandem/internal/guard"
 	"tandem/kvstate"
 	"tandem/kvstate/redisstore"
@@ -37,10 +37,10 @@ type Pool struct {
 	Policy picker.Policy
 }
 
-// PoolsOf returns the pools of a server's current settings.
-func PoolsOf(server *extproc.Server) func() []Pool {
+// PoolsOf returns the pools of the current settings.
+func PoolsOf(settings func() pass.Settings) func() []Pool {
 	return func() (out []Pool) {
-		for name, p := range server.Settings().Pools {
+		for name, p := range settings().Pools {
 			out = append(out, Pool{
 				Name: name, Auto: p.AutoRoles, Whole: p.NotSplit(math.MaxInt64) != "", Policy: p.Placement(),
 			})

@@ -6,8 +6,8 @@ import (
 	"log/slog"
 	"slices"
 
-	"tandem/extproc"
-	"tandem/extproc/endpointpicker"
+	"tandem/extproc/core"
+	"tandem/extproc/plan"
 	"tandem/kvstate"
 	"tandem/kvstate/discovery"
 	"tandem/kvstate/kvevents"
@@ -16,9 +16,13 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// ServerOptions returns the server's options that the configuration determines. The caller adds the running parts.
-func ServerOptions(c *configv1.Config) extproc.Options {
-	o := extproc.Options{
+// MaxRedirects is Envoy's max_internal_redirects on the legs' routes. The core's own budget ends below it.
+const MaxRedirects = 8
+
+// CoreOptions returns the core's options that the configuration determines. The caller adds the running parts.
+func CoreOptions(c *configv1.Config) core.Options {
+	o := core.Options{
+		Inside:           Inside(c),
 		PathPrefixes:     c.GetEnvoy().GetPathPrefixes(),
 		SplitBodyBytes:   int(c.GetEnvoy().GetMaxBodyBytes()),
 		MaxBodyBytes:     int(4 * c.GetEnvoy().GetMaxBodyBytes()),
@@ -26,7 +30,7 @@ func ServerOptions(c *configv1.Config) extproc.Options {
 		DecisionMetadata: c.GetExtProc().GetDecisionMetadata(),
 	}
 	if e := c.GetExtProc(); e.GetProtocol() == ProtocolEndpointPicker {
-		o.Picker = &endpointpicker.Options{
+		o.Picker = &plan.GatewayOptions{
 			Fallbacks:    int(e.GetEndpointPicker().GetFallbacks()),
 			WatchBody:    e.GetEndpointPicker().GetResponses() == "body",
 			ShedRequests: int(e.GetEndpointPicker().GetShedRequests()),
@@ -146,3 +150,6 @@ func RedisOptions(r *configv1.Redis, log *slog.Logger) redisstore.Options {
 		PasswordFile: r.GetPasswordFile(), KeyPrefix: r.GetKeyPrefix(), Lease: Duration(r.GetLease()), Log: log,
 	}
 }
+
+// ReplicasFromRedis reports whether Envoys are served the replicas that live, as Redis knows them.
+func ReplicasFromRedis(c *configv1.Config) bool { return c.GetEnvoy().GetReplicas() == "redis" }

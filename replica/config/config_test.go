@@ -17,8 +17,8 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// core is the complete configuration of the design.
-const core = `
+// complete is the complete configuration of the design.
+const complete = `
 extProc: {listen: 127.0.0.1:9002}
 replan:  {listen: 127.0.0.1:9003}
 admin:   {listen: 127.0.0.1:9090}
@@ -46,7 +46,7 @@ pools:
 `
 
 func TestCore(t *testing.T) {
-	c, warnings, err := Parse([]byte(core))
+	c, warnings, err := Parse([]byte(complete))
 	require.NoError(t, err)
 	require.Empty(t, warnings)
 	require.Equal(t, int64(16777216), c.Envoy.MaxBodyBytes)
@@ -476,7 +476,7 @@ func TestOptionsOfFields(t *testing.T) {
 
 // FuzzParse: any text yields a configuration that reads back as itself, or mistakes of one line each.
 func FuzzParse(f *testing.F) {
-	f.Add([]byte(core))
+	f.Add([]byte(complete))
 	f.Add([]byte(least))
 	f.Add([]byte("a: &a [*a]"))
 	f.Add([]byte("pools: [{endpoints: [{address: \"[::1]:1\"}, ~]}]"))

@@ -109,6 +109,15 @@ func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery)
 	}
 }
 
+// PoolSchemes returns the schemes of a pool's engines; "http" may be missing, and some may be there twice.
+func PoolSchemes(p *configv1.Pool) []string {
+	all := Schemes(p.GetDiscovery())
+	for _, e := range p.GetEndpoints() {
+		all = append(all, e.GetScheme())
+	}
+	return all
+}
+
 // clusterName is a field with the name of something in the cluster; empty: its default.
 type clusterName struct{ field, name string }
 

@@ -58,6 +58,7 @@ const (
 	Hang        = "hang"                 // never answer
 	Slow        = "slow"                 // wait, then continue as usual
 	Garbage     = "garbage-body"         // 200 that is not JSON
+	Abort       = "abort"                // 200 that says the engine has given the request up, as SGLang's does
 	EmptyParams = "empty-params"         // prefill: kv_transfer_params {}
 	NullParams  = "null-params"          // prefill: kv_transfer_params null
 	BadParams   = "malformed-params"     // prefill: kv_transfer_params that would kill a decode engine
@@ -73,7 +74,7 @@ const (
 )
 
 var modes = []string{
-	Status, EarlyReset, MidReset, Hang, Slow, Garbage, EmptyParams, NullParams,
+	Status, EarlyReset, MidReset, Hang, Slow, Garbage, Abort, EmptyParams, NullParams,
 	BadParams, StreamReset, StreamDeath, Comment, Race, Refuse, Die, Restart, Stall, Unreachable,
 }
 
