@@ -106,7 +106,7 @@ func (s *Server) requestEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 	over := journey.Ending{Ticket: t, Ended: e, Here: s.passes.HeldHere(t, reservedAs(e))}
 	if t.Stage == kvtransfer.PrefillLeg { // pass 2 may have read P's inline answer, but Envoy did not receive its decision
 		s.bar(e, t.Redirects+1)
-		over.HandedOver = e.ClientGone && over.Here && !s.State.HandOvers.Consume(journey.InlineID(t.ID))
+		over.HandedOver = e.ClientGone && over.Here && !s.State.HandOvers.Consume(t.ID.Inline())
 	}
 	mine := s.journeys.End(&over)
 	if len(e.Unfollowed) > 0 {

@@ -112,23 +112,16 @@ func (x handler) explain(p *pass.Pass) {
 	}
 }
 
-// namespaceDecision is the namespace of the dynamic metadata with decisions, for Envoy's access logs.
-const namespaceDecision = "tandem"
-
-// decision returns the decision as dynamic metadata, {"tandem": {"pool": ..., ...}}, if it is configured. Empty fields
-// are omitted.
+// decision returns the decision as dynamic metadata, {"tandem": {"pool": ..., ...}}, if it is configured.
 func (x handler) decision(of *pass.Pass) []byte {
-	p := &of.Planned
-	if !x.s.DecisionMetadata || p.Route == "" {
+	if !x.s.DecisionMetadata {
 		return nil
 	}
-	return envoywire.Metadata(namespaceDecision,
-		envoywire.MetadataField{Name: "pool", Text: p.Pool}, envoywire.MetadataField{Name: "route", Text: p.Route},
-		envoywire.MetadataField{Name: "reason", Text: p.Reason}, envoywire.MetadataField{Name: "prefill", Text: p.Prefill},
-		envoywire.MetadataField{Name: "decode", Text: p.Decode},
-		envoywire.MetadataField{Name: "prompt_tokens", Number: float64(p.PromptTokens)},
-		envoywire.MetadataField{Name: "price", Number: of.Req.Foreseen.Price},
-		envoywire.MetadataField{Name: "waited", Number: p.Waited.Seconds()})
+	told := of.Told()
+	if told == nil {
+		return nil
+	}
+	return envoywire.Metadata(names.Decisions, told)
 }
 
 // startSpan starts the span of this stream. orphan says whether it may have no parent, when Envoy does not trace.

@@ -57,7 +57,7 @@ type Server struct {
 // New returns a server of the core. It starts no goroutines.
 func New(c *core.Core) *Server {
 	s := &Server{
-		Options: c.Options, draining: c.Draining, pairs: concurrent.NewPairs(),
+		Options: c.Options, draining: c.Draining, pairs: &concurrent.Pairs{},
 		passes: c.Passes, journeys: c.Journeys, observer: c.Observer, reclaim: c.Reclaim, guard: c.Guard,
 		faults: c.Faults, started: c.Started,
 	}

@@ -7,6 +7,7 @@ import (
 
 	"tandem/carrier/tokens"
 	"tandem/extproc/ended"
+	"tandem/extproc/names"
 	"tandem/internal/guard"
 )
 
@@ -20,7 +21,7 @@ type got struct {
 // begins is called when an answer with these headers begins. It reports whether its tokens are counted.
 func (g *got) begins(f *Filter, header func(name string) string) bool {
 	if g.explained != "" {
-		f.envoy.SetMetadata(decisions, explanation, g.explained)
+		f.envoy.SetMetadata(names.Decisions, explanation, g.explained)
 	}
 	return f.s.Passes.Observer.Usage != nil && g.tokens.Begin(header(":status"), header("content-type"))
 }

@@ -206,33 +206,23 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	f.envoy.Continue()
 }
 
-// decisions is the namespace of decisions in the dynamic metadata.
-const decisions = "tandem"
-
-// explanation is the key there of an explanation, which Envoy's header mutation makes a header of.
+// explanation is the key in [names.Decisions] of an explanation, which Envoy's header mutation makes a header of.
 const explanation = "explanation"
 
-// tellDecision returns a function that writes the decision of a pass into Envoy's dynamic metadata, without empty
-// fields, and then takes the next step.
+// tellDecision has the decision of a pass written into Envoy's dynamic metadata, without empty fields, before the next
+// step.
 func tellDecision(e Envoy, x *pass.Pass, then onWorker) onWorker {
-	p, price := x.Planned, x.Req.Foreseen.Price
-	if p.Route == "" {
+	told := x.Told()
+	if told == nil {
 		return then
 	}
 	return func() {
-		for _, m := range []struct{ name, value string }{
-			{"pool", p.Pool}, {"route", p.Route}, {"reason", p.Reason}, {"prefill", p.Prefill}, {"decode", p.Decode},
-		} {
-			if m.value != "" {
-				e.SetMetadata(decisions, m.name, m.value)
-			}
-		}
-		for _, m := range []struct {
-			name  string
-			value float64
-		}{{"prompt_tokens", float64(p.PromptTokens)}, {"price", price}, {"waited", p.Waited.Seconds()}} {
-			if m.value != 0 {
-				e.SetMetadataNumber(decisions, m.name, m.value)
+		for _, m := range told {
+			switch {
+			case m.Text != "":
+				e.SetMetadata(names.Decisions, m.Name, m.Text)
+			case m.Number != 0:
+				e.SetMetadataNumber(names.Decisions, m.Name, m.Number)
 			}
 		}
 		then()

@@ -9,29 +9,27 @@
 package concurrent
 
 import (
-	"sync"
 	"time"
+
+	"tandem/extproc/attempts"
+	"tandem/extproc/kvtransfer"
 )
 
 // Pairs connects the two legs of one attempt when they run concurrently. Each leg is a stream of its own and must
 // learn how the other ends. If another replica serves the other leg, Envoy's access log, which all replicas
 // receive, reports its end.
-type Pairs struct {
-	mu   sync.Mutex
-	live map[[16]byte]*Pair
-	idle []idlePair // pairs without a stream, oldest first
-}
+type Pairs struct{ attempts attempts.Table[Pair] }
 
-// Pair is one attempt, by its ticket's id.
+// Pair is one attempt.
 type Pair struct {
-	streams int
-
 	Ended   chan struct{} // closed when P's leg has ended; then Verdict is set
 	Verdict Outcome
 
 	Over    chan struct{} // closed when nobody waits for P's leg any more
 	givenUp bool
 }
+
+func newPair() *Pair { return &Pair{Ended: make(chan struct{}), Over: make(chan struct{})} }
 
 // Outcome is how a prefill leg ended.
 type Outcome struct {
@@ -46,96 +44,30 @@ type Outcome struct {
 // learn the verdict from Envoy's access log, which is sent every 0.2 s.
 const VerdictWait = 500 * time.Millisecond
 
-type idlePair struct {
-	id    [16]byte
-	since time.Time
-}
-
-// How long, and how many, pairs without streams are remembered: the end of one leg may be reported before the other
-// leg has begun, and reports of other replicas' pairs arrive too.
-const (
-	idlePairTime = 10 * time.Second
-	maxIdlePairs = 1 << 16
-)
-
-// NewPairs returns an empty registry.
-func NewPairs() *Pairs { return &Pairs{live: map[[16]byte]*Pair{}} }
-
 // Enter is called by a stream that serves a leg; Leave must follow.
-func (ps *Pairs) Enter(id [16]byte) *Pair {
-	ps.mu.Lock()
-	defer ps.mu.Unlock()
-	p := ps.at(id)
-	p.streams++
-	return p
-}
+func (ps *Pairs) Enter(id kvtransfer.ID) *Pair { return ps.attempts.Enter(id, newPair) }
 
 // Leave ends what [Pairs.Enter] began.
-func (ps *Pairs) Leave(id [16]byte) {
-	ps.mu.Lock()
-	defer ps.mu.Unlock()
-	if p := ps.live[id]; p != nil {
-		if p.streams--; p.streams == 0 {
-			ps.expire(id)
-		}
-	}
-}
+func (ps *Pairs) Leave(id kvtransfer.ID) { ps.attempts.Leave(id) }
 
 // Report sets the verdict on P's leg. The first one counts.
-func (ps *Pairs) Report(id [16]byte, v Outcome) {
-	ps.mu.Lock()
-	defer ps.mu.Unlock()
-	p := ps.at(id)
-	select {
-	case <-p.Ended:
-		return
-	default:
-	}
-	p.Verdict = v
-	close(p.Ended)
-	if p.streams == 0 {
-		ps.expire(id)
-	}
+func (ps *Pairs) Report(id kvtransfer.ID, v Outcome) {
+	ps.attempts.Tell(id, newPair, func(p *Pair) {
+		select {
+		case <-p.Ended:
+		default:
+			p.Verdict = v
+			close(p.Ended)
+		}
+	})
 }
 
 // GiveUp records that nobody waits for P's leg any more, which may not have begun.
-func (ps *Pairs) GiveUp(id [16]byte) {
-	ps.mu.Lock()
-	defer ps.mu.Unlock()
-	p := ps.at(id)
-	if p.givenUp {
-		return
-	}
-	p.givenUp = true
-	close(p.Over)
-	if p.streams == 0 {
-		ps.expire(id)
-	}
-}
-
-// at finds a pair, or creates it. The caller holds the lock.
-func (ps *Pairs) at(id [16]byte) *Pair {
-	p := ps.live[id]
-	if p == nil {
-		p = &Pair{Ended: make(chan struct{}), Over: make(chan struct{})}
-		ps.live[id] = p
-	}
-	return p
-}
-
-// expire records that no stream uses a pair now, and forgets pairs without streams for long. The caller holds the
-// lock.
-func (ps *Pairs) expire(id [16]byte) {
-	now := time.Now()
-	ps.idle = append(ps.idle, idlePair{id, now})
-	done := 0
-	for done < len(ps.idle) && (now.Sub(ps.idle[done].since) > idlePairTime || len(ps.idle)-done > maxIdlePairs) {
-		if p := ps.live[ps.idle[done].id]; p != nil && p.streams == 0 {
-			delete(ps.live, ps.idle[done].id)
+func (ps *Pairs) GiveUp(id kvtransfer.ID) {
+	ps.attempts.Tell(id, newPair, func(p *Pair) {
+		if !p.givenUp {
+			p.givenUp = true
+			close(p.Over)
 		}
-		done++
-	}
-	if ps.idle = ps.idle[done:]; len(ps.idle) == 0 {
-		ps.idle = nil
-	}
+	})
 }

@@ -244,14 +244,8 @@ func Destination(list string) []byte {
 	return appendText(b, 3, list)
 }
 
-// MetadataField is one field of dynamic metadata: a text or, where that is empty, a number.
-type MetadataField struct {
-	Name, Text string
-	Number     float64
-}
-
 // Metadata encodes dynamic metadata of one namespace, {namespace: {name: value, ...}}. Empty fields are left out.
-func Metadata(namespace string, fields ...MetadataField) []byte {
+func Metadata(namespace string, fields []names.Metadata) []byte {
 	var inner []byte
 	for _, f := range fields {
 		switch {

@@ -32,18 +32,3 @@ func TestAwait(t *testing.T) {
 		require.False(t, ok)
 	})
 }
-
-// What is remembered is bounded in time and number.
-func TestBounds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var l tries
-		for i := range maxKept + 100 {
-			l.report([16]byte{byte(i), byte(i >> 8), byte(i >> 16)}, Failure{})
-		}
-		require.Len(t, l.known, maxKept)
-		time.Sleep(keptFor + time.Second)
-		l.report([16]byte{15: 1}, Failure{})
-		require.Len(t, l.known, 1)
-		require.Len(t, l.order, 1)
-	})
-}

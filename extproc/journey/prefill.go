@@ -70,15 +70,8 @@ func (x *Legs) settleInline(ctx context.Context, p *pass.Pass, t *kvtransfer.Tic
 	settled := x.Settle(ctx, t, &pass.Answer{
 		Code: http.StatusOK, Body: answer[:n], Over: err != nil, Load: p.Head.Load, Inline: true,
 	})
-	settled.Next.ID = InlineID(t.ID)
+	settled.Next.ID = t.ID.Inline()
 	return settled.Next
-}
-
-// InlineID derives the id of an inline hand-over from that of the prefill leg's ticket. It differs from the id that
-// the leg's filter would use: if it is consumed, pass 2 began with an inline answer.
-func InlineID(id [16]byte) [16]byte {
-	id[0] ^= 0x40
-	return id
 }
 
 // Settle settles a prefill leg that ended with P's answer, for the leg's filter, for the call of P inside Envoy, and

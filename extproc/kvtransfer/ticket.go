@@ -91,7 +91,7 @@ const MaxHeaderBytes = 40 << 10
 type Ticket struct {
 	// random. A hand-over is consumed under it; it is also the ticket's of the prefill leg, and the decode leg keeps
 	// that of both
-	ID      [16]byte
+	ID      ID
 	Stage   Stage
 	Expires time.Time // in milliseconds
 	Started time.Time // arrival of the request, in microseconds
@@ -520,7 +520,7 @@ func (t *Ticket) setTokens(f protowire.Number, n int64) {
 func (t *Ticket) setText(f protowire.Number, v []byte) error {
 	switch f {
 	case fieldID:
-		return set16(&t.ID, v)
+		return set16((*[16]byte)(&t.ID), v)
 	case fieldPool:
 		t.Pool = string(v)
 	case fieldPrefill:

@@ -226,7 +226,7 @@ func (s *Shared) Revoke(name string) {
 
 // consume consumes a ticket, and reports whether this was the first time. A ticket that no other replica can have needs
 // no record.
-func (s *Shared) consume(id [16]byte) bool { return s.Inside || s.State.HandOvers.Consume(id) }
+func (s *Shared) consume(id kvtransfer.ID) bool { return s.Inside || s.State.HandOvers.Consume(id) }
 
 // releaseDecode releases what a ticket's pass has reserved for decode, here or at the replica that served it.
 func (s *Shared) releaseDecode(t *kvtransfer.Ticket) {

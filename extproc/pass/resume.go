@@ -30,7 +30,7 @@ func (x *Pass) Returns(t *kvtransfer.Ticket) error {
 // Resume continues a request whose leg has ended, by the ticket that this has led to, after [Pass.Returns]. attempt is
 // the id of the leg's own ticket. ticketErr says why the ticket is too old to be used.
 func (x *Pass) Resume(
-	ctx context.Context, t *kvtransfer.Ticket, attempt [16]byte, ticketErr error,
+	ctx context.Context, t *kvtransfer.Ticket, attempt kvtransfer.ID, ticketErr error,
 ) (*plan.Decision, error) {
 	s := x.shared
 	s.Release(s.Held(x.ReservedAs, t.Redirects)) // of a stream that Envoy gave up and retries
@@ -90,7 +90,7 @@ func (x *Pass) restoreBody(t *kvtransfer.Ticket) {
 // decode plans the decode leg with the KV parameters from prefill's answer. If the request is refused, nobody fetches
 // the KV; if its client has left, its end says so.
 func (x *Pass) decode(
-	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte,
+	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt kvtransfer.ID,
 ) (*plan.Decision, error) {
 	d, err := x.toDecode(ctx, pool, t, attempt)
 	if err != nil && !errors.Is(err, latebinding.ErrWaits) && ctx.Err() == nil && !x.shared.Reclaim.Enabled(t.Pool) {
@@ -101,7 +101,7 @@ func (x *Pass) decode(
 
 // toDecode chooses D again: the load has changed since pass 1, and pull dialects allow it.
 func (x *Pass) toDecode(
-	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt [16]byte,
+	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt kvtransfer.ID,
 ) (*plan.Decision, error) {
 	s, r := x.shared, &x.Req
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}

@@ -198,7 +198,7 @@ func (r *Request) lastHop() bool {
 }
 
 // aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
-func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id [16]byte, at int) (edits, undo openai.Edits) {
+func (r *Request) aloneEdits(v *kvstate.View, p *Policy, id kvtransfer.ID, at int) (edits, undo openai.Edits) {
 	pulls := p.Dialect.Pull != nil
 	if pulls {
 		r.Sides = kvtransfer.Pair{RequestID: r.ID, Attempt: id}

@@ -147,7 +147,7 @@ func (r *Request) modelIn(model string) string {
 }
 
 // NewID returns the random id of an attempt and its ticket.
-func NewID() (id [16]byte) {
+func NewID() (id kvtransfer.ID) {
 	_, _ = cryptorand.Read(id[:]) // never fails (crypto/rand)
 	return id
 }

@@ -16,7 +16,7 @@ import (
 // HandOver is a prefill leg that ended well: what pass 2 has when it decides for the decode leg.
 type HandOver struct {
 	Ticket  *kvtransfer.Ticket
-	Attempt [16]byte          // id of the ticket that the prefill leg was sent with
+	Attempt kvtransfer.ID     // id of the ticket that the prefill leg was sent with
 	Params  []byte            // KV parameters; nil: D computes the prompt
 	Decode  *kvstate.Endpoint // D; nil: none was chosen yet
 	Paired  bool              // D may get the parameters

@@ -85,7 +85,7 @@ func New(o Options) *Reclaimer { return &Reclaimer{Options: o, queue: make(chan 
 
 // cleanup is one hand-over to be fetched and discarded.
 type cleanup struct {
-	id        [16]byte // of the hand-over's ticket
+	id        kvtransfer.ID // of the hand-over's ticket
 	requestID string
 	record    *record
 }
@@ -125,12 +125,12 @@ func (r *Reclaimer) Record(t *kvtransfer.Ticket, requestID string, params []byte
 }
 
 // Confirm records that no other replica has read the answer of a recorded hand-over.
-func (r *Reclaimer) Confirm(id [16]byte, requestID string) {
+func (r *Reclaimer) Confirm(id kvtransfer.ID, requestID string) {
 	r.reclaimOver(id, requestID, r.records.confirm(id))
 }
 
 // reclaimOver reclaims a hand-over whose request had ended before; nil: it had not.
-func (r *Reclaimer) reclaimOver(id [16]byte, requestID string, h *record) {
+func (r *Reclaimer) reclaimOver(id kvtransfer.ID, requestID string, h *record) {
 	if h != nil {
 		r.orphaned(id, requestID, h, h.over)
 	}
@@ -235,14 +235,14 @@ func (r *Reclaimer) NotConnected(t *kvtransfer.Ticket, requestID string, here bo
 	}
 }
 
-func (r *Reclaimer) orphaned(id [16]byte, requestID string, h *record, why string) {
+func (r *Reclaimer) orphaned(id kvtransfer.ID, requestID string, h *record, why string) {
 	r.Observer.Orphaned(h.pool, h.prefill, why)
 	r.enqueue(id, requestID, h)
 }
 
 // enqueue schedules a hand-over to be fetched and discarded. Its ticket may be consumed, but no decode endpoint was
 // asked or will be.
-func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
+func (r *Reclaimer) enqueue(id kvtransfer.ID, requestID string, h *record) {
 	r.State.HandOvers.Consume(id)
 	result := "no_room"
 	if h.params != nil {
@@ -263,8 +263,7 @@ func (r *Reclaimer) enqueue(id [16]byte, requestID string, h *record) {
 // replicas must confirm it: a ticket consumed twice may cost one request its KV, but a cleanup sent twice may cost
 // another request its text.
 func (r *Reclaimer) claims(c cleanup) bool {
-	c.id[0] ^= 0x80
-	first, known := r.State.HandOvers.ConsumeConfirmed(c.id)
+	first, known := r.State.HandOvers.ConsumeConfirmed(c.id.Cleanup())
 	if !known {
 		r.Observer.Reclaimed(c.record.pool, unsure)
 	}
@@ -409,7 +408,7 @@ type record struct {
 type records struct {
 	mu    sync.Mutex
 	bytes int
-	kept  map[[16]byte]*record
+	kept  map[kvtransfer.ID]*record
 
 	sweeping bool // the timer is running
 }
@@ -422,7 +421,7 @@ const (
 
 // confirm records that no other replica has read the answer of a hand-over. It removes and returns the record of a
 // request that has ended.
-func (o *records) confirm(id [16]byte) *record {
+func (o *records) confirm(id kvtransfer.ID) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	h := o.kept[id]
@@ -463,12 +462,12 @@ func (o *records) add(t *kvtransfer.Ticket, params []byte, decode string, decide
 }
 
 // put stores a record and reports whether the limit allowed it. The caller holds the lock.
-func (o *records) put(id [16]byte, h *record) bool {
+func (o *records) put(id kvtransfer.ID, h *record) bool {
 	if len(o.kept) >= maxRecords {
 		return false
 	}
 	if o.kept == nil {
-		o.kept = map[[16]byte]*record{}
+		o.kept = map[kvtransfer.ID]*record{}
 	}
 	o.kept[id] = h
 	if !o.sweeping {
@@ -479,7 +478,7 @@ func (o *records) put(id [16]byte, h *record) bool {
 }
 
 // remove is called with the lock held.
-func (o *records) remove(id [16]byte, h *record) {
+func (o *records) remove(id kvtransfer.ID, h *record) {
 	delete(o.kept, id)
 	o.bytes -= len(h.params)
 }
@@ -487,7 +486,7 @@ func (o *records) remove(id [16]byte, h *record) {
 // end is called instead of take when a prefill leg's pass has ended and no other pass followed. Access log entries
 // arrive on a stream of their own: if P's answer is not recorded yet, or if another replica may have read it, the
 // reason is stored for add and confirm.
-func (o *records) end(id [16]byte, why string, expires time.Time) *record {
+func (o *records) end(id kvtransfer.ID, why string, expires time.Time) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	h := o.kept[id]
@@ -504,7 +503,7 @@ func (o *records) end(id [16]byte, why string, expires time.Time) *record {
 }
 
 // take removes and returns a record; nil if there is none.
-func (o *records) take(id [16]byte) *record {
+func (o *records) take(id kvtransfer.ID) *record {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	h := o.kept[id]

@@ -2,10 +2,11 @@ package replan
 
 import (
 	"context"
-	"sync"
 	"time"
 
+	"tandem/extproc/attempts"
 	"tandem/extproc/journey"
+	"tandem/extproc/kvtransfer"
 )
 
 // An answer that is not streamed sends nothing until it is complete, so no timeout can tell a slow decode endpoint
@@ -23,53 +24,53 @@ const (
 )
 
 // tries are the tries that are held, by their hop's ticket.
-type tries struct {
-	mu   sync.Mutex
-	held map[[16]byte]*try
-}
+type tries struct{ attempts attempts.Table[held] }
 
-// newTries returns no tries.
-func newTries() *tries { return &tries{held: map[[16]byte]*try{}} }
+// held is the latest held try of a hop; nil: none is.
+type held struct{ *try }
 
-// try is the latest held try of a hop.
 type try struct {
 	failed chan struct{} // closed when Envoy reports that a try at the endpoint failed
 	over   chan struct{} // closed when a later try of the hop is held instead
 }
 
+func newHeld() *held { return &held{} }
+
 // enter starts to hold a try, and replaces an earlier one of the hop.
-func (hs *tries) enter(id [16]byte) *try {
-	h := &try{failed: make(chan struct{}), over: make(chan struct{})}
-	hs.mu.Lock()
-	defer hs.mu.Unlock()
-	if earlier := hs.held[id]; earlier != nil {
-		close(earlier.over)
-	}
-	hs.held[id] = h
-	return h
+func (hs *tries) enter(id kvtransfer.ID) *try {
+	t := &try{failed: make(chan struct{}), over: make(chan struct{})}
+	hs.attempts.Enter(id, newHeld)
+	hs.attempts.TellUser(id, func(h *held) {
+		if h.try != nil {
+			close(h.over)
+		}
+		h.try = t
+	})
+	return t
 }
 
-func (hs *tries) leave(id [16]byte, h *try) {
-	hs.mu.Lock()
-	defer hs.mu.Unlock()
-	if hs.held[id] == h {
-		delete(hs.held, id)
-	}
+func (hs *tries) leave(id kvtransfer.ID, t *try) {
+	hs.attempts.TellUser(id, func(h *held) {
+		if h.try == t {
+			h.try = nil
+		}
+	})
+	hs.attempts.Leave(id)
 }
 
 // fail ends the wait of a hop's held try, because its try at the endpoint has failed.
-func (hs *tries) fail(id [16]byte) {
-	hs.mu.Lock()
-	defer hs.mu.Unlock()
-	if h := hs.held[id]; h != nil {
-		close(h.failed)
-		delete(hs.held, id)
-	}
+func (hs *tries) fail(id kvtransfer.ID) {
+	hs.attempts.TellUser(id, func(h *held) {
+		if h.try != nil {
+			close(h.failed)
+			h.try = nil
+		}
+	})
 }
 
 // awaitLoss holds a hedge until lost says that the try at the endpoint is. It returns false if the hedge needs no
 // answer any more: Envoy or the server has given it up.
-func (hs *tries) awaitLoss(ctx context.Context, id [16]byte, draining <-chan struct{}, lost func() bool) bool {
+func (hs *tries) awaitLoss(ctx context.Context, id kvtransfer.ID, draining <-chan struct{}, lost func() bool) bool {
 	h := hs.enter(id)
 	defer hs.leave(id, h)
 	look := time.NewTicker(interval)

@@ -31,18 +31,18 @@ type Port struct {
 	journeys *journey.Shared
 	passes   *pass.Shared
 	pairs    *concurrent.Pairs
-	tries    *tries
+	tries    tries
 	draining <-chan struct{}
 	maxBody  int
 }
 
 // NewPort returns a port. Its tries end when draining is closed; bodies have maxBody bytes at most.
 func NewPort(journeys *journey.Shared, pairs *concurrent.Pairs, draining <-chan struct{}, maxBody int) *Port {
-	return &Port{journeys, journeys.Passes, pairs, newTries(), draining, maxBody}
+	return &Port{journeys, journeys.Passes, pairs, tries{}, draining, maxBody}
 }
 
 // TryFailed ends the wait of a hop's hedge, because Envoy reports that its try at the endpoint has failed.
-func (p *Port) TryFailed(id [16]byte) { p.tries.fail(id) }
+func (p *Port) TryFailed(id kvtransfer.ID) { p.tries.fail(id) }
 
 // ServeHTTP implements [http.Handler].
 func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -63,10 +63,10 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case hedged(t, s.Since(t)):
 		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
 		isLost := func() bool { return p.journeys.Lost(t) }
-		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.HandOvers.Consume(idOf(t)) {
+		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.HandOvers.Consume(t.ID.Replanned(t.Stage)) {
 			panic(http.ErrAbortHandler) // Envoy awaits the other try
 		}
-	case !s.State.HandOvers.Consume(idOf(t)):
+	case !s.State.HandOvers.Consume(t.ID.Replanned(t.Stage)):
 		p.refuse(w, r, t, id, errTicketConsumed)
 		return
 	}
@@ -120,7 +120,7 @@ func (p *Port) restart(w http.ResponseWriter, r *http.Request, t *kvtransfer.Tic
 	s, h, id := p.passes, r.Header, r.Header.Get(names.HeaderRequestID)
 	size := discard(r.Body, p.maxBody+plan.MaxDecodeMember)
 	if t == nil || t.Cause == kvtransfer.CauseRouter || !takesPass(t, h.Get(names.HeaderPrefilled) != "") ||
-		!p.journeys.Another(t) || !s.State.HandOvers.Consume(idOf(t)) {
+		!p.journeys.Another(t) || !s.State.HandOvers.Consume(t.ID.Replanned(t.Stage)) {
 		w.Header().Set(names.HeaderFinal, "true")
 		p.giveUp(w, r, openai.Unavailable("router_failed", "the router failed twice to decide this request",
 			time.Second))
@@ -186,13 +186,6 @@ func hedged(t *kvtransfer.Ticket, took time.Duration) bool {
 // takesPass reports whether a pass may have begun with a ticket; inline: together with P's answer.
 func takesPass(t *kvtransfer.Ticket, inline bool) bool {
 	return t.Stage == kvtransfer.Undecided || t.Stage.Redirects() || inline && t.Stage == kvtransfer.PrefillLeg
-}
-
-// idOf is the name under which the port consumes a ticket. It differs from the hand-over's, which has the ticket's id.
-func idOf(t *kvtransfer.Ticket) [16]byte {
-	id := t.ID
-	id[1] ^= 0x80 | byte(t.Stage)
-	return id
 }
 
 // pairFailed is hopFailed for D of a pair: P may have failed first. refusal is P's of the request, for the client.

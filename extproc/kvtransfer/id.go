@@ -1,0 +1,25 @@
+package kvtransfer
+
+// ID is the id of a ticket: it names an attempt of a request, and what two engines exchange for it. It is random, and
+// good for one decode. What else may happen only once for the same ticket has an id of its own, which anybody who has the
+// ticket can tell.
+type ID [16]byte
+
+// Inline is the id of the hand-over of a prefill leg whose answer came with pass 2: if it is consumed, pass 2 has read
+// that answer. The leg's own filter hands over with the leg's id.
+func (id ID) Inline() ID {
+	id[0] ^= 0x40
+	return id
+}
+
+// Cleanup is the id under which the KV of a hand-over that nobody fetched is reclaimed.
+func (id ID) Cleanup() ID {
+	id[0] ^= 0x80
+	return id
+}
+
+// Replanned is the id under which a hop that failed at a stage is planned again.
+func (id ID) Replanned(s Stage) ID {
+	id[1] ^= 0x80 | byte(s)
+	return id
+}
