@@ -5,9 +5,9 @@ import "tandem/kvstate"
 // Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation
 // comes back, and conversations that come back while an engine computes a prompt wait for it.
 
-// twoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
+// TwoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
 // serve both legs serve whole requests: a pair keeps a second copy of each, and some memory is for what runs.
-const twoCopies = 0.35
+const TwoCopies = 0.35
 
 // whole reports whether engines that serve both legs should serve whole requests, because two copies of the
 // conversations that are expected back do not fit into their memory.
@@ -22,7 +22,7 @@ func (t *terms) whole(v *kvstate.View) bool {
 			all += c.Memory.Tokens
 		}
 	}
-	return v.Load.Live > twoCopies*all
+	return v.Load.Live > TwoCopies*all
 }
 
 // evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance
@@ -62,10 +62,11 @@ const (
 	roomy         = 0.6
 )
 
-// noMemory reports whether a request should wait, because the conversations at the endpoint that would answer it leave
-// no room. One that finds most of its prompt at some endpoint never waits.
+// noMemory reports whether a request should wait, because the conversations at the endpoint that would compute and
+// answer it leave no room. One that finds most of its prompt at some endpoint never waits, nor does a pair: engines that only
+// prefill admit few prompts at a time as it is.
 func (k *Picker) noMemory(r *Request, v *kvstate.View, c *Choice) bool {
-	if !k.Late || r.Blocks == 0 || float64(c.Uncached) <= k.Model.StepTokens {
+	if !k.Late || c.Prefill >= 0 || r.Blocks == 0 || float64(c.Uncached) <= k.Model.StepTokens {
 		return false
 	}
 	e := &v.Endpoints[c.Decode]
