@@ -96,7 +96,7 @@ var guarded = map[string][]string{
 	"github.com/prometheus/": {
 		"replica/xds", "replica/gatewayextension", "extproc (test)", "extproc/telemetry", "replica",
 		"replica/fleetmetrics", "e2e/enginesim/api", "e2e/enginesim/connector",
-		"e2e/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage", "extproc/journey (test)", "extproc/journey/script",
+		"e2e/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage", "extproc/faults (test)", "extproc/journey (test)", "extproc/journey/script",
 		"carrier/filter (test)",
 	},
 	"github.com/redis/": {
