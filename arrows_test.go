@@ -100,7 +100,7 @@ var guarded = map[string][]string{
 		"carrier/filter (test)",
 	},
 	"github.com/redis/": {
-		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)",
+		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator",
 	},
 	"github.com/go-zeromq/": {
 		"kvstate/kvevents (test)", "internal/zmtp (test)", "kvstate/notices (test)",
@@ -113,7 +113,7 @@ var guarded = map[string][]string{
 	},
 	"google.golang.org/protobuf": {
 		"replica/xds (test)", "replica/gatewayextension", "protos/envoygateway/v1", "replica",
-		"replica/config", "replica/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
+		"replica/config", "replica/config/diff", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
 		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/inside", "envoy-configs/layout", "docs (test)",
 	},

@@ -5,9 +5,9 @@ import "tandem/kvstate"
 // Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation
 // comes back, and conversations that come back while an engine computes a prompt wait for it.
 
-// TwoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
+// twoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
 // serve both legs serve whole requests: a pair keeps a second copy of each, and some memory is for what runs.
-const TwoCopies = 0.35
+const twoCopies = 0.35
 
 // whole reports whether engines that serve both legs should serve whole requests, because two copies of the
 // conversations that are expected back do not fit into their memory.
@@ -22,7 +22,7 @@ func (t *terms) whole(v *kvstate.View) bool {
 			all += c.Memory.Tokens
 		}
 	}
-	return v.Load.Live > TwoCopies*all
+	return v.Load.Live > twoCopies*all
 }
 
 // evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance

@@ -7,7 +7,6 @@
 //
 // Each replica also has a slot, a small number that it chooses among those that no other has, and keeps. If two chose
 // the same, the younger chooses again.
-//
 package membership
 
 import (

@@ -565,6 +565,13 @@ func (t *Table) Empty(e *Engine, left bool) {
 // Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
 func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
 
+// Known returns the number of conversations that are known.
+func (t *Table) Known() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.known
+}
+
 // Memory returns what an engine's memory holds; nil: its size is unknown.
 func (e *Engine) Memory() *Memory { return e.summary.Load() }
 

@@ -32,9 +32,10 @@ const (
 	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
 	usualAnswer  = 256 // tokens of an answer in a pool without observations
 
-	// Engines serve whole requests from the time when two copies of the conversations that are expected back do not fit
-	// into their memory ([picker.TwoCopies]) until these take less than this part of it.
-	wholeUntil = 0.3
+	// Engines serve whole requests while conversations that are expected back take more than this part of their memory:
+	// at the first, two copies cannot fit. It is more than without roles ([picker.Policy], where engines that serve both
+	// legs decide for each request), since with roles a change costs what waits and runs.
+	wholeFrom, wholeUntil = 0.5, 0.42
 )
 
 // Engine is an endpoint, as far as its word depends on it.
@@ -317,7 +318,7 @@ func (f *Fleet) Changes() (out []Change) {
 
 // whole reports whether engines should serve whole requests.
 func (f *Fleet) whole() bool {
-	limit := picker.TwoCopies
+	limit := wholeFrom
 	for i := range f.Engines {
 		if f.Engines[i].Word == kvstate.RoleBoth {
 			limit = wholeUntil

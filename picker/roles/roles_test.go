@@ -209,26 +209,26 @@ func TestOf(t *testing.T) {
 // memory, and have words again when these take clearly less.
 func TestWholeEngines(t *testing.T) {
 	f := fleet(4, 2, 1, 0, 20, 4000)
-	f.Live, f.Memory = 1.3e6, 4e6
+	f.Live, f.Memory = 1.9e6, 4e6
 	for _, c := range f.Changes() {
 		require.NotEqual(t, kvstate.RoleBoth, c.Word, "they fit")
 	}
-	f.Live = 1.5e6
+	f.Live = 2.1e6
 	changes := f.Changes()
 	require.Len(t, changes, 4)
 	for _, c := range changes {
 		require.Equal(t, kvstate.RoleBoth, c.Word)
 		require.Equal(t, "two copies of the conversations that come back do not fit", c.Reason())
 	}
-	f.Live = 1.3e6
+	f.Live = 1.9e6
 	require.Empty(t, f.Changes(), "not at once back")
-	f.Live = 1.1e6
+	f.Live = 1.6e6
 	words := map[kvstate.Role]int{}
 	for _, c := range f.Changes() {
 		words[c.Word]++
 	}
 	require.Equal(t, map[kvstate.Role]int{kvstate.RoleDecode: 2, kvstate.RolePrefill: 2}, words)
-	f.Live, f.Memory = 1.5e6, 0
+	f.Live, f.Memory = 2.1e6, 0
 	for _, c := range f.Changes() {
 		require.NotEqual(t, kvstate.RoleBoth, c.Word, "nobody knows their memory")
 	}
