@@ -96,11 +96,11 @@ var guarded = map[string][]string{
 	"github.com/prometheus/": {
 		"replica/xds", "replica/gatewayextension", "extproc (test)", "extproc/telemetry", "replica",
 		"replica/fleetmetrics", "e2e/enginesim/api", "e2e/enginesim/connector",
-		"e2e/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage", "extproc/journey (test)", "extproc/journey/script",
+		"e2e/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage", "extproc/faults (test)", "extproc/journey (test)", "extproc/journey/script",
 		"carrier/filter (test)",
 	},
 	"github.com/redis/": {
-		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator", "kvstate/membership (test)",
+		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator",
 	},
 	"github.com/go-zeromq/": {
 		"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)",
@@ -113,7 +113,7 @@ var guarded = map[string][]string{
 	},
 	"google.golang.org/protobuf": {
 		"replica/xds (test)", "replica/gatewayextension", "protos/envoygateway/v1", "replica",
-		"replica/config", "replica/config/diff", "kvstate/membership (test)", "kvstate/redisstore", "kvstate/redisstore/decode",
+		"replica/config", "replica/config/diff", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",
 		"extproc/kvtransfer", "protos/config/v1", "protos/ticket/v1", "envoy-configs", "envoy-configs/inside", "envoy-configs/layout", "docs (test)",
 	},

@@ -127,7 +127,7 @@ func newScratch(s *Server) *scratch {
 func (s *Server) process(grpcStream grpc.ServerStream) error {
 	m := s.scratch.Get().(*scratch)
 	x := &m.stream
-	x.begin(grpcStream, s.passes.Headers())
+	x.begin(grpcStream, s.passes.Headers(), s.passes.Lenient())
 	defer m.release()
 
 	role := s.roleOf(grpcStream.Context())

@@ -56,12 +56,12 @@ type streamOptions struct {
 // Context returns the context of the gRPC stream.
 func (x *stream) Context() context.Context { return x.grpc.Context() }
 
-// begin starts another stream, and also reads the named headers.
-func (x *stream) begin(grpc grpc.ServerStream, headers []string) {
+// begin starts another stream, and also reads the named headers, and lenient ones, of which the first value counts.
+func (x *stream) begin(grpc grpc.ServerStream, headers, lenient []string) {
 	x.sending.Lock() // the deadline of the stream before may be firing too late at this moment
 	defer x.sending.Unlock()
 	x.grpc, x.answered = grpc, false
-	x.msg.Headers.Names = headers
+	x.msg.Headers.Names, x.msg.Headers.Lenient = headers, lenient
 }
 
 // reset releases the memory of the bodies.

@@ -11,7 +11,7 @@ import (
 // for one use, and for less time than the engine holds the blocks. With several replicas it is stored in Redis only. A
 // second copy could be used a second time, and blocks are read by number: by then they may belong to another prompt. So
 // where others may write to Redis, who could put a used one back, it is stored at the replica that served the turn, and
-// only that one uses it ([State.KeepTurnsHere], docs/adr/0098).
+// only that one uses it ([State.KeepTurnsHere], docs/adr/0100).
 
 // MaxConversationBytes bounds the stored state of one turn, most of which are block ids.
 const MaxConversationBytes = 1 << 20

@@ -20,8 +20,8 @@ func (p *Pool) forget(now int64) {
 	p.media.Forget()
 }
 
-// keptTokens is how much is left of a ratio's weight, at most, before it is doubted for the first time: old samples must
-// not take hours to fade.
+// keptTokens is how much is left of a ratio's weight, at most, before it is doubted for the first time: old samples
+// must not take hours to fade.
 const keptTokens = 16 * priorTokens
 
 // forget moves a ratio of tokens three quarters of the way to where it began.

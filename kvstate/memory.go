@@ -42,9 +42,9 @@ func (p *Pool) Conversation(hashes []uint64) *residency.Conversation {
 }
 
 // hold records that an endpoint computes a prompt, or has fetched it.
-func (e *endpointState) hold(hashes []uint64, now time.Time) {
-	if len(hashes) > 0 && e.residents != nil {
-		e.residents.Holds(hashes[len(hashes)-1], &e.memory.holds, inSeconds(now))
+func (l *endpointState) hold(hashes []uint64, now time.Time) {
+	if len(hashes) > 0 && l.residents != nil {
+		l.residents.Holds(hashes[len(hashes)-1], &l.memory.holds, inSeconds(now))
 	}
 }
 
@@ -66,35 +66,35 @@ func (p *Pool) routedElsewhere(e *Endpoint, hashes []uint64, now time.Time) {
 }
 
 // answers records that an endpoint answers a reservation's request, and will have all of its conversation.
-func (e *endpointState) answers(r *reservation) {
+func (l *endpointState) answers(r *reservation) {
 	if r.of != nil {
-		e.residents.Sent(r.of, &e.memory.holds, inSeconds(r.began))
+		l.residents.Sent(r.of, &l.memory.holds, inSeconds(r.began))
 	}
 }
 
 // answered records that the answer has ended.
-func (e *endpointState) answered(r *reservation, now time.Time) {
+func (l *endpointState) answered(r *reservation, now time.Time) {
 	if r.of == nil {
 		return
 	}
 	tokens := usualAnswer
-	if e.load != nil {
-		e.load.mu.Lock()
-		if mean := e.load.answers.Value(); mean > 0 {
+	if l.load != nil {
+		l.load.mu.Lock()
+		if mean := l.load.answers.Value(); mean > 0 {
 			tokens = mean
 		}
-		e.load.mu.Unlock()
+		l.load.mu.Unlock()
 	}
-	e.residents.End(r.of, tokens, now.Sub(r.began).Seconds(), inSeconds(now))
+	l.residents.End(r.of, tokens, now.Sub(r.began).Seconds(), inSeconds(now))
 }
 
 // resizeMemory sets how much an endpoint keeps, as its engine reports.
-func (e *endpointState) resizeMemory(g *Signals, now time.Time) {
-	if e.residents == nil || g.KVTokens <= 0 {
+func (l *endpointState) resizeMemory(g *Signals, now time.Time) {
+	if l.residents == nil || g.KVTokens <= 0 {
 		return
 	}
-	tokens := g.KVTokens + g.Host.capacity(e.load.learnedTokenBytes())
-	e.residents.Resize(&e.memory.holds, float64(tokens), inSeconds(now))
+	tokens := g.KVTokens + g.Host.capacity(l.load.learnedTokenBytes())
+	l.residents.Resize(&l.memory.holds, float64(tokens), inSeconds(now))
 }
 
 // SweepMemory learns how likely conversations are to return.
@@ -109,8 +109,19 @@ func (p *Pool) SweepMemory(now time.Time) {
 }
 
 // emptyMemory records that an engine has restarted.
-func (e *endpointState) emptyMemory() {
-	if e.residents != nil {
-		e.residents.Empty(&e.memory.holds, false)
+func (l *endpointState) emptyMemory() {
+	if l.residents != nil {
+		l.residents.Empty(&l.memory.holds, false)
 	}
+}
+
+// Conversations returns how many conversations are known, the tokens of those that are expected back soon, each once, and
+// the tokens that the endpoints keep which say so.
+func (p *Pool) Conversations() (known int, live, memory float64) {
+	for _, e := range p.endpoints {
+		if m := e.state.memory.holds.Memory(); m != nil {
+			memory += m.Tokens
+		}
+	}
+	return p.residents.Known(), p.residents.Live(), memory
 }

@@ -32,6 +32,9 @@ type job struct {
 	gone           bool                    // its user has given up
 }
 
+// whole returns the blocks of a prompt that it fills.
+func (j *job) whole() []uint64 { return j.Blocks[:min(j.Input/engine.BlockTokens, len(j.Blocks))] }
+
 // newJobs returns the requests of a trace, on their way to no endpoint.
 func newJobs(t *traces.Trace) []*job {
 	jobs := make([]*job, len(t.Requests))

@@ -10,7 +10,6 @@ import (
 	"tandem/kvstate"
 	"tandem/picker"
 	"tandem/picker/admission"
-	"tandem/replay/engine"
 )
 
 // tandem is Tandem's own policy: the admission queue and the picker over the state, as the server uses them, in
@@ -108,8 +107,7 @@ func (t *tandem) arrive(j *job) {
 	r.state.CountPrompt(r.pool, j.Blocks)
 	v := r.Fleet()
 	r.look(j, v)
-	whole := j.Blocks[:min(j.Input/engine.BlockTokens, len(j.Blocks))]
-	j.conversation = r.state.Arrived(r.pool, whole, int64(j.Input), 0, v)
+	j.conversation = r.state.Arrived(r.pool, j.whole(), int64(j.Input), 0, v)
 	if !t.config.Late {
 		c, err := r.picker.Pick(r.look(j, v), v)
 		r.send(j, c, err)
@@ -258,11 +256,11 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	prefill, d, booking := -1, r.view.Endpoints[c.Decode].Endpoint, c.DecodeBooking(&r.view)
 	booking.Of = j.conversation
 	if c.Prefill < 0 {
-		b.decode = r.book(d, booking, j.Blocks)
+		b.decode = r.book(d, booking, j.whole())
 	} else { // D is chosen again, and counts the request then
 		p := r.view.Endpoints[c.Prefill].Endpoint
 		prefill, b.answer = r.position[p], c.AnswerTokens
-		b.prefill = r.book(p, c.PrefillBooking(), j.Blocks)
+		b.prefill = r.book(p, c.PrefillBooking(), j.whole())
 		booking.Tentative = true
 		b.decode = reserve(r, d, booking)
 	}
@@ -339,7 +337,7 @@ func (t *tandem) prefilled(j *job) int {
 	}
 	e := r.view.Endpoints[d].Endpoint
 	first := b.decode
-	b.decode = r.book(e, booking, j.Blocks)
+	b.decode = r.book(e, booking, j.whole())
 	r.release(first, false) // until then P's memory counted as held
 	return r.position[e]
 }

@@ -12,7 +12,6 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/guard"
 	"tandem/kvstate"
-	"tandem/kvstate/membership"
 	"tandem/kvstate/redisstore"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
@@ -166,10 +165,6 @@ func (f *fleet) share(ctx context.Context, log *slog.Logger) {
 		return
 	}
 	var running sync.WaitGroup
-	if !f.signs { // former records are not signed
-		bridge := membership.NewBridge(ctx, f.store)
-		running.Go(func() { bridge.Run(ctx) })
-	}
 	close(f.joined)
 	running.Go(func() { f.operator.Run(ctx) })
 	guard.Keep(ctx, "Redis", func() { f.store.Run(ctx) })

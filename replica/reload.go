@@ -68,7 +68,9 @@ func newReloader(
 	}
 	r.MustRegister(l.reloads, l.last)
 	if fleet.operator != nil {
-		fleet.operator.Answer(aboutEnvoys, func([]byte) []byte { return strconv.AppendInt(nil, int64(front.Serves()), 10) })
+		fleet.operator.Answer(aboutEnvoys, func([]byte) []byte {
+			return strconv.AppendInt(nil, int64(front.Serves()), 10)
+		})
 	}
 	l.reloads.WithLabelValues("applied")
 	l.reloads.WithLabelValues("refused")
@@ -275,11 +277,12 @@ func (r *reloader) printedLacks(ctx context.Context, next *configv1.Config) erro
 // aboutEnvoys is the question how many Envoys have their configuration from a replica.
 const aboutEnvoys = "envoys"
 
-// askEnvoysEvery is how often the other replicas are asked whether Envoys have come to them, while a change waits for that.
+// askEnvoysEvery is how often the other replicas are asked whether Envoys have come to them, while a change waits for
+// that.
 const askEnvoysEvery = 10 * time.Second
 
-// envoysElsewhere reports whether an Envoy has its configuration over xDS from another replica. It asks them for a second
-// at most: of one that does not answer, or without Redis, nothing is known, and the change waits.
+// envoysElsewhere reports whether an Envoy has its configuration over xDS from another replica. It asks them for a
+// second at most: of one that does not answer, or without Redis, nothing is known, and the change waits.
 func (r *reloader) envoysElsewhere(ctx context.Context) bool {
 	if r.fleet.operator == nil {
 		return false

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sync/singleflight"
 
+	"tandem/extproc/kvtransfer"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -444,16 +445,8 @@ func (s *Source) envoys() []Envoy {
 
 // failedHop names a hop that failed, and its endpoint.
 func failedHop(h *telemetry.FailedHop) string {
-	hop := map[string]string{
-		"prefill": "prefill", "decode": "decode", "encode": "encode",
-		"stream": "decode, within a stream that was continued", "moved": "decode, whose stream was moved",
-		"turn":              "prefill, which was to fetch the conversation's last turn",
-		"outdated":          "decode, which stood still beyond the lease of the KV and was waited for",
-		"router":            "the replica of Tandem that decided",
-		"hand_over_expired": "the hand-over from prefill to decode was too old",
-		"hand_over_spent":   "the hand-over from prefill to decode was consumed already",
-		"pool_gone":         "the pool was removed or changed between the hops",
-	}[h.Hop]
+	cause, _ := kvtransfer.CauseOf(h.Hop)
+	hop := cause.Words
 	if hop = cmp.Or(hop, words.Plain(h.Hop)); h.Endpoint != "" {
 		hop += " at " + words.Plain(h.Endpoint)
 	}

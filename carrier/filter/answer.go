@@ -41,7 +41,7 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		o := f.envoy.Outcome()
 		switch {
 		case faults.Filtered(o.Details):
-			return filtered(f, &o)
+			return filtered(f)
 		case f.hop.other && f.asksOther(failure(f.envoy, &o)):
 			return Stop
 		case !f.state.MayFail() && faults.Redirects(o.Status):
@@ -69,7 +69,7 @@ func (f *Filter) refuseRedirect() Status {
 }
 
 // filtered lets the answer of another filter go to the client.
-func filtered(f *Filter, o *Outcome) Status {
+func filtered(f *Filter) Status {
 	if f.hop.pair != nil {
 		f.hop.pair.abandoned.Store(true)
 	}

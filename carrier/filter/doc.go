@@ -1,6 +1,6 @@
 // Package filter is Tandem inside Envoy: an HTTP filter that makes both hops of a request. It is the second transport
-// of packages pass and journey; package extproc is the first one. It knows no C: package carrier, the library that Envoy loads,
-// translates Envoy's hooks into calls of [Filter], and implements [Envoy].
+// of packages pass and journey; package extproc is the first one. It knows no C: package carrier, the library that
+// Envoy loads, translates Envoy's hooks into calls of [Filter], and implements [Envoy].
 //
 //   - filter.go: the hooks of one request, in the order in which Envoy calls them.
 //   - request.go: what is read of the headers, and which requests are refused before their body is there.

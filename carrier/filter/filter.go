@@ -177,7 +177,8 @@ func (f *Filter) beside(what string, waits bool, work func(p passing, ctx contex
 	}
 	base := guard.With(context.Background(), f.s.Passes.Guard)
 	run := func(ctx context.Context) onWorker {
-		then, err := guard.Try(ctx, "envoy filter "+what, func() (onWorker, error) { return work(passing{f}, ctx), nil })
+		then, err := guard.Try(ctx, "envoy filter "+what,
+			func() (onWorker, error) { return work(passing{f}, ctx), nil })
 		if err == nil {
 			return then
 		}

@@ -262,7 +262,10 @@ func Answers(key string, status int, answer Continuer) Status {
 }
 
 func (p *pair) hold(answer Continuer) Status {
-	if p.ended || !p.isCurrent() || p.journey.DecodeAnswers(&journey.DecodeHead{Status: http.StatusOK}).Do != journey.Hold {
+	if p.ended || !p.isCurrent() {
+		return Continue
+	}
+	if a := p.journey.DecodeAnswers(&journey.DecodeHead{Status: http.StatusOK}); a.Do != journey.Hold {
 		return Continue
 	}
 	p.upstream = answer

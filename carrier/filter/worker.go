@@ -8,8 +8,8 @@ import (
 // Which thread runs a line? Envoy calls the hooks of a request on one of its workers, one after the other, and all
 // methods in this package run there, with these exceptions:
 //
-//   - the methods of [passing] run beside the worker, in one goroutine at a time, and the worker leaves the request alone
-//     meanwhile. What they return, an [onWorker], the worker does next;
+//   - the methods of [passing] run beside the worker, in one goroutine at a time, and the worker leaves the request
+//     alone meanwhile. What they return, an [onWorker], the worker does next;
 //   - the methods of [worker] run anywhere, and so does pair.settle;
 //   - [Shared.Run], and what it calls in [Shared], run in a goroutine of the replica's. They only wake filters.
 

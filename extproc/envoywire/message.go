@@ -59,21 +59,35 @@ type Headers struct {
 
 	Twice string // a header that must have one value ([names.OneValue], Names), and has several; "": none
 
-	Names  []string // more headers to read: those of sessions and labels
-	values [][]byte // by position in Names
+	Names   []string // more headers to read: those of sessions and labels
+	Lenient []string // others, of which the first value counts
+	values  [][]byte // by position in Names, and then in Lenient
 }
 
 // Extra returns the value of one of the headers in Names.
 func (h *Headers) Extra(name string) []byte {
-	for i, n := range h.Names {
-		if n == name && i < len(h.values) && h.values[i] != nil {
-			return h.values[i]
-		}
+	if i := h.position([]byte(name)); i >= 0 && i < len(h.values) && h.values[i] != nil {
+		return h.values[i]
 	}
 	if name == "authorization" { // has its own field
 		return h.Authorization
 	}
 	return nil
+}
+
+// position returns where the value of a header is in h.values; -1: it is not read.
+func (h *Headers) position(name []byte) int {
+	for i, n := range h.Names {
+		if n == string(name) {
+			return i
+		}
+	}
+	for i, n := range h.Lenient {
+		if n == string(name) {
+			return len(h.Names) + i
+		}
+	}
+	return -1
 }
 
 // Set sets a header that Tandem reads; others are ignored.
@@ -137,13 +151,11 @@ func (h *Headers) slot(name []byte) *[]byte {
 	case names.HeaderFinal:
 		return &h.Final
 	}
-	for i, n := range h.Names {
-		if n == string(name) {
-			if h.values == nil {
-				h.values = make([][]byte, len(h.Names))
-			}
-			return &h.values[i]
+	if i := h.position(name); i >= 0 {
+		if h.values == nil {
+			h.values = make([][]byte, len(h.Names)+len(h.Lenient))
 		}
+		return &h.values[i]
 	}
 	return nil
 }

@@ -22,7 +22,8 @@ const (
 type Facts struct {
 	Last bool // no further pass is possible
 	Code int  // of the answer that the client would get, which may be Envoy's own; 0: the engine's
-	// DecodeDecides: the answer may be about what P was sent in place of the client's body ([plan.Policy.DecodeDecides]).
+	// DecodeDecides: the answer may be about what P was sent in place of the client's body
+	// ([plan.Policy.DecodeDecides]).
 	DecodeDecides bool
 	Turn          bool // P was to fetch the conversation's last turn from a decode endpoint
 	Gone          bool // the pool, or its dialect, is gone: nobody can judge P's answer
@@ -81,6 +82,7 @@ func decodeMeans(f *Failure, x *Facts) Meaning {
 	}
 	answered := f.Status != 0 && !f.Full() && !Redirects(f.Status) // a redirect is no word of the engine
 	return Meaning{
-		Cause: kvtransfer.CauseDecode, Excludes: !f.Full(), Blames: true, Loads: answered || f.Unknown, Suspects: answered,
+		Cause: kvtransfer.CauseDecode, Excludes: !f.Full(), Blames: true,
+		Loads: answered || f.Unknown, Suspects: answered,
 	}
 }

@@ -31,36 +31,36 @@ type Ending struct {
 // the end shows of the endpoints and what the request used, its row, metrics and span, and has later decisions learn
 // from it. It is called once for each request at each replica that learns of its end. It reports whether this replica
 // is the one that counts the request.
-func (x *Shared) End(o *Ending) (mine bool) {
-	s, t, e := x.Passes, o.Ticket, o.Ended
-	mine = s.Release(pass.HeldBy(t)) || o.Here
-	s.Reclaim.Ended(t, e, o.Here)
-	s.Faults.DecodeEnded(t, e)
+func (s *Shared) End(o *Ending) (mine bool) {
+	p, t, e := s.Passes, o.Ticket, o.Ended
+	mine = p.Release(pass.HeldBy(t)) || o.Here
+	p.Reclaim.Ended(t, e, o.Here)
+	p.Faults.DecodeEnded(t, e)
 	if o.HandedOver {
 		t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
 	}
-	x.record(t, e, mine)
-	if mine && t.Stage == kvtransfer.HandOver && e.ClientGone && !s.Reclaim.Enabled(t.Pool) {
-		s.Reclaim.Left(t, reclaim.ClientGone)
+	s.record(t, e, mine)
+	if mine && t.Stage == kvtransfer.HandOver && e.ClientGone && !p.Reclaim.Enabled(t.Pool) {
+		p.Reclaim.Left(t, reclaim.ClientGone)
 	}
 	return mine
 }
 
 // record records the row, the metrics and the span of a request, and what it used.
-func (x *Shared) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
-	s := x.Passes
+func (s *Shared) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
+	p := s.Passes
 	var took, first time.Duration
 	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
-		sealed := s.SealedAt(t)
+		sealed := p.SealedAt(t)
 		took = max(e.Start.Add(e.Duration).Sub(sealed), 0)
 		if e.FirstByte > 0 {
 			first = max(e.Start.Add(e.FirstByte).Sub(sealed), 0)
 		}
 	}
-	used := s.Observer.RequestEnded(t, e, took, first, mine)
+	used := p.Observer.RequestEnded(t, e, took, first, mine)
 	if mine && used != nil {
-		telemetry.TraceAnswer(x.Tracer, t, e, used)
-		learn(s.State, t, e, used)
+		telemetry.TraceAnswer(s.Tracer, t, e, used)
+		learn(p.State, t, e, used)
 	}
 }
 

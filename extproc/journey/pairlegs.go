@@ -75,7 +75,9 @@ func (s *Shared) PairHolds(t *kvtransfer.Ticket) {
 
 // PairFailed settles a pair that failed before its answer began: it releases what the pass held, and returns the ticket
 // of the next one. f is how the leg failed.
-func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID string, leg faults.Leg, f *faults.Failure) kvtransfer.Ticket {
+func (s *Shared) PairFailed(
+	t *kvtransfer.Ticket, requestID string, leg faults.Leg, f *faults.Failure,
+) kvtransfer.Ticket {
 	x := s.Passes
 	policy, _ := x.Policy(t.Pool)
 	if d := plan.EndpointOf(x.State, t.Pool, t.Decode); leg == faults.Prefill && d != nil && d.Failed() {
@@ -105,6 +107,7 @@ func (s *Shared) PairFailed(t *kvtransfer.Ticket, requestID string, leg faults.L
 func (s *Shared) pairMeans(t *kvtransfer.Ticket, leg faults.Leg, f *faults.Failure) faults.Meaning {
 	policy, _ := s.Passes.Policy(t.Pool)
 	return faults.Means(leg, f, faults.Facts{
-		Last: !s.Another(t), DecodeDecides: policy.DecodeDecides(f.Status, t.Shaped), Gone: policy.Dialect.Concurrent == nil,
+		Last: !s.Another(t), DecodeDecides: policy.DecodeDecides(f.Status, t.Shaped),
+		Gone: policy.Dialect.Concurrent == nil,
 	})
 }

@@ -34,8 +34,9 @@ func (s *Shared) Outdated(t *kvtransfer.Ticket) standstill.Reason {
 func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.Passes.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)
-	failed := e != nil && s.Passes.State.Health.FailedFor(e) >= lostAfter &&
-		(!s.Passes.State.Health.StandsStill(e) || s.AnotherDecodes(t) || s.Passes.State.Health.FailedFor(e) >= s.stillLimit(t))
+	health := &s.Passes.State.Health
+	failed := e != nil && health.FailedFor(e) >= lostAfter &&
+		(!health.StandsStill(e) || s.AnotherDecodes(t) || health.FailedFor(e) >= s.stillLimit(t))
 	return failed || s.Outdated(t) != "" || limit > 0 && s.Passes.Since(t) >= limit
 }
 

@@ -6,8 +6,8 @@ import "tandem/extproc/kvtransfer"
 // ([StateOf]), and Envoy itself knows the rest.
 type State int
 
-// The states. A request begins with Reading, ends with Over, and may come back to Waiting from any state between as long
-// as the client has nothing of an answer.
+// The states. A request begins with Reading, ends with Over, and may come back to Waiting from any state between as
+// long as the client has nothing of an answer.
 const (
 	Reading    State = iota // its body comes
 	Waiting                 // a pass decides, or waits until it is the request's turn

@@ -56,28 +56,6 @@ func (s Stage) String() string {
 	}
 }
 
-// Causes of a failed hop (Ticket.Cause), also label values of metrics.
-const (
-	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
-	// CauseTurn: a prefill leg that was to fetch the conversation's last turn failed. The request continues as if no
-	// turn were kept.
-	CauseTurn   = "turn"
-	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
-	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself
-	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
-	// CauseOutdated: the decode endpoint stood still until its KV parameters may have been outdated, and no other one
-	// can serve the request. It is waited for, and computes the prompt itself.
-	CauseOutdated = "outdated"
-	CauseStream   = "stream" // the decode leg failed in the middle of its stream, which is continued
-	CauseMoved    = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
-	// CauseRefused: P refused the body that Tandem had changed. Decode alone decides, and no endpoint is at fault.
-	CauseRefused = "refused"
-	// CauseModel: an endpoint answered 404, so it does not serve the model, or not any more.
-	CauseModel = "model"
-	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
-	CausePoolGone = "pool_gone"
-)
-
 // MaxUndoBytes bounds the text in the undo of a leg (openai.Edits.Size). A request that needs more is not split, since
 // its ticket would not fit a header.
 const MaxUndoBytes = 8 << 10

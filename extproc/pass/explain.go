@@ -25,9 +25,10 @@ type Explanation struct {
 	// decode does not compute the prompt if prefill fails: the request gets an error
 	NoFallback bool `json:"no_fallback,omitempty"`
 
-	Waiting int     `json:"waiting,omitempty"` // requests that wait in this replica for endpoints of the pool
-	Longest float64 `json:"longest,omitempty"` // longest wait of one of them, s
-	Remote  int     `json:"remote,omitempty"`  // requests known to wait in other replicas
+	Waiting int     `json:"waiting,omitempty"`            // requests that wait in this replica for endpoints of the pool
+	Memory  int     `json:"waiting_for_memory,omitempty"` // of those, that wait for room in the memory of engines
+	Longest float64 `json:"longest,omitempty"`            // longest wait of one of them, s
+	Remote  int     `json:"remote,omitempty"`             // requests known to wait in other replicas
 }
 
 // Explain returns where a request with so many uncached prompt tokens would be placed in a pool now: every endpoint
@@ -60,7 +61,7 @@ func (s *Shared) Explain(poolName string, promptTokens int64) (e Explanation, er
 	}
 	if policy.queue != nil {
 		now := policy.queue.Status()
-		e.Waiting, e.Remote, e.Longest = now.Waiting, now.Remote, now.Longest
+		e.Waiting, e.Memory, e.Remote, e.Longest = now.Waiting, now.Memory, now.Remote, now.Longest
 	}
 	return e, nil
 }

@@ -157,6 +157,7 @@ func (x *Pass) hash() {
 	x.Req.Hash()
 	if x.Req.Attempt.Redirects == 0 {
 		x.shared.State.CountPrompt(x.Req.Pool, x.Req.Hashes)
+		x.Req.Named = x.conversationName()
 	}
 }
 

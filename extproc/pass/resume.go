@@ -50,10 +50,10 @@ func (x *Pass) Resume(
 		return x.again(ctx, t, a)
 	}
 	if t.Stage == kvtransfer.HandOver {
-		t.Cause = "hand_over_spent"
+		t.Cause = kvtransfer.CauseSpent
 		switch {
 		case ticketErr != nil:
-			t.Cause = "hand_over_expired"
+			t.Cause = kvtransfer.CauseExpired
 			s.Reclaim.Orphaned(t, x.ID, t.Cause)
 		case pool == nil:
 			t.Cause = kvtransfer.CausePoolGone

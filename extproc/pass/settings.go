@@ -1,6 +1,7 @@
 package pass
 
 import (
+	"slices"
 	"strings"
 	"time"
 
@@ -64,7 +65,8 @@ type Settings struct {
 type activeSettings struct {
 	current  Settings
 	policies map[string]*Policy // of Pools
-	names    []string           // headers that settings name: of sessions, labels, tenants, streams that go on
+	names    []string           // headers that settings name: of sessions, labels, tenants, streams that go on ...
+	lenient  []string           // ... and others that are read, which may have several values
 	asks     bool               // a pass may ask an engine or Redis for something, and wait for it
 }
 
@@ -81,10 +83,13 @@ func (s *Shared) Apply(l Settings) {
 		asks = asks || asksOthers(&p)
 	}
 	headers := sessionHeaders(pools)
-	if o := s.Observer; o != nil && o.Metrics != nil && o.Usage.Header() != "" {
-		headers = append(headers, o.Usage.Header())
+	if tenant := s.tenantHeader(); tenant != "" {
+		headers = append(headers, tenant)
 	}
-	s.settings.Store(&activeSettings{Settings{Keys: l.Keys, Pools: pools}, policies, headers, asks})
+	lenient := slices.DeleteFunc(lenientHeaders(), func(name string) bool { return slices.Contains(headers, name) })
+	s.settings.Store(&activeSettings{
+		Settings{Keys: l.Keys, Pools: pools}, policies, slices.Clip(headers), lenient, asks,
+	})
 }
 
 // asksOthers reports whether a pass of a pool may ask an engine or Redis for something, and wait for the answer.
@@ -123,6 +128,9 @@ func (s *Shared) Settings() Settings { return s.settings.Load().current }
 
 // Headers returns the names of the headers that settings name: of sessions, labels, tenants and streams that go on.
 func (s *Shared) Headers() []string { return s.settings.Load().names }
+
+// Lenient returns the names of other headers to read, of which the first value counts.
+func (s *Shared) Lenient() []string { return s.settings.Load().lenient }
 
 // Keys returns the keys of tickets.
 func (s *Shared) Keys() *kvtransfer.Keys { return s.settings.Load().current.Keys }

@@ -76,8 +76,8 @@ const NoRoom = "no_room"
 const standstill = "standstill"
 
 // fetchesLate reports whether a decode endpoint that is chosen may fetch P's KV after its lease, and had better compute
-// the prompt itself once it goes on: it stands still, and is chosen only since no other one can take the request. Beside
-// Envoy a stream has its headers by the time the KV is outdated, so it could not be planned again.
+// the prompt itself once it goes on: it stands still, and is chosen only since no other one can take the request.
+// Beside Envoy a stream has its headers by the time the KV is outdated, so it could not be planned again.
 func (p *Policy) fetchesLate(c *kvstate.Candidate) bool {
 	return c.Stands && p.Dialect.Lease > 0 && p.MayBeAlone()
 }

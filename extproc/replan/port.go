@@ -63,7 +63,8 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case hedged(t, s.Since(t)):
 		discard(r.Body, limit) // otherwise the server would not notice that Envoy ends this try
 		isLost := func() bool { return p.journeys.Lost(t) }
-		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) || !s.State.HandOvers.Consume(t.ID.Replanned(t.Stage)) {
+		if !p.tries.awaitLoss(r.Context(), t.ID, p.draining, isLost) ||
+			!s.State.HandOvers.Consume(t.ID.Replanned(t.Stage)) {
 			panic(http.ErrAbortHandler) // Envoy awaits the other try
 		}
 	case !s.State.HandOvers.Consume(t.ID.Replanned(t.Stage)):

@@ -144,14 +144,8 @@ func (x *Meter) Planned(ctx context.Context, p *Planned) {
 func (x *Meter) Replanned(requestID string, t *kvtransfer.Ticket) {
 	x.Observer.Metrics.Replanned(t)
 	failed := FailedHop{Hop: t.Cause}
-	switch t.Cause {
-	case kvtransfer.CauseModel:
-		failed.Endpoint = t.Excluded[len(t.Excluded)-1]
-	case kvtransfer.CausePrefill, kvtransfer.CauseTurn, kvtransfer.CauseRefused:
-		failed.Endpoint = t.Prefill
-	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseStream, kvtransfer.CauseMoved,
-		kvtransfer.CauseEncode: // encode's too
-		failed.Endpoint = t.Decode
+	if c, ok := kvtransfer.CauseOf(t.Cause); ok && c.At != nil {
+		failed.Endpoint = c.At(t)
 	}
 	x.Observer.leg(requestID, t, func(trace *Trace) { trace.Failed = append(trace.Failed, failed) })
 }

@@ -7,8 +7,6 @@
 //
 // Each replica also has a slot, a small number that it chooses among those that no other has, and keeps. If two chose
 // the same, the younger chooses again.
-//
-// A [Bridge] translates between the roster and the records of the release before it.
 package membership
 
 import (

@@ -207,14 +207,7 @@ type running struct {
 	store *redisstore.Store
 }
 
-func start(t *testing.T, redis string, self Replica) *running { return run(t, redis, self, false) }
-
-// startWithBridge starts a replica that former ones know, too.
-func startWithBridge(t *testing.T, redis string, self Replica) *running {
-	return run(t, redis, self, true)
-}
-
-func run(t *testing.T, redis string, self Replica, bridge bool) *running {
+func start(t *testing.T, redis string, self Replica) *running {
 	t.Helper()
 	state := kvstate.New(kvstate.Options{})
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, nil)
@@ -237,10 +230,6 @@ func run(t *testing.T, redis string, self Replica, bridge bool) *running {
 	ctx, cancel := context.WithCancel(context.Background())
 	var group sync.WaitGroup
 	group.Go(func() { store.Run(ctx) })
-	if bridge {
-		b := NewBridge(ctx, store)
-		group.Go(func() { b.Run(ctx) })
-	}
 	group.Go(func() { m.Run(ctx) })
 	r.stop = sync.OnceFunc(func() { cancel(); group.Wait(); _ = store.Close() })
 	t.Cleanup(r.stop)

@@ -21,8 +21,8 @@ const (
 	forgotten  = 3600.0 // s: what was idle for so long is a new conversation if it returns
 	sweepEvery = 1.0    // s ...
 	sweepRate  = 8192.0 // ... or longer, so that no more conversations are swept in a second
-	// For so long what is said of an engine's memory is not said anew, s: at least, for each conversation that it holds,
-	// and, if nothing has changed, for each of them.
+	// For so long what is said of an engine's memory is not said anew, s: at least, for each conversation that it
+	// holds, and, if nothing has changed, for each of them.
 	fresh, freshEach, steadyEach = 0.020, 1e-4, 1e-3
 	// What is believed before anything is observed: in 15 s of idle time .05 conversations return.
 	priorReturns, priorIdle = 0.05, 15.0
@@ -81,6 +81,8 @@ type Table struct {
 	hazard         [bins]float64     // returns a second
 	edges          [bins + 1]float64 // chance of a return, by the idle time at which a bin begins
 	turn           float64           // mean time of a request at an engine, s
+	// Of prompts that came here, of which older ones count less: what a block is in tokens.
+	blocks, tokens float64
 	swept          float64
 	live           atomic.Uint64 // bits of a float64
 }
@@ -113,7 +115,7 @@ type Memory struct {
 	Free    float64     // of those, without a conversation
 	Live    float64     // of conversations that live here, by the chance that they are back within the horizon
 	Returns float64     // conversations that are expected to come back here in the next second
-	Old     [Parts]Part // what it discards to make room, the first first
+	Old     [Parts]Part // what it discards to make room, in that order
 }
 
 // Part is what an engine may discard: conversations, or the end of one.
@@ -232,13 +234,10 @@ func (t *Table) Arrive(p *Prompt, now float64) *Conversation {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.blocks += (float64(len(p.Blocks)) - t.blocks) / 256
+	t.tokens += (p.Tokens - t.tokens) / 256
 	c := t.find(p)
-	switch {
-	case c.isIdle(now):
-		t.returned[binOf(now-c.since)]++
-	case c.running == 0 && c.guessed: // sooner than was thought
-		t.returned[0]++
-	}
+	t.countReturn(c, now)
 	c.since, c.guessed = now+waits, false
 	t.extend(c, p)
 	t.outdate(c.home)
@@ -246,25 +245,42 @@ func (t *Table) Arrive(p *Prompt, now float64) *Conversation {
 	return c
 }
 
-// Elsewhere records that another replica has sent a prompt to an engine. answers: which will answer it. shared returns
-// how many blocks of the prompt engines hold; it is asked if the conversation is new.
+// Elsewhere records that another replica has sent a prompt to an engine. Its tokens are a guess, which the prompts that
+// came here correct. answers: which will answer it. shared returns how many blocks of the prompt engines hold; it is
+// asked if the conversation is new.
 func (t *Table) Elsewhere(p *Prompt, at *Engine, answers bool, shared func() int, now float64) {
 	if len(p.Blocks) == 0 {
 		return
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if t.blocks > 0 {
+		p.Tokens = float64(len(p.Blocks)) * t.tokens / t.blocks
+	}
 	if t.tipOf(p) == nil {
 		p.Held = shared()
 	}
 	c := t.find(p)
+	if c.tip != p.Blocks[len(p.Blocks)-1] { // else it is the other leg of one request
+		t.countReturn(c, now)
+	}
 	t.extend(c, p)
-	if c.since = now + waits; answers {
+	if c.since, c.guessed = now+waits, false; answers {
 		t.outdate(c.home)
 		c.since, c.guessed, c.home = now+t.turn, true, at
 	}
 	t.place(c, at)
 	t.refresh(now)
+}
+
+// countReturn learns from a conversation that comes back.
+func (t *Table) countReturn(c *Conversation, now float64) {
+	switch {
+	case c.isIdle(now):
+		t.returned[binOf(now-c.since)]++
+	case c.running == 0 && c.guessed: // sooner than was thought
+		t.returned[0]++
+	}
 }
 
 // tipOf returns the conversation that a prompt extends; nil: none.
@@ -548,6 +564,13 @@ func (t *Table) Empty(e *Engine, left bool) {
 
 // Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
 func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
+
+// Known returns the number of conversations that are known.
+func (t *Table) Known() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.known
+}
 
 // Memory returns what an engine's memory holds; nil: its size is unknown.
 func (e *Engine) Memory() *Memory { return e.summary.Load() }

@@ -37,7 +37,7 @@ func (c *crowd) Look(id uint64, v *kvstate.View) *picker.Request {
 	return &c.request
 }
 
-func (c *crowd) Send(id uint64, _ *picker.Request, v *kvstate.View, x picker.Choice, err error, how Outcome) {
+func (c *crowd) Send(id uint64, _ *picker.Request, _ *kvstate.View, x picker.Choice, err error, how Outcome) {
 	require.NoError(c.t, err)
 	c.sent, c.how = append(c.sent, id), append(c.how, how)
 	c.live += float64(x.PromptTokens)

@@ -31,12 +31,17 @@ const (
 	fewer        = 0.02
 	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
 	usualAnswer  = 256 // tokens of an answer in a pool without observations
+
+	// Engines serve whole requests while conversations that are expected back take more than this part of their memory:
+	// at the first, two copies cannot fit. It is more than without roles ([picker.Policy], where engines that serve both
+	// legs decide for each request), since with roles a change costs what waits and runs.
+	wholeFrom, wholeUntil = 0.5, 0.42
 )
 
 // Engine is an endpoint, as far as its word depends on it.
 type Engine struct {
 	At       int          // position in the view
-	Word     kvstate.Role // prefill or decode; 0: none yet
+	Word     kvstate.Role // prefill, decode, or both while engines serve whole requests; 0: none yet
 	Fixed    bool         // its word cannot change
 	Usable   bool
 	Answers  float64 // that run there
@@ -56,6 +61,9 @@ type Fleet struct {
 	Arriving float64 // s of prompt work per second
 	Waiting  float64 // s of prompt work in the admission queue
 	Mean     float64 // s of work of a prompt
+
+	Live   float64 // tokens of conversations that are expected back ([kvstate.Utilisation])
+	Memory float64 // tokens of KV that engines keep for those; 0: not known of all, or some have a fixed role
 }
 
 // Of returns the state of a view's endpoints. waiting is the work in the pool's admission queue in seconds. Endpoints
@@ -66,6 +74,7 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 	if f.Pace <= 0 {
 		f.Pace = 1
 	}
+	f.Live, f.Memory = v.Load.Live, memory(v)
 	answer := v.Load.Answer
 	if answer <= 0 {
 		answer = usualAnswer
@@ -103,6 +112,20 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 	return f
 }
 
+// memory returns the tokens that endpoints keep, if each may serve either leg and reports it.
+func memory(v *kvstate.View) (sum float64) {
+	for i := range v.Endpoints {
+		c := &v.Endpoints[i]
+		if c.Endpoint.Role != kvstate.RoleBoth || c.Memory == nil {
+			return 0
+		}
+		if c.Usable {
+			sum += c.Memory.Tokens
+		}
+	}
+	return sum
+}
+
 // Want is how many engines should compute prompts, and what it follows from.
 type Want struct {
 	Prefills, Decodes int
@@ -120,10 +143,12 @@ const (
 	PromptsNeed              // it is the least number that prompts need
 	AnswersNeed              // too few engines for both: answers get what they need, prompts the others
 	TooFewEngines            // there is one engine, or none
+	Conversations            // two copies of those that come back do not fit: whole engines serve
 )
 
 func (w Why) String() string {
-	return [...]string{"least price", "prompts need it", "answers need the others", "too few engines"}[w]
+	return [...]string{"least price", "prompts need it", "answers need the others", "too few engines",
+		"two copies of the conversations that come back do not fit"}[w]
 }
 
 // sums are the fleet's load.
@@ -249,8 +274,11 @@ type Change struct {
 
 // Reason says why the word changes, for people.
 func (c *Change) Reason() string {
-	if c.Want == (Want{}) {
+	switch {
+	case c.Want == (Want{}):
 		return "it was new"
+	case c.Want.Why == Conversations:
+		return c.Want.Why.String()
 	}
 	return fmt.Sprintf("%v: prompts need %.1f engines, answers %.1f", c.Want.Why, c.Want.Prompts, c.Want.Answers)
 }
@@ -259,6 +287,9 @@ func (c *Change) Reason() string {
 // engines, at most as many as are wanted. An engine to prefill is the one with the fewest answers, which go on there;
 // one to decode has the least prompts waiting.
 func (f *Fleet) Changes() (out []Change) {
+	if f.whole() {
+		return f.toWhole()
+	}
 	out = f.first()
 	w := f.Want()
 	s := f.sums()
@@ -285,6 +316,28 @@ func (f *Fleet) Changes() (out []Change) {
 	return out
 }
 
+// whole reports whether engines should serve whole requests.
+func (f *Fleet) whole() bool {
+	limit := wholeFrom
+	for i := range f.Engines {
+		if f.Engines[i].Word == kvstate.RoleBoth {
+			limit = wholeUntil
+		}
+	}
+	return f.Memory > 0 && f.Live > limit*f.Memory
+}
+
+// toWhole has all engines serve whole requests, at once: what they compute and write goes on.
+func (f *Fleet) toWhole() (out []Change) {
+	for i := range f.Engines {
+		if e := &f.Engines[i]; e.Word != kvstate.RoleBoth {
+			e.Word = kvstate.RoleBoth
+			out = append(out, Change{At: e.At, Word: e.Word, Want: Want{Why: Conversations}})
+		}
+	}
+	return out
+}
+
 // toChange returns the engine whose change to a word costs least; nil: none may change.
 func (f *Fleet) toChange(word kvstate.Role) (best *Engine) {
 	cost := func(e *Engine) float64 {
@@ -306,8 +359,8 @@ func (f *Fleet) toChange(word kvstate.Role) (best *Engine) {
 	return best
 }
 
-// first gives a word to engines that have none: half of a new fleet prefills, and an engine that joins later gets the
-// word of the smaller half.
+// first gives a word to engines that have none, or serve whole requests: half of a new fleet prefills, and an engine
+// that joins later gets the word of the smaller half.
 func (f *Fleet) first() (out []Change) {
 	prefills, decodes := 0, 0
 	for i := range f.Engines {

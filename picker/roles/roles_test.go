@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
+	"tandem/kvstate/residency"
 	"tandem/picker"
 )
 
@@ -202,4 +203,50 @@ func TestOf(t *testing.T) {
 	f = Of(&v, &policy, 0)
 	require.Equal(t, []kvstate.Role{kvstate.RolePrefill, kvstate.RoleDecode, kvstate.RolePrefill},
 		[]kvstate.Role{f.Engines[0].Word, f.Engines[1].Word, f.Engines[2].Word})
+}
+
+// Engines serve whole requests, all at once, while two copies of the conversations that come back do not fit into their
+// memory, and have words again when these take clearly less.
+func TestWholeEngines(t *testing.T) {
+	f := fleet(4, 2, 1, 0, 20, 4000)
+	f.Live, f.Memory = 1.9e6, 4e6
+	for _, c := range f.Changes() {
+		require.NotEqual(t, kvstate.RoleBoth, c.Word, "they fit")
+	}
+	f.Live = 2.1e6
+	changes := f.Changes()
+	require.Len(t, changes, 4)
+	for _, c := range changes {
+		require.Equal(t, kvstate.RoleBoth, c.Word)
+		require.Equal(t, "two copies of the conversations that come back do not fit", c.Reason())
+	}
+	f.Live = 1.9e6
+	require.Empty(t, f.Changes(), "not at once back")
+	f.Live = 1.6e6
+	words := map[kvstate.Role]int{}
+	for _, c := range f.Changes() {
+		words[c.Word]++
+	}
+	require.Equal(t, map[kvstate.Role]int{kvstate.RoleDecode: 2, kvstate.RolePrefill: 2}, words)
+	f.Live, f.Memory = 2.1e6, 0
+	for _, c := range f.Changes() {
+		require.NotEqual(t, kvstate.RoleBoth, c.Word, "nobody knows their memory")
+	}
+}
+
+// What takes memory counts where every endpoint may serve either leg, and says how much it has.
+func TestMemoryOfAView(t *testing.T) {
+	spec := func(role kvstate.Role) *kvstate.Endpoint {
+		return &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Role: role}}
+	}
+	m := &residency.Memory{Tokens: 1e6}
+	both := kvstate.Candidate{Endpoint: spec(kvstate.RoleBoth), Usable: true, Memory: m}
+	out, unknown, fixed := both, both, both
+	out.Usable, unknown.Memory, fixed.Endpoint = false, nil, spec(kvstate.RoleDecode)
+	for want, all := range map[float64][]kvstate.Candidate{
+		1e6: {both, out}, 2e6: {both, both}, 0: {both, unknown},
+	} {
+		require.InDelta(t, want, memory(&kvstate.View{Endpoints: all}), 0)
+	}
+	require.Zero(t, memory(&kvstate.View{Endpoints: []kvstate.Candidate{both, fixed}}))
 }

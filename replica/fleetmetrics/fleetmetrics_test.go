@@ -142,7 +142,8 @@ func TestTheIndexIsShown(t *testing.T) {
 	state.Routed(pool, pool.Endpoint("p"), []uint64{1, 2, 3})
 	state.Routed(pool, pool.Endpoint("d"), []uint64{1, 2})
 	m := Index(state, kvevents.NewCollector(kvevents.Options{State: state, Log: slog.New(slog.DiscardHandler)}))
-	require.Equal(t, map[string]float64{"tandem_index_blocks chat": 3, "tandem_index_entries chat": 5, "tandem_index_prompts chat": 0},
+	require.Equal(t, map[string]float64{"tandem_index_blocks chat": 3, "tandem_index_entries chat": 5, "tandem_index_prompts chat": 0,
+		"tandem_conversations chat": 0, "tandem_conversation_tokens chat": 0, "tandem_kv_memory_tokens chat": 0},
 		values(t, collecting(m.Collect)))
 }
 

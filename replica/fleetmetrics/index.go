@@ -15,6 +15,7 @@ type indexMetrics struct {
 	events *kvevents.Collector
 
 	blocks, entries, prompts                     *prometheus.Desc
+	conversations, live, memory                  *prometheus.Desc
 	connected, lag, held, orphans                *prometheus.Desc
 	forwarded                                    *prometheus.Desc
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
@@ -37,6 +38,11 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 			"Blocks in the prefix index, counted once for each endpoint that holds them."),
 		prompts: pool("tandem_index_prompts",
 			"Prompts whose tokens are known, so that they can be matched with KV events."),
+		conversations: pool("tandem_conversations", "Conversations that this replica knows."),
+		live: pool("tandem_conversation_tokens",
+			"Tokens of the conversations that are expected back within two minutes, each once: the working set."),
+		memory: pool("tandem_kv_memory_tokens",
+			"Tokens of KV that engines keep which report it, host memory included."),
 		connected: feed("tandem_kv_events_connected",
 			"1 while the KV events of an endpoint's publisher reach this replica, by itself or from the replica that "+
 				"the publisher connected to."),
@@ -62,7 +68,7 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 // Describe implements [prometheus.Collector].
 func (m *indexMetrics) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		m.blocks, m.entries, m.prompts, m.connected, m.lag, m.held, m.orphans, m.forwarded, m.batches, m.gaps, m.lost,
+		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.connected, m.lag, m.held, m.orphans, m.forwarded, m.batches, m.gaps, m.lost,
 		m.restarts, m.bad, m.unusable,
 	} {
 		out <- d
@@ -76,6 +82,10 @@ func (m *indexMetrics) Collect(out chan<- prometheus.Metric) {
 		send(out, m.blocks, prometheus.GaugeValue, float64(stats.Blocks), p.Spec.Name)
 		send(out, m.entries, prometheus.GaugeValue, float64(stats.Entries), p.Spec.Name)
 		send(out, m.prompts, prometheus.GaugeValue, float64(p.KnownPrompts()), p.Spec.Name)
+		known, live, memory := p.Conversations()
+		send(out, m.conversations, prometheus.GaugeValue, float64(known), p.Spec.Name)
+		send(out, m.live, prometheus.GaugeValue, live, p.Spec.Name)
+		send(out, m.memory, prometheus.GaugeValue, memory, p.Spec.Name)
 	}
 	for _, s := range m.events.Stats() {
 		m.feed(out, &s)

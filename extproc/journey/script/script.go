@@ -212,7 +212,8 @@ func (s *Script) Next(asked string) Answer {
 	s.answers = s.answers[1:]
 	switch a.Role {
 	case 0:
-		if time.Sleep(a.Wait); a.How == "full" {
+		time.Sleep(a.Wait) //nolint:forbidigo // in a bubble of synctest
+		if a.How == "full" {
 			s.fill()
 		}
 	case 'C':
@@ -246,7 +247,7 @@ func (a *Answer) Stand(state *kvstate.State, addr string) {
 	scrape := func(work int64) { state.Observe(d, kvstate.Signals{Running: 1, Work: work, At: time.Now()}) }
 	for n := range a.Wait / (2 * time.Second) {
 		scrape(min(int64(n), 1))
-		time.Sleep(2 * time.Second)
+		time.Sleep(2 * time.Second) //nolint:forbidigo // in a bubble of synctest
 	}
 }
 

@@ -32,7 +32,7 @@ func TestRecordsAreChecked(t *testing.T) {
 		require.Equal(t, time.Now(), r.Others()[4].Heard, "its clock is ahead")
 		time.Sleep(time.Second)
 		r.Add(Member{Replica: 4, Name: "b", Heard: time.Now()})
-		require.Equal(t, "a", r.Others()[4].Name, "a former record, of one that has a record")
+		require.Equal(t, "a", r.Others()[4].Name, "a later record says less")
 		for i := range uint64(2 * maxMembers) {
 			r.Add(Member{Replica: 10 + i, Heard: time.Now()})
 		}

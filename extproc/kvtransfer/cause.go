@@ -1,0 +1,67 @@
+package kvtransfer
+
+import "slices"
+
+// Causes of a failed hop (Ticket.Cause), also label values of metrics.
+const (
+	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
+	// CauseTurn: a prefill leg that was to fetch the conversation's last turn failed. The request continues as if no
+	// turn were kept.
+	CauseTurn   = "turn"
+	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
+	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself
+	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
+	// CauseOutdated: the decode endpoint stood still until its KV parameters may have been outdated, and no other one
+	// can serve the request. It is waited for, and computes the prompt itself.
+	CauseOutdated = "outdated"
+	CauseStream   = "stream" // the decode leg failed in the middle of its stream, which is continued
+	CauseMoved    = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
+	// CauseRefused: P refused the body that Tandem had changed. Decode alone decides, and no endpoint is at fault.
+	CauseRefused = "refused"
+	// CauseModel: an endpoint answered 404, so it does not serve the model, or not any more.
+	CauseModel = "model"
+	// CauseExpired and CauseSpent: the hand-over came too late, or was consumed already.
+	CauseExpired = "hand_over_expired"
+	CauseSpent   = "hand_over_spent"
+	// CausePoolGone: the pool was removed, or its dialect changed, between the hops. No endpoint is at fault.
+	CausePoolGone = "pool_gone"
+)
+
+// Cause is what operators are told of a cause.
+type Cause struct {
+	Name  string
+	At    func(*Ticket) string // the endpoint that failed; nil: none did
+	Words string
+}
+
+// Causes returns all causes.
+func Causes() []Cause {
+	prefill := func(t *Ticket) string { return t.Prefill }
+	decode := func(t *Ticket) string { return t.Decode } // that of an encode leg, too
+	last := func(t *Ticket) string { return t.Excluded[len(t.Excluded)-1] }
+	return []Cause{
+		{CausePrefill, prefill, "prefill"},
+		{CauseTurn, prefill, "prefill, which was to fetch the conversation's last turn"},
+		{CauseRefused, prefill, "prefill, which refused what it was sent"},
+		{CauseModel, last, "an endpoint that does not serve the model"},
+		{CauseDecode, decode, "decode"},
+		{CauseOutdated, decode, "decode, which stood still beyond the lease of the KV and was waited for"},
+		{CauseStream, decode, "decode, within a stream that was continued"},
+		{CauseMoved, decode, "decode, whose stream was moved"},
+		{CauseEncode, decode, "encode"},
+		{CauseRouter, nil, "the replica of Tandem that decided"},
+		{CauseExpired, nil, "the hand-over from prefill to decode was too old"},
+		{CauseSpent, nil, "the hand-over from prefill to decode was consumed already"},
+		{CausePoolGone, nil, "the pool was removed or changed between the hops"},
+	}
+}
+
+// CauseOf returns a cause by its name; false: there is none.
+func CauseOf(name string) (Cause, bool) {
+	all := Causes()
+	i := slices.IndexFunc(all, func(c Cause) bool { return c.Name == name })
+	if i < 0 {
+		return Cause{}, false
+	}
+	return all[i], true
+}
