@@ -122,11 +122,32 @@ func (m accessLogs) failedTries() []*accesslogv3.AccessLog {
 		when: func() *accesslogv3.AccessLogFilter {
 			return logwhen.And(
 				logwhen.Or(logwhen.Flagged("UF", "UC", "UR", "UPE"), logwhen.StatusFrom(400, "tandem.log.failed"),
-					logwhen.And(logwhen.StatusFrom(300, "tandem.log.redirected"),
-						m.cel("!('x-tandem-ticket' in response.headers)"))),
+					m.redirectedByEngine()),
 				logwhen.Header(present("x-tandem-ticket")))
 		},
 	})
+}
+
+// prefillCut reports prefill legs whose answer broke off after it had begun.
+func (m accessLogs) prefillCut() []*accesslogv3.AccessLog {
+	return m.toEveryReplica(logged{
+		name: "tandem-failed", flush: 50 * time.Millisecond, bytes: wrapperspb.UInt32(0),
+		headers: []string{"x-tandem-ticket", "x-tandem-reservation"},
+		when: func() *accesslogv3.AccessLogFilter {
+			return logwhen.And(logwhen.Flagged("UC", "UR", "UPE"), logwhen.StatusFrom(200, "tandem.log.answered"),
+				logwhen.Status(accesslogv3.ComparisonFilter_LE, 299, "tandem.log.cut"))
+		},
+		notes: notes{"": "Of an answer that broke off after it had begun: P has finished, and nobody can name the " +
+			"blocks that it keeps."},
+	})
+}
+
+// redirectedByEngine holds for redirects that are not Tandem's own, which are 307 all. CEL costs CPU, so it is evaluated
+// for those alone, and not for prefill legs whose short answers Envoy turns into one: nothing else redirects there.
+func (m accessLogs) redirectedByEngine() *accesslogv3.AccessLogFilter {
+	return logwhen.And(logwhen.StatusFrom(300, "tandem.log.redirected"), logwhen.Header(absent("x-tandem-carry")),
+		logwhen.Or(logwhen.Status(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.redirected_before"),
+			logwhen.StatusFrom(308, "tandem.log.redirected_after"), m.cel("!('x-tandem-ticket' in response.headers)")))
 }
 
 // endOfMirror reports how the prefill leg of a pair ended.

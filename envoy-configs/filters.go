@@ -6,6 +6,7 @@ import (
 
 	xdscorev3 "github.com/cncf/xds/go/xds/core/v3"
 	matcherv3 "github.com/cncf/xds/go/xds/type/matcher/v3"
+	accesslogv3 "github.com/envoyproxy/go-control-plane/envoy/config/accesslog/v3"
 	mutationv3 "github.com/envoyproxy/go-control-plane/envoy/config/common/mutation_rules/v3"
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	matchingv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/matching/v3"
@@ -203,9 +204,9 @@ func (m filters) keepCarry() *hcmv3.HttpFilter {
 	})
 }
 
-// router is the last filter of every listener.
-func (m filters) router() *hcmv3.HttpFilter {
-	return m.filter("envoy.filters.http.router", &routerv3.Router{SuppressEnvoyHeaders: true})
+// router is the last filter of every listener. tries are logs of its tries.
+func (m filters) router(tries ...*accesslogv3.AccessLog) *hcmv3.HttpFilter {
+	return m.filter("envoy.filters.http.router", &routerv3.Router{SuppressEnvoyHeaders: true, UpstreamLog: tries})
 }
 
 // hygiene removes Tandem's and Envoy's own headers from answers.

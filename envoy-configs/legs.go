@@ -41,6 +41,7 @@ type leg struct {
 	host       *routev3.VirtualHost     // the routes, and other changes of headers
 	filters    []*hcmv3.HttpFilter      // before the router
 	log        []*accesslogv3.AccessLog // to Tandem
+	tries      []*accesslogv3.AccessLog // likewise, of tries at the endpoint
 	untraced   bool                     // no spans of its own
 	replies    *hcmv3.LocalReplyConfig  // Envoy's own answers
 	optional   bool                     // its clusters may not exist
@@ -74,7 +75,7 @@ func (m legs) listener(l leg) *listenerv3.Listener {
 				"filter reads it from the request when the answer is there.",
 		})},
 		HttpFilters: slices.Concat(l.filters, filters(m).names(cmp.Or(l.serverName, "x-tandem-server-name")),
-			[]*hcmv3.HttpFilter{filters(m).router()}),
+			[]*hcmv3.HttpFilter{filters(m).router(l.tries...)}),
 	}
 	if m.secure() {
 		h.GetRouteConfig().RequestHeadersToRemove = append(h.GetRouteConfig().GetRequestHeadersToRemove(),
@@ -147,6 +148,7 @@ func (m legs) prefillLeg() *listenerv3.Listener {
 		name: "prefill-leg", why: "The prefill leg: a listener without a port, so that P's answer passes an " +
 			"ordinary ext_proc filter.",
 		remove: []string{"x-tandem-scheme"}, host: host, read: true, json: true,
+		tries: accessLogs(m).prefillCut(),
 		filters: []*hcmv3.HttpFilter{
 			f.keepCarry(),
 			noted(m, f.buffer(), notes{

@@ -80,14 +80,18 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	})
 	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryDecode(), of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
+	other := m.legRoute("other"+s.Suffix, "other", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryOther(), of)
+	m.note(other.GetRoute().RetryPolicy, notes{
+		"": "What is never split: only where the endpoint has done nothing for it. A 404 says that it lacks the model.",
+	})
 	pass := m.legRoute("pass"+s.Suffix, "pass", "tandem-pod"+s.Suffix, m.IdleTimeout, nil, of)
 	pass.GetRoute().InternalRedirectPolicy = nil
 	if s.Name == "https" {
-		for _, r := range []*routev3.Route{decode, pass} {
+		for _, r := range []*routev3.Route{decode, other, pass} {
 			r.RequestHeadersToRemove = append(r.RequestHeadersToRemove, "x-tandem-server-name")
 		}
 	}
-	return []*routev3.Route{prefill, decode, pass}
+	return []*routev3.Route{prefill, decode, other, pass}
 }
 
 // legRoute is where requests of a leg go: without a limit to the whole answer.
@@ -216,6 +220,13 @@ func (m routes) retryDecode() *routev3.RetryPolicy {
 		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
 			MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: "http://tandem/"},
 		}}}, notes{"": "An engine's redirect. Tandem's own lead there."})}
+	return p
+}
+
+// retryOther is retry for the one hop of a request that is never split.
+func (m routes) retryOther() *routev3.RetryPolicy {
+	p := m.retry(m.replanTries())
+	p.RetryOn, p.RetriableStatusCodes = "connect-failure,retriable-status-codes", []uint32{404}
 	return p
 }
 

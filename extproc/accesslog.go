@@ -154,10 +154,24 @@ func (s *Server) tryFailed(entry *envoywire.LogEntry) {
 	if t == nil || e.Replan || entry.Mirror {
 		return
 	}
+	if t.Stage == kvtransfer.PrefillLeg && e.Pod { // of the leg's listener: P's answer broke off after it had begun
+		if s.passes.HeldHere(t, reservedAs(e)) {
+			s.prefillCut(t)
+		}
+		return
+	}
 	s.faults.Report(t, e)
 	s.replan.TryFailed(t.ID)
 	if t.Stage == kvtransfer.DecodeLeg && e.Pod && !e.Began && e.Sent == 0 {
 		s.reclaim.NotConnected(t, string(e.RequestID), s.passes.HeldHere(t, reservedAs(e)))
+	}
+}
+
+// prefillCut counts a prefill leg whose answer broke off after it had begun, once. A short answer passes no filter of
+// Tandem's, so Envoy's log tells of it.
+func (s *Server) prefillCut(t *kvtransfer.Ticket) {
+	if s.State.HandOvers.Consume(t.ID.Cut()) {
+		s.passes.Cut(t)
 	}
 }
 

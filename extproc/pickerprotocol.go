@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"net/http"
 	"strconv"
 	"strings"
 	"time"
@@ -178,6 +179,9 @@ func (x endpointPicker) answerBegins(p *picked) {
 	}
 	if code >= 500 && p.Sidecar != nil && p.Sidecar.Prefill != "" && x.s.Check != nil {
 		x.s.Check(p.Report.Prefill) // the sidecar may have failed for want of it
+	}
+	if code == http.StatusNotFound { // the gateway retries or not; the next request for the model goes elsewhere
+		x.pass.AskAgain(x.stream.Context(), served)
 	}
 	x.meter.Observer.AnswerBegan(x.stream.requestID, p.Ticket.Started, served, code)
 }

@@ -49,7 +49,7 @@ func (x prefillLeg) serve() error {
 	code, _ := strconv.Atoi(string(x.stream.msg.Headers.Status))
 	if err := x.stream.receiveAnswer(); err != nil {
 		if code == 200 {
-			x.s.passes.Cut(t)
+			x.s.prefillCut(t)
 		}
 		return err
 	}

@@ -42,6 +42,8 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		switch {
 		case faults.Filtered(o.Details):
 			return filtered(f)
+		case f.hop.other && f.asksOther(failure(f.envoy, &o)):
+			return Stop
 		case !f.state.MayFail() && faults.Redirects(o.Status):
 			return f.refuseRedirect()
 		case !f.state.MayFail():
@@ -148,6 +150,11 @@ func failure(e Envoy, o *Outcome) *faults.Failure {
 	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(names.HeaderRetryAfter)))
 	f.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
 	return &f
+}
+
+// asksOther plans a request of one hop again, if its endpoint has done nothing for it. false: the answer is the client's.
+func (f *Filter) asksOther(how *faults.Failure) bool {
+	return (how.NotFound() || how.Unreached) && f.decodeFailed(how)
 }
 
 // decodeFailed plans the request again after its endpoint failed before the answer began. false: that is not possible.

@@ -42,6 +42,7 @@ type hop struct {
 	rewrite *rewrite          // of D's answer; nil: the client gets it as it is
 	trace   traceContext
 	encode  *encode // the call is to an endpoint that encodes media; nil: to P
+	other   bool    // what is asked is never split, but planned again where the endpoint has done nothing for it
 }
 
 // NewFilter returns the filter of a request.

@@ -152,8 +152,8 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	rank := e.RankName()
 	set(names.HeaderEndpoint, e.HostPort())
 	leg := r.Leg
-	if leg == plan.LegAnswer {
-		leg = plan.LegDecode
+	if f.hop.other = leg == plan.LegOther; f.hop.other || leg == plan.LegAnswer {
+		leg = plan.LegDecode // Envoy keeps the body
 	}
 	set(names.HeaderLeg, leg)
 	if r.Pair != nil {
@@ -192,7 +192,7 @@ func (f *Filter) sendOn(r *pass.Routed) {
 		set(h.Name, h.Value)
 	}
 	switch {
-	case r.Leg == plan.LegPass:
+	case r.Leg == plan.LegPass || f.hop.other:
 		f.state = journey.Answering
 	case f.hop.pair != nil:
 		f.state = journey.BothLegs

@@ -7,6 +7,7 @@ import (
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/plan"
 	"tandem/internal/guard"
+	"tandem/kvstate"
 )
 
 // readChosen reads what is stored of the endpoints that were chosen.
@@ -47,10 +48,8 @@ func (x *Pass) decide() (*plan.Decision, error) {
 	switch w.way {
 	case storedAt:
 		return plan.Pass(r, e, x.size(), "stored_response", p), nil
-	case other:
-		return plan.Pass(r, e, x.size(), passThrough, p), nil
-	case storing:
-		return plan.ToHolder(r, e, p), nil
+	case other, storing:
+		return x.decideOnce(e), nil
 	case encoding:
 		return plan.Encode(r, e, p), nil
 	case alone:
@@ -65,6 +64,21 @@ func (x *Pass) decide() (*plan.Decision, error) {
 		return plan.OneHop(r, v, c, p)
 	}
 	return plan.First(r, v, c, p)
+}
+
+// decideOnce decides for a request that is never split. Without a model, a 404 is about the path or about something that
+// the endpoint alone may have.
+func (x *Pass) decideOnce(e *kvstate.Endpoint) (d *plan.Decision) {
+	r, w, p := &x.Req, &x.want, &x.policy.Policy
+	if w.way == storing {
+		d = plan.ToHolder(r, e, p)
+	} else {
+		d = plan.Pass(r, e, x.size(), passThrough, p)
+	}
+	if w.model != "" && w.bound == nil {
+		d = plan.OrOther(d, r, x.size())
+	}
+	return d
 }
 
 // unserved ends a request that every endpoint which may have its model has answered with 404: see

@@ -140,10 +140,14 @@ func (x *Pass) First(ctx context.Context, api openai.API, a plan.Attempt) (*plan
 // Other plans a request that is never split (tokenize, embeddings, uploads, health, a stored response): one hop, with
 // the body unchanged.
 func (x *Pass) Other(ctx context.Context) (*plan.Decision, error) {
+	return x.other(ctx, plan.Attempt{Started: x.shared.Now()})
+}
+
+func (x *Pass) other(ctx context.Context, a plan.Attempt) (*plan.Decision, error) {
 	if err := x.Head.checkTwice(); err != nil {
 		return nil, err
 	}
-	if err := x.readOther(ctx); err != nil {
+	if err := x.readOther(ctx, a); err != nil {
 		return nil, err
 	}
 	return x.plan(ctx)

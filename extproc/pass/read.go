@@ -205,7 +205,7 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 const passThrough = "pass_through"
 
 // readOther reads a request that is never split.
-func (x *Pass) readOther(ctx context.Context) error {
+func (x *Pass) readOther(ctx context.Context, a plan.Attempt) error {
 	model, err := x.scanOther()
 	if err != nil {
 		return err
@@ -221,10 +221,10 @@ func (x *Pass) readOther(ctx context.Context) error {
 	if model == "" {
 		model = models.NameIn(path)
 	}
-	pool, waits := x.poolOf(ctx, model, false)
+	pool, waits := x.poolOf(ctx, model, x.size() > 0 && x.size() <= x.shared.Limits.SplitBodyBytes)
 	switch {
 	case waits:
-		return x.waits(x.Other)
+		return x.waits(func(ctx context.Context) (*plan.Decision, error) { return x.other(ctx, a) })
 	case pool == nil && model != "":
 		return openai.ModelNotFound(model)
 	case pool == nil:
@@ -232,10 +232,17 @@ func (x *Pass) readOther(ctx context.Context) error {
 	case !x.shared.serves(pool, &x.Head):
 		return openai.NotServed()
 	}
-	if err := closed(pool); err != nil {
+	if err := x.served(ctx, pool, &a, model); errors.Is(err, latebinding.ErrWaits) {
+		return x.waits(func(ctx context.Context) (*plan.Decision, error) { return x.other(ctx, a) })
+	} else if err != nil {
 		return err
 	}
-	x.begin(pool, plan.Attempt{})
+	if a.Redirects == 0 { // an admitted request is served to the end
+		if err := closed(pool); err != nil {
+			return err
+		}
+	}
+	x.begin(pool, a)
 	x.readPriority()
 	x.Req.TakesPriority = paths.TakesPriority(path)
 	x.want.way, x.want.model = other, model

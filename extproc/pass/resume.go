@@ -71,10 +71,10 @@ func (x *Pass) Resume(
 // again plans a request again after one of its hops failed.
 func (x *Pass) again(ctx context.Context, t *kvtransfer.Ticket, a plan.Attempt) (*plan.Decision, error) {
 	x.restoreBody(t)
-	switch api := x.shared.API(&x.Head); {
-	case api == openai.PassThrough && t.Cause == kvtransfer.CauseRouter && t.Pool == "": // pass 1 again
-		return x.Other(ctx)
-	case api == openai.PassThrough || api == openai.Models:
+	switch api := x.shared.API(&x.Head); api {
+	case openai.PassThrough:
+		return x.other(ctx, a)
+	case openai.Models:
 		return nil, openai.NotServed() // no hop of such a path comes back
 	default:
 		return x.First(ctx, api, a)

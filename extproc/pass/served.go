@@ -38,13 +38,13 @@ func (x *Pass) poolOf(ctx context.Context, model string, hops bool) (pool *kvsta
 	case pool == nil:
 		if waits = latebinding.IsAtOnce(ctx); !waits {
 			for _, p := range state.Pools() {
-				x.askModels(ctx, p, askAgain)
+				x.askModels(ctx, p.Endpoints(), askAgain)
 			}
 			pool = state.PoolFor(model)
 		}
 	case !hops && pool.Unlisted(model):
 		if waits = latebinding.IsAtOnce(ctx); !waits {
-			x.askModels(ctx, pool, askAgainAny)
+			x.askModels(ctx, pool.Endpoints(), askAgainAny)
 		}
 	}
 	return pool, waits
@@ -59,17 +59,24 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	if latebinding.IsAtOnce(ctx) {
 		return latebinding.ErrWaits
 	}
-	x.askModels(ctx, pool, askAgain)
+	x.askModels(ctx, pool.Endpoints(), askAgain)
 	if !pool.MayServe(model) {
 		return openai.ModelNotFound(model)
 	}
 	return nil
 }
 
-func (x *Pass) askModels(ctx context.Context, pool *kvstate.Pool, older time.Duration) {
+// AskAgain asks an endpoint what it serves that has answered 404, where the request does not come back.
+func (x *Pass) AskAgain(ctx context.Context, e *kvstate.Endpoint) {
+	if x.shared.Models != nil {
+		x.askModels(ctx, []*kvstate.Endpoint{e}, askAgain)
+	}
+}
+
+func (x *Pass) askModels(ctx context.Context, endpoints []*kvstate.Endpoint, older time.Duration) {
 	ctx, stop := context.WithTimeout(ctx, askPatiently)
 	defer stop()
 	began := time.Now()
-	x.shared.Models.Ask(ctx, pool.Endpoints(), older)
+	x.shared.Models.Ask(ctx, endpoints, older)
 	x.Meter.LeaveOut(time.Since(began)) // waiting is no part of deciding
 }

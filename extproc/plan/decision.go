@@ -13,6 +13,7 @@ const (
 	LegPrefill = "prefill" // prefill-leg listener first, replan port second; redirects are followed
 	LegDecode  = "decode"  // the endpoint first, replan port second; redirects are followed
 	LegPass    = "pass"    // the endpoint, whose answer goes to the client
+	LegOther   = "other"   // as pass; but after a 404, or if it cannot be reached, replan port second
 	LegAnswer  = "answer"  // as decode, through the answer-leg listener, where the answer is rewritten
 	LegEncode  = "encode"  // encode-leg listener first, replan port second; redirects are followed
 	LegPair    = "pair"    // both legs at once: decode-leg listener, and a copy to the prefill-mirror listener

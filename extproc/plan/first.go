@@ -179,7 +179,7 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 		Report: Report{Route: "decode_alone", Reason: reason, Decode: e},
 		Ticket: r.ticket(kvtransfer.DecodeLeg, 0),
 	})
-	if r.lastHop() {
+	if r.lastHop(len(r.Client.Body())) {
 		d.Leg = LegPass
 		d.Edits, d.Ticket.Undo = r.ownEdits(p)
 	} else {
@@ -191,10 +191,9 @@ func Alone(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision, 
 }
 
 // lastHop reports whether the next answer is the client's: no endpoint is left, Envoy could not follow one more
-// redirect, or it could not replay the body.
-func (r *Request) lastHop() bool {
-	return r.Attempt.Last || !r.Limits.Another(r.Attempt.Redirects) ||
-		len(r.Client.Body()) > r.Limits.SplitBodyBytes
+// redirect, or it could not replay the body, which has so many bytes.
+func (r *Request) lastHop(bytes int) bool {
+	return r.Attempt.Last || !r.Limits.Another(r.Attempt.Redirects) || bytes > r.Limits.SplitBodyBytes
 }
 
 // aloneEdits returns the edits of the body for an endpoint that does both, and their undo.
@@ -255,7 +254,7 @@ func OneHop(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (*Decision,
 	edits, undo := r.ownEdits(p)
 	d.Edits, d.Ticket.Undo = cloned(edits), slices.Clone(undo) // the patch is used again, for the prefill
 	d.Ticket.Decode, d.Ticket.BodyBytes = e.Addr, d.Edits.Len(len(r.Client.Body()))
-	if r.lastHop() {
+	if r.lastHop(len(r.Client.Body())) {
 		d.Leg = LegPass
 	}
 	return d, nil
@@ -345,13 +344,27 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string, p *Policy) *
 		Report: Report{Route: route, Decode: e},
 		Ticket: kvtransfer.Ticket{
 			ID: NewID(), Stage: kvtransfer.DecodeLeg,
-			Expires: r.Attempt.now().Add(r.Limits.TicketTTL), Started: r.Attempt.now(),
+			Expires: r.Attempt.now().Add(r.Limits.TicketTTL), Started: r.Attempt.Started,
+			Redirects: r.Attempt.Redirects, Excluded: r.Attempt.Excluded,
 			Pool: r.Pool.Spec.Name, Decode: e.Addr, BodyBytes: bytes, PromptTokens: tokens,
 			Model: r.modelIn(r.Client.Model()),
 		},
 	})
-	d.Edits, _ = r.ownEdits(p)
+	if r.Attempt.Started.IsZero() {
+		d.Ticket.Started = r.Attempt.now()
+	}
+	d.Edits, d.Ticket.Undo = r.ownEdits(p)
 	d.Ticket.BodyBytes = d.Edits.Len(bytes)
+	return d
+}
+
+// OrOther has the request of a [Pass] planned again if its endpoint answers 404, as one does that lacks the model, or
+// cannot be reached: it has done nothing for the request. An endpoint that is asked once more, because no other is left,
+// has the last word. bytes is the length of the client's body; nobody could send one again that was not read.
+func OrOther(d *Decision, r *Request, bytes int) *Decision {
+	if bytes > 0 && !r.lastHop(bytes) && r.Attempt.failures(d.Endpoint.Addr) == 0 {
+		d.Leg = LegOther
+	}
 	return d
 }
 

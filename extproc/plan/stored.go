@@ -39,7 +39,7 @@ func ToHolder(r *Request, e *kvstate.Endpoint, p *Policy) *Decision {
 	if !r.Client.Has(openai.FieldRequestID) {
 		r.Patch.Reset(&r.Client)
 		r.Patch.Set("request_id", openai.FieldRequestID, strconv.AppendQuote(nil, newResponseID(e)))
-		d.Edits, _, _ = r.Edits(p)
+		d.Edits, d.Ticket.Undo, _ = r.Edits(p)
 		d.Ticket.BodyBytes = d.Edits.Len(len(r.Client.Body()))
 	}
 	return d
