@@ -209,14 +209,14 @@ func TestStreamsThatComeWhileTheLastCompiles(t *testing.T) {
 	body := func(i int) string {
 		return strings.Replace(question(fmt.Sprintf("comes-%d", i), 60), `{`, `{"stream":true,`, 1)
 	}
-	before := make(chan []answer, 1)
+	before, compiles := make(chan []answer, 1), make(chan struct{})
 	go func() {
 		before <- f.burst(4, func(i int) answer { // it must have requests that it does not see
 			ask := question(fmt.Sprintf("compiles-%d", i), 60)
 			if i == 0 {
 				ask = strings.Replace(ask, `{`, `{"logprobs":true,"top_logprobs":1,`, 1)
 			} else {
-				soon(t, "it compiles", func() bool { return len(f.requests("compiles", f.decodes[0])) > 0 })
+				<-compiles
 			}
 			got, err := f.try(context.Background(), http.MethodPost, path, ask, "x-request-id", []string{"compiles", fmt.Sprint(i)}[min(i, 1)])
 			if err != nil {
@@ -225,6 +225,8 @@ func TestStreamsThatComeWhileTheLastCompiles(t *testing.T) {
 			return got
 		})
 	}()
+	soon(t, "it compiles", func() bool { return len(f.requests("compiles", f.decodes[0])) > 0 })
+	close(compiles)
 	soon(t, "the engine is known to stand still", func() bool {
 		return metric(t, f.admins[0], "tandem_endpoint_health_changes_total", `cause="standstill"`, `to="out"`) > 0
 	})

@@ -115,8 +115,8 @@ func (l *endpointState) emptyMemory() {
 	}
 }
 
-// Conversations returns how many conversations are known, the tokens of those that are expected back soon, each once, and
-// the tokens that the endpoints keep which say so.
+// Conversations returns how many conversations are known, the tokens of those that are expected back soon, each
+// once, and the tokens that the endpoints keep which say so.
 func (p *Pool) Conversations() (known int, live, memory float64) {
 	for _, e := range p.endpoints {
 		if m := e.state.memory.holds.Memory(); m != nil {

@@ -63,8 +63,8 @@ const (
 )
 
 // noMemory reports whether a request should wait, because the conversations at the endpoint that would compute and
-// answer it leave no room. One that finds most of its prompt at some endpoint never waits, nor does a pair: engines that only
-// prefill admit few prompts at a time as it is.
+// answer it leave no room. One that finds most of its prompt at some endpoint never waits, nor does a pair: engines
+// that only prefill admit few prompts at a time as it is.
 func (k *Picker) noMemory(r *Request, v *kvstate.View, c *Choice) bool {
 	if !k.Late || c.Prefill >= 0 || r.Blocks == 0 || float64(c.Uncached) <= k.Model.StepTokens {
 		return false

@@ -242,7 +242,8 @@ func writing(t *telemetry.Trace, whole time.Duration) spent {
 	if t.ExpectedToken == 0 {
 		return s
 	}
-	if s.lost = whole - n*t.ExpectedToken; 2*whole > 3*n*t.ExpectedToken {
+	expected := t.ExpectedToken * n
+	if s.lost = whole - expected; 2*whole > 3*expected {
 		s.because = becausePace
 		s.words += fmt.Sprintf(" where %s was expected, unless the client was slow to read them", took(t.ExpectedToken))
 	}

@@ -148,12 +148,13 @@
 //
 //	{"mode":"status","status":503,"leg":"prefill","count":2,"retry_after":1}
 //
-// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, abort, empty-params, null-params,
-// malformed-params (params: the value to answer with), die-in-stream and stream-reset-after (events: complete events to
-// send; half of another follows), comment (streams begin with one), keep-alive-race (close a kept HTTP/1.1 connection
-// as a request arrives on it), refuse (delay: how long the port stays closed), die, restart (die, and after delay start
-// with the same ports and flags, but no KV and a new id; warmup: answer 503 for so long, as --warmup), stall (the core
-// stands still for delay, or until cleared), unreachable (the side channel: no other engine can load this one's KV).
+// mode: status, reset-before-headers, reset-mid-body, hang, slow (delay "1s"), garbage-body, abort, empty-params,
+// null-params, malformed-params (params: the value to answer with), die-in-stream and stream-reset-after (events:
+// complete events to send; half of another follows), comment (streams begin with one), keep-alive-race (close a
+// kept HTTP/1.1 connection as a request arrives on it), refuse (delay: how long the port stays closed), die,
+// restart (die, and after delay start with the same ports and flags, but no KV and a new id; warmup: answer 503 for
+// so long, as --warmup), stall (the core stands still for delay, or until cleared), unreachable (the side channel:
+// no other engine can load this one's KV).
 //
 // leg: prefill, decode, plain, any. path: one path only. contains: bodies with that text only. busy: only while at
 // least so many requests run or wait, as an engine whose queue is full. count: how often; 0: until cleared. skip: how

@@ -7,7 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log"
+	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
@@ -40,7 +40,7 @@ func (c *cutter) before(t *testing.T, e engine) string {
 	proxy := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "http", Host: e.addr})
 	proxy.FlushInterval = -1
 	proxy.Transport = &http.Transport{DisableKeepAlives: true}
-	proxy.ErrorLog = log.New(t.Output(), "before "+e.addr+": ", log.Ltime)
+	proxy.ErrorLog = slog.NewLogLogger(slog.NewTextHandler(t.Output(), nil).WithAttrs([]slog.Attr{slog.String("before", e.addr)}), slog.LevelError)
 	proxy.ModifyResponse = func(r *http.Response) error {
 		var n, events int
 		id := r.Request.Header.Get("X-Request-Id")

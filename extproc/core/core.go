@@ -39,8 +39,9 @@ type Options struct {
 	Memory         *memory.Budget // the same, shared with other users of memory; nil: one of HeldBytes
 	BodyTimeout    time.Duration  // how long receiving a request's body may take; default 5 m
 	TicketTTL      time.Duration  // lifetime of a leg's ticket; default 10 m
-	HandOverTTL    time.Duration  // lifetime of KV parameters after P's answer, a third of their lease at most; default 20 s
-	MaxRedirects   int            // Envoy's max_internal_redirects; the server plans for fewer; default 8
+	// lifetime of KV parameters after P's answer, a third of their lease at most; default 20 s
+	HandOverTTL  time.Duration
+	MaxRedirects int // Envoy's max_internal_redirects; the server plans for fewer; default 8
 
 	DecisionMetadata bool                    // also write decisions into dynamic metadata
 	Operator         func(token []byte) bool // reports whether a token may ask for decisions in a header; nil: none may

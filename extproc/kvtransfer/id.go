@@ -1,8 +1,8 @@
 package kvtransfer
 
-// ID is the id of a ticket: it names an attempt of a request, and what two engines exchange for it. It is random, and
-// good for one decode. What else may happen only once for the same ticket has an id of its own, which anybody who has the
-// ticket can tell.
+// ID is the id of a ticket: it names an attempt of a request, and what two engines exchange for it. It is random,
+// and good for one decode. What else may happen only once for the same ticket has an id of its own, which anybody
+// who has the ticket can tell.
 type ID [16]byte
 
 // Inline is the id of the hand-over of a prefill leg whose answer came with pass 2: if it is consumed, pass 2 has read

@@ -145,10 +145,10 @@ func Trailers() *Error {
 		"trailers after the request body are not supported here; send headers")
 }
 
-// NoUpgrade returns a 426 for a request that asks for another protocol: what a client that can do without WebSockets
-// (Codex: by the status alone, openai/codex#43353) takes as the answer to go on over HTTP. Of such requests
-// only those of gateways that allow upgrades come here; Envoy's own answer to the others has the Upgrade header that RFC
-// 9110 (15.5.22) asks for.
+// NoUpgrade returns a 426 for a request that asks for another protocol: what a client that can do without
+// WebSockets (Codex: by the status alone, openai/codex#43353) takes as the answer to go on over HTTP. Of such
+// requests only those of gateways that allow upgrades come here; Envoy's own answer to the others has the Upgrade
+// header that RFC 9110 (15.5.22) asks for.
 func NoUpgrade() *Error {
 	return &Error{Status: 426, Type: "invalid_request_error", Code: "upgrade_not_supported",
 		Message: "protocol upgrades are not supported here; use plain HTTP"}

@@ -8,14 +8,15 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Many clients name their conversations. A name says which of a client's own conversations was written anew, as when it
-// is compacted: a prompt then continues none of those that engines hold, and what they hold of the one before is of no
-// use. Names say nothing else; prompts decide (package residency). A name's hash has what tells clients apart, their key
-// and the header of their tenant, so that nobody's name is that of another's conversation.
+// Many clients name their conversations. A name says which of a client's own conversations was written anew, as
+// when it is compacted: a prompt then continues none of those that engines hold, and what they hold of the one
+// before is of no use. Names say nothing else; prompts decide (package residency). A name's hash has what tells
+// clients apart, their key and the header of their tenant, so that nobody's name is that of another's conversation.
 
-// conversationHeaders returns headers with the name of a conversation, and after some what tells apart those that share
-// it: of Claude Code (code.claude.com, LLM gateway protocol) with its subagents, Dynamo 1.6 (docs/agents/session-ids.md),
-// Codex, OpenCode, llm-d's router, Amp, smg 1.13 and vLLM (RFC 48501). The first that a request has counts.
+// conversationHeaders returns headers with the name of a conversation, and after some what tells apart those that
+// share it: of Claude Code (code.claude.com, LLM gateway protocol) with its subagents, Dynamo 1.6
+// (docs/agents/session-ids.md), Codex, OpenCode, llm-d's router, Amp, smg 1.13 and vLLM (RFC 48501). The first that
+// a request has counts.
 func conversationHeaders() [][2]string {
 	return [][2]string{
 		{"x-claude-code-session-id", "x-claude-code-agent-id"}, {"x-dynamo-session-id", ""},
@@ -83,8 +84,8 @@ func (x *Pass) nameOf() (kind int, name, more []byte) {
 	return 'u', userSession(openai.Value(&x.Req.Client, "metadata")), nil
 }
 
-// userSession returns the part of metadata.user_id that names a session, as Claude Code writes it: an object in a string,
-// with session_id, or user_..._session_ and an id.
+// userSession returns the part of metadata.user_id that names a session, as Claude Code writes it: an object in a
+// string, with session_id, or user_..._session_ and an id.
 func userSession(metadata []byte) []byte {
 	_, id, _ := bytes.Cut(metadata, []byte(`"user_id"`))
 	for _, before := range []string{`session_id\":\"`, `session_id\": \"`, `_session_`} {

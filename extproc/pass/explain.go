@@ -26,7 +26,7 @@ type Explanation struct {
 	NoFallback bool `json:"no_fallback,omitempty"`
 
 	Waiting int     `json:"waiting,omitempty"`            // requests that wait in this replica for endpoints of the pool
-	Memory  int     `json:"waiting_for_memory,omitempty"` // of those, that wait for room in the memory of engines
+	Memory  int     `json:"waiting_for_memory,omitempty"` // of those, that wait for memory of engines
 	Longest float64 `json:"longest,omitempty"`            // longest wait of one of them, s
 	Remote  int     `json:"remote,omitempty"`             // requests known to wait in other replicas
 }

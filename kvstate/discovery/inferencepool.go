@@ -47,9 +47,10 @@ func NewInferencePool(state *kvstate.State, spec kvstate.PoolSpec, cluster dynam
 // Run watches until ctx ends.
 func (i *InferencePool) Run(ctx context.Context) {
 	changed := make(chan struct{}, 1)
-	pools, err := watch(ctx, i.cluster, inferencePools, i.ref.Namespace, watchOptions{tweak: func(o *metav1.ListOptions) {
+	one := watchOptions{tweak: func(o *metav1.ListOptions) {
 		o.FieldSelector = fields.OneTermEqualSelector("metadata.name", i.ref.Name).String()
-	}}, i.log, changed)
+	}}
+	pools, err := watch(ctx, i.cluster, inferencePools, i.ref.Namespace, one, i.log, changed)
 	if err != nil {
 		i.log.Error("watching an InferencePool", "pool", i.spec.Name, "err", err)
 		return

@@ -31,8 +31,8 @@ func (d *Density) Observe(bytes, tokens int64) {
 	d.fresh.Store(true)
 }
 
-// Forget doubts what was seen if nothing was since the last call: it goes three quarters of the way down to the mean, of
-// so many tokens in a byte. A prompt that was far denser than others would keep others out for ever.
+// Forget doubts what was seen if nothing was since the last call: it goes three quarters of the way down to the
+// mean, of so many tokens in a byte. A prompt that was far denser than others would keep others out for ever.
 func (d *Density) Forget(mean float64) {
 	most := math.Float64frombits(d.most.Load())
 	if !d.fresh.Swap(false) && most > mean {

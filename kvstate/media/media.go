@@ -129,8 +129,8 @@ func (t *Tokens) Observe(model string, c Count, tokens, text int64) {
 	}
 }
 
-// Forget doubts what was learned of each model's media of which no prompt was counted since the last call: it counts for a
-// quarter, and for no more than a few media.
+// Forget doubts what was learned of each model's media of which no prompt was counted since the last call: it
+// counts for a quarter, and for no more than a few media.
 func (t *Tokens) Forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

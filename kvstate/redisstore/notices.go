@@ -85,7 +85,9 @@ func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, er
 	pipe := s.client.Pipeline()
 	added := pipe.XAdd(ctx, &redis.XAddArgs{
 		Stream: s.o.noticesKey(), MaxLen: noticesLength, Approx: true,
-		Values: []any{"r", strconv.FormatUint(s.replica, 16), noticesField, s.sign(s.o.noticesKey(), []byte(strings.Join(ids, " ")))},
+		Values: []any{
+			"r", strconv.FormatUint(s.replica, 16), noticesField, s.sign(s.o.noticesKey(), []byte(strings.Join(ids, " "))),
+		},
 	})
 	pipe.PExpire(ctx, s.o.noticesKey(), noticesTTL)
 	if _, err := pipe.Exec(ctx); err != nil {

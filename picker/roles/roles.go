@@ -32,9 +32,9 @@ const (
 	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
 	usualAnswer  = 256 // tokens of an answer in a pool without observations
 
-	// Engines serve whole requests while conversations that are expected back take more than this part of their memory:
-	// at the first, two copies cannot fit. It is more than without roles ([picker.Policy], where engines that serve both
-	// legs decide for each request), since with roles a change costs what waits and runs.
+	// Engines serve whole requests while conversations that are expected back take more than this part of their
+	// memory: at the first, two copies cannot fit. It is more than without roles ([picker.Policy], where engines
+	// that serve both legs decide for each request), since with roles a change costs what waits and runs.
 	wholeFrom, wholeUntil = 0.5, 0.42
 )
 

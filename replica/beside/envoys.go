@@ -25,17 +25,15 @@ type envoys struct {
 	known  bool // living is known
 }
 
-// newEnvoys serves the configuration at the start. Replicas that come from Redis are not known yet: then Envoys wait, or
-// go on with what another replica has served them.
+// newEnvoys serves the configuration at the start. Replicas that come from Redis are not known yet: then Envoys
+// wait, or go on with what another replica has served them.
 func newEnvoys(b replica.Behind) (*envoys, error) {
 	e := &envoys{Behind: b, xds: xds.New(b.Registry, b.Log), config: b.Config}
-	if _, err := e.resources(b.Config); err != nil {
+	if err := e.check(b.Config); err != nil {
 		return nil, err
 	}
 	return e, e.serve()
 }
-
-func fromRedis(cfg *configv1.Config) bool { return cfg.GetEnvoy().GetReplicas() == "redis" }
 
 // Publish implements [replica.Front].
 func (f *front) Publish(cfg *configv1.Config) error {
@@ -85,13 +83,15 @@ func (e *envoys) serve() error {
 	return e.xds.Publish(resources)
 }
 
-// resources makes what Envoys would get for a configuration.
-func (e *envoys) resources(cfg *configv1.Config) (*envoyconfigs.Resources, error) {
+// check returns an error if Envoys could not be served a configuration.
+func (e *envoys) check(cfg *configv1.Config) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.make(cfg)
+	_, err := e.make(cfg)
+	return err
 }
 
+// make makes what Envoys get for a configuration. e.mu is held.
 func (e *envoys) make(cfg *configv1.Config) (*envoyconfigs.Resources, error) {
 	var living []envoyconfigs.Replica
 	if config.ReplicasFromRedis(cfg) {

@@ -1,6 +1,6 @@
 // Package beside is the front of a replica that Envoys ask over gRPC: the external processor and the access logs
-// (package extproc), Envoys' configuration over xDS (envoys.go), what Envoy Gateway asks (package gatewayextension), and
-// the port for second tries.
+// (package extproc), Envoys' configuration over xDS (envoys.go), what Envoy Gateway asks (package
+// gatewayextension), and the port for second tries.
 package beside
 
 import (
@@ -64,7 +64,7 @@ func (f *front) Parts(pools []*configv1.Pool) []string { return envoyconfigs.Par
 
 // Check implements [replica.Front].
 func (f *front) Check(cfg *configv1.Config) error {
-	if _, err := f.envoys.resources(cfg); err != nil {
+	if err := f.envoys.check(cfg); err != nil {
 		return err
 	}
 	return f.gateway.Set(cfg)
@@ -129,11 +129,12 @@ func (f *front) Drain(deadline time.Duration) {
 	_ = f.replan.Shutdown(ctx)
 }
 
-// replanPort serves second tries and, for Envoy's health checks, readiness: a failed second try is not repeated, so none
-// should come to a replica that is about to leave.
+// replanPort serves second tries and, for Envoy's health checks, readiness: a failed second try is not repeated, so
+// none should come to a replica that is about to leave.
 func (f *front) replanPort() http.Handler {
 	replan := f.server.Replan()
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { // no ServeMux: it redirects paths that it finds unclean
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// no ServeMux: it redirects paths that it finds unclean
 		switch {
 		case r.Method != http.MethodGet || r.URL.Path != "/readyz":
 			replan.ServeHTTP(w, r)

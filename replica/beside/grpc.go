@@ -25,9 +25,11 @@ const (
 func (f *front) makeGRPC() error {
 	listen := f.Config.GetExtProc()
 	o := grpcserver.Options{
-		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(listen.GetMaxMessageBytes()), Memory: f.Core.Memory,
+		Codec: extproc.Codec(), Pool: extproc.BufferPool(), MaxMessage: int(listen.GetMaxMessageBytes()),
+		Memory: f.Core.Memory,
 		MethodStreams: map[string]int{
-			extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams, xds.Method: maxXDSStreams,
+			extproc.ProcessMethod: maxProcessStreams, extproc.AccessLogMethod: maxAccessLogStreams,
+			xds.Method: maxXDSStreams,
 		},
 	}
 	var err error

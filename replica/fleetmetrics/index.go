@@ -68,8 +68,8 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 // Describe implements [prometheus.Collector].
 func (m *indexMetrics) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.connected, m.lag, m.held, m.orphans, m.forwarded, m.batches, m.gaps, m.lost,
-		m.restarts, m.bad, m.unusable,
+		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.connected, m.lag, m.held, m.orphans,
+		m.forwarded, m.batches, m.gaps, m.lost, m.restarts, m.bad, m.unusable,
 	} {
 		out <- d
 	}

@@ -301,7 +301,7 @@ func (c *call) answerError(err error) {
 }
 
 func (c *call) refuse(e *engine.Error) {
-	c.writeBody(e.Status, "application/json", errorBody(e, c.req.API))
+	c.writeBody(e.Status, errorBody(e, c.req.API))
 }
 
 // reportLoad adds vLLM's ORCA header if the request asks for it (entrypoints/openai/orca_metrics.py, 0.13): two
@@ -323,8 +323,9 @@ func (c *call) reportLoad() {
 	}
 }
 
-func (c *call) writeBody(status int, contentType string, body []byte) {
-	c.w.Header().Set("Content-Type", contentType)
+// writeBody writes JSON, or what should be.
+func (c *call) writeBody(status int, body []byte) {
+	c.w.Header().Set("Content-Type", "application/json")
 	if status == http.StatusOK {
 		c.reportLoad()
 	}
@@ -345,7 +346,7 @@ func (c *call) writeAnswerBody(body []byte) {
 		c.reset()
 		return
 	}
-	c.writeBody(http.StatusOK, "application/json", body)
+	c.writeBody(http.StatusOK, body)
 }
 
 // reset breaks the connection: RST on HTTP/1.1, RST_STREAM on HTTP/2.

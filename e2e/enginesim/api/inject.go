@@ -135,11 +135,12 @@ func (c *call) inject(rule *fault.Rule) (done bool) {
 		}
 		return true
 	case fault.Garbage:
-		c.writeBody(http.StatusOK, "application/json", []byte(`{"id":"garbage", <html>not JSON`))
+		c.writeBody(http.StatusOK, []byte(`{"id":"garbage", <html>not JSON`))
 		return true
 	case fault.Abort:
-		c.writeBody(http.StatusOK, "application/json", []byte(`{"id":"aborted","object":"chat.completion","choices":[{"index":0,`+
-			`"message":{"role":"assistant","content":""},"finish_reason":"abort"}],"usage":{"prompt_tokens":1,"completion_tokens":0}}`))
+		c.writeBody(http.StatusOK, []byte(`{"id":"aborted","object":"chat.completion","choices":[{"index":0,`+
+			`"message":{"role":"assistant","content":""},"finish_reason":"abort"}],`+
+			`"usage":{"prompt_tokens":1,"completion_tokens":0}}`))
 		return true
 	case fault.Slow:
 		select {
