@@ -103,7 +103,7 @@ var guarded = map[string][]string{
 		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator",
 	},
 	"github.com/go-zeromq/": {
-		"kvstate/kvevents (test)", "kvstate/registrations (test)", "internal/zmtp (test)", "kvstate/notices (test)",
+		"kvstate/kvevents (test)", "internal/zmtp (test)", "kvstate/notices (test)",
 		"e2e/enginesim/handover", "e2e/enginesim/connector", "e2e/enginesim/engine",
 		"cmd/enginesim (test)", "kvstate/engineclock (test)",
 	},

@@ -146,21 +146,20 @@ type engine struct {
 
 // fleet is Envoy, Tandem and engines.
 type fleet struct {
-	t            testing.TB
-	dir          string
-	url          string // of Envoy's listener
-	envoy        *process
-	envoyURL     string // of its admin port
-	tandems      []*process
-	admins       []string // URLs of Tandem's admin ports
-	prefills     []*engine
-	decodes      []*engine
-	encodes      []*engine
-	config       string // file
-	serveArgs    []string
-	registration string // registration address of dialects whose engines register
-	memory       string // GOMEMLIMIT of Tandem; "": none
-	lenient      bool   // the test breaks engines on purpose: skip the account
+	t         testing.TB
+	dir       string
+	url       string // of Envoy's listener
+	envoy     *process
+	envoyURL  string // of its admin port
+	tandems   []*process
+	admins    []string // URLs of Tandem's admin ports
+	prefills  []*engine
+	decodes   []*engine
+	encodes   []*engine
+	config    string // file
+	serveArgs []string
+	memory    string // GOMEMLIMIT of Tandem; "": none
+	lenient   bool   // the test breaks engines on purpose: skip the account
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -214,10 +213,9 @@ func start(t testing.TB, o options) *fleet {
 	if len(o.mix) == 0 {
 		o.mix = []string{cmp.Or(o.dialect, "nixl")}
 	}
-	p := ports(t, 3+3*replicas+9*(o.prefills+o.decodes+o.encodes))
+	p := ports(t, 2+3*replicas+9*(o.prefills+o.decodes+o.encodes))
 	next := func() string { a := p[0]; p = p[1:]; return a }
-	registration := next()
-	f := &fleet{t: t, dir: t.TempDir(), registration: registration}
+	f := &fleet{t: t, dir: t.TempDir()}
 	listen, envoyAdmin := next(), next()
 	f.url, f.envoyURL = "http://"+listen, "http://"+envoyAdmin
 	for i := range o.prefills + o.decodes + o.encodes {
@@ -242,7 +240,7 @@ func start(t testing.TB, o options) *fleet {
 			}
 		}
 		if o.engine == nil && e.dialect != "nixl" {
-			e.speak(side, next(), registration)
+			e.speak(side, next())
 		}
 		if o.kvEvents != "" {
 			events, replay := portOf(next()), portOf(next())
@@ -323,9 +321,6 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 		}
 		fmt.Fprintf(&b, "- name: %s\n  models: [%q]\n  kvTransfer: %s\n  split: %s\n%s", name, models, dialect,
 			cmp.Or(o.split, "always\n  decodeAlone: fallback"), o.pool+o.poolOf[dialect])
-		if dialect == "p2p-nccl" {
-			fmt.Fprintf(&b, "  registration: {listen: %q}\n", f.registration)
-		}
 		if o.kvEvents != "" {
 			fmt.Fprintf(&b, "  kvEvents: %s\n", o.kvEvents)
 		}
@@ -339,16 +334,13 @@ func (f *fleet) yaml(o options, listen, envoyAdmin string, extProcs, replans []s
 	return b.String()
 }
 
-// speak configures an engine for another dialect than nixl. side is its side channel, extra a free address,
-// registration the address at which engines register.
-func (e *engine) speak(side, extra, registration string) {
+// speak configures an engine for another dialect than nixl. side is its side channel, extra a free address.
+func (e *engine) speak(side, extra string) {
 	e.args = append(e.args, "--connector", e.dialect)
 	port := func(addr string) string { _, p, _ := net.SplitHostPort(addr); return p }
 	switch {
 	case strings.HasPrefix(e.dialect, "moriio"):
 		e.transfer = ", transfer: {notifyPort: " + port(side) + "}"
-	case e.dialect == "p2p-nccl":
-		e.args = append(e.args, "--proxy", registration, "--heartbeat", "100ms")
 	case e.role == "prefill" || e.role == "both" && e.dialect == "mooncake": // a bootstrap server
 		e.args = append(e.args, "--bootstrap", extra)
 		e.transfer = ", transfer: {bootstrapPort: " + port(extra) + "}"

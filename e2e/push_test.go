@@ -8,7 +8,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -165,107 +164,28 @@ func TestPushClientLeaves(t *testing.T) {
 	}
 }
 
-// P2P-NCCL: engines register, the request id names both, and decode begins when prefill has sent.
-func TestP2PNCCL(t *testing.T) {
+// MoRIIO's mode READ: D pulls with parameters of P's answer, one leg after the other.
+func TestMoRIIORead(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
 		t.Run(fmt.Sprintf("%dP%dD", shape.prefills, shape.decodes), func(t *testing.T) {
 			t.Parallel() // mostly waits
-			p2pNCCL(t, start(t, options{dialect: "p2p-nccl", prefills: shape.prefills, decodes: shape.decodes}))
+			f := start(t, options{dialect: "moriio-read", prefills: shape.prefills, decodes: shape.decodes, engineArgs: []string{"--transfer-timeout", "10s"}})
+			f.pulls(t)
+			f.inject(f.prefills[0], `{"mode":"status","status":500,"count":3}`)
+			f.inject(f.decodes[0], `{"mode":"reset-before-headers","leg":"decode","count":1}`)
+			for range 6 {
+				got := f.post("/v1/chat/completions", pairBody)
+				require.Equal(t, 200, got.status, got.body)
+			}
+			f.survivesLeaving()
 		})
 	}
 }
 
-func p2pNCCL(t *testing.T, f *fleet) {
-	require.Eventually(t, func() bool {
-		return f.post("/v1/completions", `{"model":"tiny","prompt":"are you there","max_tokens":1}`).status == 200
-	}, patience, 50*time.Millisecond, "engines do not register")
-	for _, api := range []int{0, 1, 3} { // chat, completions, messages
-		for _, stream := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s stream=%t", apis[api].name, stream), func(t *testing.T) {
-				body := apis[api].body
-				if stream {
-					body = streamed(body)
-				}
-				before := len(f.requests("", f.engines()...))
-				var got answer
-				require.Eventually(t, func() bool { // until all four have registered
-					got = f.post(apis[api].path, body)
-					return got.status == 200
-				}, patience, 50*time.Millisecond, "%s", got.body)
-				require.NotContains(t, got.body, "Violation")
-				all := f.requests("", f.engines()...)
-				require.Greater(t, len(all), before)
-				for _, s := range all {
-					require.Regexp(t, `^___prefill_addr_127\.0\.0\.1:\d+___decode_addr_127\.0\.0\.1:\d+_[0-9a-f]{32}$`, s.RequestID)
-				}
-			})
-		}
-	}
-	t.Run("prefill fails", func(t *testing.T) {
-		f.inject(f.prefills[0], `{"mode":"status","status":500}`)
-		for range 6 {
-			got := f.post("/v1/chat/completions", pairBody)
-			require.Equal(t, 200, got.status, got.body)
-		}
-		f.heal(f.prefills[0])
-	})
-	t.Run("decode fails", func(t *testing.T) {
-		count := "" // the count stays the same if there is another
-		if len(f.decodes) == 1 {
-			count = `,"count":1`
-		}
-		f.inject(f.decodes[0], `{"mode":"status","status":500`+count+`}`)
-		for range 6 {
-			got := f.post("/v1/chat/completions", pairBody)
-			require.Equal(t, 200, got.status, got.body)
-		}
-		f.heal(f.decodes[0])
-	})
-	t.Run("a client leaves", func(t *testing.T) {
-		for _, p := range f.prefills {
-			f.inject(p, `{"mode":"slow","delay":"5s","count":1}`)
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
-		defer cancel()
-		_, err := f.try(ctx, http.MethodPost, "/v1/chat/completions", pairBody)
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-	})
-	t.Run("nothing goes to decode alone", func(t *testing.T) {
-		got := f.post("/v1/completions", `{"model":"tiny","prompt":["a","b"],"max_tokens":1}`)
-		require.Equal(t, 400, got.status, got.body)
-	})
-}
-
-// Dialects besides nixl in which D pulls with parameters of P's answer, one leg after the other.
-func TestOtherPulls(t *testing.T) {
-	t.Parallel()
-	for _, dialect := range []string{"mooncake-0.13", "moriio-read"} {
-		for _, shape := range []struct{ prefills, decodes int }{{2, 2}, {3, 1}} {
-			t.Run(fmt.Sprintf("%s %dP%dD", dialect, shape.prefills, shape.decodes), func(t *testing.T) {
-				t.Parallel() // mostly waits
-				f := start(t, options{dialect: dialect, prefills: shape.prefills, decodes: shape.decodes, engineArgs: []string{"--transfer-timeout", "10s"}})
-				f.pulls(t, dialect)
-				f.inject(f.prefills[0], `{"mode":"status","status":500,"count":3}`)
-				f.inject(f.decodes[0], `{"mode":"reset-before-headers","leg":"decode","count":1}`)
-				for range 6 {
-					got := f.post("/v1/chat/completions", pairBody)
-					require.Equal(t, 200, got.status, got.body)
-				}
-				f.survivesLeaving()
-			})
-		}
-	}
-}
-
 // pulls sends a request of every API, streamed and not, and checks its two hops.
-func (f *fleet) pulls(t *testing.T, dialect string) {
+func (f *fleet) pulls(t *testing.T) {
 	for _, api := range apis {
-		if dialect == "mooncake-0.13" && api.name == "responses" { // the id is the engine's own: it stays with one
-			require.Equal(t, 200, f.post(api.path, api.body, "x-request-id", "whole").status)
-			require.Empty(t, f.requests("whole", f.prefills...))
-			continue
-		}
 		for _, stream := range []bool{false, true} {
 			body, id := api.body, fmt.Sprintf("pull-%s-%t", api.name, stream)
 			if stream {

@@ -24,11 +24,11 @@ func TestAStandingCoreShowsNoForeignText(t *testing.T) {
 		reason        string
 		fail          string // of decode engines
 	}{
-		"one decode engine":    {"nixl", "  nixl: {lease: 12s}\n", 1, "standstill", ""},
-		"two":                  {"nixl", "  nixl: {lease: 12s}\n", 2, "standstill", ""},
-		"one of mooncake-0.13": {"mooncake-0.13", "  kvTimeout: 12s\n", 1, "late", ""},
-		"two of moriio-read":   {"moriio-read", "  kvTimeout: 12s\n", 2, "late", ""},
-		"comments come first":  {"nixl", "  nixl: {lease: 12s}\n", 1, "standstill", `{"mode":"comment"}`},
+		"one decode engine":   {"nixl", "  nixl: {lease: 12s}\n", 1, "standstill", ""},
+		"two":                 {"nixl", "  nixl: {lease: 12s}\n", 2, "standstill", ""},
+		"one of moriio-read":  {"moriio-read", "  kvTimeout: 12s\n", 1, "late", ""},
+		"two of moriio-read":  {"moriio-read", "  kvTimeout: 12s\n", 2, "late", ""},
+		"comments come first": {"nixl", "  nixl: {lease: 12s}\n", 1, "standstill", `{"mode":"comment"}`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -90,7 +90,7 @@ func TestEnginesBehindNames(t *testing.T) {
 				e.args = []string{"--listen", e.addr, "--side-channel", free[3*i+1], "--role", role, "--model", "tiny",
 					"--tls-cert", cert, "--tls-key", key, "--tls-name", role + ".test"}
 				if dialect != "nixl" {
-					e.speak(free[3*i+1], free[3*i+2], "")
+					e.speak(free[3*i+1], free[3*i+2])
 				}
 				e.process = startProcess(t, dir, role, filepath.Join(bin, "enginesim"), e.args...)
 				require.Eventually(t, func() bool { return asked(e, "/health", nil) == nil }, patience, 20*time.Millisecond)

@@ -88,12 +88,6 @@ func TestOneTraceOverLegsAtOnce(t *testing.T) {
 	for i, dialect := range atOnce {
 		t.Run(dialect, func(t *testing.T) { f.oneTraceOfAPair(t, c, i) })
 	}
-	t.Run("p2p-nccl", func(t *testing.T) {
-		f := start(t, options{top: top, dialect: "p2p-nccl", prefills: 1, decodes: 1})
-		require.Eventually(t, func() bool { return f.post("/v1/chat/completions", pairBody).status == 200 }, patience, 50*time.Millisecond, "engines do not register")
-		f.sendTraced(len(atOnce), pairBody)
-		f.oneTraceOfAPair(t, c, len(atOnce))
-	})
 }
 
 const clientsSpan = "b7ad6b7169203331"

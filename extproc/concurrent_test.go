@@ -522,7 +522,7 @@ func TestPairAlternatives(t *testing.T) {
 
 // A pool without endpoints, or with those of one role, is the client's 503.
 func TestPairWithoutEndpoints(t *testing.T) {
-	for _, dialect := range []string{"sglang", "mooncake", "p2p-nccl"} {
+	for _, dialect := range []string{"sglang", "mooncake"} {
 		for _, endpoints := range [][]string{nil, {"p1"}} {
 			s := pairStand(t, dialect, endpoints...)
 			v := s.newRequest("/v1/chat/completions", "r1", chatBody).pass()

@@ -53,10 +53,6 @@ func (x decodeLeg) serveDecode(t *kvtransfer.Ticket, p *concurrent.Pair) error {
 		return err
 	}
 	rules := journey.PairRules{Early: true, StreamsLate: x.streamsLate(t)}
-	policy, _ := x.s.passes.Policy(t.Pool)
-	if c := policy.Dialect.Concurrent; c != nil {
-		rules.PrefillFirst = c.PrefillFirst
-	}
 	w := watched{x, t, x.s.journeys.NewPair(t, rules), x.s.journeys.PairLimit(t), edits, nil, false}
 	return w.watch(p)
 }
@@ -158,7 +154,7 @@ func (x *watched) carryOut(a *journey.PairAction) (over bool, err error) {
 	}
 	switch a.Do {
 	case journey.SendDecode:
-		if err := x.stream.answerBody(x.edits); err != nil || a.Holds {
+		if err := x.stream.answerBody(x.edits); err != nil {
 			return true, err
 		}
 		x.received = x.stream.receiveLater() // at most one message comes: D's headers

@@ -169,7 +169,6 @@ type Transfer struct {
 	TP, DP  int    // tensor- and data-parallel ranks; 0: one
 
 	BootstrapPort uint16 // SGLang and Mooncake: HTTP port of a prefill endpoint
-	KVPort        uint16 // P2P-NCCL: the first of the engine's KV ports
 	HandshakePort uint16 // MoRIIO
 	NotifyPort    uint16 // MoRIIO
 	P2PPort       int    // vLLM's P2P offload tier

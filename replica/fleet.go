@@ -65,7 +65,7 @@ func newFleet(
 		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1),
 		discovered: map[string]*configv1.Discovery{},
 	}
-	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state, set, log)
+	f.pools, f.peers = newPoolSources(f.state, log), newPeerSources(f.state)
 	for _, p := range cfg.GetPools() {
 		if p.GetDiscovery() == nil {
 			continue
@@ -128,7 +128,7 @@ func (f *fleet) watch(ctx context.Context, log *slog.Logger) error {
 		group.Go(func() error { guard.Keep(ctx, "discovery", func() { s.Run(ctx) }); return nil })
 	}
 	group.Go(func() error { guard.Keep(ctx, "probes", func() { f.prober.Run(ctx) }); return nil })
-	group.Go(func() error { return f.peers.run(ctx) })
+	group.Go(func() error { f.peers.run(ctx); return nil })
 	group.Go(func() error { guard.Keep(ctx, "engine metrics", func() { f.scraper.Run(ctx) }); return nil })
 	group.Go(func() error { f.share(ctx, log); return nil })
 	if f.keeping != nil {

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -228,14 +229,14 @@ func TestReloadKeepsPeers(t *testing.T) {
 	require.Same(t, peers, r.core.Settings().Pools["a"].Peers)
 
 	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.fleet.peers.run(ctx) }()
+	var running sync.WaitGroup
+	running.Go(func() { r.fleet.peers.run(ctx) })
 	r.write(twoPools)
 	_, err = r.reload(t.Context())
 	require.NoError(t, err)
 	require.Nil(t, r.core.Settings().Pools["a"].Peers)
 	stop()
-	require.NoError(t, <-done)
+	running.Wait()
 }
 
 // A listener that was not opened at the start is not opened later.

@@ -89,7 +89,7 @@ Prefill endpoints are 40 % busy.
 		"policy":         "the pool splits nothing (split is never)",
 		"no_kv_transfer": "the pool splits nothing (kvTransfer is none)",
 		"unknown_peer": "the prefill engine has not said who it is, which the pool's kvTransfer needs. The log names it: " +
-			"look whether its bootstrap or registration port answers",
+			"look whether its bootstrap port answers",
 		"min_prefill_tokens": "the pool splits no prompt as short as this (minPrefillTokens)",
 	} {
 		e.NotSplit = why

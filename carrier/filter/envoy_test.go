@@ -125,6 +125,7 @@ type client struct {
 	reset   bool
 	gone    bool     // the client has left
 	patient bool     // it waits for an answer that does not come
+	unsent  int      // calls that Envoy does not make, of the next
 	told    []string // names of metadata
 	counts  bool     // pieces of the answer are counted
 	tokens  map[string]float64
@@ -179,6 +180,10 @@ func (c *client) AppendBody(dst []byte) []byte { return append(dst, c.body...) }
 func (c *client) ReplaceBody(parts ...[]byte)  { c.body = bytes.Join(parts, nil) }
 
 func (c *client) Call(call *Call) bool {
+	if c.unsent > 0 {
+		c.unsent--
+		return false
+	}
 	copied := *call
 	copied.Body = slices.Clone(call.Body)
 	c.calls = append(c.calls, copied)

@@ -32,15 +32,14 @@ type pair struct {
 	routed     pass.Routed
 	edits      openai.Edits // make D's body of P's
 	undo       openai.Edits // make the client's body of D's
-	rules      journey.PairRules
-	keeps      bool        // P's leg goes on without the request: D frees its blocks only when P has sent
-	keptBytes  int64       // of the budget, for P's body; whoever sends it
-	abandoned  atomic.Bool // nobody waits for P any more
-	ended      bool        // P's leg has
-	joined     []byte      // the part of P's answer that belongs into the client's; nil: none
-	key        string      // of its waiting answer
-	upstream   Continuer   // D's answer, which waits for P behind Envoy's router; nil: it does not
-	late, over *time.Timer // nil: not set
+	keeps      bool         // P's leg goes on without the request: D frees its blocks only when P has sent
+	keptBytes  int64        // of the budget, for P's body; whoever sends it
+	abandoned  atomic.Bool  // nobody waits for P any more
+	ended      bool         // P's leg has
+	joined     []byte       // the part of P's answer that belongs into the client's; nil: none
+	key        string       // of its waiting answer
+	upstream   Continuer    // D's answer, which waits for P behind Envoy's router; nil: it does not
+	late, over *time.Timer  // nil: not set
 }
 
 // pair makes the bodies of both legs, and has them sent.
@@ -55,19 +54,16 @@ func (p passing) pair(r *pass.Routed) onWorker {
 	if legs.edits, err = concurrent.DecodeEdits(&t, len(body)); err != nil {
 		return p.refusal(err)
 	}
-	policy, _ := f.s.Passes.Policy(t.Pool)
-	if c := policy.Dialect.Concurrent; c != nil {
-		legs.rules.PrefillFirst = c.PrefillFirst
-	}
 	return legs.begin
 }
 
-// begin sends P's leg, and D's unless that waits for P.
+// begin sends both legs.
 func (p *pair) begin() {
 	f, how := p.f, &p.routed.Pair.Plan
 	f.hop.pair, f.state = p, journey.Prefilling
 	limit := f.s.journeys.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
+	p.journey = f.s.journeys.NewPair(&p.ticket, journey.PairRules{})
 	c := prefillCall(f, p.routed.Pair.Prefill, p.routed.Path, f.m.body.data, limit, how.PrefillRank, id)
 	switch {
 	case p.keeps:
@@ -78,10 +74,9 @@ func (p *pair) begin() {
 		}
 		p.late = time.AfterFunc(limit, func() { f.worker.wake(p.overdue) })
 	case !f.envoy.Call(c):
-		p.rules.PrefillFirst = true // D would wait in vain
-		p.settle(notSent())
+		p.settle(notSent()) // D would wait in vain
+		return
 	}
-	p.journey = f.s.journeys.NewPair(&p.ticket, p.rules)
 	p.carryOut(p.journey.Begin())
 }
 
@@ -112,11 +107,9 @@ func (p *pair) carryOut(a journey.PairAction) {
 // send sends D's leg: the request goes on.
 func (p *pair) send() {
 	f, r := p.f, &p.routed
-	if !p.ended {
-		p.key = rand.Text()
-		f.envoy.SetHeader(headerPair, p.key)
-		waiting.Store(p.key, p)
-	}
+	p.key = rand.Text()
+	f.envoy.SetHeader(headerPair, p.key)
+	waiting.Store(p.key, p)
 	r.Edits = p.edits
 	t := &f.hop.ticket
 	t.Undo, t.BodyBytes = p.undo, p.edits.Len(len(f.m.body.data))

@@ -12,19 +12,11 @@ import (
 	"tandem/extproc/pass"
 )
 
-// first has P's leg before D's.
-const first = ", P first"
-
 // dialect returns a policy that splits every request, with a dialect.
 func dialect(name string) func(p *pass.Policy) {
 	return func(p *pass.Policy) {
 		always(p)
-		p.Dialect = kvtransfer.Named(strings.TrimSuffix(name, first))
-		if strings.HasSuffix(name, first) {
-			c := *p.Dialect.Concurrent
-			c.PrefillFirst = true
-			p.Dialect.Concurrent = &c
-		}
+		p.Dialect = kvtransfer.Named(name)
 	}
 }
 
@@ -38,15 +30,15 @@ func TestPairs(t *testing.T) {
 	for name, tt := range map[string]struct {
 		dialect string
 		engines func(at string, tries int) engineAnswer // tries of D so far
+		unsent  int                                     // calls that Envoy does not make, of the first
 		body    string
 		status  int
 		reply   string // a part of it
 		sent    int    // to decode endpoints
 		filters int
 	}{
-		"sglang":  {dialect: "sglang", status: 200, reply: "answer", sent: 1, filters: 1},
-		"moriio":  {dialect: "moriio", status: 200, reply: "answer", sent: 1, filters: 1},
-		"P first": {dialect: "sglang" + first, status: 200, reply: "answer", sent: 1, filters: 1},
+		"sglang": {dialect: "sglang", status: 200, reply: "answer", sent: 1, filters: 1},
+		"moriio": {dialect: "moriio", status: 200, reply: "answer", sent: 1, filters: 1},
 		"P refuses the request": {dialect: "sglang", engines: func(at string, _ int) engineAnswer {
 			if prefills(at) {
 				return engineAnswer{status: 400, body: rejected}
@@ -103,17 +95,7 @@ func TestPairs(t *testing.T) {
 				return well(at, nil)
 			}
 		}(), status: 200, reply: "answer", sent: 1, filters: 1},
-		"P fails first": {dialect: "sglang" + first, engines: func() func(at string, tries int) engineAnswer {
-			asked := 0
-			return func(at string, _ int) engineAnswer {
-				if prefills(at) {
-					if asked++; asked == 1 {
-						return engineAnswer{status: 500, body: "no"}
-					}
-				}
-				return well(at, nil)
-			}
-		}(), status: 200, reply: "answer", sent: 1, filters: 1},
+		"P's leg cannot be sent, once": {dialect: "sglang", unsent: 1, status: 200, reply: "answer", sent: 1, filters: 1},
 		"D is full once": {dialect: "sglang", engines: func(at string, tries int) engineAnswer {
 			if !prefills(at) && tries == 0 {
 				return engineAnswer{status: 503, body: "full"}
@@ -151,7 +133,7 @@ func TestPairs(t *testing.T) {
 				}
 				return a
 			}, chat)
-			c.patient = true
+			c.patient, c.unsent = true, tt.unsent
 			c.run()
 			require.Equal(t, tt.status, c.status, c.reply)
 			require.Contains(t, c.reply, tt.reply)
@@ -184,7 +166,7 @@ func pairWell(at string) engineAnswer {
 
 // Whatever leg's body Envoy keeps, the client's own is made of it.
 func TestPairsBodies(t *testing.T) {
-	for _, name := range []string{"sglang", "moriio", "sglang" + first, "trtllm-first"} {
+	for _, name := range []string{"sglang", "moriio", "trtllm-first"} {
 		t.Run(name, func(t *testing.T) {
 			f := newFleet(t, dialect(name))
 			var bodies [][]byte
@@ -209,7 +191,7 @@ func TestPairsBodies(t *testing.T) {
 
 // A client may leave at any moment: nothing stays.
 func TestClientsLeavePairs(t *testing.T) {
-	for _, name := range []string{"sglang", "moriio", "sglang" + first} {
+	for _, name := range []string{"sglang", "moriio"} {
 		for steps := range 5 {
 			f := newFleet(t, dialect(name))
 			c := newClient(t, f, func(at string, _ []byte) engineAnswer {

@@ -46,9 +46,7 @@
 // nixl-push writes from P into D. Legs wait for each other for at most -transfer-timeout (300 s), and keep their
 // blocks meanwhile: SGLang's P until it learns that D is gone, vLLM's D if its client has left and P has not sent. A
 // room or transfer id that is used twice is a violation (key_reused). moriio is the same with its own members.
-// p2p-nccl reads the other engine's address from x-request-id and dies without one, registers at -proxy, and reports a
-// decode that begins before its KV has arrived as a violation (decode_before_kv), because the real engine would stand
-// still. connector/rendezvous.go is where legs meet; pdbuffer is where LMCache's P pushes.
+// connector/rendezvous.go is where legs meet; pdbuffer is where LMCache's P pushes.
 //
 // # Strict and faithful
 //

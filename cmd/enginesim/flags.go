@@ -93,8 +93,7 @@ func connectorFlags(f *flag.FlagSet, c *api.Config) {
 	f.DurationVar(&c.TransferTimeout, "transfer-timeout", 300*time.Second,
 		"how long legs that run at once wait for each other")
 	f.StringVar(&c.Proxy, "proxy", "",
-		"`address` that notices are pushed at (lmcache) or where the engine registers (p2p-nccl); empty: nowhere")
-	f.DurationVar(&c.Heartbeat, "heartbeat", connector.DefaultHeartbeat, "how often it registers")
+		"lmcache: `address` that notices are pushed at; empty: nowhere")
 }
 
 // engineFlags are those of memory and speed.

@@ -41,33 +41,26 @@ func TestMoRIIO(t *testing.T) {
 	}
 }
 
-// The dialects besides NIXL in which D pulls with parameters of P's answer: Mooncake before 0.16, and MoRIIO's mode
-// READ.
-func TestPulls(t *testing.T) {
-	for connector, ask := range map[string]string{
-		"mooncake-0.13": `"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}`,
-		"moriio-read":   `"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"tx-1","remote_tp_size":1,"remote_dp_size":1}`,
-	} {
-		t.Run(connector, func(t *testing.T) {
-			args := []string{"-connector", connector, "-transfer-timeout", "2s"}
-			p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
-			whole := d.post(t, chatPath, "", chat("pull it over", `"max_tokens":8,"cache_salt":"reference"`)).content()
-			fromP := p.post(t, chatPath, "r1", chat("pull it over", `"max_tokens":1,"min_tokens":1`, ask))
-			require.Equal(t, 200, fromP.status, fromP)
-			require.True(t, json.Valid(fromP.params()))
-			fromD := d.post(t, chatPath, "r1", chat("pull it over", `"max_tokens":8`, decodeMembers(fromP.params())))
-			require.Equal(t, 200, fromD.status, fromD)
-			require.Equal(t, whole, fromD.content())
-			p.quiet(t)
-			d.quiet(t)
+// MoRIIO, mode READ: D pulls with parameters of P's answer.
+func TestMoRIIORead(t *testing.T) {
+	const ask = `"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"tx-1","remote_tp_size":1,"remote_dp_size":1}`
+	args := []string{"-connector", "moriio-read", "-transfer-timeout", "2s"}
+	p, d := startEngine(t, append(args, "-role", "prefill")...), startEngine(t, append(args, "-role", "decode")...)
+	whole := d.post(t, chatPath, "", chat("pull it over", `"max_tokens":8,"cache_salt":"reference"`)).content()
+	fromP := p.post(t, chatPath, "r1", chat("pull it over", `"max_tokens":1,"min_tokens":1`, ask))
+	require.Equal(t, 200, fromP.status, fromP)
+	require.True(t, json.Valid(fromP.params()))
+	fromD := d.post(t, chatPath, "r1", chat("pull it over", `"max_tokens":8`, decodeMembers(fromP.params())))
+	require.Equal(t, 200, fromD.status, fromD)
+	require.Equal(t, whole, fromD.content())
+	p.quiet(t)
+	d.quiet(t)
 
-			// Blocks that are not fetched are kept until their time is over.
-			left := p.post(t, chatPath, "r2", chat("left behind", `"max_tokens":1,"min_tokens":1`, strings.Replace(ask, "tx-1", "tx-2", 1)))
-			require.Equal(t, 200, left.status, left)
-			require.Positive(t, p.State().BlocksHeld)
-			require.Eventually(t, func() bool { return p.Ledger.Expired.Load() == 1 }, patience, time.Millisecond)
-			p.quiet(t)
-			require.Equal(t, 500, d.post(t, chatPath, "r2", chat("left behind", `"max_tokens":8`, decodeMembers(left.params()))).status, "too late")
-		})
-	}
+	// Blocks that are not fetched are kept until their time is over.
+	left := p.post(t, chatPath, "r2", chat("left behind", `"max_tokens":1,"min_tokens":1`, strings.Replace(ask, "tx-1", "tx-2", 1)))
+	require.Equal(t, 200, left.status, left)
+	require.Positive(t, p.State().BlocksHeld)
+	require.Eventually(t, func() bool { return p.Ledger.Expired.Load() == 1 }, patience, time.Millisecond)
+	p.quiet(t)
+	require.Equal(t, 500, d.post(t, chatPath, "r2", chat("left behind", `"max_tokens":8`, decodeMembers(left.params()))).status, "too late")
 }

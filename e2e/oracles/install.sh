@@ -1,6 +1,6 @@
 #!/bin/bash
 # Installs the engine-side code that judges Tandem's bytes (judge_*.py), from PyPI alone, without a GPU: vLLM and SGLang as e2e-vllm and
-# e2e-sglang have them, LMCache's wheel, the sources of two older vLLM releases, whose connectors newer ones lack, vLLM's example proxies, and SGLang's gateway.
+# e2e-sglang have them, LMCache's wheel, vLLM's example proxies, and SGLang's gateway.
 # Repeated calls do nothing.
 #
 # usage: install.sh [DIRECTORY]      default: $TANDEM_ORACLES, else ${XDG_CACHE_HOME:-$HOME/.cache}/tandem/oracles
@@ -10,7 +10,6 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/tandem
 dir=${1:-${TANDEM_ORACLES:-$cache/oracles}}
 vllm=${TANDEM_VLLM:-$cache/vllm}
 lmcache=(lmcache==0.5.6 sortedcontainers==2.4.0)
-old=(vllm==0.13.0 vllm==0.22.1)
 proxies=vllm==0.33.0 # whose example proxies are run
 quart=(quart==0.20.0 msgpack==1.1.1 hypercorn==0.17.3 werkzeug==3.1.3 blinker==1.9.0 flask==3.1.1 itsdangerous==2.2.0 aiofiles==24.1.0 h2==4.2.0 hpack==4.1.0 hyperframe==6.1.0 wsproto==1.2.0 priority==2.0.0)
 router=(sglang-router==0.3.2)
@@ -25,9 +24,6 @@ fi
 rm -rf "$dir"
 mkdir -p "$dir"
 "$vllm/uv/bin/uv" pip install -q --no-cache --no-deps -p "$vllm/venv/bin/python" --target "$dir/lmcache" "${lmcache[@]}"
-for release in "${old[@]}"; do
-  "$vllm/venv/bin/python" "$here/fetch.py" "$dir" "$release" /kv_connector/v1/ disagg_proxy_p2p_nccl >/dev/null
-done
 "$vllm/venv/bin/python" "$here/fetch.py" "$dir" "$proxies" proxy >/dev/null
 "$vllm/uv/bin/uv" pip install -q --no-cache --no-deps -p "$vllm/venv/bin/python" --target "$dir/quart" "${quart[@]}"
 "$vllm/uv/bin/uv" pip install -q --no-cache --no-deps -p "$vllm/venv/bin/python" --target "$dir/router" "${router[@]}"

@@ -147,10 +147,10 @@ def differences(ours, theirs, own, path="") -> dict:
 class Proxy:
     """One proxy: how it is started, and in what its legs differ from Tandem's. Of a difference the reason stands beside it."""
 
-    def __init__(self, dialect, name, release, command, prefill=(), decode=(), own=(), env=None, ready="/none", use=None, request_id=None, members=None, legs=("prefill", "decode"), record=None):
+    def __init__(self, dialect, name, release, command, prefill=(), decode=(), own=(), env=None, ready="/none", use=None, members=None, legs=("prefill", "decode"), record=None):
         self.dialect, self.name, self.release, self.command, self.legs = dialect, name, release, command, legs
         self.allowed = {"prefill": set(prefill), "decode": set(decode), "encode": set()}
-        self.own, self.env, self.ready, self.use, self.request_id = set(own), env or {}, ready, use, request_id
+        self.own, self.env, self.ready, self.use = set(own), env or {}, ready, use
         self.members = members  # None: all
         self.record = record  # the file in TESTDATA with what it sends
 
@@ -186,7 +186,7 @@ def production_stack(p: Engine, d: Engine, port: int, oracles: pathlib.Path) -> 
 
 def proxies(oracles: pathlib.Path, sglang: str, engines: dict, port: int) -> list:
     e, p, d = (engines[leg] for leg in ("encode", "prefill", "decode"))
-    vllm, old = oracles / "vllm-0.33.0", oracles / "vllm-0.22.1"
+    vllm = oracles / "vllm-0.33.0"
     examples = vllm / "examples/disaggregated"
     quart = {"PYTHONPATH": str(oracles / "quart")}
     python, serve = sys.executable, [sys.executable, str(HERE / "serve_quart.py")]
@@ -228,10 +228,6 @@ def proxies(oracles: pathlib.Path, sglang: str, engines: dict, port: int) -> lis
               prefill=ONE_TOKEN, env=quart, own={"transfer_id"},
               # Tandem hands P's object on as it is, and the example some of it beside what it knows of P.
               decode={f"kv_transfer_params.remote_{n}" for n in ("host", "handshake_port", "notify_port", "dp_rank", "dp_size", "dp_size_local", "tp_size")} | {"max_tokens"}),
-        Proxy("p2p-nccl", "disagg_proxy_p2p_nccl_xpyd.py", "vLLM 0.22.1",
-              [*serve, str(old / "examples/disaggregated/p2p_nccl_xpyd/disagg_proxy_p2p_nccl_xpyd.py"), str(port), str(register), P, D],
-              # The example has P stream where the client does.
-              prefill=ONE_TOKEN | {"stream"}, env=quart, request_id=r"___prefill_addr_(\S+)___decode_addr_(\S+)_[0-9a-f]{32}$", use=lambda g: "fd00" not in g["first"]),
         # The example sends an encode request for each sound and video; Tandem sends one for all media of a chat. It tells
         # D, too, where the encodings are, which then has the KV of the whole prompt.
         Proxy(goldens.ENCODE, "disagg_epd_proxy.py, E, P and D", "vLLM 0.33.0", [*epd, f"http://{P}"],
@@ -270,16 +266,12 @@ def judge(j: goldens.Judgement, proxy: Proxy, engines: dict, port: int):
                 j.wrong.append(f"{golden['name']}, {proxy.name}: {e}")
                 continue
             recorded.append({"golden": golden["name"], **{leg: body for leg, (_, _, body) in legs.items()}})
-            for leg, (_, headers, theirs) in legs.items():
+            for leg, (_, _, theirs) in legs.items():
                 ours = goldens.body(golden, leg)
                 compared += 1
                 if differing := proxy.differences(leg, ours, theirs):
                     j.wrong.append(f"{golden['name']}, {leg}, beside {proxy.name}: {differing}")
                     continue
-                if proxy.request_id:
-                    both = [re.search(proxy.request_id, t) for t in (headers.get("X-Request-Id", headers.get("x-request-id", "")), golden["headers"])]
-                    if not all(both):
-                        j.wrong.append(f"{golden['name']}, {leg}: request ids {headers} and {golden['headers']}")
                 clients = set() if leg == "encode" else set(json.loads(golden["request"]))
                 names = set(ours) - clients | set(ours.get("kv_transfer_params") or {})
                 names |= {name for of_one in (ours.get("ec_transfer_params") or {}).values() for name in of_one}
@@ -290,7 +282,7 @@ def judge(j: goldens.Judgement, proxy: Proxy, engines: dict, port: int):
                         j.wrong.append(f"{golden['name']}, {leg}: nobody noticed that {name} was renamed")
     if proxy.record:
         hold(j, proxy, recorded)
-    if not compared or not (noticed or proxy.request_id):
+    if not noticed:
         j.wrong.append(f"{proxy.name}: nothing was compared")
     j.rows.append(f"| {goldens.cell(proxy.dialect)} | beside `{proxy.name}` | {proxy.release} | {compared} | {noticed} |")
 

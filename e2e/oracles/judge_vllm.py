@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """Has vLLM's own request models and connectors, and LMCache's, read exactly what Tandem sends, and Tandem's goldens hold what they make.
 Runs in e2e-vllm's virtual environment, without a GPU and without an engine. usage: judge_vllm.py TESTDATA ORACLES"""
-import ast
 import importlib
 import pathlib
 import re
@@ -201,21 +200,6 @@ def lmcache(adapter, golden, leg, body):
     return None
 
 
-def method(path: pathlib.Path, cls: str, name: str):
-    """One function of a class of an older release, whose package is not installed."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == cls:
-            for f in node.body:
-                if isinstance(f, ast.FunctionDef) and f.name == name:
-                    f.decorator_list, f.returns = [], None
-                    for a in f.args.args:
-                        a.annotation = None
-                    space = {"re": re, "RecvReqMeta": lambda **k: SimpleNamespace(**k)}
-                    exec(compile(ast.Module([f], []), str(path), "exec"), space)
-                    return space[name]
-    raise SystemExit(f"{path}: no {cls}.{name}")
-
-
 def main():
     testdata, oracles = sys.argv[1:]
     j = goldens.Judgement(testdata)
@@ -243,40 +227,6 @@ def main():
         "decode": ["kv_transfer_params", "remote_prefiller", "kv_request_id", "remote_host", "remote_port"]})
     j.dialect("multi", release, "as its members", multi, {"prefill": ["do_remote_decode", "remote_decoder"], "decode": ["remote_engine_id", "remote_prefiller"]}, ["nixl-has-nothing"])
     j.dialect("shared", release, "request models", shared, {"prefill": [limits], "decode": []})
-
-    add = method(pathlib.Path(oracles, "vllm-0.13.0/vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py"), "MooncakeConnectorMetadata", "add_new_req")
-
-    def mooncake_pull(golden, leg, body):
-        request, params = parsed(golden, body)
-        if params is None:
-            return False
-        if leg == "prefill":
-            one_token(request)
-        assert params.get("do_remote_decode" if leg == "prefill" else "do_remote_prefill")
-        meta = SimpleNamespace(reqs_to_recv={}, reqs_to_send={})
-        add(meta, "r", [1], params, load_remote_cache=leg == "decode")
-        return None
-
-    j.dialect("mooncake-0.13", "vLLM 0.13.0", "`MooncakeConnectorMetadata`", mooncake_pull, {
-        "prefill": ["kv_transfer_params", "do_remote_decode"], "decode": ["kv_transfer_params", "do_remote_prefill", "remote_host", "remote_port"]})
-
-    address_of = method(pathlib.Path(oracles, "vllm-0.22.1/vllm/distributed/kv_transfer/kv_connector/v1/p2p/p2p_nccl_connector.py"), "P2pNcclConnector", "parse_request_id")
-
-    def p2p_nccl(golden, leg, body):
-        request, params = parsed(golden, body)
-        assert params is None
-        if leg == "prefill":
-            one_token(request)
-        name = re.search(r"x-request-id: (\S+)", golden["headers"]).group(1)
-        assert address_of(name, is_prefill=leg == "prefill")
-        changed = name.replace("_addr_", "_address_")
-        try:
-            address_of(changed, is_prefill=leg == "prefill")
-        except ValueError:
-            return None
-        raise AssertionError("nobody noticed another request id")
-
-    j.dialect("p2p-nccl", "vLLM 0.22.1", "`P2pNcclConnector.parse_request_id`", p2p_nccl, {"prefill": [limits], "decode": []})
 
     adapter, backend = lmcache_adapter(oracles)
     version = importlib.import_module("importlib.metadata").version("lmcache")

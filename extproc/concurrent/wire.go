@@ -18,8 +18,6 @@ func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
 		return nil, fmt.Errorf("undoing a leg's edits: %w", err)
 	}
 	switch {
-	case t.Params != nil && len(t.Params) == 0:
-		return t.Undo, nil // the client's own
 	case len(t.Undo) == 0:
 		return nil, errors.New("the undo of a prefill leg is empty")
 	case t.Params == nil:
@@ -33,10 +31,7 @@ func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
 // DecodeUndo returns the edits that make the client's body of D's, which [DecodeEdits] has made; t is the ticket before
 // that.
 func DecodeUndo(t *kvtransfer.Ticket) openai.Edits {
-	switch {
-	case t.Params != nil && len(t.Params) == 0:
-		return nil // it is the client's own
-	case t.Params == nil:
+	if t.Params == nil {
 		return t.Undo[:1] // P's first members are in it
 	}
 	front := t.Undo[0].Start

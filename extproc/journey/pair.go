@@ -29,7 +29,6 @@ type Pair struct {
 
 // PairRules are what a transport and its engines add to the rules of a pair.
 type PairRules struct {
-	PrefillFirst bool // D's leg is sent when P has done its part
 	// Early: P's leg goes on without D's. So D's answer may go to the client before P's verdict, if it shows that D has
 	// P's blocks.
 	Early       bool
@@ -40,8 +39,7 @@ type PairRules struct {
 type decodeLeg int
 
 const (
-	decodeUnsent  decodeLeg = iota // it waits for P
-	decodeSilent                   // it was sent
+	decodeSilent  decodeLeg = iota // it has not answered
 	decodeHeld                     // it has answered well, and waits for P's verdict
 	decodeFailing                  // it has failed, likewise
 	decodeOver                     // it needs P no more
@@ -79,17 +77,7 @@ func (s *Shared) NewPair(t *kvtransfer.Ticket, r PairRules) *Pair {
 }
 
 // Begin is the first event: P's leg is under way.
-func (p *Pair) Begin() PairAction {
-	if p.rules.PrefillFirst {
-		return PairAction{}
-	}
-	return p.send()
-}
-
-func (p *Pair) send() PairAction {
-	p.d = decodeSilent
-	return PairAction{Do: SendDecode, Holds: p.sent}
-}
+func (p *Pair) Begin() PairAction { return PairAction{Do: SendDecode} }
 
 // PrefillEnded is P's verdict: how its leg has ended.
 func (p *Pair) PrefillEnded(v *concurrent.Outcome) PairAction {
@@ -101,8 +89,6 @@ func (p *Pair) PrefillEnded(v *concurrent.Outcome) PairAction {
 	}
 	p.sent = true
 	switch p.d {
-	case decodeUnsent:
-		return p.send()
 	case decodeFailing:
 		return p.planAgain(faults.Decode, &p.failed)
 	case decodeHeld:
@@ -198,7 +184,7 @@ func (p *Pair) Elapsed() PairAction {
 // Drained is the event that the replica stops: Envoy goes on with what it has.
 func (p *Pair) Drained() PairAction {
 	switch p.d {
-	case decodeUnsent, decodeOver:
+	case decodeOver:
 		return PairAction{}
 	case decodeFailing:
 		return p.Elapsed()

@@ -27,7 +27,7 @@ func TestBrokenOff(t *testing.T) {
 	}
 	for name, read := range map[string]func(body, sent []byte) (Answer, Peer, error){
 		"sglang": sglang{}.ReadAnswer, "mooncake": mooncake{}.ReadAnswer, "moriio": moriio{}.ReadAnswer,
-		"p2p-nccl": p2pNCCL{}.ReadAnswer, "nixl-push": nixlPush{}.ReadAnswer,
+		"nixl-push": nixlPush{}.ReadAnswer,
 	} {
 		_, _, err := read([]byte(`{"choices":[{"finish_reason":"abort"}],"usage":{"prompt_tokens":3}}`), nil)
 		require.ErrorIs(t, err, ErrParams, name)

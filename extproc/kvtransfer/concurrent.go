@@ -17,7 +17,6 @@ type Concurrent struct {
 	// CancelsPrefill decides about P's leg when nobody needs its blocks any more. true: it is cancelled, and P frees
 	// them. false: it runs to its end, because D frees the blocks that it reserved only when P has sent.
 	CancelsPrefill bool
-	PrefillFirst   bool // D's leg is sent when P has answered: before that D would only wait, and block other requests
 	JoinsAnswers   bool // the client's answer may contain a part of P's
 	OwnGenerate    bool // its engines serve POST /generate, which names no model, as an API
 	// StreamsLate reports whether D answers a stream of an API with 200 only when it has the first token, and so P's
@@ -27,8 +26,8 @@ type Concurrent struct {
 	// Unpairable returns the reason why a request cannot use two legs, "" if it can. The reasons are label values.
 	Unpairable func(r *openai.Request) string
 	// Plan plans the difference between P's body and the client's, and returns what else the legs need. r has the
-	// client's body, and p was Reset to it. Unless D gets the client's own body, at least one member is inserted, so
-	// the first of the patch's edits is the insertion right after the opening brace. Plan must not block.
+	// client's body, and p was Reset to it. At least one member is inserted, so the first of
+	// the patch's edits is the insertion right after the opening brace. Plan must not block.
 	// [ErrUnknownPeer] means that P's engine is not known yet.
 	Plan func(r *openai.Request, p *openai.Patch, l *Legs) (PairPlan, error)
 	// ReadAnswer reads P's answer with status 200. sent is [PairPlan].Decode. An error means that P will not do what
@@ -43,13 +42,12 @@ type Legs struct {
 	RequestID       string   // the client's
 	Prefill, Decode *kvstate.Endpoint
 	Peer            Peer // what is known about P
-	DecodePeer      Peer // and about D, if engines register
 }
 
 // PairPlan is what the two legs need besides P's body.
 type PairPlan struct {
 	// Decode has the members that D's body has in addition to the client's, without a trailing comma. nil: the members
-	// that P's body begins with; empty: D's body is the client's own.
+	// that P's body begins with.
 	Decode []byte
 	// RequestID is the x-request-id of both legs if the engines find each other by it; "": the client's own.
 	RequestID string

@@ -2,7 +2,6 @@ package kvtransfer
 
 import (
 	"fmt"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -52,7 +51,7 @@ func atOnce(t *testing.T, d *Concurrent, a *txtar.Archive) *txtar.Archive {
 	path, ok := strings.CutPrefix(words[0], "POST ")
 	require.True(t, ok)
 	legs := &Legs{ID: goldenID, RequestID: "client-id", Prefill: &kvstate.Endpoint{}, Decode: &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{
-		Addr: "10.0.0.6:8000", Transfer: kvstate.Transfer{KVPort: 22001, TP: 8}}}}
+		Addr: "10.0.0.6:8000", Transfer: kvstate.Transfer{TP: 8}}}}
 	for _, w := range words[1:] {
 		transferWord(t, legs, w)
 	}
@@ -106,13 +105,10 @@ func atOnce(t *testing.T, d *Concurrent, a *txtar.Archive) *txtar.Archive {
 func transferWord(t *testing.T, legs *Legs, w string) {
 	key, value, _ := strings.Cut(w, "=")
 	tr := &legs.Prefill.Transfer
-	number := map[string]any{"bootstrapPort": &tr.BootstrapPort, "kvPort": &tr.KVPort, "handshakePort": &tr.HandshakePort, "notifyPort": &tr.NotifyPort, "tp": &tr.TP, "dp": &tr.DP}
+	number := map[string]any{"bootstrapPort": &tr.BootstrapPort, "handshakePort": &tr.HandshakePort, "notifyPort": &tr.NotifyPort, "tp": &tr.TP, "dp": &tr.DP}
 	switch {
 	case key == "host":
 		tr.Host = value
-	case key == "zmq":
-		addr := netip.MustParseAddrPort(value)
-		legs.Peer = Peer{[]Rank{{Host: addr.Addr().String(), Port: int(addr.Port())}}}
 	case number[key] != nil:
 		_, err := fmt.Sscan(value, number[key])
 		require.NoError(t, err)
@@ -147,9 +143,6 @@ func legBodies(t *testing.T, request []byte, edits openai.Edits, plan PairPlan) 
 	prefill = edits.Apply(nil, request)
 	undo := edits.Inverse(nil, request)
 	require.Equal(t, string(request), string(undo.Apply(nil, prefill)), "undo gives the client's bytes")
-	if plan.Decode != nil && len(plan.Decode) == 0 {
-		return prefill, request
-	}
 	require.Equal(t, edits[0].Start, edits[0].End, "the first edit is an insertion")
 	if plan.Decode == nil {
 		return prefill, undo[1:].Apply(nil, prefill)

@@ -8,7 +8,7 @@
 // passes P's object on verbatim ([Answer]).
 //
 // [Concurrent] is the part for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
-// p2pnccl.go). [Peers] learns the facts about an engine that such a dialect needs beforehand.
+// trtllmfirst.go). [Peers] learns the facts about an engine that such a dialect needs beforehand.
 //
 // A [Turn] describes an answer whose blocks D keeps, for the P of the conversation's next request (turn.go).
 //
@@ -80,7 +80,7 @@ type Dialect struct {
 	RankRule RankRule // which tensor-parallel sizes of P and D fit each other
 	Reports  Reports
 	// Validate returns the faults of a pool, beyond the rules for every pool.
-	Validate func(f *Fleet) []Problem
+	Validate func(endpoints []Member) []Problem
 }
 
 // Engines is what holds of all engines of a dialect.
@@ -237,24 +237,12 @@ func (d *Dialect) HandOverTTL(ttl time.Duration) time.Duration {
 	return ttl
 }
 
-// Registers reports whether the engines register themselves.
-func (d *Dialect) Registers() bool {
-	return d.Concurrent != nil && d.Concurrent.Peers != nil && d.Concurrent.Peers.Registers
-}
-
 // Speaks reports whether requests to an API can be split into two hops, one after the other.
 func (d *Dialect) Speaks(api openai.API) bool {
 	return d.Prefill != nil && (d.APIs == nil || slices.Contains(d.APIs, api))
 }
 
-// Fleet is the part of a pool's configuration that a dialect validates.
-type Fleet struct {
-	Discovered bool // the endpoints are discovered, so none is known yet
-	Registered bool // the engines register
-	Endpoints  []Member
-}
-
-// Member is a configured endpoint.
+// Member is a configured endpoint, as far as a dialect validates it. A pool whose endpoints are discovered has none.
 type Member struct {
 	Role     string
 	Pairs    string // only endpoints with the same text pair
@@ -324,7 +312,7 @@ type Options struct {
 	ReuseTokenIDs bool          // of nixl: D receives P's token ids (vLLM 0.32 and newer)
 	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
 	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
-	Lease         time.Duration // of nixl, mooncake-0.13 and moriio-read; 0: the engine's default
+	Lease         time.Duration // of nixl and moriio-read; 0: the engine's default
 	Clocks        Clocks        // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer); nil: it does not
 
 	Arrivals      Arrivals      // of lmcache; nil: its engines send no notifications
@@ -341,10 +329,9 @@ type Options struct {
 // makers returns the constructors of all dialects, one for each file.
 func makers() []func(*Options) (Dialect, error) {
 	return []func(*Options) (Dialect, error){
-		lmcacheDialect, mooncakeDialect, mooncakePullDialect, moriioDialect, moriioReadDialect, multiDialect,
+		lmcacheDialect, mooncakeDialect, moriioDialect, moriioReadDialect, multiDialect,
 		nixlDialect, nixlPushDialect,
-		offloadDialect, orchestratedDialect, p2pNCCLDialect, sglangDialect, sharedDialect, trtllmDialect,
-		trtllmFirstDialect,
+		offloadDialect, orchestratedDialect, sglangDialect, sharedDialect, trtllmDialect, trtllmFirstDialect,
 	}
 }
 

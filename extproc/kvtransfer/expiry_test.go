@@ -63,7 +63,6 @@ func TestLateReads(t *testing.T) {
 		"shared":                  "chunks are found by hash, and counted",
 		"offload":                 "blocks are found by a name, which goes with them",
 		"moriio":                  "P writes into D's memory",
-		"p2p-nccl":                "P sends a copy, which D finds by request id and layer",
 		"trtllm":                  "the request id goes with the blocks",
 		"trtllm-generation-first": "P writes, and says when it has",
 	}
@@ -90,7 +89,6 @@ func TestHandOverTTL(t *testing.T) {
 		{"nixl", 120 * time.Second, limit},
 		{"moriio-read", 0, limit},
 		{"moriio-read", 12 * time.Second, 4 * time.Second},
-		{"mooncake-0.13", 0, limit},
 		{"orchestrated", 0, 10 * time.Second},
 		{"lmcache", 0, limit},
 		{"trtllm", 0, limit},

@@ -14,7 +14,7 @@ import (
 
 // mooncake is vLLM's MooncakeConnector from 0.16 on: both legs carry one transfer id, D learns from P's bootstrap
 // server where P's workers are, and requests the transfer from them. P keeps the blocks until D has taken them, or 480
-// s. P's answer has no parameters. (0.13 and 0.14 had another protocol: mooncakePull.)
+// s. P's answer has no parameters. (0.13 and 0.14 had another protocol.)
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake/ of vLLM 0.16.0 to 0.33.0 and
 // examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py of 0.33.0; run against vLLM 0.32.0.

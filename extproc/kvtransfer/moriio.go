@@ -46,17 +46,17 @@ func moriioPorts() []Port {
 }
 
 // sameSizes requires equal tensor-parallel sizes: rank n of prefill writes to rank n of decode.
-func sameSizes(f *Fleet) (problems []Problem) {
+func sameSizes(endpoints []Member) (problems []Problem) {
 	size := func(m Member) int { return max(m.Transfer.TP, 1) }
-	for i, e := range f.Endpoints {
-		other := slices.IndexFunc(f.Endpoints[:i], func(o Member) bool {
+	for i, e := range endpoints {
+		other := slices.IndexFunc(endpoints[:i], func(o Member) bool {
 			return o.Pairs == e.Pairs && size(o) != size(e)
 		})
 		if other >= 0 {
 			problems = append(problems, Problem{
 				fmt.Sprintf("endpoints[%d].transfer.tensorParallelSize", i),
 				fmt.Sprintf("is %d, and that of endpoints[%d] is %d: MoRIIO maps ranks one to one, so give engines of "+
-					"another size a group of their own", size(e), other, size(f.Endpoints[other])),
+					"another size a group of their own", size(e), other, size(endpoints[other])),
 			})
 		}
 	}

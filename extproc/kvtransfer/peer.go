@@ -71,8 +71,6 @@ const (
 // PeerSource is how Tandem learns about the engines of a dialect, besides from their answers.
 type PeerSource struct {
 	Ask func(ctx context.Context, e *kvstate.Endpoint) (Peer, error) // nil: no engine is asked
-	// engines register themselves, and disappear when they stop
-	Registers bool
 }
 
 // NewPeers returns an empty cache for engines of this source, nil if the source is nil.
@@ -105,22 +103,14 @@ func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	return p.current(e)
 }
 
-// Known returns what is known about an endpoint, without asking it.
-func (p *Peers) Known(e *kvstate.Endpoint) Peer {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	peer, _ := p.current(e)
-	return peer
-}
-
 // current returns the ranks of an endpoint that were learned after it was last away; the others are zero. false: there
 // is none. The lock is held.
 func (p *Peers) current(e *kvstate.Endpoint) (Peer, bool) {
 	l, ok := p.known[e.Addr]
 	back := kvstate.Back(e)
 	stale := func(at time.Time) bool { return !at.After(back) }
-	if !ok || p.Registers || back.IsZero() || !slices.ContainsFunc(l.at, stale) {
-		return l.Peer, ok // engines themselves withdraw what they register
+	if !ok || back.IsZero() || !slices.ContainsFunc(l.at, stale) {
+		return l.Peer, ok
 	}
 	fresh, ok := Peer{make([]Rank, len(l.Ranks))}, false
 	for i, r := range l.Ranks {
@@ -177,13 +167,6 @@ func (p *Peers) Learn(addr string, found Peer) {
 
 // Failed drops what is known about an endpoint that failed a request: it may come back as another engine.
 func (p *Peers) Failed(addr string) {
-	if !p.Registers {
-		p.Forget(addr)
-	}
-}
-
-// Forget drops what is known about an endpoint.
-func (p *Peers) Forget(addr string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.known, addr)

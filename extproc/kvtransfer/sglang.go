@@ -59,11 +59,11 @@ func (sglang) StreamsLate(api openai.API, release string, body []byte) bool {
 
 // Validate requires one role for each endpoint: an engine is started for one leg, or for none, and neither leg works
 // alone.
-func (sglang) Validate(f *Fleet) []Problem {
+func (sglang) Validate(endpoints []Member) []Problem {
 	has := func(role string) bool {
-		return slices.ContainsFunc(f.Endpoints, func(m Member) bool { return m.Role == role })
+		return slices.ContainsFunc(endpoints, func(m Member) bool { return m.Role == role })
 	}
-	if has("both") || len(f.Endpoints) == 0 || has("prefill") && has("decode") {
+	if has("both") || len(endpoints) == 0 || has("prefill") && has("decode") {
 		return nil
 	}
 	return []Problem{{"endpoints", "an SGLang engine that decodes cannot prefill: " +

@@ -23,7 +23,6 @@ func (x *Pass) readChosen(ctx context.Context) {
 		w.legs = kvtransfer.Legs{ID: plan.NewID(), RequestID: x.ID, Prefill: p, Decode: d}
 		if peers := x.policy.Peers; peers != nil {
 			w.legs.Peer, _ = peers.Lookup(guard.With(ctx, x.shared.Guard), p)
-			w.legs.DecodePeer = peers.Known(d)
 		}
 	}
 }

@@ -20,7 +20,6 @@ const (
 	Sub    Kind = "SUB"
 	Dealer Kind = "DEALER"
 	Pull   Kind = "PULL"
-	Router Kind = "ROUTER"
 )
 
 // peers returns the kinds that may be at the other end.
@@ -30,8 +29,6 @@ func (k Kind) peers() []string {
 		return []string{"PUB", "XPUB"}
 	case Pull:
 		return []string{"PUSH"}
-	case Router:
-		return []string{"DEALER", "REQ", "ROUTER"}
 	case Dealer:
 		return []string{"ROUTER", "DEALER", "REP"}
 	}

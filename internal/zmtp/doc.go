@@ -1,6 +1,5 @@
 // Package zmtp implements ZeroMQ over TCP, as far as Tandem needs it: it subscribes to engines' publications and asks
-// for old batches (SUB and DEALER, package kvevents), and receives engines' notifications (PULL and ROUTER: LMCache's
-// transfers, the registrations of P2P-NCCL and MoRIIO).
+// for old batches (SUB and DEALER, package kvevents), and receives LMCache's notifications of transfers (PULL).
 //
 //   - frame.go: greeting and commands.
 //   - conn.go: one connection, to read and send messages.

@@ -14,27 +14,18 @@ import (
 // checkTransferring checks the requirements of the pool's dialect on the pool and its endpoints.
 func checkTransferring(v *validator, path string, p *configv1.Pool) {
 	d := DialectOf(p)
-	fleet := kvtransfer.Fleet{Discovered: p.Discovery != nil, Registered: p.Registration != nil}
+	var members []kvtransfer.Member
 	for i, e := range p.Endpoints {
 		checkTransfer(v, fmt.Sprintf("%s.endpoints[%d]", path, i), p, &d, e)
-		fleet.Endpoints = append(fleet.Endpoints,
-			kvtransfer.Member{Role: e.Role, Pairs: PairsAs(p, e), Transfer: TransferOf(e)})
+		members = append(members, kvtransfer.Member{Role: e.Role, Pairs: PairsAs(p, e), Transfer: TransferOf(e)})
 	}
 	if d.Validate != nil {
-		for _, problem := range d.Validate(&fleet) {
+		for _, problem := range d.Validate(members) {
 			v.m.add(path+"."+problem.Path, "%s", problem.Text)
 		}
 	}
 	if d.PairsOnly() {
 		checkNeverAlone(v, path, p)
-	}
-	switch {
-	case p.Registration == nil:
-	case d.Registers():
-		checkListen(v, path+".registration.listen", p.Registration.Listen)
-	default:
-		v.warnGiven([]string{path + ".kvTransfer"}, path+".registration",
-			"has no effect with kvTransfer %s", p.KvTransfer)
 	}
 }
 
@@ -44,8 +35,7 @@ func checkTransfer(v *validator, path string, p *configv1.Pool, d *kvtransfer.Di
 	if t == nil {
 		return
 	}
-	for _, name := range []string{"transfer.bootstrapPort", "transfer.kvPort", "transfer.handshakePort",
-		"transfer.notifyPort"} {
+	for _, name := range []string{"transfer.bootstrapPort", "transfer.handshakePort", "transfer.notifyPort"} {
 		at, set := path+"."+name, PortOf(e, name)
 		declared := slices.IndexFunc(d.Ports, func(port kvtransfer.Port) bool { return port.Name == name })
 		checkPort(v, at, set, 1)

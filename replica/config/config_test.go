@@ -369,8 +369,8 @@ func TestWarningsBesideErrors(t *testing.T) {
 		"nothing of that":           {least + "  queue: {}\n  binding: immediate\n  sessionn: {}\n", "sessionn", []string{"pools[0].queue: has no effect: requests wait with binding late, or with objectives.onMiss queue"}},
 		"a section that was meant":  {replicas + "state: {rediss: {}}\n" + least, "rediss", nil},
 		"a section that is not it":  {replicas + "state: {other: {}}\n" + least, "other", []string{"state.redis: is missing: each of the 2 replicas (envoy.extProcs) knows only what it did itself: load, prefixes, failures, and orders such as drain (docs/howto/redis.md)"}},
-		"a dialect that is unknown": {edited("kvTransfer: nixl", "kvTransfer: nixll\n  registration: {listen: \"a:1\"}"), "nixll", nil},
-		"a port of that":            {strings.Replace(least, "role: prefill", "role: prefill, transfer: {kvPort: 1}", 1) + "  kvTransferr: p2p-nccl\n", "kvTransferr", nil},
+		"a dialect that is unknown": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: nixll"), "role: prefill", "role: prefill, transfer: {bootstrapPort: 1}", 1), "nixll", nil},
+		"a port of that":            {strings.Replace(least, "role: prefill", "role: prefill, transfer: {bootstrapPort: 1}", 1) + "  kvTransferr: mooncake\n", "kvTransferr", nil},
 		"the whole file":            {none + "  kvTransfer: none\n", "not readable as YAML", nil},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -47,7 +47,7 @@ func TransferOf(e *configv1.Endpoint) kvstate.Transfer {
 	return kvstate.Transfer{
 		Host: t.GetHost(), Release: e.GetRelease(), TP: int(t.GetTensorParallelSize()),
 		DP:            int(t.GetDataParallelSize()),
-		BootstrapPort: port(t.GetBootstrapPort()), KVPort: port(t.GetKvPort()),
+		BootstrapPort: port(t.GetBootstrapPort()),
 		HandshakePort: port(t.GetHandshakePort()), NotifyPort: port(t.GetNotifyPort()), P2PPort: int(t.GetP2PPort()),
 		LMCacheInitPort: int(r.GetInitPort()), LMCacheAllocPort: int(r.GetAllocPort()),
 		LMCacheQueryPort: int(r.GetQueryPort()),
@@ -61,8 +61,6 @@ func PortOf(e *configv1.Endpoint, setting string) int32 {
 	switch setting {
 	case "transfer.bootstrapPort":
 		return t.GetBootstrapPort()
-	case "transfer.kvPort":
-		return t.GetKvPort()
 	case "transfer.handshakePort":
 		return t.GetHandshakePort()
 	case "transfer.notifyPort":

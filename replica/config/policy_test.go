@@ -11,15 +11,12 @@ import (
 	"tandem/picker"
 )
 
-// Every dialect can be configured with only addresses and roles (and the requirements of multi and p2p-nccl).
+// Every dialect can be configured with only addresses and roles (and, for multi, its members).
 func TestEveryDialectCanBeConfigured(t *testing.T) {
 	for _, name := range kvtransfer.Names() {
 		more := ""
-		switch name {
-		case "multi":
+		if name == "multi" {
 			more = "members: [nixl, offload], "
-		case "p2p-nccl":
-			more = `registration: {listen: "127.0.0.1:3"}, `
 		}
 		c, _, err := Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: %s, %sendpoints: [{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]`, name, more))
 		require.NoError(t, err, name)

@@ -211,6 +211,10 @@ func (m *ValidationErrors) addUnknown(path, name string, d protoreflect.MessageD
 	for i := range d.Fields().Len() {
 		all = append(all, d.Fields().Get(i).JSONName())
 	}
+	if slices.Contains(goneFields, name) {
+		m.add(Join(path, name), "is gone with kvTransfer p2p-nccl: remove it")
+		return
+	}
 	near := engineFields[strings.NewReplacer("_", "", "-", "").Replace(strings.ToLower(name))]
 	if !slices.Contains(all, near) {
 		near = nearest(name, all)
@@ -228,6 +232,9 @@ var engineFields = map[string]string{
 	"kvconnector": "kvTransfer", "kvtransferconfig": "kvTransfer", "kveventsconfig": "kvEvents", "kvrole": "role",
 	"host": "address", "port": "address", "url": "address",
 }
+
+// goneFields are settings that only kvTransfer p2p-nccl had.
+var goneFields = []string{"registration", "kvPort"}
 
 // nearest returns the name with the least edit distance to a misspelt one, "" if none is near.
 func nearest(misspelt string, names []string) string {

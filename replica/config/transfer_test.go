@@ -29,15 +29,12 @@ func besidesExperimental(warnings []string) []string {
 	return slices.DeleteFunc(warnings, func(w string) bool { return strings.Contains(w, " is experimental: ") })
 }
 
-// Address and role suffice for every dialect but multi, which needs its members, and p2p-nccl, whose engines register.
+// Address and role suffice for every dialect but multi, which needs its members.
 func TestDialectDefaults(t *testing.T) {
 	for _, dialect := range dialects() {
 		more := ""
 		if dialect == "multi" {
 			more = "members: [nixl, offload]"
-		}
-		if dialect == "p2p-nccl" {
-			more = "registration: {listen: \"10.0.0.1:30001\"}"
 		}
 		c, warnings, err := Parse([]byte(pool(dialect, more, "", "")))
 		require.NoError(t, err, dialect)
@@ -200,27 +197,18 @@ func TestRankMultiples(t *testing.T) {
 	require.NoError(t, of("shared", three, two, ""))
 }
 
-// With some dialects rank n of one engine talks to rank n of the other, so that only equal sizes pair.
+// With lmcache rank n of one engine talks to rank n of the other, so that only equal sizes pair.
 func TestRanksOneToOne(t *testing.T) {
-	of := func(dialect, prefill, decode string) error {
-		_, _, err := Parse(fmt.Appendf(nil, "pools: [{name: a, kvTransfer: %s, %s endpoints: [{role: prefill, address: \"h:1\"%s}, "+
-			"{role: decode, address: \"h:2\"%s}]}]", dialect, map[string]string{"p2p-nccl": `registration: {listen: "a:1"},`}[dialect], prefill, decode))
+	of := func(prefill, decode string) error {
+		_, _, err := Parse(fmt.Appendf(nil, "pools: [{name: a, kvTransfer: lmcache, endpoints: [{role: prefill, address: \"h:1\"%s}, "+
+			"{role: decode, address: \"h:2\"%s}]}]", prefill, decode))
 		return err
 	}
 	const two, three, four = ", transfer: {tensorParallelSize: 2}", ", transfer: {tensorParallelSize: 3}", ", transfer: {tensorParallelSize: 4}"
-	wrong := func(dialect, endpoint, size, does string) string {
-		return "pools[0].endpoints[" + endpoint + "].transfer.tensorParallelSize: is " + size + ", and no endpoint of its group that " + does +
-			" has the same: with kvTransfer " + dialect + " a rank passes KV to the rank of the same number"
+	for _, sizes := range [][3]string{{two, three, "2"}, {two, four, "2"}, {four, two, "4"}, {two, "", "2"}} {
+		require.EqualError(t, of(sizes[0], sizes[1]), "pools[0].endpoints[0].transfer.tensorParallelSize: is "+sizes[2]+
+			", and no endpoint of its group that decodes has the same: with kvTransfer lmcache a rank passes KV to the rank of the same number")
 	}
-	for _, dialect := range []string{"lmcache", "mooncake-0.13", "p2p-nccl"} {
-		for _, sizes := range [][4]string{{two, three, "2", "3"}, {two, four, "2", "4"}, {four, two, "4", "2"}, {two, "", "2", "1"}} {
-			want := wrong(dialect, "0", sizes[2], "decodes")
-			if dialect == "p2p-nccl" { // decode needs a prefill for every request
-				want += "\n" + wrong(dialect, "1", sizes[3], "prefills")
-			}
-			require.EqualError(t, of(dialect, sizes[0], sizes[1]), want)
-		}
-		require.NoError(t, of(dialect, two, two))
-		require.NoError(t, of(dialect, "", ""))
-	}
+	require.NoError(t, of(two, two))
+	require.NoError(t, of("", ""))
 }

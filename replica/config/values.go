@@ -95,8 +95,21 @@ func checkOneOf(v *validator, path, value string, allowed ...string) {
 	if value == "true" || value == "false" { // the file may have another word, which YAML reads so
 		is = "is " + value + " (YAML reads yes and on as true, no and off as false), which is"
 	}
+	if why := gone[strings.ToLower(value)]; why != "" {
+		v.m.add(path, "%s gone: %s", is, why)
+		return
+	}
 	v.m.add(path, "%s not one of %s%s", is, strings.Join(allowed, ", "), meant(value, allowed))
 }
+
+// gone says what is used in place of words that were allowed once, and since when.
+var gone = map[string]string{
+	"p2p-nccl":         noNCCL,
+	"p2pncclconnector": noNCCL,
+	"mooncake-0.13":    "only vLLM 0.13 and 0.14 have it; use mooncake, with vLLM 0.16 or newer",
+}
+
+const noNCCL = "vLLM has no P2pNcclConnector since 0.24; use nixl, with the engines' NixlConnector"
 
 // meant is "; did you mean WORD?" with the allowed word that was probably meant, "" if none is near.
 func meant(value string, allowed []string) string {
@@ -116,7 +129,7 @@ func meant(value string, allowed []string) string {
 // engineWords translate the engines' own names of connectors and roles, as in their flags, in lower case.
 var engineWords = map[string]string{
 	"nixlconnector": "nixl", "nixlpullconnector": "nixl", "nixlpushconnector": "nixl-push",
-	"mooncakeconnector": "mooncake", "moriioconnector": "moriio", "p2pncclconnector": "p2p-nccl",
+	"mooncakeconnector": "mooncake", "moriioconnector": "moriio",
 	"lmcacheconnectorv1": "lmcache", "lmcacheconnector": "lmcache", "lmcachempconnector": "lmcache",
 	"multiconnector": "multi", "offloadingconnector": "offload",
 	"mooncakestoreconnector": "shared", "mooncake-store": "shared", "sharedstorageconnector": "shared",

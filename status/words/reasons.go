@@ -23,7 +23,7 @@ func Because(reason string) string {
 		return "it has a request id of its own, and the pool's kvTransfer needs one that Tandem makes"
 	case "unknown_peer":
 		return "the prefill engine has not said who it is, which the pool's kvTransfer needs. " +
-			"The log names it: look whether its bootstrap or registration port answers"
+			"The log names it: look whether its bootstrap port answers"
 	case "api_not_spoken":
 		return "the pool's kvTransfer cannot split requests of this API"
 	case "held_by_decode":

@@ -72,7 +72,7 @@ func (s *Server) serveCall(w http.ResponseWriter, r *http.Request, a request.API
 		req.Kv.PromptIDs = nil
 	}
 	c := s.newCall(w, r, rec, req)
-	s.cfg.Complete(&req.Kv, req.Raw("kv_transfer_params"), req.MaxTokens == 1, a == request.Responses)
+	s.cfg.Complete(&req.Kv, req.Raw("kv_transfer_params"), req.MaxTokens == 1)
 	c.leg.ThrowsAway = req.ThrowsAway()
 	media, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
 	if !strings.EqualFold(strings.TrimSpace(media), "application/json") {
@@ -176,10 +176,6 @@ func (c *call) check(leg string) *engine.Error {
 	}
 	c.checkRole(leg)
 	c.prepare(prompts)
-	if c.req.Kv.RoomLeg != "" {
-		c.leg.CheckAddresses()
-		return nil
-	}
 	return c.checkProtocol()
 }
 

@@ -70,7 +70,6 @@ func Start(cfg *Config, log io.Writer) (*Server, error) {
 		s.closeRanks()
 		return nil, err
 	}
-	s.Register(s.Addr())
 	s.Faults.Add(cfg.Fail)
 	s.strike(cfg.Fail)
 	return s, nil

@@ -23,8 +23,7 @@ type Config struct {
 	LoadTimeout     time.Duration // time until a dead side channel fails
 	Recompute       bool          // kv_load_failure_policy
 	DpSize          int
-	Proxy           string // address for notifications (lmcache) or registration (p2p-nccl), host:port; "": none
-	Heartbeat       time.Duration
+	Proxy           string          // address for notifications (lmcache), host:port; "": none
 	Store           string          // side channel of the engine that has the store
 	Peers           *handover.Peers // shared with other engines of the process; nil: its own
 	Bidirectional   bool            // nixl: answers are kept for their conversation's next turn

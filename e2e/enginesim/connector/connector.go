@@ -20,26 +20,24 @@ const (
 	Mooncake Name = "mooncake"  // push.go, with a bootstrap server
 	SGLang   Name = "sglang"    // sglang.go: rooms
 	MoRIIO   Name = "moriio"
-	P2PNCCL  Name = "p2p-nccl"
 
-	// Mooncake013 and MoRIIORead run one leg after the other, as NIXL.
-	Mooncake013 Name = "mooncake-0.13"
-	MoRIIORead  Name = "moriio-read"
+	// MoRIIORead runs one leg after the other, as NIXL.
+	MoRIIORead Name = "moriio-read"
 )
 
 // Names returns all connectors.
 func Names() []Name {
 	return []Name{NIXL, Neuron, Offload, TRTLLM, LMCache, Shared,
-		NIXLPush, Mooncake, SGLang, MoRIIO, P2PNCCL,
-		Mooncake013, MoRIIORead, None}
+		NIXLPush, Mooncake, SGLang, MoRIIO,
+		MoRIIORead, None}
 }
 
 // VLLM returns the name of the connector in vLLM's --kv-transfer-config; "": it has none, or several.
 func (k Name) VLLM() string {
 	return map[Name]string{
 		NIXL: "NixlConnector", NIXLPush: "NixlPushConnector", Offload: "OffloadingConnector",
-		LMCache: "LMCacheConnectorV1", P2PNCCL: "P2pNcclConnector", Mooncake: "MooncakeConnector",
-		Mooncake013: "MooncakeConnector", MoRIIO: "MoRIIOConnector", MoRIIORead: "MoRIIOConnector",
+		LMCache: "LMCacheConnectorV1", Mooncake: "MooncakeConnector",
+		MoRIIO: "MoRIIOConnector", MoRIIORead: "MoRIIOConnector",
 	}[k]
 }
 

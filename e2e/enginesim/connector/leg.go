@@ -130,18 +130,6 @@ func (l *Leg) Load(ctx context.Context) error {
 
 // Fill gets the prompts' KV: it computes it, for itself or for another engine, or fetches it from one.
 func (l *Leg) Fill(ctx context.Context) error {
-	if l.Node.cfg.Connector == P2PNCCL && l.Kv.RoomLeg != "" {
-		if l.Node.cfg.Role == engine.RoleDecode {
-			if err := l.takeKV(); err != nil {
-				return err
-			}
-			return l.Job.Prefill(ctx)
-		}
-		if err := l.Job.Prefill(ctx); err != nil {
-			return err
-		}
-		return l.putKV(ctx)
-	}
 	switch {
 	case l.Kv.genFirst && l.Kv.Context:
 		return l.sendContext(ctx)

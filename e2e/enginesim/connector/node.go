@@ -28,7 +28,6 @@ type Node struct {
 	Ledger    *handover.Ledger
 	Rooms     *rendezvous
 	store     *store
-	inbox     *inbox
 	buffer    *pdbuffer.Buffer // nil but on decode engines with the connector lmcache
 	receivers []net.Listener
 	notifier  handover.Notifier
@@ -42,7 +41,6 @@ type Node struct {
 	mu       sync.Mutex
 	sideConn map[net.Conn]struct{}
 	closed   bool
-	beats    beats
 }
 
 // sideChannel is the port at which other engines ask for KV, and its address in hand-overs.
@@ -62,7 +60,7 @@ func New(cfg *Config, faults *fault.Rules, log io.Writer) (*Node, error) {
 	s := &Node{
 		Engine: e, cfg: cfg, EngineID: cfg.EngineID, Faults: faults,
 		Ledger: handover.NewLedger(e.Pool, &e.Core, cfg.Lease), Rooms: newRendezvous(),
-		inbox: newInbox(), peers: cmp.Or(cfg.Peers, handover.NewPeers()), sideConn: make(map[net.Conn]struct{}),
+		peers: cmp.Or(cfg.Peers, handover.NewPeers()), sideConn: make(map[net.Conn]struct{}),
 	}
 	s.notifier.Proxy, s.notifier.Notices, s.notifier.Logf = cfg.Proxy, cfg.Notices, e.Logf
 	if s.EngineID == "" {
@@ -194,7 +192,6 @@ func (s *Node) Close() {
 	}
 	s.mu.Unlock()
 	s.Core.Resume()
-	s.beats.end()
 	if s.Side != nil {
 		_ = s.Side.Close()
 	}
@@ -264,10 +261,6 @@ func (s *Node) answerSide(q *handover.Question, in *bufio.Reader) *handover.Answ
 			close(hungUp)
 		}()
 		return s.answerJoin(q.RequestID, q, hungUp)
-	case handover.OpPut:
-		if !s.inbox.put(q.RequestID, q) {
-			return nil
-		}
 	case handover.OpWho:
 		out.EngineID, out.Clock = s.EngineID, s.Clock()
 	case handover.OpHeartbeat:

@@ -116,8 +116,8 @@ func readIDs(kv *Params, k Name, ids []byte) *engine.Error {
 }
 
 // Complete adds what the engine knows without parameters. raw are the request's kv_transfer_params; oneToken: it asks
-// for one token; responses: it came to /v1/responses, which no dialect of P2P-NCCL splits.
-func (c *Config) Complete(kv *Params, raw []byte, oneToken, responses bool) {
+// for one token.
+func (c *Config) Complete(kv *Params, raw []byte, oneToken bool) {
 	if c.Connector == Neuron && c.Role == engine.RolePrefill && oneToken {
 		kv.RemoteDecode = true // Neuron has no parameter for it: a prefill engine does nothing else
 	}
@@ -129,7 +129,7 @@ func (c *Config) Complete(kv *Params, raw []byte, oneToken, responses bool) {
 		*kv = c.parsePush(raw)
 		kv.Given = given
 	}
-	if c.Connector == P2PNCCL && c.Role != engine.RoleBoth && !responses || c.Roomed() {
+	if c.Roomed() {
 		kv.RoomLeg = string(c.Role)
 	}
 }

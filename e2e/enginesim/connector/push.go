@@ -39,13 +39,7 @@ func (c *Config) parsePush(raw []byte) (kv Params) {
 	case MoRIIORead:
 		kv.parseMoRIIORead(raw)
 		return kv
-	case Mooncake013:
-		if kv.RemotePrefill && (kv.host == "" || !isPort) {
-			kv.Parked = "remote_host and remote_port are needed"
-		}
-		return kv
-	}
-	if c.Connector == Mooncake {
+	case Mooncake:
 		kv.parseMooncake(c.Role)
 		return kv
 	}
@@ -56,7 +50,7 @@ func (c *Config) parsePush(raw []byte) (kv Params) {
 // pushes reports whether this engine speaks one of these dialects.
 func (c *Config) pushes() bool {
 	switch c.Connector {
-	case Mooncake, Mooncake013, NIXLPush, MoRIIO, MoRIIORead:
+	case Mooncake, NIXLPush, MoRIIO, MoRIIORead:
 		return true
 	}
 	return false
@@ -65,14 +59,11 @@ func (c *Config) pushes() bool {
 // key returns the name under which both legs of a sequence meet. NIXL push finds D's registration by the engine's own
 // request id without its random tail, so both legs need the same x-request-id and the same path.
 func (l *Leg) key(q *engine.Sequence) string {
-	if l.Node.cfg.Connector == NIXLPush || l.Node.cfg.Connector == Mooncake013 {
+	if l.Node.cfg.Connector == NIXLPush {
 		return l.Name(q)
 	}
 	return l.Kv.transfer
 }
-
-// pulls reports whether D fetches from blocks that P keeps for a time which nothing renews.
-func pulls(n Name) bool { return n == Mooncake013 || n == MoRIIORead }
 
 // await waits for the KV of D's sequence. If the client leaves, the wait continues, and the blocks stay allocated.
 func (l *Leg) await(ctx context.Context) error {
@@ -128,7 +119,7 @@ func (s *Node) awaitKV(kv *Params, key string, p *engine.Prompt) ([]uint64, erro
 // parameters. "": none.
 func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 	switch s.cfg.Connector {
-	case MoRIIO, MoRIIORead, Mooncake013:
+	case MoRIIO, MoRIIORead:
 		return net.JoinHostPort(kv.host, strconv.Itoa(kv.port)), nil
 	}
 	if s.cfg.Connector == NIXLPush {
@@ -145,7 +136,7 @@ func (s *Node) findWorker(ctx context.Context, kv *Params) (string, error) {
 // offer blocks that no D takes.
 func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 	s, key := l.Node, l.key(q)
-	if s.cfg.Connector != NIXLPush && s.cfg.Connector != Mooncake013 && (key == "" || q.Out.Finish != "length") {
+	if s.cfg.Connector != NIXLPush && (key == "" || q.Out.Finish != "length") {
 		s.Logf("the transfer %q is cancelled: finish reason %s", key, q.Out.Finish)
 		s.Pool.Free(blocks)
 		return
@@ -156,10 +147,6 @@ func (l *Leg) offer(q *engine.Sequence, blocks []int32) {
 		limit = s.cfg.Lease
 		id := fmt.Sprintf("%s-%08x", key, rand.Uint32())
 		q.HandOver = pushed(l.Rule, s.appendHandOver(nil, id, blocks, q.Computed(), q.Local(s.cfg.BlockSize)))
-	case Mooncake013:
-		q.HandOver = fmt.Appendf(nil,
-			`{"do_remote_prefill":true,"do_remote_decode":false,"remote_host":%q,"remote_port":%d}`, s.SideHost,
-			s.SidePort)
 	case MoRIIORead:
 		q.HandOver = s.moriioHandOver(key, blocks)
 	}

@@ -145,7 +145,7 @@ func (s *Node) send(p *engine.Prompt, want *handover.Question) (a handover.Answe
 
 // answerJoin serves D's connection: it waits for P's KV, as long as D does. nil: D has left.
 func (s *Node) answerJoin(key string, want *handover.Question, hungUp <-chan struct{}) *handover.Answer {
-	if pulls(s.cfg.Connector) && s.Rooms.expired(key) { // D goes on with what the blocks hold by now
+	if s.cfg.Connector == MoRIIORead && s.Rooms.expired(key) { // D goes on with what the blocks hold by now
 		garbage := slices.Repeat([]uint64{1}, len(want.Want))
 		return &handover.Answer{Actual: garbage, Violation: engine.Violation{Kind: "expired",
 			Message: "the prefill engine has freed the blocks of " + key}}

@@ -143,7 +143,7 @@ func newMetrics(model string, rank int) *metrics {
 // violationKinds are the values of enginesim_violations_total's label. They start at 0 so that a test can demand 0.
 var violationKinds = []string{
 	"read_twice", "expired", "released", "unknown_request", "fewer_blocks", "foreign_blocks", "other_prompt",
-	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused", "decode_before_kv",
+	"request_id_mismatch", "missing_request_id", "stale_blocks_on_prefill", "key_reused",
 	"incomplete_params", "other_block_size", "other_weights", "forbidden_keys", "bad_disagg_id", "first_token_asked",
 	"spec_on_decode", "buffer_exhausted",
 }

@@ -25,7 +25,6 @@ const (
 	OpPrefix // offload.go
 	OpAlloc  // lmcache.go, on ports of its own
 	OpPush
-	OpPut
 
 	idlePeers = 64 // connections kept for each remote engine
 )

@@ -1373,8 +1373,8 @@ type Pool struct {
 	// Which requests are split: always, auto or never. always: every request that may be. never: none. auto: those that
 	// cost less over two hops, or would slow down answers with decode alone (docs/decision.md).
 	Split string `protobuf:"bytes,4,opt,name=split,proto3" json:"split,omitempty"`
-	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang and p2p-nccl, whose decode
-	// endpoints cannot decode alone, the default is refuse. Default decodeAlone.
+	// What happens to bodies over envoy.maxBodyBytes: decodeAlone or refuse (413). With sglang, whose decode endpoints
+	// cannot decode alone, the default is refuse. Default decodeAlone.
 	LongPrompts string `protobuf:"bytes,5,opt,name=long_prompts,json=longPrompts,proto3" json:"long_prompts,omitempty"`
 	// What follows a failed prefill: otherPrefill, decodeAlone or fail. otherPrefill: another prefill endpoint while
 	// there is one, then decode alone. fail: 503.
@@ -1401,9 +1401,9 @@ type Pool struct {
 	// correct answer, for engines that hang but still answer GET /health. The time in which decode may have to compute
 	// the prompt is added. Default none, so the limit is envoy.decodeIdleTimeout, after which the client gets 504.
 	AnswerTimeout string `protobuf:"bytes,55,opt,name=answer_timeout,json=answerTimeout,proto3" json:"answer_timeout,omitempty"`
-	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer mooncake-0.13 (the engines'
-	// VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) and moriio-read (defer_timeout). An answer that begins later is refused,
-	// unless it is known that decode had fetched before. Default 480s with mooncake-0.13, 60s with moriio-read.
+	// How long prefill keeps KV that decode has not fetched. Only with kvTransfer moriio-read (the engines'
+	// defer_timeout). An answer that begins later is refused, unless it is known that decode had fetched before. Default
+	// 60s.
 	KvTimeout string `protobuf:"bytes,79,opt,name=kv_timeout,json=kvTimeout,proto3" json:"kv_timeout,omitempty"`
 	// What happens to KV blocks that no decode fetches: lease or cleanupDecode. lease: the prefill endpoint frees them
 	// when its lease ends (vLLM from 0.22: 30 s). cleanupDecode, for releases that keep them for minutes (vLLM 0.12 to
@@ -1412,9 +1412,6 @@ type Pool struct {
 	// How Tandem recognises requests of one session. They go to the endpoints that served the session last, unless those
 	// are busier or failed. Absent: not at all.
 	Session *SessionKey `protobuf:"bytes,13,opt,name=session,proto3" json:"session,omitempty"`
-	// P2P-NCCL: where the engines register (their proxy_ip and proxy_port; ZeroMQ). Absent: transfer.kvPort of each
-	// endpoint.
-	Registration *Registration `protobuf:"bytes,24,opt,name=registration,proto3" json:"registration,omitempty"`
 	// With kvTransfer lmcache.
 	Lmcache *LMCache `protobuf:"bytes,20,opt,name=lmcache,proto3" json:"lmcache,omitempty"`
 	// With kvTransfer orchestrated.
@@ -1641,13 +1638,6 @@ func (x *Pool) GetStrandedBlocks() string {
 func (x *Pool) GetSession() *SessionKey {
 	if x != nil {
 		return x.Session
-	}
-	return nil
-}
-
-func (x *Pool) GetRegistration() *Registration {
-	if x != nil {
-		return x.Registration
 	}
 	return nil
 }
@@ -2169,52 +2159,6 @@ func (x *Objective) GetTpot() string {
 	return ""
 }
 
-type Registration struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// ip:port, on an address that only the engines reach. Whoever reaches it can register any address as an engine.
-	// Required.
-	Listen        string `protobuf:"bytes,1,opt,name=listen,proto3" json:"listen,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Registration) Reset() {
-	*x = Registration{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Registration) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Registration) ProtoMessage() {}
-
-func (x *Registration) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Registration.ProtoReflect.Descriptor instead.
-func (*Registration) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
-}
-
-func (x *Registration) GetListen() string {
-	if x != nil {
-		return x.Listen
-	}
-	return ""
-}
-
 // The first of these that a request has names its session.
 type SessionKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2230,7 +2174,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2242,7 +2186,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2255,7 +2199,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -2304,7 +2248,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2316,7 +2260,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2329,7 +2273,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -2386,7 +2330,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2398,7 +2342,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2411,7 +2355,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -2456,7 +2400,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2468,7 +2412,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2481,7 +2425,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2528,7 +2472,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2540,7 +2484,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2553,7 +2497,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2627,7 +2571,7 @@ type LoadBandwidth struct {
 
 func (x *LoadBandwidth) Reset() {
 	*x = LoadBandwidth{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2639,7 +2583,7 @@ func (x *LoadBandwidth) String() string {
 func (*LoadBandwidth) ProtoMessage() {}
 
 func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2652,7 +2596,7 @@ func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
 func (*LoadBandwidth) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadBandwidth) GetCpuBytes() int64 {
@@ -2693,7 +2637,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2705,7 +2649,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2718,7 +2662,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2762,7 +2706,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2774,7 +2718,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2787,7 +2731,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2824,7 +2768,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2836,7 +2780,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2849,7 +2793,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2912,7 +2856,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2924,7 +2868,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2937,7 +2881,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2993,7 +2937,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3005,7 +2949,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3018,7 +2962,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -3083,7 +3027,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3095,7 +3039,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3108,7 +3052,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -3202,7 +3146,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3214,7 +3158,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3227,7 +3171,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -3296,7 +3240,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3308,7 +3252,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3321,7 +3265,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -3452,14 +3396,12 @@ type Transfer struct {
 	// Bootstrap port of an endpoint that prefills (SGLang, Mooncake). SGLang: --disaggregation-bootstrap-port. Mooncake:
 	// VLLM_MOONCAKE_BOOTSTRAP_PORT. Default 8998.
 	BootstrapPort int32 `protobuf:"varint,2,opt,name=bootstrap_port,json=bootstrapPort,proto3" json:"bootstrap_port,omitempty"`
-	// P2P-NCCL: the engine's kv_port, as others reach it. Only needed if engines do not register (pools[].registration).
-	KvPort int32 `protobuf:"varint,3,opt,name=kv_port,json=kvPort,proto3" json:"kv_port,omitempty"`
 	// MoRIIO: handshake_port. Default 6301.
 	HandshakePort int32 `protobuf:"varint,4,opt,name=handshake_port,json=handshakePort,proto3" json:"handshake_port,omitempty"`
 	// MoRIIO: notify_port, of the first rank. Default 61005.
 	NotifyPort int32 `protobuf:"varint,5,opt,name=notify_port,json=notifyPort,proto3" json:"notify_port,omitempty"`
-	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache, mooncake-0.13 and p2p-nccl endpoints only pair
-	// with the same number. With moriio a wrong number gives wrong text. Default 1.
+	// Ranks of the engine's tensor parallelism. With kvTransfer lmcache endpoints only pair with the same number. With
+	// moriio a wrong number gives wrong text. Default 1.
 	TensorParallelSize int32 `protobuf:"varint,6,opt,name=tensor_parallel_size,json=tensorParallelSize,proto3" json:"tensor_parallel_size,omitempty"`
 	// MoRIIO: data-parallel ranks of the engine behind this address. Default 1.
 	DataParallelSize int32 `protobuf:"varint,7,opt,name=data_parallel_size,json=dataParallelSize,proto3" json:"data_parallel_size,omitempty"`
@@ -3472,7 +3414,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[39]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3484,7 +3426,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[39]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3497,7 +3439,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3510,13 +3452,6 @@ func (x *Transfer) GetHost() string {
 func (x *Transfer) GetBootstrapPort() int32 {
 	if x != nil {
 		return x.BootstrapPort
-	}
-	return 0
-}
-
-func (x *Transfer) GetKvPort() int32 {
-	if x != nil {
-		return x.KvPort
 	}
 	return 0
 }
@@ -3574,7 +3509,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[40]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3586,7 +3521,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[40]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3599,7 +3534,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{40}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3783,7 +3718,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"L\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12&\n" +
-	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\xcf\x10\n" +
+	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\x91\x10\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3810,8 +3745,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
 	"kv_timeout\x18O \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\tkvTimeout\x12I\n" +
 	"\x0fstranded_blocks\x18\f \x01(\tB \x82\xb5\x18\x13lease cleanupDecode\x92\xb5\x18\x05leaseR\x0estrandedBlocks\x126\n" +
-	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x12B\n" +
-	"\fregistration\x18\x18 \x01(\v2\x1e.tandem.config.v1.RegistrationR\fregistration\x123\n" +
+	"\asession\x18\r \x01(\v2\x1c.tandem.config.v1.SessionKeyR\asession\x123\n" +
 	"\almcache\x18\x14 \x01(\v2\x19.tandem.config.v1.LMCacheR\almcache\x12B\n" +
 	"\forchestrated\x18\x15 \x01(\v2\x1e.tandem.config.v1.OrchestratedR\forchestrated\x12\x18\n" +
 	"\amembers\x18\x16 \x03(\tR\amembers\x12*\n" +
@@ -3835,7 +3769,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12L\n" +
 	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreams\x12\x1f\n" +
 	"\vpair_unlike\x18Q \x03(\tR\n" +
-	"pairUnlikeJ\x04\b=\x10>\"\xb6\x01\n" +
+	"pairUnlikeJ\x04\b\x18\x10\x19J\x04\b=\x10>\"\xb6\x01\n" +
 	"\x0fContinueStreams\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12?\n" +
 	"\x11min_answer_tokens\x18\x02 \x01(\x03B\x13\x8a\xb5\x18\x0f0 to 1000000000R\x0fminAnswerTokens\x12\x18\n" +
@@ -3868,9 +3802,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x04ttft\x18\x03 \x01(\tB\x0e\x8a\xb5\x18\n" +
 	"1ms to 24hR\x04ttft\x12\"\n" +
 	"\x04tpot\x18\x04 \x01(\tB\x0e\x8a\xb5\x18\n" +
-	"1ms to 24hR\x04tpot\"&\n" +
-	"\fRegistration\x12\x16\n" +
-	"\x06listen\x18\x01 \x01(\tR\x06listen\"P\n" +
+	"1ms to 24hR\x04tpot\"P\n" +
 	"\n" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
@@ -3982,17 +3914,16 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\x06labels\x184 \x03(\tR\x06labels\x12;\n" +
 	"\x13data_parallel_ranks\x186 \x01(\x05B\v\x8a\xb5\x18\a1 to 64R\x11dataParallelRanks\x12\x12\n" +
 	"\x04node\x185 \x01(\tR\x04nodeB\t\n" +
-	"\a_weight\"\xbf\x02\n" +
+	"\a_weight\"\xac\x02\n" +
 	"\bTransfer\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12%\n" +
-	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12\x17\n" +
-	"\akv_port\x18\x03 \x01(\x05R\x06kvPort\x12%\n" +
+	"\x0ebootstrap_port\x18\x02 \x01(\x05R\rbootstrapPort\x12%\n" +
 	"\x0ehandshake_port\x18\x04 \x01(\x05R\rhandshakePort\x12\x1f\n" +
 	"\vnotify_port\x18\x05 \x01(\x05R\n" +
 	"notifyPort\x12?\n" +
 	"\x14tensor_parallel_size\x18\x06 \x01(\x05B\r\x8a\xb5\x18\t1 to 1024R\x12tensorParallelSize\x12;\n" +
 	"\x12data_parallel_size\x18\a \x01(\x05B\r\x8a\xb5\x18\t1 to 4096R\x10dataParallelSize\x12\x19\n" +
-	"\bp2p_port\x18\b \x01(\x05R\ap2pPort\"\x91\x01\n" +
+	"\bp2p_port\x18\b \x01(\x05R\ap2pPortJ\x04\b\x03\x10\x04\"\x91\x01\n" +
 	"\x0fLMCacheReceiver\x12\x1b\n" +
 	"\tinit_port\x18\x01 \x01(\x05R\binitPort\x12\x1d\n" +
 	"\n" +
@@ -4016,7 +3947,7 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                    // 0: tandem.config.v1.Config
 	(*Tracing)(nil),                   // 1: tandem.config.v1.Tracing
@@ -4042,24 +3973,23 @@ var file_config_v1_config_proto_goTypes = []any{
 	(*Targets)(nil),                   // 21: tandem.config.v1.Targets
 	(*Objectives)(nil),                // 22: tandem.config.v1.Objectives
 	(*Objective)(nil),                 // 23: tandem.config.v1.Objective
-	(*Registration)(nil),              // 24: tandem.config.v1.Registration
-	(*SessionKey)(nil),                // 25: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                      // 26: tandem.config.v1.NIXL
-	(*LMCache)(nil),                   // 27: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),              // 28: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),                  // 29: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),             // 30: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),                 // 31: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),             // 32: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),             // 33: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),       // 34: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil),    // 35: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),                 // 36: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),            // 37: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),                  // 38: tandem.config.v1.Endpoint
-	(*Transfer)(nil),                  // 39: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),           // 40: tandem.config.v1.LMCacheReceiver
-	(*descriptorpb.FieldOptions)(nil), // 41: google.protobuf.FieldOptions
+	(*SessionKey)(nil),                // 24: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                      // 25: tandem.config.v1.NIXL
+	(*LMCache)(nil),                   // 26: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),              // 27: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),                  // 28: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),             // 29: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),                 // 30: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),             // 31: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),             // 32: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),       // 33: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil),    // 34: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),                 // 35: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),            // 36: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),                  // 37: tandem.config.v1.Endpoint
+	(*Transfer)(nil),                  // 38: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),           // 39: tandem.config.v1.LMCacheReceiver
+	(*descriptorpb.FieldOptions)(nil), // 40: google.protobuf.FieldOptions
 }
 var file_config_v1_config_proto_depIdxs = []int32{
 	5,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
@@ -4080,39 +4010,38 @@ var file_config_v1_config_proto_depIdxs = []int32{
 	11, // 15: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
 	14, // 16: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
 	15, // 17: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	37, // 18: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	38, // 19: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	25, // 20: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	24, // 21: tandem.config.v1.Pool.registration:type_name -> tandem.config.v1.Registration
-	27, // 22: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	28, // 23: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	26, // 24: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	29, // 25: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	21, // 26: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
-	31, // 27: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	20, // 28: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	22, // 29: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	19, // 30: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	18, // 31: tandem.config.v1.Pool.continue_streams:type_name -> tandem.config.v1.ContinueStreams
-	23, // 32: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	23, // 33: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	30, // 34: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
-	32, // 35: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	33, // 36: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	34, // 37: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	35, // 38: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	36, // 39: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	36, // 40: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	39, // 41: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	40, // 42: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	41, // 43: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
-	41, // 44: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
-	41, // 45: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
-	46, // [46:46] is the sub-list for method output_type
-	46, // [46:46] is the sub-list for method input_type
-	46, // [46:46] is the sub-list for extension type_name
-	43, // [43:46] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	36, // 18: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	37, // 19: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	24, // 20: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	26, // 21: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	27, // 22: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	25, // 23: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	28, // 24: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	21, // 25: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
+	30, // 26: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	20, // 27: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	22, // 28: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	19, // 29: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	18, // 30: tandem.config.v1.Pool.continue_streams:type_name -> tandem.config.v1.ContinueStreams
+	23, // 31: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	23, // 32: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	29, // 33: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	31, // 34: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	32, // 35: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	33, // 36: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	34, // 37: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	35, // 38: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	35, // 39: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	38, // 40: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	40, // 42: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
+	40, // 43: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
+	40, // 44: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
+	45, // [45:45] is the sub-list for method output_type
+	45, // [45:45] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	42, // [42:45] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -4121,14 +4050,14 @@ func file_config_v1_config_proto_init() {
 		return
 	}
 	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[38].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[37].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   41,
+			NumMessages:   40,
 			NumExtensions: 3,
 			NumServices:   0,
 		},

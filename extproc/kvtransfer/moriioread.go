@@ -8,43 +8,12 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Two more dialects in which D pulls from P, one leg after the other, with parameters from P's answer. They differ
-// from nixl in the members: those of P's request, and those that D requires.
+// moriioDefer is how long P keeps blocks by default: defer_timeout (0.33.0, moriio/moriio_connector.py:1499). Nothing
+// renews that while D waits for its turn: MoRIIO's heartbeat is for registration alone.
+const moriioDefer = 60 * time.Second
 
-// How long P keeps blocks by default. Nothing renews that while D waits for its turn: MoRIIO's heartbeat is for
-// registration alone.
-const (
-	mooncakeAbort = 480 * time.Second // VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (0.13.0, envs.py)
-	moriioDefer   = 60 * time.Second  // defer_timeout (0.33.0, moriio/moriio_connector.py:1499)
-)
-
-// mooncakePull is vLLM's MooncakeConnector of 0.13 and 0.14: P answers with its address, and finds the blocks by the
-// request id, so both legs need one x-request-id and one path, which they have. 0.14 adds a random tail to request ids
-// on each engine, which defeats that.
-//
-// Read from vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py of vLLM 0.13.0 and 0.14.1.
-type mooncakePull struct{ nixl nixl }
-
-// mooncakePullDialect leaves out responses: the engine's id of a response is not derived from x-request-id.
-func mooncakePullDialect(o *Options) (Dialect, error) {
-	d := mooncakePull{newNIXL(false)}
-	return Dialect{
-		Name: "mooncake-0.13", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true},
-		RankRule: RankToRank, // group_kv_pull asks at P's port + D's rank; _send_blocks takes block_len of P for both
-		Reports:  Reports{Connectors: []string{"MooncakeConnector"}, Alike: vllmAlike()},
-		APIs:     []openai.API{openai.Chat, openai.Completions, openai.Messages, openai.Generate},
-		Hold:     Hold{Inline: true, Lease: cmp.Or(o.Lease, mooncakeAbort), Final: true},
-		Prefill:  d.nixl.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.nixl.DecodeMember,
-	}, nil
-}
-
-func (mooncakePull) ReadAnswer(body []byte, pair *Pair) (Answer, error) {
-	return readPullAnswer(body, &pair.Prefill,
-		[]pullMember{{"do_remote_prefill", isTrue}, {"remote_host", isText}, {"remote_port", isPort}})
-}
-
-// moriioRead is vLLM's MoRIIOConnector in the mode READ. P's request has the number of D's ranks; D gets P's object
-// unchanged.
+// moriioRead is vLLM's MoRIIOConnector in the mode READ: D pulls from P, one leg after the other, with parameters from
+// P's answer. It differs from nixl in the members: P's request has the number of D's ranks; D gets P's object unchanged.
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ of vLLM 0.33.0. Not run: it needs ROCm.
 type moriioRead struct {
