@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"context"
 	"encoding/json"
 	"slices"
 	"strings"
@@ -219,6 +220,56 @@ func TestPickerRewrites(t *testing.T) {
 	require.Equal(t, 5, sent.MaxTokens)
 	client, _ := g.answer(addressOf("d1"), 200, false, `data: {"mod`, `el":"m-v`, `2","x":"m-v2"}`+"\n\n", `data: {"model": "m-v2"`, `}`)
 	require.Equal(t, "data: {\"model\":\"m\",\"x\":\"m-v2\"}\n\ndata: {\"model\": \"m\"}", client)
+}
+
+// A rewrite (InferenceModelRewrite) may lead to a model that only some of the pool's endpoints serve: one of those is
+// chosen, and all the fallbacks are. It does not matter who serves the model that the client has named.
+func TestPickerRewritesToAModelOfSome(t *testing.T) {
+	s := pickerStand(t, plan.GatewayOptions{Fallbacks: 3}, "d1", "d2", "d3")
+	s.state.Policies.SetInferencePolicy("chat", &inferencepolicy.Policy{Rewrites: []inferencepolicy.Rewrite{
+		{Model: "m", Targets: []inferencepolicy.Target{{Model: "sql", Weight: 1}}},
+	}})
+	for _, e := range s.state.Pool("chat").Endpoints() {
+		list := []kvstate.Model{{ID: "m"}}
+		if e.Addr == addressOf("d2") {
+			list = []kvstate.Model{{ID: "sql"}}
+		}
+		s.state.SetModels(e, list)
+	}
+	for range 12 {
+		require.Equal(t, addressOf("d2"), s.ask(hello, nil).destination())
+	}
+}
+
+// Row: a 404 is the gateway's to retry; the endpoint is asked at once what it serves, so that the next request for the
+// model goes where it is.
+func TestPickerAsksAfterA404(t *testing.T) {
+	s := pickerStand(t, plan.GatewayOptions{}, "d1", "d2")
+	s.server.passes.Models = serves{s.state, map[string]string{addressOf("d1"): "other", addressOf("d2"): "m"}}
+	for at := ""; at != addressOf("d1"); {
+		g := s.ask(hello, nil)
+		at = g.destination()
+		status := 200
+		if at == addressOf("d1") {
+			status = 404
+		}
+		g.answer(at, status, false, "{}")
+	}
+	for range 12 {
+		require.Equal(t, addressOf("d2"), s.ask(hello, nil).destination())
+	}
+}
+
+// serves are the models that endpoints answer with when they are asked.
+type serves struct {
+	state  *kvstate.State
+	models map[string]string // by address
+}
+
+func (s serves) Ask(_ context.Context, endpoints []*kvstate.Endpoint, _ time.Duration) {
+	for _, e := range endpoints {
+		s.state.SetModels(e, []kvstate.Model{{ID: s.models[e.Addr]}})
+	}
 }
 
 // Row: an EPP that needs no more of the answer closes the stream once it has begun.

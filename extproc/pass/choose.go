@@ -109,6 +109,9 @@ func (x *Pass) ask() picker.Request {
 		return ask
 	}
 	ask := r.Ask(&x.policy.Policy, r.Tokens, !r.Attempt.Alone)
+	if w.way == gateway && w.model != "" {
+		ask.Model = w.model
+	}
 	ask.Priority, ask.Targets, ask.OnMiss, ask.Flow = w.priority, w.targets, w.onMiss, w.flow
 	return ask
 }

@@ -108,6 +108,6 @@ func (x *Pass) decideForGateway() (*plan.Decision, error) {
 		return nil, err
 	}
 	d.Gateway = &plan.Gateway{List: plan.Fallbacks(&x.picker, &x.asked, v, c, x.shared.Gateway)}
-	d.Edits = d.Gateway.Rewrite(r, x.shared.State, p, d.Edits)
+	d.Edits = d.Gateway.Rewrite(r, x.want.model, p, d.Edits)
 	return d, nil
 }

@@ -24,7 +24,7 @@ import (
 // want is what was read about the way that a request takes.
 type want struct {
 	way      way
-	model    string            // of a request without a prompt
+	model    string            // of a request without a prompt; of a gateway's, if that is rewritten
 	bound    *kvstate.Endpoint // that must answer; nil: any
 	limited  bool              // to the endpoints that only names
 	only     []string
@@ -188,6 +188,11 @@ func (x *Pass) readForGateway(ctx context.Context, api openai.API, whole bool) (
 		}
 	}
 	x.begin(pool, a)
+	if to := plan.Rewritten(r, x.shared.State); to != "" {
+		if x.want.model = to; x.shared.Models != nil && pool.Unlisted(to) {
+			x.askModels(ctx, pool.Endpoints(), askAgainAny)
+		}
+	}
 	r.TakesPriority = !whole || paths.TakesPriority(string(x.Head.Path))
 	x.want.way = gateway
 	if !whole {

@@ -74,14 +74,15 @@ func Shed(priority int32, v *kvstate.View, o *GatewayOptions) error {
 }
 
 // Fallbacks returns the list of endpoints for the gateway: the chosen one, then those that would have been chosen
-// without it.
+// without it. None is known to lack the model that the chosen one serves: its 404 would be the client's.
 func Fallbacks(k *picker.Picker, r *picker.Request, v *kvstate.View, c picker.Choice, o *GatewayOptions) string {
 	list := []string{v.Endpoints[c.Decode].Endpoint.Addr}
 	others := *r
 	for range o.Fallbacks {
 		others.Excluded = append(others.Excluded, list[len(list)-1])
 		i, err := k.PickDecode(&others, v, c.Prefill)
-		if err != nil || slices.Contains(list, v.Endpoints[i].Endpoint.Addr) {
+		if err != nil || slices.Contains(list, v.Endpoints[i].Endpoint.Addr) ||
+			c.Named && lacks(v.Endpoints[i].Endpoint, r.Model) {
 			break
 		}
 		list = append(list, v.Endpoints[i].Endpoint.Addr)
@@ -89,14 +90,30 @@ func Fallbacks(k *picker.Picker, r *picker.Request, v *kvstate.View, c picker.Ch
 	return strings.Join(list, ",")
 }
 
-// Rewrite replaces the request's model according to the cluster's rewrites. It returns the edits of the body, which the
-// decision had for what the operator has set.
-func (g *Gateway) Rewrite(r *Request, state *kvstate.State, p *Policy, own openai.Edits) openai.Edits {
-	if g.Asked = r.Client.Model(); g.Asked == "" || len(r.Client.Body()) == 0 {
-		return own
+// lacks reports whether an endpoint has said what it serves, and a model is not among it.
+func lacks(e *kvstate.Endpoint, model string) bool {
+	listed := e.Models()
+	return len(listed) > 0 && !slices.Contains(listed, model) && !e.HasLoRA(model)
+}
+
+// Rewritten returns the model that a request is sent to according to the cluster's rewrites; "": the one it asked for. Its
+// endpoint is chosen among those that serve that one.
+func Rewritten(r *Request, state *kvstate.State) string {
+	asked := r.Client.Model()
+	if asked == "" || len(r.Client.Body()) == 0 {
+		return ""
 	}
-	to := state.Policies.Rewritten(r.Pool.Spec.Name, g.Asked, rand.Uint64())
-	if to == "" || to == g.Asked {
+	to := state.Policies.Rewritten(r.Pool.Spec.Name, asked, rand.Uint64())
+	if to == asked {
+		return ""
+	}
+	return to
+}
+
+// Rewrite replaces the request's model by another one; "": by none. It returns the edits of the body, which the decision
+// had for what the operator has set.
+func (g *Gateway) Rewrite(r *Request, to string, p *Policy, own openai.Edits) openai.Edits {
+	if g.Asked = r.Client.Model(); to == "" {
 		return own
 	}
 	g.Model = to

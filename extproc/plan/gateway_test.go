@@ -21,7 +21,7 @@ func TestRewriteOutlivesThePatch(t *testing.T) {
 	body := []byte(`{"model":"gold","messages":[]}`)
 	require.NoError(t, r.Client.Scan(openai.Chat, body, openai.Limits{}))
 	g := &Gateway{}
-	edits := g.Rewrite(r, state, &Policy{}, nil)
+	edits := g.Rewrite(r, Rewritten(r, state), &Policy{}, nil)
 	require.Equal(t, Gateway{Model: "tiny", Asked: "gold"}, *g)
 	r.Patch.Reset(&r.Client)
 	r.Patch.Set("stream", openai.FieldStream, []byte("true"))
