@@ -13,7 +13,8 @@ import (
 const moriioDefer = 60 * time.Second
 
 // moriioRead is vLLM's MoRIIOConnector in the mode READ: D pulls from P, one leg after the other, with parameters from
-// P's answer. It differs from nixl in the members: P's request has the number of D's ranks; D gets P's object unchanged.
+// P's answer. It differs from nixl in the members: P's request has the number of D's ranks, and D gets P's object
+// unchanged.
 //
 // Read from vllm/distributed/kv_transfer/kv_connector/v1/moriio/ of vLLM 0.33.0. Not run: it needs ROCm.
 type moriioRead struct {
