@@ -236,13 +236,13 @@ func writing(t *telemetry.Trace, whole time.Duration) spent {
 	if t.Used.Answer == nil || *t.Used.Answer < 2 {
 		return spent{becauseAnswer, whole, 0, fmt.Sprintf("%s wrote its answer in %s", name, took(whole))}
 	}
-	n := time.Duration(*t.Used.Answer - 1)
+	n := *t.Used.Answer - 1
 	s := spent{becauseAnswer, whole, 0, fmt.Sprintf("%s wrote %d tokens in %s, %s each", name, n+1, took(whole),
-		took(whole/n))}
+		took(whole/time.Duration(n)))}
 	if t.ExpectedToken == 0 {
 		return s
 	}
-	expected := t.ExpectedToken * n
+	expected := time.Duration(n) * t.ExpectedToken
 	if s.lost = whole - expected; 2*whole > 3*expected {
 		s.because = becausePace
 		s.words += fmt.Sprintf(" where %s was expected, unless the client was slow to read them", took(t.ExpectedToken))

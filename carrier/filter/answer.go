@@ -152,7 +152,8 @@ func failure(e Envoy, o *Outcome) *faults.Failure {
 	return &f
 }
 
-// asksOther plans a request of one hop again, if its endpoint has done nothing for it. false: the answer is the client's.
+// asksOther plans a request of one hop again, if its endpoint has done nothing for it. false: the answer is the
+// client's.
 func (f *Filter) asksOther(how *faults.Failure) bool {
 	return (how.NotFound() || how.Unreached) && f.decodeFailed(how)
 }

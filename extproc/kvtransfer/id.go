@@ -18,8 +18,8 @@ func (id ID) Cleanup() ID {
 	return id
 }
 
-// Cut is the id under which a prefill leg is counted whose answer broke off after it had begun: both the leg's filter and
-// Envoy's log tell of one.
+// Cut is the id under which a prefill leg is counted whose answer broke off after it had begun: both the leg's
+// filter and Envoy's log tell of one.
 func (id ID) Cut() ID {
 	id[2] ^= 0x80
 	return id

@@ -66,8 +66,8 @@ func (x *Pass) decide() (*plan.Decision, error) {
 	return plan.First(r, v, c, p)
 }
 
-// decideOnce decides for a request that is never split. Without a model, a 404 is about the path or about something that
-// the endpoint alone may have.
+// decideOnce decides for a request that is never split. Without a model, a 404 is about the path or about something
+// that the endpoint alone may have.
 func (x *Pass) decideOnce(e *kvstate.Endpoint) (d *plan.Decision) {
 	r, w, p := &x.Req, &x.want, &x.policy.Policy
 	if w.way == storing {

@@ -25,7 +25,8 @@ type Explanation struct {
 	// decode does not compute the prompt if prefill fails: the request gets an error
 	NoFallback bool `json:"no_fallback,omitempty"`
 
-	Waiting int     `json:"waiting,omitempty"`            // requests that wait in this replica for endpoints of the pool
+	// requests that wait in this replica for endpoints of the pool
+	Waiting int     `json:"waiting,omitempty"`
 	Memory  int     `json:"waiting_for_memory,omitempty"` // of those, that wait for memory of engines
 	Longest float64 `json:"longest,omitempty"`            // longest wait of one of them, s
 	Remote  int     `json:"remote,omitempty"`             // requests known to wait in other replicas

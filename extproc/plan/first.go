@@ -358,9 +358,10 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string, p *Policy) *
 	return d
 }
 
-// OrOther has the request of a [Pass] planned again if its endpoint answers 404, as one does that lacks the model, or
-// cannot be reached: it has done nothing for the request. An endpoint that is asked once more, because no other is left,
-// has the last word. bytes is the length of the client's body; nobody could send one again that was not read.
+// OrOther has the request of a [Pass] planned again if its endpoint answers 404, as one does that lacks the model,
+// or cannot be reached: it has done nothing for the request. An endpoint that is asked once more, because no other
+// is left, has the last word. bytes is the length of the client's body; nobody could send one again that was not
+// read.
 func OrOther(d *Decision, r *Request, bytes int) *Decision {
 	if bytes > 0 && !r.lastHop(bytes) && r.Attempt.failures(d.Endpoint.Addr) == 0 {
 		d.Leg = LegOther

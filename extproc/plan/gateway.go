@@ -96,8 +96,8 @@ func lacks(e *kvstate.Endpoint, model string) bool {
 	return len(listed) > 0 && !slices.Contains(listed, model) && !e.HasLoRA(model)
 }
 
-// Rewritten returns the model that a request is sent to according to the cluster's rewrites; "": the one it asked for. Its
-// endpoint is chosen among those that serve that one.
+// Rewritten returns the model that a request is sent to according to the cluster's rewrites; "": the one it asked
+// for. Its endpoint is chosen among those that serve that one.
 func Rewritten(r *Request, state *kvstate.State) string {
 	asked := r.Client.Model()
 	if asked == "" || len(r.Client.Body()) == 0 {
@@ -110,8 +110,8 @@ func Rewritten(r *Request, state *kvstate.State) string {
 	return to
 }
 
-// Rewrite replaces the request's model by another one; "": by none. It returns the edits of the body, which the decision
-// had for what the operator has set.
+// Rewrite replaces the request's model by another one; "": by none. It returns the edits of the body, which the
+// decision had for what the operator has set.
 func (g *Gateway) Rewrite(r *Request, to string, p *Policy, own openai.Edits) openai.Edits {
 	if g.Asked = r.Client.Model(); to == "" {
 		return own

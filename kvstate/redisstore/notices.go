@@ -86,7 +86,8 @@ func (s *Store) sendNotices(ctx context.Context, ids []string) (entry string, er
 	added := pipe.XAdd(ctx, &redis.XAddArgs{
 		Stream: s.o.noticesKey(), MaxLen: noticesLength, Approx: true,
 		Values: []any{
-			"r", strconv.FormatUint(s.replica, 16), noticesField, s.sign(s.o.noticesKey(), []byte(strings.Join(ids, " "))),
+			"r", strconv.FormatUint(s.replica, 16),
+			noticesField, s.sign(s.o.noticesKey(), []byte(strings.Join(ids, " "))),
 		},
 	})
 	pipe.PExpire(ctx, s.o.noticesKey(), noticesTTL)
