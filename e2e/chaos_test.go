@@ -157,6 +157,15 @@ func havoc(f *fleet, random *rand.Rand, stop chan struct{}) map[string]int {
 
 // inUse reports whether Tandem sends requests to an engine.
 func (f *fleet) inUse(e *engine) bool {
+	var shown struct {
+		Pools []struct {
+			Awaited []string `json:"waiting_for_report"`
+		}
+	}
+	require.NoError(f.t, getJSON(f.admins[0]+"/status.json", &shown))
+	if slices.Contains(shown.Pools[0].Awaited, e.addr) {
+		return false // it is not paired yet
+	}
 	for _, known := range f.known(0).Pools[0].Endpoints {
 		if known.Address == e.addr {
 			return !known.Failed

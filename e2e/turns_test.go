@@ -316,39 +316,46 @@ func TestTurnsWhileClientsLeave(t *testing.T) {
 	}
 }
 
-// With Redis a conversation's next turn may come to any replica, and one of them gets the stored turn; without, each
-// has its own.
+// With Redis a conversation's next turn may come to any replica, and one of them gets the stored turn. Replicas with a
+// key file keep their own: who can write to Redis could put a used one back (docs/adr/0100).
 func TestTurnsOverReplicas(t *testing.T) {
 	t.Parallel() // at its end it waits until decode keeps nothing any more
-	redis := startRedis(t)
-	k := turnsKind("30s", "20s")
-	o := k.setUp(options{prefills: 2, decodes: 2, replicas: 2, top: redis.yaml()}, "", "tiny")
-	f := start(t, o)
-	var talks sync.WaitGroup
-	for i := range 6 {
-		talks.Go(func() {
-			c := &talk{f: f, session: fmt.Sprint("anywhere-", i), stream: i%2 == 0}
-			for range 3 {
-				a := c.next(t)
-				got, err := f.try(context.Background(), http.MethodPost, a.path, a.body, "x-request-id", a.id, "x-session", c.session)
-				if err != nil || got.status != 200 {
-					t.Errorf("%s: %v %d %s", a.id, err, got.status, got.body)
-					return
-				}
-				c.messages = append(c.messages, map[string]string{"role": "assistant", "content": got.text(t)})
+	for name, o := range map[string]options{"made keys": {madeKeys: true}, "key file": {}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o.prefills, o.decodes, o.replicas, o.top = 2, 2, 2, startRedis(t).yaml()
+			f := start(t, turnsKind("30s", "20s").setUp(o, "", "tiny"))
+			var talks sync.WaitGroup
+			for i := range 6 {
+				talks.Go(func() { talkAnywhere(t, f, i) })
+			}
+			talks.Wait()
+			require.InDelta(t, 18, f.turns("kept"), 0)
+			missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_consumed_locally_total")
+			if o.madeKeys && missed == 0 {
+				require.InDelta(t, 12, f.turns("used"), 0)
+			} else { // turns are dropped if Redis takes more than 50 ms, and while it is not asked after that
+				require.Positive(t, f.turns("used"), "Redis was late %v times", missed)
+				require.LessOrEqual(t, f.turns("used"), 12.)
+			}
+			for i, admin := range f.admins {
+				require.Positive(t, metric(t, admin, "tandem_turns_total"), "replica %d", i)
 			}
 		})
 	}
-	talks.Wait()
-	require.InDelta(t, 18, f.turns("kept"), 0)
-	if missed := sum(t, f, "tandem_redis_errors_total") + sum(t, f, "tandem_tickets_consumed_locally_total"); missed == 0 {
-		require.InDelta(t, 12, f.turns("used"), 0)
-	} else { // turns are dropped if Redis takes more than 50 ms, and while it is not asked after that
-		require.Positive(t, f.turns("used"), "Redis was late %v times", missed)
-		require.LessOrEqual(t, f.turns("used"), 12.)
-	}
-	for i, admin := range f.admins {
-		require.Positive(t, metric(t, admin, "tandem_turns_total"), "replica %d", i)
+}
+
+// talkAnywhere has three turns of a conversation, each with the replica that Envoy takes.
+func talkAnywhere(t *testing.T, f *fleet, i int) {
+	c := &talk{f: f, session: fmt.Sprint("anywhere-", i), stream: i%2 == 0}
+	for range 3 {
+		a := c.next(t)
+		got, err := f.try(context.Background(), http.MethodPost, a.path, a.body, "x-request-id", a.id, "x-session", c.session)
+		if err != nil || got.status != 200 {
+			t.Errorf("%s: %v %d %s", a.id, err, got.status, got.body)
+			return
+		}
+		c.messages = append(c.messages, map[string]string{"role": "assistant", "content": got.text(t)})
 	}
 }
 
