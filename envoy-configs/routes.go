@@ -213,20 +213,24 @@ func (m routes) retry(tries int) *routev3.RetryPolicy {
 // retryDecode is retry for a hop whose answer is the client's: another endpoint may serve the model that this one
 // does not (404), or not answer with a redirect. What a prefill or encode leg answers has passed Tandem already.
 func (m routes) retryDecode() *routev3.RetryPolicy {
-	p := m.retry(hedgedTries)
-	p.RetriableStatusCodes = append(p.RetriableStatusCodes, 404)
+	return m.notRedirected(m.retry(hedgedTries), append(m.retry(0).RetriableStatusCodes, 404))
+}
+
+// retryOther is retry for the one hop of a request that is never split: an engine's redirect is not followed either.
+func (m routes) retryOther() *routev3.RetryPolicy {
+	p := m.retry(m.replanTries())
+	p.RetryOn = "connect-failure,retriable-status-codes"
+	return m.notRedirected(p, []uint32{404})
+}
+
+// notRedirected adds what is tried anew to a policy: answers with one of the codes, and redirects of engines.
+func (m routes) notRedirected(p *routev3.RetryPolicy, codes []uint32) *routev3.RetryPolicy {
+	p.RetriableStatusCodes = codes
 	p.RetryOn += ",retriable-headers"
 	p.RetriableHeaders = []*routev3.HeaderMatcher{noted(m, &routev3.HeaderMatcher{Name: "location", InvertMatch: true,
 		HeaderMatchSpecifier: &routev3.HeaderMatcher_StringMatch{StringMatch: &matcherv3.StringMatcher{
 			MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: "http://tandem/"},
 		}}}, notes{"": "An engine's redirect. Tandem's own lead there."})}
-	return p
-}
-
-// retryOther is retry for the one hop of a request that is never split.
-func (m routes) retryOther() *routev3.RetryPolicy {
-	p := m.retry(m.replanTries())
-	p.RetryOn, p.RetriableStatusCodes = "connect-failure,retriable-status-codes", []uint32{404}
 	return p
 }
 
