@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 // Resources are what Envoys get over xDS (docs/adr/0035): the model in pieces that can change one by one.
@@ -85,7 +86,7 @@ func DynamicBootstrap(c *configv1.Config) ([]byte, error) {
 		},
 		CdsConfig: waiting(), LdsConfig: waiting(),
 	}, notes{"cds_config": "Envoy waits until a replica is up, and is not ready before."})
-	if c.GetEnvoy().GetReplicas() == "redis" {
+	if config.ReplicasFromRedis(c) {
 		b.LayeredRuntime = noted(m, layeredRuntime(), notes{"": "Which replicas are sent the access log."})
 	}
 	m.note(b, notes{"node": "Give each Envoy an id of its own (envoy --service-node NAME): logs and `tandem status` name it."})

@@ -131,10 +131,12 @@ func (x handler) startSpan(name string, orphan bool) {
 	}
 	h := &x.stream.msg.Headers
 	resumed := orphan && len(h.Ticket) > 0
-	envoys, _ := metadata.FromIncomingContext(x.stream.Context())
-	x.meter.StartSpan(x.stream.Context(), name, orphan, resumed, telemetry.TraceContext{
-		Traceparent: first(envoys.Get(names.HeaderTraceparent)), Tracestate: first(envoys.Get(names.HeaderTracestate)),
-	},
+	ctx := x.stream.Context()
+	envoys := telemetry.TraceContext{ // copies these values only
+		Traceparent: first(metadata.ValueFromIncomingContext(ctx, names.HeaderTraceparent)),
+		Tracestate:  first(metadata.ValueFromIncomingContext(ctx, names.HeaderTracestate)),
+	}
+	x.meter.StartSpan(ctx, name, orphan, resumed, envoys,
 		telemetry.TraceContext{Traceparent: string(h.Traceparent), Tracestate: string(h.Tracestate)}, x.stream.requestID)
 }
 

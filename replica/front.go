@@ -3,6 +3,7 @@ package replica
 import (
 	"context"
 	"log/slog"
+	"net"
 	"slices"
 	"time"
 
@@ -35,12 +36,18 @@ type Front interface {
 	AccessLogs() (int, time.Time)
 	// SetReady tells who asks whether the replica takes requests.
 	SetReady(ready bool)
-	// Listen opens the front's ports, or none.
-	Listen(ctx context.Context) error
-	// Serve serves the ports and does the front's work, until ctx ends or [Front.Drain].
+	// Ports are those that the front serves.
+	Ports() []Port
+	// Serve serves the ports, which are open, and does the front's work, until ctx ends or [Front.Drain].
 	Serve(ctx context.Context, group *errgroup.Group)
 	// Drain lets running streams end, but not for longer than deadline.
 	Drain(deadline time.Duration)
+}
+
+// Port is a port that a replica opens when it starts.
+type Port struct {
+	Listener *net.Listener // set when it is open
+	Address  string
 }
 
 // Behind is what a front stands before.
@@ -79,6 +86,6 @@ func (loaded) Envoys() []status.Envoy                 { return []status.Envoy{} 
 func (loaded) Serves() int                            { return 0 }
 func (loaded) AccessLogs() (int, time.Time)           { return 0, time.Time{} }
 func (loaded) SetReady(bool)                          {}
-func (loaded) Listen(context.Context) error           { return nil }
+func (loaded) Ports() []Port                          { return nil }
 func (loaded) Serve(context.Context, *errgroup.Group) {}
 func (loaded) Drain(time.Duration)                    {}

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// listen opens a port. If Envoy restarts hot and the process before this one has it, it is opened when that has ended.
-func (s Settings) listen(ctx context.Context, address string) (net.Listener, error) {
+// Listen opens a port. If Envoy restarts hot and the process before this one has it, it is opened when that has ended.
+func (s Settings) Listen(ctx context.Context, address string) (net.Listener, error) {
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
 	switch {
 	case s.HotRestart && errors.Is(err, syscall.EADDRINUSE):

@@ -13,10 +13,10 @@ func TestPortsOfAHotRestart(t *testing.T) {
 	before, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	address := before.Addr().String()
-	_, err = Settings{}.listen(t.Context(), address)
+	_, err = Settings{}.Listen(t.Context(), address)
 	require.ErrorContains(t, err, "listening on "+address)
 
-	l, err := Settings{HotRestart: true}.listen(t.Context(), address)
+	l, err := Settings{HotRestart: true}.Listen(t.Context(), address)
 	require.NoError(t, err)
 	accepted := make(chan error, 1)
 	go func() {
@@ -40,7 +40,7 @@ func TestPortsOfAHotRestart(t *testing.T) {
 	before, err = net.Listen("tcp", address)
 	require.NoError(t, err)
 	defer before.Close()
-	l, err = Settings{HotRestart: true}.listen(t.Context(), address)
+	l, err = Settings{HotRestart: true}.Listen(t.Context(), address)
 	require.NoError(t, err)
 	go func() {
 		_, err := l.Accept()

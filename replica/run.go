@@ -190,26 +190,19 @@ func newReplica(
 // listeners are a replica's own ports; nil: the configuration has no use for it.
 type listeners struct{ admin, notices net.Listener }
 
-func (l listeners) close() {
-	for _, open := range []net.Listener{l.admin, l.notices} {
-		if open != nil {
-			_ = open.Close()
-		}
-	}
-}
-
 // listen opens all ports, or none.
 func (r *replica) listen(ctx context.Context) (l listeners, err error) {
-	if err = r.front.Listen(ctx); err != nil {
-		return listeners{}, err
+	ports := append(r.front.Ports(), Port{&l.admin, r.cfg.GetAdmin().GetListen()})
+	if r.fleet.board != nil {
+		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen()})
 	}
-	if l.admin, err = r.set.listen(ctx, r.cfg.GetAdmin().GetListen()); err == nil && r.fleet.board != nil {
-		l.notices, err = r.set.listen(ctx, r.cfg.GetNotices().GetListen())
-	}
-	if err != nil {
-		l.close()
-		r.front.Drain(0)
-		return listeners{}, err
+	for i, p := range ports {
+		if *p.Listener, err = r.set.Listen(ctx, p.Address); err != nil {
+			for _, open := range ports[:i] {
+				_ = (*open.Listener).Close()
+			}
+			return listeners{}, err
+		}
 	}
 	return l, nil
 }

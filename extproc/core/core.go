@@ -120,14 +120,14 @@ func New(o Options, m *telemetry.Metrics) *Core {
 			Models: m != nil && m.Usage != nil},
 	})
 	c.Journeys = &journey.Shared{Passes: c.Passes, Tracer: o.Tracer}
-	c.listen(m)
+	c.connect(m)
 	c.Apply(o.Settings)
 	c.Options.Settings = pass.Settings{} // the initial settings must not be read later
 	return c
 }
 
-// listen connects what the state learns, and what usage asks.
-func (c *Core) listen(m *telemetry.Metrics) {
+// connect sets the functions by which the state reports what it learns, and usage asks about pools.
+func (c *Core) connect(m *telemetry.Metrics) {
 	if c.State != nil {
 		c.State.OnExpired(func(e *kvstate.Endpoint, n int64) {
 			c.Observer.Expired(e.Addr, n)

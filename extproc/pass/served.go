@@ -50,7 +50,7 @@ func (x *Pass) poolOf(ctx context.Context, model string, hops bool) (pool *kvsta
 	return pool, waits
 }
 
-// serves returns the error for a request that an endpoint has answered with 404, if no endpoint has its model: the
+// served returns the error for a request that an endpoint has answered with 404, if no endpoint has its model: the
 // engines are asked before.
 func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, model string) error {
 	if !a.LacksModel || x.shared.Models == nil || model == "" {

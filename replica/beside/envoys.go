@@ -29,10 +29,11 @@ type envoys struct {
 // wait, or go on with what another replica has served them.
 func newEnvoys(b replica.Behind) (*envoys, error) {
 	e := &envoys{Behind: b, xds: xds.New(b.Registry, b.Log), config: b.Config}
-	if err := e.check(b.Config); err != nil {
-		return nil, err
+	resources, err := e.make(b.Config)
+	if err != nil || config.ReplicasFromRedis(b.Config) {
+		return e, err
 	}
-	return e, e.serve()
+	return e, e.xds.Publish(resources)
 }
 
 // Publish implements [replica.Front].

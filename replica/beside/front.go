@@ -5,7 +5,6 @@ package beside
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -76,29 +75,16 @@ func (f *front) AccessLogs() (int, time.Time) { return f.grpc.Streams(extproc.Ac
 // SetReady implements [replica.Front].
 func (f *front) SetReady(ready bool) { f.health.SetReady(ready) }
 
-// Listen implements [replica.Front].
-func (f *front) Listen(ctx context.Context) error {
-	type port struct {
-		listener *net.Listener
-		address  string
-	}
-	ports := []port{
-		{&f.ports.extProc, f.Config.GetExtProc().GetListen()}, {&f.ports.replan, f.Config.GetReplan().GetListen()},
+// Ports implements [replica.Front].
+func (f *front) Ports() []replica.Port {
+	ports := []replica.Port{
+		{Listener: &f.ports.extProc, Address: f.Config.GetExtProc().GetListen()},
+		{Listener: &f.ports.replan, Address: f.Config.GetReplan().GetListen()},
 	}
 	if g := f.Config.GetEnvoyGateway(); g != nil {
-		ports = append(ports, port{&f.ports.extension, g.GetListen()})
+		ports = append(ports, replica.Port{Listener: &f.ports.extension, Address: g.GetListen()})
 	}
-	for i, p := range ports {
-		l, err := new(net.ListenConfig).Listen(ctx, "tcp", p.address)
-		if err != nil {
-			for _, open := range ports[:i] {
-				_ = (*open.listener).Close()
-			}
-			return fmt.Errorf("listening on %s: %w", p.address, err)
-		}
-		*p.listener = l
-	}
-	return nil
+	return ports
 }
 
 // Serve implements [replica.Front]. The ports for Envoy and second tries end with Drain, Envoy Gateway's with ctx.

@@ -20,9 +20,9 @@ func setDiscoveryDefaults(d *configv1.Discovery) {
 	}
 }
 
-// Schemes returns the schemes of the endpoints that discovery may find. The scheme of an InferencePool's pods is not
+// schemesOf returns the schemes of the endpoints that discovery may find. The scheme of an InferencePool's pods is not
 // known beforehand.
-func Schemes(x *configv1.Discovery) []string {
+func schemesOf(x *configv1.Discovery) []string {
 	var out []string
 	if f := x.GetFile(); f != nil {
 		out = append(out, f.Scheme)
@@ -111,7 +111,7 @@ func checkKubernetes(v *validator, path string, k *configv1.KubernetesDiscovery)
 
 // PoolSchemes returns the schemes of a pool's engines; "http" may be missing, and some may be there twice.
 func PoolSchemes(p *configv1.Pool) []string {
-	all := Schemes(p.GetDiscovery())
+	all := schemesOf(p.GetDiscovery())
 	for _, e := range p.GetEndpoints() {
 		all = append(all, e.GetScheme())
 	}
