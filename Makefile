@@ -27,11 +27,11 @@ help: ##day this list
 	  printf '%s\n' "$${group#*:}"; awk -F ":.*##$${group%%:*} " 'NF == 2 && /^[a-z0-9-]+:/ { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST); done
 
 build: ##day bin/tandem and bin/enginesim
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X main.builtAs=$$(scripts/version.sh)" -o bin/ ./cmd/tandem ./cmd/enginesim
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X 'main.builtAs=$$(scripts/version.sh built)'" -o bin/ ./cmd/tandem ./cmd/enginesim
 
 # bin/libtandem.so, which Envoy loads (docs/howto/inside-envoy.md); needs gcc, and minutes the first time.
 carrier: ##day bin/libtandem.so, which Envoy loads; needs gcc, and minutes the first time
-	$(GO) build -buildmode=c-shared -ldflags "-s -w -X main.builtAs=$$(scripts/version.sh)" -o bin/libtandem.so ./carrier
+	$(GO) build -buildmode=c-shared -ldflags "-s -w -X 'main.builtAs=$$(scripts/version.sh built)'" -o bin/libtandem.so ./carrier
 
 tools: ##day Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh

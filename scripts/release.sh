@@ -12,7 +12,7 @@ work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 rm -f "$out"/tandem_pd-*.whl # of other commits: `uvx --from dist/*.whl` takes one
 for arch in "${archs[@]}"; do
   name=tandem-$version-linux-$arch; mkdir -p "$work/$name"
-  CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w -X main.builtAs=$version" -o "$work/$name/" ./cmd/tandem ./cmd/enginesim
+  CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w -X 'main.builtAs=$(scripts/version.sh built)'" -o "$work/$name/" ./cmd/tandem ./cmd/enginesim
   python3 scripts/wheel.py "$out" "$version" "$arch" "$work/$name"
   [ "${WHEEL:-}" != only ] || continue
   cp LICENSE NOTICE README.md CHANGELOG.md "$work/$name/"

@@ -23,7 +23,7 @@ func text(builtAs string, info *debug.BuildInfo) string {
 		if s.Key == "vcs.revision" && len(s.Value) >= 12 && !strings.Contains(v, s.Value[:12]) {
 			v += " " + s.Value[:12]
 		}
-		if day, _, timed := strings.Cut(s.Value, "T"); s.Key == "vcs.time" && timed {
+		if day, _, timed := strings.Cut(s.Value, "T"); s.Key == "vcs.time" && timed && !strings.Contains(v, day) {
 			v += " " + day
 		}
 	}
