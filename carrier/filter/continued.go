@@ -12,8 +12,8 @@ import (
 	"tandem/extproc/paths"
 )
 
-// How an insured answer goes on when its engine ends it, or is to be replaced: what [journey.Insured] decides is carried
-// out here.
+// How an insured answer goes on when its engine ends it, or is to be replaced: what [journey.Insured] decides is
+// carried out here.
 
 // carryOut does what follows from an event.
 func (in *Insured) carryOut(a journey.StreamAction) {

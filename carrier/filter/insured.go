@@ -348,7 +348,8 @@ func (in *Insured) tooSlow() {
 
 // count counts the memory of the stream. If there is none left, it is not insured any more.
 func (in *Insured) count() {
-	if n := int64(in.journey.Stream.Bytes() + len(in.to.waiting)); in.to.ended || n-in.to.held < 4<<10 && in.to.held-n < 4<<10 {
+	n := int64(in.journey.Stream.Bytes() + len(in.to.waiting))
+	if in.to.ended || n-in.to.held < 4<<10 && in.to.held-n < 4<<10 {
 		return
 	}
 	if !in.hold() {
