@@ -20,6 +20,8 @@ func (p passing) insure(d *plan.Decision) {
 	}
 	reason := migration.Refusal(r, streams)
 	switch dialect := &policy.Dialect; { // D's leg may be another than the one that is made here
+	case f.unsure():
+		reason = "not_strict"
 	case dialect.Concurrent != nil:
 		reason = "legs_at_once"
 	case dialect.Continue != nil, dialect.Turns != nil, policy.PrefillCached:

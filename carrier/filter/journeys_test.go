@@ -78,7 +78,7 @@ func (j *journeyer) engines(at string, _ []byte) engineAnswer {
 func (j *journeyer) play() {
 	c := j.c
 	if j.Leaves() {
-		c.filter = j.f.NewFilter(c)
+		c.filter = j.f.NewFilter(c, nil)
 		c.filter.RequestHeaders(false)
 		j.leaves()
 		return
