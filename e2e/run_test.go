@@ -14,8 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/loopback"
-	"tandem/extproc/telemetry"
-	"tandem/replica/proposal"
 )
 
 // running is a `tandem run` that has said that it runs.
@@ -108,7 +106,10 @@ func TestRun(t *testing.T) {
 		cmd.Dir = dir
 		out, err := cmd.Output()
 		require.NoError(t, err)
-		var all []telemetry.Trace
+		var all []struct {
+			Prefill, Decode string
+			Status          int
+		}
 		require.NoError(t, json.Unmarshal(out, &all))
 		return len(all) == 2 && all[0].Prefill == p && all[0].Decode == d && all[0].Status == 200
 	})
@@ -123,7 +124,8 @@ func TestRun(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(anew), "roles: auto")
 
-	mine := strings.TrimPrefix(string(text), proposal.Mark+"\n")
+	mark, mine, _ := strings.Cut(string(text), "\n")
+	require.Contains(t, mark, "Delete this line to keep what you change")
 	require.NoError(t, os.WriteFile(file, []byte(mine), 0o600))
 	out, err := tandemRun(t, dir, "--engine", "http://"+p).CombinedOutput()
 	require.Error(t, err)

@@ -40,7 +40,7 @@ func newDemo() *cobra.Command {
 }
 
 func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay bool, stdout io.Writer) error {
-	d := &demonstration{out: stdout, programs: programs{http: &http.Client{Timeout: time.Minute}}}
+	d := &demonstration{out: stdout, group: programs{http: &http.Client{Timeout: time.Minute}}}
 	if err := d.find(envoyPath, simPath, library); err != nil {
 		return err
 	}
@@ -52,21 +52,21 @@ func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay 
 		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. "+
 			"In another terminal:\n\n"+
 			"%s\n  %s status --admin %s\n\nCtrl-C ends everything.\n",
-			d.url, d.admin, d.dir, curl(d.url, "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"))
+			d.url, d.admin, d.group.dir, curl(d.url, "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"))
 		<-ctx.Done()
 	}
-	d.stop()
-	if err != nil && ctx.Err() == nil && d.dir != "" {
-		return fmt.Errorf("%w; all programs' logs are in %s", err, d.dir)
+	d.group.stop()
+	if err != nil && ctx.Err() == nil && d.group.dir != "" {
+		return fmt.Errorf("%w; all programs' logs are in %s", err, d.group.dir)
 	}
-	if d.dir != "" {
-		_ = os.RemoveAll(d.dir)
+	if d.group.dir != "" {
+		_ = os.RemoveAll(d.group.dir)
 	}
 	return err
 }
 
 type demonstration struct {
-	programs
+	group            programs
 	out              io.Writer
 	self, envoy, sim string // binaries
 	library          string // the folder of libtandem.so; "": Tandem runs beside Envoy
@@ -92,14 +92,14 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 			return fmt.Errorf("--inside: %w: run make carrier", err)
 		}
 		d.library, err = filepath.Abs(library)
-		d.environment = []string{"ENVOY_DYNAMIC_MODULES_SEARCH_PATH=" + d.library}
+		d.group.environment = []string{"ENVOY_DYNAMIC_MODULES_SEARCH_PATH=" + d.library}
 	}
 	return err
 }
 
 // bringUp starts everything and waits until it answers.
 func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) {
-	if d.dir, err = os.MkdirTemp("", "tandem-demo-"); err != nil {
+	if d.group.dir, err = os.MkdirTemp("", "tandem-demo-"); err != nil {
 		return err
 	}
 	p, err := freePorts(13)
@@ -114,12 +114,12 @@ func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) 
 	for i, role := range []string{"prefill", "prefill", "decode", "decode"} {
 		d.engines = append(d.engines, p[i])
 		fmt.Fprintf(&endpoints, "  - {address: %q, role: %s}\n", p[i], role)
-		if err := d.launch("engine-"+strconv.Itoa(i), d.sim, "--listen", p[i], "--side-channel", p[i+4], "--role", role,
+		if err := d.group.launch("engine-"+strconv.Itoa(i), d.sim, "--listen", p[i], "--side-channel", p[i+4], "--role", role,
 			"--model", "tiny", "--prefill-speed", "40000", "--decode-step", "5ms"); err != nil {
 			return err
 		}
 	}
-	cfg := filepath.Join(d.dir, "tandem.yaml")
+	cfg := filepath.Join(d.group.dir, "tandem.yaml")
 	way, how, xds := "beside", "Tandem and Envoy", []string{"--xds"}
 	if d.library != "" {
 		way, how, xds = "inside", "and an Envoy with Tandem inside", nil
@@ -131,7 +131,7 @@ func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) 
 		return err
 	}
 	if d.library == "" {
-		if err := d.launch("tandem", d.self, "serve", "-f", cfg); err != nil {
+		if err := d.group.launch("tandem", d.self, "serve", "-f", cfg); err != nil {
 			return err
 		}
 	}
@@ -139,11 +139,11 @@ func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) 
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
-	bootstrapFile := filepath.Join(d.dir, "envoy.yaml")
+	bootstrapFile := filepath.Join(d.group.dir, "envoy.yaml")
 	if err := os.WriteFile(bootstrapFile, bootstrap, 0o600); err != nil {
 		return err
 	}
-	if err := d.launch("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
+	if err := d.group.launch("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
 		return err
 	}
 	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), %s.\n"+
@@ -151,7 +151,7 @@ func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) 
 		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "), how)
 	for _, url := range []string{"http://" + p[0] + "/health", "http://" + p[1] + "/health", "http://" + p[2] + "/health",
 		"http://" + p[3] + "/health", d.admin + "/readyz", "http://" + p[11] + "/ready", d.url + "/v1/models"} {
-		if err := d.wait(ctx, url); err != nil {
+		if err := d.group.wait(ctx, url); err != nil {
 			return err
 		}
 	}
@@ -211,7 +211,7 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 	}
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("X-Request-Id", id)
-	resp, err := d.http.Do(req)
+	resp, err := d.group.http.Do(req)
 	if err != nil {
 		return "", err
 	}
@@ -243,7 +243,7 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 func (d *demonstration) trace(ctx context.Context, id string) (telemetry.Trace, error) {
 	deadline := time.Now().Add(30 * time.Second)
 	for {
-		body, _, err := d.get(ctx, d.admin+"/debug/requests?n=20")
+		body, _, err := d.group.get(ctx, d.admin+"/debug/requests?n=20")
 		if err != nil {
 			return telemetry.Trace{}, err
 		}
@@ -271,7 +271,7 @@ func (d *demonstration) trace(ctx context.Context, id string) (telemetry.Trace, 
 func (d *demonstration) ledgers(ctx context.Context) error {
 	fmt.Fprintf(d.out, "\n%-15s %12s %12s %12s %12s\n", "engine", "given", "fetched", "blocks held", "violations")
 	for _, e := range d.engines {
-		text, _, err := d.get(ctx, "http://"+e+"/metrics")
+		text, _, err := d.group.get(ctx, "http://"+e+"/metrics")
 		if err != nil {
 			return err
 		}
@@ -282,7 +282,7 @@ func (d *demonstration) ledgers(ctx context.Context) error {
 			return fmt.Errorf("the ledger of %s does not balance", e)
 		}
 	}
-	text, _, err := d.get(ctx, d.admin+"/metrics")
+	text, _, err := d.group.get(ctx, d.admin+"/metrics")
 	if err != nil {
 		return err
 	}

@@ -25,7 +25,7 @@ import (
 // runner is `tandem run`: it asks engines what they are, writes the configuration that follows, and runs Tandem and
 // Envoy with it.
 type runner struct {
-	programs
+	group          programs
 	stdout, stderr io.Writer
 
 	file, envoyPath, level   string
@@ -34,7 +34,7 @@ type runner struct {
 }
 
 func newRun() *cobra.Command {
-	r := &runner{programs: programs{http: &http.Client{Timeout: 5 * time.Second}}}
+	r := &runner{group: programs{http: &http.Client{Timeout: 5 * time.Second}}}
 	c := &cobra.Command{
 		Use: "run [--prefill URL]... [--decode URL]...", Short: "Start Tandem and Envoy in front of engines that run", Args: cobra.NoArgs,
 		Long: "Ask the engines what they are, write the configuration that follows, and start Tandem and Envoy with it, until\n" +
@@ -76,15 +76,15 @@ func (r *runner) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if r.dir, err = os.MkdirTemp("", "tandem-run-"); err != nil {
+	if r.group.dir, err = os.MkdirTemp("", "tandem-run-"); err != nil {
 		return fmt.Errorf("making a folder for logs: %w", err)
 	}
-	defer r.stop()
+	defer r.group.stop()
 	if err := r.startBoth(ctx, cfg, self, envoy); err != nil {
 		if ctx.Err() != nil {
 			return nil //nolint:nilerr // it was interrupted while it started
 		}
-		return fmt.Errorf("%w; Envoy's log is %s", err, filepath.Join(r.dir, "envoy.log"))
+		return fmt.Errorf("%w; Envoy's log is %s", err, filepath.Join(r.group.dir, "envoy.log"))
 	}
 	r.say(cfg, model)
 	return r.untilOneEnds(ctx)
@@ -206,20 +206,20 @@ func (r *runner) startBoth(ctx context.Context, cfg *configv1.Config, self, envo
 	if err != nil {
 		return err
 	}
-	file := filepath.Join(r.dir, "envoy.yaml")
+	file := filepath.Join(r.group.dir, "envoy.yaml")
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return fmt.Errorf("writing Envoy's bootstrap: %w", err)
 	}
 	log, _ := r.stderr.(*os.File) // nil: nobody reads it
-	if err := r.launchTo("tandem", log, self, "serve", "-f", r.file, "--log", r.level); err != nil {
+	if err := r.group.launchTo("tandem", log, self, "serve", "-f", r.file, "--log", r.level); err != nil {
 		return err
 	}
-	if err := r.launch("envoy", envoy, "-c", file, "-l", "warning", "--disable-hot-restart"); err != nil {
+	if err := r.group.launch("envoy", envoy, "-c", file, "-l", "warning", "--disable-hot-restart"); err != nil {
 		return err
 	}
 	for _, url := range []string{r.page(cfg) + "readyz", "http://" + config.Reached(cfg.GetEnvoy().GetAdmin()) + "/ready",
 		r.url(cfg) + "/v1/models"} {
-		if err := r.wait(ctx, url); err != nil {
+		if err := r.group.wait(ctx, url); err != nil {
 			return err
 		}
 	}
@@ -245,7 +245,7 @@ func (r *runner) say(cfg *configv1.Config, model string) {
 	}
 	fmt.Fprintf(r.stdout, "\nTandem and Envoy run. OpenAI and Anthropic API: %s/v1\nPage: %s\nConfiguration: %s (changes take "+
 		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt:\n\n%s\n%s\n"+
-		"Where they went:\n\n  tandem requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.dir,
+		"Where they went:\n\n  tandem requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir,
 		curl(r.url(cfg), model, "Hello"), curl(r.url(cfg), model, "$(seq -s ' ' 1 1500)"), r.file)
 }
 
@@ -264,13 +264,13 @@ func (r *runner) untilOneEnds(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		fmt.Fprintln(r.stdout, "\nEnding Envoy and Tandem.")
-		r.stop()
-		_ = os.RemoveAll(r.dir)
+		r.group.stop()
+		_ = os.RemoveAll(r.group.dir)
 		return nil
-	case <-r.started[0].ended:
+	case <-r.group.started[0].ended:
 		return errors.New("tandem serve has ended; so Envoy ends, too")
-	case <-r.started[1].ended:
+	case <-r.group.started[1].ended:
 		return fmt.Errorf("Envoy has ended (%s); so Tandem ends, too: see %s", //nolint:staticcheck // a name
-			r.started[1].cmd.ProcessState, filepath.Join(r.dir, "envoy.log"))
+			r.group.started[1].cmd.ProcessState, filepath.Join(r.group.dir, "envoy.log"))
 	}
 }

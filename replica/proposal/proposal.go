@@ -132,7 +132,30 @@ func choose(engines []Engine) (dialect, error) {
 	case !slices.ContainsFunc(engines, func(e Engine) bool { return e.role() != "both" }):
 		return dialect{"none", "no engine reports a KV connector, and none has a role of its own"}, nil
 	}
-	return dialect{"nixl", "no engine says so: it is what most vLLMs run with"}, nil
+	return dialect{speaks(usual), "no engine says so: it is what most vLLMs run with"}, nil
+}
+
+// usual is the connector of most vLLMs, which do not report it.
+const usual = "NixlConnector"
+
+// speaks is the first dialect whose engines run with a connector; "": there is none.
+func speaks(connector string) string {
+	for _, d := range kvtransfer.All() {
+		if slices.Contains(d.Reports.Connectors, connector) {
+			return d.Name
+		}
+	}
+	return ""
+}
+
+// spoken is the first dialect of a kind of engine.
+func spoken(engine string) string {
+	for _, d := range kvtransfer.All() {
+		if d.Engine == engine {
+			return d.Name
+		}
+	}
+	return ""
 }
 
 // dialect is what one engine says of its dialect; no name: it says nothing.
@@ -143,16 +166,16 @@ func (e *Engine) dialect() (dialect, error) {
 		if i.Mode == "null" || i.Mode == "" && e.Role == "" {
 			return dialect{"none", "SGLang without --disaggregation-mode"}, nil
 		}
-		return dialect{"sglang", "SGLang"}, nil
+		return dialect{spoken(enginefacts.SGLang), "SGLang"}, nil
 	case i.Engine == enginefacts.TRTLLM:
-		return dialect{"trtllm", "TensorRT-LLM"}, nil
+		return dialect{spoken(enginefacts.TRTLLM), "TensorRT-LLM"}, nil
 	case i.Told && i.Connector == "" && e.Role == "":
 		return dialect{"none", "vLLM without --kv-transfer-config"}, nil
 	case i.Told && i.Connector == "":
 		return dialect{}, fmt.Errorf("%s runs without a KV connector, so it can neither hand KV over nor fetch it: start it "+
 			"with --kv-transfer-config (docs/howto/choose-a-dialect.md), or name it with --engine", e.Address)
 	case i.Connector == "" && i.NIXL:
-		return dialect{"nixl", "the metrics of " + e.Address + " have NIXL's"}, nil
+		return dialect{speaks(usual), "the metrics of " + e.Address + " have NIXL's"}, nil
 	case i.Connector == "":
 		return dialect{}, nil
 	}

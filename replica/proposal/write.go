@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/kvstate/enginefacts"
 	"tandem/status/words"
 )
 
@@ -122,7 +123,7 @@ const vllmLease = 30
 // leases is the line nixl of a pool: the shortest lease that a prefill engine reports, and whether all decode engines
 // decline KV that has expired. "": no engine reports anything else than the defaults.
 func leases(engines []Engine, dialect string) string {
-	if dialect != "nixl" {
+	if dialect != speaks(usual) {
 		return ""
 	}
 	lease, declines := 0.0, true
@@ -162,7 +163,7 @@ func (e *Engine) line(dialect string) string {
 		set += ", role: " + e.role()
 	}
 	var transfer []string
-	if port := e.Info.Bootstrap; dialect == "sglang" && e.role() == "prefill" && port > 0 && port != kvtransfer.DefaultBootstrapPort {
+	if port := e.Info.Bootstrap; dialect != "none" && e.role() == "prefill" && port > 0 && port != kvtransfer.DefaultBootstrapPort {
 		transfer = append(transfer, fmt.Sprintf("bootstrapPort: %d", port))
 	}
 	if e.Info.TP > 1 && dialect != "none" {
@@ -176,7 +177,8 @@ func (e *Engine) line(dialect string) string {
 
 // said is what an engine says of itself, for the reader of the file.
 func (e *Engine) said() string {
-	kind := cmp.Or(map[string]string{"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}[e.Info.Engine], "engine")
+	kind := cmp.Or(map[string]string{
+		enginefacts.VLLM: "vLLM", enginefacts.SGLang: "SGLang", enginefacts.TRTLLM: "TensorRT-LLM"}[e.Info.Engine], "engine")
 	text := strings.TrimSpace(kind + " " + e.Info.Version)
 	if len(e.Info.Models) > 0 {
 		text += ", serves " + strings.Join(e.Info.Models, ", ")
