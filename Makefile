@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test race speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -13,13 +13,12 @@ FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
-PARALLEL ?= 8
-# Packages without goroutines are tested without the race detector, which makes what only computes ten times slower.
+PARALLEL ?= 24
 SEQUENTIAL := . ./docs ./extproc/openai ./picker ./picker/admission ./replay
 SUITE ?= full shared engines roles agents
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 
-# The race detector needs a C compiler. Where there is none the tests run without it, and say so.
+# The race detector needs a C compiler.
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
 
 help: ##day this list
@@ -41,15 +40,20 @@ demo: tools build ##day everything on this machine, with real requests (inside E
 	bin/tandem demo
 	@if [ -e bin/libtandem.so ]; then echo; bin/tandem demo --inside bin; else echo 'not shown, for the library takes minutes to build: Tandem inside Envoy (make carrier demo)'; fi
 
-test: tools ##day go vet and all tests, those with a real Envoy included
+test: tools ##day go vet and all tests, those with a real Envoy included; the slowest ten at the end
 	$(GO) vet ./...
-	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
-	GO=$(GO) ./scripts/test.sh $(SEQUENTIAL) -- $(TESTFLAGS)
-	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))') -- $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
-	@# budgets of allocations are not held under the race detector (package internal/budget)
-	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) $$(grep -rlE '^func Test\w*Alloc' --include='*_test.go' extproc internal kvstate | xargs -n 1 dirname | sort -u | sed 's,^,./,'))
+	@# most packages wait most of the time: e2e for processes, redisstore for a real Redis
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./... -- -p 4 -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
+	@echo 'not run here: the same under the race detector (make race, which .ci/run runs, too)'
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-inside, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
+
+# All tests once more, under the race detector, which makes what only computes ten times slower: packages without
+# goroutines are left out. Fewer tests run at once, for each needs more of the cores. Budgets of allocations are not held
+# here (package internal/budget).
+race: tools ##break all tests under the race detector (12 minutes); .ci/run runs it
+	@[ -n "$(RACE)" ] || { echo 'the race detector needs a C compiler' >&2; exit 1; }
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))') -- $(RACE) -parallel 8 -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 
 # What bench and bench-peers measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
 # On a busy machine: git checkout docs README.md afterwards.
