@@ -101,7 +101,8 @@ var documentedOnly = map[string]string{
 	"enginesim --listen 127.0.0.1:8102 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "likewise",
 	"enginesim --listen 127.0.0.1:8201 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
 	"enginesim --listen 127.0.0.1:8202 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
-	"envoy --mode validate -c your-envoy.yaml": "the reader's own file",
+	"envoy --mode validate -c new-envoy.yaml":                                                                       "the reader's own file; TestInto",
+	"tandem envoy --into your-envoy.yaml -o new-envoy.yaml":                                                         "likewise",
 	"go run ./e2e/bench -shapes json1k,json220k,json400k,sse256 -clients 16 -variant 'inside: inside=/path/to/bin'": "minutes",
 	"go test ./replica -run TestMetricsPage -update":                                                                "writes to the tree",
 	"tandem serve -f tandem2.yaml":                                                                                  "TestReplicas",
@@ -128,7 +129,7 @@ var documentedOnly = map[string]string{
 // makeTargets are targets that pages name, with the reason why they are not run here: they run these tests, or take
 // long.
 var makeTargets = map[string]string{
-	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
+	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "race": "runs this test", "demo": "TestDemo",
 	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "bench-long": "minutes, and gigabytes", "replay": "minutes", "load": "minutes", "capacity": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
 	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "sizes": "a report, in CI", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "wheel": "TestWheel in ./deploy", "observability": "a module of its own; in CI",
 	"e2e-envoys":   "minutes, and PyPI",
