@@ -326,7 +326,7 @@ func pages(t *testing.T) []string {
 }
 
 func TestConfigurationsShownAreValid(t *testing.T) {
-	shown, schema := regexp.MustCompile("(?s)```yaml\n(.*?)```"), schemaCheck(t)
+	shown, schema := regexp.MustCompile("(?s)```yaml\n(.*?)```"), schemaCheck(t, schemaFile)
 	for _, page := range pages(t) {
 		for _, m := range shown.FindAllStringSubmatch(read(t, page), -1) {
 			_, _, err := config.Parse([]byte(m[1]))

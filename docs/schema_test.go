@@ -3,8 +3,10 @@ package docs
 import (
 	"bytes"
 	"encoding/json"
+	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -156,11 +158,11 @@ func anys(texts []string) (out []any) {
 	return out
 }
 
-// schemaCheck returns a check of a configuration by the schema.
-func schemaCheck(t *testing.T) func(text string) error {
+// schemaCheck returns a check of YAML by a schema.
+func schemaCheck(t *testing.T, file string) func(text string) error {
 	t.Helper()
 	c := jsonschema.NewCompiler()
-	schema, err := jsonschema.UnmarshalJSON(strings.NewReader(read(t, schemaFile)))
+	schema, err := jsonschema.UnmarshalJSON(strings.NewReader(read(t, file)))
 	require.NoError(t, err)
 	require.NoError(t, c.AddResource("tandem.json", schema))
 	compiled := c.MustCompile("tandem.json")
@@ -176,7 +178,7 @@ func schemaCheck(t *testing.T) func(text string) error {
 // The schema takes every configuration of the repository (TestConfigurationsShownAreValid has those of pages), and refuses
 // what the check refuses, with the place.
 func TestSchemaTakesAndRefuses(t *testing.T) {
-	check := schemaCheck(t)
+	check := schemaCheck(t, schemaFile)
 	n := 0
 	for _, glob := range []string{"../envoy-configs/*/tandem.yaml", "../deploy/*/tandem.yaml", "../deploy/*/*/*/tandem.yaml"} {
 		files, err := filepath.Glob(glob)
@@ -201,4 +203,25 @@ func TestSchemaTakesAndRefuses(t *testing.T) {
 	} {
 		require.ErrorContains(t, check(text), at)
 	}
+}
+
+// Values of the chart that pages show are those that it takes.
+func TestValuesShownAreValid(t *testing.T) {
+	check, n := schemaCheck(t, valuesFile), 0
+	defaults := map[string]any{}
+	require.NoError(t, yaml.Unmarshal([]byte(read(t, "../deploy/helm/tandem/values.yaml")), &defaults))
+	for _, page := range pages(t) {
+		for _, m := range regexp.MustCompile(`(?m)^( +)# values\.yaml\n((?: +.*\n)+)`).FindAllStringSubmatch(read(t, page), -1) {
+			shown := map[string]any{}
+			text := strings.ReplaceAll("\n"+m[2], "\n"+m[1], "\n")
+			require.NoError(t, yaml.Unmarshal([]byte(text), &shown), "%s: %s", page, text)
+			values := maps.Clone(defaults)
+			maps.Copy(values, shown)
+			whole, err := yaml.Marshal(values)
+			require.NoError(t, err)
+			require.NoError(t, check(string(whole)), "%s: %s", page, text)
+			n++
+		}
+	}
+	require.Greater(t, n, 3)
 }

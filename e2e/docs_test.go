@@ -73,6 +73,8 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
+	"redis-server --port 6379 --bind 127.0.0.1 --save ''":                                           "every test with a Redis starts one at a free port",
+	"uvx --from dist/*.whl tandem demo":                                                             "PyPI; TestWheel holds the package together, TestDemo runs the same",
 	"tandem run --prefill http://10.0.1.1:8000 --decode http://10.0.2.1:8000":                       "TestRun, at other addresses",
 	"envoy -c envoy.yaml --disable-hot-restart":                                                     "the tests start every Envoy with a base id of its own",
 	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                  "Envoy's own statistics",
@@ -138,7 +140,7 @@ var makeTargets = map[string]string{
 }
 
 // documentedCommand begins with a program that pages run, or with variables for it.
-var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
+var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|uvx|pip|promtool|redis-server|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
 
 // documented returns the commands of a page: the indented blocks, and parts of running text that begin with a program
 // that is always a command.
@@ -228,7 +230,36 @@ func TestDocumentedCommands(t *testing.T) {
 	for _, command := range documentedRun {
 		require.Contains(t, found, command, "no page has it any more")
 	}
+	checkInline(t, pages)
 	runDocumented(t)
+}
+
+// checkInline holds commands of Tandem within running text to what there is: each command, and each of its flags.
+func checkInline(t *testing.T, pages []string) {
+	t.Helper()
+	bin, err := binaries()
+	require.NoError(t, err)
+	help := map[string]string{}
+	n := 0
+	for _, page := range pages {
+		text, err := os.ReadFile(page)
+		require.NoError(t, err)
+		if strings.Contains(page, "/adr/") || strings.HasSuffix(page, "CHANGELOG.md") {
+			continue // they tell of their time
+		}
+		for _, m := range regexp.MustCompile("`(?:bin/)?tandem ([a-z]+)( [^`]*)?`").FindAllStringSubmatch(string(text), -1) {
+			if help[m[1]] == "" {
+				out, err := exec.Command(filepath.Join(bin, "tandem"), m[1], "--help").CombinedOutput()
+				require.NoError(t, err, "%s: %s\n%s", page, m[0], out)
+				help[m[1]] = string(out)
+			}
+			for _, flag := range regexp.MustCompile(`(?:^| )(--[a-z][a-z-]*)`).FindAllStringSubmatch(m[2], -1) {
+				require.Contains(t, help[m[1]], flag[1]+" ", "%s: %s", page, m[0])
+			}
+			n++
+		}
+	}
+	require.Greater(t, n, 40, "commands are not found any more")
 }
 
 // checkGo holds a go command to what there is: packages, tests, benchmarks. `make test` and `make bench` run them.
