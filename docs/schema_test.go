@@ -16,8 +16,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"sigs.k8s.io/yaml"
 
-	"tandem/extproc/kvtransfer"
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 const (
@@ -142,7 +142,7 @@ func (s *schemas) value(f protoreflect.FieldDescriptor) map[string]any {
 	text := map[string]any{"type": orNothing("string")}
 	switch {
 	case f.Name() == "kv_transfer":
-		text["enum"] = append(kvtransfer.Names(), "none")
+		text["enum"] = config.Dialects()
 	case words != "" && !f.IsList():
 		text["enum"] = append(anys(strings.Fields(words)), nil)
 	case span != "":

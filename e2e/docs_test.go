@@ -239,6 +239,7 @@ func checkInline(t *testing.T, pages []string) {
 	t.Helper()
 	bin, err := binaries()
 	require.NoError(t, err)
+	spans := []string{"decide", "encode", "prefill", "hand", "decode", "replan", "answer"} // names of spans begin so
 	help := map[string]string{}
 	n := 0
 	for _, page := range pages {
@@ -248,6 +249,9 @@ func checkInline(t *testing.T, pages []string) {
 			continue // they tell of their time
 		}
 		for _, m := range regexp.MustCompile("`(?:bin/)?tandem ([a-z]+)( [^`]*)?`").FindAllStringSubmatch(string(text), -1) {
+			if slices.Contains(spans, m[1]) {
+				continue
+			}
 			if help[m[1]] == "" {
 				out, err := exec.Command(filepath.Join(bin, "tandem"), m[1], "--help").CombinedOutput()
 				require.NoError(t, err, "%s: %s\n%s", page, m[0], out)
