@@ -33,7 +33,7 @@ func TestBootstrapWithoutTheRouteOther(t *testing.T) {
 	t.Parallel()
 	f := start(t, options{prefills: 1, decodes: 1, bootstrap: func(f *fleet) string {
 		text := printedFor(func(config string) string { return config })(f)
-		route := regexp.MustCompile(`(?s)\n *- name: other\n *match:.{0,200}?x-tandem-other.*?(\n *- name: pass\n)`)
+		route := regexp.MustCompile(`(?s)\n *- name: other\n *match:.{0,600}?x-tandem-other.*?(\n *- name: pass\n)`)
 		require.Len(t, route.FindAllString(text, -1), 1)
 		return strings.Replace(route.ReplaceAllString(text, "$1"), "- x-tandem-other\n", "- x-nothing\n", 1)
 	}})

@@ -10,8 +10,8 @@ const (
 	HeaderTicket   = "x-tandem-ticket"                // sealed state of the request
 	// HeaderOther is set on the leg pass if Envoy is to ask again where another endpoint should be tried. A bootstrap
 	// that does not know it has the request pass all the same.
-	HeaderOther = "x-tandem-other"
-	HeaderScheme   = "x-tandem-scheme"                // https or h2c; absent: http
+	HeaderOther  = "x-tandem-other"
+	HeaderScheme = "x-tandem-scheme" // https or h2c; absent: http
 	// HeaderServerName is SNI and Host of an https engine; absent: none of its own.
 	HeaderServerName = "x-tandem-server-name"
 	HeaderPerTry     = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
