@@ -421,7 +421,7 @@ func (c *client) ResponseHeader(name string) []byte {
 }
 
 func (c *client) Outcome() Outcome {
-	o := Outcome{Status: c.answer.status, Details: "via_upstream", Bytes: uint64(len(c.answer.body))}
+	o := Outcome{Status: c.answer.status, Details: "via_upstream", Bytes: uint64(len(c.answer.body) + c.gets.Len())}
 	if c.answer.local != "" {
 		o.Details = c.answer.local
 	}

@@ -278,7 +278,7 @@ func (f *Filter) drop() {
 
 // refuse answers with an error in OpenAI's format.
 func (f *Filter) refuse(e *openai.Error) {
-	if in := InsuredOf(f); in.continues() {
+	if in := InsuredOf(f); in.hasPart() {
 		in.giveUp(e)
 		return
 	}
@@ -322,7 +322,7 @@ func (f *Filter) answerSettled(a *prefilled, settled *journey.Settled, stream bo
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {
-	if in := InsuredOf(f); in.continues() {
+	if in := InsuredOf(f); in.hasPart() {
 		in.giveUp(openai.Unavailable("prefill_failed", "prefill answered the rest of a stream", time.Second))
 		return
 	}
