@@ -3,6 +3,7 @@ package replica
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -150,6 +151,8 @@ func newReplica(
 		options.Picker.Conformance = set.Conformance
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
+	var made *core.Core
+	options.Recorder = newRecorder(cfg, set, fleet.state, func() *core.Core { return made }, registry, log)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	if metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log); err != nil {
 		return nil, err
@@ -158,6 +161,10 @@ func newReplica(
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
 		fleet: fleet, core: core.New(options, metrics), usage: metrics.Usage,
+	}
+	made = r.core
+	if err := r.beginRecording(); err != nil {
+		return nil, fmt.Errorf("record: %w", err)
 	}
 	if r.front, err = front(Behind{
 		Config: cfg, Settings: set, Core: r.core, Store: fleet.store, Joined: fleet.joined, Ready: r.ready.Load,
@@ -181,7 +188,7 @@ func newReplica(
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
 		Replicas: fleet.operator, Log: log, StateOf: status.StateOf,
 	}
-	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words)
+	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words, r.recordOrders)
 	admin = hostcheck.New(cfg, set.Advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
