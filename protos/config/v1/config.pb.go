@@ -182,9 +182,9 @@ type Record struct {
 	For string `protobuf:"bytes,3,opt,name=for,proto3" json:"for,omitempty"`
 	// One conversation in so many is recorded, as a whole; the replay scales them back.
 	Sample int32 `protobuf:"varint,4,opt,name=sample,proto3" json:"sample,omitempty"`
-	// Secret bytes, at least 16, by which the hashes of prompts are keyed: who has them can test whether a text that they
-	// know was asked. Recordings with one salt share their hashes. Default: a salt of each recording's own, which is
-	// forgotten when it ends.
+	// A file with secret bytes, at least 16, by which the hashes of prompts are keyed. Whoever has them can test whether a
+	// text that he knows was asked. Recordings with one salt share their hashes. Default: a salt of each recording's own,
+	// which is forgotten when it ends.
 	SaltFile string `protobuf:"bytes,5,opt,name=salt_file,json=saltFile,proto3" json:"salt_file,omitempty"`
 	// No recording begins with the server: tandem record start begins it, with these settings. Default false.
 	OnOrder       bool `protobuf:"varint,6,opt,name=on_order,json=onOrder,proto3" json:"on_order,omitempty"`
