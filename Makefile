@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -27,11 +27,11 @@ help: ##day this list
 	  printf '%s\n' "$${group#*:}"; awk -F ":.*##$${group%%:*} " 'NF == 2 && /^[a-z0-9-]+:/ { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST); done
 
 build: ##day bin/tandem and bin/enginesim
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X main.builtAs=$$(scripts/version.sh)" -o bin/ ./cmd/tandem ./cmd/enginesim
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X 'main.builtAs=$$(scripts/version.sh built)'" -o bin/ ./cmd/tandem ./cmd/enginesim
 
 # bin/libtandem.so, which Envoy loads (docs/howto/inside-envoy.md); needs gcc, and minutes the first time.
 carrier: ##day bin/libtandem.so, which Envoy loads; needs gcc, and minutes the first time
-	$(GO) build -buildmode=c-shared -ldflags "-s -w -X main.builtAs=$$(scripts/version.sh)" -o bin/libtandem.so ./carrier
+	$(GO) build -buildmode=c-shared -ldflags "-s -w -X 'main.builtAs=$$(scripts/version.sh built)'" -o bin/libtandem.so ./carrier
 
 tools: ##day Envoy and the openai client into .tools/, redis-server from Debian (once)
 	./scripts/tools.sh
@@ -171,8 +171,12 @@ sizes: ##day how large packages, types, functions and docs are: a report
 workflows: ##day of that, actionlint over .github/workflows
 	$(GO) run $(ACTIONLINT)
 
-release: ##release archives of both programs for amd64 and arm64 into dist/, with checksums
+release: ##release archives and wheels of both programs for amd64 and arm64 into dist/, with checksums
 	scripts/release.sh dist
+
+# For this machine, as pip and uv install it: uvx --from dist/*.whl tandem demo
+wheel: ##release the wheel tandem-pd for this machine into dist/: both programs, and Envoy as its dependency
+	WHEEL=only scripts/release.sh dist $$($(GO) env GOARCH)
 
 vuln: ##release known vulnerabilities in what is used; asks vuln.go.dev, or $GOVULNDB
 	$(GO) run $(GOVULNCHECK) ./...

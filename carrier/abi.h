@@ -40,6 +40,9 @@ enum {                                               // attribute_id
 // Not called: 1.38 has not got it, and its attributes lack the response's flags, details and size.
 void envoy_dynamic_module_callback_cluster_get_name(void);
 
+bool envoy_dynamic_module_callback_http_get_cluster_name(void*, bytes*);
+void envoy_dynamic_module_callback_http_set_buffer_limit(void*, uint64_t);
+bool envoy_dynamic_module_callback_http_set_upstream_override_host(void*, bytes, bool);
 size_t envoy_dynamic_module_callback_http_get_headers_size(void*, int);
 bool envoy_dynamic_module_callback_http_get_headers(void*, int, header*);
 bool envoy_dynamic_module_callback_http_get_header(void*, int, bytes, bytes*, size_t, size_t*);

@@ -227,9 +227,32 @@ func appendHeaders(pin *runtime.Pinner, to []C.header, headers []filter.Header) 
 }
 
 // Continue implements [filter.Envoy].
-func (s *stream) Continue() {
-	C.envoy_dynamic_module_callback_http_clear_route_cache(s.envoy)
+func (s *stream) Continue(anew bool) {
+	if anew {
+		C.envoy_dynamic_module_callback_http_clear_route_cache(s.envoy)
+	}
 	C.envoy_dynamic_module_callback_http_filter_continue_decoding(s.envoy)
+}
+
+// Cluster implements [filter.Envoy].
+func (s *stream) Cluster() string {
+	var name C.bytes
+	if !C.envoy_dynamic_module_callback_http_get_cluster_name(s.envoy, &name) {
+		return ""
+	}
+	return string(view(name))
+}
+
+// SendTo implements [filter.Envoy].
+func (s *stream) SendTo(endpoint string) bool {
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	return bool(C.envoy_dynamic_module_callback_http_set_upstream_override_host(s.envoy, pinned(&pin, endpoint), true))
+}
+
+// KeepUpTo implements [filter.Envoy].
+func (s *stream) KeepUpTo(n int) {
+	C.envoy_dynamic_module_callback_http_set_buffer_limit(s.envoy, C.uint64_t(n))
 }
 
 // Respond implements [filter.Envoy].

@@ -40,6 +40,7 @@ static const char* const needed[] = {
     "envoy_dynamic_module_callback_http_get_body_chunks",
     "envoy_dynamic_module_callback_http_get_body_chunks_size",
     "envoy_dynamic_module_callback_http_get_body_size",
+    "envoy_dynamic_module_callback_http_get_cluster_name",
     "envoy_dynamic_module_callback_http_get_header",
     "envoy_dynamic_module_callback_http_get_headers",
     "envoy_dynamic_module_callback_http_get_headers_size",
@@ -47,9 +48,11 @@ static const char* const needed[] = {
     "envoy_dynamic_module_callback_http_send_response",
     "envoy_dynamic_module_callback_http_send_response_data",
     "envoy_dynamic_module_callback_http_send_response_headers",
+    "envoy_dynamic_module_callback_http_set_buffer_limit",
     "envoy_dynamic_module_callback_http_set_dynamic_metadata_number",
     "envoy_dynamic_module_callback_http_set_dynamic_metadata_string",
     "envoy_dynamic_module_callback_http_set_header",
+    "envoy_dynamic_module_callback_http_set_upstream_override_host",
 };
 
 // Go's monitor thread naps for 20 µs again and again, since Envoy's workers call Go all the time: a fourth of the CPU of

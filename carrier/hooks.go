@@ -51,7 +51,7 @@ func envoy_dynamic_module_on_http_filter_config_destroy(p unsafe.Pointer) {
 func newFilter(config, envoy unsafe.Pointer) unsafe.Pointer {
 	c := cgo.Handle((*C.request)(config).handle).Value().(*configured)
 	p := (*C.request)(C.calloc(1, C.sizeof_request))
-	p.handle = C.uintptr_t(cgo.NewHandle(c.requests.NewFilter(&stream{envoy, p, c})))
+	p.handle = C.uintptr_t(cgo.NewHandle(c.requests.NewFilter(&stream{envoy, p, c}, c.route)))
 	return unsafe.Pointer(p)
 }
 

@@ -39,6 +39,7 @@ type running struct {
 type configured struct {
 	file     string
 	requests *filter.Shared
+	route    *filter.Route // nil: routes are Tandem's own
 	calls    *calls
 }
 
@@ -62,7 +63,7 @@ func open(text []byte) (*configured, error) {
 		replicas.running[set.File] = r
 	}
 	r.users++
-	return &configured{set.File, r.requests, newCalls()}, nil
+	return &configured{file: set.File, requests: r.requests, calls: newCalls()}, nil
 }
 
 // moreProcessors gives Go as many processors more as the machine has: so many workers has Envoy by default. A worker

@@ -17,7 +17,7 @@ blob() { local d; d=$(sha256sum "$1" | cut -d' ' -f1); mv "$1" "$blobs/$d"; echo
 manifests=()
 for arch in "${archs[@]}"; do
   root=$work/root-$arch; mkdir -p "$root/etc/tandem"
-  CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w -X main.builtAs=$version" -o "$root/tandem" ./cmd/tandem
+  CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w -X 'main.builtAs=$(scripts/version.sh built)'" -o "$root/tandem" ./cmd/tandem
   cp LICENSE NOTICE "$root/"
   tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 -C "$root" -cf "$work/layer" .
   read -r layer layer_size < <(blob "$work/layer")

@@ -22,10 +22,11 @@ func TestVersion(t *testing.T) {
 	require.Equal(t, version, chart.Version)
 	require.Equal(t, version, chart.AppVersion)
 	require.Regexp(t, `^`+regexp.QuoteMeta(version)+`(-dev(\+[0-9a-f]{12})?)?\n$`, output(t, "../scripts/version.sh"))
+	require.Regexp(t, `^`+regexp.QuoteMeta(version)+`(-dev|( |-dev\+)[0-9a-f]{12} 20\d\d-\d\d-\d\d)\n$`, output(t, "../scripts/version.sh", "built"))
 	for _, file := range []string{"Dockerfile", "oci.sh", "../scripts/release.sh", "../Makefile"} {
 		for line := range strings.Lines(read(t, file)) {
 			if strings.Contains(line, "go build") || strings.Contains(line, "$(GO) build") {
-				require.Contains(t, line, "-X main.builtAs=$", file)
+				require.Regexp(t, `-X '?main\.builtAs=\$`, line, file)
 			}
 		}
 	}

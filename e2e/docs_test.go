@@ -132,7 +132,7 @@ var documentedOnly = map[string]string{
 var makeTargets = map[string]string{
 	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
 	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "bench-long": "minutes, and gigabytes", "replay": "minutes", "load": "minutes", "capacity": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
-	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "sizes": "a report, in CI", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "observability": "a module of its own; in CI",
+	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "sizes": "a report, in CI", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "wheel": "TestWheel in ./deploy", "observability": "a module of its own; in CI",
 	"e2e-envoys":   "minutes, and PyPI",
 	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-vllm-stores": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-releases": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-cluster": "root, and 10 GB of builds", "e2e-failures": "minutes",
 	"e2e-foreign": "minutes, and GitHub",

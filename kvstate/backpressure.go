@@ -14,6 +14,7 @@ type Refusal struct {
 	Status int       // 429 or 503
 	Until  time.Time // when it gets requests again
 	pause  time.Duration
+	absent bool // it gave none: Envoy's cluster lacks it
 }
 
 // How long an endpoint gets no request after it refused one: as long as it asks (Retry-After), at most
@@ -22,6 +23,7 @@ const (
 	firstPause        = 250 * time.Millisecond
 	longestPause      = time.Second
 	longestRetryAfter = 30 * time.Second
+	longestAbsence    = 10 * time.Second // likewise, for an endpoint that Envoy's cluster lacks
 )
 
 // Refuses reports whether an engine's status says that it is full.
@@ -32,15 +34,25 @@ func Refuses(status int) bool {
 // MarkFull records that an endpoint refused a request because it is full. after is its Retry-After; 0: none. It returns
 // true if the endpoint was not full already.
 func (s *Health) MarkFull(e *Endpoint, status int, after time.Duration) (isNew bool) {
+	return s.refuse(e, Refusal{Status: status, pause: firstPause}, after, longestPause)
+}
+
+// MarkAbsent records that the cluster in which Envoy looks for an endpoint lacks it, as it may for a while: Envoy and
+// Tandem learn of endpoints in different ways. Nothing was sent to it. It returns true if that was not known already.
+func (s *Health) MarkAbsent(e *Endpoint) (isNew bool) {
+	return s.refuse(e, Refusal{Status: http.StatusServiceUnavailable, pause: firstPause, absent: true}, 0, longestAbsence)
+}
+
+// refuse records that an endpoint gets no request for a while. longest bounds a pause that nobody has asked for.
+func (s *Health) refuse(e *Endpoint, next Refusal, after, longest time.Duration) (isNew bool) {
 	now := s.now()
 	old := e.state.condition.refused.Load()
-	next := Refusal{Status: status, pause: firstPause}
 	isNew = old == nil || !now.Before(old.Until)
 	switch {
 	case !isNew: // it was under way when the endpoint refused another one
 		next.pause = old.pause
-	case old != nil && now.Sub(old.Until) < longestPause:
-		next.pause = min(2*old.pause, longestPause)
+	case old != nil && now.Sub(old.Until) < longest:
+		next.pause = min(2*old.pause, longest)
 	}
 	if next.Until = now.Add(next.pause); after > 0 {
 		next.Until = now.Add(min(after, longestRetryAfter))
@@ -81,5 +93,8 @@ func (e *Endpoint) Refusing(now time.Time) string {
 		return ""
 	}
 	in := left.Round(10 * time.Millisecond).Seconds()
+	if e.state.condition.refused.Load().absent {
+		return fmt.Sprintf("the cluster of the gateway's route lacks %s, tried again in %.3g s", e.DisplayName(), in)
+	}
 	return fmt.Sprintf("%s answers %d, tried again in %.3g s", e.DisplayName(), status, in)
 }

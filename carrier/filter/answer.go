@@ -38,11 +38,12 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 			f.envoy.Count(f.got.tokens.Events)
 		}
 		f.got.first = time.Since(f.began)
+		f.kept() // says once what is wrong with the route, before a request needs it
 		o := f.envoy.Outcome()
 		switch {
 		case faults.Filtered(o.Details):
 			return filtered(f)
-		case f.hop.other && f.asksOther(failure(f.envoy, &o)):
+		case f.hop.other && f.asksOther(failure(f, &o)):
 			return Stop
 		case !f.state.MayFail() && faults.Redirects(o.Status):
 			return f.refuseRedirect()
@@ -52,7 +53,7 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 			return f.hop.pair.answers(&o, end)
 		}
 		switch failed := faults.Failed(o.Status); {
-		case failed && f.decodeFailed(failure(f.envoy, &o)):
+		case failed && f.decodeFailed(failure(f, &o)):
 			return Stop
 		case faults.Redirects(o.Status):
 			return f.refuseRedirect()
@@ -145,17 +146,22 @@ func (f *Filter) refuseOutdated() Status {
 	return Stop
 }
 
+// noHost is Envoy's detail of an answer in place of an endpoint that the cluster of another's route lacks, or holds for
+// unhealthy (1.40). A cluster of Tandem's connects to any endpoint.
+const noHost = "no_healthy_upstream"
+
 // failure returns how D failed, from its own answer or from Envoy's in its place.
-func failure(e Envoy, o *Outcome) *faults.Failure {
-	f := faults.Of(o.Status, o.Details, string(e.ResponseHeader(names.HeaderRetryAfter)))
-	f.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
-	return &f
+func failure(f *Filter, o *Outcome) *faults.Failure {
+	how := faults.Of(o.Status, o.Details, string(f.envoy.ResponseHeader(names.HeaderRetryAfter)))
+	how.Absent = f.route != nil && o.Details == noHost
+	how.Overdue = strings.HasPrefix(o.Details, "upstream_per_try_timeout")
+	return &how
 }
 
 // asksOther plans a request of one hop again, if its endpoint has done nothing for it. false: the answer is the
 // client's.
 func (f *Filter) asksOther(how *faults.Failure) bool {
-	return (how.NotFound() || how.Unreached) && f.decodeFailed(how)
+	return (how.NotFound() || how.Unreached || how.Absent) && f.decodeFailed(how)
 }
 
 // decodeFailed plans the request again after its endpoint failed before the answer began. false: that is not possible.
@@ -169,6 +175,12 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	f.begun()
 	if !f.s.journeys.Another(&f.hop.ticket) {
 		return false
+	}
+	if !f.kept() {
+		failed()
+		f.takeBack()
+		f.refuse(openai.Unavailable("route_keeps_no_body", noRetries, 0))
+		return true
 	}
 	next := failed()
 	key := f.s.putRestart(&attempt{next, f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
@@ -260,7 +272,7 @@ func (f *Filter) end(sent bool) {
 		Duration: time.Since(f.began), ClientGone: o.ClientGone(), Reservation: []byte(f.reservedAs),
 		Traceparent: []byte(f.hop.trace.parent),
 		Answered: ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o),
-			Continued: InsuredOf(f).joins()},
+			Continued: InsuredOf(f).joined()},
 	}
 	if sent {
 		e.Try = ended.Try{Tries: 1, Began: true}

@@ -36,6 +36,10 @@ func (p passing) encode(r *pass.Routed) onWorker {
 func (e *encode) send() {
 	f, to := e.f, e.r.Endpoint
 	f.hop.encode, f.state = e, journey.Prefilling
+	if f.unsure() {
+		f.refuse(notStrict())
+		return
+	}
 	sent := f.envoy.Call(legCall(f, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id))
 	e.body = nil
 	if !sent {

@@ -25,8 +25,14 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	Call(c *Call) bool
 	// Detach prepares a call that does not end with the request. It has the request's headers as they are now.
 	Detach(c *Call) Detached
-	// Continue lets the request go on to the next filter, on the route that its headers choose now.
-	Continue()
+	// Continue lets the request go on to the next filter; anew: on the route that its headers choose now.
+	Continue(anew bool)
+	// Cluster returns the cluster of the request's route; "": it has none.
+	Cluster() string
+	// SendTo has the request go to an endpoint (ip:port) of that cluster, or fail there. false: Envoy refuses the text.
+	SendTo(endpoint string) bool
+	// KeepUpTo says how much of the request's body Envoy may keep, in bytes.
+	KeepUpTo(n int)
 	// Respond answers the request in place of an endpoint. Envoy's local_reply_config may change how it looks.
 	Respond(status int, headers []Header, body []byte, details string)
 	// Answer is Respond for an endpoint's own answer, which nothing changes. headers include :status.

@@ -137,6 +137,7 @@ type client struct {
 	wakers  int
 	started int                          // filters
 	asked   func(at string, body []byte) // is told of each request to an endpoint; nil: nobody
+	routed
 	streams
 
 	status  int // of the client's answer
@@ -175,6 +176,32 @@ func (c *client) header(name string) string {
 	return ""
 }
 
+// routed is what Envoy does where the request's route is another's.
+type routed struct {
+	route   *Route
+	to      string   // the endpoint in the route's cluster
+	lacks   []string // endpoints that this cluster lacks
+	instead string   // where a call goes that names one of them
+	forgets bool     // no body is kept: the route has no retry policy
+	called  []string // clusters
+}
+
+func (r *routed) Cluster() string { return "httproute/ns/chat/rule/0" }
+func (r *routed) KeepUpTo(int)    {}
+
+func (r *routed) SendTo(endpoint string) bool {
+	r.to = endpoint
+	return true
+}
+
+// reached is where a call goes that names an endpoint.
+func (r *routed) reached(at string) string {
+	if r.route != nil && !r.route.Strict && slices.Contains(r.lacks, at) {
+		return r.instead
+	}
+	return at
+}
+
 func (c *client) BodySize() int                { return len(c.body) }
 func (c *client) AppendBody(dst []byte) []byte { return append(dst, c.body...) }
 func (c *client) ReplaceBody(parts ...[]byte)  { c.body = bytes.Join(parts, nil) }
@@ -186,7 +213,7 @@ func (c *client) Call(call *Call) bool {
 	}
 	copied := *call
 	copied.Body = slices.Clone(call.Body)
-	c.calls = append(c.calls, copied)
+	c.calls, c.called = append(c.calls, copied), append(c.called, call.Cluster)
 	c.tells(call)
 	return true
 }
@@ -198,10 +225,20 @@ func (c *client) tells(call *Call) {
 	}
 }
 
-func (c *client) Continue() {
-	at := c.header("x-gateway-destination-endpoint")
+func (c *client) Continue(anew bool) {
+	at := c.to
+	if require.Equal(c.tb, c.route == nil, anew); anew {
+		at = c.header("x-gateway-destination-endpoint")
+	}
 	c.sent, c.got = append(c.sent, at), slices.Clone(c.body)
 	require.Equal(c.tb, strconv.Itoa(len(c.body)), c.header("content-length"))
+	if c.forgets {
+		c.body = nil
+	}
+	if slices.Contains(c.lacks, at) {
+		c.arrives(engineAnswer{status: 503, body: "no healthy upstream", local: "no_healthy_upstream"})
+		return
+	}
 	if c.asked != nil {
 		c.asked(at, c.body)
 	}
@@ -384,7 +421,7 @@ func (c *client) ResponseHeader(name string) []byte {
 }
 
 func (c *client) Outcome() Outcome {
-	o := Outcome{Status: c.answer.status, Details: "via_upstream", Bytes: uint64(len(c.answer.body))}
+	o := Outcome{Status: c.answer.status, Details: "via_upstream", Bytes: uint64(len(c.answer.body) + c.gets.Len())}
 	if c.answer.local != "" {
 		o.Details = c.answer.local
 	}
@@ -407,7 +444,7 @@ func (c *client) Close() { c.closed++ }
 // begin gives the request to a new filter.
 func (c *client) begin() {
 	c.started++
-	c.filter = c.fleet.NewFilter(c)
+	c.filter = c.fleet.NewFilter(c, c.route)
 	if c.filter.RequestHeaders(len(c.body) == 0) == Stop && len(c.body) > 0 {
 		c.filter.RequestBody(true)
 	}
@@ -465,7 +502,10 @@ func (c *client) finishCall(call *Call, done func(*Answer)) {
 	require.Equal(c.tb, "POST", all[":method"])
 	require.Equal(c.tb, "application/json", all["accept"], "Tandem reads the answer")
 	require.Equal(c.tb, strconv.Itoa(len(call.Body)), all["content-length"])
-	at := all["x-gateway-destination-endpoint"]
+	at := c.reached(all["x-gateway-destination-endpoint"])
+	if c.route != nil {
+		require.Equal(c.tb, all["x-gateway-destination-endpoint"], all[":authority"], "a dynamic forward proxy goes there")
+	}
 	a := c.engines(at, call.Body)
 	if a.breaks {
 		done(&Answer{})

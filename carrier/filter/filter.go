@@ -18,12 +18,15 @@ import (
 type Filter struct {
 	Called time.Time // when Envoy called the hook; zero: just now
 
-	s     *Shared
-	envoy Envoy
-	state journey.State
-	head  head
-	began time.Time // when the client's request came
-	id    string    // of the request
+	s       *Shared
+	envoy   Envoy
+	route   *Route
+	cluster string // of the request's route, if that is another's
+	sent    int    // bytes of the body that has gone on to an endpoint
+	state   journey.State
+	head    head
+	began   time.Time // when the client's request came
+	id      string    // of the request
 
 	reservedAs string // name of its reservations
 
@@ -45,8 +48,10 @@ type hop struct {
 	other   bool    // what is asked is never split, but planned again where the endpoint has done nothing for it
 }
 
-// NewFilter returns the filter of a request.
-func (s *Shared) NewFilter(e Envoy) *Filter { return &Filter{s: s, envoy: e, began: time.Now()} }
+// NewFilter returns the filter of a request. route is nil where routes are Tandem's own.
+func (s *Shared) NewFilter(e Envoy, route *Route) *Filter {
+	return &Filter{s: s, envoy: e, route: route, began: time.Now()}
+}
 
 // guarded runs a hook. A panic costs the request.
 func (f *Filter) guarded(hook string, do func() Status) (status Status) {
@@ -77,6 +82,9 @@ func (f *Filter) fail(e *openai.Error) {
 func (f *Filter) RequestHeaders(end bool) Status {
 	return f.guarded("request headers", func() Status {
 		f.head.read(f.envoy)
+		if f.route != nil {
+			f.arrives()
+		}
 		f.m = f.s.scratch.Get().(*scratch)
 		f.m.meter.Begin("", f.s.Tracer)
 		if f.s.Tracer != nil {

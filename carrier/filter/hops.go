@@ -42,11 +42,11 @@ func legCall(
 	f *Filter, e *kvstate.Endpoint, path string, body []byte, limit time.Duration, rank, id string,
 ) *Call {
 	x := &f.m.pass
-	host, path := cmp.Or(e.ServerNameSent(), string(x.Head.Authority)), cmp.Or(path, string(x.Head.Path))
+	path = cmp.Or(path, string(x.Head.Path))
 	c := &Call{
-		Cluster: cluster(e), Body: body, Timeout: limit,
+		Cluster: f.callCluster(e), Body: body, Timeout: limit,
 		Set: []Header{
-			{":path", path}, {":authority", host}, {names.HeaderEndpoint, e.HostPort()},
+			{":path", path}, {":authority", f.callHost(e)}, {names.HeaderEndpoint, e.HostPort()},
 			{"content-length", strconv.Itoa(len(body))}, {"accept-encoding", "identity"},
 			{"accept", names.ContentTypeJSON}, {names.HeaderRequestID, id},
 		},
@@ -99,6 +99,7 @@ func (f *Filter) CallDone(answer *Answer) {
 		}
 		var a *prefilled
 		a, f.m.answer = readAnswer(answer, f.m.answer)
+		a.Unsure = f.unsure()
 		if e := f.hop.encode; e != nil {
 			e.called(a)
 			return Continue
@@ -150,20 +151,11 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	x, e, b := &f.m.pass, r.Endpoint, &f.m.body
 	set := f.envoy.SetHeader
 	rank := e.RankName()
-	set(names.HeaderEndpoint, e.HostPort())
-	leg := r.Leg
-	if f.hop.other = leg == plan.LegOther; f.hop.other || leg == plan.LegAnswer {
-		leg = plan.LegDecode // Envoy keeps the body
-	}
-	set(names.HeaderLeg, leg)
+	f.hop.other = r.Leg == plan.LegOther
+	f.target(r)
 	if r.Pair != nil {
 		rank = r.Pair.Plan.DecodeRank
 		set(names.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))
-	}
-	if s := schemeOf(e); s != "" {
-		set(names.HeaderScheme, s)
-	} else {
-		f.envoy.RemoveHeader(names.HeaderScheme)
 	}
 	f.setHost(e.ServerNameSent())
 	if rank != "" {
@@ -186,7 +178,8 @@ func (f *Filter) sendOn(r *pass.Routed) {
 		if b.changed || len(r.Edits) > 0 {
 			f.envoy.ReplaceBody(pieces(b.data, r.Edits)...)
 		}
-		set("content-length", strconv.Itoa(r.Edits.Len(len(b.data))))
+		f.sent = r.Edits.Len(len(b.data))
+		set("content-length", strconv.Itoa(f.sent))
 	}
 	for _, h := range f.hop.trace.headers() {
 		set(h.Name, h.Value)
@@ -203,7 +196,28 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	f.m.meter.Processed(names.RoleMain)
 	f.drop()
 	f.s.watch(f, true)
-	f.envoy.Continue()
+	f.envoy.Continue(f.route == nil)
+}
+
+// target has the request go on to its endpoint: on a route of Tandem's by headers, and on another's in that route's
+// cluster.
+func (f *Filter) target(r *pass.Routed) {
+	e, set := r.Endpoint, f.envoy.SetHeader
+	if f.route != nil {
+		f.envoy.SendTo(e.HostPort())
+		return
+	}
+	set(names.HeaderEndpoint, e.HostPort())
+	leg := r.Leg
+	if f.hop.other || leg == plan.LegAnswer {
+		leg = plan.LegDecode // Envoy keeps the body
+	}
+	set(names.HeaderLeg, leg)
+	if s := schemeOf(e); s != "" {
+		set(names.HeaderScheme, s)
+	} else {
+		f.envoy.RemoveHeader(names.HeaderScheme)
+	}
 }
 
 // explanation is the key in [names.Decisions] of an explanation, which Envoy's header mutation makes a header of.
@@ -264,7 +278,7 @@ func (f *Filter) drop() {
 
 // refuse answers with an error in OpenAI's format.
 func (f *Filter) refuse(e *openai.Error) {
-	if in := InsuredOf(f); in.continues() {
+	if in := InsuredOf(f); in.hasPart() {
 		in.giveUp(e)
 		return
 	}
@@ -308,7 +322,7 @@ func (f *Filter) answerSettled(a *prefilled, settled *journey.Settled, stream bo
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {
-	if in := InsuredOf(f); in.continues() {
+	if in := InsuredOf(f); in.hasPart() {
 		in.giveUp(openai.Unavailable("prefill_failed", "prefill answered the rest of a stream", time.Second))
 		return
 	}

@@ -60,6 +60,10 @@ func (p passing) pair(r *pass.Routed) onWorker {
 // begin sends both legs.
 func (p *pair) begin() {
 	f, how := p.f, &p.routed.Pair.Plan
+	if f.unsure() {
+		f.refuse(notStrict())
+		return
+	}
 	f.hop.pair, f.state = p, journey.Prefilling
 	limit := f.s.journeys.PairLimit(&p.ticket)
 	id := cmp.Or(how.RequestID, f.id)
@@ -107,9 +111,11 @@ func (p *pair) carryOut(a journey.PairAction) {
 // send sends D's leg: the request goes on.
 func (p *pair) send() {
 	f, r := p.f, &p.routed
-	p.key = rand.Text()
-	f.envoy.SetHeader(headerPair, p.key)
-	waiting.Store(p.key, p)
+	if f.route == nil || f.route.Holds {
+		p.key = rand.Text()
+		f.envoy.SetHeader(headerPair, p.key)
+		waiting.Store(p.key, p)
+	}
 	r.Edits = p.edits
 	t := &f.hop.ticket
 	t.Undo, t.BodyBytes = p.undo, p.edits.Len(len(f.m.body.data))
@@ -193,7 +199,7 @@ func (p *pair) named() { p.f.envoy.SetHeader(names.HeaderRequestID, p.f.id) }
 // answers is called when D's answer begins, while it may still be planned again.
 func (p *pair) answers(o *Outcome, end bool) Status {
 	p.named()
-	a := p.journey.DecodeAnswers(&journey.DecodeHead{Status: o.Status, Failure: *failure(p.f.envoy, o)})
+	a := p.journey.DecodeAnswers(&journey.DecodeHead{Status: o.Status, Failure: *failure(p.f, o)})
 	p.carryOut(a)
 	switch a.Do {
 	case journey.LetGo, journey.Hold: // a good one would have been held behind the router

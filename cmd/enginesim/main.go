@@ -24,7 +24,7 @@ func main() {
 	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// builtAs is set by the linker: -ldflags "-X main.builtAs=$(scripts/version.sh)".
+// builtAs is set by the linker: -ldflags "-X 'main.builtAs=$(scripts/version.sh built)'".
 var builtAs string
 
 // run is the program. The version, if asked for, goes to stdout, everything else to stderr. It returns the exit status:

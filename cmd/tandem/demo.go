@@ -84,7 +84,7 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 		return fmt.Errorf("finding this program: %w", err)
 	}
 	beside := filepath.Dir(d.self)
-	d.envoy = firstProgram(envoyPath, os.Getenv("ENVOY"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
+	d.envoy = firstProgram(envoyPath, os.Getenv("ENVOY"), filepath.Join(beside, "envoy"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
 	d.sim = firstProgram(simPath, filepath.Join(beside, "enginesim"), "enginesim")
 	switch {
 	case d.envoy == "":

@@ -100,7 +100,7 @@ func doubleDashes(root *cobra.Command, args []string) []string {
 	return out
 }
 
-// builtAs is set by the linker: -ldflags "-X main.builtAs=$(scripts/version.sh)".
+// builtAs is set by the linker: -ldflags "-X 'main.builtAs=$(scripts/version.sh built)'".
 var builtAs string
 
 func version() string { return versions.Text(builtAs) }

@@ -58,6 +58,7 @@ type Failure struct {
 	RetryAfter time.Duration // of that answer; 0: none
 	Unreached  bool          // there was no connection
 	Overdue    bool          // it exceeded its time limit
+	Absent     bool          // Envoy's cluster has no such endpoint: nothing was sent to it
 	Unknown    bool          // Envoy's log has not said: the first entry of a connection may come too late
 }
 
@@ -163,6 +164,15 @@ func (s *Faults) full(pool, addr string, f *Failure) {
 	}
 }
 
+// absent records that Envoy's cluster lacks an endpoint.
+func (s *Faults) absent(pool string, e *kvstate.Endpoint) {
+	s.Observer.EndpointAbsent(pool, e.Addr)
+	if s.State.Health.MarkAbsent(e) {
+		s.Log.LogAttrs(context.Background(), slog.LevelWarn, "the cluster of the gateway's route lacks an endpoint, which "+
+			"gets no request for a while: name the same engines to Tandem and to the route", slog.String("endpoint", e.Addr))
+	}
+}
+
 // Blame records what a failed leg of a request means, for the endpoint at an address and for the ticket of the next
 // pass.
 func (s *Faults) Blame(next *kvtransfer.Ticket, requestID, addr string, f *Failure, m *Meaning) {
@@ -189,6 +199,8 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 	e := plan.EndpointOf(s.State, pool, addr)
 	switch {
 	case e == nil:
+	case f.Absent:
+		s.absent(pool, e)
 	case f.Full():
 		s.full(pool, addr, f)
 	case f.Overdue:

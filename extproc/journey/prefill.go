@@ -3,6 +3,7 @@ package journey
 import (
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -141,6 +142,7 @@ func (x *Legs) afterPrefill(t *kvtransfer.Ticket, a *pass.Answer) (_ *kvtransfer
 	x.pair = kvtransfer.Pair{
 		RequestID: x.learner.ID, Attempt: t.ID, Prefill: pass.Side(pool, t.Prefill), Decode: pass.Side(pool, t.Decode),
 	}
+	x.pair.Prefill.Unsure = a.Unsure
 	got, err := policy.Dialect.ReadAnswer(a.Body, &x.pair)
 	if err == nil && got.Final != nil && t.Stream {
 		var cannot error
@@ -150,6 +152,7 @@ func (x *Legs) afterPrefill(t *kvtransfer.Ticket, a *pass.Answer) (_ *kvtransfer
 	}
 	if err != nil {
 		x.log(slog.LevelWarn, "prefill answered without usable KV parameters", "endpoint", t.Prefill, "err", err)
+		a.Absent = errors.Is(err, kvtransfer.ErrOther)
 		return x.prefillFailed(&next, a), nil
 	}
 	if asked := x.learner.Asked; asked > 0 && got.PromptTokens != int64(asked) {
@@ -199,7 +202,7 @@ func (x *Legs) prefillFailed(next *kvtransfer.Ticket, a *pass.Answer) *kvtransfe
 // failureOf returns how a leg failed, by the answer to it.
 func failureOf(a *pass.Answer) faults.Failure {
 	f := faults.Of(a.Code, string(a.Details), string(a.RetryAfter))
-	f.Unreached, f.Overdue = f.Unreached || a.Cut, a.Overdue
+	f.Unreached, f.Overdue, f.Absent = f.Unreached || a.Cut, a.Overdue, a.Absent
 	return f
 }
 

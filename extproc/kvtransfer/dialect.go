@@ -267,6 +267,8 @@ type Pair struct {
 type Side struct {
 	Addr     string // ip:port where its API is reached
 	Transfer kvstate.Transfer
+	// Unsure: its answer may be another engine's, and has to say whose it is, if answers of its kind can.
+	Unsure bool
 }
 
 // host returns the address at which other engines reach the peer, IPv6 without brackets.

@@ -102,6 +102,6 @@ func readPullAnswer(body []byte, prefill *Side, needed []pullMember) (Answer, er
 	if err != nil {
 		return Answer{}, fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
 	}
-	a.Params = found.repairHost(prefill)
-	return a, nil
+	a.Params, err = found.repairHost(prefill)
+	return a, err
 }

@@ -116,7 +116,9 @@ func (a *Answer) readNIXL(params []byte, pair *Pair) error {
 	case err != nil:
 		return fmt.Errorf("kv_transfer_params of P's answer: %w: %w", ErrParams, err)
 	}
-	a.Params = pull.repairHost(&pair.Prefill)
+	if a.Params, err = pull.repairHost(&pair.Prefill); err != nil {
+		return err
+	}
 	// These two are optional in the usage: messages report input_tokens without the cached ones, and engines report
 	// cached tokens only with an option (0.21 and 0.31).
 	if n, ok := count(pull.numTokens); ok {
@@ -406,24 +408,32 @@ func (c *cursor) blockID() error {
 // repairHost returns the object with an address that D can reach: the configured one of P (transfer.host), or else, if
 // P answers one that is only valid on its own machine, the address at which P was reached. An engine without
 // VLLM_NIXL_SIDE_CHANNEL_HOST answers localhost, which on D's machine is D. Any other address is the operator's
-// choice, and stays. Everything stays when P itself is on a loopback: then D is there too.
-func (p pull) repairHost(prefill *Side) []byte {
+// choice, and stays. Everything stays when P itself is on a loopback: then D is there too. The error is [ErrOther].
+func (p pull) repairHost(prefill *Side) ([]byte, error) {
 	addr := prefill.Transfer.Host
+	var host string
+	text := json.Unmarshal(p.host, &host) == nil
+	if prefill.Unsure && host != prefill.host() {
+		return nil, fmt.Errorf("%w: it names %q", ErrOther, host)
+	}
 	if addr == "" {
-		var host string
-		if json.Unmarshal(p.host, &host) != nil || !localOnly(host) {
-			return p.raw
+		if !text || !localOnly(host) {
+			return p.raw, nil
 		}
 		reached, err := netip.ParseAddrPort(prefill.Addr)
 		if err != nil || reached.Addr().Unmap().IsLoopback() {
-			return p.raw
+			return p.raw, nil
 		}
 		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM adds them (make_zmq_path)
 	}
 	repaired := make([]byte, 0, len(p.raw)+len(addr))
 	repaired = openai.AppendQuoted(append(repaired, p.raw[:p.hostAt]...), []byte(addr))
-	return append(repaired, p.raw[p.hostAt+len(p.host):]...)
+	return append(repaired, p.raw[p.hostAt+len(p.host):]...), nil
 }
+
+// ErrOther: the answer does not name the engine that was asked, and may be another's.
+var ErrOther = errors.New("remote_host of P's answer is not the endpoint that was asked: another engine may have " +
+	"given it (or P's VLLM_NIXL_SIDE_CHANNEL_HOST is not its own address)")
 
 // localOnly reports whether a host is valid only on its own machine: localhost, a loopback or an unspecified address.
 func localOnly(host string) bool {

@@ -101,7 +101,7 @@ func repairAnyHost(params []byte, prefill *Side) ([]byte, error) {
 	if err != nil || p.host == nil {
 		return params, err
 	}
-	return p.repairHost(prefill), nil
+	return p.repairHost(prefill)
 }
 
 // skipSpace returns the index at which a valid value starts.

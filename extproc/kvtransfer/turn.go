@@ -138,8 +138,12 @@ func (nixlTurns) ReadTurn(params []byte, tokens []uint32, decode *Side) (*Turn, 
 		return nil, fmt.Errorf("kv_transfer_params of D's answer: %w: the KV of %d tokens, of which %d are known",
 			ErrParams, kept.tokens, len(tokens))
 	}
+	repaired, err := kept.repairHost(decode)
+	if err != nil {
+		return nil, err
+	}
 	n := int(kept.tokens)
-	return &Turn{Decode: decode.Addr, Tokens: n, Sum: sumOf(tokens[:n]), Params: kept.repairHost(decode),
+	return &Turn{Decode: decode.Addr, Tokens: n, Sum: sumOf(tokens[:n]), Params: repaired,
 		Expires: kept.expires}, nil
 }
 

@@ -25,6 +25,8 @@ type Answer struct {
 	Load                []byte // that the engine reports with it (ORCA)
 	NoMemory            bool   // Body is not all, because there was no memory for it
 	Inline              bool   // it came with pass 2
+	Unsure              bool   // inside Envoy: another endpoint than the one that was asked may have given it
+	Absent              bool   // likewise: another one has given it
 	Cut, Overdue        bool   // inside Envoy: it broke off after it had begun, or did not come in time
 }
 

@@ -37,6 +37,11 @@ func (m *Metrics) EndpointFull(pool, endpoint string, status int) {
 	m.full.WithLabelValues(pool, endpoint, strconv.Itoa(status)).Inc()
 }
 
+// EndpointAbsent counts a request whose endpoint Envoy's cluster lacked.
+func (m *Metrics) EndpointAbsent(pool, endpoint string) {
+	m.absent.WithLabelValues(pool, endpoint).Inc()
+}
+
 // Outdated counts an answer that was refused because its KV may have been another prompt's.
 func (m *Metrics) Outdated(pool, decode, reason string) {
 	m.outdated.WithLabelValues(pool, decode, reason).Inc()

@@ -175,6 +175,7 @@ type handOverMetrics struct {
 	orphaned     *prometheus.CounterVec // pool, endpoint, reason
 	loadFailures *prometheus.CounterVec // pool, endpoint, seen
 	full         *prometheus.CounterVec // pool, endpoint, status
+	absent       *prometheus.CounterVec // pool, endpoint
 	outdated     *prometheus.CounterVec // pool, endpoint, reason
 	expired      *prometheus.CounterVec // endpoint
 	cleanups     *prometheus.CounterVec // pool, result
@@ -193,6 +194,9 @@ func (r registry) handOvers() handOverMetrics {
 		full: r.counter("tandem_endpoint_full_total",
 			"Times that an endpoint answered 429 or 503, by status: it is full, and gets no request for a while.",
 			"pool", "endpoint", "status"),
+		absent: r.counter("tandem_endpoint_absent_total",
+			"Requests whose endpoint the cluster of a gateway's route lacked: the endpoint gets no request for a while.",
+			"pool", "endpoint"),
 		outdated: r.counter("tandem_kv_outdated_total",
 			"KV that was not used because it may have been another prompt's: refused answers, by decode endpoint "+
 				"(standstill, expired), and hand-overs without a known end, by prefill endpoint (unknown).",

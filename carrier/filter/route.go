@@ -1,0 +1,107 @@
+package filter
+
+import (
+	"cmp"
+	"strings"
+	"sync/atomic"
+
+	"tandem/extproc/names"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+)
+
+// Route is how legs get to their endpoints where the request's route is another's, such as Envoy Gateway's: D's leg
+// stays on that route, and its endpoint is chosen in the route's own cluster. Nil: routes and clusters are Tandem's own
+// (envoy-configs, inside.go), whose ORIGINAL_DST clusters know no endpoint before it was used, so that none can be
+// chosen in them.
+type Route struct {
+	// Cluster is that of the legs that the filter calls: P's, that of an endpoint that encodes, and D's of a stream that
+	// shall outlive its engine. "": that of rule Rule of the request's HTTPRoute or, without one, the request's own.
+	Cluster string
+	Rule    string // a number
+	// Strict: that cluster connects to the endpoint that a call names, or not at all (Envoy's dynamic forward proxy). Any
+	// other one may choose another endpoint if it lacks that one, since a call's choice is only a header for its load
+	// balancer (Envoy 1.40 has no override for calls).
+	Strict bool
+	// Holds: the cluster of D's leg has the filter that holds D's answer until P's leg has ended ([Answers]).
+	Holds bool
+
+	keepsNothing atomic.Bool // a request's body was not kept: the route has no retry policy
+}
+
+// callCluster returns the cluster of a leg that the filter calls.
+func (f *Filter) callCluster(e *kvstate.Endpoint) string {
+	r := f.route
+	switch {
+	case r == nil:
+		return cluster(e)
+	case r.Cluster != "" || r.Rule == "":
+		return cmp.Or(r.Cluster, f.cluster)
+	}
+	// Envoy Gateway names clusters httproute/NAMESPACE/NAME/rule/NUMBER (1.9.1, internal/gatewayapi)
+	return f.cluster[:strings.LastIndexByte(f.cluster, '/')+1] + r.Rule
+}
+
+// callHost returns the Host of such a leg. A dynamic forward proxy connects to where it says.
+func (f *Filter) callHost(e *kvstate.Endpoint) string {
+	if f.route != nil {
+		return e.HostPort()
+	}
+	return cmp.Or(e.ServerNameSent(), string(f.m.pass.Head.Authority))
+}
+
+// arrives prepares a request that comes on another's route: nothing that steers Tandem or Envoy is the client's to set,
+// and Envoy keeps a body of any size that is read.
+func (f *Filter) arrives() {
+	f.cluster = f.envoy.Cluster()
+	f.envoy.KeepUpTo(4*f.s.MaxBodyBytes + bodyMargin)
+	for _, at := range f.head.list {
+		if name := string(f.head.memory[at.name:at.value]); name != headerAttempt && steers(name) {
+			f.envoy.RemoveHeader(name)
+		}
+	}
+}
+
+// bodyMargin is what a body may grow by on its way, in bytes.
+const bodyMargin = 1 << 20
+
+// steers reports whether a header is Tandem's own, or names an endpoint. In a bootstrap of Tandem's Envoy removes them
+// before the filter sees a request (early_header_mutation).
+func steers(name string) bool {
+	return strings.HasPrefix(name, "x-tandem-") || name == names.HeaderEndpoint
+}
+
+// unsure reports whether the answer to a call may be another endpoint's than the one that was called.
+func (f *Filter) unsure() bool { return f.route != nil && !f.route.Strict }
+
+// notStrict is why a leg whose answer does not name its engine is not called on such a route.
+func notStrict() *openai.Error {
+	return openai.Unavailable("route_not_strict", "this request needs a call that reaches one engine and no other, and the "+
+		"cluster for calls of this route may choose another: give its rule a Backend of type DynamicResolver, and say "+
+		"strict: true (docs/howto/envoy-gateway-module.md)", 0)
+}
+
+// kept reports whether Envoy has kept the body that was sent on. Without a retry policy it keeps none, and a request
+// that begins again would wait for its body until the client leaves.
+func (f *Filter) kept() bool {
+	if f.route == nil || f.sent == 0 || f.envoy.BodySize() > 0 {
+		return true
+	}
+	if !f.route.keepsNothing.Swap(true) {
+		f.s.Passes.Log.Error(noRetries, "cluster", f.cluster)
+	}
+	return false
+}
+
+// noRetries is what is wrong with a route without a retry policy, and what mends it.
+const noRetries = "this route keeps no request's body, so a request whose engine fails cannot be planned again: give it a " +
+	"retry policy (BackendTrafficPolicy: retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], " +
+	"httpStatusCodes: [599]}})"
+
+// Problem says what is wrong with the route, as its requests have shown; "": nothing.
+func (r *Route) Problem() string {
+	if r != nil && r.keepsNothing.Load() {
+		return noRetries
+	}
+	return ""
+}

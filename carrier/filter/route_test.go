@@ -1,0 +1,134 @@
+package filter
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/extproc/pass"
+)
+
+// named is well, with answers of P's that name it.
+func named(at string, body []byte) engineAnswer {
+	a := well(at, body)
+	host, _, _ := strings.Cut(at, ":")
+	a.body = strings.Replace(a.body, `"remote_host":"10.0.1.1"`, `"remote_host":"`+host+`"`, 1)
+	return a
+}
+
+// On another's route P's leg is a call to the cluster that is named, and D's leg stays on the route.
+func TestAnothersRoute(t *testing.T) {
+	for name, tt := range map[string]struct {
+		route *Route
+		calls string // the cluster of P's leg
+	}{
+		"one cluster":                  {&Route{}, "httproute/ns/chat/rule/0"},
+		"a rule of the same HTTPRoute": {&Route{Rule: "1"}, "httproute/ns/chat/rule/1"},
+		"a cluster by its name":        {&Route{Cluster: "backend/x", Rule: "1", Strict: true}, "backend/x"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFleet(t, always)
+			c := newClient(t, f, named, chat)
+			c.route = tt.route
+			for _, name := range []string{"x-tandem-leg", "x-tandem-pair", "x-gateway-destination-endpoint"} {
+				c.SetHeader(name, "10.9.9.9:1")
+			}
+			c.run()
+			require.Equal(t, 200, c.status, c.reply)
+			require.Equal(t, []string{tt.calls}, c.called)
+			require.Len(t, c.sent, 1)
+			require.Contains(t, c.sent[0], "10.0.2.")
+			require.Contains(t, string(c.got), `"do_remote_prefill":true`)
+			for _, h := range c.headers {
+				require.False(t, steers(h.Name), h.Name)
+			}
+		})
+	}
+}
+
+// A decode endpoint that the route's cluster lacks gets nothing, and is not chosen again for a while.
+func TestTheRoutesClusterLacksAnEndpoint(t *testing.T) {
+	f := newFleet(t, always)
+	ask := func() *client {
+		c := newClient(t, f, named, chat)
+		c.route, c.lacks = &Route{Strict: true}, []string{"10.0.2.1:8000"}
+		c.run()
+		require.Equal(t, 200, c.status, c.reply)
+		require.Equal(t, "10.0.2.2:8000", c.sent[len(c.sent)-1])
+		return c
+	}
+	tries := 0
+	for range 20 {
+		tries += len(ask().sent)
+	}
+	require.Equal(t, 21, tries, "the one that asked it first was planned again")
+	e := f.state.Pool("chat").Endpoint("10.0.2.1:8000")
+	require.Contains(t, e.Refusing(f.Passes.Now()), "the cluster of the gateway's route lacks 10.0.2.1:8000")
+}
+
+// A call that may reach another engine than the one that it names: P's answer has to name it, or is not used.
+func TestAnotherEngineAnswersForP(t *testing.T) {
+	f := newFleet(t, always)
+	tried := map[string]int{}
+	c := newClient(t, f, func(at string, body []byte) engineAnswer {
+		tried[at]++
+		return named(at, body)
+	}, chat)
+	c.route, c.lacks, c.instead = &Route{}, []string{"10.0.1.1:8000", "10.0.1.2:8000"}, "10.0.1.2:8000"
+	for _, e := range f.state.Pool("chat").Endpoints() {
+		if e.Addr == "10.0.1.2:8000" {
+			f.state.Health.MarkFailed(e)
+		}
+	}
+	c.run()
+	require.Equal(t, 200, c.status, c.reply)
+	require.Equal(t, 1, tried["10.0.1.2:8000"])
+	require.NotContains(t, string(c.got), "kv_transfer_params", "D computes the prompt")
+	e := f.state.Pool("chat").Endpoint("10.0.1.1:8000")
+	require.NotEmpty(t, e.Refusing(f.Passes.Now()))
+}
+
+// What a call that is not strict must not be used for.
+func TestCallsThatAreNotStrict(t *testing.T) {
+	for _, strict := range []bool{false, true} {
+		f := newFleet(t, dialect("sglang"))
+		c := newClient(t, f, well, chat)
+		c.route = &Route{Strict: strict}
+		c.run()
+		if strict {
+			require.Equal(t, 200, c.status, c.reply)
+			require.Empty(t, c.header("x-tandem-pair"), "no filter behind the router would take it away")
+			continue
+		}
+		require.Equal(t, 503, c.status)
+		require.Contains(t, c.reply, "route_not_strict")
+		require.Contains(t, c.reply, "DynamicResolver")
+		require.Empty(t, c.sent)
+		require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
+	}
+}
+
+// A route without a retry policy keeps no body, so the request cannot begin again: without a word it would hang.
+func TestARouteWithoutARetryPolicy(t *testing.T) {
+	f := newFleet(t, func(p *pass.Policy) { p.Split = false })
+	c := newClient(t, f, func(at string, body []byte) engineAnswer {
+		return engineAnswer{status: 503, local: "upstream_reset_before_response_started{connection_failure}"}
+	}, chat)
+	well := newClient(t, f, well, chat)
+	well.route, well.forgets = &Route{Strict: true}, true
+	require.Empty(t, well.route.Problem())
+	well.run()
+	require.Equal(t, 200, well.status)
+	require.Contains(t, well.route.Problem(), "retry policy", "it is said before a request needs it")
+
+	c.route, c.forgets = &Route{Strict: true}, true
+	c.run()
+	require.Equal(t, 503, c.status)
+	require.Contains(t, c.reply, "BackendTrafficPolicy")
+	require.Equal(t, 1, c.started)
+	require.Contains(t, c.route.Problem(), "retry policy")
+	require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
+	require.True(t, f.state.Pool("chat").Endpoint(c.sent[0]).Failed(), "the endpoint is known to have failed all the same")
+}
