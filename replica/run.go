@@ -112,7 +112,7 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 	if config.Inside(cfg) {
 		where = "inside Envoy"
 	}
-	log.Info("serving", "ext_proc", where, "pools", len(cfg.GetPools()), "version", r.set.Release)
+	log.Info("serving", "ext_proc", where, "page", "http://"+config.Reached(cfg.GetAdmin().GetListen())+"/", "pools", len(cfg.GetPools()), "version", r.set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
@@ -199,16 +199,16 @@ type listeners struct{ admin, notices net.Listener }
 
 // listen opens all ports, or none.
 func (r *replica) listen(ctx context.Context) (l listeners, err error) {
-	ports := append(r.front.Ports(), Port{&l.admin, r.cfg.GetAdmin().GetListen()})
+	ports := append(r.front.Ports(), Port{&l.admin, r.cfg.GetAdmin().GetListen(), "admin.listen"})
 	if r.fleet.board != nil {
-		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen()})
+		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen(), "notices.listen"})
 	}
 	for i, p := range ports {
 		if *p.Listener, err = r.set.Listen(ctx, p.Address); err != nil {
 			for _, open := range ports[:i] {
 				_ = (*open.Listener).Close()
 			}
-			return listeners{}, err
+			return listeners{}, fmt.Errorf("%s: %w", p.Setting, err)
 		}
 	}
 	return l, nil
