@@ -179,10 +179,10 @@ func newReplica(
 		Version: set.Release, Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: r.core.Recent, Ready: r.ready.Load, Sharing: fleet.sharing,
 		Envoys: r.front.Envoys, Config: func() status.File { return *fleet.config.Load() },
-		Roles: r.words.Advice, Explain: r.core.Explain,
+		Roles: r.words.Advice, Explain: r.core.Explain, Queued: r.core.Queued,
 		Logs: r.front.AccessLogs,
 	})
-	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
+	registry.MustRegister(fleetmetrics.Words(r.words.Advice), fleetmetrics.Waiting(fleet.state, r.core.Queued))
 	r.reload = newReloader(file, cfg, fleet, r.core, r.front, registry, log)
 	operator := &orders.Orders{
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
