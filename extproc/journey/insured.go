@@ -365,6 +365,7 @@ func (in *Insured) Fails(how *faults.Failure) StreamAction {
 		return in.NoneTakes(openai.Unavailable("endpoint_failed", "no endpoint answered; try again", time.Second))
 	}
 	next := in.shared.DecodeFailed(in.ticket, in.id, how)
+	in.shared.Passes.Release(pass.HeldBy(in.ticket)) // the next pass resumes none
 	a := plan.Next(&next)
 	a.From = in.from
 	return StreamAction{Do: AskAgain, Ticket: next, Attempt: a}
