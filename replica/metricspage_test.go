@@ -51,7 +51,7 @@ func metricsRegistered(t *testing.T) map[string]string {
 	fleet, err := newFleet(t.Context(), cfg, Settings{}, log)
 	require.NoError(t, err)
 	fleet.register(registry)
-	registry.MustRegister(fleetmetrics.Words(nil)) // described only
+	registry.MustRegister(fleetmetrics.Words(nil), fleetmetrics.Waiting(nil, nil)) // described only
 	options, err := coreOptions(cfg, fleet, log)
 	require.NoError(t, err)
 	options.Memory = newBudget(registry)

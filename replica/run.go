@@ -3,6 +3,7 @@ package replica
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -111,7 +112,7 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 	if config.Inside(cfg) {
 		where = "inside Envoy"
 	}
-	log.Info("serving", "ext_proc", where, "pools", len(cfg.GetPools()), "version", r.set.Release)
+	log.Info("serving", "ext_proc", where, "page", "http://"+config.Reached(cfg.GetAdmin().GetListen())+"/", "pools", len(cfg.GetPools()), "version", r.set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
@@ -172,10 +173,10 @@ func newReplica(
 		Version: set.Release, Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: r.core.Recent, Ready: r.ready.Load, Sharing: fleet.sharing,
 		Envoys: r.front.Envoys, Config: func() status.File { return *fleet.config.Load() },
-		Roles: r.words.Advice, Explain: r.core.Explain,
+		Roles: r.words.Advice, Explain: r.core.Explain, Queued: r.core.Queued,
 		Logs: r.front.AccessLogs,
 	})
-	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
+	registry.MustRegister(fleetmetrics.Words(r.words.Advice), fleetmetrics.Waiting(fleet.state, r.core.Queued))
 	r.reload = newReloader(file, cfg, fleet, r.core, r.front, registry, log)
 	operator := &orders.Orders{
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
@@ -192,16 +193,16 @@ type listeners struct{ admin, notices net.Listener }
 
 // listen opens all ports, or none.
 func (r *replica) listen(ctx context.Context) (l listeners, err error) {
-	ports := append(r.front.Ports(), Port{&l.admin, r.cfg.GetAdmin().GetListen()})
+	ports := append(r.front.Ports(), Port{&l.admin, r.cfg.GetAdmin().GetListen(), "admin.listen"})
 	if r.fleet.board != nil {
-		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen()})
+		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen(), "notices.listen"})
 	}
 	for i, p := range ports {
 		if *p.Listener, err = r.set.Listen(ctx, p.Address); err != nil {
 			for _, open := range ports[:i] {
 				_ = (*open.Listener).Close()
 			}
-			return listeners{}, err
+			return listeners{}, fmt.Errorf("%s: %w", p.Setting, err)
 		}
 	}
 	return l, nil

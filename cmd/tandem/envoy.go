@@ -19,7 +19,7 @@ func newEnvoy() *cobra.Command {
 	var xds bool
 	var o envoyconfigs.GatewayOptions
 	c := &cobra.Command{
-		Use: "envoy -f FILE", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
+		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			text, err := envoy(file, whose, upstream, xds, o)
 			if err != nil {
@@ -37,7 +37,7 @@ func newEnvoy() *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
+	fileFlag(f, &file, "configuration `FILE` (YAML)")
 	f.StringVarP(&output, "output", "o", "", "`FILE` to write, in place of stdout")
 	f.StringVar(&whose, "for", "envoy", "`TARGET`: envoy (a bootstrap) or envoy-gateway (resources)")
 	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
@@ -50,7 +50,6 @@ func newEnvoy() *cobra.Command {
 	f.BoolVar(&o.Standalone, "standalone", false, "Envoy Gateway runs without a cluster and starts Envoy itself")
 	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst),
 		"`HOW` Envoy Gateway's Envoy finds endpoints: original-dst or override-host")
-	required(c, "file")
 	return c
 }
 

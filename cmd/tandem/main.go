@@ -1,5 +1,6 @@
 // Command tandem routes LLM requests over disaggregated prefill and decode, as an external processor of Envoy.
 //
+//	tandem run --prefill URL ...     ask engines what they are, and run Tandem and Envoy in front of them
 //	tandem serve -f FILE             run the server; changes of the file are taken up, on SIGHUP at once
 //	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
@@ -66,7 +67,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			root.AddCommand(c)
 		}
 	}
-	add("run", newServe(), newEnvoy())
+	add("run", newRun(), newServe(), newEnvoy())
 	add("watch", newStatus(), newRequests(), newExplain())
 	add("order", newDrain(), newPause(true), newPause(false), newWeights())
 	add("try", newDemo(), newReplay())

@@ -175,6 +175,9 @@ func (c *Core) Apply(s pass.Settings) { c.Passes.Apply(s) }
 // Settings returns the current settings. Do not modify.
 func (c *Core) Settings() pass.Settings { return c.Passes.Settings() }
 
+// Queued returns how many requests for a pool wait at this replica.
+func (c *Core) Queued(pool string) latebinding.Status { return c.Passes.Queued(pool) }
+
 // Explain returns where a request with so many uncached prompt tokens would be placed in a pool now.
 func (c *Core) Explain(pool string, promptTokens int64) (pass.Explanation, error) {
 	return c.Passes.Explain(pool, promptTokens)

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"strings"
 
+	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
@@ -65,6 +66,14 @@ func (s *Shared) Explain(poolName string, promptTokens int64) (e Explanation, er
 		e.Waiting, e.Memory, e.Remote, e.Longest = now.Waiting, now.Memory, now.Remote, now.Longest
 	}
 	return e, nil
+}
+
+// Queued returns how many requests for a pool wait at this replica.
+func (s *Shared) Queued(pool string) latebinding.Status {
+	if policy, ok := s.Policy(pool); ok && policy.queue != nil {
+		return policy.queue.Status()
+	}
+	return latebinding.Status{}
 }
 
 // noPool returns the error for a pool that does not exist, with those that do.

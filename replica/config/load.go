@@ -25,7 +25,7 @@ func Load(path string,
 	}
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, nil, fmt.Errorf("reading the configuration: %w", err)
+		return nil, nil, fmt.Errorf("reading the configuration (-f names the file): %w", err)
 	}
 	c, warnings, err = Parse(text, also...)
 	if err != nil {
