@@ -104,8 +104,8 @@ type watched struct {
 	answered bool // D's headers have come
 }
 
-// watch has the pair judge what happens, and carries out what follows. If it returns nil, Envoy continues without this
-// stream.
+// watch asks the pair what follows from what happens, and carries out what follows. If it returns nil, Envoy continues
+// without this stream.
 func (x *watched) watch(p *concurrent.Pair) error {
 	limit := time.NewTimer(x.limit)
 	defer limit.Stop()

@@ -247,7 +247,7 @@ func (in *Insured) Breaks(why migration.Reason, sent time.Time) StreamAction {
 	}
 }
 
-// breaks has another engine continue a stream whose engine ended it before its time.
+// breaks asks for another engine to continue a stream whose engine ended it before its time.
 func (in *Insured) breaks(cause string, sent time.Time) StreamAction {
 	t, streams := in.ticket, &in.shared.Passes.Observer.Streams
 	rest := in.Stream.Release(nil) // an error's event
