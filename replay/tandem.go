@@ -200,7 +200,7 @@ func (r *replica) scrape() {
 	r.After(scrapeSeconds, r.scrape)
 }
 
-// sweep has the state learn of conversations' idle times.
+// sweep teaches the state conversations' idle times.
 func (r *replica) sweep() {
 	r.pool.SweepMemory(time.Unix(0, int64(r.Now*float64(time.Second))))
 	r.After(1, r.sweep)
@@ -255,6 +255,11 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	r.bookings[j.ID] = b
 	prefill, d, booking := -1, r.view.Endpoints[c.Decode].Endpoint, c.DecodeBooking(&r.view)
 	booking.Of = j.conversation
+	computes := d
+	if c.Prefill >= 0 {
+		computes = r.view.Endpoints[c.Prefill].Endpoint
+	}
+	r.state.Computes(r.pool, j.conversation, computes, &r.view)
 	if c.Prefill < 0 {
 		b.decode = r.book(d, booking, j.whole())
 	} else { // D is chosen again, and counts the request then

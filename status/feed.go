@@ -13,6 +13,8 @@ import (
 	"golang.org/x/sync/singleflight"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -57,6 +59,7 @@ type Failed struct {
 	// Requests that failed because a replica refused their ticket; not among the others, since no endpoint failed
 	TicketsRefused uint64 `json:"tickets_refused,omitempty"`
 	TicketID       string `json:"ticket_refused_request,omitempty"` // the latest one
+	NoRouteID      string `json:"no_route_request,omitempty"`       // the latest one for which Envoy had no route
 }
 
 // Replica is one of the replicas.
@@ -101,6 +104,7 @@ type Pool struct {
 	Wanted    string       `json:"wanted,omitempty"`      // of that, for people: how many engines would serve the load
 	Short     bool         `json:"wanted_more,omitempty"` // there are fewer
 	Endpoints []Endpoint   `json:"endpoints"`
+	Memory    Memory       `json:"memory"`
 	Pairing
 }
 
@@ -200,7 +204,8 @@ type Source struct {
 	Ready   func() bool
 	Roles   func() map[string]roles.Advice // what is wanted of pools, by name; nil: not known
 	Explain func(pool string, tokens int64) (pass.Explanation, error)
-	Config  func() File // nil: not known
+	Queued  func(pool string) latebinding.Status // requests that wait at this replica; nil: not known
+	Config  func() File                          // nil: not known
 	Sharing func() Sharing
 	Envoys  func() []Envoy // nil: none
 	// open streams of Envoys' access logs, and when there was last one; nil: not known
@@ -311,7 +316,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	out := Pool{
 		Name: p.Spec.Name, Models: f.source.State.ModelNames(p), IndexBlocks: p.IndexStats().Blocks,
 		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: written.Output{Rate: -1}, Endpoints: []Endpoint{},
-		Pairing: pairingOf(f.source.State, p),
+		Memory: f.memory(p), Pairing: pairingOf(f.source.State, p),
 	}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}
@@ -456,6 +461,9 @@ func failedHop(h *telemetry.FailedHop) string {
 // refusal begins the name of what ended a request that Tandem itself refused between its hops; its code follows.
 const refusal = "Tandem's own error "
 
+// noRoute is the name of what ended a request for which Envoy has no route.
+const noRoute = "Envoy, which has no route for it"
+
 // failedHops counts the hops that failed since then, those that ended a request and those after which it was planned
 // again, and names the latest request that failed. recent has the newest first.
 func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
@@ -481,7 +489,10 @@ func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
 			case t.Refused != "": // Tandem did not ask the last plan's endpoint
 				last = telemetry.FailedHop{Hop: refusal + t.Refused}
 			}
-			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal)
+			if t.Refused == names.CodeNoRoute {
+				f.NoRouteID, last = cmp.Or(f.NoRouteID, t.RequestID), telemetry.FailedHop{Hop: noRoute}
+			}
+			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal) && last.Hop != noRoute
 			ended[failedHop(&last)]++
 		}
 		for _, hop := range hops {

@@ -57,6 +57,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 		s.State.Routed(d.Pool, d.Report.Prefill, x.Req.Hashes)
 	}
 	if d.Computes != nil {
+		s.State.Computes(d.Pool, x.Req.Conversation, d.Computes, &x.view)
 		s.State.Routed(d.Pool, d.Computes, x.Req.Hashes)
 	}
 	if a := d.Affinity; a.Session != 0 {
@@ -227,15 +228,6 @@ func (s *Shared) Revoke(name string) {
 // consume consumes a ticket, and reports whether this was the first time. A ticket that no other replica can have needs
 // no record.
 func (s *Shared) consume(id kvtransfer.ID) bool { return s.Inside || s.State.HandOvers.Consume(id) }
-
-// releaseDecode releases what a ticket's pass has reserved for decode, here or at the replica that served it.
-func (s *Shared) releaseDecode(t *kvtransfer.Ticket) {
-	if pool := s.State.Pool(t.Pool); pool != nil {
-		s.State.Bookings.ReleaseAnywhere(pool, HeldBy(t).Decode)
-	} else {
-		s.State.Bookings.Release(HeldBy(t).Decode)
-	}
-}
 
 // SealedAt returns when a leg's ticket was made: the start of the hop.
 func (s *Shared) SealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.Limits.TicketTTL) }

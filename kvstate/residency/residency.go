@@ -13,27 +13,27 @@ import (
 
 const (
 	// Horizon is the time within which a return counts, in seconds: an engine of a million tokens could compute all of
-	// its memory anew in about that time, so it is not worth to keep KV for longer. From one minute to a quarter of an
-	// hour the replay hardly differs.
+	// its memory anew in about that time, so KV is not worth keeping for longer. From one minute to a quarter of an hour
+	// the replay hardly differs.
 	Horizon = 120.0
 	// Bins of idle time: powers of two of a second.
 	bins       = 12
 	forgotten  = 3600.0 // s: what was idle for so long is a new conversation if it returns
 	sweepEvery = 1.0    // s ...
 	sweepRate  = 8192.0 // ... or longer, so that no more conversations are swept in a second
-	// For so long what is said of an engine's memory is not said anew, s: at least, for each conversation that it
-	// holds, and, if nothing has changed, for each of them.
+	// How long the summary of an engine's memory is used before it is made anew, s: at least, in addition for each
+	// conversation that it holds, and, if nothing has changed, for each of them.
 	fresh, freshEach, steadyEach = 0.020, 1e-4, 1e-3
-	// What is believed before anything is observed: in 15 s of idle time .05 conversations return.
+	// What is assumed before anything is observed: in 15 s of idle time .05 conversations return.
 	priorReturns, priorIdle = 0.05, 15.0
 	learnedIdle             = 20000.0 // s of idle time in a bin at which old observations are halved
 	// Conversations that are known; beyond that the one that changed longest ago is forgotten. With its places, two on
 	// average at most, one takes some 400 bytes: 13 MB for a pool.
 	maxConversations = 1 << 15
 	maxPlaces        = 2 * maxConversations
-	// For so long a request that has arrived may wait for an engine, s. Then it counts as one that has left.
+	// How long a request that has arrived may wait for an engine, s. After that it counts as one that has left.
 	waits = 60.0
-	// What is believed of the time of a request at an engine before one has ended, s.
+	// The time that a request is assumed to spend at an engine until one has ended, s.
 	priorTurn = 10.0
 )
 
@@ -45,11 +45,12 @@ type Conversation struct {
 	home    *Engine
 	tokens  float64
 	shared  float64 // of those, at the beginning, that others have too
-	running int     // requests that engines have, as far as this table was told of their ends
+	had     int     // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
+	running int     // requests that engines have: those whose end this table was not told of
 	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
 	// request runs.
 	since   float64
-	guessed bool // since is of a request of another replica
+	guessed bool // since was set by a request of another replica
 	left    bool // its client has gone on without it: it will not come back
 	places  *place
 
@@ -80,14 +81,17 @@ type Table struct {
 	returned, idle [bins]float64
 	hazard         [bins]float64     // returns a second
 	edges          [bins + 1]float64 // chance of a return, by the idle time at which a bin begins
+	later          [bins]float64     // expected returns in the bins after this one
 	turn           float64           // mean time of a request at an engine, s
 	// Of prompts that came here, of which older ones count less: what a block is in tokens.
 	blocks, tokens float64
 	swept          float64
 	live           atomic.Uint64 // bits of a float64
+	needs          float64
+	all, lately    Again
 }
 
-// Engine is the KV memory of an engine. The zero value is one of unknown size, of which nothing is said.
+// Engine is the KV memory of an engine. The zero value is one of unknown size, which has no summary.
 type Engine struct {
 	capacity       float64
 	oldest, newest *place
@@ -161,6 +165,9 @@ func (t *Table) learn() {
 		}
 		t.edges[b] = 1 - math.Exp(-sum)
 	}
+	for b := bins - 2; b >= 0; b-- {
+		t.later[b] = t.later[b+1] + t.hazard[b+1]*max(min(begins(b+2), forgotten)-begins(b+1), 0)
+	}
 }
 
 func (c *Conversation) isIdle(now float64) bool { return c.running == 0 && c.since <= now }
@@ -176,8 +183,8 @@ func (t *Table) chance(c *Conversation, now float64) float64 {
 	return t.edges[0]
 }
 
-// Sweep counts for how long conversations have been idle, forgets old ones, and brings what is said of engines up to
-// date. Call it every second.
+// Sweep counts for how long conversations have been idle, forgets old ones, and makes outdated summaries of engines
+// anew. Call it every second.
 func (t *Table) Sweep(now float64, engines func(yield func(*Engine) bool)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -195,7 +202,9 @@ func (t *Table) Sweep(now float64, engines func(yield func(*Engine) bool)) {
 
 func (t *Table) count(now, passed float64) {
 	t.swept = now
+	t.fade(passed)
 	live := 0.0
+	t.needs = 0
 	for c, next := t.oldest, (*Conversation)(nil); c != nil; c = next {
 		next = c.newer
 		if c.isIdle(now) {
@@ -209,6 +218,9 @@ func (t *Table) count(now, passed float64) {
 			}
 		}
 		live += (c.tokens - c.shared) * t.chance(c, now)
+		if !c.left {
+			t.needs += (c.tokens - c.shared) * t.ever(max(now-c.since, 0))
+		}
 	}
 	t.live.Store(math.Float64bits(live))
 	for b := range t.idle {
@@ -239,6 +251,7 @@ func (t *Table) Arrive(p *Prompt, now float64) *Conversation {
 	c := t.find(p)
 	t.countReturn(c, now)
 	c.since, c.guessed = now+waits, false
+	c.had = c.length
 	t.extend(c, p)
 	t.outdate(c.home)
 	t.refresh(now)
@@ -299,7 +312,7 @@ func (t *Table) tipOf(p *Prompt) *Conversation {
 // find returns the conversation of a prompt, and a new one if it extends none.
 func (t *Table) find(p *Prompt) *Conversation {
 	if c := t.tipOf(p); c != nil {
-		if c.left { // it goes on: its name is of several
+		if c.left { // it goes on, so several have its name
 			c.left = false
 			t.ambiguous(c.name)
 		}
@@ -324,7 +337,7 @@ func (t *Table) find(p *Prompt) *Conversation {
 	return c
 }
 
-// ambiguous records that several conversations have a name at once, so that it says nothing of any.
+// ambiguous records that several conversations have a name at once, so that it identifies none of them.
 func (t *Table) ambiguous(name uint64) {
 	if len(t.shared) >= maxConversations {
 		clear(t.shared)
@@ -400,7 +413,7 @@ func (t *Table) extend(c *Conversation, p *Prompt) {
 	t.append(c)
 }
 
-// dropTip forgets by what a conversation's next prompt is known.
+// dropTip forgets the block by which a conversation's next prompt is recognised.
 func (t *Table) dropTip(c *Conversation) {
 	if c.length > 0 {
 		delete(t.tips, c.tip)
@@ -416,8 +429,8 @@ func (t *Table) Of(last uint64) *Conversation {
 	return t.tips[last]
 }
 
-// Sent records that an engine has a request of a conversation, will answer it, and so hold all of the conversation. End
-// must follow.
+// Sent records that an engine has got a request of a conversation and will answer it, so that it will hold the whole
+// conversation. End must follow.
 func (t *Table) Sent(c *Conversation, home *Engine, now float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -458,7 +471,7 @@ func (t *Table) End(c *Conversation, answer, took, now float64) {
 	t.refresh(now)
 }
 
-// place records that an engine holds all of a conversation, used last.
+// place records that an engine holds all of a conversation, and has used it last of all.
 func (t *Table) place(c *Conversation, at *Engine) {
 	t.outdate(at)
 	for p := c.places; p != nil; p = p.also {
@@ -525,8 +538,8 @@ func (t *Table) remove(p *place) {
 	t.outdate(at)
 }
 
-// discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used,
-// and nothing that requests there need.
+// discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used
+// conversations, but nothing that requests there need.
 func (t *Table) discard(at *Engine) {
 	for p, next := at.oldest, (*place)(nil); p != nil && at.used > at.capacity; p = next {
 		next = p.newer
@@ -565,17 +578,10 @@ func (t *Table) Empty(e *Engine, left bool) {
 // Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
 func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
 
-// Known returns the number of conversations that are known.
-func (t *Table) Known() int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.known
-}
-
 // Memory returns what an engine's memory holds; nil: its size is unknown.
 func (e *Engine) Memory() *Memory { return e.summary.Load() }
 
-// outdate notes that what is said of an engine's memory is no longer true.
+// outdate notes that the summary of an engine's memory is no longer true.
 func (t *Table) outdate(e *Engine) {
 	if e != nil && !e.outdated {
 		e.outdated = true
@@ -583,7 +589,7 @@ func (t *Table) outdate(e *Engine) {
 	}
 }
 
-// refresh brings what is said of engines up to date, of each not too often.
+// refresh makes outdated summaries of engines anew, each not too often.
 func (t *Table) refresh(now float64) {
 	kept := t.outdated[:0]
 	for _, e := range t.outdated {
@@ -598,7 +604,7 @@ func (t *Table) refresh(now float64) {
 	t.outdated = kept
 }
 
-// sum says anew what an engine's memory holds.
+// sum makes the summary of an engine's memory anew.
 func (t *Table) sum(e *Engine, now float64) {
 	if e.capacity <= 0 || e.left {
 		e.summary.Store(nil)
