@@ -1,8 +1,8 @@
 // Package proposal makes the configuration of a fleet of which only the addresses are known, for `tandem run`.
 //
-// [Ask] asks engines what they are, with the questions of `serve --check --live` ([enginefacts.Read]), and [Write] writes
-// a pool of them. What no engine says is taken as it is in most fleets, and the text says so: the live check of the
-// finished configuration finds out whether it is right.
+// [Ask] asks engines what they are, with the questions of `serve --check --live` ([enginefacts.Read]), and [Write]
+// writes a pool of them. What no engine says is taken as it is in most fleets, and the text says so: the live check of
+// the finished configuration finds out whether it is right.
 package proposal
 
 import (

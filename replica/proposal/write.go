@@ -163,7 +163,8 @@ func (e *Engine) line(dialect string) string {
 		set += ", role: " + e.role()
 	}
 	var transfer []string
-	if port := e.Info.Bootstrap; dialect != "none" && e.role() == "prefill" && port > 0 && port != kvtransfer.DefaultBootstrapPort {
+	port := e.Info.Bootstrap
+	if dialect != "none" && e.role() == "prefill" && port > 0 && port != kvtransfer.DefaultBootstrapPort {
 		transfer = append(transfer, fmt.Sprintf("bootstrapPort: %d", port))
 	}
 	if e.Info.TP > 1 && dialect != "none" {
