@@ -161,6 +161,9 @@ func documented(t *testing.T, page string) (out []string) {
 	text, err := os.ReadFile(page)
 	require.NoError(t, err)
 	joined := strings.ReplaceAll(string(text), " \\\n", " ") // a continued line
+	joined = regexp.MustCompile("(?s)\n```(?:sh|bash)\n.*?\n```").ReplaceAllStringFunc(joined, func(block string) string {
+		return strings.ReplaceAll(strings.TrimSuffix(block, "\n```"), "\n", "\n    ") // as an indented block
+	})
 	fenced := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(joined, "")
 	var lines []string
 	for line := range strings.Lines(fenced) {
