@@ -71,7 +71,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	add("run", newRun(), newServe(), newEnvoy())
 	add("watch", newStatus(), newRequests(), newExplain())
 	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
-	add("try", newDemo(), newReplay())
+	add("try", newDemo(), newReplay(), newProfile())
 	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
 		fmt.Fprintln(c.OutOrStdout(), "tandem", version())
 	}})
