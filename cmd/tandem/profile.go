@@ -80,13 +80,13 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	p.Model = m.model
 	m.memory(ctx, p)
 	end := time.Now().Add(m.within)
-	if _, err := m.ask(ctx, 64, 2); err != nil { // what is loaded with the first request
+	if _, err := m.ask(ctx, unknown(64), 2); err != nil { // what is loaded with the first request
 		return nil, err
 	}
 	for n := 256; n <= m.longest && time.Now().Before(end.Add(-m.within/2)); n *= 2 {
 		best := 0.0
 		for i := range 3 { // the least: nothing makes it faster than it is
-			a, err := m.ask(ctx, n, 1)
+			a, err := m.ask(ctx, unknown(n), 1)
 			if err != nil {
 				if len(p.Prefill) >= 2 { // longer than its context
 					n = m.longest
@@ -94,7 +94,7 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 				}
 				return nil, err
 			}
-			if s := a.first.Seconds(); i == 0 || s < best {
+			if s := a[0].Seconds(); i == 0 || s < best {
 				best = s
 			}
 		}
@@ -105,9 +105,13 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	}
 	for _, prompt := range []int{64, 2048} {
 		for b := 1; b <= m.most && time.Now().Before(end); b *= 4 {
-			s, err := m.batch(ctx, b, prompt)
+			s, ok, err := m.batch(ctx, b, prompt)
 			if err != nil {
 				return nil, err
+			}
+			if !ok {
+				fmt.Fprintf(progress, "%d answers to %d tokens did not run at once, and are left out\n", b, prompt)
+				continue
 			}
 			p.Steps = append(p.Steps, s)
 			fmt.Fprintf(progress, "%d answers to %d tokens: %.2f ms a step\n", b, prompt, 1000*s.Seconds)
@@ -119,54 +123,79 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	return p, nil
 }
 
-// answered is when an answer came.
-type answered struct {
-	first, last time.Duration
-	tokens      int
-}
+// answered is when the tokens of an answer came, since it was asked for.
+type answered []time.Duration
 
-// batch measures the steps of so many answers that run at once.
-func (m *measuring) batch(ctx context.Context, answers, prompt int) (profile.Step, error) {
-	const tokens = 48
+// batchTokens is how many tokens an answer in a batch has.
+const batchTokens = 64
+
+// batch measures the steps of so many answers that run at once. Their prompts are cached before, so that nothing but
+// answers runs then. ok is false if they did not run at once for long enough.
+func (m *measuring) batch(ctx context.Context, answers, prompt int) (s profile.Step, ok bool, err error) {
+	prompts := make([][]int, answers)
+	for i := range prompts {
+		prompts[i] = unknown(prompt)
+		if _, err := m.ask(ctx, prompts[i], 1); err != nil {
+			return s, false, err
+		}
+	}
 	got := make([]answered, answers)
 	group, ctx := errgroup.WithContext(ctx)
 	began := time.Now()
 	for i := range got {
 		group.Go(func() (err error) {
 			since := time.Since(began)
-			got[i], err = m.ask(ctx, prompt, tokens)
-			got[i].first, got[i].last = got[i].first+since, got[i].last+since
+			got[i], err = m.ask(ctx, prompts[i], batchTokens)
+			for j := range got[i] {
+				got[i][j] += since
+			}
 			return err
 		})
 	}
 	if err := group.Wait(); err != nil {
-		return profile.Step{}, err
+		return s, false, err
 	}
-	// while all of them run: from the last first token to the first last one
-	from, to := time.Duration(0), time.Duration(1<<62)
-	for _, a := range got {
-		from, to = max(from, a.first), min(to, a.last)
-	}
-	sum, n := 0.0, 0
-	for _, a := range got {
-		if a.tokens > 1 && to > from {
-			sum += (a.last - a.first).Seconds() / float64(a.tokens-1)
-			n++
-		}
-	}
-	if n == 0 {
-		return profile.Step{}, fmt.Errorf("%d answers of %d tokens did not run at once: is the engine idle?", answers, tokens)
-	}
-	return profile.Step{Answers: answers, KV: float64(answers * (prompt + tokens/2)), Seconds: sum / float64(n)}, nil
+	seconds, ok := stepOf(got)
+	return profile.Step{Answers: answers, KV: float64(answers * (prompt + batchTokens/2)), Seconds: seconds}, ok, nil
 }
 
-// ask asks for an answer to a prompt that no cache has.
-func (m *measuring) ask(ctx context.Context, prompt, answer int) (a answered, err error) {
-	ids := make([]int, prompt)
+// stepOf returns the mean time between two tokens while all answers run: from the last first token to the first last
+// one. At least a quarter of their tokens must be in that time.
+func stepOf(all []answered) (seconds float64, ok bool) {
+	from, to := time.Duration(0), time.Duration(1<<62)
+	for _, a := range all {
+		from, to = max(from, a[0]), min(to, a[len(a)-1])
+	}
+	sum, gaps := time.Duration(0), 0
+	for _, a := range all {
+		var in []time.Duration
+		for _, t := range a {
+			if t >= from && t <= to {
+				in = append(in, t)
+			}
+		}
+		if len(in) > 1 {
+			sum, gaps = sum+in[len(in)-1]-in[0], gaps+len(in)-1
+		}
+	}
+	if gaps < len(all)*batchTokens/4 {
+		return 0, false
+	}
+	return sum.Seconds() / float64(gaps), true
+}
+
+// unknown returns the token ids of a prompt that no cache has.
+func unknown(tokens int) []int {
+	ids := make([]int, tokens)
 	for i := range ids {
 		ids[i] = 100 + rand.IntN(900)
 	}
-	body, err := json.Marshal(map[string]any{"model": m.model, "prompt": ids, "max_tokens": answer, "min_tokens": answer,
+	return ids
+}
+
+// ask asks for an answer.
+func (m *measuring) ask(ctx context.Context, prompt []int, answer int) (a answered, err error) {
+	body, err := json.Marshal(map[string]any{"model": m.model, "prompt": prompt, "max_tokens": answer, "min_tokens": answer,
 		"ignore_eos": true, "temperature": 0, "stream": true})
 	if err != nil {
 		return a, err
@@ -196,15 +225,12 @@ func (m *measuring) ask(ctx context.Context, prompt, answer int) (a answered, er
 		if !ok || strings.TrimSpace(data) == "[DONE]" || !strings.Contains(data, `"text"`) {
 			continue
 		}
-		a.last = time.Since(began)
-		if a.tokens++; a.tokens == 1 {
-			a.first = a.last
-		}
+		a = append(a, time.Since(began))
 	}
 	if err := lines.Err(); err != nil {
 		return a, fmt.Errorf("reading the engine's answer: %w", err)
 	}
-	if a.tokens == 0 {
+	if len(a) == 0 {
 		return a, errors.New("the engine's answer has no token")
 	}
 	return a, nil
