@@ -8,6 +8,7 @@
 //	tandem drain | pause | resume | weights       orders to a running replica
 //	tandem record start | stop | status           record its requests, for replay
 //	tandem demo                      bring everything up on this machine and send real requests
+//	tandem profile ENGINE            measure an idle engine, for replay
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //
 // A file of this package for each of them; `tandem COMMAND --help` lists the flags.
