@@ -34,6 +34,7 @@ type RecordedTurn struct {
 	Input  int     // tokens
 	Output int
 	Blocks []uint64
+	Part   engine.Part
 	Kept   []uint64 // of prompt and answer, if a later prompt has them; see engine.Job
 	Was    *recording.Request
 	root   int
@@ -200,15 +201,34 @@ func (o *Recorded) cut(blockBytes int) {
 			grown[t.On] = i // the first one, as they come backwards
 		}
 	}
-	of := map[uint64]int{}
+	o.shared = sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Blocks })
+	small := sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Was.Blocks })
 	for i := range o.Turns {
-		for _, b := range o.Turns[i].Blocks {
-			if root, ok := of[b]; ok && root != o.Turns[i].root {
-				o.shared[b] = true
-			}
-			of[b] = o.Turns[i].root
+		t := &o.Turns[i]
+		n := 0
+		for n < len(t.Was.Blocks) && small[t.Was.Blocks[n]] {
+			n++
+		}
+		perBlock := tokens[t.Was.Model] / max(bytes[t.Was.Model], 1) * float64(blockBytes)
+		// where they part lies anywhere in the next block
+		if all := min(int((float64(n)+.5)*perBlock), t.Input-1); n > 0 && all > 0 {
+			t.Part = engine.Part{Behind: all / engine.BlockTokens, Tokens: all % engine.BlockTokens, ID: t.Was.Blocks[n-1]}
 		}
 	}
+}
+
+// sharedBy returns the blocks that several conversations have.
+func sharedBy(turns []RecordedTurn, blocks func(*RecordedTurn) []uint64) map[uint64]bool {
+	of, out := map[uint64]int{}, map[uint64]bool{}
+	for i := range turns {
+		for _, b := range blocks(&turns[i]) {
+			if root, ok := of[b]; ok && root != turns[i].root {
+				out[b] = true
+			}
+			of[b] = turns[i].root
+		}
+	}
+	return out
 }
 
 // Fleet returns the configuration that the pool had, with engines as Tandem had learned them, and what is not as it was.

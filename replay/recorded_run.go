@@ -163,7 +163,7 @@ func (p *recordedPlayer) ask(turn, copy int) {
 	q := &traces.Request{Arrival: p.Now, Input: t.Input, Output: t.Output, Program: uint64(t.root+1)<<10 | uint64(copy&1023),
 		Last: len(p.children[turn]) == 0, Blocks: kept[:len(t.Blocks)]}
 	j := newJob(len(p.jobs), q)
-	j.Kept = kept
+	j.Kept, j.Part = kept, t.Part
 	p.jobs = append(p.jobs, j)
 	p.plays = append(p.plays, recordedPlay{turn: turn, copy: copy})
 	for _, child := range p.children[turn] {
