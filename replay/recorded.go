@@ -12,8 +12,8 @@ import (
 	"tandem/replay/engine"
 )
 
-// Recorded is what a recording asked for, as it is played: a request that continues a conversation comes some time after
-// the answer before it, whenever that ends, and all others come when they came.
+// Recorded is what a recording asked for, as it is played: a request that continues a conversation comes some
+// time after the answer before it, whenever that ends, and all others come when they came.
 type Recorded struct {
 	Pool    recording.Pool // as it was last
 	Turns   []RecordedTurn // by arrival
@@ -71,7 +71,8 @@ func LoadRecorded(r *recording.Recording, pool string) (*Recorded, error) {
 			out.Skipped[why]++
 			continue
 		}
-		t := RecordedTurn{At: q.T, On: -1, Input: max(int(q.Prompt), 1), Output: int(q.Answer), Was: q, root: len(out.Turns)}
+		t := RecordedTurn{At: q.T, On: -1, Input: max(int(q.Prompt), 1), Output: int(q.Answer), Was: q,
+			root: len(out.Turns)}
 		if on, ok := at[q.On]; ok && q.On > 0 {
 			t.On, t.Gap, t.root = on, q.Gap, out.Turns[on].root
 			if q.Gap < 0 {
@@ -86,7 +87,8 @@ func LoadRecorded(r *recording.Recording, pool string) (*Recorded, error) {
 		out.Turns = append(out.Turns, t)
 	}
 	if len(out.Turns) < 2 {
-		return nil, fmt.Errorf("the recording has %d requests of pool %s that can be played: record more", len(out.Turns), pool)
+		return nil, fmt.Errorf("the recording has %d requests of pool %s that can be played: record more",
+			len(out.Turns), pool)
 	}
 	first := out.Turns[0].At
 	for i := range out.Turns {
@@ -158,7 +160,8 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 		o.Notes = append(o.Notes, fmt.Sprintf("%d engines were out for a part of the time", len(out)))
 	}
 	if mean := outside / float64(max(snapshots, 1)); mean >= .5 {
-		o.Notes = append(o.Notes, fmt.Sprintf("engines had %.1f requests on average that did not come through Tandem", mean))
+		o.Notes = append(o.Notes, fmt.Sprintf("engines had %.1f requests on average that did not come through Tandem",
+			mean))
 	}
 	if len(r.Cut) > 0 {
 		o.Notes = append(o.Notes, fmt.Sprintf("%d files have no end: their last requests are missing", len(r.Cut)))
@@ -231,7 +234,8 @@ func sharedBy(turns []RecordedTurn, blocks func(*RecordedTurn) []uint64) map[uin
 	return out
 }
 
-// Fleet returns the configuration that the pool had, with engines as Tandem had learned them, and what is not as it was.
+// Fleet returns the configuration that the pool had, with engines as Tandem had learned them, and what is not as
+// it was.
 func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	c = DefaultConfig()
 	p := &o.Pool
@@ -295,7 +299,8 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 			notes = append(notes, "Tandem had not learned "+of.what+": they are those of its model, so times may be far off. "+
 				"tandem profile measures an engine")
 		} else if slices.Max(of.all) > 1.25*slices.Min(of.all) {
-			notes = append(notes, fmt.Sprintf("engines differ in their %s (%.2f to %.2f times the model's); all have the mean here",
+			notes = append(notes, fmt.Sprintf("engines differ in their %s (%.2f to %.2f times the model's); here "+
+				"all have the mean",
 				of.what, slices.Min(of.all), slices.Max(of.all)))
 		}
 	}

@@ -31,8 +31,8 @@ func (o *Recorded) WriteMooncake(w io.Writer) error {
 	})
 }
 
-// WriteSessions writes a recording as sessions of aiperf's form, which [sessions.Read] reads: a request of a session comes
-// some time after the answer before it.
+// WriteSessions writes a recording as sessions of aiperf's form, which [sessions.Read] reads: a request of a
+// session comes some time after the answer before it.
 func (o *Recorded) WriteSessions(w io.Writer) error {
 	numbers := map[uint64]uint64{}
 	return o.write(w, func(t *RecordedTurn) any {

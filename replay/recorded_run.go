@@ -17,7 +17,7 @@ type RecordedResult struct {
 	TPOT     Spread  `json:"tpot"`
 	Waits    Spread  `json:"waits"`  // in the queue
 	Cached   float64 `json:"cached"` // share of prompt tokens that were found in a cache; -1: unknown
-	Again    float64 `json:"again"`  // share of prompt tokens that were computed although some engine had had them
+	Again    float64 `json:"again"`  // share of prompt tokens that were computed although an engine had done it before
 	Lost     float64 `json:"lost"`   // share of the time of answers in which prompts ran beside them
 	Span     float64 `json:"span"`   // s until all had ended
 	Stuck    int     `json:"stuck"`  // requests that had not ended long after the last arrival
@@ -85,7 +85,8 @@ type recordedPlayer struct {
 
 // RunRecorded plays a recording on a fleet whose engines have host memory for so many tokens. load is how many times
 // as many conversations come.
-func RunRecorded(ctx context.Context, name string, c Config, o *Recorded, host, load float64) (*RecordedResult, error) {
+func RunRecorded(ctx context.Context, name string, c Config, o *Recorded, host, load float64) (*RecordedResult,
+	error) {
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
@@ -160,8 +161,9 @@ func (p *recordedPlayer) ask(turn, copy int) {
 		return
 	}
 	kept := p.blocks(t.Kept, copy)
-	q := &traces.Request{Arrival: p.Now, Input: t.Input, Output: t.Output, Program: uint64(t.root+1)<<10 | uint64(copy&1023),
-		Last: len(p.children[turn]) == 0, Blocks: kept[:len(t.Blocks)]}
+	q := &traces.Request{Arrival: p.Now, Input: t.Input, Output: t.Output,
+		Program: uint64(t.root+1)<<10 | uint64(copy&1023),
+		Last:    len(p.children[turn]) == 0, Blocks: kept[:len(t.Blocks)]}
 	j := newJob(len(p.jobs), q)
 	j.Kept, j.Part = kept, t.Part
 	p.jobs = append(p.jobs, j)

@@ -17,7 +17,8 @@ import (
 func recorded(t *testing.T, conversations, turns, sample int, more ...string) *recording.Recording {
 	t.Helper()
 	var out strings.Builder
-	fmt.Fprintf(&out, `{"tandem_recording":1,"id":"x","block_bytes":512,"sample":%d,"usage":true,"start":1}`+"\n", sample)
+	fmt.Fprintf(&out, `{"tandem_recording":1,"id":"x","block_bytes":512,"sample":%d,"usage":true,"start":1}`+"\n",
+		sample)
 	out.WriteString(`{"fleet":{"at":1,"pools":[{"name":"chat","split":"auto","late":true,"answer_weight":0.5,"ttft":2,"tpot":0.04,` +
 		`"engines":[{"address":"p0","role":"prefill","kv":500000,"speed":2},{"address":"p1","role":"prefill","kv":500000},` +
 		`{"address":"d0","role":"decode","kv":500000,"pace":1.5},{"address":"d1","role":"decode","kv":500000}]}]}}` + "\n")
@@ -35,7 +36,8 @@ func recorded(t *testing.T, conversations, turns, sample int, more ...string) *r
 				blocks = append(blocks, recording.Mask(random.Uint64()))
 			}
 			n++
-			q := recording.Request{N: n, T: at, Pool: "chat", Model: "m", Bytes: 512 * len(blocks), Prompt: int64(128 * len(blocks)),
+			q := recording.Request{N: n, T: at, Pool: "chat", Model: "m", Bytes: 512 * len(blocks),
+				Prompt: int64(128 * len(blocks)),
 				Cached: 100, Answer: 50, Stream: true, Route: "split", First: .4, Each: .02, Took: 1.5, Status: 200, Ended: "ok",
 				Blocks: blocks}
 			if turn > 0 {
@@ -53,8 +55,8 @@ func recorded(t *testing.T, conversations, turns, sample int, more ...string) *r
 	return r
 }
 
-// A recording is played on the fleet that it was made of, with what Tandem had learned of it; a turn waits for the answer
-// before it, and finds what it had.
+// A recording is played on the fleet that it was made of, with what Tandem had learned of it; a turn waits for
+// the answer before it, and finds what it had.
 func TestRecorded(t *testing.T) {
 	o, err := LoadRecorded(recorded(t, 20, 4, 1), "")
 	require.NoError(t, err)
@@ -118,8 +120,9 @@ func TestVariants(t *testing.T) {
 	require.NoError(t, err)
 	now, _ := o.Variant()
 	for text, fleet := range map[string]string{
-		"4+4": "4+4", "8": "8", "8 roles:auto": "8", "split:never binding:immediate": "2+2", "host:2e6 kv:1e5 load:2": "2+2",
-		"policy:llm-d 1+3": "1+3",
+		"4+4": "4+4", "8": "8", "8 roles:auto": "8", "split:never binding:immediate": "2+2",
+		"host:2e6 kv:1e5 load:2": "2+2",
+		"policy:llm-d 1+3":       "1+3",
 	} {
 		v, err := now.With(text)
 		require.NoError(t, err, text)
@@ -127,7 +130,8 @@ func TestVariants(t *testing.T) {
 		_, err = v.Play(t.Context(), o)
 		require.NoError(t, err)
 	}
-	for _, text := range []string{"four", "split:sometimes", "host:much", "load:-1", "policy:best", "0+4", "roles:auto", "1+x"} {
+	for _, text := range []string{"four", "split:sometimes", "host:much", "load:-1", "policy:best", "0+4",
+		"roles:auto", "1+x"} {
 		_, err := now.With(text)
 		require.Error(t, err, text)
 	}
@@ -172,7 +176,8 @@ func TestExported(t *testing.T) {
 }
 
 func FuzzRecording(f *testing.F) {
-	f.Add(`{"tandem_recording":1,"id":"x","block_bytes":512,"sample":1}` + "\n" + `{"n":1,"t":1,"blocks":"AAAAAAAA","prompt":3}` + "\n" +
+	f.Add(`{"tandem_recording":1,"id":"x","block_bytes":512,"sample":1}` + "\n" +
+		`{"n":1,"t":1,"blocks":"AAAAAAAA","prompt":3}` + "\n" +
 		`{"n":2,"on":1,"same":1,"t":1,"prompt":3}`)
 	f.Fuzz(func(_ *testing.T, text string) {
 		if r, err := recording.Read("fuzzed", strings.NewReader(text)); err == nil {

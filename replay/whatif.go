@@ -115,7 +115,8 @@ func (v Variant) sized(n int) (Variant, bool) {
 // keeps is the share of requests that keep their targets with which a fleet is said to keep the promise.
 const keeps = .95
 
-// Needed returns how many engines in the variant's proportion keep the promise for 95 of 100 requests; 0: not even most.
+// Needed returns how many engines in the variant's proportion keep the promise for 95 of 100 requests; 0: not
+// even most.
 func (v *Variant) Needed(ctx context.Context, o *Recorded, most int) (int, error) {
 	low, high := 2, most // keeps it from some number on, as far as chance allows
 	if r, err := v.playSized(ctx, o, most); err != nil || r < keeps {
@@ -305,9 +306,11 @@ func (a *Advice) Sentences() (out []string) {
 	case pays:
 		out = append(out, fmt.Sprintf("P/D pays: on engines that serve both legs prompts run beside answers for %s of the "+
 			"answers' time. A token takes %.0f ms in the p95 there, and %.0f ms with %s; a first token %.2f s and %.2f s.",
-			percent(whole.Lost), 1000*whole.TPOT.P95, 1000*a.Split.TPOT.P95, a.Split.Fleet(), whole.TTFT.P95, a.Split.TTFT.P95))
+			percent(whole.Lost), 1000*whole.TPOT.P95, 1000*a.Split.TPOT.P95, a.Split.Fleet(), whole.TTFT.P95,
+			a.Split.TTFT.P95))
 	case a.Split.Kept > a.Whole.Kept-.01:
-		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: engines that serve both legs do as well, and need no "+
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: engines that serve both legs do as well, and "+
+			"need no "+
 			"KV transfer. Prompts run beside answers there for %s of the answers' time.", percent(whole.Lost)))
 	default:
 		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: with roles, one of them is short while the other "+
@@ -316,7 +319,8 @@ func (a *Advice) Sentences() (out []string) {
 	}
 	switch {
 	case a.Exhausted:
-		out = append(out, fmt.Sprintf("No fleet of up to so many engines keeps the promise for %.0f of 100 requests.", 100*keeps))
+		out = append(out, fmt.Sprintf("No fleet of up to so many engines keeps the promise for %.0f of 100 requests.",
+			100*keeps))
 	case a.Fewest.engines() < a.Now.engines():
 		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),
 			words(&a.Fewest.Variant), percent(a.Fewest.Kept)))
@@ -344,13 +348,15 @@ func words(v *Variant) string {
 	return fmt.Sprintf("%d + %d", v.Config.Prefill, v.Config.Decode)
 }
 
-// Off returns how far the replay is from what happened, as a sentence for each figure that is off by more than a fifth.
+// Off returns how far the replay is from what happened, as a sentence for each figure that is off by more than a
+// fifth.
 func Off(measured, replayed *RecordedResult) (out []string) {
 	for _, f := range []struct {
 		what           string
 		was, is, least float64 // less than least apart does not count: clocks and the network
 	}{
-		{"first token p50", measured.TTFT.P50, replayed.TTFT.P50, .02}, {"first token p95", measured.TTFT.P95, replayed.TTFT.P95, .05},
+		{"first token p50", measured.TTFT.P50, replayed.TTFT.P50, .02}, {"first token p95", measured.TTFT.P95,
+			replayed.TTFT.P95, .05},
 		{"time per token", measured.TPOT.Mean, replayed.TPOT.Mean, .001},
 		{"cached share", measured.Cached, replayed.Cached, .05},
 	} {

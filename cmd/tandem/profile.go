@@ -27,8 +27,8 @@ func newProfile() *cobra.Command {
 	var file, key string
 	c := &cobra.Command{
 		Use: "profile ENGINE", Short: "Measure an idle engine, for tandem replay", Args: arguments(1, "ENGINE"),
-		Long: "Measure how fast an engine computes prompts of some lengths and writes answers in batches of some sizes, and how\n" +
-			"much KV memory it says it has, in about a minute. The engine must be idle, and is busy meanwhile. ENGINE is\n" +
+		Long: "Measure how fast an engine computes prompts of some lengths and writes answers in batches of some sizes, and\n" +
+			"how much KV memory it says it has, in about a minute. The engine must be idle, and is busy meanwhile. ENGINE is\n" +
 			"host:port or a URL; it must serve POST /v1/completions. tandem replay --recording FILE --profile FILE plays\n" +
 			"engines that are as fast.",
 		RunE: func(c *cobra.Command, args []string) error {
@@ -195,7 +195,8 @@ func unknown(tokens int) []int {
 
 // ask asks for an answer.
 func (m *measuring) ask(ctx context.Context, prompt []int, answer int) (a answered, err error) {
-	body, err := json.Marshal(map[string]any{"model": m.model, "prompt": prompt, "max_tokens": answer, "min_tokens": answer,
+	body, err := json.Marshal(map[string]any{"model": m.model, "prompt": prompt, "max_tokens": answer,
+		"min_tokens": answer,
 		"ignore_eos": true, "temperature": 0, "stream": true})
 	if err != nil {
 		return a, err

@@ -29,12 +29,15 @@ type recordingOptions struct {
 func (o *recordingOptions) flags(f *pflag.FlagSet) {
 	f.StringVar(&o.file, "recording", "", "play a recording: a `FILE`, or a folder with all of its files")
 	f.StringVar(&o.pool, "pool", "", "of --recording: the `POOL` (default: the one with most requests)")
-	f.StringVar(&o.profile, "profile", "", "of --recording: engines are as `FILE` of tandem profile says, not as Tandem had learned")
-	f.StringArrayVar(&o.whatIf, "what-if", nil, "of --recording: also play it so, a `VARIANT` each: 4+4, 8, \"8 roles:auto\", split:never, "+
-		"host:2000000, kv:500000, binding:immediate, policy:llm-d, load:2")
+	f.StringVar(&o.profile, "profile", "",
+		"of --recording: engines are as `FILE` of tandem profile says, not as Tandem had learned")
+	f.StringArrayVar(&o.whatIf, "what-if", nil,
+		"of --recording: also play it so, a `VARIANT` each: 4+4, 8, \"8 roles:auto\", split:never, "+
+			"host:2000000, kv:500000, binding:immediate, policy:llm-d, load:2")
 	f.IntVar(&o.advise, "advise", 0, "of --recording: search fleets of up to so `MANY` engines, and say which to run")
 	f.BoolVar(&o.needed, "needed", false, "of --what-if: also search how many engines keep the promise")
-	f.StringVar(&o.export, "export", "", "of --recording: write it to `FILE` as Mooncake's jsonl (.jsonl) or sessions (.sessions), and exit")
+	f.StringVar(&o.export, "export", "",
+		"of --recording: write it to `FILE` as Mooncake's jsonl (.jsonl) or sessions (.sessions), and exit")
 }
 
 // replayRecording plays a recording on the fleet that it was made of, and on others.
@@ -123,7 +126,8 @@ func recordingJSON(ctx context.Context, w io.Writer, load *replay.Recorded, now 
 }
 
 // printCompared prints how well the replay predicts what happened.
-func printCompared(w io.Writer, load *replay.Recorded, now *replay.Variant, replayed *replay.RecordedResult, notes []string) {
+func printCompared(w io.Writer, load *replay.Recorded, now *replay.Variant, replayed *replay.RecordedResult,
+	notes []string) {
 	measured := load.Measured(&now.Config)
 	off := replay.Off(measured, replayed)
 	if len(off) > 0 {
@@ -184,7 +188,8 @@ func variantHead(t io.Writer, needed bool) {
 }
 
 func variantRow(t io.Writer, name string, r *replay.RecordedResult) {
-	fmt.Fprintf(t, "%s\t%.1f %%\t%.2f, %.2f s\t%.1f, %.1f ms\t%.1f %%\t%.1f %%\t%.2f s", name, 100*r.Kept, r.TTFT.P50, r.TTFT.P95,
+	fmt.Fprintf(t, "%s\t%.1f %%\t%.2f, %.2f s\t%.1f, %.1f ms\t%.1f %%\t%.1f %%\t%.2f s", name, 100*r.Kept, r.TTFT.P50,
+		r.TTFT.P95,
 		1000*r.TPOT.Mean, 1000*r.TPOT.P95, 100*r.Cached, 100*r.Again, r.Waits.P95)
 }
 

@@ -1,6 +1,6 @@
-// Command truth asks whether `tandem replay --recording` tells the truth: it records traffic through a real Envoy with
-// simulated engines whose speeds Tandem's model does not have, replays it, changes the fleet to what the replay advises,
-// sends the same traffic again, and compares what was predicted with what happened.
+// Command truth asks whether `tandem replay --recording` tells the truth: it records traffic through a real Envoy
+// with simulated engines whose speeds Tandem's model does not have, replays it, changes the fleet to what the
+// replay advises, sends the same traffic again, and compares what was predicted with what happened.
 //
 //	go run ./e2e/truth -minutes 3          (make truth)
 package main
@@ -41,7 +41,8 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	for _, kind := range strings.Split(*kinds, ",") {
-		t := truth{kind: kind, lasts: time.Duration(*minutes * float64(time.Minute)), speed: *speed, step: *step, dir: *keep}
+		t := truth{kind: kind, lasts: time.Duration(*minutes * float64(time.Minute)), speed: *speed, step: *step,
+			dir: *keep}
 		if err := t.run(ctx, *fleet); err != nil {
 			fmt.Fprintln(os.Stderr, "truth:", err)
 			os.Exit(1)
@@ -209,7 +210,8 @@ func (t *truth) profile(ctx context.Context, dir, file string) error {
 	if err := e.Wait(ctx, "http://"+at[0]+"/health"); err != nil {
 		return err
 	}
-	text, err := exec.CommandContext(ctx, "bin/tandem", "profile", at[0], "--to", file, "--longest", "8192", "--most", "16").CombinedOutput()
+	text, err := exec.CommandContext(ctx, "bin/tandem", "profile", at[0], "--to", file, "--longest", "8192", "--most",
+		"16").CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("profiling: %w: %s", err, text)
 	}
@@ -247,9 +249,12 @@ func (t *truth) start(ctx context.Context, group *process.Group, fleet string) (
 	}
 	at = at[2*len(roles):]
 	file := filepath.Join(group.Dir, "tandem.yaml")
-	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q}\n"+
-		"usage: {}\nrecord: {folder: %q}\npools:\n- name: chat\n  kvTransfer: nixl\n  roles: %s\n  targets: {ttft: 1500ms, tpot: 30ms}\n"+
-		"  endpoints:\n%s", at[0], at[1], at[2], at[3], at[4], filepath.Join(group.Dir, "recordings"), setting, list.String())
+	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n"+
+		"envoy: {listen: %q, admin: %q}\n"+
+		"usage: {}\nrecord: {folder: %q}\npools:\n- name: chat\n  kvTransfer: nixl\n  roles: %s\n"+
+		"  targets: {ttft: 1500ms, tpot: 30ms}\n"+
+		"  endpoints:\n%s", at[0], at[1], at[2], at[3], at[4], filepath.Join(group.Dir, "recordings"), setting,
+		list.String())
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 		return "", 0, err
 	}
@@ -268,7 +273,8 @@ func (t *truth) start(ctx context.Context, group *process.Group, fleet string) (
 	if err := tandem.Wait(ctx, "http://"+at[2]+"/readyz"); err != nil {
 		return "", 0, err
 	}
-	envoy, err := group.Start("envoy", nil, process.Program(os.Getenv("ENVOY"), ".tools/bin/envoy", "envoy"), "-c", config,
+	envoy, err := group.Start("envoy", nil, process.Program(os.Getenv("ENVOY"), ".tools/bin/envoy", "envoy"), "-c",
+		config,
 		"--disable-hot-restart", "--concurrency", "1", "-l", "error")
 	if err != nil {
 		return "", 0, err

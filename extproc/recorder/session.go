@@ -70,7 +70,8 @@ func newSession(o Options, w *Wiring) (*session, error) {
 	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
 	now := time.Now()
 	s := &session{
-		wiring: w, began: now, over: make(chan struct{}), key: key, pending: map[uint64]*pending{}, conversations: newConversations(),
+		wiring: w, began: now, over: make(chan struct{}), key: key, pending: map[uint64]*pending{},
+		conversations: newConversations(),
 		about: recording.Header{
 			Version: recording.Version, ID: hex.EncodeToString(id[:]), From: now.UTC().Format(time.RFC3339),
 			Release: w.Release, Replica: w.Replica, BlockBytes: blockBytes, Sample: max(o.Sample, 1), Usage: w.Usage,

@@ -1,4 +1,5 @@
-// Package profile is how fast an engine was measured to be, and makes of it the model of engines that the replay plays.
+// Package profile is how fast an engine was measured to be, and makes of it the model of engines that the replay
+// plays.
 //
 // Arrows: it imports picker for the model. `tandem profile` measures, package replay reads the file.
 package profile
@@ -92,7 +93,8 @@ func (p *Profile) Apply(m *picker.Model) error {
 	if err := p.check(); err != nil {
 		return err
 	}
-	// t = each n + context n^2/2; a step's own time is known of none, so the shortest prompt's is divided among its tokens
+	// t = each n + context n^2/2; a step's own time is known of none, so the shortest prompt's is divided among its
+	// tokens
 	var rows [][]float64
 	var t []float64
 	for _, x := range p.Prefill {
@@ -113,8 +115,8 @@ func (p *Profile) Apply(m *picker.Model) error {
 	return nil
 }
 
-// leastSquares returns the weights, none below 0, with which the sums of the rows are nearest to the values, relative to
-// them. It descends by coordinates, which finds the one least point of such a sum.
+// leastSquares returns the weights, none below 0, with which the sums of the rows are nearest to the values,
+// relative to them. It descends by coordinates, which finds the one least point of such a sum.
 func leastSquares(rows [][]float64, values []float64) []float64 {
 	n := len(rows[0])
 	out, scale := make([]float64, n), make([]float64, n)
