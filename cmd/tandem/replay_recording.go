@@ -125,6 +125,9 @@ func recordingJSON(ctx context.Context, w io.Writer, load *replay.Recorded, now 
 	return json.NewEncoder(w).Encode(out)
 }
 
+// fewRequests is how many requests say little: of them the p95 is one or two.
+const fewRequests = 100
+
 // printCompared prints how well the replay predicts what happened.
 func printCompared(w io.Writer, load *replay.Recorded, now *replay.Variant, replayed *replay.RecordedResult,
 	notes []string) {
@@ -138,6 +141,12 @@ func printCompared(w io.Writer, load *replay.Recorded, now *replay.Variant, repl
 		if len(notes) == 0 {
 			fmt.Fprintln(w, "  no reason is known: engines may differ in kind from the model (tandem profile measures one)")
 		}
+	}
+	if measured.TTFT.Mean == 0 {
+		fmt.Fprintln(w, "No stream's times were read (usage), so nobody knows whether the replay is right.")
+	}
+	if measured.Requests < fewRequests {
+		notes = append(notes, fmt.Sprintf("%d requests are few: record more before you decide anything", measured.Requests))
 	}
 	for _, n := range notes {
 		fmt.Fprintln(w, "  note:", n)
