@@ -112,6 +112,23 @@ func TestLines(t *testing.T) {
 	require.Equal(t, map[string]int{Written: 5}, s.lines)
 }
 
+// Envoy reports the end of an answer a moment after the client has it, who may have asked again by then.
+func TestEndThatIsReportedLate(t *testing.T) {
+	s := newStand(t, usual(t))
+	at := time.Now()
+	s.choose("1", "Hello", at)
+	s.choose("2", "Hello. And then?", at.Add(3*time.Second))
+	s.choose("3", "Hello. And then? At once?", at.Add(4*time.Second))
+	for i, until := range []time.Duration{2, 9, 9} {
+		id := fmt.Sprint(i + 1)
+		started := at.Add([]time.Duration{0, 3, 4}[i] * time.Second)
+		s.Ended(&End{ID: []byte(id), Started: started, Ended: at.Add(until * time.Second), Prompt: -1, Cached: -1, Answer: -1})
+	}
+	got := s.read().Requests
+	require.InDelta(t, 1, got[1].Gap, 1e-5)
+	require.InDelta(t, -1, got[2].Gap, 0, "its answer was still being written")
+}
+
 // Whoever has a recording and knows a prompt cannot tell whether it was asked; with the salt he can, so it is a
 // secret. No byte of a prompt, of a tenant, or of a model's name that the client made up is in the file.
 func TestHashesSayNothingWithoutTheSalt(t *testing.T) {

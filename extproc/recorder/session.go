@@ -56,7 +56,8 @@ const aes16 = 16
 // pending is a request that has not ended. Later requests use the memory again.
 type pending struct {
 	line    recording.Request
-	tip     tip // of its prompt
+	tip     tip   // of its prompt
+	before  int32 // slot of the prompt that it extends, if line.On says one
 	started time.Time
 	skipped bool // its conversation is not in the sample
 }
