@@ -81,7 +81,7 @@ type Table struct {
 	returned, idle [bins]float64
 	hazard         [bins]float64     // returns a second
 	edges          [bins + 1]float64 // chance of a return, by the idle time at which a bin begins
-	later          [bins]float64     // expected returns in the bins after this one
+	keep           float64           // s of idle time after which hardly any conversation returns
 	turn           float64           // mean time of a request at an engine, s
 	// Of prompts that came here, of which older ones count less: what a block is in tokens.
 	blocks, tokens float64
@@ -165,9 +165,7 @@ func (t *Table) learn() {
 		}
 		t.edges[b] = 1 - math.Exp(-sum)
 	}
-	for b := bins - 2; b >= 0; b-- {
-		t.later[b] = t.later[b+1] + t.hazard[b+1]*max(min(begins(b+2), forgotten)-begins(b+1), 0)
-	}
+	t.keep = t.keeps()
 }
 
 func (c *Conversation) isIdle(now float64) bool { return c.running == 0 && c.since <= now }
@@ -218,8 +216,8 @@ func (t *Table) count(now, passed float64) {
 			}
 		}
 		live += (c.tokens - c.shared) * t.chance(c, now)
-		if !c.left {
-			t.needs += (c.tokens - c.shared) * t.ever(max(now-c.since, 0))
+		if now-c.since < t.keep {
+			t.needs += c.tokens - c.shared
 		}
 	}
 	t.live.Store(math.Float64bits(live))
