@@ -83,30 +83,3 @@ func (k *Picker) noMemory(r *Request, v *kvstate.View, c *Choice) bool {
 	cold := float64(r.PromptTokens)-held > k.Model.StepTokens && 2*held <= float64(r.PromptTokens)
 	return cold && v.Load.Live > overcommitted*all
 }
-
-// longPrompt is the time of a prompt, in seconds, from which turns notice that they are behind it.
-const longPrompt = 1.0
-
-// behind reports whether a long prompt should wait until its engine has computed those before it. Engines compute
-// prompts in the order in which they come, and a turn that comes back to one with two long prompts waits for both.
-// Where conversations do not come back, nothing is gained.
-func (k *Picker) behind(v *kvstate.View, c *Choice) bool {
-	if !k.Late || c.Prefill >= 0 || c.Work < longPrompt {
-		return false
-	}
-	e := &v.Endpoints[c.Decode]
-	if e.Memory == nil || seconds(e.Queue+e.Local) < k.Model.FullStep() {
-		return false
-	}
-	return v.Load.Live > twoCopies*memory(v)
-}
-
-// memory returns the tokens of KV that endpoints keep which say so.
-func memory(v *kvstate.View) (tokens float64) {
-	for i := range v.Endpoints {
-		if e := &v.Endpoints[i]; e.Usable && e.Memory != nil {
-			tokens += e.Memory.Tokens
-		}
-	}
-	return tokens
-}

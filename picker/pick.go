@@ -61,7 +61,6 @@ type Choice struct {
 	NoRoom bool
 	// Conversations that are expected back leave it no room where it would be answered: it is better to wait.
 	NoMemory bool
-	Behind   bool // its engine computes another prompt, and hot turns should come between the two: likewise
 	Full     bool // some endpoints were not offered because they have no room
 }
 
@@ -160,7 +159,7 @@ func (k *Picker) pickWith(r *Request, v *kvstate.View) (Choice, error) {
 	c, err := k.pick(r, v)
 	if err == nil {
 		c, err = k.meetTargets(r, v, c)
-		c.NoMemory, c.Behind = k.noMemory(r, v, &c), k.behind(v, &c)
+		c.NoMemory = k.noMemory(r, v, &c)
 	}
 	return c, err
 }

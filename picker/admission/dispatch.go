@@ -173,8 +173,8 @@ func (q *Queue) walk(k *picker.Picker, h Host, now, enough float64) {
 		case errors.Is(err, picker.ErrFull):
 			held++
 			continue
-		case err == nil && (c.NoMemory || c.Behind):
-			w.look, w.memory = now+lookEvery, c.NoMemory
+		case err == nil && c.NoMemory:
+			w.look = now + lookEvery
 			held++
 			continue
 		case w.Replica != 0:
@@ -245,7 +245,7 @@ func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough
 		return false
 	case err != nil, v.Endpoints[firstLeg(&c)].Endpoint.Failed():
 		return true
-	case (c.NoRoom || c.NoMemory || c.Behind) && k.Late:
+	case (c.NoRoom || c.NoMemory) && k.Late:
 		return false
 	}
 	return !k.Late || c.Prefill < 0 || queued(v, c.Prefill) < enough

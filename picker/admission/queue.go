@@ -53,10 +53,7 @@ type Waiting struct {
 
 	due  float64 // of a remote request: since when it could be dispatched, as seen from here; infinite: it cannot
 	sent bool
-	// When to look again whether there is memory for it, or its engine has computed the prompts before it; 0: it waits
-	// for neither.
-	look   float64
-	memory bool // it waited for memory when it was looked at
+	look float64 // when to look again whether there is memory for it; 0: it does not wait for that
 }
 
 // MaxWait is how long a request may wait by default, in seconds. Then its host calls [Queue.Expire]. If Envoy buffers
@@ -71,7 +68,7 @@ const (
 	fullWalk          = 16  // of those, once every endpoint is busy: only decode alone may still be possible
 
 	walkEvery = 0.020 // s: how often the queue is walked if nothing happens
-	lookEvery = 0.250 // s: how often what waits for memory, or behind a long prompt, is looked at
+	lookEvery = 0.250 // s: how often what waits for memory is looked at
 )
 
 // MemoryWaits is how many times as long as others a request may wait for the memory of engines.
@@ -80,7 +77,7 @@ const MemoryWaits = 5
 // WaitsForMemory reports whether a request waits for room in the memory of engines ([picker.Choice.NoMemory]).
 func (q *Queue) WaitsForMemory(id uint64) bool {
 	at := q.at(id)
-	return at >= 0 && q.waiting[at].memory
+	return at >= 0 && q.waiting[at].look > 0
 }
 
 // Len returns the number of local requests.
