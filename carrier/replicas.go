@@ -75,8 +75,11 @@ var moreProcessors = sync.OnceFunc(func() {
 	}
 })
 
+// tuneGC lasts as long as Envoy does: whatever replica comes first, all share the heap.
+var tuneGC = sync.OnceFunc(func() { go replica.TuneGC(context.Background()) })
+
 func start(set *settings) (*running, error) {
-	replica.TuneGC()
+	tuneGC()
 	moreProcessors()
 	level := slog.LevelInfo
 	if set.Log != "" {

@@ -58,6 +58,9 @@ var documentedRun = []string{
 	"tandem resume chat 10.0.0.1:8000 -f tandem.yaml",
 	"tandem pause chat -f tandem.yaml",
 	"tandem resume chat -f tandem.yaml",
+	"tandem record start -f tandem.yaml --for 24h",
+	"tandem record status -f tandem.yaml",
+	"tandem record stop -f tandem.yaml",
 	"tandem envoy -f deploy/envoy-gateway/tandem.yaml --for envoy-gateway | kubectl apply -f -",
 }
 

@@ -58,6 +58,7 @@ func metricsRegistered(t *testing.T) map[string]string {
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log)
 	require.NoError(t, err)
+	newRecorder(cfg, Settings{}, fleet.state, nil, registry, log)
 	xds.New(registry, log)
 	_, err = gatewayextension.New(cfg, guard.New(log, metrics.Panicked), registry, log)
 	require.NoError(t, err)

@@ -7,8 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
-	"runtime/debug"
 	"sync/atomic"
 	"time"
 
@@ -68,14 +66,6 @@ func (s Settings) drainTime(watchesAnswers bool) time.Duration {
 		return 10 * time.Minute
 	default:
 		return 20 * time.Second
-	}
-}
-
-// TuneGC has the garbage collector run less often: what lives is small, and what passes through is large. GOGC and
-// GOMEMLIMIT still rule.
-func TuneGC() {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(400)
 	}
 }
 
@@ -151,6 +141,8 @@ func newReplica(
 		options.Picker.Conformance = set.Conformance
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
+	var made *core.Core
+	options.Recorder = newRecorder(cfg, set, fleet.state, func() *core.Core { return made }, registry, log)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	if metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log); err != nil {
 		return nil, err
@@ -159,6 +151,10 @@ func newReplica(
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
 		fleet: fleet, core: core.New(options, metrics), usage: metrics.Usage,
+	}
+	made = r.core
+	if err := r.beginRecording(); err != nil {
+		return nil, fmt.Errorf("record: %w", err)
 	}
 	if r.front, err = front(Behind{
 		Config: cfg, Settings: set, Core: r.core, Store: fleet.store, Joined: fleet.joined, Ready: r.ready.Load,
@@ -182,7 +178,7 @@ func newReplica(
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
 		Replicas: fleet.operator, Log: log, StateOf: status.StateOf,
 	}
-	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words)
+	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words, r.recordOrders)
 	admin = hostcheck.New(cfg, set.Advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil

@@ -6,6 +6,7 @@
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
 //	tandem status | requests | explain            what a running replica does, and would decide
 //	tandem drain | pause | resume | weights       orders to a running replica
+//	tandem record start | stop | status           record its requests, for replay
 //	tandem demo                      bring everything up on this machine and send real requests
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //
@@ -69,7 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	add("run", newRun(), newServe(), newEnvoy())
 	add("watch", newStatus(), newRequests(), newExplain())
-	add("order", newDrain(), newPause(true), newPause(false), newWeights())
+	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
 	add("try", newDemo(), newReplay())
 	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
 		fmt.Fprintln(c.OutOrStdout(), "tandem", version())
