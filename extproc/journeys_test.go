@@ -27,7 +27,7 @@ func TestJourneys(t *testing.T) {
 	script.Run(t, "journey/testdata", "ext_proc", *update, func(t *testing.T, s *script.Script) {
 		e := &journeyer{Script: s, t: t, s: newStand(t, core.Options{})}
 		e.s.policy("chat", s.Policy)
-		e.s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
+		e.s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}, Facts: s.Facts}, s.Endpoints)
 		defer e.s.server.faults.Opened()() // Envoy's log of failed tries
 		s.State = e.s.state
 		e.q = e.s.newRequest(s.Path, "r-1", s.Body)

@@ -37,7 +37,7 @@ func (s *Shared) End(o *Ending) (mine bool) {
 	p.Reclaim.Ended(t, e, o.Here)
 	p.Faults.DecodeEnded(t, e)
 	if o.HandedOver {
-		t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
+		t.ID, t.Stage, t.Redirects = t.ID.Inline(), kvtransfer.HandOver, t.Redirects+1
 	}
 	s.record(t, e, mine)
 	if mine && t.Stage == kvtransfer.HandOver && e.ClientGone && !p.Reclaim.Enabled(t.Pool) {

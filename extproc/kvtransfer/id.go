@@ -25,6 +25,13 @@ func (id ID) Cut() ID {
 	return id
 }
 
+// Orphaned is the id under which a hand-over is counted whose KV nobody fetches: where its pass is refused while the
+// client leaves, both tell of one.
+func (id ID) Orphaned() ID {
+	id[3] ^= 0x80
+	return id
+}
+
 // Replanned is the id under which a hop that failed at a stage is planned again.
 func (id ID) Replanned(s Stage) ID {
 	id[1] ^= 0x80 | byte(s)
