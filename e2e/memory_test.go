@@ -2,45 +2,42 @@ package e2e
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
-
-	"tandem/picker"
-	"tandem/replay"
-	"tandem/replay/sessions"
 )
 
 // agents is what the engines of TestMemoryAsInTheReplay have, and what the sessions there ask. Of their conversations the
 // memory holds one copy each, and not two.
 var agents = struct {
 	engines, blocks, sessions int
-	tokens                    int // a second, of prefill
-	session                   sessions.Session
-}{engines: 4, blocks: 6000, sessions: 24, tokens: 16_000, session: agent(10, 12_000, 400)}
+	tokens                    int   // a second, of prefill
+	turns                     []int // tokens of their prompts, of which each begins with the one before
+}{engines: 4, blocks: 6000, sessions: 24, tokens: 16_000, turns: growing(10, 12_000, 400)}
 
 const (
-	agentStep  = 10 * time.Millisecond // of decode
+	agentStep  = 14 * time.Millisecond // of decode, as in the replay
 	agentThink = 1500 * time.Millisecond
+	agentWords = 8 // tokens of an answer
 	agentsWarm = 13 * time.Second
 	agentsLast = 12 * time.Second
 )
 
-// agent returns a session of so many turns.
-func agent(turns, first, more int) (s sessions.Session) {
+func growing(turns, first, more int) (prompts []int) {
 	for i := range turns {
-		t := sessions.Turn{Think: agentThink.Seconds(), Input: first + more*i, Output: 8}
-		if i > 0 {
-			t.Back, t.Had = 1, t.Input-more
-		}
-		s.Turns = append(s.Turns, t)
+		prompts = append(prompts, first+more*i)
 	}
-	return s
+	return prompts
 }
 
 // served is how a policy served agents: turns, and the share of what their conversations had that was not computed
@@ -77,18 +74,26 @@ func TestMemoryAsInTheReplay(t *testing.T) {
 // agentsReplayed plays the sessions against modelled engines.
 func agentsReplayed(t *testing.T, split string) served {
 	t.Helper()
-	c := replay.DefaultConfig()
-	c.Both, c.Routed = agents.engines, true
-	c.Split = map[string]picker.Split{"never": picker.SplitNever, "auto": picker.SplitAuto, "always": picker.SplitAlways}[split]
-	m := &c.Engine
-	m.KVTokens = float64(agents.blocks * 16)
-	m.PrefillStep, m.PrefillToken, m.PrefillContext = 0, 1/float64(agents.tokens), 0
-	m.DecodeStep, m.DecodeAnswer, m.DecodeToken = agentStep.Seconds(), 0, 0
-	o := replay.DefaultClosed()
-	o.Sessions, o.Active = []sessions.Session{agents.session}, agents.sessions
-	o.Warm, o.Measured, o.Drain = 60, 600, 0
-	r, err := replay.RunClosed(t.Context(), "tandem", c, o)
+	bin, err := binaries()
 	require.NoError(t, err)
+	var rows []string // as package replay/sessions reads them
+	had := 0
+	for _, tokens := range agents.turns {
+		rows = append(rows, fmt.Sprintf("[0,%v,%d,%d,%d,%d,\"t\",0.1]", agentThink.Seconds(), min(had, 1), had, tokens, agentWords))
+		had = tokens
+	}
+	file := filepath.Join(t.TempDir(), "sessions.jsonl")
+	line := `{"session":1,"tools":0,"system":0,"turns":[` + strings.Join(rows, ",") + "]}\n"
+	require.NoError(t, os.WriteFile(file, []byte(line), 0o600))
+	out, err := exec.Command(filepath.Join(bin, "tandem"), "replay", "--trace", file, "--sessions", strconv.Itoa(agents.sessions),
+		"--both", strconv.Itoa(agents.engines), "--kv-tokens", strconv.Itoa(16*agents.blocks), "--split", split, "--policy", "tandem",
+		"--routed-index", "--warm-up", "60", "--measured", "600", "--json").Output()
+	require.NoError(t, err)
+	var r struct {
+		PerHour float64
+		Again   struct{ All float64 }
+	}
+	require.NoError(t, json.Unmarshal(out, &r), "%s", out)
 	return served{r.PerHour, 1 - r.Again.All}
 }
 
@@ -119,22 +124,26 @@ func agentsLive(t *testing.T, split string) served {
 				text := agentText(n, session)
 				first := 0
 				if session == 0 { // not all begin at once
-					first = n % len(agents.session.Turns)
+					first = n % len(agents.turns)
 				}
-				for _, turn := range agents.session.Turns[first:] {
+				for i, tokens := range agents.turns[first:] {
 					select {
 					case <-ctx.Done():
 						return
 					case <-time.After(agentThink):
 					}
-					body := fmt.Sprintf(`{"model":"tiny","prompt":%q,"max_tokens":%d}`, text[:4*turn.Input], turn.Output)
+					body := fmt.Sprintf(`{"model":"tiny","prompt":%q,"max_tokens":%d}`, text[:4*tokens], agentWords)
 					a, err := f.try(t.Context(), "POST", "/v1/completions", body)
 					if err != nil || a.status != 200 {
 						t.Errorf("%d %v %s", a.status, err, a.body)
 						return
 					}
+					before := 0
+					if first+i > 0 {
+						before = agents.turns[first+i-1]
+					}
 					mu.Lock()
-					turns, had, more = turns+1, had+float64(turn.Had), more+float64(turn.Input-turn.Had)
+					turns, had, more = turns+1, had+float64(before), more+float64(tokens-before)
 					mu.Unlock()
 				}
 			}
@@ -157,7 +166,7 @@ func agentsLive(t *testing.T, split string) served {
 // agentText returns the text that the prompts of a session begin with.
 func agentText(client, session int) string {
 	random := rand.New(rand.NewPCG(uint64(client), uint64(session)))
-	last := agents.session.Turns[len(agents.session.Turns)-1].Input
+	last := agents.turns[len(agents.turns)-1]
 	var b strings.Builder
 	for b.Len() < 4*last {
 		fmt.Fprintf(&b, "%08x", random.Uint32())
