@@ -135,7 +135,7 @@ func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *Vi
 // Conversations is what a pool's conversations need of its engines' memory.
 type Conversations struct {
 	residency.Report
-	Memory  float64 // tokens that the engines keep which say so, host memory included
+	Memory  float64 // tokens that the engines keep which say so, in their memory or on the host
 	Engines int     // that say so
 }
 

@@ -12,10 +12,10 @@ import (
 // Memory is what a pool's conversations need of its engines' KV memory, and what it costs that they have less. Tokens.
 type Memory struct {
 	Conversations int     `json:"conversations"`
-	Expected      float64 `json:"expected_tokens"` // of those that are expected back within two minutes: the working set
-	Keeps         float64 `json:"memory_tokens"`   // of engines that say so, host memory included
-	Lacks         float64 `json:"lacks_tokens"`    // that each engine would need more to keep all that will come back
-	Engines       int     `json:"engines"`         // that say how much they keep
+	Expected      float64 `json:"expected_tokens"`   // of those that are expected back within two minutes: the working set
+	Keeps         float64 `json:"memory_tokens"`     // of engines that say so, or of their hosts if that is more
+	Lacks         float64 `json:"needs_host_tokens"` // of host memory that each engine needs to keep what comes back; 0: none
+	Engines       int     `json:"engines"`           // that say how much they keep
 
 	// Of the last ten minutes: tokens of prompts that earlier ones of their conversations had; of those, what was
 	// computed again since no engine held it any more, or though another one held it.

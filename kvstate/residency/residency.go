@@ -115,7 +115,7 @@ const Parts = 12
 
 // Memory is what an engine's KV memory holds. It does not change.
 type Memory struct {
-	Tokens  float64     // that it keeps in all, host memory included
+	Tokens  float64     // that it keeps in all, on the host if that is more
 	Free    float64     // of those, without a conversation
 	Live    float64     // of conversations that live here, by the chance that they are back within the horizon
 	Returns float64     // conversations that are expected to come back here in the next second
@@ -552,7 +552,7 @@ func (t *Table) discard(at *Engine) {
 	}
 }
 
-// Resize sets how many tokens of KV an engine keeps, host memory included.
+// Resize sets how many tokens of KV an engine keeps, in its memory or, if that is more, on the host.
 func (t *Table) Resize(e *Engine, tokens, now float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
