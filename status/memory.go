@@ -14,7 +14,7 @@ type Memory struct {
 	Conversations int     `json:"conversations"`
 	Expected      float64 `json:"expected_tokens"`   // of those that are expected back within two minutes: the working set
 	Keeps         float64 `json:"memory_tokens"`     // of engines that say so, or of their hosts if that is more
-	Lacks         float64 `json:"needs_host_tokens"` // of host memory that each engine needs to keep what comes back; 0: none
+	Lacks         float64 `json:"needs_host_tokens"` // of host memory that each engine needs; 0: none
 	Engines       int     `json:"engines"`           // that say how much they keep
 
 	// Of the last ten minutes: tokens of prompts that earlier ones of their conversations had; of those, what was
