@@ -91,7 +91,7 @@ func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 	return legs, cleanups
 }
 
-// Clients leave at any moment. Of the unfetched blocks only those stay held about which Tandem could not know
+// Clients leave at any moment. The only unfetched blocks that stay held are those that Tandem could not know of
 // (docs/operations.md, TandemHandoversOrphaned): P's answer never reached Tandem completely, because Envoy had cut the
 // leg; or D had the request, and gave it up before its scheduler saw it.
 func TestNoBlocksStayOrphaned(t *testing.T) {

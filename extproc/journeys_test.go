@@ -279,7 +279,7 @@ func peek(said <-chan *extprocv3.ProcessingResponse) (r *extprocv3.ProcessingRes
 	}
 }
 
-// cut is the answer by which the filter of D's leg cuts D.
+// cut is the answer of the filter of D's leg, by which it ends D's work.
 func (e *journeyer) cut(i *extprocv3.ImmediateResponse) (over bool) {
 	if i.GetStatus().GetCode() != http.StatusTemporaryRedirect {
 		e.ends(int(i.GetStatus().GetCode()), string(i.GetBody()), i.GetDetails())

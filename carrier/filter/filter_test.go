@@ -250,7 +250,7 @@ func TestClientsLeave(t *testing.T) {
 	}
 }
 
-// A client may leave while the second pass waits for a decode endpoint: nobody fetches what P keeps, so that is counted.
+// A client may leave while the second pass waits for a decode endpoint: what P keeps is not fetched, which is counted.
 // Likewise if the second pass is refused.
 func TestNobodyFetches(t *testing.T) {
 	for name, tt := range map[string]struct {

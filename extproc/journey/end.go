@@ -68,7 +68,7 @@ func (s *Shared) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
 // buffers at least. The time of a longer answer may be the client's.
 const mostKept = 4 << 20
 
-// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
+// learn teaches the state from an answer that ended well: how long its model's are, and how fast its endpoint writes.
 func learn(state *kvstate.State, t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used) {
 	pool := state.Pool(t.Pool)
 	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {

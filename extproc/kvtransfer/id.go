@@ -12,7 +12,7 @@ func (id ID) Inline() ID {
 	return id
 }
 
-// Cleanup is the id under which the KV of a hand-over that nobody fetched is reclaimed.
+// Cleanup is the id under which the KV of a hand-over that was not fetched is reclaimed.
 func (id ID) Cleanup() ID {
 	id[0] ^= 0x80
 	return id

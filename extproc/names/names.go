@@ -126,8 +126,8 @@ const (
 	UnfollowedLocation = "location"
 )
 
-// Of dynamic metadata, the namespace with what Envoy read of an answer's usage, and its keys. They are those of
-// envoy-configs/usage.
+// The namespace of dynamic metadata in which Envoy leaves what it has read of an answer's usage, and its keys. They are
+// those of envoy-configs/usage.
 const (
 	UsageNamespace    = "tandem.usage"
 	UsageIn           = "in"          // tokens of the prompt

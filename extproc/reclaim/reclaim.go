@@ -148,7 +148,7 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	}
 }
 
-// Left counts a hand-over whose blocks nobody fetches, once. Until its lease ends they take room in P's memory.
+// Left counts a hand-over whose blocks will not be fetched, once. Until its lease ends they take room in P's memory.
 func (r *Reclaimer) Left(t *kvtransfer.Ticket, why string) {
 	if !r.State.HandOvers.Consume(t.ID.Orphaned()) {
 		return
