@@ -90,7 +90,7 @@ func lacksMemory(p *Pool, add func(bad bool, doc, format string, values ...any))
 		waits = fmt.Sprintf(" Meanwhile %s wait%s for room.", words.Count(m.Waiting, "cold prompt"), third(m.Waiting))
 	}
 	add(false, "howto/agents.md", "%s: engines compute %.0f %% of what conversations had again, since KV memory is short: "+
-		"host memory for %s tokens each would end it.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)
+		"host memory for %s tokens each would hold them all.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)
 }
 
 // rounded prints a number of tokens with two digits.
