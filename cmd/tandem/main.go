@@ -8,6 +8,7 @@
 //	tandem drain | pause | resume | weights       orders to a running replica
 //	tandem record start | stop | status           record its requests, for replay
 //	tandem demo                      bring everything up on this machine and send real requests
+//	tandem profile ENGINE            measure an idle engine, for replay
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //
 // A file of this package for each of them; `tandem COMMAND --help` lists the flags.
@@ -72,7 +73,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	add("run", newRun(), newServe(), newEnvoy())
 	add("watch", newStatus(), newRequests(), newExplain())
 	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
-	add("try", newDemo(), newReplay())
+	add("try", newDemo(), newReplay(), newProfile())
 	root.AddCommand(&cobra.Command{Use: "schema", Short: "Print the JSON Schema of the configuration, for editors", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			_, err := c.OutOrStdout().Write(docs.Schema)
