@@ -1,12 +1,14 @@
 package e2e
 
 import (
+	"cmp"
 	"compress/gzip"
 	"encoding/json"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -90,6 +92,7 @@ func TestRecording(t *testing.T) {
 		}
 		return len(requests) == 3
 	}, time.Minute, 100*time.Millisecond)
+	slices.SortFunc(requests, func(a, b recordedLine) int { return cmp.Compare(a.N, b.N) }) // they are in the order of ends
 	first, second, refused := requests[0], requests[1], requests[2]
 	require.Equal(t, [...]uint64{0, first.N}, [...]uint64{first.On, second.On})
 	require.Equal(t, len(first.Blocks)/8, second.Same)
