@@ -68,7 +68,8 @@ func TestRecording(t *testing.T) {
 		for i, m := range messages {
 			list = append(list, map[string]string{"role": []string{"user", "assistant"}[i%2], "content": m})
 		}
-		body, err := json.Marshal(map[string]any{"model": "tiny", "messages": list, "max_tokens": 12, "stream": true})
+		body, err := json.Marshal(map[string]any{"model": "tiny", "messages": list, "max_tokens": 12, "stream": true,
+			"stream_options": map[string]bool{"include_usage": true}})
 		require.NoError(t, err)
 		return f.post("/v1/chat/completions", string(body), "x-request-id", id, "x-tenant", "team-zebra")
 	}
