@@ -197,7 +197,7 @@ func (r *replica) scrape() {
 		g.Waiting = int64(d.Waiting())
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
-			g.Host.Tokens = int64(d.Keeps()) - g.KVTokens
+			g.Host.Tokens = int64(d.HostTokens())
 		}
 		r.state.Observe(e, g)
 	}

@@ -98,8 +98,8 @@ func New(c *Clock, m picker.Model, tokens int, on Events) *Engine {
 	return e
 }
 
-// Keeps returns the tokens of KV that the engine keeps, host memory included.
-func (e *Engine) Keeps() float64 { return e.model.KVTokens + float64(e.host.limit*BlockTokens) }
+// HostTokens returns the tokens of KV that the engine keeps in host memory. It has copies there of what it computes.
+func (e *Engine) HostTokens() float64 { return float64(e.host.limit * BlockTokens) }
 
 // Host gives the engine host memory for the KV of so many tokens, which it loads at a rate in tokens per second.
 func Host(e *Engine, tokens, rate float64) {
