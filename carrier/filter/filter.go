@@ -55,6 +55,9 @@ func (s *Shared) NewFilter(e Envoy, route *Route) *Filter {
 
 // guarded runs a hook. A panic costs the request.
 func (f *Filter) guarded(hook string, do func() Status) (status Status) {
+	if f.s.refusal != nil {
+		return Stop
+	}
 	began := cmp.Or(f.Called, time.Now())
 	f.Called = time.Time{}
 	defer func() {
@@ -80,6 +83,11 @@ func (f *Filter) fail(e *openai.Error) {
 
 // RequestHeaders is called once, first. end: there is no body.
 func (f *Filter) RequestHeaders(end bool) Status {
+	if e := f.s.refusal; e != nil {
+		f.head.read(f.envoy)
+		f.respond(e)
+		return Stop
+	}
 	return f.guarded("request headers", func() Status {
 		f.head.read(f.envoy)
 		if f.route != nil {

@@ -285,12 +285,17 @@ func (f *Filter) refuse(e *openai.Error) {
 	if f.state.IsAnswered() || f.state.IsSent() {
 		return
 	}
-	f.state = journey.Answered
 	if f.hop.ticket.Stage == 0 && f.resumed == nil {
 		f.s.Passes.Observer.Refused(e)
 	} else {
 		f.s.Passes.Observer.GivenUp(e)
 	}
+	f.respond(e)
+}
+
+// respond answers with an error in the form of the API that was asked.
+func (f *Filter) respond(e *openai.Error) {
+	f.state = journey.Answered
 	headers := []Header{{"content-type", names.ContentTypeJSON}}
 	if e.RetryAfter > 0 {
 		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
