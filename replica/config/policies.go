@@ -1,11 +1,13 @@
 package config
 
 import (
+	"bytes"
 	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
 
+	yaml3 "go.yaml.in/yaml/v3"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	configv1 "tandem/protos/config/v1"
@@ -106,4 +108,44 @@ func onlyInPolicies(m *ValidationErrors, path string, message protoreflect.Messa
 // Contains reports whether an address is in one of the networks.
 func Contains(networks []netip.Prefix, a netip.Addr) bool {
 	return slices.ContainsFunc(networks, func(p netip.Prefix) bool { return p.Contains(a.Unmap().WithZone("")) })
+}
+
+// ForPolicy returns the part of a configuration file that a policy needs, as YAML: without what holds in a gateway's
+// Envoy anyway (where Tandem and Envoy listen). nil: it has other settings that a policy may not have.
+func ForPolicy(text []byte) ([]byte, error) {
+	var file yaml3.Node
+	if err := yaml3.Unmarshal(text, &file); err != nil || len(file.Content) == 0 {
+		return nil, fmt.Errorf("reading the configuration: %w", err)
+	}
+	top := file.Content[0]
+	var kept []*yaml3.Node
+	for i := 0; i+1 < len(top.Content); i += 2 {
+		if key := top.Content[i].Value; key != "extProc" && key != "replan" && key != "admin" && key != "envoy" {
+			kept = append(kept, top.Content[i:i+2]...)
+		} else if prefixes := memberOf(top.Content[i+1], "pathPrefixes"); prefixes != nil {
+			kept = append(kept, top.Content[i], &yaml3.Node{Kind: yaml3.MappingNode, Content: prefixes})
+		}
+	}
+	top.Content = kept
+	var out bytes.Buffer
+	e := yaml3.NewEncoder(&out)
+	e.SetIndent(2)
+	if err := e.Encode(top); err != nil {
+		return nil, fmt.Errorf("writing the configuration: %w", err)
+	}
+	everywhere := []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
+	if _, _, err := ParsePolicy(out.Bytes(), everywhere); err != nil {
+		return nil, nil //nolint:nilerr // the file has been read: what is wrong is that it is no policy's
+	}
+	return out.Bytes(), nil
+}
+
+// memberOf returns the key and the value of a member of a mapping; nil: it has none.
+func memberOf(mapping *yaml3.Node, name string) []*yaml3.Node {
+	for i := 0; i+1 < len(mapping.Content); i += 2 {
+		if mapping.Content[i].Value == name {
+			return mapping.Content[i : i+2]
+		}
+	}
+	return nil
 }
