@@ -26,17 +26,19 @@ const module = "tandem"
 // What writes state lives under kvstate, what reads it stands above, and nothing points back. What only tests import is
 // marked. Within a room Go itself allows no circle; apart has what else must not be.
 var rooms = map[string][]string{
-	"protos":   {},
-	"internal": {}, // utilities that know nothing of engines
-	"kvstate":  {"internal", "protos"},
-	"picker":   {"kvstate"},
-	"extproc":  {"internal", "kvstate", "picker", "protos (test)"},
-	"status":   {"extproc", "kvstate", "picker"},
+	"protos": {},
+	// The format of recordings: the server writes it, the replay reads it.
+	"recording": {},
+	"internal":  {}, // utilities that know nothing of engines
+	"kvstate":   {"internal", "protos"},
+	"picker":    {"kvstate"},
+	"extproc":   {"internal", "kvstate", "picker", "protos (test)", "recording"},
+	"status":    {"extproc", "kvstate", "picker"},
 	// The configuration as it is written, and what is made of it.
 	"replica/config": {"extproc", "kvstate", "picker", "protos"},
 	"envoy-configs":  {"extproc", "protos", "replica/config"},
 	// One running replica: all parts, wired.
-	"replica":    {"docs", "envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "replica/config", "status"},
+	"replica":    {"docs", "envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "recording", "replica/config", "status"},
 	"carrier":    {"extproc", "internal", "kvstate", "replica"}, // Tandem inside Envoy: the library, which alone knows C
 	"cmd/tandem": {"envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "replay", "replica", "replica/config", "status"},
 	// Measuring: the product's own decisions against modelled engines.

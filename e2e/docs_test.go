@@ -58,6 +58,9 @@ var documentedRun = []string{
 	"tandem resume chat 10.0.0.1:8000 -f tandem.yaml",
 	"tandem pause chat -f tandem.yaml",
 	"tandem resume chat -f tandem.yaml",
+	"tandem record start -f tandem.yaml --for 24h",
+	"tandem record status -f tandem.yaml",
+	"tandem record stop -f tandem.yaml",
 	"tandem envoy -f deploy/envoy-gateway/tandem.yaml --for envoy-gateway | kubectl apply -f -",
 }
 
@@ -73,6 +76,7 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
+	"tandem run --prefill http://10.0.1.1:8000 --decode http://10.0.2.1:8000":                       "TestRun, at other addresses",
 	"envoy -c envoy.yaml --disable-hot-restart":                                                     "the tests start every Envoy with a base id of its own",
 	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                  "Envoy's own statistics",
 	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)": "make e2e-cluster",

@@ -58,14 +58,16 @@ func TestServersKnowConversations(t *testing.T) {
 		s.log(q.entry(200, "via_upstream"))
 		_, d = held()
 		require.Positive(t, d.Old[0].Back)
-		known, _, memory := pool.Conversations()
-		require.Equal(t, 1, known)
-		require.InDelta(t, 200_000, memory, 0)
+		of := pool.Conversations()
+		require.Equal(t, 1, of.Known)
+		require.InDelta(t, 200_000, of.Memory, 0)
 
 		q = s.newRequest("/v1/chat/completions", "r2",
 			`{"model":"m","messages":[{"role":"user","content":"`+talk+talk+`"}]}`)
 		require.Zero(t, q.pass().status())
-		known, _, _ = pool.Conversations()
-		require.Equal(t, 1, known, "the same conversation")
+		of = pool.Conversations()
+		require.Equal(t, 1, of.Known, "the same conversation")
+		require.Positive(t, of.All.Had)
+		require.Zero(t, of.All.Evicted, "d holds it")
 	})
 }

@@ -115,13 +115,46 @@ func (l *endpointState) emptyMemory() {
 	}
 }
 
-// Conversations returns how many conversations are known, the tokens of those that are expected back soon, each
-// once, and the tokens that the endpoints keep which say so.
-func (p *Pool) Conversations() (known int, live, memory float64) {
-	for _, e := range p.endpoints {
-		if m := e.state.memory.holds.Memory(); m != nil {
-			memory += m.Tokens
+// Computes records that an endpoint is about to compute the prompt of a conversation that has arrived. v has the
+// prompt's hits.
+func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *View) {
+	if c == nil {
+		return
+	}
+	blocks, most := 0, 0
+	for i := range v.Endpoints {
+		e := &v.Endpoints[i]
+		if most = max(most, e.Hit); e.Endpoint == at {
+			blocks = e.Hit
 		}
 	}
-	return p.residents.Known(), p.residents.Live(), memory
+	p.residents.Computes(c, blocks, most)
+}
+
+// Conversations is what a pool's conversations need of its engines' memory.
+type Conversations struct {
+	residency.Report
+	Memory  float64 // tokens that the engines keep which say so, host memory included
+	Engines int     // that say so
+}
+
+// Lacks returns the tokens of host memory that each engine would need beside what it has, to keep all conversations
+// that will come back.
+func (c *Conversations) Lacks() float64 {
+	if c.Engines == 0 {
+		return 0
+	}
+	return max(c.Needs-c.Memory, 0) / float64(c.Engines)
+}
+
+// Conversations returns what is known of the pool's conversations, at this replica.
+func (p *Pool) Conversations() Conversations {
+	out := Conversations{Report: p.residents.Report()}
+	for _, e := range p.endpoints {
+		if m := e.state.memory.holds.Memory(); m != nil {
+			out.Memory += m.Tokens
+			out.Engines++
+		}
+	}
+	return out
 }

@@ -255,6 +255,11 @@ func (r *replica) send(j *job, c picker.Choice, err error) {
 	r.bookings[j.ID] = b
 	prefill, d, booking := -1, r.view.Endpoints[c.Decode].Endpoint, c.DecodeBooking(&r.view)
 	booking.Of = j.conversation
+	computes := d
+	if c.Prefill >= 0 {
+		computes = r.view.Endpoints[c.Prefill].Endpoint
+	}
+	r.state.Computes(r.pool, j.conversation, computes, &r.view)
 	if c.Prefill < 0 {
 		b.decode = r.book(d, booking, j.whole())
 	} else { // D is chosen again, and counts the request then

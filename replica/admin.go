@@ -19,7 +19,8 @@ import (
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
 // It is for the inside; put no client near it.
 func newAdmin(registry *prometheus.Registry, isReady func() bool, fleet *fleet,
-	operator *orders.Orders, page, words http.Handler) http.Handler {
+	operator *orders.Orders, page, words http.Handler,
+	recording func(*http.ServeMux, func(http.HandlerFunc) http.HandlerFunc)) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", ready(isReady, fleet.store, fleet.keyCheck))
@@ -32,6 +33,7 @@ func newAdmin(registry *prometheus.Registry, isReady func() bool, fleet *fleet,
 	mux.Handle("GET /debug/roles", words)
 	mux.Handle("GET /debug/explain", page)
 	operator.Register(mux)
+	recording(mux, operator.Allowed)
 	mux.Handle("GET /docs/", status.Secured(docs.Handler()))
 	mux.Handle("GET /status.json", page)
 	mux.Handle("GET /", page)

@@ -48,6 +48,7 @@ type Front interface {
 type Port struct {
 	Listener *net.Listener // set when it is open
 	Address  string
+	Setting  string // that has the address, for errors
 }
 
 // Behind is what a front stands before.

@@ -51,13 +51,14 @@ func metricsRegistered(t *testing.T) map[string]string {
 	fleet, err := newFleet(t.Context(), cfg, Settings{}, log)
 	require.NoError(t, err)
 	fleet.register(registry)
-	registry.MustRegister(fleetmetrics.Words(nil)) // described only
+	registry.MustRegister(fleetmetrics.Words(nil), fleetmetrics.Waiting(nil, nil)) // described only
 	options, err := coreOptions(cfg, fleet, log)
 	require.NoError(t, err)
 	options.Memory = newBudget(registry)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log)
 	require.NoError(t, err)
+	newRecorder(cfg, Settings{}, fleet.state, nil, registry, log)
 	xds.New(registry, log)
 	_, err = gatewayextension.New(cfg, guard.New(log, metrics.Panicked), registry, log)
 	require.NoError(t, err)

@@ -18,6 +18,8 @@ func (s Settings) Listen(ctx context.Context, address string) (net.Listener, err
 		p := &laterPort{address: address}
 		p.waits, p.close = context.WithCancel(ctx)
 		return p, nil
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, fmt.Errorf("another program has %s: end it, or set another address (%w)", address, err)
 	case err != nil:
 		return nil, fmt.Errorf("listening on %s: %w", address, err)
 	}

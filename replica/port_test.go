@@ -14,7 +14,7 @@ func TestPortsOfAHotRestart(t *testing.T) {
 	require.NoError(t, err)
 	address := before.Addr().String()
 	_, err = Settings{}.Listen(t.Context(), address)
-	require.ErrorContains(t, err, "listening on "+address)
+	require.ErrorContains(t, err, "another program has "+address)
 
 	l, err := Settings{HotRestart: true}.Listen(t.Context(), address)
 	require.NoError(t, err)

@@ -3,6 +3,7 @@ package replica
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -115,7 +116,7 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 	if config.Inside(cfg) {
 		where = "inside Envoy"
 	}
-	log.Info("serving", "ext_proc", where, "pools", len(cfg.GetPools()), "version", r.set.Release)
+	log.Info("serving", "ext_proc", where, "page", "http://"+config.Reached(cfg.GetAdmin().GetListen())+"/", "pools", len(cfg.GetPools()), "version", r.set.Release)
 	for _, p := range cfg.GetPools() {
 		promise := p.GetTargets()
 		log.Info("pool", "name", p.GetName(), "roles", p.GetRoles(), "ttft", promise.GetTtft(),
@@ -154,6 +155,8 @@ func newReplica(
 		options.Picker.Conformance = set.Conformance
 	}
 	options.Tracer, options.Memory = tracer, newBudget(registry)
+	var made *core.Core
+	options.Recorder = newRecorder(cfg, set, fleet.state, func() *core.Core { return made }, registry, log)
 	metrics := telemetry.NewMetrics(registry, fleet.state)
 	if metrics.Usage, err = newUsage(cfg.GetUsage(), registry, log); err != nil {
 		return nil, err
@@ -162,6 +165,10 @@ func newReplica(
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
 		fleet: fleet, core: core.New(options, metrics), usage: metrics.Usage, all: registry,
+	}
+	made = r.core
+	if err := r.beginRecording(); err != nil {
+		return nil, fmt.Errorf("record: %w", err)
 	}
 	if r.front, err = front(Behind{
 		Config: cfg, Settings: set, Core: r.core, Store: fleet.store, Joined: fleet.joined, Ready: r.ready.Load,
@@ -176,16 +183,16 @@ func newReplica(
 		Version: set.Release, Name: replicaName(cfg), Replicas: fleet.operator, State: fleet.state,
 		Totals: metrics.Totals, Recent: r.core.Recent, Ready: r.ready.Load, Sharing: fleet.sharing,
 		Envoys: r.front.Envoys, Config: func() status.File { return *fleet.config.Load() },
-		Roles: r.words.Advice, Explain: r.core.Explain,
+		Roles: r.words.Advice, Explain: r.core.Explain, Queued: r.core.Queued,
 		Logs: r.front.AccessLogs,
 	})
-	registry.MustRegister(fleetmetrics.Words(r.words.Advice))
+	registry.MustRegister(fleetmetrics.Words(r.words.Advice), fleetmetrics.Waiting(fleet.state, r.core.Queued))
 	r.reload = newReloader(from, cfg, fleet, r.core, r.front, registry, log)
 	operator := &orders.Orders{
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
 		Replicas: fleet.operator, Log: log, StateOf: status.StateOf,
 	}
-	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words)
+	admin := newAdmin(registry, r.ready.Load, fleet, operator, status.Handler(r.feed), r.words, r.recordOrders)
 	admin = hostcheck.New(cfg, set.Advertise).Around(admin)
 	r.admin = &http.Server{Handler: r.guard.HTTP("admin", admin), ReadHeaderTimeout: 10 * time.Second}
 	return r, nil
@@ -198,17 +205,17 @@ type listeners struct{ admin, notices net.Listener }
 func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 	ports := r.front.Ports()
 	if !r.set.NoAdmin {
-		ports = append(ports, Port{&l.admin, r.cfg.GetAdmin().GetListen()})
+		ports = append(ports, Port{&l.admin, r.cfg.GetAdmin().GetListen(), "admin.listen"})
 	}
 	if r.fleet.board != nil {
-		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen()})
+		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen(), "notices.listen"})
 	}
 	for i, p := range ports {
 		if *p.Listener, err = r.set.Listen(ctx, p.Address); err != nil {
 			for _, open := range ports[:i] {
 				_ = (*open.Listener).Close()
 			}
-			return listeners{}, err
+			return listeners{}, fmt.Errorf("%s: %w", p.Setting, err)
 		}
 	}
 	return l, nil

@@ -147,6 +147,7 @@ func (s *Status) poolAttention(
 	diedUnder(p, recent, s.Now, add)
 	withoutDecode(p, add)
 	pairingAttention(p, add)
+	lacksMemory(p, add)
 	if p.Short {
 		add(false, "howto/autoscale.md", "%s: %s.", p.Name, p.Wanted)
 	}

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/singleflight"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/latebinding"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -101,6 +102,7 @@ type Pool struct {
 	Wanted    string       `json:"wanted,omitempty"`      // of that, for people: how many engines would serve the load
 	Short     bool         `json:"wanted_more,omitempty"` // there are fewer
 	Endpoints []Endpoint   `json:"endpoints"`
+	Memory    Memory       `json:"memory"`
 	Pairing
 }
 
@@ -200,7 +202,8 @@ type Source struct {
 	Ready   func() bool
 	Roles   func() map[string]roles.Advice // what is wanted of pools, by name; nil: not known
 	Explain func(pool string, tokens int64) (pass.Explanation, error)
-	Config  func() File // nil: not known
+	Queued  func(pool string) latebinding.Status // requests that wait at this replica; nil: not known
+	Config  func() File                          // nil: not known
 	Sharing func() Sharing
 	Envoys  func() []Envoy // nil: none
 	// open streams of Envoys' access logs, and when there was last one; nil: not known
@@ -311,7 +314,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	out := Pool{
 		Name: p.Spec.Name, Models: f.source.State.ModelNames(p), IndexBlocks: p.IndexStats().Blocks,
 		TokenBytes: p.TokenBytes(), Paused: p.Paused(), Output: written.Output{Rate: -1}, Endpoints: []Endpoint{},
-		Pairing: pairingOf(f.source.State, p),
+		Memory: f.memory(p), Pairing: pairingOf(f.source.State, p),
 	}
 	if slices.Contains(p.Spec.Models, "*") && len(out.Models) == 0 {
 		out.Models = []string{"*"}

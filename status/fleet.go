@@ -401,6 +401,7 @@ func (s *Status) addPool(of *Pool) {
 	if p.KnownBetter(&of.Output) {
 		p.Output = of.Output
 	}
+	p.Memory.add(&of.Memory)
 	p.Busy = max(p.Busy, of.Busy) // each counts the work of all
 	if a, b := &p.Advice, &of.Advice; b.WantedPrefill+b.WantedDecode > a.WantedPrefill+a.WantedDecode {
 		p.Advice = *b // one that has just started knows less

@@ -190,6 +190,7 @@ func printPool(w io.Writer, p *Pool, now time.Time) {
 	for _, text := range p.Unknown {
 		fmt.Fprintf(w, "  not reported by engines, so pairs may differ in it: %s\n", words.Plain(text))
 	}
+	printMemory(w, &p.Memory)
 	if len(p.Waiting) > 0 {
 		fmt.Fprintf(w, "  not paired yet, since its engine has not said what it is: %s\n", words.Plain(some(p.Waiting)))
 	}

@@ -272,7 +272,7 @@ func (f *Filter) end(sent bool) {
 		Duration: time.Since(f.began), ClientGone: o.ClientGone(), Reservation: []byte(f.reservedAs),
 		Traceparent: []byte(f.hop.trace.parent),
 		Answered: ended.Answered{FirstByte: f.got.first, Body: o.Bytes, Usage: f.got.used(f, o),
-			Continued: InsuredOf(f).joins()},
+			Continued: InsuredOf(f).joined()},
 	}
 	if sent {
 		e.Try = ended.Try{Tries: 1, Began: true}

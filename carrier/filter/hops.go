@@ -78,9 +78,11 @@ func notSent() *prefilled {
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
 	f.state = journey.Prefilling
-	if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
-		f.prefillAnswers(notSent())
-	}
+	f.reach(r.Endpoint, len(body), func() {
+		if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
+			f.prefillAnswers(notSent())
+		}
+	})
 }
 
 // prefillAnswers settles P's leg.
@@ -92,6 +94,12 @@ func (f *Filter) prefillAnswers(a *prefilled) {
 // CallDone is called when the call of a leg has ended: P's, or that of an endpoint that encodes.
 func (f *Filter) CallDone(answer *Answer) {
 	f.guarded("call done", func() Status {
+		if then := f.hop.first; then != nil {
+			if f.hop.first = nil; f.m != nil { // else the request has been answered meanwhile
+				then()
+			}
+			return Continue
+		}
 		if p := f.hop.pair; p != nil {
 			a, _ := readAnswer(answer, nil)
 			p.called(a)
@@ -278,7 +286,7 @@ func (f *Filter) drop() {
 
 // refuse answers with an error in OpenAI's format.
 func (f *Filter) refuse(e *openai.Error) {
-	if in := InsuredOf(f); in.continues() {
+	if in := InsuredOf(f); in.hasPart() {
 		in.giveUp(e)
 		return
 	}
@@ -327,7 +335,7 @@ func (f *Filter) answerSettled(a *prefilled, settled *journey.Settled, stream bo
 }
 
 func (f *Filter) answer(headers []Header, body []byte) {
-	if in := InsuredOf(f); in.continues() {
+	if in := InsuredOf(f); in.hasPart() {
 		in.giveUp(openai.Unavailable("prefill_failed", "prefill answered the rest of a stream", time.Second))
 		return
 	}

@@ -2,6 +2,7 @@ package filter
 
 import (
 	"cmp"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,18 +20,17 @@ import (
 )
 
 // Insured is D's answer to a request whose stream shall outlive its engine (docs/continue.md). The filter makes D's leg
-// by itself, as a stream of Envoy's HTTP client: it reads what D sends, keeps the token ids, and has another endpoint
-// continue where D ends before its time. All of it runs on the worker, except where a comment says otherwise. The
+// by itself, as a stream of Envoy's HTTP client, and reads what D sends. What follows from what happens to it is
+// [journey.Insured]'s; here it is carried out. All of it runs on the worker, except where a comment says otherwise. The
 // methods that Envoy calls do nothing on a nil Insured.
 type Insured struct {
-	f      *Filter
-	api    openai.API
-	policy migration.Policy
-	stream migration.Stream
+	f       *Filter
+	api     openai.API
+	journey *journey.Insured
 
 	d     dLeg
 	to    answering
-	again continuing
+	spare *spare // the leg of the previous engine, which is still there; nil: it is not
 
 	lastSent atomic.Int64          // when D last sent something; Unix nanoseconds
 	placed   atomic.Pointer[place] // where D's leg is; nil: nowhere. The watcher reads it
@@ -38,23 +38,16 @@ type Insured struct {
 
 // dLeg is the leg to D that is followed now.
 type dLeg struct {
-	id     uint64    // of Envoy's stream; 0: none
-	starts bool      // it is being started: its number is not known yet
-	status int       // of the answer
-	head   []Header  // of the answer, for a client that has none yet
-	plain  bool      // the answer passes unread: it is no stream of events
-	own    bool      // the answer is one of Envoy's own in D's place ...
-	reply  []byte    // ... with this body
-	late   bool      // the first event has to be checked for KV that is another prompt's
-	events bool      // its answer is a stream of events, which has begun
-	spoke  bool      // D has sent an event ...
-	since  time.Time // ... from then on
+	id     uint64   // of Envoy's stream; 0: none
+	starts bool     // it is being started: its number is not known yet
+	status int      // of the answer
+	head   []Header // of the answer, for a client that has none yet
+	reply  []byte   // the body of Envoy's answer in D's place
 	params *answer.WithoutParams
 }
 
 // answering is what the client gets.
 type answering struct {
-	begun bool   // the client has the head
 	ended bool   // it has the end
 	gone  string // why it ended before its time; "": it did not
 	out   []byte // scratch
@@ -65,23 +58,10 @@ type answering struct {
 	held      int64  // of the memory budget
 }
 
-// continuing is how the answer goes on at another endpoint.
-type continuing struct {
-	times int       // how often it was continued, or was to be
-	died  []string  // the endpoints that ended it before its time, without another cause that is known
-	loads int       // how often KV that could not be loaded ended it before its first text
-	cause string    // why; "": it does not
-	last  time.Time // when the previous engine last sent something
-	from  time.Time // when another engine was asked to continue
-	said  []byte    // D's last words: an error's event
-	spare *spare
-	rest  time.Time // no other endpoint is asked before this time
-}
-
-// place is the endpoint of a leg.
+// place is where a leg is. It is never changed.
 type place struct {
 	ticket kvtransfer.Ticket
-	spoke  atomic.Bool // its answer has begun
+	writes bool // its answer has begun
 }
 
 // spare is the leg of an engine that is still there while another one is asked to continue its stream.
@@ -89,8 +69,6 @@ type spare struct {
 	leg    uint64 // 0: it has ended
 	hop    hop
 	placed *place
-	stream migration.Stream
-	times  int    // how often it was continued before
 	kept   []byte // what it sends meanwhile
 	ended  bool   // in the regular way
 	params *answer.WithoutParams
@@ -104,32 +82,17 @@ const (
 	sendPiece  = 64 << 10 // that is sent at once
 )
 
-// Why a stream was continued, or ended, beyond [migration.Reason]; label values.
-const (
-	causeReset     = "reset"     // the connection broke
-	causeEnded     = "ended"     // the answer ended without [DONE], or with an error
-	causeDifferent = "different" // the next engine wrote something else
-	causeAnew      = "anew"      // the next engine did not continue: it began anew
-	causeSilent    = "silent"    // its endpoint has failed, and nothing comes
-	causeMoved     = "moved"     // its endpoint gets no more work, by order
-	resultAgain    = "continued"
-	resultFinished = "finished"
-	resultStayed   = "stayed"
-	resultTimes    = "times"       // it was continued too often
-	resultDied     = "died_again"  // the engine that took over ended it, too: the answer may be what kills them
-	resultRefused  = "no_endpoint" // none took it
-	resultSlow     = "slow_client"
-	resultMemory   = "memory"
-)
+// resultMemory is why a stream is insured no more: there is no memory to keep its token ids.
+const resultMemory = "memory"
 
 // InsuredOf returns the insured answer of a request; nil: it is not insured, or not yet.
 func InsuredOf(f *Filter) *Insured { return f.insured.Load() }
 
-// continues reports whether the client has a part of the answer: what fails from now on is not its error.
-func (in *Insured) continues() bool { return in != nil && (in.to.begun || in.again.spare != nil) }
+// hasPart reports whether the client has a part of the answer: what fails from now on is not its error.
+func (in *Insured) hasPart() bool { return in != nil && in.journey.HasPart() }
 
-// joins reports whether several engines wrote the answer.
-func (in *Insured) joins() bool { return in != nil && in.again.times > 0 }
+// joined reports whether several engines wrote the answer.
+func (in *Insured) joined() bool { return in != nil && in.journey.Joined() }
 
 // start starts D's leg.
 func (in *Insured) start(r *pass.Routed, body []byte) {
@@ -144,6 +107,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	f.drop()
 	f.state = journey.Answering // a failure is the stream's to mend
 	in.d = dLeg{}
+	in.journey.Asked()
 	if f.s.journeys.AnswerRule(&f.hop.ticket).Cut {
 		in.d.params = &answer.WithoutParams{}
 	}
@@ -156,7 +120,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 		in.d.id = id
 	} else if started {
 		in.d.starts = false
-		in.failed(&faults.Failure{})
+		in.carryOut(in.journey.Fails(&faults.Failure{}))
 		return
 	}
 	in.d.starts = false
@@ -171,6 +135,9 @@ func (in *Insured) mine(id uint64) bool {
 }
 
 func (in *Insured) noteSent() { in.lastSent.Store(time.Now().UnixNano()) }
+
+// sent returns when D last sent something. Any thread may call it.
+func (in *Insured) sent() time.Time { return time.Unix(0, in.lastSent.Load()) }
 
 // stop ends D's leg.
 func (in *Insured) stop() {
@@ -197,7 +164,6 @@ func (in *Insured) StreamHeaders(id uint64, headers func(do func(name, value []b
 }
 
 func (in *Insured) headers(headers func(do func(name, value []byte))) {
-	f := in.f
 	in.noteSent()
 	a := &prefilled{}
 	status, engine := a.read(headers)
@@ -207,48 +173,17 @@ func (in *Insured) headers(headers func(do func(name, value []byte))) {
 		events = events || h.Name == "content-type" && openai.IsEventStream(h.Value)
 		coded = coded || h.Name == "content-encoding" && !strings.EqualFold(h.Value, "identity")
 	}
-	switch {
-	case !engine && faults.Failed(status): // its body says why
-		in.d.own = true
-	case faults.Failed(status):
-		failure := faults.Of(status, "via_upstream", string(a.RetryAfter))
-		if in.canFail() || in.continues() {
-			in.failed(&failure)
-			return
-		}
-		if faults.Redirects(status) {
-			in.stop()
-			in.giveUp(openai.Redirected())
-			return
-		}
-		in.pass()
-	case status != 200 || !events || coded:
-		if in.continues() {
-			in.failed(&faults.Failure{Status: status})
-			return
-		}
-		in.pass()
-	default:
-		in.d.events = true
-		if in.d.late = f.s.journeys.AnswerRule(&f.hop.ticket).Late > 0; !in.d.late {
-			in.begin()
-		}
-	}
+	in.carryOut(in.journey.Answers(&journey.StreamAnswer{
+		Status: status, Engine: engine, Events: status == http.StatusOK && events && !coded,
+		Failure: faults.Of(status, "via_upstream", string(a.RetryAfter)),
+	}))
 }
 
-// pass lets D's answer pass as it is.
-func (in *Insured) pass() {
-	in.d.plain = true
-	in.begin()
-}
-
-// begin sends the client the head of the answer.
+// begin sends the client the head of the answer, unless it has one.
 func (in *Insured) begin() {
-	in.d.late = false
-	if in.to.begun {
+	if !in.journey.Begins() {
 		return
 	}
-	in.to.begun = true
 	in.f.got.first = time.Since(in.f.began)
 	headers := append([]Header{{":status", strconv.Itoa(in.d.status)}}, slices.DeleteFunc(in.d.head,
 		func(h Header) bool { return h.Name == ":status" })...)
@@ -263,7 +198,7 @@ func (in *Insured) StreamData(id uint64, pieces [][]byte, end bool) {
 		return
 	}
 	in.f.guarded("stream data", func() Status {
-		if s := in.again.spare; s != nil && s.leg == id && !in.d.starts {
+		if s := in.spare; s != nil && s.leg == id && !in.d.starts {
 			s.keep(in, pieces, end)
 		} else if in.mine(id) {
 			in.data(pieces, end)
@@ -291,79 +226,75 @@ func (in *Insured) data(pieces [][]byte, end bool) {
 	if end {
 		in.d.id = 0
 	}
-	switch {
-	case in.d.own:
+	switch in.journey.State() {
+	case journey.StreamNamed:
 		for _, p := range pieces {
 			in.d.reply = append(in.d.reply, p[:min(len(p), maxReply-len(in.d.reply))]...)
 		}
 		if end {
 			failure := faults.Of(in.d.status, string(details(in.d.status, in.d.reply)), "")
-			in.failed(&failure)
+			in.carryOut(in.journey.Fails(&failure))
 		}
 		return
-	case in.d.plain:
+	case journey.StreamUnread:
 		for _, p := range pieces {
 			in.to.out = append(in.to.out, p...)
 		}
 		in.give(in.to.out, end)
 		return
-	case in.d.late && !end && openai.IsComment(slices.Concat(pieces...)), in.d.late && in.outdated():
-		return
+	case journey.StreamLate:
+		if !end && openai.IsComment(slices.Concat(pieces...)) {
+			return
+		}
+		if a := in.journey.FirstByte(); a.Do != journey.BeginAnswer {
+			in.carryOut(a)
+			return
+		}
+	case journey.StreamAsked, journey.StreamHead, journey.StreamWrites:
 	}
 	in.begin()
+	in.read(pieces, end)
+}
+
+// read gives the client what it gets of the next bytes of a stream.
+func (in *Insured) read(pieces [][]byte, end bool) {
+	stream := &in.journey.Stream
 	for _, p := range pieces {
 		p, err := in.d.params.Feed(p)
 		if err != nil {
 			in.cut(err.Error())
 			return
 		}
-		in.to.out = in.stream.Feed(in.to.out, p)
+		in.to.out = stream.Feed(in.to.out, p)
 	}
 	if end {
-		in.to.out = in.stream.End(in.stream.Feed(in.to.out, in.d.params.End()))
+		in.to.out = stream.End(stream.Feed(in.to.out, in.d.params.End()))
 	}
-	if !in.d.spoke && !openai.IsComment(in.to.out) && in.stream.Broken() == "" {
-		in.speaks()
+	broken := stream.Broken()
+	if in.journey.State() != journey.StreamWrites && !openai.IsComment(in.to.out) && broken == "" {
+		in.writes()
 	}
-	switch broken := in.stream.Broken(); {
-	case broken == migration.Failed:
-		in.give(in.to.out, false)
-		in.brokeOff(causeEnded)
-	case broken == migration.OtherStart:
-		in.beganAnew()
-	case broken != "":
-		in.give(in.to.out, false)
-		in.brokeOff(causeDifferent)
-	default:
+	switch broken {
+	case "":
 		in.give(in.to.out, end)
 		in.count()
+		return
+	case migration.OtherStart:
+	default:
+		in.give(in.to.out, false)
+	}
+	if !in.to.ended {
+		in.carryOut(in.journey.Breaks(broken, in.sent()))
 	}
 }
 
-// speaks notes that D has sent an event: from now on it alone serves the request.
-func (in *Insured) speaks() {
-	in.d.spoke, in.d.since = true, time.Now()
+// writes notes that D has sent an event: from now on it alone serves the request.
+func (in *Insured) writes() {
 	if p := in.placed.Load(); p != nil {
-		p.spoke.Store(true)
+		in.placed.Store(&place{ticket: p.ticket, writes: true})
 	}
+	in.journey.Writes()
 	in.dropSpare()
-	if in.again.cause != "" {
-		t := &in.f.hop.ticket
-		in.f.s.Passes.Observer.Streams.Continued(t.Pool, in.again.cause, resultAgain)
-		in.f.s.Passes.Observer.Streams.Paused(t.Pool, in.again.cause, time.Since(in.again.last))
-		in.again.cause = ""
-	}
-}
-
-// outdated plans the request again if its answer may be made from KV that is another prompt's by now.
-func (in *Insured) outdated() bool {
-	t, s := &in.f.hop.ticket, in.f.s
-	in.d.late = false
-	if s.Passes.Since(t) <= s.journeys.AnswerRule(t).Late || !s.journeys.IsOutdated(t, in.f.id) {
-		return false
-	}
-	in.failed(&faults.Failure{})
-	return true
 }
 
 // StreamTrailers is called at the end of an answer that has trailers.
@@ -375,29 +306,14 @@ func (in *Insured) StreamReset(id uint64) {
 		return
 	}
 	in.f.guarded("stream reset", func() Status {
-		if s := in.again.spare; s != nil && s.leg == id && !in.d.starts {
+		if s := in.spare; s != nil && s.leg == id && !in.d.starts {
 			s.leg = 0
 		} else if in.mine(id) {
 			in.d.id = 0
-			in.reset()
+			in.carryOut(in.journey.Resets(in.sent()))
 		}
 		return Continue
 	})
-}
-
-func (in *Insured) reset() {
-	switch {
-	case in.d.plain:
-		in.cut(causeReset)
-	case in.stream.Done():
-		in.give(nil, true)
-	case !in.d.spoke && in.d.events && in.diesAgain():
-		in.endsHere(causeReset, nil)
-	case !in.d.spoke:
-		in.failed(&faults.Failure{})
-	default:
-		in.brokeOff(causeReset)
-	}
 }
 
 func (in *Insured) breakOff(why string) {
@@ -424,29 +340,30 @@ func (in *Insured) give(data []byte, end bool) {
 
 // tooSlow ends the answer to a client that takes it too slowly: Envoy cannot have D wait.
 func (in *Insured) tooSlow() {
-	in.f.s.Passes.Observer.Streams.Continued(in.f.hop.ticket.Pool, resultSlow, resultSlow)
+	in.f.s.Passes.Observer.Streams.Continued(in.f.hop.ticket.Pool, journey.CauseSlow, journey.CauseSlow)
 	in.stop()
 	in.dropSpare()
-	in.breakOff(resultSlow)
+	in.breakOff(journey.CauseSlow)
 }
 
 // count counts the memory of the stream. If there is none left, it is not insured any more.
 func (in *Insured) count() {
-	if n := int64(in.stream.Bytes() + len(in.to.waiting)); in.to.ended || n-in.to.held < 4<<10 && in.to.held-n < 4<<10 {
+	n := int64(in.journey.Stream.Bytes() + len(in.to.waiting))
+	if in.to.ended || n-in.to.held < 4<<10 && in.to.held-n < 4<<10 {
 		return
 	}
 	if !in.hold() {
-		in.stream.Forget(resultMemory)
+		in.journey.Stream.Forget(resultMemory)
 		in.hold()
 	}
 }
 
 func (in *Insured) hold() bool {
 	n := len(in.to.waiting)
-	if in.again.spare != nil {
-		n += len(in.again.spare.kept)
+	if in.spare != nil {
+		n += len(in.spare.kept)
 	}
-	return in.f.s.Memory.Replace(&in.to.held, int64(n+in.stream.Bytes()))
+	return in.f.s.Memory.Replace(&in.to.held, int64(n+in.journey.Stream.Bytes()))
 }
 
 // AboveWatermark is called when the client takes less than it is sent, BelowWatermark when it has taken that.
@@ -496,8 +413,8 @@ func (in *Insured) close() {
 // outcome says how the answer ended in Envoy's words, which know only the client's side.
 func (in *Insured) outcome(o *Outcome) {
 	switch {
-	case in == nil || !in.to.begun || o.ClientGone():
-	case in.to.gone == resultSlow:
+	case in == nil || !in.journey.Begun() || o.ClientGone():
+	case in.to.gone == journey.CauseSlow:
 		o.Flags |= flagClientGone
 	case in.to.gone != "":
 		o.Details = "upstream_reset_after_response_started{" + in.to.gone + "}"

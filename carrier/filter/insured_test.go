@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/journey"
 	"tandem/extproc/migration"
 	"tandem/extproc/pass"
 )
@@ -496,8 +497,8 @@ func TestStreamsAreMoved(t *testing.T) {
 			one := c.legs[0]
 			require.False(t, one.over)
 			in := c.filter.insured.Load()
-			in.move(causeMoved)
-			require.NotNil(t, in.again.spare)
+			in.move(journey.CauseMoved)
+			require.NotNil(t, in.spare)
 			all := writes(t, 1, one.body)
 			in.StreamData(one.id, [][]byte{[]byte(all[4])}, false) // it goes on meanwhile
 			if one.pieces, one.stays, one.cut = all[5:], tt.others, tt.cut; !tt.whole {
@@ -507,7 +508,7 @@ func TestStreamsAreMoved(t *testing.T) {
 			require.Equal(t, tt.whole, c.done && !c.broken && !strings.Contains(c.gets.String(), `"error"`))
 			if tt.whole {
 				require.Equal(t, uninterrupted(t), unified(strings.Replace(c.gets.String(), ": ping\n\n", "", 1)))
-				require.Equal(t, tt.others, in.again.times == 1, "what nobody took was not continued")
+				require.Equal(t, tt.others, in.journey.Joined(), "what nobody took was not continued")
 			}
 			c.nothingStays()
 		})
@@ -567,7 +568,7 @@ func TestInsuredClientsLeave(t *testing.T) {
 		c.begin()
 		for i := range steps {
 			if in := c.filter.insured.Load(); moved && in != nil && i%3 == 0 && !c.done && !c.broken {
-				in.move(causeMoved)
+				in.move(journey.CauseMoved)
 			}
 			if !c.done && !c.broken && !c.deliver() {
 				c.step()

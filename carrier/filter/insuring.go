@@ -32,12 +32,12 @@ func (p passing) insure(d *plan.Decision) {
 		return
 	}
 	f.s.Passes.Observer.Streams.Insured(d.Pool.Spec.Name, "insured")
-	f.insured.Store(&Insured{f: f, api: r.API(), policy: streams, stream: migration.NewStream(r, streams)})
+	f.insured.Store(&Insured{f: f, api: r.API(), journey: f.s.journeys.NewInsured(r, streams, &f.hop.ticket, f.id)})
 }
 
 // unlearn keeps a pass from learning the ids of a prompt that has a part of the answer in it.
 func (p passing) unlearn(d *plan.Decision) {
-	if in := InsuredOf(p.f); in != nil && in.stream.Continues() {
+	if in := InsuredOf(p.f); in != nil && in.journey.Stream.Continues() {
 		d.Ticket.Learn = kvtransfer.Learn{}
 	}
 }
@@ -45,10 +45,10 @@ func (p passing) unlearn(d *plan.Decision) {
 // toPrefill returns the body of P's leg with the ids of the answer that is continued, if one is.
 func (p passing) toPrefill(body []byte) []byte {
 	in := InsuredOf(p.f)
-	if in == nil || !in.stream.Continues() {
+	if in == nil || !in.journey.Stream.Continues() {
 		return body
 	}
-	p.f.m.pass.Prefilled.Asked = in.stream.PromptTokens()
+	p.f.m.pass.Prefilled.Asked = in.journey.Stream.PromptTokens()
 	return p.rewrite(in, body, false)
 }
 
@@ -61,9 +61,9 @@ func (passing) rewrite(in *Insured, body []byte, d bool) []byte {
 	}
 	p.Reset(&r)
 	if d {
-		in.stream.Ask(&r, &p)
+		in.journey.Stream.Ask(&r, &p)
 	} else {
-		in.stream.AskPrompt(&r, &p)
+		in.journey.Stream.AskPrompt(&r, &p)
 	}
 	return p.Edits().Apply(nil, body)
 }
@@ -72,5 +72,5 @@ func (passing) rewrite(in *Insured, body []byte, d bool) []byte {
 func (p passing) toDecode(in *Insured, r *pass.Routed) onWorker {
 	x := &p.f.m.pass
 	body := p.rewrite(in, r.Edits.Apply(nil, x.Body.Bytes()), true)
-	return func() { in.start(r, body) }
+	return func() { in.f.reach(r.Endpoint, len(body), func() { in.start(r, body) }) }
 }

@@ -3,6 +3,7 @@ package filter
 import (
 	"flag"
 	"net/http"
+	"strconv"
 	"testing"
 	"testing/synctest"
 
@@ -26,6 +27,10 @@ func TestJourneys(t *testing.T) {
 		j.c = newClient(t, f, j.engines, s.Body)
 		j.c.SetHeader(":path", s.Path)
 		j.c.asked = j.asked
+		j.c.play = func(u *startedLeg) {
+			j.asked(u.at, u.body)
+			u.pieces, u.stays = writes(t, len(j.c.legs), u.body), true
+		}
 		j.play()
 		synctest.Wait()
 		require.Zero(t, f.reserved(), "something stays booked")
@@ -79,9 +84,9 @@ func (j *journeyer) play() {
 		return
 	}
 	c.begin()
-	for c.settle(); c.status == 0; c.settle() {
+	for c.settle(); !j.over(); c.settle() {
 		asked := ""
-		if c.answer.never {
+		if c.answer.never || len(c.legs) > 0 {
 			asked = "D"
 		}
 		if len(c.calls) > 0 || len(c.outside) > 0 {
@@ -94,10 +99,13 @@ func (j *journeyer) play() {
 			j.leaves()
 			return
 		case a.Role == 0:
+			j.f.lookAfter()
 			if len(c.calls) > 0 && a.Wait >= c.calls[0].Timeout {
 				j.answer = script.Answer{How: "overdue"}
 				c.finishOne()
 			}
+		case a.Role == 'D' && len(c.legs) > 0:
+			j.streams(&a)
 		case a.Role == 'D':
 			a.Stand(j.f.state, j.at)
 			j.decode(&a)
@@ -105,11 +113,44 @@ func (j *journeyer) play() {
 			c.finishOne()
 		}
 	}
+	if len(c.legs) > 0 {
+		j.Client(c.status, c.gets.String())
+		return // Envoy has ended the filter
+	}
 	j.Client(c.status, c.reply)
 	if j.answer.How == "breaks" {
 		c.answer.local = "upstream_reset_after_response_started{connection_termination}"
 	}
 	c.end()
+}
+
+// over reports whether the client has the end of its answer.
+func (j *journeyer) over() bool {
+	if len(j.c.legs) > 0 {
+		return j.c.done || j.c.broken
+	}
+	return j.c.status != 0
+}
+
+// streams is what D sends of an insured stream. An engine that was asked before it, and is still there, sends nothing.
+func (j *journeyer) streams(a *script.Answer) {
+	u := j.c.legs[len(j.c.legs)-1]
+	rest := u.pieces
+	switch n, _ := strconv.Atoi(a.Body); a.How {
+	case "writes":
+		u.pieces = rest[:n]
+		rest = rest[n:]
+	case "dies":
+		u.pieces, u.cut, u.stays = nil, true, false
+	default:
+		u.stays = false
+	}
+	for !j.over() && j.c.deliver() {
+		continue
+	}
+	if u.stays {
+		u.pieces = rest
+	}
 }
 
 func (j *journeyer) leaves() {

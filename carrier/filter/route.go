@@ -3,7 +3,9 @@ package filter
 import (
 	"cmp"
 	"strings"
+	"sync"
 	"sync/atomic"
+	"time"
 
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -27,6 +29,56 @@ type Route struct {
 	Holds bool
 
 	keepsNothing atomic.Bool // a request's body was not kept: the route has no retry policy
+
+	mu      sync.Mutex
+	reached map[string]time.Time // when a call last went to an endpoint of a cluster, with both names
+}
+
+// A dynamic forward proxy looks an endpoint up with the first call to it, and Envoy's client breaks a call off whose body
+// is longer than 64 KiB and has to wait for that (1.40, async_client_impl.cc). So a short call goes before a long one to
+// an endpoint that it may have forgotten: it keeps one for 5 minutes after its last use.
+const (
+	shortBody   = 32 << 10
+	knownFor    = 4 * time.Minute
+	firstLimit  = 5 * time.Second
+	mostReached = 4096
+)
+
+// reach runs then, which calls an endpoint with a body of some length, as soon as a call may be so long.
+func (f *Filter) reach(e *kvstate.Endpoint, length int, then func()) {
+	r := f.route
+	if r == nil || !r.Strict || length <= shortBody {
+		then()
+		return
+	}
+	cluster := f.callCluster(e)
+	if !r.notes(cluster + " " + e.HostPort()) {
+		then()
+		return
+	}
+	f.hop.first = then
+	first := &Call{Cluster: cluster, Timeout: firstLimit, Set: []Header{
+		{":method", "GET"}, {":path", "/health"}, {":authority", f.callHost(e)}, {"accept", names.ContentTypeJSON},
+	}}
+	if !f.envoy.Call(first) {
+		f.hop.first = nil
+		then()
+	}
+}
+
+// notes notes a call to an endpoint, and reports whether it is the first one for a while.
+func (r *Route) notes(name string) (isFirst bool) {
+	now := time.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if now.Sub(r.reached[name]) < knownFor {
+		return false
+	}
+	if r.reached == nil || len(r.reached) >= mostReached {
+		r.reached = map[string]time.Time{}
+	}
+	r.reached[name] = now
+	return true
 }
 
 // callCluster returns the cluster of a leg that the filter calls.

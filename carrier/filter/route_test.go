@@ -90,6 +90,31 @@ func TestAnotherEngineAnswersForP(t *testing.T) {
 	require.NotEmpty(t, e.Refusing(f.Passes.Now()))
 }
 
+// Envoy's client breaks a long call off that has to wait until an endpoint is looked up: a short one goes before it, once.
+func TestAShortCallGoesBeforeALongOne(t *testing.T) {
+	for name, change := range map[string]func(*pass.Policy){"nixl": always, "sglang": dialect("sglang"), "moriio": dialect("moriio")} {
+		t.Run(name, func(t *testing.T) {
+			f := newFleet(t, change)
+			route := &Route{Strict: true}
+			firsts := map[string]int{}
+			for range 10 {
+				c := newClient(t, f, named, strings.Replace(chat, "hello", strings.Repeat("hello ", 20_000), 1))
+				c.route = route
+				c.run()
+				require.Equal(t, 200, c.status, c.reply)
+				for _, at := range c.firsts {
+					firsts[at]++
+				}
+			}
+			require.NotEmpty(t, firsts)
+			for at, n := range firsts {
+				require.True(t, prefills(at))
+				require.Equal(t, 1, n, at)
+			}
+		})
+	}
+}
+
 // What a call that is not strict must not be used for.
 func TestCallsThatAreNotStrict(t *testing.T) {
 	for _, strict := range []bool{false, true} {

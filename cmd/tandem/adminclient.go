@@ -35,7 +35,7 @@ type adminClient struct {
 // register adds the flags by which a command finds a replica and prints what it answers.
 func (a *adminClient) register(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVarP(&a.file, "file", "f", "", "configuration `FILE` (YAML), for the address and the token of the admin port")
+	fileFlag(f, &a.file, "configuration `FILE` (YAML), for the address and the token of the admin port")
 	f.StringVar(&a.address, "admin", "127.0.0.1:9090", "admin port of the replica: `ADDRESS`")
 	f.StringVar(&a.tokenFile, "token-file", "", "`FILE` with the operator's token (admin.tokenFile)")
 	f.StringVarP(&a.output, "output", "o", "table", "`FORMAT`: table or json")
@@ -51,8 +51,10 @@ func (a *adminClient) settle(c *cobra.Command) error {
 	if _, port, err := net.SplitHostPort(a.address); err != nil || port == "" {
 		return fmt.Errorf("--admin: %q is not host:port", a.address)
 	}
-	if a.file == "" {
-		return nil
+	if !c.Flags().Changed("file") {
+		if _, err := os.Stat(a.file); err != nil || c.Flags().Changed("admin") {
+			return nil // a machine without a configuration, or with that of another replica
+		}
 	}
 	admin, faulty, err := config.LoadAdmin(a.file)
 	if err != nil {
@@ -63,21 +65,12 @@ func (a *adminClient) settle(c *cobra.Command) error {
 			a.file, a.file)
 	}
 	if !c.Flags().Changed("admin") {
-		a.address = onLoopback(admin.GetListen())
+		a.address = config.Reached(admin.GetListen())
 	}
 	if a.tokenFile == "" {
 		a.tokenFile = admin.GetTokenFile()
 	}
 	return nil
-}
-
-// onLoopback returns the address at which this machine reaches a server that listens on every interface.
-func onLoopback(listen string) string {
-	host, port, err := net.SplitHostPort(listen)
-	if ip := net.ParseIP(host); err == nil && (host == "" || ip != nil && ip.IsUnspecified()) {
-		return net.JoinHostPort("127.0.0.1", port)
-	}
-	return listen
 }
 
 const (

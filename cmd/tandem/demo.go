@@ -6,15 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"tandem/extproc/telemetry"
@@ -34,7 +31,7 @@ func newDemo() *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&envoyPath, "envoy", "", "Envoy `BINARY` (default: $ENVOY, envoy on PATH, .tools/bin/envoy)")
+	f.StringVar(&envoyPath, "envoy", "", "Envoy `BINARY` (default: $ENVOY, envoy beside tandem or on PATH, .tools/bin/envoy)")
 	f.StringVar(&simPath, "enginesim", "", "enginesim `BINARY` (default: beside tandem, or on PATH)")
 	f.StringVar(&library, "inside", "", "`FOLDER` of libtandem.so (make carrier), for Tandem inside Envoy")
 	f.StringVar(&listen, "listen", "127.0.0.1:0", "`ADDRESS` for clients; port 0 takes a free one")
@@ -43,37 +40,36 @@ func newDemo() *cobra.Command {
 }
 
 func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay bool, stdout io.Writer) error {
-	d := &demonstration{out: stdout, http: &http.Client{Timeout: time.Minute}}
+	d := &demonstration{out: stdout, group: programs{http: &http.Client{Timeout: time.Minute}}}
 	if err := d.find(envoyPath, simPath, library); err != nil {
 		return err
 	}
-	err := d.start(ctx, listen)
+	err := d.bringUp(ctx, listen)
 	if err == nil {
 		err = d.show(ctx)
 	}
 	if err == nil && stay {
 		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. "+
 			"In another terminal:\n\n"+
-			"  %s status --admin %s\n\nCtrl-C ends everything.\n", d.url, d.admin, d.dir, d.self, strings.TrimPrefix(d.admin, "http://"))
+			"%s\n  %s status --admin %s\n\nCtrl-C ends everything.\n",
+			d.url, d.admin, d.group.dir, curl(d.url, "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"))
 		<-ctx.Done()
 	}
-	d.stop()
-	if err != nil && ctx.Err() == nil && d.dir != "" {
-		return fmt.Errorf("%w; all programs' logs are in %s", err, d.dir)
+	d.group.stop()
+	if err != nil && ctx.Err() == nil && d.group.dir != "" {
+		return fmt.Errorf("%w; all programs' logs are in %s", err, d.group.dir)
 	}
-	if d.dir != "" {
-		_ = os.RemoveAll(d.dir)
+	if d.group.dir != "" {
+		_ = os.RemoveAll(d.group.dir)
 	}
 	return err
 }
 
 type demonstration struct {
+	group            programs
 	out              io.Writer
-	http             *http.Client
 	self, envoy, sim string // binaries
 	library          string // the folder of libtandem.so; "": Tandem runs beside Envoy
-	dir              string
-	programs         []program
 	url, admin       string
 	engines          []string
 }
@@ -84,11 +80,11 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 		return fmt.Errorf("finding this program: %w", err)
 	}
 	beside := filepath.Dir(d.self)
-	d.envoy = firstProgram(envoyPath, os.Getenv("ENVOY"), filepath.Join(beside, "envoy"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
+	d.envoy = findEnvoy(envoyPath, beside)
 	d.sim = firstProgram(simPath, filepath.Join(beside, "enginesim"), "enginesim")
 	switch {
 	case d.envoy == "":
-		return errors.New("no Envoy found: run scripts/tools.sh, put envoy on PATH, or set ENVOY")
+		return errNoEnvoy
 	case d.sim == "":
 		return errors.New("no enginesim found beside tandem: run make build")
 	case library != "":
@@ -96,34 +92,14 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 			return fmt.Errorf("--inside: %w: run make carrier", err)
 		}
 		d.library, err = filepath.Abs(library)
+		d.group.environment = []string{"ENVOY_DYNAMIC_MODULES_SEARCH_PATH=" + d.library}
 	}
 	return err
 }
 
-// program is one that the demo has started. ended is closed when it has ended.
-type program struct {
-	name  string
-	cmd   *exec.Cmd
-	ended chan struct{}
-}
-
-func firstProgram(candidates ...string) string {
-	for _, c := range candidates {
-		if c == "" {
-			continue
-		}
-		if path, err := exec.LookPath(c); err == nil || errors.Is(err, exec.ErrDot) {
-			if abs, err := filepath.Abs(path); err == nil {
-				return abs
-			}
-		}
-	}
-	return ""
-}
-
-// start brings everything up and waits until it answers.
-func (d *demonstration) start(ctx context.Context, listen string) (err error) {
-	if d.dir, err = os.MkdirTemp("", "tandem-demo-"); err != nil {
+// bringUp starts everything and waits until it answers.
+func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) {
+	if d.group.dir, err = os.MkdirTemp("", "tandem-demo-"); err != nil {
 		return err
 	}
 	p, err := freePorts(13)
@@ -138,12 +114,12 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	for i, role := range []string{"prefill", "prefill", "decode", "decode"} {
 		d.engines = append(d.engines, p[i])
 		fmt.Fprintf(&endpoints, "  - {address: %q, role: %s}\n", p[i], role)
-		if err := d.run("engine-"+strconv.Itoa(i), d.sim, "--listen", p[i], "--side-channel", p[i+4], "--role", role,
+		if err := d.group.launch("engine-"+strconv.Itoa(i), d.sim, "--listen", p[i], "--side-channel", p[i+4], "--role", role,
 			"--model", "tiny", "--prefill-speed", "40000", "--decode-step", "5ms"); err != nil {
 			return err
 		}
 	}
-	cfg := filepath.Join(d.dir, "tandem.yaml")
+	cfg := filepath.Join(d.group.dir, "tandem.yaml")
 	way, how, xds := "beside", "Tandem and Envoy", []string{"--xds"}
 	if d.library != "" {
 		way, how, xds = "inside", "and an Envoy with Tandem inside", nil
@@ -155,7 +131,7 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 		return err
 	}
 	if d.library == "" {
-		if err := d.run("tandem", d.self, "serve", "-f", cfg); err != nil {
+		if err := d.group.launch("tandem", d.self, "serve", "-f", cfg); err != nil {
 			return err
 		}
 	}
@@ -163,11 +139,11 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 	if err != nil {
 		return fmt.Errorf("tandem envoy: %w", err)
 	}
-	bootstrapFile := filepath.Join(d.dir, "envoy.yaml")
+	bootstrapFile := filepath.Join(d.group.dir, "envoy.yaml")
 	if err := os.WriteFile(bootstrapFile, bootstrap, 0o600); err != nil {
 		return err
 	}
-	if err := d.run("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
+	if err := d.group.launch("envoy", d.envoy, "-c", bootstrapFile, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"); err != nil {
 		return err
 	}
 	fmt.Fprintf(d.out, "2 prefill engines %s, 2 decode engines %s (simulated vLLM), %s.\n"+
@@ -175,102 +151,11 @@ func (d *demonstration) start(ctx context.Context, listen string) (err error) {
 		strings.Join(d.engines[:2], " "), strings.Join(d.engines[2:], " "), how)
 	for _, url := range []string{"http://" + p[0] + "/health", "http://" + p[1] + "/health", "http://" + p[2] + "/health",
 		"http://" + p[3] + "/health", d.admin + "/readyz", "http://" + p[11] + "/ready", d.url + "/v1/models"} {
-		if err := d.wait(ctx, url); err != nil {
+		if err := d.group.wait(ctx, url); err != nil {
 			return err
 		}
 	}
 	return nil
-}
-
-// freePorts are addresses on 127.0.0.1 that nobody listens on now.
-func freePorts(n int) (out []string, err error) {
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // it does not block
-		if err != nil {
-			return nil, fmt.Errorf("looking for free ports: %w", err)
-		}
-		defer l.Close()
-		out = append(out, l.Addr().String())
-	}
-	return out, nil
-}
-
-// run starts a program that ends with this one, whatever way this one ends.
-func (d *demonstration) run(name, path string, args ...string) error {
-	log, err := os.Create(filepath.Join(d.dir, name+".log"))
-	if err != nil {
-		return err
-	}
-	defer log.Close()
-	cmd := exec.Command(path, args...) //nolint:noctx // stop ends it
-	cmd.Stdout, cmd.Stderr = log, log
-	if d.library != "" {
-		cmd.Env = append(os.Environ(), "ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+d.library)
-	}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
-	if err := cmd.Start(); err != nil {
-		return fmt.Errorf("starting %s: %w", name, err)
-	}
-	p := program{name, cmd, make(chan struct{})}
-	go func() { _ = cmd.Wait(); close(p.ended) }()
-	d.programs = append(d.programs, p)
-	return nil
-}
-
-// stop ends everything, in the order opposite to its start.
-func (d *demonstration) stop() {
-	for _, p := range slices.Backward(d.programs) {
-		_ = p.cmd.Process.Signal(syscall.SIGTERM)
-		select {
-		case <-p.ended:
-		case <-time.After(3 * time.Second):
-			_ = p.cmd.Process.Kill()
-			<-p.ended
-		}
-	}
-}
-
-// wait waits until a URL answers, or a program has ended, as Envoy does at once if a port is in use.
-func (d *demonstration) wait(ctx context.Context, url string) error {
-	deadline := time.Now().Add(time.Minute)
-	for {
-		_, status, err := d.get(ctx, url)
-		switch {
-		case err == nil && status == http.StatusOK:
-			return nil
-		case err == nil:
-			err = fmt.Errorf("status %d", status)
-		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("%s does not answer: %w", url, err)
-		}
-		for _, p := range d.programs {
-			select {
-			case <-p.ended:
-				return fmt.Errorf("%s has ended: %s", p.name, p.cmd.ProcessState)
-			default:
-			}
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(20 * time.Millisecond):
-		}
-	}
-}
-
-func (d *demonstration) get(ctx context.Context, url string) (body []byte, status int, err error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return nil, 0, err
-	}
-	resp, err := d.http.Do(req)
-	if err != nil {
-		return nil, 0, err
-	}
-	defer resp.Body.Close()
-	body, err = io.ReadAll(resp.Body)
-	return body, resp.StatusCode, err
 }
 
 // demoRequest is one request that the demo sends.
@@ -326,7 +211,7 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 	}
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("X-Request-Id", id)
-	resp, err := d.http.Do(req)
+	resp, err := d.group.http.Do(req)
 	if err != nil {
 		return "", err
 	}
@@ -358,7 +243,7 @@ func (d *demonstration) send(ctx context.Context, id string, r demoRequest) (str
 func (d *demonstration) trace(ctx context.Context, id string) (telemetry.Trace, error) {
 	deadline := time.Now().Add(30 * time.Second)
 	for {
-		body, _, err := d.get(ctx, d.admin+"/debug/requests?n=20")
+		body, _, err := d.group.get(ctx, d.admin+"/debug/requests?n=20")
 		if err != nil {
 			return telemetry.Trace{}, err
 		}
@@ -386,7 +271,7 @@ func (d *demonstration) trace(ctx context.Context, id string) (telemetry.Trace, 
 func (d *demonstration) ledgers(ctx context.Context) error {
 	fmt.Fprintf(d.out, "\n%-15s %12s %12s %12s %12s\n", "engine", "given", "fetched", "blocks held", "violations")
 	for _, e := range d.engines {
-		text, _, err := d.get(ctx, "http://"+e+"/metrics")
+		text, _, err := d.group.get(ctx, "http://"+e+"/metrics")
 		if err != nil {
 			return err
 		}
@@ -397,7 +282,7 @@ func (d *demonstration) ledgers(ctx context.Context) error {
 			return fmt.Errorf("the ledger of %s does not balance", e)
 		}
 	}
-	text, _, err := d.get(ctx, d.admin+"/metrics")
+	text, _, err := d.group.get(ctx, d.admin+"/metrics")
 	if err != nil {
 		return err
 	}

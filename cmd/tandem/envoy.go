@@ -20,7 +20,7 @@ func newEnvoy() *cobra.Command {
 	var xds bool
 	var o envoyconfigs.ModuleOptions
 	c := &cobra.Command{
-		Use: "envoy -f FILE", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
+		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			text, err := envoy(file, whose, upstream, xds, o)
 			if err != nil {
@@ -38,7 +38,7 @@ func newEnvoy() *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
+	fileFlag(f, &file, "configuration `FILE` (YAML)")
 	f.StringVarP(&output, "output", "o", "", "`FILE` to write, in place of stdout")
 	f.StringVar(&whose, "for", "envoy", "`TARGET`: envoy (a bootstrap) or envoy-gateway (resources)")
 	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
@@ -53,8 +53,7 @@ func newEnvoy() *cobra.Command {
 		"`HOW` Envoy Gateway's Envoy finds endpoints: original-dst or override-host")
 	f.StringVar(&o.Library, "library", "/usr/lib/tandem/libtandem.so",
 		"`PATH` of the library in Envoy Gateway's Envoy, with envoy.run inside")
-	f.StringVar(&o.Image, "image", "ghcr.io/fallomai/tandem-envoy", "`IMAGE` of an Envoy that has it")
-	required(c, "file")
+	f.StringVar(&o.Image, "image", "tandem-envoy", "`IMAGE` of an Envoy that has it")
 	return c
 }
 

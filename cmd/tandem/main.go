@@ -1,10 +1,12 @@
 // Command tandem routes LLM requests over disaggregated prefill and decode, as an external processor of Envoy.
 //
+//	tandem run --prefill URL ...     ask engines what they are, and run Tandem and Envoy in front of them
 //	tandem serve -f FILE             run the server; changes of the file are taken up, on SIGHUP at once
 //	tandem serve -f FILE --check     validate the configuration and exit; with --live also ask the engines
 //	tandem envoy -f FILE             print the Envoy bootstrap that belongs to the configuration
 //	tandem status | requests | explain            what a running replica does, and would decide
 //	tandem drain | pause | resume | weights       orders to a running replica
+//	tandem record start | stop | status           record its requests, for replay
 //	tandem demo                      bring everything up on this machine and send real requests
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //
@@ -66,9 +68,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			root.AddCommand(c)
 		}
 	}
-	add("run", newServe(), newEnvoy())
+	add("run", newRun(), newServe(), newEnvoy())
 	add("watch", newStatus(), newRequests(), newExplain())
-	add("order", newDrain(), newPause(true), newPause(false), newWeights())
+	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
 	add("try", newDemo(), newReplay())
 	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
 		fmt.Fprintln(c.OutOrStdout(), "tandem", version())

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"tandem/internal/logwriter"
 	configv1 "tandem/protos/config/v1"
@@ -24,7 +25,7 @@ func newServe() *cobra.Command {
 	var check, live bool
 	set := replica.Settings{Release: version()}
 	c := &cobra.Command{
-		Use: "serve -f FILE", Short: "Run the server, or check its configuration", Args: cobra.NoArgs,
+		Use: "serve", Short: "Run the server, or check its configuration", Args: cobra.NoArgs,
 		Long: "Run the server until SIGTERM, then let streams finish. Changes of the file take effect while it runs.\n" +
 			"With --check, validate the configuration, report all errors, and exit.",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -46,7 +47,7 @@ func newServe() *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringVarP(&file, "file", "f", "", "configuration `FILE` (YAML)")
+	fileFlag(f, &file, "configuration `FILE` (YAML)")
 	f.BoolVar(&check, "check", false, "validate the configuration and exit")
 	f.BoolVar(&live, "live", false, "with --check: also ask the engines whether they are what the configuration says")
 	f.DurationVar(&set.Drain, "drain", 0, "after SIGTERM, wait at most this `TIME` for streams to end "+
@@ -57,17 +58,15 @@ func newServe() *cobra.Command {
 	f.BoolVar(&set.Conformance, "conformance", false, "honour the test headers of the Inference Extension's conformance suite: never in production")
 	f.StringVar(&level, "log", "info", "lowest `LEVEL` logged: debug, info, warn, error")
 	f.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json, one object a line")
-	required(c, "file")
 	return c
 }
 
-// required makes flags of a command mandatory.
-func required(c *cobra.Command, names ...string) {
-	for _, name := range names {
-		if err := c.MarkFlagRequired(name); err != nil {
-			panic(err) // the name of a flag above
-		}
-	}
+// defaultFile is the configuration that commands take if none is named.
+const defaultFile = "tandem.yaml"
+
+// fileFlag adds -f.
+func fileFlag(f *pflag.FlagSet, file *string, usage string) {
+	f.StringVarP(file, "file", "f", defaultFile, usage)
 }
 
 // serve checks the configuration, or runs the server until ctx ends and lets streams finish.

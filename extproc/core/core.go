@@ -17,6 +17,7 @@ import (
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
+	"tandem/extproc/recorder"
 	"tandem/extproc/telemetry"
 	"tandem/extproc/usage"
 	"tandem/internal/guard"
@@ -51,6 +52,8 @@ type Options struct {
 	Models pass.ModelAsker // nil: engines are not asked for the models of requests
 
 	PathPrefixes []string // that gateways in front add to paths
+
+	Recorder *recorder.Recorder // nil: requests are not recorded
 
 	Inside bool                 // requests come from the Envoy that has this program loaded
 	Picker *plan.GatewayOptions // not nil: serve the Endpoint Picker protocol instead of the main role
@@ -100,6 +103,7 @@ func New(o Options, m *telemetry.Metrics) *Core {
 		Options: o, Observer: telemetry.NewObserver(m, o.Log), Guard: guard.New(o.Log, m.Panicked), Started: time.Now(),
 		Draining: make(chan struct{}),
 	}
+	c.Observer.Recorder = o.Recorder
 	c.Faults = &faults.Faults{State: o.State, Observer: c.Observer, Log: o.Log, Check: o.Check}
 	c.Reclaim = reclaim.New(reclaim.Options{
 		State: o.State, Log: o.Log, Observer: c.Observer, TTL: o.HandOverTTL,
@@ -159,6 +163,7 @@ func (c *Core) Run(ctx context.Context) {
 	var workers sync.WaitGroup
 	defer workers.Wait()
 	workers.Go(func() { c.Reclaim.Run(ctx) })
+	workers.Go(func() { c.Recorder.Run(ctx) })
 	workers.Go(func() { c.Observer.PruneSeries(ctx, c.State) })
 	c.State.Run(ctx)
 }
@@ -174,6 +179,9 @@ func (c *Core) Apply(s pass.Settings) { c.Passes.Apply(s) }
 
 // Settings returns the current settings. Do not modify.
 func (c *Core) Settings() pass.Settings { return c.Passes.Settings() }
+
+// Queued returns how many requests for a pool wait at this replica.
+func (c *Core) Queued(pool string) latebinding.Status { return c.Passes.Queued(pool) }
 
 // Explain returns where a request with so many uncached prompt tokens would be placed in a pool now.
 func (c *Core) Explain(pool string, promptTokens int64) (pass.Explanation, error) {

@@ -4,6 +4,7 @@
 //   - state.go: where a request is on its way ([State]).
 //   - prefill.go: P's answer ([Legs.Settle]): another pass, or the client's answer. encode.go: that of an encode leg.
 //   - pair.go: both legs at once, a machine of events and actions ([Pair]). pairlegs.go: how each of them ends.
+//   - insured.go: a stream that outlives its engine, likewise ([Insured]). Only the filter inside Envoy has these.
 //   - again.go: the request is planned again after a leg has failed. What that means is a table, [faults.Means].
 //   - silence.go: whether an answer that does not come will come.
 //   - answer.go: D's answer on its way to the client: checked, rewritten or cut.

@@ -26,9 +26,11 @@ func shared(t *testing.T) *Shared {
 	state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
 		{Addr: "p1", Role: kvstate.RolePrefill}, {Addr: "d1", Role: kvstate.RoleDecode},
 	})
+	log := slog.New(slog.DiscardHandler)
+	observer := telemetry.NewObserver(telemetry.NewMetrics(prometheus.NewRegistry(), state), log)
 	s := pass.New(pass.Options{
-		State: state, Limits: plan.Limits{MaxRedirects: 8},
-		Observer: telemetry.NewObserver(telemetry.NewMetrics(prometheus.NewRegistry(), state), slog.New(slog.DiscardHandler)),
+		State: state, Limits: plan.Limits{MaxRedirects: 8}, Observer: observer, Log: log,
+		Faults: &faults.Faults{State: state, Observer: observer, Log: log, Check: func(*kvstate.Endpoint) {}},
 	})
 	policy := pass.Policy{Policy: plan.Policy{Split: true, Dialect: kvtransfer.Named("sglang")}}
 	s.Apply(pass.Settings{Pools: map[string]pass.Policy{"chat": policy.WithDefaults()}})

@@ -1,7 +1,6 @@
 package journey
 
 import (
-	"slices"
 	"time"
 
 	"tandem/extproc/kvtransfer"
@@ -41,13 +40,7 @@ func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 }
 
 // AnotherDecodes reports whether another endpoint than the ticket's may decode, as far as is known.
-func (s *Shared) AnotherDecodes(t *kvtransfer.Ticket) bool {
-	pool := s.Passes.State.Pool(t.Pool)
-	return pool != nil && slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {
-		return e.Addr != t.Decode && e.TakesWork() && e.Role&kvstate.RoleDecode != 0 &&
-			!slices.Contains(t.Excluded, e.Addr)
-	})
-}
+func (s *Shared) AnotherDecodes(t *kvtransfer.Ticket) bool { return s.othersDecode(t, t.Excluded) }
 
 // lostAfter is how long an endpoint must be marked as failed before its requests are given up. A failed request or a
 // stalled engine marks it for less.

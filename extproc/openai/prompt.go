@@ -66,6 +66,15 @@ func (r *Request) Prompts() (n int, list bool) {
 // PromptBytes returns the length of the prompt as it stands in the body, 0 if there is none. Media are not counted.
 func (r *Request) PromptBytes() int { return max(len(r.prompt())-r.beside.bytes, 0) }
 
+// PromptText returns the raw bytes that [Request.PromptHash] covers; nil if the prompt is empty or has media.
+func (r *Request) PromptText() []byte {
+	b := r.prompt()
+	if len(b) == 0 || len(r.beside.found) > 0 {
+		return nil
+	}
+	return b[:len(b)-1]
+}
+
 // PromptIDs returns the prompt if the client gives it as token ids: a JSON array as it stands in the body; else nil.
 func (r *Request) PromptIDs() []byte {
 	raw := r.prompt()

@@ -8,7 +8,9 @@ import (
 	"math/rand/v2"
 	"strings"
 
+	"tandem/extproc/latebinding"
 	"tandem/extproc/plan"
+	"tandem/extproc/recorder"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -65,6 +67,14 @@ func (s *Shared) Explain(poolName string, promptTokens int64) (e Explanation, er
 		e.Waiting, e.Memory, e.Remote, e.Longest = now.Waiting, now.Memory, now.Remote, now.Longest
 	}
 	return e, nil
+}
+
+// Queued returns how many requests for a pool wait at this replica.
+func (s *Shared) Queued(pool string) latebinding.Status {
+	if policy, ok := s.Policy(pool); ok && policy.queue != nil {
+		return policy.queue.Status()
+	}
+	return latebinding.Status{}
 }
 
 // noPool returns the error for a pool that does not exist, with those that do.
@@ -136,4 +146,22 @@ func (x *Pass) report(ctx context.Context, d *plan.Decision) {
 		p.Weighed, p.PrefillBusy = telemetry.Weigh(e.Candidates, two), e.Load
 	}
 	x.Meter.Planned(ctx, p)
+	x.record(p)
+}
+
+// record has what was known at the choice recorded.
+func (x *Pass) record(p *telemetry.Planned) {
+	to, r := x.Meter.Observer.Recorder, &x.Req
+	if !to.On() {
+		return
+	}
+	model := cmp.Or(r.Client.Model(), x.want.model)
+	x.chosen = recorder.Choice{
+		ID: p.RequestID, Started: p.Started, Again: p.Pass > 0, Pool: p.Pool, Model: model,
+		Listed: r.Pool.Serves(model), Blocks: r.Hashes, Text: r.Client.PromptText(), Bytes: r.Client.PromptBytes(),
+		Tokens: p.PromptTokens, Route: p.Route, Prefill: p.Prefill, Decode: p.Decode, Priority: r.Priority,
+		Stream: p.Streamed, Waited: p.Waited,
+	}
+	to.Chosen(&x.chosen)
+	x.chosen = recorder.Choice{}
 }

@@ -27,6 +27,7 @@ import (
 	"tandem/extproc/openai"
 	"tandem/extproc/plan"
 	"tandem/extproc/reclaim"
+	"tandem/extproc/recorder"
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
@@ -106,6 +107,7 @@ type Pass struct {
 
 	Explanation []byte            // for a header; nil: no operator asked for it
 	Planned     telemetry.Planned // what was decided last
+	chosen      recorder.Choice   // scratch
 }
 
 // Begin begins another pass, of a stream that meter measures.

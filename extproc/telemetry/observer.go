@@ -15,6 +15,7 @@ import (
 	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/names"
+	"tandem/extproc/recorder"
 	"tandem/extproc/usage"
 	"tandem/kvstate"
 	"tandem/picker"
@@ -25,8 +26,9 @@ import (
 type Observer struct {
 	*Metrics
 	*Recent
-	log  *slog.Logger
-	cuts *rate.Limiter // of log lines about answers that broke off: the end of an engine cuts many at once
+	Recorder *recorder.Recorder // nil: requests are not recorded
+	log      *slog.Logger
+	cuts     *rate.Limiter // of log lines about answers that broke off: the end of an engine cuts many at once
 }
 
 // cutsLogged is the number of answers that broke off that the log names each second.
@@ -63,6 +65,7 @@ func (o *Observer) RequestEnded(
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
 		o.liveTotals.usage.ended(used)
+		o.recordEnd(t, e, used, how, whole)
 		if how == EndedTicketRefused {
 			o.liveTotals.ticketFailures.Add(1)
 		}
@@ -89,6 +92,32 @@ func (o *Observer) RequestEnded(
 		o.Usage.Foreseen(t.Pool, expected, used)
 	}
 	return used
+}
+
+// recordEnd records the end of a request. Without usage only Tandem's own times are known.
+func (o *Observer) recordEnd(t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used, how string, whole time.Duration) {
+	end := recorder.End{
+		ID: e.RequestID, Started: t.Started, Ended: t.Started.Add(whole), Prompt: -1, Cached: -1, Answer: -1,
+		Status: e.Status, How: how, Tenant: e.Usage.Tenant,
+	}
+	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
+		end.Decode = t.Decode
+	}
+	if e.FirstByte > 0 {
+		end.Head = max(e.Start.Add(e.FirstByte).Sub(t.Started), 0)
+	}
+	if u != nil {
+		for _, of := range [...]struct {
+			to   *int64
+			from *int64
+		}{{&end.Prompt, u.Prompt}, {&end.Cached, u.Cached}, {&end.Answer, u.Answer}} {
+			if of.from != nil {
+				*of.to = *of.from
+			}
+		}
+		end.First, end.Each = u.FirstToken, u.PerToken
+	}
+	o.Recorder.Ended(&end)
 }
 
 // DiedUnder reports that engines died, or failed, one after the other under one request, which is given up for that.
@@ -183,6 +212,7 @@ func (x *Meter) PrefillEnded(
 		}
 	}
 	x.Observer.prefillEnded(t, code, result, took, x.Exemplar)
+	x.Observer.Recorder.Prefilled(requestID, t.Started, took)
 	x.Observer.leg(requestID, t, func(trace *Trace) {
 		trace.PrefillTime = took
 		if next == nil {
@@ -200,6 +230,7 @@ func (x *Meter) PrefillEnded(
 func (x *Meter) MirrorEnded(requestID string, t *kvtransfer.Ticket, code int, result string, took time.Duration) {
 	x.Observer.prefillEnded(t, code, result, took, x.Exemplar)
 	x.SpanLegEnded(result, code)
+	x.Observer.Recorder.Prefilled(requestID, t.Started, took)
 	x.Observer.leg(requestID, t, func(trace *Trace) { trace.PrefillTime = took })
 }
 
@@ -217,6 +248,7 @@ func (x *Meter) PromptRead(requestID string, t *kvtransfer.Ticket, got kvtransfe
 			trace.PromptTokens = got.PromptTokens
 		}
 	})
+	x.Observer.Recorder.Counted(requestID, t.Started, got.PromptTokens, got.CachedTokens)
 }
 
 // LegEnded reports how a hop ended (ok, refused, failed, client_gone). status is the engine's; 0: none came.

@@ -45,6 +45,7 @@ type Conversation struct {
 	home    *Engine
 	tokens  float64
 	shared  float64 // of those, at the beginning, that others have too
+	had     int     // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
 	running int     // requests that engines have, as far as this table was told of their ends
 	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
 	// request runs.
@@ -80,11 +81,14 @@ type Table struct {
 	returned, idle [bins]float64
 	hazard         [bins]float64     // returns a second
 	edges          [bins + 1]float64 // chance of a return, by the idle time at which a bin begins
+	later          [bins]float64     // expected returns in the bins after this one
 	turn           float64           // mean time of a request at an engine, s
 	// Of prompts that came here, of which older ones count less: what a block is in tokens.
 	blocks, tokens float64
 	swept          float64
 	live           atomic.Uint64 // bits of a float64
+	needs          float64
+	all, lately    Again
 }
 
 // Engine is the KV memory of an engine. The zero value is one of unknown size, of which nothing is said.
@@ -161,6 +165,9 @@ func (t *Table) learn() {
 		}
 		t.edges[b] = 1 - math.Exp(-sum)
 	}
+	for b := bins - 2; b >= 0; b-- {
+		t.later[b] = t.later[b+1] + t.hazard[b+1]*max(min(begins(b+2), forgotten)-begins(b+1), 0)
+	}
 }
 
 func (c *Conversation) isIdle(now float64) bool { return c.running == 0 && c.since <= now }
@@ -195,7 +202,9 @@ func (t *Table) Sweep(now float64, engines func(yield func(*Engine) bool)) {
 
 func (t *Table) count(now, passed float64) {
 	t.swept = now
+	t.fade(passed)
 	live := 0.0
+	t.needs = 0
 	for c, next := t.oldest, (*Conversation)(nil); c != nil; c = next {
 		next = c.newer
 		if c.isIdle(now) {
@@ -209,6 +218,9 @@ func (t *Table) count(now, passed float64) {
 			}
 		}
 		live += (c.tokens - c.shared) * t.chance(c, now)
+		if !c.left {
+			t.needs += (c.tokens - c.shared) * t.ever(max(now-c.since, 0))
+		}
 	}
 	t.live.Store(math.Float64bits(live))
 	for b := range t.idle {
@@ -239,6 +251,7 @@ func (t *Table) Arrive(p *Prompt, now float64) *Conversation {
 	c := t.find(p)
 	t.countReturn(c, now)
 	c.since, c.guessed = now+waits, false
+	c.had = c.length
 	t.extend(c, p)
 	t.outdate(c.home)
 	t.refresh(now)
@@ -564,13 +577,6 @@ func (t *Table) Empty(e *Engine, left bool) {
 
 // Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
 func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
-
-// Known returns the number of conversations that are known.
-func (t *Table) Known() int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.known
-}
 
 // Memory returns what an engine's memory holds; nil: its size is unknown.
 func (e *Engine) Memory() *Memory { return e.summary.Load() }

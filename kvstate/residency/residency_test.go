@@ -391,3 +391,42 @@ func BenchmarkSweep(b *testing.B) {
 		f.Sweep(now, slices.Values(f.engines))
 	}
 }
+
+// What is computed again of a conversation is counted by why: nobody holds it, or another engine does.
+func TestComputedAgain(t *testing.T) {
+	f := newFleet(10_000, 10_000)
+	f.Computes(f.turn(0, 1, 10, 0), 0, 0)
+	require.Zero(t, f.Report().All, "its first turn")
+
+	c := f.arrive(1, 12, 5)
+	f.Computes(c, 4, 8)
+	f.Computes(c, 0, 0) // planned again
+	require.Equal(t, Again{Had: 1000, Evicted: 200, Elsewhere: 400}, f.Report().All, "10 blocks: 4 are here, 8 elsewhere")
+
+	f.Computes(f.arrive(1, 14, 6), 14, 14)
+	require.Equal(t, Again{Had: 2200, Evicted: 200, Elsewhere: 400}, f.Report().All)
+	for now := 7.; now < 5000; now++ {
+		f.memory(0, now)
+	}
+	require.Less(t, f.Report().Lately.Had, 10.)
+	require.Equal(t, Again{Had: 2200, Evicted: 200, Elsewhere: 400}, f.Report().All)
+}
+
+// Memory should keep what comes back within the hour, however rare that is within two minutes.
+func TestWhatConversationsNeed(t *testing.T) {
+	f := newFleet(1_000, 1_000)
+	now := 0.
+	for range 20 { // conversations of 30 blocks that come back after ten minutes, each time
+		for name := range 10 {
+			f.turn(name%2, name, 30, now)
+		}
+		for range 600 {
+			now++
+			f.memory(0, now)
+		}
+	}
+	r := f.Report()
+	require.Equal(t, 10, r.Known)
+	require.InDelta(t, 30_000, r.Needs, 3_000)
+	require.Less(t, r.Live, r.Needs/1.3)
+}

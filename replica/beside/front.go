@@ -78,11 +78,12 @@ func (f *front) SetReady(ready bool) { f.health.SetReady(ready) }
 // Ports implements [replica.Front].
 func (f *front) Ports() []replica.Port {
 	ports := []replica.Port{
-		{Listener: &f.ports.extProc, Address: f.Config.GetExtProc().GetListen()},
-		{Listener: &f.ports.replan, Address: f.Config.GetReplan().GetListen()},
+		{Listener: &f.ports.extProc, Address: f.Config.GetExtProc().GetListen(), Setting: "extProc.listen"},
+		{Listener: &f.ports.replan, Address: f.Config.GetReplan().GetListen(), Setting: "replan.listen"},
 	}
 	if g := f.Config.GetEnvoyGateway(); g != nil {
-		ports = append(ports, replica.Port{Listener: &f.ports.extension, Address: g.GetListen()})
+		ports = append(ports, replica.Port{
+			Listener: &f.ports.extension, Address: g.GetListen(), Setting: "envoyGateway.listen"})
 	}
 	return ports
 }

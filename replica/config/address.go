@@ -106,3 +106,13 @@ func notInName(r rune) bool {
 	}
 	return true
 }
+
+// Reached returns the address at which this machine reaches a server that listens on an address of the configuration:
+// for one that listens on every interface, loopback.
+func Reached(listen string) string {
+	host, port, err := net.SplitHostPort(listen)
+	if ip := net.ParseIP(host); err == nil && (host == "" || ip != nil && ip.IsUnspecified()) {
+		return net.JoinHostPort("127.0.0.1", port)
+	}
+	return listen
+}

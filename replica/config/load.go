@@ -30,7 +30,7 @@ func load(path string, before func(*ValidationErrors, *configv1.Config),
 	}
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, nil, fmt.Errorf("reading the configuration: %w", err)
+		return nil, nil, fmt.Errorf("reading the configuration (-f names the file): %w", err)
 	}
 	c, warnings, err = parse(text, before, also...)
 	if err != nil {

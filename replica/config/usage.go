@@ -13,6 +13,13 @@ func setUsageDefaults(u *configv1.Usage) {
 	}
 }
 
+// RecordDefaults returns what holds for a recording where the configuration says nothing.
+func RecordDefaults() *configv1.Record {
+	c := &configv1.Config{Record: &configv1.Record{}}
+	setAbsent(c.ProtoReflect())
+	return c.Record
+}
+
 // secretHeaders are request headers that must not be kept.
 var secretHeaders = []string{"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"}
 

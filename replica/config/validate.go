@@ -20,6 +20,9 @@ func validate(m *ValidationErrors, c *configv1.Config) (warnings []warning) {
 	checkTickets(v, c)
 	checkTracing(v, c.Tracing)
 	checkUsage(v, c)
+	if c.Record != nil && c.ExtProc.Protocol == ProtocolEndpointPicker {
+		v.m.add("record", "does not go with extProc.protocol endpointPicker: nobody reports the ends of requests there")
+	}
 	if len(c.Pools) == 0 {
 		m.add("pools", "is missing: at least one pool is needed")
 	}

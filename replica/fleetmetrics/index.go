@@ -15,7 +15,8 @@ type indexMetrics struct {
 	events *kvevents.Collector
 
 	blocks, entries, prompts                     *prometheus.Desc
-	conversations, live, memory                  *prometheus.Desc
+	conversations, live, memory, had, lacks      *prometheus.Desc
+	again                                        *prometheus.Desc
 	connected, lag, held, orphans                *prometheus.Desc
 	forwarded                                    *prometheus.Desc
 	batches, gaps, lost, restarts, bad, unusable *prometheus.Desc
@@ -43,6 +44,13 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 			"Tokens of the conversations that are expected back within two minutes, each once: the working set."),
 		memory: pool("tandem_kv_memory_tokens",
 			"Tokens of KV that engines keep which report it, host memory included."),
+		lacks: pool("tandem_kv_memory_lacking_tokens",
+			"Tokens of host memory that each engine lacks to keep all conversations that will come back."),
+		had: pool("tandem_conversation_prompt_tokens_total",
+			"Tokens of prompts that earlier prompts of their conversations had."),
+		again: prometheus.NewDesc("tandem_recomputed_tokens_total",
+			"Of those, tokens that an engine computed again, by cause (evicted: no endpoint held them any more; "+
+				"elsewhere: another endpoint held them).", []string{"pool", "cause"}, nil),
 		connected: feed("tandem_kv_events_connected",
 			"1 while the KV events of an endpoint's publisher reach this replica, by itself or from the replica that "+
 				"the publisher connected to."),
@@ -68,7 +76,7 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 // Describe implements [prometheus.Collector].
 func (m *indexMetrics) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.connected, m.lag, m.held, m.orphans,
+		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.lacks, m.had, m.again, m.connected, m.lag, m.held, m.orphans,
 		m.forwarded, m.batches, m.gaps, m.lost, m.restarts, m.bad, m.unusable,
 	} {
 		out <- d
@@ -82,14 +90,23 @@ func (m *indexMetrics) Collect(out chan<- prometheus.Metric) {
 		send(out, m.blocks, prometheus.GaugeValue, float64(stats.Blocks), p.Spec.Name)
 		send(out, m.entries, prometheus.GaugeValue, float64(stats.Entries), p.Spec.Name)
 		send(out, m.prompts, prometheus.GaugeValue, float64(p.KnownPrompts()), p.Spec.Name)
-		known, live, memory := p.Conversations()
-		send(out, m.conversations, prometheus.GaugeValue, float64(known), p.Spec.Name)
-		send(out, m.live, prometheus.GaugeValue, live, p.Spec.Name)
-		send(out, m.memory, prometheus.GaugeValue, memory, p.Spec.Name)
+		m.conversation(out, p)
 	}
 	for _, s := range m.events.Stats() {
 		m.feed(out, &s)
 	}
+}
+
+// conversation shows what the pool's conversations need of its engines' memory.
+func (m *indexMetrics) conversation(out chan<- prometheus.Metric, p *kvstate.Pool) {
+	of, pool := p.Conversations(), p.Spec.Name
+	send(out, m.conversations, prometheus.GaugeValue, float64(of.Known), pool)
+	send(out, m.live, prometheus.GaugeValue, of.Live, pool)
+	send(out, m.memory, prometheus.GaugeValue, of.Memory, pool)
+	send(out, m.lacks, prometheus.GaugeValue, of.Lacks(), pool)
+	send(out, m.had, prometheus.CounterValue, of.All.Had, pool)
+	send(out, m.again, prometheus.CounterValue, of.All.Evicted, pool, "evicted")
+	send(out, m.again, prometheus.CounterValue, of.All.Elsewhere, pool, "elsewhere")
 }
 
 // feed shows what is counted of one publisher of KV events.

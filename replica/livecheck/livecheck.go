@@ -154,19 +154,8 @@ func askEngine(
 ) (a engineAnswer) {
 	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
 		Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
-	asking, stop := context.WithTimeout(ctx, timeout)
-	status, _, err := client.GetAll(asking, engine, "/health", 64<<10)
-	stop()
-	if err != nil || status >= http.StatusInternalServerError {
-		why := "status " + strconv.Itoa(status)
-		if err != nil {
-			why = err.Error()
-			if of := (*url.Error)(nil); errors.As(err, &of) { // it repeats the address
-				why = of.Err.Error()
-			}
-		}
-		a.report(at+".address", "GET %s://%s/health: %s; start the engine, or correct the address or the scheme",
-			e.GetScheme(), e.GetAddress(), why)
+	if why := Health(ctx, client, engine); why != "" {
+		a.report(at+".address", "%s", why)
 		a.findings[0].down, a.down = true, true
 		return a
 	}
@@ -218,6 +207,25 @@ func askEngine(
 		a.checkSideChannel(ctx, client, engine, at, p, e)
 	}
 	return a
+}
+
+// Health asks whether an engine is up. It returns "" if it is, and else what it answers, with a remedy.
+func Health(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint) string {
+	ctx, stop := context.WithTimeout(ctx, timeout)
+	defer stop()
+	status, _, err := client.GetAll(ctx, e, "/health", 64<<10)
+	if err == nil && status < http.StatusInternalServerError {
+		return ""
+	}
+	why := "status " + strconv.Itoa(status)
+	if err != nil {
+		why = err.Error()
+		if of := (*url.Error)(nil); errors.As(err, &of) { // it repeats the address
+			why = of.Err.Error()
+		}
+	}
+	return fmt.Sprintf("GET %s://%s/health: %s; start the engine, or correct the address or the scheme",
+		e.Scheme, e.Addr, why)
 }
 
 // otherDialect continues a finding about a port: an engine of another dialect does not open it, and if the engine does

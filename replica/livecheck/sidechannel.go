@@ -2,6 +2,7 @@ package livecheck
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -82,7 +83,8 @@ func prefill(ctx context.Context, client *enginehttp.Client, engine *kvstate.End
 	if err != nil {
 		return nil, fmt.Errorf("writing a prompt: %w", err)
 	}
-	resp, err := client.Post(ctx, engine, "/v1/completions", body, nil) //nolint:bodyclose // ReadAll does
+	id := http.Header{"X-Request-Id": {"tandem-check-" + rand.Text()}} // each leg has one
+	resp, err := client.Post(ctx, engine, "/v1/completions", body, id) //nolint:bodyclose // ReadAll does
 	if err != nil {
 		return nil, err //nolint:wrapcheck // it names the engine
 	}

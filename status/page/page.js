@@ -176,8 +176,18 @@ function pools(all) {
       + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '') + (p.wanted ? ' · ' + p.wanted : '')
       + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
         + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
+      memory(p.memory),
       table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest 256'], ['cache hits, latest 256'], ['writes, last minute'], ['each token in, last minute'], ['of its peers’ time']], rows));
   });
+}
+
+// memory says what a pool's conversations need of its engines' memory, once some have come back.
+function memory(m) {
+  if (!m || !m.had_tokens && !m.waiting_for_memory) return '';
+  const again = m.had_tokens ? `; of what they had, ${percent(m.evicted_tokens / m.had_tokens)} was computed again in the last ten minutes since it was evicted, ${percent(m.elsewhere_tokens / m.had_tokens)} since another engine holds it` : '';
+  return el('p', { class: 'soft' }, `${count(m.conversations)} conversations, ${count(m.expected_tokens)} tokens expected back`
+    + (m.memory_tokens ? ` of ${count(m.memory_tokens)} that engines keep` : '') + again
+    + (m.waiting_for_memory ? `; ${count(m.waiting_for_memory)} cold prompts wait for room` : ''));
 }
 
 // replicas shows whose parts are summed, where there are several.

@@ -319,7 +319,19 @@ func (s *Server) serveConfig(w http.ResponseWriter, _ *http.Request) {
 			"sliding_window": nil, "enable_prefix_caching": true},
 		"parallel_config": map[string]any{"tensor_parallel_size": max(s.cfg.Tp, 1), "pipeline_parallel_size": 1},
 		"kv_transfer_config": map[string]any{"kv_connector": name, "kv_role": cmp.Or(role, "kv_both"),
-			"kv_connector_extra_config": map[string]any{}}}})
+			"kv_connector_extra_config": s.extraConfig()}}})
+}
+
+// extraConfig are the settings of the NIXL connector that decide about leases, as far as they are not its defaults.
+func (s *Server) extraConfig() map[string]any {
+	extra := map[string]any{}
+	if s.cfg.Lease != 30*time.Second {
+		extra["kv_lease_duration"] = s.cfg.Lease.Seconds()
+	}
+	if s.cfg.Bidirectional {
+		extra["bidirectional_kv_xfer"], extra["decoder_kv_blocks_ttl"] = true, s.cfg.DecoderTTL.Seconds()
+	}
+	return extra
 }
 
 func revision(name string) any {

@@ -6,14 +6,18 @@
 //	request   the client's body; a path before it if it is not that of chat completions
 //	engines   what comes next, a line each: P, D or E (an endpoint that encodes), and its answer. Of two legs at once
 //	          the next line says which one answers first.
-//	             P 200 kv             what the dialect needs of a P that did well
+//	             P 200 kv             what the dialect needs of a P that did well; "kv 6": its prompt has 6 tokens
 //	             D 500 BODY           any status and body
 //	             D unreached          no connection
 //	             P cut                a 200 that breaks off
 //	             D breaks BODY        the same of D's answer, of which the client has got the body
 //	             D leaves             the client leaves while this leg works
 //	             D stands 16s         time passes in which D does nothing that its engine reports, and then it answers
+//	             D writes 3           D sends the next events of an insured stream; "D dies": its connection breaks;
+//	                                  "D ends": it sends the rest
 //	             full D               every D is full from now on, for a minute
+//	             drain D1             that engine gets no more work, by order
+//	             drain replica        the replica stops
 //	             client leaves        while the body comes, or a pass waits
 //	             wait 500ms
 //	journey   what happens: what each engine is asked, in order of being asked (P1 is the first P), what the client
@@ -21,6 +25,7 @@
 package script
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -46,7 +51,7 @@ import (
 // Answer is what an engine does next.
 type Answer struct {
 	Role   byte   // P, D or E; C: the client, which leaves; 0: only time passes
-	How    string // "", "unreached", "cut", "breaks" or "leaves"
+	How    string // "", "unreached", "cut", "breaks", "leaves", "writes", "dies" or "ends"; of no role: "full", "drain"
 	Status int
 	Body   string
 	Wait   time.Duration // before it; of D: it stands still for so long
@@ -152,6 +157,8 @@ func (s *Script) setting(words []string) {
 			s.Policy.EncodeTimeout = 7 * time.Second
 		case w == "cached":
 			s.Policy.PrefillCached = true
+		case w == "insured":
+			s.Policy.Streams.On = true
 		case len(w) == 2 && roles[w[0]] != 0:
 			at := fmt.Sprintf("10.0.%d.%c:8000", strings.IndexByte("pde", w[0])+1, w[1])
 			s.Endpoints = append(s.Endpoints, kvstate.EndpointSpec{Name: w, Addr: at, Role: roles[w[0]]})
@@ -179,12 +186,14 @@ func (s *Script) answer(line string) Answer {
 		return Answer{Wait: d}
 	case "full":
 		return Answer{How: "full"}
+	case "drain":
+		return Answer{How: "drain", Body: how}
 	case "client":
 		return Answer{Role: 'C', How: "leaves"}
 	}
 	a := Answer{Role: word[0], How: how, Status: 200, Body: body}
 	switch how {
-	case "unreached", "cut", "breaks", "leaves":
+	case "unreached", "cut", "breaks", "leaves", "writes", "dies", "ends":
 		return a
 	case "stands":
 		d, err := time.ParseDuration(body)
@@ -195,7 +204,8 @@ func (s *Script) answer(line string) Answer {
 	a.How = ""
 	a.Status, err = strconv.Atoi(how)
 	require.NoError(s.t, err, line)
-	if body == "kv" {
+	if tokens, ok := strings.CutPrefix(body, "kv"); ok {
+		good := strings.Replace(good, "12", cmp.Or(strings.TrimSpace(tokens), "12"), 1)
 		a.Body = good + "}"
 		if s.Policy.Dialect.Concurrent == nil {
 			a.Body = good + `,"kv_transfer_params":` + params + "}"
@@ -213,8 +223,11 @@ func (s *Script) Next(asked string) Answer {
 	switch a.Role {
 	case 0:
 		time.Sleep(a.Wait) //nolint:forbidigo // in a bubble of synctest
-		if a.How == "full" {
+		switch {
+		case a.How == "full":
 			s.fill()
+		case a.How == "drain" && a.Body != "replica":
+			s.drain(a.Body)
 		}
 	case 'C':
 	default:
@@ -239,6 +252,14 @@ func (s *Script) fill() {
 			s.State.Health.MarkFull(e, 503, time.Minute)
 		}
 	}
+}
+
+// drain has an endpoint get no more work.
+func (s *Script) drain(name string) {
+	for i, e := range s.Endpoints {
+		s.Endpoints[i].Draining = e.Draining || s.names[e.Addr] == name
+	}
+	s.State.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
 }
 
 // Stand has time pass in which an engine does nothing, and reports it.
@@ -266,13 +287,13 @@ func (s *Script) Asked(role byte, addr, body string) {
 }
 
 var (
-	room = regexp.MustCompile(`"bootstrap_room":[0-9]+`)
+	room = regexp.MustCompile(`"(bootstrap_room|disagg_request_id)":[0-9]+`)
 	id   = regexp.MustCompile(`\b[0-9a-f]{32}\b`)
 )
 
 // plain hides ids that are drawn at random.
 func plain(s string) string {
-	return id.ReplaceAllString(room.ReplaceAllString(s, `"bootstrap_room":(a room)`), "(an id)")
+	return id.ReplaceAllString(room.ReplaceAllString(s, `"$1":(a room)`), "(an id)")
 }
 
 // Client writes what the client gets; 0: it has left.

@@ -49,7 +49,10 @@ type Config struct {
 	Tracing *Tracing `protobuf:"bytes,40,opt,name=tracing,proto3" json:"tracing,omitempty"`
 	// Counts tokens and times of every request (docs/howto/count-tokens.md). usage: {} is enough. Absent: they are not
 	// counted.
-	Usage         *Usage `protobuf:"bytes,42,opt,name=usage,proto3" json:"usage,omitempty"`
+	Usage *Usage `protobuf:"bytes,42,opt,name=usage,proto3" json:"usage,omitempty"`
+	// Records what requests ask for, how long they take and what their prompts share, for tandem replay
+	// (docs/recordings.md). record: {} is enough. It takes a restart. Absent: nothing is recorded, until tandem record start.
+	Record        *Record `protobuf:"bytes,43,opt,name=record,proto3" json:"record,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -161,6 +164,106 @@ func (x *Config) GetUsage() *Usage {
 	return nil
 }
 
+func (x *Config) GetRecord() *Record {
+	if x != nil {
+		return x.Record
+	}
+	return nil
+}
+
+// Of no prompt or answer it keeps a word.
+type Record struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where the files go. The folder is made. Default: tandem-recordings in the folder for temporary files.
+	Folder string `protobuf:"bytes,1,opt,name=folder,proto3" json:"folder,omitempty"`
+	// Of all recordings in the folder together: the oldest files go.
+	MaxBytes int64 `protobuf:"varint,2,opt,name=max_bytes,json=maxBytes,proto3" json:"max_bytes,omitempty"`
+	// The recording that begins with the server ends after it. 0: it never does. Default: 24h.
+	For string `protobuf:"bytes,3,opt,name=for,proto3" json:"for,omitempty"`
+	// One conversation in so many is recorded, as a whole; the replay scales them back.
+	Sample int32 `protobuf:"varint,4,opt,name=sample,proto3" json:"sample,omitempty"`
+	// A file with secret bytes, at least 16, by which the hashes of prompts are keyed. Whoever has them can test whether a
+	// text that he knows was asked. Recordings with one salt share their hashes. Default: a salt of each recording's own,
+	// which is forgotten when it ends.
+	SaltFile string `protobuf:"bytes,5,opt,name=salt_file,json=saltFile,proto3" json:"salt_file,omitempty"`
+	// No recording begins with the server: tandem record start begins it, with these settings. Default false.
+	OnOrder       bool `protobuf:"varint,6,opt,name=on_order,json=onOrder,proto3" json:"on_order,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Record) Reset() {
+	*x = Record{}
+	mi := &file_config_v1_config_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Record) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Record) ProtoMessage() {}
+
+func (x *Record) ProtoReflect() protoreflect.Message {
+	mi := &file_config_v1_config_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Record.ProtoReflect.Descriptor instead.
+func (*Record) Descriptor() ([]byte, []int) {
+	return file_config_v1_config_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Record) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
+}
+
+func (x *Record) GetMaxBytes() int64 {
+	if x != nil {
+		return x.MaxBytes
+	}
+	return 0
+}
+
+func (x *Record) GetFor() string {
+	if x != nil {
+		return x.For
+	}
+	return ""
+}
+
+func (x *Record) GetSample() int32 {
+	if x != nil {
+		return x.Sample
+	}
+	return 0
+}
+
+func (x *Record) GetSaltFile() string {
+	if x != nil {
+		return x.SaltFile
+	}
+	return ""
+}
+
+func (x *Record) GetOnOrder() bool {
+	if x != nil {
+		return x.OnOrder
+	}
+	return false
+}
+
 type Tracing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where Tandem and Envoy send spans: OTLP over gRPC without TLS. ip:port, [ip]:port or name:port. Required.
@@ -173,7 +276,7 @@ type Tracing struct {
 
 func (x *Tracing) Reset() {
 	*x = Tracing{}
-	mi := &file_config_v1_config_proto_msgTypes[1]
+	mi := &file_config_v1_config_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -185,7 +288,7 @@ func (x *Tracing) String() string {
 func (*Tracing) ProtoMessage() {}
 
 func (x *Tracing) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[1]
+	mi := &file_config_v1_config_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -198,7 +301,7 @@ func (x *Tracing) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tracing.ProtoReflect.Descriptor instead.
 func (*Tracing) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{1}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Tracing) GetEndpoint() string {
@@ -233,7 +336,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -245,7 +348,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[2]
+	mi := &file_config_v1_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -258,7 +361,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{2}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Usage) GetTenantHeader() string {
@@ -297,7 +400,7 @@ type EnvoyGateway struct {
 
 func (x *EnvoyGateway) Reset() {
 	*x = EnvoyGateway{}
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -309,7 +412,7 @@ func (x *EnvoyGateway) String() string {
 func (*EnvoyGateway) ProtoMessage() {}
 
 func (x *EnvoyGateway) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[3]
+	mi := &file_config_v1_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -322,7 +425,7 @@ func (x *EnvoyGateway) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvoyGateway.ProtoReflect.Descriptor instead.
 func (*EnvoyGateway) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{3}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *EnvoyGateway) GetListen() string {
@@ -351,7 +454,7 @@ type Notices struct {
 
 func (x *Notices) Reset() {
 	*x = Notices{}
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -363,7 +466,7 @@ func (x *Notices) String() string {
 func (*Notices) ProtoMessage() {}
 
 func (x *Notices) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[4]
+	mi := &file_config_v1_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -376,7 +479,7 @@ func (x *Notices) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Notices.ProtoReflect.Descriptor instead.
 func (*Notices) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{4}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Notices) GetKeep() string {
@@ -417,7 +520,7 @@ type ExtProc struct {
 
 func (x *ExtProc) Reset() {
 	*x = ExtProc{}
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -429,7 +532,7 @@ func (x *ExtProc) String() string {
 func (*ExtProc) ProtoMessage() {}
 
 func (x *ExtProc) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[5]
+	mi := &file_config_v1_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -442,7 +545,7 @@ func (x *ExtProc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExtProc.ProtoReflect.Descriptor instead.
 func (*ExtProc) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{5}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ExtProc) GetListen() string {
@@ -504,7 +607,7 @@ type EndpointPicker struct {
 
 func (x *EndpointPicker) Reset() {
 	*x = EndpointPicker{}
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -516,7 +619,7 @@ func (x *EndpointPicker) String() string {
 func (*EndpointPicker) ProtoMessage() {}
 
 func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[6]
+	mi := &file_config_v1_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -529,7 +632,7 @@ func (x *EndpointPicker) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointPicker.ProtoReflect.Descriptor instead.
 func (*EndpointPicker) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{6}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *EndpointPicker) GetFallbacks() int32 {
@@ -571,7 +674,7 @@ type Tls struct {
 
 func (x *Tls) Reset() {
 	*x = Tls{}
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -583,7 +686,7 @@ func (x *Tls) String() string {
 func (*Tls) ProtoMessage() {}
 
 func (x *Tls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[7]
+	mi := &file_config_v1_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -596,7 +699,7 @@ func (x *Tls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tls.ProtoReflect.Descriptor instead.
 func (*Tls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{7}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Tls) GetCertFile() string {
@@ -637,7 +740,7 @@ type Listener struct {
 
 func (x *Listener) Reset() {
 	*x = Listener{}
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +752,7 @@ func (x *Listener) String() string {
 func (*Listener) ProtoMessage() {}
 
 func (x *Listener) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[8]
+	mi := &file_config_v1_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +765,7 @@ func (x *Listener) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listener.ProtoReflect.Descriptor instead.
 func (*Listener) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{8}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Listener) GetListen() string {
@@ -692,7 +795,7 @@ type Admin struct {
 
 func (x *Admin) Reset() {
 	*x = Admin{}
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -704,7 +807,7 @@ func (x *Admin) String() string {
 func (*Admin) ProtoMessage() {}
 
 func (x *Admin) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[9]
+	mi := &file_config_v1_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -717,7 +820,7 @@ func (x *Admin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admin.ProtoReflect.Descriptor instead.
 func (*Admin) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{9}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Admin) GetListen() string {
@@ -787,7 +890,7 @@ type Envoy struct {
 
 func (x *Envoy) Reset() {
 	*x = Envoy{}
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -799,7 +902,7 @@ func (x *Envoy) String() string {
 func (*Envoy) ProtoMessage() {}
 
 func (x *Envoy) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[10]
+	mi := &file_config_v1_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -812,7 +915,7 @@ func (x *Envoy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Envoy.ProtoReflect.Descriptor instead.
 func (*Envoy) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{10}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Envoy) GetListen() string {
@@ -932,7 +1035,7 @@ type Cors struct {
 
 func (x *Cors) Reset() {
 	*x = Cors{}
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -944,7 +1047,7 @@ func (x *Cors) String() string {
 func (*Cors) ProtoMessage() {}
 
 func (x *Cors) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[11]
+	mi := &file_config_v1_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -957,7 +1060,7 @@ func (x *Cors) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cors.ProtoReflect.Descriptor instead.
 func (*Cors) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{11}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Cors) GetAllowOrigins() []string {
@@ -1012,7 +1115,7 @@ type ClientTls struct {
 
 func (x *ClientTls) Reset() {
 	*x = ClientTls{}
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1024,7 +1127,7 @@ func (x *ClientTls) String() string {
 func (*ClientTls) ProtoMessage() {}
 
 func (x *ClientTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[12]
+	mi := &file_config_v1_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1037,7 +1140,7 @@ func (x *ClientTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientTls.ProtoReflect.Descriptor instead.
 func (*ClientTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{12}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ClientTls) GetCaFile() string {
@@ -1079,7 +1182,7 @@ type State struct {
 
 func (x *State) Reset() {
 	*x = State{}
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1091,7 +1194,7 @@ func (x *State) String() string {
 func (*State) ProtoMessage() {}
 
 func (x *State) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[13]
+	mi := &file_config_v1_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1104,7 +1207,7 @@ func (x *State) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use State.ProtoReflect.Descriptor instead.
 func (*State) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{13}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *State) GetRedis() *Redis {
@@ -1139,7 +1242,7 @@ type Redis struct {
 
 func (x *Redis) Reset() {
 	*x = Redis{}
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1151,7 +1254,7 @@ func (x *Redis) String() string {
 func (*Redis) ProtoMessage() {}
 
 func (x *Redis) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[14]
+	mi := &file_config_v1_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1164,7 +1267,7 @@ func (x *Redis) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redis.ProtoReflect.Descriptor instead.
 func (*Redis) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{14}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Redis) GetUrl() string {
@@ -1239,7 +1342,7 @@ type RedisTls struct {
 
 func (x *RedisTls) Reset() {
 	*x = RedisTls{}
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1251,7 +1354,7 @@ func (x *RedisTls) String() string {
 func (*RedisTls) ProtoMessage() {}
 
 func (x *RedisTls) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[15]
+	mi := &file_config_v1_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1264,7 +1367,7 @@ func (x *RedisTls) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RedisTls.ProtoReflect.Descriptor instead.
 func (*RedisTls) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{15}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RedisTls) GetCaFile() string {
@@ -1308,7 +1411,7 @@ type Tickets struct {
 
 func (x *Tickets) Reset() {
 	*x = Tickets{}
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1320,7 +1423,7 @@ func (x *Tickets) String() string {
 func (*Tickets) ProtoMessage() {}
 
 func (x *Tickets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[16]
+	mi := &file_config_v1_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1333,7 +1436,7 @@ func (x *Tickets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tickets.ProtoReflect.Descriptor instead.
 func (*Tickets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{16}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Tickets) GetKeyFile() string {
@@ -1481,7 +1584,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1493,7 +1596,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[17]
+	mi := &file_config_v1_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1506,7 +1609,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{17}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Pool) GetName() string {
@@ -1799,7 +1902,7 @@ type ContinueStreams struct {
 
 func (x *ContinueStreams) Reset() {
 	*x = ContinueStreams{}
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1811,7 +1914,7 @@ func (x *ContinueStreams) String() string {
 func (*ContinueStreams) ProtoMessage() {}
 
 func (x *ContinueStreams) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[18]
+	mi := &file_config_v1_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1824,7 +1927,7 @@ func (x *ContinueStreams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContinueStreams.ProtoReflect.Descriptor instead.
 func (*ContinueStreams) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{18}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ContinueStreams) GetHeader() string {
@@ -1865,7 +1968,7 @@ type Encode struct {
 
 func (x *Encode) Reset() {
 	*x = Encode{}
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1877,7 +1980,7 @@ func (x *Encode) String() string {
 func (*Encode) ProtoMessage() {}
 
 func (x *Encode) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[19]
+	mi := &file_config_v1_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1890,7 +1993,7 @@ func (x *Encode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encode.ProtoReflect.Descriptor instead.
 func (*Encode) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{19}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Encode) GetTimeout() string {
@@ -1915,7 +2018,7 @@ type Queue struct {
 
 func (x *Queue) Reset() {
 	*x = Queue{}
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1927,7 +2030,7 @@ func (x *Queue) String() string {
 func (*Queue) ProtoMessage() {}
 
 func (x *Queue) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[20]
+	mi := &file_config_v1_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1940,7 +2043,7 @@ func (x *Queue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Queue.ProtoReflect.Descriptor instead.
 func (*Queue) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{20}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Queue) GetMaxWait() string {
@@ -1969,7 +2072,7 @@ type Targets struct {
 
 func (x *Targets) Reset() {
 	*x = Targets{}
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1981,7 +2084,7 @@ func (x *Targets) String() string {
 func (*Targets) ProtoMessage() {}
 
 func (x *Targets) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[21]
+	mi := &file_config_v1_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1994,7 +2097,7 @@ func (x *Targets) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Targets.ProtoReflect.Descriptor instead.
 func (*Targets) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{21}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Targets) GetTtft() string {
@@ -2031,7 +2134,7 @@ type Objectives struct {
 
 func (x *Objectives) Reset() {
 	*x = Objectives{}
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2043,7 +2146,7 @@ func (x *Objectives) String() string {
 func (*Objectives) ProtoMessage() {}
 
 func (x *Objectives) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[22]
+	mi := &file_config_v1_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2056,7 +2159,7 @@ func (x *Objectives) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objectives.ProtoReflect.Descriptor instead.
 func (*Objectives) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{22}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Objectives) GetFromHeaders() bool {
@@ -2103,7 +2206,7 @@ type Objective struct {
 
 func (x *Objective) Reset() {
 	*x = Objective{}
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2115,7 +2218,7 @@ func (x *Objective) String() string {
 func (*Objective) ProtoMessage() {}
 
 func (x *Objective) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[23]
+	mi := &file_config_v1_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2128,7 +2231,7 @@ func (x *Objective) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Objective.ProtoReflect.Descriptor instead.
 func (*Objective) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{23}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Objective) GetName() string {
@@ -2174,7 +2277,7 @@ type SessionKey struct {
 
 func (x *SessionKey) Reset() {
 	*x = SessionKey{}
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2186,7 +2289,7 @@ func (x *SessionKey) String() string {
 func (*SessionKey) ProtoMessage() {}
 
 func (x *SessionKey) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[24]
+	mi := &file_config_v1_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2199,7 +2302,7 @@ func (x *SessionKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionKey.ProtoReflect.Descriptor instead.
 func (*SessionKey) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{24}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SessionKey) GetHeader() string {
@@ -2248,7 +2351,7 @@ type NIXL struct {
 
 func (x *NIXL) Reset() {
 	*x = NIXL{}
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2260,7 +2363,7 @@ func (x *NIXL) String() string {
 func (*NIXL) ProtoMessage() {}
 
 func (x *NIXL) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[25]
+	mi := &file_config_v1_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2273,7 +2376,7 @@ func (x *NIXL) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIXL.ProtoReflect.Descriptor instead.
 func (*NIXL) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{25}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *NIXL) GetReuseTokenIds() bool {
@@ -2330,7 +2433,7 @@ type LMCache struct {
 
 func (x *LMCache) Reset() {
 	*x = LMCache{}
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2342,7 +2445,7 @@ func (x *LMCache) String() string {
 func (*LMCache) ProtoMessage() {}
 
 func (x *LMCache) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[26]
+	mi := &file_config_v1_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2355,7 +2458,7 @@ func (x *LMCache) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCache.ProtoReflect.Descriptor instead.
 func (*LMCache) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{26}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LMCache) GetNoticeTimeout() string {
@@ -2400,7 +2503,7 @@ type Orchestrated struct {
 
 func (x *Orchestrated) Reset() {
 	*x = Orchestrated{}
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2412,7 +2515,7 @@ func (x *Orchestrated) String() string {
 func (*Orchestrated) ProtoMessage() {}
 
 func (x *Orchestrated) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[27]
+	mi := &file_config_v1_config_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2425,7 +2528,7 @@ func (x *Orchestrated) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Orchestrated.ProtoReflect.Descriptor instead.
 func (*Orchestrated) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{27}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Orchestrated) GetKey() string {
@@ -2472,7 +2575,7 @@ type KvEvents struct {
 
 func (x *KvEvents) Reset() {
 	*x = KvEvents{}
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2484,7 +2587,7 @@ func (x *KvEvents) String() string {
 func (*KvEvents) ProtoMessage() {}
 
 func (x *KvEvents) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[28]
+	mi := &file_config_v1_config_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2497,7 +2600,7 @@ func (x *KvEvents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KvEvents.ProtoReflect.Descriptor instead.
 func (*KvEvents) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{28}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *KvEvents) GetPort() int32 {
@@ -2571,7 +2674,7 @@ type LoadBandwidth struct {
 
 func (x *LoadBandwidth) Reset() {
 	*x = LoadBandwidth{}
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2583,7 +2686,7 @@ func (x *LoadBandwidth) String() string {
 func (*LoadBandwidth) ProtoMessage() {}
 
 func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[29]
+	mi := &file_config_v1_config_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2596,7 +2699,7 @@ func (x *LoadBandwidth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadBandwidth.ProtoReflect.Descriptor instead.
 func (*LoadBandwidth) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{29}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadBandwidth) GetCpuBytes() int64 {
@@ -2637,7 +2740,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2649,7 +2752,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[30]
+	mi := &file_config_v1_config_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2662,7 +2765,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{30}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Discovery) GetFile() *FileDiscovery {
@@ -2706,7 +2809,7 @@ type FileDiscovery struct {
 
 func (x *FileDiscovery) Reset() {
 	*x = FileDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2718,7 +2821,7 @@ func (x *FileDiscovery) String() string {
 func (*FileDiscovery) ProtoMessage() {}
 
 func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[31]
+	mi := &file_config_v1_config_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2731,7 +2834,7 @@ func (x *FileDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileDiscovery.ProtoReflect.Descriptor instead.
 func (*FileDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{31}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *FileDiscovery) GetPath() string {
@@ -2768,7 +2871,7 @@ type NameDiscovery struct {
 
 func (x *NameDiscovery) Reset() {
 	*x = NameDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2780,7 +2883,7 @@ func (x *NameDiscovery) String() string {
 func (*NameDiscovery) ProtoMessage() {}
 
 func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[32]
+	mi := &file_config_v1_config_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2793,7 +2896,7 @@ func (x *NameDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NameDiscovery.ProtoReflect.Descriptor instead.
 func (*NameDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{32}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *NameDiscovery) GetName() string {
@@ -2856,7 +2959,7 @@ type KubernetesDiscovery struct {
 
 func (x *KubernetesDiscovery) Reset() {
 	*x = KubernetesDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2868,7 +2971,7 @@ func (x *KubernetesDiscovery) String() string {
 func (*KubernetesDiscovery) ProtoMessage() {}
 
 func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[33]
+	mi := &file_config_v1_config_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2881,7 +2984,7 @@ func (x *KubernetesDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KubernetesDiscovery.ProtoReflect.Descriptor instead.
 func (*KubernetesDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{33}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *KubernetesDiscovery) GetNamespace() string {
@@ -2937,7 +3040,7 @@ type InferencePoolDiscovery struct {
 
 func (x *InferencePoolDiscovery) Reset() {
 	*x = InferencePoolDiscovery{}
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2949,7 +3052,7 @@ func (x *InferencePoolDiscovery) String() string {
 func (*InferencePoolDiscovery) ProtoMessage() {}
 
 func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[34]
+	mi := &file_config_v1_config_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2962,7 +3065,7 @@ func (x *InferencePoolDiscovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InferencePoolDiscovery.ProtoReflect.Descriptor instead.
 func (*InferencePoolDiscovery) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{34}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *InferencePoolDiscovery) GetNamespace() string {
@@ -3027,7 +3130,7 @@ type PodLabels struct {
 
 func (x *PodLabels) Reset() {
 	*x = PodLabels{}
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3039,7 +3142,7 @@ func (x *PodLabels) String() string {
 func (*PodLabels) ProtoMessage() {}
 
 func (x *PodLabels) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[35]
+	mi := &file_config_v1_config_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3052,7 +3155,7 @@ func (x *PodLabels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodLabels.ProtoReflect.Descriptor instead.
 func (*PodLabels) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{35}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PodLabels) GetConvention() string {
@@ -3146,7 +3249,7 @@ type PrefillTimeout struct {
 
 func (x *PrefillTimeout) Reset() {
 	*x = PrefillTimeout{}
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3158,7 +3261,7 @@ func (x *PrefillTimeout) String() string {
 func (*PrefillTimeout) ProtoMessage() {}
 
 func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[36]
+	mi := &file_config_v1_config_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3171,7 +3274,7 @@ func (x *PrefillTimeout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillTimeout.ProtoReflect.Descriptor instead.
 func (*PrefillTimeout) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{36}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *PrefillTimeout) GetBase() string {
@@ -3240,7 +3343,7 @@ type Endpoint struct {
 
 func (x *Endpoint) Reset() {
 	*x = Endpoint{}
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3252,7 +3355,7 @@ func (x *Endpoint) String() string {
 func (*Endpoint) ProtoMessage() {}
 
 func (x *Endpoint) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[37]
+	mi := &file_config_v1_config_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3265,7 +3368,7 @@ func (x *Endpoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Endpoint.ProtoReflect.Descriptor instead.
 func (*Endpoint) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{37}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Endpoint) GetAddress() string {
@@ -3414,7 +3517,7 @@ type Transfer struct {
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3426,7 +3529,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[38]
+	mi := &file_config_v1_config_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3439,7 +3542,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{38}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Transfer) GetHost() string {
@@ -3509,7 +3612,7 @@ type LMCacheReceiver struct {
 
 func (x *LMCacheReceiver) Reset() {
 	*x = LMCacheReceiver{}
-	mi := &file_config_v1_config_proto_msgTypes[39]
+	mi := &file_config_v1_config_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3521,7 +3624,7 @@ func (x *LMCacheReceiver) String() string {
 func (*LMCacheReceiver) ProtoMessage() {}
 
 func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
-	mi := &file_config_v1_config_proto_msgTypes[39]
+	mi := &file_config_v1_config_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3534,7 +3637,7 @@ func (x *LMCacheReceiver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LMCacheReceiver.ProtoReflect.Descriptor instead.
 func (*LMCacheReceiver) Descriptor() ([]byte, []int) {
-	return file_config_v1_config_proto_rawDescGZIP(), []int{39}
+	return file_config_v1_config_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *LMCacheReceiver) GetInitPort() int32 {
@@ -3613,7 +3716,7 @@ var File_config_v1_config_proto protoreflect.FileDescriptor
 
 const file_config_v1_config_proto_rawDesc = "" +
 	"\n" +
-	"\x16config/v1/config.proto\x12\x10tandem.config.v1\x1a google/protobuf/descriptor.proto\"\xc0\x04\n" +
+	"\x16config/v1/config.proto\x12\x10tandem.config.v1\x1a google/protobuf/descriptor.proto\"\xf2\x04\n" +
 	"\x06Config\x124\n" +
 	"\bext_proc\x18\x01 \x01(\v2\x19.tandem.config.v1.ExtProcR\aextProc\x122\n" +
 	"\x06replan\x18\x02 \x01(\v2\x1a.tandem.config.v1.ListenerR\x06replan\x12-\n" +
@@ -3625,7 +3728,17 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\anotices\x18\x14 \x01(\v2\x19.tandem.config.v1.NoticesR\anotices\x12C\n" +
 	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\x12-\n" +
-	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\"o\n" +
+	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\x120\n" +
+	"\x06record\x18+ \x01(\v2\x18.tandem.config.v1.RecordR\x06record\"\xe3\x01\n" +
+	"\x06Record\x12\x16\n" +
+	"\x06folder\x18\x01 \x01(\tR\x06folder\x122\n" +
+	"\tmax_bytes\x18\x02 \x01(\x03B\x15\x8a\xb5\x18\n" +
+	"1Mi to 1Ti\x92\xb5\x18\x031GiR\bmaxBytes\x12(\n" +
+	"\x03for\x18\x03 \x01(\tB\x16\x8a\xb5\x18\v0s to 8760h\x92\xb5\x18\x0324hR\x03for\x12+\n" +
+	"\x06sample\x18\x04 \x01(\x05B\x13\x8a\xb5\x18\n" +
+	"1 to 10000\x92\xb5\x18\x011R\x06sample\x12\x1b\n" +
+	"\tsalt_file\x18\x05 \x01(\tR\bsaltFile\x12\x19\n" +
+	"\bon_order\x18\x06 \x01(\bR\aonOrder\"o\n" +
 	"\aTracing\x12\x1a\n" +
 	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x127\n" +
 	"\fsample_ratio\x18\x02 \x01(\x01B\x0f\x8a\xb5\x18\x060 to 1\x92\xb5\x18\x011H\x00R\vsampleRatio\x88\x01\x01B\x0f\n" +
@@ -3947,101 +4060,103 @@ func file_config_v1_config_proto_rawDescGZIP() []byte {
 	return file_config_v1_config_proto_rawDescData
 }
 
-var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
+var file_config_v1_config_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_config_v1_config_proto_goTypes = []any{
 	(*Config)(nil),                    // 0: tandem.config.v1.Config
-	(*Tracing)(nil),                   // 1: tandem.config.v1.Tracing
-	(*Usage)(nil),                     // 2: tandem.config.v1.Usage
-	(*EnvoyGateway)(nil),              // 3: tandem.config.v1.EnvoyGateway
-	(*Notices)(nil),                   // 4: tandem.config.v1.Notices
-	(*ExtProc)(nil),                   // 5: tandem.config.v1.ExtProc
-	(*EndpointPicker)(nil),            // 6: tandem.config.v1.EndpointPicker
-	(*Tls)(nil),                       // 7: tandem.config.v1.Tls
-	(*Listener)(nil),                  // 8: tandem.config.v1.Listener
-	(*Admin)(nil),                     // 9: tandem.config.v1.Admin
-	(*Envoy)(nil),                     // 10: tandem.config.v1.Envoy
-	(*Cors)(nil),                      // 11: tandem.config.v1.Cors
-	(*ClientTls)(nil),                 // 12: tandem.config.v1.ClientTls
-	(*State)(nil),                     // 13: tandem.config.v1.State
-	(*Redis)(nil),                     // 14: tandem.config.v1.Redis
-	(*RedisTls)(nil),                  // 15: tandem.config.v1.RedisTls
-	(*Tickets)(nil),                   // 16: tandem.config.v1.Tickets
-	(*Pool)(nil),                      // 17: tandem.config.v1.Pool
-	(*ContinueStreams)(nil),           // 18: tandem.config.v1.ContinueStreams
-	(*Encode)(nil),                    // 19: tandem.config.v1.Encode
-	(*Queue)(nil),                     // 20: tandem.config.v1.Queue
-	(*Targets)(nil),                   // 21: tandem.config.v1.Targets
-	(*Objectives)(nil),                // 22: tandem.config.v1.Objectives
-	(*Objective)(nil),                 // 23: tandem.config.v1.Objective
-	(*SessionKey)(nil),                // 24: tandem.config.v1.SessionKey
-	(*NIXL)(nil),                      // 25: tandem.config.v1.NIXL
-	(*LMCache)(nil),                   // 26: tandem.config.v1.LMCache
-	(*Orchestrated)(nil),              // 27: tandem.config.v1.Orchestrated
-	(*KvEvents)(nil),                  // 28: tandem.config.v1.KvEvents
-	(*LoadBandwidth)(nil),             // 29: tandem.config.v1.LoadBandwidth
-	(*Discovery)(nil),                 // 30: tandem.config.v1.Discovery
-	(*FileDiscovery)(nil),             // 31: tandem.config.v1.FileDiscovery
-	(*NameDiscovery)(nil),             // 32: tandem.config.v1.NameDiscovery
-	(*KubernetesDiscovery)(nil),       // 33: tandem.config.v1.KubernetesDiscovery
-	(*InferencePoolDiscovery)(nil),    // 34: tandem.config.v1.InferencePoolDiscovery
-	(*PodLabels)(nil),                 // 35: tandem.config.v1.PodLabels
-	(*PrefillTimeout)(nil),            // 36: tandem.config.v1.PrefillTimeout
-	(*Endpoint)(nil),                  // 37: tandem.config.v1.Endpoint
-	(*Transfer)(nil),                  // 38: tandem.config.v1.Transfer
-	(*LMCacheReceiver)(nil),           // 39: tandem.config.v1.LMCacheReceiver
-	(*descriptorpb.FieldOptions)(nil), // 40: google.protobuf.FieldOptions
+	(*Record)(nil),                    // 1: tandem.config.v1.Record
+	(*Tracing)(nil),                   // 2: tandem.config.v1.Tracing
+	(*Usage)(nil),                     // 3: tandem.config.v1.Usage
+	(*EnvoyGateway)(nil),              // 4: tandem.config.v1.EnvoyGateway
+	(*Notices)(nil),                   // 5: tandem.config.v1.Notices
+	(*ExtProc)(nil),                   // 6: tandem.config.v1.ExtProc
+	(*EndpointPicker)(nil),            // 7: tandem.config.v1.EndpointPicker
+	(*Tls)(nil),                       // 8: tandem.config.v1.Tls
+	(*Listener)(nil),                  // 9: tandem.config.v1.Listener
+	(*Admin)(nil),                     // 10: tandem.config.v1.Admin
+	(*Envoy)(nil),                     // 11: tandem.config.v1.Envoy
+	(*Cors)(nil),                      // 12: tandem.config.v1.Cors
+	(*ClientTls)(nil),                 // 13: tandem.config.v1.ClientTls
+	(*State)(nil),                     // 14: tandem.config.v1.State
+	(*Redis)(nil),                     // 15: tandem.config.v1.Redis
+	(*RedisTls)(nil),                  // 16: tandem.config.v1.RedisTls
+	(*Tickets)(nil),                   // 17: tandem.config.v1.Tickets
+	(*Pool)(nil),                      // 18: tandem.config.v1.Pool
+	(*ContinueStreams)(nil),           // 19: tandem.config.v1.ContinueStreams
+	(*Encode)(nil),                    // 20: tandem.config.v1.Encode
+	(*Queue)(nil),                     // 21: tandem.config.v1.Queue
+	(*Targets)(nil),                   // 22: tandem.config.v1.Targets
+	(*Objectives)(nil),                // 23: tandem.config.v1.Objectives
+	(*Objective)(nil),                 // 24: tandem.config.v1.Objective
+	(*SessionKey)(nil),                // 25: tandem.config.v1.SessionKey
+	(*NIXL)(nil),                      // 26: tandem.config.v1.NIXL
+	(*LMCache)(nil),                   // 27: tandem.config.v1.LMCache
+	(*Orchestrated)(nil),              // 28: tandem.config.v1.Orchestrated
+	(*KvEvents)(nil),                  // 29: tandem.config.v1.KvEvents
+	(*LoadBandwidth)(nil),             // 30: tandem.config.v1.LoadBandwidth
+	(*Discovery)(nil),                 // 31: tandem.config.v1.Discovery
+	(*FileDiscovery)(nil),             // 32: tandem.config.v1.FileDiscovery
+	(*NameDiscovery)(nil),             // 33: tandem.config.v1.NameDiscovery
+	(*KubernetesDiscovery)(nil),       // 34: tandem.config.v1.KubernetesDiscovery
+	(*InferencePoolDiscovery)(nil),    // 35: tandem.config.v1.InferencePoolDiscovery
+	(*PodLabels)(nil),                 // 36: tandem.config.v1.PodLabels
+	(*PrefillTimeout)(nil),            // 37: tandem.config.v1.PrefillTimeout
+	(*Endpoint)(nil),                  // 38: tandem.config.v1.Endpoint
+	(*Transfer)(nil),                  // 39: tandem.config.v1.Transfer
+	(*LMCacheReceiver)(nil),           // 40: tandem.config.v1.LMCacheReceiver
+	(*descriptorpb.FieldOptions)(nil), // 41: google.protobuf.FieldOptions
 }
 var file_config_v1_config_proto_depIdxs = []int32{
-	5,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
-	8,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
-	9,  // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
-	10, // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
-	13, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
-	16, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
-	17, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
-	4,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
-	3,  // 8: tandem.config.v1.Config.envoy_gateway:type_name -> tandem.config.v1.EnvoyGateway
-	1,  // 9: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
-	2,  // 10: tandem.config.v1.Config.usage:type_name -> tandem.config.v1.Usage
-	7,  // 11: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
-	6,  // 12: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
-	12, // 13: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
-	12, // 14: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
-	11, // 15: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
-	14, // 16: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
-	15, // 17: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
-	36, // 18: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
-	37, // 19: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
-	24, // 20: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
-	26, // 21: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
-	27, // 22: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
-	25, // 23: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
-	28, // 24: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
-	21, // 25: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
-	30, // 26: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
-	20, // 27: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
-	22, // 28: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
-	19, // 29: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
-	18, // 30: tandem.config.v1.Pool.continue_streams:type_name -> tandem.config.v1.ContinueStreams
-	23, // 31: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
-	23, // 32: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
-	29, // 33: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
-	31, // 34: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
-	32, // 35: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
-	33, // 36: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
-	34, // 37: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
-	35, // 38: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	35, // 39: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
-	38, // 40: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
-	39, // 41: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
-	40, // 42: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
-	40, // 43: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
-	40, // 44: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
-	45, // [45:45] is the sub-list for method output_type
-	45, // [45:45] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	42, // [42:45] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	6,  // 0: tandem.config.v1.Config.ext_proc:type_name -> tandem.config.v1.ExtProc
+	9,  // 1: tandem.config.v1.Config.replan:type_name -> tandem.config.v1.Listener
+	10, // 2: tandem.config.v1.Config.admin:type_name -> tandem.config.v1.Admin
+	11, // 3: tandem.config.v1.Config.envoy:type_name -> tandem.config.v1.Envoy
+	14, // 4: tandem.config.v1.Config.state:type_name -> tandem.config.v1.State
+	17, // 5: tandem.config.v1.Config.tickets:type_name -> tandem.config.v1.Tickets
+	18, // 6: tandem.config.v1.Config.pools:type_name -> tandem.config.v1.Pool
+	5,  // 7: tandem.config.v1.Config.notices:type_name -> tandem.config.v1.Notices
+	4,  // 8: tandem.config.v1.Config.envoy_gateway:type_name -> tandem.config.v1.EnvoyGateway
+	2,  // 9: tandem.config.v1.Config.tracing:type_name -> tandem.config.v1.Tracing
+	3,  // 10: tandem.config.v1.Config.usage:type_name -> tandem.config.v1.Usage
+	1,  // 11: tandem.config.v1.Config.record:type_name -> tandem.config.v1.Record
+	8,  // 12: tandem.config.v1.ExtProc.tls:type_name -> tandem.config.v1.Tls
+	7,  // 13: tandem.config.v1.ExtProc.endpoint_picker:type_name -> tandem.config.v1.EndpointPicker
+	13, // 14: tandem.config.v1.Envoy.ext_proc_tls:type_name -> tandem.config.v1.ClientTls
+	13, // 15: tandem.config.v1.Envoy.endpoint_tls:type_name -> tandem.config.v1.ClientTls
+	12, // 16: tandem.config.v1.Envoy.cors:type_name -> tandem.config.v1.Cors
+	15, // 17: tandem.config.v1.State.redis:type_name -> tandem.config.v1.Redis
+	16, // 18: tandem.config.v1.Redis.tls:type_name -> tandem.config.v1.RedisTls
+	37, // 19: tandem.config.v1.Pool.prefill_timeout:type_name -> tandem.config.v1.PrefillTimeout
+	38, // 20: tandem.config.v1.Pool.endpoints:type_name -> tandem.config.v1.Endpoint
+	25, // 21: tandem.config.v1.Pool.session:type_name -> tandem.config.v1.SessionKey
+	27, // 22: tandem.config.v1.Pool.lmcache:type_name -> tandem.config.v1.LMCache
+	28, // 23: tandem.config.v1.Pool.orchestrated:type_name -> tandem.config.v1.Orchestrated
+	26, // 24: tandem.config.v1.Pool.nixl:type_name -> tandem.config.v1.NIXL
+	29, // 25: tandem.config.v1.Pool.kv_events:type_name -> tandem.config.v1.KvEvents
+	22, // 26: tandem.config.v1.Pool.targets:type_name -> tandem.config.v1.Targets
+	31, // 27: tandem.config.v1.Pool.discovery:type_name -> tandem.config.v1.Discovery
+	21, // 28: tandem.config.v1.Pool.queue:type_name -> tandem.config.v1.Queue
+	23, // 29: tandem.config.v1.Pool.objectives:type_name -> tandem.config.v1.Objectives
+	20, // 30: tandem.config.v1.Pool.encode:type_name -> tandem.config.v1.Encode
+	19, // 31: tandem.config.v1.Pool.continue_streams:type_name -> tandem.config.v1.ContinueStreams
+	24, // 32: tandem.config.v1.Objectives.default:type_name -> tandem.config.v1.Objective
+	24, // 33: tandem.config.v1.Objectives.named:type_name -> tandem.config.v1.Objective
+	30, // 34: tandem.config.v1.KvEvents.load_bandwidth:type_name -> tandem.config.v1.LoadBandwidth
+	32, // 35: tandem.config.v1.Discovery.file:type_name -> tandem.config.v1.FileDiscovery
+	33, // 36: tandem.config.v1.Discovery.dns:type_name -> tandem.config.v1.NameDiscovery
+	34, // 37: tandem.config.v1.Discovery.kubernetes:type_name -> tandem.config.v1.KubernetesDiscovery
+	35, // 38: tandem.config.v1.Discovery.inference_pool:type_name -> tandem.config.v1.InferencePoolDiscovery
+	36, // 39: tandem.config.v1.KubernetesDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	36, // 40: tandem.config.v1.InferencePoolDiscovery.labels:type_name -> tandem.config.v1.PodLabels
+	39, // 41: tandem.config.v1.Endpoint.transfer:type_name -> tandem.config.v1.Transfer
+	40, // 42: tandem.config.v1.Endpoint.lmcache:type_name -> tandem.config.v1.LMCacheReceiver
+	41, // 43: tandem.config.v1.words:extendee -> google.protobuf.FieldOptions
+	41, // 44: tandem.config.v1.range:extendee -> google.protobuf.FieldOptions
+	41, // 45: tandem.config.v1.absent:extendee -> google.protobuf.FieldOptions
+	46, // [46:46] is the sub-list for method output_type
+	46, // [46:46] is the sub-list for method input_type
+	46, // [46:46] is the sub-list for extension type_name
+	43, // [43:46] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_config_v1_config_proto_init() }
@@ -4049,15 +4164,15 @@ func file_config_v1_config_proto_init() {
 	if File_config_v1_config_proto != nil {
 		return
 	}
-	file_config_v1_config_proto_msgTypes[1].OneofWrappers = []any{}
-	file_config_v1_config_proto_msgTypes[37].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[2].OneofWrappers = []any{}
+	file_config_v1_config_proto_msgTypes[38].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_config_v1_config_proto_rawDesc), len(file_config_v1_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   40,
+			NumMessages:   41,
 			NumExtensions: 3,
 			NumServices:   0,
 		},

@@ -1,0 +1,276 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	envoyconfigs "tandem/envoy-configs"
+	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
+	"tandem/replica/livecheck"
+	"tandem/replica/proposal"
+)
+
+// runner is `tandem run`: it asks engines what they are, writes the configuration that follows, and runs Tandem and
+// Envoy with it.
+type runner struct {
+	group          programs
+	stdout, stderr io.Writer
+
+	file, envoyPath, level   string
+	prefill, decode, engines []string
+	o                        proposal.Options
+}
+
+func newRun() *cobra.Command {
+	r := &runner{group: programs{http: &http.Client{Timeout: 5 * time.Second}}}
+	c := &cobra.Command{
+		Use: "run [--prefill URL]... [--decode URL]...", Short: "Start Tandem and Envoy in front of engines that run", Args: cobra.NoArgs,
+		Long: "Ask the engines what they are, write the configuration that follows, and start Tandem and Envoy with it, until\n" +
+			"Ctrl-C. Without engines, the configuration is the file's.",
+		Example: "  tandem run --prefill http://10.0.1.1:8000 --decode http://10.0.2.1:8000",
+		RunE: func(c *cobra.Command, _ []string) error {
+			r.stdout, r.stderr = c.OutOrStdout(), c.ErrOrStderr()
+			return r.run(c.Context())
+		},
+	}
+	f := c.Flags()
+	f.StringArrayVar(&r.prefill, "prefill", nil, "`URL` of an engine that computes prompts; several: repeat it")
+	f.StringArrayVar(&r.decode, "decode", nil, "`URL` of an engine that generates answers; several: repeat it")
+	f.StringArrayVar(&r.engines, "engine", nil, "`URL` of an engine that does both, or says itself what it does")
+	fileFlag(f, &r.file, "configuration `FILE` (YAML) to write; to read if no engine is named")
+	f.StringVar(&r.o.Listen, "listen", "", "`ADDRESS` for clients (default: 127.0.0.1:8080, or the next port that is free)")
+	f.StringVar(&r.o.KVTransfer, "kv-transfer", "", "the engines' `DIALECT` (default: as they say)")
+	f.StringVar(&r.o.Split, "split", "", "`WHICH` requests are split: auto, always or never (default auto)")
+	f.StringVar(&r.o.KeyFile, "api-key-file", "", "`FILE` with the engines' API key, for Tandem's own requests")
+	f.StringVar(&r.envoyPath, "envoy", "", "Envoy `BINARY` (default: $ENVOY, envoy beside tandem or on PATH, .tools/bin/envoy)")
+	f.StringVar(&r.level, "log", "warn", "lowest `LEVEL` that Tandem logs: debug, info, warn, error")
+	return c
+}
+
+func (r *runner) run(ctx context.Context) error {
+	self, err := os.Executable()
+	if err != nil {
+		return fmt.Errorf("finding this program: %w", err)
+	}
+	envoy := findEnvoy(r.envoyPath, filepath.Dir(self))
+	if envoy == "" {
+		return errNoEnvoy
+	}
+	model, err := r.configure(ctx)
+	if err != nil {
+		return err
+	}
+	cfg, err := r.check(ctx)
+	if err != nil {
+		return err
+	}
+	if r.group.dir, err = os.MkdirTemp("", "tandem-run-"); err != nil {
+		return fmt.Errorf("making a folder for logs: %w", err)
+	}
+	defer r.group.stop()
+	if err := r.startBoth(ctx, cfg, self, envoy); err != nil {
+		if ctx.Err() != nil {
+			return nil //nolint:nilerr // it was interrupted while it started
+		}
+		return fmt.Errorf("%w; Envoy's log is %s", err, filepath.Join(r.group.dir, "envoy.log"))
+	}
+	r.say(cfg, model)
+	return r.untilOneEnds(ctx)
+}
+
+// configure asks the engines that were named, and writes the configuration that follows from their answers. It returns a
+// model that they serve.
+func (r *runner) configure(ctx context.Context) (model string, err error) {
+	var engines []proposal.Engine
+	for _, named := range []struct {
+		role string
+		urls []string
+	}{{"prefill", r.prefill}, {"decode", r.decode}, {"", r.engines}} {
+		for _, url := range named.urls {
+			e, err := proposal.Parse(url, named.role)
+			if err != nil {
+				return "", err
+			}
+			engines = append(engines, e)
+		}
+	}
+	if len(engines) == 0 {
+		if _, err := os.Stat(r.file); err != nil {
+			return "", fmt.Errorf("name the engines (--prefill URL --decode URL, or --engine URL for those that do both), or "+
+				"a configuration with -f: %w", err)
+		}
+		return "", nil
+	}
+	engines = proposal.Merge(engines)
+	if err := mayWrite(r.file); err != nil {
+		return "", err
+	}
+	fmt.Fprintf(r.stdout, "Asking %d engines what they are.\n", len(engines))
+	if err := proposal.Ask(ctx, engines, r.o.KeyFile); err != nil {
+		return "", err
+	}
+	if err := r.choosePorts(); err != nil {
+		return "", err
+	}
+	text, err := proposal.Write(engines, r.o)
+	if err != nil {
+		return "", err
+	}
+	if err := os.WriteFile(r.file, []byte(text), 0o644); err != nil { //nolint:gosec // it has no secrets
+		return "", fmt.Errorf("writing the configuration (-f names another file): %w", err)
+	}
+	return proposal.Model(engines), nil
+}
+
+// mayWrite returns an error if the file is there and not this command's.
+func mayWrite(file string) error {
+	text, err := os.ReadFile(file)
+	if err != nil || strings.HasPrefix(string(text), proposal.Mark+"\n") {
+		return nil //nolint:nilerr // it is not there
+	}
+	return fmt.Errorf("%s is yours, and is not overwritten: `tandem run -f %s` without engines starts with it, -f names "+
+		"another file to write", file, file)
+}
+
+// choosePorts fills in the addresses: the configuration's defaults, or the next ports that are free.
+func (r *runner) choosePorts() error {
+	ports := []struct {
+		to   *string
+		port int
+	}{{&r.o.Listen, 8080}, {&r.o.ExtProc, 9002}, {&r.o.Replan, 9003}, {&r.o.Admin, 9090}, {&r.o.EnvoyAdmin, 9901}}
+	taken := map[string]bool{}
+	for _, p := range ports {
+		for n := p.port; *p.to == ""; n++ {
+			address := net.JoinHostPort("127.0.0.1", strconv.Itoa(n))
+			switch {
+			case n > p.port+100:
+				return fmt.Errorf("none of the ports %d to %d of 127.0.0.1 is free", p.port, n-1)
+			case !taken[address] && free(address) == nil:
+				*p.to = address
+			}
+		}
+		taken[*p.to] = true
+	}
+	return nil
+}
+
+// free returns an error if an address cannot be listened at.
+func free(address string) error {
+	l, err := net.Listen("tcp", address) //nolint:noctx // it does not block
+	if err != nil {
+		return err
+	}
+	return l.Close()
+}
+
+// check reads the configuration, and compares it with the engines, as serve --check --live does.
+func (r *runner) check(ctx context.Context) (*configv1.Config, error) {
+	cfg, warnings, err := config.Load(r.file, checkFiles)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range warnings {
+		fmt.Fprintf(r.stderr, "warning: %s\n", w)
+	}
+	if config.Inside(cfg) {
+		return nil, fmt.Errorf("%s: envoy.run is inside: start the Envoy that loads Tandem (docs/howto/inside-envoy.md)", r.file)
+	}
+	report := livecheck.Check(ctx, cfg, true)
+	report.Print(r.stdout)
+	if err := report.Err(); err != nil {
+		return nil, fmt.Errorf("%s:\n%w\nNothing was started. With `tandem serve -f %s` it starts all the same", r.file, err, r.file)
+	}
+	for setting, address := range map[string]string{"envoy.listen": cfg.GetEnvoy().GetListen(), "envoy.admin": cfg.GetEnvoy().GetAdmin()} {
+		if err := free(address); err != nil { // Envoy would only log it
+			return nil, fmt.Errorf("%s: %s: %w", r.file, setting, err)
+		}
+	}
+	return cfg, nil
+}
+
+// startBoth starts Tandem and Envoy, and waits until they answer.
+func (r *runner) startBoth(ctx context.Context, cfg *configv1.Config, self, envoy string) error {
+	bootstrap, err := envoyconfigs.DynamicBootstrap(cfg)
+	if err != nil {
+		return err
+	}
+	file := filepath.Join(r.group.dir, "envoy.yaml")
+	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
+		return fmt.Errorf("writing Envoy's bootstrap: %w", err)
+	}
+	log, _ := r.stderr.(*os.File) // nil: nobody reads it
+	if err := r.group.launchTo("tandem", log, self, "serve", "-f", r.file, "--log", r.level); err != nil {
+		return err
+	}
+	if err := r.group.launch("envoy", envoy, "-c", file, "-l", "warning", "--disable-hot-restart"); err != nil {
+		return err
+	}
+	for _, url := range []string{r.page(cfg) + "readyz", "http://" + config.Reached(cfg.GetEnvoy().GetAdmin()) + "/ready",
+		r.url(cfg) + "/v1/models"} {
+		if err := r.group.wait(ctx, url); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *runner) url(cfg *configv1.Config) string {
+	return "http://" + config.Reached(cfg.GetEnvoy().GetListen())
+}
+
+func (r *runner) page(cfg *configv1.Config) string {
+	return "http://" + config.Reached(cfg.GetAdmin().GetListen()) + "/"
+}
+
+// say tells the reader what runs, and what to do next.
+func (r *runner) say(cfg *configv1.Config, model string) {
+	file, err := filepath.Abs(r.file)
+	if err != nil {
+		file = r.file
+	}
+	if model == "" {
+		model = "MODEL"
+	}
+	fmt.Fprintf(r.stdout, "\nTandem and Envoy run. OpenAI and Anthropic API: %s/v1\nPage: %s\nConfiguration: %s (changes take "+
+		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt:\n\n%s\n%s\n"+
+		"Where they went:\n\n  tandem requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir,
+		curl(r.url(cfg), model, "Hello"), curl(r.url(cfg), model, "$(seq -s ' ' 1 1500)"), r.file)
+}
+
+// curl is a request that can be pasted into a shell.
+func curl(url, model, content string) string {
+	body := fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":%q}],"max_tokens":16}`, model, content)
+	quoted := "'" + body + "'"
+	if strings.Contains(content, "$") {
+		quoted = `"` + strings.ReplaceAll(body, `"`, `\"`) + `"`
+	}
+	return fmt.Sprintf("  curl %s/v1/chat/completions -H 'content-type: application/json' \\\n    -d %s\n", url, quoted)
+}
+
+// untilOneEnds waits for ctx, which is how this command is meant to end, or for the end of Tandem or Envoy.
+func (r *runner) untilOneEnds(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		fmt.Fprintln(r.stdout, "\nEnding Envoy and Tandem.")
+		r.group.stop()
+		_ = os.RemoveAll(r.group.dir)
+		return nil
+	case <-r.group.started[0].ended:
+		return errors.New("tandem serve has ended; so Envoy ends, too")
+	case <-r.group.started[1].ended:
+		return fmt.Errorf("Envoy has ended (%s); so Tandem ends, too: see %s", //nolint:staticcheck // a name
+			r.group.started[1].cmd.ProcessState, filepath.Join(r.group.dir, "envoy.log"))
+	}
+}

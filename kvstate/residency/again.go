@@ -1,0 +1,69 @@
+package residency
+
+import "math"
+
+// Again is what engines computed of conversations that came back: tokens of prompts that earlier turns had, and of
+// those what was computed again, by the reason.
+type Again struct {
+	Had       float64
+	Evicted   float64 // no engine had it any more
+	Elsewhere float64 // another engine still had it
+}
+
+// lately is the time over which what is computed again is averaged, s.
+const lately = 600.0
+
+// add adds o, of which so much counts.
+func (a *Again) add(o Again, weight float64) {
+	a.Had += weight * o.Had
+	a.Evicted += weight * o.Evicted
+	a.Elsewhere += weight * o.Elsewhere
+}
+
+// Report is what a pool's conversations need, and what it costs that its memory has less. Tokens.
+type Report struct {
+	Known  int     // conversations
+	Live   float64 // of those that are expected back within the horizon, each once
+	Needs  float64 // of those that will come back before they are forgotten, each once
+	All    Again   // since the start
+	Lately Again   // of the last ten minutes, older ones less
+}
+
+// Computes records that an engine is about to compute the prompt of a conversation that has just arrived. It holds so
+// many blocks of it, and the engine that holds most of it so many. Of each arrival the first call counts.
+func (t *Table) Computes(c *Conversation, blocks, most int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if c.had == 0 || c.length == 0 {
+		return
+	}
+	size := c.tokens / float64(c.length)
+	again := max(c.had-blocks, 0)
+	elsewhere := max(min(most, c.had)-blocks, 0)
+	one := Again{size * float64(c.had), size * float64(again-elsewhere), size * float64(elsewhere)}
+	t.all.add(one, 1)
+	t.lately.add(one, 1)
+	c.had = 0
+}
+
+// Report returns what the conversations need, and what was computed of them again.
+func (t *Table) Report() Report {
+	live := t.Live()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return Report{Known: t.known, Live: live, Needs: t.needs, All: t.all, Lately: t.lately}
+}
+
+// fade lets what was computed in the last ten minutes count less, after so many seconds more.
+func (t *Table) fade(seconds float64) {
+	old := t.lately
+	t.lately = Again{}
+	t.lately.add(old, math.Exp(-seconds/lately))
+}
+
+// ever returns the chance that a conversation that has been idle for so long returns before it is forgotten.
+func (t *Table) ever(idle float64) float64 {
+	b := binOf(idle)
+	rest := t.hazard[b] * max(min(begins(b+1), forgotten)-idle, 0)
+	return 1 - math.Exp(-rest-t.later[b])
+}

@@ -1,0 +1,274 @@
+package recording
+
+import (
+	"bufio"
+	"cmp"
+	"compress/gzip"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// Recording is what the files of a recording say.
+type Recording struct {
+	Header
+	Fleets   []Fleet   // by time
+	Requests []Request // by arrival, with all their blocks
+	Cut      []string  // files whose end is missing: their writer was killed, or still writes
+}
+
+// maxLine bounds a line in bytes, maxBlocks the blocks of a prompt, maxLines the requests that are read.
+const (
+	maxLine   = 1 << 20
+	maxBlocks = 1 << 13
+	maxLines  = 1 << 24
+)
+
+// Open reads the files of a recording: a file, or all of a folder (*.jsonl, *.jsonl.gz).
+func Open(path string) (*Recording, error) {
+	about, err := os.Stat(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening a recording: %w", err)
+	}
+	files := []string{path}
+	if about.IsDir() {
+		if files, err = filepath.Glob(filepath.Join(path, "*.jsonl*")); err != nil {
+			return nil, fmt.Errorf("opening a recording: %w", err)
+		}
+	}
+	r := &reader{}
+	for _, file := range files {
+		if err := r.open(file); err != nil {
+			return nil, err
+		}
+	}
+	return r.result(path)
+}
+
+// Read reads one file, uncompressed.
+func Read(name string, from io.Reader) (*Recording, error) {
+	r := &reader{}
+	if err := r.read(name, from); err != nil {
+		return nil, err
+	}
+	return r.result(name)
+}
+
+type reader struct {
+	out   Recording
+	began bool
+}
+
+func (r *reader) open(path string) error {
+	file, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("opening a recording: %w", err)
+	}
+	defer file.Close()
+	var from io.Reader = file
+	if strings.HasSuffix(path, ".gz") {
+		unpacked, err := gzip.NewReader(file)
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) { // nothing was written yet
+			r.out.Cut = append(r.out.Cut, path)
+			return nil
+		} else if err != nil {
+			return fmt.Errorf("opening %s: %w", path, err)
+		}
+		from = unpacked
+	}
+	return r.read(filepath.Base(path), from)
+}
+
+func (r *reader) read(name string, from io.Reader) error {
+	lines := bufio.NewScanner(from)
+	lines.Buffer(nil, maxLine)
+	headed := false
+	for n := 1; lines.Scan(); n++ {
+		if len(r.out.Requests) == maxLines {
+			return fmt.Errorf("%s: more than %d requests: replay a part of its files", name, maxLines)
+		}
+		was, err := r.line(lines.Bytes(), headed)
+		if err != nil {
+			return fmt.Errorf("%s, line %d: %w", name, n, err)
+		}
+		headed = headed || was
+	}
+	switch err := lines.Err(); {
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		r.out.Cut = append(r.out.Cut, name)
+	case err != nil:
+		return fmt.Errorf("reading %s: %w", name, err)
+	}
+	return nil
+}
+
+// line is any line.
+type line struct {
+	Version *int   `json:"tandem_recording"`
+	Fleet   *Fleet `json:"fleet"`
+	requestLine
+}
+
+type requestLine struct {
+	N        uint64  `json:"n"`
+	On       uint64  `json:"on"`
+	Same     int     `json:"same"`
+	Gap      float64 `json:"gap"`
+	T        float64 `json:"t"`
+	Pool     string  `json:"pool"`
+	Model    string  `json:"model"`
+	Who      string  `json:"who"`
+	Priority int32   `json:"priority"`
+	Blocks   string  `json:"blocks"`
+	Bytes    int     `json:"bytes"`
+	Prompt   *int64  `json:"prompt"`
+	Guess    bool    `json:"guess"`
+	Cached   *int64  `json:"cached"`
+	Answer   *int64  `json:"answer"`
+	Stream   bool    `json:"stream"`
+	Route    string  `json:"route"`
+	Prefill  string  `json:"prefill"`
+	Decode   string  `json:"decode"`
+	Replans  int     `json:"replans"`
+	Waited   float64 `json:"waited"`
+	P        float64 `json:"p"`
+	Head     float64 `json:"head"`
+	First    float64 `json:"first"`
+	Each     float64 `json:"each"`
+	Took     float64 `json:"took"`
+	Status   int     `json:"status"`
+	Ended    string  `json:"ended"`
+}
+
+func (r *reader) line(text []byte, headed bool) (header bool, err error) {
+	var l line
+	if err := json.Unmarshal(text, &l); err != nil {
+		return false, err
+	}
+	switch {
+	case l.Version != nil:
+		return true, r.header(text)
+	case !headed:
+		return false, errors.New("not a recording: the first line must say tandem_recording")
+	case l.Fleet != nil:
+		r.out.Fleets = append(r.out.Fleets, *l.Fleet)
+		return false, nil
+	}
+	q, err := l.requestLine.request()
+	if err != nil {
+		return false, err
+	}
+	r.out.Requests = append(r.out.Requests, q)
+	return false, nil
+}
+
+func (r *reader) header(text []byte) error {
+	var h Header
+	if err := json.Unmarshal(text, &h); err != nil {
+		return err
+	}
+	switch {
+	case h.Version != Version:
+		return fmt.Errorf("version %d of the format: this program reads %d", h.Version, Version)
+	case h.BlockBytes < 1 || h.Sample < 1:
+		return fmt.Errorf("a header that cannot be: blocks of %d bytes, one conversation in %d", h.BlockBytes, h.Sample)
+	case r.began && h.ID != r.out.ID:
+		return fmt.Errorf("of another recording: its id is %q, not %q; replay each by itself", h.ID, r.out.ID)
+	}
+	if !r.began || h.From < r.out.From {
+		r.out.Header = h
+	}
+	r.began = true
+	return nil
+}
+
+// maxTokens bounds the tokens of a prompt and of an answer.
+const maxTokens = 1 << 26
+
+func (l *requestLine) request() (Request, error) {
+	or := func(n *int64) int64 {
+		if n == nil {
+			return -1
+		}
+		return *n
+	}
+	q := Request{
+		N: l.N, On: l.On, Same: l.Same, Gap: l.Gap, T: l.T, Pool: l.Pool, Model: l.Model, Who: l.Who, Priority: l.Priority,
+		Bytes: l.Bytes, Prompt: or(l.Prompt), Guess: l.Guess, Cached: or(l.Cached), Answer: or(l.Answer), Stream: l.Stream,
+		Route: l.Route, Prefill: l.Prefill, Decode: l.Decode, Replans: l.Replans, Waited: l.Waited, P: l.P, Head: l.Head,
+		First: l.First, Each: l.Each, Took: l.Took, Status: l.Status, Ended: l.Ended,
+	}
+	hashes, err := base64.RawURLEncoding.DecodeString(l.Blocks)
+	switch {
+	case err != nil || len(hashes)%hashBytes != 0:
+		return q, errors.New("blocks are not hashes")
+	case q.N == 0 || q.On >= q.N || q.Same < 0 || q.Same > maxBlocks || q.Bytes < 0 || q.T < 0 || q.T > 1e9:
+		return q, errors.New("a request that cannot be")
+	case max(q.Prompt, q.Cached, q.Answer) > maxTokens || min(q.Prompt, q.Cached, q.Answer) < -1:
+		return q, errors.New("a number of tokens that cannot be")
+	case min(q.Waited, q.P, q.Head, q.First, q.Each, q.Took) < 0:
+		return q, errors.New("a time below 0")
+	}
+	for i := 0; i < len(hashes); i += hashBytes {
+		h := uint64(0)
+		for _, b := range hashes[i : i+hashBytes] {
+			h = h<<8 | uint64(b)
+		}
+		q.Blocks = append(q.Blocks, h)
+	}
+	return q, nil
+}
+
+// result orders what was read and completes the blocks of the requests.
+func (r *reader) result(name string) (*Recording, error) {
+	out := &r.out
+	if len(out.Requests) == 0 {
+		return nil, fmt.Errorf("%s: no requests are recorded", name)
+	}
+	slices.SortFunc(out.Fleets, func(a, b Fleet) int { return cmp.Compare(a.At, b.At) })
+	slices.SortFunc(out.Requests, func(a, b Request) int { return cmp.Compare(a.N, b.N) })
+	out.Requests = slices.CompactFunc(out.Requests, func(a, b Request) bool { return a.N == b.N })
+	at := make(map[uint64]int, len(out.Requests))
+	for i := range out.Requests {
+		q := &out.Requests[i]
+		at[q.N] = i
+		if q.Same == 0 {
+			continue
+		}
+		var all []uint64
+		if before, ok := at[q.On]; ok && len(out.Requests[before].Blocks) >= q.Same {
+			all = out.Requests[before].Blocks[:q.Same:q.Same]
+		} else { // its line is lost: what extends it shares what nobody knows
+			for i := range q.Same {
+				all = append(all, 1<<63|q.On<<24|uint64(i))
+			}
+		}
+		q.Blocks = append(all, q.Blocks...)
+	}
+	slices.SortStableFunc(out.Requests, func(a, b Request) int { return cmp.Compare(a.T, b.T) })
+	return out, nil
+}
+
+// Text returns the lines of a compressed file, as far as it is complete.
+func Text(path string) ([]byte, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening a recording: %w", err)
+	}
+	defer file.Close()
+	from, err := gzip.NewReader(file)
+	if err != nil {
+		return nil, fmt.Errorf("opening %s: %w", path, err)
+	}
+	text, err := io.ReadAll(from)
+	if err != nil && !errors.Is(err, io.ErrUnexpectedEOF) {
+		return nil, fmt.Errorf("reading %s: %w", path, err)
+	}
+	return text, nil
+}

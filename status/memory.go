@@ -1,0 +1,111 @@
+package status
+
+import (
+	"fmt"
+	"io"
+	"math"
+
+	"tandem/kvstate"
+	"tandem/status/words"
+)
+
+// Memory is what a pool's conversations need of its engines' KV memory, and what it costs that they have less. Tokens.
+type Memory struct {
+	Conversations int     `json:"conversations"`
+	Expected      float64 `json:"expected_tokens"` // of those that are expected back within two minutes: the working set
+	Keeps         float64 `json:"memory_tokens"`   // of engines that say so, host memory included
+	Lacks         float64 `json:"lacks_tokens"`    // that each engine would need more to keep all that will come back
+	Engines       int     `json:"engines"`         // that say how much they keep
+
+	// Of the last ten minutes: tokens of prompts that earlier ones of their conversations had; of those, what was
+	// computed again since no engine held it any more, or though another one held it.
+	Had       float64 `json:"had_tokens"`
+	Evicted   float64 `json:"evicted_tokens"`
+	Elsewhere float64 `json:"elsewhere_tokens"`
+
+	Waiting int `json:"waiting_for_memory"` // requests that wait until there is room for their KV
+}
+
+// memory returns a pool's part at this replica.
+func (f *Feed) memory(p *kvstate.Pool) (m Memory) {
+	c := p.Conversations()
+	m = Memory{
+		Conversations: c.Known, Expected: c.Live, Keeps: c.Memory, Lacks: c.Lacks(), Engines: c.Engines,
+		Had: c.Lately.Had, Evicted: c.Lately.Evicted, Elsewhere: c.Lately.Elsewhere,
+	}
+	if f.source.Queued != nil {
+		m.Waiting = f.source.Queued(p.Spec.Name).Memory
+	}
+	return m
+}
+
+// add adds another replica's part. All know the conversations, each counts the requests that came to it.
+func (m *Memory) add(o *Memory) {
+	m.Conversations = max(m.Conversations, o.Conversations)
+	m.Expected, m.Lacks = max(m.Expected, o.Expected), max(m.Lacks, o.Lacks)
+	m.Keeps, m.Engines = max(m.Keeps, o.Keeps), max(m.Engines, o.Engines)
+	m.Had, m.Evicted, m.Elsewhere = m.Had+o.Had, m.Evicted+o.Evicted, m.Elsewhere+o.Elsewhere
+	m.Waiting += o.Waiting
+}
+
+// printMemory writes a line about conversations, if some came back.
+func printMemory(w io.Writer, m *Memory) {
+	if m.Had == 0 && m.Waiting == 0 {
+		return
+	}
+	fmt.Fprintf(w, "  conversations: %d, %s tokens expected back", m.Conversations, rounded(m.Expected))
+	if m.Keeps > 0 {
+		fmt.Fprintf(w, ", memory for %s", rounded(m.Keeps))
+	}
+	if m.Had > 0 {
+		fmt.Fprintf(w, "; computed again %.1f %% (evicted), %.1f %% (elsewhere)", 100*m.Evicted/m.Had,
+			100*m.Elsewhere/m.Had)
+	}
+	if m.Waiting > 0 {
+		fmt.Fprintf(w, "; %s for room", words.Count(m.Waiting, "cold prompt")+" wait"+third(m.Waiting))
+	}
+	fmt.Fprintln(w)
+}
+
+func third(n int) string {
+	if n == 1 {
+		return "s"
+	}
+	return ""
+}
+
+const (
+	lacking  = 0.05 // share of what conversations had, from which it is told that it is computed again
+	lackedOf = 1e6  // tokens that came back in the last ten minutes: below that a share says little
+)
+
+// lacksMemory adds a notice if memory for conversations is what a pool lacks.
+func lacksMemory(p *Pool, add func(bad bool, doc, format string, values ...any)) {
+	m := &p.Memory
+	if m.Had < lackedOf || m.Evicted < lacking*m.Had || m.Lacks <= 0 {
+		return
+	}
+	waits := ""
+	if m.Waiting > 0 {
+		waits = fmt.Sprintf(" Meanwhile %s wait%s for room.", words.Count(m.Waiting, "cold prompt"), third(m.Waiting))
+	}
+	add(false, "howto/agents.md", "%s: engines compute %.0f %% of what conversations had again, since KV memory is short: "+
+		"host memory for %s tokens each would end it.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)
+}
+
+// rounded prints a number of tokens with two digits.
+func rounded(tokens float64) string {
+	for _, unit := range []struct {
+		of   float64
+		name string
+	}{{1e9, "G"}, {1e6, "M"}, {1e3, "k"}} {
+		if tokens >= .995*unit.of {
+			digits := 0
+			if tokens < 9.95*unit.of {
+				digits = 1
+			}
+			return fmt.Sprintf("%.*f%s", digits, tokens/unit.of, unit.name)
+		}
+	}
+	return fmt.Sprintf("%.0f", math.Round(tokens))
+}
