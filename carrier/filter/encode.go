@@ -40,7 +40,7 @@ func (e *encode) send() {
 		f.refuse(notStrict())
 		return
 	}
-	f.reach(to, len(e.body), func() {
+	f.reach(to, func() {
 		sent := f.envoy.Call(legCall(f, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id))
 		e.body = nil
 		if !sent {

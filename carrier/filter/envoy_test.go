@@ -184,7 +184,7 @@ type routed struct {
 	instead string   // where a call goes that names one of them
 	forgets bool     // no body is kept: the route has no retry policy
 	called  []string // clusters
-	firsts  []string // endpoints of calls that go before longer ones
+	firsts  []string // endpoints of calls that only have them looked up
 }
 
 func (r *routed) Cluster() string { return "httproute/ns/chat/rule/0" }

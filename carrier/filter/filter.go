@@ -44,7 +44,7 @@ type hop struct {
 	pair    *pair             // both legs at once; nil: one leg
 	rewrite *rewrite          // of D's answer; nil: the client gets it as it is
 	trace   traceContext
-	first   func()  // is done after the call, which only goes before a longer one; nil: it is no such call
+	first   func()  // follows the call, which only has an endpoint looked up; nil: it is no such call
 	encode  *encode // the call is to an endpoint that encodes media; nil: to P
 	other   bool    // what is asked is never split, but planned again where the endpoint has done nothing for it
 }

@@ -78,7 +78,7 @@ func notSent() *prefilled {
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
 	f.state = journey.Prefilling
-	f.reach(r.Endpoint, len(body), func() {
+	f.reach(r.Endpoint, func() {
 		if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
 			f.prefillAnswers(notSent())
 		}

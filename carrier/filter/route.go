@@ -34,29 +34,32 @@ type Route struct {
 	reached map[string]time.Time // when a call last went to an endpoint of a cluster, with both names
 }
 
-// A dynamic forward proxy looks an endpoint up with the first call to it, and Envoy's client breaks a call off whose body
-// is longer than 64 KiB and has to wait for that (1.40, async_client_impl.cc). So a short call goes before a long one to
-// an endpoint that it may have forgotten: it keeps one for 5 minutes after its last use.
+// A dynamic forward proxy looks an endpoint up with the first call to it, and Envoy's client breaks a call off that has
+// a body and has to wait for that (1.40, async_client_impl.cc). So a call without a body goes before one to an endpoint
+// that it may have forgotten: it keeps one for 5 minutes after its last use.
 const (
-	shortBody   = 32 << 10
 	knownFor    = 4 * time.Minute
 	firstLimit  = 5 * time.Second
 	mostReached = 4096
 )
 
-// reach runs then, which calls an endpoint with a body of some length, as soon as a call may be so long.
-func (f *Filter) reach(e *kvstate.Endpoint, length int, then func()) {
+// reach runs then, which calls an endpoint, as soon as a call with a body can be made.
+func (f *Filter) reach(e *kvstate.Endpoint, then func()) {
 	r := f.route
-	if r == nil || !r.Strict || length <= shortBody {
+	if r == nil || !r.Strict {
 		then()
 		return
 	}
 	cluster := f.callCluster(e)
-	if !r.notes(cluster + " " + e.HostPort()) {
+	name := cluster + " " + e.HostPort()
+	if r.knows(name) {
 		then()
 		return
 	}
-	f.hop.first = then
+	f.hop.first = func() {
+		r.note(name)
+		then()
+	}
 	first := &Call{Cluster: cluster, Timeout: firstLimit, Set: []Header{
 		{":method", "GET"}, {":path", "/health"}, {":authority", f.callHost(e)}, {"accept", names.ContentTypeJSON},
 	}}
@@ -66,19 +69,20 @@ func (f *Filter) reach(e *kvstate.Endpoint, length int, then func()) {
 	}
 }
 
-// notes notes a call to an endpoint, and reports whether it is the first one for a while.
-func (r *Route) notes(name string) (isFirst bool) {
-	now := time.Now()
+// knows reports whether an endpoint of a cluster was called a while ago at most.
+func (r *Route) knows(name string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if now.Sub(r.reached[name]) < knownFor {
-		return false
-	}
+	return time.Since(r.reached[name]) < knownFor
+}
+
+func (r *Route) note(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.reached == nil || len(r.reached) >= mostReached {
 		r.reached = map[string]time.Time{}
 	}
-	r.reached[name] = now
-	return true
+	r.reached[name] = time.Now()
 }
 
 // callCluster returns the cluster of a leg that the filter calls.

@@ -1,6 +1,7 @@
 package filter
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -37,7 +38,7 @@ func TestAnothersRoute(t *testing.T) {
 			}
 			c.run()
 			require.Equal(t, 200, c.status, c.reply)
-			require.Equal(t, []string{tt.calls}, c.called)
+			require.Equal(t, []string{tt.calls}, slices.Compact(c.called))
 			require.Len(t, c.sent, 1)
 			require.Contains(t, c.sent[0], "10.0.2.")
 			require.Contains(t, string(c.got), `"do_remote_prefill":true`)
@@ -90,15 +91,15 @@ func TestAnotherEngineAnswersForP(t *testing.T) {
 	require.NotEmpty(t, e.Refusing(f.Passes.Now()))
 }
 
-// Envoy's client breaks a long call off that has to wait until an endpoint is looked up: a short one goes before it, once.
-func TestAShortCallGoesBeforeALongOne(t *testing.T) {
+// Envoy's client breaks a call off that has a body and has to wait until an endpoint is looked up: one without goes before it.
+func TestACallWithoutABodyGoesFirst(t *testing.T) {
 	for name, change := range map[string]func(*pass.Policy){"nixl": always, "sglang": dialect("sglang"), "moriio": dialect("moriio")} {
 		t.Run(name, func(t *testing.T) {
 			f := newFleet(t, change)
 			route := &Route{Strict: true}
 			firsts := map[string]int{}
 			for range 10 {
-				c := newClient(t, f, named, strings.Replace(chat, "hello", strings.Repeat("hello ", 20_000), 1))
+				c := newClient(t, f, named, chat)
 				c.route = route
 				c.run()
 				require.Equal(t, 200, c.status, c.reply)
