@@ -42,7 +42,7 @@ func TestBothRoles(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel() // mostly waits
-			// Requests that are chosen at the same moment may leave KV that nobody fetches, until its lease ends.
+			// Requests that are chosen at the same moment may leave unfetched KV, until its lease ends.
 			lease := "40s"
 			if c.replicas > 1 {
 				lease = "5s" // together they may give an engine too much before they know of each other's requests

@@ -91,7 +91,7 @@ func (f *fleet) decodeLegs() (legs map[string][]seen, cleanups int) {
 	return legs, cleanups
 }
 
-// Clients leave at any moment. Of the unfetched blocks only those stay held about which Tandem could not know
+// Clients leave at any moment. The only unfetched blocks that stay held are those that Tandem could not know of
 // (docs/operations.md, TandemHandoversOrphaned): P's answer never reached Tandem completely, because Envoy had cut the
 // leg; or D had the request, and gave it up before its scheduler saw it.
 func TestNoBlocksStayOrphaned(t *testing.T) {
@@ -155,6 +155,7 @@ func leaveAtAnyMoment(t *testing.T, replicas int) {
 // nothing, so another engine fetches the blocks.
 func TestBlocksOfADecodeNotReached(t *testing.T) {
 	t.Parallel()
+	hangs := deaf(t)
 	f := start(t, cleaning(options{prefills: 1, decodes: 1, bootstrap: func(f *fleet) string {
 		bin, err := binaries()
 		require.NoError(t, err)
@@ -163,7 +164,7 @@ func TestBlocksOfADecodeNotReached(t *testing.T) {
 		return strings.ReplaceAll(string(text), "connect_timeout: 1s", "connect_timeout: 300s")
 	}, pools: fmt.Sprintf(`pools:
 - {name: chat, models: ["*"], kvTransfer: nixl, split: always, decodeAlone: fallback, strandedBlocks: cleanupDecode, endpoints: [{address: %%P, role: prefill}, {address: %%D, role: decode}, {address: %q, role: decode}]}
-`, deaf(t))}))
+`, hangs)}))
 	began := time.Now() // an endpoint that says nothing of itself is paired after some seconds
 	for i := 0; ; i++ {
 		require.Less(t, time.Since(began), time.Minute, "no request came to the endpoint that hangs")
@@ -175,7 +176,7 @@ func TestBlocksOfADecodeNotReached(t *testing.T) {
 			case <-a.done:
 				return true
 			default:
-				waits = f.pending()
+				waits = f.connects(hangs)
 				return waits
 			}
 		})
@@ -196,11 +197,11 @@ func TestBlocksOfADecodeNotReached(t *testing.T) {
 	require.Empty(t, held)
 }
 
-// pending reports whether Envoy has a request that waits for a connection to an endpoint.
-func (f *fleet) pending() bool {
-	text, err := readURL(f.envoyURL + "/stats?filter=cluster.tandem-pod.upstream_rq_pending_active")
+// connects reports whether Envoy has or opens a connection to an endpoint.
+func (f *fleet) connects(addr string) bool {
+	text, err := readURL(f.envoyURL + "/clusters")
 	require.NoError(f.t, err)
-	return strings.Contains(text, "pending_active: ") && !strings.Contains(text, "pending_active: 0")
+	return regexp.MustCompile(`::` + regexp.QuoteMeta(addr) + `::cx_active::[1-9]`).MatchString(text)
 }
 
 // deaf returns an address at which connections hang: its accept queue is full.

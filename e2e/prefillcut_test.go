@@ -15,7 +15,7 @@ func TestPrefillIsCut(t *testing.T) {
 		t.Run(dialect, func(t *testing.T) {
 			t.Parallel()
 			f := start(t, options{dialect: dialect, prefills: 2, decodes: 1})
-			f.lenient = true // P keeps blocks that nobody fetches
+			f.lenient = true // P keeps unfetched blocks
 			for i, mode := range []string{"reset-before-headers", "reset-mid-body"} {
 				for _, e := range f.prefills {
 					f.inject(e, fmt.Sprintf(`{"mode":%q,"leg":"prefill","count":1}`, mode))

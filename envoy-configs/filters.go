@@ -180,7 +180,7 @@ func (m filters) answerHeader(name string, value *matcherv3.StringMatcher) *matc
 	return m.input("header", &envoymatcherv3.HttpResponseHeaderMatchInput{HeaderName: name}, value)
 }
 
-// buffer has Envoy wait for the whole body.
+// buffer makes Envoy wait for the whole body.
 func (m filters) buffer() *hcmv3.HttpFilter {
 	return m.filter(bufferFilter, &bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
 }

@@ -58,8 +58,8 @@ func (m routes) configuration() *routev3.RouteConfiguration {
 		VirtualHosts: []*routev3.VirtualHost{noted(m, &routev3.VirtualHost{
 			Name: "all", Domains: []string{"*"},
 			ResponseHeadersToRemove: []string{"x-envoy-upstream-service-time", "x-envoy-ratelimited"},
-			RequestHeadersToRemove: []string{"x-tandem-leg", "x-envoy-external-address", "x-envoy-internal",
-				"x-envoy-original-url"},
+			RequestHeadersToRemove: []string{"x-tandem-leg", "x-tandem-other", "x-envoy-external-address",
+				"x-envoy-internal", "x-envoy-original-url"},
 			Routes: append(decided, undecided...),
 		}, notes{
 			"response_headers_to_remove": "Never to a client.",
@@ -80,7 +80,8 @@ func (m routes) schemeRoutes(s scheme) []*routev3.Route {
 	})
 	decode := m.legRoute("decode"+s.Suffix, "decode", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryDecode(), of)
 	m.note(decode.GetRoute(), notes{"timeout": "An answer takes as long as it takes, but not in silence."})
-	other := m.legRoute("other"+s.Suffix, "other", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryOther(), of)
+	other := m.legRoute("other"+s.Suffix, "pass", "tandem-decode"+s.Suffix, m.IdleTimeout, m.retryOther(), of,
+		present("x-tandem-other"))
 	m.note(other.GetRoute().RetryPolicy, notes{
 		"": "What is never split: only where the endpoint has done nothing for it. A 404 says that it lacks the model.",
 	})

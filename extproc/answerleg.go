@@ -71,7 +71,7 @@ func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 	timer := time.NewTimer(x.s.journeys.PairLimit(t))
 	defer timer.Stop()
 	select {
-	case <-p.Ended:
+	case <-p.Verdict.Told():
 	case <-timer.C:
 	case <-x.s.draining:
 	case <-x.stream.Context().Done():

@@ -104,13 +104,13 @@ type watched struct {
 	answered bool // D's headers have come
 }
 
-// watch has the pair judge what happens, and carries out what follows. If it returns nil, Envoy continues without this
-// stream.
+// watch asks the pair what follows from what happens, and carries out what follows. If it returns nil, Envoy continues
+// without this stream.
 func (x *watched) watch(p *concurrent.Pair) error {
 	limit := time.NewTimer(x.limit)
 	defer limit.Stop()
 	var elapsed <-chan time.Time
-	ended, draining := p.Ended, x.s.draining
+	ended, draining := p.Verdict.Told(), x.s.draining
 	for next := x.pair.Begin(); ; {
 		if over, err := x.carryOut(&next); over || err != nil {
 			return err
@@ -130,7 +130,8 @@ func (x *watched) watch(p *concurrent.Pair) error {
 			}
 			next = x.pair.DecodeAnswers(x.answerHead())
 		case <-ended:
-			next, ended = x.pair.PrefillEnded(&p.Verdict), nil
+			verdict := p.Verdict.Value()
+			next, ended = x.pair.PrefillEnded(&verdict), nil
 		case <-elapsed:
 			next = x.pair.Elapsed()
 		case <-limit.C:

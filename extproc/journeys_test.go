@@ -27,7 +27,7 @@ func TestJourneys(t *testing.T) {
 	script.Run(t, "journey/testdata", "ext_proc", *update, func(t *testing.T, s *script.Script) {
 		e := &journeyer{Script: s, t: t, s: newStand(t, core.Options{})}
 		e.s.policy("chat", s.Policy)
-		e.s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
+		e.s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}, Facts: s.Facts}, s.Endpoints)
 		defer e.s.server.faults.Opened()() // Envoy's log of failed tries
 		s.State = e.s.state
 		e.q = e.s.newRequest(s.Path, "r-1", s.Body)
@@ -279,7 +279,7 @@ func peek(said <-chan *extprocv3.ProcessingResponse) (r *extprocv3.ProcessingRes
 	}
 }
 
-// cut is the answer by which the filter of D's leg cuts D.
+// cut is the answer of the filter of D's leg, by which it ends D's work.
 func (e *journeyer) cut(i *extprocv3.ImmediateResponse) (over bool) {
 	if i.GetStatus().GetCode() != http.StatusTemporaryRedirect {
 		e.ends(int(i.GetStatus().GetCode()), string(i.GetBody()), i.GetDetails())

@@ -87,7 +87,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 		return nil
 	case <-x.s.draining:
 		return errAnswered // P continues without this stream
-	case <-p.Over:
+	case <-p.Over.Told():
 	case <-late.C:
 	}
 	x.s.State.Bookings.Release(pass.HeldBy(t).Prefill)
@@ -99,7 +99,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 	return errors.Join(errAnswered, x.stream.send(&envoywire.Reply{Immediate: &envoywire.Immediate{Status: 503, Details: names.DetailsPrefix + "_given_up"}}))
 }
 
-// dropAnswer ends the leg without P's answer, which nobody reads. Other replicas learn its status from Envoy's
+// dropAnswer ends the leg without P's answer: it has no reader. Other replicas learn its status from Envoy's
 // access log, so an unusable answer gets a status that says so.
 func (x mirroredLeg) dropAnswer(code int, v concurrent.Outcome) error {
 	if code < 300 && !v.OK {

@@ -63,7 +63,7 @@ func membersOf(t *testing.T, body []byte) (m map[string]json.RawMessage) {
 	return m
 }
 
-// TestOwnedMembers holds the table of plan.OwnedMembers both ways, on every leg and path: what Tandem owns there is never
+// TestOwnedMembers holds the table of ownedMembers both ways, on every leg and path: what Tandem owns there is never
 // the client's, whatever that sends; and everything else reaches the engine exactly as the client has sent it.
 func TestOwnedMembers(t *testing.T) {
 	for _, priorities := range []plan.EnginePriority{plan.NoEnginePriority, plan.VLLMPriority, plan.SGLangPriority} {
@@ -72,14 +72,14 @@ func TestOwnedMembers(t *testing.T) {
 		policy.Priorities = priorities
 		s.pool("chat", policy, "p1", "d1", "d2")
 		// check compares an engine's body with the client's, on one leg
-		check := func(t *testing.T, leg plan.Leg, path string, sent, got []byte, takes bool) (priority string) {
+		check := func(t *testing.T, leg ownLeg, path string, sent, got []byte, takes bool) (priority string) {
 			t.Helper()
 			client, engine := membersOf(t, sent), membersOf(t, got)
 			all := maps.Clone(client)
 			maps.Copy(all, engine)
 			for name := range all {
-				its, ours := engine[name], plan.Owns(name)
-				owned := ours != nil && ours.In(leg, openai.Classify("POST", path)) && (name != "priority" || priorities != plan.NoEnginePriority)
+				its, ours := engine[name], owns(name)
+				owned := ours != nil && ours.in(leg, openai.Classify("POST", path)) && (name != "priority" || priorities != plan.NoEnginePriority)
 				switch {
 				case owned && ours.Added && client[name] == nil:
 					require.NotNil(t, its, "%s is added", name)
@@ -117,21 +117,21 @@ func TestOwnedMembers(t *testing.T) {
 					q.headers["x-llm-d-inference-objective"] = "gold"
 					require.Zero(t, q.pass().status())
 					if !shape.split {
-						check(t, plan.OnOther, shape.path, []byte(body), q.body, shape.takes)
+						check(t, onOther, shape.path, []byte(body), q.body, shape.takes)
 						return
 					}
-					first := check(t, plan.OnPrefill, shape.path, []byte(body), q.body, true)
+					first := check(t, onPrefill, shape.path, []byte(body), q.body, true)
 					q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(3))})
 					q.follow()
 					require.Zero(t, q.pass().status())
-					second := check(t, plan.OnDecode, shape.path, []byte(body), q.body, true)
+					second := check(t, onDecode, shape.path, []byte(body), q.body, true)
 					if priorities != plan.NoEnginePriority {
 						require.Equal(t, first, second, "both engines get the same")
 					}
 					q.replan() // D has failed
 					q.follow()
 					require.Zero(t, q.pass().status())
-					check(t, plan.OnPrefill, shape.path, []byte(body), q.body, true)
+					check(t, onPrefill, shape.path, []byte(body), q.body, true)
 					s.server.passes.Revoke(id)
 				})
 			}
@@ -143,7 +143,7 @@ func TestOwnedMembers(t *testing.T) {
 		} {
 			q := s.newRequest("/v1/chat/completions", "alone-"+name, body)
 			require.Zero(t, q.pass().status())
-			check(t, plan.OnAlone, "/v1/chat/completions", []byte(body), q.body, true)
+			check(t, onAlone, "/v1/chat/completions", []byte(body), q.body, true)
 		}
 		for name, body := range map[string]string{
 			"stored":    `{"model":"m","input":"hi","store":true,"priority":-1000000}`,
@@ -153,9 +153,9 @@ func TestOwnedMembers(t *testing.T) {
 		} {
 			q := s.newRequest("/v1/responses", "stored-"+name, body)
 			require.Zero(t, q.pass().status())
-			leg := plan.OnStored
+			leg := onStored
 			if name == "continued" {
-				leg = plan.OnAlone // nobody has that one
+				leg = onAlone // nobody has that one
 			}
 			check(t, leg, "/v1/responses", []byte(body), q.body, true)
 		}
@@ -168,7 +168,7 @@ func TestOwnedMembersAreDocumented(t *testing.T) {
 	require.NoError(t, err)
 	var table strings.Builder
 	table.WriteString("| member | prefill | decode | alone | stored | other paths |\n|---|---|---|---|---|---|\n")
-	for _, o := range plan.OwnedMembers() {
+	for _, o := range ownedMembers() {
 		fmt.Fprintf(&table, "| `%s`", o.Member)
 		if o.APIs != nil {
 			table.WriteString(" of " + strings.Trim(fmt.Sprint(o.APIs), "[]")) //nolint:staticcheck // names of APIs, not bytes
@@ -176,7 +176,7 @@ func TestOwnedMembersAreDocumented(t *testing.T) {
 		if o.If != "" {
 			fmt.Fprintf(&table, ", with `%s`", o.If)
 		}
-		for leg := plan.OnPrefill; leg <= plan.OnOther; leg <<= 1 {
+		for leg := onPrefill; leg <= onOther; leg <<= 1 {
 			switch {
 			case o.Legs&leg == 0:
 				table.WriteString(" | client's")

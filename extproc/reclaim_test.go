@@ -196,6 +196,33 @@ func TestHandOversThatNobodyGot(t *testing.T) {
 	}
 }
 
+// A second pass that is refused while its client leaves: nobody fetches what P keeps, which is counted once. A short
+// answer of P's comes with the second pass.
+func TestRefusedAndLeft(t *testing.T) {
+	for name, inline := range map[string]bool{"by a ticket": false, "with the answer": true} {
+		t.Run(name, func(t *testing.T) {
+			s := newStand(t, core.Options{})
+			s.pool("chat", splitting())
+			s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+				{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill},
+				{Name: "d1", Addr: addressOf("d1"), Role: kvstate.RoleDecode},
+			})
+			q := s.newRequest("/v1/chat/completions", "r1", chatBody)
+			q.goOn(q.pass())
+			if inline {
+				q.carry(prefilled(params(2)))
+			} else {
+				q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
+			}
+			q.follow()
+			s.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{{Name: "p1", Addr: addressOf("p1"), Role: kvstate.RolePrefill}})
+			require.Equal(t, 503, q.pass().status())
+			s.log(q.entry(0, "downstream_remote_disconnect")) // with the ticket that Envoy has
+			require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total"), 0)
+		})
+	}
+}
+
 // requireNoneRecorded waits until no cleanup is under way and checks that no parameters are recorded.
 func requireNoneRecorded(t *testing.T, s *stand) {
 	t.Helper()

@@ -197,7 +197,12 @@ func (x mainRole) setHeaders(r pass.Routed) {
 	h := &x.stream.headers
 	h.Set(names.HeaderEndpoint, []byte(r.Endpoint.HostPort()))
 	x.setRank(r)
-	h.Set(names.HeaderLeg, []byte(r.Leg))
+	if r.Leg == plan.LegOther {
+		h.Set(names.HeaderLeg, []byte(plan.LegPass))
+		h.Set(names.HeaderOther, []byte("true"))
+	} else {
+		h.Set(names.HeaderLeg, []byte(r.Leg))
+	}
 	x.setHost(r, len(x.stream.msg.Headers.Ticket) > 0) // with a redirect, whose host is not the client's
 	if r.Path != "" {
 		h.Set(":path", []byte(r.Path))

@@ -37,6 +37,25 @@ func TestChoosy(t *testing.T) {
 	require.True(t, pick().Selective)
 }
 
+// An adapter has moved: what the endpoint that had it reported does not keep the request from the one that has it now.
+func TestWhatAnswersOtherwiseDoesNotCount(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{
+		{Addr: "d1", Role: kvstate.RoleDecode}, {Addr: "d2", Role: kvstate.RoleDecode},
+	})
+	p := s.Pool("chat")
+	s.SetModels(p.Endpoint("d1"), []kvstate.Model{{ID: "tiny"}, {ID: "sql"}})
+	s.SetModels(p.Endpoint("d2"), []kvstate.Model{{ID: "tiny"}})
+	for lacks, want := range map[bool]string{false: "d1", true: "d2"} { // d1 has failed, or has answered 404
+		var v kvstate.View
+		s.View(p, nil, &v)
+		k := Picker{Policy: DefaultPolicy()}
+		c, err := k.Pick(&Request{PromptTokens: 1000, Model: "sql", Faults: Faults{Excluded: []string{"d1"}, LacksModel: lacks}}, &v)
+		require.NoError(t, err)
+		require.Equal(t, want, v.Endpoints[c.Decode].Endpoint.Addr)
+	}
+}
+
 // An explanation tells a prompt that is too long for decode alone from one that comes to busy endpoints.
 func TestExplainTooLong(t *testing.T) {
 	s := kvstate.New(kvstate.Options{})

@@ -107,7 +107,7 @@ func defaults(v *kvstate.View) (out []string) {
 	return out
 }
 
-// measured reports whether a factor was learned; before that it is 1, or 0.
+// measured reports whether a factor was learned. One that was not is 1, or 0.
 func measured(factor float64) bool { return factor != 0 && factor != 1 }
 
 func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
@@ -118,7 +118,7 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 		w.Word = c.Word.String()
 	}
 	if w.Out != "" {
-		return w // what it holds does not count, and of one that failed nobody knows it
+		return w // what it holds does not count, and is not known if it has failed
 	}
 	w.Hit, w.Loads, w.Held = c.Hit, c.Loads.Blocks(), c.Room.Held
 	switch {

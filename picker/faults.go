@@ -17,6 +17,9 @@ type Faults struct {
 	FailedPair [2]string
 	// Trial says that the request may try an avoided pair again, once the first pause of the pair is over.
 	Trial bool
+	// LacksModel says that those of Excluded have answered that they do not serve the request's model, whatever they
+	// have reported before: it may have moved to others that have not reported it yet.
+	LacksModel bool
 	// MustPair excludes decode alone for a request that may be split.
 	MustPair bool
 }

@@ -66,7 +66,8 @@ func bears(c *kvstate.Candidate, labels []string) bool {
 }
 
 // survey counts the usable endpoints of each role, and records whether any reports the model, or is configured with
-// it as an adapter. If none does, the reports exclude nobody.
+// it as an adapter. If none does, the reports exclude nobody. What an endpoint has reported that has answered
+// otherwise does not count.
 func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 	k.learned, k.partly, k.placed = false, false, false
 	prefills, decodes = v.Load.Prefills, v.Load.Decodes
@@ -84,6 +85,9 @@ func (k *Picker) survey(r *Request, v *kvstate.View) (prefills, decodes int) {
 		models := c.Endpoint.Models()
 		if len(models) == 0 {
 			continue // it may serve the model
+		}
+		if r.LacksModel && slices.Contains(r.Excluded, c.Endpoint.Addr) {
+			continue
 		}
 		if len(last) != len(models) || &last[0] != &models[0] {
 			last, has = models, slices.Contains(models, r.Model)

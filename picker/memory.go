@@ -5,8 +5,8 @@ import "tandem/kvstate"
 // Memory has a price (docs/decision.md, Memory): what a placement discards is computed again when its conversation
 // comes back, and conversations that come back while an engine computes a prompt wait for it.
 
-// twoCopies is the part of the fleet's memory that conversations take which are expected back, above which engines that
-// serve both legs serve whole requests: a pair keeps a second copy of each, and some memory is for what runs.
+// twoCopies is a share of the fleet's memory. If conversations that are expected back take more than that, engines that
+// serve both legs serve whole requests: a pair keeps a second copy of each, and running requests need memory, too.
 const twoCopies = 0.35
 
 // whole reports whether engines that serve both legs should serve whole requests, because two copies of the
@@ -25,8 +25,8 @@ func (t *terms) whole(v *kvstate.View) bool {
 	return v.Load.Live > twoCopies*all
 }
 
-// evicts returns the time to compute again what an endpoint discards to make room for so many tokens, by the chance
-// that it is asked for.
+// evicts returns the time to compute again what an endpoint discards to make room for so many tokens, weighted
+// with the chance that it will be asked for.
 func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	if c.Memory == nil || t.latencyOnly {
 		return 0
@@ -45,8 +45,8 @@ func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	return seconds * t.fleet
 }
 
-// returns is the time for which conversations wait that come back while an endpoint computes for so long: half of
-// it each.
+// returns is the time for which conversations wait that come back while an endpoint computes for so long: on average
+// each waits half of it.
 func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
 	if c.Memory == nil || t.latencyOnly {
 		return 0
@@ -54,9 +54,10 @@ func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
 	return c.Memory.Returns * work * work / 2
 }
 
-// overcommitted is the part of the fleet's memory that conversations take which are expected back, above which cold
-// prompts wait for room, and roomy the part of an engine's above which it has none. What is admitted beyond that evicts
-// what comes back, which is computed again and evicts more: a fleet that admits everything collapses, and stays so.
+// overcommitted is a share of the fleet's memory: if conversations that are expected back take more than that, cold
+// prompts wait for room. roomy is the share of an engine's memory above which it has none. What is admitted beyond that
+// evicts what comes back, which is computed again and evicts more: a fleet that admits everything collapses, and stays
+// so.
 const (
 	overcommitted = 0.5
 	roomy         = 0.6
@@ -64,7 +65,7 @@ const (
 
 // noMemory reports whether a request should wait, because the conversations at the endpoint that would compute and
 // answer it leave no room. One that finds most of its prompt at some endpoint never waits, nor does a pair: engines
-// that only prefill admit few prompts at a time as it is.
+// that only prefill admit few prompts at a time anyway.
 func (k *Picker) noMemory(r *Request, v *kvstate.View, c *Choice) bool {
 	if !k.Late || c.Prefill >= 0 || r.Blocks == 0 || float64(c.Uncached) <= k.Model.StepTokens {
 		return false

@@ -200,7 +200,7 @@ func (r *replica) scrape() {
 	r.After(scrapeSeconds, r.scrape)
 }
 
-// sweep has the state learn of conversations' idle times.
+// sweep teaches the state conversations' idle times.
 func (r *replica) sweep() {
 	r.pool.SweepMemory(time.Unix(0, int64(r.Now*float64(time.Second))))
 	r.After(1, r.sweep)

@@ -80,7 +80,7 @@ func (s *poolSources) run(ctx context.Context) {
 	}
 }
 
-// start has a source look its names up from now on, if its time has come.
+// start makes a source look its names up from now on, if its time has come.
 func (s *poolSources) start(source *poolSource) {
 	if s.ctx == nil || s.ctx.Err() != nil {
 		return

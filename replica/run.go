@@ -7,8 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
-	"runtime/debug"
 	"sync/atomic"
 	"time"
 
@@ -72,14 +70,6 @@ func (s Settings) drainTime(watchesAnswers bool) time.Duration {
 		return 10 * time.Minute
 	default:
 		return 20 * time.Second
-	}
-}
-
-// TuneGC has the garbage collector run less often: what lives is small, and what passes through is large. GOGC and
-// GOMEMLIMIT still rule.
-func TuneGC() {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(400)
 	}
 }
 

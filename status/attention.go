@@ -77,6 +77,11 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 	if s.TicketsRefused > 0 {
 		add(true, "howto/several-replicas.md#tickets-are-refused", "%s", s.ticketsRefused())
 	}
+	if s.NoRouteID != "" {
+		add(true, "operations.md#change-without-restart", "An Envoy has no route for what was decided: its bootstrap is "+
+			"that of another configuration, or of another release of Tandem. Print it anew (tandem envoy) and restart "+
+			"Envoy with it. No engine is at fault. The latest such request is %.40s.", words.Plain(s.NoRouteID))
+	}
 	if s.Failures > 0 {
 		add(true, s.failuresPage(), "%s failed in the last minute%s",
 			words.Count(int(s.Failures), "request"), s.whereFailed())

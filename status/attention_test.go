@@ -61,6 +61,10 @@ func TestAttention(t *testing.T) {
 		}, want: []Notice{
 			{true, "3 tickets were refused in the last minute, and the requests failed: replicas have different ticket keys, or releases. " +
 				"No engine is at fault. The latest is r-1: tandem requests --failed lists them.", "howto/several-replicas.md#tickets-are-refused"}}},
+		"an older bootstrap": {change: func(s *Status) { s.NoRouteID = "r-1" }, want: []Notice{
+			{true, "An Envoy has no route for what was decided: its bootstrap is that of another configuration, or of another release of " +
+				"Tandem. Print it anew (tandem envoy) and restart Envoy with it. No engine is at fault. The latest such request is r-1.",
+				"operations.md#change-without-restart"}}},
 		"a refused file": {change: func(s *Status) {
 			file := File{Refused: "tandem.yaml:\npools[0].kvTransfer: no such dialect\npools: one more.", Since: now.Add(-3 * time.Minute)}
 			s.Replicas = []Replica{{Redis: true, Ready: true, File: file}, {Name: "t2", Redis: true, Ready: true, File: File{Restart: []string{"admin.listen", "state", "statex"},

@@ -14,6 +14,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/latebinding"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate"
@@ -58,6 +59,7 @@ type Failed struct {
 	// Requests that failed because a replica refused their ticket; not among the others, since no endpoint failed
 	TicketsRefused uint64 `json:"tickets_refused,omitempty"`
 	TicketID       string `json:"ticket_refused_request,omitempty"` // the latest one
+	NoRouteID      string `json:"no_route_request,omitempty"`       // the latest one for which Envoy had no route
 }
 
 // Replica is one of the replicas.
@@ -459,6 +461,9 @@ func failedHop(h *telemetry.FailedHop) string {
 // refusal begins the name of what ended a request that Tandem itself refused between its hops; its code follows.
 const refusal = "Tandem's own error "
 
+// noRoute is the name of what ended a request for which Envoy has no route.
+const noRoute = "Envoy, which has no route for it"
+
 // failedHops counts the hops that failed since then, those that ended a request and those after which it was planned
 // again, and names the latest request that failed. recent has the newest first.
 func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
@@ -484,7 +489,10 @@ func (f *Failed) failedHops(recent []telemetry.Trace, since time.Time) {
 			case t.Refused != "": // Tandem did not ask the last plan's endpoint
 				last = telemetry.FailedHop{Hop: refusal + t.Refused}
 			}
-			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal)
+			if t.Refused == names.CodeNoRoute {
+				f.NoRouteID, last = cmp.Or(f.NoRouteID, t.RequestID), telemetry.FailedHop{Hop: noRoute}
+			}
+			f.EngineFailed = f.EngineFailed || !strings.HasPrefix(last.Hop, refusal) && last.Hop != noRoute
 			ended[failedHop(&last)]++
 		}
 		for _, hop := range hops {

@@ -59,7 +59,7 @@ func TestPrintFleet(t *testing.T) {
 	require.Equal(t, string(want), out.String())
 }
 
-// A report arrives as it was sent; what is none is refused.
+// A report arrives as it was sent; anything that is no report is refused.
 func TestReportsArePacked(t *testing.T) {
 	f := NewFeed(fleet(func() telemetry.Totals { return telemetry.Totals{OK: 7} }))
 	r, err := unpack(f.answer([]byte(`{"status":true,"traces":1000}`)))

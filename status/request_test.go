@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tandem/extproc/names"
 	"tandem/extproc/telemetry"
 	"tandem/kvstate/operator"
 	"tandem/status/words"
@@ -203,6 +204,12 @@ func TestFailedHops(t *testing.T) {
 	f.failedHops([]telemetry.Trace{old}, since)
 	require.Zero(t, f)
 	require.Equal(t, ".", f.whereFailed())
+
+	none := telemetry.Trace{RequestID: "none", Started: now, Decode: "d1:1"}
+	none.Status, none.Ended, none.Plans, none.Refused = 503, "failed", 1, names.CodeNoRoute
+	f.failedHops([]telemetry.Trace{none}, since)
+	require.Equal(t, Failed{FailedID: "none", NoRouteID: "none", FailedHops: "Envoy, which has no route for it"}, f)
+	require.Equal(t, "operations.md#errors-that-tandem-answers", f.failuresPage())
 
 	lost.Pool, lost.Route, lost.Prefill = "chat", "split", "p1:1"
 	require.Empty(t, flow([]telemetry.Trace{lost}, since), "no pair served it")

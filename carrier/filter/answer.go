@@ -136,7 +136,8 @@ func (f *Filter) takeBack() {
 	}
 }
 
-// refuseOutdated has an answer that may be another prompt's planned again or, if that cannot be, replaced by an error.
+// refuseOutdated plans the request again if its answer may be another prompt's or, where that cannot be, answers with
+// an error.
 func (f *Filter) refuseOutdated() Status {
 	if !f.decodeFailed(&faults.Failure{}) {
 		f.takeBack()

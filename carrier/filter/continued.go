@@ -79,7 +79,7 @@ func (in *Insured) plan(next *journey.StreamAction) {
 	}
 	b.data, b.changed = f.envoy.AppendBody(slices.Grow(b.data[:0], n)), false
 	f.m.meter.Replanned(f.id, &next.Ticket)
-	f.beside("continue", true, func(p passing, ctx context.Context) onWorker {
+	f.offWorker("continue", true, func(p passing, ctx context.Context) onWorker {
 		d, err := x.First(ctx, in.api, a)
 		return p.commit(ctx, d, err)
 	})
@@ -101,8 +101,8 @@ func (in *Insured) cut(cause string) {
 	}
 }
 
-// move has another endpoint continue the stream while its engine is still there. If no endpoint does, the engine goes
-// on.
+// move asks another endpoint to continue the stream while its engine is still there. If no endpoint does, the engine
+// goes on.
 func (in *Insured) move(cause string) {
 	if in.d.id != 0 && !in.to.ended && in.f.m == nil {
 		in.carryOut(in.journey.Move(cause, in.sent()))

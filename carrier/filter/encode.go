@@ -53,7 +53,7 @@ func (e *encode) send() {
 func (e *encode) called(a *prefilled) {
 	f := e.f
 	f.state = journey.Waiting
-	f.beside("encode answer", true, func(p passing, ctx context.Context) onWorker {
+	f.offWorker("encode answer", true, func(p passing, ctx context.Context) onWorker {
 		x := &f.m.pass
 		f.s.hold(f.m, len(x.Body.Bytes()))
 		startSpan(ctx, f, telemetry.SpanEncodeLeg)

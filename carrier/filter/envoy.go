@@ -133,7 +133,7 @@ const (
 // ClientGone reports whether the client left before the end.
 func (o *Outcome) ClientGone() bool { return o.Flags&(flagClientGone|flagClientReset) != 0 }
 
-// Status is what a hook has Envoy do next. Its numbers are those of Envoy's enums (FilterHeadersStatus and
+// Status tells Envoy what to do after a hook. Its numbers are those of Envoy's enums (FilterHeadersStatus and
 // FilterDataStatus in envoy/http/filter.h, 1.40).
 type Status int
 

@@ -116,7 +116,7 @@ func (f *Filter) RequestHeaders(end bool) Status {
 			return Stop
 		default:
 			f.state = journey.Waiting
-			f.beside("decide", false, passing.decide)
+			f.offWorker("decide", false, passing.decide)
 			if !end {
 				return Pause
 			}
@@ -168,7 +168,7 @@ func (f *Filter) take() {
 		b.data = make([]byte, 0, n+n/8)
 	}
 	b.data, b.changed = f.envoy.AppendBody(b.data[:0]), false
-	f.beside("decide", false, passing.decide)
+	f.offWorker("decide", false, passing.decide)
 }
 
 // Woken is called after the filter was woken.
@@ -185,9 +185,9 @@ func (f *Filter) Woken() {
 // millisecond.
 const maxOnWorker = 128 << 10
 
-// beside runs work in a goroutine, and what it returns on the worker, unless the request has ended by then. Work that
-// is short and need not wait runs on the worker, too: handing it to another thread takes longer.
-func (f *Filter) beside(what string, waits bool, work func(p passing, ctx context.Context) onWorker) {
+// offWorker runs work in a goroutine, and what it returns on the worker, unless the request has ended by then. Work
+// that is short and need not wait runs on the worker, too: handing it to another thread takes longer.
+func (f *Filter) offWorker(what string, waits bool, work func(p passing, ctx context.Context) onWorker) {
 	w := &f.worker
 	if w.waker == nil {
 		w.waker = f.envoy.Waker()

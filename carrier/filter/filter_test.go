@@ -250,19 +250,20 @@ func TestClientsLeave(t *testing.T) {
 	}
 }
 
-// A client may leave while the second pass waits for a decode endpoint: nobody fetches what P keeps, so that is counted.
+// A client may leave while the second pass waits for a decode endpoint: what P keeps is not fetched, which is counted.
 // Likewise if the second pass is refused.
 func TestNobodyFetches(t *testing.T) {
 	for name, tt := range map[string]struct {
-		leaves bool
-		why    string
+		leaves, late bool
+		why          string
 	}{
 		"the client leaves":     {leaves: true, why: "client_gone"},
 		"no endpoint gets free": {why: "no_decode"},
+		"both at once":          {late: true, why: "no_decode"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				f := newFleet(t, always)
+				f := newFleet(t, func(p *pass.Policy) { p.Place.Split, p.Place.Late = 1, tt.leaves })
 				c := newClient(t, f, well, chat)
 				c.begin()
 				for len(c.calls) == 0 {
@@ -284,9 +285,11 @@ func TestNobodyFetches(t *testing.T) {
 					}
 					require.Equal(t, 503, c.status)
 				}
+				c.gone = c.gone || tt.late
 				c.end()
 				synctest.Wait()
 				require.InDelta(t, 1, f.orphaned(tt.why), 0, "orphaned")
+				require.InDelta(t, 1, f.orphaned("client_gone")+f.orphaned("no_decode"), 0, "once")
 				require.Zero(t, f.reserved())
 			})
 		})

@@ -88,7 +88,7 @@ func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
 // prefillAnswers settles P's leg.
 func (f *Filter) prefillAnswers(a *prefilled) {
 	f.state = journey.Waiting
-	f.beside("prefill answer", false, func(p passing, ctx context.Context) onWorker { return p.settle(ctx, a) })
+	f.offWorker("prefill answer", false, func(p passing, ctx context.Context) onWorker { return p.settle(ctx, a) })
 }
 
 // CallDone is called when the call of a leg has ended: P's, or that of an endpoint that encodes.

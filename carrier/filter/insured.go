@@ -338,7 +338,7 @@ func (in *Insured) give(data []byte, end bool) {
 	in.f.envoy.Send(data, end) // with its end, Envoy ends the filter before this returns
 }
 
-// tooSlow ends the answer to a client that takes it too slowly: Envoy cannot have D wait.
+// tooSlow ends the answer to a client that takes it too slowly: Envoy cannot make D wait.
 func (in *Insured) tooSlow() {
 	in.f.s.Passes.Observer.Streams.Continued(in.f.hop.ticket.Pool, journey.CauseSlow, journey.CauseSlow)
 	in.stop()

@@ -8,7 +8,7 @@ import (
 	"tandem/extproc/plan"
 )
 
-// The part of an insured answer that belongs to the passes of its request, and runs beside the worker.
+// The part of an insured answer that belongs to the passes of its request, and runs in its goroutine.
 
 // insure decides in a request's first pass whether it is insured.
 func (p passing) insure(d *plan.Decision) {

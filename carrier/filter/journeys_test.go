@@ -21,7 +21,7 @@ var update = flag.Bool("update", false, "rewrite the scripts of journeys")
 func TestJourneys(t *testing.T) {
 	script.Run(t, "../../extproc/journey/testdata", "inside", *update, func(t *testing.T, s *script.Script) {
 		f := newFleet(t, func(p *pass.Policy) { *p = s.Policy })
-		f.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, s.Endpoints)
+		f.state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}, Facts: s.Facts}, s.Endpoints)
 		s.State = f.state
 		j := &journeyer{Script: s, f: f}
 		j.c = newClient(t, f, j.engines, s.Body)

@@ -217,7 +217,7 @@ func (p *pair) planAgain(leg faults.Leg, how *faults.Failure) {
 	f := p.f
 	if !f.state.IsSent() {
 		f.state = journey.Waiting
-		f.beside("plan again", true, func(x passing, ctx context.Context) onWorker {
+		f.offWorker("plan again", true, func(x passing, ctx context.Context) onWorker {
 			return x.again(ctx, f.s.journeys.PairFailed(&p.ticket, f.id, leg, how))
 		})
 		return

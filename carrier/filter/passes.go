@@ -57,7 +57,7 @@ func (p passing) decide(ctx context.Context) onWorker {
 func (p passing) commit(ctx context.Context, d *plan.Decision, err error) onWorker {
 	f, x := p.f, &p.f.m.pass
 	if errors.Is(err, latebinding.ErrWaits) {
-		return func() { f.beside("decide", true, passing.rest) }
+		return func() { f.offWorker("decide", true, passing.rest) }
 	}
 	var r pass.Routed
 	if err == nil {

@@ -88,7 +88,7 @@ func (r *rewrite) whole(end bool) Status {
 	case end:
 		r.begun = true
 		got := f.envoy.AppendAnswer(make([]byte, 0, size))
-		f.beside("answer", true, func(passing, context.Context) onWorker {
+		f.offWorker("answer", true, func(passing, context.Context) onWorker {
 			out, err := r.by.Whole(make([]byte, 0, size+4096), got)
 			if err != nil {
 				f.s.Passes.Log.Error("decode's answer stays as it is", "request_id", f.id, "err", err)

@@ -8,7 +8,7 @@ import (
 // Which thread runs a line? Envoy calls the hooks of a request on one of its workers, one after the other, and all
 // methods in this package run there, with these exceptions:
 //
-//   - the methods of [passing] run beside the worker, in one goroutine at a time, and the worker leaves the request
+//   - the methods of [passing] run in a goroutine, one at a time, and the worker leaves the request
 //     alone meanwhile. What they return, an [onWorker], the worker does next;
 //   - the methods of [worker] run anywhere, and so does pair.settle;
 //   - [Shared.Run], and what it calls in [Shared], run in a goroutine of the replica's. They only wake filters.
@@ -16,19 +16,19 @@ import (
 // onWorker is something that Envoy's worker does next for a request.
 type onWorker func()
 
-// passing is a request while a pass runs for it: its methods run beside the worker.
+// passing is a request while a pass runs for it: its methods run in a goroutine.
 type passing struct{ f *Filter }
 
 // worker is Envoy's worker of one request, as other threads reach it.
 type worker struct {
 	mu      sync.Mutex
 	waker   Waker              // nil: nothing had to wait yet
-	cancel  context.CancelFunc // of the pass that runs beside it; nil: none does
+	cancel  context.CancelFunc // of the pass that runs in a goroutine; nil: none does
 	todo    []onWorker
 	outcome *Outcome // of a request that has ended; nil: it has not
 }
 
-// wake has the worker do something, unless the request has ended: then it returns false.
+// wake gives the worker something to do, unless the request has ended: then it returns false.
 func (w *worker) wake(do onWorker) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -60,7 +60,7 @@ func (w *worker) next() onWorker {
 	return do
 }
 
-// begins records that a pass runs beside the worker until its context is canceled.
+// begins records that a pass runs in a goroutine until its context is canceled.
 func (w *worker) begins(cancel context.CancelFunc) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -209,7 +209,7 @@ func (a *All) replicaOf(c *Configured) (*running, error) {
 }
 
 func (a *All) startOne(c *Configured, key string) (*running, error) {
-	replica.TuneGC()
+	tuneGC()
 	moreProcessors()
 	level := slog.LevelInfo
 	if c.set.Log != "" {
@@ -273,6 +273,9 @@ var moreProcessors = sync.OnceFunc(func() {
 		runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + runtime.NumCPU())
 	}
 })
+
+// tuneGC lasts as long as Envoy does: whatever replica comes first, all share the heap.
+var tuneGC = sync.OnceFunc(func() { go replica.TuneGC(context.Background()) })
 
 // logTo returns a log to Envoy's stderr.
 func logTo(level slog.Level) *slog.Logger {

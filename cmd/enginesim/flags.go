@@ -75,7 +75,7 @@ func connectorFlags(f *flag.FlagSet, c *api.Config) {
 	f.IntVar(&c.Pd.InitPort, "lmcache-init-port", 7300, "lmcache: pd_peer_init_port of rank 0, on decode engines")
 	f.IntVar(&c.Pd.AllocPort, "lmcache-alloc-port", 7400, "lmcache: pd_peer_alloc_port of rank 0, on decode engines")
 	f.StringVar(&c.Notices, "notices", "once",
-		"lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among messages that are none)")
+		"lmcache: once, twice, never, old (LMCache 0.3.5) or noisy (among other messages)")
 	f.DurationVar(&c.KvDelay, "kv-delay", 0,
 		"lmcache: push so long after the prompt is computed; below 0: so long before the answer")
 	f.IntVar(&c.Pd.Chunk, "lmcache-chunk", 256, "lmcache: `tokens` of a chunk (chunk_size)")

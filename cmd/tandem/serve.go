@@ -84,7 +84,7 @@ func serve(
 	if err != nil {
 		return err
 	}
-	replica.TuneGC()
+	go replica.TuneGC(ctx)
 	if check {
 		if live {
 			report := livecheck.Check(ctx, cfg, true)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"net/http"
 	"os"
 	"slices"
 	"strings"
@@ -32,9 +33,10 @@ func TestRealRoles(t *testing.T) {
 	s.report.versions = s.versions(t)
 	defer s.report.print(t)
 	perWord := s.tokens(t, s.prompts.words(200)) / 200
-	// More prompts than the engines' memory holds, so that each is computed again.
-	prompts := s.questions(t, 24, int(3800/perWord), 8)
-	answers := s.questions(t, 32, int(100/perWord), 128)
+	// In a case nothing is asked twice: conversations that come back would have all engines serve both legs (ADR 99).
+	prompts := s.questions(t, 36, int(3800/perWord), 8)
+	answers := s.questions(t, 160, int(100/perWord), 128)
+	again := s.questions(t, 36, int(3800/perWord), 8)
 	for _, c := range []struct {
 		engines  int
 		settings string
@@ -45,6 +47,12 @@ func TestRealRoles(t *testing.T) {
 		name := fmt.Sprintf("%d engines, %s", c.engines, strings.ReplaceAll(strings.TrimSpace(c.settings), "\n  ", ", "))
 		s.run(t, name, func(t *testing.T) {
 			engines := s.engines()[:c.engines]
+			for _, e := range engines { // what was asked in the case before is computed again
+				res, err := http.Post("http://"+e.addr+"/reset_prefix_cache", "", nil)
+				require.NoError(t, err)
+				require.NoError(t, res.Body.Close())
+				require.Equal(t, http.StatusOK, res.StatusCode)
+			}
 			s.serveBoth(t, engines, c.settings+"  roles: auto\n")
 			began := time.Now()
 			var sent, most int
@@ -52,7 +60,7 @@ func TestRealRoles(t *testing.T) {
 				of       []question
 				clients  int
 				prefills int // engines that shall prefill, of three
-			}{{prompts, 24, 2}, {answers, 32, 1}, {prompts, 24, 2}} {
+			}{{prompts, 24, 2}, {answers, 32, 1}, {again, 24, 2}} {
 				want := phase.prefills
 				if c.engines == 2 {
 					want = 1
@@ -83,14 +91,31 @@ type question struct {
 func (s *suite) questions(t *testing.T, n, words, tokens int) []question {
 	t.Helper()
 	out := make([]question, n)
+	errs := make([]error, n)
+	var next atomic.Int64
 	for i := range out {
 		out[i].request = request{api: completions, prompt: s.prompts.words(words), tokens: tokens, stream: i%2 == 1}
-		out[i].want = s.fromReference(t, out[i].request).text
+	}
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			for i := int(next.Add(1)) - 1; i < n; i = int(next.Add(1)) - 1 {
+				a, err := send(t.Context(), s.reference.addr, out[i].request, 0)
+				if out[i].want, errs[i] = a.text, err; err == nil && a.status != 200 {
+					errs[i] = fmt.Errorf("status %d: %s", a.status, a.raw)
+				}
+			}
+		})
+	}
+	all.Wait()
+	for i := range out {
+		require.NoError(t, errs[i], "reference, %s", out[i].request)
 	}
 	return out
 }
 
-// until sends the questions in turn, from so many clients, until done says so, at least once each, and returns how many.
+// until sends the questions, each once, from so many clients, until done says so or all are answered, and returns how
+// many were sent.
 func (s *suite) until(t *testing.T, of []question, clients int, what string, done func() bool) int {
 	t.Helper()
 	var sent atomic.Int64
@@ -101,15 +126,16 @@ func (s *suite) until(t *testing.T, of []question, clients int, what string, don
 		all.Go(func() {
 			for failed.Load() == nil {
 				n := int(sent.Add(1)) - 1
-				if n >= len(of) {
-					select {
-					case <-stop:
-						sent.Add(-1)
-						return
-					default:
-					}
+				select {
+				case <-stop:
+					n = len(of)
+				default:
 				}
-				q := &of[n%len(of)]
+				if n >= len(of) {
+					sent.Add(-1)
+					return
+				}
+				q := &of[n]
 				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 				got, err := send(ctx, s.front.addr, q.request, 0)
 				cancel()

@@ -19,7 +19,7 @@
 #                           vLLM's own settings; N: the recommended ones, with a lease of N seconds
 #              ENGINES      how many of each role; default 2
 #              DECODES      how many decode engines, if not as many: BOTH=1 ENGINES=1 DECODES=2 are three engines that do both, for
-#                           go test -run TestRealRoles
+#                           go test -run TestRealRoles; they have KV memory for 30 long prompts
 #              MISTAKES     not empty: one engine of each role with the recommended settings that say how they were started, and two
 #                           decode engines of other settings; go test -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles'
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
@@ -115,6 +115,7 @@ rm -rf "$store"
 mkdir -p "$store"
 export TANDEM_VLLM_STORE=$store
 [ -z "${BOTH:-}" ] || { blocks=260 && export TANDEM_VLLM_BOTH=1; }
+[ -z "${DECODES:-}" ] || { blocks=4096 && export VLLM_SERVER_DEV_MODE=1; } # the test empties their prefix caches
 prefill=("${prefill[@]:0:${ENGINES:-2}}")
 decode=("${decode[@]:0:${DECODES:-${ENGINES:-2}}}")
 for i in "${!prefill[@]}"; do

@@ -50,7 +50,13 @@ func (s *suite) storedAPIs(t *testing.T) {
 				if dialect() == "multi" {
 					require.Equal(t, tokens{transferred: p.all()}, d, "%s: NIXL, the first member, has the whole prompt", r)
 				}
-				require.LessOrEqual(t, d.computed, float64(block), "%s: decode computes what is no whole block: %v", r, d)
+				if dialect() == "shared" && int(p.all())%block == 1 {
+					// Of n blocks and a token it stores n blocks and looks for n-1 (0.32.0: align_to_block_size is applied once
+					// by ReqMeta.make_meta, twice by _found_match_for_prompt).
+					require.Equal(t, tokens{computed: p.all()}, d, "%s: ExampleConnector does not find what it stored", r)
+				} else {
+					require.LessOrEqual(t, d.computed, float64(block), "%s: decode computes what is no whole block: %v", r, d)
+				}
 				require.Equal(t, s.fromReference(t, r).text, got.text, "%s", r)
 				onPrefill, onDecode = onPrefill.plus(p), onDecode.plus(d)
 				count++

@@ -40,7 +40,8 @@ func StatusFrom(status uint32, key string) *accesslogv3.AccessLogFilter {
 	return Status(accesslogv3.ComparisonFilter_GE, status, key)
 }
 
-// Status compares the answer's status; Envoy demands a runtime key to change the value by, which nobody sets.
+// Status compares the answer's status; Envoy demands the name of a runtime key that could change the value; it is never
+// set.
 func Status(op accesslogv3.ComparisonFilter_Op, status uint32, key string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_StatusCodeFilter{
 		StatusCodeFilter: &accesslogv3.StatusCodeFilter{Comparison: &accesslogv3.ComparisonFilter{

@@ -22,14 +22,13 @@ type Pairs struct{ attempts attempts.Table[Pair] }
 
 // Pair is one attempt.
 type Pair struct {
-	Ended   chan struct{} // closed when P's leg has ended; then Verdict is set
-	Verdict Outcome
-
-	Over    chan struct{} // closed when nobody waits for P's leg any more
-	givenUp bool
+	Verdict *attempts.First[Outcome]  // how P's leg has ended
+	Over    *attempts.First[struct{}] // nobody waits for P's leg any more
 }
 
-func newPair() *Pair { return &Pair{Ended: make(chan struct{}), Over: make(chan struct{})} }
+func newPair() *Pair {
+	return &Pair{Verdict: attempts.NewFirst[Outcome](), Over: attempts.NewFirst[struct{}]()}
+}
 
 // Outcome is how a prefill leg ended.
 type Outcome struct {
@@ -52,22 +51,10 @@ func (ps *Pairs) Leave(id kvtransfer.ID) { ps.attempts.Leave(id) }
 
 // Report sets the verdict on P's leg. The first one counts.
 func (ps *Pairs) Report(id kvtransfer.ID, v Outcome) {
-	ps.attempts.Tell(id, newPair, func(p *Pair) {
-		select {
-		case <-p.Ended:
-		default:
-			p.Verdict = v
-			close(p.Ended)
-		}
-	})
+	ps.attempts.Tell(id, newPair, func(p *Pair) { p.Verdict.Tell(v) })
 }
 
 // GiveUp records that nobody waits for P's leg any more, which may not have begun.
 func (ps *Pairs) GiveUp(id kvtransfer.ID) {
-	ps.attempts.Tell(id, newPair, func(p *Pair) {
-		if !p.givenUp {
-			p.givenUp = true
-			close(p.Over)
-		}
-	})
+	ps.attempts.Tell(id, newPair, func(p *Pair) { p.Over.Tell(struct{}{}) })
 }

@@ -1,5 +1,5 @@
 // Package core makes what serves requests, by whichever way they come: the passes, what learns from the ends of
-// requests, and what reclaims KV that nobody fetched. Package extproc serves it over gRPC to an Envoy beside it, and
+// requests, and what reclaims KV that was not fetched. Package extproc serves it over gRPC to an Envoy beside it, and
 // package carrier/filter to an Envoy that has loaded it; neither makes anything that the other needs.
 package core
 

@@ -41,8 +41,12 @@ type Try struct {
 // nothing (Envoy 1.40). Only the last try is described, so a second try counts as received.
 func (t *Try) Asked() bool { return t.Tries > 1 || t.Began || t.Sent > 0 }
 
-// Refusal returns the code of the error with which Tandem itself ended the request; "" if it did not.
+// Refusal returns the code of the error with which Tandem itself ended the request, or Envoy for want of a route for
+// what Tandem had decided; "" if neither did.
 func (p *Pass) Refusal() string {
+	if p.Status == 503 && string(p.Details) == "direct_response" { // of a route that nothing decided should take
+		return names.CodeNoRoute
+	}
 	code, ours := bytes.CutPrefix(p.Details, []byte(names.DetailsPrefix+"_"))
 	if !ours || p.Status < 400 {
 		return ""

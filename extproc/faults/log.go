@@ -12,36 +12,24 @@ import (
 // does, at about the same moment.
 
 // tries has the failures of the latest tries. The zero value is ready to use.
-type tries struct{ attempts attempts.Table[try] }
-
-type try struct {
-	known   chan struct{} // closed when failure is set
-	failure Failure
+type tries struct {
+	attempts attempts.Table[attempts.First[Failure]]
 }
-
-func newTry() *try { return &try{known: make(chan struct{})} }
 
 // report records how a try failed. The first report of a ticket counts.
 func (l *tries) report(id kvtransfer.ID, f Failure) {
-	l.attempts.Tell(id, newTry, func(t *try) {
-		select {
-		case <-t.known:
-		default:
-			t.failure = f
-			close(t.known)
-		}
-	})
+	l.attempts.Tell(id, attempts.NewFirst[Failure], func(t *attempts.First[Failure]) { t.Tell(f) })
 }
 
 // await returns how the try of a ticket failed, once that is known; false if it is not within a time.
 func (l *tries) await(ctx context.Context, id kvtransfer.ID, within time.Duration) (Failure, bool) {
-	t := l.attempts.Enter(id, newTry)
+	t := l.attempts.Enter(id, attempts.NewFirst[Failure])
 	defer l.attempts.Leave(id)
 	timer := time.NewTimer(within)
 	defer timer.Stop()
 	select {
-	case <-t.known:
-		return t.failure, true
+	case <-t.Told():
+		return t.Value(), true
 	case <-timer.C:
 	case <-ctx.Done():
 	}

@@ -10,7 +10,7 @@ import (
 )
 
 // A leg that has failed is judged by [faults.Means], whichever it is and whoever has seen it fail. Here the request is
-// planned again: what its pass held is released, and the next ticket says what went wrong.
+// planned again: the next ticket says what went wrong, and the next pass releases what this one held.
 
 // Another reports whether there may be one more pass after that of a ticket.
 func (s *Shared) Another(t *kvtransfer.Ticket) bool { return s.Passes.Limits.Another(t.Redirects) }
@@ -32,8 +32,7 @@ func (s *Shared) planAgain(next *kvtransfer.Ticket, requestID, addr string, f *f
 	}
 }
 
-// DecodeFailed settles a decode leg that failed before its answer began: it releases what the pass held, and returns
-// the next ticket. Whatever the failure is, the KV parameters of the leg count as consumed.
+// DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the failure is, the KV parameters of the leg count as consumed.
 func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
 	next, x := *t, s.Passes
 	next.Redirects++
@@ -48,7 +47,6 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 			x.Reclaim.Strand(t)
 		}
 	}
-	x.Release(pass.HeldBy(t))
 	m := faults.Means(faults.Decode, f, faults.Facts{Waits: s.waitsFor(t, f)})
 	s.planAgain(&next, requestID, t.Decode, f, &m)
 	return next

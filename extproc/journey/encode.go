@@ -16,7 +16,6 @@ func (x *Legs) SettleEncode(t *kvtransfer.Ticket, a *pass.Answer) *kvtransfer.Ti
 	next, s := *t, x.shared.Passes
 	next.Redirects++
 	took, result := s.Since(t), "failed"
-	s.State.Bookings.Release(pass.HeldBy(t).Decode)
 	if params, ok := x.encoded(t, a); ok {
 		next.ID, next.Stage, next.Params, result = plan.NewID(), kvtransfer.Encoded, params, "ok"
 		next.Expires = s.Now().Add(s.HandOverTTL)

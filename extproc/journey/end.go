@@ -37,7 +37,7 @@ func (s *Shared) End(o *Ending) (mine bool) {
 	p.Reclaim.Ended(t, e, o.Here)
 	p.Faults.DecodeEnded(t, e)
 	if o.HandedOver {
-		t.Stage, t.Redirects = kvtransfer.HandOver, t.Redirects+1
+		t.ID, t.Stage, t.Redirects = t.ID.Inline(), kvtransfer.HandOver, t.Redirects+1
 	}
 	s.record(t, e, mine)
 	if mine && t.Stage == kvtransfer.HandOver && e.ClientGone && !p.Reclaim.Enabled(t.Pool) {
@@ -68,7 +68,7 @@ func (s *Shared) record(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
 // buffers at least. The time of a longer answer may be the client's.
 const mostKept = 4 << 20
 
-// learn has the state learn from an answer that ended well: how long its model's are, and how fast its endpoint writes.
+// learn teaches the state from an answer that ended well: how long its model's are, and how fast its endpoint writes.
 func learn(state *kvstate.State, t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used) {
 	pool := state.Pool(t.Pool)
 	if pool == nil || u.Answer == nil || telemetry.EndedAs(t, e) != "ok" {

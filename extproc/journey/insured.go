@@ -247,7 +247,7 @@ func (in *Insured) Breaks(why migration.Reason, sent time.Time) StreamAction {
 	}
 }
 
-// breaks has another engine continue a stream whose engine ended it before its time.
+// breaks asks for another engine to continue a stream whose engine ended it before its time.
 func (in *Insured) breaks(cause string, sent time.Time) StreamAction {
 	t, streams := in.ticket, &in.shared.Passes.Observer.Streams
 	rest := in.Stream.Release(nil) // an error's event
@@ -365,6 +365,7 @@ func (in *Insured) Fails(how *faults.Failure) StreamAction {
 		return in.NoneTakes(openai.Unavailable("endpoint_failed", "no endpoint answered; try again", time.Second))
 	}
 	next := in.shared.DecodeFailed(in.ticket, in.id, how)
+	in.shared.Passes.Release(pass.HeldBy(in.ticket)) // the next pass resumes none
 	a := plan.Next(&next)
 	a.From = in.from
 	return StreamAction{Do: AskAgain, Ticket: next, Attempt: a}

@@ -73,8 +73,7 @@ func (s *Shared) PairHolds(t *kvtransfer.Ticket) {
 	}
 }
 
-// PairFailed settles a pair that failed before its answer began: it releases what the pass held, and returns the ticket
-// of the next one. f is how the leg failed.
+// PairFailed settles a pair that failed before its answer began, and returns the ticket of the next pass. f is how the leg failed.
 func (s *Shared) PairFailed(
 	t *kvtransfer.Ticket, requestID string, leg faults.Leg, f *faults.Failure,
 ) kvtransfer.Ticket {
@@ -94,7 +93,6 @@ func (s *Shared) PairFailed(
 	}
 	next := *t
 	next.Redirects++
-	x.Release(pass.HeldBy(t))
 	s.planAgain(&next, requestID, addr, f, &m)
 	next.ID = t.ID // it names the leg that may still be running
 	if peers := policy.Peers; peers != nil {

@@ -76,19 +76,20 @@ func (x *Legs) settleInline(ctx context.Context, p *pass.Pass, t *kvtransfer.Tic
 }
 
 // Settle settles a prefill leg that ended with P's answer, for the leg's filter, for the call of P inside Envoy, and
-// for pass 2: it learns from the answer, releases what P held (all that the request held, if that ends here), counts
-// the result, and says how the request goes on.
+// for pass 2: it learns from the answer, releases P's reservation if P has done its part (all of them, if the request
+// ends here), counts the result, and says how the request goes on.
 func (x *Legs) Settle(ctx context.Context, t *kvtransfer.Ticket, a *pass.Answer) Settled {
 	s, took := x.shared.Passes, x.shared.Passes.Since(t)
 	x.learner.ObserveLoad(t, a.Load)
 	next, final := x.afterPrefill(t, a)
+	if next == nil || final != nil { // the request ends here
+		s.Release(pass.HeldBy(t))
+	}
 	switch {
 	case next == nil && final == nil:
 		x.learner.Meter.PrefillRefused(t, a.Code, took)
-		s.Release(pass.HeldBy(t))
 		return refused(a)
 	case final != nil:
-		s.Release(pass.HeldBy(t))
 		x.learner.Meter.PrefillEnded(x.learner.ID, t, a.Code, took, nil)
 		return Settled{Answer: final}
 	case next.Stage == kvtransfer.HandOver:
@@ -99,8 +100,6 @@ func (x *Legs) Settle(ctx context.Context, t *kvtransfer.Ticket, a *pass.Answer)
 			// before it is sent on: the end of the request may be reported at any moment after
 			s.Reclaim.Record(next, x.learner.ID, next.Params, next.Decode, false)
 		}
-	default:
-		s.State.Bookings.Release(pass.HeldBy(t).Prefill)
 	}
 	x.learner.Meter.PrefillEnded(x.learner.ID, t, a.Code, took, next)
 	return Settled{Next: next}

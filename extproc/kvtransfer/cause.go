@@ -32,6 +32,7 @@ type Cause struct {
 	Name  string
 	At    func(*Ticket) string // the endpoint that failed; nil: none did
 	Words string
+	Lost  bool // P's work is lost, so the pool's policy for failed prefills decides what follows
 }
 
 // Causes returns all causes.
@@ -40,19 +41,19 @@ func Causes() []Cause {
 	decode := func(t *Ticket) string { return t.Decode } // that of an encode leg, too
 	last := func(t *Ticket) string { return t.Excluded[len(t.Excluded)-1] }
 	return []Cause{
-		{CausePrefill, prefill, "prefill"},
-		{CauseTurn, prefill, "prefill, which was to fetch the conversation's last turn"},
-		{CauseRefused, prefill, "prefill, which refused what it was sent"},
-		{CauseModel, last, "an endpoint that does not serve the model"},
-		{CauseDecode, decode, "decode"},
-		{CauseOutdated, decode, "decode, which stood still beyond the lease of the KV and was waited for"},
-		{CauseStream, decode, "decode, within a stream that was continued"},
-		{CauseMoved, decode, "decode, whose stream was moved"},
-		{CauseEncode, decode, "encode"},
-		{CauseRouter, nil, "the replica of Tandem that decided"},
-		{CauseExpired, nil, "the hand-over from prefill to decode was too old"},
-		{CauseSpent, nil, "the hand-over from prefill to decode was consumed already"},
-		{CausePoolGone, nil, "the pool was removed or changed between the hops"},
+		{CausePrefill, prefill, "prefill", true},
+		{CauseTurn, prefill, "prefill, which was to fetch the conversation's last turn", false},
+		{CauseRefused, prefill, "prefill, which refused what it was sent", false},
+		{CauseModel, last, "an endpoint that does not serve the model", false},
+		{CauseDecode, decode, "decode", false},
+		{CauseOutdated, decode, "decode, which stood still beyond the lease of the KV and was waited for", false},
+		{CauseStream, decode, "decode, within a stream that was continued", false},
+		{CauseMoved, decode, "decode, whose stream was moved", false},
+		{CauseEncode, decode, "encode", true},
+		{CauseRouter, nil, "the replica of Tandem that decided", true},
+		{CauseExpired, nil, "the hand-over from prefill to decode was too old", true},
+		{CauseSpent, nil, "the hand-over from prefill to decode was consumed already", true},
+		{CausePoolGone, nil, "the pool was removed or changed between the hops", false},
 	}
 }
 

@@ -12,7 +12,7 @@ func (id ID) Inline() ID {
 	return id
 }
 
-// Cleanup is the id under which the KV of a hand-over that nobody fetched is reclaimed.
+// Cleanup is the id under which the KV of a hand-over that was not fetched is reclaimed.
 func (id ID) Cleanup() ID {
 	id[0] ^= 0x80
 	return id
@@ -22,6 +22,13 @@ func (id ID) Cleanup() ID {
 // filter and Envoy's log tell of one.
 func (id ID) Cut() ID {
 	id[2] ^= 0x80
+	return id
+}
+
+// Orphaned is the id under which a hand-over is counted whose KV nobody fetches: where its pass is refused while the
+// client leaves, both tell of one.
+func (id ID) Orphaned() ID {
+	id[3] ^= 0x80
 	return id
 }
 

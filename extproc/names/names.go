@@ -8,7 +8,10 @@ const (
 	HeaderEndpoint = "x-gateway-destination-endpoint" // ip:port; ORIGINAL_DST clusters connect there
 	HeaderLeg      = "x-tandem-leg"                   // the route: one of package plan's legs
 	HeaderTicket   = "x-tandem-ticket"                // sealed state of the request
-	HeaderScheme   = "x-tandem-scheme"                // https or h2c; absent: http
+	// HeaderOther is set on the leg pass if Envoy is to ask again where another endpoint should be tried. A bootstrap
+	// that does not know it has the request pass all the same.
+	HeaderOther  = "x-tandem-other"
+	HeaderScheme = "x-tandem-scheme" // https or h2c; absent: http
 	// HeaderServerName is SNI and Host of an https engine; absent: none of its own.
 	HeaderServerName = "x-tandem-server-name"
 	HeaderPerTry     = "x-envoy-upstream-rq-per-try-timeout-ms" // maximum time of a hop without progress
@@ -112,6 +115,10 @@ var FormHeaders = []string{"a-im", "accept-charset", "expect", "if-match", "if-m
 // CodeTicketRefused is the code of the error for a request whose ticket a replica cannot read.
 const CodeTicketRefused = "ticket_refused"
 
+// CodeNoRoute is the code of the error for a request for whose next hop Envoy has no route: its configuration is an
+// older one.
+const CodeNoRoute = "router_undecided"
+
 // TagUnfollowed tags the access log entry of a redirect that Envoy did not follow. Its value is UnfollowedLocation if
 // the redirect had no usable location.
 const (
@@ -119,8 +126,8 @@ const (
 	UnfollowedLocation = "location"
 )
 
-// Of dynamic metadata, the namespace with what Envoy read of an answer's usage, and its keys. They are those of
-// envoy-configs/usage.
+// The namespace of dynamic metadata in which Envoy leaves what it has read of an answer's usage, and its keys. They are
+// those of envoy-configs/usage.
 const (
 	UsageNamespace    = "tandem.usage"
 	UsageIn           = "in"          // tokens of the prompt

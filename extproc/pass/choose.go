@@ -3,6 +3,7 @@ package pass
 import (
 	"context"
 	"errors"
+	"io"
 	"slices"
 	"time"
 
@@ -116,11 +117,80 @@ func (x *Pass) ask() picker.Request {
 	return ask
 }
 
-// pick has endpoints of the view chosen. It does so at once or, if its pool makes requests wait, when it is its turn. A
+// reportTick is how often a request that waits for an engine's report looks for it.
+const reportTick = 20 * time.Millisecond
+
+// pick is [Pass.pickNow]. If there is no pair for a request that needs one, because an engine has yet to say what it
+// is, the request waits for that: for some seconds at most.
+func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
+	c, err = x.pickNow(ctx, r)
+	var until time.Time
+	for awaited := x.awaited(r, &c, err); awaited != nil; awaited = x.awaited(r, &c, err) {
+		if latebinding.IsAtOnce(ctx) {
+			return c, latebinding.ErrWaits
+		}
+		x.waiter.Committed() // the choice is not taken
+		began := time.Now()
+		if until.IsZero() {
+			until = began.Add(kvstate.ReportWait + reportTick)
+		}
+		left := x.untilReport(ctx, awaited, until)
+		x.Meter.LeaveOut(time.Since(began)) // waiting is no part of deciding
+		if ctx.Err() != nil {
+			return c, io.EOF
+		}
+		if !left {
+			return c, err
+		}
+		x.look()
+		if err = x.narrow(); err != nil {
+			return c, err
+		}
+		c, err = x.pickNow(ctx, r)
+	}
+	return c, err
+}
+
+// awaited returns an endpoint that could be one of the pair that a request lacks, once its engine has said what it is;
+// nil: there is none.
+func (x *Pass) awaited(r *picker.Request, c *picker.Choice, err error) *kvstate.Endpoint {
+	if !r.Split || !errors.Is(err, picker.ErrNoEndpoint) && (err != nil || c.Prefill >= 0 || !r.MustPair) {
+		return nil
+	}
+	for i := range x.view.Endpoints {
+		at := &x.view.Endpoints[i]
+		if at.Awaits && at.Usable && at.Endpoint.Role&kvstate.RoleBoth != 0 && !slices.Contains(r.Excluded, at.Endpoint.Addr) {
+			return at.Endpoint
+		}
+	}
+	return nil
+}
+
+// untilReport waits until an endpoint's engine has said what it is. It returns false if nothing was waited for: the
+// client has left, the replica ends, or the time is over.
+func (x *Pass) untilReport(ctx context.Context, e *kvstate.Endpoint, until time.Time) bool {
+	over, tick := time.NewTimer(time.Until(until)), time.NewTicker(reportTick)
+	defer over.Stop()
+	defer tick.Stop()
+	for x.shared.State.AwaitsReport(e) && !e.Failed() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return false
+		case <-x.shared.Waiting.Draining:
+			return false
+		case <-over.C:
+			return false
+		}
+	}
+	return true
+}
+
+// pickNow has endpoints of the view chosen. It does so at once or, if its pool makes requests wait, in its turn. A
 // view that lacks some of the pool's endpoints cannot be filled again, so its requests do not wait. Nor do requests of
 // later passes, unless the endpoints for them are full. A request for one endpoint waits until one that may have it is
 // no longer full.
-func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
+func (x *Pass) pickNow(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
 	policy := x.policy
 	if x.Req.Attempt.Redirects > 0 && latebinding.IsAtOnce(ctx) { // it may rest first
 		return c, latebinding.ErrWaits

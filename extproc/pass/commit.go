@@ -229,15 +229,6 @@ func (s *Shared) Revoke(name string) {
 // no record.
 func (s *Shared) consume(id kvtransfer.ID) bool { return s.Inside || s.State.HandOvers.Consume(id) }
 
-// releaseDecode releases what a ticket's pass has reserved for decode, here or at the replica that served it.
-func (s *Shared) releaseDecode(t *kvtransfer.Ticket) {
-	if pool := s.State.Pool(t.Pool); pool != nil {
-		s.State.Bookings.ReleaseAnywhere(pool, HeldBy(t).Decode)
-	} else {
-		s.State.Bookings.Release(HeldBy(t).Decode)
-	}
-}
-
 // SealedAt returns when a leg's ticket was made: the start of the hop.
 func (s *Shared) SealedAt(t *kvtransfer.Ticket) time.Time { return t.Expires.Add(-s.Limits.TicketTTL) }
 

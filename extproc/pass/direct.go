@@ -42,7 +42,7 @@ type prefillCall struct {
 	decision *plan.Decision
 }
 
-// complete has P compute the prompt, and completes the decision. If no prefill succeeds, D
+// complete asks P to compute the prompt, and completes the decision. If no prefill succeeds, D
 // computes the prompt, for which it is reserved anew: held is D's reservation.
 func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (kvstate.ReservationID, error) {
 	x, d := k.pass, k.decision

@@ -126,7 +126,7 @@ func (x *Pass) readPrompt(ctx context.Context, api openai.API, a plan.Attempt) e
 	return x.readRest(ctx)
 }
 
-// waits has the pass go on elsewhere, because it cannot wait here.
+// waits makes the pass go on in a goroutine, because it cannot wait here.
 func (x *Pass) waits(rest func(ctx context.Context) (*plan.Decision, error)) error {
 	x.Rest = rest
 	return latebinding.ErrWaits

@@ -105,8 +105,9 @@ func (x *Pass) toDecode(
 ) (*plan.Decision, error) {
 	s, r := x.shared, &x.Req
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}
-	s.State.Bookings.Release(HeldBy(t).Prefill) // if it is not ours, the prefill leg released it
-	defer s.releaseDecode(t)                    // until then P's memory counts as held
+	held := HeldBy(t)
+	s.State.Bookings.Release(held.Prefill)                    // if it is not ours, the prefill leg released it
+	defer s.State.Bookings.ReleaseAnywhere(pool, held.Decode) // until then P's memory counts as held
 	x.begin(pool, plan.Attempt{})
 	p := &x.policy.Policy
 	// the prompt's text blocks: none, if this replica does not receive updates from the one that routed it

@@ -14,9 +14,11 @@ import (
 // request asks for one that nobody is known to serve, or an engine answers 404.
 
 // How old an engine's list of models may be for a request that depends on it: one that no pool takes, or that an engine
-// has answered with 404; and one for a pool that takes any model, whose engines may serve more than they list.
+// has answered with 404, and the same before it is refused; and one for a pool that takes any model, whose engines may
+// serve more than they list.
 const (
 	askAgain     = time.Second
+	askAtLast    = 100 * time.Millisecond
 	askAgainAny  = 5 * time.Second
 	askPatiently = 1500 * time.Millisecond // in all, longer than an engine's answer may take
 )
@@ -59,11 +61,13 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	if latebinding.IsAtOnce(ctx) {
 		return latebinding.ErrWaits
 	}
-	x.askModels(ctx, pool.Endpoints(), askAgain)
-	if !pool.MayServe(model) {
-		return openai.ModelNotFound(model)
+	for _, older := range [...]time.Duration{askAgain, askAtLast} { // it may have been loaded a moment ago
+		x.askModels(ctx, pool.Endpoints(), older)
+		if pool.MayServe(model) {
+			return nil
+		}
 	}
-	return nil
+	return openai.ModelNotFound(model)
 }
 
 // AskAgain asks an endpoint what it serves that has answered 404, where the request does not come back.

@@ -47,15 +47,11 @@ func Next(t *kvtransfer.Ticket) Attempt {
 // Failed applies the pool's onPrefillFailure to an attempt whose ticket says that the prefill failed. An error is the
 // client's answer.
 func (a *Attempt) Failed(p *Policy, pool *kvstate.Pool, t *kvtransfer.Ticket) error {
-	switch t.Cause {
-	case kvtransfer.CauseDecode, kvtransfer.CauseOutdated, kvtransfer.CauseTurn, kvtransfer.CausePoolGone,
-		kvtransfer.CauseModel:
-		return nil
-	case kvtransfer.CauseRefused:
+	if t.Cause == kvtransfer.CauseRefused {
 		a.decodeAlone("prefill_refused")
 		return nil
 	}
-	if !t.Split {
+	if cause, known := kvtransfer.CauseOf(t.Cause); known && !cause.Lost || !t.Split {
 		return nil
 	}
 	switch p.OnFailure {

@@ -102,7 +102,7 @@ func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 		Beside: r.Pool.TokensBeside(r.Client.Model(), &r.Size),
 		Faults: picker.Faults{
 			Excluded: r.Attempt.Excluded, FailedPair: r.Attempt.PairFailed,
-			Trial: !r.Streams(), MustPair: split && p.MustSplit(),
+			Trial: !r.Streams(), MustPair: split && p.MustSplit(), LacksModel: r.Attempt.LacksModel,
 		},
 	}
 	if q.MustPair {

@@ -148,8 +148,11 @@ func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	}
 }
 
-// Left counts a hand-over whose blocks nobody fetches. Until its lease ends they take room in P's memory.
+// Left counts a hand-over whose blocks will not be fetched, once. Until its lease ends they take room in P's memory.
 func (r *Reclaimer) Left(t *kvtransfer.Ticket, why string) {
+	if !r.State.HandOvers.Consume(t.ID.Orphaned()) {
+		return
+	}
 	r.Observer.Orphaned(t.Pool, t.Prefill, why)
 	r.Strand(t)
 }

@@ -202,8 +202,9 @@ func (p *Port) pairFailed(
 		wait := time.NewTimer(a.After)
 		defer wait.Stop()
 		select {
-		case <-pair.Ended:
-			a = j.PrefillEnded(&pair.Verdict)
+		case <-pair.Verdict.Told():
+			verdict := pair.Verdict.Value()
+			a = j.PrefillEnded(&verdict)
 		case <-wait.C:
 			a = j.Elapsed()
 		case <-ctx.Done():

@@ -89,7 +89,7 @@ func TestSeriesOfEndpointsThatLeftAreDropped(t *testing.T) {
 }
 
 // An endpoint that came and went between two looks, or whose last request ended long after it left, has series in every
-// kind of metric; they go like all others.
+// kind of metric, which are removed like all others.
 func TestSeriesGoHoweverShortAnEndpointLived(t *testing.T) {
 	state, registry := kvstate.New(kvstate.Options{}), prometheus.NewRegistry()
 	m := NewMetrics(registry, state)

@@ -60,7 +60,7 @@ func (r *receipt) OnFull(f func()) {
 	r.full = f
 }
 
-// refuse has the handler answer. If neither the message nor the stream ends, [conn.sweep] closes the
+// refuse makes the handler answer. If neither the message nor the stream ends, [conn.sweep] closes the
 // connection. conn.mu is held.
 func (r *receipt) refuse(now time.Time) {
 	r.over, r.overSince = true, now

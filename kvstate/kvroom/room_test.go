@@ -27,7 +27,7 @@ func TestRoom(t *testing.T) {
 	require.Equal(t, []int64{0, 0, 0}, []int64{p.Held(), d.Need(false), d.Need(true)})
 }
 
-// All but the latest of those that wait have been fetched, if they were sent before the last report but one.
+// Of the prompts that wait, all but the latest ones count as fetched, if they were sent before the last report but one.
 func TestWaiting(t *testing.T) {
 	var p, q, d Room
 	alone := d.Claim(5000, nil, 0, 1)

@@ -1,4 +1,4 @@
-// Package receivebuffer has requests wait for space in the buffer into which a prefill engine pushes their KV.
+// Package receivebuffer makes requests wait for space in the buffer into which a prefill engine pushes their KV.
 package receivebuffer
 
 import (

@@ -13,27 +13,27 @@ import (
 
 const (
 	// Horizon is the time within which a return counts, in seconds: an engine of a million tokens could compute all of
-	// its memory anew in about that time, so it is not worth to keep KV for longer. From one minute to a quarter of an
-	// hour the replay hardly differs.
+	// its memory anew in about that time, so KV is not worth keeping for longer. From one minute to a quarter of an hour
+	// the replay hardly differs.
 	Horizon = 120.0
 	// Bins of idle time: powers of two of a second.
 	bins       = 12
 	forgotten  = 3600.0 // s: what was idle for so long is a new conversation if it returns
 	sweepEvery = 1.0    // s ...
 	sweepRate  = 8192.0 // ... or longer, so that no more conversations are swept in a second
-	// For so long what is said of an engine's memory is not said anew, s: at least, for each conversation that it
-	// holds, and, if nothing has changed, for each of them.
+	// How long the summary of an engine's memory is used before it is made anew, s: at least, in addition for each
+	// conversation that it holds, and, if nothing has changed, for each of them.
 	fresh, freshEach, steadyEach = 0.020, 1e-4, 1e-3
-	// What is believed before anything is observed: in 15 s of idle time .05 conversations return.
+	// What is assumed before anything is observed: in 15 s of idle time .05 conversations return.
 	priorReturns, priorIdle = 0.05, 15.0
 	learnedIdle             = 20000.0 // s of idle time in a bin at which old observations are halved
 	// Conversations that are known; beyond that the one that changed longest ago is forgotten. With its places, two on
 	// average at most, one takes some 400 bytes: 13 MB for a pool.
 	maxConversations = 1 << 15
 	maxPlaces        = 2 * maxConversations
-	// For so long a request that has arrived may wait for an engine, s. Then it counts as one that has left.
+	// How long a request that has arrived may wait for an engine, s. After that it counts as one that has left.
 	waits = 60.0
-	// What is believed of the time of a request at an engine before one has ended, s.
+	// The time that a request is assumed to spend at an engine until one has ended, s.
 	priorTurn = 10.0
 )
 
@@ -46,11 +46,11 @@ type Conversation struct {
 	tokens  float64
 	shared  float64 // of those, at the beginning, that others have too
 	had     int     // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
-	running int     // requests that engines have, as far as this table was told of their ends
+	running int     // requests that engines have: those whose end this table was not told of
 	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
 	// request runs.
 	since   float64
-	guessed bool // since is of a request of another replica
+	guessed bool // since was set by a request of another replica
 	left    bool // its client has gone on without it: it will not come back
 	places  *place
 
@@ -91,7 +91,7 @@ type Table struct {
 	all, lately    Again
 }
 
-// Engine is the KV memory of an engine. The zero value is one of unknown size, of which nothing is said.
+// Engine is the KV memory of an engine. The zero value is one of unknown size, which has no summary.
 type Engine struct {
 	capacity       float64
 	oldest, newest *place
@@ -183,8 +183,8 @@ func (t *Table) chance(c *Conversation, now float64) float64 {
 	return t.edges[0]
 }
 
-// Sweep counts for how long conversations have been idle, forgets old ones, and brings what is said of engines up to
-// date. Call it every second.
+// Sweep counts for how long conversations have been idle, forgets old ones, and makes outdated summaries of engines
+// anew. Call it every second.
 func (t *Table) Sweep(now float64, engines func(yield func(*Engine) bool)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -312,7 +312,7 @@ func (t *Table) tipOf(p *Prompt) *Conversation {
 // find returns the conversation of a prompt, and a new one if it extends none.
 func (t *Table) find(p *Prompt) *Conversation {
 	if c := t.tipOf(p); c != nil {
-		if c.left { // it goes on: its name is of several
+		if c.left { // it goes on, so several have its name
 			c.left = false
 			t.ambiguous(c.name)
 		}
@@ -337,7 +337,7 @@ func (t *Table) find(p *Prompt) *Conversation {
 	return c
 }
 
-// ambiguous records that several conversations have a name at once, so that it says nothing of any.
+// ambiguous records that several conversations have a name at once, so that it identifies none of them.
 func (t *Table) ambiguous(name uint64) {
 	if len(t.shared) >= maxConversations {
 		clear(t.shared)
@@ -413,7 +413,7 @@ func (t *Table) extend(c *Conversation, p *Prompt) {
 	t.append(c)
 }
 
-// dropTip forgets by what a conversation's next prompt is known.
+// dropTip forgets the block by which a conversation's next prompt is recognised.
 func (t *Table) dropTip(c *Conversation) {
 	if c.length > 0 {
 		delete(t.tips, c.tip)
@@ -429,8 +429,8 @@ func (t *Table) Of(last uint64) *Conversation {
 	return t.tips[last]
 }
 
-// Sent records that an engine has a request of a conversation, will answer it, and so hold all of the conversation. End
-// must follow.
+// Sent records that an engine has got a request of a conversation and will answer it, so that it will hold the whole
+// conversation. End must follow.
 func (t *Table) Sent(c *Conversation, home *Engine, now float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -471,7 +471,7 @@ func (t *Table) End(c *Conversation, answer, took, now float64) {
 	t.refresh(now)
 }
 
-// place records that an engine holds all of a conversation, used last.
+// place records that an engine holds all of a conversation, and has used it last of all.
 func (t *Table) place(c *Conversation, at *Engine) {
 	t.outdate(at)
 	for p := c.places; p != nil; p = p.also {
@@ -538,8 +538,8 @@ func (t *Table) remove(p *place) {
 	t.outdate(at)
 }
 
-// discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used,
-// and nothing that requests there need.
+// discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used
+// conversations, but nothing that requests there need.
 func (t *Table) discard(at *Engine) {
 	for p, next := at.oldest, (*place)(nil); p != nil && at.used > at.capacity; p = next {
 		next = p.newer
@@ -581,7 +581,7 @@ func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
 // Memory returns what an engine's memory holds; nil: its size is unknown.
 func (e *Engine) Memory() *Memory { return e.summary.Load() }
 
-// outdate notes that what is said of an engine's memory is no longer true.
+// outdate notes that the summary of an engine's memory is no longer true.
 func (t *Table) outdate(e *Engine) {
 	if e != nil && !e.outdated {
 		e.outdated = true
@@ -589,7 +589,7 @@ func (t *Table) outdate(e *Engine) {
 	}
 }
 
-// refresh brings what is said of engines up to date, of each not too often.
+// refresh makes outdated summaries of engines anew, each not too often.
 func (t *Table) refresh(now float64) {
 	kept := t.outdated[:0]
 	for _, e := range t.outdated {
@@ -604,7 +604,7 @@ func (t *Table) refresh(now float64) {
 	t.outdated = kept
 }
 
-// sum says anew what an engine's memory holds.
+// sum makes the summary of an engine's memory anew.
 func (t *Table) sum(e *Engine, now float64) {
 	if e.capacity <= 0 || e.left {
 		e.summary.Store(nil)

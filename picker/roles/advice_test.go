@@ -13,7 +13,7 @@ import (
 )
 
 // loaded is a fleet with fixed roles that computes so many seconds of prompts per second, and writes so many tokens per
-// second of answers with 8,000 tokens of KV each: as many run at once as that takes on its engines.
+// second of answers with 8,000 tokens of KV each. As many answers run at once as the engines need for that.
 func loaded(prefills, decodes int, prompts, tokens float64) Fleet {
 	const kv = 8000
 	f := fleet(prefills+decodes, prefills, min(prompts, float64(prefills)), 0, 0, kv)

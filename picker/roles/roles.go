@@ -184,7 +184,7 @@ func (f *Fleet) Want() Want {
 		Prompts: max(f.Arriving/fullShare+s.queued/drain, least), Answers: max(f.forMemory(&s), f.forPace(&s), least),
 	}
 	p := 0.0
-	if w.Prompts+w.Answers > s.engines { // otherwise KV that nobody fetches would fill the engines that prefill
+	if w.Prompts+w.Answers > s.engines { // otherwise unfetched KV would fill the engines that prefill
 		p, w.Why = s.engines-w.Answers, AnswersNeed
 		if math.Abs(p-s.prefills) < more+less {
 			p = s.prefills

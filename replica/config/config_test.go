@@ -572,3 +572,12 @@ func TestUsage(t *testing.T) {
 		require.ErrorContains(t, err, want, text)
 	}
 }
+
+// An empty section records with the defaults, which hold for an order, too.
+func TestRecordDefaults(t *testing.T) {
+	c, _, err := Parse([]byte("record: {}\npools: [{name: a, kvTransfer: none, endpoints: [{address: \"10.0.0.1:1\"}]}]\n"))
+	require.NoError(t, err)
+	require.Equal(t, RecordDefaults().String(), c.Record.String())
+	require.Equal(t, int64(1<<30), c.Record.MaxBytes)
+	require.Equal(t, "24h", c.Record.For)
+}

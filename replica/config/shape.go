@@ -134,7 +134,7 @@ func sizeText(bytes int64) string {
 // variable matches text that a shell or a template would replace.
 var variable = regexp.MustCompile(`\$\{[A-Za-z_][A-Za-z0-9_]*\}`)
 
-// notReplaced is the error about a variable.
+// notReplaced is the error about a ${VARIABLE} in the file.
 const notReplaced = "%.60s is not replaced here: write the value, fill the file in before (envsubst), or use the " +
 	"setting that names a file where it is a secret"
 

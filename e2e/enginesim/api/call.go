@@ -143,7 +143,7 @@ func (s *Server) rankOf(r *http.Request, req *request.Request) uint64 {
 
 // check makes all checks between parsing the body and the engine's queue.
 func (c *call) check(leg string) *engine.Error {
-	if bad := c.req.CheckModel(c.s.cfg.limits()); bad != nil {
+	if bad := c.req.CheckModel(c.s.limits()); bad != nil {
 		return bad
 	}
 	if bad := c.s.responses.load(c.req); bad != nil {
@@ -160,7 +160,7 @@ func (c *call) check(leg string) *engine.Error {
 		tokens += p.N
 	}
 	c.rec.set(func() { c.rec.PromptTokens = tokens })
-	if bad := c.req.CheckLength(prompts, c.s.cfg.limits()); bad != nil {
+	if bad := c.req.CheckLength(prompts, c.s.limits()); bad != nil {
 		return bad
 	}
 	if bad := c.takeEncodings(); bad != nil {

@@ -82,7 +82,7 @@ func (e *encodings) sweep() {
 
 // encode answers a request to an encode engine.
 func (c *call) encode() {
-	if bad := c.req.CheckModel(c.s.cfg.limits()); bad != nil {
+	if bad := c.req.CheckModel(c.s.limits()); bad != nil {
 		c.refuse(bad)
 		return
 	}

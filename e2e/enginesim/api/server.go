@@ -30,6 +30,7 @@ type Server struct {
 	encodings *encodings
 	Records   *recorder
 	responses *responseStore
+	adapters  adapters
 	bodies    sync.Pool // *[]byte
 	compile   sync.Once // for log probabilities
 
@@ -161,6 +162,11 @@ func (s *Server) routes() *http.ServeMux {
 		writeRaw(w, http.StatusOK, fmt.Appendf(nil, `{"success":%t}`, s.Pool.ResetPrefixCache()))
 	}))
 	mux.HandleFunc("GET /v1/models", s.serveModels)
+	for path, load := range map[string]bool{"/v1/load_lora_adapter": true, "/v1/unload_lora_adapter": false} {
+		mux.HandleFunc("POST "+path, s.recorded(func(w http.ResponseWriter, _ *http.Request, body []byte) {
+			s.changeAdapters(w, body, load)
+		}))
+	}
 	mux.HandleFunc("GET /health", s.serveHealth)
 	mux.HandleFunc("/ping", s.serveHealth)
 	mux.HandleFunc("GET /version",

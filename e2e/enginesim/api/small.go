@@ -87,7 +87,7 @@ func (s *Server) serveHealth(w http.ResponseWriter, _ *http.Request) {
 
 func (s *Server) serveModels(w http.ResponseWriter, _ *http.Request) {
 	dst := []byte(`{"object":"list","data":[`)
-	for i, m := range s.cfg.Models {
+	for i, m := range s.limits().Models {
 		if i > 0 {
 			dst = append(dst, ',')
 		}
@@ -96,7 +96,11 @@ func (s *Server) serveModels(w http.ResponseWriter, _ *http.Request) {
 		dst = jsontext.AppendInt(dst, "created", s.Started.Unix())
 		dst = jsontext.AppendStr(dst, "owned_by", s.cfg.Connector.Owner())
 		dst = jsontext.AppendStr(dst, "root", s.cfg.Models[0])
-		dst = append(dst, `,"parent":null`...)
+		if i < len(s.cfg.Models) {
+			dst = append(dst, `,"parent":null`...)
+		} else {
+			dst = jsontext.AppendStr(dst, "parent", s.cfg.Models[0])
+		}
 		dst = jsontext.AppendInt(dst, "max_model_len", int64(s.cfg.MaxModelLen))
 		dst = append(dst, `,"permission":[{"id":"modelperm-`+engine.Hex16()+`","object":"model_permission",`+
 			`"created":`...)
@@ -124,7 +128,7 @@ func (s *Server) small(w http.ResponseWriter, body []byte) (*request.Request, bo
 		writeRaw(w, bad.Status, errorBody(bad, request.None))
 		return q, false
 	}
-	if bad := q.CheckModel(s.cfg.limits()); bad != nil && bad.Status == http.StatusNotFound {
+	if bad := q.CheckModel(s.limits()); bad != nil && bad.Status == http.StatusNotFound {
 		writeRaw(w, bad.Status, errorBody(bad, request.None))
 		return q, false
 	}
@@ -223,6 +227,11 @@ func (s *Server) serveAudio(w http.ResponseWriter, r *http.Request, body []byte)
 		`{"text":"%d bytes, sha256 %s","usage":{"type":"duration","seconds":1},"body_bytes":%d,"body_sha256":"%s"`,
 		len(body), hex.EncodeToString(sum[:]), len(body), hex.EncodeToString(sum[:]))
 	if file, n, model := readUpload(r, body); file != "" {
+		named := request.Request{Model: model}
+		if bad := named.CheckModel(s.limits()); bad != nil && bad.Status == http.StatusNotFound {
+			writeRaw(w, bad.Status, errorBody(bad, request.None))
+			return
+		}
 		dst = fmt.Appendf(dst, `,"file_bytes":%d,"file_sha256":"%s"`, n, file)
 		dst = jsontext.AppendStr(dst, "model", model)
 	}

@@ -2,7 +2,8 @@
 // tests of both transports play the same scripts, each with its own stand-in for Envoy, so a difference between them
 // fails. A script has these parts:
 //
-//	setting   a dialect, its endpoints (p1 p2 d1 d2 e1), and words for the pool's policy; "only TRANSPORT"
+//	setting   a dialect, its endpoints (p1 p2 d1 d2 e1), and words for the pool's policy; "only TRANSPORT"; "unreported":
+//	          engines have yet to say what they are
 //	request   the client's body; a path before it if it is not that of chat completions
 //	engines   what comes next, a line each: P, D or E (an endpoint that encodes), and its answer. Of two legs at once
 //	          the next line says which one answers first.
@@ -61,6 +62,7 @@ type Answer struct {
 type Script struct {
 	Policy    pass.Policy
 	Endpoints []kvstate.EndpointSpec
+	Facts     kvstate.FactSet // that engines report
 	Path      string
 	Body      string
 	State     *kvstate.State // of the replica, which the transport sets
@@ -151,6 +153,8 @@ func (s *Script) setting(words []string) {
 			s.Policy.Split = false
 		case w == "never-alone":
 			s.Policy.Alone = plan.AloneNever
+		case w == "unreported":
+			s.Facts = kvstate.FactsOf(kvstate.FactBlockSize)
 		case w == "late-binding":
 			s.Policy.Place.Late = true
 		case w == "encode":

@@ -3729,11 +3729,10 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\renvoy_gateway\x18) \x01(\v2\x1e.tandem.config.v1.EnvoyGatewayR\fenvoyGateway\x123\n" +
 	"\atracing\x18( \x01(\v2\x19.tandem.config.v1.TracingR\atracing\x12-\n" +
 	"\x05usage\x18* \x01(\v2\x17.tandem.config.v1.UsageR\x05usage\x120\n" +
-	"\x06record\x18+ \x01(\v2\x18.tandem.config.v1.RecordR\x06record\"\xe3\x01\n" +
+	"\x06record\x18+ \x01(\v2\x18.tandem.config.v1.RecordR\x06record\"\xe6\x01\n" +
 	"\x06Record\x12\x16\n" +
-	"\x06folder\x18\x01 \x01(\tR\x06folder\x122\n" +
-	"\tmax_bytes\x18\x02 \x01(\x03B\x15\x8a\xb5\x18\n" +
-	"1Mi to 1Ti\x92\xb5\x18\x031GiR\bmaxBytes\x12(\n" +
+	"\x06folder\x18\x01 \x01(\tR\x06folder\x125\n" +
+	"\tmax_bytes\x18\x02 \x01(\x03B\x18\x8a\xb5\x18\r1Mi to 1024Gi\x92\xb5\x18\x031GiR\bmaxBytes\x12(\n" +
 	"\x03for\x18\x03 \x01(\tB\x16\x8a\xb5\x18\v0s to 8760h\x92\xb5\x18\x0324hR\x03for\x12+\n" +
 	"\x06sample\x18\x04 \x01(\x05B\x13\x8a\xb5\x18\n" +
 	"1 to 10000\x92\xb5\x18\x011R\x06sample\x12\x1b\n" +
