@@ -135,18 +135,18 @@ def bad(change):
 
 
 invalid = {
-    "a pool without a dialect": bad(lambda c: c["tandem"]["pools"][0].pop("kvTransfer")),
-    "a dialect of another name": bad(lambda c: c["tandem"]["pools"][0].update(kvTransfer="nixel")),
-    "no pool": bad(lambda c: c["tandem"].update(pools=[])),
-    "an unknown setting": bad(lambda c: c["tandem"]["pools"][0].update(kvTransport="x")),
-    "an unknown member": bad(lambda c: c.update(rule="1")),
-    "a port": bad(lambda c: c["tandem"].update(admin={"listen": "0.0.0.0:9999"})),
-    "a file": bad(lambda c: c["tandem"]["pools"][0].update(apiKeyFile="/etc/shadow")),
-    "a Redis": bad(lambda c: c["tandem"].update(state={"redis": {"url": "redis://127.0.0.1:1"}})),
-    "an engine elsewhere": bad(lambda c: c["tandem"]["pools"][0]["endpoints"][0].update(address="169.254.169.254:80")),
-    "a file that is not there": {"file": d + "/none.yaml", "route": {"rule": 1, "strict": True}},
-    "nothing": {},
-    "a rule that the HTTPRoute has not": bad(lambda c: c["route"].update(rule=-1)),
+    "a pool without a dialect, kvTransfer: is missing": bad(lambda c: c["tandem"]["pools"][0].pop("kvTransfer")),
+    "a dialect of another name, nixel": bad(lambda c: c["tandem"]["pools"][0].update(kvTransfer="nixel")),
+    "no pool, at least one pool": bad(lambda c: c["tandem"].update(pools=[])),
+    "an unknown setting, kvTransport": bad(lambda c: c["tandem"]["pools"][0].update(kvTransport="x")),
+    "an unknown member, unknown field": bad(lambda c: c.update(rule="1")),
+    "a port, admin: is not for a policy": bad(lambda c: c["tandem"].update(admin={"listen": "0.0.0.0:9999"})),
+    "a file, apiKeyFile: is not for a policy": bad(lambda c: c["tandem"]["pools"][0].update(apiKeyFile="/etc/shadow")),
+    "a Redis, state: is not for a policy": bad(lambda c: c["tandem"].update(state={"redis": {"url": "redis://127.0.0.1:1"}})),
+    "an engine elsewhere, in none of the networks": bad(lambda c: c["tandem"]["pools"][0]["endpoints"][0].update(address="169.254.169.254:80")),
+    "a file that is not there, no such file": {"file": d + "/none.yaml", "route": {"rule": 1, "strict": True}},
+    "nothing, neither tandem nor file": {},
+    "a rule that is none, route.rule is the number": bad(lambda c: c["route"].update(rule=-1)),
 }
 
 until("Envoy Gateway's Envoy answers", lambda: get("http://127.0.0.1:18080/v1/models")[0] == 200, 120)
@@ -172,13 +172,16 @@ for name, config in invalid.items():
     # under a name of its own: what runs goes on with the configuration before
     fresh = dict(config, **({"name": "fresh"} if "name" in config else {}))
     put("second", second(fresh))
-    until(f"{name}: requests are refused", lambda: post("refused", path="/second")[0] == 503)
+    why = name.split(", ")[1]
+    until(f"{name}: requests are refused with the reason", lambda: (lambda a: a[0] == 503 and why in a[1])(post("refused", path="/second")))
     status, text, _ = post("refused", path="/second")
-    check(f"policy not valid: {name}", "the configuration of this route is not valid" in text and not load.end(), f"{load.n} requests beside it, wrong {load.wrong[:2]}; {text[60:160]!r}")
+    check(f"policy not valid: {name}", "the configuration of this route is not valid" in text and not load.end(), f"{load.n} requests beside it, wrong {load.wrong[:2]}")
     check("/readyz says so", get("http://127.0.0.1:9090/readyz")[0] == 503)
-put("second", second(good))
+put("second", second(dict(good, name="fresh")))
 until("the second route answers again", lambda: post("second", path="/second")[0] == 200)
-until("/readyz is well", lambda: get("http://127.0.0.1:9090/readyz")[0] == 200)
+until("/readyz has no word of a mended policy", lambda: "fresh" not in get("http://127.0.0.1:9090/readyz")[1])
+put("second", second(good))
+until("the second route has its first replica again", lambda: post("second", path="/second")[0] == 200)
 
 stream = {}
 t = threading.Thread(target=lambda: stream.update(zip(("status", "text", "headers"), post("long", stream=True, tokens=4000, timeout=120))))

@@ -100,7 +100,12 @@ func (a *All) shown() (map[string]*running, []string) {
 			out[strings.ReplaceAll(strings.Trim(key, "/"), "/", "_")] = r
 		}
 	}
-	for _, c := range a.open {
+	newest := map[string]int{} // a listener's old configuration stays until its connections have ended
+	for id, c := range a.open {
+		newest[c.set.key()] = max(newest[c.set.key()], id)
+	}
+	for _, id := range newest {
+		c := a.open[id]
 		if why := c.refused.Load(); why != nil {
 			wrong[c.set.key()+": "+*why] = true
 		}

@@ -164,7 +164,11 @@ func TestReplicasByName(t *testing.T) {
 	require.Same(t, changed.requests.Load(), bad.requests.Load())
 	_, text := get(a, "/readyz")
 	require.Contains(t, text, "chat: pools[0].split")
+	mended := open("chat", pool("chat", `"split":"always",`))
+	_, text = get(a, "/readyz")
+	require.Equal(t, "ok\n", text, "the one that is not valid is still there, until its connections have ended")
 	bad.Close()
+	mended.Close()
 
 	status, page := get(a, "/")
 	require.Equal(t, http.StatusOK, status)
