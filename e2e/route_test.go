@@ -57,7 +57,7 @@ func TestInsideAnothersRoute(t *testing.T) {
 	onlyInside(t)
 	f := start(t, options{routed: true, prefills: 2, decodes: 2, engineArgs: []string{"--decode-step", "1ms"}})
 	chat := apis[0]
-	for size, words := range map[string]int{"short": 1, "40 KB": 8_000, "4 MB": 800_000} {
+	for size, words := range map[string]int{"short": 1, "40-KB": 8_000, "4-MB": 800_000} {
 		body := strings.Replace(chat.body, "Two hops", strings.Repeat("word ", words)+"Two hops", 1)
 		got := f.post(chat.path, body, "x-request-id", size, "x-gateway-destination-endpoint", "127.0.0.1:1", "x-tandem-leg", "pass")
 		require.Equal(t, 200, got.status, got.body)

@@ -201,9 +201,8 @@ t.join()
 check("a stream outlives two changes of its policy", whole(stream["status"], stream["text"], True))
 
 put("second", second(good, retry=False))
-time.sleep(2)
-post("keeps", path="/second")
-until("/readyz tells of a route without a retry policy", lambda: "retry policy" in get("http://127.0.0.1:9090/readyz")[1])
+until("/readyz tells of a route without a retry policy",
+      lambda: (post("keeps", path="/second"), "retry policy" in get("http://127.0.0.1:9090/readyz")[1])[1])
 put("second", second(good))
 
 wrong = many(600, 8, "killed", pids)
