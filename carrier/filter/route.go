@@ -140,7 +140,13 @@ func notStrict() *openai.Error {
 // kept reports whether Envoy has kept the body that was sent on. Without a retry policy it keeps none, and a request
 // that begins again would wait for its body until the client leaves.
 func (f *Filter) kept() bool {
-	if f.route == nil || f.sent == 0 || f.envoy.BodySize() > 0 {
+	if f.route == nil || f.sent == 0 {
+		return true
+	}
+	if f.envoy.BodySize() > 0 {
+		if f.route.keepsNothing.Load() {
+			f.route.keepsNothing.Store(false)
+		}
 		return true
 	}
 	if !f.route.keepsNothing.Swap(true) {

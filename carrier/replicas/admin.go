@@ -104,9 +104,8 @@ func (a *All) shown() (map[string]*running, []string) {
 	for id, c := range a.open {
 		newest[c.set.key()] = max(newest[c.set.key()], id)
 	}
-	for _, id := range newest {
-		c := a.open[id]
-		if why := c.refused.Load(); why != nil {
+	for id, c := range a.open {
+		if why := c.refused.Load(); why != nil && id == newest[c.set.key()] {
 			wrong[c.set.key()+": "+*why] = true
 		}
 		if why := c.route.Problem(); why != "" {
