@@ -21,7 +21,7 @@ func printedFor(change func(config string) string) func(f *fleet) string {
 		require.NoError(f.t, err)
 		file := filepath.Join(f.t.TempDir(), "earlier.yaml")
 		require.NoError(f.t, os.WriteFile(file, []byte(change(string(text))), 0o600))
-		out, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", file).Output() //nolint:gosec // a program of ours
+		out, err := exec.Command(filepath.Join(bin, "tandem"), "envoy", "-f", file).Output()
 		require.NoError(f.t, err)
 		return string(out)
 	}
@@ -51,7 +51,7 @@ func TestBootstrapOfAnotherConfiguration(t *testing.T) {
 	f.lenient = true
 	got := f.post("/v1/chat/completions", pairBody)
 	require.Equal(t, 503, got.status, got.body)
-	require.Contains(t, string(got.body), "router_undecided")
+	require.Contains(t, got.body, "router_undecided")
 	soon(t, "status names the cause", func() bool {
 		var s struct {
 			Attention []struct{ Text string }

@@ -31,9 +31,8 @@ func TestRealRanks(t *testing.T) {
 	s.run(t, "KV events count by rank", func(t *testing.T) { s.eventsByRank(t, ranks) })
 	s.run(t, "nothing left at the end", func(t *testing.T) {
 		requireAlive(t, s.engines())
-		require.LessOrEqual(t, s.since(t, expiredPrefills), replans, "prefills whose KV nobody fetched")
-		for _, counter := range counters[1:] {
-			require.Zero(t, s.since(t, counter), counter)
+		for _, counter := range counters { // a leg that was given up is fetched late, or by nobody
+			require.LessOrEqual(t, s.since(t, counter), replans, counter)
 		}
 	})
 }

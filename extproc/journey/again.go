@@ -32,7 +32,8 @@ func (s *Shared) planAgain(next *kvtransfer.Ticket, requestID, addr string, f *f
 	}
 }
 
-// DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the failure is, the KV parameters of the leg count as consumed.
+// DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the
+// failure is, the KV parameters of the leg count as consumed.
 func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.Failure) kvtransfer.Ticket {
 	next, x := *t, s.Passes
 	next.Redirects++

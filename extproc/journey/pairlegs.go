@@ -73,7 +73,8 @@ func (s *Shared) PairHolds(t *kvtransfer.Ticket) {
 	}
 }
 
-// PairFailed settles a pair that failed before its answer began, and returns the ticket of the next pass. f is how the leg failed.
+// PairFailed settles a pair that failed before its answer began, and returns the ticket of the next pass. f is how the
+// leg failed.
 func (s *Shared) PairFailed(
 	t *kvtransfer.Ticket, requestID string, leg faults.Leg, f *faults.Failure,
 ) kvtransfer.Ticket {

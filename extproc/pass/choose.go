@@ -159,7 +159,8 @@ func (x *Pass) awaited(r *picker.Request, c *picker.Choice, err error) *kvstate.
 	}
 	for i := range x.view.Endpoints {
 		at := &x.view.Endpoints[i]
-		if at.Awaits && at.Usable && at.Endpoint.Role&kvstate.RoleBoth != 0 && !slices.Contains(r.Excluded, at.Endpoint.Addr) {
+		if at.Awaits && at.Usable && at.Endpoint.Role&kvstate.RoleBoth != 0 &&
+			!slices.Contains(r.Excluded, at.Endpoint.Addr) {
 			return at.Endpoint
 		}
 	}

@@ -13,8 +13,8 @@ import (
 
 const (
 	// Horizon is the time within which a return counts, in seconds: an engine of a million tokens could compute all of
-	// its memory anew in about that time, so KV is not worth keeping for longer. From one minute to a quarter of an hour
-	// the replay hardly differs.
+	// its memory anew in about that time, so KV is not worth keeping for longer. The replay hardly differs from one
+	// minute to a quarter of an hour.
 	Horizon = 120.0
 	// Bins of idle time: powers of two of a second.
 	bins       = 12

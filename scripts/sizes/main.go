@@ -95,6 +95,11 @@ func shown(now map[string]float64) (names []string) {
 	return names
 }
 
+// helpers are the packages that only tests import.
+var helpers = [...]string{
+	"extproc/envoywire/wiretest", "extproc/journey/script", "extproc/usage/reader/readertest", "internal/budget",
+}
+
 // measure returns each size by its name ("package lines: kvstate").
 func measure() (map[string]float64, error) {
 	out := map[string]float64{}
@@ -108,7 +113,8 @@ func measure() (map[string]float64, error) {
 		out["package lines: "+s.dir] += lines
 		room := "product"
 		switch {
-		case strings.HasPrefix(s.dir, "e2e"), s.dir == "cmd/enginesim", strings.HasPrefix(s.dir, "scripts"):
+		case strings.HasPrefix(s.dir, "e2e"), s.dir == "cmd/enginesim", strings.HasPrefix(s.dir, "scripts"),
+			slices.Contains(helpers[:], s.dir):
 			room = "tests, simulator, scripts"
 		case strings.HasPrefix(s.dir, "replay"):
 			room = "replay"

@@ -12,8 +12,8 @@ import (
 )
 
 // adapters are the LoRA adapters that a running engine was given, as vLLM takes them with
-// VLLM_ALLOW_RUNTIME_LORA_UPDATING (0.32.0, entrypoints/openai/models/serving.py). One is another name of the model here:
-// its text is the same.
+// VLLM_ALLOW_RUNTIME_LORA_UPDATING (0.32.0, entrypoints/openai/models/serving.py). One is another name of the model
+// here: its text is the same.
 type adapters struct {
 	mu    sync.Mutex
 	names []string
