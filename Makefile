@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay truth load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -103,6 +103,10 @@ speed: tools ##measure how soon replicas know something; on an idle machine (3 m
 # All routing tables of docs/benchmarks.md and decision.md, from traces (three quarters of an hour; SUITE=quick: one minute).
 replay: ##measure all routing tables of docs, from traces (three quarters of an hour; SUITE=quick: one minute)
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
+
+# Does `tandem replay --recording` tell the truth? Traffic through a real Envoy, its replay, and what is advised tried.
+truth: tools build ##measure how well a replay of recorded traffic predicts another fleet (MINUTES=3 of each of four: a quarter of an hour)
+	$(GO) run ./e2e/truth -minutes $(or $(MINUTES),3)
 
 # envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes).
 ratelimit: ##real envoyproxy/ratelimit to .tools/bin, for the test of limit-tokens.md

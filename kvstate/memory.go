@@ -93,7 +93,8 @@ func (l *endpointState) resizeMemory(g *Signals, now time.Time) {
 	if l.residents == nil || g.KVTokens <= 0 {
 		return
 	}
-	tokens := g.KVTokens + g.Host.capacity(l.load.learnedTokenBytes())
+	// engines copy what they compute to the host at once, so its memory repeats their own
+	tokens := max(g.KVTokens, g.Host.capacity(l.load.learnedTokenBytes()))
 	l.residents.Resize(&l.memory.holds, float64(tokens), inSeconds(now))
 }
 
@@ -134,17 +135,17 @@ func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *Vi
 // Conversations is what a pool's conversations need of its engines' memory.
 type Conversations struct {
 	residency.Report
-	Memory  float64 // tokens that the engines keep which say so, host memory included
+	Memory  float64 // tokens that the engines keep which say so, in their memory or on the host
 	Engines int     // that say so
 }
 
-// Lacks returns the tokens of host memory that each engine would need beside what it has, to keep all conversations
-// that will come back.
+// Lacks returns the tokens of host memory that each engine would need to keep all conversations that come back; 0: they
+// have enough. It is all of it, since host memory repeats what an engine has in its own.
 func (c *Conversations) Lacks() float64 {
-	if c.Engines == 0 {
+	if c.Engines == 0 || c.Needs <= c.Memory {
 		return 0
 	}
-	return max(c.Needs-c.Memory, 0) / float64(c.Engines)
+	return c.Needs / float64(c.Engines)
 }
 
 // Conversations returns what is known of the pool's conversations, at this replica.

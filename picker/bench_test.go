@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tandem/kvstate"
+	"tandem/kvstate/residency"
 )
 
 // pickCase is one decision for measurements.
@@ -117,6 +118,22 @@ func wholeCases() (all []pickCase) {
 				_, err := k.Pick(r, &v)
 				return err
 			}})
+		if c.words { // and the turns of conversations, which fill the memory
+			late := &Picker{Policy: DefaultPolicy()}
+			late.Late = true
+			all = append(all, pickCase{name + "/memory", func() error {
+				i++
+				r.Rand += 0x9e3779b97f4a7c15
+				view()
+				hashes := prompts[i%len(prompts)]
+				of := s.Arrived(p, hashes, r.PromptTokens, 0, &v)
+				c, err := late.Pick(r, &v)
+				at := v.Endpoints[c.Decode].Endpoint
+				s.Computes(p, of, at, &v)
+				s.Routed(p, at, hashes)
+				return err
+			}})
+		}
 	}
 	return all
 }
@@ -129,24 +146,41 @@ func report(s *kvstate.State, e *kvstate.Endpoint) {
 	s.Bookings.Release(id)
 }
 
+// fullMemory is the memory of an engine that is full of conversations, of which such a part is expected back.
+func fullMemory(live float64) *residency.Memory {
+	m := &residency.Memory{Tokens: 1e6, Free: 1000, Live: live * 1e6, Returns: .5}
+	for i := range m.Old {
+		m.Old[i] = residency.Part{Tokens: 1e6 / residency.Parts, Back: live, End: 1e5, Middle: 5e4}
+	}
+	return m
+}
+
 // bothCases returns picks over endpoints that all serve both legs, without words and with them, half of them busy with
 // answers and the others with prompts.
 func bothCases(endpoints int) (all []pickCase) {
-	for _, words := range []bool{false, true} {
+	for _, x := range []struct {
+		words bool
+		live  float64 // of the memory, that conversations take which are expected back; 0: it is not known
+	}{{false, 0}, {true, 0}, {false, .2}, {false, .9}} {
 		v := loadedFleet(endpoints, 1)
 		for i := range v.Endpoints {
 			c := &v.Endpoints[i]
-			if words {
+			if x.words {
 				c.Word = c.Endpoint.Role
 			}
 			c.Endpoint.Role = kvstate.RoleBoth
 			c.Share = float64(i%3) * .2
+			if x.live > 0 {
+				c.Memory = fullMemory(x.live)
+			}
 		}
 		group(v)
 		v.Groups, v.Uniform = groupEnds(v), true
+		v.Load.Live = x.live * 1e6 * float64(endpoints)
 		k := &Picker{Policy: DefaultPolicy()}
+		k.Late = x.live > 0
 		r := &Request{PromptTokens: 55000, Blocks: 10, Split: true}
-		all = append(all, pickCase{fmt.Sprintf("%d/both/words=%t", endpoints, words), func() error {
+		all = append(all, pickCase{fmt.Sprintf("%d/both/words=%t/live=%v", endpoints, x.words, x.live), func() error {
 			r.Rand += 0x9e3779b97f4a7c15
 			_, err := k.Pick(r, v)
 			return err

@@ -1,5 +1,6 @@
-// Package recording is the format of a recording of a fleet's requests, which `tandem replay` plays: what was asked and
-// when, what was shared, and how long it took, without a word of any prompt. Package extproc/recorder makes recordings.
+// Package recording is the format of a recording of a fleet's requests, which `tandem replay` plays: what was
+// asked and when, what was shared, and how long it took, without a word of any prompt. Package extproc/recorder
+// makes recordings.
 //
 // A recording is one or more files of JSON lines, compressed with gzip (docs/recordings.md):
 //
@@ -17,16 +18,17 @@ const Version = 1
 
 // Header begins each file of a recording.
 type Header struct {
-	Version    int     `json:"tandem_recording"`
-	ID         string  `json:"id"`   // of the recording; its files have the same
-	From       string  `json:"from"` // when it began (RFC 3339)
-	Release    string  `json:"release,omitempty"`
-	Replica    string  `json:"replica,omitempty"`
-	BlockBytes int     `json:"block_bytes"` // bytes of a prompt that one of its hashes stands for
-	Sample     int     `json:"sample"`      // one conversation in so many is recorded
-	Usage      bool    `json:"usage"`       // answers are read: their tokens, and the times of the first and of each, are known
-	Salt       string  `json:"salt"`        // tells salts apart: recordings with the same one share their hashes
-	Start      float64 `json:"start"`       // when it began, s since 1970
+	Version    int    `json:"tandem_recording"`
+	ID         string `json:"id"`   // of the recording; its files have the same
+	From       string `json:"from"` // when it began (RFC 3339)
+	Release    string `json:"release,omitempty"`
+	Replica    string `json:"replica,omitempty"`
+	BlockBytes int    `json:"block_bytes"` // bytes of a prompt that one of its hashes stands for
+	Sample     int    `json:"sample"`      // one conversation in so many is recorded
+	// answers are read: their tokens, and the times of the first and of each, are known
+	Usage bool    `json:"usage"`
+	Salt  string  `json:"salt"`  // tells salts apart: recordings with the same one share their hashes
+	Start float64 `json:"start"` // when it began, s since 1970
 }
 
 // Fleet is the pools at one moment, and what Tandem had learned of their engines.
@@ -68,26 +70,27 @@ type Engine struct {
 
 // Request is one request that has ended. Times are seconds; counts of tokens are -1 where nobody knows them.
 type Request struct {
-	N                                  uint64  // its number, by arrival
-	On                                 uint64  // the number of the request whose prompt this one extends; 0: none
-	Same                               int     // blocks of its prompt that are those of On
-	Gap                                float64 // from the end of On's answer to its arrival; negative: it came before
-	T                                  float64 // arrival, from the header's start
-	Pool                               string
-	Model                              string // a name that the pool has, or a salted hash
-	Who                                string // the tenant's salted hash; "": none is known
-	Priority                           int32
-	Blocks                             []uint64 // all of them; in the file those behind Same. 48 bits each
-	Bytes                              int      // of the prompt
-	Prompt                             int64    // tokens ...
-	Guess                              bool     // ... which are an estimate of Tandem's
-	Cached                             int64    // of those, found in a cache
-	Answer                             int64
-	Stream                             bool
-	Route                              string // split, decode_alone, pass_through
-	Prefill, Decode                    string // addresses of engines
-	Replans                            int
-	Waited, P, Head, First, Each, Took float64 // in the queue; P's leg; to the answer's head; to its first token; per token; in all
+	N               uint64  // its number, by arrival
+	On              uint64  // the number of the request whose prompt this one extends; 0: none
+	Same            int     // blocks of its prompt that are those of On
+	Gap             float64 // from the end of On's answer to its arrival; negative: it came before
+	T               float64 // arrival, from the header's start
+	Pool            string
+	Model           string // a name that the pool has, or a salted hash
+	Who             string // the tenant's salted hash; "": none is known
+	Priority        int32
+	Blocks          []uint64 // all of them; in the file those behind Same. 48 bits each
+	Bytes           int      // of the prompt
+	Prompt          int64    // tokens ...
+	Guess           bool     // ... which are an estimate of Tandem's
+	Cached          int64    // of those, found in a cache
+	Answer          int64
+	Stream          bool
+	Route           string // split, decode_alone, pass_through
+	Prefill, Decode string // addresses of engines
+	Replans         int
+	// in the queue; P's leg; to the answer's head; to its first token; per token; in all
+	Waited, P, Head, First, Each, Took float64
 	Status                             int
 	Ended                              string // ok, refused, failed, client_gone
 }

@@ -99,7 +99,8 @@ func (f *Files) open(now time.Time) error {
 	}
 	f.number++
 	name := filepath.Join(f.Folder, fmt.Sprintf("%s%s-%04d%s", prefix, f.ID, f.number, suffix))
-	file, err := os.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY|syscall.O_NOFOLLOW, 0o640) //nolint:gosec // the group may replay
+	// the group may replay
+	file, err := os.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY|syscall.O_NOFOLLOW, 0o640) //nolint:gosec
 	if err != nil {
 		return fmt.Errorf("beginning a file of a recording: %w", err)
 	}
@@ -118,7 +119,8 @@ func (f *Files) makeRoom() error {
 	var files []fs.FileInfo
 	for _, e := range entries {
 		about, err := e.Info()
-		if err != nil || !about.Mode().IsRegular() || !strings.HasPrefix(e.Name(), prefix) || !strings.HasSuffix(e.Name(), suffix) {
+		if err != nil || !about.Mode().IsRegular() || !strings.HasPrefix(e.Name(), prefix) ||
+			!strings.HasSuffix(e.Name(), suffix) {
 			continue
 		}
 		files, sum = append(files, about), sum+about.Size()

@@ -16,6 +16,9 @@
 //
 // Endpoints have a fixed role, or all serve both legs. Then words say which leg each has now (words.go, picker/roles).
 //
+// What a fleet was really asked comes from a recording (recorded.go, package recording): it is played as it was first,
+// beside what was measured, and then on other fleets (whatif.go).
+//
 // The model leaves out: contention of the network, failures, tokens of an answer as prefix of the next turn,
 // speculative decoding. Other routers are given their best case: an exact index of every cache, and loads that are
 // never stale.

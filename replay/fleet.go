@@ -20,6 +20,7 @@ type job struct {
 
 	firstAt, endAt float64
 	prefilledAt    float64
+	boundAt        float64 // when it got its endpoints
 	hits           []int32 // blocks of the prompt on each endpoint, at the last lookup
 	lookedAt       float64
 	published      []int32 // hits, as published to the other replicas while the request waits
@@ -102,7 +103,7 @@ func (f *fleet) engines() []*engine.Engine {
 
 // bind sends a request to its endpoints: to prefill first, or to decode alone if prefill is -1.
 func (f *fleet) bind(j *job, prefill, decode int) {
-	j.prefill, j.decode, j.alone = prefill, decode, prefill < 0
+	j.prefill, j.decode, j.alone, j.boundAt = prefill, decode, prefill < 0, f.Now
 	if j.gone {
 		f.After(0, func() { f.leave(j) })
 		return

@@ -96,6 +96,10 @@ func (t *tandem) newReplica(number int) *replica {
 	r.picker.AnswerWeight, r.picker.Promise = t.config.AnswerWeight, t.config.Promise
 	// engines report their capacity; the other constants Tandem does not know
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens
+	if m, is := &r.picker.Model, &t.config.Engine; t.config.Known {
+		m.PrefillStep, m.PrefillToken, m.PrefillContext = is.PrefillStep, is.PrefillToken, is.PrefillContext
+		m.TokenBytes, m.StepTokens = is.TokenBytes, is.StepTokens
+	}
 	r.tick = func() { r.ticking = false; r.dispatch() }
 	r.After(0, r.scrape)
 	r.After(0, r.sweep)
@@ -193,7 +197,7 @@ func (r *replica) scrape() {
 		g.Waiting = int64(d.Waiting())
 		if !math.IsInf(r.config.Engine.KVTokens, 1) {
 			g.KVTokens = int64(r.config.Engine.KVTokens)
-			g.Host.Tokens = int64(d.Keeps()) - g.KVTokens
+			g.Host.Tokens = int64(d.HostTokens())
 		}
 		r.state.Observe(e, g)
 	}

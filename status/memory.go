@@ -12,10 +12,10 @@ import (
 // Memory is what a pool's conversations need of its engines' KV memory, and what it costs that they have less. Tokens.
 type Memory struct {
 	Conversations int     `json:"conversations"`
-	Expected      float64 `json:"expected_tokens"` // of those that are expected back within two minutes: the working set
-	Keeps         float64 `json:"memory_tokens"`   // of engines that say so, host memory included
-	Lacks         float64 `json:"lacks_tokens"`    // that each engine would need more to keep all that will come back
-	Engines       int     `json:"engines"`         // that say how much they keep
+	Expected      float64 `json:"expected_tokens"`   // of those that are expected back within two minutes: the working set
+	Keeps         float64 `json:"memory_tokens"`     // of engines that say so, or of their hosts if that is more
+	Lacks         float64 `json:"needs_host_tokens"` // of host memory that each engine needs; 0: none
+	Engines       int     `json:"engines"`           // that say how much they keep
 
 	// Of the last ten minutes: tokens of prompts that earlier ones of their conversations had; of those, what was
 	// computed again since no engine held it any more, or though another one held it.
@@ -90,7 +90,7 @@ func lacksMemory(p *Pool, add func(bad bool, doc, format string, values ...any))
 		waits = fmt.Sprintf(" Meanwhile %s wait%s for room.", words.Count(m.Waiting, "cold prompt"), third(m.Waiting))
 	}
 	add(false, "howto/agents.md", "%s: engines compute %.0f %% of what conversations had again, since KV memory is short: "+
-		"host memory for %s tokens each would end it.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)
+		"host memory for %s tokens each would hold them all.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)
 }
 
 // rounded prints a number of tokens with two digits.

@@ -19,7 +19,7 @@ func TestMemoryThatLacksIsSaid(t *testing.T) {
 	}
 	m := Memory{Conversations: 90, Expected: 7e6, Keeps: 8e6, Lacks: 3.04e6, Had: 5e6, Evicted: 1.4e6, Elsewhere: 1e5}
 	require.Equal(t, []string{"agents: engines compute 28 % of what conversations had again, since KV memory is short: " +
-		"host memory for 3.0M tokens each would end it."}, said(m))
+		"host memory for 3.0M tokens each would hold them all."}, said(m))
 	m.Waiting = 1
 	require.Contains(t, said(m)[0], "Meanwhile 1 cold prompt waits for room.")
 

@@ -109,7 +109,7 @@ func TestCommandReference(t *testing.T) {
 	asking := regexp.MustCompile(`(?m)^ +(?:-\w, )?--(?:admin ADDRESS|file FILE +configuration FILE \(YAML\), for|output FORMAT +FORMAT: table|token-file) .*\n`)
 	want += strings.Join(asking.FindAllString(printed(t, "explain", "--help"), -1), "") + "```\n"
 	help := regexp.MustCompile(`(?m)^  -h, --help +help for .*\n`)
-	for _, name := range []string{"run", "serve", "envoy", "status", "requests", "explain", "drain", "pause", "resume", "weights", "record", "demo", "replay"} {
+	for _, name := range []string{"run", "serve", "envoy", "status", "requests", "explain", "drain", "pause", "resume", "weights", "record", "demo", "replay", "profile"} {
 		text := help.ReplaceAllString(asking.ReplaceAllString(printed(t, name, "--help"), ""), "")
 		want += "\n## tandem " + name + "\n\n```text\n" + strings.TrimSuffix(text, "\nFlags:\n") + "```\n"
 	}

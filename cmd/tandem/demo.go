@@ -51,8 +51,9 @@ func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay 
 	if err == nil && stay {
 		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. "+
 			"In another terminal:\n\n"+
-			"%s\n  %s status --admin %s\n\nCtrl-C ends everything.\n",
-			d.url, d.admin, d.group.dir, curl(d.url, "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"))
+			"%s\n  %s status --admin %s\n  %s replay --recording %s --advise 4\n\nCtrl-C ends everything.\n",
+			d.url, d.admin, d.group.dir, curl(d.url, "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"),
+			d.self, d.recordings())
 		<-ctx.Done()
 	}
 	d.group.stop()
@@ -125,8 +126,8 @@ func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) 
 		way, how, xds = "inside", "and an Envoy with Tandem inside", nil
 	}
 	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\nenvoy: {listen: %q, admin: %q, run: %s}\n"+
-		"pools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n"+
-		"  decodeAlone: fallback\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], way, endpoints.String())
+		"usage: {}\nrecord: {folder: %q}\npools:\n- name: demo\n  kvTransfer: nixl\n  split: always # auto would keep prompts as short as most of these on decode\n"+
+		"  decodeAlone: fallback\n  endpoints:\n%s", p[8], p[9], p[10], listen, p[11], way, d.recordings(), endpoints.String())
 	if err := os.WriteFile(cfg, []byte(text), 0o600); err != nil {
 		return err
 	}
@@ -157,6 +158,9 @@ func (d *demonstration) bringUp(ctx context.Context, listen string) (err error) 
 	}
 	return nil
 }
+
+// recordings is the folder in which the demo's requests are recorded.
+func (d *demonstration) recordings() string { return filepath.Join(d.group.dir, "recordings") }
 
 // demoRequest is one request that the demo sends.
 type demoRequest struct{ what, path, body string }

@@ -8,6 +8,7 @@
 //	tandem drain | pause | resume | weights       orders to a running replica
 //	tandem record start | stop | status           record its requests, for replay
 //	tandem demo                      bring everything up on this machine and send real requests
+//	tandem profile ENGINE            measure an idle engine, for replay
 //	tandem replay --trace FILE       play a trace against modelled engines under several routing policies
 //
 // A file of this package for each of them; `tandem COMMAND --help` lists the flags.
@@ -71,7 +72,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	add("run", newRun(), newServe(), newEnvoy())
 	add("watch", newStatus(), newRequests(), newExplain())
 	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
-	add("try", newDemo(), newReplay())
+	add("try", newDemo(), newReplay(), newProfile())
 	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
 		fmt.Fprintln(c.OutOrStdout(), "tandem", version())
 	}})

@@ -76,7 +76,8 @@ func printRecording(w io.Writer, s *recorder.Status) {
 		fmt.Fprintf(w, "one conversation in %d\n", s.Sample)
 	}
 	if s.Dropped+s.Failed > 0 {
-		fmt.Fprintf(w, "%d dropped, since too many waited; %d failed, since the file could not be written\n", s.Dropped, s.Failed)
+		fmt.Fprintf(w, "%d dropped, since too many waited; %d failed, since the file could not be written\n", s.Dropped,
+			s.Failed)
 	}
 	if s.Error != "" {
 		fmt.Fprintf(w, "last error: %s\n", words.Plain(s.Error))

@@ -38,6 +38,8 @@ func newReplay() *cobra.Command {
 			listed(sessions.Kinds()) + ", or those of a file or folder (kv-cache-tester's, aiperf's, or as\n" +
 			"replay/sessions says). Policies may then be oracles, too (idle, lru, belady), and say how they split and\n" +
 			"on what fleet: tandem/never, tandem/roles, tandem@2+6.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
+			"With --recording it plays what a fleet was asked, first on that fleet beside what was measured, then on others\n" +
+			"(--what-if, --advise).\n\n" +
 			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
 			"many prompts have), engines (other engines, links and answers), roles (engines that serve both legs) or\n" +
 			"agents (sessions of coding agents; with --trace, those of a file).",
@@ -79,6 +81,7 @@ func newReplay() *cobra.Command {
 	f.BoolVar(&o.asJSON, "json", false, "print one JSON object per policy, each on one line, and nothing else")
 	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
 	o.closed.flags(f)
+	o.recording.flags(f)
 	f.StringVar(&o.suite, "suite", "", "play a `SUITE` instead of one trace")
 	f.Lookup("kv-tokens").DefValue = fmt.Sprintf("%.0f", o.Engine.KVTokens) // pflag would say 1e+06
 	return c
@@ -109,6 +112,7 @@ func listed(names []string) string {
 type replayOptions struct {
 	replay.Config
 	closed                              closedOptions
+	recording                           recordingOptions
 	trace, policies, split, html, suite string
 	requests                            int
 	rate, load, bandwidth, slow         float64
@@ -123,6 +127,9 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 		bars = io.Discard
 	}
 	c := o.Config
+	if o.recording.file != "" {
+		return replayRecording(ctx, o, stdout, bars)
+	}
 	if o.suite == "agents" {
 		return agentsSuite(ctx, o, stdout, bars)
 	}

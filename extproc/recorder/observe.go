@@ -82,11 +82,8 @@ func (s *session) first(p *pending, c *Choice) {
 	p.tip.number, p.tip.root = l.N, l.N
 	if found {
 		l.On, l.Same, p.tip.root = before.number, before.blocks, before.root
-		if before.ended > 0 {
-			l.Gap = c.Started.Sub(s.began).Seconds() - before.ended
-		} else { // its answer is still being written
-			l.Gap = -1
-		}
+		p.before = before.slot
+		s.gap(p)
 	}
 	if s.about.Sample > 1 {
 		p.skipped = s.seal(p.tip.root)%uint64(s.about.Sample) != 0
@@ -99,6 +96,18 @@ func (s *session) first(p *pending, c *Choice) {
 		l.Blocks = append(l.Blocks, s.seal(h))
 	}
 	s.hashes += len(l.Blocks)
+}
+
+// gap sets the time from the end of the answer before to a request's arrival, if that end is known: Envoy may report it
+// after the client has asked again.
+func (s *session) gap(p *pending) {
+	l, before := &p.line, &s.conversations.slots[p.before]
+	if l.On == 0 || before.number != l.On {
+		return
+	}
+	if l.Gap = -1; before.ended > 0 && before.ended <= l.T {
+		l.Gap = l.T - before.ended
+	}
 }
 
 // named returns the keyed hash of a name, as text; "" of none.
@@ -199,6 +208,7 @@ func (r *Recorder) Ended(e *End) {
 // line adds a request's line to those that are written.
 func (s *session) line(p *pending, e *End) {
 	l := &p.line
+	s.gap(p)
 	l.Who = s.namedBytes(e.Tenant)
 	if e.Decode != "" {
 		l.Decode = e.Decode

@@ -70,17 +70,19 @@ func blocksOf(text string) (out []uint64) {
 // ask records a request from its choice to its end.
 func (s *stand) ask(id, text string, at, until time.Time) {
 	s.choose(id, text, at)
-	s.Ended(&End{ID: []byte(id), Started: at, Ended: until, Tenant: []byte("the tenant Smith"), Prompt: 900, Cached: 300, Answer: 30,
+	s.Ended(&End{ID: []byte(id), Started: at, Ended: until, Tenant: []byte("the tenant Smith"), Prompt: 900,
+		Cached: 300, Answer: 30,
 		Head: time.Second / 4, First: time.Second / 2, Each: 20 * time.Millisecond, Status: 200, How: "ok"})
 }
 
 func (s *stand) choose(id, text string, at time.Time) {
-	s.Chosen(&Choice{ID: id, Started: at, Pool: "chat", Model: "llama", Listed: true, Blocks: blocksOf(text), Text: []byte(text),
+	s.Chosen(&Choice{ID: id, Started: at, Pool: "chat", Model: "llama", Listed: true, Blocks: blocksOf(text),
+		Text:  []byte(text),
 		Bytes: len(text), Tokens: 800, Route: "split", Prefill: "10.0.0.1:80", Decode: "10.0.0.2:80", Waited: time.Second})
 }
 
-// What a request's line says, and how a conversation is known by its prompts alone: a turn begins with the whole prompt
-// before it. Prompts that only share their beginning are conversations of their own.
+// What a request's line says, and how a conversation is known by its prompts alone: a turn begins with the whole
+// prompt before it. Prompts that only share their beginning are conversations of their own.
 func TestLines(t *testing.T) {
 	s := newStand(t, usual(t))
 	system := strings.Repeat("You are a helpful assistant. ", 100) // 2,900 bytes
@@ -110,8 +112,25 @@ func TestLines(t *testing.T) {
 	require.Equal(t, map[string]int{Written: 5}, s.lines)
 }
 
-// Whoever has a recording and knows a prompt cannot tell whether it was asked; with the salt he can, so it is a secret.
-// No byte of a prompt, of a tenant, or of a model's name that the client made up is in the file.
+// Envoy reports the end of an answer a moment after the client has it, who may have asked again by then.
+func TestEndThatIsReportedLate(t *testing.T) {
+	s := newStand(t, usual(t))
+	at := time.Now()
+	s.choose("1", "Hello", at)
+	s.choose("2", "Hello. And then?", at.Add(3*time.Second))
+	s.choose("3", "Hello. And then? At once?", at.Add(4*time.Second))
+	for i, until := range []time.Duration{2, 9, 9} {
+		id := fmt.Sprint(i + 1)
+		started := at.Add([]time.Duration{0, 3, 4}[i] * time.Second)
+		s.Ended(&End{ID: []byte(id), Started: started, Ended: at.Add(until * time.Second), Prompt: -1, Cached: -1, Answer: -1})
+	}
+	got := s.read().Requests
+	require.InDelta(t, 1, got[1].Gap, 1e-5)
+	require.InDelta(t, -1, got[2].Gap, 0, "its answer was still being written")
+}
+
+// Whoever has a recording and knows a prompt cannot tell whether it was asked; with the salt he can, so it is a
+// secret. No byte of a prompt, of a tenant, or of a model's name that the client made up is in the file.
 func TestHashesSayNothingWithoutTheSalt(t *testing.T) {
 	secret := strings.Repeat("The merger with Initech is on May 4th. ", 40)
 	o := usual(t)
@@ -219,7 +238,8 @@ func TestSample(t *testing.T) {
 	}
 }
 
-// Files are bounded in number and size together: the oldest go, those of recordings before included, and nothing else.
+// Files are bounded in number and size together: the oldest go, those of recordings before included, and nothing
+// else.
 func TestFilesAreBounded(t *testing.T) {
 	o := usual(t)
 	o.MaxBytes = 64 << 10
@@ -227,7 +247,8 @@ func TestFilesAreBounded(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(o.Folder, "notes.txt"), make([]byte, 1<<20), 0o600))
 	old := filepath.Join(o.Folder, "tandem-old-0001.jsonl.gz")
 	require.NoError(t, os.WriteFile(old, make([]byte, 60<<10), 0o600))
-	f := recording.Files{Folder: o.Folder, MaxBytes: o.MaxBytes, ID: "new", Begin: func() []byte { return []byte("{}\n") }}
+	f := recording.Files{Folder: o.Folder, MaxBytes: o.MaxBytes, ID: "new",
+		Begin: func() []byte { return []byte("{}\n") }}
 	line := make([]byte, 3<<10)
 	at := time.Now()
 	for i := range 200 {
@@ -276,7 +297,8 @@ func TestRecordingAllocatesNothing(t *testing.T) {
 	s := newStand(t, usual(t))
 	at := time.Now()
 	text := strings.Repeat("0123456789", 100)
-	choice := Choice{ID: "1", Started: at, Pool: "chat", Model: "llama", Listed: true, Blocks: blocksOf(text), Text: []byte(text),
+	choice := Choice{ID: "1", Started: at, Pool: "chat", Model: "llama", Listed: true, Blocks: blocksOf(text),
+		Text:  []byte(text),
 		Bytes: len(text), Tokens: 800, Route: "split", Prefill: "10.0.0.1:80", Decode: "10.0.0.2:80"}
 	end := End{ID: []byte("1"), Started: at, Ended: at, Prompt: 250, Cached: 0, Answer: 30, Status: 200, How: "ok"}
 	one := func() {

@@ -56,7 +56,8 @@ const aes16 = 16
 // pending is a request that has not ended. Later requests use the memory again.
 type pending struct {
 	line    recording.Request
-	tip     tip // of its prompt
+	tip     tip   // of its prompt
+	before  int32 // slot of the prompt that it extends, if line.On says one
 	started time.Time
 	skipped bool // its conversation is not in the sample
 }
@@ -70,7 +71,8 @@ func newSession(o Options, w *Wiring) (*session, error) {
 	_, _ = rand.Read(id[:]) // never fails (crypto/rand)
 	now := time.Now()
 	s := &session{
-		wiring: w, began: now, over: make(chan struct{}), key: key, pending: map[uint64]*pending{}, conversations: newConversations(),
+		wiring: w, began: now, over: make(chan struct{}), key: key, pending: map[uint64]*pending{},
+		conversations: newConversations(),
 		about: recording.Header{
 			Version: recording.Version, ID: hex.EncodeToString(id[:]), From: now.UTC().Format(time.RFC3339),
 			Release: w.Release, Replica: w.Replica, BlockBytes: blockBytes, Sample: max(o.Sample, 1), Usage: w.Usage,

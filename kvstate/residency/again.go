@@ -24,7 +24,7 @@ func (a *Again) add(o Again, weight float64) {
 type Report struct {
 	Known  int     // conversations
 	Live   float64 // of those that are expected back within the horizon, each once
-	Needs  float64 // of those that will come back before they are forgotten, each once
+	Needs  float64 // of those that engines should keep, since others that were idle for as long came back, each once
 	All    Again   // since the start
 	Lately Again   // of the last ten minutes, older ones less
 }
@@ -61,9 +61,35 @@ func (t *Table) fade(seconds float64) {
 	t.lately.add(old, math.Exp(-seconds/lately))
 }
 
-// ever returns the chance that a conversation that has been idle for so long returns before it is forgotten.
-func (t *Table) ever(idle float64) float64 {
-	b := binOf(idle)
-	rest := t.hazard[b] * max(min(begins(b+1), forgotten)-idle, 0)
-	return 1 - math.Exp(-rest-t.later[b])
+// kept is the part of all returns after which what is idle for longer need not be kept.
+const kept = 0.98
+
+// keeps returns the idle time within which nearly all conversations that return have returned, s. Engines discard what
+// was used last longest ago, whether it comes back or not, so they have to keep all that was idle for less.
+func (t *Table) keeps() float64 {
+	all := 0.0
+	for b := range t.hazard {
+		all += t.hazard[b] * (ends(b) - begins(b))
+	}
+	if all = 1 - math.Exp(-all); all <= 0 {
+		return 0
+	}
+	sum := 0.0
+	for b := range t.hazard {
+		more := t.hazard[b] * (ends(b) - begins(b))
+		if 1-math.Exp(-sum-more) >= kept*all { // by then, in this bin
+			left := -math.Log(1-kept*all) - sum
+			return begins(b) + (ends(b)-begins(b))*left/more
+		}
+		sum += more
+	}
+	return forgotten
+}
+
+// ends returns the idle time at which a bin ends.
+func ends(bin int) float64 {
+	if bin == bins-1 {
+		return forgotten
+	}
+	return begins(bin + 1)
 }

@@ -81,7 +81,7 @@ type Table struct {
 	returned, idle [bins]float64
 	hazard         [bins]float64     // returns a second
 	edges          [bins + 1]float64 // chance of a return, by the idle time at which a bin begins
-	later          [bins]float64     // expected returns in the bins after this one
+	keep           float64           // s of idle time after which hardly any conversation returns
 	turn           float64           // mean time of a request at an engine, s
 	// Of prompts that came here, of which older ones count less: what a block is in tokens.
 	blocks, tokens float64
@@ -115,7 +115,7 @@ const Parts = 12
 
 // Memory is what an engine's KV memory holds. It does not change.
 type Memory struct {
-	Tokens  float64     // that it keeps in all, host memory included
+	Tokens  float64     // that it keeps in all, on the host if that is more
 	Free    float64     // of those, without a conversation
 	Live    float64     // of conversations that live here, by the chance that they are back within the horizon
 	Returns float64     // conversations that are expected to come back here in the next second
@@ -165,9 +165,7 @@ func (t *Table) learn() {
 		}
 		t.edges[b] = 1 - math.Exp(-sum)
 	}
-	for b := bins - 2; b >= 0; b-- {
-		t.later[b] = t.later[b+1] + t.hazard[b+1]*max(min(begins(b+2), forgotten)-begins(b+1), 0)
-	}
+	t.keep = t.keeps()
 }
 
 func (c *Conversation) isIdle(now float64) bool { return c.running == 0 && c.since <= now }
@@ -218,8 +216,8 @@ func (t *Table) count(now, passed float64) {
 			}
 		}
 		live += (c.tokens - c.shared) * t.chance(c, now)
-		if !c.left {
-			t.needs += (c.tokens - c.shared) * t.ever(max(now-c.since, 0))
+		if now-c.since < t.keep {
+			t.needs += c.tokens - c.shared
 		}
 	}
 	t.live.Store(math.Float64bits(live))
@@ -554,7 +552,7 @@ func (t *Table) discard(at *Engine) {
 	}
 }
 
-// Resize sets how many tokens of KV an engine keeps, host memory included.
+// Resize sets how many tokens of KV an engine keeps, in its memory or, if that is more, on the host.
 func (t *Table) Resize(e *Engine, tokens, now float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -30,7 +30,8 @@ type Engine struct {
 	joining []*Job // join at the next step
 	running bool
 
-	host hostMemory
+	host  hostMemory
+	parts map[uint64]bool // beginnings of blocks that were computed
 	kvMemory
 	kv    int // tokens of KV that a step of the answers reads
 	steps int
@@ -91,14 +92,14 @@ type Tally struct {
 
 // New returns an idle engine that processes so many tokens in a step.
 func New(c *Clock, m picker.Model, tokens int, on Events) *Engine {
-	e := &Engine{Clock: c, model: m, tokens: tokens, on: on, pending: map[uint64]int32{}}
+	e := &Engine{Clock: c, model: m, tokens: tokens, on: on, pending: map[uint64]int32{}, parts: map[uint64]bool{}}
 	e.cache = NewCache(!math.IsInf(m.KVTokens, 1))
 	e.end = e.endStep
 	return e
 }
 
-// Keeps returns the tokens of KV that the engine keeps, host memory included.
-func (e *Engine) Keeps() float64 { return e.model.KVTokens + float64(e.host.limit*BlockTokens) }
+// HostTokens returns the tokens of KV that the engine keeps in host memory. It has copies there of what it computes.
+func (e *Engine) HostTokens() float64 { return float64(e.host.limit * BlockTokens) }
 
 // Host gives the engine host memory for the KV of so many tokens, which it loads at a rate in tokens per second.
 func Host(e *Engine, tokens, rate float64) {
@@ -149,6 +150,9 @@ func (e *Engine) admit() {
 			continue
 		}
 		whole, tokens := e.cache.Hit(j.Blocks)
+		if p := &j.Part; whole == p.Behind && e.parts[p.ID] {
+			tokens = max(tokens, p.Tokens)
+		}
 		if more := e.host.hit(j.Blocks[whole:]); more > 0 {
 			e.load(j, whole, whole+more)
 			continue
@@ -356,6 +360,9 @@ func (e *Engine) endStep() {
 
 // complete ends the computation of a prompt. It has produced the first token.
 func (e *Engine) complete(j *Job) {
+	if j.Part.Tokens > 0 {
+		e.parts[j.Part.ID] = true // it is there as long as the block before it
+	}
 	if j.written == 0 {
 		e.arrived(j)
 	}

@@ -161,3 +161,19 @@ func TestSharedBlocksCountOnce(t *testing.T) {
 	require.InDelta(t, 11*BlockTokens, e.memory(), 100)
 	require.InDelta(t, 10*1024, e.kv, 100, "each reads all of its KV")
 }
+
+// What prompts share of a block is cached when the first of them has been computed, if the blocks before are.
+func TestSharedPartOfABlock(t *testing.T) {
+	var c Clock
+	cached := map[uint64]int{}
+	e := New(&c, picker.DefaultModel(), 8192, Events{First: func(*Job) {}, Done: func(*Job) {},
+		Started: func(j *Job, n, _ int) { cached[j.ID] = n }})
+	part := Part{Behind: 1, Tokens: 100, ID: 7}
+	for i := range uint64(3) {
+		e.Add(&Job{ID: i, Input: 1500, Output: 2, Blocks: []uint64{1, 10 + i, 20 + i}, Part: part}, Both)
+		play(&c)
+	}
+	e.Add(&Job{ID: 3, Input: 1500, Output: 2, Blocks: []uint64{2, 13, 23}, Part: part}, Both)
+	play(&c)
+	require.Equal(t, map[uint64]int{0: 0, 1: 612, 2: 612, 3: 0}, cached)
+}

@@ -14,6 +14,9 @@ type Job struct {
 	// the prompt, if it is shorter, goes on with the answer. nil: nobody asks for the answer's KV.
 	Kept []uint64
 
+	// Where others share the beginning of a block of its prompt, but not all of it: a shared system prompt ends there.
+	Part Part
+
 	leg      Leg
 	from     *Engine // holds its KV until it is fetched
 	computed int     // tokens of the prompt that are computed or were cached
@@ -21,6 +24,13 @@ type Job struct {
 	ends     int     // the step of its engine that completes the answer
 	joined   int     // its place in the order in which answers began there
 	written  int     // tokens of its answer when it was preempted; their KV has to be computed again
+}
+
+// Part is the beginning of a block.
+type Part struct {
+	Behind int    // so many whole blocks
+	Tokens int    // 0: there is none
+	ID     uint64 // of all that is shared
 }
 
 // CachedTokens returns the tokens of the prompt that need not be computed where so many of its blocks are cached. The

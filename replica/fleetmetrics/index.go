@@ -43,9 +43,9 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		live: pool("tandem_conversation_tokens",
 			"Tokens of the conversations that are expected back within two minutes, each once: the working set."),
 		memory: pool("tandem_kv_memory_tokens",
-			"Tokens of KV that engines keep which report it, host memory included."),
-		lacks: pool("tandem_kv_memory_lacking_tokens",
-			"Tokens of host memory that each engine lacks to keep all conversations that will come back."),
+			"Tokens of KV that engines keep which report it: in their memory, or on the host if that is more."),
+		lacks: pool("tandem_host_memory_needed_tokens",
+			"Tokens of host memory that each engine would need to keep all conversations that come back; 0: they have enough."),
 		had: pool("tandem_conversation_prompt_tokens_total",
 			"Tokens of prompts that earlier prompts of their conversations had."),
 		again: prometheus.NewDesc("tandem_recomputed_tokens_total",
@@ -76,8 +76,8 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 // Describe implements [prometheus.Collector].
 func (m *indexMetrics) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.lacks, m.had, m.again, m.connected, m.lag, m.held, m.orphans,
-		m.forwarded, m.batches, m.gaps, m.lost, m.restarts, m.bad, m.unusable,
+		m.blocks, m.entries, m.prompts, m.conversations, m.live, m.memory, m.lacks, m.had, m.again, m.connected, m.lag,
+		m.held, m.orphans, m.forwarded, m.batches, m.gaps, m.lost, m.restarts, m.bad, m.unusable,
 	} {
 		out <- d
 	}

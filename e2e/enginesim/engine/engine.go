@@ -6,6 +6,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -22,7 +23,9 @@ type Engine struct {
 	Metrics     *metrics
 	Core        Core
 	prefillTurn chan struct{}
-	External    bool // a connector asks other engines for KV
+	stepEnds    atomic.Int64 // when the step with a chunk of a prompt ends, ns since 1970; 0: none runs
+	writing     atomic.Int64 // streams that get tokens
+	External    bool         // a connector asks other engines for KV
 }
 
 // New returns an idle engine, and opens the sockets of its KV events.
@@ -85,7 +88,29 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 	}
 	defer func() { <-e.prefillTurn }()
 	defer e.Core.Step()
-	return Sleep(ctx, d)
+	if e.Cfg.Chunk == 0 {
+		return Sleep(ctx, d)
+	}
+	return e.computeChunks(ctx, d)
+}
+
+// computeChunks computes a prompt in steps which the answers that run take part in: each of them gets its token at the
+// step's end, and the step takes the time of the chunk and of their own.
+func (e *Engine) computeChunks(ctx context.Context, d time.Duration) error {
+	defer e.stepEnds.Store(0)
+	chunk := time.Duration(float64(e.Cfg.Chunk) / e.Cfg.PrefillSpeed * float64(time.Second))
+	for d > 0 {
+		step := min(chunk, d)
+		d -= step
+		if e.writing.Load() > 0 {
+			step += e.Cfg.DecodeStep
+		}
+		e.stepEnds.Store(time.Now().Add(step).UnixNano())
+		if err := Sleep(ctx, step); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Clock returns the time of the engine's own clock, Python's perf_counter: it begins at an arbitrary time, and no other
@@ -98,6 +123,9 @@ func newClock() time.Duration { return time.Duration(1+rand.IntN(1e6)) * time.Se
 // untilStep returns the time until the engine's next decode step. Continuous batching gives every running sequence its
 // token in the same step, so the tokens of different answers arrive together, whenever their requests came.
 func (e *Engine) untilStep() time.Duration {
+	if left := time.Until(time.Unix(0, e.stepEnds.Load())); left > 0 {
+		return left + time.Microsecond
+	}
 	pace := e.Cfg.DecodeStep
 	return pace - time.Since(e.Started)%pace
 }

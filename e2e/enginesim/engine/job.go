@@ -200,6 +200,8 @@ func (j *Job) decode(ctx context.Context, emit func(step int) error) error {
 		return ctx.Err()
 	}
 	last := time.Now()
+	j.E.writing.Add(1)
+	defer j.E.writing.Add(-1)
 	for step := range steps {
 		if pace > 0 && step > 0 {
 			if err := Sleep(ctx, j.E.untilStep()); err != nil {

@@ -2006,8 +2006,9 @@ func (x *Encode) GetTimeout() string {
 type Queue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long a request may wait. Then it is dispatched before its turn, or refused (429) if its priority is below 0. At
-	// most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered body. Default: 60s with
-	// bodyMode duplex, else 20s.
+	// most 20s unless envoy.bodyMode is duplex, because Envoy waits no longer for a buffered body. Cold prompts that wait
+	// for the memory of engines may wait five times as long, but there, and where a gateway waits for its picker, no
+	// longer than others. Default: 60s with bodyMode duplex, else 20s.
 	MaxWait string `protobuf:"bytes,1,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
 	// How many requests may wait in each replica. If more come, the last of those with a priority below 0 is refused
 	// (429), or the first is dispatched before its turn.

@@ -1,0 +1,187 @@
+package replay
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tandem/recording"
+	"tandem/replay/sessions"
+	"tandem/replay/traces"
+)
+
+// recorded writes a recording of conversations of so many turns, of a fleet of two and two.
+func recorded(t *testing.T, conversations, turns, sample int, more ...string) *recording.Recording {
+	t.Helper()
+	var out strings.Builder
+	fmt.Fprintf(&out, `{"tandem_recording":1,"id":"x","block_bytes":512,"sample":%d,"usage":true,"start":1}`+"\n",
+		sample)
+	out.WriteString(`{"fleet":{"at":1,"pools":[{"name":"chat","split":"auto","late":true,"answer_weight":0.5,"ttft":2,"tpot":0.04,` +
+		`"engines":[{"address":"p0","role":"prefill","kv":500000,"speed":2},{"address":"p1","role":"prefill","kv":500000},` +
+		`{"address":"d0","role":"decode","kv":500000,"pace":1.5},{"address":"d1","role":"decode","kv":500000}]}]}}` + "\n")
+	random := rand.New(rand.NewPCG(1, 1))
+	n := uint64(0)
+	for c := range conversations {
+		blocks := make([]uint64, 0, 400)
+		for i := range 16 { // all begin alike
+			blocks = append(blocks, uint64(100+i))
+		}
+		before, at := uint64(0), float64(c*sample)
+		for turn := range turns {
+			had := len(blocks)
+			for range 16 {
+				blocks = append(blocks, recording.Mask(random.Uint64()))
+			}
+			n++
+			q := recording.Request{N: n, T: at, Pool: "chat", Model: "m", Bytes: 512 * len(blocks),
+				Prompt: int64(128 * len(blocks)),
+				Cached: 100, Answer: 50, Stream: true, Route: "split", First: .4, Each: .02, Took: 1.5, Status: 200, Ended: "ok",
+				Blocks: blocks}
+			if turn > 0 {
+				q.On, q.Same, q.Gap, q.Blocks = before, had, 3, blocks[had:]
+			}
+			out.Write(recording.Append(nil, &q))
+			before, at = n, at+4.5
+		}
+	}
+	for _, line := range more {
+		out.WriteString(line + "\n")
+	}
+	r, err := recording.Read("by hand", strings.NewReader(out.String()))
+	require.NoError(t, err)
+	return r
+}
+
+// A recording is played on the fleet that it was made of, with what Tandem had learned of it; a turn waits for
+// the answer before it, and finds what it had.
+func TestRecorded(t *testing.T) {
+	o, err := LoadRecorded(recorded(t, 20, 4, 1), "")
+	require.NoError(t, err)
+	require.Len(t, o.Turns, 80)
+	v, notes := o.Variant()
+	require.Empty(t, notes)
+	require.Equal(t, "2+2", v.Fleet())
+	require.InDelta(t, 2./16000, v.Config.Engine.PrefillToken, 1e-9)
+	require.InDelta(t, .018, v.Config.Engine.DecodeStep, 1e-9)
+	require.InDelta(t, 500_000, v.Config.Engine.KVTokens, 1e-9)
+	r, err := v.Play(t.Context(), o)
+	require.NoError(t, err)
+	require.Zero(t, r.Stuck)
+	require.Greater(t, r.Cached, .6, "a turn has three quarters of its prompt, the first one half")
+	require.Less(t, r.Again, .1)
+	m := o.Measured(&v.Config)
+	require.InDelta(t, 1, m.Kept, 1e-9)
+	require.InDelta(t, .4, m.TTFT.P50, 1e-9)
+	require.NotEmpty(t, Off(m, r), "the times of the recording are made up")
+	require.Empty(t, Off(r, r))
+}
+
+// What a recording says is what is played: one conversation in five stands for five, which share what all share.
+func TestSampleIsScaledBack(t *testing.T) {
+	all, err := LoadRecorded(recorded(t, 100, 3, 1), "chat")
+	require.NoError(t, err)
+	fifth, err := LoadRecorded(recorded(t, 20, 3, 5), "chat")
+	require.NoError(t, err)
+	v, _ := all.Variant()
+	was, err := v.Play(t.Context(), all)
+	require.NoError(t, err)
+	is, err := v.Play(t.Context(), fifth)
+	require.NoError(t, err)
+	require.InDelta(t, was.Requests, is.Requests, 30)
+	require.InDelta(t, was.Cached, is.Cached, .1)
+	v.Load = 2
+	twice, err := v.Play(t.Context(), all)
+	require.NoError(t, err)
+	require.InDelta(t, 2*was.Requests, twice.Requests, 20)
+	require.InDelta(t, was.Cached, twice.Cached, .1, "copies do not share what was their own")
+}
+
+// What is not played is counted, by its reason, and what disturbed the fleet is noted.
+func TestNotPlayed(t *testing.T) {
+	r := recorded(t, 3, 2, 1,
+		`{"n":90,"t":9,"pool":"chat","bytes":10,"prompt":3,"route":"split","status":503,"ended":"failed"}`,
+		`{"n":91,"t":9,"pool":"chat","bytes":10,"prompt":3,"route":"pass_through","status":200,"ended":"ok"}`,
+		`{"n":92,"t":9,"pool":"chat","bytes":10,"prompt":3,"route":"decode_alone","status":200,"ended":"ok"}`,
+		`{"fleet":{"at":60,"pools":[{"name":"chat","engines":[{"address":"p0","role":"prefill","out":true,"external":4}]}]}}`)
+	o, err := LoadRecorded(r, "")
+	require.NoError(t, err)
+	require.Equal(t, map[string]int{"have no prompt": 1, "have no answer": 1}, o.Skipped)
+	require.Equal(t, 1, o.Guessed)
+	require.Len(t, o.Notes, 2)
+	_, err = LoadRecorded(r, "other")
+	require.ErrorContains(t, err, `no pool "other"`)
+}
+
+func TestVariants(t *testing.T) {
+	o, err := LoadRecorded(recorded(t, 3, 2, 1), "")
+	require.NoError(t, err)
+	now, _ := o.Variant()
+	for text, fleet := range map[string]string{
+		"4+4": "4+4", "8": "8", "8 roles:auto": "8", "split:never binding:immediate": "2+2",
+		"host:2e6 kv:1e5 load:2": "2+2",
+		"policy:llm-d 1+3":       "1+3",
+	} {
+		v, err := now.With(text)
+		require.NoError(t, err, text)
+		require.Equal(t, fleet, v.Fleet())
+		_, err = v.Play(t.Context(), o)
+		require.NoError(t, err)
+	}
+	for _, text := range []string{"four", "split:sometimes", "host:much", "load:-1", "policy:best", "0+4",
+		"roles:auto", "1+x"} {
+		_, err := now.With(text)
+		require.Error(t, err, text)
+	}
+}
+
+// The advice is the fleet that keeps the promise best, and says as plainly when roles do not pay.
+func TestAdvice(t *testing.T) {
+	o, err := LoadRecorded(recorded(t, 30, 3, 1), "")
+	require.NoError(t, err)
+	now, _ := o.Variant()
+	shown := 0
+	a, err := Advise(t.Context(), o, now, 4, func(*Row) { shown++ })
+	require.NoError(t, err)
+	require.Greater(t, shown, 5)
+	text := strings.Join(a.Sentences(), "\n")
+	require.Contains(t, text, "Run ")
+	require.Regexp(t, `P/D (pays|does not pay)`, text)
+	require.Equal(t, a.pays(), a.Best().Config.Both == 0)
+	now.Load = 20
+	a, err = Advise(t.Context(), o, now, 2, func(*Row) {})
+	require.NoError(t, err)
+	require.Contains(t, strings.Join(a.Sentences(), "\n"), "No fleet of up to so many engines")
+}
+
+// A recording becomes the common formats, which say the same of it.
+func TestExported(t *testing.T) {
+	o, err := LoadRecorded(recorded(t, 10, 3, 1), "")
+	require.NoError(t, err)
+	var mooncake, loops strings.Builder
+	require.NoError(t, o.WriteMooncake(&mooncake))
+	require.NoError(t, o.WriteSessions(&loops))
+	trace, err := traces.Read("exported", strings.NewReader(mooncake.String()), 1)
+	require.NoError(t, err)
+	require.Len(t, trace.Requests, 30)
+	require.Greater(t, trace.Bound(), .6)
+	all, err := sessions.Read("exported", strings.NewReader(loops.String()))
+	require.NoError(t, err)
+	require.Len(t, all, 10)
+	require.Len(t, all[0].Turns, 3)
+	require.InDelta(t, 3, all[0].Turns[1].Think, 1e-9)
+	require.Greater(t, all[0].Turns[1].Had, 3000)
+}
+
+func FuzzRecording(f *testing.F) {
+	f.Add(`{"tandem_recording":1,"id":"x","block_bytes":512,"sample":1}` + "\n" +
+		`{"n":1,"t":1,"blocks":"AAAAAAAA","prompt":3}` + "\n" +
+		`{"n":2,"on":1,"same":1,"t":1,"prompt":3}`)
+	f.Fuzz(func(_ *testing.T, text string) {
+		if r, err := recording.Read("fuzzed", strings.NewReader(text)); err == nil {
+			_, _ = LoadRecorded(r, "")
+		}
+	})
+}

@@ -1,0 +1,371 @@
+package replay
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"strconv"
+	"strings"
+
+	"tandem/picker"
+)
+
+// Variant is a fleet and settings with which a recording is played.
+type Variant struct {
+	Name   string
+	Policy string
+	Config Config
+	Host   float64 // tokens of host memory at each engine
+	Load   float64 // times as many conversations
+}
+
+// Variant returns what the recording was made with.
+func (o *Recorded) Variant() (v Variant, notes []string) {
+	c, host, notes := o.Fleet()
+	v = Variant{Policy: "tandem", Config: c, Host: host, Load: 1}
+	v.Name = v.Fleet()
+	return v, notes
+}
+
+// Fleet returns the engines in words, as [Variant.With] reads them.
+func (v *Variant) Fleet() string {
+	if v.Config.Both > 0 {
+		return strconv.Itoa(v.Config.Both)
+	}
+	return fmt.Sprintf("%d+%d", v.Config.Prefill, v.Config.Decode)
+}
+
+// With returns a variant of this one. Words of the text change it: 4+4 or 8 are the engines, and split:never,
+// binding:immediate, roles:auto, host:2000000, kv:500000, load:2, policy:NAME settings.
+func (v Variant) With(text string) (Variant, error) {
+	v.Name = text
+	c := &v.Config
+	for _, word := range strings.Fields(text) {
+		name, value, setting := strings.Cut(word, ":")
+		if !setting {
+			of, err := parseFleet(word)
+			if err != nil {
+				return v, fmt.Errorf("%q: %w", text, err)
+			}
+			if of(c); c.Both > 0 {
+				c.Prefill, c.Decode = 1, 1
+			}
+			continue
+		}
+		number, err := strconv.ParseFloat(value, 64)
+		bad := fmt.Errorf("%q: %s is not a setting such as split:never, binding:immediate, roles:auto, host:2000000, "+
+			"kv:500000, load:2 or policy:NAME", text, word)
+		numeric := name == "host" || name == "kv" || name == "load"
+		if numeric && (err != nil || !(number >= 0) || math.IsInf(number, 1)) {
+			return v, bad
+		}
+		switch name + ":" + value {
+		case "split:auto", "split:always", "split:never":
+			c.Split = map[string]picker.Split{"auto": picker.SplitAuto, "always": picker.SplitAlways,
+				"never": picker.SplitNever}[value]
+		case "binding:late", "binding:immediate":
+			c.Late = value == "late"
+		case "roles:auto", "roles:fixed":
+			c.Roles = value == "auto"
+		default:
+			switch name {
+			case "host":
+				v.Host = number
+			case "kv":
+				c.Engine.KVTokens = number
+			case "load":
+				v.Load = number
+			case "policy":
+				v.Policy = value
+				if err := CheckPolicies([]string{value}); err != nil {
+					return v, err
+				}
+			default:
+				return v, bad
+			}
+		}
+	}
+	if c.Roles && c.Both == 0 {
+		return v, fmt.Errorf("%q: roles:auto needs engines that serve both legs, such as 8", text)
+	}
+	return v, c.Check()
+}
+
+// Play plays a recording with the variant.
+func (v *Variant) Play(ctx context.Context, o *Recorded) (*RecordedResult, error) {
+	return RunRecorded(ctx, v.Policy, v.Config, o, v.Host, v.Load)
+}
+
+// engines returns how many engines there are.
+func (v *Variant) engines() int { return v.Config.endpoints() }
+
+// sized returns the variant with another number of engines, in the same proportion; false: there is none.
+func (v Variant) sized(n int) (Variant, bool) {
+	c := &v.Config
+	if c.Both > 0 {
+		c.Both = n
+		return v, n >= 2
+	}
+	share := float64(c.Prefill) / float64(c.Prefill+c.Decode)
+	c.Prefill = min(max(int(math.Round(share*float64(n))), 1), n-1)
+	c.Decode = n - c.Prefill
+	return v, n >= 2
+}
+
+// keeps is the share of requests that keep their targets with which a fleet is said to keep the promise.
+const keeps = .95
+
+// Needed returns how many engines in the variant's proportion keep the promise for 95 of 100 requests; 0: not
+// even most.
+func (v *Variant) Needed(ctx context.Context, o *Recorded, most int) (int, error) {
+	low, high := 2, most // keeps it from some number on, as far as chance allows
+	if r, err := v.playSized(ctx, o, most); err != nil || r < keeps {
+		return 0, err
+	}
+	for low < high {
+		n := (low + high) / 2
+		r, err := v.playSized(ctx, o, n)
+		if err != nil {
+			return 0, err
+		}
+		if r >= keeps {
+			high = n
+		} else {
+			low = n + 1
+		}
+	}
+	return high, nil
+}
+
+func (v *Variant) playSized(ctx context.Context, o *Recorded, n int) (float64, error) {
+	x, ok := v.sized(n)
+	if !ok {
+		return 0, nil
+	}
+	r, err := x.Play(ctx, o)
+	if err != nil {
+		return 0, err
+	}
+	return r.Kept, nil
+}
+
+// Advice is which fleet of up to so many engines serves a recording best.
+type Advice struct {
+	Now       Row
+	Split     Row  // the best fleet with roles
+	Whole     Row  // the best one whose engines serve both legs
+	Fewest    *Row // the smallest that keeps the promise; nil: none does
+	Host      *Row // the smallest that does with host memory, if that is smaller
+	Exhausted bool // not even all engines keep it
+}
+
+// Row is a variant and how it did.
+type Row struct {
+	Variant
+	*RecordedResult
+}
+
+// Advise searches fleets of up to most engines. shown is called with each row that is played.
+func Advise(ctx context.Context, o *Recorded, now Variant, most int, shown func(*Row)) (*Advice, error) {
+	a := &Advice{}
+	play := func(v Variant) (Row, error) {
+		v.Name = v.Fleet()
+		if v.Config.Roles {
+			v.Name += " roles:auto"
+		}
+		if v.Host != now.Host {
+			v.Name += fmt.Sprintf(" host:%.0f", v.Host)
+		}
+		r, err := v.Play(ctx, o)
+		row := Row{v, r}
+		if err == nil {
+			shown(&row)
+		}
+		return row, err
+	}
+	var err error
+	if a.Now, err = play(now); err != nil {
+		return nil, err
+	}
+	// at the size that there is, or at the most that may be, every ratio
+	for n := 2; n <= most; n++ {
+		if n != most && n != now.engines() {
+			continue
+		}
+		for _, v := range fleetsOf(now, n) {
+			row, err := play(v)
+			if err != nil {
+				return nil, err
+			}
+			best := &a.Split
+			if v.Config.Both > 0 {
+				best = &a.Whole
+			}
+			if n == min(now.engines(), most) && row.better(best) {
+				*best = row
+			}
+			if row.Kept >= keeps && (a.Fewest == nil || row.engines() < a.Fewest.engines()) {
+				a.Fewest = &row
+			}
+		}
+	}
+	if a.Exhausted = a.Fewest == nil; a.Exhausted {
+		return a, nil
+	}
+	if a.Fewest, err = fewest(a.Fewest, now, play); err != nil {
+		return nil, err
+	}
+	with := now
+	if with.Host = 2 * now.Config.Engine.KVTokens; !math.IsInf(with.Host, 1) && now.Host < with.Host {
+		row, err := fewest(a.Fewest, with, play)
+		if err != nil {
+			return nil, err
+		}
+		if row.engines() < a.Fewest.engines() {
+			a.Host = row
+		}
+	}
+	return a, nil
+}
+
+// fewest looks for fleets that keep the promise with fewer engines than one that does.
+func fewest(from *Row, like Variant, play func(Variant) (Row, error)) (*Row, error) {
+	for n := from.engines() - 1; n >= 2; n-- {
+		found := false
+		for _, v := range fleetsOf(like, n) {
+			row, err := play(v)
+			if err != nil {
+				return nil, err
+			}
+			if row.Kept >= keeps && (!found || row.better(from)) {
+				from, found = &row, true
+			}
+		}
+		if !found {
+			break
+		}
+	}
+	return from, nil
+}
+
+// fleetsOf returns all fleets of so many engines.
+func fleetsOf(like Variant, n int) (out []Variant) {
+	for p := 1; p < n; p++ {
+		v := like
+		v.Config.Both, v.Config.Prefill, v.Config.Decode, v.Config.Roles = 0, p, n-p, false
+		out = append(out, v)
+	}
+	both := like
+	both.Config.Both, both.Config.Prefill, both.Config.Decode = n, 1, 1
+	for _, roles := range []bool{false, true} {
+		both.Config.Roles = roles
+		out = append(out, both)
+	}
+	return out
+}
+
+// better reports whether a row is better than another one: more requests keep their targets, or as many do and first
+// tokens come sooner.
+func (r *Row) better(than *Row) bool {
+	if than.RecordedResult == nil {
+		return true
+	}
+	if math.Abs(r.Kept-than.Kept) > .005 {
+		return r.Kept > than.Kept
+	}
+	return r.TTFT.Mean < than.TTFT.Mean
+}
+
+// pays reports whether roles serve more than a hundredth more of the requests.
+func (a *Advice) pays() bool { return a.Split.Kept > a.Whole.Kept+.01 }
+
+// Best returns the fleet that is advised, with as many engines as there are.
+func (a *Advice) Best() *Row {
+	if a.pays() {
+		return &a.Split
+	}
+	return &a.Whole
+}
+
+// Sentences returns the advice in words.
+func (a *Advice) Sentences() (out []string) {
+	percent := func(x float64) string { return fmt.Sprintf("%.1f %%", 100*x) }
+	best, other := &a.Split, &a.Whole
+	pays := a.pays()
+	if !pays {
+		best, other = other, best
+	}
+	same := ""
+	if best.Name == a.Now.Name {
+		same = ", which you run"
+	}
+	out = append(out, fmt.Sprintf("Run %s%s: %s of requests keep their targets; %s: %s.", words(&best.Variant), same,
+		percent(best.Kept), words(&other.Variant), percent(other.Kept)))
+	whole := a.Whole
+	switch {
+	case pays:
+		out = append(out, fmt.Sprintf("P/D pays: on engines that serve both legs prompts run beside answers for %s of the "+
+			"answers' time. A token takes %.0f ms in the p95 there, and %.0f ms with %s; a first token %.2f s and %.2f s.",
+			percent(whole.Lost), 1000*whole.TPOT.P95, 1000*a.Split.TPOT.P95, a.Split.Fleet(), whole.TTFT.P95,
+			a.Split.TTFT.P95))
+	case a.Split.Kept > a.Whole.Kept-.01:
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: engines that serve both legs do as well, and "+
+			"need no "+
+			"KV transfer. Prompts run beside answers there for %s of the answers' time.", percent(whole.Lost)))
+	default:
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: with roles, one of them is short while the other "+
+			"idles, and memory holds less (cached %s, and %s with engines that serve both legs).",
+			percent(a.Split.Cached), percent(whole.Cached)))
+	}
+	switch {
+	case a.Exhausted:
+		out = append(out, fmt.Sprintf("No fleet of up to so many engines keeps the promise for %.0f of 100 requests.",
+			100*keeps))
+	case a.Fewest.engines() < a.Now.engines():
+		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),
+			words(&a.Fewest.Variant), percent(a.Fewest.Kept)))
+	case a.Fewest.engines() > a.Now.engines():
+		out = append(out, fmt.Sprintf("You have %d; the promise needs %d: %s keeps it for %s.", a.Now.engines(),
+			a.Fewest.engines(), words(&a.Fewest.Variant), percent(a.Fewest.Kept)))
+	default:
+		out = append(out, "No smaller fleet keeps the promise.")
+	}
+	if a.Host != nil {
+		out = append(out, fmt.Sprintf("With host memory for %.0f tokens each, %d engines would do (%s).", a.Host.Host,
+			a.Host.engines(), words(&a.Host.Variant)))
+	}
+	return out
+}
+
+// words names a fleet in a sentence.
+func words(v *Variant) string {
+	switch {
+	case v.Config.Both > 0 && v.Config.Roles:
+		return fmt.Sprintf("%d engines with roles: auto", v.Config.Both)
+	case v.Config.Both > 0:
+		return fmt.Sprintf("%d engines that serve both legs", v.Config.Both)
+	}
+	return fmt.Sprintf("%d + %d", v.Config.Prefill, v.Config.Decode)
+}
+
+// Off returns how far the replay is from what happened, as a sentence for each figure that is off by more than a
+// fifth.
+func Off(measured, replayed *RecordedResult) (out []string) {
+	for _, f := range []struct {
+		what           string
+		was, is, least float64 // less than least apart does not count: clocks and the network
+	}{
+		{"first token p50", measured.TTFT.P50, replayed.TTFT.P50, .02}, {"first token p95", measured.TTFT.P95,
+			replayed.TTFT.P95, .05},
+		{"time per token", measured.TPOT.Mean, replayed.TPOT.Mean, .001},
+		{"cached share", measured.Cached, replayed.Cached, .05},
+	} {
+		if f.was < 0 || measured.TTFT.P50 == 0 && f.what != "cached share" {
+			continue
+		}
+		if d := f.is - f.was; math.Abs(d) > max(f.least, .2*f.was) {
+			out = append(out, fmt.Sprintf("%s: %.3g in the replay, %.3g measured", f.what, f.is, f.was))
+		}
+	}
+	return out
+}
