@@ -109,7 +109,7 @@ def many(n, clients, name, kill=()):
     return wrong
 
 
-def second(config, retry=True):
+def second(config):
     """A second route, /second, with a policy of its own."""
     text = printed[printed.index("# P's leg is a call"):]
     text = text.replace("name: chat-", "name: second-").replace("name: chat,", "name: second,").replace("name: chat}", "name: second}")
@@ -117,8 +117,6 @@ def second(config, retry=True):
     text = re.sub(r"127\.0\.0\.2[12]", "127.0.0.41", text, count=1)
     text = text.replace('  - ip: {address: "127.0.0.22", port: 8000}\n', "")
     text = text.replace("    timeouts: {request: 0s}\n  # No", "    filters: [{type: URLRewrite, urlRewrite: {path: {type: ReplacePrefixMatch, replacePrefixMatch: /}}}]\n    timeouts: {request: 0s}\n  # No")
-    if not retry:
-        text = re.sub(r"  # Nothing is retried.*\n  retry: .*\n", "", text)
     head = text[:text.rindex("    config:")]
     return head + "    config: " + json.dumps(config) + "\n"
 
@@ -199,11 +197,6 @@ until("the policy's change is in force", alone, 30)
 put("printed", printed)
 t.join()
 check("a stream outlives two changes of its policy", whole(stream["status"], stream["text"], True))
-
-put("second", second(good, retry=False))
-until("/readyz tells of a route without a retry policy",
-      lambda: (post("keeps", path="/second"), "retry policy" in get("http://127.0.0.1:9090/readyz")[1])[1])
-put("second", second(good))
 
 wrong = many(600, 8, "killed", pids)
 check("600 requests while a D and a P are killed", not wrong, str(wrong[:3]))
