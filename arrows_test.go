@@ -111,10 +111,12 @@ var guarded = map[string][]string{
 		"cmd/enginesim (test)", "kvstate/engineclock (test)",
 	},
 	"sigs.k8s.io/": {
+		"carrier/replicas",
 		"replica/config", "kvstate/discovery", "envoy-configs (test)", "replica/gatewayextension (test)",
 		"deploy (test)", "docs (test)",
 	},
 	"google.golang.org/protobuf": {
+		"carrier/replicas",
 		"replica/xds (test)", "replica/gatewayextension", "protos/envoygateway/v1", "replica",
 		"replica/config", "replica/config/diff", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",

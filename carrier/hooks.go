@@ -44,7 +44,7 @@ func envoy_dynamic_module_on_http_filter_config_destroy(p unsafe.Pointer) {
 	h := cgo.Handle((*C.request)(p).handle)
 	c := h.Value().(*configured)
 	c.calls.close()
-	c.Close()
+	c.from.Close()
 	h.Delete()
 }
 
@@ -52,7 +52,7 @@ func envoy_dynamic_module_on_http_filter_config_destroy(p unsafe.Pointer) {
 func newFilter(config, envoy unsafe.Pointer) unsafe.Pointer {
 	c := cgo.Handle((*C.request)(config).handle).Value().(*configured)
 	p := (*C.request)(C.calloc(1, C.sizeof_request))
-	p.handle = C.uintptr_t(cgo.NewHandle(c.NewFilter(&stream{envoy, p, c})))
+	p.handle = C.uintptr_t(cgo.NewHandle(c.from.NewFilter(&stream{envoy, p, c})))
 	return unsafe.Pointer(p)
 }
 

@@ -24,7 +24,7 @@ var all = sync.OnceValue(func() *replicas.All {
 
 // configured is one configuration of the filter.
 type configured struct {
-	*replicas.Configured
+	from  *replicas.Configured
 	calls *calls
 }
 
