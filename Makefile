@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay truth load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test race speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay truth load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -13,13 +13,12 @@ FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
-PARALLEL ?= 8
-# Packages without goroutines are tested without the race detector, which makes what only computes ten times slower.
+PARALLEL ?= 24
 SEQUENTIAL := . ./docs ./extproc/openai ./picker ./picker/admission ./replay
 SUITE ?= full shared engines roles agents
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 
-# The race detector needs a C compiler. Where there is none the tests run without it, and say so.
+# The race detector needs a C compiler.
 RACE := $(shell command -v "$$($(GO) env CC)" >/dev/null 2>&1 && echo -race)
 
 help: ##day this list
@@ -41,15 +40,20 @@ demo: tools build ##day everything on this machine, with real requests (inside E
 	bin/tandem demo
 	@if [ -e bin/libtandem.so ]; then echo; bin/tandem demo --inside bin; else echo 'not shown, for the library takes minutes to build: Tandem inside Envoy (make carrier demo)'; fi
 
-test: tools ##day go vet and all tests, those with a real Envoy included
+test: tools ##day go vet and all tests, those with a real Envoy included; the slowest ten at the end
 	$(GO) vet ./...
-	@[ -n "$(RACE)" ] || echo 'no C compiler: testing without the race detector' >&2
-	GO=$(GO) ./scripts/test.sh $(SEQUENTIAL) -- $(TESTFLAGS)
-	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))') -- $(RACE) -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
-	@# budgets of allocations are not held under the race detector (package internal/budget)
-	$(if $(RACE),$(GO) test -vet=off -run Alloc $(TESTFLAGS) $$(grep -rlE '^func Test\w*Alloc' --include='*_test.go' extproc internal kvstate | xargs -n 1 dirname | sort -u | sed 's,^,./,'))
+	@# most packages wait most of the time: e2e for processes, redisstore for a real Redis
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./... -- -p 4 -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
+	@echo 'not run here: the same under the race detector, and TestAttacks, TestChaos, TestLargeBodiesUnderLoad, TestPairsUnderLoad: make race, which .ci/run runs, too'
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-inside, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
+
+# All tests once more, and those that take long (TANDEM_LONG), under the race detector, which makes what only computes ten times slower: packages without
+# goroutines are left out. Fewer tests run at once, for each needs more of the cores. Budgets of allocations are not held
+# here (package internal/budget).
+race: tools ##break all tests under the race detector (12 minutes); .ci/run runs it
+	@[ -n "$(RACE)" ] || { echo 'the race detector needs a C compiler' >&2; exit 1; }
+	TANDEM_LONG=1 TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))') -- $(RACE) -parallel 8 -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 
 # What bench and bench-peers measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
 # On a busy machine: git checkout docs README.md afterwards.
@@ -76,14 +80,14 @@ bench-go: ##measure Go benchmarks of all packages
 # The failure matrices, 10,000 requests while engines die, and long outages of Redis, with a real Envoy (25
 # minutes).
 e2e-failures: tools ##break the failure matrices, chaos, and outages of Redis (25 minutes)
-	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover|TestRolesFollowTraffic' -v ./e2e
+	TANDEM_LONG=1 TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_CHAOS=$${TANDEM_CHAOS:-10000} $(GO) test -count 1 -parallel 8 -timeout $(TEST_TIMEOUT) -run 'TestFailures|KVLoadFails|TestSGLangFailures|TestSGLangPrefill|TestAHungReplica|TestChaos|TestCostOf|TestRedisOutages|TestSlowRedis|TestRedisFailover|TestRolesFollowTraffic' -v ./e2e
 	@mkdir -p .cache # 120 stacks that mostly wait:
 	TANDEM_REQUIRE_TOOLS=1 TANDEM_FAILURES=1 TANDEM_MATRIX=$(CURDIR)/.cache/failures.txt $(GO) test -count 1 -parallel 24 -timeout 60m -run 'TestMatrix$$' -v ./e2e
 
 # Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams, clients, tokens, attacks and
 # the matrix of failures in brief.
 e2e-inside: tools carrier ##break Tandem inside a real Envoy: its own tests, and those of both ways (20 minutes)
-	TANDEM_RUN=inside TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestMoRIIORead|TestTRTLLM|TestCachedTokensOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining|TestDemo$$|TestReloadUnderLoad|TestRedisOutages|TestRedisFailover|TestThePoolChanges' -v ./e2e
+	TANDEM_RUN=inside TANDEM_LONG=1 TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestMoRIIORead|TestTRTLLM|TestCachedTokensOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining|TestDemo$$|TestReloadUnderLoad|TestRedisOutages|TestRedisFailover|TestThePoolChanges' -v ./e2e
 
 e2e-envoys: tools ##break the failure matrix in brief in each supported release of Envoy (5 minutes)
 	./scripts/tools.sh envoys
@@ -92,7 +96,7 @@ e2e-envoys: tools ##break the failure matrix in brief in each supported release 
 # Attacks on the gRPC port, 6 s each, large bodies from many clients, and the second round: the table of
 # docs/figures/attacks.csv (5 minutes).
 attack: tools ##break attacks on the gRPC port and large bodies from many clients (5 minutes)
-	ulimit -n $$(ulimit -Hn); TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals|TestEveryDialects' -v ./e2e
+	ulimit -n $$(ulimit -Hn); TANDEM_LONG=1 TANDEM_ATTACK=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -timeout 30m -run 'TestAttacks|TestLargeBodies|TestTrailers|TestStalledUploads|TestReplanPortGives|TestEnginesForge|TestEnginesRefusals|TestEveryDialects' -v ./e2e
 	$(GO) test -count 1 -run '^$$' -bench 'Renamed|Detached' ./kvstate/prefixindex
 	$(GO) test -count 1 -v -run 'TestStreamsOfAMethod|TestOneConnectionLeaves' ./internal/grpcserver
 

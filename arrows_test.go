@@ -40,7 +40,7 @@ var rooms = map[string][]string{
 	// One running replica: all parts, wired.
 	"replica":    {"docs", "envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "recording", "replica/config", "status"},
 	"carrier":    {"extproc", "internal", "kvstate", "protos", "replica", "replica/config"}, // Tandem inside Envoy: the library, which alone knows C
-	"cmd/tandem": {"envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "recording", "replay", "replica", "replica/config", "status"},
+	"cmd/tandem": {"docs", "envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "recording", "replay", "replica", "replica/config", "status"},
 	// Measuring: the product's own decisions against modelled engines.
 	"replay": {"kvstate", "picker", "recording"},
 	// The engines of the tests import nothing of the product: what they shared with it they could not catch.

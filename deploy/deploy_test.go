@@ -205,6 +205,9 @@ func TestHelm(t *testing.T) {
 		"inferencePool.targetPorts={80000}":   "targetPorts",
 		"inferencePool.enabled=true":          "needs config.extProc.protocol",
 		"networkPolicy.from=all":              "from",
+		"config.pools[0].splitt=always":       "splitt",
+		"config.envoy.maxBodyByte=1Mi":        "maxBodyByte",
+		"config.pools[0].split=sometimes":     "split",
 		"podDisruptionBudget.maxUnavailble=1": "maxUnavailble",
 	} {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -326,11 +326,12 @@ func pages(t *testing.T) []string {
 }
 
 func TestConfigurationsShownAreValid(t *testing.T) {
-	shown := regexp.MustCompile("(?s)```yaml\n(.*?)```")
+	shown, schema := regexp.MustCompile("(?s)```yaml\n(.*?)```"), schemaCheck(t, schemaFile)
 	for _, page := range pages(t) {
 		for _, m := range shown.FindAllStringSubmatch(read(t, page), -1) {
 			_, _, err := config.Parse([]byte(m[1]))
 			require.NoError(t, err, "%s:\n%s", page, m[1])
+			require.NoError(t, schema(m[1]), "%s:\n%s", page, m[1])
 		}
 	}
 }

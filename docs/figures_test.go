@@ -499,10 +499,9 @@ func results(t *testing.T, page, readme string) (newPage, newReadme string) {
 	} {
 		text, most := span(r.lines, r.with, r.of)
 		set(&page, r.question, text+" x floor | "+goal(most, r.limit, r.limit))
-		if text += " times"; r.short == "CPU, 1 KB" {
-			text += " plain Envoy's"
-		}
-		set(&readme, r.short, text+" | `make bench`")
+		ms, _ := span(r.lines, "%.2f", func(m *measured) float64 { return m.EnvoyMs + m.RouterMs })
+		second, _ := span(r.lines, "%.0f", func(m *measured) float64 { return 1000 / (m.EnvoyMs + m.RouterMs) })
+		set(&readme, r.short, fmt.Sprintf("%s ms: %s requests a second of a core; %s times plain Envoy | `make bench`", ms, second, text))
 	}
 	beside := regexp.MustCompile(`(?m)(^\| (CPU of |added to the first token|prompts of 100k)[^\n]*\n)+`)
 	require.Regexp(t, beside, readme)

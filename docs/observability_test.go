@@ -114,13 +114,21 @@ func TestAlertsHaveRunbooks(t *testing.T) {
 	}
 }
 
-// The dashboard is one that Grafana takes: panels with ids and places of their own, on the data source that is provisioned.
+// The dashboard is one that Grafana takes: panels with ids and places of their own, on the data source that the reader
+// chooses, at first the one that is provisioned.
 func TestDashboardIsWhole(t *testing.T) {
 	var board struct {
 		UID           string `json:"uid"`
 		Title         string `json:"title"`
 		SchemaVersion int    `json:"schemaVersion"`
-		Panels        []struct {
+		Templating    struct {
+			List []struct {
+				Name, Type string
+				Query      any // of another kind for each type
+				Current    struct{ Value string }
+			}
+		}
+		Panels []struct {
 			ID      int                      `json:"id"`
 			Type    string                   `json:"type"`
 			Title   string                   `json:"title"`
@@ -135,6 +143,9 @@ func TestDashboardIsWhole(t *testing.T) {
 	require.Equal(t, "tandem", board.UID)
 	require.GreaterOrEqual(t, board.SchemaVersion, 36)
 	provisioned := read(t, observability+"grafana/provisioning/datasources/prometheus.yaml")
+	source := board.Templating.List[0]
+	require.Equal(t, []any{"datasource", "datasource", "prometheus"}, []any{source.Name, source.Type, source.Query})
+	require.Contains(t, provisioned, "uid: "+source.Current.Value+"\n")
 	ids, cells := map[int]bool{}, map[[2]int]string{}
 	for _, p := range board.Panels {
 		require.False(t, ids[p.ID], "two panels %d", p.ID)
@@ -150,7 +161,7 @@ func TestDashboardIsWhole(t *testing.T) {
 		for _, target := range p.Targets {
 			require.False(t, refs[target.RefID], "%s: two targets %s", p.Title, target.RefID)
 			refs[target.RefID] = true
-			require.Contains(t, provisioned, "uid: "+target.Datasource.UID+"\n", p.Title)
+			require.Equal(t, "${datasource}", target.Datasource.UID, p.Title)
 		}
 	}
 }

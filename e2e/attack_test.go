@@ -213,6 +213,7 @@ func (a *rogue) unfinished(id uint32, size, n int) error {
 // nothing is left at the end. make attack does it with more connections, and for longer; its table is in
 // docs/figures/attacks.csv.
 func TestAttacks(t *testing.T) {
+	long(t)
 	beside(t, "there is no gRPC port")
 	full := os.Getenv("TANDEM_ATTACK") != ""
 	length, size := 800*time.Millisecond, 0

@@ -38,6 +38,7 @@ func chaosFleet(t *testing.T, policy, pool string) *fleet {
 // TANDEM_CHAOS is the number of requests, 600 if it is not set; TANDEM_CHAOS_SEED changes the order in which engines
 // die.
 func TestChaos(t *testing.T) {
+	long(t)
 	for _, policy := range []string{"recompute", "fail"} {
 		t.Run(policy, func(t *testing.T) { chaos(t, policy, "") })
 	}

@@ -76,12 +76,23 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
-	"tandem run --prefill http://10.0.1.1:8000 --decode http://10.0.2.1:8000":                       "TestRun, at other addresses",
-	"envoy -c envoy.yaml --disable-hot-restart":                                                     "the tests start every Envoy with a base id of its own",
-	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                  "Envoy's own statistics",
-	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)": "make e2e-cluster",
-	"kubectl apply -k deploy/kustomize/base":                                                        "make e2e-cluster",
-	"docker compose -f deploy/observability/compose.yaml up":                                        "a container engine; go test ./docs holds the file to its schema",
+	"curl --retry 30 --retry-all-errors --retry-delay 1 -s http://127.0.0.1:8080/v1/models": "TestOneMachineTutorial",
+	"tandem run -f tandem.yaml":                                      "TestRun",
+	"tandem requests --admin 127.0.0.1:9090":                         "a cluster",
+	"kubectl rollout status deployment/tandem":                       "a cluster",
+	"kubectl delete -k deploy/kustomize/base":                        "a cluster",
+	"kubectl delete secret tandem-ticket":                            "a cluster",
+	"kubectl delete -f deploy/examples/vllm-nixl.yaml":               "a cluster",
+	"kubectl apply -f deploy/envoy-gateway/extension/httproute.yaml": "a cluster; go test ./deploy holds it to its schema",
+	"kubectl delete -f deploy/envoy-gateway/extension/policy.yaml -f deploy/envoy-gateway/extension/httproute.yaml": "a cluster",
+	"redis-server --port 6379 --bind 127.0.0.1 --save ''":                                                           "every test with a Redis starts one at a free port",
+	"uvx --from dist/*.whl tandem demo":                                                                             "PyPI; TestWheel holds the package together, TestDemo runs the same",
+	"tandem run --prefill http://10.0.1.1:8000 --decode http://10.0.2.1:8000":                                       "TestRun, at other addresses",
+	"envoy -c envoy.yaml --disable-hot-restart":                                                                     "the tests start every Envoy with a base id of its own",
+	"curl -s 'http://127.0.0.1:9901/stats?filter=ssl.fail_verify'":                                                  "Envoy's own statistics",
+	"kubectl create secret generic tandem-ticket --from-literal=ticket.key=$(openssl rand -hex 32)":                 "make e2e-cluster",
+	"kubectl apply -k deploy/kustomize/base":                                                                        "make e2e-cluster",
+	"docker compose -f deploy/observability/compose.yaml up":                                                        "a container engine; go test ./docs holds the file to its schema",
 	`vllm serve MODEL --port 8000 --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_connector_extra_config":{"kv_lease_duration":120}}'`:             "a GPU; make e2e-vllm runs it on CPU",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealLeases -v ./e2e/vllm":                                                                                                  "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealBoth -v ./e2e/vllm":                                                                                                    "5.5 GiB of vLLM, and minutes",
@@ -105,7 +116,8 @@ var documentedOnly = map[string]string{
 	"enginesim --listen 127.0.0.1:8102 --role prefill --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                     "likewise",
 	"enginesim --listen 127.0.0.1:8201 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
 	"enginesim --listen 127.0.0.1:8202 --role decode --model tiny --prefill-speed 20000 --decode-step 20ms":                                                                      "likewise",
-	"envoy --mode validate -c your-envoy.yaml": "the reader's own file",
+	"envoy --mode validate -c new-envoy.yaml":                                                                       "the reader's own file; TestInto",
+	"tandem envoy --into your-envoy.yaml -o new-envoy.yaml":                                                         "likewise",
 	"go run ./e2e/bench -shapes json1k,json220k,json400k,sse256 -clients 16 -variant 'inside: inside=/path/to/bin'": "minutes",
 	"go test ./replica -run TestMetricsPage -update":                                                                "writes to the tree",
 	`for i in $(seq 1 300); do curl -s http://127.0.0.1:PORT/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"tiny\",\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' $i $((i + RANDOM % 6000)))\"}],\"max_tokens\":100}" > answer & sleep .5; done`: "minutes; make truth sends such traffic",
@@ -138,7 +150,7 @@ var documentedOnly = map[string]string{
 // makeTargets are targets that pages name, with the reason why they are not run here: they run these tests, or take
 // long.
 var makeTargets = map[string]string{
-	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "demo": "TestDemo",
+	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "race": "runs this test", "demo": "TestDemo",
 	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "bench-long": "minutes, and gigabytes", "replay": "minutes", "load": "minutes", "capacity": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
 	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "sizes": "a report, in CI", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "wheel": "TestWheel in ./deploy", "observability": "a module of its own; in CI",
 	"e2e-envoys":   "minutes, and PyPI",
@@ -147,7 +159,7 @@ var makeTargets = map[string]string{
 }
 
 // documentedCommand begins with a program that pages run, or with variables for it.
-var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
+var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|uvx|pip|promtool|redis-server|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
 
 // documented returns the commands of a page: the indented blocks, and parts of running text that begin with a program
 // that is always a command.
@@ -156,6 +168,9 @@ func documented(t *testing.T, page string) (out []string) {
 	text, err := os.ReadFile(page)
 	require.NoError(t, err)
 	joined := strings.ReplaceAll(string(text), " \\\n", " ") // a continued line
+	joined = regexp.MustCompile("(?s)\n```(?:sh|bash)\n.*?\n```").ReplaceAllStringFunc(joined, func(block string) string {
+		return strings.ReplaceAll(strings.TrimSuffix(block, "\n```"), "\n", "\n    ") // as an indented block
+	})
 	fenced := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(joined, "")
 	var lines []string
 	for line := range strings.Lines(fenced) {
@@ -237,7 +252,40 @@ func TestDocumentedCommands(t *testing.T) {
 	for _, command := range documentedRun {
 		require.Contains(t, found, command, "no page has it any more")
 	}
+	checkInline(t, pages)
 	runDocumented(t)
+}
+
+// checkInline holds commands of Tandem within running text to what there is: each command, and each of its flags.
+func checkInline(t *testing.T, pages []string) {
+	t.Helper()
+	bin, err := binaries()
+	require.NoError(t, err)
+	spans := []string{"decide", "encode", "prefill", "hand", "decode", "replan", "answer"} // names of spans begin so
+	help := map[string]string{}
+	n := 0
+	for _, page := range pages {
+		text, err := os.ReadFile(page)
+		require.NoError(t, err)
+		if strings.Contains(page, "/adr/") || strings.HasSuffix(page, "CHANGELOG.md") {
+			continue // they tell of their time
+		}
+		for _, m := range regexp.MustCompile("`(?:bin/)?tandem ([a-z]+)( [^`]*)?`").FindAllStringSubmatch(string(text), -1) {
+			if slices.Contains(spans, m[1]) {
+				continue
+			}
+			if help[m[1]] == "" {
+				out, err := exec.Command(filepath.Join(bin, "tandem"), m[1], "--help").CombinedOutput()
+				require.NoError(t, err, "%s: %s\n%s", page, m[0], out)
+				help[m[1]] = string(out)
+			}
+			for _, flag := range regexp.MustCompile(`(?:^| )(--[a-z][a-z-]*)`).FindAllStringSubmatch(m[2], -1) {
+				require.Contains(t, help[m[1]], flag[1]+" ", "%s: %s", page, m[0])
+			}
+			n++
+		}
+	}
+	require.Greater(t, n, 40, "commands are not found any more")
 }
 
 // checkGo holds a go command to what there is: packages, tests, benchmarks. `make test` and `make bench` run them.

@@ -65,6 +65,15 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
+// long skips a test that takes a quarter of a minute or more by itself, beside no other, unless TANDEM_LONG is set: make
+// test leaves these out, and make race runs them, as .ci/run does.
+func long(t *testing.T) {
+	t.Helper()
+	if os.Getenv("TANDEM_LONG") == "" {
+		t.Skip("it is long, and runs in make race and .ci/run (TANDEM_LONG=1)")
+	}
+}
+
 // tool finds a program by its environment variable, on PATH, or in .tools/.
 func tool(t testing.TB, env, name, fallback string) string {
 	t.Helper()

@@ -19,7 +19,7 @@ func TestInsideTutorial(t *testing.T) {
 	p := ports(t, 6)
 	admin, envoyAdmin := p[4], p[5]
 	text := strings.NewReplacer("127.0.0.1:8101", p[0], "127.0.0.1:8201", p[1], "127.0.0.1:8202", p[2], "127.0.0.1:8080", p[3],
-		"%?8201", "%?"+p[1], "--listen", "--side-channel 127.0.0.1:0 --listen",
+		"--listen", "--side-channel 127.0.0.1:0 --listen",
 		"{run: inside}", "{run: inside, listen: \""+p[3]+"\", admin: \""+envoyAdmin+"\"}\nadmin: {listen: \""+admin+"\"}").Replace(string(page))
 	_, config, _ := strings.Cut(text, "```yaml\n")
 	config, _, _ = strings.Cut(config, "```")
@@ -49,6 +49,7 @@ func TestInsideTutorial(t *testing.T) {
 	out, err := bash.CombinedOutput()
 	require.NoError(t, err, "%s\n%s", script.String(), out)
 	require.Contains(t, string(out), "split")
+	require.Contains(t, string(out), "\n300\n", "as the page says")
 	answer, err := os.ReadFile(filepath.Join(dir, "answer.txt"))
 	require.NoError(t, err)
 	require.Contains(t, string(answer), `"finish_reason":"length"`)

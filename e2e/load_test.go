@@ -58,6 +58,7 @@ func TestManyAtOnce(t *testing.T) {
 // This layout has to survive it, also with the next Envoy. make attack sends 20 times as many requests: one of a
 // thousand clients that leave is gone, and its end reported, before Tandem has read its request.
 func TestLargeBodiesUnderLoad(t *testing.T) {
+	long(t)
 	f := start(t, options{pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--record=false"}})
 	for _, load := range []struct {
 		size, clients, requests int

@@ -17,6 +17,7 @@ import (
 // Envoy with ext_proc in a cluster. Then the cost of a pair at one client, compared with two sequential hops, for
 // docs/adr/0010.
 func TestPairsUnderLoad(t *testing.T) {
+	long(t)
 	for _, dialect := range []string{"sglang", "mooncake"} {
 		t.Run(dialect, func(t *testing.T) {
 			f := start(t, options{dialect: dialect, pool: "  prefillTimeout: {base: 60s}\n", engineArgs: []string{"--record=false"}})

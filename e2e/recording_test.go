@@ -1,12 +1,14 @@
 package e2e
 
 import (
+	"cmp"
 	"compress/gzip"
 	"encoding/json"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -66,7 +68,8 @@ func TestRecording(t *testing.T) {
 		for i, m := range messages {
 			list = append(list, map[string]string{"role": []string{"user", "assistant"}[i%2], "content": m})
 		}
-		body, err := json.Marshal(map[string]any{"model": "tiny", "messages": list, "max_tokens": 12, "stream": true})
+		body, err := json.Marshal(map[string]any{"model": "tiny", "messages": list, "max_tokens": 12, "stream": true,
+			"stream_options": map[string]bool{"include_usage": true}})
 		require.NoError(t, err)
 		return f.post("/v1/chat/completions", string(body), "x-request-id", id, "x-tenant", "team-zebra")
 	}
@@ -90,6 +93,7 @@ func TestRecording(t *testing.T) {
 		}
 		return len(requests) == 3
 	}, time.Minute, 100*time.Millisecond)
+	slices.SortFunc(requests, func(a, b recordedLine) int { return cmp.Compare(a.N, b.N) }) // they are in the order of ends
 	first, second, refused := requests[0], requests[1], requests[2]
 	require.Equal(t, [...]uint64{0, first.N}, [...]uint64{first.On, second.On})
 	require.Equal(t, len(first.Blocks)/8, second.Same)

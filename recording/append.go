@@ -31,8 +31,8 @@ func Append(dst []byte, r *Request) []byte {
 	if len(r.Blocks) > 0 {
 		dst = append(dst, `,"blocks":"`...)
 		for _, h := range r.Blocks {
-			dst = base64.RawURLEncoding.AppendEncode(dst, []byte{byte(h >> 40), byte(h >> 32), byte(h >> 24), byte(h >> 16),
-				byte(h >> 8), byte(h)})
+			dst = base64.RawURLEncoding.AppendEncode(dst, []byte{byte(h >> 40), byte(h >> 32),
+				byte(h >> 24), byte(h >> 16), byte(h >> 8), byte(h)})
 		}
 		dst = append(dst, '"')
 	}

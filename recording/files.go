@@ -99,8 +99,8 @@ func (f *Files) open(now time.Time) error {
 	}
 	f.number++
 	name := filepath.Join(f.Folder, fmt.Sprintf("%s%s-%04d%s", prefix, f.ID, f.number, suffix))
-	// the group may replay
-	file, err := os.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY|syscall.O_NOFOLLOW, 0o640) //nolint:gosec
+	const flags = os.O_CREATE | os.O_EXCL | os.O_WRONLY | syscall.O_NOFOLLOW
+	file, err := os.OpenFile(name, flags, 0o640) //nolint:gosec // the group may replay
 	if err != nil {
 		return fmt.Errorf("beginning a file of a recording: %w", err)
 	}

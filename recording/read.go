@@ -199,9 +199,12 @@ func (l *requestLine) request() (Request, error) {
 		return *n
 	}
 	q := Request{
-		N: l.N, On: l.On, Same: l.Same, Gap: l.Gap, T: l.T, Pool: l.Pool, Model: l.Model, Who: l.Who, Priority: l.Priority,
-		Bytes: l.Bytes, Prompt: or(l.Prompt), Guess: l.Guess, Cached: or(l.Cached), Answer: or(l.Answer), Stream: l.Stream,
-		Route: l.Route, Prefill: l.Prefill, Decode: l.Decode, Replans: l.Replans, Waited: l.Waited, P: l.P, Head: l.Head,
+		N: l.N, On: l.On, Same: l.Same, Gap: l.Gap, T: l.T, Pool: l.Pool, Model: l.Model, Who: l.Who,
+		Priority: l.Priority,
+		Bytes:    l.Bytes, Prompt: or(l.Prompt), Guess: l.Guess, Cached: or(l.Cached), Answer: or(l.Answer),
+		Stream: l.Stream,
+		Route:  l.Route, Prefill: l.Prefill, Decode: l.Decode, Replans: l.Replans, Waited: l.Waited, P: l.P,
+		Head:  l.Head,
 		First: l.First, Each: l.Each, Took: l.Took, Status: l.Status, Ended: l.Ended,
 	}
 	hashes, err := base64.RawURLEncoding.DecodeString(l.Blocks)

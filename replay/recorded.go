@@ -215,7 +215,8 @@ func (o *Recorded) cut(blockBytes int) {
 		perBlock := tokens[t.Was.Model] / max(bytes[t.Was.Model], 1) * float64(blockBytes)
 		// where they part lies anywhere in the next block
 		if all := min(int((float64(n)+.5)*perBlock), t.Input-1); n > 0 && all > 0 {
-			t.Part = engine.Part{Behind: all / engine.BlockTokens, Tokens: all % engine.BlockTokens, ID: t.Was.Blocks[n-1]}
+			t.Part = engine.Part{Behind: all / engine.BlockTokens, Tokens: all % engine.BlockTokens,
+				ID: t.Was.Blocks[n-1]}
 		}
 	}
 }
@@ -296,7 +297,8 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 		all  []float64
 	}{{"speeds of prefill", speed}, {"times of a decode step", pace}} {
 		if len(of.all) == 0 {
-			notes = append(notes, "Tandem had not learned "+of.what+": they are those of its model, so times may be far off. "+
+			notes = append(notes, "Tandem had not learned "+of.what+": they are those of its model, so times may be "+
+				"far off. "+
 				"tandem profile measures an engine")
 		} else if slices.Max(of.all) > 1.25*slices.Min(of.all) {
 			notes = append(notes, fmt.Sprintf("engines differ in their %s (%.2f to %.2f times the model's); here "+

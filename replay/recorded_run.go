@@ -68,9 +68,9 @@ func (o *Recorded) Measured(c *Config) *RecordedResult {
 
 // recordedPlay is a request as it is played.
 type recordedPlay struct {
-	turn, copy     int
-	cached, again  int
-	bound, started bool
+	turn, copy    int
+	cached, again int
+	started       bool
 }
 
 // recordedPlayer plays a recording.
@@ -155,36 +155,36 @@ func (p *recordedPlayer) arrivals(copies float64) (last float64) {
 }
 
 // ask makes a request.
-func (p *recordedPlayer) ask(turn, copy int) {
+func (p *recordedPlayer) ask(turn, number int) {
 	t := &p.load.Turns[turn]
 	if p.Now > p.load.Seconds*1.01 && t.On >= 0 { // the recording ended before
 		return
 	}
-	kept := p.blocks(t.Kept, copy)
+	kept := p.blocks(t.Kept, number)
 	q := &traces.Request{Arrival: p.Now, Input: t.Input, Output: t.Output,
-		Program: uint64(t.root+1)<<10 | uint64(copy&1023),
+		Program: uint64(t.root+1)<<10 | uint64(number&1023),
 		Last:    len(p.children[turn]) == 0, Blocks: kept[:len(t.Blocks)]}
 	j := newJob(len(p.jobs), q)
 	j.Kept, j.Part = kept, t.Part
 	p.jobs = append(p.jobs, j)
-	p.plays = append(p.plays, recordedPlay{turn: turn, copy: copy})
+	p.plays = append(p.plays, recordedPlay{turn: turn, copy: number})
 	for _, child := range p.children[turn] {
 		if gap := p.load.Turns[child].Gap; gap < 0 {
-			p.After(-gap, func() { p.ask(child, copy) })
+			p.After(-gap, func() { p.ask(child, number) })
 		}
 	}
 	p.policy.arrive(j)
 }
 
 // blocks returns those of a copy of a conversation.
-func (p *recordedPlayer) blocks(all []uint64, copy int) []uint64 {
-	if copy == 0 {
+func (p *recordedPlayer) blocks(all []uint64, number int) []uint64 {
+	if number == 0 {
 		return all
 	}
 	out := make([]uint64, len(all))
 	for i, b := range all {
 		if out[i] = b; !p.load.shared[b] {
-			out[i] = b ^ uint64(copy)<<48 ^ 1<<61
+			out[i] = b ^ uint64(number)<<48 ^ 1<<61
 		}
 	}
 	return out

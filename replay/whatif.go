@@ -40,7 +40,7 @@ func (v *Variant) Fleet() string {
 func (v Variant) With(text string) (Variant, error) {
 	v.Name = text
 	c := &v.Config
-	for _, word := range strings.Fields(text) {
+	for word := range strings.FieldsSeq(text) {
 		name, value, setting := strings.Cut(word, ":")
 		if !setting {
 			of, err := parseFleet(word)
@@ -304,16 +304,20 @@ func (a *Advice) Sentences() (out []string) {
 	whole := a.Whole
 	switch {
 	case pays:
-		out = append(out, fmt.Sprintf("P/D pays: on engines that serve both legs prompts run beside answers for %s of the "+
-			"answers' time. A token takes %.0f ms in the p95 there, and %.0f ms with %s; a first token %.2f s and %.2f s.",
+		out = append(out, fmt.Sprintf("P/D pays: "+
+			"on engines that serve both legs prompts run beside answers for %s of the "+
+			"answers' time. A token takes %.0f ms in the p95 there, and %.0f ms with %s; "+
+			"a first token %.2f s and %.2f s.",
 			percent(whole.Lost), 1000*whole.TPOT.P95, 1000*a.Split.TPOT.P95, a.Split.Fleet(), whole.TTFT.P95,
 			a.Split.TTFT.P95))
 	case a.Split.Kept > a.Whole.Kept-.01:
-		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: engines that serve both legs do as well, and "+
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: "+
+			"engines that serve both legs do as well, and "+
 			"need no "+
 			"KV transfer. Prompts run beside answers there for %s of the answers' time.", percent(whole.Lost)))
 	default:
-		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: with roles, one of them is short while the other "+
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: "+
+			"with roles, one of them is short while the other "+
 			"idles, and memory holds less (cached %s, and %s with engines that serve both legs).",
 			percent(a.Split.Cached), percent(whole.Cached)))
 	}

@@ -53,7 +53,7 @@ func (a *adminClient) settle(c *cobra.Command) error {
 	}
 	if !c.Flags().Changed("file") {
 		if _, err := os.Stat(a.file); err != nil || c.Flags().Changed("admin") {
-			return nil // a machine without a configuration, or with that of another replica
+			return nil //nolint:nilerr // a machine without a configuration, or with that of another replica
 		}
 	}
 	admin, faulty, err := config.LoadAdmin(a.file)

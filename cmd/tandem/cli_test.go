@@ -113,7 +113,7 @@ func TestCommandReference(t *testing.T) {
 		text := help.ReplaceAllString(asking.ReplaceAllString(printed(t, name, "--help"), ""), "")
 		want += "\n## tandem " + name + "\n\n```text\n" + strings.TrimSuffix(text, "\nFlags:\n") + "```\n"
 	}
-	want += "\n`tandem version` prints the version, `tandem completion SHELL` the completions of a shell.\n"
+	want += "\n`tandem version` prints the version, `tandem schema` the JSON Schema of the configuration, `tandem completion SHELL` the completions of a shell.\n"
 	if *update {
 		require.NoError(t, os.WriteFile("../../docs/cli.md", []byte(want), 0o600))
 	}

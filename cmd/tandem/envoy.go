@@ -16,13 +16,16 @@ import (
 // newEnvoy is `tandem envoy`: it writes the Envoy configuration that belongs to a Tandem configuration to stdout or a
 // file: a complete bootstrap, or the resources with which a gateway makes one.
 func newEnvoy() *cobra.Command {
-	var file, whose, upstream, output string
+	var file, whose, upstream, output, into string
 	var xds bool
 	var o envoyconfigs.ModuleOptions
 	c := &cobra.Command{
 		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			text, err := envoy(file, whose, upstream, xds, o)
+			if into != "" {
+				text, err = intoYours(file, into, xds || whose != "envoy")
+			}
 			if err != nil {
 				return err
 			}
@@ -40,6 +43,7 @@ func newEnvoy() *cobra.Command {
 	f := c.Flags()
 	fileFlag(f, &file, "configuration `FILE` (YAML)")
 	f.StringVarP(&output, "output", "o", "", "`FILE` to write, in place of stdout")
+	f.StringVar(&into, "into", "", "`FILE` of an Envoy of yours (YAML): print it with what Tandem needs added")
 	f.StringVar(&whose, "for", "envoy", "`TARGET`: envoy (a bootstrap) or envoy-gateway (resources)")
 	f.BoolVar(&xds, "xds", false, "a small bootstrap: Envoy gets all else, and changes of it, from tandem serve")
 	f.StringVar(&o.Namespace, "namespace", "default", "`NAMESPACE` of the resources for Envoy Gateway")
@@ -111,4 +115,27 @@ func module(file string, cfg *configv1.Config, o envoyconfigs.ModuleOptions) ([]
 		return nil, fmt.Errorf("--upstream %s: not with envoy.run inside", o.Upstream)
 	}
 	return envoyconfigs.EnvoyGatewayModule(cfg, o)
+}
+
+// intoYours adds what Tandem needs to a bootstrap of the reader's.
+func intoYours(file, into string, other bool) ([]byte, error) {
+	if other {
+		return nil, errors.New("--into adds to a static bootstrap: it goes without --xds and --for")
+	}
+	cfg, _, err := config.Load(file)
+	if err != nil {
+		return nil, err
+	}
+	if config.Inside(cfg) {
+		return nil, errors.New("--into: envoy.run is inside, whose bootstrap is an Envoy of its own")
+	}
+	mine, err := os.ReadFile(into)
+	if err != nil {
+		return nil, fmt.Errorf("--into: %w", err)
+	}
+	text, err := envoyconfigs.Into(mine, cfg)
+	if err != nil {
+		return nil, fmt.Errorf("--into %s: %w", into, err)
+	}
+	return text, nil
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"tandem/docs"
 	versions "tandem/internal/version"
 	"tandem/status/words"
 )
@@ -73,6 +74,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	add("watch", newStatus(), newRequests(), newExplain())
 	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
 	add("try", newDemo(), newReplay(), newProfile())
+	root.AddCommand(&cobra.Command{Use: "schema", Short: "Print the JSON Schema of the configuration, for editors", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			_, err := c.OutOrStdout().Write(docs.Schema)
+			return err
+		}})
 	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
 		fmt.Fprintln(c.OutOrStdout(), "tandem", version())
 	}})

@@ -82,7 +82,7 @@ func (r *runner) run(ctx context.Context) error {
 	defer r.group.stop()
 	if err := r.startBoth(ctx, cfg, self, envoy); err != nil {
 		if ctx.Err() != nil {
-			return nil //nolint:nilerr // it was interrupted while it started
+			return nil // it was interrupted while it started
 		}
 		return fmt.Errorf("%w; Envoy's log is %s", err, filepath.Join(r.group.dir, "envoy.log"))
 	}

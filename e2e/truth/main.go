@@ -40,7 +40,7 @@ func main() {
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	for _, kind := range strings.Split(*kinds, ",") {
+	for kind := range strings.SplitSeq(*kinds, ",") {
 		t := truth{kind: kind, lasts: time.Duration(*minutes * float64(time.Minute)), speed: *speed, step: *step,
 			dir: *keep}
 		if err := t.run(ctx, *fleet); err != nil {
@@ -142,16 +142,16 @@ func changes(before, after, predictedBefore, predicted *result) {
 		if was <= 0 || base <= 0 {
 			continue
 		}
-		real, foreseen := is/was, said/base
+		happened, foreseen := is/was, said/base
 		direction := "right"
-		if math.Abs(math.Log(real)) > .05 && (real-1)*(foreseen-1) < 0 {
+		if math.Abs(math.Log(happened)) > .05 && (happened-1)*(foreseen-1) < 0 {
 			direction = "**wrong**"
 		}
 		size := "within 15 %"
-		if d := math.Abs(foreseen/real - 1); d > .15 {
+		if d := math.Abs(foreseen/happened - 1); d > .15 {
 			size = fmt.Sprintf("**off by %.0f %%**", 100*d)
 		}
-		fmt.Printf("| %s | x %.2f | x %.2f | %s | %s |\n", f.name, real, foreseen, direction, size)
+		fmt.Printf("| %s | x %.2f | x %.2f | %s | %s |\n", f.name, happened, foreseen, direction, size)
 	}
 }
 
@@ -184,8 +184,7 @@ func (t *truth) record(ctx context.Context, fleet string, advise bool) (*report,
 	}
 	text, err := exec.CommandContext(ctx, "bin/tandem", args...).Output()
 	if err != nil {
-		var exit *exec.ExitError
-		if errors.As(err, &exit) {
+		if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 			err = fmt.Errorf("%w: %s", err, exit.Stderr)
 		}
 		return nil, fmt.Errorf("replaying: %w", err)

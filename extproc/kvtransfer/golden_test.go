@@ -384,10 +384,6 @@ func TestListsOfDialects(t *testing.T) {
 	late := cells(read("docs/security.md", "\nCan a late D of the other dialects", "\n\n- "), 0)
 	slices.Sort(late)
 	require.ElementsMatch(t, Names(), slices.Compact(late), "docs/security.md, can a late D read foreign KV")
-	var schema []string
-	list := "[" + read("deploy/helm/tandem/values.schema.json", `"kvTransfer": {"enum": [`, "]") + "]"
-	require.NoError(t, json.Unmarshal([]byte(list), &schema))
-	require.ElementsMatch(t, append(Names(), "none"), schema, "deploy/helm/tandem/values.schema.json")
 	for file, from := range map[string]string{"README.md": "what is not](docs/supported.md): ", "docs/supported.md": "| [KV transfer](protocols.md) | "} {
 		require.Equal(t, strconv.Itoa(len(Names())), read(file, from, " dialects of"), file)
 	}

@@ -119,10 +119,10 @@ func TestEndThatIsReportedLate(t *testing.T) {
 	s.choose("1", "Hello", at)
 	s.choose("2", "Hello. And then?", at.Add(3*time.Second))
 	s.choose("3", "Hello. And then? At once?", at.Add(4*time.Second))
-	for i, until := range []time.Duration{2, 9, 9} {
-		id := fmt.Sprint(i + 1)
-		started := at.Add([]time.Duration{0, 3, 4}[i] * time.Second)
-		s.Ended(&End{ID: []byte(id), Started: started, Ended: at.Add(until * time.Second), Prompt: -1, Cached: -1, Answer: -1})
+	for i, q := range [][2]time.Duration{{0, 2 * time.Second}, {3 * time.Second, 9 * time.Second},
+		{4 * time.Second, 9 * time.Second}} {
+		s.Ended(&End{ID: []byte(fmt.Sprint(i + 1)), Started: at.Add(q[0]), Ended: at.Add(q[1]), Prompt: -1, Cached: -1,
+			Answer: -1})
 	}
 	got := s.read().Requests
 	require.InDelta(t, 1, got[1].Gap, 1e-5)
@@ -201,7 +201,7 @@ func TestNothingWaitsForTheDisk(t *testing.T) {
 			require.NoError(t, os.Remove(o.Folder))
 			for i := 100; s.Status().Lines == 0; i++ {
 				s.ask(fmt.Sprint(i), "Hi", at, at)
-				time.Sleep(10 * time.Millisecond) //nolint:forbidigo // until it tries again
+				time.Sleep(10 * time.Millisecond) // until it tries again
 			}
 			require.NotEmpty(t, s.read().Requests)
 		})

@@ -134,8 +134,8 @@ func TestValidationErrors(t *testing.T) {
 		"at once, direct":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  handoff: direct"), []string{"pools[0].handoff: is direct, but with kvTransfer mooncake both legs run at once, which takes an Envoy that makes both: envoy"}},
 		"encode, at once":     {edited("kvTransfer: nixl", "kvTransfer: mooncake\n  encode: {timeout: never}"), []string{"pools[0].encode: takes legs that follow each other, not kvTransfer mooncake: remove it", `pools[0].encode.timeout: "never" is not a duration such as 300s, 5m or 250ms`}},
 		"encode, direct":      {edited("kvTransfer: nixl", "kvTransfer: nixl\n  handoff: direct\n  encode: {}"), []string{"pools[0].encode: takes handoff envoy or sidecar, not direct: Envoy or the sidecar makes the hop to the encode endpoint"}},
-		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
-		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of " + strings.Join(dialects(), ", ") + "; none is for engines that prefill and decode by themselves"}},
+		"misspelt dialect":    {edited("nixl", "nxil"), []string{`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(Dialects(), ", ") + `; did you mean nixl?`}},
+		"no dialect":          {edited("  kvTransfer: nixl\n", ""), []string{"pools[0].kvTransfer: is missing: one of " + strings.Join(Dialects(), ", ") + "; none is for engines that prefill and decode by themselves"}},
 		"no name":             {edited("name: chat", "models: [a]"), []string{"pools[0].name: is missing: what metrics and logs will call the pool"}},
 		"name is a number":    {edited("name: chat", "name: 7"), []string{"pools[0].name: must be text, is the number 7: put it in quotes"}},
 		"empty list item":     {edited("name: chat", "name: chat\n  models: [~]"), []string{"pools[0].models[0]: is empty"}},
@@ -155,9 +155,9 @@ func TestValidationErrors(t *testing.T) {
 		"yes for a name": {edited("name: chat", "name: yes"), []string{"pools[0].name: must be text, is true: put it in quotes"}},
 		"an engine's words": {strings.Replace(edited("kvTransfer: nixl", "kvTransfer: NixlConnector"), "role: prefill", "role: kv_producer", 1), []string{
 			`pools[0].endpoints[0].role: "kv_producer" is not a role: one of prefill, decode, both, encode; did you mean prefill?`,
-			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
+			`pools[0].kvTransfer: "NixlConnector" is not one of ` + strings.Join(Dialects(), ", ") + `; did you mean nixl?`}},
 		"an engine's word, misspelt": {edited("kvTransfer: nixl", "kvTransfer: NixlConnectr"), []string{
-			`pools[0].kvTransfer: "NixlConnectr" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`}},
+			`pools[0].kvTransfer: "NixlConnectr" is not one of ` + strings.Join(Dialects(), ", ") + `; did you mean nixl?`}},
 		"an engine's fields": {"state: {redis: {url: \"redis://x\", port: 1}}\n" + strings.NewReplacer("kvTransfer: nixl", "kvTransfer: nixl\n  kv_connector: x",
 			"role: prefill", "role: prefill, kv_role: x, host: x, port: 1, url: x").Replace(least), []string{
 			"pools[0].endpoints[0].host: unknown field; did you mean address?", "pools[0].endpoints[0].kv_role: unknown field; did you mean role?",
@@ -165,7 +165,7 @@ func TestValidationErrors(t *testing.T) {
 			"pools[0].kv_connector: unknown field; did you mean kvTransfer?",
 			"state.redis.port: unknown field; known here: url, nodes, mode, sentinelMaster, passwordFile, keyPrefix, lease, tls"}},
 		"a store of Mooncake": {edited("kvTransfer: nixl", "kvTransfer: mooncake-store"), []string{
-			`pools[0].kvTransfer: "mooncake-store" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean shared?`}},
+			`pools[0].kvTransfer: "mooncake-store" is not one of ` + strings.Join(Dialects(), ", ") + `; did you mean shared?`}},
 		"TensorRT-LLM's word": {edited("role: prefill", "role: context"), []string{
 			`pools[0].endpoints[0].role: "context" is not a role: one of prefill, decode, both, encode; did you mean prefill?`}},
 		"everything at once": {"admin: {listen: 9090, tokenFle: x}\nenvoy: {maxBodyBytes: 1}\ntracing: 7\npools:\n- {name: a, name: b, kvTransfer: nxil, endpoints: [{address: x, role: 1}, {address: \"d:1\", role: decode}]}\n", []string{
@@ -175,7 +175,7 @@ func TestValidationErrors(t *testing.T) {
 			"envoy.maxBodyBytes: 1 is not between 1Ki and 128Mi",
 			`pools[0].endpoints[0].address: "x" is not an address: ip:port, [ip]:port or name:port`,
 			"pools[0].endpoints[0].role: must be text, is the number 1: put it in quotes",
-			`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(dialects(), ", ") + `; did you mean nixl?`,
+			`pools[0].kvTransfer: "nxil" is not one of ` + strings.Join(Dialects(), ", ") + `; did you mean nixl?`,
 			"tracing: must be a mapping, is the number 7"}},
 		"half a byte":       {"envoy: {maxBodyBytes: 4096.5}\n" + least, []string{"envoy.maxBodyBytes: must be a whole number between -9223372036854775808 and 9223372036854775807, is 4096.5"}},
 		"over int32":        {edited("name: chat", "name: chat\n  prefillAttempts: 3000000000"), []string{"pools[0].prefillAttempts: must be a whole number between -2147483648 and 2147483647, is 3000000000"}},

@@ -9,8 +9,8 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// dialects returns the possible values of kvTransfer.
-func dialects() []string { return append(kvtransfer.Names(), "none") }
+// Dialects returns the possible values of kvTransfer.
+func Dialects() []string { return append(kvtransfer.Names(), "none") }
 
 // DialectOf returns the dialect of the pool's engines: the zero value for none, and for an unknown name.
 func DialectOf(p *configv1.Pool) kvtransfer.Dialect {

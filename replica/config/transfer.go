@@ -88,10 +88,10 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	switch p.KvTransfer {
 	case "":
 		v.m.add(at, "is missing: one of %s; none is for engines that prefill and decode by themselves",
-			strings.Join(dialects(), ", "))
+			strings.Join(Dialects(), ", "))
 		return
 	default:
-		checkOneOf(v, at, p.KvTransfer, dialects()...)
+		checkOneOf(v, at, p.KvTransfer, Dialects()...)
 	}
 	if kvtransfer.Named(p.KvTransfer).Engines.Experimental {
 		v.warn(at, "%s is experimental: no real engine has run with it yet, only simulators (docs/protocols.md)",

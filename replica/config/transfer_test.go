@@ -31,7 +31,7 @@ func besidesExperimental(warnings []string) []string {
 
 // Address and role suffice for every dialect but multi, which needs its members.
 func TestDialectDefaults(t *testing.T) {
-	for _, dialect := range dialects() {
+	for _, dialect := range Dialects() {
 		more := ""
 		if dialect == "multi" {
 			more = "members: [nixl, offload]"

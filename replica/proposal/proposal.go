@@ -1,8 +1,8 @@
 // Package proposal makes the configuration of a fleet of which only the addresses are known, for `tandem run`.
 //
-// [Ask] asks engines what they are, with the questions of `serve --check --live` ([enginefacts.Read]), and [Write] writes
-// a pool of them. What no engine says is taken as it is in most fleets, and the text says so: the live check of the
-// finished configuration finds out whether it is right.
+// [Ask] asks engines what they are, with the questions of `serve --check --live` ([enginefacts.Read]), and [Write]
+// writes a pool of them. What no engine says is taken as it is in most fleets, and the text says so: the live check of
+// the finished configuration finds out whether it is right.
 package proposal
 
 import (
@@ -120,8 +120,8 @@ func choose(engines []Engine) (dialect, error) {
 			return dialect{}, err
 		case of.name == "":
 		case found.name != "" && found.name != of.name:
-			return dialect{}, fmt.Errorf("%s needs kvTransfer %s (%s), and %s needs %s (%s): engines of one pool speak one "+
-				"dialect; name those of one kind", from, found.name, found.why, e.Address, of.name, of.why)
+			return dialect{}, fmt.Errorf("%s needs kvTransfer %s (%s), and %s needs %s (%s): engines of one pool "+
+				"speak one dialect; name those of one kind", from, found.name, found.why, e.Address, of.name, of.why)
 		case found.name == "":
 			found, from = of, e.Address
 		}
@@ -172,8 +172,8 @@ func (e *Engine) dialect() (dialect, error) {
 	case i.Told && i.Connector == "" && e.Role == "":
 		return dialect{"none", "vLLM without --kv-transfer-config"}, nil
 	case i.Told && i.Connector == "":
-		return dialect{}, fmt.Errorf("%s runs without a KV connector, so it can neither hand KV over nor fetch it: start it "+
-			"with --kv-transfer-config (docs/howto/choose-a-dialect.md), or name it with --engine", e.Address)
+		return dialect{}, fmt.Errorf("%s runs without a KV connector, so it can neither hand KV over nor fetch it: "+
+			"start it with --kv-transfer-config (docs/howto/choose-a-dialect.md), or name it with --engine", e.Address)
 	case i.Connector == "" && i.NIXL:
 		return dialect{speaks(usual), "the metrics of " + e.Address + " have NIXL's"}, nil
 	case i.Connector == "":

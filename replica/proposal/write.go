@@ -40,7 +40,7 @@ func Write(engines []Engine, o Options) (string, error) {
 		return "", err
 	}
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s\n# The settings: docs/configuration.md, or /docs/configuration.html on the replica's page.\n", Mark)
+	b.WriteString(Mark + "\n# The settings: docs/configuration.md, or /docs/configuration.md on the replica's page.\n")
 	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q}\n", o.Listen, o.EnvoyAdmin)
 	fmt.Fprintf(&b, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", o.ExtProc, o.Replan, o.Admin)
 	fmt.Fprintf(&b, "pools:\n- name: default\n  kvTransfer: %s # %s\n", d.name, words.Plain(d.why))
@@ -85,11 +85,11 @@ func commonModel(engines []Engine) error {
 	var serve []string
 	for i := range engines {
 		if models := engines[i].Info.Models; len(models) > 0 {
-			serve = append(serve, fmt.Sprintf("%s serves %s", engines[i].Address, words.Plain(strings.Join(models, ", "))))
+			serve = append(serve, engines[i].Address+" serves "+words.Plain(strings.Join(models, ", ")))
 		}
 	}
-	return fmt.Errorf("no model is served by all engines: %s; start them with the same --served-model-name, or write a "+
-		"configuration with a pool for each model", strings.Join(serve, ", "))
+	return fmt.Errorf("no model is served by all engines: %s; start them with the same --served-model-name, or write "+
+		"a configuration with a pool for each model", strings.Join(serve, ", "))
 }
 
 // Model is the first model that all engines serve that list theirs; "": there is none.
@@ -163,7 +163,8 @@ func (e *Engine) line(dialect string) string {
 		set += ", role: " + e.role()
 	}
 	var transfer []string
-	if port := e.Info.Bootstrap; dialect != "none" && e.role() == "prefill" && port > 0 && port != kvtransfer.DefaultBootstrapPort {
+	port := e.Info.Bootstrap
+	if dialect != "none" && e.role() == "prefill" && port > 0 && port != kvtransfer.DefaultBootstrapPort {
 		transfer = append(transfer, fmt.Sprintf("bootstrapPort: %d", port))
 	}
 	if e.Info.TP > 1 && dialect != "none" {
@@ -178,7 +179,8 @@ func (e *Engine) line(dialect string) string {
 // said is what an engine says of itself, for the reader of the file.
 func (e *Engine) said() string {
 	kind := cmp.Or(map[string]string{
-		enginefacts.VLLM: "vLLM", enginefacts.SGLang: "SGLang", enginefacts.TRTLLM: "TensorRT-LLM"}[e.Info.Engine], "engine")
+		enginefacts.VLLM: "vLLM", enginefacts.SGLang: "SGLang", enginefacts.TRTLLM: "TensorRT-LLM",
+	}[e.Info.Engine], "engine")
 	text := strings.TrimSpace(kind + " " + e.Info.Version)
 	if len(e.Info.Models) > 0 {
 		text += ", serves " + strings.Join(e.Info.Models, ", ")
