@@ -102,6 +102,7 @@ var documentedOnly = map[string]string{
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                                   "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                                    "a cluster",
+	"tandem envoy -f tandem.yaml --for envoy-gateway --image REGISTRY/tandem-envoy:VERSION | kubectl apply -f -":                                                                     "a cluster",
 	"kubectl create secret generic tenants --from-literal=team-a=KEY --from-literal=team-b=KEY":                                                                                      "TestEnvoyGatewayTokenLimits writes the Secret",
 	"kubectl apply -f deploy/envoy-gateway/extension/limit-tokens.yaml":                                                                                                              "make e2e-gateway",
 	"kubectl apply -f deploy/envoy-gateway/extension/policy.yaml":                                                                                                                    "make e2e-cluster",
