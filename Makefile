@@ -200,12 +200,13 @@ deploy-check: ##real manifests against the real CRDs, kustomize and Helm (minute
 	scripts/kube-tools.sh kustomize helm
 	TANDEM_OCI=1 $(GO) test -count 1 -timeout 1h -v ./deploy # the archive's programs are built within, for two platforms
 
-# Both hops through a real Envoy Gateway, standalone; built from Go modules (10 minutes or more, once); needs root.
+# Both hops through a real Envoy Gateway, standalone, and (after make carrier) in its own Envoy; built from Go modules (10 minutes or more, once); needs root.
 e2e-gateway: tools build ##real both hops through Envoy Gateway, standalone; as root (10 minutes of building once)
 	scripts/kube-tools.sh envoy-gateway ratelimit
 	TANDEM_GATEWAY=1 TANDEM_REQUIRE_TOOLS=1 unshare -n sh -c 'ip link set lo up && $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run "TestEnvoyGateway|TestLLMD" -v ./e2e'
 	scripts/e2e-gateway.sh
 	UPSTREAM=override-host scripts/e2e-gateway.sh
+	@if [ -e bin/libtandem.so ]; then scripts/e2e-gateway-module.sh; else echo 'skipped: Tandem in Envoy Gateway'"'"'s own Envoy (make carrier e2e-gateway)'; fi
 
 # Discovery from a real kube-apiserver and etcd, and every manifest held against it; built from Go modules (10
 # minutes or more, once).

@@ -39,7 +39,7 @@ var rooms = map[string][]string{
 	"envoy-configs":  {"extproc", "protos", "replica/config"},
 	// One running replica: all parts, wired.
 	"replica":    {"docs", "envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "recording", "replica/config", "status"},
-	"carrier":    {"extproc", "internal", "kvstate", "replica"}, // Tandem inside Envoy: the library, which alone knows C
+	"carrier":    {"extproc", "internal", "kvstate", "protos", "replica", "replica/config"}, // Tandem inside Envoy: the library, which alone knows C
 	"cmd/tandem": {"docs", "envoy-configs", "extproc", "internal", "kvstate", "picker", "protos", "recording", "replay", "replica", "replica/config", "status"},
 	// Measuring: the product's own decisions against modelled engines.
 	"replay": {"kvstate", "picker", "recording"},
@@ -69,6 +69,7 @@ var apart = map[string][]string{
 	// the second transport does not stand on the first, nor does what both are made of
 	"carrier/filter":     {"extproc", "extproc/envoywire"},
 	"carrier":            {"replica/beside"},
+	"carrier/replicas":   {"replica/beside", "extproc", "extproc/envoywire"},
 	"extproc/core":       {"extproc", "extproc/envoywire"},
 	"extproc/concurrent": {"extproc/envoywire"},
 	"replica":            {"envoy-configs", "extproc", "internal/grpcserver", "replica/gatewayextension", "replica/xds"},
@@ -99,7 +100,7 @@ var guarded = map[string][]string{
 		"replica/xds", "replica/gatewayextension", "extproc (test)", "extproc/telemetry", "replica",
 		"replica/fleetmetrics", "e2e/enginesim/api", "e2e/enginesim/connector",
 		"e2e/enginesim/engine", "deploy/observability/promql (test)", "extproc/usage", "extproc/faults (test)", "extproc/journey (test)", "extproc/journey/script",
-		"carrier/filter (test)",
+		"carrier/filter (test)", "carrier/replicas",
 	},
 	"github.com/redis/": {
 		"kvstate/redisstore", "kvstate/redisstore/redisclient", "kvstate/operator",
@@ -110,10 +111,12 @@ var guarded = map[string][]string{
 		"cmd/enginesim (test)", "kvstate/engineclock (test)",
 	},
 	"sigs.k8s.io/": {
+		"carrier/replicas",
 		"replica/config", "kvstate/discovery", "envoy-configs (test)", "replica/gatewayextension (test)",
 		"deploy (test)", "docs (test)",
 	},
 	"google.golang.org/protobuf": {
+		"carrier/replicas",
 		"replica/xds (test)", "replica/gatewayextension", "protos/envoygateway/v1", "replica",
 		"replica/config", "replica/config/diff", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",

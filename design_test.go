@@ -16,7 +16,7 @@ import (
 
 // inThePicture are the packages that a reader meets first. The list in docs/design.md has all.
 var inThePicture = []string{
-	"carrier", "carrier/filter", "cmd/tandem", "envoy-configs", "replica/config", "replica", "replica/beside", "replica/xds", "status",
+	"carrier", "carrier/filter", "carrier/replicas", "cmd/tandem", "envoy-configs", "replica/config", "replica", "replica/beside", "replica/xds", "status",
 	"extproc", "extproc/concurrent", "extproc/core", "extproc/ended", "extproc/journey", "extproc/envoywire", "extproc/kvtransfer", "extproc/latebinding", "extproc/openai",
 	"extproc/pass", "extproc/plan", "extproc/replan", "extproc/telemetry", "picker", "picker/admission", "picker/roles",
 	"kvstate", "kvstate/discovery", "kvstate/kvevents", "kvstate/prefixindex", "kvstate/redisstore", "kvstate/scrape",

@@ -23,11 +23,12 @@ func envoy_dynamic_module_on_http_filter_config_new(envoy unsafe.Pointer, name, 
 		p.upstream = true
 		return unsafe.Pointer(p)
 	}
-	c, err := open(C.GoBytes(unsafe.Pointer(config.at), C.int(config.length)))
+	opened, err := all().Open(C.GoBytes(unsafe.Pointer(config.at), C.int(config.length)))
 	if err != nil {
 		complain(err)
 		return nil
 	}
+	c := &configured{opened, newCalls()}
 	p := (*C.request)(C.calloc(1, C.sizeof_request))
 	c.calls.envoy = envoy
 	p.handle = C.uintptr_t(cgo.NewHandle(c))
@@ -43,7 +44,7 @@ func envoy_dynamic_module_on_http_filter_config_destroy(p unsafe.Pointer) {
 	h := cgo.Handle((*C.request)(p).handle)
 	c := h.Value().(*configured)
 	c.calls.close()
-	c.close()
+	c.from.Close()
 	h.Delete()
 }
 
@@ -51,7 +52,7 @@ func envoy_dynamic_module_on_http_filter_config_destroy(p unsafe.Pointer) {
 func newFilter(config, envoy unsafe.Pointer) unsafe.Pointer {
 	c := cgo.Handle((*C.request)(config).handle).Value().(*configured)
 	p := (*C.request)(C.calloc(1, C.sizeof_request))
-	p.handle = C.uintptr_t(cgo.NewHandle(c.requests.NewFilter(&stream{envoy, p, c}, c.route)))
+	p.handle = C.uintptr_t(cgo.NewHandle(c.from.NewFilter(&stream{envoy, p, c})))
 	return unsafe.Pointer(p)
 }
 

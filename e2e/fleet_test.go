@@ -196,11 +196,13 @@ type options struct {
 	serveArgs         []string
 	memory            string // GOMEMLIMIT of Tandem; "": none
 
-	launch        func(f *fleet)        // starts the engines, in place of prefills and decodes
-	bootstrap     func(f *fleet) string // of a foreign gateway, in place of the output of `tandem envoy`
-	untracedEnvoy bool                  // its bootstrap is written without tracing
-	xds           bool                  // Envoy gets its configuration from Tandem
-	inside        bool                  // Envoy has Tandem loaded; TANDEM_RUN=inside: in every test
+	launch        func(f *fleet)          // starts the engines, in place of prefills and decodes
+	bootstrap     func(f *fleet) string   // of a foreign gateway, in place of the output of `tandem envoy`
+	untracedEnvoy bool                    // its bootstrap is written without tracing
+	xds           bool                    // Envoy gets its configuration from Tandem
+	envoyEnv      func(f *fleet) []string // more of Envoy's environment
+	routed        bool                    // Envoy has Tandem loaded on another's route; TANDEM_ROUTE=another: in every such test
+	inside        bool                    // Envoy has Tandem loaded; TANDEM_RUN=inside: in every test
 }
 
 func start(t testing.TB, o options) *fleet {
@@ -293,6 +295,9 @@ func start(t testing.TB, o options) *fleet {
 			continue
 		}
 		f.startTandem(i, file, "http://"+listens[i])
+	}
+	if o.inside && (o.routed || os.Getenv("TANDEM_ROUTE") == "another") {
+		routed(&o, func() string { return listens[0] })
 	}
 	f.startEnvoy(bin, envoyPath, o)
 	if o.inside {
@@ -410,6 +415,9 @@ func (f *fleet) startEnvoy(bin, path string, o options) {
 		workers = 2
 	}
 	envoyArgs = append(envoyArgs, "-c", file, "-l", "warning", "--use-dynamic-base-id", "--concurrency", strconv.Itoa(workers))
+	if o.envoyEnv != nil {
+		path, envoyArgs = "/usr/bin/env", append(append(o.envoyEnv(f), path), envoyArgs...)
+	}
 	f.envoy = startProcess(t, f.dir, "envoy", path, envoyArgs...)
 	f.waitFor(f.envoy, f.envoyURL+"/ready")
 	// Ready means that listeners are up; the ext_proc cluster may still wait for its first health check.

@@ -388,7 +388,7 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 	seen := make(map[string]bool, len(eps))
 	for _, ep := range eps {
 		ep.KeyFile = cmp.Or(ep.KeyFile, spec.KeyFile)
-		if !seen[ep.Addr] {
+		if !seen[ep.Addr] && (s.o.Allows == nil || s.o.Allows(spec.Name, ep.Addr)) {
 			seen[ep.Addr] = true
 			e := next.endpoint(ep, leaving[ep.Addr], s.o.Now())
 			e.state.condition.progress.Configure(spec.HandOver)

@@ -35,6 +35,9 @@ type Options struct {
 	// HealthChanged is called when an endpoint is marked as failed or as good, with the cause. It must not block.
 	// May be nil.
 	HealthChanged func(e *Endpoint, good bool, cause HealthCause)
+
+	// Allows reports whether a pool may have an endpoint at an address (ip:port). It must not block. Nil: any.
+	Allows func(pool, address string) bool
 }
 
 func (o Options) withDefaults() Options {

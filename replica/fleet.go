@@ -61,7 +61,7 @@ func newFleet(
 ) (*fleet, error) {
 	health := fleetmetrics.NewHealthLog(log)
 	f := &fleet{
-		state: kvstate.New(kvstate.Options{HealthChanged: health.Changed}), health: health,
+		state: kvstate.New(kvstate.Options{HealthChanged: health.Changed, Allows: set.Engines}), health: health,
 		configured: configuredReplicas(cfg), joined: make(chan struct{}), keysChanged: make(chan struct{}, 1),
 		discovered: map[string]*configv1.Discovery{},
 	}

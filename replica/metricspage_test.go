@@ -62,7 +62,7 @@ func metricsRegistered(t *testing.T) map[string]string {
 	xds.New(registry, log)
 	_, err = gatewayextension.New(cfg, guard.New(log, metrics.Panicked), registry, log)
 	require.NoError(t, err)
-	newReloader("", cfg, fleet, core.New(options, metrics), loaded{}, registry, log)
+	newReloader(FileSource(""), cfg, fleet, core.New(options, metrics), loaded{}, registry, log)
 
 	descs := make(chan *prometheus.Desc)
 	go func() { registry.Describe(descs); close(descs) }()

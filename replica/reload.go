@@ -38,7 +38,7 @@ const reloadEvery = time.Second
 // reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that
 // is not valid changes nothing.
 type reloader struct {
-	file  string
+	from  Source
 	fleet *fleet
 	core  *core.Core
 	front Front
@@ -57,10 +57,10 @@ type reloader struct {
 }
 
 func newReloader(
-	file string, cfg *configv1.Config, fleet *fleet, core *core.Core, front Front, r prometheus.Registerer, log *slog.Logger,
+	from Source, cfg *configv1.Config, fleet *fleet, core *core.Core, front Front, r prometheus.Registerer, log *slog.Logger,
 ) *reloader {
 	l := &reloader{
-		file: file, start: proto.CloneOf(cfg), config: cfg, fleet: fleet, core: core, front: front, log: log,
+		from: from, start: proto.CloneOf(cfg), config: cfg, fleet: fleet, core: core, front: front, log: log,
 		reloads: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "tandem_config_reloads_total",
 			Help: "Changes of the configuration or of the ticket keys that were taken up, by result (applied, refused)."}, []string{"result"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{Name: "tandem_config_applied_timestamp_seconds",
@@ -75,13 +75,13 @@ func newReloader(
 	l.reloads.WithLabelValues("applied")
 	l.reloads.WithLabelValues("refused")
 	l.last.SetToCurrentTime()
-	l.logged = warningsOf(file, cfg)
+	l.logged = warningsOf(from, cfg)
 	return l
 }
 
 // warningsOf returns the warnings about a configuration and its key file, which a start has logged.
-func warningsOf(file string, cfg *configv1.Config) []string {
-	_, warnings, err := config.Load(file)
+func warningsOf(from Source, cfg *configv1.Config) []string {
+	_, warnings, err := from.Load()
 	if err != nil {
 		return nil
 	}
@@ -138,7 +138,7 @@ func (r *reloader) follow(ctx context.Context) {
 
 // outdated reports whether the file has changed while the server started.
 func (r *reloader) outdated() bool {
-	next, _, err := config.Load(r.file)
+	next, _, err := r.from.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return err == nil && len(diff.Difference(r.config, next)) > 0
@@ -152,7 +152,7 @@ type stamps [2]struct {
 
 func (r *reloader) look() (s stamps) {
 	r.mu.Lock()
-	files := [...]string{r.file, r.config.GetTickets().GetKeyFile()}
+	files := [...]string{r.from.File, r.config.GetTickets().GetKeyFile()}
 	r.mu.Unlock()
 	for i, file := range files {
 		if info, err := os.Stat(file); err == nil { // follows links: a ConfigMap changes by one
@@ -170,7 +170,7 @@ func (r *reloader) reload(ctx context.Context) ([]diff.Change, error) {
 	r.printed.Store(errors.Is(err, errPrinted))
 	if err != nil {
 		r.reloads.WithLabelValues("refused").Inc()
-		r.log.Error("configuration not reloaded, the one in force stays", "file", r.file, "err", err)
+		r.log.Error("configuration not reloaded, the one in force stays", "file", r.from.Name, "err", err)
 		r.fleet.note(func(f *status.File) {
 			f.Refused, f.Since, f.Waits = err.Error(), time.Now(), errors.Is(err, errPrinted)
 		})
@@ -185,7 +185,7 @@ func (r *reloader) reload(ctx context.Context) ([]diff.Change, error) {
 }
 
 func (r *reloader) apply(ctx context.Context) ([]diff.Change, error) {
-	next, warnings, err := config.Load(r.file)
+	next, warnings, err := r.from.Load()
 	if err != nil {
 		return nil, err
 	}

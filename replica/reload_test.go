@@ -60,7 +60,7 @@ func startReloadingWith(t *testing.T, text string) *reloading {
 	require.NoError(t, err)
 	registry := prometheus.NewRegistry()
 	made := core.New(options, telemetry.NewMetrics(registry, r.fleet.state))
-	r.reloader = newReloader(r.config, cfg, r.fleet, made, printed{}, registry, log)
+	r.reloader = newReloader(FileSource(r.config), cfg, r.fleet, made, printed{}, registry, log)
 	return r
 }
 
@@ -127,7 +127,7 @@ func TestWarningsComeOnce(t *testing.T) {
 	require.Equal(t, 1, warned())
 	require.NoError(t, os.Chmod(r.key, 0o644))
 	require.Equal(t, 2, warned())
-	require.Len(t, warningsOf(r.config, r.reloader.config), 1, "those of the start are not logged again")
+	require.Len(t, warningsOf(FileSource(r.config), r.reloader.config), 1, "those of the start are not logged again")
 }
 
 // A change is taken up by itself, one on the heels of the start too, and on a signal.

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 
@@ -43,16 +44,19 @@ type replica struct {
 	words  *assign.Assigner
 	usage  *usage.Recorder // may be nil
 	admin  *http.Server
+	all    *prometheus.Registry // of its metrics
 }
 
 // Settings are those that the configuration file does not have.
 type Settings struct {
-	Release     string        // of this program, for operators and other replicas
-	Linger      time.Duration // how long to take requests after ctx has ended, while not ready
-	Drain       time.Duration // 0: drainTime
-	Conformance bool          // honour the test headers of the Inference Extension's conformance suite
-	Advertise   string        // where Envoys reach this replica; "": where it listens
-	HotRestart  bool          // Envoy restarts hot: its process before this one has its ports until it ends
+	Release     string                          // of this program, for operators and other replicas
+	Linger      time.Duration                   // how long to take requests after ctx has ended, while not ready
+	Drain       time.Duration                   // 0: drainTime
+	Conformance bool                            // honour the test headers of the Inference Extension's conformance suite
+	Advertise   string                          // where Envoys reach this replica; "": where it listens
+	NoAdmin     bool                            // the process has one operator's port for all its replicas ([Inside.Admin])
+	Engines     func(pool, address string) bool // reports whether an endpoint may be used; nil: any may
+	HotRestart  bool                            // Envoy restarts hot: its process before this one has its ports until it ends
 }
 
 // drainTime returns how long running ext_proc streams may take to finish after SIGTERM. They last milliseconds, except
@@ -79,7 +83,7 @@ func Serve(
 		return err
 	}
 	defer spans.close()
-	r, err := newReplica(ctx, file, cfg, set, front, spans.tracer(), log)
+	r, err := newReplica(ctx, FileSource(file), cfg, set, front, spans.tracer(), log)
 	if err != nil {
 		return err
 	}
@@ -124,7 +128,7 @@ func (r *replica) run(ctx context.Context, l listeners) error {
 
 // newReplica wires the parts together. Only the fleet's have begun to work when it returns.
 func newReplica(
-	ctx context.Context, file string, cfg *configv1.Config, set Settings, front func(Behind) (Front, error),
+	ctx context.Context, from Source, cfg *configv1.Config, set Settings, front func(Behind) (Front, error),
 	tracer trace.Tracer, log *slog.Logger,
 ) (*replica, error) {
 	registry := newRegistry(set.Release)
@@ -150,7 +154,7 @@ func newReplica(
 	metrics.PruneToo(fleet.health)
 	r := &replica{
 		cfg: cfg, set: set, guard: guard.New(log, metrics.Panicked), log: log,
-		fleet: fleet, core: core.New(options, metrics), usage: metrics.Usage,
+		fleet: fleet, core: core.New(options, metrics), usage: metrics.Usage, all: registry,
 	}
 	made = r.core
 	if err := r.beginRecording(); err != nil {
@@ -173,7 +177,7 @@ func newReplica(
 		Logs: r.front.AccessLogs,
 	})
 	registry.MustRegister(fleetmetrics.Words(r.words.Advice), fleetmetrics.Waiting(fleet.state, r.core.Queued))
-	r.reload = newReloader(file, cfg, fleet, r.core, r.front, registry, log)
+	r.reload = newReloader(from, cfg, fleet, r.core, r.front, registry, log)
 	operator := &orders.Orders{
 		TokenFile: cfg.GetAdmin().GetTokenFile(), State: fleet.state, Reload: r.reload.reload,
 		Replicas: fleet.operator, Log: log, StateOf: status.StateOf,
@@ -189,7 +193,10 @@ type listeners struct{ admin, notices net.Listener }
 
 // listen opens all ports, or none.
 func (r *replica) listen(ctx context.Context) (l listeners, err error) {
-	ports := append(r.front.Ports(), Port{&l.admin, r.cfg.GetAdmin().GetListen(), "admin.listen"})
+	ports := r.front.Ports()
+	if !r.set.NoAdmin {
+		ports = append(ports, Port{&l.admin, r.cfg.GetAdmin().GetListen(), "admin.listen"})
+	}
 	if r.fleet.board != nil {
 		ports = append(ports, Port{&l.notices, r.cfg.GetNotices().GetListen(), "notices.listen"})
 	}
@@ -207,7 +214,9 @@ func (r *replica) listen(ctx context.Context) (l listeners, err error) {
 // serve serves all ports. Those for Envoy and operators end with drain, the others with ctx.
 func (r *replica) serve(ctx context.Context, group *errgroup.Group, l listeners) {
 	r.front.Serve(ctx, group)
-	group.Go(func() error { return ServeHTTP(r.admin, l.admin) })
+	if l.admin != nil {
+		group.Go(func() error { return ServeHTTP(r.admin, l.admin) })
+	}
 	if l.notices != nil {
 		group.Go(func() error { return r.fleet.takeNotices(ctx, l.notices, r.log) })
 	}

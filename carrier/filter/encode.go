@@ -40,11 +40,13 @@ func (e *encode) send() {
 		f.refuse(notStrict())
 		return
 	}
-	sent := f.envoy.Call(legCall(f, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id))
-	e.body = nil
-	if !sent {
-		e.called(notSent())
-	}
+	f.reach(to, func() {
+		sent := f.envoy.Call(legCall(f, to, e.r.Path, e.body, e.r.PerTry, to.RankName(), f.id))
+		e.body = nil
+		if !sent {
+			e.called(notSent())
+		}
+	})
 }
 
 // called goes on with the second pass.

@@ -44,6 +44,7 @@ type hop struct {
 	pair    *pair             // both legs at once; nil: one leg
 	rewrite *rewrite          // of D's answer; nil: the client gets it as it is
 	trace   traceContext
+	first   func()  // follows the call, which only has an endpoint looked up; nil: it is no such call
 	encode  *encode // the call is to an endpoint that encodes media; nil: to P
 	other   bool    // what is asked is never split, but planned again where the endpoint has done nothing for it
 }
@@ -55,6 +56,9 @@ func (s *Shared) NewFilter(e Envoy, route *Route) *Filter {
 
 // guarded runs a hook. A panic costs the request.
 func (f *Filter) guarded(hook string, do func() Status) (status Status) {
+	if f.s.refusal != nil {
+		return Stop
+	}
 	began := cmp.Or(f.Called, time.Now())
 	f.Called = time.Time{}
 	defer func() {
@@ -80,6 +84,11 @@ func (f *Filter) fail(e *openai.Error) {
 
 // RequestHeaders is called once, first. end: there is no body.
 func (f *Filter) RequestHeaders(end bool) Status {
+	if e := f.s.refusal; e != nil {
+		f.head.read(f.envoy)
+		f.respond(e)
+		return Stop
+	}
 	return f.guarded("request headers", func() Status {
 		f.head.read(f.envoy)
 		if f.route != nil {

@@ -78,9 +78,11 @@ func notSent() *prefilled {
 // callPrefill sends P its leg.
 func (f *Filter) callPrefill(r *pass.Routed, body []byte) {
 	f.state = journey.Prefilling
-	if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
-		f.prefillAnswers(notSent())
-	}
+	f.reach(r.Endpoint, func() {
+		if !f.envoy.Call(prefillCall(f, r.Endpoint, r.Path, body, r.PerTry, r.Endpoint.RankName(), f.m.pass.ID)) {
+			f.prefillAnswers(notSent())
+		}
+	})
 }
 
 // prefillAnswers settles P's leg.
@@ -92,6 +94,12 @@ func (f *Filter) prefillAnswers(a *prefilled) {
 // CallDone is called when the call of a leg has ended: P's, or that of an endpoint that encodes.
 func (f *Filter) CallDone(answer *Answer) {
 	f.guarded("call done", func() Status {
+		if then := f.hop.first; then != nil {
+			if f.hop.first = nil; f.m != nil { // else the request has been answered meanwhile
+				then()
+			}
+			return Continue
+		}
 		if p := f.hop.pair; p != nil {
 			a, _ := readAnswer(answer, nil)
 			p.called(a)
@@ -285,12 +293,17 @@ func (f *Filter) refuse(e *openai.Error) {
 	if f.state.IsAnswered() || f.state.IsSent() {
 		return
 	}
-	f.state = journey.Answered
 	if f.hop.ticket.Stage == 0 && f.resumed == nil {
 		f.s.Passes.Observer.Refused(e)
 	} else {
 		f.s.Passes.Observer.GivenUp(e)
 	}
+	f.respond(e)
+}
+
+// respond answers with an error in the form of the API that was asked.
+func (f *Filter) respond(e *openai.Error) {
+	f.state = journey.Answered
 	headers := []Header{{"content-type", names.ContentTypeJSON}}
 	if e.RetryAfter > 0 {
 		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})

@@ -72,5 +72,5 @@ func (passing) rewrite(in *Insured, body []byte, d bool) []byte {
 func (p passing) toDecode(in *Insured, r *pass.Routed) onWorker {
 	x := &p.f.m.pass
 	body := p.rewrite(in, r.Edits.Apply(nil, x.Body.Bytes()), true)
-	return func() { in.start(r, body) }
+	return func() { in.f.reach(r.Endpoint, func() { in.start(r, body) }) }
 }

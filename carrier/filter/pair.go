@@ -54,7 +54,7 @@ func (p passing) pair(r *pass.Routed) onWorker {
 	if legs.edits, err = concurrent.DecodeEdits(&t, len(body)); err != nil {
 		return p.refusal(err)
 	}
-	return legs.begin
+	return func() { f.reach(r.Pair.Prefill, legs.begin) }
 }
 
 // begin sends both legs.

@@ -3,7 +3,9 @@ package filter
 import (
 	"cmp"
 	"strings"
+	"sync"
 	"sync/atomic"
+	"time"
 
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
@@ -27,6 +29,60 @@ type Route struct {
 	Holds bool
 
 	keepsNothing atomic.Bool // a request's body was not kept: the route has no retry policy
+
+	mu      sync.Mutex
+	reached map[string]time.Time // when a call last went to an endpoint of a cluster, with both names
+}
+
+// A dynamic forward proxy looks an endpoint up with the first call to it, and Envoy's client breaks a call off that has
+// a body and has to wait for that (1.40, async_client_impl.cc). So a call without a body goes before one to an endpoint
+// that it may have forgotten: it keeps one for 5 minutes after its last use.
+const (
+	knownFor    = 4 * time.Minute
+	firstLimit  = 5 * time.Second
+	mostReached = 4096
+)
+
+// reach runs then, which calls an endpoint, as soon as a call with a body can be made.
+func (f *Filter) reach(e *kvstate.Endpoint, then func()) {
+	r := f.route
+	if r == nil || !r.Strict {
+		then()
+		return
+	}
+	cluster := f.callCluster(e)
+	name := cluster + " " + e.HostPort()
+	if r.knows(name) {
+		then()
+		return
+	}
+	f.hop.first = func() {
+		r.note(name)
+		then()
+	}
+	first := &Call{Cluster: cluster, Timeout: firstLimit, Set: []Header{
+		{":method", "GET"}, {":path", "/health"}, {":authority", f.callHost(e)}, {"accept", names.ContentTypeJSON},
+	}}
+	if !f.envoy.Call(first) {
+		f.hop.first = nil
+		then()
+	}
+}
+
+// knows reports whether an endpoint of a cluster was called a while ago at most.
+func (r *Route) knows(name string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return time.Since(r.reached[name]) < knownFor
+}
+
+func (r *Route) note(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.reached == nil || len(r.reached) >= mostReached {
+		r.reached = map[string]time.Time{}
+	}
+	r.reached[name] = time.Now()
 }
 
 // callCluster returns the cluster of a leg that the filter calls.
@@ -84,7 +140,13 @@ func notStrict() *openai.Error {
 // kept reports whether Envoy has kept the body that was sent on. Without a retry policy it keeps none, and a request
 // that begins again would wait for its body until the client leaves.
 func (f *Filter) kept() bool {
-	if f.route == nil || f.sent == 0 || f.envoy.BodySize() > 0 {
+	if f.route == nil || f.sent == 0 {
+		return true
+	}
+	if f.envoy.BodySize() > 0 {
+		if f.route.keepsNothing.Load() {
+			f.route.keepsNothing.Store(false)
+		}
 		return true
 	}
 	if !f.route.keepsNothing.Swap(true) {

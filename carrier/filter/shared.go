@@ -24,6 +24,7 @@ type Shared struct {
 	Started      time.Time        // of the replica
 	Tracer       telemetry.Tracer // nil: no traces
 
+	refusal  *openai.Error // of every request, and nothing else is set; nil: they are served
 	journeys *journey.Shared
 	scratch  sync.Pool // of *scratch
 
@@ -49,6 +50,9 @@ func New(c *core.Core) *Shared {
 	}
 	return s
 }
+
+// Refused is what requests share that are all refused: their configuration is not valid.
+func Refused(e *openai.Error) *Shared { return &Shared{refusal: e} }
 
 // scratch is the memory of a request until it is on its way to D. Later requests use it again.
 type scratch struct {

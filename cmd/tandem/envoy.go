@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	envoyconfigs "tandem/envoy-configs"
+	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 )
 
@@ -17,7 +18,7 @@ import (
 func newEnvoy() *cobra.Command {
 	var file, whose, upstream, output, into string
 	var xds bool
-	var o envoyconfigs.GatewayOptions
+	var o envoyconfigs.ModuleOptions
 	c := &cobra.Command{
 		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -54,10 +55,13 @@ func newEnvoy() *cobra.Command {
 	f.BoolVar(&o.Standalone, "standalone", false, "Envoy Gateway runs without a cluster and starts Envoy itself")
 	f.StringVar(&upstream, "upstream", string(envoyconfigs.OriginalDst),
 		"`HOW` Envoy Gateway's Envoy finds endpoints: original-dst or override-host")
+	f.StringVar(&o.Library, "library", "/usr/lib/tandem/libtandem.so",
+		"`PATH` of the library in Envoy Gateway's Envoy, with envoy.run inside")
+	f.StringVar(&o.Image, "image", "tandem-envoy", "`IMAGE` of an Envoy that has it")
 	return c
 }
 
-func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions) ([]byte, error) {
+func envoy(file, whose, upstream string, xds bool, o envoyconfigs.ModuleOptions) ([]byte, error) {
 	o.Upstream = envoyconfigs.Upstream(upstream)
 	if whose == "envoy" && o.Upstream != envoyconfigs.OriginalDst {
 		return nil, fmt.Errorf("--upstream %s: only Envoy Gateway knows endpoints (--for envoy-gateway)", upstream)
@@ -70,6 +74,8 @@ func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions
 		return nil, err
 	}
 	switch inside := config.Inside(cfg); {
+	case inside && whose == "envoy-gateway":
+		return module(file, cfg, o)
 	case inside && (xds || whose != "envoy"):
 		return nil, errors.New("envoy.run is inside, for which there is one bootstrap: without --xds, --for envoy")
 	case inside:
@@ -83,10 +89,32 @@ func envoy(file, whose, upstream string, xds bool, o envoyconfigs.GatewayOptions
 	case whose == "envoy":
 		return envoyconfigs.Bootstrap(cfg)
 	case whose == "envoy-gateway":
-		return envoyconfigs.EnvoyGateway(cfg, o)
+		return envoyconfigs.EnvoyGateway(cfg, o.GatewayOptions)
 	default:
 		return nil, fmt.Errorf("--for %q: it is envoy or envoy-gateway", whose)
 	}
+}
+
+// inGateway is where a configuration file lies in Envoy Gateway's Envoy.
+const inGateway = "/etc/tandem/tandem.yaml"
+
+// module prints the resources for an Envoy Gateway whose Envoy loads Tandem. The configuration stands in the policy if
+// nothing in it is for the gateway's owner alone, else in a file.
+func module(file string, cfg *configv1.Config, o envoyconfigs.ModuleOptions) ([]byte, error) {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	if o.Config, err = config.ForPolicy(text); err != nil {
+		return nil, err
+	}
+	if o.Config == nil {
+		o.Config, o.File = text, inGateway
+	}
+	if o.Upstream != envoyconfigs.OriginalDst {
+		return nil, fmt.Errorf("--upstream %s: not with envoy.run inside", o.Upstream)
+	}
+	return envoyconfigs.EnvoyGatewayModule(cfg, o)
 }
 
 // intoYours adds what Tandem needs to a bootstrap of the reader's.

@@ -20,6 +20,11 @@ import (
 // or the reason why the file cannot be read. also checks the readable part; its mistakes are added.
 func Load(path string,
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
+	return load(path, nil, also...)
+}
+
+func load(path string, before func(*ValidationErrors, *configv1.Config),
+	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	if path == "" {
 		return nil, nil, errors.New("no configuration file given (-f FILE)")
 	}
@@ -27,7 +32,7 @@ func Load(path string,
 	if err != nil {
 		return nil, nil, fmt.Errorf("reading the configuration (-f names the file): %w", err)
 	}
-	c, warnings, err = Parse(text, also...)
+	c, warnings, err = parse(text, before, also...)
 	if err != nil {
 		return nil, warnings, fmt.Errorf("%s:\n%w", path, err)
 	}
@@ -62,9 +67,18 @@ func LoadAdmin(path string) (admin *configv1.Admin, faulty bool, err error) {
 // Parse reads a configuration from YAML text, with defaults filled in. Warnings and errors are those of [Load].
 func Parse(text []byte,
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
+	return parse(text, nil, also...)
+}
+
+// parse is Parse. before sees what the text says, without defaults, and may change it; nil: nothing does.
+func parse(text []byte, before func(*ValidationErrors, *configv1.Config),
+	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	var m ValidationErrors
 	var found []warning
 	if c = m.read(text); c != nil {
+		if before != nil {
+			before(&m, c)
+		}
 		var more ValidationErrors
 		SetDefaults(c)
 		found = validate(&more, c)

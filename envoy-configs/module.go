@@ -1,0 +1,138 @@
+package envoyconfigs
+
+import (
+	"bytes"
+	"cmp"
+	_ "embed"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"text/template"
+
+	configv1 "tandem/protos/config/v1"
+)
+
+//go:embed module.yaml.tmpl
+var moduleTemplate string
+
+// ModuleOptions are what Envoy Gateway's resources need for a Tandem that its Envoy has loaded.
+type ModuleOptions struct {
+	GatewayOptions
+	Config  []byte // of the replica, YAML: the settings for the policy or, with File, all of it
+	File    string // where Envoy finds it; "": it stands in the policy
+	Library string // where Envoy finds libtandem.so
+	Image   string // of an Envoy that has it
+}
+
+// moduleResources is what the template is filled with.
+type moduleResources struct {
+	ModuleOptions
+	Gateway, Section, Config string
+	Proxy, Comment           string // the part of the EnvoyProxy's spec that loads the library, and the same as a comment
+	Own                      bool   // the Gateway is among the resources
+	Port                     int
+	Decodes                  []address
+	Services                 []backendRef
+}
+
+// proxySpec is that part. Without filterOrder Envoy Gateway 1.9 puts the module before authorization and rate limits, so
+// that a request that these refuse would have been prefilled. Each line moves it behind a filter that the listener has.
+const proxySpec = `  dynamicModules:
+  - name: tandem
+    source: {type: Local, local: {path: %s}}
+    doNotClose: true   # Go's runtime cannot be unloaded
+  filterOrder:   # without these a request that is denied or limited would have been prefilled
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.rbac}
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.local_ratelimit}
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.ratelimit}
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.compressor}
+  shutdown: {drainTimeout: 1800s}   # a change of the policy ends streams that last longer`
+
+// EnvoyGatewayModule renders the resources with which Envoy Gateway 1.9 has its own Envoy load Tandem: a route whose
+// requests Tandem answers, and nothing else that runs (docs/howto/envoy-gateway-module.md).
+func EnvoyGatewayModule(c *configv1.Config, o ModuleOptions) ([]byte, error) {
+	o.Namespace, o.Name = cmp.Or(o.Namespace, "default"), cmp.Or(o.Name, "tandem")
+	if o.Standalone {
+		o.Class = cmp.Or(o.Class, o.Name)
+	}
+	o.Class = cmp.Or(o.Class, "eg")
+	listen, err := parse(c.GetEnvoy().GetListen())
+	if err != nil {
+		return nil, err
+	}
+	m := moduleResources{ModuleOptions: o, Gateway: o.Name, Section: "http", Own: o.Gateway == "", Port: listen.Port}
+	if !m.Own {
+		var ok bool
+		if m.Gateway, m.Section, ok = strings.Cut(o.Gateway, "/"); !ok || m.Gateway == "" || m.Section == "" {
+			return nil, fmt.Errorf("--gateway %q: it is NAME/SECTION, of a Gateway and its listener", o.Gateway)
+		}
+	}
+	for _, p := range c.GetPools() {
+		if err := m.decoding(p); err != nil {
+			return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
+		}
+	}
+	if len(m.Services)+min(len(m.Decodes), 1) > 1 {
+		return nil, errors.New("the engines that decode are in several Services, or in one and in a list: of one of them that has no pods " +
+			"Envoy Gateway makes a cluster that fails a part of all requests; print each pool by itself, with a route of its own")
+	}
+	m.Proxy = fmt.Sprintf(proxySpec, o.Library)
+	m.Comment = "#  " + strings.ReplaceAll(m.Proxy, "\n", "\n#  ")
+	indent := "        "
+	if o.File != "" {
+		indent = "    "
+	}
+	m.Config = indent + strings.ReplaceAll(strings.TrimSpace(string(o.Config)), "\n", "\n"+indent)
+	t, err := template.New("module").Delims("<<", ">>").Parse(moduleTemplate)
+	if err != nil {
+		return nil, fmt.Errorf("reading the template of Envoy Gateway's resources: %w", err)
+	}
+	var out bytes.Buffer
+	if err := t.Execute(&out, m); err != nil {
+		return nil, fmt.Errorf("rendering Envoy Gateway's resources: %w", err)
+	}
+	return out.Bytes(), nil
+}
+
+// decoding adds the engines of a pool that decode, as the route's backends.
+func (m *moduleResources) decoding(p *configv1.Pool) error {
+	plain := func(scheme string) error {
+		if scheme != "http" {
+			return fmt.Errorf("engines with the scheme %s: print the resources for http, and say in the Backends how they "+
+				"are spoken to (docs/howto/envoy-gateway-module.md)", scheme)
+		}
+		return nil
+	}
+	for _, e := range p.GetEndpoints() {
+		a, err := parse(e.GetAddress())
+		if err != nil {
+			return err
+		}
+		if err := plain(e.GetScheme()); err != nil {
+			return err
+		}
+		if e.GetRole() != "prefill" && e.GetRole() != "encode" && !slices.Contains(m.Decodes, a) {
+			m.Decodes = append(m.Decodes, a)
+		}
+	}
+	if d := p.GetDiscovery(); d != nil && len(d.GetDns()) == 0 {
+		return errors.New("its endpoints are found in a way that says nothing of Services: only lists and discovery.dns can be printed")
+	}
+	for _, n := range p.GetDiscovery().GetDns() {
+		if err := plain(n.GetScheme()); err != nil {
+			return err
+		}
+		if n.GetRole() == "prefill" {
+			continue
+		}
+		service, of, _ := strings.Cut(n.GetName(), ".")
+		if namespace, _, _ := strings.Cut(of, "."); namespace != "" && namespace != m.Namespace {
+			return fmt.Errorf("%s is in another namespace than the route (--namespace %s), which takes a ReferenceGrant", n.GetName(), m.Namespace)
+		}
+		if ref := (backendRef{Service: service, Port: n.GetPort()}); !slices.Contains(m.Services, ref) {
+			m.Services = append(m.Services, ref)
+		}
+	}
+	return nil
+}
