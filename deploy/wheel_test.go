@@ -38,7 +38,7 @@ func TestWheel(t *testing.T) {
 	require.Contains(t, files, info+"licenses/LICENSE")
 	var record strings.Builder
 	for line := range strings.Lines(files[info+"RECORD"]) {
-		name := strings.Split(line, ",")[0]
+		name, _, _ := strings.Cut(line, ",")
 		if name == info+"RECORD" {
 			fmt.Fprintf(&record, "%s,,\n", name)
 			continue

@@ -45,26 +45,26 @@ func growing(turns, first, more int) (prompts []int) {
 type served struct{ turns, kept float64 }
 
 // Engines whose memory is the least recently used, and agents that ask again after each answer: what the replay says of
-// policies holds in a real Envoy. Copies on two engines do not fit, and are computed again and again; the default does as
-// well as a pool that never splits.
+// policies holds in a real Envoy. Copies on two engines do not fit, and are computed again and again; the default does
+// as well as a pool that never splits.
 func TestMemoryAsInTheReplay(t *testing.T) {
 	t.Parallel()
 	policies := []string{"never", "auto", "always"}
-	var real, simulated []served
+	var measured, simulated []served
 	for _, split := range policies {
 		var r served
 		require.True(t, t.Run(split, func(t *testing.T) { r = agentsLive(t, split) }))
 		s := agentsReplayed(t, split)
-		real, simulated = append(real, r), append(simulated, s)
+		measured, simulated = append(measured, r), append(simulated, s)
 		t.Logf("%s: %.0f turns an hour, %.1f %% kept; in the replay %.0f, %.1f %%", split, r.turns, 100*r.kept, s.turns, 100*s.kept)
 	}
 	for i, split := range policies {
-		require.InDelta(t, simulated[i].kept, real[i].kept, .15, split)
-		speed(t, real[i].turns > .85*simulated[i].turns && real[i].turns < 1.15*simulated[i].turns,
-			"%s: %.0f turns an hour, %.0f in the replay", split, real[i].turns, simulated[i].turns)
+		require.InDelta(t, simulated[i].kept, measured[i].kept, .15, split)
+		speed(t, measured[i].turns > .85*simulated[i].turns && measured[i].turns < 1.15*simulated[i].turns,
+			"%s: %.0f turns an hour, %.0f in the replay", split, measured[i].turns, simulated[i].turns)
 		for j := range policies {
 			if simulated[i].kept > simulated[j].kept+.15 {
-				require.Greater(t, real[i].kept, real[j].kept, "%s is better than %s", split, policies[j])
+				require.Greater(t, measured[i].kept, measured[j].kept, "%s is better than %s", split, policies[j])
 			}
 		}
 	}
@@ -149,12 +149,12 @@ func agentsLive(t *testing.T, split string) served {
 			}
 		})
 	}
-	time.Sleep(agentsWarm) //nolint:forbidigo // until the engines' memory is full
+	time.Sleep(agentsWarm) // until the engines' memory is full
 	mu.Lock()
 	turns, had, more = 0, 0, 0
 	mu.Unlock()
 	before := computed()
-	time.Sleep(agentsLast) //nolint:forbidigo // this long it is measured
+	time.Sleep(agentsLast) // this long it is measured
 	mu.Lock()
 	out := served{turns * float64(time.Hour) / float64(agentsLast), 1 - (computed()-before-more)/had}
 	mu.Unlock()

@@ -40,7 +40,8 @@ func (s *Health) MarkFull(e *Endpoint, status int, after time.Duration) (isNew b
 // MarkAbsent records that the cluster in which Envoy looks for an endpoint lacks it, as it may for a while: Envoy and
 // Tandem learn of endpoints in different ways. Nothing was sent to it. It returns true if that was not known already.
 func (s *Health) MarkAbsent(e *Endpoint) (isNew bool) {
-	return s.refuse(e, Refusal{Status: http.StatusServiceUnavailable, pause: firstPause, absent: true}, 0, longestAbsence)
+	absent := Refusal{Status: http.StatusServiceUnavailable, pause: firstPause, absent: true}
+	return s.refuse(e, absent, 0, longestAbsence)
 }
 
 // refuse records that an endpoint gets no request for a while. longest bounds a pause that nobody has asked for.

@@ -17,13 +17,14 @@ import (
 // (envoy-configs, inside.go), whose ORIGINAL_DST clusters know no endpoint before it was used, so that none can be
 // chosen in them.
 type Route struct {
-	// Cluster is that of the legs that the filter calls: P's, that of an endpoint that encodes, and D's of a stream that
-	// shall outlive its engine. "": that of rule Rule of the request's HTTPRoute or, without one, the request's own.
+	// Cluster is that of the legs that the filter calls: P's, that of an endpoint that encodes, and D's of a stream
+	// that shall outlive its engine. "": that of rule Rule of the request's HTTPRoute or, without one, the request's
+	// own.
 	Cluster string
 	Rule    string // a number
-	// Strict: that cluster connects to the endpoint that a call names, or not at all (Envoy's dynamic forward proxy). Any
-	// other one may choose another endpoint if it lacks that one, since a call's choice is only a header for its load
-	// balancer (Envoy 1.40 has no override for calls).
+	// Strict: that cluster connects to the endpoint that a call names, or not at all (Envoy's dynamic forward proxy).
+	// Any other one may choose another endpoint if it lacks that one, since a call's choice is only a header for its
+	// load balancer (Envoy 1.40 has no override for calls).
 	Strict bool
 	// Holds: the cluster of D's leg has the filter that holds D's answer until P's leg has ended ([Answers]).
 	Holds bool
@@ -132,8 +133,8 @@ func (f *Filter) unsure() bool { return f.route != nil && !f.route.Strict }
 
 // notStrict is why a leg whose answer does not name its engine is not called on such a route.
 func notStrict() *openai.Error {
-	return openai.Unavailable("route_not_strict", "this request needs a call that reaches one engine and no other, and the "+
-		"cluster for calls of this route may choose another: give its rule a Backend of type DynamicResolver, and say "+
+	return openai.Unavailable("route_not_strict", "this request needs a call that reaches one engine and no other, and "+
+		"the cluster for calls of this route may choose another: give its rule a Backend of type DynamicResolver, and say "+
 		"strict: true (docs/howto/envoy-gateway-module.md)", 0)
 }
 
@@ -156,8 +157,8 @@ func (f *Filter) kept() bool {
 }
 
 // noRetries is what is wrong with a route without a retry policy, and what mends it.
-const noRetries = "this route keeps no request's body, so a request whose engine fails cannot be planned again: give it a " +
-	"retry policy (BackendTrafficPolicy: retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], " +
+const noRetries = "this route keeps no request's body, so a request whose engine fails cannot be planned again: give it " +
+	"a retry policy (BackendTrafficPolicy: retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], " +
 	"httpStatusCodes: [599]}})"
 
 // Problem says what is wrong with the route, as its requests have shown; "": nothing.

@@ -139,7 +139,7 @@ func TestCallsThatAreNotStrict(t *testing.T) {
 // A route without a retry policy keeps no body, so the request cannot begin again: without a word it would hang.
 func TestARouteWithoutARetryPolicy(t *testing.T) {
 	f := newFleet(t, func(p *pass.Policy) { p.Split = false })
-	c := newClient(t, f, func(at string, body []byte) engineAnswer {
+	c := newClient(t, f, func(string, []byte) engineAnswer {
 		return engineAnswer{status: 503, local: "upstream_reset_before_response_started{connection_failure}"}
 	}, chat)
 	well := newClient(t, f, well, chat)

@@ -12,8 +12,8 @@
 //
 // POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /inference/v1/generate, each whole or as
 // server-sent events; /v1/embeddings, /tokenize, /detokenize, /v1/audio/transcriptions (answers the number of received
-// bytes and their SHA-256), /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter (an adapter is one more name of
-// the model), /health, /version, /metrics, /reset_prefix_cache. Answers, errors and metrics have the fields of
+// bytes and their SHA-256), /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter (an adapter is one more name
+// of the model), /health, /version, /metrics, /reset_prefix_cache. Answers, errors and metrics have the fields of
 // vLLM 0.32.0, recorded from a running one (testdata/vllm-0.32.0, replay_test.go). HTTP/1.1 and h2c.
 //
 // A token is four bytes of text. The answer is a function of *every* token of the prompt, by way of the KV blocks that

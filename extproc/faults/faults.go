@@ -168,8 +168,9 @@ func (s *Faults) full(pool, addr string, f *Failure) {
 func (s *Faults) absent(pool string, e *kvstate.Endpoint) {
 	s.Observer.EndpointAbsent(pool, e.Addr)
 	if s.State.Health.MarkAbsent(e) {
-		s.Log.LogAttrs(context.Background(), slog.LevelWarn, "the cluster of the gateway's route lacks an endpoint, which "+
-			"gets no request for a while: name the same engines to Tandem and to the route", slog.String("endpoint", e.Addr))
+		s.Log.LogAttrs(context.Background(), slog.LevelWarn, "the cluster of the gateway's route lacks an endpoint, "+
+			"which gets no request for a while: name the same engines to Tandem and to the route",
+			slog.String("endpoint", e.Addr))
 	}
 }
 

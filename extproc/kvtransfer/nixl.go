@@ -422,7 +422,7 @@ func (p pull) repairHost(prefill *Side) ([]byte, error) {
 		}
 		reached, err := netip.ParseAddrPort(prefill.Addr)
 		if err != nil || reached.Addr().Unmap().IsLoopback() {
-			return p.raw, nil
+			return p.raw, nil //nolint:nilerr // an endpoint without an address has nothing to repair with
 		}
 		addr = reached.Addr().Unmap().WithZone("").String() // IPv6 without brackets: vLLM adds them (make_zmq_path)
 	}
@@ -431,7 +431,7 @@ func (p pull) repairHost(prefill *Side) ([]byte, error) {
 	return append(repaired, p.raw[p.hostAt+len(p.host):]...), nil
 }
 
-// ErrOther: the answer does not name the engine that was asked, and may be another's.
+// ErrOther says that the answer does not name the engine that was asked, and may be another's.
 var ErrOther = errors.New("remote_host of P's answer is not the endpoint that was asked: another engine may have " +
 	"given it (or P's VLLM_NIXL_SIDE_CHANNEL_HOST is not its own address)")
 

@@ -195,7 +195,8 @@ func (r registry) handOvers() handOverMetrics {
 			"Times that an endpoint answered 429 or 503, by status: it is full, and gets no request for a while.",
 			"pool", "endpoint", "status"),
 		absent: r.counter("tandem_endpoint_absent_total",
-			"Requests whose endpoint the cluster of a gateway's route lacked: the endpoint gets no request for a while.",
+			"Requests whose endpoint the cluster of a gateway's route lacked: the endpoint gets no request for a "+
+				"while.",
 			"pool", "endpoint"),
 		outdated: r.counter("tandem_kv_outdated_total",
 			"KV that was not used because it may have been another prompt's: refused answers, by decode endpoint "+

@@ -45,7 +45,8 @@ func newIndexMetrics(state *kvstate.State, events *kvevents.Collector) *indexMet
 		memory: pool("tandem_kv_memory_tokens",
 			"Tokens of KV that engines keep which report it: in their memory, or on the host if that is more."),
 		lacks: pool("tandem_host_memory_needed_tokens",
-			"Tokens of host memory that each engine would need to keep all conversations that come back; 0: they have enough."),
+			"Tokens of host memory that each engine would need to keep all conversations that come back; "+
+				"0: they have enough."),
 		had: pool("tandem_conversation_prompt_tokens_total",
 			"Tokens of prompts that earlier prompts of their conversations had."),
 		again: prometheus.NewDesc("tandem_recomputed_tokens_total",

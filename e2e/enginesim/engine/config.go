@@ -16,7 +16,7 @@ type Config struct {
 	LoadRate     float64 // bytes/s at which KV comes from there; 0 is instantaneous
 	MaxModelLen  int     // prompt and answer together, tokens
 	PrefillSpeed float64 // tokens/s; 0 is instantaneous
-	Chunk        int     // tokens of a prompt in one step: answers beside it wait for the step's end; 0: prompts disturb no answer
+	Chunk        int     // tokens of a prompt in one step, for whose end answers wait; 0: prompts disturb no answer
 	DecodeStep   time.Duration
 	Faithful     bool   // answer violations as vLLM does: 200 with wrong text
 	Events       string // endpoint of the KV events as vLLM names it; "": none
