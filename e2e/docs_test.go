@@ -76,6 +76,7 @@ var documentedShows = map[string]string{
 }
 
 var documentedOnly = map[string]string{
+	"ENVOY_DYNAMIC_MODULES_SEARCH_PATH=/path/to/bin envoy -c envoy.yaml":                    "TestInsideTutorial",
 	"curl --retry 30 --retry-all-errors --retry-delay 1 -s http://127.0.0.1:8080/v1/models": "TestOneMachineTutorial",
 	"tandem run -f tandem.yaml":                                      "TestRun",
 	"tandem requests --admin 127.0.0.1:9090":                         "a cluster",
@@ -150,7 +151,7 @@ var documentedOnly = map[string]string{
 // makeTargets are targets that pages name, with the reason why they are not run here: they run these tests, or take
 // long.
 var makeTargets = map[string]string{
-	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "race": "runs this test", "demo": "TestDemo",
+	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "race": "runs this test", "truth": "minutes, on an idle machine", "demo": "TestDemo",
 	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "bench-long": "minutes, and gigabytes", "replay": "minutes", "load": "minutes", "capacity": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
 	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "sizes": "a report, in CI", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "wheel": "TestWheel in ./deploy", "observability": "a module of its own; in CI",
 	"e2e-envoys":   "minutes, and PyPI",
@@ -159,7 +160,7 @@ var makeTargets = map[string]string{
 }
 
 // documentedCommand begins with a program that pages run, or with variables for it.
-var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|uvx|pip|promtool|redis-server|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
+var documentedCommand = regexp.MustCompile(`^(?:[A-Z_0-9]+=\S+ )*(make|go|curl|kubectl|docker|openssl|vllm|helm|uvx|pip|promtool|redis-server|for \w+ in|(?:bin/)?tandem|(?:bin/)?enginesim|(?:\.tools/bin/)?envoy|e2e/vllm/run\.sh) `)
 
 // documented returns the commands of a page: the indented blocks, and parts of running text that begin with a program
 // that is always a command.
@@ -168,8 +169,9 @@ func documented(t *testing.T, page string) (out []string) {
 	text, err := os.ReadFile(page)
 	require.NoError(t, err)
 	joined := strings.ReplaceAll(string(text), " \\\n", " ") // a continued line
-	joined = regexp.MustCompile("(?s)\n```(?:sh|bash)\n.*?\n```").ReplaceAllStringFunc(joined, func(block string) string {
-		return strings.ReplaceAll(strings.TrimSuffix(block, "\n```"), "\n", "\n    ") // as an indented block
+	joined = regexp.MustCompile("(?s)\n *```(?:sh|bash)\n(.*?)\n *```").ReplaceAllStringFunc(joined, func(block string) string {
+		block = block[strings.Index(block, "```")+3 : strings.LastIndex(block, "\n")]
+		return strings.ReplaceAll(block, "\n", "\n    ") // as an indented block
 	})
 	fenced := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(joined, "")
 	var lines []string
