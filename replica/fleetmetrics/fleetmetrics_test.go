@@ -144,7 +144,7 @@ func TestTheIndexIsShown(t *testing.T) {
 	m := Index(state, kvevents.NewCollector(kvevents.Options{State: state, Log: slog.New(slog.DiscardHandler)}))
 	require.Equal(t, map[string]float64{"tandem_index_blocks chat": 3, "tandem_index_entries chat": 5, "tandem_index_prompts chat": 0,
 		"tandem_conversations chat": 0, "tandem_conversation_tokens chat": 0, "tandem_conversation_prompt_tokens_total chat": 0,
-		"tandem_kv_memory_tokens chat": 0, "tandem_kv_memory_lacking_tokens chat": 0,
+		"tandem_kv_memory_tokens chat": 0, "tandem_host_memory_needed_tokens chat": 0,
 		"tandem_recomputed_tokens_total evicted chat": 0, "tandem_recomputed_tokens_total elsewhere chat": 0},
 		values(t, collecting(m.Collect)))
 }
