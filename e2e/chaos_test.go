@@ -243,8 +243,9 @@ func TestCostOfAKilledPrefill(t *testing.T) {
 			break
 		}
 	}
-	require.InDelta(t, 1, replans(), 0, "one request met the dead engine")
+	met := replans()
+	require.LessOrEqual(t, met, 1.0, "one request at most met the dead engine; none, if a health check found it before")
 	after := median(100)
-	require.InDelta(t, 1, replans(), 0, "and no other did")
+	require.InDelta(t, met, replans(), 0, "and no other did")
 	t.Logf("median before %v; the request that met the dead prefill %v, %v more; median after %v", before, first, first-before, after)
 }

@@ -11,7 +11,7 @@ import (
 
 func TestComputeTakesTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := &Engine{Metrics: newMetrics("tiny", 0), prefillTurn: make(chan struct{}, 1)}
+		s := &Engine{Cfg: &Config{}, Metrics: newMetrics("tiny", 0), prefillTurn: make(chan struct{}, 1)}
 		var wg sync.WaitGroup
 		started := time.Now()
 		for range 4 {
