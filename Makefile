@@ -13,7 +13,7 @@ FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
-PARALLEL ?= 24
+PARALLEL ?= 10
 SEQUENTIAL := . ./docs ./extproc/openai ./picker ./picker/admission ./replay
 SUITE ?= full shared engines roles agents
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
@@ -42,18 +42,18 @@ demo: tools build ##day everything on this machine, with real requests (inside E
 
 test: tools ##day go vet and all tests, those with a real Envoy included; the slowest ten at the end
 	$(GO) vet ./...
-	@# most packages wait most of the time: e2e for processes, redisstore for a real Redis
-	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./... -- -p 4 -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./... -- -parallel $(PARALLEL) -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	@for t in kustomize helm; do [ -x "$${TANDEM_KUBE_BIN:-$$HOME/.cache/tandem/bin}/$$t" ] || echo "skipped: what $$t renders (make deploy-check)"; done
 	@echo 'not run here: the same under the race detector, and TestAttacks, TestChaos, TestLargeBodiesUnderLoad, TestPairsUnderLoad: make race, which .ci/run runs, too'
 	@echo 'skipped, for they take long or large programs: make e2e-gateway, make e2e-kube, make e2e-cluster, make e2e-inside, make e2e-failures, make e2e-vllm, make e2e-sglang, make e2e-oracles, make e2e-foreign'
 
-# All tests once more, and those that take long (TANDEM_LONG), under the race detector, which makes what only computes ten times slower: packages without
-# goroutines are left out. Fewer tests run at once, for each needs more of the cores. Budgets of allocations are not held
-# here (package internal/budget).
-race: tools ##break all tests under the race detector (12 minutes); .ci/run runs it
+# Packages without goroutines are left out: the race detector makes what only computes ten times slower. So is e2e, whose
+# programs are built without it; its four tests that load the machine as a whole run here. Budgets of allocations are not
+# held under the race detector (package internal/budget).
+race: tools ##break unit tests under the race detector, and four long e2e tests (7 minutes); .ci/run runs it
 	@[ -n "$(RACE)" ] || { echo 'the race detector needs a C compiler' >&2; exit 1; }
-	TANDEM_LONG=1 TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))') -- $(RACE) -parallel 8 -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))|tandem/e2e') -- $(RACE) -parallel 8 -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	TANDEM_LONG=1 TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./e2e -- -run '^(TestAttacks|TestChaos|TestLargeBodiesUnderLoad|TestPairsUnderLoad)$$' -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 
 # What bench and bench-peers measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.
 # On a busy machine: git checkout docs README.md afterwards.
@@ -109,7 +109,7 @@ replay: ##measure all routing tables of docs, from traces (three quarters of an 
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
 # Does `tandem replay --recording` tell the truth? Traffic through a real Envoy, its replay, and what is advised tried.
-truth: tools build ##measure how well a replay of recorded traffic predicts another fleet (MINUTES=3 of each of four: a quarter of an hour)
+truth: tools build ##measure how well a replay predicts another fleet (MINUTES=3 of each of four)
 	$(GO) run ./e2e/truth -minutes $(or $(MINUTES),3)
 
 # envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes).
