@@ -50,7 +50,7 @@ test: tools ##day go vet and all tests, those with a real Envoy included; the sl
 # Packages without goroutines are left out: the race detector makes what only computes ten times slower. So is e2e, whose
 # programs are built without it; its four tests that load the machine as a whole run here. Budgets of allocations are not
 # held under the race detector (package internal/budget).
-race: tools ##break unit tests under the race detector, and four long e2e tests (7 minutes); .ci/run runs it
+race: tools ##break unit tests under the race detector, and four long e2e tests (8 minutes); .ci/run runs it
 	@[ -n "$(RACE)" ] || { echo 'the race detector needs a C compiler' >&2; exit 1; }
 	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))|tandem/e2e') -- $(RACE) -parallel 8 -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 	TANDEM_LONG=1 TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./e2e -- -run '^(TestAttacks|TestChaos|TestLargeBodiesUnderLoad|TestPairsUnderLoad)$$' -timeout $(TEST_TIMEOUT) $(TESTFLAGS)

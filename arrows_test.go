@@ -116,7 +116,6 @@ var guarded = map[string][]string{
 		"deploy (test)", "docs (test)",
 	},
 	"google.golang.org/protobuf": {
-		"carrier/replicas",
 		"replica/xds (test)", "replica/gatewayextension", "protos/envoygateway/v1", "replica",
 		"replica/config", "replica/config/diff", "kvstate/redisstore", "kvstate/redisstore/decode",
 		"protos/state/v1", "extproc (test)", "extproc/envoywire (test)", "extproc/envoywire/wiretest",

@@ -15,7 +15,7 @@ func TestEnvoyGatewayModule(t *testing.T) {
 	const head = "envoy: {run: inside}\npools:\n- name: chat\n  kvTransfer: nixl\n"
 	const listed = head + "  endpoints:\n  - {address: '10.0.0.1:8000', role: prefill}\n  - {address: '10.0.0.2:8000', role: decode}\n"
 	const names = head + "  discovery:\n    dns:\n    - {name: p.default.svc.cluster.local, port: 8000, role: prefill}\n    - {name: d.default.svc.cluster.local, port: 8001, role: decode}\n"
-	print := func(text string, o ModuleOptions) (string, error) {
+	printed := func(text string, o ModuleOptions) (string, error) {
 		c, _, err := config.Parse([]byte(text))
 		require.NoError(t, err)
 		if o.Config == nil {
@@ -36,20 +36,20 @@ func TestEnvoyGatewayModule(t *testing.T) {
 			out = append(out, r.Kind)
 		}
 	}
-	text, err := print(listed, ModuleOptions{GatewayOptions: GatewayOptions{Name: "chat"}})
+	text, err := printed(listed, ModuleOptions{GatewayOptions: GatewayOptions{Name: "chat"}})
 	require.NoError(t, err)
 	require.Equal(t, []string{"EnvoyProxy", "Gateway", "ClientTrafficPolicy", "Backend", "Backend", "HTTPRoute", "BackendTrafficPolicy", "EnvoyExtensionPolicy"}, kinds(text))
 	require.Contains(t, text, `ip: {address: "10.0.0.2", port: 8000}`)
 	require.Equal(t, 1, strings.Count(text, "10.0.0.1"), "without Tandem no request goes to an engine that prefills")
 	require.Contains(t, text, "kvTransfer: nixl")
 
-	text, err = print(names, ModuleOptions{GatewayOptions: GatewayOptions{Gateway: "shop/https"}})
+	text, err = printed(names, ModuleOptions{GatewayOptions: GatewayOptions{Gateway: "shop/https"}})
 	require.NoError(t, err)
 	require.Equal(t, []string{"Backend", "HTTPRoute", "BackendTrafficPolicy", "EnvoyExtensionPolicy"}, kinds(text))
 	require.Contains(t, text, "- {name: d, port: 8001}")
 	require.Contains(t, text, "#    filterOrder:")
 
-	text, err = print(listed, ModuleOptions{Config: []byte(listed), File: "/etc/tandem/tandem.yaml"})
+	text, err = printed(listed, ModuleOptions{Config: []byte(listed), File: "/etc/tandem/tandem.yaml"})
 	require.NoError(t, err)
 	require.Contains(t, kinds(text), "ConfigMap")
 	require.Contains(t, text, "file: /etc/tandem/tandem.yaml")
@@ -60,7 +60,7 @@ func TestEnvoyGatewayModule(t *testing.T) {
 		{head + "  discovery: {file: {path: /x.yaml}}\n", "only lists and discovery.dns"},
 		{names + "    - {name: d2.default.svc.cluster.local, port: 8001, role: decode}\n", "in several Services"},
 	} {
-		_, err = print(tt.text, ModuleOptions{Config: []byte("x")})
+		_, err = printed(tt.text, ModuleOptions{Config: []byte("x")})
 		require.ErrorContains(t, err, tt.err)
 	}
 }

@@ -133,9 +133,9 @@ func (f *Filter) unsure() bool { return f.route != nil && !f.route.Strict }
 
 // notStrict is why a leg whose answer does not name its engine is not called on such a route.
 func notStrict() *openai.Error {
-	return openai.Unavailable("route_not_strict", "this request needs a call that reaches one engine and no other, and "+
-		"the cluster for calls of this route may choose another: give its rule a Backend of type DynamicResolver, and say "+
-		"strict: true (docs/howto/envoy-gateway-module.md)", 0)
+	return openai.Unavailable("route_not_strict", "this request needs a call that reaches one engine and no other, "+
+		"and the cluster for calls of this route may choose another: give its rule a Backend of type DynamicResolver, "+
+		"and say strict: true (docs/howto/envoy-gateway-module.md)", 0)
 }
 
 // kept reports whether Envoy has kept the body that was sent on. Without a retry policy it keeps none, and a request
@@ -157,8 +157,8 @@ func (f *Filter) kept() bool {
 }
 
 // noRetries is what is wrong with a route without a retry policy, and what mends it.
-const noRetries = "this route keeps no request's body, so a request whose engine fails cannot be planned again: give it " +
-	"a retry policy (BackendTrafficPolicy: retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], " +
+const noRetries = "this route keeps no request's body, so a request whose engine fails cannot be planned again: give " +
+	"it a retry policy (BackendTrafficPolicy: retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], " +
 	"httpStatusCodes: [599]}})"
 
 // Problem says what is wrong with the route, as its requests have shown; "": nothing.

@@ -15,7 +15,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	dto "github.com/prometheus/client_model/go"
-	"google.golang.org/protobuf/proto"
 
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica"
@@ -40,7 +39,7 @@ func (a *admin) serve() {
 	address := a.all.operator.Admin
 	l, err := a.all.set.Listen(context.Background(), address)
 	if err != nil {
-		a.log.Error("the operator's port cannot be opened: metrics, page and orders of this process are nowhere", "err", err)
+		a.log.Error("the operator's port cannot be opened: there are no metrics, no page and no orders", "err", err)
 		return
 	}
 	check := hostcheck.New(&configv1.Config{Admin: &configv1.Admin{Listen: address}}, "")
@@ -70,7 +69,7 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	name, rest, found := strings.Cut(strings.TrimPrefix(r.URL.Path, "/"), "/")
 	if one := running[name]; one != nil {
 		if !found {
-			http.Redirect(w, r, "/"+name+"/", http.StatusFound)
+			http.Redirect(w, r, "/"+name+"/", http.StatusFound) //nolint:gosec // the name of a replica
 			return
 		}
 		http.StripPrefix("/"+name, one.replica.Admin).ServeHTTP(w, r)
@@ -166,7 +165,7 @@ func gatherAll(running map[string]*running, refused []string) ([]*dto.MetricFami
 			}
 			for _, m := range f.Metric {
 				if !process {
-					m.Label = append(m.Label, &dto.LabelPair{Name: proto.String(replicaLabel), Value: proto.String(name)})
+					m.Label = append(m.Label, &dto.LabelPair{Name: new(replicaLabel), Value: new(name)})
 				}
 			}
 			if known == nil {
@@ -178,9 +177,9 @@ func gatherAll(running map[string]*running, refused []string) ([]*dto.MetricFami
 	}
 	const name = "tandem_configurations_refused"
 	families[name] = &dto.MetricFamily{
-		Name: proto.String(name), Type: dto.MetricType_GAUGE.Enum(),
-		Help:   proto.String("Configurations of routes, and routes, that are not in order (/readyz says why)."),
-		Metric: []*dto.Metric{{Gauge: &dto.Gauge{Value: proto.Float64(float64(len(refused)))}}},
+		Name: new(name), Type: dto.MetricType_GAUGE.Enum(),
+		Help:   new("Configurations of routes, and routes, that are not in order (/readyz says why)."),
+		Metric: []*dto.Metric{{Gauge: &dto.Gauge{Value: new(float64(len(refused)))}}},
 	}
 	return slices.SortedFunc(maps.Values(families), func(a, b *dto.MetricFamily) int {
 		return strings.Compare(a.GetName(), b.GetName())

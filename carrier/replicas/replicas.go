@@ -68,8 +68,9 @@ type Configured struct {
 
 	uses     *running // nil: it has none. Guarded by all.mu
 	requests atomic.Pointer[filter.Shared]
-	refused  atomic.Pointer[string] // why requests are refused, or, if they are not, why a change of it does not count; nil: it is in force
-	stop     chan struct{}          // closed by Close
+	// why requests are refused, or, if they are not, why a change of it does not count; nil: it is in force
+	refused atomic.Pointer[string]
+	stop    chan struct{} // closed by Close
 }
 
 // NewFilter returns the filter of a request.
@@ -85,7 +86,7 @@ func (a *All) Open(text []byte) (*Configured, error) {
 	if err == nil {
 		err = c.start()
 	}
-	if err != nil && c.own(text) {
+	if err != nil && c.own() {
 		return nil, err
 	}
 	a.mu.Lock()
@@ -102,7 +103,7 @@ func (a *All) Open(text []byte) (*Configured, error) {
 }
 
 // own reports whether the routes are Tandem's own. A configuration that cannot be read is another's: a printed one can.
-func (c *Configured) own(text []byte) bool {
+func (c *Configured) own() bool {
 	if c.set.File == "" && !c.set.routed() {
 		c.route = &filter.Route{}
 	}
@@ -119,7 +120,8 @@ func (c *Configured) refuse(err error) {
 		c.requests.Store(filter.Refused(openai.Unavailable("configuration_not_valid",
 			"the configuration of this route is not valid: "+why, 0)))
 	} else {
-		log.Error("a policy is not valid, and the configuration before stays in force", "replica", c.set.key(), "err", why)
+		log.Error("a policy is not valid, and the configuration before stays in force",
+			"replica", c.set.key(), "err", why)
 	}
 	if c.set.File != "" {
 		go c.retry()

@@ -60,7 +60,7 @@ func read(text []byte) (s settings, err error) {
 	case s.File != "" && s.Tandem != nil:
 		return s, errors.New("the filter's configuration has both tandem and file: leave one of them out")
 	case s.Route != nil && s.Route.Rule != nil && (*s.Route.Rule < 0 || s.Route.Cluster != ""):
-		return s, errors.New("route.rule is the number of a rule of the HTTPRoute, from 0 on, and goes without route.cluster")
+		return s, errors.New("route.rule is the number of an HTTPRoute's rule, from 0, and goes without route.cluster")
 	case s.Name != "" && !names.MatchString(s.Name):
 		return s, fmt.Errorf("name: %.80q is not of letters, digits, dots, - and _, 63 at most", s.Name)
 	}

@@ -13,9 +13,9 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// The configuration of a replica in a gateway's Envoy comes from the policy of a route, or from a file that the gateway's
-// owner has mounted. Who writes a policy may not be who owns the gateway: what runs there has the gateway's files,
-// network and ports. So a policy may say what inPolicies lists, and nothing else.
+// The configuration of a replica in a gateway's Envoy comes from the policy of a route, or from a file that the
+// gateway's owner has mounted. Who writes a policy may not be who owns the gateway: what runs there has the gateway's
+// files, network and ports. So a policy may say what inPolicies lists, and nothing else.
 
 // inPolicies are the settings that a policy may have, by their message; "*": all of it. A setting that is not here has
 // to be in a file.
@@ -23,12 +23,13 @@ var inPolicies = map[protoreflect.Name]string{ //nolint:gochecknoglobals // a ta
 	"Config": "pools usage envoy",
 	"Usage":  "tenant_header tenants",
 	"Envoy":  "path_prefixes",
-	"Pool": "name models kv_transfer engine paths split long_prompts on_prefill_failure decode_alone prefill_attempts " +
-		"prefill_timeout endpoints attempts_time stream_start_timeout answer_timeout kv_timeout stranded_blocks session " +
-		"orchestrated members nixl kv_events min_prefill_tokens answer_weight targets roles cached_tokens discovery binding " +
-		"queue objectives engine_priority encode label_header continue_streams pair_unlike",
-	"Endpoint": "address role scheme group transfer release kv_events_port kv_replay_port server_name weight zone loras " +
-		"labels data_parallel_ranks node",
+	"Pool": "name models kv_transfer engine paths split long_prompts on_prefill_failure decode_alone " +
+		"prefill_attempts prefill_timeout endpoints attempts_time stream_start_timeout answer_timeout kv_timeout " +
+		"stranded_blocks session orchestrated members nixl kv_events min_prefill_tokens answer_weight targets roles " +
+		"cached_tokens discovery binding queue objectives engine_priority encode label_header continue_streams " +
+		"pair_unlike",
+	"Endpoint": "address role scheme group transfer release kv_events_port kv_replay_port server_name weight zone " +
+		"loras labels data_parallel_ranks node",
 	"Transfer": "bootstrap_port handshake_port notify_port tensor_parallel_size data_parallel_size p2p_port",
 	"KvEvents": "port replay_port ranks topic tokens token_budget load_bandwidth",
 	// only its names: a token of Kubernetes, and files, are the gateway's
@@ -79,8 +80,8 @@ func runInside(_ *ValidationErrors, c *configv1.Config) {
 }
 
 const (
-	notInPolicies = "is not for a policy, whose author may not own the gateway: put the configuration into a file of the " +
-		"gateway's, and name that (docs/security.md#in-a-gateways-envoy)"
+	notInPolicies = "is not for a policy, whose author may not own the gateway: put the configuration into a file " +
+		"of the gateway's, and name that (docs/security.md#in-a-gateways-envoy)"
 	notAnEngine = "%s is in none of the networks of engines, %s: the gateway's owner can allow it (engines in " +
 		"operator.yaml, docs/howto/envoy-gateway-module.md)"
 )
