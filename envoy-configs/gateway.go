@@ -50,30 +50,41 @@ type backendRef struct {
 	Port             int32
 }
 
-// EnvoyGateway renders the resources with which Envoy Gateway 1.9 does without an extension what it does with one
-// (docs/adr/0039): an HTTPRoute, and an EnvoyPatchPolicy that has it lead to a listener of Tandem's own, and that adds
-// [Behind]. The HTTPRoute is on one listener, the patched one; where the patches are not in force it leads to the
-// replan port, which refuses what has no ticket.
-func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
+// complete fills in the defaults of options, and returns the Gateway and its listener to which the resources attach:
+// those that are named, or one of their own.
+func complete(o *GatewayOptions) (gateway, section string, err error) {
 	o.Namespace, o.Name = cmp.Or(o.Namespace, "default"), cmp.Or(o.Name, "tandem")
 	if o.Standalone {
 		o.Class = cmp.Or(o.Class, o.Name)
 	}
 	o.Class = cmp.Or(o.Class, "eg")
+	if o.Gateway == "" {
+		return o.Name, "http", nil
+	}
+	gateway, section, ok := strings.Cut(o.Gateway, "/")
+	if !ok || gateway == "" || section == "" {
+		return "", "", fmt.Errorf("--gateway %q: it is NAME/SECTION, of a Gateway and its listener", o.Gateway)
+	}
+	return gateway, section, nil
+}
+
+// EnvoyGateway renders the resources with which Envoy Gateway 1.9 does without an extension what it does with one
+// (docs/adr/0039): an HTTPRoute, and an EnvoyPatchPolicy that has it lead to a listener of Tandem's own, and that adds
+// [Behind]. The HTTPRoute is on one listener, the patched one; where the patches are not in force it leads to the
+// replan port, which refuses what has no ticket.
+func EnvoyGateway(c *configv1.Config, o GatewayOptions) ([]byte, error) {
+	gateway, section, err := complete(&o)
+	if err != nil {
+		return nil, err
+	}
 	m, err := newModel(c, false)
 	if err != nil {
 		return nil, err
 	}
 	m.Late = true
 	g := gatewayResources{
-		GatewayOptions: o, Gateway: o.Name, Section: "http", Own: o.Gateway == "", Port: m.Listen.Port,
+		GatewayOptions: o, Gateway: gateway, Section: section, Own: o.Gateway == "", Port: m.Listen.Port,
 		Replans: m.Servers.Replans.Hosts,
-	}
-	if !g.Own {
-		var ok bool
-		if g.Gateway, g.Section, ok = strings.Cut(o.Gateway, "/"); !ok || g.Gateway == "" || g.Section == "" {
-			return nil, fmt.Errorf("--gateway %q: it is NAME/SECTION, of a Gateway and its listener", o.Gateway)
-		}
 	}
 	switch o.Upstream {
 	case OriginalDst, "":

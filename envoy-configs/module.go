@@ -2,7 +2,6 @@ package envoyconfigs
 
 import (
 	"bytes"
-	"cmp"
 	_ "embed"
 	"errors"
 	"fmt"
@@ -52,22 +51,15 @@ const proxySpec = `  dynamicModules:
 // EnvoyGatewayModule renders the resources with which Envoy Gateway 1.9 has its own Envoy load Tandem: a route whose
 // requests Tandem answers, and nothing else that runs (docs/howto/envoy-gateway-module.md).
 func EnvoyGatewayModule(c *configv1.Config, o ModuleOptions) ([]byte, error) {
-	o.Namespace, o.Name = cmp.Or(o.Namespace, "default"), cmp.Or(o.Name, "tandem")
-	if o.Standalone {
-		o.Class = cmp.Or(o.Class, o.Name)
+	gateway, section, err := complete(&o.GatewayOptions)
+	if err != nil {
+		return nil, err
 	}
-	o.Class = cmp.Or(o.Class, "eg")
 	listen, err := parse(c.GetEnvoy().GetListen())
 	if err != nil {
 		return nil, err
 	}
-	m := moduleResources{ModuleOptions: o, Gateway: o.Name, Section: "http", Own: o.Gateway == "", Port: listen.Port}
-	if !m.Own {
-		var ok bool
-		if m.Gateway, m.Section, ok = strings.Cut(o.Gateway, "/"); !ok || m.Gateway == "" || m.Section == "" {
-			return nil, fmt.Errorf("--gateway %q: it is NAME/SECTION, of a Gateway and its listener", o.Gateway)
-		}
-	}
+	m := moduleResources{ModuleOptions: o, Gateway: gateway, Section: section, Own: o.Gateway == "", Port: listen.Port}
 	for _, p := range c.GetPools() {
 		if err := m.decoding(p); err != nil {
 			return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)

@@ -257,21 +257,3 @@ func (r *reader) result(name string) (*Recording, error) {
 	slices.SortStableFunc(out.Requests, func(a, b Request) int { return cmp.Compare(a.T, b.T) })
 	return out, nil
 }
-
-// Text returns the lines of a compressed file, as far as it is complete.
-func Text(path string) ([]byte, error) {
-	file, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("opening a recording: %w", err)
-	}
-	defer file.Close()
-	from, err := gzip.NewReader(file)
-	if err != nil {
-		return nil, fmt.Errorf("opening %s: %w", path, err)
-	}
-	text, err := io.ReadAll(from)
-	if err != nil && !errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil, fmt.Errorf("reading %s: %w", path, err)
-	}
-	return text, nil
-}

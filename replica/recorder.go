@@ -2,7 +2,6 @@ package replica
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"log/slog"
 	"math"
@@ -90,7 +89,7 @@ func (r *replica) recordOrders(mux *http.ServeMux, allowed func(http.HandlerFunc
 		}
 		if err != nil {
 			r.log.Warn("order refused", "method", q.Method, "path", q.URL.Path, "from", q.RemoteAddr, "err", err)
-			refuse(w, status, err.Error())
+			orders.AnswerError(w, status, err.Error())
 			return
 		}
 		writeJSON(w, to.Status())
@@ -98,7 +97,7 @@ func (r *replica) recordOrders(mux *http.ServeMux, allowed func(http.HandlerFunc
 	mux.HandleFunc("DELETE /api/recording", allowed(func(w http.ResponseWriter, q *http.Request) {
 		over := to.Stop()
 		if over == nil {
-			refuse(w, http.StatusConflict, "no recording is in progress")
+			orders.AnswerError(w, http.StatusConflict, "no recording is in progress")
 			return
 		}
 		r.log.Info("order", "method", q.Method, "path", q.URL.Path, "from", q.RemoteAddr)
@@ -112,12 +111,6 @@ func (r *replica) recordOrders(mux *http.ServeMux, allowed func(http.HandlerFunc
 
 // lastLines is how long an order waits until the last lines are in the file.
 const lastLines = 2 * time.Second
-
-func refuse(w http.ResponseWriter, status int, message string) {
-	w.Header().Set("content-type", contentJSON)
-	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(map[string]any{"error": map[string]string{"message": message}})
-}
 
 // knownFleet returns the pools and their engines as a recording has them.
 func knownFleet(state *kvstate.State, c *core.Core, now time.Time) recording.Fleet {

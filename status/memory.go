@@ -62,16 +62,18 @@ func printMemory(w io.Writer, m *Memory) {
 			100*m.Elsewhere/m.Had)
 	}
 	if m.Waiting > 0 {
-		fmt.Fprintf(w, "; %s for room", words.Count(m.Waiting, "cold prompt")+" wait"+third(m.Waiting))
+		fmt.Fprintf(w, "; %s", m.waits())
 	}
 	fmt.Fprintln(w)
 }
 
-func third(n int) string {
-	if n == 1 {
-		return "s"
+// waits says how many requests wait until there is room for their KV.
+func (m *Memory) waits() string {
+	verb := "wait"
+	if m.Waiting == 1 {
+		verb = "waits"
 	}
-	return ""
+	return words.Count(m.Waiting, "cold prompt") + " " + verb + " for room"
 }
 
 const (
@@ -87,7 +89,7 @@ func lacksMemory(p *Pool, add func(bad bool, doc, format string, values ...any))
 	}
 	waits := ""
 	if m.Waiting > 0 {
-		waits = fmt.Sprintf(" Meanwhile %s wait%s for room.", words.Count(m.Waiting, "cold prompt"), third(m.Waiting))
+		waits = fmt.Sprintf(" Meanwhile %s.", m.waits())
 	}
 	add(false, "howto/agents.md", "%s: engines compute %.0f %% of what conversations had again, since KV memory is short: "+
 		"host memory for %s tokens each would hold them all.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)

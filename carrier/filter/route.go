@@ -113,8 +113,9 @@ func (f *Filter) arrives() {
 	f.cluster = f.envoy.Cluster()
 	f.envoy.KeepUpTo(4*f.s.MaxBodyBytes + bodyMargin)
 	for _, at := range f.head.list {
-		if name := string(f.head.memory[at.name:at.value]); name != headerAttempt && steers(name) {
-			f.envoy.RemoveHeader(name)
+		name := f.head.memory[at.name:at.value]
+		if string(name) != headerAttempt && steers(string(name)) {
+			f.envoy.RemoveHeader(string(name))
 		}
 	}
 }

@@ -86,7 +86,7 @@ func (a *All) Open(text []byte) (*Configured, error) {
 	if err == nil {
 		err = c.start()
 	}
-	if err != nil && c.own() {
+	if err != nil && c.route == nil {
 		return nil, err
 	}
 	a.mu.Lock()
@@ -100,14 +100,6 @@ func (a *All) Open(text []byte) (*Configured, error) {
 		c.refuse(err)
 	}
 	return c, nil
-}
-
-// own reports whether the routes are Tandem's own. A configuration that cannot be read is another's: a printed one can.
-func (c *Configured) own() bool {
-	if c.set.File == "" && !c.set.routed() {
-		c.route = &filter.Route{}
-	}
-	return c.route == nil
 }
 
 // refuse has requests refused, or the configuration before stay in force. A file may be mended while Envoy runs.

@@ -67,9 +67,10 @@ func read(text []byte) (s settings, err error) {
 	return s, nil
 }
 
-// filters returns the route as the filter has it.
+// filters returns the route as the filter has it; nil: routes are Tandem's own, which takes a file. What names none
+// and cannot be read otherwise is another's: a printed bootstrap can be read.
 func (s *settings) filters() *filter.Route {
-	if !s.routed() {
+	if !s.routed() && s.File != "" {
 		return nil
 	}
 	r := &filter.Route{}

@@ -10,14 +10,13 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
-	"regexp"
-	"strconv"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"tandem/kvstate/scrape"
 	"tandem/replay/profile"
 )
 
@@ -275,29 +274,13 @@ func (m *measuring) firstModel(ctx context.Context) error {
 	return nil
 }
 
-// What engines say of their KV memory: vLLM in the labels of vllm:cache_config_info, SGLang as a gauge.
-var (
-	vllmBlocks   = regexp.MustCompile(`(?m)^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"`)
-	vllmBlock    = regexp.MustCompile(`(?m)^vllm:cache_config_info\{.*block_size="(\d+)"`)
-	sglangTokens = regexp.MustCompile(`(?m)^sglang:max_total_num_tokens(?:\{[^}]*\})? ([0-9.e+]+)`)
-	sglangHost   = regexp.MustCompile(`(?m)^sglang:hicache_host_total_tokens(?:\{[^}]*\})? ([0-9.e+]+)`)
-)
-
 // memory reads the engine's metrics, if it has any.
 func (m *measuring) memory(ctx context.Context, p *profile.Profile) {
 	text, err := m.get(ctx, "/metrics")
 	if err != nil {
 		return
 	}
-	number := func(r *regexp.Regexp) float64 {
-		if found := r.FindSubmatch(text); found != nil {
-			x, _ := strconv.ParseFloat(string(found[1]), 64)
-			return x
-		}
-		return 0
+	if _, said, ok := scrape.Read(text, ""); ok {
+		p.KV, p.Host = float64(max(said.KVTokens, 0)), float64(max(said.Host.Tokens, 0))
 	}
-	if p.KV = number(vllmBlocks) * number(vllmBlock); p.KV == 0 {
-		p.KV = number(sglangTokens)
-	}
-	p.Host = number(sglangHost)
 }

@@ -82,7 +82,7 @@ func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Write
 	printCompared(stdout, load, &now, replayed, append(notes, load.Notes...))
 	if len(variants) > 0 {
 		fmt.Fprintln(stdout, "\nWhat if")
-		if err := printVariants(ctx, stdout, load, append([]replay.Variant{now}, variants...), x.needed); err != nil {
+		if err := printVariants(ctx, stdout, load, replay.Row{Variant: now, RecordedResult: replayed}, variants, x.needed); err != nil {
 			return err
 		}
 	}
@@ -202,21 +202,16 @@ func variantRow(t io.Writer, name string, r *replay.RecordedResult) {
 		1000*r.TPOT.Mean, 1000*r.TPOT.P95, 100*r.Cached, 100*r.Again, r.Waits.P95)
 }
 
-func printVariants(ctx context.Context, w io.Writer, load *replay.Recorded, all []replay.Variant, needed bool) error {
+// printVariants plays variants, and prints them below the fleet as it was, which has been played.
+func printVariants(
+	ctx context.Context, w io.Writer, load *replay.Recorded, was replay.Row, variants []replay.Variant, needed bool,
+) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	variantHead(t, needed)
-	for i := range all {
-		r, err := all[i].Play(ctx, load)
-		if err != nil {
-			return err
-		}
-		name := all[i].Name
-		if i == 0 {
-			name += " (as it was)"
-		}
+	row := func(name string, v *replay.Variant, r *replay.RecordedResult) error {
 		variantRow(t, name, r)
 		if needed {
-			n, err := all[i].Needed(ctx, load, 32)
+			n, err := v.Needed(ctx, load, 32)
 			if err != nil {
 				return err
 			}
@@ -227,6 +222,20 @@ func printVariants(ctx context.Context, w io.Writer, load *replay.Recorded, all 
 			fmt.Fprint(t, "\t"+text)
 		}
 		fmt.Fprintln(t)
+		return nil
+	}
+	if err := row(was.Name+" (as it was)", &was.Variant, was.RecordedResult); err != nil {
+		return err
+	}
+	for i := range variants {
+		v := &variants[i]
+		r, err := v.Play(ctx, load)
+		if err != nil {
+			return err
+		}
+		if err := row(v.Name, v, r); err != nil {
+			return err
+		}
 	}
 	return t.Flush()
 }

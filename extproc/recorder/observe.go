@@ -74,8 +74,8 @@ func (s *session) first(p *pending, c *Choice) {
 		N: s.numbers, T: max(c.Started.Sub(s.began).Seconds(), 0), Pool: c.Pool, Model: c.Model, Priority: c.Priority,
 		Blocks: l.Blocks[:0], Bytes: c.Bytes, Prompt: c.Tokens, Guess: true, Cached: -1, Answer: -1, Stream: c.Stream,
 	}
-	if !c.Listed {
-		l.Model = s.named(c.Model)
+	if !c.Listed && c.Model != "" {
+		l.Model = s.named(xxhash.Sum64String(c.Model))
 	}
 	before, found := s.conversations.extended(c)
 	p.tip = tipOf(c)
@@ -110,20 +110,8 @@ func (s *session) gap(p *pending) {
 	}
 }
 
-// named returns the keyed hash of a name, as text; "" of none.
-func (s *session) named(name string) string {
-	if name == "" {
-		return ""
-	}
-	return hexOf(s.seal(xxhash.Sum64String(name)))
-}
-
-func (s *session) namedBytes(name []byte) string {
-	if len(name) == 0 {
-		return ""
-	}
-	return hexOf(s.seal(xxhash.Sum64(name)))
-}
+// named returns the keyed hash of a name with that hash, as text.
+func (s *session) named(hash uint64) string { return hexOf(s.seal(hash)) }
 
 // hexOf writes what a file keeps of a hash.
 func hexOf(h uint64) string {
@@ -209,7 +197,9 @@ func (r *Recorder) Ended(e *End) {
 func (s *session) line(p *pending, e *End) {
 	l := &p.line
 	s.gap(p)
-	l.Who = s.namedBytes(e.Tenant)
+	if len(e.Tenant) > 0 {
+		l.Who = s.named(xxhash.Sum64(e.Tenant))
+	}
 	if e.Decode != "" {
 		l.Decode = e.Decode
 	}

@@ -1,8 +1,11 @@
 package recorder
 
 import (
+	"compress/gzip"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -278,8 +281,15 @@ func files(t *testing.T, folder string) []string {
 
 func unpacked(t *testing.T, file string) string {
 	t.Helper()
-	text, err := recording.Text(file)
+	packed, err := os.Open(file)
 	require.NoError(t, err)
+	defer packed.Close()
+	from, err := gzip.NewReader(packed)
+	require.NoError(t, err)
+	text, err := io.ReadAll(from)
+	if !errors.Is(err, io.ErrUnexpectedEOF) { // it is still written
+		require.NoError(t, err)
+	}
 	return string(text)
 }
 

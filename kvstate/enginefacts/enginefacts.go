@@ -66,6 +66,17 @@ type Extra struct {
 	TTL           *float64 `json:"decoder_kv_blocks_ttl"` // seconds for which D keeps its answers' KV, if Bidirectional
 }
 
+// Lease is vLLM's default of kv_lease_duration.
+const Lease = 30 * time.Second
+
+// LeaseTime returns how long P keeps KV: as set, or vLLM's default.
+func (x *Extra) LeaseTime() time.Duration {
+	if x.Lease == nil {
+		return Lease
+	}
+	return time.Duration(*x.Lease * float64(time.Second))
+}
+
 // serverInfo is GET /server_info: of SGLang (0.5.23), and with config_format=json of vLLM (0.32.0).
 type serverInfo struct {
 	Version   string `json:"version"`

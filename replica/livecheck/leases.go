@@ -10,10 +10,7 @@ import (
 	"tandem/replica/config"
 )
 
-const (
-	vllmLease   = 30 * time.Second // vLLM's default of kv_lease_duration
-	keptAnswers = 480              // vLLM's default of decoder_kv_blocks_ttl, in seconds
-)
+const keptAnswers = 480 // vLLM's default of decoder_kv_blocks_ttl, in seconds
 
 // checkLeases compares the settings by which KV expires, and by which D notices it (docs/security.md, Wrong text), with
 // the engine's own. A vLLM without VLLM_SERVER_DEV_MODE does not report them.
@@ -49,10 +46,7 @@ func (a *engineAnswer) checkLeases(at string, p *configv1.Pool, e *configv1.Endp
 func pulls(d *kvtransfer.Dialect) bool { return slices.Contains(d.Reports.Connectors, "NixlConnector") }
 
 func (a *engineAnswer) checkLease(at string, configured time.Duration) {
-	lease := vllmLease
-	if set := a.info.Extra.Lease; set != nil {
-		lease = time.Duration(*set * float64(time.Second))
-	}
+	lease := a.info.Extra.LeaseTime()
 	switch cmp.Compare(lease, configured) {
 	case -1:
 		a.report(at, "the engine frees KV after %s (kv_lease_duration), and the pool's nixl.lease is %s: "+

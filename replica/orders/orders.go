@@ -68,14 +68,14 @@ func (o *Orders) allowed(next http.HandlerFunc) http.HandlerFunc {
 				message = fmt.Sprintf("admin.tokenFile, %s, has no token of at least %d characters that this replica "+
 					"can read; its log says why", o.TokenFile, minToken)
 			}
-			answerError(w, http.StatusForbidden, "no orders are taken here: "+message)
+			AnswerError(w, http.StatusForbidden, "no orders are taken here: "+message)
 			return
 		}
 		scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 		if !sameToken(strings.TrimSpace(token), want) || !strings.EqualFold(scheme, "bearer") {
 			o.refused(r, "wrong token")
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			answerError(w, http.StatusUnauthorized, "the token is missing or wrong (Authorization: Bearer TOKEN)")
+			AnswerError(w, http.StatusUnauthorized, "the token is missing or wrong (Authorization: Bearer TOKEN)")
 			return
 		}
 		next(w, r)
@@ -90,14 +90,15 @@ func (o *Orders) taken(r *http.Request, more ...any) {
 // refuse answers and logs an order that has no effect.
 func (o *Orders) refuse(w http.ResponseWriter, r *http.Request, status int, message string) {
 	o.refused(r, message)
-	answerError(w, status, message)
+	AnswerError(w, status, message)
 }
 
 func (o *Orders) refused(r *http.Request, why any) {
 	o.Log.Warn("order refused", "method", r.Method, "path", r.URL.Path, "from", r.RemoteAddr, "err", why)
 }
 
-func answerError(w http.ResponseWriter, status int, message string) {
+// AnswerError answers with an error, in the shape that orders have.
+func AnswerError(w http.ResponseWriter, status int, message string) {
 	w.Header().Set("content-type", contentJSON)
 	w.WriteHeader(status)
 	writeJSON(w, map[string]any{"error": map[string]string{"message": message}})

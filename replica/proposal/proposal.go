@@ -132,20 +132,20 @@ func choose(engines []Engine) (dialect, error) {
 	case !slices.ContainsFunc(engines, func(e Engine) bool { return e.role() != "both" }):
 		return dialect{"none", "no engine reports a KV connector, and none has a role of its own"}, nil
 	}
-	return dialect{speaks(usual), "no engine says so: it is what most vLLMs run with"}, nil
+	return dialect{speak(usual)[0], "no engine says so: it is what most vLLMs run with"}, nil
 }
 
 // usual is the connector of most vLLMs, which do not report it.
 const usual = "NixlConnector"
 
-// speaks is the first dialect whose engines run with a connector; "": there is none.
-func speaks(connector string) string {
+// speak returns the dialects whose engines run with a connector.
+func speak(connector string) (names []string) {
 	for _, d := range kvtransfer.All() {
 		if slices.Contains(d.Reports.Connectors, connector) {
-			return d.Name
+			names = append(names, d.Name)
 		}
 	}
-	return ""
+	return names
 }
 
 // spoken is the first dialect of a kind of engine.
@@ -175,7 +175,7 @@ func (e *Engine) dialect() (dialect, error) {
 		return dialect{}, fmt.Errorf("%s runs without a KV connector, so it can neither hand KV over nor fetch it: "+
 			"start it with --kv-transfer-config (docs/howto/choose-a-dialect.md), or name it with --engine", e.Address)
 	case i.Connector == "" && i.NIXL:
-		return dialect{speaks(usual), "the metrics of " + e.Address + " have NIXL's"}, nil
+		return dialect{speak(usual)[0], "the metrics of " + e.Address + " have NIXL's"}, nil
 	case i.Connector == "":
 		return dialect{}, nil
 	}
@@ -184,19 +184,14 @@ func (e *Engine) dialect() (dialect, error) {
 
 // byConnector is the dialect of a vLLM that reports its connector.
 func (e *Engine) byConnector() (dialect, error) {
-	var names []string
-	for _, d := range kvtransfer.All() {
-		if slices.Contains(d.Reports.Connectors, e.Info.Connector) {
-			names = append(names, d.Name)
-		}
-	}
-	switch len(names) {
+	switch names := speak(e.Info.Connector); len(names) {
 	case 1:
 		return dialect{names[0], e.Info.Connector}, nil
 	case 0:
 		return dialect{}, fmt.Errorf("%s runs with the connector %s, which no dialect is known for: see "+
 			"docs/howto/choose-a-dialect.md, and name one with --kv-transfer", e.Address, words.Plain(e.Info.Connector))
+	default:
+		return dialect{}, fmt.Errorf("%s runs with the connector %s, which may be %s: name one with --kv-transfer",
+			e.Address, e.Info.Connector, strings.Join(names, " or "))
 	}
-	return dialect{}, fmt.Errorf("%s runs with the connector %s, which may be %s: name one with --kv-transfer",
-		e.Address, e.Info.Connector, strings.Join(names, " or "))
 }

@@ -108,32 +108,21 @@ func Model(engines []Engine) string {
 
 // rolesFollow reports whether all engines do both, with a dialect in which their roles are the router's alone.
 func rolesFollow(engines []Engine, name string) bool {
-	for _, d := range kvtransfer.All() {
-		if d.Name == name {
-			return d.Engines.EitherLeg && len(engines) > 1 &&
-				!slices.ContainsFunc(engines, func(e Engine) bool { return e.role() != "both" })
-		}
-	}
-	return false
+	return kvtransfer.Named(name).Engines.EitherLeg && len(engines) > 1 &&
+		!slices.ContainsFunc(engines, func(e Engine) bool { return e.role() != "both" })
 }
-
-// vllmLease is vLLM's default of kv_lease_duration, in seconds, which is the configuration's too.
-const vllmLease = 30
 
 // leases is the line nixl of a pool: the shortest lease that a prefill engine reports, and whether all decode engines
 // decline KV that has expired. "": no engine reports anything else than the defaults.
 func leases(engines []Engine, dialect string) string {
-	if dialect != speaks(usual) {
+	if dialect != speak(usual)[0] {
 		return ""
 	}
-	lease, declines := 0.0, true
+	lease, declines := time.Duration(0), true
 	for i := range engines {
 		of := &engines[i].Info
 		if engines[i].role() != "decode" && of.Told {
-			own := float64(vllmLease)
-			if of.Extra.Lease != nil {
-				own = *of.Extra.Lease
-			}
+			own := of.Extra.LeaseTime()
 			lease = min(cmp.Or(lease, own), own)
 		}
 		if engines[i].role() != "prefill" {
@@ -141,8 +130,8 @@ func leases(engines []Engine, dialect string) string {
 		}
 	}
 	var set []string
-	if lease > 0 && lease != vllmLease {
-		set = append(set, "lease: "+time.Duration(lease*float64(time.Second)).String())
+	if lease > 0 && lease != enginefacts.Lease { // which is the configuration's default, too
+		set = append(set, "lease: "+lease.String())
 	}
 	if declines {
 		set = append(set, "declineExpired: true")
