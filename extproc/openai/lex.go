@@ -73,8 +73,15 @@ func (l *levels) object(level int) bool {
 	return l.objects[uint(level)/64%uint(len(l.objects))]>>(uint(level)%64)&1 == 1
 }
 
-// named keeps where a name begins in the innermost of the open levels.
-func (l *levels) named(open, i int) { l.names[uint(open-1)%keptNames] = int32(i) }
+// key reads a key in the innermost of the open levels, and keeps where it begins.
+func (l *levels) key(b []byte, i, open int, found *beside) (end int, f fault) {
+	l.names[uint(open-1)%keptNames] = int32(i)
+	end, f = skipKey(b, i)
+	if found != nil && f == noFault && isMark(b[i:]) {
+		found.mark(b, i, end, l, open)
+	}
+	return end, f
+}
 
 // skipValue validates the value at i, which may open at most room levels.
 func skipValue(b []byte, i, room int) (end int, f fault) { return skipFinding(b, i, room, nil) }
@@ -102,6 +109,12 @@ func skipFinding(b []byte, i, room int, found *beside) (end int, f fault) {
 			if open == room {
 				return i, faultTooDeep
 			}
+			if c == '[' && found != nil && open+2+maxPartNesting <= room {
+				if end, ok := found.onlyText(b, i, &stack, open); ok {
+					i = end
+					break
+				}
+			}
 			stack.set(open, c == '{')
 			open++
 			// in ASCII, } follows { at a distance of two, and ] follows [
@@ -109,8 +122,7 @@ func skipFinding(b []byte, i, room int, found *beside) (end int, f fault) {
 				break
 			}
 			if c == '{' {
-				stack.named(open, i)
-				i, f = skipKey(b, i)
+				i, f = stack.key(b, i, open, found)
 			}
 			if f != noFault {
 				return i, f
@@ -122,7 +134,7 @@ func skipFinding(b []byte, i, room int, found *beside) (end int, f fault) {
 		if f != noFault {
 			return i, f
 		}
-		if i, open, f = closeLevels(b, i, open, &stack); f != noFault || open == 0 {
+		if i, open, f = closeLevels(b, i, open, &stack, found); f != noFault || open == 0 {
 			return i, f
 		}
 	}
@@ -136,7 +148,7 @@ func Skip(b []byte, i int) (end int, ok bool) {
 
 // closeLevels moves on from the end of a value: over the levels that end there, to the start of the next value. If no
 // open level is left, there is no next value.
-func closeLevels(b []byte, i, open int, stack *levels) (end, stillOpen int, f fault) {
+func closeLevels(b []byte, i, open int, stack *levels, found *beside) (end, stillOpen int, f fault) {
 	for open > 0 {
 		object := stack.object(open - 1)
 		if i = skipSpace(b, i); i >= len(b) {
@@ -146,8 +158,7 @@ func closeLevels(b []byte, i, open int, stack *levels) (end, stillOpen int, f fa
 		case ',':
 			i = skipSpace(b, i+1)
 			if object {
-				stack.named(open, i)
-				i, f = skipKey(b, i)
+				i, f = stack.key(b, i, open, found)
 			}
 			return i, open, f
 		case '}':

@@ -133,9 +133,14 @@ func (r *Request) isPrompt(m *member) bool {
 type beside struct {
 	api   API
 	top   []byte // the member that is read
+	chat  bool   // it is the messages of a chat
+	media bool   // it may have media
 	found []medium
 	count [NumMedia]int32
 	bytes int
+
+	cuts     []unrendered // in order
+	cutBytes int          // of the messages of a chat, without lines
 }
 
 // medium is one string of the body, with its quotes.
@@ -149,17 +154,21 @@ const maxMedia = 512
 
 func (m *beside) reset() {
 	m.top, m.found, m.count, m.bytes = nil, m.found[:0], [NumMedia]int32{}, 0
+	m.cuts, m.cutBytes = m.cuts[:0], 0
 }
 
-// in returns the finder for a member of a scope; nil: it has no media.
+// in returns the finder for a member of a scope; nil: it has nothing to find.
 func (m *beside) in(s scope, name []byte) *beside {
 	if s != scopeTop {
 		return nil
 	}
 	has := false
+	m.chat, m.media = false, true
 	switch m.api {
 	case Chat, Messages:
-		has = string(name) == "messages"
+		m.chat = string(name) == "messages"
+		m.media = m.chat
+		has = m.chat || m.api == Messages && string(name) == "system"
 	case Responses:
 		has = string(name) == "input"
 	case Completions, SGLangGenerate:
@@ -189,14 +198,15 @@ func besidePrompt(name []byte) bool {
 	return false
 }
 
-// mayBeMedium reports whether the string at b[start:end] is worth a look: it is long, or begins like a URL.
+// mayBeMedium reports whether the string at b[start:end] is worth a look: it is long, or begins like a URL or the line of
+// Claude Code.
 func mayBeMedium(b []byte, start, end int) bool {
-	const data, http, file = 0x61746164, 0x70747468, 0x656c6966 // as little-endian numbers
+	const data, http, file, line = 0x61746164, 0x70747468, 0x656c6966, 0x6e612d78 // as little-endian numbers
 	if end-start < 8 {
 		return false
 	}
 	switch binary.LittleEndian.Uint32(b[start+1:]) {
-	case data, http, file:
+	case data, http, file, line:
 		return true
 	}
 	return end-start >= longString
@@ -204,7 +214,8 @@ func mayBeMedium(b []byte, start, end int) bool {
 
 // see looks at a string below the member, and counts it if it is a medium.
 func (m *beside) see(b []byte, start, end int, stack *levels, open int) {
-	if open > keptNames {
+	m.line(b, start, end)
+	if !m.media || open > keptNames {
 		return
 	}
 	name, parent := m.path(b, stack, open)
@@ -334,9 +345,9 @@ func (m *medium) blocks() int {
 }
 
 // hash appends the blocks of a medium, which depend on all of its bytes: two images that begin alike have nothing in
-// common. before are the bytes between the last block and the medium.
-func (m *medium) hash(dst []uint64, h uint64, b, before []byte, most int) (_ []uint64, chained uint64) {
-	h = chain(h, xxhash.Sum64(before))
+// common. before is the hash of the bytes between the last block and the medium.
+func (m *medium) hash(dst []uint64, h, before uint64, b []byte, most int) (_ []uint64, chained uint64) {
+	h = chain(h, before)
 	h = chain(h, xxhash.Sum64(b[m.start:m.end]))
 	for i := range min(m.blocks(), most) {
 		h = chain(h, uint64(i))

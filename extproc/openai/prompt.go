@@ -63,13 +63,15 @@ func (r *Request) Prompts() (n int, list bool) {
 	return n, true
 }
 
-// PromptBytes returns the length of the prompt as it stands in the body, 0 if there is none. Media are not counted.
-func (r *Request) PromptBytes() int { return max(len(r.prompt())-r.beside.bytes, 0) }
+// PromptBytes returns the length of the prompt as it stands in the body, 0 if there is none. What [Request.PromptHash]
+// leaves out is not counted, nor are media.
+func (r *Request) PromptBytes() int { return max(len(r.prompt())-r.beside.bytes-r.beside.cutBytes, 0) }
 
-// PromptText returns the raw bytes that [Request.PromptHash] covers; nil if the prompt is empty or has media.
+// PromptText returns the raw bytes that [Request.PromptHash] covers; nil if the prompt is empty, or if that leaves out some
+// of its bytes.
 func (r *Request) PromptText() []byte {
 	b := r.prompt()
-	if len(b) == 0 || len(r.beside.found) > 0 {
+	if len(b) == 0 || len(r.beside.found) > 0 || r.beside.cutBytes > 0 {
 		return nil
 	}
 	return b[:len(b)-1]
@@ -116,6 +118,8 @@ func (r *Request) PromptIsAll() bool {
 // hashes are the same in every process of a release. They estimate the content of the engine's prefix cache cheaply
 // and without a tokenizer: the same text with other white space or escapes is another prompt.
 //
+// What engines do not render is left out (unrendered.go): marks that say what to cache move with each turn.
+//
 // A medium has blocks of its own, which cover it as a whole: an engine computes nothing of two images that merely begin
 // alike. It has as many as a text of its tokens, so that blocks and tokens keep their proportion.
 func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
@@ -123,7 +127,7 @@ func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	for i, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldReasoningEffort,
 		FieldChatTemplate, FieldChatTemplateKwargs, FieldDocuments} {
 		if raw := r.Raw(f); present(raw) {
-			h = chain(h, xxhash.Sum64(raw)+uint64(i))
+			h = chain(h, r.sum(f)+uint64(i))
 		}
 	}
 	b := r.prompt()
@@ -131,31 +135,27 @@ func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 		return dst
 	}
 	b = b[:len(b)-1] // the closing bracket or quote: the next turn continues there
-	most := len(dst) + maxBlocks
-	if len(r.beside.found) == 0 {
-		dst, _ = textBlocks(dst, h, b, blockBytes, most)
-		return dst
-	}
+	w := blockHasher{dst: dst, h: h, blockBytes: blockBytes, most: len(dst) + maxBlocks}
 	if r.api != Chat && r.api != Messages && r.api != Responses { // its media are beside its text
 		for i := range r.beside.found {
-			_, h = r.beside.found[i].hash(nil, h, r.body, nil, 0)
+			_, w.h = r.beside.found[i].hash(nil, w.h, xxhash.Sum64(nil), r.body, 0)
 		}
-		dst, _ = textBlocks(dst, h, b, blockBytes, most)
-		return dst
+		w.write(b)
+		return w.dst
 	}
 	at := int(r.promptStart())
+	end := at + len(b)
 	for i := range r.beside.found {
 		m := &r.beside.found[i]
-		if int(m.start) < at || int(m.end) > at+len(b) {
+		if int(m.start) < at || int(m.end) > end {
 			continue
 		}
-		text := b[:int(m.start)-at]
-		dst, h = textBlocks(dst, h, text, blockBytes, most)
-		dst, h = m.hash(dst, h, r.body, text[len(text)-len(text)%blockBytes:], most-len(dst))
-		b, at = b[int(m.end)-at:], int(m.end)
+		r.rendered(at, int(m.start), w.write)
+		w.medium(m, r.body)
+		at = int(m.end)
 	}
-	dst, _ = textBlocks(dst, h, b, blockBytes, most)
-	return dst
+	r.rendered(at, end, w.write)
+	return w.dst
 }
 
 // promptStart returns where in the body the prompt begins, if it may have media.
@@ -165,15 +165,6 @@ func (r *Request) promptStart() int32 {
 		f = FieldInput
 	}
 	return r.member(scopeTop, f).value
-}
-
-// textBlocks appends the hashes of the full blocks of a text, until dst has most of them.
-func textBlocks(dst []uint64, h uint64, text []byte, blockBytes, most int) (_ []uint64, chained uint64) {
-	for ; len(text) >= blockBytes && len(dst) < most; text = text[blockBytes:] {
-		h = chain(h, xxhash.Sum64(text[:blockBytes]))
-		dst = append(dst, h)
-	}
-	return dst, h
 }
 
 // chain combines two hashes; their order matters.

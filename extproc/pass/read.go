@@ -154,6 +154,9 @@ func (x *Pass) readRest(ctx context.Context) error {
 
 // hash hashes the prompt, which is counted once.
 func (x *Pass) hash() {
+	if e := x.policy.Dialect.Engine; e == kvtransfer.EngineSGLang || e == kvtransfer.EngineTRTLLM {
+		x.Req.Client.KeepAttribution()
+	}
 	x.Req.Hash()
 	if x.Req.Attempt.Redirects == 0 {
 		x.shared.State.CountPrompt(x.Req.Pool, x.Req.Hashes)
