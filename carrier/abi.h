@@ -81,7 +81,8 @@ void envoy_dynamic_module_callback_http_filter_config_scheduler_delete(void*);
 // request is a filter of Envoy's as this library has it, or a configuration of one.
 typedef struct {
   uintptr_t handle;  // of the Go value; 0: it has none
-  bool hold;         // pieces of the answer are shown to it
+  bool hold;         // pieces of the answer are shown to it ...
+  bool passes;       // ... but for whole events without a mark
   bool counts;       // the tokens of what the client gets are counted ...
   bool events;       // ... which is a stream of events ...
   bool within;       // ... whose next byte is not the first of a line

@@ -279,7 +279,10 @@ func (s *stream) Restart() bool {
 }
 
 // HoldAnswer implements [filter.Envoy].
-func (s *stream) HoldAnswer(hold bool) { s.ours.hold = C.bool(hold) }
+func (s *stream) HoldAnswer(hold bool) { s.ours.hold, s.ours.passes = C.bool(hold), false }
+
+// PassEvents implements [filter.Envoy].
+func (s *stream) PassEvents(pass bool) { s.ours.passes = C.bool(pass) }
 
 // ResponseHeader implements [filter.Envoy].
 func (s *stream) ResponseHeader(name string) []byte {

@@ -174,9 +174,25 @@ static void count(request* r, void* e) {
   r->within = counted(r);
 }
 
+static bool has(bytes text, const char* mark) { return memmem(text.at, text.length, mark, strlen(mark)) != NULL; }
+
+// unmarked reports whether the piece of a stream that begins with an event consists of whole events none of which an
+// option would change (package answer, Marked): most of a stream. They need no Go.
+static bool unmarked(void* e) {
+  bytes one;
+  if (envoy_dynamic_module_callback_http_get_body_size(e, ANSWER_RECEIVED) == 0) return true;
+  if (envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED) != 1 ||
+      !envoy_dynamic_module_callback_http_get_body_chunks(e, ANSWER_RECEIVED, &one) || one.length < 4) {
+    return false;
+  }
+  const char* end = one.at + one.length;
+  return (memcmp(end - 2, "\n\n", 2) == 0 || memcmp(end - 4, "\r\n\r\n", 4) == 0) && !has(one, "_tokens\"") &&
+         !has(one, "kv_transfer_params\"");
+}
+
 int envoy_dynamic_module_on_http_filter_response_body(void* e, const void* f, bool end) {
   request* r = (request*)f;
-  int status = r->hold ? responseBody(r, end, now()) : 0;
+  int status = r->hold && !(r->passes && unmarked(e)) ? responseBody(r, end, now()) : 0;
   if (r->counts && status == 0) count(r, e);
   return status;
 }

@@ -419,7 +419,7 @@ func TestCachedTokensOfPrefill(t *testing.T) {
 }
 
 // Tokens written to prefill's cache are reported too, and /v1/messages, whose input_tokens are the rest of the prompt,
-// add up.
+// add up: inside Envoy by default.
 func TestUsageOfPrefill(t *testing.T) {
 	t.Parallel()
 	for _, dialect := range []string{"shared", "nixl"} { // whose D counts what it fetched, and what P had cached
@@ -428,7 +428,11 @@ func TestUsageOfPrefill(t *testing.T) {
 }
 
 func usageOfPrefill(t *testing.T, dialect string) {
-	f := startKind(t, kind{engine: dialect, kv: dialect, pool: "  cachedTokens: prefill\n"}, 1, 1)
+	pool := "  cachedTokens: prefill\n"
+	if runsInside() {
+		pool = "" // it is the default there
+	}
+	f := startKind(t, kind{engine: dialect, kv: dialect, pool: pool}, 1, 1)
 	alone := start(t, options{dialect: "none", decodes: 1})
 	usage := func(got answer) (all string) {
 		require.Equal(t, 200, got.status, got.body)

@@ -151,7 +151,7 @@ func (f *fleet) liveSettings(cfg *configv1.Config, log *slog.Logger) (pass.Setti
 		if config.TakesNotices(p) && f.board == nil {
 			return live, fmt.Errorf("pools[%d].kvTransfer: lmcache with notices, which no pool took when tandem started: takes a restart", i)
 		}
-		policy, err := config.Policy(p, f.arrivals(), log)
+		policy, err := config.Policy(cfg, p, f.arrivals(), log)
 		if err != nil {
 			return live, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}

@@ -42,6 +42,9 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	Restart() bool
 	// HoldAnswer says whether the pieces of the answer are shown to [Filter.ResponseBody].
 	HoldAnswer(hold bool)
+	// PassEvents says whether pieces that consist of whole events without a mark ([answer.Marked]) are left out of that,
+	// until it is called again. HoldAnswer ends it.
+	PassEvents(pass bool)
 	// ResponseHeader returns a header of the answer; nil: it has none.
 	ResponseHeader(name string) []byte
 	// SetResponseHeader sets a header of the answer, before it has gone on; "" removes it.

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/pass"
+	"tandem/extproc/plan"
 )
 
 // Whatever clients send and engines answer, a request ends, nobody panics, and nothing stays reserved.
@@ -50,7 +51,9 @@ func FuzzAnswer(f *testing.F) {
 	f.Fuzz(func(t *testing.T, decoded []byte, stream, rewritten bool, pieces int) {
 		fleet := newFleet(t, func(p *pass.Policy) {
 			always(p)
-			p.PrefillCached = rewritten
+			if rewritten {
+				p.Cached = plan.CachedInPassing
+			}
 		})
 		body, kind := chat, "application/json"
 		if stream {

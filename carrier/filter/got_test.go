@@ -10,6 +10,7 @@ import (
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/pass"
+	"tandem/extproc/plan"
 	"tandem/extproc/usage"
 )
 
@@ -18,7 +19,7 @@ import (
 func TestTokensAreCounted(t *testing.T) {
 	cached := func(p *pass.Policy) {
 		always(p)
-		p.PrefillCached = true
+		p.Cached = plan.CachedInPassing
 	}
 	trtllm := func(p *pass.Policy) {
 		always(p)

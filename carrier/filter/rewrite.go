@@ -1,7 +1,9 @@
 package filter
 
 import (
+	"bytes"
 	"context"
+	"strconv"
 
 	"tandem/extproc/answer"
 	"tandem/extproc/journey"
@@ -9,11 +11,15 @@ import (
 )
 
 // rewrite is an answer of D's that the client does not get as it is: a stream event by event, in the hook of each
-// piece; a whole answer when it is complete, in a goroutine, because it may be long.
+// piece; a whole answer when it is complete, in a goroutine, because it may be long, or as it passes, if only its counts
+// of cached tokens are replaced.
 type rewrite struct {
 	f      *Filter
 	by     openai.Rewriter
-	events *answer.Stream // nil: the answer is no stream
+	events *answer.Stream        // nil: the answer is no stream
+	counts *openai.PassingCounts // nil: it is held until it is complete
+	marked bool                  // of a stream: events without a mark stay as they are, and need no hook
+	loose  bool                  // the answer may pass as it is: then nothing makes it fail
 	begun  bool
 	piece  []byte // scratch
 	out    []byte // scratch
@@ -31,12 +37,22 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 	if r.by = r.rewriter(o.Status); r.by == nil {
 		return Continue
 	}
-	f.hop.rewrite = r
-	f.envoy.HoldAnswer(true)
-	f.envoy.SetResponseHeader("content-length", "")
-	if openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
-		r.events = answer.NewStream(r.by)
+	counts, loose := r.by.(openai.CachedTokens)
+	if coding := f.envoy.ResponseHeader("content-encoding"); loose && len(coding) > 0 {
 		return Continue
+	}
+	f.hop.rewrite, r.loose = r, loose
+	f.envoy.HoldAnswer(true)
+	if openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {
+		f.envoy.SetResponseHeader("content-length", "")
+		r.events, r.marked = answer.NewStream(r.by), answer.Marked(r.by)
+		f.envoy.PassEvents(r.marked)
+		return Continue
+	}
+	if loose { // the headers wait for the first piece: mostly it is all, and then the length is known
+		r.counts = &openai.PassingCounts{By: counts}
+	} else {
+		f.envoy.SetResponseHeader("content-length", "")
 	}
 	return Stop
 }
@@ -58,21 +74,56 @@ func (r *rewrite) rewriter(status int) openai.Rewriter {
 	return by
 }
 
-// body is called for each piece of the answer. end: it is the last.
+// body is called for pieces of the answer. end: it is the last.
 func (r *rewrite) body(end bool) Status {
-	if r.events == nil {
+	if r.events == nil && r.counts == nil {
 		return r.whole(end)
 	}
 	envoy := r.f.envoy
 	r.piece = envoy.AppendPiece(r.piece[:0])
-	var err error
-	if r.out, err = r.events.Append(r.out[:0], r.piece, end); err != nil {
-		r.f.s.Passes.Log.Error("decode's answer is cut", "request_id", r.f.id, "err", err)
-		envoy.Reset()
+	if r.counts != nil {
+		r.count(end)
+	} else if !r.edit(end) {
 		return Stop
 	}
-	envoy.ReplacePiece(r.out)
+	if !bytes.Equal(r.piece, r.out) {
+		envoy.ReplacePiece(r.out)
+	}
 	return Continue
+}
+
+// count replaces the counts in a piece of a whole answer.
+func (r *rewrite) count(end bool) {
+	envoy := r.f.envoy
+	r.out = r.counts.Append(r.out[:0], r.piece, end)
+	if !r.begun {
+		r.begun = true
+		if n := len(r.piece); end || string(envoy.ResponseHeader("content-length")) == strconv.Itoa(n) {
+			envoy.SetResponseHeader("content-length", strconv.Itoa(len(r.out)))
+		} else {
+			envoy.SetResponseHeader("content-length", "")
+		}
+	}
+	if r.counts.Over() {
+		envoy.HoldAnswer(false)
+	}
+}
+
+// edit rewrites the events that a piece of a stream completes. false: the answer is cut.
+func (r *rewrite) edit(end bool) bool {
+	var err error
+	r.out, err = r.events.Append(r.out[:0], r.piece, end)
+	switch {
+	case err == nil:
+		r.f.envoy.PassEvents(r.marked && r.events.Between())
+	case r.loose:
+		r.out = r.events.Release(r.out)
+		r.f.envoy.HoldAnswer(false)
+	default:
+		r.f.s.Passes.Log.Error("decode's answer is cut", "request_id", r.f.id, "err", err)
+		r.f.envoy.Reset()
+	}
+	return err == nil || r.loose
 }
 
 // whole rewrites an answer that is complete, and lets it go on.

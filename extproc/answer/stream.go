@@ -39,6 +39,26 @@ func (s *Stream) Append(dst, piece []byte, end bool) ([]byte, error) {
 	return dst, err
 }
 
+// Between reports whether the next byte begins an event.
+func (s *Stream) Between() bool { return s.events.Between() }
+
+// Release appends to dst what waits for its end, as it came.
+func (s *Stream) Release(dst []byte) []byte { return s.events.Release(dst) }
+
+// Marks stand in each event that a rewriter changes which is [Marked]. carrier/hooks.c has them, too.
+func Marks() []string { return []string{`_tokens"`, `kv_transfer_params"`} }
+
+// Marked reports whether a rewriter changes no event without one of the [Marks].
+func Marked(by openai.Rewriter) bool {
+	switch by := by.(type) {
+	case openai.CachedTokens, *CutParams:
+		return true
+	case openai.Both:
+		return Marked(by.First) && Marked(by.Second)
+	}
+	return false
+}
+
 // WithoutEcho is the rewriter of an engine's refusal: without the members that Tandem had added for the engine.
 type WithoutEcho struct{}
 

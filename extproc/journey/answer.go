@@ -71,10 +71,14 @@ func (s *Shared) Rewriter(t *kvtransfer.Ticket, r *Rewriting) (openai.Rewriter, 
 		return answer.Conversation(t, s.keepTurn(t, r), r.Room), nil
 	}
 	by, err := answer.Rewriter(t)
-	if by == nil && err == nil && r.Inside && s.AnswerRule(t).Cut {
-		return &answer.CutParams{}, nil
+	if err != nil || !r.Inside || !s.AnswerRule(t).Cut {
+		return by, err
 	}
-	return by, err
+	cut := &answer.CutParams{}
+	if by == nil {
+		return cut, nil
+	}
+	return openai.Both{First: cut, Second: by}, nil
 }
 
 // keepTurn returns what keeps a description of D's blocks for the conversation's next turn, which may ask Redis.

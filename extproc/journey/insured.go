@@ -130,8 +130,12 @@ func (in *Insured) HasPart() bool { return in.begun || in.before != nil }
 // Joined reports whether several engines wrote the answer.
 func (in *Insured) Joined() bool { return in.times > 0 }
 
-// Asked is the event that an engine was asked.
-func (in *Insured) Asked() { in.state = StreamAsked }
+// Asked is the event that an engine was asked. The first one's ticket has what prefill found in its cache.
+func (in *Insured) Asked() {
+	if in.state = StreamAsked; in.times == 0 {
+		in.Stream.Cached = in.ticket.Cached - 1
+	}
+}
 
 // StreamAnswer is the head of an engine's answer, or of Envoy's in its place.
 type StreamAnswer struct {

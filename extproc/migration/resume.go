@@ -143,13 +143,10 @@ func (s *Stream) unify(out *edits, p *parser, e *event) {
 	out.set(p, e.id, s.head.id)
 	out.set(p, e.created, s.head.created)
 	out.set(p, e.model, s.head.model)
-	if !p.isNull(e.usage) && p.b[e.usage.from] == '{' {
-		q := parser{b: p.b[:e.usage.to], i: e.usage.from}
-		s.countUsage(out, &q)
-	}
 }
 
-// countUsage counts the tokens that an engine got with its prompt as tokens of the answer.
+// countUsage counts the tokens that an engine got with its prompt as tokens of the answer, and the cached ones as the
+// first prefill did.
 func (s *Stream) countUsage(out *edits, p *parser) {
 	for more := p.open('{'); more; more = p.more('}') {
 		key := string(p.key())

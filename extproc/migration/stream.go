@@ -11,8 +11,8 @@ import (
 // Stream is one answer on its way from an engine to the client, and what is needed to continue it on another engine.
 // It is for one answer, and for one goroutine.
 type Stream struct {
-	// Cached is the number of the prompt's tokens that the first prefill found in its cache, for the joined answer's
-	// usage; -1: unknown, then the continuing engine's own count stays.
+	// Cached is the number of the prompt's tokens that the first prefill found in its cache, for usage; -1: unknown, or
+	// not wanted, then the engine's own count stays.
 	Cached int64
 
 	of     terms
@@ -311,6 +311,10 @@ func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
 	var out edits
 	if s.joined {
 		s.unify(&out, p, e)
+	}
+	if (s.joined || s.Cached >= 0) && !p.isNull(e.usage) && p.b[e.usage.from] == '{' {
+		q := parser{b: p.b[:e.usage.to], i: e.usage.from}
+		s.countUsage(&out, &q)
 	}
 	if s.reason == "" && s.prompt == nil && !p.isNull(e.prompt) {
 		s.remember(p, e)

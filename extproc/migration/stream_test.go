@@ -147,6 +147,11 @@ func TestCachedTokens(t *testing.T) {
 		require.Contains(t, string(s.Feed(nil, []byte(end))),
 			`"usage":{"prompt_tokens":10,"total_tokens":12,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":`+want+`}}`)
 	}
+	for cached, want := range map[int64]string{-1: "11", 0: "0", 7: "7"} { // of one engine
+		s := NewStream(scan(t, openai.Chat, `{"messages":[],"stream":true,"stream_options":{"include_usage":true}}`), Policy{})
+		s.Cached = cached
+		require.Equal(t, strings.Replace(end, `"cached_tokens":11`, `"cached_tokens":`+want, 1), string(s.Feed(nil, []byte(end))))
+	}
 }
 
 // TestACopyGoesOn: an engine that still writes goes on with its stream if the one that was asked in its place gives up,

@@ -102,7 +102,7 @@ func (c CachedTokens) Whole(dst, answer []byte) ([]byte, error) {
 // Event implements [Rewriter].
 func (c CachedTokens) Event(dst, event []byte) []byte {
 	data := eventObject(event)
-	if data == nil || !bytes.Contains(data, []byte("cache")) {
+	if data == nil || !countsCached(data) {
 		return append(append(dst, event...), "\n\n"...)
 	}
 	return appendEvent(dst, event, c.appendObject(nil, data))

@@ -84,6 +84,16 @@ func (e *Events) Feed(chunk []byte, each func(event []byte)) error {
 	return nil
 }
 
+// Between reports whether the next byte begins an event: nothing waits.
+func (e *Events) Between() bool { return len(e.held) == 0 && !e.cr }
+
+// Release appends to dst what waits for its end, as it came, and forgets it.
+func (e *Events) Release(dst []byte) []byte {
+	dst = append(dst, e.held...)
+	*e = Events{}
+	return dst
+}
+
 // End calls each with the bytes behind the last empty line, if there are any: some servers leave the last empty line
 // out.
 func (e *Events) End(each func(event []byte)) {

@@ -260,7 +260,7 @@ func TestResume(t *testing.T) {
 		"D has left":        {params: params, gone: "d1:1", to: "d2:1", loads: true, leg: LegDecode},
 		"the last redirect": {params: params, ticket: func(t *kvtransfer.Ticket) { t.Redirects = 7 }, to: "d1:1", loads: true, leg: LegPass},
 		"cached tokens": {
-			params: params, policy: func(p *Policy) { p.PrefillCached = true }, ticket: func(t *kvtransfer.Ticket) { t.Cached = 5 },
+			params: params, policy: func(p *Policy) { p.Cached = CachedByLeg }, ticket: func(t *kvtransfer.Ticket) { t.Cached = 5 },
 			to: "d1:1", loads: true, leg: LegAnswer,
 		},
 	} {

@@ -33,7 +33,7 @@ type Policy struct {
 	Split   bool
 	// ask prefill for the prompt's token ids, which are matched with KV events
 	LearnTokens   bool
-	PrefillCached bool           // report prefill's cached tokens to clients instead of decode's
+	Cached        CachedTokens   // whose count of cached tokens clients get
 	CleanupDecode bool           // fetch orphaned hand-overs by a decode endpoint
 	Priorities    EnginePriority // how engines learn a request's priority
 	// for requests that may be split; without Model: the default one, and every request is split
@@ -295,6 +295,16 @@ func (p *Policy) LegLimit(t *kvtransfer.Ticket) time.Duration {
 	}
 	return p.PrefillTimeout
 }
+
+// CachedTokens says whose count of the prompt's cached tokens clients get in usage.
+type CachedTokens int
+
+// Whose count of cached tokens clients get.
+const (
+	CachedOfDecode  CachedTokens = iota // D's: it counts what it fetched from P, or nothing of that
+	CachedByLeg                         // P's: the answer takes the leg where answers are rewritten
+	CachedInPassing                     // P's: the transport edits usage as the answer passes, so the leg stays what it is
+)
 
 // LeastBytes returns the least number of bytes of an answer to a stream.
 func (p *Policy) LeastBytes(api openai.API, requestID string, stream bool) int {

@@ -213,7 +213,11 @@ func rememberTurn(d *Decision, t *kvtransfer.Ticket, p *Policy) (turn kvtransfer
 // returns the numbers to store in the ticket.
 func cachedTokens(d *Decision, h *HandOver, p *Policy) (cached, written int64) {
 	t := h.Ticket
-	if !p.PrefillCached || t.Cached == 0 || d.Leg != LegDecode && d.Leg != LegAnswer {
+	switch {
+	case t.Cached == 0:
+		return 0, 0
+	case p.Cached == CachedInPassing:
+	case p.Cached != CachedByLeg, d.Leg != LegDecode && d.Leg != LegAnswer:
 		return 0, 0
 	}
 	switch h.API {
@@ -225,7 +229,9 @@ func cachedTokens(d *Decision, h *HandOver, p *Policy) (cached, written int64) {
 	default:
 		return 0, 0
 	}
-	d.Leg = LegAnswer
+	if p.Cached == CachedByLeg {
+		d.Leg = LegAnswer
+	}
 	return t.Cached, t.Written
 }
 

@@ -17,7 +17,9 @@ import (
 )
 
 // Policy returns the server's settings of a pool. arrivals has the notifications of its engines, if it takes them.
-func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (policy pass.Policy, err error) {
+func Policy(
+	c *configv1.Config, p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger,
+) (policy pass.Policy, err error) {
 	policy = pass.Policy{
 		Policy: plan.Policy{
 			Split:           p.GetSplit() != "never",
@@ -31,7 +33,7 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 			PerToken:        Duration(p.GetPrefillTimeout().GetPerToken()),
 			Place:           placement(p),
 			Source:          sourceOf(p),
-			PrefillCached:   p.GetCachedTokens() == "prefill",
+			Cached:          cachedTokens(c, p),
 			AutoRoles:       p.GetRoles() == "auto",
 			CleanupDecode:   p.GetStrandedBlocks() == "cleanupDecode",
 		},
@@ -75,6 +77,19 @@ func Policy(p *configv1.Pool, arrivals kvtransfer.Arrivals, log *slog.Logger) (p
 		policy.Peers = c.Peers.NewPeers(log)
 	}
 	return policy, err
+}
+
+// cachedTokens returns whose count of cached tokens clients of a pool get. Inside Envoy prefill's costs nothing.
+func cachedTokens(c *configv1.Config, p *configv1.Pool) plan.CachedTokens {
+	switch {
+	case p.GetCachedTokens() == "decode":
+		return plan.CachedOfDecode
+	case Inside(c):
+		return plan.CachedInPassing
+	case p.GetCachedTokens() == "prefill":
+		return plan.CachedByLeg
+	}
+	return plan.CachedOfDecode
 }
 
 // placement returns the picker's policy of a pool.

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/extproc/kvtransfer"
+	"tandem/extproc/plan"
 	"tandem/picker"
 )
 
@@ -51,7 +52,7 @@ func TestTargetsAndRoles(t *testing.T) {
 		c, _, err := Parse(fmt.Appendf(nil, `pools: [{name: a, kvTransfer: nixl, %sendpoints: [{address: "127.0.0.1:1", `+
 			`role: both}, {address: "127.0.0.1:2", role: both}]}]`, pool))
 		require.NoError(t, err)
-		p, err := Policy(c.GetPools()[0], nil, slog.New(slog.DiscardHandler))
+		p, err := Policy(c, c.GetPools()[0], nil, slog.New(slog.DiscardHandler))
 		require.NoError(t, err)
 		return p.Place.Promise, p.AutoRoles
 	}
@@ -61,6 +62,22 @@ func TestTargetsAndRoles(t *testing.T) {
 	promise, auto = of("roles: auto, targets: {ttft: 800ms, tpot: 30ms}, ")
 	require.Equal(t, picker.Targets{TTFT: .8, TPOT: .03}, promise)
 	require.True(t, auto)
+}
+
+// Clients get prefill's count of cached tokens where that costs nothing, or where the configuration says so.
+func TestWhoseCachedTokens(t *testing.T) {
+	for given, want := range map[[2]string]plan.CachedTokens{
+		{"beside", ""}: plan.CachedOfDecode, {"beside", "auto"}: plan.CachedOfDecode, {"beside", "decode"}: plan.CachedOfDecode,
+		{"beside", "prefill"}: plan.CachedByLeg, {"inside", ""}: plan.CachedInPassing, {"inside", "auto"}: plan.CachedInPassing,
+		{"inside", "decode"}: plan.CachedOfDecode, {"inside", "prefill"}: plan.CachedInPassing,
+	} {
+		c, _, err := Parse(fmt.Appendf(nil, `{envoy: {run: %s}, pools: [{name: a, kvTransfer: nixl, cachedTokens: %q, endpoints: `+
+			`[{address: "127.0.0.1:1", role: prefill}, {address: "127.0.0.1:2", role: decode}]}]}`, given[0], given[1]))
+		require.NoError(t, err)
+		p, err := Policy(c, c.GetPools()[0], nil, slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		require.Equal(t, want, p.Cached, given)
+	}
 }
 
 // The weight of a second of an answer is the picker's own where the configuration does not say.

@@ -67,11 +67,12 @@ type Script struct {
 	Body      string
 	State     *kvstate.State // of the replica, which the transport sets
 
-	t       testing.TB
-	only    string // the transport that has this journey; "": both
-	answers []Answer
-	names   map[string]string // of the endpoints that were asked, by address
-	said    strings.Builder
+	t         testing.TB
+	transport string
+	only      string // the transport that has this journey; "": both
+	answers   []Answer
+	names     map[string]string // of the endpoints that were asked, by address
+	said      strings.Builder
 }
 
 // Run plays all scripts of a folder over a transport. update writes what happened into them.
@@ -86,7 +87,7 @@ func Run(t *testing.T, dir, transport string, update bool, play func(t *testing.
 			require.NoError(t, err)
 			var got, want string
 			synctest.Test(t, func(t *testing.T) {
-				s := read(t, archive)
+				s := read(t, archive, transport)
 				if want = part(archive, "journey"); s.only != "" && s.only != transport {
 					got = want
 					return
@@ -124,8 +125,8 @@ func set(a *txtar.Archive, name, text string) {
 	a.Files = append(a.Files, txtar.File{Name: name, Data: []byte(text)})
 }
 
-func read(t testing.TB, a *txtar.Archive) *Script {
-	s := &Script{t: t, Path: "/v1/chat/completions", names: map[string]string{}}
+func read(t testing.TB, a *txtar.Archive, transport string) *Script {
+	s := &Script{t: t, transport: transport, Path: "/v1/chat/completions", names: map[string]string{}}
 	s.Policy = pass.Policy{Policy: plan.Policy{Split: true, PrefillTimeout: 30 * time.Second}}.WithDefaults()
 	s.Policy.Place.Split = 1
 	s.setting(strings.Fields(part(a, "setting")))
@@ -160,7 +161,10 @@ func (s *Script) setting(words []string) {
 		case w == "encode":
 			s.Policy.EncodeTimeout = 7 * time.Second
 		case w == "cached":
-			s.Policy.PrefillCached = true
+			s.Policy.Cached = plan.CachedByLeg
+			if s.transport == "inside" {
+				s.Policy.Cached = plan.CachedInPassing
+			}
 		case w == "insured":
 			s.Policy.Streams.On = true
 		case len(w) == 2 && roles[w[0]] != 0:
