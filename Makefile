@@ -87,7 +87,7 @@ e2e-failures: tools ##break the failure matrices, chaos, and outages of Redis (2
 # Tandem inside a real Envoy: its own tests, and those of both hops, bodies, streams, clients, tokens, attacks and
 # the matrix of failures in brief.
 e2e-inside: tools carrier ##break Tandem inside a real Envoy: its own tests, and those of both ways (20 minutes)
-	TANDEM_RUN=inside TANDEM_LONG=1 TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestMoRIIORead|TestTRTLLM|TestCachedTokensOfPrefill|TestUsageOfPrefill|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining|TestDemo$$|TestReloadUnderLoad|TestRedisOutages|TestRedisFailover|TestThePoolChanges' -v ./e2e
+	TANDEM_RUN=inside TANDEM_LONG=1 TANDEM_LIBRARY=$(CURDIR)/bin TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 4 -timeout 30m -run 'TestInside|TestEveryAPIGoesOverTwoHops|TestStreams$$|TestBodiesAreExact|TestBothBindings|TestDialects|TestPush|TestMoRIIORead|TestTRTLLM|TestCachedTokensOfPrefill|TestUsageOfPrefill|TestFormOf|TestLMCache|TestTurns|TestEncodeStage|TestEnginesBehindNames|TestATraceWithoutEnvoysPart|TestTrailers|TestLargeBodies|TestStalledUploads|TestEnginesForge|TestEnginesRefusals|TestEveryDialects|TestMatrixInBrief|TestTokensAgree|TestTokensOverXDS|TestEnvoyTeaches|TestSheddingAndExplaining|TestDemo$$|TestReloadUnderLoad|TestRedisOutages|TestRedisFailover|TestThePoolChanges' -v ./e2e
 
 e2e-envoys: tools ##break the failure matrix in brief in each supported release of Envoy (5 minutes)
 	./scripts/tools.sh envoys
@@ -221,9 +221,9 @@ e2e-cluster: tools build carrier ##real a cluster of one node on this machine; a
 	e2e/cluster/run.sh
 
 # Against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 3 to 5 minutes a dialect.
-e2e-vllm: tools build ##real vLLM on CPU: 5.5 GiB once, 9 GiB of memory, 3 to 5 minutes a dialect
+e2e-vllm: tools build carrier ##real vLLM on CPU: 5.5 GiB once, 9 GiB of memory, 3 to 5 minutes a dialect
 	e2e/vllm/install.sh
-	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
+	TANDEM_LIBRARY=$(CURDIR)/bin e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
 	BIDIRECTIONAL=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealTurns -v ./e2e/vllm
 	RANKS=2 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRanks -v ./e2e/vllm
 	BOTH=1 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealBoth -v ./e2e/vllm

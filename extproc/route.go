@@ -265,10 +265,14 @@ func (x mainRole) setHeaders(r pass.Routed) {
 // setAnswerRules says what Envoy does to D's answer. No pass has to remove them again: they change only answers
 // that use P's KV.
 func (x mainRole) setAnswerRules(r pass.Routed) {
-	if rule := x.s.journeys.AnswerRule(&r.Ticket); rule.Late > 0 {
+	rule := x.s.journeys.AnswerRule(&r.Ticket)
+	if rule.Late > 0 {
 		x.stream.headers.SetInt(names.HeaderRule, int(rule.Late.Milliseconds()))
 	} else if rule.Cut {
 		x.stream.headers.Set(names.HeaderRule, []byte("cut"))
+	}
+	if rule.Cut { // the script reads it
+		x.stream.headers.Set("accept-encoding", []byte("identity"))
 	}
 }
 

@@ -161,6 +161,9 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	rank := e.RankName()
 	f.hop.other = r.Leg == plan.LegOther
 	f.target(r)
+	if r.Ticket.Stage != 0 { // the answer is read
+		set("accept-encoding", "identity")
+	}
 	if r.Pair != nil {
 		rank = r.Pair.Plan.DecodeRank
 		set(names.HeaderRequestID, cmp.Or(r.Pair.Plan.RequestID, x.ID))

@@ -37,10 +37,11 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 	if r.by = r.rewriter(o.Status); r.by == nil {
 		return Continue
 	}
-	counts, loose := r.by.(openai.CachedTokens)
-	if coding := f.envoy.ResponseHeader("content-encoding"); loose && len(coding) > 0 {
+	if coding := f.envoy.ResponseHeader("content-encoding"); len(coding) > 0 {
+		f.s.Passes.Log.Error("decode's answer stays as it is", "request_id", f.id, "content_encoding", string(coding))
 		return Continue
 	}
+	counts, loose := r.by.(openai.CachedTokens)
 	f.hop.rewrite, r.loose = r, loose
 	f.envoy.HoldAnswer(true)
 	if openai.IsEventStream(string(f.envoy.ResponseHeader("content-type"))) {

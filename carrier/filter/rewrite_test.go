@@ -73,6 +73,8 @@ func TestRewrittenAnswers(t *testing.T) {
 			"data: {\"choices\": []}\n\ndata: {\"choices\":[]," + secret + "}\n\ndata: [DONE]\n\n",
 			"data: {\"choices\": []}\n\ndata: {\"choices\":[]}\n\ndata: [DONE]\n\n"},
 		"an answer that is no JSON": {cached, chat, `hello`, `hello`},
+		"compressed":                {expiring, chat, `hello`, `hello`},
+		"a stream, compressed":      {expiring, stream, "\r\n\r\n\x1f\r\rx\n\n\r\n", "\r\n\r\n\x1f\r\rx\n\n\r\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFleet(t, tt.policy)
@@ -82,6 +84,9 @@ func TestRewrittenAnswers(t *testing.T) {
 				}
 				return engineAnswer{status: 200, body: tt.answer}
 			}, tt.body)
+			if strings.HasSuffix(name, "compressed") {
+				c.coded = "gzip"
+			}
 			if strings.HasSuffix(name, "messages") {
 				c.SetHeader(":path", "/v1/messages")
 			}
@@ -118,7 +123,7 @@ func TestCountsInPassing(t *testing.T) {
 		"larger than a hold": {false, "", `{"a":"` + endless + endless + `",` + whole("11")[1:], `{"a":"` + endless + endless + `",` + whole("5")[1:], 1 << 16, 0, false},
 		"a stream":           {true, "", events + last + event, events + strings.Replace(last, "11", "5", 1) + event, len(event), 8, false}, // the first one is looked at: it may be late,
 		"a stream in pieces": {true, "", events + last, events + strings.Replace(last, "11", "5", 1), 7, 0, false},
-		"compressed":         {true, "gzip", events + last, events + last, len(event), 0, true},
+		"compressed":         {true, "br", events + last, events + last, len(event), 0, true},
 		"an endless event":   {true, "", event + endless, event + endless, 1 << 16, 0, false},
 	} {
 		t.Run(name, func(t *testing.T) {
