@@ -88,7 +88,7 @@ func (f *fleet) legsOf(id string) (prefill, decode seen) {
 func TestFormOfRewrittenAnswers(t *testing.T) {
 	t.Parallel()
 	for pool, args := range map[string][]string{
-		"  cachedTokens: prefill\n": {"--forms"}, "  nixl: {declineExpired: true}\n": {"--forms", "--bidirectional"},
+		"  cachedTokens: prefill\n": {"--forms"}, "  nixl: {declineExpired: true}\n": {"--forms", "--bidirectional", "--decoder-ttl", "1s"},
 	} {
 		t.Run(strings.TrimSpace(pool), func(t *testing.T) {
 			t.Parallel()

@@ -89,7 +89,7 @@ func TestTransferErrors(t *testing.T) {
 		"a first token, elsewhere":        {pool("lmcache", "lmcache: {retFirstToken: true}\n  handoff: sidecar", "", ""), []string{"pools[0].lmcache.retFirstToken: needs handoff envoy, not sidecar: prefill's token is put in front of decode's answer there"}},
 		"cached tokens of pairs":          {pool("mooncake", "cachedTokens: prefill", "", ""), []string{"pools[0].cachedTokens: is prefill, which takes legs that follow each other, not kvTransfer mooncake: decode"}},
 		"cached tokens, elsewhere":        {pool("nixl", "cachedTokens: prefill\n  handoff: direct", "", ""), []string{"pools[0].cachedTokens: is prefill, which takes handoff envoy, not direct: answers come through the external processor there"}},
-		"cached tokens of nobody":         {pool("nixl", "cachedTokens: both", "", ""), []string{`pools[0].cachedTokens: "both" is not one of decode, prefill`}},
+		"cached tokens of nobody":         {pool("nixl", "cachedTokens: both", "", ""), []string{`pools[0].cachedTokens: "both" is not one of auto, decode, prefill`}},
 		"a number for a time":             {pool("lmcache", "lmcache: {noticeTimeout: 30}", "", ""), []string{"pools[0].lmcache.noticeTimeout: must have a unit, is 30: 30s for seconds, 30ms for milliseconds"}},
 		"a text for a truth":              {pool("lmcache", "lmcache: {skipNotices: \"yes\"}", "", ""), []string{`pools[0].lmcache.skipNotices: must be true or false, is the text "yes"`}},
 		"init and alloc alike":            {pool("lmcache", "", "", ", lmcache: {allocPort: 7300}"), []string{at + "[1].lmcache.allocPort: 10.0.0.6:7300 is taken by " + at + "[1].lmcache.initPort: engines on one machine need ports of their own"}},

@@ -1542,7 +1542,7 @@ type Pool struct {
 	// mostly the whole prompt. prefill counts what needed no computing, as a single engine would; beside Envoy, answers to
 	// split requests that have usage then pass through the external processor (docs/protocols.md). Not with a kvTransfer
 	// whose legs run at once. Only with handoff envoy. auto: prefill inside Envoy, where it costs nothing, and decode beside
-	// it.
+	// it. Default auto.
 	CachedTokens string `protobuf:"bytes,41,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Where endpoints come from, in place of a list.
 	Discovery *Discovery `protobuf:"bytes,30,opt,name=discovery,proto3" json:"discovery,omitempty"`
@@ -3832,7 +3832,7 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\bkey_file\x18\x04 \x01(\tR\akeyFile\"L\n" +
 	"\aTickets\x12\x19\n" +
 	"\bkey_file\x18\x01 \x01(\tR\akeyFile\x12&\n" +
-	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\x9e\x10\n" +
+	"\x03ttl\x18\x02 \x01(\tB\x14\x8a\xb5\x18\t1s to 24h\x92\xb5\x18\x0310mR\x03ttl\"\x96\x10\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06models\x18\x02 \x03(\tR\x06models\x12\x1f\n" +
@@ -3869,8 +3869,8 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\ranswer_weight\x18* \x01(\x01B\f\x8a\xb5\x18\b0.1 to 1R\fanswerWeight\x123\n" +
 	"\atargets\x18+ \x01(\v2\x19.tandem.config.v1.TargetsR\atargets\x12-\n" +
 	"\x05roles\x18, \x01(\tB\x17\x82\xb5\x18\n" +
-	"fixed auto\x92\xb5\x18\x05fixedR\x05roles\x12D\n" +
-	"\rcached_tokens\x18) \x01(\tB\x1f\x82\xb5\x18\x13auto decode prefill\x92\xb5\x18\x04autoR\fcachedTokens\x129\n" +
+	"fixed auto\x92\xb5\x18\x05fixedR\x05roles\x12<\n" +
+	"\rcached_tokens\x18) \x01(\tB\x17\x82\xb5\x18\x13auto decode prefillR\fcachedTokens\x129\n" +
 	"\tdiscovery\x18\x1e \x01(\v2\x1b.tandem.config.v1.DiscoveryR\tdiscovery\x122\n" +
 	"\ahandoff\x18\x1f \x01(\tB\x18\x82\xb5\x18\x14envoy sidecar directR\ahandoff\x12,\n" +
 	"\abinding\x182 \x01(\tB\x12\x82\xb5\x18\x0eimmediate lateR\abinding\x12-\n" +
