@@ -3,10 +3,12 @@ package deploy
 import (
 	"context"
 	"flag"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -18,6 +20,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	envoyconfigs "tandem/envoy-configs"
+	"tandem/envoy-configs/livemodule"
 	"tandem/replica/config"
 )
 
@@ -317,6 +320,142 @@ func TestHelmInside(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(bootstrap), `"file":"/etc/tandem/tandem.yaml"`)
 	require.Contains(t, string(bootstrap), "9902", "the port of the readiness of Envoy")
+}
+
+// With gateway.mode: module the chart has what `tandem envoy --for envoy-gateway` prints, for a Gateway of its own and for
+// one that exists, and nothing of Tandem runs by itself.
+func TestHelmModule(t *testing.T) {
+	helm, known := tool(t, "helm"), loadSchemas(t)
+	const dns = `config.pools=[{"name":"chat","kvTransfer":"nixl","discovery":{"dns":[{"name":"p.llm.svc.cluster.local","port":8000,"role":"prefill"},{"name":"d.llm.svc.cluster.local","port":8001,"role":"decode"}]}}]`
+	const listed = `config.pools=[{"name":"chat","kvTransfer":"nixl","endpoints":[{"address":"10.0.0.1:8000","role":"prefill"},{"address":"10.0.0.2:8000","role":"decode"},{"address":"[fd00::3]:8000","role":"decode"}]}]`
+	render := func(args ...string) string {
+		return output(t, helm, append([]string{"template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36",
+			"--set", "gateway.mode=module"}, args...)...)
+	}
+	for name, args := range map[string][]string{
+		"names": {"--set-json", dns}, "a list": {"--set-json", listed}, "a Gateway that exists": {"--set-json", dns, "--set", "gateway.attach=web/https"},
+		"in a file": {"--set-json", dns, "--set", "gateway.file=true"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			rendered := render(args...)
+			require.Empty(t, mistakes(t, known, rendered))
+			o := envoyconfigs.ModuleOptions{GatewayOptions: envoyconfigs.GatewayOptions{Namespace: "llm", Name: "router"},
+				Library: "/usr/lib/tandem/libtandem.so", Image: "tandem-envoy:0.1.0"}
+			if strings.Contains(name, "exists") {
+				o.Gateway = "web/https"
+			}
+			_, values, _ := strings.Cut(args[1], "=")
+			text, err := yaml.JSONToYAML([]byte(`{"envoy":{"run":"inside","listen":"0.0.0.0:80"},"pools":` + values + "}"))
+			require.NoError(t, err)
+			cfg, _, err := config.Parse(text)
+			require.NoError(t, err)
+			o.Config, err = config.ForPolicy(text)
+			require.NoError(t, err)
+			if strings.Contains(name, "file") {
+				o.File = "/etc/tandem/tandem.yaml"
+			}
+			printed, err := envoyconfigs.EnvoyGatewayModule(cfg, o)
+			require.NoError(t, err)
+			want, got := specs(t, string(printed)), specs(t, rendered)
+			for _, title := range slices.Sorted(maps.Keys(want)) {
+				if title == "EnvoyProxy router" { // has more: replicas and resources
+					for _, part := range []string{"dynamicModules", "filterOrder", "shutdown"} {
+						require.Equal(t, want[title].(map[string]any)[part], got[title].(map[string]any)[part], part)
+					}
+					continue
+				}
+				if !strings.HasPrefix(title, "ConfigMap") {
+					require.Equal(t, want[title], got[title], title)
+				}
+			}
+			all, err := livemodule.Read(strings.NewReader(rendered + "\n---\n{kind: Service, metadata: {name: d, namespace: llm}, spec: {clusterIP: None}}\n" + others))
+			require.NoError(t, err)
+			require.Empty(t, livemodule.Check(inNamespace(all, "llm"), "llm", "router"))
+			for kind := range got {
+				require.NotRegexp(t, "^(Deployment|Role|ServiceAccount|PodDisruptionBudget) ", kind)
+			}
+		})
+	}
+	t.Run("engines and Redis", func(t *testing.T) {
+		for _, set := range []string{"engines.prefill=1,engines.decode=2", "engines.replicas=3"} {
+			rendered := render("--set", "engines.enabled=true,redis.enabled=true,networkPolicy.enabled=true,gateway.libraryFrom=imageVolume,gateway.operator.admin=0.0.0.0:9090,"+set)
+			require.Empty(t, mistakes(t, known, rendered))
+			all, err := livemodule.Read(strings.NewReader(rendered))
+			require.NoError(t, err)
+			require.Empty(t, livemodule.Check(inNamespace(all, "llm"), "llm", "router"))
+			_, text, _ := strings.Cut(rendered, "tandem.yaml: |\n")
+			text, _, _ = strings.Cut(text, "\n  operator.yaml")
+			file := filepath.Join(t.TempDir(), "tandem.yaml")
+			require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
+			cfg, _, err := config.LoadRouted(file)
+			require.NoError(t, err)
+			require.Equal(t, "redis://router-redis.llm.svc.cluster.local:6379", cfg.GetState().GetRedis().GetUrl())
+			require.NotEmpty(t, cfg.GetPools()[0].GetDiscovery().GetDns())
+			require.Contains(t, rendered, "reference: \"tandem-library:0.1.0\"")
+			require.Contains(t, rendered, "app.kubernetes.io/managed-by: envoy-gateway")
+		}
+	})
+	t.Run("the library is copied", func(t *testing.T) {
+		rendered := render("--set-json", dns, "--set", "gateway.libraryFrom=initContainer,redis.url=redis://redis:6379/0,redis.existingSecret=redis")
+		require.Empty(t, mistakes(t, known, rendered))
+		require.Contains(t, rendered, "passwordFile: /etc/tandem-redis/password")
+	})
+	for wrong, why := range map[string]string{
+		"gateway.class=eg": "is found by labels", "gateway.mode=modul": "mode", "gateway.attach=web": "NAME/SECTION",
+		"envoy.enabled=true": "another Envoy", "envoyGateway.enabled=true": "another way", "serviceMonitor.enabled=true": "PodMonitor",
+		"config.pools[0].discovery.kubernetes=null,config.pools[0].discovery.dns[0].name=d.other.svc,config.pools[0].discovery.dns[0].role=decode,config.pools[0].discovery.dns[0].port=1": "another namespace",
+		"config.pools[0].discovery.kubernetes=null,config.pools[0].discovery.dns[0].name=p.llm.svc,config.pools[0].discovery.dns[0].role=prefill,config.pools[0].discovery.dns[0].port=1": "one headless Service",
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		text, err := exec.CommandContext(ctx, helm, "template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36",
+			"--set", "gateway.mode=module,"+wrong).CombinedOutput()
+		cancel()
+		require.Error(t, err, wrong)
+		require.Contains(t, string(text), why)
+	}
+}
+
+// others are resources that exist before: a Gateway, and its EnvoyProxy as the chart's notes say it.
+const others = `---
+{kind: Gateway, metadata: {name: web, namespace: llm}, spec: {infrastructure: {parametersRef: {kind: EnvoyProxy, name: web}}}}
+---
+kind: EnvoyProxy
+metadata: {name: web, namespace: llm}
+spec:
+  dynamicModules: [{name: tandem, doNotClose: true, source: {type: Local, local: {path: /usr/lib/tandem/libtandem.so}}}]
+  filterOrder:
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.rbac}
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.local_ratelimit}
+  - {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.ratelimit}
+  shutdown: {drainTimeout: 1800s}
+`
+
+// inNamespace is what a cluster has after an install: resources without a namespace are in the release's.
+func inNamespace(all livemodule.Resources, namespace string) livemodule.Resources {
+	for i := range all {
+		if all[i].GetNamespace() == "" {
+			all[i].SetNamespace(namespace)
+		}
+	}
+	return all
+}
+
+// specs are the specifications of resources, by kind and name.
+func specs(t *testing.T, manifests string) map[string]any {
+	t.Helper()
+	out := map[string]any{}
+	for doc := range strings.SplitSeq(manifests, "\n---") {
+		var r struct {
+			Kind     string
+			Metadata struct{ Name string }
+			Spec     any
+		}
+		require.NoError(t, yaml.Unmarshal([]byte(doc), &r))
+		if r.Kind != "" {
+			out[r.Kind+" "+r.Metadata.Name] = r.Spec
+		}
+	}
+	return out
 }
 
 // The engines that the chart deploys, and the pool that Tandem finds them by: equal ones that KEDA scales, and some of each

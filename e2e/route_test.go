@@ -3,6 +3,7 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -108,6 +109,52 @@ func TestInsideARouteWithoutARetryPolicy(t *testing.T) {
 	got = f.post(apis[0].path, apis[0].body)
 	require.Equal(t, http.StatusServiceUnavailable, got.status, got.body)
 	require.Contains(t, got.body, "BackendTrafficPolicy")
+}
+
+// A filter behind Tandem's refuses requests whose prompts have been computed: it is said in the log and by /readyz. In
+// front of Tandem's it costs no engine anything.
+func TestInsideAFilterBehindRefuses(t *testing.T) {
+	onlyInside(t)
+	const deny = `          - name: envoy.filters.http.rbac
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC
+              rules: {action: DENY, policies: {denied: {permissions: [{header: {name: x-denied, present_match: true}}], principals: [{any: true}]}}}
+`
+	for name, tt := range map[string]struct {
+		before string // the filter that it stands before
+		wrong  bool
+	}{
+		"behind":   {"          - name: envoy.filters.http.router\n", true},
+		"in front": {"          - name: envoy.filters.http.dynamic_modules/tandem\n", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := start(t, options{routed: true, prefills: 1, decodes: 1, bootstrap: func(f *fleet) string {
+				policy := fmt.Sprintf(`{"file":%q,"route":{"rule":1,"strict":true}}`, f.config)
+				text := anothersRoute(f, strings.TrimPrefix(f.url, "http://"), strings.TrimPrefix(f.envoyURL, "http://"), policy, true)
+				require.Contains(t, text, tt.before)
+				return strings.Replace(text, tt.before, deny+tt.before, 1)
+			}})
+			f.lenient = true // KV that nobody fetches
+			got := f.post(apis[0].path, apis[0].body)
+			require.Equal(t, 200, got.status, got.body)
+			got = f.post(apis[0].path, apis[0].body, "x-request-id", "denied", "x-denied", "yes")
+			require.Equal(t, http.StatusForbidden, got.status, got.body)
+			require.Empty(t, f.requests("denied", f.decodes...))
+			require.Equal(t, tt.wrong, len(f.requests("denied", f.prefills...)) > 0)
+			resp, err := http.Get(f.admins[0] + "/readyz")
+			require.NoError(t, err)
+			defer resp.Body.Close()
+			text, err := io.ReadAll(resp.Body)
+			require.NoError(t, err)
+			if !tt.wrong {
+				require.Equal(t, "ok\n", string(text))
+				return
+			}
+			require.Equal(t, http.StatusServiceUnavailable, resp.StatusCode)
+			require.Contains(t, string(text), "(403, rbac_access_denied_matched_policy[denied])")
+			require.Contains(t, string(text), "filterOrder")
+		})
+	}
 }
 
 // A configuration that is not valid costs the requests of its route alone, and the reason is in the answer.

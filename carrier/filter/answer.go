@@ -42,7 +42,7 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 		o := f.envoy.Outcome()
 		switch {
 		case faults.Filtered(o.Details):
-			return filtered(f)
+			return filtered(f, &o)
 		case f.hop.other && f.asksOther(failure(f, &o)):
 			return Stop
 		case !f.state.MayFail() && faults.Redirects(o.Status):
@@ -70,7 +70,8 @@ func (f *Filter) refuseRedirect() Status {
 }
 
 // filtered lets the answer of another filter go to the client.
-func filtered(f *Filter) Status {
+func filtered(f *Filter, o *Outcome) Status {
+	f.deniedBehind(o)
 	if f.hop.pair != nil {
 		f.hop.pair.abandoned.Store(true)
 	}

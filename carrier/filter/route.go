@@ -2,6 +2,7 @@ package filter
 
 import (
 	"cmp"
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -29,7 +30,8 @@ type Route struct {
 	// Holds: the cluster of D's leg has the filter that holds D's answer until P's leg has ended ([Answers]).
 	Holds bool
 
-	keepsNothing atomic.Bool // a request's body was not kept: the route has no retry policy
+	keepsNothing atomic.Bool            // a request's body was not kept: the route has no retry policy
+	denied       atomic.Pointer[denial] // the last request that a filter behind this one should not have refused
 
 	mu      sync.Mutex
 	reached map[string]time.Time // when a call last went to an endpoint of a cluster, with both names
@@ -162,10 +164,43 @@ const noRetries = "this route keeps no request's body, so a request whose engine
 	"it a retry policy (BackendTrafficPolicy: retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], " +
 	"httpStatusCodes: [599]}})"
 
-// Problem says what is wrong with the route, as its requests have shown; "": nothing.
-func (r *Route) Problem() string {
-	if r != nil && r.keepsNothing.Load() {
-		return noRetries
+// denial is a request that a filter behind this one has refused although its prompt had been computed.
+type denial struct {
+	why string
+	at  time.Time
+}
+
+// deniedFor is how long one shows: a change of the order makes another [Route], while this one may live on with its
+// connections.
+const deniedFor = time.Hour
+
+// deniedBehind notes that a filter behind this one has refused a request. If its prompt had been computed by then, the
+// filters stand in the wrong order, which is logged once.
+func (f *Filter) deniedBehind(o *Outcome) {
+	if f.route == nil || f.hop.ticket.Prefills == 0 {
+		return
 	}
-	return ""
+	d := &denial{fmt.Sprintf(wrongOrder, o.Status, o.Details), time.Now()}
+	if f.route.denied.Swap(d) == nil {
+		f.s.Passes.Log.Error(d.why, "cluster", f.cluster)
+	}
+}
+
+// wrongOrder is what is wrong with such an order, and what mends it. Envoy's details name the filter.
+const wrongOrder = "a filter behind Tandem has refused a request (%d, %.100s) whose prompt had been computed: put Tandem " +
+	"behind what refuses requests (EnvoyProxy: filterOrder: [{name: envoy.filters.http.dynamic_modules, after: THAT " +
+	"FILTER}], docs/howto/envoy-gateway-module.md)"
+
+// Problems are what is wrong with the route, as its requests have shown.
+func (r *Route) Problems() (out []string) {
+	if r == nil {
+		return nil
+	}
+	if r.keepsNothing.Load() {
+		out = append(out, noRetries)
+	}
+	if d := r.denied.Load(); d != nil && time.Since(d.at) < deniedFor {
+		out = append(out, d.why)
+	}
+	return out
 }

@@ -144,17 +144,53 @@ func TestARouteWithoutARetryPolicy(t *testing.T) {
 	}, chat)
 	well := newClient(t, f, well, chat)
 	well.route, well.forgets = &Route{Strict: true}, true
-	require.Empty(t, well.route.Problem())
+	require.Empty(t, well.route.Problems())
 	well.run()
 	require.Equal(t, 200, well.status)
-	require.Contains(t, well.route.Problem(), "retry policy", "it is said before a request needs it")
+	require.Contains(t, well.route.Problems(), noRetries, "it is said before a request needs it")
 
 	c.route, c.forgets = &Route{Strict: true}, true
 	c.run()
 	require.Equal(t, 503, c.status)
 	require.Contains(t, c.reply, "BackendTrafficPolicy")
 	require.Equal(t, 1, c.started)
-	require.Contains(t, c.route.Problem(), "retry policy")
+	require.Contains(t, c.route.Problems(), noRetries)
 	require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
 	require.True(t, f.state.Pool("chat").Endpoint(c.sent[0]).Failed(), "the endpoint is known to have failed all the same")
+}
+
+// A filter behind Tandem's that refuses requests whose prompts have been computed is said, once; one that refuses a
+// request for which nothing was computed costs nothing.
+func TestAFilterBehindRefuses(t *testing.T) {
+	for name, tt := range map[string]struct {
+		change func(*pass.Policy)
+		wrong  int
+	}{
+		"one leg after the other": {always, 1},
+		"both legs at once":       {dialect("sglang"), 1},
+		"decode alone":            {func(p *pass.Policy) { p.Split = false }, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFleet(t, tt.change)
+			route := &Route{Strict: true}
+			for range 3 {
+				c := newClient(t, f, func(at string, body []byte) engineAnswer {
+					if prefills(at) {
+						return named(at, body)
+					}
+					return engineAnswer{status: 403, body: "RBAC: access denied", local: "rbac_access_denied_matched_policy[none]"}
+				}, chat)
+				c.route = route
+				c.run()
+				require.Equal(t, 403, c.status, "the other filter's answer is the client's")
+				require.Equal(t, "RBAC: access denied", c.reply)
+				require.Len(t, c.sent, 1)
+			}
+			require.Len(t, route.Problems(), tt.wrong)
+			if tt.wrong > 0 {
+				require.Contains(t, route.Problems()[0], "(403, rbac_access_denied_matched_policy[none])")
+			}
+			require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
+		})
+	}
 }

@@ -101,14 +101,14 @@ func (a *All) shown() (map[string]*running, []string) {
 	}
 	newest := map[string]int{} // a listener's old configuration stays until its connections have ended
 	for id, c := range a.open {
-		newest[c.set.key()] = max(newest[c.set.key()], id)
+		newest[keyOf(&c.set)] = max(newest[keyOf(&c.set)], id)
 	}
 	for id, c := range a.open {
-		if why := c.refused.Load(); why != nil && id == newest[c.set.key()] {
-			wrong[c.set.key()+": "+*why] = true
+		if why := c.refused.Load(); why != nil && id == newest[keyOf(&c.set)] {
+			wrong[keyOf(&c.set)+": "+*why] = true
 		}
-		if why := c.route.Problem(); why != "" {
-			wrong[c.set.key()+": "+why] = true
+		for _, why := range c.route.Problems() {
+			wrong[keyOf(&c.set)+": "+why] = true
 		}
 	}
 	return out, slices.Sorted(maps.Keys(wrong))

@@ -63,7 +63,7 @@ type running struct {
 type Configured struct {
 	all   *All
 	id    int
-	set   settings
+	set   config.Module
 	route *filter.Route // nil: routes are Tandem's own
 
 	uses     *running // nil: it has none. Guarded by all.mu
@@ -81,8 +81,8 @@ func (c *Configured) NewFilter(e filter.Envoy) *filter.Filter {
 // Open returns a configuration of the filter. The first of a name starts its replica. An error is only for filters
 // whose routes are Tandem's own.
 func (a *All) Open(text []byte) (*Configured, error) {
-	set, err := read(text)
-	c := &Configured{all: a, set: set, route: set.filters(), stop: make(chan struct{})}
+	set, err := config.ReadModule(text)
+	c := &Configured{all: a, set: set, route: routeOf(&set), stop: make(chan struct{})}
 	if err == nil {
 		err = c.start()
 	}
@@ -108,12 +108,12 @@ func (c *Configured) refuse(err error) {
 	c.refused.Store(&why)
 	log := logTo(slog.LevelInfo)
 	if c.requests.Load() == nil {
-		log.Error("requests of a route are refused: its configuration is not valid", "replica", c.set.key(), "err", why)
+		log.Error("requests of a route are refused: its configuration is not valid", "replica", keyOf(&c.set), "err", why)
 		c.requests.Store(filter.Refused(openai.Unavailable("configuration_not_valid",
 			"the configuration of this route is not valid: "+why, 0)))
 	} else {
 		log.Error("a policy is not valid, and the configuration before stays in force",
-			"replica", c.set.key(), "err", why)
+			"replica", keyOf(&c.set), "err", why)
 	}
 	if c.set.File != "" {
 		go c.retry()
@@ -171,7 +171,7 @@ func (c *Configured) start() error {
 // replicaOf returns the running replica of a configuration, after it has put the configuration in force there, or a
 // new one. With an error it is the one that runs without it; nil: none does.
 func (a *All) replicaOf(c *Configured) (*running, error) {
-	key := c.set.key()
+	key := keyOf(&c.set)
 	old := a.running[key]
 	if old != nil && old.file != c.set.File {
 		return nil, fmt.Errorf("name: %s is the name of another configuration in this Envoy, which is not of %s", key,

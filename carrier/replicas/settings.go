@@ -1,97 +1,45 @@
 package replicas
 
 import (
-	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 
 	"sigs.k8s.io/yaml"
 
 	"tandem/carrier/filter"
+	"tandem/replica/config"
 )
 
-// settings are what Envoy's configuration says of the filter (filter_config; of Envoy Gateway: config of a policy's
-// dynamicModule).
-type settings struct {
-	File string `json:"file"` // the configuration of the replica ...
-	Log  string `json:"log"`  // the lowest level that is logged; "": info
-
-	// The rest is for a route that is another's.
-	Tandem json.RawMessage `json:"tandem"` // ... or the configuration itself
-	Name   string          `json:"name"`   // of the replica; "": one of its own for this configuration
-	Route  *route          `json:"route"`  // nil, with a file: routes are Tandem's own
-}
-
-// route is [filter.Route] as a policy says it.
-type route struct {
-	Rule    *int   `json:"rule"`    // of the HTTPRoute, whose cluster calls go to
-	Cluster string `json:"cluster"` // likewise, by its full name
-	Strict  bool   `json:"strict"`
-	Hold    bool   `json:"hold"`
-}
-
-// routed reports whether the filter's route is another's.
-func (s *settings) routed() bool { return s.Route != nil || s.Tandem != nil }
-
-// names are those of replicas: a part of the paths of the operator's port.
-var names = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$`)
-
-// read reads the settings. With an error they are those that could be read.
-func read(text []byte) (s settings, err error) {
-	d := json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields()
-	if err = d.Decode(&s); err != nil {
-		_ = json.Unmarshal(text, &s)
-		return s, fmt.Errorf("the filter's configuration %.200q is not {file: /path/to/tandem.yaml}, nor that of a "+
-			"route's policy (docs/howto/envoy-gateway-module.md): %w", text, err)
-	}
-	switch {
-	case s.File == "" && s.Tandem == nil:
-		return s, fmt.Errorf("the filter's configuration %.200q has neither tandem nor file", text)
-	case s.File != "" && s.Tandem != nil:
-		return s, errors.New("the filter's configuration has both tandem and file: leave one of them out")
-	case s.Route != nil && s.Route.Rule != nil && (*s.Route.Rule < 0 || s.Route.Cluster != ""):
-		return s, errors.New("route.rule is the number of an HTTPRoute's rule, from 0, and goes without route.cluster")
-	case s.Name != "" && !names.MatchString(s.Name):
-		return s, fmt.Errorf("name: %.80q is not of letters, digits, dots, - and _, 63 at most", s.Name)
-	}
-	return s, nil
-}
-
-// filters returns the route as the filter has it; nil: routes are Tandem's own, which takes a file. What names none
-// and cannot be read otherwise is another's: a printed bootstrap can be read.
-func (s *settings) filters() *filter.Route {
-	if !s.routed() && s.File != "" {
+// routeOf returns the route as the filter has it; nil: routes are Tandem's own, which takes a file.
+func routeOf(m *config.Module) *filter.Route {
+	if !m.Routed() {
 		return nil
 	}
 	r := &filter.Route{}
-	if s.Route != nil {
-		r.Cluster, r.Strict, r.Holds = s.Route.Cluster, s.Route.Strict, s.Route.Hold
-		if s.Route.Rule != nil {
-			r.Rule = strconv.Itoa(*s.Route.Rule)
+	if m.Route != nil {
+		r.Cluster, r.Strict, r.Holds = m.Route.Cluster, m.Route.Strict, m.Route.Hold
+		if m.Route.Rule != nil {
+			r.Rule = strconv.Itoa(*m.Route.Rule)
 		}
 	}
 	return r
 }
 
-// key names the replica. Without a name, another configuration is another replica.
-func (s *settings) key() string {
+// keyOf names the replica of a configuration of the filter. Without a name, another configuration is another replica.
+func keyOf(m *config.Module) string {
 	switch {
-	case s.Name != "":
-		return s.Name
-	case s.File != "":
-		return s.File
+	case m.Name != "":
+		return m.Name
+	case m.File != "":
+		return m.File
 	}
-	sum := sha256.Sum256(s.Tandem)
+	sum := sha256.Sum256(m.Tandem)
 	return hex.EncodeToString(sum[:4])
 }
 

@@ -1,14 +1,19 @@
 package main
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 
 	"github.com/spf13/cobra"
 
 	envoyconfigs "tandem/envoy-configs"
+	"tandem/envoy-configs/livemodule"
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 )
@@ -16,12 +21,15 @@ import (
 // newEnvoy is `tandem envoy`: it writes the Envoy configuration that belongs to a Tandem configuration to stdout or a
 // file: a complete bootstrap, or the resources with which a gateway makes one.
 func newEnvoy() *cobra.Command {
-	var file, whose, upstream, output, into string
-	var xds bool
+	var file, whose, upstream, output, into, resources string
+	var xds, check bool
 	var o envoyconfigs.ModuleOptions
 	c := &cobra.Command{
 		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
+			if check || resources != "" {
+				return checkLive(c.Context(), c.InOrStdin(), c.OutOrStdout(), whose, resources, o)
+			}
 			text, err := envoy(file, whose, upstream, xds, o)
 			if into != "" {
 				text, err = intoYours(file, into, xds || whose != "envoy")
@@ -57,6 +65,9 @@ func newEnvoy() *cobra.Command {
 		"`HOW` Envoy Gateway's Envoy finds endpoints: original-dst or override-host")
 	f.StringVar(&o.Library, "library", "/usr/lib/tandem/libtandem.so",
 		"`PATH` of the library in Envoy Gateway's Envoy, with envoy.run inside")
+	f.BoolVar(&check, "check", false,
+		"with --for envoy-gateway and Tandem in its Envoy: hold the cluster's resources (kubectl's) against what is needed")
+	f.StringVar(&resources, "resources", "", "--check of a `FILE` of resources, in place of the cluster's; - is stdin")
 	f.StringVar(&o.Image, "image", "tandem-envoy", "`IMAGE` of an Envoy that has it")
 	return c
 }
@@ -138,4 +149,47 @@ func intoYours(file, into string, other bool) ([]byte, error) {
 		return nil, fmt.Errorf("--into %s: %w", into, err)
 	}
 	return text, nil
+}
+
+// checkLive holds resources against what a route needs that Tandem answers in Envoy Gateway's Envoy: those of a file, or
+// of kubectl's cluster, as far as it may read them. The error says that something is missing or wrong.
+func checkLive(ctx context.Context, stdin io.Reader, stdout io.Writer, whose, file string, o envoyconfigs.ModuleOptions) error {
+	if whose != "envoy-gateway" {
+		return errors.New("--check: only resources of Envoy Gateway are checked (--for envoy-gateway)")
+	}
+	from := stdin
+	switch file {
+	case "-":
+	case "":
+		kubectl := exec.CommandContext(ctx, "kubectl", "get", livemodule.Kinds, "--all-namespaces", "-o", "json")
+		var notRead bytes.Buffer
+		kubectl.Stderr = &notRead
+		text, err := kubectl.Output()
+		if len(text) == 0 && err != nil {
+			return fmt.Errorf("%s: %w\n%s", kubectl, err, notRead.Bytes())
+		}
+		if notRead.Len() > 0 {
+			fmt.Fprintf(stdout, "kubectl could not read all, so what is said to be missing may be there:\n%s", notRead.Bytes())
+		}
+		from = bytes.NewReader(text)
+	default:
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		from = bytes.NewReader(text)
+	}
+	all, err := livemodule.Read(from)
+	if err != nil {
+		return err
+	}
+	found := livemodule.Check(all, o.Namespace, o.Name)
+	for _, line := range found {
+		fmt.Fprintf(stdout, "- %s\n", line)
+	}
+	if len(found) > 0 {
+		return fmt.Errorf("%d things are missing or wrong", len(found))
+	}
+	fmt.Fprintf(stdout, "EnvoyExtensionPolicy %s/%s: nothing is missing\n", o.Namespace, o.Name)
+	return nil
 }

@@ -201,3 +201,164 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end }}
+
+{{/* Whether Tandem is in the Envoy of an Envoy Gateway (docs/howto/envoy-gateway-module.md). */}}
+{{- define "tandem.module" -}}
+{{- eq .Values.gateway.mode "module" -}}
+{{- end }}
+
+{{/* What has no meaning there. */}}
+{{- define "tandem.moduleChecks" -}}
+{{- $why := "gateway.mode module: " }}
+{{- if .Values.envoy.enabled }}{{ fail (print $why "envoy.enabled is another Envoy; leave it out") }}{{ end }}
+{{- if .Values.envoyGateway.enabled }}{{ fail (print $why "envoyGateway.enabled is the extension of Envoy Gateway, another way; leave one out") }}{{ end }}
+{{- if .Values.inferencePool.enabled }}{{ fail (print $why "inferencePool.enabled: Envoy Gateway has no InferencePool") }}{{ end }}
+{{- if or .Values.autoscaling.enabled .Values.serviceMonitor.enabled }}{{ fail (print $why "the pods are the Gateway's Envoys: autoscaling.enabled is envoyHpa of the EnvoyProxy, and serviceMonitor.enabled a PodMonitor of port 9090, which gateway.operator opens (admin: 0.0.0.0:9090)") }}{{ end }}
+{{- if .Values.admin.existingSecret }}{{ fail (print $why "admin.existingSecret: the operator's port is the Gateway owner's (gateway.operator)") }}{{ end }}
+{{- if and .Values.gateway.attach (ne (len (splitList "/" .Values.gateway.attach)) 2) }}{{ fail "gateway.attach is NAME/SECTION, such as web/https" }}{{ end }}
+{{- range .Values.config.pools }}
+{{- if dig "discovery" "kubernetes" "" . }}{{ if not $.Values.engines.enabled }}{{ fail (printf "%spool %s is found by labels, for which Envoy's pods have no rights: name headless Services (discovery.dns)" $why .name) }}{{ end }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The name of the replica, of which there is one in each Envoy: another namespace's may have the name of this release. */}}
+{{- define "tandem.replicaName" -}}
+{{ printf "%s.%s" .Release.Namespace .Release.Name | trunc 63 | trimSuffix "." }}
+{{- end }}
+
+{{/* Whether the configuration is in a file in Envoy's pods: a policy may not say where Redis is (docs/security.md). */}}
+{{- define "tandem.moduleFile" -}}
+{{- or .Values.gateway.file (ne (include "tandem.redis" .) "") (hasKey .Values.config "state") (hasKey .Values.config "tracing") (hasKey .Values.config "record") -}}
+{{- end }}
+
+{{/* The configuration of the replica: without what holds in a gateway's Envoy anyway. */}}
+{{- define "tandem.moduleConfig" -}}
+{{- $config := omit (deepCopy .Values.config) "extProc" "replan" "admin" "envoy" }}
+{{- with dig "envoy" "pathPrefixes" "" .Values.config }}{{ $_ := set $config "envoy" (dict "pathPrefixes" .) }}{{ end }}
+{{- with include "tandem.redis" . }}
+{{- $redis := dict "url" . }}
+{{- if $.Values.redis.existingSecret }}{{ $_ := set $redis "passwordFile" "/etc/tandem-redis/password" }}{{ end }}
+{{- $_ := set $config "state" (dict "redis" $redis) }}
+{{- end }}
+{{- if .Values.engines.enabled }}
+{{- $pool := mergeOverwrite (first $config.pools) (omit (include "tandem.enginePool" . | fromYaml) "discovery") }}
+{{- $dns := list }}
+{{- range $role, $replicas := include "tandem.engineRoles" . | fromJson }}
+{{- $dns = append $dns (dict "name" (printf "%s-%s.%s.svc.%s" $.Release.Name (ternary "engines" $role (eq $role "both")) $.Release.Namespace $.Values.clusterDomain) "port" 8000 "role" $role) }}
+{{- end }}
+{{- $_ := set $pool "discovery" (dict "dns" $dns) }}
+{{- end }}
+{{- toYaml $config }}
+{{- end }}
+
+{{/* Where the route's requests go: the engines that decode, as one Service or one list of addresses. */}}
+{{- define "tandem.decoding" -}}
+{{- $services := list }}{{- $endpoints := list }}
+{{- range (include "tandem.moduleConfig" . | fromYaml).pools }}
+{{- range dig "discovery" "dns" list . }}
+{{- if not (has .role (list "prefill" "encode")) }}
+{{- $parts := splitList "." .name }}
+{{- if and (gt (len $parts) 1) (ne (index $parts 1) $.Release.Namespace) }}{{ fail (printf "gateway.mode module: %s is in another namespace than the release" .name) }}{{ end }}
+{{- $services = append $services (dict "name" (first $parts) "port" (int .port)) | uniq }}
+{{- end }}
+{{- end }}
+{{- range .endpoints }}
+{{- if not (has .role (list "prefill" "encode")) }}
+{{- $port := regexFind "[0-9]+$" .address | int }}
+{{- $host := trimSuffix (printf ":%d" $port) .address | trimPrefix "[" | trimSuffix "]" }}
+{{- $endpoints = append $endpoints (ternary (dict "ip" (dict "address" $host "port" $port)) (dict "fqdn" (dict "hostname" $host "port" $port)) (regexMatch "^[0-9.]+$|:" $host)) | uniq }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if ne (add (len $services) (min 1 (len $endpoints))) 1 }}
+{{- fail "gateway.mode module: the engines that decode have to be one headless Service (discovery.dns) or a list (endpoints): of several backends Envoy Gateway makes weighted clusters" }}
+{{- end }}
+{{- dict "services" $services "endpoints" $endpoints | toJson }}
+{{- end }}
+
+{{/* The part of an EnvoyProxy's spec that has its Envoys load Tandem. */}}
+{{- define "tandem.envoyProxy" -}}
+{{- $file := eq (include "tandem.moduleFile" .) "true" }}
+{{- $config := or $file (not (empty .Values.gateway.operator)) }}
+{{- $image := printf "%s:%s" .Values.inside.repository (.Values.image.tag | default .Chart.AppVersion) }}
+{{- $library := printf "%s:%s" .Values.gateway.libraryImage (.Values.image.tag | default .Chart.AppVersion) }}
+{{- $from := .Values.gateway.libraryFrom }}
+provider:
+  type: Kubernetes
+  kubernetes:
+    envoyDeployment:
+      replicas: {{ .Values.replicas }}
+      {{- if eq $from "initContainer" }}
+      initContainers:
+      - name: library
+        image: {{ $library | quote }}
+        imagePullPolicy: {{ .Values.image.pullPolicy }}
+        volumeMounts: [{name: library, mountPath: /out}]
+      {{- end }}
+      container:
+        {{- if eq $from "image" }}
+        image: {{ $image | quote }}
+        {{- end }}
+        resources: {{- toYaml .Values.resources | nindent 10 }}
+        {{- if or (dig "limits" "memory" "" .Values.resources) .Values.gateway.operator .Values.extraEnv }}
+        env:
+        {{- with dig "limits" "memory" "" .Values.resources }}
+        - {name: GOMEMLIMIT, value: "{{ div (include "tandem.goMemory" .) 2 }}"}   # the rest is for Envoy's buffers
+        {{- end }}
+        {{- if .Values.gateway.operator }}
+        - {name: TANDEM_OPERATOR, value: /etc/tandem/operator.yaml}
+        {{- end }}
+        {{- with .Values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- end }}
+        {{- if or $config (ne $from "image") .Values.redis.existingSecret }}
+        volumeMounts:
+        {{- if $config }}
+        - {name: tandem, mountPath: /etc/tandem, readOnly: true}
+        {{- end }}
+        {{- if ne $from "image" }}
+        - {name: library, mountPath: {{ dir .Values.gateway.library }}, readOnly: true}
+        {{- end }}
+        {{- if .Values.redis.existingSecret }}
+        - {name: redis, mountPath: /etc/tandem-redis, readOnly: true}
+        {{- end }}
+        {{- end }}
+      {{- if or $config (ne $from "image") .Values.redis.existingSecret .Values.imagePullSecrets }}
+      pod:
+        {{- with .Values.imagePullSecrets }}
+        imagePullSecrets: {{- toYaml . | nindent 10 }}
+        {{- end }}
+        {{- if or $config (ne $from "image") .Values.redis.existingSecret }}
+        volumes:
+        {{- if $config }}
+        - {name: tandem, configMap: {name: {{ include "tandem.replicaName" . }}}}
+        {{- end }}
+        {{- if eq $from "initContainer" }}
+        - {name: library, emptyDir: {}}
+        {{- else if eq $from "imageVolume" }}
+        - {name: library, image: {reference: {{ $library | quote }}, pullPolicy: {{ .Values.image.pullPolicy }}}}
+        {{- end }}
+        {{- with .Values.redis.existingSecret }}
+        - {name: redis, secret: {secretName: {{ . }}}}
+        {{- end }}
+        {{- end }}
+      {{- end }}
+dynamicModules:
+- name: tandem
+  source: {type: Local, local: {path: {{ .Values.gateway.library }}}}
+  doNotClose: true   # Go's runtime cannot be unloaded
+filterOrder:   # without these a request that is denied or limited would have been prefilled
+- {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.rbac}
+- {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.local_ratelimit}
+- {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.ratelimit}
+- {name: envoy.filters.http.dynamic_modules, after: envoy.filters.http.compressor}
+shutdown: {drainTimeout: {{ .Values.gateway.drainTimeout }}}   # a change of the policy ends streams that last longer
+{{- end }}
+
+{{/* Which pods connect to engines and to Redis, as peers of a NetworkPolicy. */}}
+{{- define "tandem.peers" -}}
+{{- if eq (include "tandem.module" .) "true" }}
+- {namespaceSelector: {}, podSelector: {matchLabels: {app.kubernetes.io/managed-by: envoy-gateway}}}
+{{- else }}
+- podSelector: {matchLabels: {{ include "tandem.labels" . | fromYaml | toJson }}}
+{{- end }}
+{{- end }}
