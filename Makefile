@@ -206,7 +206,8 @@ e2e-gateway: tools build ##real both hops through Envoy Gateway, standalone; as 
 	TANDEM_GATEWAY=1 TANDEM_REQUIRE_TOOLS=1 unshare -n sh -c 'ip link set lo up && $(GO) test -count 1 -timeout $(TEST_TIMEOUT) -run "TestEnvoyGateway|TestLLMD" -v ./e2e'
 	scripts/e2e-gateway.sh
 	UPSTREAM=override-host scripts/e2e-gateway.sh
-	@if [ -e bin/libtandem.so ]; then scripts/e2e-gateway-module.sh; else echo 'skipped: Tandem in Envoy Gateway'"'"'s own Envoy (make carrier e2e-gateway)'; fi
+	./scripts/tools.sh gateway
+	@if [ -e bin/libtandem.so ]; then scripts/e2e-gateway-module.sh && ENVOY_VERSION=1.39.1 ENVOY=.tools/envoys/1.39.1/envoy/_bin/envoy scripts/e2e-gateway-module.sh; else echo 'skipped: Tandem in Envoy Gateway'"'"'s own Envoy (make carrier e2e-gateway)'; fi
 
 # Discovery from a real kube-apiserver and etcd, and every manifest held against it; built from Go modules (10
 # minutes or more, once).

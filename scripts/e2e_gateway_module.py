@@ -1,5 +1,5 @@
 """e2e_gateway_module.py DIR PID...: what scripts/e2e-gateway-module.sh checks. DIR has the resources; PIDs are engines to kill."""
-import http.client, json, os, re, signal, sys, threading, time, urllib.error, urllib.request
+import glob, http.client, json, os, re, signal, sys, threading, time, urllib.error, urllib.request
 
 d, pids = sys.argv[1], [int(p) for p in sys.argv[2:]]
 printed = open(d + "/printed.yaml").read()
@@ -36,6 +36,11 @@ def get(url):
         return e.code, e.read().decode()
     except OSError as e:
         return 0, repr(e)
+
+
+def log():
+    """What Envoy, and Tandem in it, has written."""
+    return "".join(open(f, errors="replace").read() for f in glob.glob(d + "/**/*.log", recursive=True))
 
 
 def hops(ips, name):
@@ -109,7 +114,7 @@ def many(n, clients, name, kill=()):
     return wrong
 
 
-def second(config):
+def second(config, retry=True):
     """A second route, /second, with a policy of its own."""
     text = printed[printed.index("# P's leg is a call"):]
     text = text.replace("name: chat-", "name: second-").replace("name: chat,", "name: second,").replace("name: chat}", "name: second}")
@@ -117,6 +122,9 @@ def second(config):
     text = re.sub(r"127\.0\.0\.2[12]", "127.0.0.41", text, count=1)
     text = text.replace('  - ip: {address: "127.0.0.22", port: 8000}\n', "")
     text = text.replace("    timeouts: {request: 0s}\n  # No", "    filters: [{type: URLRewrite, urlRewrite: {path: {type: ReplacePrefixMatch, replacePrefixMatch: /}}}]\n    timeouts: {request: 0s}\n  # No")
+    if not retry:
+        text, n = re.subn(r"  # Nothing is retried.*\n  retry: .*\n", "", text)
+        assert n == 1
     head = text[:text.rindex("    config:")]
     return head + "    config: " + json.dumps(config) + "\n"
 
@@ -162,8 +170,8 @@ check("400 requests of 16 clients", not wrong, str(wrong[:3]))
 
 put("second", second(good))
 until("the second route answers", lambda: post("second", path="/second")[0] == 200)
-check("a replica for each route", all(get(f"http://127.0.0.1:9090/{n}/status.json")[0] == 200 for n in ("chat", "second")))
-check("both in the metrics of one port", all(f'replica_name="{n}"' in get("http://127.0.0.1:9090/metrics")[1] for n in ("chat", "second")))
+check("a replica for each route", all(get(f"http://127.0.0.1:9090/{n}/status.json")[0] == 200 for n in ("default.chat", "second")))
+check("both in the metrics of one port", all(f'replica_name="{n}"' in get("http://127.0.0.1:9090/metrics")[1] for n in ("default.chat", "second")))
 
 for name, config in invalid.items():
     load = Load("", "beside-" + re.sub(r"\W", "-", name))
@@ -197,6 +205,46 @@ until("the policy's change is in force", alone, 30)
 put("printed", printed)
 t.join()
 check("a stream outlives two changes of its policy", whole(stream["status"], stream["text"], True))
+
+READY = "http://127.0.0.1:9090/readyz"
+put("second", second(good, retry=False))
+tried = iter(f"keeps-{i}" for i in range(10_000))
+until("/readyz tells of a route without a retry policy", lambda: (post(next(tried), path="/second"), "retry policy" in get(READY)[1])[1])
+check("a route without a retry policy is in the log", "this route keeps no request's body" in log())
+put("second", second(good))
+until("/readyz has no word of it when it is mended", lambda: (post(next(tried), path="/second"), get(READY)[0] == 200)[1])
+
+# Who sends this header is refused by the route's authorization.
+DENY = """apiVersion: gateway.envoyproxy.io/v1alpha1
+kind: SecurityPolicy
+metadata: {name: chat, namespace: default}
+spec:
+  targetRefs: [{group: gateway.networking.k8s.io, kind: HTTPRoute, name: chat}]
+  authorization:
+    defaultAction: Allow
+    rules: [{name: denied, action: Deny, principal: {headers: [{name: x-denied, values: ["yes"]}]}}]
+"""
+put("deny", DENY)
+tried = iter(f"denied-{i}" for i in range(10_000))
+
+
+def denied():
+    """A request that is refused: its id; None if it was answered."""
+    name = next(tried)
+    return name if post(name, headers={"x-denied": "yes"})[0] == 403 else None
+
+
+last = []
+until("authorization refuses", lambda: last.append(denied()) or last[-1])
+check("with the printed order of filters no engine has seen what is refused", not hops(P, last[-1]) and get(READY)[0] == 200)
+unordered = re.sub(r"  filterOrder:.*\n(  - \{name: envoy.filters.http.dynamic_modules.*\n)+", "", printed)
+assert unordered != printed
+put("printed", unordered)
+until("/readyz tells of a filter behind Tandem's that refuses", lambda: (denied(), "A filter behind Tandem has refused".lower() in get(READY)[1].lower())[1])
+check("it names the filter", "rbac_access_denied" in get(READY)[1] and "filterOrder" in get(READY)[1], get(READY)[1])
+os.remove(d + "/resources/deny.yaml")
+put("printed", printed)
+until("the route has no authorization", lambda: denied() is None)
 
 wrong = many(600, 8, "killed", pids)
 check("600 requests while a D and a P are killed", not wrong, str(wrong[:3]))

