@@ -101,9 +101,9 @@ func (f *Filter) callCluster(e *kvstate.Endpoint) string {
 	return f.cluster[:strings.LastIndexByte(f.cluster, '/')+1] + r.Rule
 }
 
-// callHost returns the Host of such a leg. A dynamic forward proxy connects to where it says.
+// callHost returns the Host of such a leg. A dynamic forward proxy connects to where it says, and verifies that name.
 func (f *Filter) callHost(e *kvstate.Endpoint) string {
-	if f.route != nil {
+	if f.route != nil && f.route.Strict {
 		return e.HostPort()
 	}
 	return cmp.Or(e.ServerNameSent(), string(f.m.pass.Head.Authority))

@@ -300,7 +300,8 @@ func (c *check) proxy(proxy *unstructured.Unstructured) {
 	modules := objects(spec, "dynamicModules")
 	i := slices.IndexFunc(modules, func(m map[string]any) bool { return text(m, "name") == c.entry })
 	if i < 0 {
-		c.add("%s does not load the module %s that the policy names: add it to dynamicModules", titleOf(proxy), c.entry)
+		c.add("%s does not load the module %s that the policy names, so Envoy Gateway answers all requests of the route with 500: add it to "+
+			"dynamicModules", titleOf(proxy), c.entry)
 		return
 	}
 	module := modules[i]
