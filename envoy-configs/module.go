@@ -2,6 +2,7 @@ package envoyconfigs
 
 import (
 	"bytes"
+	"cmp"
 	_ "embed"
 	"errors"
 	"fmt"
@@ -31,9 +32,31 @@ type moduleResources struct {
 	Proxy, Comment           string // the part of the EnvoyProxy's spec that loads the library, and the same as a comment
 	Own                      bool   // the Gateway is among the resources
 	Port                     int
-	Decodes                  []address
-	Services                 []backendRef
+	Decode, Calls            backends
+	// ServerName is that of https engines, which Envoy Gateway has Envoy verify by a BackendTLSPolicy; "": engines are
+	// spoken to by http. A call cannot be both strict and verified by a name that is not in its address, so calls go to
+	// the engines that prefill by a header then.
+	ServerName string
 }
+
+// backends are where requests of a rule go.
+type backends struct {
+	Addresses []address
+	Services  []backendRef
+}
+
+func (b *backends) add(to *backendRef, a *address) {
+	if to != nil && !slices.Contains(b.Services, *to) {
+		b.Services = append(b.Services, *to)
+	}
+	if a != nil && !slices.Contains(b.Addresses, *a) {
+		b.Addresses = append(b.Addresses, *a)
+	}
+}
+
+// one reports whether they are one backend: of several, one of which has no pods, Envoy Gateway makes a cluster that
+// fails a part of all requests.
+func (b *backends) one() bool { return len(b.Services)+min(len(b.Addresses), 1) <= 1 }
 
 // proxySpec is that part. Without filterOrder Envoy Gateway 1.9 puts the module before authorization and rate limits, so
 // that a request that these refuse would have been prefilled. Each line moves it behind a filter that the listener has.
@@ -60,13 +83,17 @@ func EnvoyGatewayModule(c *configv1.Config, o ModuleOptions) ([]byte, error) {
 		return nil, err
 	}
 	m := moduleResources{ModuleOptions: o, Gateway: gateway, Section: section, Own: o.Gateway == "", Port: listen.Port}
+	schemes := map[string]bool{}
 	for _, p := range c.GetPools() {
-		if err := m.decoding(p); err != nil {
+		if err := m.engines(p, c.GetEnvoy().GetEndpointTls().GetServerName(), schemes); err != nil {
 			return nil, fmt.Errorf("pool %s: %w", p.GetName(), err)
 		}
 	}
-	if len(m.Services)+min(len(m.Decodes), 1) > 1 {
-		return nil, errors.New("the engines that decode are in several Services, or in one and in a list: of one of them that has no pods " +
+	switch {
+	case len(schemes) > 1:
+		return nil, errors.New("engines are spoken to by http and by https: print each pool by itself, with a route of its own")
+	case !m.Decode.one() || m.ServerName != "" && !m.Calls.one():
+		return nil, errors.New("the engines of a role are in several Services, or in one and in a list: of one of them that has no pods " +
 			"Envoy Gateway makes a cluster that fails a part of all requests; print each pool by itself, with a route of its own")
 	}
 	m.Proxy = fmt.Sprintf(proxySpec, o.Library)
@@ -87,12 +114,27 @@ func EnvoyGatewayModule(c *configv1.Config, o ModuleOptions) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// decoding adds the engines of a pool that decode, as the route's backends.
-func (m *moduleResources) decoding(p *configv1.Pool) error {
-	plain := func(scheme string) error {
-		if scheme != "http" {
+// engines adds the engines of a pool as backends of the route and, if they are https, of the rule for calls.
+// serverName is the name of those that have none of their own.
+func (m *moduleResources) engines(p *configv1.Pool, serverName string, schemes map[string]bool) error {
+	add := func(role, scheme, name string, to *backendRef, a *address) error {
+		schemes[scheme] = true
+		switch {
+		case scheme == "https" && name == "":
+			return errors.New("https engines need a name that their certificate has: serverName, or envoy.endpointTls.serverName for all")
+		case scheme == "https" && m.ServerName != "" && m.ServerName != name:
+			return fmt.Errorf("https engines have the names %s and %s: Envoy Gateway verifies one for a backend", m.ServerName, name)
+		case scheme == "https":
+			m.ServerName = name
+		case scheme != "http":
 			return fmt.Errorf("engines with the scheme %s: print the resources for http, and say in the Backends how they "+
 				"are spoken to (docs/howto/envoy-gateway-module.md)", scheme)
+		}
+		if role != "prefill" && role != "encode" {
+			m.Decode.add(to, a)
+		}
+		if role != "decode" {
+			m.Calls.add(to, a)
 		}
 		return nil
 	}
@@ -101,29 +143,20 @@ func (m *moduleResources) decoding(p *configv1.Pool) error {
 		if err != nil {
 			return err
 		}
-		if err := plain(e.GetScheme()); err != nil {
+		if err := add(e.GetRole(), e.GetScheme(), cmp.Or(e.GetServerName(), serverName), nil, &a); err != nil {
 			return err
-		}
-		if e.GetRole() != "prefill" && e.GetRole() != "encode" && !slices.Contains(m.Decodes, a) {
-			m.Decodes = append(m.Decodes, a)
 		}
 	}
 	if d := p.GetDiscovery(); d != nil && len(d.GetDns()) == 0 {
 		return errors.New("its endpoints are found in a way that says nothing of Services: only lists and discovery.dns can be printed")
 	}
 	for _, n := range p.GetDiscovery().GetDns() {
-		if err := plain(n.GetScheme()); err != nil {
-			return err
-		}
-		if n.GetRole() == "prefill" {
-			continue
-		}
-		service, of, _ := strings.Cut(n.GetName(), ".")
-		if namespace, _, _ := strings.Cut(of, "."); namespace != "" && namespace != m.Namespace {
+		service, rest, _ := strings.Cut(n.GetName(), ".")
+		if namespace, _, _ := strings.Cut(rest, "."); n.GetRole() != "prefill" && namespace != "" && namespace != m.Namespace {
 			return fmt.Errorf("%s is in another namespace than the route (--namespace %s), which takes a ReferenceGrant", n.GetName(), m.Namespace)
 		}
-		if ref := (backendRef{Service: service, Port: n.GetPort()}); !slices.Contains(m.Services, ref) {
-			m.Services = append(m.Services, ref)
+		if err := add(n.GetRole(), n.GetScheme(), serverName, &backendRef{Service: service, Port: n.GetPort()}, nil); err != nil {
+			return err
 		}
 	}
 	return nil

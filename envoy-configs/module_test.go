@@ -54,8 +54,25 @@ func TestEnvoyGatewayModule(t *testing.T) {
 	require.Contains(t, kinds(text), "ConfigMap")
 	require.Contains(t, text, "file: /etc/tandem/tandem.yaml")
 
+	// https engines are verified by a name, which a call to an address has not: calls go to a backend of their own.
+	for text, refs := range map[string]string{
+		strings.ReplaceAll(listed, "role: ", "scheme: https, serverName: engines.test, role: "):                                                                                  "{group: gateway.envoyproxy.io, kind: Backend, name: tandem-calls}",
+		strings.Replace(strings.ReplaceAll(names, "role: ", "scheme: https, role: "), "run: inside", "run: inside, endpointTls: {serverName: engines.test, caFile: /ca.pem}", 1): "{name: p, port: 8000}",
+	} {
+		out, err := printed(text, ModuleOptions{})
+		require.NoError(t, err)
+		require.Contains(t, kinds(out), "BackendTLSPolicy")
+		require.Contains(t, out, "hostname: engines.test")
+		require.Contains(t, out, refs)
+		require.Contains(t, out, "route: {rule: 1}")
+		require.Contains(t, out, "endpointOverride")
+		require.NotContains(t, out, "DynamicResolver")
+	}
+
 	for _, tt := range []struct{ text, err string }{
-		{strings.Replace(listed, "role: decode}", "role: decode, scheme: https}", 1), "scheme https"},
+		{strings.Replace(listed, "role: decode}", "role: decode, scheme: h2c}", 1), "scheme h2c"},
+		{strings.Replace(listed, "role: decode}", "role: decode, scheme: https, serverName: x}", 1), "by http and by https"},
+		{strings.ReplaceAll(listed, "role: ", "scheme: https, role: "), "need a name"},
 		{strings.ReplaceAll(names, ".default.", ".other."), "another namespace"},
 		{head + "  discovery: {file: {path: /x.yaml}}\n", "only lists and discovery.dns"},
 		{names + "    - {name: d2.default.svc.cluster.local, port: 8001, role: decode}\n", "in several Services"},
