@@ -432,9 +432,9 @@ spec:
 
 // inNamespace is what a cluster has after an install: resources without a namespace are in the release's.
 func inNamespace(all livemodule.Resources, namespace string) livemodule.Resources {
-	for i := range all {
-		if all[i].GetNamespace() == "" {
-			all[i].SetNamespace(namespace)
+	for _, r := range all {
+		if of, ok := r["metadata"].(map[string]any); ok && of["namespace"] == nil {
+			of["namespace"] = namespace
 		}
 	}
 	return all

@@ -12,9 +12,7 @@ import (
 	"slices"
 	"strings"
 
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/util/yaml"
+	"go.yaml.in/yaml/v3"
 
 	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
@@ -25,31 +23,32 @@ const Kinds = "gatewayclasses.gateway.networking.k8s.io,gateways.gateway.network
 	"httproutes.gateway.networking.k8s.io,envoyproxies.gateway.envoyproxy.io,backends.gateway.envoyproxy.io," +
 	"backendtrafficpolicies.gateway.envoyproxy.io,envoyextensionpolicies.gateway.envoyproxy.io,services"
 
+// Resource is one of a cluster, as it is written.
+type Resource map[string]any
+
+func (r Resource) kind() string      { return text(r, "kind") }
+func (r Resource) name() string      { return text(r, "metadata", "name") }
+func (r Resource) namespace() string { return text(r, "metadata", "namespace") }
+func (r Resource) title() string     { return title(r.kind(), r.namespace(), r.name()) }
+
 // Resources are those of a cluster, in any order.
-type Resources []unstructured.Unstructured
+type Resources []Resource
 
 // Read reads resources: YAML documents, or lists of them, as `kubectl get -o json` or files have them.
 func Read(from io.Reader) (out Resources, err error) {
-	d := yaml.NewYAMLOrJSONDecoder(from, 1<<16)
+	d := yaml.NewDecoder(from)
 	for {
-		var r unstructured.Unstructured
-		switch err := d.Decode(&r.Object); {
+		var r map[string]any
+		switch err := d.Decode(&r); {
 		case errors.Is(err, io.EOF):
 			return out, nil
 		case err != nil:
 			return nil, fmt.Errorf("reading resources: %w", err)
-		case r.Object == nil:
-		case r.IsList():
-			err := r.EachListItem(func(o runtime.Object) error {
-				if u, ok := o.(*unstructured.Unstructured); ok {
-					out = append(out, *u)
-				}
-				return nil
-			})
-			if err != nil {
-				return nil, fmt.Errorf("reading resources: %w", err)
+		case strings.HasSuffix(text(r, "kind"), "List"):
+			for _, item := range objects(r, "items") {
+				out = append(out, item)
 			}
-		default:
+		case r != nil:
 			out = append(out, r)
 		}
 	}
@@ -59,10 +58,10 @@ func Read(from io.Reader) (out Resources, err error) {
 type check struct {
 	all    Resources
 	found  []string
-	policy *unstructured.Unstructured
+	policy Resource
 	module config.Module    // of the policy
 	tandem *configv1.Config // likewise; nil: it is in a file
-	route  *unstructured.Unstructured
+	route  Resource
 	entry  string // of the EnvoyProxy's dynamicModules
 }
 
@@ -90,7 +89,7 @@ func Check(all Resources, namespace, name string) []string {
 		c.conditions(c.route, "status", "parents")
 		c.rules()
 		c.traffic()
-		for _, parent := range objects(c.route.Object, "spec", "parentRefs") {
+		for _, parent := range objects(c.route, "spec", "parentRefs") {
 			c.gateway(parent)
 		}
 	}
@@ -105,43 +104,43 @@ func (c *check) add(format string, args ...any) {
 
 // config reads the policy's entry for Tandem.
 func (c *check) config() bool {
-	modules := objects(c.policy.Object, "spec", "dynamicModule")
+	modules := objects(c.policy, "spec", "dynamicModule")
 	i := slices.IndexFunc(modules, func(m map[string]any) bool { return text(m, "filterName") != "hold" })
 	if i < 0 {
-		c.add("%s has no dynamicModule: add the printed one", titleOf(c.policy))
+		c.add("%s has no dynamicModule: add the printed one", c.policy.title())
 		return false
 	}
 	c.entry = text(modules[i], "name")
 	written, _ := json.Marshal(modules[i]["config"])
 	var err error
 	if c.module, err = config.ReadModule(written); err != nil {
-		c.add("%s: %v", titleOf(c.policy), err)
+		c.add("%s: %v", c.policy.title(), err)
 		return false
 	}
 	if c.module.Tandem != nil {
 		everywhere := []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
 		if c.tandem, _, err = config.ParsePolicy(c.module.Tandem, everywhere); err != nil {
-			c.add("%s: config.tandem: %v", titleOf(c.policy), err)
+			c.add("%s: config.tandem: %v", c.policy.title(), err)
 		}
 	}
 	if c.module.Route == nil {
-		c.add("%s: config has no route: add route: {rule: 1, strict: true}, the rule that calls go to", titleOf(c.policy))
+		c.add("%s: config has no route: add route: {rule: 1, strict: true}, the rule that calls go to", c.policy.title())
 	}
 	return true
 }
 
 // rules looks at the rules of the route, and at what they lead to.
 func (c *check) rules() {
-	rules := objects(c.route.Object, "spec", "rules")
+	rules := objects(c.route, "spec", "rules")
 	calls := -1
 	if r := c.module.Route; r != nil && r.Cluster == "" && r.Rule != nil {
 		if calls = *r.Rule; calls >= len(rules) {
 			c.add("%s has no rule %d (from 0), which the policy names for calls (route.rule): add the rule with the "+
-				"Backend of type DynamicResolver", titleOf(c.route), calls)
+				"Backend of type DynamicResolver", c.route.title(), calls)
 		}
 	}
 	for i, rule := range rules {
-		rulesName := fmt.Sprintf("%s: rule %d", titleOf(c.route), i)
+		rulesName := fmt.Sprintf("%s: rule %d", c.route.title(), i)
 		refs := objects(rule, "backendRefs")
 		if len(refs) != 1 {
 			c.add("%s has %d backendRefs: leave one, for of several Envoy Gateway makes weighted clusters, and a part of the "+
@@ -160,14 +159,14 @@ func (c *check) rules() {
 		}
 	}
 	if c.module.Route != nil && c.module.Route.Rule == nil && c.module.Route.Cluster == "" && c.module.Route.Strict {
-		c.add("%s says strict: true, and names no rule for calls: add route.rule", titleOf(c.policy))
+		c.add("%s says strict: true, and names no rule for calls: add route.rule", c.policy.title())
 	}
 }
 
 // backend looks at what a rule leads to.
 func (c *check) backend(from string, ref map[string]any, calls bool) {
 	kind, name := text(ref, "kind"), text(ref, "name")
-	namespace := c.route.GetNamespace()
+	namespace := c.route.namespace()
 	if n := text(ref, "namespace"); n != "" {
 		namespace = n
 	}
@@ -179,30 +178,30 @@ func (c *check) backend(from string, ref map[string]any, calls bool) {
 		c.add("%s leads to %s, which is not there", from, title(kind, namespace, name))
 		return
 	}
-	dynamic := text(r.Object, "spec", "type") == "DynamicResolver"
+	dynamic := text(r, "spec", "type") == "DynamicResolver"
 	switch {
 	case kind == "Backend":
 		c.conditions(r, "status")
-	case kind == "Service" && !calls && text(r.Object, "spec", "clusterIP") != "None":
+	case kind == "Service" && !calls && text(r, "spec", "clusterIP") != "None":
 		c.headless(r)
 	}
 	switch {
 	case calls && c.module.Route.Strict && !dynamic:
-		c.add("%s is for calls, and leads to %s: give it a Backend of type DynamicResolver, or leave strict out of the policy", from, titleOf(r))
+		c.add("%s is for calls, and leads to %s: give it a Backend of type DynamicResolver, or leave strict out of the policy", from, r.title())
 	case !calls && dynamic:
 		c.add("%s leads to %s, through which a client can have Envoy connect to any address: only the rule for calls, which no request matches, may",
-			from, titleOf(r))
+			from, r.title())
 	}
 }
 
 // headless says that the names of a Service in the configuration are not those of its pods.
-func (c *check) headless(service *unstructured.Unstructured) {
+func (c *check) headless(service Resource) {
 	for _, p := range c.tandem.GetPools() {
 		for _, n := range p.GetDiscovery().GetDns() {
-			if first, rest, _ := strings.Cut(n.GetName(), "."); first == service.GetName() &&
-				(rest == "" || strings.HasPrefix(rest+".", service.GetNamespace()+".")) {
+			if first, rest, _ := strings.Cut(n.GetName(), "."); first == service.name() &&
+				(rest == "" || strings.HasPrefix(rest+".", service.namespace()+".")) {
 				c.add("%s is not headless, so %s is one address for all engines: set clusterIP: None (in a Service made anew)",
-					titleOf(service), n.GetName())
+					service.title(), n.GetName())
 			}
 		}
 	}
@@ -213,47 +212,46 @@ func (c *check) traffic() {
 	policy := c.policyFor("BackendTrafficPolicy")
 	if policy == nil {
 		c.add("%s has no BackendTrafficPolicy: add the printed one. Without a retry policy a request whose engine fails gets 503, "+
-			"and more than 1,024 at once are refused", titleOf(c.route))
+			"and more than 1,024 at once are refused", c.route.title())
 		return
 	}
 	c.conditions(policy, "status", "ancestors")
 	retry := "retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], httpStatusCodes: [599]}}"
-	spec := policy.Object["spec"]
+	spec := policy["spec"]
 	switch triggers, codes := list(spec, "retry", "retryOn", "triggers"), list(spec, "retry", "retryOn", "httpStatusCodes"); {
 	case at(spec, "retry") == nil:
-		c.add("%s has no retry policy, so Envoy keeps no body and a request whose engine fails gets 503: add %s", titleOf(policy), retry)
+		c.add("%s has no retry policy, so Envoy keeps no body and a request whose engine fails gets 503: add %s", policy.title(), retry)
 	case !slices.Equal(triggers, []string{"retriable-status-codes"}) || !slices.Equal(codes, []string{"599"}):
-		c.add("%s retries on %s %s: Envoy repeats at any engine what Tandem plans again; say %s", titleOf(policy),
+		c.add("%s retries on %s %s: Envoy repeats at any engine what Tandem plans again; say %s", policy.title(),
 			strings.Join(triggers, ","), strings.Join(codes, ","), retry)
 	}
 	if at(spec, "circuitBreaker") == nil {
-		c.add("%s has no circuitBreaker: more than 1,024 requests at once get 503; add the printed one", titleOf(policy))
+		c.add("%s has no circuitBreaker: more than 1,024 requests at once get 503; add the printed one", policy.title())
 	}
 	if at(spec, "timeout", "http", "streamIdleTimeout") == nil {
-		c.add("%s has no timeout.http.streamIdleTimeout: an answer that is silent for 5 minutes is cut; say 1800s", titleOf(policy))
+		c.add("%s has no timeout.http.streamIdleTimeout: an answer that is silent for 5 minutes is cut; say 1800s", policy.title())
 	}
 	if at(spec, "healthCheck") != nil {
 		c.add("%s checks the health of engines: one that it ejects is unknown to the route, so a request for it is planned again; "+
-			"leave healthCheck to Tandem", titleOf(policy))
+			"leave healthCheck to Tandem", policy.title())
 	}
 	if r := c.module.Route; r != nil && !r.Strict && at(spec, "loadBalancer", "endpointOverride") == nil {
 		c.add("%s has no loadBalancer.endpointOverride, and calls are not strict: P's leg goes to any engine; add "+
-			"loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header: x-gateway-destination-endpoint}]}}", titleOf(policy))
+			"loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header: x-gateway-destination-endpoint}]}}", policy.title())
 	}
 }
 
 // policyFor returns the policy of a kind for the route, or for its Gateway.
-func (c *check) policyFor(kind string) (of *unstructured.Unstructured) {
-	for i := range c.all {
-		p := &c.all[i]
-		if p.GetKind() != kind || p.GetNamespace() != c.route.GetNamespace() {
+func (c *check) policyFor(kind string) (of Resource) {
+	for _, p := range c.all {
+		if p.kind() != kind || p.namespace() != c.route.namespace() {
 			continue
 		}
 		for _, target := range c.targets(p) {
 			switch {
-			case target["kind"] == "HTTPRoute" && text(target, "name") == c.route.GetName():
+			case target["kind"] == "HTTPRoute" && text(target, "name") == c.route.name():
 				return p
-			case target["kind"] == "Gateway" && slices.ContainsFunc(objects(c.route.Object, "spec", "parentRefs"),
+			case target["kind"] == "Gateway" && slices.ContainsFunc(objects(c.route, "spec", "parentRefs"),
 				func(parent map[string]any) bool { return text(parent, "name") == text(target, "name") }):
 				of = p
 			}
@@ -264,28 +262,28 @@ func (c *check) policyFor(kind string) (of *unstructured.Unstructured) {
 
 // gateway looks at a Gateway of the route, and at the EnvoyProxy that says how its Envoys run.
 func (c *check) gateway(parent map[string]any) {
-	namespace := c.route.GetNamespace()
+	namespace := c.route.namespace()
 	if n := text(parent, "namespace"); n != "" {
 		namespace = n
 	}
 	gateway := c.get("Gateway", namespace, text(parent, "name"))
 	if gateway == nil {
-		c.add("%s is not there, which %s is for", title("Gateway", namespace, text(parent, "name")), titleOf(c.route))
+		c.add("%s is not there, which %s is for", title("Gateway", namespace, text(parent, "name")), c.route.title())
 		return
 	}
 	c.conditions(gateway, "status")
-	ref, in := at(gateway.Object, "spec", "infrastructure", "parametersRef"), namespace
-	if class := c.get("GatewayClass", "", text(gateway.Object, "spec", "gatewayClassName")); ref == nil && class != nil {
-		ref = at(class.Object, "spec", "parametersRef")
+	ref, in := at(gateway, "spec", "infrastructure", "parametersRef"), namespace
+	if class := c.get("GatewayClass", "", text(gateway, "spec", "gatewayClassName")); ref == nil && class != nil {
+		ref = at(class, "spec", "parametersRef")
 		in = text(ref, "namespace")
 	}
 	if ref == nil {
-		c.add("%s has no EnvoyProxy, so its Envoy loads no module: name one in infrastructure.parametersRef", titleOf(gateway))
+		c.add("%s has no EnvoyProxy, so its Envoy loads no module: name one in infrastructure.parametersRef", gateway.title())
 		return
 	}
 	proxy := c.get("EnvoyProxy", in, text(ref, "name"))
 	if proxy == nil {
-		c.add("%s is not there, which %s names", title("EnvoyProxy", in, text(ref, "name")), titleOf(gateway))
+		c.add("%s is not there, which %s names", title("EnvoyProxy", in, text(ref, "name")), gateway.title())
 		return
 	}
 	c.proxy(proxy)
@@ -295,21 +293,21 @@ func (c *check) gateway(parent map[string]any) {
 // after dynamic modules.
 var behind = []string{"envoy.filters.http.rbac", "envoy.filters.http.local_ratelimit", "envoy.filters.http.ratelimit"}
 
-func (c *check) proxy(proxy *unstructured.Unstructured) {
-	spec := proxy.Object["spec"]
+func (c *check) proxy(proxy Resource) {
+	spec := proxy["spec"]
 	modules := objects(spec, "dynamicModules")
 	i := slices.IndexFunc(modules, func(m map[string]any) bool { return text(m, "name") == c.entry })
 	if i < 0 {
 		c.add("%s does not load the module %s that the policy names, so Envoy Gateway answers all requests of the route with 500: add it to "+
-			"dynamicModules", titleOf(proxy), c.entry)
+			"dynamicModules", proxy.title(), c.entry)
 		return
 	}
 	module := modules[i]
 	if keep, _ := module["doNotClose"].(bool); !keep {
-		c.add("%s: dynamicModules: %s has no doNotClose: true: Go's runtime cannot be unloaded, and Envoy would crash", titleOf(proxy), c.entry)
+		c.add("%s: dynamicModules: %s has no doNotClose: true: Go's runtime cannot be unloaded, and Envoy would crash", proxy.title(), c.entry)
 	}
 	if text(module, "source", "type") == "Remote" {
-		c.add("%s loads the library by URL: while that fails requests pass unsplit; prefer an image that has it (Local)", titleOf(proxy))
+		c.add("%s loads the library by URL: while that fails requests pass unsplit; prefer an image that has it (Local)", proxy.title())
 	}
 	order := objects(spec, "filterOrder")
 	for _, f := range behind {
@@ -317,11 +315,11 @@ func (c *check) proxy(proxy *unstructured.Unstructured) {
 			return text(o, "name") == "envoy.filters.http.dynamic_modules" && text(o, "after") == f
 		}) {
 			c.add("%s lets Tandem come before %s, so what that refuses has been prefilled, and answers of Tandem's own pass it "+
-				"by: add to filterOrder {name: envoy.filters.http.dynamic_modules, after: %s}", titleOf(proxy), f, f)
+				"by: add to filterOrder {name: envoy.filters.http.dynamic_modules, after: %s}", proxy.title(), f, f)
 		}
 	}
 	if text(spec, "shutdown", "drainTimeout") == "" {
-		c.add("%s has no shutdown.drainTimeout: a change of a policy ends streams after 60 s; say 1800s", titleOf(proxy))
+		c.add("%s has no shutdown.drainTimeout: a change of a policy ends streams after 60 s; say 1800s", proxy.title())
 	}
 	deployment := at(spec, "provider", "kubernetes", "envoyDeployment")
 	if text(spec, "provider", "type") != "Kubernetes" || text(module, "source", "type") == "Remote" {
@@ -329,10 +327,10 @@ func (c *check) proxy(proxy *unstructured.Unstructured) {
 	}
 	library := text(module, "source", "local", "path")
 	if text(deployment, "container", "image") == "" && !mounts(deployment, library) {
-		c.add("%s has neither an image of Envoy with %s nor a volume there: Envoy Gateway's own image lacks it", titleOf(proxy), library)
+		c.add("%s has neither an image of Envoy with %s nor a volume there: Envoy Gateway's own image lacks it", proxy.title(), library)
 	}
 	if file := c.module.File; file != "" && !mounts(deployment, file) {
-		c.add("%s mounts nothing at %s, which the policy names: mount the ConfigMap there", titleOf(proxy), file)
+		c.add("%s mounts nothing at %s, which the policy names: mount the ConfigMap there", proxy.title(), file)
 	}
 }
 
@@ -348,15 +346,15 @@ func mounts(deployment any, file string) bool {
 var wanted = []string{"Accepted", "ResolvedRefs", "Programmed"}
 
 // conditions says what Envoy Gateway says of a resource: in its status, or in each member of a list of it.
-func (c *check) conditions(r *unstructured.Unstructured, where ...string) {
+func (c *check) conditions(r Resource, where ...string) {
 	of := []map[string]any{}
-	if status, ok := at(r.Object, where...).(map[string]any); ok {
+	if status, ok := at(r, where...).(map[string]any); ok {
 		of = append(of, status)
 	}
-	for _, one := range append(of, objects(r.Object, where...)...) {
+	for _, one := range append(of, objects(r, where...)...) {
 		for _, condition := range objects(one, "conditions") {
 			if slices.Contains(wanted, text(condition, "type")) && text(condition, "status") == "False" {
-				c.add("%s: Envoy Gateway says %s: False (%s): %s", titleOf(r), text(condition, "type"), text(condition, "reason"),
+				c.add("%s: Envoy Gateway says %s: False (%s): %s", r.title(), text(condition, "type"), text(condition, "reason"),
 					text(condition, "message"))
 			}
 		}
@@ -364,14 +362,13 @@ func (c *check) conditions(r *unstructured.Unstructured, where ...string) {
 }
 
 // targets are what a policy is for.
-func (c *check) targets(policy *unstructured.Unstructured) []map[string]any {
-	return objects(policy.Object, "spec", "targetRefs")
+func (c *check) targets(policy Resource) []map[string]any {
+	return objects(policy, "spec", "targetRefs")
 }
 
-func (c *check) get(kind, namespace, name string) *unstructured.Unstructured {
-	for i := range c.all {
-		r := &c.all[i]
-		if r.GetKind() == kind && r.GetName() == name && (kind == "GatewayClass" || r.GetNamespace() == namespace) {
+func (c *check) get(kind, namespace, name string) Resource {
+	for _, r := range c.all {
+		if r.kind() == kind && r.name() == name && (kind == "GatewayClass" || r.namespace() == namespace) {
 			return r
 		}
 	}
@@ -382,15 +379,17 @@ func title(kind, namespace, name string) string {
 	return fmt.Sprintf("%s %s/%s", kind, namespace, name)
 }
 
-func titleOf(r *unstructured.Unstructured) string {
-	return title(r.GetKind(), r.GetNamespace(), r.GetName())
-}
-
 // at returns a member of members; nil: there is none.
 func at(of any, names ...string) any {
 	for _, name := range names {
-		m, _ := of.(map[string]any)
-		of = m[name]
+		switch m := of.(type) {
+		case Resource:
+			of = m[name]
+		case map[string]any:
+			of = m[name]
+		default:
+			return nil
+		}
 	}
 	return of
 }
