@@ -3,7 +3,6 @@ package prefixindex
 import (
 	"slices"
 	"sync/atomic"
-	"time"
 )
 
 // BlockEvent is a change of an engine's KV cache, as package kvevents reads it from the wire.
@@ -168,10 +167,7 @@ func (f *Feed) stored(e *BlockEvent) {
 		f.stats.Unusable += uint64(len(keys) - room)
 		keys, blocks = keys[:room], blocks[:room]
 	}
-	if f.m.current+len(keys) > f.m.limit/2 {
-		f.x.nextGeneration(f.m)
-		f.m.began = time.Now()
-	}
+	f.makeRoom(len(keys))
 	parent, hasParent := e.Parent, e.HasParent
 	var id uint32
 	hash := e.Root
@@ -179,10 +175,13 @@ func (f *Feed) stored(e *BlockEvent) {
 		id, hash = f.held(parent)
 	}
 	for i, key := range keys {
+		own := ChainTokenBlock(hash, blocks[i])
 		if hasParent && id == 0 {
 			f.addOrphan(key, parent, blocks[i], e.media())
 			id, hash = f.held(key) // it may exist already
-		} else if own := ChainTokenBlock(hash, blocks[i]); f.renamed(key, own, id) {
+		} else if next := f.plain(key, own, id, e.media()); next != 0 {
+			id, hash = next, own
+		} else if f.renamed(key, own, id) {
 			f.addOrphan(key, parent, blocks[i], e.media())
 			id, hash = f.held(key)
 		} else {
@@ -191,6 +190,45 @@ func (f *Feed) stored(e *BlockEvent) {
 			f.attach(key, hash, id)
 		}
 		parent, hasParent = key, true
+	}
+}
+
+// plain stores the block after parent and returns it, with one search for its name and one for its content. It returns
+// 0, and has changed nothing, if orphans may follow it, or its name or its content is known under another.
+func (f *Feed) plain(key, hash uint64, parent, media uint32) (id uint32) {
+	if len(f.orphans) > 0 {
+		return 0
+	}
+	x, mixed := f.x, mixedKey(key)
+	at, named := f.keys.slot(mixed)
+	if named {
+		id = f.keys.ids[at]
+		if state, held := x.stateOf(f.m, id); held && x.store.at(id).hash.Load() == hash {
+			x.again(f.m, id, state, media)
+			return id
+		}
+		return 0
+	}
+	if id = x.store.find(hash, parent); id != 0 {
+		if _, held := x.stateOf(f.m, id); held {
+			return 0
+		}
+	}
+	id = x.gain(f.m, id, hash, parent, media)
+	f.keys.insert(at, mixed, id)
+	return id
+}
+
+// makeRoom forgets what has not been stored again for the longest time, if n more blocks do not fit.
+func (f *Feed) makeRoom(n int) {
+	m := f.m
+	for range 2 { // the second forgets the rest, if nothing but the current generation was left
+		if m.held+n > m.limit {
+			f.x.nextGeneration(m)
+		}
+	}
+	if m.current+n > m.limit/2 && m.current == m.held {
+		m.parity, m.current = m.parity^stateParity, 0 // nothing is left of the generation before
 	}
 }
 
@@ -277,14 +315,15 @@ func (f *Feed) removed(e *BlockEvent) {
 
 // remove removes a block from a tier. A block with followers is removed only with must.
 func (f *Feed) remove(key uint64, media uint32, must bool) {
-	if id, ok := f.keys.get(key); ok {
+	if at, ok := f.keys.slot(mixedKey(key)); ok {
+		id := f.keys.ids[at]
 		state, held := f.x.stateOf(f.m, id)
 		if left := state &^ media; held && left&stateMedia != 0 {
 			if left != state {
 				f.x.setState(f.m, id, left)
 			}
 		} else if must || state>>kidsShift == 0 {
-			f.keys.remove(key)
+			f.keys.removeAt(at)
 			f.release(id)
 		}
 	} else if a, ok := f.orphans[key]; ok {

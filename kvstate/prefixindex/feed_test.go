@@ -375,3 +375,47 @@ func BenchmarkDetached(b *testing.B) {
 		})
 	}
 }
+
+// What members for routed prompts leave of the memory is the feeds'.
+func TestFeedsGetWhatOthersLeave(t *testing.T) {
+	const blocks = 10_000
+	x := New(Limits{MaxBytes: blocks * BytesPerEntry, RoutedBlocks: 100, FeedBlocks: 1 << 20})
+	owners := joined(x, 4)
+	feed := owners[0].NewFeed()
+	require.Equal(t, blocks-5*100, feed.m.limit, "four owners, and the prompts routed moments ago to the one with a feed")
+	other := owners[1].NewFeed()
+	require.Equal(t, (blocks-6*100)/2, feed.m.limit)
+	owners[2].Keeps(1 << 20)
+	require.Equal(t, blocks/8, owners[2].routed.limit, "an equal share")
+	require.Equal(t, (blocks-5*100-blocks/8)/2, feed.m.limit)
+	other.Close()
+	x.Resize()
+	require.Greater(t, feed.m.limit, blocks/2)
+}
+
+// A feed forgets nothing that its engine holds while that has room, however much the engine has stored in all. An engine
+// that holds more loses its oldest blocks, and never has more than the feed's limit.
+func TestFeedKeepsWhatHasRoom(t *testing.T) {
+	const prompt, limit = 50, 1000
+	for _, holds := range []int{300, 550, 950, 1200} {
+		f, hit := lone(t, limit)
+		var held []sequence
+		for i := range 200 {
+			path := make([]byte, prompt)
+			path[0], path[1] = byte(i), byte(i>>4)
+			seq := sequenceOf(3, path)
+			if len(held)*prompt+prompt > holds {
+				f.Apply([]BlockEvent{{Kind: BlocksRemoved, Keys: held[0].keys}})
+				held = held[1:]
+			}
+			f.Apply([]BlockEvent{storedFrom(seq, 0, prompt, TierGPU)})
+			held = append(held, seq)
+			require.LessOrEqual(t, f.Stats().Held, limit)
+			if holds <= limit {
+				require.Equal(t, len(held)*prompt, f.Stats().Held)
+			}
+			require.Equal(t, prompt, hit(seq.hashes))
+		}
+		require.Equal(t, holds <= limit, hit(held[0].hashes) == prompt, "an engine that holds %d", holds)
+	}
+}

@@ -26,7 +26,8 @@ import (
 // Each member forgets by generations of its own: a block that is stored or looked up again belongs to the current
 // generation. When that is half of the member's capacity, or older than half of the time to live, the rest of the
 // previous one is forgotten, last blocks first. So a block is forgotten once between one half and all of the capacity
-// has been used since its last use, which comes close to an engine's LRU at one bit a block.
+// has been used since its last use, which comes close to an engine's LRU at one bit a block. A feed forgets nothing as
+// long as all that its engine holds has room: the engine reports what it evicts.
 type Index struct {
 	store   *blockStore
 	writing sync.Mutex
@@ -36,7 +37,7 @@ type Index struct {
 	queue   routedQueue
 	sizes   atomic.Pointer[[]int]             // tokens in a block, of the current feeds
 	loras   atomic.Pointer[map[string]string] // adapters that feeds have named
-	parts   int                               // members that share MaxBytes
+	share   int                               // blocks of MaxBytes for each member
 }
 
 // Limits bound an index.
@@ -70,7 +71,7 @@ type member struct {
 
 // New returns an empty index.
 func New(limits Limits) *Index {
-	return &Index{store: newBlockStore(), limits: limits, parts: 1}
+	return &Index{store: newBlockStore(), limits: limits, share: limits.MaxBytes / BytesPerEntry}
 }
 
 // join creates a member for routed prompts (feed is nil) or for a feed. Without a free slot in the index the member
@@ -105,6 +106,7 @@ func (x *Index) admit(m *member) *member {
 	return m
 }
 
+// limit sets how many blocks a member may hold: at most its share of the memory. Feeds get more by [Index.resize].
 func (x *Index) limit(m *member) {
 	m.keeps.CompareAndSwap(0, int64(x.limits.RoutedBlocks))
 	m.limit, m.ttl = int(m.keeps.Load()), x.limits.TTL
@@ -113,7 +115,7 @@ func (x *Index) limit(m *member) {
 	} else if m.fresh {
 		m.ttl = freshTTL
 	}
-	m.limit = max(min(m.limit, x.limits.MaxBytes/BytesPerEntry/x.parts), 2)
+	m.limit = max(min(m.limit, x.share), 2)
 }
 
 // learn corrects the estimate of an engine's capacity, by its cached tokens of a prompt: a little more if the index
@@ -168,16 +170,32 @@ func (x *Index) leave(m *member) {
 func (x *Index) Resize() {
 	x.writing.Lock()
 	defer x.unlock()
-	x.parts = 0
+	x.resize()
+}
+
+// resize gives each member an equal share of the memory. What the members for routed prompts do not need of theirs, the
+// feeds share: an engine's cache usually has more blocks than the prompts that are remembered as routed to it.
+func (x *Index) resize() {
+	members, feeds := 0, 0
 	for _, m := range x.members {
 		if m != nil {
-			x.parts++
+			members++
+			if m.feed != nil {
+				feeds++
+			}
 		}
 	}
-	x.parts = max(x.parts, 1)
+	left := x.limits.MaxBytes / BytesPerEntry
+	x.share = left / max(members, 1)
 	for _, m := range x.members {
-		if m != nil {
+		if m != nil && m.feed == nil {
 			x.limit(m)
+			left -= m.limit
+		}
+	}
+	for _, m := range x.members {
+		if m != nil && m.feed != nil {
+			m.limit = max(min(x.limits.FeedBlocks, left/feeds), 2)
 		}
 	}
 }

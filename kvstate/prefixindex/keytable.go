@@ -66,6 +66,18 @@ func (t *keyTable) put(key uint64, id uint32) {
 		t.ids[i] = id
 		return
 	}
+	t.place(i, mixed, id)
+}
+
+// insert puts a key that is not there at the index that slot returned for it.
+func (t *keyTable) insert(i int, mixed uint64, id uint32) {
+	if t.names != nil {
+		t.names.put(uint64(id), uint32(mixed>>32))
+	}
+	t.place(i, mixed, id)
+}
+
+func (t *keyTable) place(i int, mixed uint64, id uint32) {
 	if (t.n+1)*100 > t.homes*93 {
 		t.resize(t.n+t.n/10+8, keyTail)
 		i, _ = t.slot(mixed)
@@ -109,12 +121,15 @@ func (t *keyTable) resize(homes, tail int) {
 	}
 }
 
-// remove removes a key and moves later ones back that are not at home, so that no tombstones are needed.
+// remove removes a key. Later ones that are not at home move back, so that no tombstones are needed.
 func (t *keyTable) remove(key uint64) {
-	i, ok := t.slot(mixedKey(key))
-	if !ok {
-		return
+	if i, ok := t.slot(mixedKey(key)); ok {
+		t.removeAt(i)
 	}
+}
+
+// removeAt removes the key at an index.
+func (t *keyTable) removeAt(i int) {
 	t.n--
 	if t.names != nil {
 		t.names.forget(t.ids[i], t.keys[i])

@@ -63,13 +63,13 @@ func (o *Owner) Learn(promised, found, slack int64) {
 
 // Keeps sets how many routed blocks to remember, as far as there is memory.
 func (o *Owner) Keeps(blocks int) {
-	m, keeps := o.routed, max(int64(blocks), minFits)
-	if old := m.keeps.Swap(keeps); old == keeps {
+	keeps := max(int64(blocks), minFits)
+	if old := o.routed.keeps.Swap(keeps); old == keeps {
 		return
 	}
 	o.index.writing.Lock()
 	defer o.index.unlock()
-	o.index.limit(m)
+	o.index.resize()
 }
 
 // Reported reports whether the owner's engine has reported blocks.

@@ -66,30 +66,41 @@ func (x *Index) setState(m *member, id, state uint32) {
 func (x *Index) hold(m *member, hash uint64, parent, media uint32) (id uint32) {
 	id = x.store.find(hash, parent)
 	if id == 0 {
-		id = x.store.add(hash, parent)
+		return x.gain(m, 0, hash, parent, media)
 	}
-	state, ok := x.stateOf(m, id)
-	if ok && state&stateParity == m.parity {
-		if state|media != state {
-			x.setState(m, id, state|media)
-		}
+	if state, ok := x.stateOf(m, id); ok {
+		x.again(m, id, state, media)
 		return id
 	}
-	m.current++
-	if !ok {
-		x.store.joining(id, m.slot)
+	return x.gain(m, id, hash, parent, media)
+}
+
+// again records that a block that a member holds in that state was used once more, and is in the tiers of media, too.
+func (x *Index) again(m *member, id, state, media uint32) {
+	if state&stateParity != m.parity {
+		m.current++
+	} else if state|media == state {
+		return
 	}
 	x.setState(m, id, state&^stateParity|m.parity|media)
-	if !ok {
-		m.held++
-		if m.feed == nil {
-			m.list = append(m.list, id)
-		} else {
-			m.feed.kin.join(id, x.parentOf(id))
-		}
-		if parent != 0 {
-			x.countKid(m, parent)
-		}
+}
+
+// gain records that a member holds a block that it did not hold; id is 0 if nobody did. The others are as in hold.
+func (x *Index) gain(m *member, id uint32, hash uint64, parent, media uint32) uint32 {
+	if id == 0 {
+		id = x.store.add(hash, parent)
+	}
+	m.current++
+	m.held++
+	x.store.joining(id, m.slot)
+	x.setState(m, id, m.parity|media)
+	if m.feed == nil {
+		m.list = append(m.list, id)
+	} else if m.feed.kin != nil {
+		m.feed.kin.join(id, x.parentOf(id))
+	}
+	if parent != 0 {
+		x.countKid(m, parent)
 	}
 	return id
 }
