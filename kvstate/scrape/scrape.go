@@ -21,8 +21,15 @@ import (
 // The interval between scrapes of an endpoint, the timeout, and the number of concurrent scrapes. Endpoints that did
 // not answer last time have as many slots of their own, so that hanging engines never delay others. Endpoints without
 // load metrics are scraped seldom.
+//
+// An engine at rest is asked in every second of its turns: it had nothing to do in several scrapes, and nothing is
+// reserved there. Two of its scrapes are still close enough that its figures are trusted fully and that a standstill is
+// detected as soon. When a request is reserved there, it is asked at the next look, so before its turn. Only load that
+// did not come through Tandem, at an engine without any, is known up to 2 s later.
 const (
 	askEvery   = 2 * time.Second
+	restAfter  = 3 // scrapes in a row without any work
+	restTurns  = 2 // an engine at rest is asked in one of so many turns
 	askTimeout = 800 * time.Millisecond
 	silentFor  = 16 * time.Second
 	askAtOnce  = 16
@@ -66,13 +73,17 @@ type Scraper struct {
 
 // target is the schedule of an endpoint.
 type target struct {
-	due    int // tick
-	round  int // in which the endpoint last existed
-	busy   bool
-	path   int // of paths
-	misses int // in a row
-	engine string
-	known  bool // another replica has scraped it
+	due     int // tick
+	round   int // in which the endpoint last existed
+	busy    bool
+	path    int   // of paths
+	misses  int   // in a row
+	nothing int   // scrapes in a row in which the engine had nothing to do
+	phase   int   // which of the turns it is asked in when it rests
+	passed  bool  // it rested in its last turn
+	work    int64 // of its last scrape
+	engine  string
+	known   bool // another replica has scraped it
 }
 
 // New returns a scraper of those endpoints of a state for which owns is true. It calls check for those that refuse
@@ -126,10 +137,7 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 				continue
 			}
 			t := s.target(e, now)
-			if t.due <= now && !t.busy {
-				const every = int(askEvery / tick)
-				// a late endpoint stays in its group, else one long pause would merge all groups
-				t.due += ((now-t.due)/every + 1) * every
+			if s.turn(e, t, now) {
 				t.busy = true
 				turn := s.slots
 				if t.misses > 0 {
@@ -150,11 +158,45 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 	return next
 }
 
+// turn reports whether to ask an endpoint now, and schedules its next turn. The caller holds mu.
+func (s *Scraper) turn(e *kvstate.Endpoint, t *target, now int) bool {
+	if t.busy {
+		return false
+	}
+	rests := t.nothing >= restAfter && !reserved(e)
+	if t.due > now {
+		woken := t.passed && !rests
+		t.passed = t.passed && rests
+		return woken
+	}
+	const every = int(askEvery / tick)
+	// a late endpoint stays in its group, else one long pause would merge all groups
+	t.due += ((now-t.due)/every + 1) * every
+	t.passed = rests && (t.due/every+t.phase)%restTurns != 0
+	return !t.passed
+}
+
+// reserved reports whether some replica has reserved a request at an endpoint.
+func reserved(e *kvstate.Endpoint) bool {
+	requests, _ := e.Load()
+	return requests > 0 || e.RemoteLoad().Requests > 0
+}
+
+// hadNothing reports whether an engine had nothing to do when it was scraped: no request, no KV that it holds for
+// others, and no work since the scrape before.
+func (t *target) hadNothing(s *kvstate.Signals) bool {
+	same := s.Work == t.work
+	t.work = s.Work
+	return same && s.Running == 0 && s.Waiting == 0 && s.KVUsage == 0
+}
+
 // target returns the endpoint's schedule. The caller holds mu.
 func (s *Scraper) target(e *kvstate.Endpoint, now int) *target {
 	t := s.targets[e]
 	if t == nil {
-		t = &target{due: now + s.spread/byFours%int(askEvery/tick), known: e.Signals() != nil} // spread over time
+		const every = int(askEvery / tick)
+		group := s.spread / byFours // spread over time
+		t = &target{due: now + group%every, phase: group / every, known: e.Signals() != nil}
 		s.targets[e] = t
 		s.spread++
 	}
@@ -174,7 +216,8 @@ func (s *Scraper) wait(ctx context.Context, e *kvstate.Endpoint, t *target, turn
 
 // ask scrapes one endpoint, and schedules its next scrape.
 func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
-	engine, err := guard.Try(ctx, "engine metrics", func() (string, error) { return s.scrape(ctx, e, t.path) })
+	var signals kvstate.Signals
+	engine, err := guard.Try(ctx, "engine metrics", func() (string, error) { return s.scrape(ctx, e, t.path, &signals) })
 	if err == nil {
 		s.answered.Add(1)
 	} else {
@@ -187,6 +230,9 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	defer s.mu.Unlock()
 	t.busy = false
 	if err == nil {
+		if t.nothing++; !t.hadNothing(&signals) {
+			t.nothing = 0
+		}
 		if t.misses = 0; t.engine != engine {
 			level := slog.LevelInfo
 			if t.known && t.engine == "" { // nothing new, it is just scraped here from now on
@@ -199,6 +245,7 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	}
 	s.log.Debug("no metrics", "endpoint", e.Addr, "err", err)
 	t.misses++
+	t.nothing = 0
 	if errors.Is(err, errNoMetrics) {
 		t.path = 1 - t.path
 		if t.misses > pathCount {
@@ -210,8 +257,10 @@ func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 // errNoMetrics means that a page has no engine's load: it may have another path.
 var errNoMetrics = errors.New("no engine's metrics")
 
-// scrape reads an endpoint's metrics into the state.
-func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (engine string, err error) {
+// scrape reads an endpoint's metrics into signals and the state.
+func (s *Scraper) scrape(
+	ctx context.Context, e *kvstate.Endpoint, path int, signals *kvstate.Signals,
+) (engine string, err error) {
 	page := s.pages.Get().(*bytes.Buffer)
 	page.Reset()
 	defer s.pages.Put(page)
@@ -223,12 +272,13 @@ func (s *Scraper) scrape(ctx context.Context, e *kvstate.Endpoint, path int) (en
 	if status != http.StatusOK {
 		return "", fmt.Errorf("%w at %s: status %d", errNoMetrics, paths()[path], status)
 	}
-	engine, signals, ok := Read(page.Bytes(), e.RankName())
+	engine, read, ok := Read(page.Bytes(), e.RankName())
 	if !ok {
 		return "", fmt.Errorf("%w at %s", errNoMetrics, paths()[path])
 	}
-	signals.At = at // its figures are at least that new
-	s.state.Observe(e, signals)
+	read.At = at // its figures are at least that new
+	s.state.Observe(e, read)
+	*signals = read
 	return engine, nil
 }
 

@@ -307,3 +307,70 @@ func assertPath(t *testing.T, want string, r *http.Request) {
 		t.Errorf("asked for %s, want %s", r.URL.Path, want)
 	}
 }
+
+// An engine that has nothing to do is asked half as often. It is asked within a second of a reservation and as often as
+// any other from then on, and what it gets from elsewhere is known one turn later than usual.
+func TestEnginesAtRest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var addrs []string
+		for i := range 64 {
+			addrs = append(addrs, fmt.Sprintf("10.0.%d.1:8000", i))
+		}
+		state, pool := fleet(addrs...)
+		s := New(state, everything, nil, slog.New(slog.DiscardHandler))
+		var mu sync.Mutex
+		asked, inTick := map[string][]time.Time{}, map[time.Duration]int{}
+		running, began := map[string]int{}, time.Now()
+		s.client = enginehttp.Over(roundTrip(func(r *http.Request) (*http.Response, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			asked[r.URL.Host] = append(asked[r.URL.Host], time.Now())
+			inTick[time.Since(began)%(restTurns*askEvery)]++
+			page := fmt.Sprintf("vllm:num_requests_running %d\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"+
+				"vllm:prompt_tokens_total 7\n", running[r.URL.Host])
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(page))}, nil
+		}), askTimeout)
+		run(t, s)
+		passes := func(d time.Duration) map[string][]time.Time {
+			synctest.Wait()
+			mu.Lock()
+			clear(asked)
+			clear(inTick)
+			mu.Unlock()
+			time.Sleep(d)
+			synctest.Wait()
+			mu.Lock()
+			defer mu.Unlock()
+			return asked
+		}
+		time.Sleep(restAfter*askEvery + askEvery - time.Millisecond)
+		for addr, times := range passes(10 * restTurns * askEvery) {
+			require.Len(t, times, 10, addr)
+		}
+		require.Len(t, inTick, 16, "all turns have as many")
+		for when, n := range inTick {
+			require.Equal(t, 10*byFours, n, when)
+		}
+
+		busy := pool.Endpoints()[5]
+		busy.SetRemoteLoad(kvstate.RemoteLoad{Requests: 1})
+		reserved := time.Now()
+		times := passes(20 * time.Second)[busy.Addr]
+		require.LessOrEqual(t, times[0].Sub(reserved), checkTicks*tick)
+		for i, at := range times[1:] {
+			require.LessOrEqual(t, at.Sub(times[i]), askEvery)
+		}
+		busy.SetRemoteLoad(kvstate.RemoteLoad{})
+		time.Sleep(restTurns * askEvery)
+		require.Len(t, passes(10 * restTurns * askEvery)[busy.Addr], 10, "it rests again")
+
+		elsewhere := pool.Endpoints()[6]
+		mu.Lock()
+		running[elsewhere.Addr] = 3
+		mu.Unlock()
+		time.Sleep((restTurns + 1) * askEvery)
+		synctest.Wait()
+		require.Equal(t, int64(3), elsewhere.Signals().External)
+		require.Equal(t, 1.0, elsewhere.Signals().Trust(time.Now()))
+	})
+}
