@@ -2,6 +2,7 @@ package kvtransfer
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -116,10 +117,27 @@ func (c *cursor) text() bool {
 	return false
 }
 
+// plain skips eight bytes at a time that are no quote, bracket or brace, nor a letter: lists of numbers, which are most
+// of P's answer to a long prompt. It leaves at least one byte.
+func (c *cursor) plain() {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	for c.i+8 < len(c.b) {
+		w := binary.LittleEndian.Uint64(c.b[c.i:])
+		// brackets, braces and letters have the bit 0x40; a quote is zero in the second word
+		if quote := w ^ ones*'"'; w&(ones*0x40)|(quote-ones)&^quote&highs != 0 {
+			return
+		}
+		c.i += 8
+	}
+}
+
 // value skips a value of any kind. It does not recurse, so deep nesting is harmless.
 func (c *cursor) value() bool {
 	start := c.i
 	for depth := 0; c.i < len(c.b); {
+		if depth > 0 {
+			c.plain()
+		}
 		switch c.b[c.i] {
 		case '"':
 			if !c.text() {

@@ -2,10 +2,12 @@ package kvtransfer
 
 import (
 	"cmp"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
+	"math/bits"
 	"net/netip"
 	"strconv"
 	"strings"
@@ -380,7 +382,10 @@ func checkBlockIDs(value []byte) (groups, ids int, err error) {
 // element reads a block id, or a list of them, and returns their number.
 func (c *cursor) element(nested bool) (int, error) {
 	if !nested {
-		return 1, c.blockID()
+		if err := c.blockID(); err != nil {
+			return 1, err
+		}
+		return 1 + c.moreBlockIDs(), nil
 	}
 	if !c.take('[') {
 		return 0, fmt.Errorf("at byte %d, something else among lists", c.i)
@@ -393,7 +398,31 @@ func (c *cursor) element(nested bool) (int, error) {
 		if err := c.blockID(); err != nil {
 			return n, err
 		}
+		n += c.moreBlockIDs()
 	}
+}
+
+// moreBlockIDs reads the block ids behind one as engines write them, after a comma or a comma and a space, and returns
+// their number. It stops before all that it is not sure of: ids of more than seven digits, the last bytes of the text.
+// A prompt of 100k tokens has thousands of ids, so each is read at once.
+func (c *cursor) moreBlockIDs() (n int) {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	b, i := c.b, c.i
+	for ; i+10 <= len(b) && b[i] == ','; n++ {
+		at := i + 1
+		if b[at] == ' ' {
+			at++
+		}
+		w := binary.LittleEndian.Uint64(b[at:]) ^ ones*'0'
+		other := (w&^highs + ones*(0x7F-9) | w) & highs // the high bit rises in every byte that is not a digit
+		digits := bits.TrailingZeros64(other) / 8
+		if digits == 0 || digits == 8 || digits > 1 && b[at] == '0' {
+			break
+		}
+		i = at + digits
+	}
+	c.i = i
+	return n
 }
 
 func (c *cursor) blockID() error {
