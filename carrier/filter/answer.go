@@ -190,7 +190,11 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	was := f.state
 	f.state = journey.Handed // Envoy may end this filter before Restart returns
 	ok := f.envoy.Restart()
-	if f.s.takeRestart(key) != nil { // the other filter did not come
+	switch {
+	case f.s.takeRestart(key) == nil:
+	case f.state == journey.Over: // it ended this one, and no other came
+		f.endOffWorker(true)
+	default:
 		f.state = was
 	}
 	return ok
@@ -251,12 +255,17 @@ func (f *Filter) finish() {
 	case was == journey.Handed:
 	case was.IsSent():
 		f.end(true)
-	default: // it may have to tell Redis
-		go func() {
-			defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter end")
-			f.end(false)
-		}()
+	default:
+		f.endOffWorker(false)
 	}
+}
+
+// endOffWorker is end in a goroutine, for it may have to tell Redis.
+func (f *Filter) endOffWorker(sent bool) {
+	go func() {
+		defer guard.Recover(guard.With(context.Background(), f.s.Passes.Guard), "envoy filter end")
+		f.end(sent)
+	}()
 }
 
 // end ends the request by what Envoy knows of it. sent: an endpoint that decodes had it.

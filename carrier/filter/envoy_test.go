@@ -112,36 +112,37 @@ type client struct {
 	headers []Header
 	body    []byte
 
-	filter  *Filter
-	woken   chan struct{}
-	calls   []Call
-	sent    []string // endpoints that the request went on to
-	got     []byte   // the last body that one of them got
-	answer  engineAnswer
-	hold    bool
-	passes  bool   // of what is held, whole events without a mark
-	passed  int    // pieces that passed so
-	length  string // of the answer, as a header; "": none
-	coded   string // the answer's content-encoding
-	stopped bool   // the answer, before its body
-	piece   []byte // of the answer, in a hook
-	kept    []byte // of the answer
-	out     []byte // of the answer, that went on
-	reset   bool
-	gone    bool     // the client has left
-	patient bool     // it waits for an answer that does not come
-	unsent  int      // calls that Envoy does not make, of the next
-	told    []string // names of metadata
-	counts  bool     // pieces of the answer are counted
-	tokens  map[string]float64
-	pieces  int       // size of the answer's, bytes; default 40
-	kind    string    // content-type of the answer; "": JSON
-	outside []sending // calls that do not end with the request
-	mu      sync.Mutex
-	closed  int // wakers
-	wakers  int
-	started int                          // filters
-	asked   func(at string, body []byte) // is told of each request to an endpoint; nil: nobody
+	filter     *Filter
+	woken      chan struct{}
+	calls      []Call
+	sent       []string // endpoints that the request went on to
+	got        []byte   // the last body that one of them got
+	answer     engineAnswer
+	hold       bool
+	passes     bool   // of what is held, whole events without a mark
+	passed     int    // pieces that passed so
+	length     string // of the answer, as a header; "": none
+	coded      string // the answer's content-encoding
+	stopped    bool   // the answer, before its body
+	piece      []byte // of the answer, in a hook
+	kept       []byte // of the answer
+	out        []byte // of the answer, that went on
+	reset      bool
+	gone       bool     // the client has left
+	patient    bool     // it waits for an answer that does not come
+	unsent     int      // calls that Envoy does not make, of the next
+	overloaded bool     // Envoy answers by itself what begins again
+	told       []string // names of metadata
+	counts     bool     // pieces of the answer are counted
+	tokens     map[string]float64
+	pieces     int       // size of the answer's, bytes; default 40
+	kind       string    // content-type of the answer; "": JSON
+	outside    []sending // calls that do not end with the request
+	mu         sync.Mutex
+	closed     int // wakers
+	wakers     int
+	started    int                          // filters
+	asked      func(at string, body []byte) // is told of each request to an endpoint; nil: nobody
 	routed
 	streams
 
@@ -410,6 +411,12 @@ func (c *client) Answer(headers []Header, body []byte) {
 func (c *client) Restart() bool {
 	old := c.filter
 	c.calls = nil // they end with it
+	if c.overloaded {
+		c.status, c.details = 503, "overload"
+		old.Complete()
+		old.Destroy()
+		return true
+	}
 	c.begin()
 	old.Complete()
 	old.Destroy()

@@ -421,3 +421,31 @@ func TestNoMemoryToBeginAgain(t *testing.T) {
 	require.Equal(t, "tandem_server_busy", c.details)
 	require.Eventually(t, func() bool { return f.reserved() == 0 }, time.Minute, time.Millisecond)
 }
+
+// Envoy may end a request that begins again before a filter has it (it is overloaded). Nothing stays reserved for the hop
+// that failed.
+func TestNobodyBeginsAgain(t *testing.T) {
+	for name, policy := range map[string]func(*pass.Policy){"nixl": always, "sglang": dialect("sglang")} {
+		t.Run(name, func(t *testing.T) {
+			f := newFleet(t, policy)
+			c := newClient(t, f, func(at string, body []byte) engineAnswer {
+				switch {
+				case name == "nixl" && prefills(at):
+					return well(at, body)
+				case prefills(at):
+					return engineAnswer{status: 200, body: "no KV"}
+				case name == "sglang":
+					return engineAnswer{never: true}
+				}
+				return engineAnswer{status: 500, body: "no"}
+			}, chat)
+			c.overloaded, c.patient = true, true
+			for c.begin(); c.status == 0; {
+				c.step()
+			}
+			require.Equal(t, "overload", c.details)
+			require.Eventually(t, func() bool { return f.reserved() == 0 }, 5*time.Second, time.Millisecond)
+			require.Zero(t, f.Memory.Load())
+		})
+	}
+}
