@@ -67,14 +67,26 @@ func (p *Pool) routedElsewhere(e *Endpoint, hashes []uint64, now time.Time) {
 
 // answers records that an endpoint answers a reservation's request, and will have all of its conversation.
 func (l *endpointState) answers(r *reservation) {
-	if r.of != nil {
+	if r.of != nil && !r.began.IsZero() {
 		l.residents.Sent(r.of, &l.memory.holds, inSeconds(r.began))
 	}
 }
 
-// answered records that the answer has ended.
+// Withdrawn records that a prompt that has arrived will go to no endpoint: its client has left, or it was refused.
+func (s *State) Withdrawn(p *Pool, c *residency.Conversation) {
+	if p != nil && c != nil {
+		p.residents.Withdrawn(c, inSeconds(s.o.Now()))
+	}
+}
+
+// answered records that the answer has ended, or, of a tentative reservation, that nothing will be answered unless another
+// endpoint does it already.
 func (l *endpointState) answered(r *reservation, now time.Time) {
-	if r.of == nil {
+	switch {
+	case r.of == nil:
+		return
+	case r.began.IsZero():
+		l.residents.Withdrawn(r.of, inSeconds(now))
 		return
 	}
 	tokens := usualAnswer

@@ -61,8 +61,39 @@ func TestMemoryFollowsReservations(t *testing.T) {
 		time.Sleep(time.Second)
 		s.sweep(time.Now())
 		require.Zero(t, memoryOf(s, p).Old[0].Tokens, "it is about to be used")
-		s.View(p, nil, &v)
-		require.Positive(t, v.Load.Live)
+	})
+}
+
+// A request that no engine gets, or whose P has it and whose D will not, leaves its conversation idle at once.
+func TestRequestsThatNobodyAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, p, e := oneEngine(t, 10_000)
+		s.Bookings.Release(ask(s, p, e, []uint64{1, 2, 3}, 3000))
+		discards := func() float64 {
+			time.Sleep(time.Second)
+			s.sweep(time.Now())
+			return memoryOf(s, p).Old[0].Tokens
+		}
+		var v View
+		s.View(p, []uint64{1, 2, 3, 4}, &v)
+		of := s.Arrived(p, []uint64{1, 2, 3, 4}, 4000, 0, &v)
+		require.Zero(t, discards())
+		s.Withdrawn(p, of)
+		require.Positive(t, discards())
+
+		s.Arrived(p, []uint64{1, 2, 3, 4, 5}, 5000, 0, &v)
+		first := s.Bookings.Reserve(e, Booking{For: RoleDecode, PromptTokens: 5000, Of: of, Tentative: true})
+		require.Zero(t, discards())
+		second := s.Bookings.Reserve(e, Booking{For: RoleDecode, PromptTokens: 5000, Of: of})
+		s.Bookings.Release(first)
+		require.Zero(t, discards(), "D was chosen again, and answers")
+		s.Bookings.Release(second)
+
+		s.Arrived(p, []uint64{1, 2, 3, 4, 5, 6}, 6000, 0, &v)
+		first = s.Bookings.Reserve(e, Booking{For: RoleDecode, PromptTokens: 6000, Of: of, Tentative: true})
+		require.Zero(t, discards())
+		s.Bookings.Release(first)
+		require.Positive(t, discards())
 	})
 }
 

@@ -61,7 +61,7 @@ type reservation struct {
 	until        int64   // when work that a decode endpoint does itself will be done, Unix ns
 	expires      time.Time
 	of           *residency.Conversation // nil: of none, or not answered here
-	began        time.Time
+	began        time.Time               // zero: it is tentative, so its request is not answered yet
 }
 
 // Source is the connection of an Envoy that reservations were made for. When it closes, nothing reports the end of
@@ -148,8 +148,10 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 		on: e.state, leg: b.For, work: work, bufferTokens: space, from: from, expires: now.Add(s.ttl),
 	}
 	r.counted, r.tokens = b.counts()
-	if b.For&RoleDecode != 0 && !b.Tentative {
-		r.of, r.began = b.Of, now
+	if b.For&RoleDecode != 0 {
+		if r.of = b.Of; !b.Tentative {
+			r.began = now
+		}
 	}
 	e.state.requests.Add(r.counted)
 	e.state.tokens.Add(r.tokens)

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -66,4 +68,34 @@ func TestTurnsOfClaudeCode(t *testing.T) {
 			of, before = c, len(x.Req.Hashes)
 		}
 	}
+}
+
+// A client that leaves while its request waits does not keep its conversation busy.
+func TestAConversationIsIdleOnceItsClientHasLeft(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := kvstate.New(kvstate.Options{})
+		state.SetPool(kvstate.PoolSpec{Name: "chat", Models: []string{"*"}}, []kvstate.EndpointSpec{{Addr: "10.0.1.1:8000", Role: kvstate.RoleBoth}})
+		pool := state.Pool("chat")
+		e := pool.Endpoint("10.0.1.1:8000")
+		g := kvstate.UnknownSignals()
+		g.At, g.ScrapedAt, g.KVTokens = time.Now(), time.Now(), 1_000_000
+		state.Observe(e, g)
+		x := Pass{shared: New(Options{State: state})}
+		arrives := func(tokens int64, prompt ...uint64) {
+			x.Req.Pool, x.Req.Conversation = pool, state.Arrived(pool, prompt, tokens, 0, &x.view)
+		}
+		discards := func() float64 {
+			time.Sleep(time.Second)
+			pool.SweepMemory(time.Now())
+			state.View(pool, nil, &x.view)
+			return x.view.Endpoints[0].Memory.Old[0].Tokens
+		}
+		arrives(2000, 1, 2)
+		state.Bookings.Release(state.Bookings.Reserve(e, kvstate.Booking{For: kvstate.RoleBoth, PromptTokens: 2000, Of: x.Req.Conversation}))
+		require.Positive(t, discards())
+		arrives(3000, 1, 2, 3)
+		require.Zero(t, discards(), "it waits")
+		x.Reset()
+		require.Positive(t, discards())
+	})
 }

@@ -50,6 +50,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 		}
 	}
 	x.waiter.Committed()
+	x.placed = true
 	if t.Loads && d.Decode.Endpoint != nil {
 		s.State.KVLoads.LoadStarted(d.Pool, t.Prefill, d.Decode.Endpoint.Addr)
 	}

@@ -100,6 +100,7 @@ type Pass struct {
 	asked     picker.Request
 	choice    picker.Choice
 	reserved  kvstate.View // the endpoints, once it has reserved
+	placed    bool         // its decision was carried out
 	Prefilled Prefilled    // learns from the answer of P that this pass, or a leg of the same stream, has
 
 	// Rest continues a pass that ended with [latebinding.ErrWaits], for it could not wait.
@@ -118,6 +119,10 @@ func (s *Shared) Begin(x *Pass, body Body, meter *telemetry.Meter) {
 
 // Reset clears the pass; the memory stays.
 func (x *Pass) Reset() {
+	if !x.placed && x.shared != nil {
+		x.shared.State.Withdrawn(x.Req.Pool, x.Req.Conversation)
+	}
+	x.placed = false
 	x.waiter.Committed()
 	x.waiter.Reset()
 	x.Req.Reset()

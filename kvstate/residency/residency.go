@@ -27,6 +27,9 @@ const (
 	// What is assumed before anything is observed: in 15 s of idle time .05 conversations return.
 	priorReturns, priorIdle = 0.05, 15.0
 	learnedIdle             = 20000.0 // s of idle time in a bin at which old observations are halved
+	// Returns before which no conversation counts as expected back: engines change their roles because of those, and a
+	// pool of single questions would, for it takes minutes until what is assumed is refuted.
+	evidence = 8.0
 	// Conversations that are known; beyond that the one that changed longest ago is forgotten. With its places, two on
 	// average at most, one takes some 400 bytes: 13 MB for a pool.
 	maxConversations = 1 << 15
@@ -220,6 +223,9 @@ func (t *Table) count(now, passed float64) {
 			t.needs += c.tokens - c.shared
 		}
 	}
+	if !t.returns() {
+		live = 0
+	}
 	t.live.Store(math.Float64bits(live))
 	for b := range t.idle {
 		if t.idle[b] > learnedIdle {
@@ -227,6 +233,15 @@ func (t *Table) count(now, passed float64) {
 		}
 	}
 	t.learn()
+}
+
+// returns reports whether conversations have been seen to return.
+func (t *Table) returns() bool {
+	sum := 0.0
+	for _, n := range t.returned {
+		sum += n
+	}
+	return sum >= evidence
 }
 
 // Prompt is a prompt that has arrived.
@@ -441,6 +456,19 @@ func (t *Table) Sent(c *Conversation, home *Engine, now float64) {
 	t.refresh(now)
 }
 
+// Withdrawn records that a prompt that has arrived will go to no engine: its client has left, or it was refused. Then its
+// conversation is idle again.
+func (t *Table) Withdrawn(c *Conversation, now float64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if c.gone || c.running > 0 || c.guessed || c.isIdle(now) {
+		return
+	}
+	c.since, c.had = now, 0
+	t.outdate(c.home)
+	t.refresh(now)
+}
+
 // Holds records that an engine holds a conversation's latest prompt.
 func (t *Table) Holds(last uint64, at *Engine, now float64) {
 	t.mu.Lock()
@@ -573,7 +601,8 @@ func (t *Table) Empty(e *Engine, left bool) {
 	e.summary.Store(nil)
 }
 
-// Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are.
+// Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are. It is 0
+// until some have returned.
 func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
 
 // Memory returns what an engine's memory holds; nil: its size is unknown.

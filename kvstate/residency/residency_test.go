@@ -139,6 +139,41 @@ func TestARequestThatNeverGoesIsForgotten(t *testing.T) {
 	require.Positive(t, f.memory(0, 11+waits).Old[0].Tokens)
 }
 
+// A request that was withdrawn keeps its conversation busy no longer: what its engine holds of it may be discarded.
+func TestWithdrawnRequests(t *testing.T) {
+	f := newFleet(5000)
+	f.turn(0, 1, 10, 0)
+	c := f.arrive(1, 12, 10)
+	require.Zero(t, f.memory(0, 11).Old[0])
+	f.Withdrawn(c, 12)
+	require.Positive(t, f.memory(0, 13).Old[0].Tokens)
+
+	require.Same(t, c, f.arrive(1, 14, 20), "its client asks again, with more")
+	f.Sent(c, f.engines[0], 21)
+	f.Withdrawn(c, 22)
+	require.Zero(t, f.memory(0, 23).Old[0], "an engine has it")
+	f.End(c, 0, 1, 24)
+	f.Withdrawn(c, 25)
+	require.Positive(t, f.memory(0, 26).Old[0].Tokens)
+}
+
+// What is assumed of conversations before any has returned changes no engine's role.
+func TestNothingIsExpectedBackWithoutEvidence(t *testing.T) {
+	f, now := newFleet(1e6), 0.0
+	for i := range 1000 {
+		f.turn(0, i, 10, now)
+		now += .1
+		f.memory(0, now)
+		require.Zero(t, f.Live(), "single questions")
+	}
+	for i := range int(evidence) {
+		require.Zero(t, f.Live())
+		f.turn(0, 900+i, 12, now)
+	}
+	f.memory(0, now+10)
+	require.Positive(t, f.Live())
+}
+
 // A conversation is idle when all of its requests have ended.
 func TestOverlappingRequests(t *testing.T) {
 	f := newFleet(5000)
