@@ -282,7 +282,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- $config := or $file (not (empty .Values.gateway.operator)) }}
 {{- $image := printf "%s:%s" .Values.inside.repository (.Values.image.tag | default .Chart.AppVersion) }}
 {{- $library := printf "%s:%s" .Values.gateway.libraryImage (.Values.image.tag | default .Chart.AppVersion) }}
-{{- $from := .Values.gateway.libraryFrom }}
+{{- $from := .Values.gateway.libraryFrom -}}
 provider:
   type: Kubernetes
   kubernetes:
@@ -356,9 +356,9 @@ shutdown: {drainTimeout: {{ .Values.gateway.drainTimeout }}}   # a change of the
 
 {{/* Which pods connect to engines and to Redis, as peers of a NetworkPolicy. */}}
 {{- define "tandem.peers" -}}
-{{- if eq (include "tandem.module" .) "true" }}
+{{- if eq (include "tandem.module" .) "true" -}}
 - {namespaceSelector: {}, podSelector: {matchLabels: {app.kubernetes.io/managed-by: envoy-gateway}}}
-{{- else }}
+{{- else -}}
 - podSelector: {matchLabels: {{ include "tandem.labels" . | fromYaml | toJson }}}
 {{- end }}
 {{- end }}

@@ -1,0 +1,182 @@
+//go:build cluster
+
+package cluster
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// moduleValues are those of the chart, with engines, for the Gateway of existing.yaml.
+const moduleValues = `
+gateway: {mode: module, attach: web/http, hostnames: [chat.test], operator: {engines: [10.201.0.0/24]}}
+image: {tag: v1}
+inside: {repository: registry.test/tandem-envoy}
+redis: {image: "tandem.test/redis:1"}
+resources: {requests: {cpu: 50m, memory: 64Mi}, limits: {memory: 1Gi}}
+config: {pools: [{name: chat, kvTransfer: nixl, split: always, decodeAlone: fallback}]}
+engines:
+  enabled: true
+  prefill: 2
+  decode: 2
+  image: tandem.test/enginesim:1
+  argsInstead: [--listen, "0.0.0.0:8000", --side-channel, "$(POD_IP):5600", --role, $(ROLE), --model, tiny, --lease, 120s]
+  resources: {limits: {nvidia.com/gpu: null}}
+  drainSeconds: 5
+`
+
+// Written without a cluster at hand, and not run yet, so it is not among the tests of run.sh (TESTS=TestModule).
+//
+// Tandem in the Envoy of an Envoy Gateway in Kubernetes mode, by the chart: attached to a Gateway that serves another route,
+// under load while everything changes, and taken off again without a trace. The other route is asked all the time.
+func TestModule(t *testing.T) {
+	c := start(t, "--set config.envoyGateway.extensionApis.enableBackend=true")
+	values := filepath.Join(c.dir, "values.yaml")
+	require.NoError(t, os.WriteFile(values, []byte(moduleValues), 0o600))
+	chart, err := filepath.Abs("../../deploy/helm/tandem")
+	require.NoError(t, err)
+	before := c.names()
+
+	notes := c.must("helm install chat " + chart + " --namespace default -f " + values + " --dry-run=client")
+	_, spec, _ := strings.Cut(notes, "\n  spec:\n")
+	spec, _, _ = strings.Cut(spec, "\n\nIt needs extensionApis")
+	proxy := "apiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyProxy\nmetadata: {name: web, namespace: default}\nspec:\n" + spec + "\n"
+	require.NoError(t, os.WriteFile(filepath.Join(c.dir, "proxy.yaml"), []byte(proxy), 0o600))
+
+	c.show("helm install chat " + chart + " --namespace default -f " + values + " --set gateway.attach=none/none --wait --timeout 6m") // the ConfigMap is there before Envoys mount it
+	c.show("kubectl apply -f proxy.yaml")
+	c.show(`kubectl patch gateway web --type=merge -p '{"spec":{"infrastructure":{"parametersRef":{"group":"gateway.envoyproxy.io","kind":"EnvoyProxy","name":"web"}}}}'`)
+	c.await("the Gateway's Envoy has the library", func() bool {
+		out := c.must("kubectl get pods -n envoy-gateway-system " + ofWeb + " -o jsonpath='{.items[*].spec.containers[*].image}'")
+		return strings.Contains(out, "tandem-envoy:v1") && !strings.Contains(out, "tandem.test/envoy:")
+	})
+	c.show("helm upgrade chat " + chart + " --namespace default -f " + values + " --wait --timeout 6m")
+	c.splitsAt("chat.test")
+	c.show("tandem envoy --for envoy-gateway --check --namespace default --name chat")
+
+	other := c.load("llm.test", 1)
+	step := func(name string, do func()) {
+		t.Run(name, func(t *testing.T) {
+			chats := c.under(t).load("chat.test", 4)
+			do()
+			n, wrong := chats.end()
+			t.Logf("%d requests, wrong: %v", n, wrong)
+			require.Empty(t, wrong)
+		})
+	}
+	step("400 requests, and engines are killed", func() {
+		c.show("kubectl delete pod --grace-period=0 --force $(kubectl get pod -o name -l llm-d.ai/role=decode,app.kubernetes.io/name=tandem-engine | head -1)")
+		time.Sleep(3 * time.Second)
+		c.show("kubectl delete pod --grace-period=0 --force $(kubectl get pod -o name -l llm-d.ai/role=prefill,app.kubernetes.io/name=tandem-engine | head -1)")
+		c.must("kubectl wait --timeout=3m deployment/chat-prefill deployment/chat-decode --for=condition=Available")
+		time.Sleep(10 * time.Second)
+	})
+	step("engines are rolled", func() {
+		c.show("kubectl rollout restart deployment/chat-prefill deployment/chat-decode")
+		c.must("kubectl rollout status --timeout=4m deployment/chat-prefill")
+		c.must("kubectl rollout status --timeout=4m deployment/chat-decode")
+	})
+	step("the policy changes", func() {
+		c.show("helm upgrade chat " + chart + " --namespace default -f " + values + " --set config.pools[0].prefillAttempts=2")
+		time.Sleep(10 * time.Second)
+	})
+	step("the Gateway's Envoy is rolled", func() {
+		c.show("kubectl rollout restart -n envoy-gateway-system deployment " + ofWeb)
+		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + ofWeb)
+	})
+	t.Run("a policy that is not valid", func(t *testing.T) {
+		c := c.under(t)
+		const path = `[{"op":"replace","path":"/spec/dynamicModule/0/config/tandem/pools/0/kvTransfer","value":"%s"},{"op":"replace","path":"/spec/dynamicModule/0/config/name","value":"%s"}]`
+		c.must("kubectl patch envoyextensionpolicy chat --type=json -p '" + fmt.Sprintf(path, "nixel", "fresh") + "'")
+		c.await("its route is refused with the reason", func() bool {
+			status, body := c.chat("chat.test", "")
+			return status == "503" && strings.Contains(body, "nixel")
+		})
+		c.must("kubectl patch envoyextensionpolicy chat --type=json -p '" + fmt.Sprintf(path, "nixl", "default.chat") + "'")
+		c.await("it serves again", func() bool { status, _ := c.chat("chat.test", ""); return status == "200" })
+	})
+	n, wrong := other.end()
+	t.Logf("the other route: %d requests, wrong: %v", n, wrong)
+	require.Empty(t, wrong)
+
+	c.show("kubectl delete envoyextensionpolicy chat")
+	c.await("an engine answers alone", func() bool {
+		was := c.prefillsIn("default", "prefill")
+		status, _ := c.chat("chat.test", "")
+		return status == "200" && c.prefillsIn("default", "prefill") == was
+	})
+	c.show("helm uninstall chat --wait")
+	c.must(`kubectl patch gateway web --type=json -p '[{"op":"remove","path":"/spec/infrastructure"}]'`)
+	c.must("kubectl delete -f proxy.yaml")
+	c.await("all is as before", func() bool { return slices.Equal(before, c.names()) })
+	c.await("the Gateway's Envoy is Envoy Gateway's again", func() bool {
+		return !strings.Contains(c.must("kubectl get pods -A -o jsonpath='{.items[*].spec.containers[*].image}'"), "tandem-envoy")
+	})
+	c.await("the other route serves", func() bool { return c.status() == "200" })
+}
+
+// names are the resources that a user sees, without those that come and go by themselves.
+func (c *cluster) names() []string {
+	c.t.Helper()
+	out := c.must("kubectl get services,deployments,configmaps,secrets,serviceaccounts,roles,poddisruptionbudgets," +
+		"gateways,httproutes,backends,envoyproxies,backendtrafficpolicies,clienttrafficpolicies,envoyextensionpolicies -A --no-headers " +
+		"-o custom-columns=K:.kind,S:.metadata.namespace,N:.metadata.name")
+	set := map[string]bool{}
+	for line := range strings.Lines(out) {
+		set[strings.Join(strings.Fields(line), " ")] = true
+	}
+	return slices.Sorted(maps.Keys(set))
+}
+
+// splitsAt asks a host until engines of the release have computed a prompt for others.
+func (c *cluster) splitsAt(host string) {
+	c.t.Helper()
+	before := c.prefillsIn("default", "prefill")
+	c.await("a request is split", func() bool {
+		status, _ := c.chat(host, "user")
+		return status == "200" && c.prefillsIn("default", "prefill") > before
+	})
+}
+
+// load is requests of a host, as fast as they are answered.
+type load struct {
+	stop  atomic.Bool
+	group sync.WaitGroup
+	mu    sync.Mutex
+	n     int
+	wrong map[string]int // what else than 200 was answered
+}
+
+func (c *cluster) load(host string, clients int) *load {
+	l := &load{wrong: map[string]int{}}
+	for range clients {
+		l.group.Go(func() {
+			for !l.stop.Load() {
+				status, body := c.chat(host, "load")
+				whole := status == "200" && strings.Contains(body, `"finish_reason"`)
+				l.mu.Lock()
+				if l.n++; !whole {
+					l.wrong[status+" "+body[:min(len(body), 200)]]++
+				}
+				l.mu.Unlock()
+			}
+		})
+	}
+	return l
+}
+
+func (l *load) end() (int, map[string]int) {
+	l.stop.Store(true)
+	l.group.Wait()
+	return l.n, l.wrong
+}
