@@ -15,12 +15,21 @@ import (
 	"strings"
 )
 
-// Recording is what the files of a recording say.
+// Recording is what the files of a recording say, or those of several that are joined: of the replicas of a fleet,
+// or of one that was restarted.
 type Recording struct {
-	Header
+	Header             // of the first one
+	Parts    []Part    // all of them, by their beginning
 	Fleets   []Fleet   // by time
 	Requests []Request // by arrival, with all their blocks
 	Cut      []string  // files whose end is missing: their writer was killed, or still writes
+	Crossed  int       // requests that continue a conversation of another part
+}
+
+// Part is a recording that was joined with others.
+type Part struct {
+	Header
+	Last float64 // its last arrival, from the start of the first part
 }
 
 // maxLine bounds a line in bytes, maxBlocks the blocks of a prompt, maxLines the requests that are read.
@@ -30,25 +39,27 @@ const (
 	maxLines  = 1 << 24
 )
 
-// Open reads the files of a recording: a file, or all of a folder (*.jsonl, *.jsonl.gz).
-func Open(path string) (*Recording, error) {
-	about, err := os.Stat(path)
-	if err != nil {
-		return nil, fmt.Errorf("opening a recording: %w", err)
-	}
-	files := []string{path}
-	if about.IsDir() {
-		if files, err = filepath.Glob(filepath.Join(path, "*.jsonl*")); err != nil {
+// Open reads files of recordings, of which a folder has several (*.jsonl, *.jsonl.gz), and joins the recordings.
+func Open(paths ...string) (*Recording, error) {
+	r := &reader{}
+	for _, path := range paths {
+		about, err := os.Stat(path)
+		if err != nil {
 			return nil, fmt.Errorf("opening a recording: %w", err)
 		}
-	}
-	r := &reader{}
-	for _, file := range files {
-		if err := r.open(file); err != nil {
-			return nil, err
+		files := []string{path}
+		if about.IsDir() {
+			if files, err = filepath.Glob(filepath.Join(path, "*.jsonl*")); err != nil {
+				return nil, fmt.Errorf("opening a recording: %w", err)
+			}
+		}
+		for _, file := range files {
+			if err := r.open(file); err != nil {
+				return nil, err
+			}
 		}
 	}
-	return r.result(path)
+	return r.result(strings.Join(paths, ", "))
 }
 
 // Read reads one file, uncompressed.
@@ -61,8 +72,11 @@ func Read(name string, from io.Reader) (*Recording, error) {
 }
 
 type reader struct {
-	out   Recording
-	began bool
+	parts  []*Recording // one for each id
+	fleets []Fleet
+	cut    []string
+	lines  int
+	now    *Recording // of the file that is read; nil: its header is not read yet
 }
 
 func (r *reader) open(path string) error {
@@ -75,7 +89,7 @@ func (r *reader) open(path string) error {
 	if strings.HasSuffix(path, ".gz") {
 		unpacked, err := gzip.NewReader(file)
 		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) { // nothing was written yet
-			r.out.Cut = append(r.out.Cut, path)
+			r.cut = append(r.cut, path)
 			return nil
 		} else if err != nil {
 			return fmt.Errorf("opening %s: %w", path, err)
@@ -88,20 +102,18 @@ func (r *reader) open(path string) error {
 func (r *reader) read(name string, from io.Reader) error {
 	lines := bufio.NewScanner(from)
 	lines.Buffer(nil, maxLine)
-	headed := false
+	r.now = nil
 	for n := 1; lines.Scan(); n++ {
-		if len(r.out.Requests) == maxLines {
-			return fmt.Errorf("%s: more than %d requests: replay a part of its files", name, maxLines)
+		if r.lines++; r.lines > maxLines {
+			return fmt.Errorf("%s: more than %d lines: replay a part of its files", name, maxLines)
 		}
-		was, err := r.line(lines.Bytes(), headed)
-		if err != nil {
+		if err := r.line(lines.Bytes()); err != nil {
 			return fmt.Errorf("%s, line %d: %w", name, n, err)
 		}
-		headed = headed || was
 	}
 	switch err := lines.Err(); {
 	case errors.Is(err, io.ErrUnexpectedEOF):
-		r.out.Cut = append(r.out.Cut, name)
+		r.cut = append(r.cut, name)
 	case err != nil:
 		return fmt.Errorf("reading %s: %w", name, err)
 	}
@@ -146,26 +158,26 @@ type requestLine struct {
 	Ended    string  `json:"ended"`
 }
 
-func (r *reader) line(text []byte, headed bool) (header bool, err error) {
+func (r *reader) line(text []byte) error {
 	var l line
 	if err := json.Unmarshal(text, &l); err != nil {
-		return false, err
+		return err
 	}
 	switch {
 	case l.Version != nil:
-		return true, r.header(text)
-	case !headed:
-		return false, errors.New("not a recording: the first line must say tandem_recording")
+		return r.header(text)
+	case r.now == nil:
+		return errors.New("not a recording: the first line must say tandem_recording")
 	case l.Fleet != nil:
-		r.out.Fleets = append(r.out.Fleets, *l.Fleet)
-		return false, nil
+		r.fleets = append(r.fleets, *l.Fleet)
+		return nil
 	}
 	q, err := l.requestLine.request()
 	if err != nil {
-		return false, err
+		return err
 	}
-	r.out.Requests = append(r.out.Requests, q)
-	return false, nil
+	r.now.Requests = append(r.now.Requests, q)
+	return nil
 }
 
 func (r *reader) header(text []byte) error {
@@ -176,15 +188,26 @@ func (r *reader) header(text []byte) error {
 	switch {
 	case h.Version != Version:
 		return fmt.Errorf("version %d of the format: this program reads %d", h.Version, Version)
-	case h.BlockBytes < 1 || h.Sample < 1:
-		return fmt.Errorf("a header that cannot be: blocks of %d bytes, one conversation in %d", h.BlockBytes, h.Sample)
-	case r.began && h.ID != r.out.ID:
-		return fmt.Errorf("of another recording: its id is %q, not %q; replay each by itself", h.ID, r.out.ID)
+	case h.BlockBytes < 1 || h.Sample < 1 || !(h.Start >= 0):
+		return fmt.Errorf("a header that cannot be: blocks of %d bytes, one conversation in %d, begun at %g", h.BlockBytes,
+			h.Sample, h.Start)
 	}
-	if !r.began || h.From < r.out.From {
-		r.out.Header = h
+	if i := slices.IndexFunc(r.parts, func(p *Recording) bool { return p.ID == h.ID }); i >= 0 {
+		r.now = r.parts[i]
+		return nil
 	}
-	r.began = true
+	if len(r.parts) > 0 {
+		switch is := &r.parts[0].Header; {
+		case is.BlockBytes != h.BlockBytes:
+			return fmt.Errorf("recording %q hashes %d bytes at a time, and %q %d: replay each by itself", is.ID, is.BlockBytes,
+				h.ID, h.BlockBytes)
+		case is.Sample != h.Sample:
+			return fmt.Errorf("recording %q has one conversation in %d, and %q one in %d: replay each by itself", is.ID, is.Sample,
+				h.ID, h.Sample)
+		}
+	}
+	r.now = &Recording{Header: h}
+	r.parts = append(r.parts, r.now)
 	return nil
 }
 
@@ -228,32 +251,41 @@ func (l *requestLine) request() (Request, error) {
 	return q, nil
 }
 
-// result orders what was read and completes the blocks of the requests.
+// result orders what was read, completes the blocks of the requests, and joins the recordings.
 func (r *reader) result(name string) (*Recording, error) {
-	out := &r.out
-	if len(out.Requests) == 0 {
+	r.parts = slices.DeleteFunc(r.parts, func(p *Recording) bool { return len(p.Requests) == 0 })
+	if len(r.parts) == 0 {
 		return nil, fmt.Errorf("%s: no requests are recorded", name)
 	}
+	for i, p := range r.parts {
+		p.complete(uint64(i))
+	}
+	out := join(r.parts)
+	out.Fleets, out.Cut = r.fleets, r.cut
 	slices.SortFunc(out.Fleets, func(a, b Fleet) int { return cmp.Compare(a.At, b.At) })
-	slices.SortFunc(out.Requests, func(a, b Request) int { return cmp.Compare(a.N, b.N) })
-	out.Requests = slices.CompactFunc(out.Requests, func(a, b Request) bool { return a.N == b.N })
-	at := make(map[uint64]int, len(out.Requests))
-	for i := range out.Requests {
-		q := &out.Requests[i]
+	return out, nil
+}
+
+// complete orders requests by arrival, and gives them their blocks. What nobody knows differs between parts.
+func (r *Recording) complete(part uint64) {
+	slices.SortFunc(r.Requests, func(a, b Request) int { return cmp.Compare(a.N, b.N) })
+	r.Requests = slices.CompactFunc(r.Requests, func(a, b Request) bool { return a.N == b.N })
+	at := make(map[uint64]int, len(r.Requests))
+	for i := range r.Requests {
+		q := &r.Requests[i]
 		at[q.N] = i
 		if q.Same == 0 {
 			continue
 		}
 		var all []uint64
-		if before, ok := at[q.On]; ok && len(out.Requests[before].Blocks) >= q.Same {
-			all = out.Requests[before].Blocks[:q.Same:q.Same]
+		if before, ok := at[q.On]; ok && len(r.Requests[before].Blocks) >= q.Same {
+			all = r.Requests[before].Blocks[:q.Same:q.Same]
 		} else { // its line is lost: what extends it shares what nobody knows
 			for i := range q.Same {
-				all = append(all, 1<<63|q.On<<24|uint64(i))
+				all = append(all, 1<<63|part<<52|q.On<<24|uint64(i))
 			}
 		}
 		q.Blocks = append(all, q.Blocks...)
 	}
-	slices.SortStableFunc(out.Requests, func(a, b Request) int { return cmp.Compare(a.T, b.T) })
-	return out, nil
+	slices.SortStableFunc(r.Requests, func(a, b Request) int { return cmp.Compare(a.T, b.T) })
 }

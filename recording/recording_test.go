@@ -3,8 +3,10 @@ package recording
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -57,7 +59,8 @@ func TestRefused(t *testing.T) {
 		header + `{"n":1,"prompt":1e9}`:        "json",
 		header + `{"n":1,"answer":1000000000}`: "tokens",
 		header + `{"n":1,"took":-1}`:           "below 0",
-		header + strings.Replace(header, `"a"`, `"b"`, 1) + `{"n":1}`: "another recording",
+		header + strings.NewReplacer(`"a"`, `"b"`, "512", "64").Replace(header) + `{"n":1}`:    "replay each by itself",
+		header + strings.NewReplacer(`"a"`, `"b"`, `"sample":1`, `"sample":9`).Replace(header): "replay each by itself",
 	} {
 		_, err := Read("refused", strings.NewReader(text))
 		require.ErrorContains(t, err, why, text)
@@ -85,6 +88,53 @@ func TestFolder(t *testing.T) {
 	require.Empty(t, r.Cut)
 	_, err = Open(filepath.Join(f.Folder, "none"))
 	require.Error(t, err)
+}
+
+// Recordings of several replicas are one, by arrival. A conversation that went from one to the other is found where
+// they have one salt, and where its blocks are its own; what else begins alike is no conversation.
+func TestJoined(t *testing.T) {
+	head := func(id, salt string, start float64) string {
+		return fmt.Sprintf(`{"tandem_recording":1,"id":%q,"replica":%q,"block_bytes":512,"sample":1,"salt":%q,"usage":true,"start":%g}`+"\n",
+			id, id, salt, start)
+	}
+	line := func(q Request) string { return string(Append(nil, &q)) }
+	long, system := []uint64{1, 2, 3, 4, 5, 6}, []uint64{1, 2}
+	first := line(Request{N: 1, T: 1, Blocks: long[:3], Bytes: 1600, Took: 2}) +
+		line(Request{N: 2, On: 1, Same: 3, T: 20, Blocks: long[3:], Bytes: 3100, Took: 1, Gap: 17}) +
+		line(Request{N: 3, T: 21, Blocks: system, Bytes: 1100, Took: 1})
+	// the conversation's second turn, 4 s after the other recording began, whose third turn is there again
+	second := line(Request{N: 1, T: 4, Blocks: long[:4], Bytes: 2100, Took: 1}) +
+		line(Request{N: 2, T: 50, Blocks: append(slices.Clone(system), 77), Bytes: 1700, Took: 1})
+	for _, c := range []struct {
+		name, salt string
+		crossed    int
+		on         []uint64 // by arrival
+		gap        []float64
+	}{
+		{"one salt", "s", 2, []uint64{0, 1, 2, 0, 0}, []float64{0, 6, 10, 0, 0}},
+		{"another one", "t", 0, []uint64{0, 0, 1, 0, 0}, []float64{0, 0, 17, 0, 0}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for _, text := range []string{
+				head("a", "s", 100) + first + head("b", c.salt, 105) + second,
+				head("b", c.salt, 105) + second + head("a", "s", 100) + first, // in any order
+			} {
+				r, err := Read("joined", strings.NewReader(text))
+				require.NoError(t, err)
+				require.Len(t, r.Parts, 2)
+				require.Equal(t, "a", r.ID)
+				require.Equal(t, c.crossed, r.Crossed)
+				for i := range r.Requests {
+					q := &r.Requests[i]
+					require.EqualValues(t, i+1, q.N)
+					require.Equal(t, c.on[i], q.On, "request %d", q.N)
+					require.InDelta(t, c.gap[i], q.Gap, 1e-6)
+				}
+				require.InDelta(t, 9, r.Requests[1].T, 1e-6)
+				require.Equal(t, c.salt == "s", r.Requests[1].Blocks[0] == r.Requests[0].Blocks[0])
+			}
+		})
+	}
 }
 
 func FuzzRead(f *testing.F) {

@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
+	"sync"
 
 	"tandem/picker"
 	"tandem/recording"
@@ -23,7 +25,12 @@ type Recorded struct {
 	Skipped map[string]int // requests that are not played, by reason
 	Guessed int            // answers whose length nobody knows: they have the mean
 	Notes   []string       // what disturbed the fleet meanwhile
-	shared  map[uint64]bool
+	// how many recordings were joined, and requests that continue a conversation of another one
+	Recordings, Crossed int
+
+	shared map[uint64]bool
+	mu     sync.Mutex
+	played map[string]*RecordedResult // by variant
 }
 
 // RecordedTurn is a request of a recording.
@@ -48,7 +55,8 @@ func LoadRecorded(r *recording.Recording, pool string) (*Recorded, error) {
 	if pool == "" {
 		pool = busiest(r)
 	}
-	out := &Recorded{Sample: r.Sample, Usage: r.Usage, Skipped: map[string]int{}, shared: map[uint64]bool{}}
+	out := &Recorded{Sample: r.Sample, Usage: r.Usage, Skipped: map[string]int{}, shared: map[uint64]bool{},
+		Recordings: len(r.Parts), Crossed: r.Crossed}
 	found := false
 	for _, f := range r.Fleets {
 		for _, p := range f.Pools {
@@ -163,9 +171,39 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 		o.Notes = append(o.Notes, fmt.Sprintf("engines had %.1f requests on average that did not come through Tandem",
 			mean))
 	}
+	o.Notes = append(o.Notes, joined(r)...)
 	if len(r.Cut) > 0 {
 		o.Notes = append(o.Notes, fmt.Sprintf("%d files have no end: their last requests are missing", len(r.Cut)))
 	}
+}
+
+// joined notes what is not known of recordings that are played as one.
+func joined(r *recording.Recording) (notes []string) {
+	salts, last := map[string]bool{}, map[string]float64{}
+	first, end := map[string]float64{}, 0.0
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		salts[p.Salt] = true
+		if _, ok := first[p.Replica]; !ok {
+			first[p.Replica] = p.Start - r.Start
+		}
+		last[p.Replica], end = max(last[p.Replica], p.Last), max(end, p.Last)
+	}
+	if len(salts) > 1 {
+		notes = append(notes, fmt.Sprintf("%d recordings have %d salts, so nobody knows what their prompts share, and which "+
+			"conversations went from one to the other: less is cached here. Give all replicas one record.saltFile",
+			len(r.Parts), len(salts)))
+	}
+	for _, replica := range slices.Sorted(maps.Keys(first)) {
+		if missing := first[replica] + end - last[replica]; len(first) > 1 && missing > .1*end {
+			notes = append(notes, fmt.Sprintf("replica %q recorded nothing for %.0f s of %.0f s, in which the load is less than it was",
+				replica, missing, end))
+		}
+	}
+	if r.Sample > 1 && r.Crossed > 0 {
+		notes = append(notes, "conversations that went to several replicas were sampled at each by itself, so parts of them are missing")
+	}
+	return notes
 }
 
 // cut makes blocks of the replay's engines of the recording's, which stand for bytes. A token has as many bytes as

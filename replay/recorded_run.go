@@ -21,6 +21,28 @@ type RecordedResult struct {
 	Lost     float64 `json:"lost"`   // share of the time of answers in which prompts ran beside them
 	Span     float64 `json:"span"`   // s until all had ended
 	Stuck    int     `json:"stuck"`  // requests that had not ended long after the last arrival
+	// for pictures: times to the first token at equal steps of the share that had theirs by then, and the share of KV
+	// memory that requests take, the mean of all engines at equal steps of the recording's time
+	FirstTokens []float64 `json:"-"`
+	KV          []float64 `json:"-"`
+}
+
+// How many points pictures have.
+const (
+	firstPoints = 200
+	kvPoints    = 240
+)
+
+// firstTokens returns a distribution's quantiles. Its argument is sorted.
+func firstTokens(sorted []float64) []float64 {
+	if len(sorted) == 0 {
+		return nil
+	}
+	out := make([]float64, firstPoints+1)
+	for i := range out {
+		out[i] = quantile(sorted, float64(i)/firstPoints)
+	}
+	return out
 }
 
 // recordedWarm is the part of a recording whose requests do not count: caches are empty when the replay begins.
@@ -57,6 +79,7 @@ func (o *Recorded) Measured(c *Config) *RecordedResult {
 		}
 	}
 	r.TTFT, r.TPOT, r.Waits = spread(first), spread(each), spread(waits)
+	r.FirstTokens = firstTokens(first)
 	if judged > 0 {
 		r.Kept = float64(kept) / float64(judged)
 	}
@@ -81,6 +104,7 @@ type recordedPlayer struct {
 	children [][]int
 	plays    []recordedPlay
 	seen     map[uint64]bool
+	kv       []float64
 }
 
 // RunRecorded plays a recording on a fleet whose engines have host memory for so many tokens. load is how many times
@@ -106,6 +130,7 @@ func RunRecorded(ctx context.Context, name string, c Config, o *Recorded, host, 
 		return nil, err
 	}
 	last := p.arrivals(load * float64(o.Sample))
+	p.After(0, p.look)
 	for n := 0; p.Step(); n++ {
 		if p.allEnded() && p.Now > last || p.Now > last+hangs {
 			break
@@ -123,6 +148,18 @@ func RunRecorded(ctx context.Context, name string, c Config, o *Recorded, host, 
 		c.Progress(int(last)+1, int(last)+1)
 	}
 	return p.result(), nil
+}
+
+// look notes how much of the KV memory is used.
+func (p *recordedPlayer) look() {
+	sum, all := 0.0, p.engines()
+	for _, e := range all {
+		sum += e.Usage()
+	}
+	p.kv = append(p.kv, sum/float64(len(all)))
+	if len(p.kv) <= kvPoints {
+		p.After(p.load.Seconds/kvPoints, p.look)
+	}
 }
 
 // allEnded reports whether all that was asked has been answered.
@@ -253,6 +290,7 @@ func (p *recordedPlayer) result() *RecordedResult {
 		r.Lost += e.Lost / max(answers, 1e-9)
 	}
 	r.TTFT, r.TPOT, r.Waits = spread(first), spread(each), spread(waits)
+	r.FirstTokens, r.KV = firstTokens(first), p.kv
 	r.Kept = float64(good) / float64(max(r.Requests, 1))
 	r.Cached, r.Again = float64(cached)/float64(max(prompt, 1)), float64(again)/float64(max(prompt, 1))
 	return r

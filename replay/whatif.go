@@ -4,8 +4,11 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"runtime"
 	"strconv"
 	"strings"
+
+	"golang.org/x/sync/errgroup"
 
 	"tandem/picker"
 )
@@ -91,9 +94,50 @@ func (v Variant) With(text string) (Variant, error) {
 	return v, c.Check()
 }
 
-// Play plays a recording with the variant.
+// Play plays a recording with the variant, once: what it gave is known then.
 func (v *Variant) Play(ctx context.Context, o *Recorded) (*RecordedResult, error) {
-	return RunRecorded(ctx, v.Policy, v.Config, o, v.Host, v.Load)
+	is := v.Config
+	is.Progress, is.Changed = nil, nil
+	key := fmt.Sprint(v.Policy, is, v.Host, v.Load)
+	o.mu.Lock()
+	r := o.played[key]
+	o.mu.Unlock()
+	if r != nil {
+		return r, nil
+	}
+	r, err := RunRecorded(ctx, v.Policy, v.Config, o, v.Host, v.Load)
+	if err != nil {
+		return nil, err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.played == nil {
+		o.played = map[string]*RecordedResult{}
+	}
+	o.played[key] = r
+	return r, nil
+}
+
+// Loads are the loads that [Variant.OverLoad] plays, as shares of the recording's.
+func Loads() []float64 { return []float64{.5, .75, 1, 1.25, 1.5, 2, 3} }
+
+// OverLoad returns the share of requests that keep their targets at each of [Loads].
+func (v *Variant) OverLoad(ctx context.Context, o *Recorded) ([]float64, error) {
+	out := make([]float64, len(Loads()))
+	plays, ctx := errgroup.WithContext(ctx)
+	plays.SetLimit(max(runtime.GOMAXPROCS(0), 1))
+	for i, load := range Loads() {
+		plays.Go(func() error {
+			x := *v
+			x.Load *= load
+			r, err := x.Play(ctx, o)
+			if err == nil {
+				out[i] = r.Kept
+			}
+			return err
+		})
+	}
+	return out, plays.Wait()
 }
 
 // engines returns how many engines there are.
@@ -112,14 +156,14 @@ func (v Variant) sized(n int) (Variant, bool) {
 	return v, n >= 2
 }
 
-// keeps is the share of requests that keep their targets with which a fleet is said to keep the promise.
-const keeps = .95
+// Keeps is the share of requests that keep their targets with which a fleet is said to keep the promise.
+const Keeps = .95
 
 // Needed returns how many engines in the variant's proportion keep the promise for 95 of 100 requests; 0: not
 // even most.
 func (v *Variant) Needed(ctx context.Context, o *Recorded, most int) (int, error) {
 	low, high := 2, most // keeps it from some number on, as far as chance allows
-	if r, err := v.playSized(ctx, o, most); err != nil || r < keeps {
+	if r, err := v.playSized(ctx, o, most); err != nil || r < Keeps {
 		return 0, err
 	}
 	for low < high {
@@ -128,7 +172,7 @@ func (v *Variant) Needed(ctx context.Context, o *Recorded, most int) (int, error
 		if err != nil {
 			return 0, err
 		}
-		if r >= keeps {
+		if r >= Keeps {
 			high = n
 		} else {
 			low = n + 1
@@ -163,6 +207,7 @@ type Advice struct {
 type Row struct {
 	Variant
 	*RecordedResult
+	Needed int // engines in its proportion that keep the promise: 0 was not searched, below 0 more than mostNeeded
 }
 
 // Advise searches fleets of up to most engines. shown is called with each row that is played.
@@ -177,7 +222,7 @@ func Advise(ctx context.Context, o *Recorded, now Variant, most int, shown func(
 			v.Name += fmt.Sprintf(" host:%.0f", v.Host)
 		}
 		r, err := v.Play(ctx, o)
-		row := Row{v, r}
+		row := Row{Variant: v, RecordedResult: r}
 		if err == nil {
 			shown(&row)
 		}
@@ -204,7 +249,7 @@ func Advise(ctx context.Context, o *Recorded, now Variant, most int, shown func(
 			if n == min(now.engines(), most) && row.better(best) {
 				*best = row
 			}
-			if row.Kept >= keeps && (a.Fewest == nil || row.engines() < a.Fewest.engines()) {
+			if row.Kept >= Keeps && (a.Fewest == nil || row.engines() < a.Fewest.engines()) {
 				a.Fewest = &row
 			}
 		}
@@ -237,7 +282,7 @@ func fewest(from *Row, like Variant, play func(Variant) (Row, error)) (*Row, err
 			if err != nil {
 				return nil, err
 			}
-			if row.Kept >= keeps && (!found || row.better(from)) {
+			if row.Kept >= Keeps && (!found || row.better(from)) {
 				from, found = &row, true
 			}
 		}
@@ -324,7 +369,7 @@ func (a *Advice) Sentences() (out []string) {
 	switch {
 	case a.Exhausted:
 		out = append(out, fmt.Sprintf("No fleet of up to so many engines keeps the promise for %.0f of 100 requests.",
-			100*keeps))
+			100*Keeps))
 	case a.Fewest.engines() < a.Now.engines():
 		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),
 			words(&a.Fewest.Variant), percent(a.Fewest.Kept)))
@@ -350,26 +395,4 @@ func words(v *Variant) string {
 		return fmt.Sprintf("%d engines that serve both legs", v.Config.Both)
 	}
 	return fmt.Sprintf("%d + %d", v.Config.Prefill, v.Config.Decode)
-}
-
-// Off returns how far the replay is from what happened, as a sentence for each figure that is off by more than a
-// fifth.
-func Off(measured, replayed *RecordedResult) (out []string) {
-	for _, f := range []struct {
-		what           string
-		was, is, least float64 // less than least apart does not count: clocks and the network
-	}{
-		{"first token p50", measured.TTFT.P50, replayed.TTFT.P50, .02}, {"first token p95", measured.TTFT.P95,
-			replayed.TTFT.P95, .05},
-		{"time per token", measured.TPOT.Mean, replayed.TPOT.Mean, .001},
-		{"cached share", measured.Cached, replayed.Cached, .05},
-	} {
-		if f.was < 0 || measured.TTFT.P50 == 0 && f.what != "cached share" {
-			continue
-		}
-		if d := f.is - f.was; math.Abs(d) > max(f.least, .2*f.was) {
-			out = append(out, fmt.Sprintf("%s: %.3g in the replay, %.3g measured", f.what, f.is, f.was))
-		}
-	}
-	return out
 }

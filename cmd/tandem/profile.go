@@ -2,8 +2,8 @@ package main
 
 import (
 	"bufio"
-	"bytes"
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,27 +16,37 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"tandem/extproc/kvtransfer"
+	"tandem/extproc/openai"
+	"tandem/kvstate"
+	"tandem/kvstate/enginefacts"
+	"tandem/kvstate/enginehttp"
 	"tandem/kvstate/scrape"
 	"tandem/replay/profile"
 )
 
 // newProfile is `tandem profile`.
 func newProfile() *cobra.Command {
-	m := measuring{http: &http.Client{}}
-	var file, key string
+	var m measuring
+	var file, decode, key, dialect string
 	c := &cobra.Command{
 		Use: "profile ENGINE", Short: "Measure an idle engine, for tandem replay", Args: arguments(1, "ENGINE"),
 		Long: "Measure how fast an engine computes prompts of some lengths and writes answers in batches of some sizes, and\n" +
-			"how much KV memory it says it has, in about a minute. The engine must be idle, and is busy meanwhile. ENGINE is\n" +
-			"host:port or a URL; it must serve POST /v1/completions. tandem replay --recording FILE --profile FILE plays\n" +
-			"engines that are as fast.",
+			"how much KV memory it says it has, in about a minute. With --decode also how long KV takes from it to another\n" +
+			"engine. Engines must be idle, and are busy meanwhile. ENGINE is host:port or a URL; it must serve\n" +
+			"POST /v1/completions. tandem replay --recording FILE --profile FILE plays engines that are as fast.",
 		RunE: func(c *cobra.Command, args []string) error {
-			m.url = strings.TrimSuffix(args[0], "/")
-			if !strings.Contains(m.url, "://") {
-				m.url = "http://" + m.url
-			}
-			if key != "" {
-				m.key = "Bearer " + key
+			m.client = enginehttp.New(0, func(*http.Transport) {})
+			m.engine = engineAt(args[0], key)
+			if decode != "" {
+				var err error
+				if m.dialect, err = kvtransfer.New(kvtransfer.Options{Name: dialect}); err != nil {
+					return fmt.Errorf("--kv-transfer: %w", err)
+				}
+				if d := &m.dialect; !d.Speaks(openai.Completions) || d.DecodeMember == nil || d.Push != nil || d.Concurrent != nil {
+					return fmt.Errorf("--kv-transfer %s: only dialects whose legs follow each other can be measured", dialect)
+				}
+				m.decode = engineAt(decode, key)
 			}
 			p, err := m.measure(c.Context(), c.ErrOrStderr())
 			if err != nil {
@@ -51,24 +61,39 @@ func newProfile() *cobra.Command {
 	}
 	f := c.Flags()
 	f.StringVar(&file, "to", "profile.json", "write the profile to `FILE`")
+	f.StringVar(&decode, "decode", "", "also measure the transfer of KV to this `ENGINE`")
+	f.StringVar(&dialect, "kv-transfer", "nixl", "`DIALECT` of that transfer, as kvTransfer of a pool")
 	f.StringVar(&m.model, "model", "", "`MODEL` to ask for (default: the first that the engine names)")
-	f.StringVar(&key, "api-key", "", "the engine's `KEY`")
+	f.StringVar(&key, "api-key-file", "", "`FILE` with the engines' API key")
 	f.IntVar(&m.longest, "longest", 16384, "most `TOKENS` of a prompt")
 	f.IntVar(&m.most, "most", 32, "most `ANSWERS` at a time")
 	f.DurationVar(&m.within, "within", time.Minute, "most `TIME`: what is left out then is not in the profile")
 	return c
 }
 
+// engineAt returns an engine at host:port or a URL.
+func engineAt(text, keyFile string) *kvstate.Endpoint {
+	scheme, address, ok := strings.Cut(strings.TrimSuffix(text, "/"), "://")
+	if !ok {
+		scheme, address = "http", scheme
+	}
+	return &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Name: address, Addr: address, Scheme: scheme,
+		Access: kvstate.Access{KeyFile: keyFile}}}
+}
+
 // measuring measures an engine.
 type measuring struct {
-	url, model, key string
-	longest, most   int
-	within          time.Duration
-	http            *http.Client
+	client        *enginehttp.Client
+	engine        *kvstate.Endpoint
+	decode        *kvstate.Endpoint // gets its KV; nil: that is not measured
+	dialect       kvtransfer.Dialect
+	model         string
+	longest, most int
+	within        time.Duration
 }
 
 func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.Profile, error) {
-	p := &profile.Profile{Engine: m.url, Measured: time.Now().UTC().Format(time.RFC3339)}
+	p := &profile.Profile{Engine: m.engine.Addr, Measured: time.Now().UTC().Format(time.RFC3339)}
 	ctx, cancel := context.WithTimeout(ctx, 3*m.within)
 	defer cancel()
 	if m.model == "" {
@@ -82,24 +107,12 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	if _, err := m.ask(ctx, unknown(64), 2); err != nil { // what is loaded with the first request
 		return nil, err
 	}
-	for n := 256; n <= m.longest && time.Now().Before(end.Add(-m.within/2)); n *= 2 {
-		best := 0.0
-		for i := range 3 { // the least: nothing makes it faster than it is
-			a, err := m.ask(ctx, unknown(n), 1)
-			if err != nil {
-				if len(p.Prefill) >= 2 { // longer than its context
-					n = m.longest
-					break
-				}
-				return nil, err
-			}
-			if s := a[0].Seconds(); i == 0 || s < best {
-				best = s
-			}
-		}
-		if best > 0 {
-			p.Prefill = append(p.Prefill, profile.Prefill{Tokens: n, Seconds: best})
-			fmt.Fprintf(progress, "a prompt of %d tokens: %.3f s\n", n, best)
+	if err := m.prompts(ctx, end.Add(-m.within/2), p, progress); err != nil {
+		return nil, err
+	}
+	if m.decode != nil {
+		if err := m.transfers(ctx, end.Add(-m.within/4), p, progress); err != nil {
+			return nil, fmt.Errorf("measuring the transfer to %s: %w", m.decode.Addr, err)
 		}
 	}
 	for _, prompt := range []int{64, 2048} {
@@ -120,6 +133,96 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 		return nil, errors.New("too little was measured in this time: raise --within, or lower --longest")
 	}
 	return p, nil
+}
+
+// tries is how often a time is measured. The least counts: nothing makes an engine faster than it is.
+const tries = 3
+
+// prompts measures prompts of some lengths.
+func (m *measuring) prompts(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
+	for n := 256; n <= m.longest && time.Now().Before(until); n *= 2 {
+		best := time.Duration(0)
+		for i := range tries {
+			a, err := m.ask(ctx, unknown(n), 1)
+			switch {
+			case err != nil && len(p.Prefill) >= 2: // longer than its context
+				return nil
+			case err != nil:
+				return err
+			case i == 0 || a[0] < best:
+				best = a[0]
+			}
+		}
+		p.Prefill = append(p.Prefill, profile.Prefill{Tokens: n, Seconds: best.Seconds()})
+		fmt.Fprintf(progress, "a prompt of %d tokens: %.3f s\n", n, best.Seconds())
+	}
+	return nil
+}
+
+// transfers measures how long the KV of prompts of some lengths takes from one engine to the other: how much longer the
+// first token takes there than when the prompt is asked again, and is in the cache.
+func (m *measuring) transfers(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
+	longest := p.Prefill[len(p.Prefill)-1].Tokens // what its context has room for
+	for n := 256; n <= longest && (time.Now().Before(until) || len(p.Transfers) < 2); n *= 4 {
+		best := time.Duration(0)
+		for i := range tries {
+			took, err := m.transfer(ctx, n)
+			if err != nil {
+				return err
+			}
+			if i == 0 || took < best {
+				best = took
+			}
+		}
+		p.Transfers = append(p.Transfers, profile.Transfer{Tokens: n, Seconds: max(best.Seconds(), 1e-6)})
+		fmt.Fprintf(progress, "KV of %d tokens to %s: %.1f ms\n", n, m.decode.Addr, 1000*best.Seconds())
+	}
+	return nil
+}
+
+// transfer makes both legs of a request, as Tandem and Envoy do, and the second one again.
+func (m *measuring) transfer(ctx context.Context, tokens int) (time.Duration, error) {
+	pair := kvtransfer.Pair{Prefill: kvtransfer.Side{Addr: m.engine.Addr}, Decode: kvtransfer.Side{Addr: m.decode.Addr}}
+	for i := range pair.Attempt {
+		pair.Attempt[i] = byte(rand.Uint32())
+	}
+	pair.RequestID = "profile-" + hex.EncodeToString(pair.Attempt[:])
+	body, err := m.body(unknown(tokens), 1)
+	if err != nil {
+		return 0, err
+	}
+	var r openai.Request
+	var edits openai.Patch
+	if err := r.Scan(openai.Completions, body, openai.Limits{}); err != nil {
+		return 0, err
+	}
+	edits.Reset(&r)
+	m.dialect.Prefill(&r, &edits, &pair)
+	resp, err := m.post(ctx, m.engine, edits.Edits().Apply(nil, body), pair.RequestID)
+	if err != nil {
+		return 0, err
+	}
+	text, err := enginehttp.ReadAll(resp, maxAnswer)
+	if err != nil {
+		return 0, err
+	}
+	answer, err := m.dialect.ReadAnswer(text, &pair)
+	if err != nil {
+		return 0, err
+	}
+	if answer.Params == nil {
+		return 0, errors.New("the engine keeps no KV for another one: is it a prefill engine of this dialect?")
+	}
+	fetches := append(m.dialect.DecodeMember([]byte("{"), answer.Params), ',')
+	first, err := m.answer(ctx, m.decode, append(fetches, body[1:]...), pair.RequestID)
+	if err != nil {
+		return 0, err
+	}
+	again, err := m.answer(ctx, m.decode, body, "")
+	if err != nil {
+		return 0, err
+	}
+	return first[0] - again[0], nil
 }
 
 // answered is when the tokens of an answer came, since it was asked for.
@@ -192,32 +295,47 @@ func unknown(tokens int) []int {
 	return ids
 }
 
-// ask asks for an answer.
-func (m *measuring) ask(ctx context.Context, prompt []int, answer int) (a answered, err error) {
-	body, err := json.Marshal(map[string]any{"model": m.model, "prompt": prompt, "max_tokens": answer,
-		"min_tokens": answer,
+// body returns the request for an answer.
+func (m *measuring) body(prompt []int, answer int) ([]byte, error) {
+	return json.Marshal(map[string]any{"model": m.model, "prompt": prompt, "max_tokens": answer, "min_tokens": answer,
 		"ignore_eos": true, "temperature": 0, "stream": true})
+}
+
+// ask asks the engine for an answer.
+func (m *measuring) ask(ctx context.Context, prompt []int, answer int) (answered, error) {
+	body, err := m.body(prompt, answer)
 	if err != nil {
-		return a, err
+		return nil, err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, m.url+"/v1/completions", bytes.NewReader(body))
+	return m.answer(ctx, m.engine, body, "")
+}
+
+// post sends a request, and returns an answer with status 200.
+func (m *measuring) post(ctx context.Context, e *kvstate.Endpoint, body []byte, id string) (*http.Response, error) {
+	header := http.Header{}
+	if id != "" {
+		header.Set("X-Request-Id", id)
+	}
+	resp, err := m.client.Post(ctx, e, "/v1/completions", body, header)
 	if err != nil {
-		return a, fmt.Errorf("asking the engine: %w", err)
+		return nil, err
 	}
-	req.Header.Set("Content-Type", "application/json")
-	if m.key != "" {
-		req.Header.Set("Authorization", m.key)
+	if resp.StatusCode != http.StatusOK {
+		defer resp.Body.Close()
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 500))
+		return nil, fmt.Errorf("the engine at %s answers %s: %s", e.Addr, resp.Status, text)
 	}
+	return resp, nil
+}
+
+// answer sends a request whose answer is a stream, and notes when its tokens come.
+func (m *measuring) answer(ctx context.Context, e *kvstate.Endpoint, body []byte, id string) (a answered, err error) {
 	began := time.Now()
-	resp, err := m.http.Do(req)
+	resp, err := m.post(ctx, e, body, id)
 	if err != nil {
-		return a, fmt.Errorf("asking the engine: %w", err)
+		return nil, err
 	}
 	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		text, _ := io.ReadAll(io.LimitReader(resp.Body, 500))
-		return a, fmt.Errorf("the engine answers %s: %s", resp.Status, text)
-	}
 	lines := bufio.NewScanner(resp.Body)
 	lines.Buffer(nil, 1<<20)
 	for lines.Scan() {
@@ -236,48 +354,28 @@ func (m *measuring) ask(ctx context.Context, prompt []int, answer int) (a answer
 	return a, nil
 }
 
-func (m *measuring) get(ctx context.Context, path string) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, answerWithin)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, m.url+path, nil)
-	if err != nil {
-		return nil, fmt.Errorf("asking the engine: %w", err)
-	}
-	if m.key != "" {
-		req.Header.Set("Authorization", m.key)
-	}
-	resp, err := m.http.Do(req)
-	if err != nil {
-		return nil, fmt.Errorf("asking the engine (is it running?): %w", err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("the engine answers %s to GET %s", resp.Status, path)
-	}
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return nil, fmt.Errorf("reading the engine's answer: %w", err)
-	}
-	return text, nil
-}
-
 func (m *measuring) firstModel(ctx context.Context) error {
-	text, err := m.get(ctx, "/v1/models")
-	if err != nil {
-		return err
-	}
-	var list struct{ Data []struct{ ID string } }
-	if err := json.Unmarshal(text, &list); err != nil || len(list.Data) == 0 {
+	asking, enough := context.WithCancel(ctx)
+	defer enough()
+	facts := enginefacts.Read(asking, m.client, m.engine, func(*enginefacts.Info) { enough() }) // without /server_info
+	switch {
+	case facts.Refused != 0:
+		return fmt.Errorf("the engine wants a key (status %d): --api-key-file", facts.Refused)
+	case !facts.Answered:
+		return fmt.Errorf("no engine answers at %s: is it running?", m.engine.Addr)
+	case len(facts.Models) == 0:
 		return errors.New("the engine names no model: --model")
 	}
-	m.model = list.Data[0].ID
+	m.model = facts.Models[0]
 	return nil
 }
 
 // memory reads the engine's metrics, if it has any.
 func (m *measuring) memory(ctx context.Context, p *profile.Profile) {
-	text, err := m.get(ctx, "/metrics")
-	if err != nil {
+	ctx, cancel := context.WithTimeout(ctx, answerWithin)
+	defer cancel()
+	status, text, err := m.client.GetAll(ctx, m.engine, "/metrics", maxAnswer)
+	if err != nil || status != http.StatusOK {
 		return
 	}
 	if _, said, ok := scrape.Read(text, ""); ok {

@@ -127,7 +127,7 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 		bars = io.Discard
 	}
 	c := o.Config
-	if o.recording.file != "" {
+	if len(o.recording.files) > 0 {
 		return replayRecording(ctx, o, stdout, bars)
 	}
 	if o.suite == "agents" {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -16,18 +15,20 @@ import (
 
 	"tandem/recording"
 	"tandem/replay"
+	"tandem/replay/report"
 )
 
 // recordingOptions are the flags of recordings.
 type recordingOptions struct {
-	file, pool, profile, export string
-	whatIf                      []string
-	advise                      int
-	needed                      bool
+	files, whatIf         []string
+	pool, profile, export string
+	advise                int
+	needed                bool
 }
 
 func (o *recordingOptions) flags(f *pflag.FlagSet) {
-	f.StringVar(&o.file, "recording", "", "play a recording: a `FILE`, or a folder with all of its files")
+	f.StringArrayVar(&o.files, "recording", nil,
+		"play a recording: a `FILE`, or a folder of files; those of several replicas are joined")
 	f.StringVar(&o.pool, "pool", "", "of --recording: the `POOL` (default: the one with most requests)")
 	f.StringVar(&o.profile, "profile", "",
 		"of --recording: engines are as `FILE` of tandem profile says, not as Tandem had learned")
@@ -43,7 +44,7 @@ func (o *recordingOptions) flags(f *pflag.FlagSet) {
 // replayRecording plays a recording on the fleet that it was made of, and on others.
 func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Writer) error {
 	x := &o.recording
-	from, err := recording.Open(x.file)
+	from, err := recording.Open(x.files...)
 	if err != nil {
 		return err
 	}
@@ -76,25 +77,63 @@ func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Write
 		return err
 	}
 	now.Config.Progress = nil
-	if o.asJSON {
-		return recordingJSON(ctx, stdout, load, now, replayed, variants, x.advise)
+	a := replay.NewAnswer(load, now, replayed, notes)
+	if err := x.ask(ctx, a, variants, o.html != "" && o.html != "-"); err != nil {
+		return err
 	}
-	printCompared(stdout, load, &now, replayed, append(notes, load.Notes...))
-	if len(variants) > 0 {
-		fmt.Fprintln(stdout, "\nWhat if")
-		if err := printVariants(ctx, stdout, load, replay.Row{Variant: now, RecordedResult: replayed}, variants, x.needed); err != nil {
+	if o.html != "" && o.html != "-" {
+		if err := writePage(o.html, a); err != nil {
+			return err
+		}
+		fmt.Fprintln(bars, "page:", o.html)
+	}
+	if o.asJSON {
+		return printAnswerJSON(stdout, a)
+	}
+	printAnswer(stdout, a, x)
+	return nil
+}
+
+// ask plays all that was asked for, and the loads of pictures where there is a page.
+func (x *recordingOptions) ask(ctx context.Context, a *replay.Answer, variants []replay.Variant, page bool) error {
+	if len(variants) > 0 && x.needed {
+		if err := a.Need(ctx, &a.Now); err != nil {
 			return err
 		}
 	}
+	for i := range variants {
+		if err := a.WhatIf(ctx, &variants[i]); err != nil {
+			return err
+		}
+		if x.needed {
+			if err := a.Need(ctx, &a.Rows[i]); err != nil {
+				return err
+			}
+		}
+	}
 	if x.advise > 0 {
-		return advise(ctx, stdout, load, now, x.advise)
+		if err := a.Advise(ctx, x.advise); err != nil {
+			return err
+		}
+	}
+	if page {
+		return a.Draw(ctx)
 	}
 	return nil
 }
 
-// recordingJSON prints what was measured and what is replayed as one object.
-func recordingJSON(ctx context.Context, w io.Writer, load *replay.Recorded, now replay.Variant,
-	replayed *replay.RecordedResult, variants []replay.Variant, most int) error {
+// writePage writes the answer as a page.
+func writePage(file string, a *replay.Answer) (err error) {
+	to, err := os.Create(file)
+	if err != nil {
+		return fmt.Errorf("--html: %w", err)
+	}
+	defer func() { err = errors.Join(err, to.Close()) }()
+	return report.WriteAnswer(to, a)
+}
+
+// printAnswerJSON prints what was measured and what is replayed as one object.
+func printAnswerJSON(w io.Writer, a *replay.Answer) error {
 	type row struct {
 		Name string `json:"name"`
 		*replay.RecordedResult
@@ -103,88 +142,59 @@ func recordingJSON(ctx context.Context, w io.Writer, load *replay.Recorded, now 
 		Measured *replay.RecordedResult `json:"measured"`
 		Replayed row                    `json:"replayed"`
 		Rows     []row                  `json:"rows,omitempty"`
-		Run      string                 `json:"run,omitempty"` // the fleet that is advised
-		Advice   []string               `json:"advice,omitempty"`
-	}{Measured: load.Measured(&now.Config), Replayed: row{now.Name, replayed}}
-	for i := range variants {
-		r, err := variants[i].Play(ctx, load)
-		if err != nil {
-			return err
-		}
-		out.Rows = append(out.Rows, row{variants[i].Name, r})
+		Off      []string               `json:"off,omitempty"`    // by more than a fifth
+		Notes    []string               `json:"notes,omitempty"`  // what is known to disturb
+		Run      string                 `json:"run,omitempty"`    // the fleet that is advised
+		Advice   []string               `json:"advice,omitempty"` // in sentences
+	}{Measured: a.Measured, Replayed: row{a.Now.Name, a.Now.RecordedResult}, Off: a.Off, Notes: a.Notes}
+	for _, r := range slices.Concat(a.Rows, a.Fleets) {
+		out.Rows = append(out.Rows, row{r.Name, r.RecordedResult})
 	}
-	if most > 0 {
-		a, err := replay.Advise(ctx, load, now, most, func(r *replay.Row) {
-			out.Rows = append(out.Rows, row{r.Name, r.RecordedResult})
-		})
-		if err != nil {
-			return err
-		}
-		out.Run, out.Advice = a.Best().Name, a.Sentences()
+	if a.Advice != nil {
+		out.Run, out.Advice = a.Advice.Best().Name, a.Advice.Sentences()
 	}
 	return json.NewEncoder(w).Encode(out)
 }
 
-// fewRequests is how many requests say little: of them the p95 is one or two.
-const fewRequests = 100
+// printAnswer prints how well the replay predicts what happened, and then what was asked.
+func printAnswer(w io.Writer, a *replay.Answer, x *recordingOptions) {
+	printCompared(w, a)
+	table := func(title string, rows []replay.Row, needed bool) {
+		fmt.Fprintln(w, "\n"+title)
+		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+		variantHead(t, needed)
+		for i := range rows {
+			variantRow(t, &rows[i], needed)
+		}
+		_ = t.Flush()
+	}
+	if len(a.Rows) > 0 {
+		was := a.Now
+		was.Name += " (as it was)"
+		table("What if", append([]replay.Row{was}, a.Rows...), x.needed)
+	}
+	if a.Advice != nil {
+		table(fmt.Sprintf("Fleets of up to %d engines", x.advise), a.Fleets, false)
+		fmt.Fprintln(w, "\n"+strings.Join(a.Advice.Sentences(), "\n"))
+	}
+}
 
-// printCompared prints how well the replay predicts what happened.
-func printCompared(w io.Writer, load *replay.Recorded, now *replay.Variant, replayed *replay.RecordedResult,
-	notes []string) {
-	measured := load.Measured(&now.Config)
-	off := replay.Off(measured, replayed)
-	if len(off) > 0 {
-		fmt.Fprintln(w, "The replay is off by more than a fifth, so do not trust what it says of other fleets:")
-		for _, line := range off {
+func printCompared(w io.Writer, a *replay.Answer) {
+	if len(a.Off) > 0 {
+		fmt.Fprintln(w, replay.OffWarning)
+		for _, line := range a.Off {
 			fmt.Fprintln(w, "  "+line)
 		}
-		if len(notes) == 0 {
-			fmt.Fprintln(w, "  no reason is known: engines may differ in kind from the model (tandem profile measures one)")
-		}
 	}
-	if measured.TTFT.Mean == 0 {
-		fmt.Fprintln(w, "No stream's times were read (usage), so nobody knows whether the replay is right.")
-	}
-	if measured.Requests < fewRequests {
-		notes = append(notes, fmt.Sprintf("%d requests are few: record more before you decide anything", measured.Requests))
-	}
-	for _, n := range notes {
+	for _, n := range a.Notes {
 		fmt.Fprintln(w, "  note:", n)
 	}
-	fmt.Fprintf(w, "%d requests in %.0f s on %s (pool %s), first token within %g s and a token each %g ms promised\n",
-		len(load.Turns), load.Seconds, now.Fleet(), load.Pool.Name, now.Config.TTFT, 1000*now.Config.TPOT)
-	if load.Sample > 1 {
-		fmt.Fprintf(w, "one conversation in %d was recorded; each is played so many times\n", load.Sample)
-	}
-	for _, why := range slices.Sorted(maps.Keys(load.Skipped)) {
-		fmt.Fprintf(w, "%d requests are not played: they %s\n", load.Skipped[why], why)
-	}
-	if load.Guessed > 0 {
-		fmt.Fprintf(w, "%d answers have the mean length: nobody read how long they were (usage)\n", load.Guessed)
-	}
+	fmt.Fprintln(w, strings.Join(a.About(), "\n"))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "\n\tmeasured\treplayed")
-	row := func(what string, was, is float64, format string) {
-		text := "unknown"
-		if was >= 0 {
-			text = fmt.Sprintf(format, was)
-		}
-		fmt.Fprintf(t, "%s\t%s\t%s\n", what, text, fmt.Sprintf(format, is))
+	for _, c := range a.Compared() {
+		fmt.Fprintf(t, "%s\t%s\t%s\n", c.What, c.Measured, c.Replayed)
 	}
-	unless := func(s replay.Spread, x float64) float64 {
-		if s.Mean == 0 {
-			return -1
-		}
-		return x
-	}
-	row("promise kept", 100*measured.Kept, 100*replayed.Kept, "%.1f %%")
-	row("first token, p50", unless(measured.TTFT, measured.TTFT.P50), replayed.TTFT.P50, "%.3f s")
-	row("first token, p95", unless(measured.TTFT, measured.TTFT.P95), replayed.TTFT.P95, "%.3f s")
-	row("per token, mean", unless(measured.TPOT, 1000*measured.TPOT.Mean), 1000*replayed.TPOT.Mean, "%.1f ms")
-	row("per token, p95", unless(measured.TPOT, 1000*measured.TPOT.P95), 1000*replayed.TPOT.P95, "%.1f ms")
-	row("cached", 100*measured.Cached, 100*replayed.Cached, "%.1f %%")
-	row("in the queue, mean", measured.Waits.Mean, replayed.Waits.Mean, "%.3f s")
-	row("in the queue, p95", measured.Waits.P95, replayed.Waits.P95, "%.3f s")
 	_ = t.Flush()
 }
 
@@ -196,66 +206,13 @@ func variantHead(t io.Writer, needed bool) {
 	fmt.Fprintln(t)
 }
 
-func variantRow(t io.Writer, name string, r *replay.RecordedResult) {
-	fmt.Fprintf(t, "%s\t%.1f %%\t%.2f, %.2f s\t%.1f, %.1f ms\t%.1f %%\t%.1f %%\t%.2f s", name, 100*r.Kept, r.TTFT.P50,
-		r.TTFT.P95,
-		1000*r.TPOT.Mean, 1000*r.TPOT.P95, 100*r.Cached, 100*r.Again, r.Waits.P95)
-}
-
-// printVariants plays variants, and prints them below the fleet as it was, which has been played.
-func printVariants(
-	ctx context.Context, w io.Writer, load *replay.Recorded, was replay.Row, variants []replay.Variant, needed bool,
-) error {
-	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	variantHead(t, needed)
-	row := func(name string, v *replay.Variant, r *replay.RecordedResult) error {
-		variantRow(t, name, r)
-		if needed {
-			n, err := v.Needed(ctx, load, 32)
-			if err != nil {
-				return err
-			}
-			text := fmt.Sprint(n)
-			if n == 0 {
-				text = "more than 32"
-			}
-			fmt.Fprint(t, "\t"+text)
-		}
-		fmt.Fprintln(t)
-		return nil
+func variantRow(t io.Writer, r *replay.Row, needed bool) {
+	fmt.Fprintf(t, "%s\t%.1f %%\t%.2f, %.2f s\t%.1f, %.1f ms\t%.1f %%\t%.1f %%\t%.2f s", r.Name, 100*r.Kept, r.TTFT.P50,
+		r.TTFT.P95, 1000*r.TPOT.Mean, 1000*r.TPOT.P95, 100*r.Cached, 100*r.Again, r.Waits.P95)
+	if needed {
+		fmt.Fprint(t, "\t"+r.NeededWords())
 	}
-	if err := row(was.Name+" (as it was)", &was.Variant, was.RecordedResult); err != nil {
-		return err
-	}
-	for i := range variants {
-		v := &variants[i]
-		r, err := v.Play(ctx, load)
-		if err != nil {
-			return err
-		}
-		if err := row(v.Name, v, r); err != nil {
-			return err
-		}
-	}
-	return t.Flush()
-}
-
-func advise(ctx context.Context, w io.Writer, load *replay.Recorded, now replay.Variant, most int) error {
-	fmt.Fprintf(w, "\nFleets of up to %d engines\n", most)
-	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	variantHead(t, false)
-	a, err := replay.Advise(ctx, load, now, most, func(r *replay.Row) {
-		variantRow(t, r.Name, r.RecordedResult)
-		fmt.Fprintln(t)
-	})
-	if err != nil {
-		return err
-	}
-	if err := t.Flush(); err != nil {
-		return err
-	}
-	fmt.Fprintln(w, "\n"+strings.Join(a.Sentences(), "\n"))
-	return nil
+	fmt.Fprintln(t)
 }
 
 // exportRecording writes a recording in a common format.

@@ -22,6 +22,9 @@ type Profile struct {
 	Measured string    `json:"measured"` // when (RFC 3339)
 	Prefill  []Prefill `json:"prefill"`
 	Steps    []Step    `json:"steps"`
+	// of KV to another engine; none: that was not measured
+	Transfers []Transfer `json:"transfers,omitempty"`
+
 	KV       float64   `json:"kv,omitempty"`   // tokens of GPU memory; 0: it does not say
 	Host     float64   `json:"host,omitempty"` // of host memory
 }
@@ -36,6 +39,12 @@ type Prefill struct {
 type Step struct {
 	Answers int     `json:"answers"`
 	KV      float64 `json:"kv"` // tokens of all of them
+	Seconds float64 `json:"s"`
+}
+
+// Transfer is the KV of a prompt on its way to another engine.
+type Transfer struct {
+	Tokens  int     `json:"tokens"`
 	Seconds float64 `json:"s"`
 }
 
@@ -85,6 +94,11 @@ func (p *Profile) check() error {
 			return fmt.Errorf("a step that cannot be: %+v", x)
 		}
 	}
+	for _, x := range p.Transfers {
+		if x.Tokens < 1 || !(x.Seconds > 0) || math.IsInf(x.Seconds, 1) {
+			return fmt.Errorf("a transfer that cannot be: %+v", x)
+		}
+	}
 	return nil
 }
 
@@ -109,6 +123,14 @@ func (p *Profile) Apply(m *picker.Model) error {
 	}
 	of = leastSquares(rows, t)
 	m.DecodeStep, m.DecodeAnswer, m.DecodeToken = of[0], of[1], of[2]
+	if len(p.Transfers) > 0 { // t = lag + bytes n / bandwidth
+		rows, t = nil, nil
+		for _, x := range p.Transfers {
+			rows, t = append(rows, []float64{1, float64(x.Tokens)}), append(t, x.Seconds)
+		}
+		of = leastSquares(rows, t)
+		m.TransferLag, m.Bandwidth = of[0], m.TokenBytes/max(of[1], 1e-12)
+	}
 	if p.KV > 0 {
 		m.KVTokens = p.KV
 	}

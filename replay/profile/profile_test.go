@@ -19,6 +19,9 @@ func of(m *picker.Model, wrong float64) *Profile {
 		x := float64(n)
 		p.Prefill = append(p.Prefill, Prefill{n, (m.PrefillStep + m.PrefillToken*x + m.PrefillContext*x*x/2) * by()})
 	}
+	for _, n := range []int{256, 1024, 16384} {
+		p.Transfers = append(p.Transfers, Transfer{n, (m.TransferLag + m.TokenBytes*float64(n)/m.Bandwidth) * by()})
+	}
 	for _, b := range []int{1, 4, 16, 32} {
 		for _, kv := range []float64{100, 2000} {
 			all := float64(b) * kv
@@ -55,6 +58,10 @@ func TestKnownEngines(t *testing.T) {
 				for _, b := range []float64{2, 20} {
 					was := truth.DecodeStep + truth.DecodeAnswer*b + truth.DecodeToken*b*1000
 					require.InEpsilon(t, was, got.DecodeStep+got.DecodeAnswer*b+got.DecodeToken*b*1000, .001+1.5*wrong)
+				}
+				for _, n := range []float64{500, 12000} {
+					was := truth.TransferLag + truth.TokenBytes*n/truth.Bandwidth
+					require.InEpsilon(t, was, got.TransferLag+got.TokenBytes*n/got.Bandwidth, .001+1.5*wrong)
 				}
 				require.InDelta(t, 500_000, got.KVTokens, 0)
 			}

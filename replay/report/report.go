@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"html/template"
 	"io"
-	"math"
 	"strings"
 
 	"tandem/replay"
@@ -20,23 +19,9 @@ type Report struct {
 	Results []*replay.Result
 }
 
-// palette returns colours that people with colour vision deficiency can distinguish (Okabe and Ito, 2008).
-func palette(i int) string {
-	colours := [...]string{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999",
-		"#8b4513", "#6a3d9a"}
-	return colours[i%len(colours)]
-}
-
 const page = `<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{.Title}}</title>
-<style>
-body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;width:100%;margin:1rem 0}
-td,th{padding:.25rem .5rem;text-align:right;border-bottom:1px solid #ddd;font-variant-numeric:tabular-nums}
-td:first-child,th:first-child{text-align:left}
-svg{width:100%;height:auto;margin:.5rem 0 1.5rem}
-i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
-</style>
+<style>{{style}}</style>
 <h1>{{.Title}}</h1>
 <p>{{range .About}}{{.}}<br>{{end}}</p>
 <table><tr><th>policy<th>TTFT mean, s<th>p50<th>p90<th>p99<th>TPOT mean, ms<th>p99<th>end to end, s<th>hit share
@@ -57,7 +42,8 @@ server's own picker.</p>
 // Write writes the report: one self-contained page.
 func (r *Report) Write(w io.Writer) error {
 	t, err := template.New("report").Funcs(template.FuncMap{
-		"colour":       palette,
+		"colour":       func(i int) template.CSS { return template.CSS(palette(i)) }, //nolint:gosec // ours
+		"style":        func() template.CSS { return style },
 		"s":            func(x float64) string { return fmt.Sprintf("%.3g", x) },
 		"ms":           func(x float64) string { return fmt.Sprintf("%.1f", 1000*x) },
 		"distribution": distribution,
@@ -69,45 +55,21 @@ func (r *Report) Write(w io.Writer) error {
 	return t.Execute(w, r)
 }
 
-// The plots' size, and the position of their axes.
-const (
-	width, height = 900.0, 340.0
-	left, bottom  = 120.0, 30.0
-)
-
-// distribution plots the share of requests with a time to the first token of at most x, x on a logarithmic axis.
+// distribution plots the share of requests with a time to the first token of at most x.
 func distribution(results []*replay.Result) template.HTML {
-	least, most := 0.01, 0.1
-	for _, r := range results {
-		most = max(most, r.FirstTokens()[len(r.FirstTokens())-1])
-	}
-	x := func(seconds float64) float64 {
-		return left + (width-left-10)*math.Log(max(seconds, least)/least)/math.Log(most/least)
-	}
-	y := func(share float64) float64 { return (height - bottom) * (1 - share) }
-	var b strings.Builder
-	fmt.Fprintf(&b, `<svg viewBox="0 0 %g %g" role="img">`, width, height)
-	for seconds := least; seconds <= most; seconds *= 10 {
-		fmt.Fprintf(&b, `<path d="M%.1f 0V%.1f" stroke="#ddd"/><text x="%.1f" y="%.1f" font-size="13" `+
-			`text-anchor="middle">%g s</text>`,
-			x(seconds), y(0), x(seconds), height-8, seconds)
-	}
-	for _, share := range []float64{0, .25, .5, .75, .9, 1} {
-		fmt.Fprintf(&b, `<path d="M%g %.1fH%g" stroke="#ddd"/><text x="%g" y="%.1f" font-size="13" `+
-			`text-anchor="end">%g %%</text>`,
-			left, y(share), width, left-8, y(share)+12*share, 100*share)
-	}
+	p := plot{y: percent(1, "share of requests", 0, .25, .5, .75, .9, 1)}
+	most := .1
 	for i, r := range results {
-		fmt.Fprintf(&b, `<path fill="none" stroke-width="2" stroke="%s" d="M`, palette(i))
+		times, c := r.FirstTokens(), curve{name: r.Policy, colour: i}
+		most = max(most, times[len(times)-1])
 		for step := range 201 {
 			q := float64(step) / 200
-			times := r.FirstTokens()
-			fmt.Fprintf(&b, "%.1f %.1f ", x(times[min(int(q*float64(len(times))), len(times)-1)]), y(q))
+			c.x, c.y = append(c.x, times[min(int(q*float64(len(times))), len(times)-1)]), append(c.y, q)
 		}
-		fmt.Fprintf(&b, `"><title>%s</title></path>`, template.HTMLEscapeString(r.Policy))
+		p.curves = append(p.curves, c)
 	}
-	b.WriteString("</svg>")
-	return template.HTML(b.String()) //nolint:gosec // numbers, and names that are escaped
+	p.x = seconds(.01, most, "time to the first token")
+	return p.svg()
 }
 
 // bars plots one number of each policy.
@@ -130,8 +92,8 @@ func bars(results []*replay.Result, what string) template.HTML {
 	fmt.Fprintf(&b, `<svg viewBox="0 0 %g %g" role="img">`, width, row*float64(len(results)))
 	for i, r := range results {
 		at := row * float64(i)
-		fmt.Fprintf(&b, `<text x="%g" y="%g" font-size="13" text-anchor="end">%s</text><rect x="%g" y="%g" `+
-			`width="%.1f" height="%g" fill="%s"/><text x="%.1f" y="%g" font-size="13">%.3g</text>`,
+		fmt.Fprintf(&b, `<text x="%g" y="%g" text-anchor="end">%s</text><rect x="%g" y="%g" `+
+			`width="%.1f" height="%g" style="fill:%s"/><text x="%.1f" y="%g">%.3g</text>`,
 			left-8, at+16, template.HTMLEscapeString(r.Policy), left, at+3, (width-left-80)*value(r)/max(most, 1e-9),
 			row-6, palette(i),
 			left+(width-left-80)*value(r)/max(most, 1e-9)+6, at+16, value(r))

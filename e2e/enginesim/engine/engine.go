@@ -95,9 +95,13 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 }
 
 // computeChunks computes a prompt in steps which the answers that run take part in: each of them gets its token at the
-// step's end, and the step takes the time of the chunk and of their own.
+// step's end, and the step takes the time of the chunk and of their own. It begins with a step, not in the middle of one
+// (vLLM 0.32.0, v1/engine/core.py: step schedules, executes, and schedules again).
 func (e *Engine) computeChunks(ctx context.Context, d time.Duration) error {
 	defer e.stepEnds.Store(0)
+	if err := e.runningStep(ctx); err != nil {
+		return err
+	}
 	chunk := time.Duration(float64(e.Cfg.Chunk) / e.Cfg.PrefillSpeed * float64(time.Second))
 	for d > 0 {
 		step := min(chunk, d)
@@ -111,6 +115,29 @@ func (e *Engine) computeChunks(ctx context.Context, d time.Duration) error {
 		}
 	}
 	return nil
+}
+
+// runningStep waits for the end of the step that runs, if answers are written.
+func (e *Engine) runningStep(ctx context.Context) error {
+	if e.writing.Load() == 0 || e.Cfg.DecodeStep == 0 {
+		return nil
+	}
+	return Sleep(ctx, e.untilStep())
+}
+
+// firstStep takes the time in which the first token of a prompt is computed whose KV was fetched: that of all tokens
+// but its last. Where the parts of a step are not modelled (no -chunk) it takes none.
+func (e *Engine) firstStep(ctx context.Context) error {
+	if e.Cfg.Chunk == 0 || e.Cfg.DecodeStep == 0 {
+		return nil
+	}
+	if err := e.runningStep(ctx); err != nil {
+		return err
+	}
+	if e.writing.Load() == 0 {
+		return Sleep(ctx, e.Cfg.DecodeStep)
+	}
+	return Sleep(ctx, e.untilStep())
 }
 
 // Clock returns the time of the engine's own clock, Python's perf_counter: it begins at an arbitrary time, and no other

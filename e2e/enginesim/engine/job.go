@@ -80,6 +80,11 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 	if err := j.Transfer.Fill(ctx); err != nil {
 		return j.abandon(err)
 	}
+	if j.fetched() {
+		if err := e.firstStep(ctx); err != nil {
+			return j.abandon(err)
+		}
+	}
 	j.Transfer.Computed()
 	e.Metrics.firstToken.Observe(time.Since(started).Seconds())
 	if err := j.decode(ctx, emit); err != nil {
@@ -88,6 +93,16 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 	j.complete()
 	e.Metrics.latency.Observe(time.Since(started).Seconds())
 	return nil
+}
+
+// fetched reports whether another engine has computed all of the prompts.
+func (j *Job) fetched() bool {
+	for _, q := range j.Seqs {
+		if q.External == 0 || q.Turn {
+			return false
+		}
+	}
+	return len(j.Seqs) > 0
 }
 
 func (j *Job) admit(ctx context.Context) error {
