@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -220,7 +221,8 @@ func TestAttacks(t *testing.T) {
 	if full {
 		length, size = 6*time.Second, 1
 	}
-	f := start(t, options{})
+	recordings := filepath.Join(t.TempDir(), "recordings")
+	f := start(t, options{top: fmt.Sprintf("usage: {}\nrecord: {folder: %q}\n", recordings)})
 	config, err := os.ReadFile(f.config)
 	require.NoError(t, err)
 	address := string(regexp.MustCompile(`extProc: \{listen: "([^"]+)"`).FindSubmatch(config)[1])
@@ -246,6 +248,18 @@ func TestAttacks(t *testing.T) {
 		t.Logf("%s: %s", at.name, cost)
 		rows = append(rows, fmt.Sprintf("| %s | %d by %d connections | %d | %s |", at.name, tried.Load(), at.connections[size], lost.Load(), cost))
 	}
+	recorded := map[string]int{} // by how they ended: what attacks begin is not recorded as answered
+	require.Eventually(t, func() bool {
+		clear(recorded)
+		lines, _ := readRecording(t, recordings)
+		for _, l := range lines {
+			if l.N > 0 {
+				recorded[l.Ended]++
+			}
+		}
+		return recorded["ok"] > 0
+	}, time.Minute, time.Second)
+	t.Logf("recorded: %v", recorded)
 	t.Logf("%d s each.\n\n| attack | tried | disconnected | peak RSS, MiB | peak held, MiB | goroutines | CPU, s | served beside | p50, ms | slowest, ms |\n|---|---|---|---|---|---|---|---|---|---|\n%s\n",
 		int(length.Seconds()), strings.Join(rows, "\n"))
 }

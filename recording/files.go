@@ -3,7 +3,6 @@ package recording
 import (
 	"cmp"
 	"compress/gzip"
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -26,6 +25,7 @@ type Files struct {
 	file   *os.File // nil: none is open
 	packed *gzip.Writer
 	size   int64 // of the file
+	kept   bool  // something of it is there for sure: a flush has reached the file
 }
 
 // Bounds of one file. A small one costs little where the end is lost, and when the oldest is removed.
@@ -64,6 +64,7 @@ func (f *Files) Flush() error {
 	if err := f.packed.Flush(); err != nil {
 		return f.failed(err)
 	}
+	f.kept = true
 	return nil
 }
 
@@ -72,7 +73,10 @@ func (f *Files) Close() error {
 	if f.file == nil {
 		return nil
 	}
-	err := errors.Join(f.packed.Close(), f.file.Close())
+	if err := f.packed.Close(); err != nil {
+		return f.failed(err)
+	}
+	err := f.file.Close()
 	f.file = nil
 	if err != nil {
 		return fmt.Errorf("writing a recording: %w", err)
@@ -80,8 +84,13 @@ func (f *Files) Close() error {
 	return nil
 }
 
+// failed gives up a file, and removes it if it has nothing that can be read: while a disk is full, each try would leave
+// another one.
 func (f *Files) failed(err error) error {
 	_ = f.file.Close()
+	if !f.kept {
+		_ = os.Remove(f.file.Name())
+	}
 	f.file = nil
 	return fmt.Errorf("writing a recording: %w", err)
 }
@@ -104,7 +113,7 @@ func (f *Files) open(now time.Time) error {
 	if err != nil {
 		return fmt.Errorf("beginning a file of a recording: %w", err)
 	}
-	f.file, f.size, f.began = file, 0, now
+	f.file, f.size, f.began, f.kept = file, 0, now, false
 	f.packed, _ = gzip.NewWriterLevel(counting{f}, gzip.BestSpeed) // a level that there is
 	return nil
 }

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
+	"strconv"
 
 	"tandem/replay/profile"
 )
@@ -27,12 +29,13 @@ func (o *Recorded) WriteMooncake(w io.Writer) error {
 			Input     int      `json:"input_length"`
 			Output    int      `json:"output_length"`
 			Hashes    []uint64 `json:"hash_ids"`
-		}{int64(1000 * t.At), t.Input, t.Output, ids}
+		}{int64(math.Round(1000 * t.At)), t.Input, t.Output, ids}
 	})
 }
 
-// WriteSessions writes a recording as sessions of aiperf's form, which [sessions.Read] reads: a request of a
-// session comes some time after the answer before it.
+// WriteSessions writes a recording as sessions of aiperf's form (mooncake_trace), which [sessions.Read] reads: a
+// session begins at a timestamp, and a request of it comes some time after the answer before it. aiperf wants
+// session_id as text (ai-dynamo/aiperf, dataset/loader/models.py, MooncakeTrace).
 func (o *Recorded) WriteSessions(w io.Writer) error {
 	numbers := map[uint64]uint64{}
 	return o.write(w, func(t *RecordedTurn) any {
@@ -45,17 +48,20 @@ func (o *Recorded) WriteSessions(w io.Writer) error {
 			}
 			ids[i] = n
 		}
-		delay := 0.0
-		if t.On >= 0 {
-			delay = 1000 * max(t.Gap, 0)
+		line := struct {
+			Session   string   `json:"session_id"`
+			Timestamp *float64 `json:"timestamp,omitempty"` // ms
+			Delay     *float64 `json:"delay,omitempty"`     // ms
+			Input     int      `json:"input_length"`
+			Output    int      `json:"output_length"`
+			Hashes    []uint64 `json:"hash_ids"`
+		}{strconv.Itoa(t.root), nil, nil, t.Input, t.Output, ids}
+		if t.On < 0 {
+			line.Timestamp = new(1000 * t.At)
+		} else {
+			line.Delay = new(1000 * max(t.Gap, 0))
 		}
-		return struct {
-			Session int      `json:"session_id"`
-			Input   int      `json:"input_length"`
-			Output  int      `json:"output_length"`
-			Hashes  []uint64 `json:"hash_ids"`
-			Delay   float64  `json:"delay"`
-		}{t.root, t.Input, t.Output, ids, delay}
+		return line
 	})
 }
 

@@ -3,6 +3,8 @@ package replay
 import (
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -156,23 +158,42 @@ func TestAdvice(t *testing.T) {
 	require.Contains(t, strings.Join(a.Sentences(), "\n"), "No fleet of up to so many engines")
 }
 
-// A recording becomes the common formats, which say the same of it.
+// A recording becomes the common formats, and what is read of them says the same of it.
 func TestExported(t *testing.T) {
-	o, err := LoadRecorded(recorded(t, 10, 3, 1), "")
+	o, err := LoadRecorded(recorded(t, 9, 3, 1), "")
 	require.NoError(t, err)
-	var mooncake, loops strings.Builder
+	var mooncake, again, loops strings.Builder
 	require.NoError(t, o.WriteMooncake(&mooncake))
-	require.NoError(t, o.WriteSessions(&loops))
-	trace, err := traces.Read("exported", strings.NewReader(mooncake.String()), 1)
+	file := filepath.Join(t.TempDir(), "exported.jsonl")
+	require.NoError(t, os.WriteFile(file, []byte(mooncake.String()), 0o600))
+	require.True(t, IsTrace(file))
+	trace, err := traces.Open(file, 0, 1)
 	require.NoError(t, err)
-	require.Len(t, trace.Requests, 30)
+	require.Len(t, trace.Requests, 27)
 	require.Greater(t, trace.Bound(), .6)
+	back, err := LoadTrace(trace)
+	require.NoError(t, err)
+	require.NoError(t, back.WriteMooncake(&again))
+	require.Equal(t, mooncake.String(), again.String())
+	v, _ := o.Variant()
+	was, err := v.Play(t.Context(), o)
+	require.NoError(t, err)
+	is, err := v.Play(t.Context(), back)
+	require.NoError(t, err)
+	require.Equal(t, was.Requests, is.Requests)
+	require.InDelta(t, was.Cached, is.Cached, .1)
+
+	require.NoError(t, o.WriteSessions(&loops))
+	require.Contains(t, loops.String(), `"session_id":"0","timestamp":0,"input_length"`, "as aiperf reads it")
 	all, err := sessions.Read("exported", strings.NewReader(loops.String()))
 	require.NoError(t, err)
-	require.Len(t, all, 10)
-	require.Len(t, all[0].Turns, 3)
-	require.InDelta(t, 3, all[0].Turns[1].Think, 1e-9)
-	require.Greater(t, all[0].Turns[1].Had, 3000)
+	require.Len(t, all, 9)
+	for _, s := range all {
+		require.Len(t, s.Turns, 3)
+		require.InDelta(t, 3, s.Turns[1].Think, 1e-9)
+		require.Equal(t, []int{4096, 6144, 8192}, []int{s.Turns[0].Input, s.Turns[1].Input, s.Turns[2].Input})
+		require.Greater(t, s.Turns[1].Had, 3000)
+	}
 }
 
 func FuzzRecording(f *testing.F) {

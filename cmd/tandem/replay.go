@@ -79,7 +79,7 @@ func newReplay() *cobra.Command {
 	f.Float64Var(&o.AskTPOT, "ask-tpot", 0, "requests ask tandem for so many `SECONDS` between tokens; 0: they do not")
 	f.Float64Var(&o.TPOT, "tpot", o.TPOT, "target of goodput: `SECONDS` between tokens")
 	f.BoolVar(&o.asJSON, "json", false, "print one JSON object per policy, each on one line, and nothing else")
-	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html, none with --json)")
+	f.StringVar(&o.html, "html", "", "write the report to `FILE`; - for none (default tandem-replay.html; none with --json or --recording)")
 	o.closed.flags(f)
 	o.recording.flags(f)
 	f.StringVar(&o.suite, "suite", "", "play a `SUITE` instead of one trace")

@@ -16,6 +16,7 @@ import (
 	"tandem/recording"
 	"tandem/replay"
 	"tandem/replay/report"
+	"tandem/replay/traces"
 )
 
 // recordingOptions are the flags of recordings.
@@ -44,18 +45,13 @@ func (o *recordingOptions) flags(f *pflag.FlagSet) {
 // replayRecording plays a recording on the fleet that it was made of, and on others.
 func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Writer) error {
 	x := &o.recording
-	from, err := recording.Open(x.files...)
-	if err != nil {
-		return err
-	}
-	load, err := replay.LoadRecorded(from, x.pool)
+	load, now, notes, err := x.load(o.Config)
 	if err != nil {
 		return err
 	}
 	if x.export != "" {
 		return exportRecording(load, x.export)
 	}
-	now, notes := load.Variant()
 	now.Config.Seed = o.Seed
 	if x.profile != "" {
 		if err := replay.ReadProfile(x.profile, &now); err != nil {
@@ -92,6 +88,30 @@ func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Write
 	}
 	printAnswer(stdout, a, x)
 	return nil
+}
+
+// load reads recordings, and the fleet that they were made of; or a trace, whose fleet flags say.
+func (x *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.Variant, []string, error) {
+	if len(x.files) == 1 && replay.IsTrace(x.files[0]) {
+		t, err := traces.Open(x.files[0], 0, flags.Seed)
+		if err != nil {
+			return nil, replay.Variant{}, nil, err
+		}
+		load, err := replay.LoadTrace(t)
+		now := replay.Variant{Policy: "tandem", Config: flags, Load: 1}
+		now.Name = now.Fleet()
+		return load, now, []string{"a trace: nobody measured how it was served"}, err
+	}
+	from, err := recording.Open(x.files...)
+	if err != nil {
+		return nil, replay.Variant{}, nil, err
+	}
+	load, err := replay.LoadRecorded(from, x.pool)
+	if err != nil {
+		return nil, replay.Variant{}, nil, err
+	}
+	now, notes := load.Variant()
+	return load, now, notes, nil
 }
 
 // ask plays all that was asked for, and the loads of pictures where there is a page.

@@ -146,7 +146,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	f.StringVar(&env, "tandem-env", "", "more environment for tandem, as `NAME=VALUE ...`")
 	f.StringVar(&base.binary, "tandem", "", "tandem `binary` (default: the one built)")
 	f.Func("variant", "one more stack of Tandem, as `name: SETTING ...`; a setting is body=MODE, bin=FILE, "+
-		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), replicas=N, usage=yes, "+
+		"redis=yes (a Redis of its own, whose CPU counts with Tandem's), replicas=N, usage=yes, record=yes, "+
 		"binding=immediate, inside=FOLDER (of libtandem.so), insured=yes (its streams outlive engines), or environment",
 		func(v string) error {
 			added, err := parseVariant(v)
@@ -252,6 +252,8 @@ func parseVariant(text string) (variant, error) {
 			v.redis = true
 		case s == "usage=yes":
 			v.usage = true
+		case s == "record=yes":
+			v.record = true
 		case key == "replicas":
 			n, err := strconv.Atoi(value)
 			if err != nil || n < 1 {

@@ -39,6 +39,7 @@ type variant struct {
 	binding        string // of its pools; "": late
 	redis          bool   // Tandem shares its state through a Redis
 	usage          bool   // Envoy counts the tokens of answers
+	record         bool   // requests are recorded for tandem replay
 	replicas       int    // 0: one
 	insured        bool   // inside: streams outlive their engines
 	inside         string // the folder of libtandem.so, which Envoy loads; "": Envoy asks a server
@@ -315,6 +316,9 @@ func (l *lab) startTandem(ctx context.Context, o options, v variant) error {
 	}
 	if v.usage {
 		config.WriteString("usage: {}\n")
+	}
+	if v.record {
+		fmt.Fprintf(config, "record: {folder: %q}\n", filepath.Join(l.Dir, v.name, "recordings"))
 	}
 	var extProcs, replans []string
 	for _, r := range replicas {

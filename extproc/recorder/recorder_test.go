@@ -3,6 +3,7 @@ package recorder
 import (
 	"compress/gzip"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -209,6 +210,47 @@ func TestNothingWaitsForTheDisk(t *testing.T) {
 			require.NotEmpty(t, s.read().Requests)
 		})
 	}
+}
+
+// A disk that is full costs no request anything, its retries leave no files, and recording goes on when there is room.
+func TestFullDisk(t *testing.T) {
+	disk := t.TempDir()
+	if err := syscall.Mount("tmpfs", disk, "tmpfs", 0, "size=256k"); err != nil {
+		t.Skip("mounting a small disk: ", err)
+	}
+	t.Cleanup(func() { require.NoError(t, syscall.Unmount(disk, 0)) })
+	ballast := filepath.Join(disk, "ballast")
+	other, err := os.Create(ballast)
+	require.NoError(t, err)
+	_, err = io.Copy(other, io.LimitReader(rand.Reader, 1<<20))
+	require.ErrorIs(t, err, syscall.ENOSPC)
+	require.NoError(t, other.Close())
+	o := usual(t)
+	o.Folder = filepath.Join(disk, "recordings")
+	s := newStand(t, o)
+	n := 0
+	ask := func() {
+		n++
+		at := time.Now()
+		s.ask(fmt.Sprint(n), rand.Text()+strings.Repeat("Hi. ", 500), at, at)
+		require.Less(t, time.Since(at), 5*time.Second)
+		time.Sleep(time.Millisecond)
+	}
+	for s.Status().Failed == 0 {
+		ask()
+	}
+	require.Contains(t, s.Status().Error, "no space left")
+	for tries := s.Status().Failed; s.Status().Failed < tries+100; {
+		ask()
+	}
+	left, err := filepath.Glob(filepath.Join(o.Folder, "*"))
+	require.NoError(t, err)
+	require.Empty(t, left)
+	require.NoError(t, os.Remove(ballast))
+	for s.Status().Lines == 0 {
+		ask()
+	}
+	require.NotEmpty(t, s.read().Requests)
 }
 
 // One conversation in three is recorded, with all its turns.

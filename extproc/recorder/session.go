@@ -49,6 +49,7 @@ type session struct {
 	flushed, minute time.Time
 	retry           time.Time
 	failing         bool
+	unsure          int // lines that were written since the last flush
 }
 
 const aes16 = 16
@@ -156,19 +157,26 @@ func (s *session) write(now time.Time) (over bool) {
 		s.minute = now
 		lines = append(lines, s.fleet()...)
 	}
-	err := s.save(lines, now, over)
+	s.unsure += n
+	flushed, err := s.save(lines, now, over)
+	result, sure := Written, s.unsure
+	switch {
+	case err != nil:
+		result = Failed
+	case !flushed:
+		return over
+	}
+	s.unsure = 0
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	result := Written
 	if err != nil {
 		s.counted.Error = err.Error()
-		s.counted.Failed += int64(n)
-		result = Failed
+		s.counted.Failed += int64(sure)
 	} else {
-		s.counted.Lines += int64(n)
+		s.counted.Lines += int64(sure)
 	}
-	if n > 0 {
-		s.wiring.Lines(result, n)
+	if sure > 0 {
+		s.wiring.Lines(result, sure)
 	}
 	return over
 }
@@ -182,15 +190,16 @@ func (s *session) forget(now time.Time) {
 	}
 }
 
-// save writes lines into the file. While that fails, it is tried every few seconds.
-func (s *session) save(lines []byte, now time.Time, over bool) (err error) {
+// save writes lines into the file, and reports whether all that was written has reached it. While that fails, it is tried
+// every few seconds.
+func (s *session) save(lines []byte, now time.Time, over bool) (flushed bool, err error) {
 	if s.failing && now.Before(s.retry) && !over {
-		return errRetries
+		return false, errRetries
 	}
 	if len(lines) > 0 {
 		err = s.files.Write(lines, now)
 	}
-	if err == nil && now.Sub(s.flushed) > flushEvery {
+	if flushed = over || now.Sub(s.flushed) > flushEvery || s.failing && len(lines) > 0; err == nil && flushed {
 		s.flushed = now
 		err = s.files.Flush()
 	}
@@ -199,11 +208,11 @@ func (s *session) save(lines []byte, now time.Time, over bool) (err error) {
 	}
 	if err == nil {
 		s.failing = s.failing && len(lines) == 0
-		return nil
+		return flushed, nil
 	}
 	if s.retry = now.Add(retryEvery); !s.failing {
 		s.wiring.Log.Error("the recording cannot be written", "files", s.files.Path(), "err", err)
 	}
 	s.failing = true
-	return err
+	return false, err
 }

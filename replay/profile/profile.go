@@ -25,8 +25,8 @@ type Profile struct {
 	// of KV to another engine; none: that was not measured
 	Transfers []Transfer `json:"transfers,omitempty"`
 
-	KV       float64   `json:"kv,omitempty"`   // tokens of GPU memory; 0: it does not say
-	Host     float64   `json:"host,omitempty"` // of host memory
+	KV   float64 `json:"kv,omitempty"`   // tokens of GPU memory; 0: it does not say
+	Host float64 `json:"host,omitempty"` // of host memory
 }
 
 // Prefill is one prompt.

@@ -2,6 +2,7 @@ package report
 
 import (
 	"bytes"
+	"html/template"
 	"strings"
 	"testing"
 
@@ -27,4 +28,37 @@ func TestReportIsComplete(t *testing.T) {
 	require.Equal(t, 4, strings.Count(page.String(), "<svg"))
 	Print(&table, results)
 	require.Equal(t, 3, strings.Count(table.String(), "\n"))
+}
+
+// What the replay of a recording says is one page, whatever was asked.
+func TestAnswerIsComplete(t *testing.T) {
+	tr, err := replay.Prepare("agent", 400, 1, .5, replay.DefaultConfig())
+	require.NoError(t, err)
+	load, err := replay.LoadTrace(tr)
+	require.NoError(t, err)
+	c := replay.DefaultConfig()
+	c.Prefill, c.Decode = 2, 1
+	now := replay.Variant{Name: "<now>", Policy: "tandem", Config: c, Load: 1}
+	replayed, err := now.Play(t.Context(), load)
+	require.NoError(t, err)
+	a := replay.NewAnswer(load, now, replayed, []string{"a <note>"})
+	var plain, page bytes.Buffer
+	require.NoError(t, WriteAnswer(&plain, a))
+	require.NotContains(t, plain.String(), "<svg")
+	v, err := now.With("3")
+	require.NoError(t, err)
+	require.NoError(t, a.WhatIf(t.Context(), &v))
+	require.NoError(t, a.Advise(t.Context(), 3))
+	require.NoError(t, a.Draw(t.Context()))
+	require.NoError(t, WriteAnswer(&page, a))
+	text := page.String()
+	require.Equal(t, 3, strings.Count(text, "<svg"))
+	for _, want := range []string{"&lt;now&gt; (as it was)", "a &lt;note&gt;", "Goodput over load"} {
+		require.Contains(t, text, want)
+	}
+	for _, s := range a.Advice.Sentences() {
+		require.Contains(t, text, template.HTMLEscapeString(s))
+	}
+	require.NotContains(t, text, "NaN")
+	require.NotContains(t, text, "http", "it needs nothing else")
 }
