@@ -155,7 +155,7 @@ func TestAdvice(t *testing.T) {
 	now.Load = 20
 	a, err = Advise(t.Context(), o, now, 2, func(*Row) {})
 	require.NoError(t, err)
-	require.Contains(t, strings.Join(a.Sentences(), "\n"), "No fleet of up to so many engines")
+	require.Contains(t, strings.Join(a.Sentences(), "\n"), "No fleet of up to 2 engines")
 }
 
 // A recording becomes the common formats, and what is read of them says the same of it.

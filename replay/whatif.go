@@ -201,6 +201,7 @@ type Advice struct {
 	Fewest    *Row // the smallest that keeps the promise; nil: none does
 	Host      *Row // the smallest that does with host memory, if that is smaller
 	Exhausted bool // not even all engines keep it
+	Most      int  // engines of the fleets that were searched
 }
 
 // Row is a variant and how it did.
@@ -212,7 +213,7 @@ type Row struct {
 
 // Advise searches fleets of up to most engines. shown is called with each row that is played.
 func Advise(ctx context.Context, o *Recorded, now Variant, most int, shown func(*Row)) (*Advice, error) {
-	a := &Advice{}
+	a, seen := &Advice{Most: most}, map[*RecordedResult]bool{}
 	play := func(v Variant) (Row, error) {
 		v.Name = v.Fleet()
 		if v.Config.Roles {
@@ -223,7 +224,8 @@ func Advise(ctx context.Context, o *Recorded, now Variant, most int, shown func(
 		}
 		r, err := v.Play(ctx, o)
 		row := Row{Variant: v, RecordedResult: r}
-		if err == nil {
+		if err == nil && !seen[r] {
+			seen[r] = true
 			shown(&row)
 		}
 		return row, err
@@ -368,7 +370,7 @@ func (a *Advice) Sentences() (out []string) {
 	}
 	switch {
 	case a.Exhausted:
-		out = append(out, fmt.Sprintf("No fleet of up to so many engines keeps the promise for %.0f of 100 requests.",
+		out = append(out, fmt.Sprintf("No fleet of up to %d engines keeps the promise for %.0f of 100 requests.", a.Most,
 			100*Keeps))
 	case a.Fewest.engines() < a.Now.engines():
 		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),

@@ -36,13 +36,14 @@ func main() {
 	fleet := flag.String("fleet", "3+1", "engines that prefill and that decode, at first")
 	speed := flag.Float64("prefill-speed", 4000, "tokens/s of an engine's prefill")
 	step := flag.Duration("decode-step", 15*time.Millisecond, "of an engine")
+	slow := flag.Float64("slow", 1, "everything takes so many times as long, so that a busy machine disturbs it less")
 	keep := flag.String("keep", "", "folder for the recordings; default: a temporary one")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	for kind := range strings.SplitSeq(*kinds, ",") {
-		t := truth{kind: kind, lasts: time.Duration(*minutes * float64(time.Minute)), speed: *speed, step: *step,
-			dir: *keep}
+		t := truth{kind: kind, lasts: time.Duration(*minutes * float64(time.Minute)), speed: *speed / *slow,
+			step: times(*slow, *step), slow: *slow, dir: *keep}
 		if err := t.run(ctx, *fleet); err != nil {
 			fmt.Fprintln(os.Stderr, "truth:", err)
 			os.Exit(1)
@@ -56,8 +57,11 @@ type truth struct {
 	lasts time.Duration
 	speed float64
 	step  time.Duration
+	slow  float64
 	dir   string
 }
+
+func times(x float64, d time.Duration) time.Duration { return time.Duration(x * float64(d)) }
 
 // spread, result and report are parts of what `tandem replay --json` prints.
 type spread struct{ Mean, P50, P95 float64 }
@@ -210,7 +214,7 @@ func (t *truth) profile(ctx context.Context, dir, file string) error {
 		return err
 	}
 	text, err := exec.CommandContext(ctx, "bin/tandem", "profile", at[0], "--to", file, "--longest", "8192", "--most",
-		"16").CombinedOutput()
+		"16", "--within", times(t.slow, 30*time.Second).String()).CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("profiling: %w: %s", err, text)
 	}
@@ -251,9 +255,9 @@ func (t *truth) start(ctx context.Context, group *process.Group, fleet string) (
 	text := fmt.Sprintf("extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n"+
 		"envoy: {listen: %q, admin: %q}\n"+
 		"usage: {}\nrecord: {folder: %q}\npools:\n- name: chat\n  kvTransfer: nixl\n  roles: %s\n"+
-		"  targets: {ttft: 1500ms, tpot: 30ms}\n"+
+		"  targets: {ttft: %s, tpot: %s}\n"+
 		"  endpoints:\n%s", at[0], at[1], at[2], at[3], at[4], filepath.Join(group.Dir, "recordings"), setting,
-		list.String())
+		times(t.slow, 1500*time.Millisecond), times(t.slow, 30*time.Millisecond), list.String())
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 		return "", 0, err
 	}
@@ -307,7 +311,7 @@ type message struct {
 
 // traffic sends requests until the time is over, and waits for their answers.
 func (t *truth) traffic(ctx context.Context, url string) error {
-	ctx, cancel := context.WithTimeout(ctx, t.lasts+2*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, t.lasts+times(t.slow, 2*time.Minute))
 	defer cancel()
 	end := time.Now().Add(t.lasts)
 	var clients sync.WaitGroup
@@ -325,11 +329,11 @@ func (t *truth) traffic(ctx context.Context, url string) error {
 	}
 	if t.kind == "agents" {
 		for i := range 10 {
-			clients.Go(func() { agent(ctx, i, end, ask) })
+			clients.Go(func() { agent(ctx, i, end, t.slow, ask) })
 		}
 		clients.Wait()
 	} else {
-		mixed(ctx, end, &clients, ask)
+		mixed(ctx, end, t.slow, &clients, ask)
 	}
 	clients.Wait()
 	select {
@@ -350,7 +354,7 @@ func text(random *rand.Rand, tokens int) string {
 }
 
 // mixed: chats that ask once, some of them long, of three applications with a system prompt each.
-func mixed(ctx context.Context, end time.Time, clients *sync.WaitGroup, ask func([]message, int) string) {
+func mixed(ctx context.Context, end time.Time, slow float64, clients *sync.WaitGroup, ask func([]message, int) string) {
 	random := rand.New(rand.NewPCG(7, 1))
 	var systems []string
 	for range 3 {
@@ -364,20 +368,20 @@ func mixed(ctx context.Context, end time.Time, clients *sync.WaitGroup, ask func
 		m := []message{{"system", systems[random.IntN(3)]}, {"user", text(random, int(min(length, 6000)))}}
 		tokens := 30 + random.IntN(170)
 		clients.Go(func() { ask(m, tokens) })
-		wait(ctx, time.Duration(random.ExpFloat64()*400)*time.Millisecond)
+		wait(ctx, times(slow, time.Duration(random.ExpFloat64()*400)*time.Millisecond))
 	}
 }
 
 // agent has conversations that grow with each turn.
-func agent(ctx context.Context, number int, end time.Time, ask func([]message, int) string) {
+func agent(ctx context.Context, number int, end time.Time, slow float64, ask func([]message, int) string) {
 	random := rand.New(rand.NewPCG(11, uint64(number)))
 	tools := text(rand.New(rand.NewPCG(3, 3)), 1500)
-	wait(ctx, time.Duration(random.Float64()*5000)*time.Millisecond)
+	wait(ctx, times(slow, time.Duration(random.Float64()*5000)*time.Millisecond))
 	for time.Now().Before(end) && ctx.Err() == nil {
 		m := []message{{"system", tools}, {"user", text(random, 500+random.IntN(1500))}}
 		for range 6 + random.IntN(8) {
 			m = append(m, message{"assistant", ask(m, 40+random.IntN(120))})
-			wait(ctx, time.Duration(1000+random.ExpFloat64()*2500)*time.Millisecond)
+			wait(ctx, times(slow, time.Duration(1000+random.ExpFloat64()*2500)*time.Millisecond))
 			if time.Now().After(end) || ctx.Err() != nil {
 				return
 			}

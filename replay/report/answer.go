@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"html/template"
 	"io"
+	"math"
 	"slices"
 
 	"tandem/replay"
@@ -130,8 +131,12 @@ func kvMemory(a *replay.Answer) template.HTML {
 		most = max(most, slices.Max(c.y))
 		p.curves = append(p.curves, c)
 	}
-	for i := range 7 {
-		p.x.marks = append(p.x.marks, p.x.to*float64(i)/6)
+	step := math.Pow(10, math.Floor(math.Log10(p.x.to)))
+	for p.x.to/step < 5 {
+		step /= 2
+	}
+	for at := 0.0; at <= p.x.to; at += step {
+		p.x.marks = append(p.x.marks, at)
 	}
 	to := 1.0
 	for _, less := range []float64{.5, .2, .1, .05, .02, .01} {
