@@ -24,7 +24,7 @@ func TestProfile(t *testing.T) {
 			"--transfer-rate", "2.5e6", "--blocks", "12000"), "http://"+p[2*i]+"/health")
 	}
 	file := filepath.Join(dir, "profile.json")
-	out, err := exec.Command(filepath.Join(bin, "tandem"), "profile", p[0], "--decode", p[2], "--to", file,
+	out, err := exec.Command(filepath.Join(bin, "tandem"), "profile", p[0], "--decode", p[2], "--kv-transfer", "nixl", "--to", file,
 		"--longest", "2048", "--most", "4", "--within", "30s").CombinedOutput()
 	require.NoError(t, err, string(out))
 	text, err := os.ReadFile(file)

@@ -23,7 +23,7 @@ type Answer struct {
 
 // Curve is how a fleet does with other loads.
 type Curve struct {
-	Row
+	Of   Row
 	Kept []float64 // share of requests that keep their targets, at each of [Loads]
 }
 

@@ -39,6 +39,9 @@ func newProfile() *cobra.Command {
 			m.client = enginehttp.New(0, func(*http.Transport) {})
 			m.engine = engineAt(args[0], key)
 			if decode != "" {
+				if dialect == "" {
+					return errors.New("--decode needs --kv-transfer: how the engines hand KV over")
+				}
 				var err error
 				if m.dialect, err = kvtransfer.New(kvtransfer.Options{Name: dialect}); err != nil {
 					return fmt.Errorf("--kv-transfer: %w", err)
@@ -62,7 +65,7 @@ func newProfile() *cobra.Command {
 	f := c.Flags()
 	f.StringVar(&file, "to", "profile.json", "write the profile to `FILE`")
 	f.StringVar(&decode, "decode", "", "also measure the transfer of KV to this `ENGINE`")
-	f.StringVar(&dialect, "kv-transfer", "nixl", "`DIALECT` of that transfer, as kvTransfer of a pool")
+	f.StringVar(&dialect, "kv-transfer", "", "of --decode: the `DIALECT`, as kvTransfer of a pool")
 	f.StringVar(&m.model, "model", "", "`MODEL` to ask for (default: the first that the engine names)")
 	f.StringVar(&key, "api-key-file", "", "`FILE` with the engines' API key")
 	f.IntVar(&m.longest, "longest", 16384, "most `TOKENS` of a prompt")

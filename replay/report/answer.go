@@ -81,7 +81,7 @@ func goodput(a *replay.Answer) template.HTML {
 		x: axis{from: loads[0], to: loads[len(loads)-1], marks: loads, title: "load, times what was recorded",
 			label: func(v float64) string { return fmt.Sprintf("%g", v) }}}
 	for i := range a.Curves {
-		p.curves = append(p.curves, curve{a.Curves[i].Name, i, loads, a.Curves[i].Kept})
+		p.curves = append(p.curves, curve{a.Curves[i].Of.Name, i, loads, a.Curves[i].Kept})
 	}
 	return p.svg()
 }
@@ -105,7 +105,7 @@ func answerFirst(a *replay.Answer) template.HTML {
 	}
 	add("measured", measuredColour, a.Measured.FirstTokens)
 	for i := range a.Curves {
-		add(a.Curves[i].Name, i, a.Curves[i].FirstTokens)
+		add(a.Curves[i].Of.Name, i, a.Curves[i].Of.FirstTokens)
 	}
 	p.x = seconds(least, most, "time to the first token")
 	return p.svg()
@@ -124,7 +124,7 @@ func kvMemory(a *replay.Answer) template.HTML {
 		label: func(v float64) string { return fmt.Sprintf("%.3g", v) }}}
 	most := 0.0
 	for i := range a.Curves {
-		c := curve{name: a.Curves[i].Name, colour: i, y: a.Curves[i].KV}
+		c := curve{name: a.Curves[i].Of.Name, colour: i, y: a.Curves[i].Of.KV}
 		for j := range c.y {
 			c.x = append(c.x, float64(j)/float64(len(c.y)-1)*p.x.to)
 		}
