@@ -44,14 +44,17 @@ func TestProfile(t *testing.T) {
 	require.NoError(t, json.Unmarshal(text, &measured))
 	require.InDelta(t, 12000*16, measured.KV, 16)
 	require.GreaterOrEqual(t, len(measured.Prefill), 3)
-	// What is more is the machine's, which other tests keep busy; less than the truth it is never.
+	// What is more is the machine's, which other tests keep busy.
 	for _, x := range measured.Prefill {
 		require.InDelta(t, float64(x.Tokens)/2000, x.S, .15*float64(x.Tokens)/2000+.03, "%d tokens", x.Tokens)
 	}
 	require.GreaterOrEqual(t, len(measured.Steps), 2)
+	least := measured.Steps[0].S
 	for _, x := range measured.Steps {
-		require.InDelta(t, .020, x.S, .003)
+		require.InDelta(t, .030, x.S, .011) // 19 to 41 ms: the mean of 64 steps, in which the machine has other work
+		least = min(least, x.S)
 	}
+	require.InDelta(t, .020, least, .004)
 	require.GreaterOrEqual(t, len(measured.Transfers), 2)
 	for _, x := range measured.Transfers {
 		truth := float64(x.Tokens) * 512 / 2.5e6
