@@ -18,6 +18,7 @@ import (
 	"tandem/extproc/journey"
 	"tandem/extproc/migration"
 	"tandem/extproc/pass"
+	"tandem/extproc/plan"
 )
 
 // streams is the part of a [client] that is about answers which the filter makes by itself.
@@ -455,6 +456,35 @@ func TestInsuredStreams(t *testing.T) {
 			require.Contains(t, c.gets.String(), tt.reply)
 			c.nothingStays()
 		})
+	}
+}
+
+// The usage of an insured stream counts what prefill found in its cache, whether one engine writes it or several do.
+func TestInsuredStreamsCountWhatPrefillHadCached(t *testing.T) {
+	for _, cut := range []int{0, 4} {
+		f := insuredFleet(t, func(p *pass.Policy) { p.Cached = plan.CachedInPassing })
+		first := true
+		c := newClient(t, f, func(at string, body []byte) engineAnswer {
+			a := well(at, body)
+			if prefills(at) && first {
+				first = false
+				a.body = strings.Replace(a.body, `"completion_tokens":1`, `"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":3}`, 1)
+			}
+			return a
+		}, insuredChat)
+		c.play = func(u *startedLeg) {
+			u.pieces = writes(t, len(c.legs), u.body)
+			for i := range u.pieces {
+				u.pieces[i] = strings.Replace(u.pieces[i], `"usage":{`, `"usage":{"prompt_tokens_details":{"cached_tokens":12},`, 1)
+			}
+			if cut > 0 && len(c.legs) == 1 {
+				u.pieces, u.cut = u.pieces[:cut], true
+			}
+		}
+		c.stream()
+		require.True(t, c.done)
+		require.Contains(t, c.gets.String(), `"usage":{"prompt_tokens_details":{"cached_tokens":3},`)
+		c.nothingStays()
 	}
 }
 
