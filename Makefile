@@ -53,6 +53,7 @@ test: tools ##day go vet and all tests, those with a real Envoy included; the sl
 race: tools ##break unit tests under the race detector, and four long e2e tests (8 minutes); .ci/run runs it
 	@[ -n "$(RACE)" ] || { echo 'the race detector needs a C compiler' >&2; exit 1; }
 	TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh $$($(GO) list ./... | grep -vxE '$(subst $() ,|,$(patsubst ./%,tandem/%,$(SEQUENTIAL:.=tandem)))|tandem/e2e') -- $(RACE) -parallel 8 -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
+	TANDEM_LONG=1 GO=$(GO) ./scripts/test.sh ./docs -- -run TestWorkedExamples
 	TANDEM_LONG=1 TANDEM_REQUIRE_TOOLS=1 GO=$(GO) ./scripts/test.sh ./e2e -- -run '^(TestAttacks|TestChaos|TestLargeBodiesUnderLoad|TestPairsUnderLoad)$$' -timeout $(TEST_TIMEOUT) $(TESTFLAGS)
 
 # What bench and bench-peers measure goes to docs/figures/*.json, and from there into docs/benchmarks.md, its plots and README.

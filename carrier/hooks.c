@@ -159,14 +159,22 @@ static bool says(bytes text, const char* name) {
   return false;
 }
 
-// count looks at a piece that the client gets. Of a stream most are whole events that say no tokens: they need no Go.
-static void count(request* r, void* e) {
-  size_t n = envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED);
-  bytes one;
-  if (n == 0 || envoy_dynamic_module_callback_http_get_body_size(e, ANSWER_RECEIVED) == 0) return;
+// given notes when the client got bytes, and reports whether this piece has any.
+static bool given(request* r, void* e) {
+  if (envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED) == 0 ||
+      envoy_dynamic_module_callback_http_get_body_size(e, ANSWER_RECEIVED) == 0) {
+    return false;
+  }
   r->last = now();
   if (r->first == 0) r->first = r->last;
-  if (r->events && !r->within && n == 1 &&
+  return true;
+}
+
+// count looks at a piece that the client gets. Of a stream most are whole events that say no tokens: they need no Go.
+static void count(request* r, void* e) {
+  bytes one;
+  if (!given(r, e)) return;
+  if (r->events && !r->within && envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED) == 1 &&
       envoy_dynamic_module_callback_http_get_body_chunks(e, ANSWER_RECEIVED, &one) &&
       one.at[one.length - 1] == '\n' && !says(one, "usage\"") && !says(one, "meta_info\"")) {
     return;
@@ -193,7 +201,8 @@ static bool unmarked(void* e) {
 int envoy_dynamic_module_on_http_filter_response_body(void* e, const void* f, bool end) {
   request* r = (request*)f;
   int status = r->hold && !(r->passes && unmarked(e)) ? responseBody(r, end, now()) : 0;
-  if (r->counts && status == 0) count(r, e);
+  if (status == 0 && r->counts) count(r, e);
+  else if (status == 0 && r->first == 0) given(r, e); // the time to the first token needs no count
   return status;
 }
 

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -55,6 +56,12 @@ func TestPageInChromium(t *testing.T) {
 	idle, _ := chromium(t, "--dump-dom", f.admins[0]+"/")
 	require.Contains(t, idle, "no request in the last minute")
 	require.Equal(t, 4, strings.Count(idle, "· idle</text>"), "endpoints that serve nothing are drawn")
+	for _, link := range regexp.MustCompile(`<a href="([^"]+)"`).FindAllStringSubmatch(idle, -1) {
+		answer, err := http.Get(f.admins[0] + "/" + link[1])
+		require.NoError(t, err)
+		require.NoError(t, answer.Body.Close())
+		require.Equal(t, 200, answer.StatusCode, link[1])
+	}
 	for i := range 60 {
 		prompt := strings.Repeat(fmt.Sprintf("Prefix number %d. ", i%5), 20)
 		body := strings.Replace(apis[i%2].body, "Two hops, please.", prompt, 1)
@@ -117,7 +124,7 @@ another().then(() => {
 	require.NotContains(t, log, "CONSOLE", "errors in the page's console")
 	require.Contains(t, dom, `<span id="state" class="pill good">ready</span>`)
 	for _, e := range f.engines() {
-		require.Contains(t, dom, `<td data-label="endpoint">`+e.addr+"</td>")
+		require.Regexp(t, `<td data-label="endpoint"><span><button [^>]*>`+e.addr+"</button>", dom)
 	}
 	require.Regexp(t, `live-\d-\d+</span>`, dom)
 	require.GreaterOrEqual(t, strings.Count(dom, `class="series`), 10, "lines of the plots")

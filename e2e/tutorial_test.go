@@ -3,7 +3,6 @@ package e2e
 import (
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -40,26 +39,9 @@ func TestOneMachineTutorial(t *testing.T) {
 	write("shared.yaml", shared)
 	write("second.yaml", own+shared)
 
-	var script strings.Builder
-	script.WriteString("set -e\n")
-	for line := range strings.Lines(regexp.MustCompile("(?s)```.*?```").ReplaceAllString(text, "")) {
-		if command, indented := strings.CutPrefix(line, "    "); indented && !strings.HasPrefix(command, "make ") {
-			script.WriteString(command)
-		}
-	}
-	bin, err := binaries()
-	require.NoError(t, err)
-	require.NoError(t, os.MkdirAll(filepath.Join(dir, ".tools", "bin"), 0o700))
-	for name, at := range map[string]string{"bin": bin, ".tools/bin/envoy": tool(t, "ENVOY", "envoy", ".tools/bin/envoy"), "redis-server": redis} {
-		require.NoError(t, os.Symlink(at, filepath.Join(dir, name)))
-	}
-	bash := exec.Command("bash", "-m", "-c", script.String())
-	bash.Dir = dir
-	bash.Env = append(os.Environ(), "TMPDIR="+dir, "PATH="+dir+":"+os.Getenv("PATH"))
-	out, err := bash.CombinedOutput()
-	require.NoError(t, err, "%s\n%s", script.String(), out)
-	require.Regexp(t, `200 .* split +`+regexp.QuoteMeta(p[0])+`|200 .* split +`+regexp.QuoteMeta(p[1]), string(out))
-	require.Regexp(t, `decode_alone \(cheaper than two hops\)`, string(out))
-	require.Regexp(t, `OUT|down|out of`, string(out), "the killed engine")
-	soon(t, "nothing is left running", func() bool { return len(withTMPDIR(t, dir)) == 0 })
+	require.NoError(t, os.Symlink(redis, filepath.Join(dir, "redis-server")))
+	out := paste(t, dir, "PATH=$PWD:$PATH\n"+strings.Join(commandsOf(text), "\n")+"\n")
+	require.Regexp(t, `200 .* split +`+regexp.QuoteMeta(p[0])+`|200 .* split +`+regexp.QuoteMeta(p[1]), out)
+	require.Regexp(t, `decode_alone \(cheaper than two hops\)`, out)
+	require.Regexp(t, `OUT|down|out of`, out, "the killed engine")
 }

@@ -89,7 +89,7 @@ func (m accessLogs) toEveryReplica(l logged) (out []*accesslogv3.AccessLog) {
 func (m accessLogs) endOfPass() []*accesslogv3.AccessLog {
 	l := logged{
 		name: "tandem", flush: 200 * time.Millisecond, bytes: wrapperspb.UInt32(64 << 10),
-		tags:    []*tracingv3.CustomTag{unfollowedTag()},
+		tags:    []*tracingv3.CustomTag{unfollowedTag(), usage.FirstBody()},
 		headers: []string{"x-tandem-ticket", "x-tandem-reservation"}, when: booked, one: true,
 		notes: notes{"filter": "What may have something booked: passes with a ticket, and clients that left before " +
 			"theirs was set. A pass that ended in a redirect too: the replica that serves the next pass may be " +
@@ -105,11 +105,8 @@ func (m accessLogs) endOfPass() []*accesslogv3.AccessLog {
 	if m.Tracing != nil {
 		l.headers = append(l.headers, "traceparent")
 	}
-	if m.Usage != nil {
-		l.tags = append(l.tags, usage.FirstBody())
-		if header := m.Usage.GetTenantHeader(); header != "" {
-			l.headers = append(l.headers, header)
-		}
+	if header := m.Usage.GetTenantHeader(); header != "" {
+		l.headers = append(l.headers, header)
 	}
 	return m.toEveryReplica(l)
 }

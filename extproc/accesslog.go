@@ -47,6 +47,7 @@ func (s *Server) streamAccessLogs(stream grpc.ServerStream) error {
 func (s *Server) readAccessLogs(ctx context.Context, stream grpc.ServerStream) error {
 	var batch envoywire.LogBatch
 	batch.Tenant = s.observer.Usage.Header()
+	named := false
 	for {
 		err := stream.RecvMsg(&batch)
 		if errors.Is(err, io.EOF) {
@@ -54,6 +55,13 @@ func (s *Server) readAccessLogs(ctx context.Context, stream grpc.ServerStream) e
 		}
 		if err != nil {
 			return err
+		}
+		if batch.Risk != "" && !named {
+			named = true
+			if s.Risky.Risk() == "" { // an Envoy has several streams
+				s.Log.WarnContext(ctx, "an Envoy should be replaced", "why", batch.Risk)
+			}
+			defer s.Risky.Opened(batch.Risk)()
 		}
 		for i := range batch.Entries {
 			s.logged(ctx, batch.Name, &batch.Entries[i])

@@ -42,7 +42,8 @@ type Server struct {
 	pairs    *concurrent.Pairs
 	streams  streamOptions
 	loggers  envoywire.Loggers
-	scratch  sync.Pool // of *scratch
+	Risky    envoywire.Risky // Envoys whose release has a known fault
+	scratch  sync.Pool       // of *scratch
 
 	// of the core
 	passes   *pass.Shared

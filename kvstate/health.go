@@ -6,7 +6,7 @@ import "time"
 type Health struct {
 	link        *link
 	now         func() time.Time
-	notify      func(e *Endpoint, good bool, cause HealthCause) // may be nil
+	notify      func(e *Endpoint, good bool, cause HealthCause, why string) // may be nil
 	onRecovered func(*Endpoint)
 }
 
@@ -59,16 +59,10 @@ func (e *Endpoint) stands() bool {
 }
 
 // MarkFailed marks an endpoint as failed. It returns true if it was not already.
-func (s *Health) MarkFailed(e *Endpoint) bool { return s.markFailed(e, false, CauseRequest) }
+func (s *Health) MarkFailed(e *Endpoint) bool { return s.Mark(e, false, CauseRequest, "") }
 
 // MarkHung is MarkFailed for an endpoint that did not answer in time.
-func (s *Health) MarkHung(e *Endpoint) bool { return s.markFailed(e, true, CauseTimeLimit) }
-
-// MarkUnhealthy is MarkFailed for an endpoint that failed a health check.
-func (s *Health) MarkUnhealthy(e *Endpoint) bool { return s.markFailed(e, false, CauseCheck) }
-
-// MarkUnresponsive is MarkUnhealthy for an endpoint that left its health checks unanswered.
-func (s *Health) MarkUnresponsive(e *Endpoint) bool { return s.markFailed(e, true, CauseCheck) }
+func (s *Health) MarkHung(e *Endpoint) bool { return s.Mark(e, true, CauseTimeLimit, "") }
 
 // FailedFor returns how long an endpoint has been marked as failed.
 func (s *Health) FailedFor(e *Endpoint) time.Duration {
@@ -106,7 +100,9 @@ func Back(e *Endpoint) time.Time {
 	return time.Time{}
 }
 
-func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
+// Mark marks an endpoint as failed. hung says that it did not answer in time; why says for people what was seen ("": only
+// the cause is known). It returns true if the endpoint was not marked already.
+func (s *Health) Mark(e *Endpoint, hung bool, cause HealthCause, why string) bool {
 	next := failure{hung: hung, cause: cause}
 	if old := e.state.condition.how.Load(); old != nil && e.Failed() {
 		next.cause = old.cause // the first one counts
@@ -115,14 +111,14 @@ func (s *Health) markFailed(e *Endpoint, hung bool, cause HealthCause) bool {
 	marked := s.setFailed(e, true)
 	if marked {
 		s.link.changed()
-		s.healthChanged(e, false, cause)
+		s.healthChanged(e, false, cause, why)
 	}
 	return marked
 }
 
-func (s *Health) healthChanged(e *Endpoint, good bool, cause HealthCause) {
+func (s *Health) healthChanged(e *Endpoint, good bool, cause HealthCause, why string) {
 	if s.notify != nil {
-		s.notify(e, good, cause)
+		s.notify(e, good, cause, why)
 	}
 }
 
@@ -139,7 +135,7 @@ func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 		e.state.condition.beginsAnew.Store(0) // it may be another release
 		s.onRecovered(e)
 		s.link.changed()
-		s.healthChanged(e, true, cause)
+		s.healthChanged(e, true, cause, "")
 	}
 	return marked
 }
@@ -154,6 +150,6 @@ func (s *Health) ApplyFailed(e *Endpoint, failed, hung bool) {
 		e.state.condition.how.Store(&failure{hung: hung, cause: CauseReplica})
 	}
 	if changed {
-		s.healthChanged(e, !failed, CauseReplica)
+		s.healthChanged(e, !failed, CauseReplica, "")
 	}
 }

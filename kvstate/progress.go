@@ -26,7 +26,7 @@ func (s *State) follow(e *Endpoint, before, after *Signals) {
 			max(time.Duration(e.state.local.until.Load()-now), remote.Local, 0),
 	}) {
 	case standstill.Stood:
-		s.Health.markFailed(e, true, CauseStill)
+		s.Health.Mark(e, true, CauseStill, "it has requests, and its counters do not move")
 	case standstill.Moved:
 		s.Health.markGood(e, CauseStill)
 	case standstill.Same:

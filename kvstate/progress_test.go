@@ -15,7 +15,7 @@ import (
 func TestStandingEngineIsOut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var causes []HealthCause
-		s := New(Options{HealthChanged: func(_ *Endpoint, _ bool, c HealthCause) { causes = append(causes, c) }})
+		s := New(Options{HealthChanged: func(_ *Endpoint, _ bool, c HealthCause, _ string) { causes = append(causes, c) }})
 		s.SetPool(PoolSpec{Name: "p", Models: []string{"*"}}, []EndpointSpec{{Addr: "10.0.0.1:1", Role: RoleDecode}})
 		e := s.Pool("p").Endpoints()[0]
 		scrape := func(work int64) {

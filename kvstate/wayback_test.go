@@ -251,7 +251,7 @@ func TestStandingEndpointsMayGoOn(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, decoders("a", "b", "c"))
 	p := s.Pool("p")
-	s.Health.markFailed(p.Endpoint("a"), true, CauseStill)
+	s.Health.Mark(p.Endpoint("a"), true, CauseStill, "")
 	s.Health.MarkFailed(p.Endpoint("b"))
 	var v View
 	s.View(p, nil, &v)

@@ -32,8 +32,9 @@ type Front interface {
 	Envoys() []status.Envoy
 	// Serves returns how many Envoys ask for their configuration now.
 	Serves() int
-	// AccessLogs returns how many streams report the ends of requests, and when the last one came or went.
-	AccessLogs() (int, time.Time)
+	// AccessLogs returns how many streams report the ends of requests, when the last one came or went, and what an Envoy
+	// with one risks ("": nothing that is known).
+	AccessLogs() (open int, last time.Time, risk string)
 	// SetReady tells who asks whether the replica takes requests.
 	SetReady(ready bool)
 	// Ports are those that the front serves.
@@ -85,7 +86,7 @@ func (loaded) Check(*configv1.Config) error           { return nil }
 func (loaded) Publish(*configv1.Config) error         { return nil }
 func (loaded) Envoys() []status.Envoy                 { return []status.Envoy{} }
 func (loaded) Serves() int                            { return 0 }
-func (loaded) AccessLogs() (int, time.Time)           { return 0, time.Time{} }
+func (loaded) AccessLogs() (int, time.Time, string)   { return 0, time.Time{}, "" }
 func (loaded) SetReady(bool)                          {}
 func (loaded) Ports() []Port                          { return nil }
 func (loaded) Serve(context.Context, *errgroup.Group) {}

@@ -86,6 +86,9 @@ func attention(s *Status, recent []telemetry.Trace) []Notice {
 		add(true, s.failuresPage(), "%s failed in the last minute%s",
 			words.Count(int(s.Failures), "request"), s.whereFailed())
 	}
+	if risk := s.envoyRisk(); risk != "" {
+		add(true, "security.md#not-held-in-this-release", "An Envoy that is connected should be replaced: %s.", risk)
+	}
 	for _, e := range s.Envoys {
 		if e.Risk != "" {
 			add(true, "security.md#not-held-in-this-release", "Envoy %s: %s.", e.Name, e.Risk)
@@ -519,6 +522,19 @@ func (f *Feed) samplePrefill(now time.Time) {
 		}
 		f.loads[p.Spec.Name] = load
 	}
+}
+
+// envoyRisk is what an Envoy with a printed bootstrap risks; those over xDS are named one by one.
+func (s *Status) envoyRisk() string {
+	if slices.ContainsFunc(s.Envoys, func(e Envoy) bool { return e.Risk != "" }) {
+		return ""
+	}
+	for i := range s.Replicas {
+		if risk := s.Replicas[i].Risk; risk != "" {
+			return words.Plain(risk)
+		}
+	}
+	return ""
 }
 
 // saturated says why a pool's prefill is saturated; "" if it is not. recent has the newest first.

@@ -56,6 +56,10 @@ func TestAttention(t *testing.T) {
 			s.Silent, s.Gone = []string{"t2:9090"}, []operator.Gone{{Name: "t2:9090", Heard: now}}
 		}, want: []Notice{
 			{false, "Redis does not answer, so other replicas cannot be asked (t2:9090): what they know is missing below.", "howto/redis.md"}}},
+		"an Envoy with a known fault": {change: func(s *Status) {
+			s.Replicas[0].Risk = "Envoy 1.37.0 can crash"
+		}, want: []Notice{
+			{true, "An Envoy that is connected should be replaced: Envoy 1.37.0 can crash.", "security.md#not-held-in-this-release"}}},
 		"refused tickets": {change: func(s *Status) {
 			s.TicketsRefused, s.TicketID = 3, "r-1"
 		}, want: []Notice{

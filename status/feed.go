@@ -45,7 +45,10 @@ type Status struct {
 	Failed
 	Minute Point     `json:"minute"` // rates and percentiles of the last minute
 	Points []Point   `json:"points"` // one a second, oldest first
-	Recent []Decided `json:"recent"` // newest first
+	Recent []Decided `json:"recent"` // newest first, or those that were searched for
+	// if it was asked for: one point for ten seconds, oldest first, and each endpoint's part
+	Hour  []Point `json:"hour,omitempty"`
+	Hours []Hour  `json:"endpoint_hours,omitempty"`
 }
 
 // Failed is what failed in the last minute. The hops are those of the latest requests, for people.
@@ -76,6 +79,7 @@ type Replica struct {
 
 	Logs   int       `json:"access_logs"`               // streams of Envoys' access logs that are open
 	Logged time.Time `json:"access_logs_last,omitzero"` // when there was last one
+	Risk   string    `json:"envoy_risk,omitempty"`      // what an Envoy with one risks, in words
 }
 
 // Envoy is an Envoy with configuration over xDS.
@@ -181,10 +185,12 @@ type Point struct {
 	Prefill99   float64 `json:"prefill_99"`
 	Decide50    float64 `json:"decide_50"`
 	Decide99    float64 `json:"decide_99"`
+	Queued      float64 `json:"queued,omitempty"` // requests that wait in Tandem for endpoints
+	EnginePoint
 	UsagePoint
 }
 
-// UsagePoint is the part of a point that needs the configuration's usage.
+// UsagePoint is the part of a point that needs the configuration's usage, but for first tokens.
 type UsagePoint struct {
 	Tokens       float64 `json:"answer_tokens,omitempty"` // of answers
 	Judged       float64 `json:"judged,omitempty"`        // requests that count for the pool's promise
@@ -208,8 +214,8 @@ type Source struct {
 	Config  func() File                          // nil: not known
 	Sharing func() Sharing
 	Envoys  func() []Envoy // nil: none
-	// open streams of Envoys' access logs, and when there was last one; nil: not known
-	Logs     func() (open int, last time.Time)
+	// open streams of Envoys' access logs, when there was last one, and what an Envoy with one risks; nil: not known
+	Logs     func() (open int, last time.Time, risk string)
 	Replicas *operator.Operator // nil: there is no Redis
 }
 
@@ -231,6 +237,7 @@ type Feed struct {
 	ends   ends               // of requests, that were found out
 
 	mu     sync.Mutex
+	hour   history
 	points []Point            // oldest first, at most keptPoints
 	totals []telemetry.Totals // oldest first, at most keptTotals
 	n      int64              // of the last point
@@ -242,7 +249,7 @@ type Feed struct {
 // NewFeed returns a feed that starts from now, and answers the questions of other replicas. It starts nothing.
 func NewFeed(s Source) *Feed {
 	f := &Feed{source: s, started: time.Now(), totals: []telemetry.Totals{s.Totals()}}
-	f.loads = map[string]PrefillLoad{}
+	f.loads, f.hour = map[string]PrefillLoad{}, newHistory(f.totals[0], f.started)
 	if s.Replicas != nil {
 		s.Replicas.Answer(aboutStatus, f.answer)
 	}
@@ -273,10 +280,13 @@ func (f *Feed) sample() {
 	p.N = f.n
 	lately := now.Since(&f.totals[max(len(f.totals)-percentileOf, 0)])
 	p.percentiles(&lately)
+	at := time.Now()
+	f.output.Sample(f.source.State, at)
+	p.EnginePoint, p.Queued = enginePoint(f.source.State, &f.output, at), f.source.queued()
 	f.points = append(dropOver(f.points, keptPoints-1), p)
 	f.totals = append(dropOver(f.totals, keptTotals-1), now)
-	f.output.Sample(f.source.State, time.Now())
-	f.samplePrefill(time.Now())
+	f.hour.sample(&p, &now, f.source.State, &f.output, at)
+	f.samplePrefill(at)
 }
 
 // dropOver drops the oldest elements beyond n.
@@ -438,6 +448,16 @@ func (s *Source) roles(pool string) roles.Advice {
 		return roles.Advice{}
 	}
 	return s.Roles()[pool]
+}
+
+// queued returns how many requests wait in this replica for endpoints.
+func (s *Source) queued() (n float64) {
+	if s.Queued != nil {
+		for _, p := range s.State.Pools() {
+			n += float64(s.Queued(p.Spec.Name).Waiting)
+		}
+	}
+	return n
 }
 
 // envoys returns the Envoys with configuration from the replica.

@@ -30,6 +30,9 @@ type question struct {
 	Traces int   `json:"traces"` // maximum number
 
 	ID string `json:"id,omitempty"` // only traces of requests with this id
+	// steps of the hour after this second; nil: none
+	Hour *int64 `json:"hour,omitempty"`
+	mine bool   // and endpoints' parts of them, which the asked replica does not ask the others for
 }
 
 // report is one replica's part.
@@ -45,11 +48,15 @@ type report struct {
 	Envoys       []Envoy           `json:"envoys,omitempty"`
 	Logs         int               `json:"access_logs"`
 	Logged       time.Time         `json:"access_logs_last,omitzero"`
+	Risk         string            `json:"envoy_risk,omitempty"`
 	Pools        []Pool            `json:"pools,omitempty"`
 	Minute       telemetry.Totals  `json:"minute"`  // counts of the last minute
 	Seconds      float64           `json:"seconds"` // duration of these counts
 	Last         int64             `json:"last"`    // second of the last point
 	Points       []Point           `json:"points,omitempty"`
+	Hour         []Point           `json:"hour,omitempty"`
+	LastStep     int64             `json:"last_step,omitempty"` // second at which it ended
+	Hours        []Hour            `json:"endpoint_hours,omitempty"`
 	Traces       []telemetry.Trace `json:"traces,omitempty"` // newest first
 	Ends         []telemetry.Trace `json:"ends,omitempty"`   // of these, as a replica that is gone reported them
 }
@@ -82,7 +89,7 @@ func (f *Feed) report(q question) report {
 	}
 	out.Sharing, out.Envoys, out.Reservations = f.source.Sharing(), f.source.envoys(), f.source.State.Bookings.Reservations()
 	if f.source.Logs != nil {
-		out.Logs, out.Logged = f.source.Logs()
+		out.Logs, out.Logged, out.Risk = f.source.Logs()
 	}
 	for _, p := range f.source.State.Pools() {
 		out.Pools = append(out.Pools, f.pool(p))
@@ -93,6 +100,11 @@ func (f *Feed) report(q question) report {
 	out.Minute, out.Seconds, out.Last = now.Since(&f.totals[0]), max(float64(len(f.totals)-1), 1), f.n
 	from, _ := slices.BinarySearchFunc(f.points, q.Since+1, func(p Point, n int64) int { return cmp.Compare(p.N, n) })
 	out.Points = slices.Clone(f.points[from:])
+	if q.Hour != nil {
+		if out.Hour, out.LastStep = f.hour.after(*q.Hour), f.hour.last(); q.mine {
+			out.Hours = f.hour.hours(*q.Hour)
+		}
+	}
 	return out
 }
 
@@ -134,7 +146,9 @@ type answers struct {
 
 // gather asks all replicas. Concurrent calls share the answers.
 func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
-	mine := answers{reports: []report{f.report(q)}}
+	own := q
+	own.mine = true
+	mine := answers{reports: []report{f.report(own)}}
 	if alone || f.source.Replicas == nil {
 		return mine
 	}
@@ -165,35 +179,18 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 	return others
 }
 
-// Status returns the current state of all replicas, with points after since; with alone of this replica only. It takes
-// a second at most.
-func (f *Feed) Status(ctx context.Context, since int64, alone bool) Status {
-	return merge(f.gather(ctx, question{Since: since, Status: true, Traces: allRecent}, alone), time.Now())
+// View is what of the status is wanted.
+type View struct {
+	Since int64  // points after this second
+	Hour  *int64 // steps of the hour after this one; nil: none
+	Wanted
 }
 
-// Wanted is which of the latest requests are wanted.
-type Wanted struct {
-	N      int  // at most
-	Alone  bool // only those that this replica planned
-	Failed bool // only those that failed
-	Slow   bool // those that lost most time first
-}
-
-// Requests returns the latest requests of all replicas, newest first unless the slow ones are wanted.
-func (f *Feed) Requests(ctx context.Context, w Wanted) ([]telemetry.Trace, Asked) {
-	q := question{Since: -1, Traces: min(w.N, allRecent)}
-	if w.Failed || w.Slow {
-		q.Traces = allRecent
-	}
-	got := f.gather(ctx, q, w.Alone)
-	all := got.traces(time.Now())
-	if w.Failed {
-		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool { return !t.HasFailed() })
-	}
-	if w.Slow {
-		bySlowness(all)
-	}
-	return all[:min(w.N, len(all))], f.asked(&got)
+// Status returns the current state of all replicas, or of this one alone. It takes a second at most.
+func (f *Feed) Status(ctx context.Context, v View) Status {
+	got := f.gather(ctx, question{Since: v.Since, Hour: v.Hour, Status: true, Traces: allRecent}, v.Alone)
+	v.N, v.names = shownRecent, f.names
+	return merge(got, time.Now(), &v.Wanted)
 }
 
 // traces merges the traces of all reports.
@@ -250,7 +247,7 @@ func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
 }
 
 // merge merges reports into a status; the first report is the asked replica's.
-func merge(got answers, now time.Time) Status {
+func merge(got answers, now time.Time, w *Wanted) Status {
 	reports := got.reports
 	asked := &reports[0]
 	s := Status{
@@ -262,14 +259,14 @@ func merge(got answers, now time.Time) Status {
 		s.Gone = nil
 	}
 	recent := got.traces(now)
-	minute, last := telemetry.Totals{}, asked.Last
+	minute, last, lastStep := telemetry.Totals{}, asked.Last, asked.LastStep
 	lost := uint64(0)
 	for i := range reports {
 		r := &reports[i]
 		s.Replicas = append(s.Replicas, Replica{
 			Name: r.Name, Version: r.Version, Started: r.Started, Ready: r.Ready,
 			Redis: r.Sharing.Up, NoSlot: r.Sharing.NoSlot, Reservations: r.Reservations, Config: r.Config, File: r.File,
-			Logs: r.Logs, Logged: r.Logged,
+			Logs: r.Logs, Logged: r.Logged, Risk: r.Risk,
 		})
 		s.Reservations += r.Reservations
 		for j := range r.Pools {
@@ -288,6 +285,7 @@ func merge(got answers, now time.Time) Status {
 		minute.Usage.FirstToken.Add(&r.Minute.Usage.FirstToken)
 		minute.Usage.PerToken.Add(&r.Minute.Usage.PerToken)
 		last = min(last, max(r.Last, asked.Last-behind))
+		lastStep = min(lastStep, max(r.LastStep, asked.LastStep-stepSeconds))
 	}
 	s.TicketsRefused = max(s.TicketsRefused, lost) // one replica refuses, and another may know whose request it was
 	if slices.ContainsFunc(s.Envoys, func(e Envoy) bool { return e.Left.IsZero() }) {
@@ -296,7 +294,8 @@ func merge(got answers, now time.Time) Status {
 	s.Scope = scopeOf(&s)
 	s.Minute.percentiles(&minute)
 	s.Minute.N = last
-	s.Points = points(reports, last)
+	s.Points = points(reports, last, func(r *report) []Point { return r.Points })
+	s.Hour, s.Hours = points(reports, lastStep, func(r *report) []Point { return r.Hour }), asked.Hours
 	for i := range s.Pools {
 		s.Pools[i].Wanted, s.Pools[i].Short = s.Pools[i].Advice.Sentence()
 		for j := range s.Pools[i].Endpoints {
@@ -305,8 +304,8 @@ func merge(got answers, now time.Time) Status {
 	}
 	s.Flow = flow(recent, now.Add(-time.Minute))
 	s.failedHops(recent, now.Add(-time.Minute))
-	s.Recent = inWords(recent[:min(len(recent), shownRecent)])
 	s.Attention = attention(&s, recent)
+	s.Recent = inWords(w.of(recent))
 	return s
 }
 
@@ -334,11 +333,11 @@ func (e *Envoy) lasts(o *Envoy) bool {
 const behind = 5
 
 // points sums the points of all reports, second by second, up to the last that all have.
-func points(reports []report, last int64) []Point {
+func points(reports []report, last int64, of func(*report) []Point) []Point {
 	bySecond := map[int64]*Point{}
 	for i := range reports {
-		for j := range reports[i].Points {
-			p := &reports[i].Points[j]
+		for j, all := 0, of(&reports[i]); j < len(all); j++ {
+			p := &all[j]
 			if p.N > last {
 				break
 			}
@@ -374,9 +373,12 @@ func (p *Point) add(o *Point) {
 	mean(&p.Decide50, &o.Decide50, p.Split+p.Alone+p.Pass, o.Split+o.Alone+o.Pass)
 	p.FirstByte99, p.Prefill99 = max(p.FirstByte99, o.FirstByte99), max(p.Prefill99, o.Prefill99)
 	p.Decide99 = max(p.Decide99, o.Decide99)
-	mean(&p.FirstToken50, &o.FirstToken50, p.Tokens, o.Tokens)
+	mean(&p.FirstToken50, &o.FirstToken50, p.OK, o.OK)
 	mean(&p.PerToken50, &o.PerToken50, p.Tokens, o.Tokens)
 	p.FirstToken99 = max(p.FirstToken99, o.FirstToken99)
+	p.Running, p.Waiting = max(p.Running, o.Running), max(p.Waiting, o.Waiting) // all know the same of engines
+	p.Written, p.Each = max(p.Written, o.Written), max(p.Each, o.Each)
+	p.Queued += o.Queued
 	p.addRates(o)
 }
 

@@ -45,7 +45,7 @@ func TestPrintFleet(t *testing.T) {
 	require.NoError(t, json.Unmarshal(text, &b))
 
 	s := merge(answers{reports: []report{a, b}, silent: []string{"tandem-2:9090"},
-		gone: []operator.Gone{{Name: "tandem-3:9090", Heard: now.Add(-90 * time.Second)}}}, now)
+		gone: []operator.Gone{{Name: "tandem-3:9090", Heard: now.Add(-90 * time.Second)}}}, now, &Wanted{N: shownRecent})
 	require.Len(t, s.Points, 40, "up to the last second that both have")
 	require.Equal(t, Point{N: 999, OK: 4, FirstByte50: 200, FirstByte99: 3000}, s.Points[39])
 	require.Equal(t, int64(4), s.Pools[0].Endpoints[0].Requests)

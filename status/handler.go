@@ -13,11 +13,11 @@ import (
 //go:embed page
 var page embed.FS
 
-// Handler serves the page at /, its data at /status.json?since=N (the points after N), and the latest requests at
-// /debug/requests?n=20 (failed=true: those that failed; slow=true: of all that are kept, those that lost most time
-// first), or those with an id at /debug/requests?id=ID, and where a
-// prompt would go now at /debug/explain?pool=NAME&tokens=1000. With
-// scope=replica the last two are about this replica only; [ScopeHeader] says so.
+// Handler serves the page at /, its data at /status.json?since=N&hour=M (the points after N, and of the last hour
+// those after M), and the latest requests at /debug/requests?n=20, or those with an id at /debug/requests?id=ID, and
+// where a prompt would go now at /debug/explain?pool=NAME&tokens=1000. Of requests both show with failed=true those that
+// failed, with slow=true those that lost most time first, with search=TEXT those that have it ([Wanted]). With
+// scope=replica all is about this replica only; [ScopeHeader] says so.
 func Handler(f *Feed) http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
@@ -25,10 +25,15 @@ func Handler(f *Feed) http.Handler {
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status.json", func(w http.ResponseWriter, r *http.Request) {
-		since, _ := strconv.ParseInt(r.URL.Query().Get("since"), 10, 64) // none: all
+		q := r.URL.Query()
+		view := View{Wanted: wantedIn(q)}
+		view.Since, _ = strconv.ParseInt(q.Get("since"), 10, 64) // none: all
+		if after, err := strconv.ParseInt(q.Get("hour"), 10, 64); err == nil {
+			view.Hour = &after
+		}
 		w.Header().Set("content-type", "application/json")
 		w.Header().Set("cache-control", "no-store")
-		_ = json.NewEncoder(words.Escaped(w)).Encode(f.Status(r.Context(), since, alone(r)))
+		_ = json.NewEncoder(words.Escaped(w)).Encode(f.Status(r.Context(), view))
 	})
 	mux.HandleFunc("GET /debug/explain", f.explain)
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
@@ -53,8 +58,9 @@ func Handler(f *Feed) http.Handler {
 				return
 			}
 		}
-		recent, asked := f.Requests(r.Context(), Wanted{N: n, Alone: alone(r),
-			Failed: r.URL.Query().Get("failed") == "true", Slow: r.URL.Query().Get("slow") == "true"})
+		wanted := wantedIn(r.URL.Query())
+		wanted.N = n
+		recent, asked := f.Requests(r.Context(), wanted)
 		asked.head(w)
 		_ = enc.Encode(recent)
 	})

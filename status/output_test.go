@@ -94,7 +94,7 @@ func TestOutputAfterARestart(t *testing.T) {
 		require.InDelta(t, 150./3, after(2, 150), 15, "one whose 0 was not seen")
 		require.InDelta(t, 0, after(90, 150), 0, "a minute without a token")
 		require.Positive(t, after(2, 9000))
-		require.True(t, state.Health.MarkUnhealthy(engine))
+		require.True(t, state.Health.Mark(engine, false, kvstate.CauseCheck, ""))
 		require.InDelta(t, -1, after(10, 9000), 0, "it is out, and what it wrote is of the past")
 	})
 }

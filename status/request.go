@@ -183,7 +183,7 @@ func printTimes(w io.Writer, t *telemetry.Trace) {
 			took(t.FirstByte), took(t.ExpectedFirst), took(t.DecodeTime))
 	case t.Streamed:
 		fmt.Fprintf(w, "headers of the answer after %s, last hop %s.\n", took(t.FirstByte), took(t.DecodeTime))
-		if t.ExpectedFirst > 0 && (t.Used == nil || t.Used.FirstToken == 0) { // vLLM, for one, sends headers at once
+		if t.ExpectedFirst > 0 && t.FirstToken == 0 { // vLLM, for one, sends headers at once
 			fmt.Fprintf(w, "The first token was expected after %s. "+
 				"When it came is not known: headers may come before it.\n", took(t.ExpectedFirst))
 		}
@@ -194,6 +194,9 @@ func printTimes(w io.Writer, t *telemetry.Trace) {
 			fmt.Fprintf(w, "The first token was expected after %s. "+
 				"When it came is not known, since the answer was not streamed.\n", took(t.ExpectedFirst))
 		}
+	}
+	if t.FirstToken > 0 && t.Used == nil { // else it is among what was used
+		fmt.Fprintf(w, "The first token came after %s.\n", took(t.FirstToken))
 	}
 }
 

@@ -250,7 +250,7 @@ func TestTicketRefused(t *testing.T) {
 	failed.Ended = "failed"
 	one := report{Minute: telemetry.Totals{Failed: 2, TicketFailures: 1}, Ready: true, Traces: []telemetry.Trace{lost, failed}}
 	other := report{Name: "other", Minute: telemetry.Totals{TicketsRefused: 1}, Ready: true}
-	s := merge(answers{reports: []report{one, other}}, now)
+	s := merge(answers{reports: []report{one, other}}, now, &Wanted{N: shownRecent})
 	require.Equal(t, Failed{Failures: 1, FailedHops: "decode at d1:1", FailedID: "r-2", EngineFailed: true, TicketsRefused: 1, TicketID: "r-1"}, s.Failed)
 	require.Equal(t, "503, ticket refused", statusOf(&lost, now))
 	var text strings.Builder
@@ -264,7 +264,7 @@ func TestRefusedBetweenHops(t *testing.T) {
 	now := time.Now()
 	r := telemetry.Trace{RequestID: "r-1", Pool: "chat", Route: "split", Prefill: "p1:1", Decode: "d1:1", Served: telemetry.Served{Plans: 1}, Status: 503, Started: now}
 	r.Ended, r.Refused = "failed", "no_endpoint"
-	s := merge(answers{reports: []report{{Minute: telemetry.Totals{Failed: 1}, Ready: true, Traces: []telemetry.Trace{r}}}}, now)
+	s := merge(answers{reports: []report{{Minute: telemetry.Totals{Failed: 1}, Ready: true, Traces: []telemetry.Trace{r}}}}, now, &Wanted{N: shownRecent})
 	require.Equal(t, Failed{Failures: 1, FailedHops: "Tandem's own error no_endpoint", FailedID: "r-1"}, s.Failed)
 	require.Equal(t, "503, no_endpoint", statusOf(&r, now))
 	found := slices.IndexFunc(s.Attention, func(n Notice) bool { return n.Doc == "operations.md#errors-that-tandem-answers" })

@@ -80,7 +80,7 @@ func TestRoles(t *testing.T) {
 	parts := []report{f.report(question{Status: true}), f.report(question{Status: true})}
 	parts[0].Pools[0].Advice.WantedDecode, parts[0].Pools[0].Advice.WantedPrefill = 0, 0
 	parts[1].Pools[0].Endpoints[1].Now = &late
-	merged := merge(answers{reports: parts}, now)
+	merged := merge(answers{reports: parts}, now, &Wanted{N: shownRecent})
 	require.Equal(t, "the pool is short by 2: 1 + 3 would serve this", merged.Pools[0].Wanted)
 	require.Equal(t, &late, merged.Pools[0].Endpoints[1].Now)
 }

@@ -99,10 +99,10 @@ func parts(t *telemetry.Trace) (all []spent) {
 	if rest <= 0 || t.Decode == "" {
 		return all
 	}
-	if t.Used == nil || t.Used.FirstToken == 0 { // not streamed, or nobody measures it
+	if t.FirstToken == 0 { // not streamed, or Envoy does not report it
 		return append(all, undivided(t, rest))
 	}
-	first := min(max(t.Used.FirstToken-t.Waited-again-prefill, 0), rest)
+	first := min(max(t.FirstToken-t.Waited-again-prefill, 0), rest)
 	switch {
 	case t.Prefill != "":
 		all = append(all, gap(t, first))
@@ -233,7 +233,7 @@ func gap(t *telemetry.Trace, whole time.Duration) spent {
 // writing is the time from the first token to the end.
 func writing(t *telemetry.Trace, whole time.Duration) spent {
 	name := words.Plain(t.Decode)
-	if t.Used.Answer == nil || *t.Used.Answer < 2 {
+	if t.Used == nil || t.Used.Answer == nil || *t.Used.Answer < 2 {
 		return spent{becauseAnswer, whole, 0, fmt.Sprintf("%s wrote its answer in %s", name, took(whole))}
 	}
 	n := *t.Used.Answer - 1

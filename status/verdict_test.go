@@ -26,7 +26,8 @@ func TestVerdict(t *testing.T) {
 			}}
 		r.ExpectedPrefill, r.ExpectedFirst, r.ExpectedToken, r.Streamed = 1000*ms, 1100*ms, 10*ms, true
 		r.Took, r.Ended = 2100*ms, "ok"
-		r.Used = &usage.Used{Answer: tokens(101), FirstToken: 1100 * ms, PerToken: 10 * ms}
+		r.Used = &usage.Used{Answer: tokens(101), PerToken: 10 * ms}
+		r.FirstToken = 1100 * ms
 		return r
 	}
 	type row struct {
@@ -43,34 +44,34 @@ func TestVerdict(t *testing.T) {
 			"Verdict: not slow for what it asked. Most of its time: d1:1 wrote 1001 tokens in 10.0 s, 10 ms each.\n"},
 		{"it waited", func(r *telemetry.Trace) {
 			r.Waited, r.WaitedFor = 1000*ms, "p2:1"
-			r.Took, r.Used.FirstToken = 3100*ms, 2100*ms
+			r.Took, r.FirstToken = 3100*ms, 2100*ms
 		}, becauseRoom, 1000 * ms, "Verdict: slow because it waited 1.0 s for room at p2:1. In all it lost 1.0 s.\n"},
 		{"a queue in front of it", func(r *telemetry.Trace) {
 			r.PrefillTime, r.ExpectedPrefill, r.ExpectedFirst = 3000*ms, 3000*ms, 3100*ms
-			r.Took, r.Used.FirstToken, r.Weighed[0].Prefill[0].Value = 4100*ms, 3100*ms, 2
+			r.Took, r.FirstToken, r.Weighed[0].Prefill[0].Value = 4100*ms, 3100*ms, 2
 		}, becauseQueue + "P", 2000 * ms, "Verdict: slow because it was behind 2.0 s of other prompts at p1:1. In all it lost 2.0 s.\n"},
 		{"P is known to be slow", func(r *telemetry.Trace) {
 			r.PrefillTime, r.ExpectedPrefill, r.ExpectedFirst = 6000*ms, 6000*ms, 6100*ms
-			r.Took, r.Used.FirstToken, r.Weighed[0].Prefill[1].Value = 7100*ms, 6100*ms, 6
+			r.Took, r.FirstToken, r.Weighed[0].Prefill[1].Value = 7100*ms, 6100*ms, 6
 		}, "P" + becausePeers, 5000 * ms, "Verdict: slow because p1:1 computed the prompt of 8000 tokens in 6.0 s, " +
 			"6.0 times as slow as its peers. In all it lost 5.0 s.\n"},
 		{"P is slower than it was known to be", func(r *telemetry.Trace) {
-			r.PrefillTime, r.Took, r.Used.FirstToken, r.CachedTokens = 3000*ms, 4100*ms, 3100*ms, 64
+			r.PrefillTime, r.Took, r.FirstToken, r.CachedTokens = 3000*ms, 4100*ms, 3100*ms, 64
 		}, "P" + becauseExpected, 2000 * ms, "Verdict: slow because p1:1 computed the prompt of 8000 tokens, 64 of them cached, in 3.0 s, " +
 			"where 1.0 s was expected. In all it lost 2.0 s.\n"},
-		{"the first token is late", func(r *telemetry.Trace) { r.Took, r.Used.FirstToken = 4100*ms, 3100*ms }, becauseGap, 2000 * ms,
+		{"the first token is late", func(r *telemetry.Trace) { r.Took, r.FirstToken = 4100*ms, 3100*ms }, becauseGap, 2000 * ms,
 			"Verdict: slow because the KV transfer to d1:1 and its queue took 2.1 s, where 100 ms was expected. In all it lost 2.0 s.\n"},
 		{"the transfer", func(r *telemetry.Trace) {
-			r.Took, r.Used.FirstToken, r.Weighed[3].Decode[0].Value = 5000*ms, 4000*ms, 1.6
+			r.Took, r.FirstToken, r.Weighed[3].Decode[0].Value = 5000*ms, 4000*ms, 1.6
 		}, becauseTransfer, 2900 * ms, "Verdict: slow because the KV transfer to d1:1 took 3.0 s, where 100 ms was expected. In all it lost 2.9 s.\n"},
 		{"no memory at D", func(r *telemetry.Trace) {
-			r.Took, r.Used.FirstToken, r.Weighed[3].Decode[2].Value, r.ExpectedFirst = 4100*ms, 3100*ms, 2, 3100*ms
+			r.Took, r.FirstToken, r.Weighed[3].Decode[2].Value, r.ExpectedFirst = 4100*ms, 3100*ms, 2, 3100*ms
 		}, becauseQueue + "D", 2000 * ms, "Verdict: slow because its KV waited for memory of d1:1 for 2.1 s, where 100 ms was expected. In all it lost 2.0 s.\n"},
 		{"D's pace", func(r *telemetry.Trace) { r.Took = 4100 * ms }, becausePace, 2000 * ms,
 			"Verdict: slow because d1:1 wrote 101 tokens in 3.0 s, 30 ms each where 10 ms was expected, " +
 				"unless the client was slow to read them. In all it lost 2.0 s.\n"},
 		{"an engine failed before", func(r *telemetry.Trace) {
-			r.Took, r.Used.FirstToken, r.Replans = 7100*ms, 6100*ms, 2
+			r.Took, r.FirstToken, r.Replans = 7100*ms, 6100*ms, 2
 			r.Failed = []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p2:1"}, {Hop: "prefill", Endpoint: "p2:1"}}
 		}, becauseRetry, 5000 * ms, "Verdict: slow because it was planned again after a failure (prefill at p2:1), " +
 			"which took 5.0 s. In all it lost 5.0 s.\n"},
@@ -81,20 +82,20 @@ func TestVerdict(t *testing.T) {
 			"which took 9.0 s. In all it lost 9.0 s.\n"},
 		{"decode alone, with a queue", func(r *telemetry.Trace) {
 			r.Route, r.Prefill, r.PrefillTime, r.DecodeTime = "decode_alone", "", 0, 4000*ms
-			r.Took, r.ExpectedPrefill, r.ExpectedFirst, r.Used.FirstToken = 4000*ms, 0, 3000*ms, 3000*ms
+			r.Took, r.ExpectedPrefill, r.ExpectedFirst, r.FirstToken = 4000*ms, 0, 3000*ms, 3000*ms
 			r.Weighed[3].Alone = []telemetry.Part{at("queue", 2), at("work", 1)}
 		}, becauseQueue + "D", 2000 * ms, "Verdict: slow because it was behind 2.0 s of other prompts at d1:1. In all it lost 2.0 s.\n"},
 		{"both legs at once", func(r *telemetry.Trace) {
 			r.Route, r.DecodeTime, r.Replans, r.Took = "pair", 2100*ms, 1, 3100*ms
-			r.Used.FirstToken = 2100 * ms
+			r.FirstToken = 2100 * ms
 		}, becauseRetry, 1000 * ms, "Verdict: slow because it was planned again, which took 1.0 s. In all it lost 1.0 s.\n"},
-		{"nobody saw its first token", func(r *telemetry.Trace) { r.Used = nil }, becauseDecode, 0,
+		{"nobody saw its first token", func(r *telemetry.Trace) { r.Used, r.FirstToken = nil, 0 }, becauseDecode, 0,
 			"Verdict: not slow for what it asked. Most of its time: d1:1 took 1.1 s to answer.\n"},
-		{"not streamed", func(r *telemetry.Trace) { r.Used.FirstToken, r.Took = 0, 5100*ms }, becauseDecode, 3000 * ms,
+		{"not streamed", func(r *telemetry.Trace) { r.FirstToken, r.Took = 0, 5100*ms }, becauseDecode, 3000 * ms,
 			"Verdict: slow because d1:1 took 4.1 s for an answer of 101 tokens, where 1.1 s was expected: " +
 				"in its queue, the KV transfer or its pace. In all it lost 3.0 s.\n"},
 		{"no prices were kept", func(r *telemetry.Trace) {
-			r.Weighed, r.PrefillTime, r.Took, r.Used.FirstToken = nil, 3000*ms, 4100*ms, 3100*ms
+			r.Weighed, r.PrefillTime, r.Took, r.FirstToken = nil, 3000*ms, 4100*ms, 3100*ms
 		}, "P" + becauseExpected, 2000 * ms, "Verdict: slow because p1:1 computed the prompt of 8000 tokens in 3.0 s, " +
 			"where 1.0 s was expected. In all it lost 2.0 s.\n"},
 		{"passed through", func(r *telemetry.Trace) {

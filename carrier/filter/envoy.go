@@ -123,7 +123,7 @@ type Outcome struct {
 	Flags   uint64 // Envoy's response flags
 	Bytes   uint64 // of the answer's body that were sent
 
-	FirstBody, LastBody time.Time // when bytes of a counted answer went to the client; zero: none did
+	FirstBody, LastBody time.Time // when bytes of the answer went to the client, LastBody only of a counted one; zero: none did
 }
 
 // Response flags of Envoy (1.40, envoy/stream_info/stream_info.h).

@@ -66,7 +66,7 @@ func (c *Counter) Read(part []byte, set func(namespace, key string, n float64)) 
 
 // Give is Read for a part that goes to the client now, past Envoy's hooks.
 func (c *Counter) Give(part []byte, set func(namespace, key string, n float64)) {
-	if c.reader == nil || len(part) == 0 {
+	if len(part) == 0 {
 		return
 	}
 	if c.last = time.Now(); c.first.IsZero() {

@@ -89,11 +89,8 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 	case d.sim == "":
 		return errors.New("no enginesim found beside tandem: run make build")
 	case library != "":
-		if _, err := os.Stat(filepath.Join(library, "libtandem.so")); err != nil {
-			return fmt.Errorf("--inside: %w: run make carrier", err)
-		}
-		d.library, err = filepath.Abs(library)
-		d.group.environment = []string{"ENVOY_DYNAMIC_MODULES_SEARCH_PATH=" + d.library}
+		d.library = library
+		return d.group.loadLibrary(library)
 	}
 	return err
 }

@@ -30,6 +30,16 @@ type program struct {
 	ended chan struct{}
 }
 
+// loadLibrary has Envoys load libtandem.so from a folder.
+func (d *programs) loadLibrary(folder string) error {
+	if _, err := os.Stat(filepath.Join(folder, "libtandem.so")); err != nil {
+		return fmt.Errorf("--inside: %w: run make carrier", err)
+	}
+	folder, err := filepath.Abs(folder)
+	d.environment = append(d.environment, "ENVOY_DYNAMIC_MODULES_SEARCH_PATH="+folder)
+	return err
+}
+
 func firstProgram(candidates ...string) string {
 	for _, c := range candidates {
 		if c == "" {

@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"io"
+	"net/url"
 
 	"github.com/spf13/cobra"
 
@@ -13,7 +14,7 @@ import (
 // newRequests is `tandem requests`.
 func newRequests() *cobra.Command {
 	var a adminClient
-	n, failed, slow := 0, false, false
+	n, failed, slow, search := 0, false, false, ""
 	c := &cobra.Command{
 		Use: "requests", Short: "List the latest requests: where each went, and why it was not split",
 		Args: cobra.NoArgs,
@@ -28,7 +29,8 @@ func newRequests() *cobra.Command {
 				return fmt.Errorf("--number: %d is not a number of requests", n)
 			}
 			var recent []telemetry.Trace
-			return a.query(c, fmt.Sprintf("/debug/requests?n=%d&failed=%t&slow=%t%s", n, failed, slow, a.scope),
+			return a.query(c, fmt.Sprintf("/debug/requests?n=%d&failed=%t&slow=%t&search=%s%s", n, failed, slow,
+				url.QueryEscape(search), a.scope),
 				&recent, func(w io.Writer) { status.PrintRequests(w, recent, failed, slow) })
 		},
 	}
@@ -36,6 +38,8 @@ func newRequests() *cobra.Command {
 	a.onlyThis(c)
 	c.Flags().BoolVar(&failed, "failed", false, "show only requests that failed")
 	c.Flags().BoolVar(&slow, "slow", false, "show first what lost most time, and why")
+	c.Flags().StringVar(&search, "search", "", "show only requests that have each word of `TEXT` in their id, endpoints, pool,\n"+
+		"model or tenant (the last two with usage)")
 	c.Flags().IntVarP(&n, "number", "n", 20, "`NUMBER` of requests to show at most")
 	return c
 }

@@ -20,6 +20,7 @@ import (
 	"tandem/replica/config"
 	"tandem/replica/livecheck"
 	"tandem/replica/proposal"
+	"tandem/status/words"
 )
 
 // runner is `tandem run`: it asks engines what they are, writes the configuration that follows, and runs Tandem and
@@ -29,6 +30,7 @@ type runner struct {
 	stdout, stderr io.Writer
 
 	file, envoyPath, level   string
+	library                  string // folder of libtandem.so; "": Tandem is a process of its own
 	prefill, decode, engines []string
 	o                        proposal.Options
 }
@@ -55,6 +57,7 @@ func newRun() *cobra.Command {
 	f.StringVar(&r.o.Split, "split", "", "`WHICH` requests are split: auto, always or never (default auto)")
 	f.StringVar(&r.o.KeyFile, "api-key-file", "", "`FILE` with the engines' API key, for Tandem's own requests")
 	f.StringVar(&r.envoyPath, "envoy", "", "Envoy `BINARY` (default: $ENVOY, envoy beside tandem or on PATH, .tools/bin/envoy)")
+	f.StringVar(&r.library, "inside", "", "`FOLDER` of libtandem.so (make carrier), for Tandem inside Envoy (experimental)")
 	f.StringVar(&r.level, "log", "warn", "lowest `LEVEL` that Tandem logs: debug, info, warn, error")
 	return c
 }
@@ -68,7 +71,13 @@ func (r *runner) run(ctx context.Context) error {
 	if envoy == "" {
 		return errNoEnvoy
 	}
-	model, err := r.configure(ctx)
+	if r.library != "" {
+		if err := r.group.loadLibrary(r.library); err != nil {
+			return err
+		}
+		r.o.Inside = true
+	}
+	models, err := r.configure(ctx)
 	if err != nil {
 		return err
 	}
@@ -86,13 +95,13 @@ func (r *runner) run(ctx context.Context) error {
 		}
 		return fmt.Errorf("%w; Envoy's log is %s", err, filepath.Join(r.group.dir, "envoy.log"))
 	}
-	r.say(cfg, model)
+	r.say(cfg, models)
 	return r.untilOneEnds(ctx)
 }
 
 // configure asks the engines that were named, and writes the configuration that follows from their answers. It returns a
-// model that they serve.
-func (r *runner) configure(ctx context.Context) (model string, err error) {
+// model of each pool, as far as they say.
+func (r *runner) configure(ctx context.Context) (models []string, err error) {
 	var engines []proposal.Engine
 	for _, named := range []struct {
 		role string
@@ -101,37 +110,37 @@ func (r *runner) configure(ctx context.Context) (model string, err error) {
 		for _, url := range named.urls {
 			e, err := proposal.Parse(url, named.role)
 			if err != nil {
-				return "", err
+				return nil, err
 			}
 			engines = append(engines, e)
 		}
 	}
 	if len(engines) == 0 {
 		if _, err := os.Stat(r.file); err != nil {
-			return "", fmt.Errorf("name the engines (--prefill URL --decode URL, or --engine URL for those that do both), or "+
+			return nil, fmt.Errorf("name the engines (--prefill URL --decode URL, or --engine URL for those that do both), or "+
 				"a configuration with -f: %w", err)
 		}
-		return "", nil
+		return nil, nil
 	}
 	engines = proposal.Merge(engines)
 	if err := mayWrite(r.file); err != nil {
-		return "", err
+		return nil, err
 	}
 	fmt.Fprintf(r.stdout, "Asking %d engines what they are.\n", len(engines))
 	if err := proposal.Ask(ctx, engines, r.o.KeyFile); err != nil {
-		return "", err
+		return nil, err
 	}
 	if err := r.choosePorts(); err != nil {
-		return "", err
+		return nil, err
 	}
 	text, err := proposal.Write(engines, r.o)
 	if err != nil {
-		return "", err
+		return nil, err
 	}
 	if err := os.WriteFile(r.file, []byte(text), 0o644); err != nil { //nolint:gosec // it has no secrets
-		return "", fmt.Errorf("writing the configuration (-f names another file): %w", err)
+		return nil, fmt.Errorf("writing the configuration (-f names another file): %w", err)
 	}
-	return proposal.Model(engines), nil
+	return proposal.Models(engines), nil
 }
 
 // mayWrite returns an error if the file is there and not this command's.
@@ -184,8 +193,12 @@ func (r *runner) check(ctx context.Context) (*configv1.Config, error) {
 	for _, w := range warnings {
 		fmt.Fprintf(r.stderr, "warning: %s\n", w)
 	}
-	if config.Inside(cfg) {
-		return nil, fmt.Errorf("%s: envoy.run is inside: start the Envoy that loads Tandem (docs/howto/inside-envoy.md)", r.file)
+	switch inside := config.Inside(cfg); {
+	case inside && r.library == "":
+		return nil, fmt.Errorf("%s: envoy.run is inside: name the folder of libtandem.so with --inside "+
+			"(docs/howto/inside-envoy.md)", r.file)
+	case !inside && r.library != "":
+		return nil, fmt.Errorf("%s: --inside, but envoy.run is not inside", r.file)
 	}
 	report := livecheck.Check(ctx, cfg, true)
 	report.Print(r.stdout)
@@ -202,7 +215,7 @@ func (r *runner) check(ctx context.Context) (*configv1.Config, error) {
 
 // startBoth starts Tandem and Envoy, and waits until they answer.
 func (r *runner) startBoth(ctx context.Context, cfg *configv1.Config, self, envoy string) error {
-	bootstrap, err := envoyconfigs.DynamicBootstrap(cfg)
+	bootstrap, err := r.bootstrap(cfg)
 	if err != nil {
 		return err
 	}
@@ -210,9 +223,11 @@ func (r *runner) startBoth(ctx context.Context, cfg *configv1.Config, self, envo
 	if err := os.WriteFile(file, bootstrap, 0o600); err != nil {
 		return fmt.Errorf("writing Envoy's bootstrap: %w", err)
 	}
-	log, _ := r.stderr.(*os.File) // nil: nobody reads it
-	if err := r.group.launchTo("tandem", log, self, "serve", "-f", r.file, "--log", r.level); err != nil {
-		return err
+	if r.library == "" {
+		log, _ := r.stderr.(*os.File) // nil: nobody reads it
+		if err := r.group.launchTo("tandem", log, self, "serve", "-f", r.file, "--log", r.level); err != nil {
+			return err
+		}
 	}
 	if err := r.group.launch("envoy", envoy, "-c", file, "-l", "warning", "--disable-hot-restart"); err != nil {
 		return err
@@ -226,6 +241,18 @@ func (r *runner) startBoth(ctx context.Context, cfg *configv1.Config, self, envo
 	return nil
 }
 
+// bootstrap is Envoy's: it gets the rest from Tandem, or loads Tandem.
+func (r *runner) bootstrap(cfg *configv1.Config) ([]byte, error) {
+	if r.library == "" {
+		return envoyconfigs.DynamicBootstrap(cfg)
+	}
+	file, err := filepath.Abs(r.file)
+	if err != nil {
+		return nil, err
+	}
+	return envoyconfigs.Inside(cfg, file)
+}
+
 func (r *runner) url(cfg *configv1.Config) string {
 	return "http://" + config.Reached(cfg.GetEnvoy().GetListen())
 }
@@ -235,17 +262,21 @@ func (r *runner) page(cfg *configv1.Config) string {
 }
 
 // say tells the reader what runs, and what to do next.
-func (r *runner) say(cfg *configv1.Config, model string) {
+func (r *runner) say(cfg *configv1.Config, models []string) {
 	file, err := filepath.Abs(r.file)
 	if err != nil {
 		file = r.file
 	}
-	if model == "" {
-		model = "MODEL"
+	model, also := "MODEL", ""
+	if len(models) > 0 {
+		model = models[0]
+	}
+	if len(models) > 1 {
+		also = " (or " + words.Plain(strings.Join(models[1:], ", ")) + ")"
 	}
 	fmt.Fprintf(r.stdout, "\nTandem and Envoy run. OpenAI and Anthropic API: %s/v1\nPage: %s\nConfiguration: %s (changes take "+
-		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt:\n\n%s\n%s\n"+
-		"Where they went:\n\n  tandem requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir,
+		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt%s:\n\n%s\n%s\n"+
+		"Where they went:\n\n  tandem requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir, also,
 		curl(r.url(cfg), model, "Hello"), curl(r.url(cfg), model, "$(seq -s ' ' 1 1500)"), r.file)
 }
 
@@ -261,16 +292,17 @@ func curl(url, model, content string) string {
 
 // untilOneEnds waits for ctx, which is how this command is meant to end, or for the end of Tandem or Envoy.
 func (r *runner) untilOneEnds(ctx context.Context) error {
+	first, last := &r.group.started[0], &r.group.started[len(r.group.started)-1] // one and the same inside Envoy
 	select {
 	case <-ctx.Done():
 		fmt.Fprintln(r.stdout, "\nEnding Envoy and Tandem.")
 		r.group.stop()
 		_ = os.RemoveAll(r.group.dir)
 		return nil
-	case <-r.group.started[0].ended:
-		return errors.New("tandem serve has ended; so Envoy ends, too")
-	case <-r.group.started[1].ended:
+	case <-last.ended:
 		return fmt.Errorf("Envoy has ended (%s); so Tandem ends, too: see %s", //nolint:staticcheck // a name
-			r.group.started[1].cmd.ProcessState, filepath.Join(r.group.dir, "envoy.log"))
+			last.cmd.ProcessState, filepath.Join(r.group.dir, "envoy.log"))
+	case <-first.ended:
+		return errors.New("tandem serve has ended; so Envoy ends, too")
 	}
 }

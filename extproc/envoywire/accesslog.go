@@ -13,6 +13,7 @@ import (
 // LogBatch is one StreamAccessLogsMessage, reduced to the fields that Tandem uses.
 type LogBatch struct {
 	Name    string // log_name of the stream, from its first message
+	Risk    string // what the Envoy's release risks, likewise; "": nothing that is known
 	Entries []LogEntry
 	Tenant  string // name of the request header with the tenant, in lower case; "": none
 	arena   []byte
@@ -72,13 +73,43 @@ func (b *LogBatch) Unmarshal(data mem.BufferSlice) error {
 	return c.finish()
 }
 
-// readIdentifier reads Identifier{2: log_name}.
+// readIdentifier reads Identifier{1: node, 2: log_name}.
 func (b *LogBatch) readIdentifier(c *cursor, end int) {
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
-		if number == 2 && wire == wireBytes {
+		switch {
+		case number == 1 && wire == wireBytes:
+			b.readNode(c, c.length(end))
+		case number == 2 && wire == wireBytes:
 			b.Name = string(c.text(&b.arena, end))
-		} else {
+		default:
 			c.skip(wire, end)
+		}
+	}
+}
+
+// readNode reads the release of Node{8: user_agent_build_version{1: version{1: major, 2: minor, 3: patch}}}.
+func (b *LogBatch) readNode(c *cursor, end int) {
+	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {
+		if number != 8 || wire != wireBytes {
+			c.skip(wire, end)
+			continue
+		}
+		build := c.length(end)
+		for number, wire := c.field(build); number != 0; number, wire = c.field(build) {
+			if number != 1 || wire != wireBytes {
+				c.skip(wire, build)
+				continue
+			}
+			var release [4]uint32
+			version := c.length(build)
+			for number, wire := c.field(version); number != 0; number, wire = c.field(version) {
+				if number <= 3 && wire == wireVarint {
+					release[number] = uint32(min(c.varint(), 9999)) //nolint:gosec // it is small
+				} else {
+					c.skip(wire, version)
+				}
+			}
+			b.Risk = Risk(release[1], release[2], release[3])
 		}
 	}
 }

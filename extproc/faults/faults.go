@@ -14,6 +14,7 @@ package faults
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -60,6 +61,20 @@ type Failure struct {
 	Overdue    bool          // it exceeded its time limit
 	Absent     bool          // Envoy's cluster has no such endpoint: nothing was sent to it
 	Unknown    bool          // Envoy's log has not said: the first entry of a connection may come too late
+}
+
+// words say for people how a request failed.
+func (f *Failure) words(requestID string) string {
+	what := "it ended the connection, or broke off its answer"
+	switch {
+	case f.Overdue:
+		what = "it did not answer in time"
+	case f.Unreached:
+		what = "no connection"
+	case f.Status > 0:
+		what = fmt.Sprintf("it answered %d", f.Status)
+	}
+	return fmt.Sprintf("%s (request %.64q)", what, requestID)
 }
 
 // answered begins Envoy's details of an answer that the endpoint gave by itself (Envoy 1.40, StreamInfo).
@@ -205,11 +220,11 @@ func (s *Faults) Hop(pool, requestID, addr string, f *Failure) {
 	case f.Full():
 		s.full(pool, addr, f)
 	case f.Overdue:
-		s.State.Health.MarkHung(e)
+		s.State.Health.Mark(e, true, kvstate.CauseTimeLimit, f.words(requestID))
 	case e.Failed(): // else it would not count as hanging any more
 	case f.Unreached || s.Check == nil && f.Status == 0,
 		(f.Status >= 500 || Redirects(f.Status)) && s.errors.again(addr, requestID):
-		s.State.Health.MarkFailed(e)
+		s.State.Health.Mark(e, false, kvstate.CauseRequest, f.words(requestID))
 	case s.Check != nil:
 		s.Check(e)
 	}

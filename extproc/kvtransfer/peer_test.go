@@ -31,7 +31,7 @@ func TestPeersThatWereAway(t *testing.T) {
 		time.Sleep(time.Second)
 		starts = 2
 		require.Equal(t, "start 1", who(), "it is not asked each time")
-		state.Health.MarkUnhealthy(e)
+		state.Health.Mark(e, false, kvstate.CauseCheck, "")
 		time.Sleep(time.Second)
 		state.Health.MarkHealthy(e)
 		time.Sleep(time.Second)
@@ -56,7 +56,7 @@ func TestLearnedRanksThatWereAway(t *testing.T) {
 		learn(Rank{}, b)
 		learn(a)
 		require.Equal(t, []Rank{a, b}, known())
-		state.Health.MarkUnhealthy(e)
+		state.Health.Mark(e, false, kvstate.CauseCheck, "")
 		state.Health.MarkHealthy(e)
 		_, ok := peers.Lookup(t.Context(), e)
 		require.False(t, ok)

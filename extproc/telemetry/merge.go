@@ -59,7 +59,7 @@ func (t *Trace) add(p *Trace) {
 	}
 	t.PrefillTime = cmp.Or(p.PrefillTime, t.PrefillTime)
 	t.DecodeTime = cmp.Or(p.DecodeTime, t.DecodeTime)
-	t.FirstByte = cmp.Or(p.FirstByte, t.FirstByte)
+	t.FirstByte, t.FirstToken = cmp.Or(p.FirstByte, t.FirstByte), cmp.Or(p.FirstToken, t.FirstToken)
 	t.Took, t.Ended = max(t.Took, p.Took), cmp.Or(p.Ended, t.Ended)
 	t.Used = cmp.Or(p.Used, t.Used)
 	t.Refused = cmp.Or(p.Refused, t.Refused)

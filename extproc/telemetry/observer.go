@@ -61,11 +61,15 @@ func (o *Observer) RequestEnded(
 		how = EndedTicketRefused
 	}
 	used := o.Usage.Ended(t, e, EndedAs(t, e), AnsweredBy(t), mine)
-	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
+	whole, firstToken := max(e.Start.Add(e.Duration).Sub(t.Started), 0), usage.FirstToken(t, e)
 	if mine {
 		o.Metrics.requestEnded(t, e, took, first)
 		o.liveTotals.usage.ended(used)
-		o.recordEnd(t, e, used, how, whole)
+		if firstToken > 0 {
+			observe(o.whole.firstToken.WithLabelValues(t.Pool, AnsweredBy(t)), firstToken, exemplarIn(e.Traceparent))
+			o.liveTotals.usage.firstToken.observe(firstToken)
+		}
+		o.recordEnd(t, e, used, how, whole, firstToken)
 		if how == EndedTicketRefused {
 			o.liveTotals.ticketFailures.Add(1)
 		}
@@ -80,7 +84,7 @@ func (o *Observer) RequestEnded(
 			expected = trace.Waited + trace.ExpectedFirst
 		}
 		trace.DecodeTime, trace.Status, trace.Ended, trace.Took = took, e.Status, how, whole
-		trace.Refused = refused
+		trace.Refused, trace.FirstToken = refused, firstToken
 		if t.Stage == kvtransfer.DecodeLeg && t.Redirects > trace.Pass { // another replica chose D anew
 			trace.Decode = t.Decode
 		}
@@ -88,17 +92,19 @@ func (o *Observer) RequestEnded(
 			trace.FirstByte = max(e.Start.Add(e.FirstByte).Sub(trace.Started), 0)
 		}
 	})
-	if mine && how == "ok" {
-		o.Usage.Foreseen(t.Pool, expected, used)
+	if mine && how == "ok" && expected > 0 && firstToken > 0 {
+		o.whole.foreseen.WithLabelValues(t.Pool).Observe(firstToken.Seconds() / expected.Seconds())
 	}
 	return used
 }
 
-// recordEnd records the end of a request. Without usage only Tandem's own times are known.
-func (o *Observer) recordEnd(t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used, how string, whole time.Duration) {
+// recordEnd records the end of a request. Without usage only times are known, not the time per token.
+func (o *Observer) recordEnd(
+	t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used, how string, whole, firstToken time.Duration,
+) {
 	end := recorder.End{
 		ID: e.RequestID, Started: t.Started, Ended: t.Started.Add(whole), Prompt: -1, Cached: -1, Answer: -1,
-		Status: e.Status, How: how, Tenant: e.Usage.Tenant,
+		Status: e.Status, How: how, Tenant: e.Usage.Tenant, First: firstToken,
 	}
 	if t.Stage == kvtransfer.DecodeLeg || t.Stage == kvtransfer.PairLegs {
 		end.Decode = t.Decode
@@ -115,7 +121,7 @@ func (o *Observer) recordEnd(t *kvtransfer.Ticket, e *ended.Pass, u *usage.Used,
 				*of.to = *of.from
 			}
 		}
-		end.First, end.Each = u.FirstToken, u.PerToken
+		end.Each = u.PerToken
 	}
 	o.Recorder.Ended(&end)
 }

@@ -41,9 +41,11 @@ type Answered struct {
 	// to the first byte of the answer's headers; some engines send them before the first token
 	FirstByte time.Duration `json:"first_byte_ns,omitempty"`
 	Streamed  bool          `json:"streamed,omitempty"` // if not, FirstByte is that of the whole answer
-	Took      time.Duration `json:"took_ns,omitempty"`  // to its end
-	Ended     string        `json:"ended,omitempty"`    // as [EndedAs] has it, or EndedCut; "": not known
-	Refused   string        `json:"refused,omitempty"`  // code of the error with which Tandem itself ended it
+	// to the first byte of a stream's body; 0: not known
+	FirstToken time.Duration `json:"first_token_ns,omitempty"`
+	Took       time.Duration `json:"took_ns,omitempty"` // to its end
+	Ended      string        `json:"ended,omitempty"`   // as [EndedAs] has it, or EndedCut; "": not known
+	Refused    string        `json:"refused,omitempty"` // code of the error with which Tandem itself ended it
 	// what it used; nil: not known, or the configuration has no usage
 	Used *usage.Used `json:"usage,omitempty"`
 	// replicas that are gone and to which Envoy may have reported the end, if none of the others knows it

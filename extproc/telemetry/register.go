@@ -145,8 +145,10 @@ type hopMetrics struct {
 
 // wholeMetrics are about whole requests.
 type wholeMetrics struct {
-	time      *prometheus.HistogramVec // pool, route, result; seconds
-	firstByte *prometheus.HistogramVec // pool, route; seconds
+	time       *prometheus.HistogramVec // pool, route, result; seconds
+	firstByte  *prometheus.HistogramVec // pool, route; seconds
+	firstToken *prometheus.HistogramVec // pool, endpoint; seconds
+	foreseen   *prometheus.HistogramVec // pool
 }
 
 func (r registry) hops() hopMetrics {
@@ -157,12 +159,20 @@ func (r registry) hops() hopMetrics {
 		firstByte: r.histogram("tandem_hop_first_byte_seconds",
 			"Time to the first byte of a hop's answer, which is its headers, from Envoy's access log.", hopBuckets(),
 			"pool", "hop", "endpoint"),
-		whole: wholeMetrics{r.histogram("tandem_request_duration_seconds",
-			"Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).",
-			hopBuckets(), "pool", "route", "result"),
-			r.histogram("tandem_request_first_byte_seconds",
+		whole: wholeMetrics{
+			time: r.histogram("tandem_request_duration_seconds",
+				"Time of a whole request, all passes, by route and how it ended (ok, refused, failed, client_gone).",
+				hopBuckets(), "pool", "route", "result"),
+			firstByte: r.histogram("tandem_request_first_byte_seconds",
 				"Time from a request's arrival to the first byte of its answer, which is its headers, all passes.",
-				hopBuckets(), "pool", "route")},
+				hopBuckets(), "pool", "route"),
+			firstToken: r.histogram("tandem_time_to_first_token_seconds",
+				"Time from a request's arrival to the first byte of its answer's body, of streams.", hopBuckets(),
+				"pool", "endpoint"),
+			foreseen: r.histogram("tandem_time_to_first_token_ratio",
+				"Measured time to the first token of a stream over the one that was expected when its endpoints were "+
+					"chosen: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9), "pool"),
+		},
 		prefillErrors: r.counter("tandem_prefill_errors_total",
 			"Prefill answers other than 200 by endpoint and status; Envoy's own 503 and 504 stand for an endpoint "+
 				"that was not reached or too slow.",

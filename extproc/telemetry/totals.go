@@ -23,7 +23,7 @@ type Totals struct {
 	Usage                          UsageTotals
 }
 
-// UsageTotals are counts of what requests used; 0 without the configuration's usage.
+// UsageTotals are counts of what requests used; 0 without the configuration's usage, but for first tokens.
 type UsageTotals struct {
 	Answer               uint64 // tokens of answers
 	Judged, Kept         uint64 // requests that count for the pool's promise, and for which it was kept
@@ -142,9 +142,6 @@ func (l *liveUsage) ended(u *usage.Used) {
 	}
 	if u.Promise == usage.Kept {
 		l.kept.Add(1)
-	}
-	if u.FirstToken > 0 {
-		l.firstToken.observe(u.FirstToken)
 	}
 	if u.PerToken > 0 {
 		l.perToken.observe(u.PerToken)

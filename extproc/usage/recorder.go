@@ -31,9 +31,7 @@ type Recorder struct {
 
 	tokens    *prometheus.CounterVec   // pool, model, tenant, kind
 	endpoints *prometheus.CounterVec   // pool, endpoint, kind
-	first     *prometheus.HistogramVec // pool, endpoint; seconds
 	perToken  *prometheus.HistogramVec // pool, endpoint; seconds
-	ratio     *prometheus.HistogramVec // pool
 	without   *prometheus.CounterVec   // pool, reason
 	promises  *prometheus.CounterVec   // pool, tenant, result
 }
@@ -65,15 +63,9 @@ func New(o Options, r prometheus.Registerer, log *slog.Logger) (out *Recorder, e
 		tokens: counter("tandem_tokens_total", "Tokens of requests"+kinds, "pool", "model", "tenant", "kind"),
 		endpoints: counter("tandem_endpoint_tokens_total", "Tokens of requests that an endpoint answered,"+kinds,
 			"pool", "endpoint", "kind"),
-		first: histogram("tandem_time_to_first_token_seconds",
-			"Time from a request's arrival to the first byte of its answer's body, of streams.",
-			prometheus.ExponentialBuckets(0.001, 2.5, 14), "endpoint"),
 		perToken: histogram("tandem_time_per_output_token_seconds",
 			"Mean time between two tokens of a request's answer, of streams.",
 			prometheus.ExponentialBuckets(0.001, 2, 13), "endpoint"),
-		ratio: histogram("tandem_time_to_first_token_ratio",
-			"Measured time to the first token of a stream over the one that was expected when its endpoints were "+
-				"chosen: 1 is a perfect prediction.", prometheus.ExponentialBuckets(1./16, 2, 9)),
 		without: counter("tandem_answers_without_usage_total",
 			"Requests that ended well and whose tokens are not known, by reason (absent: the answer does not say "+
 				"them, absurd: it reports no possible number).", "pool", "reason"),
@@ -118,14 +110,6 @@ func (r *Recorder) Ended(t *kvtransfer.Ticket, e *ended.Pass, how, endpoint stri
 	return u
 }
 
-// Foreseen compares the time to the first token that was expected of a request with the one that it had, if both are
-// known.
-func (r *Recorder) Foreseen(pool string, expected time.Duration, u *Used) {
-	if r != nil && u != nil && expected > 0 && u.FirstToken > 0 {
-		r.ratio.WithLabelValues(pool).Observe(u.FirstToken.Seconds() / expected.Seconds())
-	}
-}
-
 func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, how, endpoint string) {
 	answered := how == "ok"
 	tenant, model := r.tenants.label(u.Tenant, answered), u.Model
@@ -148,9 +132,6 @@ func (r *Recorder) count(t *kvtransfer.Ticket, u *Used, how, endpoint string) {
 	case u.Prompt == nil && u.Answer == nil:
 		r.without.WithLabelValues(t.Pool, "absent").Inc()
 	}
-	if u.FirstToken > 0 {
-		r.first.WithLabelValues(t.Pool, endpoint).Observe(u.FirstToken.Seconds())
-	}
 	if u.PerToken > 0 {
 		r.perToken.WithLabelValues(t.Pool, endpoint).Observe(u.PerToken.Seconds())
 	}
@@ -172,7 +153,7 @@ func (r *Recorder) ByEndpoint() []*prometheus.MetricVec {
 	if r == nil {
 		return nil
 	}
-	return []*prometheus.MetricVec{r.endpoints.MetricVec, r.first.MetricVec, r.perToken.MetricVec}
+	return []*prometheus.MetricVec{r.endpoints.MetricVec, r.perToken.MetricVec}
 }
 
 // Line is a request in the ledger. Times in ms count from the request's arrival.

@@ -50,14 +50,22 @@ func Of(t *kvtransfer.Ticket, e *ended.Pass, how string, promise Promise) *Used 
 	u := &Used{Model: bounded(t.Model), Tenant: bounded(string(e.Usage.Tenant)), Streamed: t.Stream}
 	u.count(&e.Usage)
 	whole := max(e.Start.Add(e.Duration).Sub(t.Started), 0)
-	if t.Stream && e.Usage.FirstBody > 0 {
-		u.FirstToken = max(e.Start.Add(e.Usage.FirstBody).Sub(t.Started), 0)
+	if u.FirstToken = FirstToken(t, e); u.FirstToken > 0 {
 		if last := max(e.Usage.LastByte, e.Usage.FirstBody); u.Answer != nil && *u.Answer > 1 {
 			u.PerToken = (last - e.Usage.FirstBody) / time.Duration(*u.Answer-1)
 		}
 	}
 	u.Promise = u.became(how, whole, promise)
 	return u
+}
+
+// FirstToken returns the time from a request's arrival to the first byte of its answer's body, if it was streamed; 0:
+// it was not, or Envoy does not report it. Engines send headers before the first token, and no event before it.
+func FirstToken(t *kvtransfer.Ticket, e *ended.Pass) time.Duration {
+	if !t.Stream || e.Usage.FirstBody <= 0 || e.Status >= 400 {
+		return 0
+	}
+	return max(e.Start.Add(e.Usage.FirstBody).Sub(t.Started), 0)
 }
 
 // count takes the counts of an answer. Impossible figures are left out, and whatever follows from them.

@@ -104,7 +104,7 @@ func TestLabelsAreBounded(t *testing.T) {
 	require.LessOrEqual(t, testutil.CollectAndCount(r.promises), 3+16)
 	require.LessOrEqual(t, testutil.CollectAndCount(r.tokens), (maxModels+1)*(3+16))
 	require.InDelta(t, 5000, testutil.ToFloat64(r.endpoints.WithLabelValues("chat", "d:1", kindPrompt)), 0)
-	require.Len(t, r.ByEndpoint(), 3)
+	require.Len(t, r.ByEndpoint(), 2)
 	var none *Recorder
 	require.Nil(t, none.Ended(nil, nil, "", "", true))
 	require.Empty(t, none.ByEndpoint())

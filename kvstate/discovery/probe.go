@@ -168,10 +168,10 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 		case e.Failed(): // asked again in the next round
 			return
 		case err == nil || errors.Is(err, syscall.ECONNREFUSED):
-			p.markFailed(e, p.state.Health.MarkUnhealthy, status, err)
+			p.markFailed(e, false, status, err)
 			return
 		case asking.Err() != nil:
-			p.markFailed(e, p.state.Health.MarkUnresponsive, status, err)
+			p.markFailed(e, true, status, err)
 			return
 		}
 		select { // a broken connection may be an accident
@@ -202,10 +202,12 @@ func (p *Prober) welcome(ctx context.Context, e *kvstate.Endpoint) {
 	}
 }
 
-func (p *Prober) markFailed(e *kvstate.Endpoint, mark func(*kvstate.Endpoint) bool, status int, err error) {
-	if mark(e) {
-		p.log.Debug("health check failed", "endpoint", e.Addr, "status", status, "err", err)
+func (p *Prober) markFailed(e *kvstate.Endpoint, hung bool, status int, err error) {
+	why := fmt.Sprintf("GET /health: status %d", status)
+	if err != nil {
+		why = "GET /health: " + err.Error()
 	}
+	p.state.Health.Mark(e, hung, kvstate.CauseCheck, why)
 }
 
 // round starts the probes that are due, and reports whether any endpoint has failed.

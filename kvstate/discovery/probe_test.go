@@ -108,7 +108,9 @@ func TestBusyEndpointsAreChecked(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			var changes []kvstate.HealthCause
-			s := kvstate.New(kvstate.Options{HealthChanged: func(_ *kvstate.Endpoint, _ bool, cause kvstate.HealthCause) { changes = append(changes, cause) }})
+			s := kvstate.New(kvstate.Options{HealthChanged: func(_ *kvstate.Endpoint, _ bool, cause kvstate.HealthCause, _ string) {
+				changes = append(changes, cause)
+			}})
 			s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Addr: "engine:1", Role: kvstate.RoleBoth}})
 			e := s.Pool("p").Endpoints()[0]
 			var asked atomic.Int64
@@ -159,7 +161,7 @@ func TestCheck(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				changes := make(chan time.Time, 2)
-				s := kvstate.New(kvstate.Options{HealthChanged: func(*kvstate.Endpoint, bool, kvstate.HealthCause) { changes <- time.Now() }})
+				s := kvstate.New(kvstate.Options{HealthChanged: func(*kvstate.Endpoint, bool, kvstate.HealthCause, string) { changes <- time.Now() }})
 				s.SetPool(kvstate.PoolSpec{Name: "p"}, []kvstate.EndpointSpec{{Addr: "engine:1", Role: kvstate.RoleBoth}})
 				p := NewProber(s, quiet())
 				errs := make(chan error, len(test.errs))

@@ -196,8 +196,8 @@ func TestOf(t *testing.T) {
 
 	// The only engines that prefill are out: others do both legs until they are back or others have the word. Only one
 	// word changes.
-	s.Health.MarkUnhealthy(p.Endpoint("a"))
-	s.Health.MarkUnhealthy(p.Endpoint("p"))
+	s.Health.Mark(p.Endpoint("a"), false, kvstate.CauseCheck, "")
+	s.Health.Mark(p.Endpoint("p"), false, kvstate.CauseCheck, "")
 	s.SetWord(p.Endpoint("a"), kvstate.RolePrefill)
 	s.View(p, nil, &v)
 	f = Of(&v, &policy, 0)

@@ -70,7 +70,10 @@ func (f *front) Check(cfg *configv1.Config) error {
 }
 
 // AccessLogs implements [replica.Front].
-func (f *front) AccessLogs() (int, time.Time) { return f.grpc.Streams(extproc.AccessLogMethod) }
+func (f *front) AccessLogs() (open int, last time.Time, risk string) {
+	open, last = f.grpc.Streams(extproc.AccessLogMethod)
+	return open, last, f.server.Risky.Risk()
+}
 
 // SetReady implements [replica.Front].
 func (f *front) SetReady(ready bool) { f.health.SetReady(ready) }

@@ -24,12 +24,16 @@ func NewHealthLog(log *slog.Logger) *HealthLog {
 }
 
 // Changed is [kvstate.Options.HealthChanged].
-func (h *HealthLog) Changed(e *kvstate.Endpoint, good bool, cause kvstate.HealthCause) {
+func (h *HealthLog) Changed(e *kvstate.Endpoint, good bool, cause kvstate.HealthCause, why string) {
 	if good {
 		h.WithLabelValues(e.Addr, "up", string(cause)).Inc()
 		h.log.Info("endpoint is back", "endpoint", e.Addr, "role", e.Role.String(), "cause", cause)
 		return
 	}
 	h.WithLabelValues(e.Addr, "out", string(cause)).Inc()
-	h.log.Warn("endpoint is out", "endpoint", e.Addr, "role", e.Role.String(), "cause", cause)
+	more := []any{"endpoint", e.Addr, "role", e.Role.String(), "cause", cause}
+	if why != "" {
+		more = append(more, "why", why)
+	}
+	h.log.Warn("endpoint is out", more...)
 }

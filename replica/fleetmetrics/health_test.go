@@ -13,7 +13,7 @@ import (
 	"tandem/kvstate"
 )
 
-// Each change is logged and counted once, with its cause.
+// Each change is logged and counted once, with its cause, and with why if that is known.
 func TestHealthChangesAreToldOnce(t *testing.T) {
 	var text bytes.Buffer
 	h := NewHealthLog(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
@@ -34,13 +34,13 @@ func TestHealthChangesAreToldOnce(t *testing.T) {
 	s.Health.MarkGood(e)
 	s.Health.MarkHung(e)
 	s.Health.ApplyFailed(e, false, false)
-	s.Health.MarkUnhealthy(e)
+	s.Health.Mark(e, false, kvstate.CauseCheck, "GET /health: status 500")
 	require.Equal(t, []string{
 		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=request`,
 		`level=INFO msg="endpoint is back" endpoint=10.0.0.1:80 role=prefill cause=answer`,
 		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=time_limit`,
 		`level=INFO msg="endpoint is back" endpoint=10.0.0.1:80 role=prefill cause=replica`,
-		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=check`,
+		`level=WARN msg="endpoint is out" endpoint=10.0.0.1:80 role=prefill cause=check why="GET /health: status 500"`,
 	}, strings.Split(strings.TrimSpace(text.String()), "\n"))
 	out := prometheus.Labels{"endpoint": "10.0.0.1:80", "to": "out", "cause": "time_limit"}
 	require.InDelta(t, 1, testutil.ToFloat64(h.With(out)), 0)

@@ -56,6 +56,10 @@ func connector(name string) func(*enginefacts.Info) {
 	return func(i *enginefacts.Info) { i.Told, i.Connector = true, name }
 }
 
+func serves(models ...string) func(*enginefacts.Info) {
+	return func(i *enginefacts.Info) { i.Models = models }
+}
+
 func nothing(*enginefacts.Info) {}
 
 // What is written can be read, and says what the engines say.
@@ -106,6 +110,34 @@ func TestWrite(t *testing.T) {
 	}
 }
 
+// Engines that serve different models are pools of their own.
+func TestWritePools(t *testing.T) {
+	engine := func(at, role string, say func(*enginefacts.Info)) Engine {
+		e := vllm(role, say)
+		e.Address = at
+		return e
+	}
+	engines := []Engine{engine("p1:1", "prefill", serves("Qwen/Qwen3-8B", "lora")), engine("p2:1", "prefill", serves("meta/Qwen3 8B")),
+		engine("d1:1", "decode", serves("lora", "Qwen/Qwen3-8B")), engine("d2:1", "decode", serves("meta/Qwen3 8B"))}
+	text, err := Write(engines, Options{Listen: "127.0.0.1:1", ExtProc: "127.0.0.1:2", Replan: "127.0.0.1:3", Admin: "127.0.0.1:4", EnvoyAdmin: "127.0.0.1:5"})
+	require.NoError(t, err)
+	require.Equal(t, []string{"Qwen/Qwen3-8B", "meta/Qwen3 8B"}, Models(engines))
+	cfg, _, err := config.Parse([]byte(text))
+	require.NoError(t, err, text)
+	require.Len(t, cfg.GetPools(), 2)
+	for i, want := range []struct {
+		name      string
+		models    []string
+		endpoints [2]string
+	}{{"qwen3-8b", []string{"Qwen/Qwen3-8B", "lora"}, [2]string{"p1:1", "d1:1"}}, {"qwen3-8b-2", []string{"meta/Qwen3 8B"}, [2]string{"p2:1", "d2:1"}}} {
+		p := cfg.GetPools()[i]
+		require.Equal(t, want.name, p.GetName())
+		require.Equal(t, want.models, p.GetModels())
+		require.Equal(t, want.endpoints, [2]string{p.GetEndpoints()[0].GetAddress(), p.GetEndpoints()[1].GetAddress()})
+	}
+	require.Equal(t, "pool", poolName("///"))
+}
+
 // What cannot work is refused, in words that say what to do.
 func TestWriteRefuses(t *testing.T) {
 	for name, tt := range map[string]struct {
@@ -119,7 +151,9 @@ func TestWriteRefuses(t *testing.T) {
 		"two dialects fit":      {[]Engine{vllm("prefill", connector("MoRIIOConnector")), vllm("decode", nothing)}, "may be moriio or moriio-read"},
 		"two dialects":          {[]Engine{vllm("prefill", connector("NixlConnector")), vllm("decode", connector("MooncakeConnector"))}, "speak one dialect"},
 		"two kinds of engine":   {[]Engine{vllm("prefill", connector("NixlConnector")), vllm("decode", func(i *enginefacts.Info) { i.Mode = "decode" })}, "decode:8000 needs sglang (SGLang)"},
-		"no model in common":    {[]Engine{vllm("prefill", nothing), vllm("decode", func(i *enginefacts.Info) { i.Models = []string{"other"} })}, "decode:8000 serves other"},
+		"no model in common":    {[]Engine{vllm("prefill", nothing), vllm("decode", func(i *enginefacts.Info) { i.Models = []string{"other"} })}, "of the engines with m: no engine decodes"},
+		"none in common by two": {[]Engine{vllm("prefill", nothing), vllm("decode", serves("m", "n")), vllm("", serves("n"))}, "engine:8000 serves n"},
+		"one says no model":     {[]Engine{vllm("prefill", nothing), vllm("decode", serves()), vllm("", serves("n"))}, "decode:8000 does not say which models it serves"},
 		"one transfer, one not": {[]Engine{vllm("", connector("")), vllm("decode", connector("NixlConnector"))}, "speak one dialect"},
 	} {
 		_, err := Write(tt.engines, Options{})

@@ -2,8 +2,11 @@ package proposal
 
 import (
 	"cmp"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"path"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -22,43 +25,91 @@ type Options struct {
 	KVTransfer                                 string // the dialect; "": as the engines say
 	KeyFile                                    string // the engines' API key; "": none
 	Split                                      string // of the pool; "": its default
+	Inside                                     bool   // Envoy loads Tandem
 }
 
-// Write writes the configuration of the engines, which were asked.
+// Write writes the configuration of the engines, which were asked: a pool for those that serve the same models.
 func Write(engines []Engine, o Options) (string, error) {
+	var b strings.Builder
+	b.WriteString(Mark + "\n# The settings: docs/configuration.md, or /docs/configuration.md on the replica's page.\n")
+	if o.Inside {
+		fmt.Fprintf(&b, "envoy: {run: inside, listen: %q, admin: %q}\n", o.Listen, o.EnvoyAdmin)
+	} else {
+		fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q}\nextProc: {listen: %q}\nreplan: {listen: %q}\n",
+			o.Listen, o.EnvoyAdmin, o.ExtProc, o.Replan)
+	}
+	fmt.Fprintf(&b, "admin: {listen: %q}\npools:\n", o.Admin)
+	groups, err := byModel(engines)
+	if err != nil {
+		return "", err
+	}
+	if len(groups) == 1 {
+		err := writePool(&b, "default", nil, groups[0], o)
+		return b.String(), err
+	}
+	names := map[string]bool{}
+	for _, g := range groups {
+		models := common(g)
+		if len(models) == 0 {
+			return "", noModel(g)
+		}
+		name := poolName(models[0])
+		for n := 2; names[name]; n++ {
+			name = fmt.Sprintf("%s-%d", poolName(models[0]), n)
+		}
+		names[name] = true
+		if err := writePool(&b, name, models, g, o); err != nil {
+			return "", fmt.Errorf("of the engines with %s: %w", words.Plain(models[0]), err)
+		}
+	}
+	return b.String(), nil
+}
+
+// writePool writes a pool. models: that it takes; none: any.
+func writePool(b *strings.Builder, name string, models []string, engines []Engine, o Options) error {
 	d := dialect{o.KVTransfer, "as you said"}
 	if d.name == "" {
 		var err error
 		if d, err = choose(engines); err != nil {
-			return "", err
+			return err
 		}
 	}
 	if err := complete(engines, d.name); err != nil {
-		return "", err
+		return err
 	}
-	if err := commonModel(engines); err != nil {
-		return "", err
+	if listed := slices.ContainsFunc(engines, func(e Engine) bool { return len(e.Info.Models) > 0 }); listed && len(common(engines)) == 0 {
+		return noModel(engines)
 	}
-	var b strings.Builder
-	b.WriteString(Mark + "\n# The settings: docs/configuration.md, or /docs/configuration.md on the replica's page.\n")
-	fmt.Fprintf(&b, "envoy: {listen: %q, admin: %q}\n", o.Listen, o.EnvoyAdmin)
-	fmt.Fprintf(&b, "extProc: {listen: %q}\nreplan: {listen: %q}\nadmin: {listen: %q}\n", o.ExtProc, o.Replan, o.Admin)
-	fmt.Fprintf(&b, "pools:\n- name: default\n  kvTransfer: %s # %s\n", d.name, words.Plain(d.why))
+	fmt.Fprintf(b, "- name: %s\n", name)
+	if len(models) > 0 {
+		list, err := json.Marshal(models)
+		if err != nil {
+			return fmt.Errorf("writing names of models: %w", err) // not reached: they are strings
+		}
+		fmt.Fprintf(b, "  models: %s\n", list)
+	}
+	fmt.Fprintf(b, "  kvTransfer: %s # %s\n", d.name, words.Plain(d.why))
 	if o.Split != "" {
-		fmt.Fprintf(&b, "  split: %s\n", o.Split)
+		fmt.Fprintf(b, "  split: %s\n", o.Split)
 	}
 	if rolesFollow(engines, d.name) {
 		b.WriteString("  roles: auto # who prefills and who decodes follows the traffic\n")
 	}
 	if o.KeyFile != "" {
-		fmt.Fprintf(&b, "  apiKeyFile: %q\n", o.KeyFile)
+		fmt.Fprintf(b, "  apiKeyFile: %q\n", o.KeyFile)
 	}
 	b.WriteString(leases(engines, d.name))
 	b.WriteString("  endpoints:\n")
 	for i := range engines {
 		b.WriteString(engines[i].line(d.name))
 	}
-	return b.String(), nil
+	return nil
+}
+
+// poolName makes the name of a pool of a model's: Qwen/Qwen3-8B: qwen3-8b.
+func poolName(model string) string {
+	name := strings.Trim(regexp.MustCompile(`[^a-z0-9]+`).ReplaceAllString(strings.ToLower(path.Base(model)), "-"), "-")
+	return cmp.Or(name[:min(len(name), 40)], "pool")
 }
 
 // complete returns an error if a leg has no engine.
@@ -77,11 +128,39 @@ func complete(engines []Engine, dialect string) error {
 	return nil
 }
 
-// commonModel returns an error if the engines do not serve a common model, as far as they list theirs.
-func commonModel(engines []Engine) error {
-	if !slices.ContainsFunc(engines, func(e Engine) bool { return len(e.Info.Models) > 0 }) || Model(engines) != "" {
-		return nil
+// byModel groups engines that share models, in the order in which they were named.
+func byModel(engines []Engine) (groups [][]Engine, err error) {
+	for _, e := range engines {
+		joined := []Engine{e}
+		var others [][]Engine
+		at := len(groups)
+		for i, g := range groups {
+			if !slices.ContainsFunc(g, func(o Engine) bool { return shares(o.Info.Models, e.Info.Models) }) {
+				others = append(others, g)
+				continue
+			}
+			joined, at = append(slices.Clone(g), joined...), min(at, i)
+		}
+		groups = slices.Insert(others, min(at, len(others)), joined)
 	}
+	silent := slices.IndexFunc(engines, func(e Engine) bool { return len(e.Info.Models) == 0 })
+	if silent < 0 || len(groups) <= 1 {
+		return groups, nil
+	}
+	listed := slices.DeleteFunc(slices.Clone(groups), func(g []Engine) bool { return len(g[0].Info.Models) == 0 })
+	if len(listed) > 1 {
+		return nil, fmt.Errorf("%s does not say which models it serves, and the others serve different ones: write a "+
+			"configuration with a pool for each model", engines[silent].Address)
+	}
+	return [][]Engine{engines}, nil
+}
+
+func shares(a, b []string) bool {
+	return slices.ContainsFunc(a, func(model string) bool { return slices.Contains(b, model) })
+}
+
+// noModel is the error of engines that are connected by their models, and have none in common.
+func noModel(engines []Engine) error {
 	var serve []string
 	for i := range engines {
 		if models := engines[i].Info.Models; len(models) > 0 {
@@ -92,18 +171,30 @@ func commonModel(engines []Engine) error {
 		"a configuration with a pool for each model", strings.Join(serve, ", "))
 }
 
-// Model is the first model that all engines serve that list theirs; "": there is none.
-func Model(engines []Engine) string {
+// common returns the models that all engines serve that list theirs.
+func common(engines []Engine) (models []string) {
 	for i := range engines {
 		for _, model := range engines[i].Info.Models {
-			if !slices.ContainsFunc(engines, func(e Engine) bool {
+			if !slices.Contains(models, model) && !slices.ContainsFunc(engines, func(e Engine) bool {
 				return len(e.Info.Models) > 0 && !slices.Contains(e.Info.Models, model)
 			}) {
-				return model
+				models = append(models, model)
 			}
 		}
 	}
-	return ""
+	return models
+}
+
+// Models returns a model of each pool; none if no engine lists its.
+func Models(engines []Engine) (models []string) {
+	groups, err := byModel(engines)
+	if err != nil {
+		return nil
+	}
+	for _, g := range groups {
+		models = append(models, common(g)[:min(len(common(g)), 1)]...)
+	}
+	return models
 }
 
 // rolesFollow reports whether all engines do both, with a dialect in which their roles are the router's alone.

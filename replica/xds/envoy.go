@@ -13,6 +13,8 @@ import (
 	discoveryv3 "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
 	"github.com/envoyproxy/go-control-plane/pkg/cache/types"
 	"github.com/envoyproxy/go-control-plane/pkg/cache/v3"
+
+	"tandem/extproc/envoywire"
 )
 
 // Envoy is the state of a connected Envoy.
@@ -116,7 +118,7 @@ func (e *envoy) risk() string {
 	if v == nil {
 		return ""
 	}
-	return risk(v.GetMajorNumber(), v.GetMinorNumber(), v.GetPatch())
+	return envoywire.Risk(v.GetMajorNumber(), v.GetMinorNumber(), v.GetPatch())
 }
 
 // report returns the Envoy's state; newest is the version that it should have, nil if there is none.

@@ -1,8 +1,10 @@
 // Draws /status.json once a second. No library; all that comes from requests is set as text, never as markup.
 'use strict';
 
-const kept = 600;   // points, as the server keeps
-let points = [], since = 0, version = '';
+// As the server keeps them: a point a second for ten minutes, and one for ten seconds for an hour.
+const kept = 600, keptSteps = 360;
+let points = [], hour = [], hours = new Map(), version = '';
+let chosenSpan = '', at = null;   // which of both is shown, '' until somebody chooses; the second that is pointed at
 
 const byId = id => document.getElementById(id);
 const svgNS = 'http://www.w3.org/2000/svg';
@@ -53,15 +55,19 @@ function tiles(m, status) {
 
 const shown = new Map();   // the data of parts
 
-// show draws a part anew if its data changed, or a screen reader would read it out once a second. The focus, and how far
-// a table is scrolled, stay: elements that are drawn anew are known by their key.
+// show draws a part anew if its data changed, or a screen reader would read it out once a second.
 function show(id, data, drawn) {
-  const text = JSON.stringify(data), box = byId(id);
+  const text = JSON.stringify(data);
   if (shown.get(id) === text) return;
   shown.set(id, text);
+  replace(byId(id), drawn(data));
+}
+
+// replace draws a part anew. The focus, and how far a table is scrolled, stay: elements are known by their key.
+function replace(box, children) {
   const scrolled = new Map([...box.querySelectorAll('[data-key]')].map(e => [e.dataset.key, e.scrollLeft]));
   const focus = box.contains(document.activeElement) && document.activeElement.dataset.key;
-  box.replaceChildren(...drawn(data));
+  box.replaceChildren(...children);
   for (const e of box.querySelectorAll('[data-key]')) {
     e.scrollLeft = scrolled.get(e.dataset.key) || 0;
     if (e.dataset.key === focus) e.focus({ preventScroll: true });
@@ -75,37 +81,108 @@ function attention(notices) {
     el('b', {}, n.bad ? 'Problem: ' : 'Warning: '), n.text + ' ', el('a', { href: 'docs/' + n.doc, 'data-key': n.doc }, 'What to do')));
 }
 
-const charts = [
-  { title: 'Requests a second, each plan of one', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
-  { title: 'Answers a second', unit: count, lines: [['ok', 'ok', 'c-good'], ['refused, by engines too', p => p.rejected + p.refused, 'c-prefill'], ['failed', 'failed', 'c-bad'], ['client left', 'gone', 'c-other']] },
-  { title: 'Time to the answer’s headers', unit: about, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
+const cached = p => p.cached + p.computed > 0 ? p.cached / (p.cached + p.computed) : 0;
+// What SREs look at first. A chart that is about time has gaps where nothing was measured.
+const charts = () => [
+  hour.some(p => p.first_token_50 > 0) || points.some(p => p.first_token_50 > 0)
+    ? { title: 'Time to the first token', unit: about, lines: [['p50', 'first_token_50', 'c-decode'], ['p99', 'first_token_99', 'c-bad']] }
+    : { title: 'Time to the answer’s headers', unit: about, lines: [['p50', 'first_byte_50', 'c-decode'], ['p99', 'first_byte_99', 'c-bad']] },
+  { title: 'Time per token after the first', unit: about, lines: [['mean, as engines report it', 'each', 'c-decode'],
+    ...hour.some(p => p.per_token_50 > 0) || points.some(p => p.per_token_50 > 0) ? [['p50 of requests', 'per_token_50', 'c-other']] : []] },
+  { title: 'Requests a second', unit: count, lines: [['two hops', 'split', 'c-decode'], ['decode alone', 'alone', 'c-prefill'], ['passed on', 'pass', 'c-other']] },
+  { title: 'Failures a second', unit: count, lines: [['failed', 'failed', 'c-bad'], ['refused, by engines too', p => p.rejected + p.refused, 'c-prefill'],
+    ['planned again', 'replans', 'c-decode'], ['client left', 'gone', 'c-other']] },
+  { title: 'Requests at engines', unit: count, lines: [['in batches', 'running', 'c-decode'], ['in engines’ queues', 'waiting', 'c-prefill'], ['waiting in Tandem', 'queued', 'c-bad']] },
+  { title: 'Prompt tokens that were cached', unit: percent, most: 1, gaps: true, lines: [['at prefill', cached, 'c-good']] },
+];
+const moreCharts = [
+  { title: 'Tokens a second', unit: count, lines: [['of prompts, cached', 'cached', 'c-good'], ['computed', 'computed', 'c-prefill'], ['of answers', 'written', 'c-decode']] },
   { title: 'Prefill hop', unit: about, lines: [['p50', 'prefill_50', 'c-decode'], ['p99', 'prefill_99', 'c-bad']] },
-  { title: 'Prompt tokens a second', unit: count, lines: [['cached', 'cached', 'c-good'], ['computed', 'computed', 'c-prefill']] },
   { title: "Tandem's own time", unit: about, lines: [['p50', 'decide_50', 'c-decode'], ['p99', 'decide_99', 'c-bad']] },
 ];
 
-function chart(c) {
-  const w = 360, h = 120, left = 46, bottom = 16, top = 6;
-  const values = c.lines.map(([, get]) => points.map(p => typeof get === 'function' ? get(p) : p[get]));
-  const max = Math.max(1e-3, ...values.flat()) * 1.1;
-  const n = points.length;
-  const x = i => left + (w - left - 4) * (n > 1 ? i / (n - 1) : 1), y = v => top + (h - top - bottom) * (1 - v / max);
-  const now = c.lines.map(([name], i) => `${name} ${n ? c.unit(values[i][n - 1]) : 'unknown'}`).join(', ');
-  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': `${c.title}, now: ${now}` });
-  for (const share of [0, 0.5, 1]) {
-    const v = max / 1.1 * share;
-    picture.append(svg('line', { class: 'axis', x1: left, x2: w, y1: y(v), y2: y(v) }), svg('text', { x: left - 4, y: y(v) + 4, 'text-anchor': 'end' }, share === 0 ? '0' : (c.unit === about ? ms : c.unit)(v)));
+const clock = (n, seconds) => new Date(1000 * n).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit', ...seconds ? { second: '2-digit' } : {} });
+
+// ticks are round numbers from 0 to the first one that is not below max.
+function ticks(max) {
+  const power = 10 ** Math.floor(Math.log10(max / 3)), step = [1, 2, 5, 10].find(m => m * power >= max / 3) * power;
+  return Array.from({ length: Math.ceil(max / step - 1e-9) + 1 }, (_, i) => i * step);
+}
+
+const spanShown = () => chosenSpan || (hour.length < 30 ? 'minutes' : 'hour');   // an hour of which little has passed says little
+
+// nearest returns the index of the point nearest to a second.
+function nearest(data, n) {
+  let best = 0;
+  data.forEach((p, i) => { if (Math.abs(p.n - n) < Math.abs(data[best].n - n)) best = i; });
+  return best;
+}
+
+const chartSize = { w: 360, h: 130, left: 50, right: 6, bottom: 18, top: 6 };
+
+function chart(c, data) {
+  const { w, h, left, right, bottom, top } = chartSize, n = data.length;
+  const values = c.lines.map(([, get]) => data.map(p => (typeof get === 'function' ? get(p) : p[get]) || 0));
+  const marks = c.most ? [0, c.most / 2, c.most] : ticks(Math.max(c.unit === about ? 0.1 : 0.3, ...values.flat())), max = marks.at(-1);
+  const t1 = n ? data[n - 1].n : 0, t0 = n ? Math.min(data[0].n, t1 - 60) : 0;
+  const x = t => left + (w - left - right) * (t - t0) / (t1 - t0 || 1), y = v => top + (h - top - bottom) * (1 - v / max);
+  const here = n ? at === null ? n - 1 : nearest(data, at) : -1;
+  const said = i => here < 0 ? '' : c.unit(values[i][here]);
+  const picture = svg('svg', { viewBox: `0 0 ${w} ${h}`, role: 'img', 'data-from': t0, 'data-to': t1,
+    'aria-label': `${c.title}, ${at === null ? 'now' : clock(data[here].n, true)}: ${c.lines.map(([name], i) => `${name} ${said(i) || 'unknown'}`).join(', ')}` });
+  for (const v of marks) picture.append(svg('line', { class: 'axis', x1: left, x2: w - right, y1: y(v), y2: y(v) }),
+    svg('text', { x: left - 5, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : (c.unit === about ? ms : c.unit)(v)));
+  const every = [10, 30, 60, 120, 300, 600, 900].find(s => (t1 - t0) / s <= 4.5) || 900;
+  for (let t = Math.ceil(t0 / every) * every; n && t <= t1; t += every) {
+    const middle = Math.min(Math.max(x(t), left + 14), w - right - (every < 60 ? 24 : 16));
+    picture.append(svg('line', { class: 'axis', x1: x(t), x2: x(t), y1: h - bottom, y2: h - bottom + 3 }), svg('text', { x: middle, y: h - 4, 'text-anchor': 'middle' }, clock(t, every < 60)));
   }
-  picture.append(svg('text', { x: left, y: h - 3 }, n > 1 ? `${n >= 120 ? Math.round(n / 60) + ' min' : n + ' s'} ago` : ''), svg('text', { x: w, y: h - 3, 'text-anchor': 'end' }, 'now'));
+  const apart = 2.5 * (spanShown() === 'hour' ? 10 : 1);   // seconds without a point: the page was not shown
   values.forEach((line, i) => {
-    const there = k => c.unit !== about || line[k] > 0;   // a time of nothing is a gap
-    const d = line.map((v, k) => there(k) ? (k && there(k - 1) ? 'L' : 'M') + x(k).toFixed(1) + ' ' + y(v).toFixed(1) : '').join('');
+    const there = k => c.unit !== about && !c.gaps || line[k] > 0;   // a time of nothing is a gap
+    const d = line.map((v, k) => there(k) ? (k && there(k - 1) && data[k].n - data[k - 1].n <= apart ? 'L' : 'M') + x(data[k].n).toFixed(1) + ' ' + y(Math.min(v, max)).toFixed(1)
+      + (!there(k + 1) && !(k && there(k - 1)) ? 'h.01' : '') : '').join('');   // one alone is a dot
     if (d) picture.append(svg('path', { class: 'series ' + c.lines[i][2], d }));
   });
-  const last = points[n - 1];
-  const keys = c.lines.map(([name, get, css]) => el('span', { class: 'key ' + css }, name + (last ? ' ' + c.unit(typeof get === 'function' ? get(last) : last[get]) : '')));
-  return el('figure', {}, el('figcaption', {}, el('b', {}, c.title), ...keys), picture);
+  if (at !== null && n) picture.append(svg('line', { class: 'at', x1: x(data[here].n), x2: x(data[here].n), y1: top, y2: h - bottom }));
+  return el('figure', { tabindex: '0', 'data-key': c.title, 'aria-label': c.title }, el('figcaption', {}, el('b', {}, c.title),
+    ...c.lines.map(([name, , css], i) => el('span', { class: 'key ' + css }, `${name} ${said(i)}`))), picture);
 }
+
+function plots() {
+  const span = spanShown(), data = span === 'hour' ? hour : points;
+  for (const b of byId('spans').children) b.setAttribute('aria-pressed', b.dataset.span === span);
+  const of = span === 'hour' ? 'each point is ten seconds' : 'a point a second; p50 and p99 of ten seconds';
+  byId('span-of').textContent = at === null || !data.length ? of + '; point at one, or use the arrow keys' : 'at ' + clock(data[nearest(data, at)].n, true) + '; Escape: now';
+  replace(byId('plots'), charts().map(c => chart(c, data)));
+  if (byId('more').open) replace(byId('more-plots'), moreCharts.map(c => chart(c, data)));
+}
+
+// The second that is pointed at is the same in all charts.
+for (const id of ['plots', 'more-plots']) {
+  const box = byId(id);
+  box.addEventListener('pointermove', e => {
+    const picture = e.target.closest('svg[data-to]');
+    if (!picture) return;
+    const { left, width } = picture.getBoundingClientRect(), { w, left: l, right } = chartSize;
+    const share = ((e.clientX - left) / width * w - l) / (w - l - right), from = +picture.dataset.from, to = +picture.dataset.to;
+    at = share >= 1 || share < 0 ? null : from + share * (to - from);
+    plots();
+  });
+  box.addEventListener('pointerleave', () => { at = null; plots(); });
+  box.addEventListener('keydown', e => {
+    const data = spanShown() === 'hour' ? hour : points, by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    if (e.key === 'Escape') at = null;
+    else if (by && data.length) {
+      const next = (at === null ? data.length - 1 : nearest(data, at)) + by * (e.shiftKey ? 10 : 1);
+      at = next >= data.length ? null : data[Math.max(next, 0)].n;
+      e.preventDefault();
+    } else return;
+    plots();
+  });
+}
+byId('spans').addEventListener('click', e => { if (e.target.dataset.span) { chosenSpan = e.target.dataset.span; at = null; plots(); } });
+byId('more').addEventListener('toggle', plots);
 
 // flow draws one pool's pairs: prefill endpoints on the left, decode endpoints on the right, a link as wide as its share.
 function flow(pool, links) {
@@ -161,23 +238,78 @@ function bar(share, text, css) {
   return el('span', {}, el('span', { class: 'bar-space', 'aria-hidden': 'true' }, b), text);
 }
 
+// spark draws an endpoint's hour: values by time, in red where it was out (below 0), beside those of its peers.
+function spark(steps, value, label, css, peers) {
+  const w = 96, h = 22, t1 = hour.length ? hour.at(-1).n : 0, t0 = Math.min(hour.length ? hour[0].n : 0, t1 - 600);
+  const x = t => w * (t - t0) / (t1 - t0 || 1), max = Math.max(1e-9, ...steps.map(value), ...peers ? peers.values() : []) * 1.05, y = v => h - 1 - (h - 2) * v / max;
+  const line = list => list.map(([t, v], i) => (i && t - list[i - 1][0] <= 25 ? 'L' : 'M') + x(t).toFixed(1) + ' ' + y(v).toFixed(1)).join('');
+  const known = steps.map(s => [s[0], value(s)]).filter(([, v]) => peers ? v > 0 : v >= 0);
+  const picture = svg('svg', { class: 'spark ' + css, viewBox: `0 0 ${w} ${h}`, preserveAspectRatio: 'none', role: 'img', 'aria-label': label }, svg('title', {}, label));
+  if (peers) picture.append(svg('path', { class: 'peers', d: line([...peers].filter(([, v]) => v > 0)) }));
+  else if (known.length) picture.append(svg('path', { class: 'area', d: line(known) + `L${x(known.at(-1)[0]).toFixed(1)} ${h}L${x(known[0][0]).toFixed(1)} ${h}Z` }));
+  if (known.length) picture.append(svg('path', { class: 'line', d: line(known) }));
+  for (const s of steps) if (s[1] < 0) picture.append(svg('rect', { class: 'out', x: x(s[0]) - 1, width: Math.max(x(10) - x(0), 1.5), y: 0, height: h }));
+  return picture;
+}
+
+const hourOf = (pool, e) => hours.get(pool.name + '\n' + e.address) || [];
+
+// median of what endpoints wrote, by time: a token's time at an endpoint beside that of its peers
+function peersOf(pool, e) {
+  const all = new Map();
+  for (const other of pool.endpoints) {
+    if (other === e) continue;
+    for (const [t, , each] of hourOf(pool, other)) if (each > 0) all.set(t, [...all.get(t) || [], each]);
+  }
+  return new Map([...all].toSorted(([a], [b]) => a - b).map(([t, list]) => [t, list.toSorted((a, b) => a - b)[list.length >> 1]]));
+}
+
+function load(pool, e, css) {
+  const steps = hourOf(pool, e), out = steps.filter(s => s[1] < 0).length;
+  return spark(steps, s => s[1], `Requests at ${e.name} in the last hour: at most ${count(Math.max(0, ...steps.map(s => s[1])))}` + (out ? `, out for ${ago(10e3 * out)}` : ''), css);
+}
+
+function pace(pool, e) {
+  const value = el('span', {}, ms(e.time_per_output_token_ms)), steps = hourOf(pool, e);
+  return steps.some(s => s[2] > 0) ? el('span', {}, spark(steps, s => s[2], `Time per token at ${e.name} in the last hour, dashed: the median of its peers`, 'c-decode', peersOf(pool, e)), value) : value;
+}
+
+// slowness is how long an endpoint needs for what its peers do in 1; from 3 on status warns.
+function slowness(e) {
+  const parts = [['prefill', e.prefill_slowness], ['decode', e.decode_slowness]].filter(([, times]) => times);
+  if (!parts.length) return '–';
+  return el('span', {}, ...parts.map(([leg, times], i) => el('span', times >= 3 ? { class: 'pill warn', title: leg } : { title: leg }, (i ? ' / ' : '') + times.toFixed(1) + '×')));
+}
+
+function find(text) {
+  byId('search').value = text;
+  byId('search').focus();
+  update();
+}
+
+function named(e) {
+  const button = el('button', { type: 'button', 'data-key': 'find ' + e.address, title: 'show its requests' }, e.name);
+  button.addEventListener('click', () => find(e.address));
+  return el('span', {}, button, e.group ? ' (' + e.group + ')' : '', e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : '');
+}
+
 function pools(all) {
   return all.map(p => {
     const rows = p.endpoints.map(e => {
       const css = (e.now?.word || e.role) === 'prefill' ? 'c-prefill' : 'c-decode';
-      return { cells: [el('span', {}, e.name + (e.group ? ' (' + e.group + ')' : ''), e.unpaired ? el('small', {}, ' never used: pairs with no decode endpoint') : ''), el('span', {}, el('span', { class: css }, e.role + (e.now ? ', now ' + e.now.word : '')), e.now?.why ? el('small', {}, ` since ${new Date(e.now.since).toLocaleTimeString()}: ${e.now.why}`) : ''),
+      return { cells: [named(e), el('span', {}, el('span', { class: css }, e.role + (e.now ? ', now ' + e.now.word : '')), e.now?.why ? el('small', {}, ` since ${new Date(e.now.since).toLocaleTimeString()}: ${e.now.why}`) : ''),
         el('span', { class: 'pill ' + ({ up: 'good', out: e.paused ? 'warn' : 'bad' }[e.state] || 'warn') }, e.state + (e.state === 'out' && e.paused ? ', paused' : '')),
-        count(e.requests), count(e.prompt_tokens), e.running < 0 ? '–' : count(e.running), e.waiting < 0 ? '–' : count(e.waiting),
-        e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops), e.hit_share < 0 ? '–' : percent(e.hit_share),
-        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', ms(e.time_per_output_token_ms),
-        [e.prefill_slowness, e.decode_slowness].filter(Boolean).map(times => times.toFixed(1) + '×').join(' / ') || '–'] };
+        load(p, e, css), e.running < 0 ? '–' : count(e.running) + ' + ' + (e.waiting < 0 ? '–' : count(e.waiting)),
+        e.requests ? `${count(e.requests)}, ${count(e.prompt_tokens)} tokens` : '0',
+        e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops) + (e.hit_share < 0 ? '' : `, ${percent(e.hit_share)} cached`),
+        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', pace(p, e), slowness(e)] };
     });
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
       + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '') + (p.wanted ? ' · ' + p.wanted : '')
       + (p.output_tokens_per_second < 0 ? '' : ` · writes ${count(p.output_tokens_per_second)} tokens/s`
         + (p.time_per_output_token_ms ? ` at ${ms(p.time_per_output_token_ms)} each` : '') + ' in the last minute'))),
       memory(p.memory),
-      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', ['requests'], ['prompt tokens'], ['running'], ['queued'], 'KV cache used', ['of latest 256'], ['cache hits, latest 256'], ['writes, last minute'], ['each token in, last minute'], ['of its peers’ time']], rows));
+      table('Endpoints of pool ' + p.name, ['endpoint', 'role', 'health', 'requests, last hour', ['running + queued'], ['booked'], 'KV cache used', ['of latest 256'], ['writes, last minute'], ['each token in, last hour and minute'], ['of its peers’ time']], rows));
   });
 }
 
@@ -239,7 +371,8 @@ function weighed(t) {
 function decisions(recent) {
   const held = byId('recent').querySelector('details[open], :focus-visible');
   byId('held').textContent = held ? '· the list stands still while one is open or has the focus' : '';
-  if (!held) show('recent', recent, all => all.length ? all.map(decision) : [el('p', { class: 'soft' }, 'none yet')]);
+  if (!held) show('recent', recent, all => all.length ? all.map(decision) : [el('p', { class: 'soft' }, byId('which').value || byId('search').value
+    ? 'none among the latest 256 of each replica; models and tenants are known with usage in the configuration' : 'none yet')]);
 }
 
 function draw(status) {
@@ -250,9 +383,9 @@ function draw(status) {
     + ` · ${status.scope}`;
   show('attention', status.attention, attention);
   tiles(status.minute, status);
-  byId('plots').replaceChildren(...charts.map(chart));
+  plots();
   show('flow', [byId('flow').clientWidth, status.flow, status.pools.map(p => p.endpoints.map(e => [e.address, e.name, e.role]))], () => status.pools.map(p => flow(p, status.flow)));
-  show('pools', status.pools, pools);
+  show('pools', [status.pools, hour.at(-1)?.n], ([all]) => pools(all));
   replicas(status);
   decisions(status.recent);
 }
@@ -262,24 +395,38 @@ function ago(millis) {
   return s < 120 ? s + ' s' : s < 7200 ? Math.round(s / 60) + ' min' : s < 172800 ? Math.round(s / 3600) + ' h' : Math.round(s / 86400) + ' days';
 }
 
+let asked = 0;   // answers that a newer question has overtaken are dropped
+
 async function update() {
+  const mine = ++asked, which = byId('which').value;
   try {
-    const answer = await fetch('status.json?since=' + since, { signal: AbortSignal.timeout(5000) });
+    const query = new URLSearchParams({ since: points.at(-1)?.n || 0, hour: hour.at(-1)?.n || 0, search: byId('search').value, ...which ? { [which]: true } : {} });
+    const answer = await fetch('status.json?' + query, { signal: AbortSignal.timeout(5000) });
     if (!answer.ok) throw new Error(answer.status);
     const status = await answer.json();
-    if (status.minute.n < since || status.started !== version) {   // another process, or a new one: its points count anew
-      const anew = since > 0;
-      points = []; since = 0; version = status.started;
+    if (mine !== asked) return;
+    if (status.started !== version) {   // another process, or a new one: its points count anew
+      const anew = version !== '';
+      points = []; hour = []; hours = new Map(); version = status.started;
       if (anew) return update();
     }
     points = points.concat(status.points).slice(-kept);
-    if (points.length) since = points[points.length - 1].n;
+    hour = hour.concat(status.hour || []).slice(-keptSteps);
+    for (const of of status.endpoint_hours || []) {
+      const key = of.pool + '\n' + of.address, had = hours.get(key) || [], last = had.at(-1)?.[0] || 0;
+      hours.set(key, had.concat(of.steps.filter(s => s[0] > last)).slice(-keptSteps));
+    }
     draw(status);
   } catch (e) {
+    if (mine !== asked) return;
     byId('state').textContent = 'no answer';
     byId('state').className = 'pill bad';
   }
 }
+
+byId('which').addEventListener('change', update);
+byId('search').addEventListener('input', update);
+byId('find').addEventListener('submit', e => { e.preventDefault(); update(); });
 
 async function loop() {
   if (!document.hidden) await update();

@@ -1,0 +1,93 @@
+package status
+
+import (
+	"cmp"
+	"context"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"tandem/extproc/telemetry"
+)
+
+// Wanted is which of the latest requests are wanted.
+type Wanted struct {
+	N      int  // at most
+	Alone  bool // only those that this replica planned
+	Failed bool // only those that failed
+	Slow   bool // those that lost most time first
+	// only those that have each of these words, in any case, in their id, pool, route, endpoints, replicas, model or
+	// tenant (the last two are known with the configuration's usage)
+	Search string
+
+	names func() map[string]string // of endpoints, by their addresses; nil: they have none
+}
+
+// wantedIn reads what is wanted from a query.
+func wantedIn(q url.Values) Wanted {
+	return Wanted{Alone: q.Get("scope") == "replica", Failed: q.Get("failed") == "true", Slow: q.Get("slow") == "true",
+		Search: q.Get("search")}
+}
+
+// all reports whether the latest requests are wanted as they are.
+func (w *Wanted) all() bool { return !w.Failed && !w.Slow && w.Search == "" }
+
+// of returns those of all, which are the newest first, that are wanted. It may change all.
+func (w *Wanted) of(all []telemetry.Trace) []telemetry.Trace {
+	if !w.all() {
+		all = slices.Clone(all)
+	}
+	if w.Failed {
+		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool { return !t.HasFailed() })
+	}
+	if words := strings.Fields(strings.ToLower(w.Search)); len(words) > 0 {
+		names := map[string]string{}
+		if w.names != nil {
+			names = w.names()
+		}
+		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool {
+			text := searched(&t, names)
+			return slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(text, word) })
+		})
+	}
+	if w.Slow {
+		bySlowness(all)
+	}
+	return all[:min(w.N, len(all))]
+}
+
+// searched returns the text in which a request is searched for.
+func searched(t *telemetry.Trace, names map[string]string) string {
+	parts := []string{t.RequestID, t.Pool, t.Route, strings.ReplaceAll(t.Route, "_", " "), t.Reason, t.Prefill, names[t.Prefill],
+		t.Decode, names[t.Decode], t.Ended, t.Refused}
+	if t.Used != nil {
+		parts = append(parts, t.Used.Model, t.Used.Tenant)
+	}
+	for _, hop := range t.Failed {
+		parts = append(parts, hop.Hop, hop.Endpoint, names[hop.Endpoint])
+	}
+	return strings.ToLower(strings.Join(append(parts, t.Replicas...), "\n"))
+}
+
+// names returns the names of endpoints by their addresses.
+func (f *Feed) names() map[string]string {
+	out := map[string]string{}
+	for _, p := range f.source.State.Pools() {
+		for _, e := range p.Endpoints() {
+			out[e.Addr] = cmp.Or(out[e.Addr], e.DisplayName())
+		}
+	}
+	return out
+}
+
+// Requests returns the latest requests of all replicas, newest first unless the slow ones are wanted.
+func (f *Feed) Requests(ctx context.Context, w Wanted) ([]telemetry.Trace, Asked) {
+	q := question{Since: -1, Traces: min(w.N, allRecent)}
+	if !w.all() {
+		q.Traces = allRecent
+	}
+	got := f.gather(ctx, q, w.Alone)
+	w.names = f.names
+	return w.of(got.traces(time.Now())), f.asked(&got)
+}
