@@ -106,7 +106,7 @@ func TestAlertsHaveRunbooks(t *testing.T) {
 	for _, r := range a.Groups[0].Rules {
 		require.Contains(t, []string{"critical", "warning"}, r.Labels["severity"], r.Alert)
 		require.NotEmpty(t, r.Annotations["summary"], r.Alert)
-		require.Equal(t, `{{ or $externalLabels.tandem_docs "http://127.0.0.1:9090/docs" }}/operations.md#`+
+		require.Equal(t, `{{ or $externalLabels.tandemDocs "http://127.0.0.1:9090/docs" }}/operations.md#`+
 			strings.ToLower(r.Alert), r.Annotations["runbook_url"])
 		require.Contains(t, operations, "\n#### "+r.Alert+"\n", "operations.md has no runbook")
 	}

@@ -57,7 +57,7 @@ func TestAttention(t *testing.T) {
 		}, want: []Notice{
 			{false, "Redis does not answer, so other replicas cannot be asked (t2:9090): what they know is missing below.", "howto/redis.md"}}},
 		"an Envoy with a known fault": {change: func(s *Status) {
-			s.Replicas[0].Risk = "Envoy 1.37.0 can crash"
+			s.Replicas = []Replica{{Name: "a:9090", Ready: true, Risk: "Envoy 1.37.0 can crash"}}
 		}, want: []Notice{
 			{true, "An Envoy that is connected should be replaced: Envoy 1.37.0 can crash.", "security.md#not-held-in-this-release"}}},
 		"refused tickets": {change: func(s *Status) {

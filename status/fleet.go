@@ -181,16 +181,16 @@ func (f *Feed) gather(ctx context.Context, q question, alone bool) answers {
 
 // View is what of the status is wanted.
 type View struct {
-	Since int64  // points after this second
-	Hour  *int64 // steps of the hour after this one; nil: none
-	Wanted
+	Since    int64  // points after this second
+	Hour     *int64 // steps of the hour after this one; nil: none
+	Requests Wanted
 }
 
 // Status returns the current state of all replicas, or of this one alone. It takes a second at most.
 func (f *Feed) Status(ctx context.Context, v View) Status {
-	got := f.gather(ctx, question{Since: v.Since, Hour: v.Hour, Status: true, Traces: allRecent}, v.Alone)
-	v.N, v.names = shownRecent, f.names
-	return merge(got, time.Now(), &v.Wanted)
+	got := f.gather(ctx, question{Since: v.Since, Hour: v.Hour, Status: true, Traces: allRecent}, v.Requests.Alone)
+	v.Requests.N, v.Requests.names = shownRecent, f.names
+	return merge(got, time.Now(), &v.Requests)
 }
 
 // traces merges the traces of all reports.

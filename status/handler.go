@@ -26,7 +26,7 @@ func Handler(f *Feed) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /status.json", func(w http.ResponseWriter, r *http.Request) {
 		q := r.URL.Query()
-		view := View{Wanted: wantedIn(q)}
+		view := View{Requests: wantedIn(q)}
 		view.Since, _ = strconv.ParseInt(q.Get("since"), 10, 64) // none: all
 		if after, err := strconv.ParseInt(q.Get("hour"), 10, 64); err == nil {
 			view.Hour = &after

@@ -92,14 +92,14 @@ func TestSearch(t *testing.T) {
 		"decode alone": {"req-1"}, "no_prefill": {"req-1"}, "chat d1 req-2": {"req-2"}, "nobody": nil,
 	} {
 		var ids []string
-		for _, t := range f.Status(context.Background(), View{Wanted: Wanted{Search: search}}).Recent {
+		for _, t := range f.Status(context.Background(), View{Requests: Wanted{Search: search}}).Recent {
 			ids = append(ids, t.RequestID)
 		}
 		require.Equal(t, want, ids, search)
 		traces, _ := f.Requests(context.Background(), Wanted{N: 20, Search: search})
 		require.Len(t, traces, len(want), search)
 	}
-	failed := f.Status(context.Background(), View{Wanted: Wanted{Failed: true}})
+	failed := f.Status(context.Background(), View{Requests: Wanted{Failed: true}})
 	require.Len(t, failed.Recent, 1)
 	require.NotEmpty(t, failed.Flow, "of all, whatever is searched for")
 }
