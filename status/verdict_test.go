@@ -99,11 +99,11 @@ func TestVerdict(t *testing.T) {
 		}, "P" + becauseExpected, 2000 * ms, "Verdict: slow because p1:1 computed the prompt of 8000 tokens in 3.0 s, " +
 			"where 1.0 s was expected. In all it lost 2.0 s.\n"},
 		{"passed through", func(r *telemetry.Trace) {
-			r.Route, r.Prefill, r.PrefillTime, r.Used, r.Weighed = "pass_through", "", 0, nil, nil
+			r.Route, r.Prefill, r.PrefillTime, r.Used, r.FirstToken, r.Weighed = "pass_through", "", 0, nil, 0, nil
 		}, becauseEngine, 0, "Verdict: not slow for what it asked. Most of its time: d1:1 answered in 2.1 s.\n"},
-		{"it runs", func(r *telemetry.Trace) { r.Took, r.Status, r.Ended, r.Used = 0, 0, "", nil }, becausePrompt, 0, ""},
+		{"it runs", func(r *telemetry.Trace) { r.Took, r.Status, r.Ended, r.Used, r.FirstToken = 0, 0, "", nil, 0 }, becausePrompt, 0, ""},
 		{"it runs, and has waited", func(r *telemetry.Trace) {
-			r.Took, r.Status, r.Ended, r.Used, r.Waited = 0, 0, "", nil, 9000*ms
+			r.Took, r.Status, r.Ended, r.Used, r.FirstToken, r.Waited = 0, 0, "", nil, 0, 9000*ms
 		}, becauseRoom, 9000 * ms, "Verdict: slow because it waited 9.0 s for room at the endpoints. In all it lost 9.0 s.\n"},
 		{"nothing is known", func(r *telemetry.Trace) { *r = telemetry.Trace{Status: 200} }, "", 0, ""},
 	} {
