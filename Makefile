@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test race speed e2e-failures bench bench-go bench-peers bench-long ratelimit replay truth load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
+.PHONY: sizes carrier e2e-inside e2e-envoys site workflows release wheel help build tools demo test race speed e2e-failures bench bench-go bench-peers bench-long before-after ratelimit replay truth load capacity idle soak stress fuzz observability lint vuln generate deploy-check e2e-gateway e2e-kube e2e-cluster e2e-vllm e2e-vllm-pairs e2e-vllm-stores e2e-sglang e2e-oracles e2e-releases e2e-foreign clean
 
 GO ?= go
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -142,6 +142,11 @@ bench-long: tools build ##measure prompts of 100k tokens over 100 engines, besid
 # CLIENTS=1,16,64,256).
 load: tools build ##measure one, four and eight replicas, each as fast as it can (10 minutes)
 	$(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k,json220k,json1m,sse256 -clients $${CLIENTS:-16,64} -variant 'redis: redis=yes' -variant 'four: redis=yes replicas=4' -variant 'eight: redis=yes replicas=8'
+
+# Long prompts, small ones, streams, 100 and 1,000 endpoints, and sizes: this tree, the commit BEFORE, smg and llm-d in one
+# run each (BEFORE=COMMIT; inside Envoy, too, after make carrier); on an idle machine (three quarters of an hour).
+before-after: tools build ##measure this tree beside the commit BEFORE, smg and llm-d: one table each (45 minutes)
+	scripts/before-after.sh
 
 CAPACITY = $(GO) run ./e2e/bench -bin bin -rounds 3 -shapes json1k -clients 1,16,64 -capacity 10,100,1000 -idle 5s -json docs/figures/capacity.json
 # What one replica serves with 10, 100 and 1,000 endpoints and 4,096 open streams, and what the limit is; inside
