@@ -128,11 +128,11 @@ func (l *endpointState) emptyMemory() {
 	}
 }
 
-// Computes records that an endpoint is about to compute the prompt of a conversation that has arrived. v has the
-// prompt's hits.
-func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *View) {
+// Computes records that an endpoint is about to compute the prompt of a conversation that has arrived, and returns what of
+// it is computed again. v has the prompt's hits.
+func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *View) residency.Again {
 	if c == nil {
-		return
+		return residency.Again{}
 	}
 	blocks, most := 0, 0
 	for i := range v.Endpoints {
@@ -141,7 +141,7 @@ func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *Vi
 			blocks = e.Hit
 		}
 	}
-	p.residents.Computes(c, blocks, most)
+	return p.residents.Computes(c, blocks, most)
 }
 
 // Conversations is what a pool's conversations need of its engines' memory.

@@ -57,6 +57,9 @@ type Weighed struct {
 	// capacity of its KV cache in tokens, as its engine says; 0: not known
 	KVTokens int64 `json:"kv_tokens,omitempty"`
 	Held     int64 `json:"held_tokens,omitempty"` // of that, by prompts that other engines have yet to fetch
+	// tokens of conversations that it would discard for the request, and the chance that they come back within two minutes
+	Discards float64 `json:"discards_tokens,omitempty"`
+	Back     float64 `json:"discards_back,omitempty"`
 }
 
 // Explain decides like Pick, and returns all prices. It allocates: it is for operators.
@@ -127,6 +130,8 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 	case c.Signals != nil && c.Trust < 1:
 		w.State = "stale"
 	}
+	uncached, _ := t.split(c)
+	w.Discards, w.Back = discards(c, uncached)
 	var runs batch
 	t.batch(c, &runs)
 	if c.Used()&kvstate.RolePrefill != 0 {

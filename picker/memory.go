@@ -45,6 +45,21 @@ func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	return seconds * t.fleet
 }
 
+// discards returns the tokens that an endpoint discards to make room for so many, and the chance that they are asked for
+// again, on average.
+func discards(c *kvstate.Candidate, need float64) (tokens, back float64) {
+	m := c.Memory
+	if m == nil {
+		return 0, 0
+	}
+	over := need - m.Free
+	for i := 0; i < len(m.Old) && over > 0 && m.Old[i].Tokens > 0; i++ {
+		n := min(m.Old[i].Tokens, over)
+		tokens, back, over = tokens+n, back+n*m.Old[i].Back, over-n
+	}
+	return tokens, back / max(tokens, 1)
+}
+
 // returns is the time for which conversations wait that come back while an endpoint computes for so long: on average
 // each waits half of it.
 func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {

@@ -1,10 +1,12 @@
 package status
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"math"
 
+	"tandem/extproc/telemetry"
 	"tandem/kvstate"
 	"tandem/status/words"
 )
@@ -93,6 +95,44 @@ func lacksMemory(p *Pool, add func(bad bool, doc, format string, values ...any))
 	}
 	add(false, "howto/agents.md", "%s: engines compute %.0f %% of what conversations had again, since KV memory is short: "+
 		"host memory for %s tokens each would hold them all.%s", p.Name, 100*m.Evicted/m.Had, rounded(m.Lacks), waits)
+}
+
+// printConversation says what of a request's prompt is computed again, and what its KV costs other conversations.
+func printConversation(w io.Writer, t *telemetry.Trace) {
+	if again := againOf(t); again != "" {
+		fmt.Fprintf(w, "Earlier turns had %s of its tokens, of which %s.\n", rounded(float64(t.Had)), again)
+	}
+	at := weighed(t, cmp.Or(t.Prefill, t.Decode))
+	if at == nil {
+		return
+	}
+	parts := at.Prefill
+	if t.Prefill == "" {
+		if parts = at.Alone; parts == nil {
+			parts = at.Decode
+		}
+	}
+	name := words.Plain(at.Endpoint)
+	if evicts := part(parts, "evicts"); evicts > 0 {
+		fmt.Fprintf(w, "For its KV %s discards %s tokens of conversations, which come back within two minutes with a chance of %.0f %%: "+
+			"%s to compute them again.\n", name, rounded(at.Discards), 100*at.Back, words.Millis(evicts*1000))
+	}
+	if returns := part(parts, "returns"); returns > 0 {
+		fmt.Fprintf(w, "Conversations that come back to %s while it computes the prompt wait %s in all.\n", name,
+			words.Millis(returns*1000))
+	}
+}
+
+// againOf says how many tokens of a prompt are computed again, and why; "": none.
+func againOf(t *telemetry.Trace) string {
+	evicted, elsewhere := "", ""
+	if t.Evicted > 0 {
+		evicted = rounded(float64(t.Evicted)) + " are computed again, since no endpoint holds them any more (evicted)"
+	}
+	if t.Elsewhere > 0 {
+		elsewhere = rounded(float64(t.Elsewhere)) + " are computed again, though another endpoint holds them (elsewhere)"
+	}
+	return words.Join(evicted, elsewhere)
 }
 
 // rounded prints a number of tokens with two digits.

@@ -132,10 +132,15 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	for _, hop := range t.Failed {
 		fmt.Fprintf(w, "Failed: %s.\n", failedHop(&hop))
 	}
-	if t.Waited > 0 {
+	switch {
+	case t.Waited > 0 && t.ForMemory:
+		fmt.Fprintf(w, "It waited %s until conversations that come back left room for its KV at %s%s.\n",
+			words.Millis(milliseconds(t.Waited)), words.Plain(t.WaitedFor), behindOf(t))
+	case t.Waited > 0:
 		fmt.Fprintf(w, "It waited %s for %s%s.\n",
 			words.Millis(milliseconds(t.Waited)), words.Plain(t.WaitedFor), behindOf(t))
 	}
+	printConversation(w, t)
 	if len(t.Replicas) > 1 {
 		fmt.Fprintf(w, "The replicas that served it: %s.\n", words.Plain(strings.Join(t.Replicas, ", ")))
 	}

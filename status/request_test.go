@@ -155,6 +155,32 @@ The prices of the last plan, as they were then. --output json has their parts.
 	}
 }
 
+// What a request's KV cost conversations, why it waited for memory, and what was computed again.
+func TestMemoryOfARequest(t *testing.T) {
+	part := func(name string, v float64) telemetry.Part { return telemetry.Part{Name: name, Value: v} }
+	r := telemetry.Trace{RequestID: "r-1", Route: "decode_alone", Reason: "cheaper", Decode: "d1:1", PromptTokens: 100_000, CachedTokens: -1,
+		DecodeTime: 9 * time.Second, Status: 200, Weighed: []telemetry.Weighed{
+			{Endpoint: "d1:1", Role: "both", Discards: 42_000, Back: .31, Alone: []telemetry.Part{part("work", 9), part("evicts", 1.2), part("returns", 3.4)}},
+			{Endpoint: "d2:1", Role: "both", Discards: 90_000, Back: .9, Alone: []telemetry.Part{part("work", 9), part("evicts", 11)}},
+		}}
+	r.Waited, r.WaitedFor, r.ForMemory, r.Behind = 12*time.Second, "d1:1", true, 1
+	r.Had, r.Evicted, r.Elsewhere = 98_000, 60_000, 8_000
+	var text strings.Builder
+	printWay(&text, &r)
+	require.Contains(t, text.String(), `Decode alone on d1:1.
+It waited 12.0 s until conversations that come back left room for its KV at d1:1, behind 1 request.
+Earlier turns had 98k of its tokens, of which 60k are computed again, since no endpoint holds them any more (evicted), `+
+		`8.0k are computed again, though another endpoint holds them (elsewhere).
+For its KV d1:1 discards 42k tokens of conversations, which come back within two minutes with a chance of 31 %: 1.2 s to compute them again.
+Conversations that come back to d1:1 while it computes the prompt wait 3.4 s in all.
+`)
+	r.Weighed, r.Waited, r.Evicted, r.Elsewhere = nil, 0, 0, 0
+	text.Reset()
+	printWay(&text, &r)
+	require.NotContains(t, text.String(), "tokens of conversations")
+	require.NotContains(t, text.String(), "Earlier turns")
+}
+
 // Every reason of the documentation is explained in words, and has another one for each.
 func TestReasonsHaveWords(t *testing.T) {
 	text, err := os.ReadFile("../docs/operations.md")

@@ -16,6 +16,8 @@ import (
 // The causes of a verdict, as `tandem requests --slow` shows them. docs/operations.md has what each means.
 const (
 	becauseRoom     = "waited for room"
+	becauseMemory   = "waited for memory"
+	becauseAgain    = "computed again"
 	becauseRetry    = "planned again"
 	becauseQueue    = "queued at " // and the leg
 	becausePeers    = " slower than its peers"
@@ -83,7 +85,11 @@ func took(d time.Duration) string { return words.Millis(milliseconds(d)) }
 // parts returns where the time of a request went, in order.
 func parts(t *telemetry.Trace) (all []spent) {
 	again, prefill := retried(t), time.Duration(0)
-	if t.Waited > 0 {
+	switch {
+	case t.Waited > 0 && t.ForMemory:
+		all = append(all, spent{becauseMemory, t.Waited, t.Waited, fmt.Sprintf(
+			"it waited %s until conversations that come back left room for its KV", took(t.Waited))})
+	case t.Waited > 0:
 		all = append(all, spent{becauseRoom, t.Waited, t.Waited, fmt.Sprintf("it waited %s for room at %s",
 			took(t.Waited), cmp.Or(words.Plain(t.WaitedFor), "the endpoints"))})
 	}
@@ -160,6 +166,13 @@ func computed(
 			took(queue), name)})
 	}
 	own, foreseen := whole-queue, max(expected-queue, 0)
+	if n := t.Evicted + t.Elsewhere; n > 0 && t.PromptTokens > 0 {
+		again := time.Duration(float64(own) * min(float64(n)/float64(max(t.PromptTokens-max(t.CachedTokens, 0), n)), 1))
+		all = append(all, spent{becauseAgain, again, again, fmt.Sprintf("%s computed again in %s what earlier turns had: %s",
+			name, took(again), againOf(t))})
+		foreseen = max(foreseen-again, 0)
+		own -= again
+	}
 	tokens := fmt.Sprintf("%d tokens", t.PromptTokens)
 	if t.CachedTokens > 0 {
 		tokens = fmt.Sprintf("%d tokens, %d of them cached,", t.PromptTokens, t.CachedTokens)

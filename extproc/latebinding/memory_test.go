@@ -109,6 +109,7 @@ func TestColdPromptsWaitForMemory(t *testing.T) {
 				require.GreaterOrEqual(t, time.Since(began), tt.waits)
 				require.Less(t, time.Since(began), tt.waits+10*time.Minute)
 				require.Equal(t, ends{tt.end: 1}, counted)
+				require.Equal(t, BlockedOn{Endpoint: "e1:1", Memory: true}, waiter.BlockedOn)
 				waiter.Committed()
 				end()
 				time.Sleep(2 * time.Second)

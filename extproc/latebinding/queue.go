@@ -154,7 +154,8 @@ type settlement struct {
 
 // BlockedOn is what a request had to wait for when it arrived.
 type BlockedOn struct {
-	Endpoint      string // its best endpoint, which had a step of work ahead, including requests before it
+	Endpoint      string // its best endpoint, which had a step of work ahead, including requests before it, or no memory
+	Memory        bool   // conversations that are expected back left it no memory there
 	Local, Remote int    // requests before it, in this replica and in others
 }
 
@@ -351,7 +352,7 @@ func (q *Queue) blockedOn(r *Waiter) BlockedOn {
 	local, remote, self := q.requests.Before(r.id)
 	r.least, r.place = kvstate.Seconds(self.Work), self.Key
 	r.choosy = q.requests.Selective()
-	by := BlockedOn{Local: local, Remote: remote}
+	by := BlockedOn{Local: local, Remote: remote, Memory: q.requests.LacksMemory()}
 	if at := q.requests.Wanted(); at >= 0 && at < len(r.view.Endpoints) {
 		by.Endpoint = r.view.Endpoints[at].Endpoint.Addr
 	}

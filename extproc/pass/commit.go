@@ -58,7 +58,7 @@ func (x *Pass) Commit(ctx context.Context, d *plan.Decision) (r Routed, err erro
 		s.State.Routed(d.Pool, d.Report.Prefill, x.Req.Hashes)
 	}
 	if d.Computes != nil {
-		s.State.Computes(d.Pool, x.Req.Conversation, d.Computes, &x.view)
+		x.recomputed = s.State.Computes(d.Pool, x.Req.Conversation, d.Computes, &x.view)
 		s.State.Routed(d.Pool, d.Computes, x.Req.Hashes)
 	}
 	if a := d.Affinity; a.Session != 0 {

@@ -98,7 +98,7 @@ func (p *Policy) strange(ctx context.Context, prefill *kvstate.Endpoint) bool {
 // queued returns how the request waited.
 func (x *Pass) queued() telemetry.Queued {
 	on := &x.waiter.BlockedOn
-	return telemetry.Queued{Waited: x.waiter.Took, WaitedFor: on.Endpoint, Behind: on.Local, BehindRemote: on.Remote}
+	return telemetry.Queued{Waited: x.waiter.Took, WaitedFor: on.Endpoint, ForMemory: on.Memory, Behind: on.Local, BehindRemote: on.Remote}
 }
 
 // explain writes all prices of a decision to the debug log, and to an operator who asks for them.
@@ -130,7 +130,8 @@ func (x *Pass) report(ctx context.Context, d *plan.Decision) {
 		RequestID: x.ID, Started: t.Started, Pass: t.Redirects, Pool: d.Pool.Spec.Name,
 		Route: how.Route, Reason: how.Reason, BodyBytes: x.size(), Candidates: len(x.view.Endpoints),
 		Foreseen: telemetry.Foreseen{ExpectedPrefill: r.Foreseen.Prefilled, ExpectedFirst: r.Foreseen.FirstToken,
-			ExpectedToken: r.Foreseen.Token, PromptBlocks: len(r.Hashes)},
+			ExpectedToken: r.Foreseen.Token, PromptBlocks: len(r.Hashes), Had: int64(x.recomputed.Had),
+			Evicted: int64(x.recomputed.Evicted), Elsewhere: int64(x.recomputed.Elsewhere)},
 		Queued: x.queued(), Streamed: r.Streams(), Decode: how.Decode.Addr, PromptTokens: t.PromptTokens,
 	}
 	p.Cheaper, p.NotAlone = telemetry.MarginOf(r.Foreseen.Price, r.Foreseen.Other, how.Prefill != nil)

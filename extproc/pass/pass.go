@@ -31,6 +31,7 @@ import (
 	"tandem/extproc/telemetry"
 	"tandem/internal/guard"
 	"tandem/kvstate"
+	"tandem/kvstate/residency"
 	"tandem/picker"
 )
 
@@ -95,13 +96,14 @@ type Pass struct {
 	picker picker.Picker
 	waiter latebinding.Waiter
 
-	policy    *Policy
-	want      want
-	asked     picker.Request
-	choice    picker.Choice
-	reserved  kvstate.View // the endpoints, once it has reserved
-	placed    bool         // its decision was carried out
-	Prefilled Prefilled    // learns from the answer of P that this pass, or a leg of the same stream, has
+	policy     *Policy
+	want       want
+	asked      picker.Request
+	choice     picker.Choice
+	reserved   kvstate.View    // the endpoints, once it has reserved
+	placed     bool            // its decision was carried out
+	recomputed residency.Again // what of its prompt is computed again
+	Prefilled  Prefilled       // learns from the answer of P that this pass, or a leg of the same stream, has
 
 	// Rest continues a pass that ended with [latebinding.ErrWaits], for it could not wait.
 	Rest func(ctx context.Context) (*plan.Decision, error)
@@ -122,7 +124,7 @@ func (x *Pass) Reset() {
 	if !x.placed && x.shared != nil {
 		x.shared.State.Withdrawn(x.Req.Pool, x.Req.Conversation)
 	}
-	x.placed = false
+	x.placed, x.recomputed = false, residency.Again{}
 	x.waiter.Committed()
 	x.waiter.Reset()
 	x.Req.Reset()

@@ -267,7 +267,8 @@ func (x *Meter) LegEnded(pool, hop, endpoint, result string, status int, took ti
 func Weigh(all []picker.Weighed, split bool) []Weighed {
 	out := make([]Weighed, 0, min(len(all), maxWeighed))
 	for _, c := range all[:cap(out)] {
-		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Word: c.Word, Out: c.Out != "", Why: c.Out, Hit: c.Hit}
+		w := Weighed{Endpoint: c.Endpoint, Role: c.Role, Word: c.Word, Out: c.Out != "", Why: c.Out, Hit: c.Hit,
+			Discards: c.Discards, Back: c.Back}
 		prefill, decode, alone := c.Parts()
 		if split {
 			w.Prefill, w.Decode, w.Alone = without0(prefill), without0(decode), without0(alone)
@@ -313,10 +314,11 @@ func Explanation(pool string, q Queued, e *picker.Explanation) []byte {
 			Pool         string  `json:"pool"`
 			Waited       float64 `json:"waited"` // s
 			WaitedFor    string  `json:"waited_for,omitempty"`
+			ForMemory    bool    `json:"waited_for_memory,omitempty"`
 			Behind       int     `json:"behind,omitempty"`
 			BehindRemote int     `json:"behind_remote,omitempty"`
 			*picker.Explanation
-		}{pool, q.Waited.Seconds(), q.WaitedFor, q.Behind, q.BehindRemote, e})
+		}{pool, q.Waited.Seconds(), q.WaitedFor, q.ForMemory, q.Behind, q.BehindRemote, e})
 		switch {
 		case err != nil: // a price that is not a number: there is no endpoint
 			return []byte(`{"pool":` + strconv.Quote(pool) + `,"refused":` + strconv.Quote(e.Refused) + `}`)

@@ -75,10 +75,11 @@ func (t *Trace) AnsweredBy() string { return cmp.Or(t.Decode, t.Prefill) }
 // Queued is how a request waited for its endpoints.
 type Queued struct {
 	Waited time.Duration `json:"waited_ns,omitempty"` // in pass 1
-	// the prefill endpoint that was too busy when it arrived
+	// the endpoint that was too busy when it arrived, to compute its prompt
 	WaitedFor    string `json:"waited_for,omitempty"`
-	Behind       int    `json:"behind,omitempty"`        // requests that were waiting before it in this replica
-	BehindRemote int    `json:"behind_remote,omitempty"` // and in others
+	ForMemory    bool   `json:"waited_for_memory,omitempty"` // conversations that come back left its KV no room there
+	Behind       int    `json:"behind,omitempty"`            // requests that were waiting before it in this replica
+	BehindRemote int    `json:"behind_remote,omitempty"`     // and in others
 }
 
 // Served is the part of a request that one replica served.

@@ -30,20 +30,22 @@ type Report struct {
 }
 
 // Computes records that an engine is about to compute the prompt of a conversation that has just arrived. It holds so
-// many blocks of it, and the engine that holds most of it so many. Of each arrival the first call counts.
-func (t *Table) Computes(c *Conversation, blocks, most int) {
+// many blocks of it, and the engine that holds most of it so many. Of each arrival the first call counts, and returns what
+// is computed again.
+func (t *Table) Computes(c *Conversation, blocks, most int) (one Again) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if c.had == 0 || c.length == 0 {
-		return
+		return Again{}
 	}
 	size := c.tokens / float64(c.length)
 	again := max(c.had-blocks, 0)
 	elsewhere := max(min(most, c.had)-blocks, 0)
-	one := Again{size * float64(c.had), size * float64(again-elsewhere), size * float64(elsewhere)}
+	one = Again{size * float64(c.had), size * float64(again-elsewhere), size * float64(elsewhere)}
 	t.all.add(one, 1)
 	t.lately.add(one, 1)
 	c.had = 0
+	return one
 }
 
 // Report returns what the conversations need, and what was computed of them again.

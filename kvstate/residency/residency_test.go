@@ -157,6 +157,15 @@ func TestWithdrawnRequests(t *testing.T) {
 	require.Positive(t, f.memory(0, 26).Old[0].Tokens)
 }
 
+// What is computed again is known of each turn.
+func TestWhatATurnComputesAgain(t *testing.T) {
+	f := newFleet(1e6)
+	f.turn(0, 1, 10, 0)
+	c := f.arrive(1, 12, 5)
+	require.Equal(t, Again{Had: 1000, Evicted: 500, Elsewhere: 300}, f.Computes(c, 2, 5))
+	require.Zero(t, f.Computes(c, 2, 5), "of each arrival the first call counts")
+}
+
 // What is assumed of conversations before any has returned changes no engine's role.
 func TestNothingIsExpectedBackWithoutEvidence(t *testing.T) {
 	f, now := newFleet(1e6), 0.0

@@ -71,7 +71,10 @@ func (q *Queue) arrive(k *picker.Picker, h Host, id uint64, now, enough float64)
 		}
 		return true, r.Priority
 	}
-	q.wanted, q.selective = c.Prefill, c.Selective
+	q.wanted, q.selective, q.lacksMemory = c.Prefill, c.Selective, c.NoMemory
+	if c.NoMemory {
+		q.wanted = firstLeg(&c)
+	}
 	return q.Add(r, id, k.Work(r, v), now), r.Priority
 }
 

@@ -33,12 +33,14 @@ type Queue struct {
 	walked    float64   // when that was computed
 	wanted    int       // position in the view where the last request to wait would have gone
 	selective bool      // of the last arrival
-	shares    shares
-	replicas  map[uint64]*replica // those with requests in this queue; nil: none so far
-	remote    int                 // requests of those
-	changed   bool                // the remote requests, since walked
-	order     []int32             // in which waiting is walked, if not as it stands
-	slots     []int32
+
+	lacksMemory bool // likewise
+	shares      shares
+	replicas    map[uint64]*replica // those with requests in this queue; nil: none so far
+	remote      int                 // requests of those
+	changed     bool                // the remote requests, since walked
+	order       []int32             // in which waiting is walked, if not as it stands
+	slots       []int32
 }
 
 // Waiting is a request in a queue.
@@ -165,9 +167,12 @@ func (q *Queue) Before(id uint64) (local, remote int, self Waiting) {
 	return local, remote, Waiting{}
 }
 
-// Wanted returns the prefill endpoint, as a position in the view, that the last request to wait would have gone to;
+// Wanted returns the endpoint, as a position in the view, to which the last request to wait would have gone for its prompt;
 // -1: none, because it waits for its targets.
 func (q *Queue) Wanted() int { return q.wanted }
+
+// LacksMemory reports whether the last request to wait does so for the memory of that endpoint.
+func (q *Queue) LacksMemory() bool { return q.lacksMemory }
 
 // Selective reports whether the last request to wait has a model that not every endpoint serves
 // ([picker.Choice.Selective]).
