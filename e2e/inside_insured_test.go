@@ -191,6 +191,154 @@ func TestInsideStreamsOutliveD(t *testing.T) {
 	}
 }
 
+// agentAsks returns a request as agents send it: its answer is a tool call, or begins with reasoning.
+func agentAsks(api, id string, tokens int, calls bool) (path, body string) {
+	const schema = `{"type":"object","properties":{"path":{"type":"string"},"n":{"type":"integer"},"text":{"type":"string"},` +
+		`"more":{"type":"object","properties":{"a":{"type":"string"},"b":{"type":"string"},"c":{"type":"string"}}}}}`
+	more := fmt.Sprintf(`"model":"tiny","stream":true,"temperature":0,"max_tokens":%d,"messages":[{"role":"user","content":%q}]`, tokens, id)
+	if api == "messages" {
+		if calls {
+			more += `,"tool_choice":{"type":"any"}`
+		}
+		return "/v1/messages", fmt.Sprintf(`{%s,"tools":[{"name":"write","input_schema":%s}]}`, more, schema)
+	}
+	if calls {
+		more += `,"tool_choice":"required"`
+	}
+	return "/v1/chat/completions", fmt.Sprintf(
+		`{%s,"stream_options":{"include_usage":true},"tools":[{"type":"function","function":{"name":"write","parameters":%s}}]}`, more, schema)
+}
+
+// agentRead is what an agent reads of a stream: its tool call, its reasoning, and how it ended.
+type agentRead struct {
+	read
+	call, args, reasoning string
+	ids                   map[string]bool // of the call
+}
+
+func (r *agentRead) add(data string) {
+	var e struct {
+		Type  string
+		Usage *struct {
+			Output int `json:"output_tokens"`
+		}
+		Message struct{ ID string }
+		Block   struct{ Type, ID, Name string } `json:"content_block"`
+		Index   int
+		Delta   struct {
+			Text, Thinking string
+			Partial        string `json:"partial_json"`
+			Reason         string `json:"stop_reason"`
+		}
+		Choices []struct {
+			Delta struct {
+				Reasoning string
+				Tools     []struct {
+					ID       string
+					Function struct{ Name, Arguments string }
+				} `json:"tool_calls"`
+			}
+		}
+	}
+	if data != "[DONE]" && json.Unmarshal([]byte(data), &e) == nil && e.Type == "" {
+		for _, c := range e.Choices {
+			r.reasoning += c.Delta.Reasoning
+			for _, one := range c.Delta.Tools {
+				r.ids[one.ID] = r.ids[one.ID] || one.ID != ""
+				r.call, r.args = r.call+one.Function.Name, r.args+one.Function.Arguments
+			}
+		}
+	}
+	switch e.Type {
+	case "":
+		r.read.add(data)
+	case "message_start":
+		r.roles++
+		r.names[e.Message.ID] = true
+	case "content_block_start":
+		r.call += fmt.Sprint(e.Index, e.Block.Type, e.Block.Name)
+		r.ids[e.Block.ID] = r.ids[e.Block.ID] || e.Block.ID != ""
+	case "content_block_delta":
+		r.text, r.reasoning, r.args = r.text+e.Delta.Text, r.reasoning+e.Delta.Thinking, r.args+e.Delta.Partial
+	case "message_delta":
+		r.finish += e.Delta.Reason
+		r.usage += fmt.Sprint(e.Usage.Output)
+	case "message_stop":
+		r.done++
+	case "error":
+		r.err = errors.New(data)
+	}
+}
+
+// same is what a client may compare of two answers.
+func (r *agentRead) same() []any {
+	delete(r.ids, "")
+	return append(r.read.same(), r.call, r.args, r.reasoning, len(r.ids))
+}
+
+// agent reads a stream of url as an agent does.
+func (f *fleet) agent(url, path, id, body string) *agentRead {
+	f.t.Helper()
+	r := &agentRead{ids: map[string]bool{}}
+	r.names = map[string]bool{}
+	req, err := http.NewRequestWithContext(f.t.Context(), http.MethodPost, url+path, strings.NewReader(body))
+	require.NoError(f.t, err)
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("X-Request-Id", id)
+	resp, err := client.Do(req)
+	require.NoError(f.t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if r.err = err; err == nil && resp.StatusCode != 200 {
+		r.err = fmt.Errorf("%d: %s", resp.StatusCode, text)
+	}
+	for line := range strings.SplitSeq(string(text), "\n") {
+		if data, ok := strings.CutPrefix(line, "data: "); ok {
+			r.add(data)
+		}
+	}
+	return r
+}
+
+// A stream with a tool call or with reasoning whose engine dies at any place is what one engine would have answered, with
+// the ids that its client has.
+func TestInsideAgentsOutliveD(t *testing.T) {
+	for name, o := range map[string]options{
+		"1+2": {prefills: 1, decodes: 2}, "decode alone": {prefills: 1, decodes: 2, split: "never"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o.engineArgs = []string{"--decode-step", "2ms", "--reasoning"}
+			f := insuredFleet(t, o)
+			for _, api := range []string{"chat", "messages"} {
+				for _, calls := range []bool{true, false} {
+					for at := 0; at < 60; at += 1 + at/4 {
+						id := fmt.Sprintf("%s-%v-%d", api, calls, at)
+						path, body := agentAsks(api, id, 60, calls)
+						d := f.decodes[at%2]
+						if at < 2 {
+							d = f.decodes[0] // than nobody has written yet
+						}
+						f.inject(d, fmt.Sprintf(`{"mode":"stream-reset-after","events":%d,"count":1}`, at))
+						got := f.agent(f.url, path, id, body)
+						for _, d := range f.decodes {
+							f.clear(d)
+						}
+						want := f.agent("http://"+f.decodes[0].addr, path, "reference-"+id, body)
+						require.NoError(t, want.err)
+						require.Equal(t, calls, want.args != "", want)
+						require.Equal(t, want.same(), got.same(), "%s cut behind event %d", id, at)
+					}
+				}
+			}
+			require.Positive(t, metric(t, f.admins[0], "tandem_streams_continued_total", `result="continued"`))
+			require.Zero(t, metric(t, f.admins[0], "tandem_streams_insured_total", `result="sampled"`))
+			path, body := agentAsks("chat", "sampled", 60, true)
+			require.NoError(t, f.agent(f.url, path, "sampled", strings.Replace(body, `"temperature":0`, `"temperature":1`, 1)).err)
+			require.Positive(t, metric(t, f.admins[0], "tandem_streams_insured_total", `result="sampled"`))
+		})
+	}
+}
+
 // answersUnderWay are streams that have begun.
 type answersUnderWay struct {
 	f      *fleet

@@ -189,7 +189,8 @@ func writes(tb testing.TB, who int, body []byte) (events []string) {
 		} `json:"kv_transfer_params"`
 	}
 	require.NoError(tb, json.Unmarshal(body, &r), string(body))
-	require.True(tb, r.IDs, "the filter asks for ids: %s", body)
+	again := bytes.Contains(body, []byte(`"tools"`)) || bytes.Contains(body, []byte(`"structured_outputs"`)) || bytes.Contains(body, []byte(`"seed"`))
+	require.True(tb, r.IDs || again && r.KV.Prompt == nil, "the filter asks for ids: %s", body)
 	ids := r.KV.Prompt
 	if ids == nil {
 		ids = []int{1, 2, 3}
@@ -294,6 +295,55 @@ func TestAStreamOutlivesItsEngines(t *testing.T) {
 				if len(c.legs) > 1 {
 					require.NotEqual(t, c.legs[0].at, c.legs[1].at, "another endpoint")
 				}
+				c.nothingStays()
+			})
+		}
+	}
+}
+
+// insuredAgent is an agent's request.
+var insuredAgent = strings.Replace(insuredChat, "{", `{"tools":[{"type":"function","function":{"name":"read"}}],`, 1)
+
+// calls is an answer with reasoning and a tool call, as an engine writes it.
+func calls(who int) (events []string) {
+	for _, choice := range []string{
+		`"delta":{"role":"assistant","content":""},"finish_reason":null`, `"delta":{"reasoning":"Hm"},"finish_reason":null`,
+		`"delta":{"reasoning":"."},"finish_reason":null`, `"delta":{"content":"I read"},"finish_reason":null`,
+		fmt.Sprintf(`"delta":{"tool_calls":[{"id":"call-%d","type":"function","index":0,"function":{"name":"read"}}]},"finish_reason":null`, who),
+		`"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{\"path\""}}]},"finish_reason":null`,
+		`"delta":{"tool_calls":[{"index":0,"function":{"arguments":": 1}"}}]},"finish_reason":null`,
+		`"delta":{},"finish_reason":"tool_calls"`,
+	} {
+		events = append(events, fmt.Sprintf(`data: {"id":"from-%d","object":"chunk","created":%d,"model":"m","choices":[{"index":0,%s}]}`+
+			"\n\n", who, who, choice))
+	}
+	events = append(events, fmt.Sprintf(`data: {"id":"from-%d","object":"chunk","created":%d,"model":"m","choices":[],"usage":`+
+		`{"prompt_tokens":3,"total_tokens":9,"completion_tokens":6}}`+"\n\n", who, who))
+	return append(events, "data: [DONE]\n\n")
+}
+
+// So it is with an answer that another engine repeats. The call keeps the id that the client has.
+func TestAnAgentsStreamOutlivesItsEngines(t *testing.T) {
+	want := strings.Join(calls(1), "")
+	for deaths := range 3 {
+		for cut := range len(calls(1)) {
+			t.Run(fmt.Sprint(deaths, " deaths, behind event ", cut), func(t *testing.T) {
+				f := insuredFleet(t, longAfter)
+				c := newClient(t, f, well, insuredAgent)
+				c.play = func(u *startedLeg) {
+					require.NotContains(t, string(u.body), "token_ids")
+					u.pieces = calls(len(c.legs))
+					if len(c.legs) <= deaths { // each of them writes an event that the client lacks
+						u.pieces, u.cut = u.pieces[:min(cut+len(c.legs)-1, len(u.pieces))], true
+					}
+				}
+				c.stream()
+				got := c.gets.String()
+				if !strings.Contains(got, `"call-1"`) { // the first one died before it began its call
+					got = strings.NewReplacer("call-2", "call-1", "call-3", "call-1").Replace(got)
+				}
+				require.Equal(t, want, unified(got))
+				require.True(t, c.done)
 				c.nothingStays()
 			})
 		}
@@ -628,15 +678,21 @@ func TestWhichStreamsAreInsured(t *testing.T) {
 		"short":                {migration.Policy{On: true, MinAnswer: 10}, insuredChat, nil, false},
 		"long":                 {migration.Policy{On: true, MinAnswer: 9}, insuredChat, nil, true},
 		"without a limit":      {migration.Policy{On: true, MinAnswer: 99}, strings.Replace(insuredChat, `"max_tokens":9,`, "", 1), nil, true},
-		"with a grammar":       {migration.Policy{On: true}, strings.Replace(insuredChat, "{", `{"structured_outputs":{"regex":"a"},`, 1), nil, false},
-		"seed":                 {migration.Policy{On: true}, strings.Replace(insuredChat, `"temperature":0`, `"temperature":1,"seed":1`, 1), nil, false},
+		"with a grammar":       {migration.Policy{On: true}, strings.Replace(insuredChat, "{", `{"structured_outputs":{"regex":"a"},`, 1), nil, true},
+		"with tools":           {migration.Policy{On: true}, insuredAgent, nil, true},
+		"with tools, sampled":  {migration.Policy{On: true}, strings.Replace(insuredAgent, `"temperature":0,`, "", 1), nil, false},
+		"it gets a seed":       {migration.Policy{On: true, Seeds: true}, strings.Replace(insuredAgent, `"temperature":0,`, "", 1), nil, true},
+		"seed":                 {migration.Policy{On: true}, strings.Replace(insuredChat, `"temperature":0`, `"temperature":1,"seed":1`, 1), nil, true},
 		"seed, and it is said": {migration.Policy{On: true, Inexact: true}, strings.Replace(insuredChat, `"temperature":0`, `"temperature":1,"seed":1`, 1), nil, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := insuredFleet(t, func(p *pass.Policy) { p.Streams = tt.policy })
 			c := newClient(t, f, well, tt.body)
 			c.headers = append(c.headers, tt.headers...)
-			c.play = func(u *startedLeg) { u.pieces = writes(t, 1, u.body) }
+			c.play = func(u *startedLeg) {
+				require.Equal(t, tt.policy.Seeds || strings.Contains(tt.body, "seed"), strings.Contains(string(u.body), `"seed":`))
+				u.pieces = writes(t, 1, u.body)
+			}
 			c.stream()
 			require.Equal(t, tt.insured, len(c.legs) == 1)
 			require.Equal(t, tt.insured, len(c.sent) == 0)
@@ -651,8 +707,8 @@ func FuzzInsured(f *testing.F) {
 	f.Add([]byte("data: [DONE]\n\n"), uint64(2), 503)
 	f.Fuzz(func(t *testing.T, noise []byte, seed uint64, status int) {
 		fleet := insuredFleet(t, nil)
-		c := newClient(t, fleet, well, insuredChat)
 		r := rand.New(rand.NewPCG(seed, 1))
+		c := newClient(t, fleet, well, []string{insuredChat, insuredAgent}[r.IntN(2)])
 		c.play = func(u *startedLeg) {
 			u.pieces = writes(t, len(c.legs), u.body)
 			switch r.IntN(5) {

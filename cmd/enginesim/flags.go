@@ -46,6 +46,8 @@ func parseFlags(args []string, stderr io.Writer) (*api.Config, error) {
 	f.StringVar(&policy, "kv-load-failure", "fail", "kv_load_failure_policy: fail or recompute")
 	f.DurationVar(&c.LoadTimeout, "load-timeout", 5*time.Second, "what a dead side channel costs")
 	f.BoolVar(&c.Faithful, "faithful", false, "answer violations as vLLM does: 200 with wrong text")
+	f.BoolVar(&c.Reasoning, "reasoning", false,
+		"the first tokens of streamed chats and messages are reasoning, as vLLM's --reasoning-parser finds it")
 	f.BoolVar(&c.BeginsAnew, "begin-anew", false,
 		"ignore kv_transfer_params.prompt_token_ids, as vLLM before 0.32: it continues nobody's answer")
 	f.DurationVar(&c.FirstLogprobs, "first-logprobs", 0,

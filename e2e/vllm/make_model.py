@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """Writes a tiny random Llama (weights, byte-level BPE tokenizer, chat template) that needs no model hub.
 
-usage: make_model.py DIRECTORY
+usage: make_model.py DIRECTORY [agent]
 
 Two layers with large random weights: greedy text is gibberish, but it depends on every token of the prompt, so KV blocks that
 were lost, stale, or somebody else's show as different text. Everything is seeded: the same model on every machine.
+agent: its tokenizer also has the tags of reasoning and of tool calls, as tokens that are not special.
 """
 import json
 import random
 import sys
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 4096
+AGENT = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<pad>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] if m['content'] is string"
@@ -37,14 +39,14 @@ def sentences(seed: int, count: int):
         yield " ".join(chosen).capitalize() + ".\n"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(agent: bool) -> PreTrainedTokenizerFast:
     """A byte-level BPE of exactly VOCABULARY tokens: every id that the model can emit has a text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
+        special_tokens=SPECIAL + [AddedToken(tag, special=False) for tag in AGENT if agent],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -86,10 +88,10 @@ def model() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], ["agent"]):
         raise SystemExit(__doc__)
     directory = sys.argv[1]
-    tokenizer().save_pretrained(directory)
+    tokenizer(len(sys.argv) == 3).save_pretrained(directory)
     llama = model()
     llama.save_pretrained(directory, safe_serialization=True)
     print(json.dumps({"directory": directory, "parameters": sum(p.numel() for p in llama.parameters())}))

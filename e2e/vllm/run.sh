@@ -20,6 +20,8 @@
 #              ENGINES      how many of each role; default 2
 #              DECODES      how many decode engines, if not as many: BOTH=1 ENGINES=1 DECODES=2 are three engines that do both, for
 #                           go test -run TestRealRoles; they have KV memory for 30 long prompts
+#              AGENT        not empty: with parsers for tool calls (hermes) and reasoning (deepseek_r1), and a model that has their
+#                           tags as tokens: ENGINES=1 DECODES=2 REFERENCE=prefill, for go test -run TestRealAgents
 #              MISTAKES     not empty: one engine of each role with the recommended settings that say how they were started, and two
 #                           decode engines of other settings; go test -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles'
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
@@ -60,11 +62,18 @@ engine() {
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override "${blocks:-2048}" \
     --max-model-len 8192 --max-num-seqs 16 --max-num-batched-tokens 2048 \
-    --enable-prompt-tokens-details --enable-request-id-headers --enable-scale-out ${whole[@]+"${whole[@]}"} "$@" \
+    --enable-prompt-tokens-details --enable-request-id-headers --enable-scale-out ${whole[@]+"${whole[@]}"} \
+    ${parsers[@]+"${parsers[@]}"} "$@" \
     </dev/null >"$logs/$name.log" 2>&1 &
   pids[$name]=$!
 }
 
+if [ -n "${AGENT:-}" ]; then
+  model=$dir/agent-model
+  [ -e "$model/config.json" ] || CUDA_VISIBLE_DEVICES='' "$dir/venv/bin/python" "$(dirname "$0")/make_model.py" "$model" agent >&2
+  parsers=(--enable-auto-tool-choice --tool-call-parser "${TOOL_PARSER:-hermes}" --reasoning-parser "${REASONING_PARSER:-deepseek_r1}")
+  export TANDEM_VLLM_AGENT=1
+fi
 extra=
 if [ -n "${BIDIRECTIONAL:-}" ]; then
   extra=',"kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":40}'
@@ -109,7 +118,7 @@ transfer() {
 stop_at_exit INT
 
 # ready NAME PORT: until it serves, 10 minutes at most (a busy machine needs 5).
-ready() { wait_ready "$1" "$2" /health 600; }
+ready() { wait_ready "$1" "$2" /health "${READY:-600}"; }
 
 rm -rf "$store"
 mkdir -p "$store"

@@ -399,6 +399,9 @@ func (in *Insured) Move(cause string, sent time.Time) StreamAction {
 		time.Now().Before(in.rest) {
 		return StreamAction{}
 	}
+	if cause == CauseMoved && in.Stream.Repeats() {
+		return StreamAction{} // the client would wait until another engine has written all of it again
+	}
 	b := &before{ticket: *in.ticket, stream: in.Stream, times: in.times}
 	if in.Stream.Continue() != "" {
 		return StreamAction{}

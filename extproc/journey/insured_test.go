@@ -21,6 +21,7 @@ import (
 func TestInsured(t *testing.T) {
 	for name, tt := range map[string]struct {
 		most   int    // how often it may be continued
+		tools  bool   // it has tools: another engine would repeat it
 		last   bool   // no further pass is possible
 		events string // separated by ;
 		follow string // one for each
@@ -83,8 +84,13 @@ func TestInsured(t *testing.T) {
 		"it is moved, and the next one fails at last": {
 			last: true, events: "200; event; move; asked; 500", follow: "begin; read on; move; read on; back",
 		},
-		"what does not write is not moved": {events: "200; move", follow: "begin; read on"},
-		"what passes unread is not moved":  {events: "json; move", follow: "begin; read on"},
+		"it is repeated": {
+			tools: true, events: "200; event; reset; asked; 200; event; done",
+			follow: "begin; read on; go on; read on; begin; read on; read on",
+		},
+		"what would be repeated is not moved": {tools: true, events: "200; event; move", follow: "begin; read on; read on"},
+		"what does not write is not moved":    {events: "200; move", follow: "begin; read on"},
+		"what passes unread is not moved":     {events: "json; move", follow: "begin; read on"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -94,7 +100,10 @@ func TestInsured(t *testing.T) {
 				if tt.last {
 					ticket.Redirects = 8
 				}
-				const body = `{"model":"m","messages":[],"temperature":0,"stream":true}`
+				body := `{"model":"m","messages":[],"temperature":0,"stream":true}`
+				if tt.tools {
+					body = strings.Replace(body, "{", `{"tools":[{}],`, 1)
+				}
 				var r openai.Request
 				require.NoError(t, r.Scan(openai.Chat, []byte(body), openai.Limits{}))
 				in := s.NewInsured(&r, migration.Policy{On: true, Most: tt.most}, &ticket, "r-1")

@@ -17,11 +17,12 @@ type event struct {
 	id, object, created, model, usage span
 	prompt                            span // prompt_token_ids, of the event (chat) or of its choice (completions)
 	ids, text, finish, logprobs       span // of the choice
+	reasoning, tools                  span // likewise
 	choices                           int
 	choice                            bool // it is choice 0
 	role                              bool
 	empty                             bool // a delta without any member
-	other                             bool // a delta with reasoning, tool calls or the like
+	other                             bool // a delta with something else
 	unknown                           bool // a member that may have a text, and that nothing is known of
 	failed                            bool // an error in place of choices ...
 	code                              int  // ... with this code; 0: none
@@ -194,10 +195,19 @@ func (p *parser) delta(e *event) {
 			e.role = !p.isNull(p.value())
 		case "content":
 			p.once(&e.text)
+		case "reasoning":
+			p.once(&e.reasoning)
+		case "tool_calls":
+			p.once(&e.tools)
 		default:
 			e.other = !p.isNull(p.value()) || e.other
 		}
 	}
+}
+
+// parsed reports whether the engine's parsers have found something in the answer that is not content.
+func (e *event) parsed(p *parser) bool {
+	return p.hasText(e.reasoning) || !p.isNull(e.tools) && string(p.text(e.tools)) != "[]"
 }
 
 // characters counts the code points of a valid JSON string, given with its quotes, as Python counts them.

@@ -3,6 +3,7 @@ package migration
 import (
 	"bytes"
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 
@@ -96,6 +97,46 @@ func FuzzEvent(f *testing.F) {
 		if p.isString(e.text) {
 			n := characters(p.text(e.text))
 			require.Equal(t, e.text.to-1, e.text.from+afterCharacters(p.text(e.text), n))
+		}
+	})
+}
+
+// FuzzRepeat does both for answers that are repeated: any bytes are the first engine's answer, and then those of the engine
+// that repeats another one. The client's part stays, in one piece and in pieces, and memory that ends changes nothing of it.
+func FuzzRepeat(f *testing.F) {
+	for seed := range uint64(3) {
+		f.Add(agent{"a", seed, false}.chat(seed, true), uint16(7), uint16(seed))
+		f.Add(agent{"a", seed, false}.messages(seed, true), uint16(3), uint16(99*seed))
+	}
+	f.Fuzz(func(t *testing.T, stream []byte, a, b uint16) {
+		for _, x := range agentRequests {
+			r := scan(t, x.api, x.body)
+			first := x.answer(agent{"one", uint64(b % 5), strings.Contains(x.body, "tools")}, uint64(a%7), true)
+			if s := NewStream(r, Policy{}); s.Repeats() {
+				require.Equal(t, string(stream), string(s.Release(s.End(s.Feed(nil, stream)))))
+			}
+			kept, lost := NewStream(r, Policy{}), NewStream(r, Policy{})
+			cut := int(b) % len(first)
+			had := kept.Feed(nil, first[:cut])
+			require.Equal(t, string(had), string(lost.Feed(nil, first[:cut])))
+			if kept.Continue() != "" || lost.Continue() != "" || !kept.Repeats() {
+				continue
+			}
+			want, got := slices.Clone(had), slices.Clone(had)
+			for i, rest := 0, stream; len(rest) > 0; i++ {
+				n := min(int(a)%97+1, len(rest))
+				if i == int(b)%64 {
+					lost.Forget("memory")
+				}
+				want, got, rest = kept.Feed(want, rest[:n]), lost.Feed(got, rest[:n]), rest[n:]
+			}
+			want, got = kept.End(want), lost.End(got)
+			require.True(t, bytes.HasPrefix(want, had))
+			require.True(t, bytes.HasPrefix(want, got) || bytes.HasPrefix(got, want), "%q\n%q", want, got)
+			whole, piece := NewStream(r, Policy{}), slices.Clone(had)
+			whole.Feed(nil, first[:cut])
+			whole.Continue()
+			require.Equal(t, string(want), string(whole.End(whole.Feed(piece, stream))))
 		}
 	})
 }

@@ -1,6 +1,7 @@
 package migration
 
 import (
+	"bytes"
 	"cmp"
 	"math"
 	"strconv"
@@ -25,6 +26,8 @@ type Policy struct {
 	// with a seed and a temperature, and those with frequency_penalty, presence_penalty or bad_words, which count only
 	// what the engine itself has generated.
 	Inexact bool
+	// Seeds gives sampled requests that can only be repeated, and have no seed, one: the next engine draws the same tokens.
+	Seeds bool
 	// MaxBytes bounds the memory of a stream: token ids, and an event that has not arrived whole. Beyond it the answer
 	// passes on, but cannot be continued. Default 4 MiB: 300,000 tokens of a prompt and the event with their ids.
 	MaxBytes int
@@ -51,10 +54,10 @@ type Reason string
 // Reasons that arise while an answer passes. [Refusal] has others.
 const (
 	NoIDs      Reason = "no_ids"        // the engine does not answer token ids
-	NotContent Reason = "not_text"      // reasoning or a tool call, whose parsers begin anew on another engine
+	NotContent Reason = "not_text"      // something that is neither text, nor reasoning, nor a tool call; or one of a sampled answer
 	TooLong    Reason = "too_long"      // Policy.MaxBytes
 	Format     Reason = "format"        // not a stream of one choice in the form of vLLM: the client has unknown bytes
-	Sampled    Reason = "sampled"       // text that the client has would have to be generated again, and would differ
+	Sampled    Reason = "sampled"       // what the client has would have to be generated again, and would differ
 	Complete   Reason = "complete"      // the client has the finish reason: Finish ends the stream
 	Failed     Reason = "failed"        // the engine reported an error, or ended the answer without a finish reason
 	Refused    Reason = "refused"       // the engine says that the request is at fault: another one would say the same
@@ -66,14 +69,27 @@ const (
 
 // Refusal returns the reason why the answer to a request could not be continued, "" if it may be.
 func Refusal(r *openai.Request, policy Policy) Reason {
-	if api := r.API(); api != openai.Chat && api != openai.Completions {
-		return "api" // /v1/responses and /v1/messages answer no token ids
+	switch r.API() {
+	case openai.Chat, openai.Completions, openai.Messages:
+	default:
+		return "api"
 	}
 	if !r.True(openai.FieldStream) {
 		return "not_streamed"
 	}
 	if reason := cmp.Or(policy.short(r), r.Unsplittable()); reason != "" {
 		return Reason(reason)
+	}
+	if byIDs(r, policy) == "" {
+		return ""
+	}
+	return repeatable(r, policy)
+}
+
+// byIDs returns the reason why another engine cannot go on behind the answer's last token, "" if it can.
+func byIDs(r *openai.Request, policy Policy) Reason {
+	if r.API() != openai.Chat && r.API() != openai.Completions {
+		return "api" // /v1/responses and /v1/messages answer no token ids
 	}
 	for reason := range openai.Obstacles(r) {
 		switch reason {
@@ -99,6 +115,37 @@ func Refusal(r *openai.Request, policy Policy) Reason {
 		return Reason(reason)
 	}
 	return ""
+}
+
+// repeatable returns the reason why another engine would not write the same answer from its beginning, or why that was
+// not tried; "" if it would.
+func repeatable(r *openai.Request, policy Policy) Reason {
+	messages := r.API() == openai.Messages
+	if messages && hasMedia(r.Raw(openai.FieldMessages)) {
+		return "media"
+	}
+	for reason := range openai.Obstacles(r) {
+		switch reason {
+		case "media", "limit", "logprobs", "token_ids", "prompt":
+			return Reason(reason)
+		}
+	}
+	if !greedy(r) && !seeded(r) && (messages || !policy.Seeds) { // messages have no seed
+		return Sampled
+	}
+	return ""
+}
+
+// hasMedia reports whether messages of Anthropic's API have a block that is no text. Inside of a text the quotes are
+// escaped.
+func hasMedia(messages []byte) bool {
+	return bytes.Contains(messages, []byte(`"image"`)) || bytes.Contains(messages, []byte(`"document"`))
+}
+
+// seeded reports whether the request names the seed of its answer. Messages cannot.
+func seeded(r *openai.Request) bool {
+	_, err := strconv.ParseInt(string(r.Raw(openai.FieldSeed)), 10, 64)
+	return err == nil && r.API() != openai.Messages
 }
 
 // short returns why an answer is too short to be worth it; "": it is.

@@ -26,7 +26,6 @@ func TestRefusal(t *testing.T) {
 		{completions, `"max_tokens":9`, false, ""},
 
 		{openai.Responses, `"input":"a"`, false, "api"},
-		{openai.Messages, ``, false, "api"},
 		{openai.Generate, ``, false, "api"},
 		{chat, `"stream":false`, false, "not_streamed"},
 		{chat, `"max_tokens":1`, false, "limit"},
@@ -35,29 +34,43 @@ func TestRefusal(t *testing.T) {
 		{completions, `"echo":true`, false, "echo"},
 		{completions, `"prompt":["a","b"]`, false, "prompt_list"},
 		{completions, `"prompt_logprobs":1`, false, "prompt_logprobs"},
-		{completions, `"logprobs":1`, false, "logprobs"}, // with offsets into the text
-		{chat, `"response_format":{"type":"json_object"}`, true, "grammar"},
-		{chat, `"structured_outputs":{"regex":"a+"}`, true, "grammar"},
-		{chat, `"guided_json":{}`, true, "grammar"},
-		{chat, `"tools":[{"type":"function"}],"tool_choice":"required"`, true, "tools"},
-		{chat, `"messages":[{"role":"user","content":[{"type":"image_url"}]}]`, true, "media"},
-		{chat, `"thinking_token_budget":9`, true, "processor"},
-		{chat, `"vllm_xargs":{"a":1}`, true, "processor"},
+		{completions, `"logprobs":1,"temperature":0`, false, "logprobs"}, // with offsets into the text
+		{chat, `"messages":[{"role":"user","content":[{"type":"image_url"}]}],"temperature":0`, true, "media"},
+		{openai.Messages, `"temperature":0,"messages":[{"role":"user","content":[{"type": "image"}]}]`, true, "media"},
 
-		{chat, `"seed":1`, false, "seed"},
+		// those that can only be repeated: the same answer has to come again
+		{chat, `"tools":[{"type":"function"}]`, true, "sampled"},
+		{chat, `"tools":[{"type":"function"}],"temperature":1`, true, "sampled"},
+		{chat, `"tools":[{"type":"function"}],"temperature":0`, false, ""},
+		{chat, `"tools":[{"type":"function"}],"tool_choice":"required","temperature":1,"seed":7`, false, ""},
+		{chat, `"tools":[{"type":"function"}],"seed":null`, false, "sampled"},
+		{chat, `"tools":[{"type":"function"}],"temperature":0,"logprobs":true`, false, "logprobs"},
+		{chat, `"tools":[{"type":"function"}],"temperature":0,"return_token_ids":true`, false, "token_ids"},
+		{chat, `"tools":[{"type":"function"}],"temperature":0,"max_tokens":1`, false, "limit"},
+		{chat, `"response_format":{"type":"json_object"}`, true, "sampled"},
+		{chat, `"response_format":{"type":"json_object"},"temperature":0`, false, ""},
+		{completions, `"structured_outputs":{"regex":"a+"},"temperature":0`, false, ""},
+		{chat, `"guided_json":{},"temperature":0`, false, ""},
+		{chat, `"thinking_token_budget":9,"temperature":0`, false, ""},
+		{chat, `"vllm_xargs":{"a":1},"temperature":0`, false, ""},
+		{openai.Messages, ``, false, "sampled"},
+		{openai.Messages, `"temperature":1,"seed":5`, false, "sampled"}, // which has no effect
+		{openai.Messages, `"temperature":0`, false, ""},
+
+		{chat, `"seed":1`, false, ""},
 		{chat, `"seed":1`, true, ""},
 		{chat, `"seed":1,"temperature":0`, false, ""},
-		{chat, `"presence_penalty":1`, false, "penalty"},
+		{chat, `"presence_penalty":1`, false, "sampled"},
 		{chat, `"presence_penalty":1`, true, ""},
+		{chat, `"presence_penalty":1,"temperature":0`, false, ""},
 		{chat, `"presence_penalty":0`, false, ""},
-		{chat, `"bad_words":["a b"]`, false, "penalty"},
+		{chat, `"bad_words":["a b"]`, false, "sampled"},
 		// text that is held back is generated again, which must give the same
-		{chat, `"stop":["a"]`, false, "stop"},
-		{chat, `"stop":["a"]`, true, "stop"},
+		{chat, `"stop":["a"]`, false, "sampled"},
+		{chat, `"stop":["a"]`, true, "sampled"},
 		{chat, `"stop":["a"],"temperature":0`, false, ""},
 		{chat, `"stop":"` + strings.Repeat("é", 256) + `","temperature":0`, false, ""},
-		{chat, `"stop":"` + strings.Repeat("é", 257) + `","temperature":0`, false, "stop"},
-		{chat, `"stop":[5],"temperature":0`, false, "stop"},
+		{chat, `"stop":"` + strings.Repeat("é", 257) + `","temperature":0`, false, ""},
 	} {
 		members := []string{}
 		for _, member := range []string{`"stream":true`, `"messages":[{"role":"user","content":"a"}]`, `"prompt":"a"`} {
@@ -70,5 +83,26 @@ func TestRefusal(t *testing.T) {
 		}
 		r := scan(t, test.api, "{"+strings.Join(members, ",")+"}")
 		require.Equal(t, test.wantRefusal, Refusal(r, Policy{Inexact: test.inexact}), "%v %s", test.api, test.members)
+		if test.wantRefusal == Sampled && test.api != openai.Messages {
+			require.Empty(t, Refusal(r, Policy{Seeds: true}), "%v %s", test.api, test.members)
+		}
 	}
+}
+
+// A sampled request that can only be repeated gets a seed where the operator says so, and each engine the same one.
+func TestSeeds(t *testing.T) {
+	r := scan(t, openai.Chat, `{"messages":[],"tools":[{}],"stream":true}`)
+	s := NewStream(r, Policy{Seeds: true})
+	first := asked(r, &s)
+	require.Regexp(t, `^\{"seed":[1-9][0-9]*,"messages":\[\],"tools":\[\{\}\],"stream":true\}$`, string(first))
+	s.Feed(nil, agent{"one", 1, false}.chat(5, false)[:600])
+	next, reason := continued(r, &s)
+	require.Empty(t, reason)
+	require.Equal(t, string(first), string(next))
+	other := NewStream(r, Policy{Seeds: true})
+	require.NotEqual(t, string(first), string(asked(r, &other)))
+
+	r = scan(t, openai.Chat, `{"messages":[],"stream":true}`)
+	s = NewStream(r, Policy{Seeds: true})
+	require.NotContains(t, string(asked(r, &s)), "seed", "it is continued from its tokens")
 }

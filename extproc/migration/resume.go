@@ -12,6 +12,9 @@ import (
 // now on. If it returns a reason, the answer cannot be continued, and nothing has changed. A copy of the stream, made
 // before, stays as it is: it can follow the engine before, if no other one answers.
 func (s *Stream) Continue() Reason {
+	if s.repeat.on {
+		return s.again()
+	}
 	switch {
 	case s.reason == Format:
 		return Format
@@ -36,12 +39,18 @@ func (s *Stream) Continue() Reason {
 	return ""
 }
 
-// Continues reports whether the next engine has to continue what another one has begun.
-func (s *Stream) Continues() bool { return s.joined }
+// Continues reports whether the next engine gets token ids of what another one has begun.
+func (s *Stream) Continues() bool { return s.joined && !s.repeat.on }
 
 // Ask adds to a patch of r what makes the engine answer token ids and, after [Stream.Continue], go on where the client
 // has the answer. r is the client's request, or the leg that a dialect made of it for the engine that answers.
 func (s *Stream) Ask(r *openai.Request, p *openai.Patch) {
+	if s.repeat.on {
+		if s.repeat.seed > 0 {
+			p.Set("seed", openai.FieldSeed, strconv.AppendInt(nil, s.repeat.seed, 10))
+		}
+		return
+	}
 	p.Set("return_token_ids", openai.FieldReturnTokenIDs, []byte("true"))
 	if s.joined {
 		s.limit(p)
@@ -55,7 +64,7 @@ func (s *Stream) Ask(r *openai.Request, p *openai.Patch) {
 func (s *Stream) AskPrompt(r *openai.Request, p *openai.Patch) {
 	const member = "prompt_token_ids"
 	switch params := r.Raw(openai.FieldKVTransferParams); {
-	case !s.joined:
+	case !s.Continues():
 	case !s.of.chat:
 		p.Set("prompt", openai.FieldPrompt, s.AppendPrompt(nil))
 	case bytes.Contains(params, []byte(`"`+member+`"`)):
@@ -118,6 +127,10 @@ func (s *Stream) AppendPrompt(dst []byte) []byte {
 func (s *Stream) Finish(dst []byte) []byte {
 	if s.seen.done || !s.seen.finish {
 		return dst
+	}
+	if s.of.messages {
+		s.seen.done = true
+		return append(dst, "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"...)
 	}
 	if s.of.usage && !s.seen.usage && s.length > 0 && s.head.id != nil {
 		dst = append(append(dst, `data: {"id":`...), s.head.id...)

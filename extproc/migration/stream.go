@@ -28,6 +28,7 @@ type Stream struct {
 	sent   int      // characters that the client has
 	shown  int      // tokens of the answer whose events the client has
 	marks  marks
+	repeat repeat
 	joined bool   // the client has a part of the answer from an attempt before
 	proven bool   // the present attempt, which continues it, had the prompt that it was asked with
 	hushed bool   // comments of the present attempt are left out, until its first event
@@ -39,6 +40,8 @@ type Stream struct {
 // terms are what the request demands of its answer.
 type terms struct {
 	chat, showIDs, usage, greedy bool
+	messages                     bool  // Anthropic's API
+	repeatable                   bool  // another engine would write the same answer again
 	own                          bool  // the limit is max_completion_tokens
 	most, least                  int64 // max_tokens (0: none) and min_tokens
 	hold                         int   // characters that the engine holds back, because a stop string may begin there
@@ -56,8 +59,15 @@ type seen struct{ event, comment, role, finish, usage, done bool }
 func NewStream(r *openai.Request, policy Policy) Stream {
 	s := Stream{Cached: -1, of: terms{
 		chat: r.API() == openai.Chat, showIDs: r.True(openai.FieldReturnTokenIDs), usage: r.WantsUsage(),
-		greedy: greedy(r), maxBytes: policy.MaxBytes,
+		greedy: greedy(r), messages: r.API() == openai.Messages, maxBytes: policy.MaxBytes,
 	}}
+	if byIDs(r, policy) != "" {
+		s.repeat.on = true
+		if !greedy(r) && !seeded(r) {
+			s.repeat.seed = newSeed()
+		}
+	}
+	s.of.repeatable = repeatable(r, Policy{}) == ""
 	if s.of.maxBytes <= 0 {
 		s.of.maxBytes = defaultMaxBytes
 	}
@@ -81,8 +91,8 @@ func (s *Stream) Reason() Reason { return s.reason }
 // ended the answer too soon. [Stream.Continue] or [Stream.Release] come next.
 func (s *Stream) Broken() Reason { return s.broken }
 
-// Empty reports whether the client has no text yet.
-func (s *Stream) Empty() bool { return s.sent == 0 }
+// Empty reports whether the client has no text yet, and nothing else of the answer.
+func (s *Stream) Empty() bool { return s.sent == 0 && len(s.repeat.parts) == 0 }
 
 // Done reports whether the client has the end of the answer.
 func (s *Stream) Done() bool { return s.seen.done }
@@ -120,7 +130,7 @@ func (s *Stream) Feed(dst, chunk []byte) []byte {
 // unreadable returns why the beginning of an event is not kept until its end has come, "" if it is.
 func (s *Stream) unreadable() Reason {
 	const most = 4 << 10 // more does not arrive in one piece that was read before
-	if !framed(s.in.held[:min(len(s.in.held), most)]) {
+	if !framed(s.in.held[:min(len(s.in.held), most)], s.of.messages) {
 		return Format
 	}
 	if s.bytes() > s.of.maxBytes && s.joined {
@@ -147,7 +157,7 @@ func (s *Stream) unread(dst, piece []byte, reason Reason) []byte {
 // broken.
 func (s *Stream) End(dst []byte) []byte {
 	if held := s.in.held; len(held) > 0 {
-		if readable(held) {
+		if s.readable(held) {
 			dst = s.pass(dst, held)
 		} else if s.following() {
 			s.breakOff(Failed, held)
@@ -167,10 +177,14 @@ func (s *Stream) End(dst []byte) []byte {
 }
 
 // readable reports whether the bytes of an event without its empty line are whole.
-func readable(held []byte) bool {
-	data, ok := dataLine(held)
+func (s *Stream) readable(held []byte) bool {
+	data, ok := dataLine(held, s.of.messages)
 	p := parser{b: held[:max(data.to, data.from)], i: data.from}
-	if ok && string(p.text(data)) != "[DONE]" && !data.none() {
+	switch {
+	case !ok || data.none() || string(p.text(data)) == "[DONE]":
+	case s.of.messages:
+		_, ok = p.message()
+	default:
 		_, ok = p.event()
 	}
 	return ok
@@ -198,9 +212,10 @@ func (s *Stream) give(reason Reason) {
 // free frees what an answer that cannot be continued does not need. One that has been continued still needs the prompt,
 // until the present attempt has proven that it had that, and the ids of what was sent already.
 func (s *Stream) free() {
-	if s.joined && !s.proven {
+	if s.joined && (!s.proven || s.repeat.behind()) {
 		return
 	}
+	s.repeat.parts, s.repeat.size, s.repeat.scratch = nil, 0, nil
 	if s.prompt = nil; !s.joined || s.tokens >= len(s.ids) {
 		s.ids = nil
 	}
@@ -223,12 +238,12 @@ func (s *Stream) Forget(reason Reason) { s.give(reason) }
 func (s *Stream) Bytes() int { return s.bytes() }
 
 func (s *Stream) bytes() int {
-	return 4*(cap(s.prompt)+cap(s.ids)) + len(s.in.held) + len(s.rest)
+	return 4*(cap(s.prompt)+cap(s.ids)) + len(s.in.held) + len(s.rest) + s.repeat.size
 }
 
 // pass appends the client's version of one event, which ends with its empty line.
 func (s *Stream) pass(dst, raw []byte) []byte {
-	data, ok := dataLine(raw)
+	data, ok := dataLine(raw, s.of.messages)
 	switch {
 	case s.broken != "":
 		s.breakOff(s.broken, raw)
@@ -238,6 +253,8 @@ func (s *Stream) pass(dst, raw []byte) []byte {
 			return dst
 		}
 		return append(dst, raw...)
+	case ok && s.of.messages:
+		return s.passMessage(dst, raw, data)
 	case ok && string(raw[data.from:data.to]) == "[DONE]":
 		if s.following() && !s.seen.finish {
 			s.breakOff(Failed, raw)
@@ -291,13 +308,15 @@ func (s *Stream) check(p *parser, e *event, valid bool) Reason {
 		return Refused
 	case e.failed, !p.isNull(e.finish) && string(p.text(e.finish)) == `"abort"`:
 		return Failed
-	case e.other:
+	case e.other, e.parsed(p) && !s.turn():
 		return NotContent
 	case e.unknown, e.choices > 1, e.choices == 1 && !e.choice:
 		return Format
 	case !p.isNull(e.text) && !p.isString(e.text), p.isNull(e.id), p.isNull(e.created):
 		return Format
-	case s.joined && s.seen.role && e.role && (p.hasText(e.text) || !p.isNull(e.finish)):
+	case !p.isNull(e.reasoning) && !p.isString(e.reasoning), !p.isNull(e.tools) && p.b[e.tools.from] != '[':
+		return Format
+	case !s.repeat.on && s.joined && s.seen.role && e.role && (p.hasText(e.text) || !p.isNull(e.finish)):
 		return secondRole
 	}
 	return ""
@@ -308,6 +327,9 @@ func (p *parser) hasText(s span) bool { return p.isString(s) && s.to-s.from > 2 
 
 // write appends an event that was understood.
 func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
+	if s.repeat.on {
+		return s.writeAgain(dst, raw, p, e)
+	}
 	var out edits
 	if s.joined {
 		s.unify(&out, p, e)
@@ -339,10 +361,7 @@ func (s *Stream) write(dst, raw []byte, p *parser, e *event) []byte {
 		return dst
 	}
 	s.cut(&out, p, e, drop, again)
-	s.seen.event = true
-	s.seen.role = s.seen.role || e.role
-	s.seen.finish = s.seen.finish || !p.isNull(e.finish)
-	s.seen.usage = s.seen.usage || !p.isNull(e.usage) && e.choices == 0
+	s.noteSeen(p, e)
 	return out.apply(dst, raw)
 }
 
@@ -367,6 +386,14 @@ func (s *Stream) remember(p *parser, e *event) {
 		s.give(NoIDs)
 		return
 	}
+	s.keepHead(p, e)
+	if s.prompt, s.length = ids, len(ids); s.bytes() > s.of.maxBytes {
+		s.give(TooLong)
+	}
+}
+
+// keepHead keeps what all events repeat.
+func (s *Stream) keepHead(p *parser, e *event) {
 	all := slices.Concat(p.text(e.id), p.text(e.object), p.text(e.created), p.text(e.model))
 	cut := func(m span) (text []byte) {
 		n := m.to - m.from
@@ -374,9 +401,6 @@ func (s *Stream) remember(p *parser, e *event) {
 		return text
 	}
 	s.head = head{id: cut(e.id), object: cut(e.object), created: cut(e.created), model: cut(e.model)}
-	if s.prompt, s.length = ids, len(ids); s.bytes() > s.of.maxBytes {
-		s.give(TooLong)
-	}
 }
 
 // take adds an event's token ids to the answer's, or compares them with those that an attempt before has generated. It
@@ -531,7 +555,7 @@ func (s *splitter) drop() {
 
 // dataLine returns the place of an event's data; none: it has no data, but comments. ok is false if it has more than
 // one line of data, or a line that is neither, or lines that end in a CR alone.
-func dataLine(raw []byte) (data span, ok bool) {
+func dataLine(raw []byte, named bool) (data span, ok bool) {
 	for from := 0; from < len(raw); {
 		end := from + bytes.IndexByte(raw[from:], '\n')
 		next := end + 1
@@ -544,7 +568,7 @@ func dataLine(raw []byte) (data span, ok bool) {
 		switch line := raw[from:end]; {
 		case bytes.IndexByte(line, '\r') >= 0:
 			return data, false
-		case len(line) == 0 || line[0] == ':':
+		case len(line) == 0 || line[0] == ':' || named && bytes.HasPrefix(line, eventField):
 		case !bytes.HasPrefix(line, dataField) || !data.none():
 			return data, false
 		default:
@@ -558,15 +582,20 @@ func dataLine(raw []byte) (data span, ok bool) {
 	return data, true
 }
 
-var dataField = []byte("data:")
+var dataField, eventField = []byte("data:"), []byte("event:")
 
 // framed reports whether the beginning of an event may become one that [dataLine] reads.
-func framed(held []byte) bool {
+func framed(held []byte, named bool) bool {
 	last := bytes.LastIndexByte(held, '\n') + 1
-	if _, ok := dataLine(held[:last]); !ok {
+	if _, ok := dataLine(held[:last], named); !ok {
 		return false
 	}
 	line := bytes.TrimSuffix(held[last:], []byte("\r"))
 	return bytes.IndexByte(line, '\r') < 0 &&
-		(len(line) == 0 || line[0] == ':' || bytes.HasPrefix(line, dataField) || bytes.HasPrefix(dataField, line))
+		(len(line) == 0 || line[0] == ':' || begins(line, dataField) || named && begins(line, eventField))
+}
+
+// begins reports whether a line begins with a field's name, as far as it has come.
+func begins(line, field []byte) bool {
+	return bytes.HasPrefix(line, field) || bytes.HasPrefix(field, line)
 }

@@ -72,13 +72,14 @@ func transcript(t *testing.T, a *txtar.Archive) *txtar.Archive {
 		}
 		add(f.Name, f.Data)
 		switch verb {
-		case "chat", "completions":
-			api := map[string]openai.API{"chat": openai.Chat, "completions": openai.Completions}[verb]
+		case "chat", "completions", "messages":
+			api := map[string]openai.API{"chat": openai.Chat, "completions": openai.Completions, "messages": openai.Messages}[verb]
 			r = scan(t, api, string(f.Data))
 			s = NewStream(r, Policy{MaxBytes: number(arg)})
 			add("request", asked(r, &s))
 		case "engine":
-			data := s.Feed(nil, []byte(strings.ReplaceAll(string(f.Data), "\n", "\n\n")))
+			events := strings.ReplaceAll(strings.ReplaceAll(string(f.Data), "\n", "\n\n"), "\n\ndata: {\"type\"", "\ndata: {\"type\"")
+			data := s.Feed(nil, []byte(events))
 			add("client gets"+state(), data)
 		case "end":
 			data := s.End(nil)

@@ -20,6 +20,7 @@ const (
 	FieldStopTokenIDs
 	FieldStopSequences
 	FieldIncludeStop // include_stop_str_in_output
+	FieldSeed
 	FieldN
 	FieldBestOf
 	FieldLogprobs
@@ -76,6 +77,7 @@ var fields = map[string]Field{
 	"stop_token_ids":             FieldStopTokenIDs,
 	"stop_sequences":             FieldStopSequences,
 	"include_stop_str_in_output": FieldIncludeStop,
+	"seed":                       FieldSeed,
 	"n":                          FieldN,
 	"best_of":                    FieldBestOf,
 	"logprobs":                   FieldLogprobs,

@@ -52,7 +52,7 @@ func Policy(
 	setObjectives(&policy, p)
 	if s := p.GetContinueStreams(); s != nil {
 		policy.Streams = migration.Policy{On: true, Header: strings.ToLower(s.Header), Inexact: s.Inexact,
-			MinAnswer: s.MinAnswerTokens, Most: int(s.MostTimes)}
+			MinAnswer: s.MinAnswerTokens, Most: int(s.MostTimes), Seeds: s.SeedSampled}
 	}
 	switch p.GetOnPrefillFailure() {
 	case "decodeAlone":

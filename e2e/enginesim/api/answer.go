@@ -25,6 +25,9 @@ func (c *answer) prepare(prompts []*engine.Prompt) {
 			if c.req.Kv.Context {
 				connector.StopAfterContext(q)
 			}
+			if c.cfg.Reasoning && c.req.Stream && q.Out.Tool == "" {
+				q.Out.Reasoning = int(q.Out.Digest % 9)
+			}
 			c.Seqs = append(c.Seqs, q)
 		}
 	}

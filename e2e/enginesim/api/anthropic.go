@@ -73,6 +73,9 @@ func (messagesAPI) begin(c *answer, dst []byte) []byte {
 	q := c.Seqs[0]
 	return event(dst, "content_block_start", func(dst []byte) []byte {
 		dst = append(dst, `{"type":"content_block_start","index":0,"content_block":`...)
+		if q.Out.Reasoning > 0 {
+			return append(dst, `{"type":"thinking","thinking":""}}`...)
+		}
 		if q.Out.Tool == "" {
 			return append(dst, `{"type":"text","text":""}}`...)
 		}
@@ -82,23 +85,53 @@ func (messagesAPI) begin(c *answer, dst []byte) []byte {
 	})
 }
 
-func (messagesAPI) token(_ *answer, dst []byte, q *engine.Sequence, i int) []byte {
+func (messagesAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []byte {
+	if i == q.Out.Reasoning && i > 0 {
+		dst = c.endThinking(dst)
+		dst = event(dst, "content_block_start", func(dst []byte) []byte {
+			return append(dst, `{"type":"content_block_start","index":1,"content_block":{"type":"text","text":""}}`...)
+		})
+	}
 	return event(dst, "content_block_delta", func(dst []byte) []byte {
-		dst = append(dst, `{"type":"content_block_delta","index":0,"delta":{"type":`...)
-		if q.Out.Tool != "" {
-			dst = append(dst, `"input_json_delta","partial_json":`...)
-		} else {
-			dst = append(dst, `"text_delta","text":`...)
+		dst = append(dst, `{"type":"content_block_delta","index":`...)
+		switch thinks := i < q.Out.Reasoning; {
+		case thinks:
+			dst = append(dst, `0,"delta":{"type":"thinking_delta","thinking":`...)
+		case q.Out.Tool != "":
+			dst = append(dst, `0,"delta":{"type":"input_json_delta","partial_json":`...)
+		case q.Out.Reasoning > 0:
+			dst = append(dst, `1,"delta":{"type":"text_delta","text":`...)
+		default:
+			dst = append(dst, `0,"delta":{"type":"text_delta","text":`...)
 		}
 		return append(jsontext.AppendQuoted(dst, q.Out.Token(i)), "}}"...)
 	})
 }
 
-func (messagesAPI) end(c *answer, dst []byte) []byte {
-	q := c.Seqs[0]
-	dst = event(dst, "content_block_stop", func(dst []byte) []byte {
+// endThinking ends the block of reasoning. Its signature is another one for each answer.
+func (c *answer) endThinking(dst []byte) []byte {
+	dst = event(dst, "content_block_delta", func(dst []byte) []byte {
+		dst = append(dst, `{"type":"content_block_delta","index":0,"delta":{"type":"signature_delta","signature":`...)
+		return append(jsontext.AppendQuoted(dst, c.tool), "}}"...)
+	})
+	return event(dst, "content_block_stop", func(dst []byte) []byte {
 		return append(dst, `{"type":"content_block_stop","index":0}`...)
 	})
+}
+
+func (messagesAPI) end(c *answer, dst []byte) []byte {
+	q := c.Seqs[0]
+	if thinks := q.Out.Reasoning > 0; thinks && q.Out.N <= q.Out.Reasoning {
+		dst = c.endThinking(dst)
+	} else {
+		dst = event(dst, "content_block_stop", func(dst []byte) []byte {
+			dst = append(dst, `{"type":"content_block_stop","index":`...)
+			if thinks {
+				return append(dst, "1}"...)
+			}
+			return append(dst, "0}"...)
+		})
+	}
 	dst = event(dst, "message_delta", func(dst []byte) []byte {
 		dst = append(dst, `{"type":"message_delta","delta":{"stop_reason":`...)
 		dst = append(jsontext.AppendQuoted(dst, stopReason(&q.Out)), `},"usage":`...)

@@ -38,6 +38,7 @@ type answer struct {
 	req     *request.Request
 	leg     *connector.Leg
 	id      string // of the answer
+	tool    string // of its tool call: another one for each answer, as vLLM's
 	created int64  // Unix seconds
 }
 
@@ -49,7 +50,7 @@ func (s *Server) newCall(w http.ResponseWriter, r *http.Request, rec *Record, re
 	}
 	rec.set(func() { rec.Rank = n.Rank() })
 	j := &engine.Job{E: n.Engine, Sampling: &req.Sampling, Xid: r.Header.Get("X-Request-Id")}
-	a := &answer{Job: j, cfg: s.cfg, req: req, created: time.Now().Unix()}
+	a := &answer{Job: j, cfg: s.cfg, req: req, tool: engine.Hex16(), created: time.Now().Unix()}
 	a.leg = &connector.Leg{Node: n, Job: j, Kv: &req.Kv, Xid: j.Xid, Name: a.internalID}
 	j.Transfer = a.leg
 	return &call{answer: a, s: s, n: n, w: w, r: r, rec: rec}

@@ -19,6 +19,7 @@ type Config struct {
 	FirstLogprobs time.Duration // the first request with log probabilities has the core compile for so long
 
 	ToolParser  bool
+	Reasoning   bool // the first tokens of chats and messages are reasoning, as a reasoning parser finds it
 	OldForced   bool // see request.Limits.OldForcedTools
 	DevMode     bool // vLLM's VLLM_SERVER_DEV_MODE
 	Record      bool

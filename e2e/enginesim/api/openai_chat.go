@@ -91,7 +91,10 @@ func (c *answer) appendChatChoice(dst []byte, q *engine.Sequence) []byte {
 }
 
 func (c *answer) toolID(q *engine.Sequence) string {
-	return strconv.FormatUint(engine.Mix(q.Out.Digest^engine.K1, uint64(c.created)^engine.K0), 16)
+	if q.Choice == 0 {
+		return c.tool
+	}
+	return c.tool + strconv.Itoa(q.Choice)
 }
 
 func (c *answer) appendTokenIDs(dst []byte, q *engine.Sequence, from, to int) []byte {
@@ -184,7 +187,11 @@ func (chatAPI) token(c *answer, dst []byte, q *engine.Sequence, i int) []byte {
 	if q.Out.Tool != "" {
 		dst = c.appendToolDelta(dst, q, i)
 	} else {
-		dst = append(dst, `,"delta":{"content":"`...)
+		member := "content"
+		if i < q.Out.Reasoning {
+			member = "reasoning"
+		}
+		dst = append(dst, `,"delta":{"`+member+`":"`...)
 		dst = append(jsontext.AppendEscaped(dst, q.Out.Delta(i)), `"}`...)
 	}
 	dst = append(dst, `,"logprobs":`...)

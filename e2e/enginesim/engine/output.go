@@ -31,6 +31,7 @@ type Output struct {
 	Text       string // set if it is not simply the generated tokens: cut at a stop, or a tool call's arguments
 	Literal    bool   // text is used
 	Tool       string // name of the called function
+	Reasoning  int    // so many tokens at the beginning of a stream are reasoning
 	hold       int    // characters that a stream holds back, because a stop string may begin there
 	stopped    bool   // text ends where a stop begins
 }

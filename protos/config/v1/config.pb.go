@@ -1896,7 +1896,11 @@ type ContinueStreams struct {
 	// and a temperature, or with frequency_penalty, presence_penalty or bad_words. Default false.
 	Inexact bool `protobuf:"varint,3,opt,name=inexact,proto3" json:"inexact,omitempty"`
 	// Most times that one answer is continued.
-	MostTimes     int32 `protobuf:"varint,4,opt,name=most_times,json=mostTimes,proto3" json:"most_times,omitempty"`
+	MostTimes int32 `protobuf:"varint,4,opt,name=most_times,json=mostTimes,proto3" json:"most_times,omitempty"`
+	// Give a seed to sampled chats and completions that can only be repeated, as those with tools.
+	// So another engine writes the same answer. vLLM 0.32 samples a batch that has a seed without FlashInfer, so it costs
+	// other requests, too. Default false.
+	SeedSampled   bool `protobuf:"varint,5,opt,name=seed_sampled,json=seedSampled,proto3" json:"seed_sampled,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1957,6 +1961,13 @@ func (x *ContinueStreams) GetMostTimes() int32 {
 		return x.MostTimes
 	}
 	return 0
+}
+
+func (x *ContinueStreams) GetSeedSampled() bool {
+	if x != nil {
+		return x.SeedSampled
+	}
+	return false
 }
 
 type Encode struct {
@@ -3883,13 +3894,14 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"\flabel_header\x186 \x01(\tR\vlabelHeader\x12L\n" +
 	"\x10continue_streams\x18P \x01(\v2!.tandem.config.v1.ContinueStreamsR\x0fcontinueStreams\x12\x1f\n" +
 	"\vpair_unlike\x18Q \x03(\tR\n" +
-	"pairUnlikeJ\x04\b\x18\x10\x19J\x04\b=\x10>\"\xb6\x01\n" +
+	"pairUnlikeJ\x04\b\x18\x10\x19J\x04\b=\x10>\"\xd9\x01\n" +
 	"\x0fContinueStreams\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12?\n" +
 	"\x11min_answer_tokens\x18\x02 \x01(\x03B\x13\x8a\xb5\x18\x0f0 to 1000000000R\x0fminAnswerTokens\x12\x18\n" +
 	"\ainexact\x18\x03 \x01(\bR\ainexact\x120\n" +
 	"\n" +
-	"most_times\x18\x04 \x01(\x05B\x11\x8a\xb5\x18\b1 to 100\x92\xb5\x18\x018R\tmostTimes\"9\n" +
+	"most_times\x18\x04 \x01(\x05B\x11\x8a\xb5\x18\b1 to 100\x92\xb5\x18\x018R\tmostTimes\x12!\n" +
+	"\fseed_sampled\x18\x05 \x01(\bR\vseedSampled\"9\n" +
 	"\x06Encode\x12/\n" +
 	"\atimeout\x18\x01 \x01(\tB\x15\x8a\xb5\x18\n" +
 	"1ms to 24h\x92\xb5\x18\x0330sR\atimeout\"k\n" +

@@ -1,0 +1,221 @@
+package migration
+
+import (
+	"bytes"
+	"strconv"
+
+	"tandem/extproc/openai"
+)
+
+// message is an event of /v1/messages (vLLM 0.32.0, entrypoints/anthropic/serving.py).
+type message struct {
+	error   event  // what it says of an error
+	typ     string // what it is
+	index   int64  // of the block
+	block   span   // what begins
+	name    span   // of the tool that is called
+	is      string // what the block or the delta is
+	text    span
+	signed  bool // a delta with the signature of reasoning
+	reason  span // why the answer ends
+	unknown bool
+}
+
+// What else a client has of a block, as bits of [part.ends].
+const (
+	blockSigned = 1 << iota
+	blockStopped
+)
+
+// message reads an event's data, which begins at p.i.
+func (p *parser) message() (m message, ok bool) {
+	m.index = -1
+	for more := p.open('{'); more; more = p.more('}') {
+		switch string(p.key()) {
+		case "type":
+			m.typ = p.word()
+		case "index":
+			n, err := strconv.ParseInt(string(p.text(p.value())), 10, 64)
+			if m.index = n; err != nil {
+				m.unknown = true
+			}
+		case "content_block":
+			p.once(&m.block)
+			q := parser{b: p.b[:m.block.to], i: m.block.from}
+			q.content(&m)
+			p.bad = p.bad || q.bad
+		case "delta":
+			p.content(&m)
+		case "message", "usage":
+			p.value()
+		case "error":
+			p.failure(&m.error)
+		default:
+			m.unknown = !p.isNull(p.value()) || m.unknown
+		}
+	}
+	return m, !p.bad && p.i == len(p.b)
+}
+
+// content reads a block as it begins, or what is added to one.
+func (p *parser) content(m *message) {
+	for more := p.open('{'); more; more = p.more('}') {
+		switch key := string(p.key()); key {
+		case "type":
+			m.is = p.word()
+		case "name":
+			p.once(&m.name)
+		case "text", "thinking", "partial_json":
+			p.once(&m.text)
+		case "signature":
+			m.signed = !p.isNull(p.value())
+		case "stop_reason":
+			p.once(&m.reason)
+		case "id", "input", "stop_sequence", "container":
+			p.value()
+		default:
+			m.unknown = !p.isNull(p.value()) || m.unknown
+		}
+	}
+}
+
+// word reads a string that says what something is.
+func (p *parser) word() string {
+	s := p.value()
+	if p.bad || !p.isString(s) {
+		return ""
+	}
+	return string(p.inside(s))
+}
+
+// passMessage appends the client's version of an event of messages. data is its place in raw.
+func (s *Stream) passMessage(dst, raw []byte, data span) []byte {
+	p := parser{b: raw[:max(data.to, data.from)], i: data.from}
+	m, valid := p.message()
+	var out edits
+	fresh, reason := false, Format
+	switch {
+	case !valid:
+	case m.error.failed || m.typ == "error":
+		reason = Failed
+	case !m.unknown:
+		fresh, reason = s.takeMessage(&out, &p, &m)
+	}
+	switch {
+	case reason != "" && s.joined, reason == Failed && s.reason == "":
+		s.breakOff(reason, raw)
+		return dst
+	case reason != "" && !valid:
+		return s.unread(dst, raw, reason)
+	case reason != "":
+		s.give(reason)
+	case s.bytes() > s.of.maxBytes:
+		s.give(TooLong)
+	}
+	if s.hushed = false; s.joined && !fresh {
+		return dst
+	}
+	s.seen.event = true
+	if s.Cached >= 0 && (m.typ == "message_start" || m.typ == "message_delta") { // whose usage has prefill's counts
+		return openai.CachedTokens{N: s.Cached, Written: -1}.Event(dst, bytes.TrimRight(raw, "\r\n"))
+	}
+	return out.apply(dst, raw)
+}
+
+// takeMessage takes what an event adds to the answer, and plans to take out what the client has. fresh: it lacks some
+// of it, or all.
+func (s *Stream) takeMessage(out *edits, p *parser, m *message) (fresh bool, reason Reason) {
+	r := &s.repeat
+	kept := s.reason == "" || s.joined && r.behind()
+	switch m.typ {
+	case "message_start":
+		fresh = !s.seen.role
+		s.seen.role = true
+		return fresh, ""
+	case "ping":
+		return !s.joined, ""
+	case "message_delta":
+		switch fresh = !s.seen.finish; {
+		case s.joined && r.behind(), !fresh && !bytes.Equal(p.text(m.reason), r.finish):
+			return false, Different
+		case fresh:
+			s.seen.finish, s.seen.usage, r.finish = true, true, bytes.Clone(p.text(m.reason))
+		}
+		return fresh, ""
+	case "message_stop":
+		if s.following() && !s.seen.finish {
+			return false, Failed
+		}
+		s.seen.done = true
+		return true, ""
+	case "content_block_start", "content_block_delta", "content_block_stop":
+	default:
+		return false, Format
+	}
+	if !kept {
+		return true, ""
+	}
+	part := r.find(block, m.index)
+	if m.typ == "content_block_start" {
+		return s.beginBlock(part, p, m)
+	}
+	if part == nil || !part.begun {
+		return false, Format
+	}
+	if fresh, reason = s.takeBlock(out, part, p, m); fresh && s.joined && r.behind() {
+		return false, Different
+	}
+	return fresh, reason
+}
+
+// beginBlock takes the beginning of a block, which part is if the client has that.
+func (s *Stream) beginBlock(part *part, p *parser, m *message) (fresh bool, reason Reason) {
+	name := append([]byte(m.is+" "), p.text(m.name)...)
+	switch {
+	case m.index < 0, p.hasText(m.text), part != nil && part.begun: // a block that begins with a text is not vLLM's
+		return false, Format
+	case part != nil:
+		part.begun = true
+		if !bytes.Equal(part.name, name) {
+			return false, Different
+		}
+		return false, ""
+	case s.joined && s.repeat.behind():
+		return false, Different
+	}
+	if s.repeat.begin(block, m.index, name) == nil {
+		return false, Format
+	}
+	return true, ""
+}
+
+// takeBlock takes what is added to a block, or its end.
+func (s *Stream) takeBlock(out *edits, part *part, p *parser, m *message) (fresh bool, reason Reason) {
+	switch {
+	case m.typ == "content_block_stop":
+		return part.ends.take(blockStopped), ""
+	case m.is == "signature_delta" && m.signed:
+		return part.ends.take(blockSigned), ""
+	case !p.isString(m.text):
+		return false, Format
+	}
+	text := p.inside(m.text)
+	has, same := s.repeat.take(part, text)
+	if !same {
+		return false, Different
+	}
+	if has > 0 {
+		out.add(edit{span: span{m.text.from + 1, m.text.from + 1 + has}})
+	}
+	return has < len(text) || len(text) == 0 && !s.joined, ""
+}
+
+// ends says which events a client has of a part, besides its text: a bit each.
+type ends byte
+
+// take adds one, and reports whether the client did not have it.
+func (e *ends) take(one ends) bool {
+	fresh := *e&one == 0
+	*e |= one
+	return fresh
+}
