@@ -38,8 +38,8 @@ func (f *Filter) ResponseHeaders(end bool) Status {
 			f.envoy.Count(f.got.tokens.Events)
 		}
 		f.got.first = time.Since(f.began)
-		f.kept() // says once what is wrong with the route, before a request needs it
 		o := f.envoy.Outcome()
+		f.noteKept(&o) // says once what is wrong with the route, before a request needs it
 		switch {
 		case faults.Filtered(o.Details):
 			return filtered(f, &o)
@@ -179,6 +179,7 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 		return false
 	}
 	if !f.kept() {
+		f.keepsNothing()
 		failed()
 		f.takeBack()
 		f.refuse(openai.Unavailable("route_keeps_no_body", noRetries, 0))

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tandem/extproc/faults"
 	"tandem/extproc/names"
 	"tandem/extproc/openai"
 	"tandem/kvstate"
@@ -101,9 +102,9 @@ func (f *Filter) callCluster(e *kvstate.Endpoint) string {
 	return f.cluster[:strings.LastIndexByte(f.cluster, '/')+1] + r.Rule
 }
 
-// callHost returns the Host of such a leg. A dynamic forward proxy connects to where it says, and verifies that name.
+// callHost returns the Host of such a leg. A dynamic forward proxy connects to where it says.
 func (f *Filter) callHost(e *kvstate.Endpoint) string {
-	if f.route != nil && f.route.Strict {
+	if f.route != nil {
 		return e.HostPort()
 	}
 	return cmp.Or(e.ServerNameSent(), string(f.m.pass.Head.Authority))
@@ -141,22 +142,29 @@ func notStrict() *openai.Error {
 		"and say strict: true (docs/howto/envoy-gateway-module.md)", 0)
 }
 
-// kept reports whether Envoy has kept the body that was sent on. Without a retry policy it keeps none, and a request
-// that begins again would wait for its body until the client leaves.
-func (f *Filter) kept() bool {
-	if f.route == nil || f.sent == 0 {
-		return true
+// kept reports whether Envoy still has the body that was sent on: for a retry policy it keeps it, and before its router
+// has taken it. Otherwise a request that begins again would wait for its body until the client leaves.
+func (f *Filter) kept() bool { return f.route == nil || f.sent == 0 || f.envoy.BodySize() > 0 }
+
+// noteKept notes whether the route keeps bodies, by an answer of an endpoint: it has got the body, as it has not where a
+// filter behind this one has refused the request, or the cluster lacks the endpoint.
+func (f *Filter) noteKept(o *Outcome) {
+	if f.route == nil || f.sent == 0 || !faults.Answered(o.Details) {
+		return
 	}
-	if f.envoy.BodySize() > 0 {
+	if f.kept() {
 		if f.route.keepsNothing.Load() {
 			f.route.keepsNothing.Store(false)
 		}
-		return true
+		return
 	}
+	f.keepsNothing()
+}
+
+func (f *Filter) keepsNothing() {
 	if !f.route.keepsNothing.Swap(true) {
 		f.s.Passes.Log.Error(noRetries, "cluster", f.cluster)
 	}
-	return false
 }
 
 // noRetries is what is wrong with a route without a retry policy, and what mends it.

@@ -149,6 +149,14 @@ func TestARouteWithoutARetryPolicy(t *testing.T) {
 	require.Equal(t, 200, well.status)
 	require.Contains(t, well.route.Problems(), noRetries, "it is said before a request needs it")
 
+	refused := newClient(t, f, func(string, []byte) engineAnswer {
+		return engineAnswer{status: 403, local: "rbac_access_denied_matched_policy[none]"}
+	}, chat)
+	refused.route = well.route
+	refused.run()
+	require.Equal(t, 403, refused.status)
+	require.Contains(t, well.route.Problems(), noRetries, "Envoy has the body of a request that its router has not seen")
+
 	c.route, c.forgets = &Route{Strict: true}, true
 	c.run()
 	require.Equal(t, 503, c.status)

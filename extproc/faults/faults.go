@@ -80,10 +80,13 @@ func (f *Failure) words(requestID string) string {
 // answered begins Envoy's details of an answer that the endpoint gave by itself (Envoy 1.40, StreamInfo).
 const answered = "via_upstream"
 
+// Answered reports, by Envoy's details, whether an endpoint gave the answer.
+func Answered(details string) bool { return strings.HasPrefix(details, answered) }
+
 // Of returns the failure of an answer, by its status, Envoy's details of it and its Retry-After. Without details,
 // as from an Envoy with an earlier configuration, the answer counts as the engine's.
 func Of(status int, details, retryAfter string) Failure {
-	if details != "" && !strings.HasPrefix(details, answered) {
+	if details != "" && !Answered(details) {
 		return Failure{Unreached: strings.Contains(details, "connection_failure")}
 	}
 	f := Failure{Status: status}
