@@ -126,7 +126,7 @@ var documentedOnly = map[string]string{
 	"tandem envoy --into your-envoy.yaml -o new-envoy.yaml":                                                         "likewise",
 	"go run ./e2e/bench -shapes json1k,json220k,json400k,sse256 -clients 16 -variant 'inside: inside=/path/to/bin'": "minutes",
 	"go test ./replica -run TestMetricsPage -update":                                                                "writes to the tree",
-	`for i in $(seq 1 300); do curl -s http://127.0.0.1:PORT/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"tiny\",\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' $i $((i + RANDOM % 6000)))\"}],\"max_tokens\":100}" > answer & sleep .5; done`: "minutes; make truth sends such traffic",
+	`for i in $(seq 1 300); do curl -s http://127.0.0.1:PORT/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"tiny\",\"stream\":true,\"stream_options\":{\"include_usage\":true},\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' $i $((i + RANDOM % 6000)))\"}],\"max_tokens\":100}" > answer & sleep .5; done`: "minutes; make truth sends such traffic",
 	`tandem replay --recording FOLDER/recordings --advise 4 --html answer.html`:                                           "make truth",
 	`tandem profile ENGINE --to profile.json`:                                                                             "make truth",
 	`tandem replay --recording FOLDER/recordings --profile profile.json --advise 8`:                                       "make truth",

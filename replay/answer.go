@@ -170,7 +170,7 @@ func Off(measured, replayed *RecordedResult) (out []string) {
 		{"time per token", measured.TPOT.Mean, replayed.TPOT.Mean, .001},
 		{"cached share", measured.Cached, replayed.Cached, .05},
 	} {
-		if f.was < 0 || measured.TTFT.P50 == 0 && f.what != "cached share" {
+		if unknown := f.what != "cached share" && f.was == 0; unknown || f.was < 0 {
 			continue
 		}
 		if d := f.is - f.was; math.Abs(d) > max(f.least, .2*f.was) {

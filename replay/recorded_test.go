@@ -79,6 +79,9 @@ func TestRecorded(t *testing.T) {
 	require.InDelta(t, .4, m.TTFT.P50, 1e-9)
 	require.NotEmpty(t, Off(m, r), "the times of the recording are made up")
 	require.Empty(t, Off(r, r))
+	m.TPOT, m.TTFT = Spread{}, r.TTFT
+	m.Cached = r.Cached
+	require.Empty(t, Off(m, r), "what nobody measured is not off")
 }
 
 // What a recording says is what is played: one conversation in five stands for five, which share what all share.
